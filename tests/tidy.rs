@@ -19,9 +19,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cpu", &["kernel", "target", "dl"]),
     ("cuda", &["kernel", "target", "dl"]),
     ("rocm", &["kernel", "target", "dl"]),
-    ("units", &[]),
-    ("ptx", &["kernel", "target", "units", "cuda"]),
-    ("fibers", &["kernel", "target", "dl", "cpu", "units"]),
+    ("hardware", &[]),
+    ("ptx", &["kernel", "target", "hardware", "cuda"]),
+    ("fibers", &["kernel", "target", "dl", "cpu", "hardware"]),
     ("emulated", &["kernel", "target", "cpu"]),
     ("cache", &["kernel", "target"]),
     (
@@ -383,7 +383,7 @@ fn the_library_stays_small() {
         "moesaic-emulated",
         "moesaic-fibers",
         "moesaic-ptx",
-        "moesaic-units",
+        "moesaic-hardware",
     ] {
         assert!(
             !text.contains(part),

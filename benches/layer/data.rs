@@ -185,13 +185,14 @@ fn fused(name: &str, gate: &Tensor<'_>, weights: &Tensors<'_>) -> (String, Tenso
 }
 
 fn in_type(tensor: &Tensor<'_>, dtype: DType) -> Tensor<'static> {
-    match tensor.dtype == dtype {
-        true => tensor.clone().into_static(),
-        false => Tensor {
+    if tensor.dtype == dtype {
+        tensor.clone().into_static()
+    } else {
+        Tensor {
             dtype,
             shape: tensor.shape.clone(),
             data: bytes_of(&tensor.to_f32(), dtype).into(),
-        },
+        }
     }
 }
 

@@ -94,9 +94,10 @@ impl Palette {
 
     /// `text` between the escapes of a style, such as `1;31`.
     pub fn paint(&self, style: &str, text: &str) -> String {
-        match self.on && !style.is_empty() {
-            true => format!("\x1b[{style}m{text}\x1b[0m"),
-            false => text.to_string(),
+        if self.on && !style.is_empty() {
+            format!("\x1b[{style}m{text}\x1b[0m")
+        } else {
+            text.to_string()
         }
     }
 

@@ -245,11 +245,11 @@ fn placement(path: Option<&Path>) -> Result<Option<Placement>> {
     };
     let text = std::fs::read_to_string(path)
         .map_err(|error| Failure::input(format!("{}: {error}", path.display())))?;
-    let read = match text.trim_start().starts_with('{') {
-        true => serde_json::from_str(&text).map_err(|error| error.to_string()),
-        false => text
-            .parse()
-            .map_err(|error: PlacementError| error.to_string()),
+    let read = if text.trim_start().starts_with('{') {
+        serde_json::from_str(&text).map_err(|error| error.to_string())
+    } else {
+        text.parse()
+            .map_err(|error: PlacementError| error.to_string())
     };
     let named = |error: String| Failure::input(format!("{}: {error}", path.display()));
     read.map(Some).map_err(named)

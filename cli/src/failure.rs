@@ -93,18 +93,17 @@ impl Failure {
 
     /// The whole text for stderr, without a newline at the end.
     pub fn render(&self, palette: &Palette) -> String {
-        let mut text = match self.rendered {
-            true => self.message.clone(),
-            false => {
-                let mut lines = self.message.trim_end().lines();
-                let first = lines.next().unwrap_or_default();
-                let rest = lines.map(|line| format!("\n  {line}"));
-                format!(
-                    "{} {first}{}",
-                    palette.red("error:"),
-                    rest.collect::<String>()
-                )
-            }
+        let mut text = if self.rendered {
+            self.message.clone()
+        } else {
+            let mut lines = self.message.trim_end().lines();
+            let first = lines.next().unwrap_or_default();
+            let rest = lines.map(|line| format!("\n  {line}"));
+            format!(
+                "{} {first}{}",
+                palette.red("error:"),
+                rest.collect::<String>()
+            )
         };
         if let Some(hint) = &self.hint {
             text += &format!("\n{} {}", palette.cyan("hint:"), hint.replace('\n', "\n  "));

@@ -194,12 +194,13 @@ impl PrecompileArgs {
     /// The kernels of ranks.
     fn over_ranks(&self, mesh: Parallel) -> MeshJob {
         let wires: Vec<_> = self.strategy.iter().map(|strategy| strategy.wire).collect();
-        match self.any_ways {
-            true => MeshJob::for_any_ways(mesh, &wires),
-            false => MeshJob {
+        if self.any_ways {
+            MeshJob::for_any_ways(mesh, &wires)
+        } else {
+            MeshJob {
                 strategies: self.strategy.clone(),
                 ..MeshJob::from(mesh)
-            },
+            }
         }
     }
 

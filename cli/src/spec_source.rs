@@ -156,12 +156,13 @@ pub fn read_model(path: &Path, console: &Console) -> Result<Vec<LayerSpec>> {
 
 /// The directory, and the text of its config.json. The file itself will do.
 fn read_config(path: &Path) -> Result<(PathBuf, String)> {
-    let (directory, file) = match path.is_file() {
-        true => (
+    let (directory, file) = if path.is_file() {
+        (
             path.parent().unwrap_or(Path::new("")).to_path_buf(),
             path.to_path_buf(),
-        ),
-        false => (path.to_path_buf(), path.join("config.json")),
+        )
+    } else {
+        (path.to_path_buf(), path.join("config.json"))
     };
     let text = read_text("the model configuration", &file).map_err(|failure| {
         failure.hint("--hf takes the directory of a model, with its config.json")
@@ -184,9 +185,10 @@ pub fn read_spec(path: &Path, console: &Console) -> Result<LayerSpec> {
     };
     LayerSpec::from_toml(&text).map_err(|error| {
         let failure = Failure::spec(&error, &name, console.err.on());
-        match text.trim_start().starts_with('{') {
-            true => failure.hint("this looks like JSON; --hf DIR reads a Hugging Face config.json"),
-            false => failure,
+        if text.trim_start().starts_with('{') {
+            failure.hint("this looks like JSON; --hf DIR reads a Hugging Face config.json")
+        } else {
+            failure
         }
     })
 }

@@ -433,14 +433,13 @@ fn commands(above: &str) -> Vec<String> {
     let names = listed(above, "Commands:");
     let names = names.iter().filter_map(|line| line.split(' ').next());
     let names: Vec<&str> = names.filter(|name| !["", "help"].contains(name)).collect();
-    match names.is_empty() {
-        true => vec![above.trim().to_string()],
-        false => {
-            let below = names
-                .iter()
-                .flat_map(|name| commands(&format!("{above} {name}")));
-            below.collect()
-        }
+    if names.is_empty() {
+        vec![above.trim().to_string()]
+    } else {
+        let below = names
+            .iter()
+            .flat_map(|name| commands(&format!("{above} {name}")));
+        below.collect()
     }
 }
 

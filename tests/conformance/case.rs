@@ -246,10 +246,10 @@ impl Case {
     fn check_y(&self, output: &Output, decision: &Decision, placed: &reference::Placement) {
         let ids = &decision.ids;
         let expected = reference::combine(&self.spec, &self.weights, &self.input, ids, placed);
-        let rounding = match self.spec.precision.tf32 {
-            // The factors' own rounding.
-            true => 2f64.powi(-11),
-            false => self.spec.precision.activations.unit_roundoff(),
+        let rounding = if self.spec.precision.tf32 {
+            2f64.powi(-11) // the factors' own
+        } else {
+            self.spec.precision.activations.unit_roundoff()
         };
         // Hidden, expert output and y are each rounded once; sums of products
         // in f32 add a little.

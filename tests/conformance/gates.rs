@@ -116,12 +116,11 @@ fn check_gates(engine: &Engine, cases: &[Case; 2]) {
         for name in expected[0].weights.keys() {
             let parts = expected.each_ref().map(|e| &e.weights[name].data);
             for (layer, own) in gates.layers().iter().zip(parts) {
-                let sum: Vec<f64> = match name.starts_with("router.") {
-                    true => own.iter().map(|g| times * g).collect(),
-                    false => {
-                        let pairs = parts[0].iter().zip(parts[1]);
-                        pairs.map(|(a, b)| times * (a + b)).collect()
-                    }
+                let sum: Vec<f64> = if name.starts_with("router.") {
+                    own.iter().map(|g| times * g).collect()
+                } else {
+                    let pairs = parts[0].iter().zip(parts[1]);
+                    pairs.map(|(a, b)| times * (a + b)).collect()
                 };
                 let found = layer.gradient(name).unwrap_or_else(|e| panic!("{e}"));
                 let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();

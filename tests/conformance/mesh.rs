@@ -59,12 +59,13 @@ impl Grid {
     /// What ranks do by themselves, at its own number of ways.
     fn on(self, ranks: &impl Ranks) -> Grid {
         let (own, theirs) = (self.strategy, ranks.strategy());
-        let strategy = match theirs == Strategy::default() {
-            true => own,
-            false => Strategy {
+        let strategy = if theirs == Strategy::default() {
+            own
+        } else {
+            Strategy {
                 ways: own.ways,
                 ..theirs
-            },
+            }
         };
         Grid { strategy, ..self }
     }

@@ -158,10 +158,10 @@ pub fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: 
     };
     let error = rms(&mut found.iter().zip(want).map(|(f, w)| f - w));
     let size = rms(&mut want.iter().copied());
-    let rounding = match spec.precision.tf32 {
-        // The factors' own rounding.
-        true => 2f64.powi(-11),
-        false => spec.precision.activations.unit_roundoff(),
+    let rounding = if spec.precision.tf32 {
+        2f64.powi(-11) // the factors' own
+    } else {
+        spec.precision.activations.unit_roundoff()
     };
     let tolerance = (5e-5 + 8.0 * rounding) * size + (1e-6 + rounding) * largest;
     assert!(

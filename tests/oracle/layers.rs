@@ -180,14 +180,15 @@ impl Tutel {
     /// The layer's tensors, or their gradients by the prefix `grad.`.
     pub fn canonical(&self, prefix: &str) -> Tensors<'static> {
         let read = |name: &str| self.read(&format!("{prefix}{name}"));
-        let gate: &[[&str; 2]] = match self.is("gate", "cosine_top") {
-            true => &[
+        let gate: &[[&str; 2]] = if self.is("gate", "cosine_top") {
+            &[
                 ["router.projector.weight", "gate.cosine_projector.weight"],
                 ["router.projector.bias", "gate.cosine_projector.bias"],
                 ["router.similarity", "gate.sim_matrix"],
                 ["router.temperature", "gate.temperature"],
-            ],
-            false => &[["router.weight", "wg"]],
+            ]
+        } else {
+            &[["router.weight", "wg"]]
         };
         let named = |names: &[[&str; 2]]| -> Tensors<'static> {
             let pairs = names.iter();

@@ -201,11 +201,10 @@ impl Job<'_> {
         };
         for ((work, product), seconds) in self.timed(layer, world, self.tokens)? {
             let seconds = (seconds - own.launch).max(0.0);
-            match product {
-                true => {
-                    (own.flops, own.products) = (own.flops + work.flops, own.products + seconds)
-                }
-                false => (own.bytes, own.others) = (own.bytes + work.bytes, own.others + seconds),
+            if product {
+                (own.flops, own.products) = (own.flops + work.flops, own.products + seconds)
+            } else {
+                (own.bytes, own.others) = (own.bytes + work.bytes, own.others + seconds)
             }
         }
         let numbers = [own.flops, own.products, own.bytes, own.others, own.launch];

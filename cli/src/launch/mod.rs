@@ -154,12 +154,13 @@ fn find_program(name: &OsStr) -> Result<PathBuf> {
         meta.is_some_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
     };
     let path = Path::new(name);
-    let found = match path.components().count() > 1 || name.to_string_lossy().contains('/') {
-        true => Some(path.to_path_buf()).filter(|path| runs(path)),
-        false => env::var_os("PATH").and_then(|list| {
+    let found = if path.components().count() > 1 || name.to_string_lossy().contains('/') {
+        Some(path.to_path_buf()).filter(|path| runs(path))
+    } else {
+        env::var_os("PATH").and_then(|list| {
             let mut all = env::split_paths(&list).map(|folder| folder.join(name));
             all.find(|path| runs(path))
-        }),
+        })
     };
     found.ok_or_else(|| {
         Failure::input(format!("there is no program {}", path.display()))

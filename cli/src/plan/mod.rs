@@ -193,12 +193,11 @@ impl PlanArgs {
 /// A machine that ships, or one in a file.
 pub fn machine(name: &str) -> Result<Machine> {
     let path = Path::new(name);
-    match path.extension().is_some_and(|end| end == "toml") {
-        true => {
-            let machine = Machine::from_toml(&read("the machine", path)?);
-            machine.map_err(|error| in_file(&error, path))
-        }
-        false => planner::published(name).map_err(Failure::input),
+    if path.extension().is_some_and(|end| end == "toml") {
+        let machine = Machine::from_toml(&read("the machine", path)?);
+        machine.map_err(|error| in_file(&error, path))
+    } else {
+        planner::published(name).map_err(Failure::input)
     }
 }
 

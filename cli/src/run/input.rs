@@ -214,11 +214,12 @@ pub fn expect_shape(tensor: &TensorRef<'_>, sizes: &[Option<usize>], words: &str
         tensor.shape,
         expected.join(", ")
     ));
-    match tensor.shape.len() > sizes.len()
+    if tensor.shape.len() > sizes.len()
         && tensor.shape.last() == sizes.last().and_then(Option::as_ref)
     {
-        true => Err(failure.hint("flatten its outer dimensions into one")),
-        false => Err(failure),
+        Err(failure.hint("flatten its outer dimensions into one"))
+    } else {
+        Err(failure)
     }
 }
 

@@ -161,12 +161,11 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     };
     progress.next("finishing");
     let outputs = &outcome.outputs;
-    let comparison = match args.reference {
-        true => {
-            let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
-            Some(check::compare(spec, &weights, &tokens, draw, outputs))
-        }
-        false => None,
+    let comparison = if args.reference {
+        let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
+        Some(check::compare(spec, &weights, &tokens, draw, outputs))
+    } else {
+        None
     };
     let limited = outcome.limited;
     let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());

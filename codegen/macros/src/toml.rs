@@ -214,9 +214,10 @@ impl Toml {
 }
 
 fn finished(content: ParseStream<'_>) -> Result<()> {
-    match content.is_empty() {
-        true => Ok(()),
-        false => Err(content.error("expected `]`")),
+    if content.is_empty() {
+        Ok(())
+    } else {
+        Err(content.error("expected `]`"))
     }
 }
 

@@ -19,12 +19,13 @@ pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) 
         ..
     } = names;
     let attributes = &options.attributes;
-    let about = match attributes
+    let about = if attributes
         .iter()
         .any(|attribute| attribute.path().is_ident("doc"))
     {
-        true => format!("\n{}", docs::layer(&plan.spec)),
-        false => docs::layer(&plan.spec),
+        format!("\n{}", docs::layer(&plan.spec))
+    } else {
+        docs::layer(&plan.spec)
     };
     let about = doc(&about);
     let (constants, construct) = (constants(&plan.spec), construct(names));

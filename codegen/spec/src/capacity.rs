@@ -58,11 +58,12 @@ impl Capacity {
                 "mode = \"{mode}\" has no factor; modes \"factor\" and \"bounded\" have one"
             ));
         }
-        match factor.abs() <= MAX_CAPACITY_FACTOR {
-            true => Ok(()),
-            false => Err(format!(
+        if factor.abs() <= MAX_CAPACITY_FACTOR {
+            Ok(())
+        } else {
+            Err(format!(
                 "it must be between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}"
-            )),
+            ))
         }
     }
 

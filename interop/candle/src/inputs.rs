@@ -116,13 +116,12 @@ impl Inputs {
             .collect();
         let per_token = plan.shape.first() == Some(&moesaic::kernel::Size::Tokens);
         let leading = per_token.then(|| [self.leading(), &shape[1..]].concat());
-        match tensor.dims() == shape || Some(tensor.dims()) == leading.as_deref() {
-            true => copied(tensor, plan.dtype, &shape),
-            false => {
-                let wanted = leading.unwrap_or(shape);
-                let problem = format!("has shape {:?}, expected {wanted:?}", tensor.dims());
-                Err(Error::Msg(problem))
-            }
+        if tensor.dims() == shape || Some(tensor.dims()) == leading.as_deref() {
+            copied(tensor, plan.dtype, &shape)
+        } else {
+            let wanted = leading.unwrap_or(shape);
+            let problem = format!("has shape {:?}, expected {wanted:?}", tensor.dims());
+            Err(Error::Msg(problem))
         }
     }
 }

@@ -42,13 +42,14 @@ impl Layer {
 
     fn check_alignment(&self, tensor: &TensorPlan, address: Ptr) -> Result<(), EngineError> {
         let alignment = alignment(tensor, self.plan().target);
-        match address.0.is_multiple_of(alignment) {
-            true => Ok(()),
-            false => Err(EngineError::Misaligned {
+        if address.0.is_multiple_of(alignment) {
+            Ok(())
+        } else {
+            Err(EngineError::Misaligned {
                 name: tensor.name.clone(),
                 address: address.0,
                 alignment,
-            }),
+            })
         }
     }
 }

@@ -223,12 +223,11 @@ impl Layer {
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(problem)?;
         let table;
-        let tensor = match name == TABLE {
-            true => {
-                table = checked_table(&self.plan().spec, tensor, 0)?;
-                &table
-            }
-            false => tensor,
+        let tensor = if name == TABLE {
+            table = checked_table(&self.plan().spec, tensor, 0)?;
+            &table
+        } else {
+            tensor
         };
         let id = self.id(name).expect("found above");
         let _turn = self.lock_workspaces();

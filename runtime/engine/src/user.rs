@@ -121,12 +121,11 @@ impl Engine {
 
 fn check_experts(spec: &LayerSpec, given: usize) -> Result<(), EngineError> {
     let experts = spec.shape.experts;
-    match given == experts {
-        true => Ok(()),
-        false => {
-            let problem = format!("  {given} experts were given, the spec has {experts}");
-            Err(EngineError::Spec(problem))
-        }
+    if given == experts {
+        Ok(())
+    } else {
+        let problem = format!("  {given} experts were given, the spec has {experts}");
+        Err(EngineError::Spec(problem))
     }
 }
 

@@ -116,12 +116,13 @@ impl Launch {
         }
         let at = (rows - few) / (many - few);
         let between = |low: f64, high: f64| (low + (high - low) * at).max(0.0);
-        match high == Work::default() {
-            true => low,
-            false => Work {
+        if high == Work::default() {
+            low
+        } else {
+            Work {
                 flops: between(low.flops, high.flops),
                 bytes: between(low.bytes, high.bytes),
-            },
+            }
         }
     }
 }
@@ -129,26 +130,24 @@ impl Launch {
 impl Product {
     /// Waves of tiles. Tiles at the ends of experts' rows are whole.
     fn seconds(&self, flops: f64, blocks: f64, asked: u64, rows: Rows) -> f64 {
-        let (flops, tiles) = match self.sums_rows {
-            true => (flops, blocks),
-            false => {
-                let tile = |n: f64| (n / self.tile_rows).ceil();
-                let row_tiles = if self.by_expert && !rows.by_expert.is_empty() {
-                    rows.by_expert.iter().map(|n| tile(*n)).sum()
-                } else {
-                    tile(rows.all)
-                };
-                let most = match self.by_expert {
-                    true => {
-                        let experts = rows.by_expert.len().max(1) as u64;
-                        tile(asked as f64) + asked.min(experts) as f64
-                    }
-                    false => tile(asked as f64),
-                };
-                let columns = (blocks / most.max(1.0)).max(1.0);
-                let padded = row_tiles * self.tile_rows / rows.all.max(1e-9);
-                (flops * padded, row_tiles * columns)
-            }
+        let (flops, tiles) = if self.sums_rows {
+            (flops, blocks)
+        } else {
+            let tile = |n: f64| (n / self.tile_rows).ceil();
+            let row_tiles = if self.by_expert && !rows.by_expert.is_empty() {
+                rows.by_expert.iter().map(|n| tile(*n)).sum()
+            } else {
+                tile(rows.all)
+            };
+            let most = if self.by_expert {
+                let experts = rows.by_expert.len().max(1) as u64;
+                tile(asked as f64) + asked.min(experts) as f64
+            } else {
+                tile(asked as f64)
+            };
+            let columns = (blocks / most.max(1.0)).max(1.0);
+            let padded = row_tiles * self.tile_rows / rows.all.max(1e-9);
+            (flops * padded, row_tiles * columns)
         };
         let waves = (tiles / rows.multiprocessors).ceil();
         waves * flops / tiles.max(1.0) / self.rate

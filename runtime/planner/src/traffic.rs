@@ -371,11 +371,14 @@ impl All<'_> {
     fn spread(&self) -> Step {
         let m = self.node();
         let one = self.to.len() == 1;
-        self.between(true, |from, to| match one {
-            true => self.nodes() as f64 * self.to[0][to],
-            false => (0..self.nodes())
-                .map(|v| self.to[v * m + from % m][to])
-                .sum(),
+        self.between(true, |from, to| {
+            if one {
+                self.nodes() as f64 * self.to[0][to]
+            } else {
+                (0..self.nodes())
+                    .map(|v| self.to[v * m + from % m][to])
+                    .sum()
+            }
         })
     }
 

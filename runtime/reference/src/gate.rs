@@ -47,12 +47,13 @@ pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
         rows.clone().flat_map(row).collect::<Vec<f64>>()
     });
     let noise: Vec<f64> = rows
-        .flat_map(|t| match spec.noisy_logits() {
-            true => {
+        .flat_map(|t| {
+            if spec.noisy_logits() {
                 let x = router_input(spec, weights, input, t);
                 logit_noise(spec, weights, input, t, &x)
+            } else {
+                vec![0.0; spec.routed_experts()]
             }
-            false => vec![0.0; spec.routed_experts()],
         })
         .collect();
     let with_noise = |z: &Vec<f64>| z.iter().zip(&noise).map(|(z, n)| z + n).collect();

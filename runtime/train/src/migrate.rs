@@ -223,13 +223,12 @@ fn moved(
     for (name, tensor) in tensors {
         after.insert(
             name.as_str(),
-            match of_experts(name) {
-                false => tensor.clone().into_static(),
-                true => {
-                    let mut shape = tensor.shape.clone();
-                    shape[0] = to.count(place.ep);
-                    Tensor::zeros(tensor.dtype, &shape)
-                }
+            if of_experts(name) {
+                let mut shape = tensor.shape.clone();
+                shape[0] = to.count(place.ep);
+                Tensor::zeros(tensor.dtype, &shape)
+            } else {
+                tensor.clone().into_static()
             },
         );
     }

@@ -78,11 +78,11 @@ impl Space {
             if few {
                 return None;
             }
-            match self.cost(inner[left], measured, wanted)
-                <= self.cost(inner[right], measured, wanted)
+            if self.cost(inner[left], measured, wanted) <= self.cost(inner[right], measured, wanted)
             {
-                true => high = right,
-                false => low = left + 1,
+                high = right
+            } else {
+                low = left + 1
             }
         }
     }

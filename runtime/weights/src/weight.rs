@@ -78,19 +78,16 @@ impl Weight<'_> {
         // Only now: a spec can promise more than a file has and memory holds.
         let mut data = Bytes::zeros(rows.len() * row);
         let elements = row / self.dtype.size();
-        match self.stacked {
-            false => {
-                let (part, first) = (&self.parts[0], rows.start * elements);
-                let layout = part.layout.rows(rows.clone());
-                self.fill(part, &layout, first, data.to_mut())?;
+        if self.stacked {
+            let out = data.to_mut().chunks_mut(row.max(1));
+            for (index, out) in rows.clone().zip(out) {
+                let part = &self.parts[index];
+                self.fill(part, &part.layout, index * elements, out)?;
             }
-            true => {
-                let out = data.to_mut().chunks_mut(row.max(1));
-                for (index, out) in rows.clone().zip(out) {
-                    let part = &self.parts[index];
-                    self.fill(part, &part.layout, index * elements, out)?;
-                }
-            }
+        } else {
+            let (part, first) = (&self.parts[0], rows.start * elements);
+            let layout = part.layout.rows(rows.clone());
+            self.fill(part, &layout, first, data.to_mut())?;
         }
         Ok(self.tensor(rows.len(), data))
     }

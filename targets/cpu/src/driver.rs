@@ -57,17 +57,18 @@ impl Driver {
     /// `program` with `args` before every other argument. A `zig` needs none.
     pub(crate) fn new(program: PathBuf, args: Vec<String>) -> Driver {
         let is_zig = program.file_stem().is_some_and(|stem| stem == "zig");
-        match is_zig && (args.is_empty() || args == ["cc"]) {
-            true => Driver {
+        if is_zig && (args.is_empty() || args == ["cc"]) {
+            Driver {
                 program,
                 args: Vec::new(),
                 kind: Kind::Zig,
-            },
-            false => Driver {
+            }
+        } else {
+            Driver {
                 program,
                 args,
                 kind: Kind::Cc,
-            },
+            }
         }
     }
 

@@ -69,12 +69,13 @@ fn options() -> Result<Options, String> {
 
 fn known(name: String) -> Result<String, String> {
     let names: Vec<&str> = moesaic_fuzz::surfaces().iter().map(|s| s.name()).collect();
-    match names.contains(&&*name) {
-        true => Ok(name),
-        false => Err(format!(
+    if names.contains(&&*name) {
+        Ok(name)
+    } else {
+        Err(format!(
             "no surface is called {name}; there are {}",
             names.join(", ")
-        )),
+        ))
     }
 }
 

@@ -43,12 +43,13 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     } else {
         &[1, 64, 4096]
     };
-    match options.place.simulates() {
-        true => println!("# a simulator: launches of a call are counted, times mean nothing"),
-        false => println!(
+    if options.place.simulates() {
+        println!("# a simulator: launches of a call are counted, times mean nothing")
+    } else {
+        println!(
             "# microseconds of a call, the least of {SAMPLES} samples of {CALLS} calls: the host's \
              to queue it,\n# the host's until it is done, the device's; then the same as a graph"
-        ),
+        )
     }
     println!(
         "tokens  pass     launches   queued     done   device  | graph: queued     done   device"

@@ -335,15 +335,16 @@ fn counted(made: &Made, call: &Call, work: &Work) -> Result<String> {
     placed.once()?;
     placed.wait()?;
     let y = placed.rows("y")?;
-    match y.iter().all(|value| value.is_finite()) {
-        true => Ok(format!(
+    if y.iter().all(|value| value.is_finite()) {
+        Ok(format!(
             "{:6} {:8} {:9.4} {:9.6}",
             call.tokens,
             made.launches(call.tokens),
             work.flops / 1e9,
             work.bytes / 1e9,
-        )),
-        false => Err("y is not finite".into()),
+        ))
+    } else {
+        Err("y is not finite".into())
     }
 }
 
@@ -373,11 +374,12 @@ fn right(made: &Made, spec: &LayerSpec, weights: &Tensors<'_>) -> Result {
     // NaN is the worst.
     let worst = errors.fold(0.0, |worst: f64, e| if e <= worst { worst } else { e });
     let allowed = 8.0 * DTYPE.unit_roundoff();
-    match worst <= allowed {
-        true => Ok(()),
-        false => Err(format!(
+    if worst <= allowed {
+        Ok(())
+    } else {
+        Err(format!(
             "y of {FEW} tokens is off by {worst:.1e} of its largest element, {allowed:.0e} is allowed"
         )
-        .into()),
+        .into())
     }
 }

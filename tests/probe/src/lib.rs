@@ -1,6 +1,6 @@
 //! The probe kit: runs each hardware primitive as a small kernel, built from
 //! the same named device functions that real kernels use, and compares bits
-//! with the tables of `moesaic-units`.
+//! with the tables of `moesaic-hardware`.
 //!
 //! Inputs are random and such that every sum is exact in f32, so the order in
 //! which hardware adds does not matter. On a simulator the kit checks the

@@ -42,7 +42,6 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
         weights: dtype,
         activations: dtype,
         tf32: wide.precision.tf32 && dtype == DType::F32,
-        ..wide.precision
     };
     (spec.experts.activation, spec.experts.alpha) = (Activation::Gelu, 1.0);
     spec.router.weight_on = WeightSite::Activation;
@@ -134,7 +133,6 @@ fn types(rng: &mut Counter) -> Precision {
         weights,
         activations: if mixed { weights } else { activations },
         tf32: pair == [DType::F32; 2] && rng.one_in(3),
-        ..Precision::default()
     }
 }
 

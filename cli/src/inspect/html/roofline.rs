@@ -254,12 +254,13 @@ fn numbered(
         at.1 += 21.0;
     }
     taken.push(at);
-    let pointer = match at.1 > y {
-        true => format!(
+    let pointer = if at.1 > y {
+        format!(
             "<line class=\"pointer {stem}\" x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>",
             at.1
-        ),
-        false => String::new(),
+        )
+    } else {
+        String::new()
     };
     format!(
         "{pointer}<g class=\"{stem}\"><title>{title}</title><circle class=\"point\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"9.5\"/>\

@@ -132,12 +132,11 @@ impl Loaded {
         let counts = self.device.alloc(4 * places.len().max(16)).unwrap();
         let total = self.buffer(&5i64.to_le_bytes());
         let tokens = places.len();
-        match self.desc.counts() {
-            true => {
-                self.launch("wire_pack", &[&from, &list, &packed, &counts], tokens);
-                self.launch("wire_count", &[&counts, &total], tokens);
-            }
-            false => self.launch("wire_pack", &[&from, &list, &packed], tokens),
+        if self.desc.counts() {
+            self.launch("wire_pack", &[&from, &list, &packed, &counts], tokens);
+            self.launch("wire_count", &[&counts, &total], tokens);
+        } else {
+            self.launch("wire_pack", &[&from, &list, &packed], tokens)
         }
         let expected: Vec<(Vec<u8>, u64)> = places
             .iter()

@@ -222,14 +222,15 @@ impl RankPlan {
             row,
             stride,
         };
-        match row == stride {
-            true => Strip {
+        if row == stride {
+            Strip {
                 rows: 1,
                 row: rows * row,
                 stride: rows * row,
                 ..strip
-            },
-            false => strip,
+            }
+        } else {
+            strip
         }
     }
 }

@@ -71,9 +71,10 @@ impl Balancer {
         }
         self.since += 1;
         let all: i64 = counts.iter().sum();
-        let keep = match self.average.iter().all(|share| *share == 0.0) {
-            true => 0.0, // the first is no worse than any other
-            false => self.options.decay,
+        let keep = if self.average.iter().all(|share| *share == 0.0) {
+            0.0 // the first is no worse than any other
+        } else {
+            self.options.decay
         };
         for (average, &count) in self.average.iter_mut().zip(counts).filter(|_| all > 0) {
             *average = keep * *average + (1.0 - keep) * count as f64 / all as f64;

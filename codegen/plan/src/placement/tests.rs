@@ -13,9 +13,10 @@ fn random(draw: &mut Counter) -> Placement {
     let experts = draw.between(groups, 17);
     let mut lists = vec![Vec::new(); groups];
     for expert in 0..experts {
-        let first = match expert < groups {
-            true => expert, // none is empty
-            false => draw.between(0, groups - 1),
+        let first = if expert < groups {
+            expert // none is empty
+        } else {
+            draw.between(0, groups - 1)
         };
         let more = draw.between(0, 2);
         let mut on = vec![first];

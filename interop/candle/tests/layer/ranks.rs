@@ -131,9 +131,10 @@ fn experts_on_two_ranks() -> Result<()> {
         ..Parallel::default()
     })?;
     for ((name, [own, sum, _]), (_, [other, ..])) in a.gradients.iter().zip(&b.gradients) {
-        let whole = match name.starts_with("experts.") {
-            true => own.clone(), // of all ranks' tokens already
-            false => (own + other)?,
+        let whole = if name.starts_with("experts.") {
+            own.clone() // of all ranks' tokens already
+        } else {
+            (own + other)?
         };
         assert_eq!(floats(&whole)?, floats(sum)?, "{name}");
     }

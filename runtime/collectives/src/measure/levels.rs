@@ -93,7 +93,7 @@ fn kinds(shape: NodeShape) -> Vec<(bool, usize)> {
         .into_iter()
         .chain(between.map(|peers| (false, peers)));
     let least = |(same_node, peers): &(bool, usize)| {
-        if same_node {
+        if *same_node {
             *peers > 0 && per_node > 1
         } else {
             *peers > 0 && nodes > 1
@@ -123,12 +123,11 @@ impl Place {
                     (at + of - by) % of
                 }
             };
-            match same_node {
-                true => shape.rank(node, step(place, i + 1, per_node)),
-                false => {
-                    let (far, beside) = (i % (nodes - 1) + 1, i / (nodes - 1));
-                    shape.rank(step(node, far, nodes), step(place, beside, per_node))
-                }
+            if same_node {
+                shape.rank(node, step(place, i + 1, per_node))
+            } else {
+                let (far, beside) = (i % (nodes - 1) + 1, i / (nodes - 1));
+                shape.rank(step(node, far, nodes), step(place, beside, per_node))
             }
         };
         Place {

@@ -87,11 +87,12 @@ impl Mpi {
         self.check("MPI_Initialized", code)?;
         let wanted = self.abi.thread_serialized;
         self.owner = flag == 0;
-        let code = match self.owner {
+        let code = if self.owner {
             // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
-            true => unsafe { self.calls.init_thread(wanted, &mut provided) },
+            unsafe { self.calls.init_thread(wanted, &mut provided) }
+        } else {
             // SAFETY: MPI is initialised.
-            false => unsafe { self.calls.query_thread(&mut provided) },
+            unsafe { self.calls.query_thread(&mut provided) }
         };
         self.check("MPI_Init_thread", code)?;
         if provided < wanted {
@@ -200,12 +201,11 @@ impl Mpi {
         let mut index = 0;
         while index < self.posted.len() {
             let mut request = self.posted[index].1;
-            match self.done(&mut request, &mut Status::default())? {
-                true => drop(self.posted.swap_remove(index)),
-                false => {
-                    self.posted[index].1 = request;
-                    index += 1;
-                }
+            if self.done(&mut request, &mut Status::default())? {
+                drop(self.posted.swap_remove(index))
+            } else {
+                self.posted[index].1 = request;
+                index += 1;
             }
         }
         Ok(())

@@ -154,13 +154,13 @@ impl Table {
     /// # Safety
     /// `comm` is null or a communicator that is not destroyed.
     pub unsafe fn words(&self, code: Code, comm: RawComm) -> String {
-        let text = |words: *const c_char| match words.is_null() {
-            true => String::new(),
+        let text = |words: *const c_char| {
+            if words.is_null() {
+                return String::new();
+            }
             // SAFETY: the library's own strings, which end in a zero and stay.
-            false => unsafe { CStr::from_ptr(words) }
-                .to_string_lossy()
-                .trim()
-                .to_string(),
+            let text = unsafe { CStr::from_ptr(words) }.to_string_lossy();
+            text.trim().to_string()
         };
         // SAFETY: any code is allowed.
         let words = text(unsafe { self.error_string(code) });

@@ -125,9 +125,10 @@ impl FanOut {
         let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
         let first = |node: usize| node * per_node;
         let nodes = |list: &[Vec<u32>], units: &dyn Fn(usize) -> Vec<u64>| -> Vec<Vec<u32>> {
-            let some = |node: usize| match node == own {
-                true => Vec::new(),
-                false => {
+            let some = |node: usize| {
+                if node == own {
+                    Vec::new()
+                } else {
                     let units = (first(node)..first(node + 1)).map(units);
                     crossing(parted(&list[node], units, numbers.clone(), cut))
                 }

@@ -166,12 +166,11 @@ impl Replicas<'_> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for (expert, slot, owned) in self.own() {
             let row = slots.read(slot)?;
-            match owned {
-                true => {
-                    let from = |group| (self.peer(group), row.len());
-                    receives.extend(self.others(expert).into_iter().map(from));
-                }
-                false => sends.push((self.peer(self.placement.owner(expert)), row)),
+            if owned {
+                let from = |group| (self.peer(group), row.len());
+                receives.extend(self.others(expert).into_iter().map(from));
+            } else {
+                sends.push((self.peer(self.placement.owner(expert)), row))
             }
         }
         let arrived = self.ranks.trade(&sends, &receives, Among::Group, what)?;
@@ -190,12 +189,11 @@ impl Replicas<'_> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for (expert, slot, owned) in self.own() {
             let row = slots.read(slot)?;
-            match owned {
-                true => {
-                    let to = |group| (self.peer(group), row.clone());
-                    sends.extend(self.others(expert).into_iter().map(to));
-                }
-                false => receives.push((self.peer(self.placement.owner(expert)), row.len())),
+            if owned {
+                let to = |group| (self.peer(group), row.clone());
+                sends.extend(self.others(expert).into_iter().map(to));
+            } else {
+                receives.push((self.peer(self.placement.owner(expert)), row.len()))
             }
         }
         let arrived = self.ranks.trade(&sends, &receives, Among::Group, what)?;

@@ -83,22 +83,24 @@ impl<V: Vendor> Gpu<V> {
 
     /// The error of a call, which may report what an earlier launch did.
     pub fn error(&self, operation: &str, fault: &Fault) -> DeviceError {
-        match fault.breaks_the_context() {
-            true => self.lose(operation, fault),
-            false => DeviceError::Driver {
+        if fault.breaks_the_context() {
+            self.lose(operation, fault)
+        } else {
+            DeviceError::Driver {
                 operation: operation.to_string(),
                 reason: fault.words.clone(),
-            },
+            }
         }
     }
 
     fn lose(&self, operation: &str, fault: &Fault) -> DeviceError {
-        let error = match fault.is_a_kernels() {
-            true => self.accuse(operation, fault),
-            false => DeviceError::Driver {
+        let error = if fault.is_a_kernels() {
+            self.accuse(operation, fault)
+        } else {
+            DeviceError::Driver {
                 operation: operation.to_string(),
                 reason: format!("{}; the GPU is lost to this process", fault.words),
-            },
+            }
         };
         self.lost.get_or_init(|| error.to_string());
         error

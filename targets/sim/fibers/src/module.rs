@@ -182,12 +182,13 @@ impl FiberModule {
         }
         let statics = self.facts.shared_bytes(&entry.symbol, &self.entries);
         let (asked, most) = (statics + dims.shared_bytes, self.device.shared_bytes());
-        match asked > most {
-            true => Err(format!(
+        if asked > most {
+            Err(format!(
                 "a block takes {asked} bytes of shared memory, {} has {most}",
                 self.device.arch.name
-            )),
-            false => Ok(()),
+            ))
+        } else {
+            Ok(())
         }
     }
 

@@ -1,7 +1,7 @@
-//! Matrix products of a wave, by the layouts of `moesaic-units`.
+//! Matrix products of a wave, by the layouts of `moesaic-hardware`.
 
+use moesaic_hardware::mfma::{Element, MfmaKind, execute};
 use moesaic_kernel::RocmArch;
-use moesaic_units::mfma::{Element, MfmaKind, execute};
 
 /// The operands of one lane, on its stack.
 #[derive(Clone, Copy)]

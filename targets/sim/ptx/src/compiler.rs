@@ -27,19 +27,20 @@ impl PtxCompiler {
 
     fn hardware(&self, source: &KernelSource) -> Result<KernelSource, CompileError> {
         let own = matches!(source.target, Target::Sim(SimArch::Cuda(_)));
-        match own && self.targets().contains(&source.target) {
-            true => Ok(KernelSource {
+        if own && self.targets().contains(&source.target) {
+            Ok(KernelSource {
                 target: source.target.hardware(),
                 ..source.clone()
-            }),
-            false => Err(CompileError::UnsupportedTarget {
+            })
+        } else {
+            Err(CompileError::UnsupportedTarget {
                 compiler: self.name(),
                 target: source.target.to_string(),
                 advice: format!(
                     "it can compile CUDA C++ for: {}",
                     names(&self.targets()).join(", ")
                 ),
-            }),
+            })
         }
     }
 

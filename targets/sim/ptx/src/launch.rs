@@ -98,12 +98,13 @@ fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, St
         Some(fixed) => fixed.max(1),
         None => asked,
     };
-    match grid[0].is_multiple_of(cluster) && cluster <= 16 {
-        true => Ok(cluster),
-        false => Err(format!(
+    if grid[0].is_multiple_of(cluster) && cluster <= 16 {
+        Ok(cluster)
+    } else {
+        Err(format!(
             "{} blocks in x do not divide into clusters of {cluster} (of 16 at most)",
             grid[0]
-        )),
+        ))
     }
 }
 

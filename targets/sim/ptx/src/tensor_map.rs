@@ -1,9 +1,9 @@
 //! Tensor maps of a launch.
 
+use moesaic_hardware::swizzle;
+use moesaic_hardware::tensor_map::{ElementType, TensorMap as Map};
 use moesaic_kernel::{DType, Swizzle, TensorMap};
 use moesaic_target::{DeviceError, MapBytes, Ptr};
-use moesaic_units::swizzle;
-use moesaic_units::tensor_map::{ElementType, TensorMap as Map};
 
 /// Encodes the map of a dense row-major tensor, dimensions innermost first.
 /// Those beyond the rank of the map are folded into its outermost one.

@@ -1,10 +1,6 @@
 //! Routing and data movement in the machine, at awkward sizes, with every check.
 
-#[path = "../../../../codegen/emit/tests/kernels/kept/mod.rs"]
-mod kept;
-#[path = "../../../../codegen/emit/tests/kernels/rig/mod.rs"]
-mod rig;
-
+use crate::rig::{Rig, Tensors, check};
 use moesaic_emit::emit;
 use moesaic_kernel::{CudaArch, DType, SimArch, Stem, Target};
 use moesaic_plan::{PlanOptions, Step, plan};
@@ -15,7 +11,6 @@ use moesaic_target::{
     Module,
 };
 use moesaic_toolchain::testing;
-use rig::{Rig, Tensors, check};
 use std::sync::{Arc, OnceLock};
 
 const ROUTING: &[Stem] = &[Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch];

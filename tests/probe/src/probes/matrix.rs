@@ -4,7 +4,7 @@ use super::{Probe, lanes};
 use crate::bench::{Bench, File, Kernel, Program, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
-use moesaic_units::matrix::{address_lane, load, store};
+use moesaic_hardware::matrix::{address_lane, load, store};
 use tera::Context;
 
 /// Loads on every GPU, stores from Hopper on.

@@ -4,7 +4,7 @@ use super::Probe;
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
-use moesaic_units::mbarrier::{Mbarrier, MbarrierError};
+use moesaic_hardware::mbarrier::{Mbarrier, MbarrierError};
 use tera::Context;
 
 /// One kernel.

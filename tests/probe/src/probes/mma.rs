@@ -4,7 +4,7 @@ use super::{Probe, lanes, small};
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
-use moesaic_units::mma::{Accumulator, Element, MmaKind, mma_sync};
+use moesaic_hardware::mma::{Accumulator, Element, MmaKind, mma_sync};
 use serde::Serialize;
 use tera::Context;
 

@@ -15,8 +15,8 @@ mod wgmma;
 use crate::bench::{Bench, Trouble};
 use crate::random::Random;
 use crate::report::Row;
-use moesaic_units::float::{bf16_from_f32, f16_from_f32};
-use moesaic_units::mma::Element;
+use moesaic_hardware::float::{bf16_from_f32, f16_from_f32};
+use moesaic_hardware::mma::Element;
 
 /// What tries one part of the hardware.
 pub struct Probe {

@@ -6,8 +6,8 @@ use super::Probe;
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
+use moesaic_hardware::float::{bf16_from_f32, f16_from_f32};
 use moesaic_kernel::{Access, DType, Swizzle, TensorMap};
-use moesaic_units::float::{bf16_from_f32, f16_from_f32};
 use tera::Context;
 
 /// Narrow, odd and wide products.

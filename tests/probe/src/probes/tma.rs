@@ -5,10 +5,10 @@ use super::Probe;
 use crate::bench::{Bench, File, Kernel, Program, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
+use moesaic_hardware::float::{bf16_from_f32, f16_from_f32};
+use moesaic_hardware::tma::{Reduction, box_moves, fill, reduce};
+use moesaic_hardware::{swizzle, tensor_map};
 use moesaic_kernel::{Access, DType, Swizzle, TensorMap};
-use moesaic_units::float::{bf16_from_f32, f16_from_f32};
-use moesaic_units::tma::{Reduction, box_moves, fill, reduce};
-use moesaic_units::{swizzle, tensor_map};
 use tera::Context;
 
 /// Both directions, and reductions.

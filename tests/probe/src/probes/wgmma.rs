@@ -8,8 +8,8 @@ use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
 use form::{Form, Left, text};
-use moesaic_units::swizzle::Swizzle;
-use moesaic_units::wgmma::{
+use moesaic_hardware::swizzle::Swizzle;
+use moesaic_hardware::wgmma::{
     Accumulator, Descriptor, Element, Major, Shared, SourceA, Wgmma, WgmmaKind,
 };
 use tera::Context;
@@ -253,7 +253,7 @@ fn descriptor(start: u32, major: Major, swizzle: Swizzle, extent: usize) -> Desc
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moesaic_units::wgmma::Operand;
+    use moesaic_hardware::wgmma::Operand;
 
     /// Distinct elements lie at distinct places, inside the tile.
     #[test]

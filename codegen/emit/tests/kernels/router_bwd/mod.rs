@@ -228,15 +228,16 @@ impl Call<'_> {
     fn routed(&self) -> Vec<f64> {
         let d = self.spec().shape.model_dim;
         let rms = self.spec().router.input == RouterInput::RmsScaled;
-        let row = |x: &[f64]| match rms {
-            false => x.to_vec(),
-            true => {
+        let row = |x: &[f64]| {
+            if rms {
                 let scale = &self.router.weights.get("router.input_scale").data;
                 let mean = x.iter().map(|v| v * v).sum::<f64>() / d as f64 + 1e-6;
                 let scaled = x.iter().zip(scale);
                 scaled
                     .map(|(v, s)| v * s / (mean * d as f64).sqrt())
                     .collect()
+            } else {
+                x.to_vec()
             }
         };
         self.input.x.chunks(d).flat_map(row).collect()

@@ -156,13 +156,14 @@ impl Operator for GroupedGemmDgradDesc {
     }
 
     fn among(&self, experts: usize, top_k: usize) -> Self {
-        match self.dense {
-            true => self.clone(),
-            false => GroupedGemmDgradDesc {
+        if self.dense {
+            self.clone()
+        } else {
+            GroupedGemmDgradDesc {
                 experts,
                 top_k,
                 ..self.clone()
-            },
+            }
         }
     }
 

@@ -47,13 +47,14 @@ impl Operator for GroupedGemmDesc {
     }
 
     fn among(&self, experts: usize, top_k: usize) -> Self {
-        match self.dense {
-            true => self.clone(),
-            false => GroupedGemmDesc {
+        if self.dense {
+            self.clone()
+        } else {
+            GroupedGemmDesc {
                 experts,
                 top_k,
                 ..self.clone()
-            },
+            }
         }
     }
 

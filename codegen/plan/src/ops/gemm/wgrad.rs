@@ -140,13 +140,14 @@ impl Operator for GroupedGemmWgradDesc {
     }
 
     fn among(&self, experts: usize, top_k: usize) -> Self {
-        match self.dense {
-            true => self.clone(),
-            false => GroupedGemmWgradDesc {
+        if self.dense {
+            self.clone()
+        } else {
+            GroupedGemmWgradDesc {
                 experts,
                 top_k,
                 ..self.clone()
-            },
+            }
         }
     }
 

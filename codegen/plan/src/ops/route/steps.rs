@@ -29,15 +29,16 @@ impl Builder {
             return Routed::Nothing;
         }
         let whole = RouteDesc { gate, scan };
-        let (desc, routed) = match whole.is_one_block(self.machine) {
-            true => (whole, Routed::Whole),
-            false => (
+        let (desc, routed) = if whole.is_one_block(self.machine) {
+            (whole, Routed::Whole)
+        } else {
+            (
                 RouteDesc {
                     scan: None,
                     ..whole
                 },
                 Routed::Logits,
-            ),
+            )
         };
         let mut config = desc.tiling(self.machine);
         if let Some(scan) = &mut config.scan {

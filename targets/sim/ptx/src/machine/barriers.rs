@@ -258,13 +258,12 @@ impl Machine<'_> {
             state.release();
             self.changes += 1;
         }
-        match self.cluster_barrier.passed(warp.number, mask) {
-            true => {
-                self.cluster_barrier.take(warp.number, mask);
-                self.cluster_acquire(warp, mask);
-                Ok(Flow::Next)
-            }
-            false => Ok(Flow::Again(Wait::Cluster)),
+        if self.cluster_barrier.passed(warp.number, mask) {
+            self.cluster_barrier.take(warp.number, mask);
+            self.cluster_acquire(warp, mask);
+            Ok(Flow::Next)
+        } else {
+            Ok(Flow::Again(Wait::Cluster))
         }
     }
 }

@@ -7,7 +7,7 @@ use super::warp::{Warp, Words};
 use crate::code::op::{Matrix, Mma, Order};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
-use moesaic_units::{matrix, mma};
+use moesaic_hardware::{matrix, mma};
 
 /// Bytes of a row of an 8 x 8 matrix.
 const ROW: usize = 16;

@@ -7,7 +7,7 @@ use super::warp::{Wait, Warp};
 use crate::code::op::{self, MbarrierKind, NONE};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
-use moesaic_units::mbarrier::{Mbarrier, MbarrierError};
+use moesaic_hardware::mbarrier::{Mbarrier, MbarrierError};
 
 /// The fault of a barrier at an offset.
 fn misuse(error: MbarrierError, offset: usize, lane: usize) -> Box<Fault> {

@@ -7,7 +7,7 @@ use super::run::Flow;
 use super::warp::{Wait, Warp, Words};
 use crate::code::op::{AsyncOp, Op, Row, Wgmma, WgmmaA};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
-use moesaic_units::wgmma::{Descriptor, Major, Shared, SourceA, Wgmma as Unit};
+use moesaic_hardware::wgmma::{Descriptor, Major, Shared, SourceA, Wgmma as Unit};
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -73,12 +73,11 @@ impl Machine<'_> {
     fn product(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<Product> {
         let same = |row: Row| {
             let values = warp.double(row);
-            match lanes_of(mask).all(|lane| values[lane] == values[0]) {
-                true => Ok(values[0]),
-                false => {
-                    let text = "the lanes of a warp give wgmma different descriptors";
-                    Err(Fault::new(FindingKind::Operand, mask, text))
-                }
+            if lanes_of(mask).all(|lane| values[lane] == values[0]) {
+                Ok(values[0])
+            } else {
+                let text = "the lanes of a warp give wgmma different descriptors";
+                Err(Fault::new(FindingKind::Operand, mask, text))
             }
         };
         let scale = warp.predicate(op.scale_d, false);

@@ -186,7 +186,7 @@ impl Machine<'_> {
             Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
             Op::Clock { d, wide } => {
                 self.clock += 100;
-                if wide {
+                if *wide {
                     warp.put_double(*d, &[self.clock; 32], mask)
                 } else {
                     warp.put(*d, &[self.clock as u32; 32], mask)

@@ -152,13 +152,12 @@ impl Shadow {
                 continue;
             }
             let own = &mut self.reads[warp][word];
-            match own.time == by.time {
-                true => own.lanes |= by.lanes,
-                false => {
-                    *own = Reads {
-                        time: by.time,
-                        lanes: by.lanes,
-                    }
+            if own.time == by.time {
+                own.lanes |= by.lanes
+            } else {
+                *own = Reads {
+                    time: by.time,
+                    lanes: by.lanes,
                 }
             }
             self.last_reads[word] = by.time;
@@ -245,26 +244,23 @@ impl Shadow {
                 who: Who(who),
             };
             let mixed = need != 15 && (cell.who.0 & SPLIT != 0 || valid != need);
-            let split = match mixed {
-                true => {
-                    let old = Cell {
-                        who: Who(cell.who.0 & !(15 << VALID)),
-                        ..*cell
-                    };
-                    let bytes = self.bytes.entry(word as u32).or_insert([old; 4]);
-                    for (byte, own) in bytes.iter_mut().enumerate() {
-                        if need >> byte & 1 == 1 {
-                            *own = new;
-                        }
+            let split = if mixed {
+                let old = Cell {
+                    who: Who(cell.who.0 & !(15 << VALID)),
+                    ..*cell
+                };
+                let bytes = self.bytes.entry(word as u32).or_insert([old; 4]);
+                for (byte, own) in bytes.iter_mut().enumerate() {
+                    if need >> byte & 1 == 1 {
+                        *own = new;
                     }
-                    SPLIT
                 }
-                false => {
-                    if cell.who.0 & SPLIT != 0 {
-                        self.bytes.remove(&(word as u32));
-                    }
-                    0
+                SPLIT
+            } else {
+                if cell.who.0 & SPLIT != 0 {
+                    self.bytes.remove(&(word as u32));
                 }
+                0
             };
             *cell = Cell {
                 time,

@@ -48,12 +48,11 @@ impl Locations {
                 break;
             }
         }
-        self.current = match self.places.last() == Some(&frames) {
-            true => self.places.len() as u32 - 1,
-            false => {
-                self.places.push(frames);
-                self.places.len() as u32 - 1
-            }
+        self.current = if self.places.last() == Some(&frames) {
+            self.places.len() as u32 - 1
+        } else {
+            self.places.push(frames);
+            self.places.len() as u32 - 1
         };
     }
 

@@ -58,12 +58,11 @@ fn memory(body: &mut Body<'_, '_>) -> Result<Operand> {
             break;
         }
     }
-    let rest = match body.cursor.take(",") {
-        true => list(body, "]")?,
-        false => {
-            body.cursor.expect("]")?;
-            Vec::new()
-        }
+    let rest = if body.cursor.take(",") {
+        list(body, "]")?
+    } else {
+        body.cursor.expect("]")?;
+        Vec::new()
     };
     Ok(Operand::Memory {
         base: Box::new(base),

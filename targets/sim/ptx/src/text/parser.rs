@@ -67,12 +67,13 @@ impl<'a> Cursor<'a> {
 
     pub fn expect(&mut self, text: &str) -> Result<()> {
         let token = self.next()?;
-        match token.text == text {
-            true => Ok(()),
-            false => Err(PtxError::syntax(
+        if token.text == text {
+            Ok(())
+        } else {
+            Err(PtxError::syntax(
                 token.line,
                 format!("`{}` where `{text}` should be", token.text),
-            )),
+            ))
         }
     }
 

@@ -1,6 +1,6 @@
 //! The text of one `wgmma`.
 
-use moesaic_units::wgmma::{Accumulator, Element, Major, WgmmaKind};
+use moesaic_hardware::wgmma::{Accumulator, Element, Major, WgmmaKind};
 use serde::Serialize;
 
 /// Widths for which the prelude's functions are made: both kinds of text, with

@@ -308,12 +308,11 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
     let words = d.inner.div_ceil(2).next_multiple_of(16);
     let whole = products * words <= AMX_DEPTH;
-    let (kept, tile_depth, columns) = match whole {
-        true => (products, words, 256),
-        false => {
-            let (_, tile_depth) = even_slices(words, AMX_DEPTH / 2);
-            (1, tile_depth, 512)
-        }
+    let (kept, tile_depth, columns) = if whole {
+        (products, words, 256)
+    } else {
+        let (_, tile_depth) = even_slices(words, AMX_DEPTH / 2);
+        (1, tile_depth, 512)
     };
     let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
     let near = tile_depth * (kept * tile_rows + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);

@@ -7,7 +7,7 @@ use crate::code::op::{
     TensorCopy, Wgmma, WgmmaA,
 };
 use crate::text::{Class, Operand, Space};
-use moesaic_units::wgmma::{Accumulator, Element, WgmmaKind};
+use moesaic_hardware::wgmma::{Accumulator, Element, WgmmaKind};
 
 impl Decoder<'_> {
     pub(super) fn copy(&mut self) -> Result<Op> {

@@ -195,12 +195,11 @@ impl<'a> Decoder<'a> {
 
     fn compare_packed(&mut self) -> Result<Op> {
         self.parts.flag("ftz");
-        let half = match self.parts.flag("f16x2") {
-            true => Half::F16,
-            false => {
-                self.parts.flag("bf16x2");
-                Half::Bf16
-            }
+        let half = if self.parts.flag("f16x2") {
+            Half::F16
+        } else {
+            self.parts.flag("bf16x2");
+            Half::Bf16
         };
         let comparison = self.comparison(Number::F16)?;
         let (p, q) = self.pair(0)?;

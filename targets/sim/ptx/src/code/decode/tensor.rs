@@ -2,7 +2,7 @@
 
 use super::{Decoder, Result};
 use crate::code::op::{Matrix, Mma, Number, Op};
-use moesaic_units::mma::{Accumulator, Element, MmaKind};
+use moesaic_hardware::mma::{Accumulator, Element, MmaKind};
 
 /// The element of a matrix operand.
 pub fn element(ty: Number) -> Option<Element> {

@@ -2,8 +2,8 @@
 
 use super::{Address, AtomicKind, Number, Row};
 use crate::text::Space;
-use moesaic_units::mma::MmaKind;
-use moesaic_units::wgmma::WgmmaKind;
+use moesaic_hardware::mma::MmaKind;
+use moesaic_hardware::wgmma::WgmmaKind;
 
 /// `cp.async` of 4, 8 or 16 bytes.
 #[derive(Clone, Debug, PartialEq)]

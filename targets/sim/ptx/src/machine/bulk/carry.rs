@@ -4,9 +4,9 @@ use super::{Action, Job};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 use crate::machine::Machine;
 use crate::machine::access::little;
-use moesaic_units::mbarrier::Mbarrier;
-use moesaic_units::tensor_map::ElementType;
-use moesaic_units::tma::{self, Move, Reduction};
+use moesaic_hardware::mbarrier::Mbarrier;
+use moesaic_hardware::tensor_map::ElementType;
+use moesaic_hardware::tma::{self, Move, Reduction};
 
 impl Machine<'_> {
     pub fn carry_out(&mut self, job: Job) -> Step<()> {

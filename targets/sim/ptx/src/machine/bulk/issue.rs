@@ -12,8 +12,8 @@ use crate::machine::shadow::Accessor;
 use crate::machine::warp::Warp;
 use crate::memory::Touch;
 use crate::text::Space;
-use moesaic_units::tensor_map::{ElementType, TensorMap};
-use moesaic_units::tma::{self, Move, Reduction};
+use moesaic_hardware::tensor_map::{ElementType, TensorMap};
+use moesaic_hardware::tma::{self, Move, Reduction};
 
 impl Machine<'_> {
     pub fn bulk(&mut self, warp: &mut Warp, op: &op::Bulk, mask: u32) -> Step<Flow> {

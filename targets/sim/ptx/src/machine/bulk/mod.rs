@@ -9,8 +9,8 @@ use super::clocks::Component;
 use super::run::Flow;
 use super::warp::{Wait, Warp};
 use crate::finding::{Fault, FindingKind, Step};
-use moesaic_units::tensor_map::ElementType;
-use moesaic_units::tma::{Move, Reduction};
+use moesaic_hardware::tensor_map::ElementType;
+use moesaic_hardware::tma::{Move, Reduction};
 use std::collections::HashMap;
 
 /// Copies under way, and the groups of each thread.

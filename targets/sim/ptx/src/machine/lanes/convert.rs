@@ -4,7 +4,7 @@ use super::half::{narrow_exact, widen};
 use super::map1;
 use crate::code::op::{Convert, Half, Number, Op, Rounding};
 use crate::machine::warp::{Doubles, Warp};
-use moesaic_units::float::{
+use moesaic_hardware::float::{
     bf16_from_f32, bf16_from_f32_rz, f16_from_f32, f32_from_f16, tf32_from_f32_rn,
     tf32_from_f32_rna, tf32_from_f32_rz,
 };

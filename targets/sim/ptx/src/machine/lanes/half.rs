@@ -6,7 +6,7 @@
 use super::float::{finish, single};
 use crate::code::op::{Float1, Float2, Half, HalfForm, Op};
 use crate::machine::warp::Warp;
-use moesaic_units::float::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
+use moesaic_hardware::float::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
 
 #[inline(never)]
 pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {

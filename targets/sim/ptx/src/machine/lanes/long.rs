@@ -87,20 +87,22 @@ fn carry(warp: &mut Warp, op: &Op, mask: u32) {
     };
     let (mut value, mut out) = ([0u64; 32], 0);
     for (lane, value) in value.iter_mut().enumerate() {
-        let (x, y, bits) = match wide {
-            true => (warp.double(a)[lane], warp.double(b)[lane], 64),
-            false => (
+        let (x, y, bits) = if wide {
+            (warp.double(a)[lane], warp.double(b)[lane], 64)
+        } else {
+            (
                 u64::from(warp.word(a)[lane]),
                 u64::from(warp.word(b)[lane]),
                 32,
-            ),
+            )
         };
         let carry = u128::from(take && warp.carry >> lane & 1 == 1);
-        let sum = match subtract {
-            true => u128::from(x)
+        let sum = if subtract {
+            u128::from(x)
                 .wrapping_sub(u128::from(y))
-                .wrapping_sub(carry),
-            false => u128::from(x) + u128::from(y) + carry,
+                .wrapping_sub(carry)
+        } else {
+            u128::from(x) + u128::from(y) + carry
         };
         out |= ((sum >> bits & 1) as u32) << lane;
         *value = sum as u64;
@@ -117,11 +119,12 @@ fn carry(warp: &mut Warp, op: &Op, mask: u32) {
 
 #[inline(always)]
 fn product(signed: bool, a: &Words, b: &Words) -> Doubles {
-    match signed {
-        true => map2(a, b, |a: u32, b: u32| {
+    if signed {
+        map2(a, b, |a: u32, b: u32| {
             (i64::from(a.cast_signed()) * i64::from(b.cast_signed())).cast_unsigned()
-        }),
-        false => map2(a, b, |a: u32, b: u32| u64::from(a) * u64::from(b)),
+        })
+    } else {
+        map2(a, b, |a: u32, b: u32| u64::from(a) * u64::from(b))
     }
 }
 
