@@ -345,29 +345,29 @@ INLINE void sum_lanes_each(vec *v, int count)
 // Rows that are written once and read much later.
 
 // A copy that is larger than this finds nothing of it in a cache afterwards.
-enum { FAR_BYTES = 32 << 20 };
+enum { STREAMING_BYTES = 32 << 20 };
 
 // Stores past the caches, which then need not read the line first. `to` is
 // aligned to a vector.
-INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
-INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_streaming(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_streaming_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
 
 // Orders these stores before all later ones.
-INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+INLINE void end_streaming_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
 
-// Whether `rows` rows of `row_bytes` are best written with store_far.
-INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+// Whether `rows` rows of `row_bytes` are best written with store_streaming.
+INLINE int is_streamed(const void *to, i64 rows, i64 row_bytes)
 {
-    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= STREAMING_BYTES && (u64)to % sizeof(vec) == 0;
 }
 
-// Copies a row; one that is far has whole vectors and goes past the caches.
-INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
+// Copies a row; one that is streamed has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int streamed)
 {
     typedef vec vec_anywhere __attribute__((aligned(1)));
-    if (far)
+    if (streamed)
         for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
-            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+            store_streaming((vec *)to + i, ((const vec_anywhere *)from)[i]);
     else
         for (i64 i = 0; i < bytes; i++)
             ((char *)to)[i] = ((const char *)from)[i];

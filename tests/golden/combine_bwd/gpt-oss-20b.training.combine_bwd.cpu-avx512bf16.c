@@ -30,13 +30,13 @@ static void combine_bwd_block(
     (void)tokens;
     i64 first = block_x * TILE_ROWS;
     i64 last = min_i64(first + TILE_ROWS, offsets[EXPERTS]);
-    const int far = is_far(dout, offsets[EXPERTS], sizeof(*dout) * OUTPUT_DIM);
+    const int streamed = is_streamed(dout, offsets[EXPERTS], sizeof(*dout) * OUTPUT_DIM);
     for (i64 row = first; row < last; row++) {
         const bf16 *from = dy + row_slots[row] / TOP_K * (i64)OUTPUT_DIM;
-        copy_row(dout + row * OUTPUT_DIM, from, sizeof(*dout) * OUTPUT_DIM, far);
+        copy_row(dout + row * OUTPUT_DIM, from, sizeof(*dout) * OUTPUT_DIM, streamed);
     }
-    if (far)
-        end_far_stores();
+    if (streamed)
+        end_streaming_stores();
 }
 
 EXPORT void combine_bwd(void *const *args, i64 first, i64 last, i64 grid_x)

@@ -24,14 +24,14 @@ static void dispatch_block(
     (void)tokens;
     i64 first = block_x * TILE_ROWS;
     i64 last = min_i64(first + TILE_ROWS, offsets[EXPERTS]);
-    const int far = is_far(rows, offsets[EXPERTS], sizeof(*rows) * MODEL_DIM);
+    const int streamed = is_streamed(rows, offsets[EXPERTS], sizeof(*rows) * MODEL_DIM);
     for (i64 row = first; row < last; row++) {
         i64 slot = row_slots[row];
         const bf16 *token = x + slot / TOP_K * MODEL_DIM;
-        copy_row(rows + row * MODEL_DIM, token, sizeof(*rows) * MODEL_DIM, far);
+        copy_row(rows + row * MODEL_DIM, token, sizeof(*rows) * MODEL_DIM, streamed);
     }
-    if (far)
-        end_far_stores();
+    if (streamed)
+        end_streaming_stores();
 }
 
 EXPORT void dispatch(void *const *args, i64 first, i64 last, i64 grid_x)

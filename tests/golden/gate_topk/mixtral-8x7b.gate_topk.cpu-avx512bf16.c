@@ -46,7 +46,7 @@ INLINE f32 sum_at(tile_sums sums, i64 token, i64 column)
 }
 
 // First token and column of a block. Blocks that follow each other share their
-// tokens, which are then still near.
+// tokens, which are then still cached.
 INLINE void place_tile(i64 *token, i64 *column, i64 block_x, i64 block_y, i64 tokens)
 {
     const i64 block = block_y * ((tokens + TILE_TOKENS - 1) / TILE_TOKENS) + block_x;

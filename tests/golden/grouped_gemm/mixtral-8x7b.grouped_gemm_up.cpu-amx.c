@@ -1,7 +1,7 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
 // A block owns 320 rows of one expert and 256 columns of the output. It goes over
-// its rows once, which are copied near, and over the weights strip by strip. Those lie in
+// its rows once, which are copied to scratch, and over the weights strip by strip. Those lie in
 // memory as they are multiplied. Sums are AMX tiles; a row's sums do not
 // depend on the other rows or on their number. Blocks of a call of few tokens
 // have 64 columns.
@@ -39,7 +39,7 @@ enum {
     REGISTER_COLUMNS = 16, // of each matrix
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
-    ROWS_AHEAD = 4, // that are fetched before they are copied
+    PREFETCH_ROWS = 4, // that are fetched before they are copied
     ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
@@ -114,68 +114,68 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
     }
 }
 
-// Weights that are wanted soon come from far away, so every group of rows
+// Weights that are wanted soon come from memory, so every group of rows
 // fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is near.
+// lines at once would keep the products from reading what is cached.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-} ahead_t;
+} prefetch_t;
 
-INLINE void fetch(ahead_t *ahead)
+INLINE void fetch(prefetch_t *prefetch)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
-    ahead->from += ahead->step;
+    for (i64 line = 0; line < prefetch->lines; line++)
+        __builtin_prefetch(prefetch->from + line * prefetch->stride, 0, 2);
+    prefetch->from += prefetch->step;
 }
 
 // What is left of it past some fetches.
-INLINE ahead_t past(i64 fetches, ahead_t ahead)
+INLINE prefetch_t past(i64 fetches, prefetch_t prefetch)
 {
-    ahead.from += fetches * ahead.step;
-    return ahead;
+    prefetch.from += fetches * prefetch.step;
+    return prefetch;
 }
 
 // What group `group` of `groups` fetches of a slice of a strip: nothing, where those
 // before it fetch all.
-INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
+INLINE prefetch_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
+    return (prefetch_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
-// What a thread keeps near while it works on a block: its rows, as tiles take
+// What a thread keeps in scratch while it works on a block: its rows, as tiles take
 // them, a depth slice at a time; all sums.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
-typedef f32 near_rows_t[REGISTER_ROWS][TILE];
+typedef f32 scratch_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
     i64 holds; // the tile whose rows are here, counted from one; zero at first
     f32 rest_of_line[14];
-    near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
+    scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
     sums_t sums[STRIPS][ROW_GROUPS];
-} near_t;
-_Static_assert(sizeof(near_t) <= 2097216, "the launch gives a thread this much");
+} scratch_t;
+_Static_assert(sizeof(scratch_t) <= 2097216, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
+static void load_rows(scratch_rows_t (*scratch)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
                       i64 width)
 {
     for (i64 r = 0; r < count; r++) {
-        near_rows_t *to = near[r / REGISTER_ROWS];
+        scratch_rows_t *to = scratch[r / REGISTER_ROWS];
         for (i64 i = 0; i < width; i += STEP) {
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)to[i / STEP][r % REGISTER_ROWS] = v;
-            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
+            __builtin_prefetch(row[r + PREFETCH_ROWS] + depth + i);
         }
     }
 }
 
 // Where one kind of results goes, from a block's first row and column on. Memory
 // takes two lines that lie side by side twice as fast as two that do not, so results
-// that go past the caches wait near until two lines of a row are whole.
+// that go past the caches wait in scratch until two lines of a row are whole.
 enum { RUN = 2 * LINE / sizeof(input_t), WHOLE_RUNS = OUTER % RUN == 0 && TILE_COLUMNS % RUN == 0 };
 typedef input_t run_t[RUN];
 typedef struct {
@@ -186,8 +186,8 @@ typedef struct {
 // The results of a block among those of `rows` rows.
 INLINE output_t output_of(input_t *results, i64 rows, const block_t *block, run_t *waiting)
 {
-    const int far = WHOLE_RUNS && is_far(results, rows, OUTER * sizeof(input_t));
-    return (output_t){results + block->first_row * OUTER + block->first_column, far ? waiting : 0};
+    const int streamed = WHOLE_RUNS && is_streamed(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, streamed ? waiting : 0};
 }
 
 // One vector of results: a row's from `column` on, of which `count` exist; all of
@@ -200,7 +200,7 @@ INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
         store_bf16(end - LANES, v);
         if (end == run + RUN)
             for (i64 c = 0; c < RUN; c += LANES)
-                store_far_half((vec_u16 *)(to + LANES - RUN + c), *(const vec_u16 *)(run + c));
+                store_streaming_half((vec_u16 *)(to + LANES - RUN + c), *(const vec_u16 *)(run + c));
     } else if (count >= LANES)
         store_bf16(to, v);
     else
@@ -218,8 +218,8 @@ typedef struct {
     vec hidden;
 } finished_t;
 
-// One vector of results from its sums.
-INLINE finished_t finish(const f32 *sum)
+// One vector of results from its sums: a row's from `column` on.
+INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     finished_t finished;
     vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
@@ -228,11 +228,13 @@ INLINE finished_t finish(const f32 *sum)
     return finished;
 }
 
-// The results of one row from its sums: `columns` columns.
-INLINE void finish_row(const f32 *sums, i64 columns, finished_t *finished)
+// The results of one row from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns,
+                       finished_t *finished)
 {
+    const f32 weight = 1.0f;
     for (i64 c = 0; c < columns; c += LANES)
-        finished[c / LANES] = finish(sums + c);
+        finished[c / LANES] = finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
 }
 
 // Rounds and stores them.
@@ -251,7 +253,8 @@ enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    FINISHING = PIECE, // steps until the results of a register tile are finished
+    // Steps until the results of a register tile are finished.
+    FINISHING = PIECE,
 };
 
 // Sums whose results are finished beside the next products, which leave the vector
@@ -267,7 +270,7 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
 {
     finished_t finished[REGISTER_COLUMNS / LANES];
     for (; rows > 0 && pending->row < pending->end; rows--, pending->sums++, pending->row++) {
-        finish_row(*pending->sums, pending->columns, finished);
+        finish_row(pending->to, *pending->sums, pending->row, pending->column, pending->columns, finished);
         store_row(pending->to, finished, pending->row, pending->column, pending->columns);
     }
 }
@@ -291,8 +294,8 @@ INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP],
 
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
-                     i64 steps, int start, ahead_t ahead, pending_t *pending)
+INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[STRIP],
+                     i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
     if (start) {
@@ -309,7 +312,7 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
         }
     }
     for (i64 step = 0; step < steps; step++, panel += TILE) {
-        fetch(&ahead);
+        fetch(&prefetch);
         TILE_STREAM(4, rows[step][0], rows_row);
         TILE_LOAD(6, &panel[0][0], panel_row);
         TILE_LOAD(7, &panel[0][TILE], panel_row);
@@ -332,20 +335,20 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const panel_word_t (*panel)[STRIP],
-                          i64 steps, int start, ahead_t ahead, pending_t *pending)
+static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[STRIP],
+                          i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     if (rows > TILE)
-        multiply(2, sums, near, panel, steps, start, ahead, pending);
+        multiply(2, sums, scratch, panel, steps, start, prefetch, pending);
     else
-        multiply(1, sums, near, panel, steps, start, ahead, pending);
+        multiply(1, sums, scratch, panel, steps, start, prefetch, pending);
 }
 
-// A block: its rows are copied near, unless the block before left them there,
+// A block: its rows are copied to scratch, unless the block before left them there,
 // and multiplied by one strip of the weights after the other, a depth slice at a
-// time. Results are finished while their sums are near, beside what is
+// time. Results are finished while their sums are cached, beside what is
 // multiplied next.
-static void multiply_block(near_t *near, i64 holds, const input_t *const *row, const block_t *block,
+static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *row, const block_t *block,
                            const results_t *to, const strip_t *panel, const strip_t *next_panel)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
@@ -354,21 +357,22 @@ static void multiply_block(near_t *near, i64 holds, const input_t *const *row, c
     for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
         const i64 width = min_i64(TILE_DEPTH, INNER - depth);
         const int last = depth + TILE_DEPTH >= INNER;
-        load_rows(near->rows, row, depth, rows, width);
+        load_rows(scratch->rows, row, depth, rows, width);
         const i64 steps = (width + STEP - 1) / STEP;
         pending_t pending = {0};
         for (i64 strip = 0; strip < strips; strip++) {
-            const i64 column = strip * REGISTER_COLUMNS, columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
+            const i64 column = strip * REGISTER_COLUMNS;
+            const i64 columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
             const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
             const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
                 : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
-            sums_t *sums = near->sums[strip];
+            sums_t *sums = scratch->sums[strip];
             for (i64 step = 0; step < steps; step += PIECE)
                 for (i64 group = 0; group < groups; group++) {
                     const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
-                    ahead_t ahead = past(step, part_of(later, group, groups));
-                    multiply_rows(count, sums[group], near->rows[group] + step, weights + step * TILE,
-                                  min_i64(PIECE, steps - step), depth + step == 0, ahead, &pending);
+                    prefetch_t prefetch = past(step, part_of(later, group, groups));
+                    multiply_rows(count, sums[group], scratch->rows[group] + step, weights + step * TILE,
+                                  min_i64(PIECE, steps - step), depth + step == 0, prefetch, &pending);
                     if (last && step + PIECE >= steps)
                         put_off(&pending, to, sums[group], first, count, column, columns);
                 }
@@ -445,10 +449,10 @@ static void grouped_gemm_up_block(
     const block_t block = find_block(offsets, row_tiles, block_y, block_x, columns);
     if (block.row_count == 0)
         return;
-    const input_t *row[TILE_ROWS + ROWS_AHEAD];
+    const input_t *row[TILE_ROWS + PREFETCH_ROWS];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = x + row_slots[block.first_row + r] / TOP_K * (i64)INNER;
-    for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
+    for (i64 r = block.row_count; r < block.row_count + PREFETCH_ROWS; r++)
         row[r] = row[r - 1];
     const i64 all_rows = offsets[EXPERTS];
     run_t waiting[1][TILE_ROWS] ALIGNED;
@@ -461,7 +465,7 @@ static void grouped_gemm_up_block(
     tiles_begin();
     multiply_block(scratch, block_y + 1, row, &block, &results, panel, next_panel);
     tiles_end();
-    end_far_stores();
+    end_streaming_stores();
 }
 
 EXPORT void grouped_gemm_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

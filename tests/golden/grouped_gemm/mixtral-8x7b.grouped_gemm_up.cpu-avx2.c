@@ -1,7 +1,7 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 256 columns of the output. It goes over
-// the inner dimension in slices. Of a slice its rows are copied near and multiplied by the
+// the inner dimension in slices. Of a slice its rows are copied to scratch and multiplied by the
 // weights strip by strip. Those lie in memory as they are multiplied.
 // 6 rows by a strip have their sums in registers. A row's sums do not depend on
 // the other rows or on their number. Blocks of a call of few tokens
@@ -52,7 +52,7 @@ enum {
     REGISTER_COLUMNS = 8, // of each matrix
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
-    ROWS_AHEAD = 4, // that are fetched before they are copied
+    PREFETCH_ROWS = 4, // that are fetched before they are copied
     VECTORS = STRIP / LANES,
     ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
@@ -129,34 +129,34 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
     }
 }
 
-// Weights that are wanted soon come from far away, so every group of rows
+// Weights that are wanted soon come from memory, so every group of rows
 // fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is near.
+// lines at once would keep the products from reading what is cached.
 enum { FETCH_WORDS = 8, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
     const input_t *const *row; // of input, of which every `strips`th is fetched
     i64 rows, strips, depth;
-} ahead_t;
+} prefetch_t;
 
-INLINE void fetch(ahead_t *ahead)
+INLINE void fetch(prefetch_t *prefetch)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
-    ahead->from += ahead->step;
-    for (i64 r = 0; r < ahead->rows; r += ahead->strips)
-        __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
-    ahead->depth += FETCH_WORDS * WORD;
+    for (i64 line = 0; line < prefetch->lines; line++)
+        __builtin_prefetch(prefetch->from + line * prefetch->stride, 0, 2);
+    prefetch->from += prefetch->step;
+    for (i64 r = 0; r < prefetch->rows; r += prefetch->strips)
+        __builtin_prefetch(prefetch->row[r] + prefetch->depth, 0, 2);
+    prefetch->depth += FETCH_WORDS * WORD;
 }
 
 // What group `group` of `groups` fetches of a slice of a strip: nothing, where those
 // before it fetch all.
-INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
+INLINE prefetch_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
+    return (prefetch_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
 // A depth slice of a few rows of input, as words.
@@ -167,7 +167,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
 {
     const i64 whole = width / STEP * STEP;
     for (i64 r = 0; r < count; r++) {
-        const input_t *from = row[r] + depth, *soon = row[r + ROWS_AHEAD] + depth;
+        const input_t *from = row[r] + depth, *soon = row[r + PREFETCH_ROWS] + depth;
         for (i64 i = 0; i < whole; i += STEP) {
             *(vec *)&slice[r][i / WORD] = load_input(from + i);
             __builtin_prefetch(soon + i);
@@ -179,27 +179,27 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
 
 // Fetches the next slice's rows beside strip `strip` of `strips`: each strip
 // fetches some of them.
-INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
+INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
 {
-    ahead->row = row + strip;
-    ahead->rows = rows - strip;
-    ahead->strips = strips;
-    ahead->depth = depth;
+    prefetch->row = row + strip;
+    prefetch->rows = rows - strip;
+    prefetch->strips = strips;
+    prefetch->depth = depth;
 }
 
-// What a thread keeps near while it works on a block: its rows, a depth slice at a time; all sums.
+// What a thread keeps in scratch while it works on a block: its rows, a depth slice at a time; all sums.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
     slice_t ALIGNED rows[ROW_GROUPS];
     sums_t ALIGNED sums[STRIPS][ROW_GROUPS];
-} near_t;
-_Static_assert(sizeof(near_t) <= 1605632, "the launch gives a thread this much");
+} scratch_t;
+_Static_assert(sizeof(scratch_t) <= 1605632, "the launch gives a thread this much");
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *first)
 {
-    ahead_t ahead = *first;
+    prefetch_t prefetch = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -208,7 +208,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
         if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
-            fetch(&ahead);
+            fetch(&prefetch);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -232,15 +232,15 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *prefetch)
 {
     switch (rows) {
-    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
-    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
-    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
-    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
-    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
-    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    case 1: multiply(1, sums, slice, panel, words, start, prefetch); break;
+    case 2: multiply(2, sums, slice, panel, words, start, prefetch); break;
+    case 3: multiply(3, sums, slice, panel, words, start, prefetch); break;
+    case 4: multiply(4, sums, slice, panel, words, start, prefetch); break;
+    case 5: multiply(5, sums, slice, panel, words, start, prefetch); break;
+    case 6: multiply(6, sums, slice, panel, words, start, prefetch); break;
     }
 }
 
@@ -268,8 +268,8 @@ typedef struct {
     vec hidden;
 } finished_t;
 
-// One vector of results from its sums.
-INLINE finished_t finish(const f32 *sum)
+// One vector of results from its sums: a row's from `column` on.
+INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     finished_t finished;
     vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
@@ -278,11 +278,13 @@ INLINE finished_t finish(const f32 *sum)
     return finished;
 }
 
-// The results of one row from its sums: `columns` columns.
-INLINE void finish_row(const f32 *sums, i64 columns, finished_t *finished)
+// The results of one row from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns,
+                       finished_t *finished)
 {
+    const f32 weight = 1.0f;
     for (i64 c = 0; c < columns; c += LANES)
-        finished[c / LANES] = finish(sums + c);
+        finished[c / LANES] = finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
 }
 
 // Rounds and stores them.
@@ -303,7 +305,7 @@ INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64
 {
     finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
     for (i64 r = 0; r < rows; r++)
-        finish_row(sums[r], columns, finished[r]);
+        finish_row(to, sums[r], row + r, column, columns, finished[r]);
     for (i64 r = 0; r < rows; r++)
         store_row(to, finished[r], row + r, column, columns);
 }
@@ -319,11 +321,11 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_tile(to, sums, row, rows, column, columns);
 }
 
-// A block: a depth slice at a time. Its rows are copied near, and every group of
+// A block: a depth slice at a time. Its rows are copied to scratch, and every group of
 // them is multiplied by one strip of the weights after the other: a strip comes
-// from far away once. Rows are grouped evenly; sums do not depend on how. Results
-// are finished while their sums are near.
-static void multiply_block(near_t *near, const input_t *const *row, const block_t *block, const results_t *to,
+// from memory once. Rows are grouped evenly; sums do not depend on how. Results
+// are finished while their sums are cached.
+static void multiply_block(scratch_t *scratch, const input_t *const *row, const block_t *block, const results_t *to,
                            const strip_t *panel, const strip_t *next_panel)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
@@ -334,19 +336,20 @@ static void multiply_block(near_t *near, const input_t *const *row, const block_
         const int last = depth + TILE_DEPTH >= INNER;
         for (i64 group = 0; group < groups; group++) {
             const i64 first = group * height;
-            load_slice(near->rows[group], row + first, depth, min_i64(height, rows - first), width);
+            load_slice(scratch->rows[group], row + first, depth, min_i64(height, rows - first), width);
         }
         for (i64 strip = 0; strip < strips; strip++) {
-            const i64 column = strip * REGISTER_COLUMNS, columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
+            const i64 column = strip * REGISTER_COLUMNS;
+            const i64 columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
             const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
             const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
                 : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
-                f32 (*sums)[STRIP] = near->sums[strip][group];
-                ahead_t ahead = part_of(later, group, groups);
-                fetch_rows(&ahead, row + first, depth + TILE_DEPTH, last ? 0 : count, strip, strips);
-                multiply_rows(count, sums, near->rows[group], weights, words, depth == 0, &ahead);
+                f32 (*sums)[STRIP] = scratch->sums[strip][group];
+                prefetch_t prefetch = part_of(later, group, groups);
+                fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, last ? 0 : count, strip, strips);
+                multiply_rows(count, sums, scratch->rows[group], weights, words, depth == 0, &prefetch);
                 if (last)
                     finish_sums(to, sums, first, count, column, columns);
             }
@@ -423,10 +426,10 @@ static void grouped_gemm_up_block(
     const block_t block = find_block(offsets, row_tiles, block_x, block_y, columns);
     if (block.row_count == 0)
         return;
-    const input_t *row[TILE_ROWS + ROWS_AHEAD];
+    const input_t *row[TILE_ROWS + PREFETCH_ROWS];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = x + row_slots[block.first_row + r] / TOP_K * (i64)INNER;
-    for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
+    for (i64 r = block.row_count; r < block.row_count + PREFETCH_ROWS; r++)
         row[r] = row[r - 1];
     const i64 corner = block.first_row * OUTER + block.first_column;
     const results_t results = {

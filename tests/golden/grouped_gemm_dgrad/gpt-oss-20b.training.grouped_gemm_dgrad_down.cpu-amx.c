@@ -1,7 +1,7 @@
 // grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup, for the rows of every expert.
 //
 // A block owns 320 rows of one expert and 512 columns of the result. It goes over
-// the sum in slices: the rows' slice is copied near and multiplied by the weights',
+// the sum in slices: the rows' slice is copied to scratch and multiplied by the weights',
 // of which a few strips at a time are packed. Sums are AMX tiles.
 // The weights are summed over by rows, so that they lie as the panel wants them.
 // A row's sums do not depend on the other rows.
@@ -44,7 +44,7 @@ enum {
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 2, // that are packed together: as many lines of a row
     PANEL_COLUMNS = PANEL_STRIPS * STRIP,
-    ROWS_AHEAD = 4, // that are fetched before they are copied
+    PREFETCH_ROWS = 4, // that are fetched before they are copied
 };
 
 // [prelude: cpu_pack.h]
@@ -92,13 +92,13 @@ typedef f32 sums_t[REGISTER_ROWS][STRIP];
 typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 
-// Weights that are wanted soon come from far away, so the next panel
-// is packed between products, a strip of one word after the other, and what is
+// Weights that are wanted soon come from memory, so the
+// next panel is packed between products, a strip of one word after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
-// what is near.
+// what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
-    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = STEP, // rows that are multiplied together
 };
 
@@ -127,7 +127,7 @@ INLINE void pack_next(packing_t *packing)
         for (i64 c = 0; c < STRIP; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, OUTER, WORD, LANES);
     }
-    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
+    for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
         for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * OUTER + c, 0, 2);
     if (++packing->strip == packing->strips) {
@@ -171,37 +171,37 @@ static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 
 typedef struct {
     packing_t *packing;
-} ahead_t;
+} prefetch_t;
 
-INLINE void fetch(ahead_t *ahead)
+INLINE void fetch(prefetch_t *prefetch)
 {
-    pack_due(ahead->packing);
+    pack_due(prefetch->packing);
 }
 
-// What a thread keeps near while it works on a block: its rows, as tiles take
+// What a thread keeps in scratch while it works on a block: its rows, as tiles take
 // them, a depth slice at a time; all sums; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
-typedef f32 near_rows_t[REGISTER_ROWS][TILE];
+typedef f32 scratch_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
     i32 turn; // which panel the next block begins with
     packing_t packing; // of that panel
-    near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
+    scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
     sums_t sums[STRIPS][ROW_GROUPS];
     strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
-} near_t;
-_Static_assert(sizeof(near_t) <= 1515584, "the launch gives a thread this much");
+} scratch_t;
+_Static_assert(sizeof(scratch_t) <= 1515584, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
+static void load_rows(scratch_rows_t (*scratch)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
                       i64 width)
 {
     for (i64 r = 0; r < count; r++) {
-        near_rows_t *to = near[r / REGISTER_ROWS];
+        scratch_rows_t *to = scratch[r / REGISTER_ROWS];
         for (i64 i = 0; i < width; i += STEP) {
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)to[i / STEP][r % REGISTER_ROWS] = v;
-            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
+            __builtin_prefetch(row[r + PREFETCH_ROWS] + depth + i);
         }
     }
 }
@@ -214,7 +214,7 @@ INLINE vec load_row(const input_t *from, i64 count)
 
 // Where one kind of results goes, from a block's first row and column on. Memory
 // takes two lines that lie side by side twice as fast as two that do not, so results
-// that go past the caches wait near until two lines of a row are whole.
+// that go past the caches wait in scratch until two lines of a row are whole.
 enum { RUN = 2 * LINE / sizeof(input_t), WHOLE_RUNS = OUTER % RUN == 0 && TILE_COLUMNS % RUN == 0 };
 typedef input_t run_t[RUN];
 typedef struct {
@@ -225,8 +225,8 @@ typedef struct {
 // The results of a block among those of `rows` rows.
 INLINE output_t output_of(input_t *results, i64 rows, const block_t *block, run_t *waiting)
 {
-    const int far = WHOLE_RUNS && is_far(results, rows, OUTER * sizeof(input_t));
-    return (output_t){results + block->first_row * OUTER + block->first_column, far ? waiting : 0};
+    const int streamed = WHOLE_RUNS && is_streamed(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, streamed ? waiting : 0};
 }
 
 // One vector of results: a row's from `column` on, of which `count` exist; all of
@@ -239,7 +239,7 @@ INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
         store_bf16(end - LANES, v);
         if (end == run + RUN)
             for (i64 c = 0; c < RUN; c += LANES)
-                store_far_half((vec_u16 *)(to + LANES - RUN + c), *(const vec_u16 *)(run + c));
+                store_streaming_half((vec_u16 *)(to + LANES - RUN + c), *(const vec_u16 *)(run + c));
     } else if (count >= LANES)
         store_bf16(to, v);
     else
@@ -302,7 +302,8 @@ INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 colum
 }
 
 // The results of one row from its sums: `columns` columns from `column` on.
-INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns, finished_t *finished)
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns,
+                       finished_t *finished)
 {
     const f32 weight = to->topk_weights[to->row_slots[row]];
     for (i64 c = 0; c < columns; c += LANES)
@@ -327,7 +328,8 @@ enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    FINISHING = STEPS, // steps until the results of a register tile are finished
+    // Steps until the results of a register tile are finished.
+    FINISHING = STEPS,
 };
 
 // Sums whose results are finished beside the next products, which leave the vector
@@ -367,8 +369,8 @@ INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP],
 
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
-                     i64 steps, int start, ahead_t ahead, pending_t *pending)
+INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[STRIP],
+                     i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
     if (start) {
@@ -385,7 +387,7 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
         }
     }
     for (i64 step = 0; step < steps; step++, panel += TILE) {
-        fetch(&ahead);
+        fetch(&prefetch);
         TILE_STREAM(4, rows[step][0], rows_row);
         TILE_LOAD(6, &panel[0][0], panel_row);
         TILE_LOAD(7, &panel[0][TILE], panel_row);
@@ -408,13 +410,13 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const panel_word_t (*panel)[STRIP],
-                          i64 steps, int start, ahead_t ahead, pending_t *pending)
+static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[STRIP],
+                          i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     if (rows > TILE)
-        multiply(2, sums, near, panel, steps, start, ahead, pending);
+        multiply(2, sums, scratch, panel, steps, start, prefetch, pending);
     else
-        multiply(1, sums, near, panel, steps, start, ahead, pending);
+        multiply(1, sums, scratch, panel, steps, start, prefetch, pending);
 }
 
 // A panel of the weights: a depth slice of some columns of a product's matrix.
@@ -447,10 +449,10 @@ INLINE source_t source_of(const weight_t *const *matrices, place_t at, const blo
 }
 
 // A block: the products one after the other, each a depth slice at a time, whose
-// rows are copied near and multiplied by the weights, a panel at a time, while the next one is
+// rows are copied to scratch and multiplied by the weights, a panel at a time, while the next one is
 // packed; after the last one, that is the next block's first. Results are finished
-// while their sums are near, beside what is multiplied next.
-static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
+// while their sums are cached, beside what is multiplied next.
+static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
                            const weight_t *const *matrices, const block_t *block, source_t next_block,
                            const results_t *to)
 {
@@ -464,21 +466,22 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
         const i64 steps = (source.depth + STEP - 1) / STEP;
         if (at.column == 0) {
             finish_rest(&pending);
-            load_rows(near->rows, row[at.product], at.depth, rows, source.depth);
+            load_rows(scratch->rows, row[at.product], at.depth, rows, source.depth);
         }
-        strip_t *panel = near->panels[near->turn];
-        pack_rest(&near->packing, panel, source);
-        near->turn = !near->turn;
-        near->packing = packing_of(near->panels[near->turn], is_in(next, block) ? source_of(matrices, next, block) : next_block, groups);
+        strip_t *panel = scratch->panels[scratch->turn];
+        pack_rest(&scratch->packing, panel, source);
+        scratch->turn = !scratch->turn;
+        const source_t next_source = is_in(next, block) ? source_of(matrices, next, block) : next_block;
+        scratch->packing = packing_of(scratch->panels[scratch->turn], next_source, groups);
         for (i64 column = 0; column < source.columns; column += STRIP) {
             const i64 strip = column / STRIP;
-            sums_t *sums = near->sums[at.column / STRIP + strip];
+            sums_t *sums = scratch->sums[at.column / STRIP + strip];
             for (i64 step = 0; step < steps; step += PIECE)
                 for (i64 group = 0; group < groups; group++) {
                     const i64 count = min_i64(REGISTER_ROWS, rows - group * REGISTER_ROWS);
-                    ahead_t ahead = {.packing = &near->packing};
-                    multiply_rows(count, sums[group], near->rows[group] + step, panel[strip] + step * TILE,
-                                  min_i64(PIECE, steps - step), start && step == 0, ahead, &pending);
+                    prefetch_t prefetch = {.packing = &scratch->packing};
+                    multiply_rows(count, sums[group], scratch->rows[group] + step, panel[strip] + step * TILE,
+                                  min_i64(PIECE, steps - step), start && step == 0, prefetch, &pending);
                 }
             if (last)
                 put_off(&pending, to, sums[0], 0, rows, at.column + column, min_i64(STRIP, source.columns - column));
@@ -508,9 +511,9 @@ static void grouped_gemm_dgrad_down_block(
     if (block.row_count == 0)
         return;
     const input_t *const inputs[PRODUCTS] = {dout};
-    const input_t *row[PRODUCTS][TILE_ROWS + ROWS_AHEAD];
+    const input_t *row[PRODUCTS][TILE_ROWS + PREFETCH_ROWS];
     for (int product = 0; product < PRODUCTS; product++)
-        for (i64 r = 0; r < block.row_count + ROWS_AHEAD; r++)
+        for (i64 r = 0; r < block.row_count + PREFETCH_ROWS; r++)
             row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
     const i64 corner = block.expert * INNER * OUTER + block.first_column;
     const weight_t *const matrices[PRODUCTS] = {down + corner};
@@ -540,7 +543,7 @@ static void grouped_gemm_dgrad_down_block(
     tiles_end();
     for (i64 r = 0; r < block.row_count; r++)
         dweight_parts[(block.first_row + r) * COLUMN_TILES + block_x] = sum_lanes(parts[r]);
-    end_far_stores();
+    end_streaming_stores();
 }
 
 EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -47,7 +47,7 @@ enum {
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     VECTORS = STRIP / LANES,
-    ROWS_AHEAD = 4, // that are fetched before they are copied
+    PREFETCH_ROWS = 4, // that are fetched before they are copied
 };
 
 // [prelude: cpu_pack.h]
@@ -83,13 +83,13 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Weights that are wanted soon come from far away, so the next panel
-// is packed between products, a strip of one word after the other, and what is
+// Weights that are wanted soon come from memory, so the
+// next panel is packed between products, a strip of one word after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
-// what is near.
+// what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
-    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = WORD, // rows that are multiplied together
 };
 
@@ -118,7 +118,7 @@ INLINE void pack_next(packing_t *packing)
         for (i64 c = 0; c < STRIP; c += LANES)
             *(vec *)&to[c] = column_words_f32(from + c, OUTER, WORD, LANES);
     }
-    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
+    for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
         for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * OUTER + c, 0, 2);
     if (++packing->strip == packing->strips) {
@@ -164,14 +164,14 @@ typedef struct {
     packing_t *packing;
     const input_t *const *row; // of input, of which every `strips`th is fetched
     i64 rows, strips, depth;
-} ahead_t;
+} prefetch_t;
 
-INLINE void fetch(ahead_t *ahead)
+INLINE void fetch(prefetch_t *prefetch)
 {
-    pack_due(ahead->packing);
-    for (i64 r = 0; r < ahead->rows; r += ahead->strips)
-        __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
-    ahead->depth += FETCH_WORDS * WORD;
+    pack_due(prefetch->packing);
+    for (i64 r = 0; r < prefetch->rows; r += prefetch->strips)
+        __builtin_prefetch(prefetch->row[r] + prefetch->depth, 0, 2);
+    prefetch->depth += FETCH_WORDS * WORD;
 }
 
 // A depth slice of a few rows of input, as words.
@@ -182,7 +182,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
 {
     const i64 whole = width / STEP * STEP;
     for (i64 r = 0; r < count; r++) {
-        const input_t *from = row[r] + depth, *soon = row[r + ROWS_AHEAD] + depth;
+        const input_t *from = row[r] + depth, *soon = row[r + PREFETCH_ROWS] + depth;
         for (i64 i = 0; i < whole; i += STEP) {
             *(vec *)&slice[r][i / WORD] = load_input(from + i);
             __builtin_prefetch(soon + i);
@@ -194,15 +194,15 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
 
 // Fetches the next slice's rows beside strip `strip` of `strips`: each strip
 // fetches some of them.
-INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
+INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
 {
-    ahead->row = row + strip;
-    ahead->rows = rows - strip;
-    ahead->strips = strips;
-    ahead->depth = depth;
+    prefetch->row = row + strip;
+    prefetch->rows = rows - strip;
+    prefetch->strips = strips;
+    prefetch->depth = depth;
 }
 
-// What a thread keeps near while it works on a block: a group of its rows, a depth slice at a time; all sums; two panels.
+// What a thread keeps in scratch while it works on a block: a group of its rows, a depth slice at a time; all sums; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
     i32 turn; // which panel the next block begins with
@@ -210,14 +210,14 @@ typedef struct {
     slice_t ALIGNED rows;
     sums_t ALIGNED sums[ROW_GROUPS][STRIPS];
     strip_t panels[2][STRIPS]; // in turn: of the products, and packed beside them
-} near_t;
-_Static_assert(sizeof(near_t) <= 460352, "the launch gives a thread this much");
+} scratch_t;
+_Static_assert(sizeof(scratch_t) <= 460352, "the launch gives a thread this much");
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *first)
 {
-    ahead_t ahead = *first;
+    prefetch_t prefetch = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -226,7 +226,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
         if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
-            fetch(&ahead);
+            fetch(&prefetch);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -250,21 +250,21 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *prefetch)
 {
     switch (rows) {
-    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
-    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
-    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
-    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
-    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
-    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
-    case 7: multiply(7, sums, slice, panel, words, start, ahead); break;
-    case 8: multiply(8, sums, slice, panel, words, start, ahead); break;
-    case 9: multiply(9, sums, slice, panel, words, start, ahead); break;
-    case 10: multiply(10, sums, slice, panel, words, start, ahead); break;
-    case 11: multiply(11, sums, slice, panel, words, start, ahead); break;
-    case 12: multiply(12, sums, slice, panel, words, start, ahead); break;
+    case 1: multiply(1, sums, slice, panel, words, start, prefetch); break;
+    case 2: multiply(2, sums, slice, panel, words, start, prefetch); break;
+    case 3: multiply(3, sums, slice, panel, words, start, prefetch); break;
+    case 4: multiply(4, sums, slice, panel, words, start, prefetch); break;
+    case 5: multiply(5, sums, slice, panel, words, start, prefetch); break;
+    case 6: multiply(6, sums, slice, panel, words, start, prefetch); break;
+    case 7: multiply(7, sums, slice, panel, words, start, prefetch); break;
+    case 8: multiply(8, sums, slice, panel, words, start, prefetch); break;
+    case 9: multiply(9, sums, slice, panel, words, start, prefetch); break;
+    case 10: multiply(10, sums, slice, panel, words, start, prefetch); break;
+    case 11: multiply(11, sums, slice, panel, words, start, prefetch); break;
+    case 12: multiply(12, sums, slice, panel, words, start, prefetch); break;
     }
 }
 
@@ -272,23 +272,23 @@ multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
 // part of a register tile is whole lines, so that it can go past the caches.
 typedef struct {
     input_t *to;
-    int far;
+    int streamed;
 } output_t;
 
 // The results of a block among those of `rows` rows.
 INLINE output_t output_of(input_t *results, i64 rows, const block_t *block)
 {
-    const int far = is_far(results, rows, OUTER * sizeof(input_t));
-    return (output_t){results + block->first_row * OUTER + block->first_column, far};
+    const int streamed = is_streamed(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, streamed};
 }
 
 // One vector of results: a row's from `column` on, of which `count` exist; all of
-// them, if they are far.
+// them, if they are streamed.
 INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
     input_t *to = output.to + row * OUTER + column;
-    if (output.far)
-        store_far((vec *)to, v);
+    if (output.streamed)
+        store_streaming((vec *)to, v);
     else if (count >= LANES)
         store_f32(to, v);
     else
@@ -300,7 +300,7 @@ typedef struct {
 } results_t;
 
 // One vector of results from its sums: a row's from `column` on.
-INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
+INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     store_result(to->drows, *(const vec *)sum, row, column, count);
 }
@@ -308,8 +308,9 @@ INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64
 // The results of one row, from its sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
+    const f32 weight = 1.0f;
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
+        finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
@@ -340,8 +341,9 @@ INLINE source_t source_of(const weight_t *matrix, const block_t *block, i64 dept
 // A block: the products one after the other, each a depth slice at a time, and of
 // that a group of rows at a time, which are copied next to each other and
 // multiplied by every strip. The next slice of the weights is packed meanwhile,
-// after the last one the next block's first. Results are finished while their sums are near.
-static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
+// after the last one the next block's first. Results are finished while their sums
+// are cached.
+static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
                            const weight_t *const *matrices, const block_t *block, source_t next_block,
                            const results_t *to)
 {
@@ -356,20 +358,21 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
             const source_t next_slice = depth + TILE_DEPTH < INNER
                 ? source_of(matrices[product], block, depth + TILE_DEPTH)
                 : product + 1 < PRODUCTS ? source_of(matrices[product + 1], block, 0) : next_block;
-            strip_t *panel = near->panels[near->turn];
-            pack_rest(&near->packing, panel, source_of(matrices[product], block, depth));
-            near->turn = !near->turn;
-            near->packing = packing_of(near->panels[near->turn], next_slice, groups);
+            strip_t *panel = scratch->panels[scratch->turn];
+            pack_rest(&scratch->packing, panel, source_of(matrices[product], block, depth));
+            scratch->turn = !scratch->turn;
+            scratch->packing = packing_of(scratch->panels[scratch->turn], next_slice, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
-                load_slice(near->rows, row[product] + first, depth, count, width);
+                load_slice(scratch->rows, row[product] + first, depth, count, width);
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
-                    f32 (*sums)[STRIP] = near->sums[group][strip];
-                    ahead_t ahead = {.packing = &near->packing};
-                    fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
-                    multiply_rows(count, sums, near->rows, panel[strip], words, start, &ahead);
+                    f32 (*sums)[STRIP] = scratch->sums[group][strip];
+                    prefetch_t prefetch = {.packing = &scratch->packing};
+                    fetch_rows(&prefetch, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count,
+                               strip, strips);
+                    multiply_rows(count, sums, scratch->rows, panel[strip], words, start, &prefetch);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -386,9 +389,9 @@ static void grouped_gemm_dgrad_up_block(
 {
     const block_t block = find_block(tokens, block_y, block_x);
     const input_t *const inputs[PRODUCTS] = {dup};
-    const input_t *row[PRODUCTS][TILE_ROWS + ROWS_AHEAD];
+    const input_t *row[PRODUCTS][TILE_ROWS + PREFETCH_ROWS];
     for (int product = 0; product < PRODUCTS; product++)
-        for (i64 r = 0; r < block.row_count + ROWS_AHEAD; r++)
+        for (i64 r = 0; r < block.row_count + PREFETCH_ROWS; r++)
             row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
     const i64 corner = block.expert * INNER * OUTER + block.first_column;
     const weight_t *const matrices[PRODUCTS] = {up + corner};
@@ -402,7 +405,7 @@ static void grouped_gemm_dgrad_up_block(
     const weight_t *const first_matrix = up + then.expert * INNER * OUTER + then.first_column;
     const source_t next = then.row_count > 0 ? source_of(first_matrix, &then, 0) : (source_t){0};
     multiply_block(scratch, row, matrices, &block, next, &results);
-    end_far_stores();
+    end_streaming_stores();
 }
 
 EXPORT void grouped_gemm_dgrad_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

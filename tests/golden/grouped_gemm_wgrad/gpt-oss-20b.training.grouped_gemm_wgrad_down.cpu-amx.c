@@ -2,7 +2,7 @@
 // the rows of every expert; biases are sums of the left factor.
 //
 // A block owns 736 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the left factor is transposed near, and strip by strip the right
+// expert in slices: the left factor is transposed to scratch, and strip by strip the right
 // one is packed and multiplied. Sums are AMX tiles; those of a slice are added to
 // the slices' before. An expert without rows gets zeros.
 //
@@ -77,13 +77,13 @@ typedef f32 sums_t[REGISTER_ROWS][STRIP];
 typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 
-// Columns of the right factor that are wanted soon come from far away, so the next panel
-// is packed between products, a strip of one word after the other, and what is
+// Columns of the right factor that are wanted soon come from memory, so the
+// next panel is packed between products, a strip of one word after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
-// what is near.
+// what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
-    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = STEP, // rows that are multiplied together
 };
 
@@ -112,7 +112,7 @@ INLINE void pack_next(packing_t *packing)
         for (i64 c = 0; c < STRIP; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, WIDTH, WORD, LANES);
     }
-    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
+    for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
         for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * WIDTH + c, 0, 2);
     if (++packing->strip == packing->strips) {
@@ -156,11 +156,11 @@ static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 
 typedef struct {
     packing_t *packing;
-} ahead_t;
+} prefetch_t;
 
-INLINE void fetch(ahead_t *ahead)
+INLINE void fetch(prefetch_t *prefetch)
 {
-    pack_due(ahead->packing);
+    pack_due(prefetch->packing);
 }
 
 // A panel: a slice of the rows, and some columns.
@@ -175,7 +175,7 @@ INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i
 // added to what is there.
 typedef struct {
     f32 *grad; // the block's first element
-    i64 far, add;
+    i64 streamed, add;
 } results_t;
 
 // Writes a row of sums, or adds it.
@@ -200,23 +200,23 @@ static void write_sums(f32 *restrict to, const f32 *sums, i64 count, i64 add)
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
     f32 *grad = to->grad + row * WIDTH + column;
-    if (to->far)
+    if (to->streamed)
         copy_row(grad, sums, columns * 4, 1);
     else
         write_sums(grad, sums, columns, to->add);
 }
 
-// What a thread keeps near while it works on a block: columns of the left factor, as tiles take
+// What a thread keeps in scratch while it works on a block: columns of the left factor, as tiles take
 // them, a depth slice at a time; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
-typedef f32 near_rows_t[REGISTER_ROWS][TILE];
+typedef f32 scratch_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
     i32 turn; // which panel the next block begins with
     packing_t packing; // of that panel
-    near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
+    scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
     strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
-} near_t;
-_Static_assert(sizeof(near_t) <= 1015872, "the launch gives a thread this much");
+} scratch_t;
+_Static_assert(sizeof(scratch_t) <= 1015872, "the launch gives a thread this much");
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
 // KB, and the sums and the rows stream by from the second.
@@ -224,7 +224,8 @@ enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    FINISHING = PIECE, // steps until the results of a register tile are finished
+    // Steps until the results of a register tile are finished.
+    FINISHING = PIECE,
 };
 
 // Sums whose results are finished beside the next products, which leave the vector
@@ -261,8 +262,8 @@ INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP],
 
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
-                     i64 steps, int start, ahead_t ahead, pending_t *pending)
+INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[STRIP],
+                     i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
     if (start) {
@@ -279,7 +280,7 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
         }
     }
     for (i64 step = 0; step < steps; step++, panel += TILE) {
-        fetch(&ahead);
+        fetch(&prefetch);
         TILE_STREAM(4, rows[step][0], rows_row);
         TILE_LOAD(6, &panel[0][0], panel_row);
         TILE_LOAD(7, &panel[0][TILE], panel_row);
@@ -302,18 +303,18 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const panel_word_t (*panel)[STRIP],
-                          i64 steps, int start, ahead_t ahead, pending_t *pending)
+static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[STRIP],
+                          i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     if (rows > TILE)
-        multiply(2, sums, near, panel, steps, start, ahead, pending);
+        multiply(2, sums, scratch, panel, steps, start, prefetch, pending);
     else
-        multiply(1, sums, near, panel, steps, start, ahead, pending);
+        multiply(1, sums, scratch, panel, steps, start, prefetch, pending);
 }
 
-// Copies `height` columns of `depth` rows near, as rows of tiles: words of two rows
+// Copies `height` columns of `depth` rows to scratch, as rows of tiles: words of two rows
 // each, zeros past the last.
-static void load_columns(near_t *near, const left_t *left, i64 depth, i64 height)
+static void load_columns(scratch_t *scratch, const left_t *left, i64 depth, i64 height)
 {
     for (i64 step = 0; step * STEP < depth; step++)
         for (i64 h = 0; h < height; h += TILE) {
@@ -325,20 +326,21 @@ static void load_columns(near_t *near, const left_t *left, i64 depth, i64 height
             transpose(v);
 #pragma GCC unroll 16
             for (int r = 0; r < TILE; r++)
-                *(vec *)near->rows[h / REGISTER_ROWS][step][h % REGISTER_ROWS + r] = v[r];
+                *(vec *)scratch->rows[h / REGISTER_ROWS][step][h % REGISTER_ROWS + r] = v[r];
         }
 }
 
 _Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
 
-// A block: a slice of the rows at a time. Of that the left factor is copied near
+// A block: a slice of the rows at a time. Of that the left factor is copied to scratch
 // and multiplied by the right one, a panel at a time, while the next one is packed;
 // after the last one, that is the next block's first. Results are finished beside
 // what is multiplied next.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block,
+static void multiply_block(scratch_t *scratch, const left_t *left, const right_t *right, const block_t *block,
                            source_t next_block, const results_t *to)
 {
-    const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 rows = block->row_count, height = block->height_count;
+    const i64 groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     results_t results = *to;
     sums_t sums[2] ALIGNED; // in turn: of the products, and pending
     pending_t pending = {0};
@@ -346,21 +348,22 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
     i64 row = 0;
     do {
         const i64 depth = min_i64(TILE_DEPTH, rows - row), steps = (depth + STEP - 1) / STEP;
-        load_columns(near, left + row * HEIGHT, depth, height);
+        load_columns(scratch, left + row * HEIGHT, depth, height);
         for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
             const source_t source = source_of(right, block, row, corner);
             const source_t next = corner + PANEL_COLUMNS < block->column_count
                 ? source_of(right, block, row, corner + PANEL_COLUMNS)
                 : row + TILE_DEPTH < rows ? source_of(right, block, row + TILE_DEPTH, 0) : next_block;
-            strip_t *panel = near->panels[near->turn];
-            pack_rest(&near->packing, panel, source);
-            near->turn = !near->turn;
-            near->packing = packing_of(near->panels[near->turn], next, groups);
+            strip_t *panel = scratch->panels[scratch->turn];
+            pack_rest(&scratch->packing, panel, source);
+            scratch->turn = !scratch->turn;
+            scratch->packing = packing_of(scratch->panels[scratch->turn], next, groups);
             for (i64 column = 0; column < source.columns; column += STRIP)
                 for (i64 group = 0; group < groups; group++) {
                     const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-                    ahead_t ahead = {.packing = &near->packing};
-                    multiply_rows(count, sums[turn], near->rows[group], panel[column / STRIP], steps, 1, ahead, &pending);
+                    prefetch_t prefetch = {.packing = &scratch->packing};
+                    multiply_rows(count, sums[turn], scratch->rows[group], panel[column / STRIP], steps, 1,
+                                  prefetch, &pending);
                     put_off(&pending, &results, sums[turn], first, count, corner + column,
                             min_i64(STRIP, source.columns - column));
                     turn = !turn;
@@ -396,12 +399,13 @@ static void grouped_gemm_wgrad_down_block(
     tiles_begin();
     const results_t dout_results = {
         .grad = grad_down + corner,
-        .far = !accumulate && block.row_count <= TILE_DEPTH && is_far(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+        .streamed = !accumulate && block.row_count <= TILE_DEPTH
+            && is_streamed(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
     multiply_block(scratch, dout + first_left, right, &block, next, &dout_results);
     tiles_end();
-    end_far_stores();
+    end_streaming_stores();
 }
 
 EXPORT void grouped_gemm_wgrad_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -4,7 +4,8 @@
 // A block owns 36 by 64 elements of a matrix. It goes over the rows of its
 // expert in slices: the right factor is packed into a panel, columns of the left
 // one are copied together, and both are multiplied in registers,
-// 12 by 32 at a time. Sums are f32, in the order of the rows. An expert without rows gets zeros.
+// 12 by 32 at a time. Sums are f32, in the order of the rows. An expert
+// without rows gets zeros.
 //
 // Baked in: experts, widths, types. A thread's scratch memory has two
 // panels, the left slice and the sums of a panel.
@@ -99,13 +100,13 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Columns of the right factor that are wanted soon come from far away, so the next panel
-// is packed between products, a strip of one word after the other, and what is
+// Columns of the right factor that are wanted soon come from memory, so the
+// next panel is packed between products, a strip of one word after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
-// what is near.
+// what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
-    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = WORD, // rows that are multiplied together
 };
 
@@ -134,7 +135,7 @@ INLINE void pack_next(packing_t *packing)
         for (i64 c = 0; c < STRIP; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, WIDTH, WORD, LANES);
     }
-    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
+    for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
         for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * WIDTH + c, 0, 2);
     if (++packing->strip == packing->strips) {
@@ -178,11 +179,11 @@ static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 
 typedef struct {
     packing_t *packing;
-} ahead_t;
+} prefetch_t;
 
-INLINE void fetch(ahead_t *ahead)
+INLINE void fetch(prefetch_t *prefetch)
 {
-    pack_due(ahead->packing);
+    pack_due(prefetch->packing);
 }
 
 // A panel: a slice of the rows, and some columns.
@@ -197,7 +198,7 @@ INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i
 // added to what is there.
 typedef struct {
     f32 *grad; // the block's first element
-    i64 far, add;
+    i64 streamed, add;
 } results_t;
 
 // Writes a row of sums, or adds it.
@@ -222,7 +223,7 @@ static void write_sums(f32 *restrict to, const f32 *sums, i64 count, i64 add)
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
     f32 *grad = to->grad + row * WIDTH + column;
-    if (to->far)
+    if (to->streamed)
         copy_row(grad, sums, columns * 4, 1);
     else
         write_sums(grad, sums, columns, to->add);
@@ -231,7 +232,7 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 // A slice of a few columns of the left factor: words.
 typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
 
-// What a thread keeps near while it works on a block: columns of the left factor, a depth slice at a time; all sums; two panels.
+// What a thread keeps in scratch while it works on a block: columns of the left factor, a depth slice at a time; all sums; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
     i32 turn; // which panel the next block begins with
@@ -239,15 +240,15 @@ typedef struct {
     slice_t ALIGNED rows[ROW_GROUPS];
     sums_t ALIGNED sums[ROW_GROUPS][PANEL_STRIPS];
     strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
-} near_t;
-_Static_assert(sizeof(near_t) <= 202816, "the launch gives a thread this much");
+} scratch_t;
+_Static_assert(sizeof(scratch_t) <= 202816, "the launch gives a thread this much");
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums. Those that
 // go past the caches are stored there, if it is known where.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first, f32 *far)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *first, f32 *streamed)
 {
-    ahead_t ahead = *first;
+    prefetch_t prefetch = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -256,7 +257,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
         if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
-            fetch(&ahead);
+            fetch(&prefetch);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -273,8 +274,8 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            if (far)
-                store_far((vec *)&far[r * WIDTH + v * LANES], sum[r][v]);
+            if (streamed)
+                store_streaming((vec *)&streamed[r * WIDTH + v * LANES], sum[r][v]);
             else
                 *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
@@ -283,21 +284,21 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead, f32 *far)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *prefetch, f32 *streamed)
 {
     switch (rows) {
-    case 1: multiply(1, sums, slice, panel, words, start, ahead, far); break;
-    case 2: multiply(2, sums, slice, panel, words, start, ahead, far); break;
-    case 3: multiply(3, sums, slice, panel, words, start, ahead, far); break;
-    case 4: multiply(4, sums, slice, panel, words, start, ahead, far); break;
-    case 5: multiply(5, sums, slice, panel, words, start, ahead, far); break;
-    case 6: multiply(6, sums, slice, panel, words, start, ahead, far); break;
-    case 7: multiply(7, sums, slice, panel, words, start, ahead, far); break;
-    case 8: multiply(8, sums, slice, panel, words, start, ahead, far); break;
-    case 9: multiply(9, sums, slice, panel, words, start, ahead, far); break;
-    case 10: multiply(10, sums, slice, panel, words, start, ahead, far); break;
-    case 11: multiply(11, sums, slice, panel, words, start, ahead, far); break;
-    case 12: multiply(12, sums, slice, panel, words, start, ahead, far); break;
+    case 1: multiply(1, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 2: multiply(2, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 3: multiply(3, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 4: multiply(4, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 5: multiply(5, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 6: multiply(6, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 7: multiply(7, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 8: multiply(8, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 9: multiply(9, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 10: multiply(10, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 11: multiply(11, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 12: multiply(12, sums, slice, panel, words, start, prefetch, streamed); break;
     }
 }
 
@@ -326,16 +327,17 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
 // apart do not stay in a cache.
 static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 columns, i64 groups)
 {
-    enum { ROWS_AHEAD = 16, LINE_COLUMNS = LINE / sizeof(left_t) };
+    enum { PREFETCH_ROWS = 16, LINE_COLUMNS = LINE / sizeof(left_t) };
     const i64 width = groups * REGISTER_ROWS;
     for (i64 row = 0; row < depth; row += WORD) {
-        for (i64 r = row + ROWS_AHEAD; r < row + ROWS_AHEAD + WORD; r++)
+        for (i64 r = row + PREFETCH_ROWS; r < row + PREFETCH_ROWS + WORD; r++)
             for (i64 c = 0; c < width; c += LINE_COLUMNS)
                 __builtin_prefetch(left + r * HEIGHT + c);
         for (i64 group = 0; group < groups; group++)
             for (i64 r = 0; r < REGISTER_ROWS; r += LANES) {
                 const i64 column = group * REGISTER_ROWS + r;
-                vec words = column_words_f32(left + row * HEIGHT + column, HEIGHT, depth - row, columns - column);
+                const left_t *from = left + row * HEIGHT + column;
+                vec words = column_words_f32(from, HEIGHT, depth - row, columns - column);
                 *(vec_in_memory *)&slices[group][row / WORD][r] = words;
             }
     }
@@ -345,12 +347,13 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
 // right factor is packed: the next panel beside the products of this one, after the
 // last one the next block's first. Columns of the left factor are copied next to
 // each other and multiplied by every strip of the panel; if there is one slice, they
-// stay near for all panels. Results are finished while their sums are near.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block,
+// stay cached for all panels. Results are finished while their sums are cached.
+static void multiply_block(scratch_t *scratch, const left_t *left, const right_t *right, const block_t *block,
                            source_t next_block, const results_t *to)
 {
     sums_t only_sums ALIGNED;
-    const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 rows = block->row_count, height = block->height_count;
+    const i64 groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
         i64 row = 0;
         do {
@@ -360,21 +363,22 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
             const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, corner)
                 : corner + PANEL_COLUMNS < block->column_count
                 ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
-            strip_t *panel = near->panels[near->turn];
-            pack_rest(&near->packing, panel, source);
-            near->turn = !near->turn;
-            near->packing = packing_of(near->panels[near->turn], next, groups);
+            strip_t *panel = scratch->panels[scratch->turn];
+            pack_rest(&scratch->packing, panel, source);
+            scratch->turn = !scratch->turn;
+            scratch->packing = packing_of(scratch->panels[scratch->turn], next, groups);
             if (corner == 0 || !start || !last)
-                load_slices(near->rows, left + row * HEIGHT, source.depth, HEIGHT - block->first_height, groups);
+                load_slices(scratch->rows, left + row * HEIGHT, source.depth, HEIGHT - block->first_height, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = corner + strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
-                    f32 (*sums)[STRIP] = start && last ? only_sums : near->sums[group][strip];
-                    ahead_t ahead = {.packing = &near->packing};
-                    f32 *far = start && last && to->far && columns == STRIP ? to->grad + first * WIDTH + column : 0;
-                    multiply_rows(count, sums, near->rows[group], panel[strip], words, start, &ahead, far);
-                    if (last && !far)
+                    f32 (*sums)[STRIP] = start && last ? only_sums : scratch->sums[group][strip];
+                    prefetch_t prefetch = {.packing = &scratch->packing};
+                    f32 *streamed = start && last && to->streamed && columns == STRIP
+                        ? to->grad + first * WIDTH + column : 0;
+                    multiply_rows(count, sums, scratch->rows[group], panel[strip], words, start, &prefetch, streamed);
+                    if (last && !streamed)
                         finish_sums(to, sums, first, count, column, columns);
                 }
             }
@@ -404,11 +408,12 @@ static void grouped_gemm_wgrad_up_block(
         ? source_of(rows + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     const results_t dup_results = {
         .grad = grad_up + corner,
-        .far = !accumulate && is_far(grad_up, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+        .streamed = !accumulate
+            && is_streamed(grad_up, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
     multiply_block(scratch, dup + first_left, right, &block, next, &dup_results);
-    end_far_stores();
+    end_streaming_stores();
 }
 
 EXPORT void grouped_gemm_wgrad_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

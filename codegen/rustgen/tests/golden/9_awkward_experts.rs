@@ -34,7 +34,7 @@ impl Layer9AwkwardExperts {
     pub const TOP_K: usize = 3;
 
     /// The spec as canonical TOML.
-    pub const SPEC: &'static str = "name = \"9-awkward.experts\"\n\n[shape]\nmodel_dim = 20\nhidden_dim = 12\nexperts = 5\ntop_k = 3\noutput_dim = 7\n\n[precision]\nweights = \"f16\"\nactivations = \"f16\"\n\n[router]\nkind = \"table\"\ntable_rows = 11\nbias = true\nexpert_scale = true\n\n[capacity]\nmode = \"bounded\"\nfactor = 1.25\norder = \"batch-prioritized\"\n\n[experts]\nbias = true\n\n[[shared]]\nhidden_dim = 6\ngate = \"sigmoid\"\n\n[[shared]]\nhidden_dim = 9\n";
+    pub const SPEC: &'static str = "name = \"9-awkward.experts\"\n\n[shape]\nmodel_dim = 20\nhidden_dim = 12\nexperts = 5\ntop_k = 3\noutput_dim = 7\n\n[precision]\nweights = \"f16\"\nactivations = \"f16\"\n\n[router]\nkind = \"table\"\nbias = true\nexpert_scale = true\ntable_rows = 11\n\n[capacity]\nmode = \"bounded\"\nfactor = 1.25\norder = \"batch-prioritized\"\n\n[experts]\nbias = true\n\n[[shared]]\nhidden_dim = 6\ngate = \"sigmoid\"\n\n[[shared]]\nhidden_dim = 9\n";
 
     /// The spec this type was generated from.
     pub fn spec() -> ::moesaic::LayerSpec {
