@@ -165,6 +165,8 @@ pub const GPU: &[Template] = index![
     "gpu/gemm_tiles.cu",
     "gpu/gemm_clamp.cu",
     "gpu/gemm_activation.cu",
+    "gpu/gemm_finish.cu",
+    "gpu/gemm_formula.cu",
     "gpu/gemm_activation_bwd.cu",
     "gpu/grouped_gemm_dgrad.cu",
     "gpu/grouped_gemm_wgrad.cu",
