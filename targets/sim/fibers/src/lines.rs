@@ -1,5 +1,6 @@
-//! From machine code to lines of the text: the line program of DWARF 2 to 5,
-//! as far as one file needs it.
+//! From machine code to lines of the text: the line programs of DWARF.
+
+use gimli::{DebugLine, DebugLineOffset, EndianSlice, LittleEndian};
 
 /// Where each run of instructions comes from: addresses in the image, and
 /// lines. Sorted by address.
@@ -8,13 +9,15 @@ pub(crate) struct Lines(Vec<(u64, u32)>);
 
 impl Lines {
     /// Reads a `.debug_line` section; what cannot be read is left out.
-    pub(crate) fn parse(section: &[u8]) -> Lines {
+    pub(crate) fn parse(bytes: &[u8]) -> Lines {
+        let section = DebugLine::new(bytes, LittleEndian);
         let mut rows = Vec::new();
-        let mut rest = Bytes(section);
-        while !rest.0.is_empty() {
-            if unit(&mut rest, &mut rows).is_none() {
+        let mut offset = 0;
+        while offset < bytes.len() {
+            let Some(length) = unit(&section, offset, &mut rows) else {
                 break;
-            }
+            };
+            offset += length;
         }
         rows.sort_by_key(|row| row.0);
         Lines(rows)
@@ -28,141 +31,24 @@ impl Lines {
     }
 }
 
-/// Bytes that are read from the front.
-#[derive(Clone, Copy)]
-struct Bytes<'a>(&'a [u8]);
-
-impl<'a> Bytes<'a> {
-    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
-        let (head, tail) = self.0.split_at_checked(count)?;
-        self.0 = tail;
-        Some(head)
+/// Runs the program of the unit at `offset`; gives the bytes that the unit takes. What
+/// follows the end of a run of instructions has line 0.
+fn unit(
+    section: &DebugLine<EndianSlice<LittleEndian>>,
+    offset: usize,
+    rows: &mut Vec<(u64, u32)>,
+) -> Option<usize> {
+    const ADDRESS: u8 = 8; // bytes; DWARF 5 says so itself
+    let program = section.program(DebugLineOffset(offset), ADDRESS, None, None);
+    let program = program.ok()?;
+    let header = program.header();
+    let length = usize::from(header.format().initial_length_size()) + header.unit_length();
+    let mut run = program.rows();
+    while let Ok(Some((_, row))) = run.next_row() {
+        let line = row.line().filter(|_| !row.end_sequence());
+        rows.push((row.address(), line.map_or(0, |line| line.get() as u32)));
     }
-
-    fn number(&mut self, bytes: usize) -> Option<u64> {
-        let mut value = [0; 8];
-        value[..bytes].copy_from_slice(self.take(bytes)?);
-        Some(u64::from_le_bytes(value))
-    }
-
-    fn byte(&mut self) -> Option<u8> {
-        Some(self.take(1)?[0])
-    }
-
-    fn unsigned(&mut self) -> Option<u64> {
-        let mut value = 0;
-        for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                return Some(value);
-            }
-        }
-        None
-    }
-
-    fn signed(&mut self) -> Option<i64> {
-        let mut value = 0;
-        for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
-            value |= i64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                let sign = byte & 0x40 != 0 && shift + 7 < 64;
-                return Some(if sign {
-                    value | -1 << (shift + 7)
-                } else {
-                    value
-                });
-            }
-        }
-        None
-    }
-}
-
-/// What the header of a unit says about its program.
-struct Header<'a> {
-    least: u64,
-    line_base: i64,
-    line_range: u64,
-    opcode_base: u8,
-    /// Operands of the standard opcodes, from 1.
-    operands: &'a [u8],
-}
-
-/// One unit: a header, and a program that writes rows.
-fn unit(section: &mut Bytes, rows: &mut Vec<(u64, u32)>) -> Option<()> {
-    let length = section.number(4)?;
-    if length >= 0xffff_fff0 {
-        return None; // 64-bit DWARF
-    }
-    let mut body = Bytes(section.take(length as usize)?);
-    let version = body.number(2)?;
-    if version >= 5 {
-        body.take(2)?; // sizes of addresses and selectors
-    }
-    let header_length = body.number(4)? as usize;
-    let mut program = body;
-    program.take(header_length)?;
-    let least = u64::from(body.byte()?);
-    if version >= 4 {
-        body.byte()?; // operations per instruction
-    }
-    body.byte()?; // whether rows begin statements
-    let line_base = i64::from(body.byte()? as i8);
-    let line_range = u64::from(body.byte()?);
-    let opcode_base = body.byte()?;
-    let operands = body.take(usize::from(opcode_base).checked_sub(1)?)?;
-    let header = Header {
-        least,
-        line_base,
-        line_range,
-        opcode_base,
-        operands,
-    };
-    (line_range > 0).then(|| run(&header, program, rows))?
-}
-
-/// Runs a line program.
-fn run(header: &Header, mut program: Bytes, rows: &mut Vec<(u64, u32)>) -> Option<()> {
-    let (mut address, mut line) = (0u64, 1i64);
-    while let Some(opcode) = program.byte() {
-        if opcode >= header.opcode_base {
-            let adjusted = u64::from(opcode - header.opcode_base);
-            address += adjusted / header.line_range * header.least;
-            line += header.line_base + (adjusted % header.line_range) as i64;
-            rows.push((address, line as u32));
-            continue;
-        }
-        match opcode {
-            0 => {
-                let length = program.unsigned()? as usize;
-                let mut extended = Bytes(program.take(length)?);
-                match extended.byte()? {
-                    1 => {
-                        rows.push((address, 0));
-                        (address, line) = (0, 1);
-                    }
-                    2 => address = extended.number(length.checked_sub(1)?.min(8))?,
-                    _ => {}
-                }
-            }
-            1 => rows.push((address, line as u32)),
-            2 => address += program.unsigned()? * header.least,
-            3 => line += program.signed()?,
-            8 => {
-                let most = u64::from(255 - header.opcode_base);
-                address += most / header.line_range * header.least;
-            }
-            9 => address += program.number(2)?,
-            other => {
-                let operands = header.operands[usize::from(other) - 1];
-                for _ in 0..operands {
-                    program.unsigned()?;
-                }
-            }
-        }
-    }
-    Some(())
+    Some(length)
 }
 
 #[cfg(test)]
