@@ -116,6 +116,7 @@ fn bless() -> Result<(), String> {
     let made = [
         ["moesaic", "--test=main", "golden::emitted"],
         ["moesaic-rustgen", "--test=golden", ""],
+        ["moesaic-spec", "--test=main", "ui"],
         ["moesaic-cli", "--lib", "reference::"],
     ];
     made.iter().try_for_each(|[package, target, test]| {
