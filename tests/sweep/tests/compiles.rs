@@ -7,9 +7,10 @@ use moesaic_target::Compiler;
 use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
 
 /// Seeds of layers with kernels that a sweep found to spill, each with its target.
-const FOUND: [(u64, &str); 1] = [
+const FOUND: [(u64, &str); 2] = [
     // A thread kept the tokens of 32 rows, which it gathers four bytes at a time.
     (50561, "cuda:sm_90"),
+    (51879, "cuda:sm_90"),
 ];
 
 #[test]
