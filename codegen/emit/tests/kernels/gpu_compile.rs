@@ -253,26 +253,13 @@ fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
     ]
 }
 
-/// Every layer in one of the types, of which `first` is the first layer's.
-fn by_turns(types: &[DType], first: usize) -> Vec<LayerSpec> {
-    let count = gemm_layers(types[0]).len();
-    let layer = |i: usize| gemm_layers(types[(first + i) % types.len()]).swap_remove(i);
-    (0..count).map(layer).collect()
-}
-
 #[test]
 fn nvrtc_compiles_every_matrix_gemm() {
     let compiler = Kept::new(testing::nvrtc());
-    // Where a family is at home every layer in every type, elsewhere in one, by turns.
-    let archs = ["sm_80", "sm_90a", "sm_86", "sm_89", "sm_100a", "sm_120a"];
-    for (i, arch) in archs.iter().enumerate() {
+    let archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+    for (arch, half) in archs.iter().zip([DType::Bf16, DType::F16].iter().cycle()) {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        let types = [[DType::Bf16, DType::F16][i % 2], DType::F32];
-        let layers = match arch {
-            &"sm_80" | &"sm_90a" => types.map(gemm_layers).concat(),
-            _ => by_turns(&types, i / 2),
-        };
-        for spec in layers {
+        for spec in [*half, DType::F32].map(gemm_layers).concat() {
             for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
@@ -371,14 +358,12 @@ fn nvrtc_compiles_the_hopper_gemm() {
 #[test]
 fn clang_compiles_every_matrix_gemm() {
     let compiler = Kept::new(testing::rocm());
-    let types = [DType::Bf16, DType::F16, DType::F32];
-    for (i, arch) in ["gfx90a", "gfx942", "gfx950", "gfx1100"].iter().enumerate() {
+    for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100"] {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
-        let layers = match arch {
-            &"gfx942" | &"gfx1100" => types.map(gemm_layers).concat(),
-            _ => by_turns(&types, i),
-        };
-        for spec in layers {
+        for spec in [DType::Bf16, DType::F16, DType::F32]
+            .map(gemm_layers)
+            .concat()
+        {
             for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
