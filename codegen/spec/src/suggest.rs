@@ -1,5 +1,8 @@
 //! What a misspelt key or value was meant to be.
 
+// Insertions, deletions, replacements and swaps of neighbours.
+use strsim::osa_distance as distance;
+
 /// The closest of `known`, if it is close enough to be what was meant.
 pub(crate) fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = plain(word);
@@ -27,27 +30,6 @@ fn allowed(letters: usize) -> usize {
 fn plain(word: &str) -> String {
     let letters = word.chars().filter(|c| !matches!(c, '-' | '_' | ' '));
     letters.flat_map(char::to_lowercase).collect()
-}
-
-/// Insertions, deletions, replacements and swaps of neighbours between two
-/// words.
-fn distance(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    let first: Vec<usize> = (0..=b.len()).collect();
-    let mut rows = vec![first];
-    for i in 1..=a.len() {
-        let mut row = vec![i];
-        for j in 1..=b.len() {
-            let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
-            let mut best = replaced.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
-            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
-                best = best.min(rows[i - 2][j - 2] + 1);
-            }
-            row.push(best);
-        }
-        rows.push(row);
-    }
-    rows[a.len()][b.len()]
 }
 
 /// Keys of Hugging Face configurations and of other systems: their spelling,

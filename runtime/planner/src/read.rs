@@ -66,22 +66,7 @@ fn meant(said: &str) -> Option<&str> {
 pub(crate) fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let scored = known
         .into_iter()
-        .map(|other| (distance(word, other), other));
+        .map(|other| (strsim::levenshtein(word, other), other));
     let (best, other) = scored.min_by_key(|(distance, _)| *distance)?;
     (best <= word.chars().count() / 3 + 1).then_some(other)
-}
-
-/// Insertions, deletions and replacements.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut corner = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.iter().enumerate() {
-            let replaced = corner + usize::from(x != *y);
-            corner = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(corner + 1);
-        }
-    }
-    row[b.len()]
 }
