@@ -1,7 +1,6 @@
 //! Whole layers on every engine this machine has.
 
-use super::Case;
-use crate::kept::quick;
+use super::{Case, quick};
 use moesaic::spec::{LayerSpec, testing};
 use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute};
 

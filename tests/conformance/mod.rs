@@ -36,6 +36,7 @@ mod orders;
 mod pieces;
 mod pipelined;
 mod precision;
+mod quick;
 mod random;
 mod routing;
 mod sampled;

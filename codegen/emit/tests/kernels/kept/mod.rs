@@ -3,8 +3,6 @@
 
 #![allow(dead_code, reason = "other test binaries use parts of it")]
 
-pub mod quick;
-
 use moesaic_cache::{Key, KeyParts, PruneRule, Request, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};

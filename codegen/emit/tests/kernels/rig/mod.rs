@@ -6,7 +6,7 @@
 pub mod backward;
 pub mod check;
 
-use crate::kept::{Kept, quick};
+use crate::kept::Kept;
 use half::{bf16, f16};
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
@@ -340,17 +340,15 @@ fn counter(name: &str, input: &Input) -> i64 {
     }
 }
 
-/// What is chosen on this machine is compiled as users get it, without a word of warning; for
-/// narrower instruction sets, which are other values in the same text, in a hurry.
+/// As users get it; for what is chosen on this machine without a word of warning.
 fn compiled(source: &KernelSource) -> Artifact {
-    static USUAL: LazyLock<Kept> = LazyLock::new(|| Kept::new(CpuCompiler::find(None).unwrap()));
-    static QUICK: LazyLock<Kept> = LazyLock::new(|| Kept(quick::compiler()));
-    let options = CompileOptions::default();
-    if source.target != Target::Cpu(host()) {
-        return QUICK.compile(source, &options).unwrap();
+    static COMPILER: LazyLock<Kept> = LazyLock::new(|| Kept::new(CpuCompiler::find(None).unwrap()));
+    let artifact = COMPILER
+        .compile(source, &CompileOptions::default())
+        .unwrap();
+    if source.target == Target::Cpu(host()) {
+        assert_eq!(artifact.report.log, "", "{}", source.name);
     }
-    let artifact = USUAL.compile(source, &options).unwrap();
-    assert_eq!(artifact.report.log, "", "{}", source.name);
     artifact
 }
 

@@ -1,10 +1,9 @@
 //! The C compiler in a hurry: for tests that need kernels and not their speed, and compile
-//! many. What users get is compiled where a machine's own instruction set is tested, by the
-//! engines of the conformance suite and by the oracles.
+//! many. What users get is compiled by [`engines`](super::layers::engines) and the oracles.
 
-use moesaic_cpu::CpuCompiler;
-use moesaic_kernel::{KernelSource, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
+use moesaic::cpu::CpuCompiler;
+use moesaic::kernel::{KernelSource, Target};
+use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
 use std::os::unix::fs::PermissionsExt;
 use std::sync::{Arc, OnceLock};
 
