@@ -32,6 +32,8 @@ pub struct Sweep {
     pub each: usize,
     /// Only kernels whose name begins so.
     pub only: String,
+    /// Only kernels whose text has this.
+    pub with: String,
     /// No layer is begun later.
     pub limit: Option<Duration>,
     /// Compiles at a time.
@@ -113,7 +115,8 @@ impl Sweep {
             for kernel in kernels(&(self.draw)(seed), target) {
                 let outcome = kernel.and_then(|(family, source)| {
                     let text = (target, source.text.clone());
-                    let wanted = source.name.starts_with(&self.only);
+                    let named = source.name.starts_with(&self.only);
+                    let wanted = named && source.text.contains(&self.with);
                     if !wanted || !lock(state).seen.insert(text) {
                         return Ok(None);
                     }

@@ -29,6 +29,9 @@ struct Arguments {
     /// Only kernels whose name begins so, such as grouped_gemm.
     #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
+    /// Only kernels whose text has this: what a change of a template has touched.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    with: String,
     /// Draws layers whose products ask for most registers instead.
     #[arg(long)]
     products: bool,
@@ -92,6 +95,7 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
         each: arguments.each.unwrap_or(targets.len()),
         targets,
         only: arguments.only.clone(),
+        with: arguments.with.clone(),
         limit: arguments.seconds.map(Duration::from_secs),
         threads: arguments.threads.unwrap_or_else(processors),
     };

@@ -7,8 +7,10 @@ use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
 use std::time::Duration;
 
 /// Seeds of layers with kernels that a sweep found to spill, each with its target.
-const FOUND: [(u64, &str); 2] = [
-    // A thread kept the tokens of 32 rows, which it gathers four bytes at a time.
+const FOUND: [(u64, &str); 3] = [
+    // A thread kept the tokens of 32 rows, which it gathers four bytes at a time, or what it
+    // made of them.
+    (50535, "cuda:sm_103a"),
     (50561, "cuda:sm_90"),
     (51879, "cuda:sm_90"),
 ];
@@ -29,6 +31,7 @@ fn random_layers_compile_for_every_gpu_without_spills() {
         targets,
         each: 1,
         only: String::new(),
+        with: String::new(),
         limit: Some(Duration::from_secs(60)),
         threads: std::thread::available_parallelism().map_or(1, Into::into),
     };
