@@ -24,11 +24,10 @@ mod one_hot;
 use baseline::{Baseline, Layout};
 use moesaic::collectives::{self, Call, Collectives, Communicator, World, mpi, threads};
 use moesaic::cpu::CpuDevice;
+use moesaic::mesh::{Among, Ranks};
 use moesaic::reference::{self, Random};
 use moesaic::target::Device;
-use moesaic::{
-    Among, Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, Ranks, Strategy,
-};
+use moesaic::{Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, Strategy};
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;

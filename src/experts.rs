@@ -3,7 +3,7 @@
 /// An expert as code, for [`UserLayer`].
 ///
 /// ```
-/// use moesaic::{ExpertBackward, UserExpert};
+/// use moesaic::experts::{ExpertBackward, UserExpert};
 ///
 /// /// Multiplies by a number that it does not learn.
 /// struct Scale(f32);
@@ -27,7 +27,7 @@ pub use moesaic_engine::UserExpert;
 /// What backward of a [`UserExpert`] gets.
 ///
 /// ```
-/// use moesaic::ExpertBackward;
+/// use moesaic::experts::ExpertBackward;
 ///
 /// /// The gradient of a bias: the sum of its rows' gradients.
 /// fn bias_gradient(call: &ExpertBackward<'_>, gradient: &mut [f32]) {
@@ -51,8 +51,10 @@ pub use moesaic_engine::ExpertBackward;
 /// A layer whose experts are [`UserExpert`]s.
 ///
 /// ```
-/// use moesaic::{Input, UserExpert};
-/// # use moesaic::{ExpertBackward, example::{engine, spec, wave, weights}};
+/// use moesaic::Input;
+/// use moesaic::experts::UserExpert;
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # use moesaic::experts::ExpertBackward;
 /// # struct Scale(f32);
 /// # impl UserExpert for Scale {
 /// #     fn forward(&self, rows: &[f32], out: &mut [f32], _saved: Option<&mut Vec<f32>>) {
@@ -75,7 +77,8 @@ pub use moesaic_engine::UserLayer;
 /// What a training call of a [`UserLayer`] leaves for backward.
 ///
 /// ```
-/// use moesaic::{EngineError, Tensor, Input, Output, UserLayer, UserSaved};
+/// use moesaic::{EngineError, Tensor, Input, Output};
+/// use moesaic::experts::{UserLayer, UserSaved};
 ///
 /// /// Both passes of a step.
 /// fn step(
@@ -114,7 +117,8 @@ pub use moesaic_engine::MultiGate;
 /// What a training call of a [`MultiGate`] leaves for backward.
 ///
 /// ```
-/// use moesaic::{MultiSaved, Saved};
+/// use moesaic::Saved;
+/// use moesaic::experts::MultiSaved;
 ///
 /// /// Gates that ran by themselves can go back together.
 /// fn together(each: Vec<Saved>) -> MultiSaved {

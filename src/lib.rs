@@ -33,10 +33,11 @@
 //! | have shapes checked by rustc | [`layer!`], [`typed`] |
 //! | load a checkpoint | [`weights`] |
 //! | train | [`Training`], [`Counters`], [`train`] |
-//! | spread experts over ranks | [`Mesh`], [`MeshLayer`], [`Parallel`], [`collectives`] |
+//! | spread experts over ranks | [`Parallel`], [`Mesh`], [`MeshLayer`], [`mesh`], [`collectives`] |
 //! | let ranks choose how they exchange rows | [`Strategy`], [`tune`] |
-//! | bring experts of your own | [`UserExpert`], [`MultiGate`] |
-//! | compile before it runs | [`precompile`], [`Store`], [`Compilers`] |
+//! | bring experts of your own, or several routers | [`experts`] |
+//! | see where time goes | [`trace`] |
+//! | compile before it runs | [`ahead`], [`Store`], [`Compilers`] |
 //!
 //! # Features
 //! None is on by default; each adds and changes no result.
@@ -49,13 +50,17 @@
 //! This crate is the only one to depend on. Those named `moesaic-*` are its
 //! parts; they change without notice.
 
+pub mod ahead;
 mod compilers;
 mod engine;
+pub mod experts;
 mod face;
+pub mod mesh;
 #[cfg(not(all(feature = "cuda", feature = "rocm", feature = "sim")))]
 mod missing;
 #[cfg(feature = "sim")]
 mod simulators;
+pub mod trace;
 
 #[cfg(not(feature = "sim"))]
 use missing::simulators;

@@ -3,7 +3,7 @@
 /// A recorder that keeps all, for Chrome's trace viewer and Perfetto.
 ///
 /// ```
-/// use moesaic::{Recorder, Trace, chrome_trace};
+/// use moesaic::trace::{Recorder, Trace, chrome_trace};
 /// use std::sync::Arc;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -25,7 +25,7 @@ pub use moesaic_engine::Trace;
 /// What is told of launches and exchanges, such as a [`Trace`].
 ///
 /// ```
-/// use moesaic::{Activity, Recorder};
+/// use moesaic::trace::{Activity, Recorder};
 /// use std::time::Instant;
 ///
 /// struct Slowest(std::sync::Mutex<(f64, String)>);
@@ -46,7 +46,7 @@ pub use moesaic_engine::Recorder;
 /// A launch, or something that ranks do together.
 ///
 /// ```
-/// use moesaic::{Activity, Lane, Piece};
+/// use moesaic::trace::{Activity, Lane, Piece};
 ///
 /// let rows = Activity {
 ///     lane: Lane::Exchange,
@@ -62,7 +62,7 @@ pub use moesaic_engine::Activity;
 /// What does things one after the other.
 ///
 /// ```
-/// assert_eq!(moesaic::Lane::Exchange.name(), "exchange");
+/// assert_eq!(moesaic::trace::Lane::Exchange.name(), "exchange");
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::Lane;
@@ -70,7 +70,7 @@ pub use moesaic_engine::Lane;
 /// An activity that has ended.
 ///
 /// ```
-/// use moesaic::{Recorded, Trace};
+/// use moesaic::trace::{Recorded, Trace};
 ///
 /// let seconds = |of: &Recorded| (of.end - of.begin).as_secs_f64();
 /// assert_eq!(Trace::default().recorded().iter().map(seconds).sum::<f64>(), 0.0);
@@ -81,7 +81,7 @@ pub use moesaic_engine::Recorded;
 /// Events of any number of ranks as a trace file.
 ///
 /// ```
-/// use moesaic::{Trace, chrome_trace};
+/// use moesaic::trace::{Trace, chrome_trace};
 ///
 /// let ranks = [Trace::default(), Trace::default()];
 /// let events = ranks.iter().enumerate().flat_map(|(rank, trace)| trace.events(rank));
@@ -94,7 +94,7 @@ pub use moesaic_engine::chrome_trace;
 /// A part of the rows that each rank has for each expert.
 ///
 /// ```
-/// use moesaic::Piece;
+/// use moesaic::trace::Piece;
 ///
 /// assert_eq!(Piece { number: 1, of: 4 }.rows(10), 2..5);
 /// ```

@@ -4,9 +4,10 @@ use crate::drawn::{Drawn, RANKS};
 use crate::measured::{Passes, Rank};
 use crate::{Result, quartile};
 use moesaic::collectives::Collectives;
+use moesaic::mesh::{Balancer, Balancing, Eplb, Placement, Split};
 use moesaic::plan::Wire;
 use moesaic::reference::Skew;
-use moesaic::{Balancer, Balancing, Counters, Eplb, Parallel, Placement, Split};
+use moesaic::{Counters, Parallel};
 use serde_json::json;
 use std::time::Instant;
 

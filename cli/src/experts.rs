@@ -6,11 +6,12 @@ use crate::keys::KeysArgs;
 use crate::mesh::parse_shared;
 use crate::spec_source::read_spec;
 use clap::{Args, Subcommand};
+use moesaic::mesh::{Placement, PlacementError, SharedExperts};
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
 use moesaic::weights::{load_keys, write_safetensors, write_whole};
-use moesaic::{LayerSpec, Parallel, Placement, PlacementError, SharedExperts, Tensors};
+use moesaic::{LayerSpec, Parallel, Tensors};
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints

@@ -1,6 +1,7 @@
 //! How ranks share a layer, as an argument.
 
-use moesaic::{Parallel, SharedExperts};
+use moesaic::Parallel;
+use moesaic::mesh::SharedExperts;
 
 /// What help calls it.
 pub const FORM: &str = "ep=N,shards=N,dp=N,shared=sliced";

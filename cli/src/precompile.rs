@@ -11,14 +11,14 @@ use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use moesaic::ahead::MeshJob;
+use moesaic::ahead::{Event, Job, Outcome, Row};
 use moesaic::cache::Tuned;
 use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
 use moesaic::tools::{TunedPlans, Untuned, precompile_on};
-use moesaic::{
-    Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
-};
-use moesaic::{MeshJob, Parallel, Strategy};
+use moesaic::{Compilers, EngineError, LayerSpec, PlanOptions, Store, Target};
+use moesaic::{Parallel, Strategy};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};

@@ -7,10 +7,11 @@ use super::common::optimizer::adamw;
 use super::model::Model;
 use super::run::Pace;
 use super::text::Batch;
+use moesaic::mesh::{Among, Ranks};
 use moesaic::train::AdamW;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, parts, reduce};
 use moesaic::weights::{Checkpoint, Writer};
-use moesaic::{Among, EngineError, Ranks, Tensor, Tensors};
+use moesaic::{EngineError, Tensor, Tensors};
 use std::error::Error;
 use std::path::Path;
 

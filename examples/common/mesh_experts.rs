@@ -3,11 +3,10 @@
 use super::experts::{start, tensors};
 use super::feed_forward::FeedForward;
 use super::ops::{Module, Param};
+use moesaic::mesh::MeshSaved;
 use moesaic::reference::Random;
 use moesaic::spec::{Loss, LossKind};
-use moesaic::{
-    Counters, Engine, EngineError, Input, LayerSpec, Mesh, MeshLayer, MeshSaved, Tensor, Training,
-};
+use moesaic::{Counters, Engine, EngineError, Input, LayerSpec, Mesh, MeshLayer, Tensor, Training};
 
 /// This rank's part of the layer, its weights and what its last forward pass kept.
 pub struct MeshExperts {

@@ -1,9 +1,8 @@
 //! Compiles the layer's kernels while the program is built, so that it starts
 //! without a compiler.
 
-use moesaic::{
-    CompileOptions, Compilers, LayerSpec, Outcome, Store, Training, precompile, resolve_target,
-};
+use moesaic::{CompileOptions, Compilers, LayerSpec, Store, Training, resolve_target};
+use moesaic::ahead::{Outcome, precompile};
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;

@@ -14,105 +14,12 @@
 #[doc(inline)]
 pub use moesaic_plan::Parallel;
 
-/// What ranks have of shared experts: all of them, or slices.
-///
-/// ```
-/// use moesaic::{Parallel, SharedExperts};
-///
-/// let shared = SharedExperts::Sliced;
-/// let mesh = Parallel { ep: 2, shards: 2, shared, ..Parallel::default() };
-/// assert!(mesh.slices_shared());
-/// assert!(!Parallel { shards: 1, ..mesh }.slices_shared()); // one slice is the whole
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::SharedExperts;
-
-/// Which groups of ranks have which experts, some of them on several.
-///
-/// ```
-/// use moesaic::Placement;
-///
-/// // Two groups; the second has a replica of expert 2, which the first owns.
-/// let placement: Placement = "0-2 | 3-5,+2".parse()?;
-/// assert_eq!(*placement.of(1), [3, 4, 5, 2]);
-/// assert_eq!((placement.owner(2), &*placement.holders(2)), (0, [0, 1].as_slice()));
-/// let error = "0-2 | 4".parse::<Placement>().unwrap_err();
-/// assert!(error.to_string().contains("expert 3"), "{error}");
-/// # Ok::<(), moesaic::PlacementError>(())
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Placement;
-
-/// A placement that is none, or not of a layer.
-///
-/// ```
-/// use moesaic::{Placement, PlacementError, Split};
-///
-/// let error = Placement::new(2, vec![vec![0, 1], vec![]], None, Split::Even).unwrap_err();
-/// assert_eq!(error, PlacementError::EmptyGroup { group: 1 });
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::PlacementError;
-
-/// How the rows of a replicated expert are shared out.
-///
-/// ```
-/// use moesaic::{Placement, Split};
-///
-/// let even: Placement = "0,+2 | 1,2".parse().unwrap();
-/// let rows = |placement: &Placement| placement.received(1, &[vec![0, 0, 6], vec![0, 0, 2]]);
-/// assert_eq!(rows(&even), [4, 4]);
-/// assert_eq!(rows(&even.splitting(Split::Near)), [6, 2]);
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Split;
-
-/// What EPLB packs replicas of experts to.
-///
-/// ```
-/// use moesaic::{Eplb, plan::rebalance};
-///
-/// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
-/// let packed = rebalance(&[8.0, 2.0, 2.0], &eplb)?;
-/// assert_eq!(packed.experts, [0, 1, 0, 2]); // the first expert on both
-/// # Ok::<(), moesaic::PlacementError>(())
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Eplb;
-
-/// Follows the loads of a layer's experts and says when another placement is worth it.
-///
-/// ```
-/// use moesaic::{Balancer, Balancing, Eplb, Placement};
-///
-/// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
-/// let options = Balancing { patience: 1, rest: 0, ..Balancing::default() };
-/// let mut balancer = Balancer::new(3, eplb, options);
-/// let present = Placement::contiguous(2, 3);
-/// balancer.observe(&[8, 2, 2])?; // of all ranks together
-/// let next = balancer.propose(&present)?.expect("ten of twelve rows are on the first");
-/// assert_eq!(next.holders(0).len(), 2);
-/// # Ok::<(), moesaic::PlacementError>(())
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Balancer;
-
-/// How easily experts move.
-///
-/// ```
-/// use moesaic::Balancing;
-///
-/// let eager = Balancing { gain: 0.02, rest: 10, ..Balancing::default() };
-/// assert!(eager.gain < Balancing::default().gain);
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Balancing;
-
 /// How ranks carry out a call: may differ from call to call, and moves no weight to another
 /// owner.
 ///
 /// ```
-/// use moesaic::{Both, Parallel, Route, Strategy};
+/// use moesaic::{Parallel, Strategy};
+/// use moesaic::mesh::{Both, Route};
 ///
 /// let strategy: Strategy = "ways=2,degree=4/2,route=inter-first".parse().unwrap();
 /// assert_eq!(strategy.degree, Both { forward: 4, backward: 2 });
@@ -123,43 +30,6 @@ pub use moesaic_plan::Balancing;
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Strategy;
-
-/// One thing in forward, and one in backward.
-///
-/// ```
-/// use moesaic::{Both, Strategy, Wire};
-///
-/// let strategy = Strategy {
-///     degree: Both { forward: 4, backward: 2 },
-///     wire: Both::same(Wire::Bf16),
-///     ..Strategy::default()
-/// };
-/// assert_eq!(strategy.to_string(), "degree=4/2,wire=bf16");
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Both;
-
-/// How rows go from rank to rank.
-///
-/// ```
-/// use moesaic::Route;
-///
-/// assert_eq!(Route::default(), Route::Linear);
-/// assert_eq!(Route::InterFirst.to_string(), "inter-first");
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Route;
-
-/// What rows are while they are between nodes.
-///
-/// ```
-/// use moesaic::Wire;
-///
-/// assert_eq!(Wire::default(), Wire::Exact);
-/// assert_eq!(Wire::Fp8.to_string(), "fp8");
-/// ```
-#[doc(inline)]
-pub use moesaic_plan::Wire;
 
 /// A rank's place among the others: what layers over ranks are made with.
 ///
@@ -204,18 +74,6 @@ pub use moesaic_engine::Mesh;
 #[doc(inline)]
 pub use moesaic_engine::MeshLayer;
 
-/// What a forward pass of a [`MeshLayer`] left for backward.
-///
-/// ```
-/// use moesaic::MeshSaved;
-///
-/// fn load(saved: &MeshSaved) -> f64 {
-///     saved.rows() as f64 / saved.tokens() as f64 // of this rank's experts
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::MeshSaved;
-
 /// A layer of one process, or a rank's part of one over ranks, behind the same calls.
 ///
 /// ```
@@ -239,46 +97,3 @@ pub use moesaic_engine::MeshSaved;
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::AnyLayer;
-
-/// What a forward pass of an [`AnyLayer`], and so of a layer of [`layer!`](crate::layer),
-/// left for backward.
-///
-/// ```
-/// use moesaic::AnySaved;
-///
-/// fn experts_are_elsewhere(saved: &AnySaved) -> bool {
-///     matches!(saved, AnySaved::Mesh(_))
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::AnySaved;
-
-/// Which ranks of a mesh do something together, and who has the same of a parameter.
-///
-/// ```
-/// use moesaic::{Among, Parallel, SharedExperts};
-///
-/// let mesh = Parallel { ep: 2, shards: 2, ..Parallel::default() };
-/// assert_eq!(Among::of(mesh, "block3.experts.up.weight"), Among::Replicas);
-/// assert_eq!(Among::of(mesh, "router.weight"), Among::World);
-/// assert_eq!(Among::of(mesh, "shared.0.up.weight"), Among::World);
-/// let sliced = Parallel { shared: SharedExperts::Sliced, ..mesh };
-/// assert_eq!(Among::of(sliced, "shared.0.up.weight"), Among::SameSlice);
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::Among;
-
-/// Ranks that exchange what lies in host memory: the dense parts of a model, numbers for
-/// a report, checkpoints.
-///
-/// ```
-/// use moesaic::{Among, EngineError, Ranks};
-///
-/// /// The mean of a number of each rank.
-/// fn mean(ranks: &Ranks, own: f64) -> Result<f64, EngineError> {
-///     let sums = ranks.sum_f64(&[own, 1.0], Among::World, "mean of losses")?;
-///     Ok(sums[0] / sums[1])
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::Ranks;

@@ -4,6 +4,7 @@ use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_nodes, on_ranks, part, shares, spec};
 use super::trained::COUNTERS;
+use moesaic::mesh::Among;
 use moesaic::plan::Strategy;
 use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
@@ -12,7 +13,7 @@ use moesaic::tune::{
     AdaptiveLayer, Event, Mode, Options, Planned, Predict, Prediction, Rows, Space, Tuner, What,
     shortlist,
 };
-use moesaic::{Among, Mesh, MeshLayer, Parallel, Tensors, Training};
+use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
 
 const TOKENS: usize = 21;
 const STEPS: u64 = 16;

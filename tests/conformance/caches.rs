@@ -4,13 +4,12 @@
 use super::Case;
 use super::case::floats;
 use super::trained::Results;
+use moesaic::ahead::{Job, precompile};
 use moesaic::cache::Store;
 use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
 use moesaic::spec::LayerSpec;
-use moesaic::{
-    Compilers, DType, Engine, EngineOptions, Job, PlanOptions, Recompute, Training, precompile,
-};
+use moesaic::{Compilers, DType, Engine, EngineOptions, PlanOptions, Recompute, Training};
 use std::sync::Arc;
 
 /// More rows, columns and depth than a block has of any class, and odd.

@@ -12,15 +12,13 @@ use super::mesh_placed::scattered;
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
+use moesaic::mesh::{Among, Both, Route, Split, Wire};
 use moesaic::plan::{Placement, Ways};
 use moesaic::spec::LayerSpec;
 use moesaic::spec::testing::Counter;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
-use moesaic::{
-    Among, Both, DType, Engine, Mesh, Parallel, Recompute, Route, Split, Strategy, Tensor,
-    Training, Wire,
-};
+use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Tensor, Training};
 
 /// Ranks of which two are on a node, and a grid of them.
 fn ranks<'e>(engine: &'e Engine, placement: Option<&Placement>) -> Arranged<'e> {

@@ -7,9 +7,10 @@ use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
 use super::trained::COUNTERS;
 use super::user::{external, random_dy};
+use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{Counters, Engine, Input, MultiGate, Output, Recompute, Tensor, Tensors, Training};
+use moesaic::{Counters, Engine, Input, Output, Recompute, Tensor, Tensors, Training};
 
 /// The weights of a case whose names begin with `router.`, or the others.
 fn weights_of(case: &Case, router: bool) -> Tensors<'static> {

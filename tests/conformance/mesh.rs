@@ -8,13 +8,12 @@ use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, Collectives, threads};
+use moesaic::mesh::{Among, SharedExperts};
 use moesaic::plan::Placement;
 use moesaic::reference;
 use moesaic::spec::*;
 use moesaic::tools::joined_placed;
-use moesaic::{
-    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Strategy, Tensor, Training,
-};
+use moesaic::{Engine, Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Training};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

@@ -4,11 +4,12 @@ use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_ranks, part, shares, sliced, spec};
 use super::trained::COUNTERS;
+use moesaic::mesh::Among;
 use moesaic::plan::Place;
 use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};
 use moesaic::train::{AdamW, Optimizer, Sgd, masters};
-use moesaic::{Among, Mesh, MeshLayer, Parallel, Tensors, Training};
+use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
 
 pub const TOKENS: usize = 29;
 const STEPS: u64 = 3;

@@ -10,11 +10,12 @@ use super::mesh::{
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
+use moesaic::mesh::Among;
 use moesaic::plan::{Place, Ways};
 use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{AdamW, masters};
-use moesaic::{Among, Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Tensors, Training};
+use moesaic::{Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
 fn strategy(ways: usize) -> Strategy {

@@ -8,10 +8,8 @@ use super::mesh::{
 use super::simulated::open;
 use moesaic::collectives::engine::{Engine as Carrier, Part, Ticket};
 use moesaic::collectives::{Call, Communicator, threads};
-use moesaic::{
-    Activity, Lane, Mesh, Parallel, Piece, Recompute, Recorded, Recorder, Strategy, Trace,
-    Training, chrome_trace,
-};
+use moesaic::trace::{Activity, Lane, Piece, Recorded, Recorder, Trace, chrome_trace};
+use moesaic::{Mesh, Parallel, Recompute, Strategy, Training};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};

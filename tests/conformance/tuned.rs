@@ -5,13 +5,13 @@ use super::Case;
 use super::case::{floats, host};
 use super::layers::{engine, engines};
 use super::trained::Results;
+use moesaic::ahead::{Job, precompile};
 use moesaic::cache::Store;
 use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
 use moesaic::tools::{Measured, Untuned};
 use moesaic::{
-    Compilers, Counters, DType, Engine, EngineOptions, Job, Layer, Output, PlanOptions, Target,
-    Training, precompile,
+    Compilers, Counters, DType, Engine, EngineOptions, Layer, Output, PlanOptions, Target, Training,
 };
 use std::path::Path;
 use std::sync::Arc;

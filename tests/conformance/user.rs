@@ -6,11 +6,10 @@ use super::compare::close;
 use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
 use super::trained::{COUNTERS, draw};
+use moesaic::experts::{ExpertBackward, UserExpert, UserLayer};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
-use moesaic::{
-    Counters, DType, Engine, ExpertBackward, Tensor, Tensors, Training, UserExpert, UserLayer,
-};
+use moesaic::{Counters, DType, Engine, Tensor, Tensors, Training};
 use std::sync::{Arc, Mutex};
 
 /// `down · relu(up · x)` of any width, with the gradients of both.

@@ -7,8 +7,9 @@ use super::mesh::{layer_on, mesh, part, shares, spec};
 use super::simulated::open;
 use super::trained::COUNTERS;
 use moesaic::collectives::{Call, Collectives, threads};
+use moesaic::mesh::{Both, Wire};
 use moesaic::plan::SATURATED;
-use moesaic::{Both, DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Training, Wire};
+use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Training};
 use std::collections::BTreeMap;
 
 /// Ranks of which so many are on a node, one node's after the other's.

@@ -4,6 +4,7 @@ use super::counted::Counted;
 use crate::failure::{Failure, Result};
 use crate::machine::Machine;
 use crate::suggest::closest;
+use moesaic::ahead::{Job, Outcome, Row, precompile};
 use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
@@ -12,8 +13,7 @@ use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::tools::Untuned;
 use moesaic::{
-    Compilers, DType, EngineError, EngineOptions, Job, LayerSpec, Outcome, PlanOptions, Row, Store,
-    Target, precompile,
+    Compilers, DType, EngineError, EngineOptions, LayerSpec, PlanOptions, Store, Target,
 };
 use std::sync::Arc;
 

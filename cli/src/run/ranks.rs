@@ -9,12 +9,13 @@ use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
 use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
 use moesaic::kernel::Target;
+use moesaic::mesh::Among;
 use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
+use moesaic::trace::{Recorder, Trace};
 use moesaic::weights::LayerReader;
 use moesaic::{
-    Among, Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Recorder, Strategy, Tensor,
-    Tensors, Trace,
+    Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors,
 };
 use serde_json::Value;
 use std::ops::Range;

@@ -14,12 +14,11 @@ use crate::threads::ThreadArgs;
 use crate::training::TrainingArgs;
 use clap::Args;
 use measure::Bench;
+use moesaic::ahead::{Job, Outcome, precompile};
 use moesaic::plan::Tuning;
 use moesaic::target::CompileOptions;
 use moesaic::tools::{Measured, Untuned};
-use moesaic::{
-    Compilers, Engine, EngineOptions, Job, LayerSpec, Outcome, PlanOptions, Store, precompile,
-};
+use moesaic::{Compilers, Engine, EngineOptions, LayerSpec, PlanOptions, Store};
 use search::Found;
 use std::collections::BTreeSet;
 use std::iter;

@@ -58,7 +58,7 @@ fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
             pub output: #output,
             #(#fields)*
             /// What backward needs.
-            pub saved: #facade::AnySaved,
+            pub saved: #facade::mesh::AnySaved,
         }
     }
 }
@@ -257,7 +257,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         /// memory runs out, or a launch fails.
         pub fn backward(
             &self,
-            saved: &#facade::AnySaved,
+            saved: &#facade::mesh::AnySaved,
             dy: &[#dy],
             accumulate: bool,
         ) -> Result<#input_gradients, #facade::EngineError> {

@@ -2,7 +2,8 @@
 
 use crate::host::{lend, tensor};
 use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
-use moesaic::{Among, Ranks, Tensor as HostTensor};
+use moesaic::Tensor as HostTensor;
+use moesaic::mesh::{Among, Ranks};
 
 /// What ranks do with their tensors, and what with the gradients. All ranks of a group call
 /// the same, and walk their graphs backward in the same order, with tensors of one shape.
@@ -87,7 +88,8 @@ impl Exchange {
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
 /// use moesaic::collectives::{Call, threads};
-/// use moesaic::{Among, Engine, Mesh, Parallel};
+/// use moesaic::{Engine, Mesh, Parallel};
+/// use moesaic::mesh::Among;
 /// use moesaic_candle::{Exchange, exchange};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

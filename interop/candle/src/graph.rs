@@ -3,7 +3,8 @@
 use crate::Inner;
 use crate::host::{lend, storage, tensor};
 use candle_core::{CpuStorage, CustomOp2, Error, Layout, Result, Shape, Tensor};
-use moesaic::{AnySaved, Tensor as HostTensor};
+use moesaic::Tensor as HostTensor;
+use moesaic::mesh::AnySaved;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 

@@ -49,10 +49,11 @@ pub use ranks::{part, reduce_gradients};
 use candle_core::{DType, Device, Error, Result, Tensor};
 use graph::{Call, Tie, Whole, lock};
 use host::{candle_type, lend, named};
+use moesaic::mesh::AnySaved;
 use moesaic::spec::canonical_tensors;
 use moesaic::{
-    AnyLayer, AnySaved, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor,
-    Tensors, Training,
+    AnyLayer, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor, Tensors,
+    Training,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};

@@ -4,8 +4,9 @@ use crate::host::{host_type, lend, tensor};
 use crate::{MoeLayer, lock};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Error, Result, Tensor};
+use moesaic::mesh::Ranks;
 use moesaic::train::mesh;
-use moesaic::{AnyLayer, Mesh, Ranks, Tensor as HostTensor, Tensors};
+use moesaic::{AnyLayer, Mesh, Tensor as HostTensor, Tensors};
 
 /// This rank's part of a weight of the whole layer, by the weight's name: of experts its own,
 /// of shared experts that the mesh slices its slices, of all else everything. A copy, outside the graph.

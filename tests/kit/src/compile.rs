@@ -5,11 +5,9 @@ use crate::pass::Pass;
 use crate::timing::Made;
 use crate::{Result, cuda, data, launches, layers, limits, suite};
 use clap::Args;
+use moesaic::ahead::{Event, Outcome, precompile};
 use moesaic::spec::LayerSpec;
-use moesaic::{
-    CompileOptions, Compilers, Engine, EngineOptions, Event, Outcome, Store, Target, Training,
-    precompile,
-};
+use moesaic::{CompileOptions, Compilers, Engine, EngineOptions, Store, Target, Training};
 use moesaic_probe::idle::Idle;
 use moesaic_probe::kept::Keeping;
 use moesaic_probe::report::{Outcome as Found, Row};

@@ -3,13 +3,11 @@
 use super::{ENGINE, Looked, Odd, OddRaw, OddWeights, Stored, assert_close, f32s, tokens};
 use half::f16;
 use moesaic::collectives::{Call, threads};
+use moesaic::mesh::SharedExperts;
 use moesaic::reference;
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::typed::{In, Out, TypedLayer, tensor};
-use moesaic::{
-    Counters, DType, EngineError, LayerSpec, Mesh, Parallel, SharedExperts, Tensor, Tensors,
-    Training,
-};
+use moesaic::{Counters, DType, EngineError, LayerSpec, Mesh, Parallel, Tensor, Tensors, Training};
 use std::error::Error;
 
 type Token = [f32; 19];

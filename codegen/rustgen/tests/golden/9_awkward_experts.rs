@@ -540,7 +540,7 @@ pub struct Layer9AwkwardExpertsTrained {
     /// What any call computes.
     pub output: Layer9AwkwardExpertsOutput,
     /// What backward needs.
-    pub saved: ::moesaic::AnySaved,
+    pub saved: ::moesaic::mesh::AnySaved,
 }
 
 /// What a backward pass of [`Layer9AwkwardExperts`] returns; the gradients of weights stay
@@ -718,7 +718,7 @@ impl Layer9AwkwardExperts {
     /// memory runs out, or a launch fails.
     pub fn backward(
         &self,
-        saved: &::moesaic::AnySaved,
+        saved: &::moesaic::mesh::AnySaved,
         dy: &[[::moesaic::half::f16; 7]],
         accumulate: bool,
     ) -> Result<Layer9AwkwardExpertsInputGradients, ::moesaic::EngineError> {

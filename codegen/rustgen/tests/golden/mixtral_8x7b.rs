@@ -370,7 +370,7 @@ pub struct Mixtral8x7bTrained {
     /// What any call computes.
     pub output: Mixtral8x7bOutput,
     /// What backward needs.
-    pub saved: ::moesaic::AnySaved,
+    pub saved: ::moesaic::mesh::AnySaved,
 }
 
 /// What a backward pass of [`Mixtral8x7b`] returns; the gradients of weights stay with the
@@ -494,7 +494,7 @@ impl Mixtral8x7b {
     /// memory runs out, or a launch fails.
     pub fn backward(
         &self,
-        saved: &::moesaic::AnySaved,
+        saved: &::moesaic::mesh::AnySaved,
         dy: &[[::moesaic::half::bf16; 4096]],
         accumulate: bool,
     ) -> Result<Mixtral8x7bInputGradients, ::moesaic::EngineError> {

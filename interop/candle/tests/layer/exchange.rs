@@ -4,7 +4,8 @@
 use crate::in_candle::{floats, random};
 use candle_core::{Result, Tensor, Var};
 use moesaic::collectives::{Call, threads};
-use moesaic::{Among, Engine, Mesh, Parallel};
+use moesaic::mesh::Among;
+use moesaic::{Engine, Mesh, Parallel};
 use moesaic_candle::{Exchange, exchange};
 use std::error::Error;
 

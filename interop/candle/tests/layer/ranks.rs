@@ -3,7 +3,8 @@
 use crate::in_candle::{Case, assert_close, floats, step, tensors};
 use candle_core::{Result, Tensor, Var};
 use moesaic::collectives::{Call, threads};
-use moesaic::{Engine, Mesh, Parallel, SharedExperts};
+use moesaic::mesh::SharedExperts;
+use moesaic::{Engine, Mesh, Parallel};
 use moesaic_candle::{Inputs, MoeLayer, part};
 use std::collections::BTreeMap;
 use std::error::Error;
