@@ -36,6 +36,18 @@ struct Layer {
     adaptive: Option<(String, f64)>,
 }
 
+impl Layer {
+    /// What the planner would take.
+    fn chosen(&self) -> Option<&Point> {
+        let timed = self.points.iter().filter_map(|point| {
+            let strategy: Strategy = point.strategy.parse().ok()?;
+            Some((strategy, point.predicted))
+        });
+        let simplest = Strategy::simplest(timed)?.to_string();
+        self.points.iter().find(|point| point.strategy == simplest)
+    }
+}
+
 pub fn run(lines: &str, machine: &Machine) -> Result {
     let mut layers: BTreeMap<u64, Layer> = BTreeMap::new();
     for text in lines.lines().filter(|line| line.starts_with('{')) {
@@ -104,10 +116,10 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
     );
     let (mut errors, mut right, mut worst_adaptive) = (Vec::new(), 0, f64::NEG_INFINITY);
     for (number, layer) in layers {
-        let (Some(best), Some(chosen)) = (
-            least(&layer.points, |point| point.measured),
-            least(&layer.points, |point| point.predicted),
-        ) else {
+        let Some(best) = least(&layer.points, |point| point.measured) else {
+            continue;
+        };
+        let Some(chosen) = layer.chosen() else {
             continue;
         };
         let own: Vec<f64> = layer

@@ -73,6 +73,8 @@ echo "127.0.0.1 localhost" >"$temp/hosts"
 for number in $(seq 0 $((nodes - 1))); do
     space=$(node "$number")
     ip netns add "$space"
+    # Not BBR, which measures a path for seconds before it fills a link.
+    ip netns exec "$space" sysctl -qw net.ipv4.tcp_congestion_control=reno
     ip -n "$space" link set lo up
     ip -n "$space" link add link0 type veth peer name "port$number" netns "$switch"
     ip -n "$space" address add "10.77.0.$((number + 1))/24" dev link0

@@ -29,7 +29,7 @@ LAYER
 
 # Links may be ahead by little, so that a transfer takes what its bytes say. Ranks compile
 # kernels the first time, which takes long where 16 of them share two processors.
-export MOESAIC_LINKS_AHEAD=2 MOESAIC_LINKS_NICE=-19 MOESAIC_LINKS_SECONDS=7200 MOESAIC_DEADLINE=900
+export MOESAIC_LINKS_AHEAD=1 MOESAIC_LINKS_NICE=-19 MOESAIC_LINKS_SECONDS=7200 MOESAIC_DEADLINE=900
 nodes() {
     program=$1
     shift

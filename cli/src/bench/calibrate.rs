@@ -33,6 +33,21 @@ struct Job<'j> {
     budget: Duration,
 }
 
+/// What the first rank has in the end.
+struct Found {
+    calibration: Calibration,
+    exchanges: Vec<Compared>,
+}
+
+/// An exchange, and how far off the figures of its level are for it: without factors, and
+/// with those of all others.
+struct Compared {
+    level: String,
+    exchange: Exchanged,
+    figures: f64,
+    others: f64,
+}
+
 /// What one rank's processor did: seconds, and the work that was done in them.
 #[derive(Clone, Copy, Default)]
 struct Rates {
@@ -74,10 +89,10 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let Some(found) = ranks.measure(&job)? else {
         return Ok(());
     };
-    write_whole(path, found.to_toml().as_bytes())
+    write_whole(path, found.calibration.to_toml().as_bytes())
         .map_err(|error| emit::unwritable(path, &error))?;
     if args.json {
-        console.json(&serde_json::to_value(&found).unwrap_or_default())
+        console.json(&serde_json::to_value(&found.calibration).unwrap_or_default())
     } else {
         console.print(&text(&found, path, console))
     }
@@ -102,7 +117,7 @@ impl BenchArgs {
 
 impl Ranks {
     /// On every rank; the first has the result.
-    fn measure(&self, job: &Job<'_>) -> Result<Option<Calibration>> {
+    fn measure(&self, job: &Job<'_>) -> Result<Option<Found>> {
         let device = job.engine.device();
         let end = &collectives::Call::new("end of the bench");
         let Ranks::Processes(_) = self else {
@@ -120,7 +135,7 @@ impl Ranks {
             );
             let mut first = None;
             for rank in each.map_err(Failure::work)? {
-                let found: Result<Option<Calibration>> =
+                let found: Result<Option<Found>> =
                     rank.map_err(|_| Failure::work("a rank has panicked"))?;
                 first = first.or(found?);
             }
@@ -148,7 +163,7 @@ impl Ranks {
 }
 
 impl Job<'_> {
-    fn rank(&self, world: &mut dyn Collectives) -> Result<Option<Calibration>> {
+    fn rank(&self, world: &mut dyn Collectives) -> Result<Option<Found>> {
         let call = collectives::Call::new("bench");
         let topology = Topology::gather(world, &call).map_err(Failure::work)?;
         let progress = (world.rank() == 0).then(|| Progress::start("making a layer"));
@@ -171,8 +186,9 @@ impl Job<'_> {
         if world.rank() > 0 {
             return Ok(None);
         }
-        let (levels, band) = self.levels(&topology, &timed)?;
-        Ok(Some(Calibration {
+        let (levels, exchanges) = self.levels(&topology, &timed)?;
+        let errors = exchanges.iter().map(|one| one.others.abs());
+        let calibration = Calibration {
             machine: self.machine.name.clone(),
             date: today(),
             source: format!(
@@ -185,7 +201,11 @@ impl Job<'_> {
             ranks: world.size(),
             levels,
             compute: Some(rates.measured(self.spec.precision.activations)),
-            band,
+            band: errors.reduce(f64::max),
+        };
+        Ok(Some(Found {
+            calibration,
+            exchanges,
         }))
     }
 
@@ -256,33 +276,38 @@ impl Job<'_> {
         Ok(sums)
     }
 
-    /// The levels that were measured, and the largest error of their fits.
+    /// The levels that were measured, and their exchanges.
     fn levels(
         &self,
         topology: &Topology,
         timed: &[Exchanged],
-    ) -> Result<(Vec<LevelFit>, Option<f64>)> {
+    ) -> Result<(Vec<LevelFit>, Vec<Compared>)> {
         let several = topology.shape.is_some_and(|shape| shape.nodes > 1);
         if several && self.machine.levels.len() < 2 {
             let name = &self.machine.name;
             let what = format!("ranks are on several nodes, and {name} has links inside one alone");
             return Err(Failure::input(what).hint("a machine with a second [[level]]"));
         }
-        let (mut levels, mut band) = (Vec::new(), None::<f64>);
+        let (mut levels, mut compared) = (Vec::new(), Vec::new());
         for (same_node, level) in [
             (true, self.machine.levels.first()),
             (false, self.machine.levels.last()),
         ] {
             let of = timed.iter().filter(|one| one.same_node == same_node);
-            let points: Vec<Timed> = of.map(point).collect();
+            let points: Vec<Timed> = of.clone().map(point).collect();
             let Some(level) = level.filter(|_| points.len() > 1) else {
                 continue;
             };
-            let (fit, found) = LevelFit::of(&level.name, level.shared, &points);
+            let (fit, _) = LevelFit::of(&level.name, level.shared, &points);
+            compared.extend(of.enumerate().map(|(at, exchange)| Compared {
+                level: level.name.clone(),
+                exchange: *exchange,
+                figures: 1.0 / fit.factors[at].by - 1.0,
+                others: fit.without(at),
+            }));
             levels.push(fit);
-            band = Some(band.map_or(found.worst, |band| band.max(found.worst)));
         }
-        Ok((levels, band))
+        Ok((levels, compared))
     }
 }
 
@@ -291,6 +316,7 @@ fn point(one: &Exchanged) -> Timed {
         messages: one.peers as f64,
         bytes: (one.peers * one.bytes) as f64,
         seconds: one.time.as_secs_f64(),
+        again: one.again.map(|time| time.as_secs_f64()),
     }
 }
 
@@ -307,18 +333,45 @@ impl Rates {
     }
 }
 
-fn text(found: &Calibration, path: &Path, console: &Console) -> String {
-    let mut table = Table::new(&["LINKS", ">FIXED", ">BANDWIDTH", ">HALF SIZE"]);
-    for level in &found.levels {
-        table.row([
+fn text(found: &Found, path: &Path, console: &Console) -> String {
+    let Found {
+        calibration,
+        exchanges,
+    } = found;
+    let mut levels = Table::new(&["LINKS", ">FIXED", ">BANDWIDTH", ">HALF SIZE", ">HIDDEN"]);
+    for level in &calibration.levels {
+        levels.row([
             level.name.clone(),
             units::seconds(level.alpha_us * 1e-6),
             units::byte_rate(level.bandwidth_gbs * 1e9),
             units::bytes((level.half_size_kib * 1024.0) as u64),
+            format!("{:.0} %", 100.0 * level.hidden),
         ]);
     }
-    let mut text = table.render(&console.out);
-    if let Some(compute) = &found.compute {
+    let columns = [
+        "LINKS",
+        ">PEERS",
+        ">EACH",
+        ">MEASURED",
+        ">AGAIN",
+        ">FIGURES",
+        ">OTHERS",
+    ];
+    let mut each = Table::new(&columns);
+    for one in exchanges {
+        let again = one.exchange.again;
+        each.row([
+            one.level.clone(),
+            one.exchange.peers.to_string(),
+            units::bytes(one.exchange.bytes as u64),
+            units::seconds(one.exchange.time.as_secs_f64()),
+            again.map_or(String::new(), |time| units::seconds(time.as_secs_f64())),
+            format!("{:+.0} %", 100.0 * one.figures),
+            format!("{:+.0} %", 100.0 * one.others),
+        ]);
+    }
+    let mut text = levels.render(&console.out) + "\n" + &each.render(&console.out);
+    if let Some(compute) = &calibration.compute {
         for (dtype, rate) in &compute.gemm_tflops {
             text += &format!("\nproducts of {dtype}: {:.2} GFLOP/s a rank", rate * 1e3);
         }
@@ -327,9 +380,9 @@ fn text(found: &Calibration, path: &Path, console: &Console) -> String {
             format!("\nother kernels: {rate} a rank")
         });
     }
-    if let Some(band) = found.band {
+    if let Some(band) = calibration.band {
         text += &format!(
-            "\nthe largest error of these figures: {:.0} %",
+            "\nan exchange is off by at most {:.0} % where it is predicted from the others",
             100.0 * band
         );
     }

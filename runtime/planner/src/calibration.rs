@@ -1,7 +1,7 @@
 //! What was measured on a machine, as a file that a planner reads.
 
-use crate::Machine;
 use crate::fit::{Fit, Point, fit};
+use crate::machine::{Factor, Machine, factor};
 use crate::read::{self, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -43,6 +43,12 @@ pub struct LevelFit {
     /// Size of a message that has half of that, in KiB.
     #[serde(default)]
     pub half_size_kib: f64,
+    /// See [`Level::hidden`](crate::Level::hidden).
+    #[serde(default)]
+    pub hidden: f64,
+    /// See [`Level::factors`](crate::Level::factors).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub factors: Vec<Factor>,
 }
 
 /// What a rank's processor does.
@@ -69,13 +75,15 @@ pub struct Timed {
     pub bytes: f64,
     /// What it took.
     pub seconds: f64,
+    /// What it took right after another, if that was timed.
+    pub again: Option<f64>,
 }
 
 impl LevelFit {
-    /// The figures of a level of exchanges over it, and how far off they are; `shared`: how
-    /// many ranks shared a link, all of them at once. Exchanges of several sizes and numbers
-    /// of peers are needed to tell the figures apart; with one number of peers all that does
-    /// not depend on size is fixed time.
+    /// The figures of a level of exchanges over it, and how far off they are before its
+    /// factors; `shared`: how many ranks shared a link, all of them at once. Exchanges of
+    /// several sizes and numbers of peers are needed to tell the figures apart; with one
+    /// number of peers all that does not depend on size is fixed time.
     pub fn of(name: &str, shared: usize, timed: &[Timed]) -> (LevelFit, Fit) {
         let point = |one: &Timed| Point {
             terms: vec![one.messages, one.bytes],
@@ -105,8 +113,46 @@ impl LevelFit {
             alpha_us: found.constants[0] * 1e6,
             bandwidth_gbs: 1e-9 / found.constants[1] * shared as f64,
             half_size_kib: each / found.constants[1] / 1024.0,
+            hidden: hidden(timed, [found.constants[0], each, found.constants[1]]),
+            factors: timed
+                .iter()
+                .map(|one| Factor {
+                    peers: one.messages,
+                    kib: one.bytes / one.messages / 1024.0,
+                    by: one.seconds / model(&found.constants, &point(one).terms),
+                })
+                .collect(),
         };
         (level, found)
+    }
+
+    /// By how much an exchange is off, as a part of what it took, where it is predicted from
+    /// all others.
+    pub fn without(&self, at: usize) -> f64 {
+        let mut others = self.factors.clone();
+        let own = others.remove(at);
+        factor(&others, own.peers, own.kib) / own.by - 1.0
+    }
+}
+
+/// The part of fixed time and of messages that transfers hide where exchanges follow each
+/// other: the least squares of the relative error. One alone may be short because a link was
+/// ahead of its rate; it is taken to have had its bytes' time.
+fn hidden(timed: &[Timed], [fixed, message, byte]: [f64; 3]) -> f64 {
+    let (mut over, mut under) = (0.0, 0.0);
+    for one in timed {
+        let Some(again) = one.again else {
+            continue;
+        };
+        let (still, moved) = (fixed + message * one.messages, byte * one.bytes);
+        let most = still.min(moved) / again;
+        over += most * ((still + moved).max(one.seconds) / again - 1.0);
+        under += most * most;
+    }
+    if under > 0.0 {
+        (over / under).clamp(0.0, 1.0)
+    } else {
+        0.0
     }
 }
 
@@ -134,12 +180,17 @@ impl Calibration {
         }
         for level in &self.levels {
             text += &format!(
-                "\n[[level]]\nname = {}\nalpha_us = {:?}\nbandwidth_gbs = {:?}\nhalf_size_kib = {:?}\n",
+                "\n[[level]]\nname = {}\nalpha_us = {:?}\nbandwidth_gbs = {:?}\nhalf_size_kib = {:?}\nhidden = {:?}\n",
                 quoted(&level.name),
                 level.alpha_us,
                 level.bandwidth_gbs,
-                level.half_size_kib
+                level.half_size_kib,
+                level.hidden
             );
+            for Factor { peers, kib, by } in &level.factors {
+                text +=
+                    &format!("[[level.factors]]\npeers = {peers:?}\nkib = {kib:?}\nby = {by:?}\n");
+            }
         }
         if let Some(compute) = &self.compute {
             text += "\n[compute]\n";
@@ -183,6 +234,8 @@ impl Calibration {
             level.alpha_us = fit.alpha_us;
             level.bandwidth_gbs = fit.bandwidth_gbs;
             level.half_size_kib = fit.half_size_kib;
+            level.hidden = fit.hidden;
+            level.factors.clone_from(&fit.factors);
             level.source.clone_from(&said);
         }
         if let Some(measured) = &self.compute {
@@ -220,6 +273,15 @@ mod tests {
                 alpha_us: 50.0,
                 bandwidth_gbs: 1e-3,
                 half_size_kib: 8.0,
+                hidden: 0.5,
+                factors: vec![
+                    Factor {
+                        peers: 1.0,
+                        kib: 0.5,
+                        by: 1.25,
+                    };
+                    2
+                ],
             }],
             compute: Some(Measured {
                 memory_gbs: Some(2000.0),
@@ -247,6 +309,7 @@ mod tests {
             messages,
             bytes,
             seconds: 90e-6 + messages * 0.5e-6 + bytes / 45e9,
+            again: Some((90e-6 + messages * 0.5e-6).max(bytes / 45e9)),
         };
         let sizes = [1e3, 1e5, 1e6, 1e7, 1e8];
         let peers = [8.0, 56.0, 248.0];
@@ -261,6 +324,9 @@ mod tests {
             (level.half_size_kib * 1024.0 / 22500.0 - 1.0).abs() < 0.05,
             "{level:?}"
         );
+        assert!((level.hidden - 1.0).abs() < 0.02, "{level:?}");
+        assert!((level.factors[3].by - 1.0).abs() < 0.01, "{level:?}");
+        assert!(level.without(7).abs() < 0.01, "{level:?}");
         let (level, found) = LevelFit::of("ib", 4, &sizes.map(|bytes| time(8.0, bytes)));
         assert!(
             found.worst < 0.01 && level.half_size_kib == 0.0,

@@ -2,7 +2,7 @@
 
 use crate::Machine;
 use moesaic_kernel::Size;
-use moesaic_plan::{LayerPlan, Op, Step, Work};
+use moesaic_plan::{GemmFamily, LayerPlan, Op, Step, Work};
 
 /// Seconds of a launch by what bounds them; one of `compute` and `memory` is zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -40,6 +40,9 @@ struct Launch {
 #[derive(Clone, Debug)]
 struct Product {
     tile_rows: f64,
+    /// The last rows of an expert take as long as so many: a whole tile on a GPU, on a CPU
+    /// those of one micro-kernel.
+    least_rows: f64,
     /// Its rows are those of the sum, not of the result.
     sums_rows: bool,
     /// Its rows lie by expert.
@@ -128,17 +131,21 @@ impl Launch {
 }
 
 impl Product {
-    /// Waves of tiles. Tiles at the ends of experts' rows are whole.
+    /// Waves of tiles; what the last rows of each expert take is rounded up.
     fn seconds(&self, flops: f64, blocks: f64, asked: u64, rows: Rows) -> f64 {
         let (flops, tiles) = if self.sums_rows {
             (flops, blocks)
         } else {
             let tile = |n: f64| (n / self.tile_rows).ceil();
-            let row_tiles = if self.by_expert && !rows.by_expert.is_empty() {
-                rows.by_expert.iter().map(|n| tile(*n)).sum()
-            } else {
-                tile(rows.all)
+            let least = |n: f64| (n / self.least_rows).ceil() * self.least_rows;
+            let of = |rows_of: &dyn Fn(f64) -> f64| -> f64 {
+                if self.by_expert && !rows.by_expert.is_empty() {
+                    rows.by_expert.iter().map(|n| rows_of(*n)).sum()
+                } else {
+                    rows_of(rows.all)
+                }
             };
+            let (row_tiles, multiplied) = (of(&tile), of(&least));
             let most = if self.by_expert {
                 let experts = rows.by_expert.len().max(1) as u64;
                 tile(asked as f64) + asked.min(experts) as f64
@@ -146,8 +153,7 @@ impl Product {
                 tile(asked as f64)
             };
             let columns = (blocks / most.max(1.0)).max(1.0);
-            let padded = row_tiles * self.tile_rows / rows.all.max(1e-9);
-            (flops * padded, row_tiles * columns)
+            (flops * multiplied / rows.all.max(1e-9), row_tiles * columns)
         };
         let waves = (tiles / rows.multiprocessors).ceil();
         waves * flops / tiles.max(1.0) / self.rate
@@ -165,8 +171,13 @@ fn product(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<Product
             plan.spec.shape.experts > 0 && plan.tensor("offsets").is_some(),
         ),
     };
+    let least_rows = match config.family {
+        GemmFamily::Vectors(_) | GemmFamily::Tiles(_) => config.thread_rows,
+        _ => config.tile_rows,
+    };
     Some(Product {
         tile_rows: config.tile_rows as f64,
+        least_rows: least_rows as f64,
         sums_rows,
         by_expert,
         rate: machine.gemm_rate(plan.spec.precision.activations)

@@ -78,6 +78,12 @@ pub struct PhaseTime {
     pub seconds: f64,
     /// Fixed times and messages, whatever their size.
     pub fixed: f64,
+    /// What of it can be hidden where an exchange follows another at once: the shorter of its
+    /// transfers and of all that has no size. Messages inside nodes beside those between them
+    /// hide each other already.
+    pub skipped: f64,
+    /// Seconds of what goes out and of what comes in over the busiest level.
+    pub directions: [f64; 2],
     /// Passes over memory, with what the rank has for itself.
     pub copies: f64,
     /// Transfers, by level; they may have been at the same time.
@@ -99,9 +105,14 @@ impl Machine {
             if load.peers == 0.0 {
                 continue;
             }
-            let (each, moved) = transfer(level, load);
+            let (each, moved, factor) = transfer(level, load);
+            let fixed = level.alpha_us * 1e-6 * factor;
             time.levels[at] = moved;
-            time.fixed = time.fixed.max(level.alpha_us * 1e-6);
+            time.fixed = time.fixed.max(fixed);
+            if each + moved > longest {
+                let part = moved / load.sent.max(load.received).max(1.0);
+                time.directions = [load.sent * part, load.received * part];
+            }
             messages += each;
             longest = longest.max(each + moved);
             sum += each + moved;
@@ -115,16 +126,22 @@ impl Machine {
         time.copies = phase.copied / self.memory_rate() + phase.launches * self.launch();
         time.seconds = time.fixed + moving + time.copies;
         time.fixed += messages.min(moving);
+        if !phase.side_by_side {
+            let [out, inward] = time.directions;
+            time.skipped = time.fixed.min(out.max(inward));
+        }
         time
     }
 }
 
-/// Seconds of messages as such, and of their bytes.
-fn transfer(level: &Level, load: &Load) -> (f64, f64) {
+/// Seconds of messages as such, and of their bytes; and the factor that is in both.
+fn transfer(level: &Level, load: &Load) -> (f64, f64, f64) {
     let bytes = load.sent.max(load.received);
+    let factor = level.factor(load.peers, bytes / load.messages.max(1.0));
     (
-        load.messages * level.per_message(),
-        bytes / level.rate(load.peers),
+        load.messages * level.per_message() * factor,
+        bytes / level.rate(load.peers) * factor,
+        factor,
     )
 }
 
@@ -151,7 +168,7 @@ pub(crate) fn touched(experts: f64, top_k: usize, mass: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::published;
+    use crate::{Factor, published};
 
     #[test]
     fn levels_move_together_or_in_turn() {
@@ -171,6 +188,19 @@ mod tests {
         assert!((machine.phase(&phase).seconds - 3.01e-3).abs() < 1e-9);
         phase.loads[1].received = 6e7;
         assert!((machine.phase(&phase).seconds - 6.01e-3).abs() < 1e-9);
+        // What was measured counts for all of an exchange.
+        machine.levels[1].factors = vec![Factor {
+            peers: 8.0,
+            kib: 1.0,
+            by: 2.0,
+        }];
+        let time = machine.phase(&phase);
+        assert!((time.seconds - 12.02e-3).abs() < 1e-9, "{time:?}");
+        let [out, inward] = time.directions;
+        assert!(
+            (out - 6e-3).abs() < 1e-9 && (inward - 12e-3).abs() < 1e-9,
+            "{time:?}"
+        );
         assert_eq!(machine.phase(&Phase::default()).seconds, 0.0);
     }
 

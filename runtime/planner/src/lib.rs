@@ -37,7 +37,9 @@ pub use calibration::{Calibration, LevelFit, Measured, Timed};
 pub use cost::Cost;
 pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, expected_groups};
 pub use fit::{Fit, Point, fit, fit_line};
-pub use machine::{Band, Compute, Fanout, Level, Machine, Overlap, published, published_names};
+pub use machine::{
+    Band, Compute, Factor, Fanout, Level, Machine, Overlap, published, published_names,
+};
 pub use memory::Memory;
 pub use question::{Bound, PassTime, PhaseOf, PlannerError, Prediction, Question, Simulated};
 pub use read::ReadError;

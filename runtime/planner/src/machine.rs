@@ -53,6 +53,15 @@ pub struct Level {
     /// What many peers cost.
     #[serde(default)]
     pub fanout: Fanout,
+    /// What of fixed times and messages transfers hide where exchanges follow each other at
+    /// once, as those of pieces do: ranks do not wait for each other then, and links carry both
+    /// ways. A part from 0, nothing, to 1; that of the outermost level counts.
+    #[serde(default)]
+    pub hidden: f64,
+    /// How much longer measured exchanges took than the figures above say. What lies between
+    /// them is interpolated; what lies beyond is as the nearest.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub factors: Vec<Factor>,
     /// Ranks that share a link.
     #[serde(default = "one")]
     pub shared: usize,
@@ -68,6 +77,18 @@ pub struct Fanout {
     pub free: f64,
     /// The part of the transfer that each further one costs.
     pub per_peer: f64,
+}
+
+/// How much longer an exchange took than the figures of its level say.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Factor {
+    /// Ranks to which each sent.
+    pub peers: f64,
+    /// To each of them, in KiB.
+    pub kib: f64,
+    /// So many times as long.
+    pub by: f64,
 }
 
 /// What one rank's processor does.
@@ -238,6 +259,12 @@ impl Machine {
             list.push((of("half_peers"), level.half_peers, false));
             list.push((of("fanout.free"), level.fanout.free, false));
             list.push((of("fanout.per_peer"), level.fanout.per_peer, false));
+            list.push((of("hidden"), level.hidden, false));
+            for factor in &level.factors {
+                list.push((of("factors.peers"), factor.peers, true));
+                list.push((of("factors.kib"), factor.kib, true));
+                list.push((of("factors.by"), factor.by, true));
+            }
         }
         list
     }
@@ -313,6 +340,38 @@ impl Level {
     pub fn per_message(&self) -> f64 {
         self.half_size_kib * 1024.0 / self.alone()
     }
+
+    /// How much longer messages to so many peers, of so many bytes to each, take than the
+    /// other figures say.
+    pub fn factor(&self, peers: f64, bytes: f64) -> f64 {
+        factor(&self.factors, peers, bytes / 1024.0)
+    }
+}
+
+/// By the logarithms: first between sizes, for each number of peers that was measured, then
+/// between numbers of peers. 1 where nothing was.
+pub(crate) fn factor(factors: &[Factor], peers: f64, kib: f64) -> f64 {
+    let mut numbers: Vec<f64> = factors.iter().map(|factor| factor.peers).collect();
+    numbers.sort_by(f64::total_cmp);
+    numbers.dedup();
+    let of_number = |number: &f64| {
+        let same = factors.iter().filter(|factor| factor.peers == *number);
+        let mut sizes: Vec<[f64; 2]> = same.map(|f| [f.kib.ln(), f.by.ln()]).collect();
+        sizes.sort_by(|a, b| a[0].total_cmp(&b[0]));
+        [number.ln(), between(&sizes, kib.ln())]
+    };
+    let by_number: Vec<[f64; 2]> = numbers.iter().map(of_number).collect();
+    between(&by_number, peers.ln()).exp()
+}
+
+/// The value at a place, of `[place, value]` in order of places; 0 where there are none.
+fn between(points: &[[f64; 2]], at: f64) -> f64 {
+    let after = points.partition_point(|point| point[0] < at);
+    match (after.checked_sub(1).map(|i| points[i]), points.get(after)) {
+        (Some([from, low]), Some(&[to, high])) => low + (high - low) * (at - from) / (to - from),
+        (Some([_, value]), None) | (None, Some(&[_, value])) => value,
+        (None, None) => 0.0,
+    }
 }
 
 #[cfg(test)]
@@ -357,6 +416,8 @@ mod tests {
                 free: 10.0,
                 per_peer: 0.1,
             },
+            hidden: 0.0,
+            factors: Vec::new(),
             shared: 2,
             source: String::new(),
         };
@@ -364,5 +425,30 @@ mod tests {
         let many = level.rate(20.0);
         assert!((many - 20e9 * 20.0 / 23.0 / 2.0).abs() < 1.0, "{many}");
         assert!((level.per_message() * 20e9 - 4096.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn factors_are_met_and_interpolated() {
+        let of = |peers, kib, by| Factor { peers, kib, by };
+        let all = [
+            of(4.0, 64.0, 1.0),
+            of(1.0, 1.0, 1.0),
+            of(1.0, 16.0, 4.0),
+            of(4.0, 1.0, 9.0),
+        ];
+        let near = |peers, kib, by: f64| {
+            let found = factor(&all, peers, kib);
+            assert!((found / by - 1.0).abs() < 1e-9, "{peers} {kib}: {found}");
+        };
+        for Factor { peers, kib, by } in all {
+            near(peers, kib, by);
+        }
+        near(1.0, 4.0, 2.0);
+        near(4.0, 8.0, 3.0);
+        near(2.0, 1.0, 3.0);
+        // Beyond what was measured.
+        near(0.5, 0.1, 1.0);
+        near(64.0, 1e6, 1.0);
+        assert_eq!(factor(&[], 3.0, 1.0), 1.0);
     }
 }

@@ -179,6 +179,7 @@ impl<'r> Run<'r> {
         let machine = travel.machine;
         let all = machine.compute.multiprocessors as f64;
         let left = all - machine.overlap.multiprocessors as f64;
+        let hidden = machine.levels.last().map_or(0.0, |level| level.hidden);
         let mut pieces = Vec::with_capacity(self.ranks.len());
         let part = 1.0 / degree as f64;
         for at in 0..self.ranks.len() {
@@ -190,6 +191,8 @@ impl<'r> Run<'r> {
                 sum
             };
             let (to, from) = (exchanged(&there), exchanged(&back));
+            let rows_back: Vec<&Exchange> = back.iter().copied().filter(|e| goes_back(e)).collect();
+            let rows_back = exchanged(&rows_back).time;
             let costs = |processors: f64| -> Vec<Cost> {
                 let each = launches.iter();
                 each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
@@ -201,6 +204,8 @@ impl<'r> Run<'r> {
             let slowed = product * (1.0 + machine.overlap.compute_slowdown);
             pieces.push(Piece {
                 there: to.time.seconds,
+                skipped: [to.time, rows_back].map(|time| hidden * time.skipped),
+                beside: hidden * both_ways(to.time.directions, rows_back.directions),
                 product,
                 // Passes over memory take their time from products.
                 hindered: sum(&fewer).max(slowed) + to.time.copies + from.time.copies,
@@ -337,6 +342,18 @@ impl<'r> Run<'r> {
         });
         (prediction, timeline.collect())
     }
+}
+
+/// Rows go back to their tokens, and no sums over slices.
+fn goes_back(exchange: &Exchange) -> bool {
+    matches!(exchange.way, Way::ToTokens { .. })
+}
+
+/// Seconds that are saved where rows go back while others come, as links carry both ways.
+fn both_ways(there: [f64; 2], back: [f64; 2]) -> f64 {
+    let longer = |pass: [f64; 2]| pass[0].max(pass[1]);
+    let together = [there[0] + back[0], there[1] + back[1]];
+    longer(there) + longer(back) - longer(together)
 }
 
 /// Things of the same name in a row, of one rank, are one.

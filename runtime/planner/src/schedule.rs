@@ -11,6 +11,11 @@ pub(crate) struct Piece {
     pub hindered: f64,
     /// Seconds of the way back.
     pub back: f64,
+    /// Seconds of the way there, and of the way back, that are not taken by a piece which
+    /// follows another at once.
+    pub skipped: [f64; 2],
+    /// Seconds of the way back that are under way with a later piece's way there.
+    pub beside: f64,
 }
 
 /// When one thing was done.
@@ -68,6 +73,8 @@ pub(crate) fn pipeline(
                 product: piece.product + (piece.hindered - piece.product) * part[1],
                 hindered: 0.0,
                 back: piece.back * (1.0 + transfer_slowdown * part[2]),
+                skipped: piece.skipped,
+                beside: piece.beside,
             }
         };
         lines = listed(now, group, degree, slowed);
@@ -116,7 +123,9 @@ fn listed(
         let ready = stream.clone();
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
-            let end = stream[rank] + piece(rank, at).there;
+            let piece = piece(rank, at);
+            let skipped = if at > 0 { piece.skipped[0] } else { 0.0 };
+            let end = stream[rank] + piece.there - skipped;
             lines[rank].there.push(Span {
                 start: stream[rank],
                 end,
@@ -136,9 +145,20 @@ fn listed(
         let ready: Vec<f64> = (0..ranks)
             .map(|rank| stream[rank].max(lines[rank].product[at].end))
             .collect();
+        let mut busy = stream.clone();
+        meet(&mut busy, group, &stream);
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
-            let end = stream[rank] + piece(rank, at).back;
+            let piece = piece(rank, at);
+            // Nobody waits for a product.
+            let at_once = stream[rank] == busy[rank];
+            let beside = if at + 1 < degree { piece.beside } else { 0.0 };
+            let skipped = if at_once {
+                piece.skipped[1] + beside
+            } else {
+                0.0
+            };
+            let end = stream[rank] + piece.back - skipped;
             lines[rank].back.push(Span {
                 start: stream[rank],
                 end,
@@ -171,6 +191,8 @@ mod tests {
             product,
             hindered: product,
             back,
+            skipped: [0.0; 2],
+            beside: 0.0,
         }
     }
 
@@ -187,6 +209,20 @@ mod tests {
         assert_eq!(lines[0].end(), 16.0);
         let lines = pipeline(&[0.0], &[0], &[of(1.0, 5.0, 1.0)], 4, 0.0);
         assert_eq!(lines[0].end(), 1.0 + 20.0 + 1.0);
+    }
+
+    #[test]
+    fn pieces_that_follow_at_once_skip_what_is_fixed() {
+        let piece = Piece {
+            skipped: [0.5, 0.25],
+            beside: 0.5,
+            ..of(2.0, 1.0, 2.0)
+        };
+        // Two go there; the first product is done meanwhile, the second is waited for.
+        let lines = pipeline(&[0.0], &[0], &[piece], 2, 0.0);
+        assert_eq!(lines[0].there[1].end, 3.5);
+        let back: Vec<f64> = lines[0].back.iter().map(|span| span.end).collect();
+        assert_eq!(back, [4.75, 6.5]);
     }
 
     /// A twin that moves through time in small steps, with the rules and no formula.

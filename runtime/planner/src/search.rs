@@ -33,7 +33,8 @@ impl Default for Space {
 /// What a search found.
 #[derive(Clone, Debug)]
 pub struct Ranked {
-    /// Those that fit into memory, the fastest first.
+    /// Those that fit into memory, the fastest first; before them the simplest of those that
+    /// are as good as equal ([`Strategy::simplest`], of the mesh that is the fastest).
     pub best: Vec<Prediction>,
     /// Configurations that were simulated.
     pub simulated: usize,
@@ -80,7 +81,20 @@ pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerErr
     let key = |p: &Prediction| ((p.seconds * 1e9).round() as u64, p.mesh.shards, p.strategy);
     ranked.best.sort_by_key(key);
     ranked.best.dedup_by_key(|p| (p.mesh, p.strategy));
+    if let Some(simplest) = simplest(&ranked.best) {
+        ranked.best[..=simplest].rotate_right(1);
+    }
     Ok(ranked)
+}
+
+/// Where the simplest of the best mesh is.
+fn simplest(ranked: &[Prediction]) -> Option<usize> {
+    let mesh = ranked.first()?.mesh;
+    let same = ranked.iter().filter(|p| p.mesh == mesh);
+    let found = Strategy::simplest(same.map(|p| (p.strategy, p.seconds)))?;
+    ranked
+        .iter()
+        .position(|p| p.mesh == mesh && p.strategy == found)
 }
 
 /// In training, for each mesh, ways and route: the best forward with the best backward.

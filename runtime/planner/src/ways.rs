@@ -1,7 +1,7 @@
 //! What each exchange of a plan takes a rank.
 
 use crate::Machine;
-use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
+use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, touched};
 use crate::geometry::{Rank, Share};
 use crate::sides::Costs;
 use crate::traffic::to_range;
@@ -19,6 +19,10 @@ impl std::ops::AddAssign for Taken {
     fn add_assign(&mut self, other: Taken) {
         self.time.seconds += other.time.seconds;
         self.time.fixed += other.time.fixed;
+        self.time.skipped += other.time.skipped;
+        for at in 0..2 {
+            self.time.directions[at] += other.time.directions[at];
+        }
         self.time.copies += other.time.copies;
         for at in 0..MOST_LEVELS {
             self.time.levels[at] += other.time.levels[at];
@@ -234,8 +238,8 @@ impl Travel<'_> {
         // of the answer there, of which one is what `back` has.
         let crossing = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
-            (true, true) => row / self.degree,
-            (true, false) => self.mesh.shards as f64 * row / self.degree,
+            (true, true) => self.apart() * row / self.degree,
+            (true, false) => self.apart() * self.mesh.shards as f64 * row / self.degree,
         };
         let carried = Carried {
             row: rows * row,
@@ -246,6 +250,17 @@ impl Travel<'_> {
             side_by_side: self.route == Route::Concurrent,
         };
         carried.taken(self.machine, rank)
+    }
+
+    /// How many more rows cross in pieces where a token crosses once: once in each piece. Which
+    /// piece a row is in has nothing to do with its token, so that a piece of a node's experts
+    /// is as good as a node with so many fewer.
+    fn apart(&self) -> f64 {
+        let shape = &self.plan.tokens.spec.shape;
+        let nodes = self.mesh.group() as f64 / self.machine.per_node() as f64;
+        let mass = shape.experts as f64 / nodes.max(1.0);
+        let of = |mass| touched(shape.experts as f64, shape.top_k, mass);
+        self.degree * of(mass / self.degree) / of(mass)
     }
 
     fn own(&self, bytes: f64) -> Taken {

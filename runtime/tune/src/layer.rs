@@ -11,15 +11,24 @@ pub type Predict = Box<dyn FnMut(&Key) -> Vec<Prediction> + Send>;
 
 /// A rank's part of a layer whose ranks choose together how they carry out each step.
 ///
-/// Each training step is a real one, whatever is tried with it. Ranks tell each other how
-/// many tokens they have before it, and what its passes took after it: two exchanges of
-/// two numbers.
+/// Each training step is a real one, whatever is tried with it. Before it ranks tell each
+/// other how many tokens they have, and what the passes of the step before took: one exchange
+/// of three numbers.
 pub struct AdaptiveLayer {
     layer: MeshLayer,
     tuner: Tuner,
     machine: String,
     name: String,
     predict: Predict,
+    /// Steps of which ranks have not yet told each other what they took.
+    untold: Vec<Step>,
+}
+
+/// A step, and what its passes took this rank.
+struct Step {
+    key: Key,
+    strategy: Strategy,
+    own: [f64; 2],
 }
 
 /// What a forward pass of an [`AdaptiveLayer`] left for backward.
@@ -49,6 +58,7 @@ impl AdaptiveLayer {
             machine: machine.to_string(),
             name,
             predict,
+            untold: Vec::new(),
         }
     }
 
@@ -57,7 +67,7 @@ impl AdaptiveLayer {
         &self.layer
     }
 
-    /// What was decided so far.
+    /// What was decided so far. It is told of a step when the next one begins.
     pub fn tuner(&self) -> &Tuner {
         &self.tuner
     }
@@ -82,10 +92,13 @@ impl AdaptiveLayer {
         names: &[&str],
         counters: Counters,
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
-        let [tokens, _] = self.largest([input.tokens as f64, 0.0], "tokens of a step")?;
-        let key = self.key(tokens as usize);
+        let tokens = self.agree(input.tokens)?;
+        let key = self.key(tokens);
         let strategy = self.tuner.choose(&key, || (self.predict)(&key));
-        self.layer.set_strategy(strategy)?;
+        // Ranks that choose tell each other: an exchange more.
+        if strategy != self.layer.strategy() {
+            self.layer.set_strategy(strategy)?;
+        }
         let started = Instant::now();
         let (output, saved) = self.layer.forward_train(input, names, counters)?;
         let saved = AdaptiveSaved {
@@ -97,8 +110,7 @@ impl AdaptiveLayer {
         Ok((output, saved))
     }
 
-    /// As [`MeshLayer::backward`], of a forward pass of this layer; ranks then agree on what
-    /// the step took.
+    /// As [`MeshLayer::backward`], of a forward pass of this layer.
     ///
     /// # Errors
     /// As [`MeshLayer::backward`].
@@ -110,11 +122,27 @@ impl AdaptiveLayer {
     ) -> Result<Output, EngineError> {
         let started = Instant::now();
         let output = self.layer.backward(&saved.saved, dy, accumulate)?;
-        let own = [saved.forward, started.elapsed().as_secs_f64()];
-        let [forward, backward] = self.largest(own, "what a step took")?;
-        let times = Times { forward, backward };
-        self.tuner.observe(&saved.key, saved.strategy, times);
+        self.untold.push(Step {
+            key: saved.key.clone(),
+            strategy: saved.strategy,
+            own: [saved.forward, started.elapsed().as_secs_f64()],
+        });
         Ok(output)
+    }
+
+    /// The most tokens of any rank. The tuner learns what the last steps took the slowest.
+    fn agree(&mut self, tokens: usize) -> Result<usize, EngineError> {
+        let mut own = vec![tokens as f64];
+        own.extend(self.untold.iter().flat_map(|step| step.own));
+        let ranks = self.layer.ranks();
+        let what = "tokens of a step, and what those before it took";
+        let largest = ranks.max_f64(&own, Among::World, what)?;
+        for (step, times) in self.untold.drain(..).zip(largest[1..].as_chunks::<2>().0) {
+            let [forward, backward] = *times;
+            let times = Times { forward, backward };
+            self.tuner.observe(&step.key, step.strategy, times);
+        }
+        Ok(largest[0] as usize)
     }
 
     fn key(&self, most: usize) -> Key {
@@ -123,11 +151,5 @@ impl AdaptiveLayer {
             layer: self.name.clone(),
             rows: Rows::of_tokens(most),
         }
-    }
-
-    /// The largest of all ranks, of each number.
-    fn largest(&self, own: [f64; 2], what: &str) -> Result<[f64; 2], EngineError> {
-        let largest = self.layer.ranks().max_f64(&own, Among::World, what)?;
-        Ok([largest[0], largest[1]])
     }
 }

@@ -17,13 +17,16 @@ const NEAR: f64 = 0.15;
 /// but not more of them than these.
 const MOST: usize = 6;
 
-/// What is worth a measurement: the best predictions, and what is done now.
+/// What is worth a measurement: what is done now, and the best predictions; the simplest of
+/// those first.
 pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy> {
     let mut sorted = predictions.to_vec();
     sorted.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    let simplest = Strategy::simplest(sorted.iter().map(|p| (p.strategy, p.seconds)));
     let best = sorted.first().map_or(0.0, |best| best.seconds);
     let near = sorted.iter().filter(|p| p.seconds <= best * (1.0 + NEAR));
-    let others = near.map(|p| p.strategy).filter(|s| *s != current);
+    let others = near.map(|p| p.strategy).filter(|s| Some(*s) != simplest);
+    let others = simplest.into_iter().chain(others).filter(|s| *s != current);
     std::iter::once(current).chain(others).take(MOST).collect()
 }
 

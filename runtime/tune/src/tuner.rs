@@ -222,9 +222,7 @@ impl Tuner {
     }
 
     fn begin(&self, key: &Key, predictions: Vec<Prediction>) -> Entry {
-        let best = predictions
-            .iter()
-            .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let best = Strategy::simplest(predictions.iter().map(|p| (p.strategy, p.seconds)));
         let mut entry = Entry {
             candidates: Candidates::Searched,
             measured: Measured::default(),
@@ -235,7 +233,7 @@ impl Tuner {
         };
         match (self.options.mode, best) {
             (Mode::Predict, best) => {
-                entry.current = best.map_or(Strategy::default(), |best| best.strategy);
+                entry.current = best.unwrap_or_default();
                 entry.kept = Some(Kept::default());
             }
             (Mode::Measure, Some(_)) => {

@@ -94,6 +94,17 @@ pub enum Route {
     Once,
 }
 
+impl Route {
+    /// How much there is to it: hops, of each way.
+    fn hops(self) -> usize {
+        match self {
+            Route::Linear => 1,
+            Route::IntraFirst | Route::InterFirst | Route::Once => 2,
+            Route::Concurrent => 4,
+        }
+    }
+}
+
 /// What rows are while they are between nodes.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
@@ -314,7 +325,23 @@ pub enum StrategyError {
 /// More pieces hardly help, as Tutel's authors report.
 pub const MOST_PIECES: usize = 64;
 
+/// Predictions that differ by no more than this are as good as equal.
+const ALIKE: f64 = 0.03;
+
 impl Strategy {
+    /// The simplest of those that take hardly longer than the fastest (3 %): rows in one hop
+    /// before two, and those before two ways at once; then fewer pieces. What a prediction
+    /// leaves out makes what is complicated slower. `timed`: strategies and what they take.
+    pub fn simplest(timed: impl Iterator<Item = (Strategy, f64)> + Clone) -> Option<Strategy> {
+        let least = timed.clone().map(|(_, seconds)| seconds);
+        let least = least.fold(f64::INFINITY, f64::min);
+        let alike = timed.filter(|(_, seconds)| *seconds <= least * (1.0 + ALIKE));
+        alike.map(|(strategy, _)| strategy).min_by_key(|strategy| {
+            let pieces = strategy.degree.forward + strategy.degree.backward;
+            (strategy.route.hops(), pieces, *strategy)
+        })
+    }
+
     /// To how many slices of its expert a row goes in this mesh; 0: rows stay.
     pub fn ways(&self, mesh: &Parallel) -> usize {
         self.ways.unwrap_or(mesh.shards)
@@ -347,6 +374,27 @@ impl Strategy {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_equally_good_ones_the_simplest_is_taken() {
+        let of = |list: &[(&str, f64)]| {
+            let each = list.iter().map(|(text, seconds)| {
+                let strategy: Strategy = text.parse().unwrap();
+                (strategy, *seconds)
+            });
+            let each: Vec<(Strategy, f64)> = each.collect();
+            Strategy::simplest(each.into_iter()).map(|found| found.to_string())
+        };
+        let all = [
+            ("route=concurrent", 1.0),
+            ("degree=8", 1.01),
+            ("degree=2", 1.02),
+            ("default", 1.05),
+        ];
+        assert_eq!(of(&all).unwrap(), "degree=2");
+        assert_eq!(of(&all[..1]).unwrap(), "route=concurrent");
+        assert_eq!(of(&[]), None);
+    }
 
     #[test]
     fn text_reads_back() {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LevelOptions {
-    /// Bytes of the smallest messages. Each size after it is eight times the one before.
+    /// Bytes of the smallest messages. Each size after it is twice the one before.
     pub smallest: usize,
     /// Bytes of all messages of a rank in an exchange, at most.
     pub largest: usize,
@@ -42,7 +42,13 @@ pub struct Exchanged {
     pub bytes: usize,
     /// Of the slowest rank: the lower quartile over rounds, since others may use the machine.
     pub time: Duration,
+    /// The same where it follows another at once, as pieces of rows do: ranks do not wait for
+    /// each other before it. Of small ones alone.
+    pub again: Option<Duration>,
 }
+
+/// Exchanges that follow each other at once.
+const ROW: usize = 8;
 
 /// Measures exchanges inside nodes and between them, by number of peers and size. All ranks
 /// call it; it waits. The same on every rank.
@@ -68,17 +74,20 @@ pub fn over_levels(
         while bytes * peers <= options.largest {
             let place = Place::new(shape, world.rank(), same_node, peers);
             let mut gauge = Gauge::new(world, device, &place, bytes)?;
-            let time = gauge.time(options.rounds)?;
+            let time = gauge.time(options.rounds, 1)?;
+            let short = time < options.patience / ROW as u32;
+            let again = short.then(|| gauge.time(options.rounds, ROW)).transpose()?;
             list.push(Exchanged {
                 same_node,
                 peers,
                 bytes,
                 time,
+                again,
             });
             if time >= options.patience {
                 break;
             }
-            bytes *= 8;
+            bytes *= 2;
         }
     }
     Ok(list)
@@ -174,14 +183,17 @@ impl<'a> Gauge<'a> {
         })
     }
 
-    fn time(&mut self, rounds: usize) -> Result<Duration, CollectiveError> {
+    /// One exchange of `row` that follow each other at once.
+    fn time(&mut self, rounds: usize, row: usize) -> Result<Duration, CollectiveError> {
         let call = Call::new("measure");
         let mut own = Vec::new();
         for _ in 0..=rounds.max(1) {
             self.world.barrier(&call)?.wait()?;
             let start = Instant::now();
-            let handle = self.world.exchange(&self.sends, &self.receives, &call);
-            handle?.wait()?;
+            for _ in 0..row {
+                let handle = self.world.exchange(&self.sends, &self.receives, &call);
+                handle?.wait()?;
+            }
             own.extend((start.elapsed().as_nanos() as u64).to_le_bytes());
         }
         self.arrived()?;
@@ -193,7 +205,7 @@ impl<'a> Gauge<'a> {
         };
         let mut times: Vec<u64> = (1..=rounds.max(1)).map(slowest).collect();
         times.sort_unstable();
-        Ok(Duration::from_nanos(times[times.len() / 4]))
+        Ok(Duration::from_nanos(times[times.len() / 4]) / row as u32)
     }
 
     fn arrived(&self) -> Result<(), CollectiveError> {

@@ -80,6 +80,8 @@ impl Layer {
             product,
             hindered: fewer.max(slowed) + 2.0 * exchange.copies,
             back: exchange.seconds,
+            skipped: [0.0; 2],
+            beside: 0.0,
         };
         let slowdown = machine.overlap.transfer_slowdown;
         let lines = pipeline(&[0.0], &[0], &[piece], degree, slowdown);
