@@ -215,6 +215,10 @@ impl Machine {
                 let key = format!("{}.shared", level.name);
                 return wrong(key, "0".to_string(), "a link is of at least one rank");
             }
+            if level.hidden > 1.0 {
+                let (key, value) = (format!("{}.hidden", level.name), level.hidden.to_string());
+                return wrong(key, value, "a part: from 0 to 1");
+            }
         }
         for (key, value, positive) in self.figures() {
             let fits = value.is_finite() && value >= 0.0 && (value > 0.0 || !positive);
@@ -348,29 +352,38 @@ impl Level {
     }
 }
 
-/// By the logarithms: first between sizes, for each number of peers that was measured, then
-/// between numbers of peers. 1 where nothing was.
+/// Between sizes for each number of peers that was measured, then between numbers of peers. 1
+/// where nothing was.
 pub(crate) fn factor(factors: &[Factor], peers: f64, kib: f64) -> f64 {
-    let mut numbers: Vec<f64> = factors.iter().map(|factor| factor.peers).collect();
-    numbers.sort_by(f64::total_cmp);
-    numbers.dedup();
-    let of_number = |number: &f64| {
-        let same = factors.iter().filter(|factor| factor.peers == *number);
-        let mut sizes: Vec<[f64; 2]> = same.map(|f| [f.kib.ln(), f.by.ln()]).collect();
-        sizes.sort_by(|a, b| a[0].total_cmp(&b[0]));
-        [number.ln(), between(&sizes, kib.ln())]
+    let of_number = |number: f64| {
+        let same = || factors.iter().filter(move |factor| factor.peers == number);
+        let of_size = |size: f64| {
+            let found = same().find(|factor| factor.kib == size);
+            found.map_or(1.0, |factor| factor.by)
+        };
+        between(same().map(|factor| factor.kib), kib, of_size)
     };
-    let by_number: Vec<[f64; 2]> = numbers.iter().map(of_number).collect();
-    between(&by_number, peers.ln()).exp()
+    between(factors.iter().map(|factor| factor.peers), peers, of_number)
 }
 
-/// The value at a place, of `[place, value]` in order of places; 0 where there are none.
-fn between(points: &[[f64; 2]], at: f64) -> f64 {
-    let after = points.partition_point(|point| point[0] < at);
-    match (after.checked_sub(1).map(|i| points[i]), points.get(after)) {
-        (Some([from, low]), Some(&[to, high])) => low + (high - low) * (at - from) / (to - from),
-        (Some([_, value]), None) | (None, Some(&[_, value])) => value,
-        (None, None) => 0.0,
+/// The value at a place, by the logarithms between the next two places that are known; beyond
+/// them that of the nearest, and 1 where there is none.
+fn between(places: impl Iterator<Item = f64>, at: f64, value: impl Fn(f64) -> f64) -> f64 {
+    let (mut below, mut above) = (None::<f64>, None::<f64>);
+    for place in places {
+        if place <= at {
+            below = Some(below.map_or(place, |other| other.max(place)));
+        } else {
+            above = Some(above.map_or(place, |other| other.min(place)));
+        }
+    }
+    match (below, above) {
+        (Some(low), Some(high)) => {
+            let part = (at / low).ln() / (high / low).ln();
+            value(low).powf(1.0 - part) * value(high).powf(part)
+        }
+        (Some(nearest), None) | (None, Some(nearest)) => value(nearest),
+        (None, None) => 1.0,
     }
 }
 
@@ -397,6 +410,11 @@ mod tests {
         assert!(error.contains("did you mean `alpha_us`?"), "{error}");
         let error = read("radix = 8", "radix = 0").unwrap_err().to_string();
         assert!(error.contains("nvlink.radix = 0; only the last"), "{error}");
+        let error = read("alpha_us", "hidden = 1.5\nalpha_us").unwrap_err();
+        assert!(
+            error.to_string().contains("nvlink.hidden = 1.5; a part"),
+            "{error}"
+        );
         let error = read("memory_gbs = ", "memory_gbs = -")
             .unwrap_err()
             .to_string();
