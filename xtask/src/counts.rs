@@ -49,7 +49,61 @@ pub fn counts(root: &Path) -> String {
     circles(&files, &mut text);
     lines(root, &mut text);
     templates(root, &mut text);
+    words(root, &mut text);
+    paragraphs(root, &mut text);
     text
+}
+
+/// Words that only this project had, for things that its field has words for.
+const OWN_WORDS: [&str; 8] = [
+    "crew",
+    "hall",
+    "board",
+    "memory node",
+    "near_packed",
+    "near_panels",
+    "ahead_of",
+    "strip",
+];
+
+/// How often such words are in code, templates and docs.
+fn words(root: &Path, text: &mut String) {
+    let of = |end: &str| texts(root, end);
+    let all: Vec<(PathBuf, String)> = [".rs", ".tera", ".md"].iter().flat_map(|e| of(e)).collect();
+    let own = Path::new("xtask/src/counts.rs"); // this list
+    *text += "\nwords of this project alone\n";
+    for word in OWN_WORDS {
+        let there = all.iter().filter(|(path, _)| !path.ends_with(own));
+        let times = there.map(|(_, text)| text.matches(&format!("{word} ")).count());
+        line(text, word, times.sum());
+    }
+}
+
+/// The longest paragraph of each page, in words; tables and code aside.
+fn paragraphs(root: &Path, text: &mut String) {
+    let mut pages = texts(&root.join("docs"), ".md");
+    pages.sort();
+    *text += "\nwords of the longest paragraph of each page\n";
+    for (path, page) in pages {
+        let path = path.strip_prefix(root).unwrap_or(&path).to_path_buf();
+        line(text, &path.display().to_string(), longest_paragraph(&page));
+    }
+}
+
+fn longest_paragraph(page: &str) -> usize {
+    let (mut longest, mut here, mut code) = (0, 0, false);
+    for line in page.lines() {
+        code ^= line.starts_with("```");
+        let item = line.trim_start().starts_with("- ");
+        if code || item || line.trim().is_empty() || line.starts_with(['|', '#', '`']) {
+            here = 0;
+        }
+        if !code && !line.starts_with(['|', '#', '`']) && !line.starts_with("    ") {
+            here += line.split_whitespace().count();
+        }
+        longest = longest.max(here);
+    }
+    longest
 }
 
 /// Lines of each kind of text below the root, build output aside.
@@ -415,6 +469,13 @@ mod tests {
             path: path.to_string(),
             code: code(text),
         }
+    }
+
+    #[test]
+    fn paragraphs_end_where_a_reader_rests() {
+        let page = "# a long heading of many words\n\none two\nthree\n\n- four\n- five six\n\n\
+                    ```sh\na b c d e f\n```\n| a | b | c | d |\n";
+        assert_eq!(longest_paragraph(page), 3);
     }
 
     #[test]

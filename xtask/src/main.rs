@@ -20,8 +20,8 @@ usage: cargo xtask <command>
           (options of these follow; `cargo xtask sweep --help` lists them)
   gpu-kit a folder for a machine with a GPU, its driver and nothing else: program,
           kernels, data and run.sh (docs/PLATFORM.md)
-  counts  files that name an operator, an option, a backend; public names;
-          circles in the engine
+  counts  [ROOT] files that name an operator, an option, a backend; public names; circles
+          in the engine; lines, tags, words and paragraphs; of a checkout at ROOT
   validate
           how far the model of machines is from published measurements (docs/SCALE.md)
   lint    formatting and clippy, warnings denied, lock files up to date
@@ -40,7 +40,8 @@ fn main() -> ExitCode {
         "bless" => bless(),
         "fuzz" => program(&["--package", "moesaic-fuzz"]),
         "counts" => {
-            let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+            let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+            let root = std::env::args().nth(2).map_or(here, PathBuf::from);
             print!("{}", counts::counts(&root));
             Ok(())
         }
