@@ -94,7 +94,9 @@ fn longest_paragraph(page: &str) -> usize {
     let (mut longest, mut here, mut code) = (0, 0, false);
     for line in page.lines() {
         code ^= line.starts_with("```");
-        let item = line.trim_start().starts_with("- ");
+        let start = line.trim_start();
+        let number = start.trim_start_matches(|c: char| c.is_ascii_digit());
+        let item = start.starts_with("- ") || (number != start && number.starts_with(". "));
         if code || item || line.trim().is_empty() || line.starts_with(['|', '#', '`']) {
             here = 0;
         }
@@ -473,7 +475,7 @@ mod tests {
 
     #[test]
     fn paragraphs_end_where_a_reader_rests() {
-        let page = "# a long heading of many words\n\none two\nthree\n\n- four\n- five six\n\n\
+        let page = "# a long heading of many words\n\none two\nthree\n\n- four\n- five six\n\n1. a b\n2. c d\n\n\
                     ```sh\na b c d e f\n```\n| a | b | c | d |\n";
         assert_eq!(longest_paragraph(page), 3);
     }
