@@ -206,8 +206,10 @@ fn by_prediction_alone_every_run_is_alike() {
     let runs = [planned(Mode::Predict), planned(Mode::Predict)];
     let [(predictions, ranks), (_, again)] = &runs;
     let events = &ranks[0].events;
+    // Of equally good ones; the fastest goes in two hops here, and is not 3 % faster.
+    let simplest = Strategy::simplest(predictions.iter().map(|p| (p.strategy, p.seconds)));
     let expected = What::Kept {
-        strategy: fastest(predictions),
+        strategy: simplest.unwrap(),
         seconds: None,
     };
     assert_eq!(events.len(), 1, "{events:?}");
