@@ -137,7 +137,7 @@ pub use moesaic_plan::Route;
 #[doc(inline)]
 pub use moesaic_plan::Wire;
 
-/// What a forward pass of a [`MeshLayer`] left for backward.
+/// What a forward pass of a [`MeshLayer`](crate::MeshLayer) left for backward.
 ///
 /// ```
 /// use moesaic::mesh::MeshSaved;
@@ -149,8 +149,8 @@ pub use moesaic_plan::Wire;
 #[doc(inline)]
 pub use moesaic_engine::MeshSaved;
 
-/// What a forward pass of an [`AnyLayer`], and so of a layer of [`layer!`](crate::layer),
-/// left for backward.
+/// What a forward pass of an [`AnyLayer`](crate::AnyLayer), and so of a layer of
+/// [`layer!`](crate::layer), left for backward.
 ///
 /// ```
 /// use moesaic::mesh::AnySaved;

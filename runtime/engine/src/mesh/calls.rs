@@ -46,7 +46,7 @@ impl MeshLayer {
     /// Evaluates the layer for this rank's tokens and reads back the named outputs.
     ///
     /// # Errors
-    /// As [`Layer::forward_with`]; [`EngineError::Collective`].
+    /// As [`Layer::forward_with`](crate::Layer::forward_with); [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         let view = self.view();
         let mut run = self.call(view, self.strategy.wire)?;
@@ -73,7 +73,7 @@ impl MeshLayer {
     /// nothing else.
     ///
     /// # Errors
-    /// As [`Layer::route`]; [`EngineError::Collective`].
+    /// As [`Layer::route`](crate::Layer::route); [`EngineError::Collective`].
     pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         self.decide(Pass::Route, input, names, Counters::default())
     }
@@ -82,7 +82,7 @@ impl MeshLayer {
     /// same counters, and nothing else.
     ///
     /// # Errors
-    /// As [`Layer::route_train`]; [`EngineError::Collective`].
+    /// As [`Layer::route_train`](crate::Layer::route_train); [`EngineError::Collective`].
     pub fn route_train(
         &self,
         input: &Input<'_>,
@@ -113,7 +113,7 @@ impl MeshLayer {
     /// whole mesh; that of this rank follows from it.
     ///
     /// # Errors
-    /// As [`Layer::forward_train`]; [`EngineError::Collective`].
+    /// As [`Layer::forward_train`](crate::Layer::forward_train); [`EngineError::Collective`].
     pub fn forward_train(
         &self,
         input: &Input<'_>,
@@ -163,7 +163,7 @@ impl MeshLayer {
     /// [`MeshLayer::reduce_gradients`] adds up all.
     ///
     /// # Errors
-    /// As [`Layer::backward`]; [`EngineError::Collective`].
+    /// As [`Layer::backward`](crate::Layer::backward); [`EngineError::Collective`].
     pub fn backward(
         &self,
         saved: &MeshSaved,
