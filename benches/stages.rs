@@ -199,7 +199,13 @@ fn stages() -> Vec<Stage> {
     };
     let linear = || vec![Way::Ours(Strategy::default())];
     let routes = ours(&["route=intra-first", "route=inter-first", "route=concurrent"]);
-    let pieces = ours(&["degree=2", "degree=4", "degree=8"]);
+    let pieces = ours(&[
+        "degree=2",
+        "degree=4",
+        "degree=8",
+        "degree=2,cut=ranks",
+        "degree=4,cut=ranks",
+    ]);
     vec![
         Stage {
             name: "one-hot products, equal parts, linear",

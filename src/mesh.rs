@@ -126,6 +126,19 @@ pub use moesaic_plan::Both;
 #[doc(inline)]
 pub use moesaic_plan::Route;
 
+/// What makes a piece of rows.
+///
+/// ```
+/// use moesaic::Strategy;
+/// use moesaic::mesh::Cut;
+///
+/// // A rank's own rows first, then those for its neighbours.
+/// let strategy: Strategy = "degree=4,cut=ranks".parse().unwrap();
+/// assert_eq!(strategy.cut, Cut::Ranks);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Cut;
+
 /// What rows are while they are between nodes.
 ///
 /// ```

@@ -46,12 +46,13 @@ pub use moesaic_engine::Recorder;
 /// A launch, or something that ranks do together.
 ///
 /// ```
+/// use moesaic::mesh::Cut;
 /// use moesaic::trace::{Activity, Lane, Piece};
 ///
 /// let rows = Activity {
 ///     lane: Lane::Exchange,
 ///     name: "rows".to_string(),
-///     piece: Some(Piece { number: 0, of: 4 }),
+///     piece: Some(Piece { number: 0, of: 4, cut: Cut::Rows }),
 ///     bytes: 4096,
 /// };
 /// assert_eq!(rows.piece.unwrap().to_string(), "1 of 4");
@@ -91,12 +92,15 @@ pub use moesaic_engine::Recorded;
 #[doc(inline)]
 pub use moesaic_engine::chrome_trace;
 
-/// A part of the rows that each rank has for each expert.
+/// A part of the rows that ranks have for experts.
 ///
 /// ```
+/// use moesaic::mesh::Cut;
 /// use moesaic::trace::Piece;
 ///
-/// assert_eq!(Piece { number: 1, of: 4 }.rows(10), 2..5);
+/// // Of eight groups of ranks the second of four pieces has those next to a rank.
+/// let piece = Piece { number: 1, of: 4, cut: Cut::Ranks };
+/// assert_eq!(piece.distances(8), 1..3);
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Piece;

@@ -12,7 +12,7 @@ use super::mesh_placed::scattered;
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
-use moesaic::mesh::{Among, Both, Route, Split, Wire};
+use moesaic::mesh::{Among, Both, Cut, Route, Split, Wire};
 use moesaic::plan::{Placement, Ways};
 use moesaic::spec::LayerSpec;
 use moesaic::spec::testing::Counter;
@@ -57,6 +57,9 @@ fn pieces_go_by_every_route() {
         ("concurrent", "3/2"),
         ("once", "3/1"),
         ("once", "1/4"),
+        ("intra-first", "3,cut=ranks"),
+        ("concurrent", "2/4,cut=ranks"),
+        ("once", "2/3,cut=ranks"),
     ] {
         let strategy = format!("degree={degree},route={route}");
         check(&engine, None, grid(mesh(4, 1, 1), &strategy), &case);
@@ -96,6 +99,7 @@ fn experts_out_of_order_have_any_strategy() {
         (mesh(2, 2, 1), "degree=3", Split::Near),
         (mesh(4, 1, 1), "route=inter-first", Split::Even),
         (mesh(4, 1, 1), "degree=2,route=once", Split::Near),
+        (mesh(4, 1, 1), "degree=3/2,cut=ranks", Split::Even),
         (mesh(2, 2, 1), "ways=1", Split::Even),
         (mesh(2, 2, 1), "ways=0", Split::Even),
         (mesh(2, 2, 2), "ways=1,degree=2/1,route=once", Split::Near),
@@ -495,6 +499,7 @@ fn strategy(parallel: Parallel, draw: &mut Counter, wires: &[Wire]) -> Strategy 
     };
     Strategy {
         degree: both(),
+        cut: of(draw, &[Cut::Rows, Cut::Ranks]),
         ways: Some(of(draw, &Ways::all(parallel))),
         route: of(draw, &routes),
         wire: Both {

@@ -8,6 +8,7 @@ use super::mesh::{
 use super::simulated::open;
 use moesaic::collectives::engine::{Engine as Carrier, Part, Ticket};
 use moesaic::collectives::{Call, Communicator, threads};
+use moesaic::mesh::Cut;
 use moesaic::trace::{Activity, Lane, Piece, Recorded, Recorder, Trace, chrome_trace};
 use moesaic::{Mesh, Parallel, Recompute, Strategy, Training};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,6 +35,8 @@ fn outputs_in_pieces_are_the_bytes_of_one_process() {
             (mesh(2, 1, 1), "2"),
             (mesh(3, 1, 1), "5"),
             (mesh(2, 1, 2), "4/2"),
+            (mesh(3, 1, 1), "3,cut=ranks"),
+            (mesh(4, 1, 1), "3/2,cut=ranks"),
         ] {
             let found = evaluated(&engine, cut(parallel, degree), &case);
             let what = || format!("{parallel:?} in {degree}: {}", case.describe());
@@ -45,11 +48,13 @@ fn outputs_in_pieces_are_the_bytes_of_one_process() {
 #[test]
 fn gradients_in_pieces_are_those_of_one_process() {
     let engine = cpu();
-    let degrees = ["2", "4/2", "1/3", "3/1", "2/3"];
+    let by_rows = ["2", "4/2", "1/3", "3/1", "2/3"];
+    let by_ranks = ["2,cut=ranks", "3/2,cut=ranks", "1/2,cut=ranks"];
+    let degrees = [&by_rows[..], &by_ranks].concat();
     for (seed, spec) in specs().iter().enumerate() {
         let case = Case::random(spec, 41, seed as u64);
         for (at, parallel) in [mesh(2, 1, 1), mesh(2, 2, 1)].into_iter().enumerate() {
-            let grid = cut(parallel, degrees[(seed + at) % degrees.len()]);
+            let grid = cut(parallel, degrees[(2 * seed + at) % degrees.len()]);
             let recompute = [Recompute::None, Recompute::Hidden, Recompute::All][(seed + at) % 3];
             compare(&engine, grid, &case, recompute);
         }
@@ -70,7 +75,11 @@ fn pieces_without_rows_change_nothing() {
             let bias = case.weights.0.get_mut("router.bias").unwrap();
             bias.data[2] = 100.0;
         }
-        for (parallel, degree) in [(mesh(3, 1, 1), "8"), (sliced(1, 2, 1), "4/8")] {
+        for (parallel, degree) in [
+            (mesh(3, 1, 1), "8"),
+            (sliced(1, 2, 1), "4/8"),
+            (mesh(3, 1, 1), "5/4,cut=ranks"),
+        ] {
             let recompute = Recompute::None;
             compare(&engine, cut(parallel, degree), &case, recompute);
         }
@@ -107,7 +116,9 @@ fn simulated_gpus_have_rows_in_pieces() {
     for target in ["sim:sm_90a", "sim:gfx942"] {
         let engine = open(target);
         let recompute = Recompute::None;
-        compare(&engine, cut(mesh(2, 1, 1), "2/4"), &case, recompute);
+        for degree in ["2/4", "2,cut=ranks"] {
+            compare(&engine, cut(mesh(2, 1, 1), degree), &case, recompute);
+        }
     }
 }
 
@@ -127,7 +138,11 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Recorder for Meeting {
     fn begins(&self, activity: &Activity) {
-        let first = Some(Piece { number: 0, of: 2 });
+        let first = Some(Piece {
+            number: 0,
+            of: 2,
+            cut: Cut::Rows,
+        });
         if activity.lane == Lane::Compute && activity.piece == first {
             self.launched.store(true, Ordering::SeqCst);
         }

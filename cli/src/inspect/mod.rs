@@ -69,7 +69,7 @@ pub struct InspectArgs {
     /// bytes that it sends to other ranks of its node and to other nodes
     #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     mesh: Option<Parallel>,
-    /// How ranks carry out calls, as in `run`: ways, degree and wire change steps
+    /// How ranks carry out calls, as in `run`: ways, degree, cut and wire change steps
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     strategy: Strategy,
     /// Which rank
@@ -164,7 +164,7 @@ impl InspectArgs {
         let plan = plan_rank(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
         let plan = plan.in_wire(self.strategy.wire);
-        let plan = plan.in_pieces(self.strategy.degree);
+        let plan = plan.in_pieces(self.strategy.pieces());
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         if self.json {
             console.json(&ranks::json(&plan, &self.tokens, per_node))

@@ -34,7 +34,7 @@ pub struct RankArgs {
     /// with shared=sliced in as many shards
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// How ranks carry out the call: ways=N,degree=N,route=R,wire=W; what is not named is as
+    /// How ranks carry out the call: ways=N,degree=N,cut=C,route=R,wire=W; what is not named is as
     /// without this option. docs/DISTRIBUTED.md says what each is
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
     strategy: Strategy,

@@ -27,11 +27,11 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use mesh::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
+pub use mesh::{Both, Cut, Distance, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
 pub use mesh::{Lane, Packed, SATURATED};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
-pub use mesh::{Piece, Sharing, Strip, Ways};
+pub use mesh::{Piece, Pieces, Sharing, Strip, Ways};
 pub use mesh::{experts_of, plan_rank, slices_of_shared};
 pub use ops::*;
 pub use placement::{Balancer, Balancing, Kept, Move, Moves, moves, moves_from};

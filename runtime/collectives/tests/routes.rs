@@ -5,7 +5,7 @@ mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
 use moesaic_collectives::plan::{
-    self, FanOut, Hops, Itinerary, Journey, Passage, Plan, RowBytes, Step,
+    self, FanOut, Hops, Itinerary, Journey, Leg, Passage, Plan, RowBytes, Step,
 };
 use moesaic_collectives::{Algorithm, Element, Levels, NodeShape};
 use std::sync::Arc;
@@ -384,14 +384,28 @@ fn thousands_of_ranks_get_what_they_get_directly() {
 #[test]
 fn tokens_cross_to_a_node_once() {
     for (nodes, per_node) in [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3), (4, 4)] {
-        for (experts, packed, part) in [(1, false, (0, 1)), (3, true, (0, 1)), (3, false, (1, 3))] {
-            once(NodeShape { nodes, per_node }, (experts, part), packed);
+        let shape = NodeShape { nodes, per_node };
+        let cases = [
+            (1, false, Part::Rows(0, 1)),
+            (3, true, Part::Rows(0, 1)),
+            (3, false, Part::Rows(1, 3)),
+            (2, false, Part::Ranks(1, 3)),
+        ];
+        for (experts, packed, part) in cases {
+            once(shape, (experts, part), packed);
         }
     }
 }
 
-/// Rank 1 has no tokens, and those of rank 2 all go to one expert. Of each piece one part goes.
-fn once(shape: NodeShape, (experts, (part, parts)): (usize, (usize, usize)), packed: bool) {
+/// What goes: of each piece one part, or whole pieces over one distance out of some.
+#[derive(Clone, Copy)]
+enum Part {
+    Rows(usize, usize),
+    Ranks(usize, usize),
+}
+
+/// Rank 1 has no tokens, and those of rank 2 all go to one expert.
+fn once(shape: NodeShape, (experts, part): (usize, Part), packed: bool) {
     const ROW: usize = 5;
     let ranks = shape.ranks();
     let tokens = |p: usize| if p == 1 { 0 } else { 4 + p % 3 };
@@ -402,10 +416,14 @@ fn once(shape: NodeShape, (experts, (part, parts)): (usize, (usize, usize)), pac
     let whole = |p: usize, q: usize, e: usize| -> Vec<usize> {
         (0..tokens(p)).filter(|t| goes(p, q, e, *t)).collect()
     };
-    let cut = |part: usize, rows: usize| part * rows / parts..(part + 1) * rows / parts;
+    let cut = |rows: usize, p: usize, q: usize| match part {
+        Part::Rows(number, of) => number * rows / of..(number + 1) * rows / of,
+        Part::Ranks(number, of) if (q + ranks - p) % ranks % of == number => 0..rows,
+        Part::Ranks(..) => 0..0,
+    };
     let list = |p: usize, q: usize, e: usize| -> Vec<usize> {
         let whole = whole(p, q, e);
-        whole[cut(part, whole.len())].to_vec()
+        whole[cut(whole.len(), p, q)].to_vec()
     };
     let goes = |p: usize, q: usize, e: usize, t: usize| list(p, q, e).contains(&t);
     let hops = Hops::inter_first(shape);
@@ -447,7 +465,8 @@ fn once(shape: NodeShape, (experts, (part, parts)): (usize, (usize, usize)), pac
         let passed = (0..shape.nodes).map(from).collect();
         let passage = Arc::new(passages[rank].clone());
         let fan = FanOut::new(shape, rank, passage, sent, passed).unwrap();
-        Arc::new(fan.in_parts(part..part + 1, &cut))
+        let cut = |_: usize, leg: Leg| cut(leg.units as usize, leg.from, leg.to);
+        Arc::new(fan.in_parts(0..1, &cut))
     };
     let plan = |rank: usize| {
         let node = shape.split(rank).0;

@@ -49,6 +49,16 @@ impl Load {
         }
     }
 
+    /// The same bytes, in messages to a part of the ranks.
+    #[must_use]
+    pub fn to_part(self, part: f64) -> Load {
+        Load {
+            messages: self.messages * part,
+            peers: self.peers * part,
+            ..self
+        }
+    }
+
     /// Whether nothing moves.
     pub fn is_nothing(&self) -> bool {
         self.peers == 0.0 || (self.sent == 0.0 && self.received == 0.0)

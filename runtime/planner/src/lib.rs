@@ -20,6 +20,7 @@ mod fit;
 mod geometry;
 mod machine;
 mod memory;
+mod pieces;
 mod question;
 mod read;
 mod routing;

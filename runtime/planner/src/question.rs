@@ -52,6 +52,12 @@ pub enum PlannerError {
         /// Of a node.
         per_node: usize,
     },
+    /// Pieces that are not simulated.
+    #[error("cut=ranks with route={route} is not simulated; take route=linear, or cut=rows")]
+    Cut {
+        /// As asked for.
+        route: String,
+    },
     /// No mesh at all.
     #[error("no mesh of {world} ranks fits this layer in {gib} GiB a rank")]
     Nothing {

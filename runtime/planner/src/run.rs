@@ -4,11 +4,12 @@ use crate::cost::Cost;
 use crate::exchange::{LevelTime, MOST_LEVELS};
 use crate::geometry::Rank;
 use crate::memory::Memory;
+use crate::pieces::Part;
 use crate::question::{Bound, PassTime, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Piece, Timeline, meet, pipeline};
 use crate::sides::{Sides, StepsOf, cost, name, sides, whose};
 use crate::ways::{Taken, Travel};
-use moesaic_plan::{Exchange, Parallel, RankStep, Strategy, Way};
+use moesaic_plan::{Exchange, Parallel, RankStep, Side, Strategy, Way};
 
 /// Ranks on their way through a step.
 pub(crate) struct Run<'r> {
@@ -51,7 +52,7 @@ impl<'r> Run<'r> {
     }
 
     /// A forward pass; one that trains where there is a backward pass.
-    pub fn forward(&mut self, travel: &Travel, degree: usize, trains: bool) {
+    pub fn forward(&mut self, travel: &Travel, trains: bool) {
         let of: StepsOf = if trains {
             |plan| &plan.steps
         } else {
@@ -62,18 +63,14 @@ impl<'r> Run<'r> {
         } else {
             travel.plan.evaluation_steps()
         };
-        self.pass("forward", travel, steps, of, degree);
+        self.pass("forward", travel, steps, of);
     }
 
     /// A backward pass.
-    pub fn backward(&mut self, travel: &Travel, degree: usize) {
-        self.pass(
-            "backward",
-            travel,
-            &travel.plan.backward,
-            |plan| &plan.backward,
-            degree,
-        );
+    pub fn backward(&mut self, travel: &Travel) {
+        self.pass("backward", travel, &travel.plan.backward, |plan| {
+            &plan.backward
+        });
     }
 
     /// What comes after a backward pass, before an optimizer: gradients are added up over
@@ -97,24 +94,20 @@ impl<'r> Run<'r> {
         self.passes.push(("gradients", end, self.events.len()));
     }
 
-    fn pass(
-        &mut self,
-        name: &'static str,
-        travel: &Travel,
-        steps: &[RankStep],
-        of: StepsOf,
-        degree: usize,
-    ) {
-        let sides = sides(self.ranks, travel, name, of, degree);
+    fn pass(&mut self, name: &'static str, travel: &Travel, steps: &[RankStep], of: StepsOf) {
+        let parts = Part::all(travel.degree, travel.cut, travel.mesh, travel.ways);
+        let products = parts.iter().map(|part| part.products);
+        let least = products.fold(1.0, f64::min);
+        let sides = sides(self.ranks, travel, name, of, least);
         let (first, last) = travelling(steps);
         for step in &steps[..first] {
             self.step(travel, &sides, step);
         }
-        match degree {
+        match parts.len() {
             1 => steps[first..last]
                 .iter()
                 .for_each(|step| self.step(travel, &sides, step)),
-            _ => self.pieces(travel, &sides, &steps[first..last], degree),
+            _ => self.pieces(travel, &sides, &steps[first..last], &parts),
         }
         for step in &steps[last..] {
             self.step(travel, &sides, step);
@@ -165,64 +158,34 @@ impl<'r> Run<'r> {
     }
 
     /// Rows in pieces.
-    fn pieces(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep], degree: usize) {
-        let (mut there, mut launches, mut back) = (Vec::new(), Vec::new(), Vec::new());
-        for step in steps {
-            match step {
-                RankStep::Launch { side, step, .. } => launches.push((*side, *step)),
-                RankStep::Exchange(exchange) => match exchange.way {
-                    Way::ToExperts { .. } => there.push(exchange),
-                    _ => back.push(exchange),
-                },
-            }
-        }
-        let machine = travel.machine;
-        let all = machine.compute.multiprocessors as f64;
-        let left = all - machine.overlap.multiprocessors as f64;
-        let hidden = machine.levels.last().map_or(0.0, |level| level.hidden);
+    fn pieces(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep], parts: &[Part]) {
+        let work = Work::of(steps);
         let mut pieces = Vec::with_capacity(self.ranks.len());
-        let part = 1.0 / degree as f64;
         for at in 0..self.ranks.len() {
-            let rank = &self.ranks[at];
-            let exchanged = |list: &[&Exchange]| {
-                let mut sum = Taken::default();
-                list.iter()
-                    .for_each(|exchange| sum += travel.taken(exchange, rank));
-                sum
-            };
-            let (to, from) = (exchanged(&there), exchanged(&back));
-            let rows_back: Vec<&Exchange> = back.iter().copied().filter(|e| goes_back(e)).collect();
-            let rows_back = exchanged(&rows_back).time;
-            let costs = |processors: f64| -> Vec<Cost> {
-                let each = launches.iter();
-                each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
-                    .collect()
-            };
-            let (free, fewer) = (costs(all), costs(left));
-            let sum = |costs: &[Cost]| costs.iter().map(Cost::seconds).sum::<f64>();
-            let product = sum(&free);
-            let slowed = product * (1.0 + machine.overlap.compute_slowdown);
-            pieces.push(Piece {
-                there: to.time.seconds,
-                skipped: [to.time, rows_back].map(|time| hidden * time.skipped),
-                beside: hidden * both_ways(to.time.directions, rows_back.directions),
-                product,
-                // Passes over memory take their time from products.
-                hindered: sum(&fewer).max(slowed) + to.time.copies + from.time.copies,
-                back: from.time.seconds,
-            });
-            free.iter()
-                .for_each(|cost| self.spend(at, cost, degree as f64));
-            self.moved(at, &to, degree as f64);
-            self.moved(at, &from, degree as f64);
+            let mut list: Vec<Piece> = Vec::with_capacity(parts.len());
+            // Equal parts in a row are alike.
+            for alike in parts.chunk_by(|a, b| a == b) {
+                let travel = Travel {
+                    piece: alike[0],
+                    ..*travel
+                };
+                let done = work.piece(&travel, sides, &self.ranks[at]);
+                let times = alike.len() as f64;
+                done.costs
+                    .iter()
+                    .for_each(|cost| self.spend(at, cost, times));
+                self.moved(at, &done.there, times);
+                self.moved(at, &done.back, times);
+                list.extend(alike.iter().map(|_| done.piece));
+            }
+            pieces.push(list);
         }
-        let slowdown = machine.overlap.transfer_slowdown;
-        let lines = pipeline(&self.now, &self.groups, &pieces, degree, slowdown);
+        let slowdown = travel.machine.overlap.transfer_slowdown;
+        let lines = pipeline(&self.now, &self.groups, &pieces, slowdown);
         for (at, line) in lines.iter().enumerate() {
             self.now[at] = line.end();
             if self.detail {
-                let names = (first_name(&there), first_name(&back));
-                self.note_pieces(at, line, names, (travel, &there, &back));
+                self.note_pieces(at, line, (travel, parts), &work);
             }
         }
     }
@@ -231,24 +194,29 @@ impl<'r> Run<'r> {
         &mut self,
         at: usize,
         line: &Timeline,
-        (there, back): (String, String),
-        (travel, to, from): (&Travel, &[&Exchange], &[&Exchange]),
+        (travel, parts): (&Travel, &[Part]),
+        work: &Work,
     ) {
         let rank = &self.ranks[at];
-        let sent = |list: &[&Exchange]| {
-            let mut sum = Taken::default();
-            list.iter()
-                .for_each(|exchange| sum += travel.taken(exchange, rank));
-            sum.sent
+        let sent = |list: &[&Exchange], part: &Part| {
+            let travel = Travel {
+                piece: *part,
+                ..*travel
+            };
+            taken_by(list, &travel, rank).sent
         };
-        let (to, from, none) = (sent(to), sent(from), LevelTime::default());
-        for (whose, name, spans, sent) in [
-            ("ranks", &there, &line.there, to),
-            ("experts", &"products".to_string(), &line.product, none),
-            ("ranks", &back, &line.back, from),
-        ] {
-            for span in spans {
-                self.note(at, whose, || name.clone(), (span.start, span.end), sent);
+        let none = |_: &[&Exchange], _: &Part| LevelTime::default();
+        let (there, back) = (first_name(&work.there), first_name(&work.back));
+        type Sent<'s> = &'s dyn Fn(&[&Exchange], &Part) -> LevelTime;
+        let lanes: [(_, _, _, &[&Exchange], Sent); 3] = [
+            ("ranks", there, &line.there, &work.there, &sent),
+            ("experts", "products".to_string(), &line.product, &[], &none),
+            ("ranks", back, &line.back, &work.back, &sent),
+        ];
+        for (whose, name, spans, list, sent) in lanes {
+            for (span, part) in spans.iter().zip(parts) {
+                let times = (span.start, span.end);
+                self.note(at, whose, || name.clone(), times, sent(list, part));
             }
         }
     }
@@ -342,6 +310,93 @@ impl<'r> Run<'r> {
         });
         (prediction, timeline.collect())
     }
+}
+
+/// What is done in pieces: exchanges to experts, their products, and the way back.
+struct Work<'s> {
+    there: Vec<&'s Exchange>,
+    launches: Vec<(Side, usize)>,
+    back: Vec<&'s Exchange>,
+}
+
+/// What a rank does in one piece.
+struct Done {
+    piece: Piece,
+    /// Of its launches, with nothing beside them.
+    costs: Vec<Cost>,
+    there: Taken,
+    back: Taken,
+}
+
+impl Work<'_> {
+    fn of(steps: &[RankStep]) -> Work<'_> {
+        let (mut there, mut launches, mut back) = (Vec::new(), Vec::new(), Vec::new());
+        for step in steps {
+            match step {
+                RankStep::Launch { side, step, .. } => launches.push((*side, *step)),
+                RankStep::Exchange(exchange) => match exchange.way {
+                    Way::ToExperts { .. } => there.push(exchange),
+                    _ => back.push(exchange),
+                },
+            }
+        }
+        Work {
+            there,
+            launches,
+            back,
+        }
+    }
+
+    fn piece(&self, travel: &Travel, sides: &Sides, rank: &Rank) -> Done {
+        let machine = travel.machine;
+        let all = machine.compute.multiprocessors as f64;
+        let left = all - machine.overlap.multiprocessors as f64;
+        let hidden = machine.levels.last().map_or(0.0, |level| level.hidden);
+        let (there, back) = (
+            taken_by(&self.there, travel, rank),
+            taken_by(&self.back, travel, rank),
+        );
+        let rows_back: Vec<&Exchange> = self
+            .back
+            .iter()
+            .copied()
+            .filter(|exchange| goes_back(exchange))
+            .collect();
+        let rows_back = taken_by(&rows_back, travel, rank).time;
+        let costs = |processors: f64| -> Vec<Cost> {
+            let each = self.launches.iter();
+            let part = travel.piece.products;
+            each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
+                .collect()
+        };
+        let (free, fewer) = (costs(all), costs(left));
+        let sum = |costs: &[Cost]| costs.iter().map(Cost::seconds).sum::<f64>();
+        let product = sum(&free);
+        let slowed = product * (1.0 + machine.overlap.compute_slowdown);
+        let piece = Piece {
+            there: there.time.seconds,
+            skipped: [there.time, rows_back].map(|time| hidden * time.skipped),
+            beside: hidden * both_ways(there.time.directions, rows_back.directions),
+            product,
+            // Passes over memory take their time from products.
+            hindered: sum(&fewer).max(slowed) + there.time.copies + back.time.copies,
+            back: back.time.seconds,
+        };
+        Done {
+            piece,
+            costs: free,
+            there,
+            back,
+        }
+    }
+}
+
+/// Exchanges of a rank, one after the other.
+fn taken_by(list: &[&Exchange], travel: &Travel, rank: &Rank) -> Taken {
+    let mut sum = Taken::default();
+    list.iter()
+        .for_each(|exchange| sum += travel.taken(exchange, rank));
+    sum
 }
 
 /// Rows go back to their tokens, and no sums over slices.

@@ -52,22 +52,22 @@ impl Timeline {
 /// Rounds in which durations follow what they overlap with.
 const ROUNDS: usize = 3;
 
-/// `degree` equal pieces of each rank: all go there first, then all back, on one stream;
+/// The pieces of each rank, as many of all: all go there first, then all back, on one stream;
 /// products are on another. An exchange begins when all ranks of its group have come.
 /// Where both are busy both are slower.
 pub(crate) fn pipeline(
     now: &[f64],
     group: &[usize],
-    pieces: &[Piece],
-    degree: usize,
+    pieces: &[Vec<Piece>],
     transfer_slowdown: f64,
 ) -> Vec<Timeline> {
+    let degree = pieces.first().map_or(0, Vec::len);
     // By rank and piece: the part of each thing that has another beside it.
     let mut beside = vec![vec![[0.0f64; 3]; degree]; now.len()];
     let mut lines = Vec::new();
     for round in 0..ROUNDS {
         let slowed = |rank: usize, at: usize| {
-            let (piece, part) = (&pieces[rank], &beside[rank][at]);
+            let (piece, part) = (&pieces[rank][at], &beside[rank][at]);
             Piece {
                 there: piece.there * (1.0 + transfer_slowdown * part[0]),
                 product: piece.product + (piece.hindered - piece.product) * part[1],
@@ -198,16 +198,16 @@ mod tests {
 
     #[test]
     fn one_piece_is_one_thing_after_another() {
-        let lines = pipeline(&[1.0], &[0], &[of(2.0, 3.0, 4.0)], 1, 0.5);
+        let lines = pipeline(&[1.0], &[0], &[vec![of(2.0, 3.0, 4.0)]], 0.5);
         assert_eq!(lines[0].end(), 10.0);
     }
 
     #[test]
     fn products_hide_behind_exchanges_as_the_closed_form_says() {
         // Exchanges bound: two transfers and one product remain to be seen.
-        let lines = pipeline(&[0.0], &[0], &[of(2.0, 1.0, 2.0)], 4, 0.0);
+        let lines = pipeline(&[0.0], &[0], &[vec![of(2.0, 1.0, 2.0); 4]], 0.0);
         assert_eq!(lines[0].end(), 16.0);
-        let lines = pipeline(&[0.0], &[0], &[of(1.0, 5.0, 1.0)], 4, 0.0);
+        let lines = pipeline(&[0.0], &[0], &[vec![of(1.0, 5.0, 1.0); 4]], 0.0);
         assert_eq!(lines[0].end(), 1.0 + 20.0 + 1.0);
     }
 
@@ -219,7 +219,7 @@ mod tests {
             ..of(2.0, 1.0, 2.0)
         };
         // Two go there; the first product is done meanwhile, the second is waited for.
-        let lines = pipeline(&[0.0], &[0], &[piece], 2, 0.0);
+        let lines = pipeline(&[0.0], &[0], &[vec![piece; 2]], 0.0);
         assert_eq!(lines[0].there[1].end, 3.5);
         let back: Vec<f64> = lines[0].back.iter().map(|span| span.end).collect();
         assert_eq!(back, [4.75, 6.5]);
@@ -268,7 +268,7 @@ mod tests {
             for degree in [1, 2, 4, 5, 8] {
                 let each = 1.0 / degree as f64;
                 let piece = of(there * each, product * each, back * each);
-                let found = pipeline(&[0.0], &[0], &[piece], degree, 0.0)[0].end();
+                let found = pipeline(&[0.0], &[0], &[vec![piece; degree]], 0.0)[0].end();
                 let want = stepped(piece, degree);
                 // A part of a tick for each of 3 d parts, and a tick for the order of starts.
                 let off = (found - want).abs();
@@ -280,22 +280,31 @@ mod tests {
         }
     }
 
+    /// What a rank has for itself waits for nothing, and its products hide the others' way.
+    #[test]
+    fn pieces_may_differ() {
+        let pieces = vec![of(0.0, 2.0, 0.0), of(2.0, 6.0, 2.0)];
+        let lines = pipeline(&[0.0], &[0], &[pieces], 0.0);
+        assert_eq!(lines[0].product[0].start, 0.0);
+        assert_eq!(lines[0].end(), 2.0 + 6.0 + 2.0);
+    }
+
     #[test]
     fn the_slowest_rank_holds_up_its_group_alone() {
-        let pieces = [of(1.0, 1.0, 1.0), of(1.0, 7.0, 1.0), of(1.0, 1.0, 1.0)];
-        let lines = pipeline(&[0.0; 3], &[0, 0, 1], &pieces, 1, 0.0);
+        let pieces = [1.0, 7.0, 1.0].map(|product| vec![of(1.0, product, 1.0)]);
+        let lines = pipeline(&[0.0; 3], &[0, 0, 1], &pieces, 0.0);
         assert_eq!(lines[0].end(), 9.0);
         assert_eq!(lines[2].end(), 3.0);
     }
 
     #[test]
     fn what_runs_side_by_side_is_slower() {
-        let free = pipeline(&[0.0], &[0], &[of(2.0, 2.0, 2.0)], 4, 0.0);
+        let free = pipeline(&[0.0], &[0], &[vec![of(2.0, 2.0, 2.0); 4]], 0.0);
         let piece = Piece {
             hindered: 2.4,
             ..of(2.0, 2.0, 2.0)
         };
-        let held = pipeline(&[0.0], &[0], &[piece], 4, 0.1);
+        let held = pipeline(&[0.0], &[0], &[vec![piece; 4]], 0.1);
         assert!(held[0].end() > free[0].end());
         assert!(held[0].end() < free[0].end() * 1.2);
     }

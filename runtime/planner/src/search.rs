@@ -2,7 +2,7 @@
 
 use crate::question::PlannerError;
 use crate::{Prediction, Simulator};
-use moesaic_plan::{Both, Parallel, Route, SharedExperts, Strategy, Wire};
+use moesaic_plan::{Both, Cut, Parallel, Route, SharedExperts, Strategy, Wire};
 use moesaic_spec::LayerSpec;
 
 /// Which configurations are looked at.
@@ -109,7 +109,7 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
             .map(|p| p.strategy)
     };
     let mut more = Vec::new();
-    let kind = |p: &Prediction| (p.mesh, p.strategy.ways, p.strategy.route);
+    let kind = |p: &Prediction| (p.mesh, p.strategy.ways, p.strategy.route, p.strategy.cut);
     for same in ranked.best.chunk_by(|a, b| kind(a) == kind(b)) {
         let same: Vec<&Prediction> = same.iter().collect();
         let (Some(forward), Some(backward)) = (best(&same, 0), best(&same, 1)) else {
@@ -176,19 +176,31 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
             &routes
         };
         for &route in routes {
-            for &degree in &space.degrees {
-                for &wire in &space.wires {
-                    list.push(Strategy {
+            for &cut in cuts(ways, route) {
+                let degrees = space.degrees.iter().copied();
+                // One piece is one however it is cut.
+                for degree in degrees.filter(|degree| cut == Cut::Rows || *degree > 1) {
+                    list.extend(space.wires.iter().map(|&wire| Strategy {
                         ways,
                         degree: Both::same(degree),
+                        cut,
                         route,
                         wire: Both::same(wire),
-                    });
+                    }));
                 }
             }
         }
     }
     list
+}
+
+/// How rows that travel may be cut, as far as it is simulated.
+fn cuts(ways: Option<usize>, route: Route) -> &'static [Cut] {
+    match (ways, route) {
+        (Some(0), _) => &[Cut::Rows],
+        (_, Route::Linear) => &[Cut::Rows, Cut::Ranks],
+        _ => &[Cut::Rows],
+    }
 }
 
 /// All slices, by its short name; every divisor of their number; none.

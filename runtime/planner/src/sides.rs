@@ -21,12 +21,13 @@ pub(crate) type Costs = RefCell<HashMap<(Side, &'static str, [u64; 2]), Rc<Launc
 /// A pass: its steps, and those of each side's plan.
 pub(crate) type StepsOf = fn(&LayerPlan) -> &[Step];
 
+/// Pieces have at least a part `least` of the rows.
 pub(crate) fn sides(
     ranks: &[Rank],
     travel: &Travel,
     pass: &'static str,
     of: StepsOf,
-    degree: usize,
+    least: f64,
 ) -> Sides {
     let range = |rows: &dyn Fn(&Rank) -> f64| {
         let each = ranks.iter().map(rows);
@@ -50,7 +51,7 @@ pub(crate) fn sides(
     let neighbours = (tokens.0 * shards, tokens.1 * shards);
     Sides {
         tokens: made(Side::Tokens, tokens),
-        experts: made(Side::Experts, (few / degree as f64, many)),
+        experts: made(Side::Experts, (few * least, many)),
         shared: plan
             .shared
             .is_some()

@@ -2,11 +2,14 @@
 
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
+use crate::pieces::Part;
 use crate::question::{PlannerError, Prediction, Question, Simulated};
 use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
-use moesaic_plan::{Both, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, plan_rank};
+use moesaic_plan::{
+    Both, Cut, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, plan_rank,
+};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -103,15 +106,17 @@ impl<'q> Simulator<'q> {
             ways,
             route: strategy.route,
             wire,
-            degree: degree as f64,
+            degree,
+            cut: strategy.cut,
+            piece: Part::WHOLE,
         };
         let Both { forward, backward } = strategy.degree;
         let there = travel(strategy.wire.forward, forward);
         let mut run = Run::new(&ranks, detail);
-        run.forward(&there, forward, question.training.is_some());
+        run.forward(&there, question.training.is_some());
         if question.training.is_some() {
             let back = travel(strategy.wire.backward, backward);
-            run.backward(&back, backward);
+            run.backward(&back);
             run.gradients(&back);
         }
         let owned = if ways == mesh.shards {
@@ -138,6 +143,10 @@ impl<'q> Simulator<'q> {
             return Err(PlannerError::World { wanted, world });
         }
         strategy.check(&mesh)?;
+        if strategy.route != Route::Linear && strategy.cut != Cut::Rows {
+            let route = strategy.route.to_string();
+            return Err(PlannerError::Cut { route });
+        }
         if strategy.route != Route::Linear && !self.has_nodes(mesh) {
             return Err(PlannerError::Route {
                 route: strategy.route.to_string(),

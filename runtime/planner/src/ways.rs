@@ -3,9 +3,10 @@
 use crate::Machine;
 use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, touched};
 use crate::geometry::{Rank, Share};
+use crate::pieces::Part;
 use crate::sides::Costs;
 use crate::traffic::to_range;
-use moesaic_plan::{Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
+use moesaic_plan::{Cut, Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
 use moesaic_spec::WeightSite;
 
 /// An exchange of one rank: what it takes, and what it sends by level.
@@ -46,7 +47,10 @@ pub(crate) struct Travel<'a> {
     pub route: Route,
     pub wire: Wire,
     /// Into how many pieces it is cut.
-    pub degree: f64,
+    pub degree: usize,
+    pub cut: Cut,
+    /// Of which piece exchanges of rows are.
+    pub piece: Part,
 }
 
 /// Sums of so many bytes go to everybody at once (see the plans of all-reduce).
@@ -100,7 +104,7 @@ impl Travel<'_> {
             }
             Way::OverShards { tensor } => {
                 let arriving: f64 = rank.arriving.iter().sum();
-                let rows = arriving * self.part() / self.degree;
+                let rows = arriving * self.part() * self.piece.products;
                 let (slices, step) = self.slices(rank);
                 self.sum(rank, slices, step, rows * row(Side::Experts, tensor))
             }
@@ -229,20 +233,22 @@ impl Travel<'_> {
     /// that has it so.
     fn rows(&self, rank: &Rank, (row, element): (f64, usize), there: bool, once: bool) -> Taken {
         let part = if there { self.part() } else { 1.0 };
-        let rows = part / self.degree;
+        let rows = part * self.piece.others;
         if self.ways == 0 {
             let all: f64 = rank.tokens * self.plan.tokens.spec.shape.top_k as f64;
-            return self.own(all * row / self.degree);
+            return self.own(all * row * self.piece.own);
         }
         // What crosses once does so however many slices get it inside the node, or have a part
         // of the answer there, of which one is what `back` has.
         let crossing = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
-            (true, true) => self.apart() * row / self.degree,
-            (true, false) => self.apart() * self.mesh.shards as f64 * row / self.degree,
+            (true, true) => self.apart() * row * self.piece.others,
+            (true, false) => self.apart() * self.mesh.shards as f64 * row * self.piece.others,
         };
         let carried = Carried {
             row: rows * row,
+            own: part * self.piece.own * row,
+            peers: self.piece.peers,
             crossing,
             wire: wire_part(self.wire, row, element),
             there,
@@ -260,7 +266,8 @@ impl Travel<'_> {
         let nodes = self.mesh.group() as f64 / self.machine.per_node() as f64;
         let mass = shape.experts as f64 / nodes.max(1.0);
         let of = |mass| touched(shape.experts as f64, shape.top_k, mass);
-        self.degree * of(mass / self.degree) / of(mass)
+        let degree = self.degree as f64;
+        degree * of(mass / degree) / of(mass)
     }
 
     fn own(&self, bytes: f64) -> Taken {
@@ -287,6 +294,10 @@ fn gradient_bytes(plan: &LayerPlan) -> f64 {
 pub(crate) struct Carried {
     /// Bytes of a row; of a part of a row where not all of it goes.
     pub row: f64,
+    /// The same of rows that a rank has for itself.
+    pub own: f64,
+    /// Part of the messages.
+    pub peers: f64,
     /// The same of rows that cross between nodes.
     pub crossing: f64,
     /// Bytes between nodes for each byte in memory.
@@ -323,6 +334,10 @@ impl Carried {
     /// by a kernel before and one after.
     fn phase(&self, rank: &Rank, share: &Share, last: bool) -> Phase {
         let own = if self.there { rank.own } else { rank.own_back };
+        let share = Share {
+            loads: share.loads.map(|load| load.to_part(self.peers)),
+            ..*share
+        };
         let mut loads = share.loads.map(|load| load.times(self.row));
         for (load, rows) in loads.iter_mut().zip(&share.loads).skip(1) {
             *load = rows.times(self.crossing * self.wire);
@@ -337,7 +352,7 @@ impl Carried {
         };
         Phase {
             loads,
-            own: if last { 2.0 * own * self.row } else { 0.0 },
+            own: if last { 2.0 * own * self.own } else { 0.0 },
             copied: 2.0 * share.copied * self.row + converted,
             launches: share.passes + if packed { 2.0 } else { 0.0 },
             side_by_side: self.side_by_side,

@@ -1,6 +1,6 @@
 //! What strategies took.
 
-use moesaic_plan::{Both, Route, Strategy, Wire};
+use moesaic_plan::{Both, Cut, Route, Strategy, Wire};
 use std::collections::BTreeMap;
 
 /// Seconds of the two passes of a step, of the rank that took longest.
@@ -20,7 +20,7 @@ impl Times {
 }
 
 /// What both passes of a strategy have in common.
-type Shared = (Option<usize>, Route);
+type Shared = (Option<usize>, Route, Cut);
 /// What a pass has of its own.
 type Own = (usize, Wire);
 
@@ -64,7 +64,7 @@ pub(crate) fn median(seconds: impl Iterator<Item = f64>, least: usize) -> Option
 }
 
 fn shared(strategy: Strategy) -> Shared {
-    (strategy.ways, strategy.route)
+    (strategy.ways, strategy.route, strategy.cut)
 }
 
 fn own(strategy: Strategy) -> Both<Own> {
@@ -101,6 +101,7 @@ impl Measured {
             let strategy = Strategy {
                 ways: shared.0,
                 route: shared.1,
+                cut: shared.2,
                 degree: Both {
                     forward: forward.0.0,
                     backward: backward.0.0,

@@ -109,11 +109,12 @@ impl Forecast {
     }
 }
 
-/// Predictions, and for each number of ways and route one with the best forward and the best
+/// Predictions, and for each number of ways, route and cut one with the best forward and the best
 /// backward pass.
 fn with_mixed(passes: Vec<(Strategy, [f64; 2])>, mesh: &Parallel) -> Vec<Prediction> {
     let alike = |a: &(Strategy, [f64; 2]), b: &(Strategy, [f64; 2])| {
-        (a.0.ways, a.0.route) == (b.0.ways, b.0.route)
+        let shared = |s: &Strategy| (s.ways, s.route, s.cut);
+        shared(&a.0) == shared(&b.0)
     };
     let mixed = passes.chunk_by(alike).filter_map(|same| {
         let best = |pass: usize| same.iter().min_by(|a, b| a.1[pass].total_cmp(&b.1[pass]));

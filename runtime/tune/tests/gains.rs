@@ -148,8 +148,8 @@ impl Config {
 fn of(real: &[(Strategy, Times)], strategy: Strategy) -> Times {
     let with = |degree: usize| {
         let same = |s: &Strategy| {
-            (s.ways, s.route, s.wire) == (strategy.ways, strategy.route, strategy.wire)
-                && s.degree.forward == degree
+            let shared = |s: &Strategy| (s.ways, s.route, s.cut, s.wire);
+            shared(s) == shared(&strategy) && s.degree.forward == degree
         };
         real.iter()
             .find(|(s, _)| same(s))

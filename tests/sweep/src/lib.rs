@@ -71,6 +71,24 @@ struct State<'a> {
 }
 
 impl Sweep {
+    /// The kernels that [`Sweep::run`] compiles, layer by layer; calls `found` for each.
+    pub fn list(&self, found: &mut dyn FnMut(u64, Target, &KernelSource)) {
+        let mut seen = BTreeSet::new();
+        for seed in self.seed..self.seed + self.specs {
+            for target in draw::targets(seed, &self.targets, self.each) {
+                for (_, source) in kernels(&(self.draw)(seed), target).into_iter().flatten() {
+                    if self.wants(&source) && seen.insert((target, source.text.clone())) {
+                        found(seed, target, &source);
+                    }
+                }
+            }
+        }
+    }
+
+    fn wants(&self, source: &KernelSource) -> bool {
+        source.name.starts_with(&self.only) && source.text.contains(&self.with)
+    }
+
     /// Compiles; calls `failed` for each failure as it happens.
     pub fn run(
         &self,
@@ -115,9 +133,7 @@ impl Sweep {
             for kernel in kernels(&(self.draw)(seed), target) {
                 let outcome = kernel.and_then(|(family, source)| {
                     let text = (target, source.text.clone());
-                    let named = source.name.starts_with(&self.only);
-                    let wanted = named && source.text.contains(&self.with);
-                    if !wanted || !lock(state).seen.insert(text) {
+                    if !self.wants(&source) || !lock(state).seen.insert(text) {
                         return Ok(None);
                     }
                     let report = compile(*compiler, &source)?;

@@ -5,6 +5,7 @@ use moesaic_kernel::Target;
 use moesaic_sweep::Sweep;
 use moesaic_target::{CompileError, Compiler};
 use moesaic_toolchain::{Registry, ToolchainError, nvrtc, rocm};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -35,6 +36,10 @@ struct Arguments {
     /// Draws layers whose products ask for most registers instead.
     #[arg(long)]
     products: bool,
+    /// Compiles nothing: a line for each kernel with its text's digest, so that two
+    /// commits can be compared.
+    #[arg(long)]
+    list: bool,
     /// Begins no layer after so many seconds.
     #[arg(long)]
     seconds: Option<u64>,
@@ -42,7 +47,7 @@ struct Arguments {
     #[arg(long)]
     threads: Option<usize>,
     /// Also writes the table to a file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "list")]
     results: Option<PathBuf>,
 }
 
@@ -99,6 +104,16 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
         limit: arguments.seconds.map(Duration::from_secs),
         threads: arguments.threads.unwrap_or_else(processors),
     };
+    if arguments.list {
+        sweep.list(&mut |seed, target, source| {
+            println!(
+                "{seed} {target} {} {:016x}",
+                source.name,
+                digest(&source.text)
+            );
+        });
+        return Ok(true);
+    }
     let which = if arguments.products {
         "--products "
     } else {
@@ -110,6 +125,12 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
         std::fs::write(path, table.to_string()).map_err(|e| Failed::File(path.clone(), e))?;
     }
     Ok(table.failures == 0)
+}
+
+fn digest(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
 }
 
 fn processors() -> usize {

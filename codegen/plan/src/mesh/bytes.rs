@@ -1,6 +1,6 @@
 //! What a rank sends, where every expert gets equally many rows.
 
-use super::{Exchange, RankPlan, RankStep, Side, Strip, Way};
+use super::{Distance, Exchange, RankPlan, RankStep, Side, Strip, Way};
 use crate::TensorId;
 
 /// Bytes that a rank sends in an exchange, by how far they go.
@@ -36,13 +36,17 @@ impl RankPlan {
             _ => row(side, id),
         };
         let owned = |rank: usize| placement.count(ep(rank)) as u64;
-        let of_piece = |rows: u64| match exchange.piece {
-            None => rows,
-            Some(piece) => piece.rows(rows as usize).len() as u64,
+        let groups = self.by().mesh().ep;
+        let of_piece = |from: usize, to: usize| match exchange.piece {
+            None => part(to),
+            Some(piece) => {
+                let distance = Distance::between(from, to, groups);
+                piece.rows(part(to) as usize, distance).len() as u64
+            }
         };
         // Rows between this rank and the experts of another, and the other way.
-        let to = |rank: usize| of_piece(part(ep(rank)));
-        let from = |_: usize| of_piece(part(ep(own)));
+        let to = |rank: usize| of_piece(ep(own), ep(rank));
+        let from = |rank: usize| of_piece(ep(rank), ep(own));
         let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
@@ -81,7 +85,7 @@ impl RankPlan {
                 })
             }
             Way::OverShards { tensor } => {
-                let arriving = from(0) * group.len() as u64;
+                let arriving: u64 = group.iter().map(|&rank| from(rank)).sum();
                 summed(&among, arriving * row(Side::Experts, tensor))
             }
             Way::Neighbours => each(&slices, &|_| 8),

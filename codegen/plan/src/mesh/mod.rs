@@ -40,7 +40,7 @@ mod wire;
 pub use bytes::Sent;
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
-pub use pieces::Piece;
+pub use pieces::{Cut, Distance, Piece, Pieces};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use ways::{Strip, Ways};
 pub use wire::{Lane, Packed, SATURATED};

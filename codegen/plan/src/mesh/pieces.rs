@@ -5,40 +5,137 @@
 //! launches                   experts 0     1         ..           d-1
 //! ```
 //!
-//! A piece has a part of the rows of every rank for every expert, so that routing and
-//! capacity are as without pieces. Exchanges are queued as soon as their rows exist, the
+//! A piece has a part of the rows of every rank for every expert, or all rows of some ranks
+//! ([`Cut`]), so that routing and capacity are as without pieces. Exchanges are queued as soon as their rows exist, the
 //! order that ends first: all rows to experts, then the answer of each piece behind its
-//! products. Backward walks the pieces from the last to the first, whose rows were used last.
+//! products. Backward walks the pieces from the last to the first, whose rows were used last;
+//! where the first are a rank's own rows, which wait for nobody, it begins with them, too.
 //!
 //! Rows lie at their experts by piece, then by expert, then by rank. Backward reads them
 //! where forward has put them, so that with other numbers of pieces in both, products are
-//! launched for the pieces that both consist of ([`Both::common`]).
+//! launched for the pieces that both consist of ([`Pieces::common`]).
 
 use super::{Both, Exchange, RankPlan, RankStep, Side, Way};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
 
-/// A part of the rows that each rank has for each expert.
+/// What makes a piece.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Cut {
+    /// An equal part of the rows that each rank has for each expert: as many messages in
+    /// every piece as there are without pieces.
+    #[default]
+    Rows,
+    /// All rows between ranks of some distances: first those that a rank has for itself,
+    /// then those for the next ranks, as in FasterMoE's schedule. Every message is in one
+    /// piece.
+    Ranks,
+}
+
+/// In how many pieces rows travel, and what makes one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pieces {
+    /// How many in each pass.
+    pub degree: Both<usize>,
+    /// Of both passes.
+    pub cut: Cut,
+}
+
+impl Pieces {
+    /// The least number of pieces of which both a piece in forward and one in backward
+    /// consist.
+    pub fn common(self) -> usize {
+        let Both { forward, backward } = self.degree;
+        match self.cut {
+            Cut::Ranks if forward > 1 && backward > 1 => 1 + multiple(forward - 1, backward - 1),
+            _ => multiple(forward, backward),
+        }
+    }
+}
+
+/// The least common multiple.
+fn multiple(of: usize, and: usize) -> usize {
+    let (mut a, mut b) = (of, and);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    of / a.max(1) * and
+}
+
+/// How far it is from a rank to an expert: groups of ranks (`ep` of the mesh) that lie
+/// between them, counted upwards and around.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Distance {
+    /// 0 is the rank's own group.
+    pub steps: usize,
+    /// How many groups there are.
+    pub groups: usize,
+}
+
+impl Distance {
+    /// From one group to another.
+    pub fn between(from: usize, to: usize, groups: usize) -> Distance {
+        let steps = (to + groups - from) % groups;
+        Distance { steps, groups }
+    }
+}
+
+/// A part of the rows that ranks have for experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Piece {
     /// From 0.
     pub number: usize,
     /// How many pieces there are.
     pub of: usize,
+    /// What makes one.
+    pub cut: Cut,
 }
 
 impl Piece {
-    /// Its rows of `n` rows: `[number * n / of, (number + 1) * n / of)`.
-    pub fn rows(&self, n: usize) -> Range<usize> {
+    /// Its part of the `n` rows that a rank has for an expert at a distance. By
+    /// [`Cut::Rows`] these are `[number * n / of, (number + 1) * n / of)`.
+    pub fn rows(&self, n: usize, distance: Distance) -> Range<usize> {
+        match self.cut {
+            Cut::Rows => self.part(n),
+            Cut::Ranks if self.distances(distance.groups).contains(&distance.steps) => 0..n,
+            Cut::Ranks => 0..0,
+        }
+    }
+
+    /// The distances whose rows it has by [`Cut::Ranks`], of so many groups: 0 alone is the
+    /// first piece, and the others have equally many as nearly as can be.
+    pub fn distances(&self, groups: usize) -> Range<usize> {
+        self.behind_first(groups)
+    }
+
+    /// The numbers of the pieces that it consists of, where there are `units` in all:
+    /// [`Pieces::common`] of its own number and another.
+    pub fn units(&self, units: usize) -> Range<usize> {
+        match self.cut {
+            Cut::Rows => self.part(units),
+            Cut::Ranks => self.behind_first(units),
+        }
+    }
+
+    fn part(&self, n: usize) -> Range<usize> {
         let edge = |number: usize| (number as u128 * n as u128 / self.of as u128) as usize;
         edge(self.number)..edge(self.number + 1)
     }
 
-    /// The numbers of the pieces that it consists of, where there are `units` in all, a
-    /// multiple of its own number.
-    pub fn units(&self, units: usize) -> Range<usize> {
-        self.rows(units)
+    /// The first of `n` is a piece, and the others are cut into the pieces that are left.
+    fn behind_first(&self, n: usize) -> Range<usize> {
+        match (self.number, self.of) {
+            (_, 1) => 0..n,
+            (0, _) => 0..1,
+            (number, of) => {
+                let edge = |number: usize| 1 + number * n.saturating_sub(1) / (of - 1);
+                edge(number - 1)..edge(number)
+            }
+        }
     }
 }
 
@@ -49,19 +146,26 @@ impl fmt::Display for Piece {
 }
 
 impl RankPlan {
-    /// The same passes with rows that travel in `degree` pieces; with one piece the plan
-    /// itself.
+    /// The same passes with rows that travel in pieces; with one piece the plan itself.
     #[must_use]
-    pub fn in_pieces(&self, degree: Both<usize>) -> RankPlan {
-        let (forward, backward, common) = (degree.forward, degree.backward, degree.common());
+    pub fn in_pieces(&self, pieces: Pieces) -> RankPlan {
+        let Pieces { degree, cut } = pieces;
+        let (forward, backward, common) = (degree.forward, degree.backward, pieces.common());
         let launched = match self.tokens.training {
             Some(_) => common,
             None => forward, // there is no backward pass
         };
+        let backwards = match cut {
+            Cut::Rows => Order::Down,
+            Cut::Ranks => Order::Up,
+        };
+        let of = |steps: &[RankStep], of: usize, launched: usize, order: Order| {
+            in_pieces(steps, (of, launched), (cut, order))
+        };
         RankPlan {
-            steps: pieces(&self.steps, forward, launched, Order::Up),
-            evaluation: pieces(&self.evaluation, forward, forward, Order::Up),
-            backward: pieces(&self.backward, backward, common, Order::Down),
+            steps: of(&self.steps, forward, launched, Order::Up),
+            evaluation: of(&self.evaluation, forward, forward, Order::Up),
+            backward: of(&self.backward, backward, common, backwards),
             ..self.clone()
         }
     }
@@ -138,7 +242,12 @@ impl Order {
 }
 
 /// A pass whose exchanges are in `of` pieces, and whose products are launched for `launched`.
-fn pieces(steps: &[RankStep], of: usize, launched: usize, order: Order) -> Vec<RankStep> {
+fn in_pieces(
+    steps: &[RankStep],
+    (of, launched): (usize, usize),
+    (cut, order): (Cut, Order),
+) -> Vec<RankStep> {
+    let piece = |number: usize, of: usize| Piece { number, of, cut };
     if launched == 1 || steps.is_empty() {
         return steps.to_vec();
     }
@@ -146,9 +255,8 @@ fn pieces(steps: &[RankStep], of: usize, launched: usize, order: Order) -> Vec<R
     let numbers = order.walk(0..of);
     let after = list.split_off(travel.first);
     let exchange = |exchanges: &[Exchange], number: usize| -> Vec<RankStep> {
-        let piece = (of > 1).then_some(Piece { number, of });
         let of_piece = |exchange: &Exchange| Exchange {
-            piece,
+            piece: (of > 1).then_some(piece(number, of)),
             ..exchange.clone()
         };
         let exchanges = exchanges.iter().map(of_piece);
@@ -160,8 +268,9 @@ fn pieces(steps: &[RankStep], of: usize, launched: usize, order: Order) -> Vec<R
     // What slices have to sum is answered one piece later, while the next is multiplied.
     let mut summed = None;
     for &number in &numbers {
-        let units = order.walk(Piece { number, of }.units(launched));
-        list.extend(launches(&travel.launches, units, launched));
+        let units = order.walk(piece(number, of).units(launched));
+        let units = units.into_iter().map(|number| piece(number, launched));
+        list.extend(launches(&travel.launches, units));
         if let Some(before) = summed.take() {
             list.extend(exchange(&travel.answers, before));
         }
@@ -179,14 +288,59 @@ fn pieces(steps: &[RankStep], of: usize, launched: usize, order: Order) -> Vec<R
     list
 }
 
-/// The products of pieces of these numbers.
-fn launches(steps: &[usize], numbers: Vec<usize>, of: usize) -> Vec<RankStep> {
-    let launch = |number: usize| {
+/// The products of some pieces.
+fn launches(steps: &[usize], pieces: impl Iterator<Item = Piece>) -> Vec<RankStep> {
+    let launch = |piece: Piece| {
         steps.iter().map(move |&step| RankStep::Launch {
             side: Side::Experts,
             step,
-            piece: Some(Piece { number, of }),
+            piece: Some(piece),
         })
     };
-    numbers.into_iter().flat_map(launch).collect()
+    pieces.flat_map(launch).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every distance is in one piece, and pieces of both passes are made of common ones.
+    #[test]
+    fn pieces_by_ranks_have_every_distance_once_and_nest() {
+        for (forward, backward) in [(1, 1), (1, 4), (2, 2), (2, 4), (3, 4), (8, 2), (5, 3)] {
+            let degree = Both { forward, backward };
+            let cut = Cut::Ranks;
+            let common = Pieces { degree, cut }.common();
+            for groups in [1, 2, 3, 7, 16] {
+                let distances = |number, of| Piece { number, of, cut }.distances(groups);
+                for of in [forward, backward] {
+                    let all: Vec<usize> = (0..of).flat_map(|n| distances(n, of)).collect();
+                    assert!(all.into_iter().eq(0..groups), "{of} pieces of {groups}");
+                    for number in 0..of {
+                        let units = Piece { number, of, cut }.units(common);
+                        let parts = units.flat_map(|unit| distances(unit, common));
+                        assert!(parts.eq(distances(number, of)));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn distances_are_counted_upwards_and_around() {
+        let steps = |from, to| Distance::between(from, to, 4).steps;
+        assert_eq!((steps(1, 1), steps(3, 0), steps(0, 3)), (0, 1, 3));
+        let own = Piece {
+            number: 0,
+            of: 3,
+            cut: Cut::Ranks,
+        };
+        let rows = |piece: Piece, to| piece.rows(10, Distance::between(1, to, 4));
+        assert_eq!((rows(own, 1), rows(own, 2)), (0..10, 0..0));
+        let far = Piece { number: 2, ..own };
+        assert_eq!(
+            (rows(far, 1), rows(far, 2), rows(far, 0)),
+            (0..0, 0..0, 0..10)
+        );
+    }
 }

@@ -1,6 +1,6 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
-use super::{Parallel, Ways};
+use super::{Cut, Parallel, Pieces, Ways};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,8 @@ use std::str::FromStr;
 /// How ranks carry out a pass. It may differ from call to call: no weight moves to another
 /// owner, and results are the same up to the rounding of sums and of [`Wire`].
 ///
-/// As text, each part that is not the default: `ways=2,degree=4/2,route=inter-first,wire=bf16/exact`.
+/// As text, each part that is not the default:
+/// `ways=2,degree=4/2,cut=ranks,route=inter-first,wire=bf16/exact`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Strategy {
@@ -20,6 +21,8 @@ pub struct Strategy {
     /// In how many pieces rows travel, so that one piece is multiplied while the next one
     /// is under way.
     pub degree: Both<usize>,
+    /// What makes a piece.
+    pub cut: Cut,
     /// How rows go from rank to rank.
     pub route: Route,
     /// What rows are while they are between nodes.
@@ -32,6 +35,7 @@ impl Default for Strategy {
         Strategy {
             ways: None,
             degree: Both::same(1),
+            cut: Cut::Rows,
             route: Route::Linear,
             wire: Both::same(Wire::Exact),
         }
@@ -55,18 +59,6 @@ impl<T: Copy> Both<T> {
             forward: value,
             backward: value,
         }
-    }
-}
-
-impl Both<usize> {
-    /// The number of pieces of which both a piece in forward and one in backward consist:
-    /// their least common multiple.
-    pub fn common(self) -> usize {
-        let (mut a, mut b) = (self.forward, self.backward);
-        while b > 0 {
-            (a, b) = (b, a % b);
-        }
-        self.forward / a.max(1) * self.backward
     }
 }
 
@@ -141,6 +133,10 @@ trait Words: Copy + PartialEq + 'static {
     }
 }
 
+impl Words for Cut {
+    const ALL: &'static [(&'static str, Cut)] = &[("rows", Cut::Rows), ("ranks", Cut::Ranks)];
+}
+
 impl Words for Route {
     const ALL: &'static [(&'static str, Route)] = &[
         ("linear", Route::Linear),
@@ -176,6 +172,12 @@ impl FromStr for Wire {
     }
 }
 
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
+    }
+}
+
 impl fmt::Display for Route {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())
@@ -207,6 +209,9 @@ impl fmt::Display for Strategy {
         }
         if self.degree != default.degree {
             parts.push(format!("degree={}", self.degree));
+        }
+        if self.cut != default.cut {
+            parts.push(format!("cut={}", self.cut));
         }
         if self.route != default.route {
             parts.push(format!("route={}", self.route));
@@ -257,9 +262,13 @@ impl FromStr for Strategy {
             match name {
                 "ways" => strategy.ways = Some(number(value)?),
                 "degree" => strategy.degree = both(value, number)?,
+                "cut" => strategy.cut = Cut::read(value)?,
                 "route" => strategy.route = Route::read(value)?,
                 "wire" => strategy.wire = both(value, Wire::read)?,
-                other => return Err(format!("`{other}` is none of ways, degree, route, wire")),
+                other => {
+                    let names = "ways, degree, cut, route, wire";
+                    return Err(format!("`{other}` is none of {names}"));
+                }
             }
         }
         Ok(strategy)
@@ -317,7 +326,7 @@ pub enum StrategyError {
         forward: usize,
         /// As asked for.
         backward: usize,
-        /// Their least common multiple.
+        /// How many these are ([`Pieces::common`]).
         pieces: usize,
     },
 }
@@ -342,6 +351,12 @@ impl Strategy {
         })
     }
 
+    /// The pieces that rows travel in.
+    pub fn pieces(&self) -> Pieces {
+        let (degree, cut) = (self.degree, self.cut);
+        Pieces { degree, cut }
+    }
+
     /// To how many slices of its expert a row goes in this mesh; 0: rows stay.
     pub fn ways(&self, mesh: &Parallel) -> usize {
         self.ways.unwrap_or(mesh.shards)
@@ -359,7 +374,7 @@ impl Strategy {
             return Err(StrategyError::Degree { degree });
         }
         let Both { forward, backward } = self.degree;
-        let pieces = self.degree.common();
+        let pieces = self.pieces().common();
         if pieces > MOST_PIECES {
             return Err(StrategyError::Degrees {
                 forward,
@@ -403,6 +418,7 @@ mod tests {
             "ways=0",
             "ways=2,degree=4/2,route=inter-first,wire=bf16/exact",
             "degree=8",
+            "degree=4/2,cut=ranks",
             "route=once,wire=fp8",
         ] {
             let strategy: Strategy = text.parse().unwrap();
@@ -413,6 +429,7 @@ mod tests {
             "ways",
             "ways=x",
             "route=ring",
+            "cut=tokens",
             "wire=f32",
             "degree=1/",
             "r=2",

@@ -65,9 +65,9 @@ fn pieces_have_their_steps_in_this_order() {
         ..Parallel::default()
     };
     let plan = planned(&spec(text), "cpu:avx2", mesh, 1, true);
-    assert_eq!(plan.in_pieces(Both::same(1)), plan);
+    assert_eq!(plan.in_pieces(Strategy::default().pieces()), plan);
     let strategy: Strategy = "degree=2/4".parse().unwrap();
-    let text = plan.in_pieces(strategy.degree).text();
+    let text = plan.in_pieces(strategy.pieces()).text();
     let expected = include_str!("steps_in_pieces.txt");
     assert!(text == expected, "the steps are now\n{text}");
 }
@@ -80,7 +80,8 @@ fn pieces_make_up_the_whole() {
         let plan = planned(&spec, "cpu:avx2", mesh, 0, seed % 3 > 0);
         for (forward, backward) in [(1, 3), (2, 1), (4, 4), (4, 2), (2, 3)] {
             let degree = Both { forward, backward };
-            let pieces = plan.in_pieces(degree);
+            let cut = [Cut::Rows, Cut::Ranks][seed as usize % 2];
+            let pieces = plan.in_pieces(Pieces { degree, cut });
             let passes = [
                 (&plan.steps, &pieces.steps, forward),
                 (&plan.evaluation, &pieces.evaluation, forward),
@@ -91,7 +92,9 @@ fn pieces_make_up_the_whole() {
                 let sent = |steps: &[RankStep]| plan.bytes_of(steps, 37, 2);
                 assert_eq!(sent(list), sent(whole), "{what}");
                 let launched = RankPlan::launched_pieces(list);
-                assert_eq!(launched % degree.max(1) * whole.len(), 0, "{what}");
+                if cut == Cut::Rows {
+                    assert_eq!(launched % degree.max(1) * whole.len(), 0, "{what}");
+                }
                 check_order(list, &what);
                 let count = |steps: &[RankStep], which: fn(&RankStep) -> bool| {
                     steps.iter().filter(|step| which(step)).count()
@@ -119,7 +122,11 @@ fn pieces_make_up_the_whole() {
 fn check_order(list: &[RankStep], what: &str) {
     let units = RankPlan::launched_pieces(list);
     let (mut sent, mut multiplied) = (vec![0; units], vec![0; units]);
-    let all = Piece { number: 0, of: 1 };
+    let all = Piece {
+        number: 0,
+        of: 1,
+        cut: Cut::Rows,
+    };
     let launches = list.iter().filter(|step| {
         matches!(step, RankStep::Launch { side, piece: None | Some(Piece { number: 0, .. }), .. }
             if *side == Side::Experts)
@@ -156,16 +163,24 @@ fn check_order(list: &[RankStep], what: &str) {
 fn a_piece_has_its_part_of_any_number_of_rows() {
     for of in 1..9 {
         for n in 0..20 {
-            let pieces = (0..of).map(|number| Piece { number, of }.rows(n));
+            let cut = Cut::Rows;
+            let somewhere = Distance::between(0, 1, 3);
+            let pieces = (0..of).map(|number| Piece { number, of, cut }.rows(n, somewhere));
             let rows: Vec<usize> = pieces.flatten().collect();
             assert!(rows.into_iter().eq(0..n), "{n} rows in {of}");
             // Finer pieces are within coarser ones.
-            let coarse = Piece { number: of - 1, of };
+            let coarse = Piece {
+                number: of - 1,
+                of,
+                cut,
+            };
             let fine = Piece {
                 number: 3 * of - 3,
                 of: 3 * of,
+                cut,
             };
-            assert_eq!(coarse.rows(n).start, fine.rows(n).start);
+            let start = |piece: Piece| piece.rows(n, somewhere).start;
+            assert_eq!(start(coarse), start(fine));
         }
     }
 }

@@ -120,27 +120,37 @@ impl FanOut {
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, usize) -> Range<usize>,
+        cut: &dyn Fn(usize, Leg) -> Range<usize>,
     ) -> FanOut {
         let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
         let first = |node: usize| node * per_node;
-        let nodes = |list: &[Vec<u32>], units: &dyn Fn(usize) -> Vec<u64>| -> Vec<Vec<u32>> {
+        // What is at the places of a node after so many hops.
+        let legs = |node: usize, hops: usize| {
+            (first(node)..first(node + 1)).map(move |place| {
+                let (from, to) = self.passage.pair(0, hops, place);
+                let units = self.passage.passing(hops, place).enumerate();
+                let leg = |(piece, units): (usize, u64)| Leg {
+                    from,
+                    to,
+                    piece,
+                    units,
+                };
+                units.map(leg).collect::<Vec<Leg>>()
+            })
+        };
+        let nodes = |list: &[Vec<u32>], hops: usize| -> Vec<Vec<u32>> {
             let some = |node: usize| {
                 if node == own {
                     Vec::new()
                 } else {
-                    let units = (first(node)..first(node + 1)).map(units);
-                    crossing(parted(&list[node], units, numbers.clone(), cut))
+                    crossing(parted(&list[node], legs(node, hops), numbers.clone(), cut))
                 }
             };
             (0..self.shape.nodes).map(some).collect()
         };
-        let pieces = self.passage.pieces();
-        let sent = |rank: usize| self.passage.sent()[rank * pieces..(rank + 1) * pieces].to_vec();
-        let passed = |place: usize| self.passage.passing(1, place).collect();
         FanOut {
-            sent: nodes(&self.sent, &sent),
-            passed: nodes(&self.passed, &passed),
+            sent: nodes(&self.sent, 0),
+            passed: nodes(&self.passed, 1),
             passage: Arc::new(self.passage.in_parts(numbers.clone(), cut)),
             ..*self
         }
@@ -221,25 +231,25 @@ impl RowBytes {
     }
 }
 
-/// What a list has of each row, of the rows of these parts alone, in their order. `units` has
-/// for each rank the rows of its pieces.
+/// What a list has of each row, of the rows of these parts alone, in their order. `legs` has
+/// for each rank its pieces.
 fn parted(
     list: &[u32],
-    units: impl Iterator<Item = Vec<u64>>,
+    legs: impl Iterator<Item = Vec<Leg>>,
     numbers: Range<usize>,
-    cut: &dyn Fn(usize, usize) -> Range<usize>,
+    cut: &dyn Fn(usize, Leg) -> Range<usize>,
 ) -> Vec<u32> {
     let (mut some, mut rest) = (Vec::new(), list);
-    for units in units {
+    for legs in legs {
         let mut pieces = Vec::new();
-        for units in units {
-            let (piece, behind) = rest.split_at(units as usize);
-            pieces.push(piece);
+        for leg in legs {
+            let (piece, behind) = rest.split_at(leg.units as usize);
+            pieces.push((piece, leg));
             rest = behind;
         }
         for number in numbers.clone() {
-            for piece in &pieces {
-                some.extend_from_slice(&piece[cut(number, piece.len())]);
+            for (piece, leg) in &pieces {
+                some.extend_from_slice(&piece[cut(number, *leg)]);
             }
         }
     }

@@ -73,29 +73,45 @@ impl Passage {
     }
 
     /// What passes where every piece travels in parts: of each pair of ranks all pieces of
-    /// the first part, then those of the next. `cut` says which units part `number` has of a
-    /// piece of so many.
+    /// the first part, then those of the next. `cut` says which units a part of this number
+    /// has of a piece.
     #[must_use]
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, usize) -> Range<usize>,
+        cut: &dyn Fn(usize, Leg) -> Range<usize>,
     ) -> Passage {
-        let pair = |units: &[u64]| -> Vec<u64> {
-            let part = |number: usize| {
-                let units = units.iter();
-                units.map(move |units| cut(number, *units as usize).len() as u64)
+        let pair = |(from, to): (usize, usize), units: &[u64]| -> Vec<u64> {
+            let leg = |(piece, &units): (usize, &u64)| Leg {
+                from,
+                to,
+                piece,
+                units,
             };
+            let legs: Vec<Leg> = units.iter().enumerate().map(leg).collect();
+            let part = |number: usize| legs.iter().map(move |leg| cut(number, *leg).len() as u64);
             numbers.clone().flat_map(part).collect()
         };
-        let table = |units: &Vec<u64>| units.chunks(self.pieces).flat_map(pair).collect();
-        let stages = |tables: &Vec<Vec<u64>>| tables.iter().map(table).collect();
+        let table = |order: usize, stage: usize| {
+            let places = self.numbers[order][stage].chunks(self.pieces).enumerate();
+            let parts = places.map(|(place, units)| pair(self.pair(order, stage, place), units));
+            parts.flatten().collect()
+        };
+        let stages = |order: usize| {
+            let stages = 0..self.numbers[order].len();
+            stages.map(|stage| table(order, stage)).collect()
+        };
         Passage {
             hops: self.hops.clone(),
             rank: self.rank,
             pieces: self.pieces * numbers.len(),
-            numbers: self.numbers.iter().map(stages).collect(),
+            numbers: (0..self.numbers.len()).map(stages).collect(),
         }
+    }
+
+    /// The rank that has what is at a place after so many hops, and the one that gets it.
+    pub fn pair(&self, order: usize, hops: usize, place: usize) -> (usize, usize) {
+        self.hops.pair(order, hops, self.rank, place)
     }
 
     /// An exchange in which a piece has so many bytes.

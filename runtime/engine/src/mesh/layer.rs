@@ -12,7 +12,7 @@ use crate::layer::{Layer, check_spec};
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Role, Sharing, StrategyError, Ways, Wire, plan_rank};
+use moesaic_plan::{Both, Pieces, Role, Sharing, StrategyError, Ways, Wire, plan_rank};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
@@ -173,7 +173,7 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
 
 impl MeshLayer {
     /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
-    /// its degree is what it does.
+    /// [`Strategy::pieces`] is what it does.
     pub fn plan(&self) -> &RankPlan {
         let view = self.view();
         let packing = self.packing(view, self.strategy.wire);
@@ -209,7 +209,7 @@ impl MeshLayer {
             self.add(by)?;
         }
         self.pack(by.count(), strategy.wire)?;
-        self.take_pieces(by.count(), strategy.degree)?;
+        self.take_pieces(by.count(), strategy.pieces())?;
         self.course = course;
         self.strategy = strategy;
         Ok(())
@@ -246,15 +246,15 @@ impl MeshLayer {
         self.packings.get(&(view.plan.ways, wire))
     }
 
-    /// Binds the passes of a number of ways for rows in so many pieces.
-    fn take_pieces(&mut self, ways: usize, degree: Both<usize>) -> Result<(), EngineError> {
+    /// Binds the passes of a number of ways for rows in pieces.
+    fn take_pieces(&mut self, ways: usize, pieces: Pieces) -> Result<(), EngineError> {
         let held = Sides {
             tokens: &self.tokens,
             experts: &self.experts,
             shared: self.shared.as_ref(),
         };
         if let Some(view) = self.views.get_mut(&ways) {
-            view.take_pieces(held, degree)?;
+            view.take_pieces(held, pieces)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use crate::error::EngineError;
 use crate::launch::Bound;
-use moesaic_plan::{self as plan, Both, Exchange, LayerPlan, RankStep, Step};
+use moesaic_plan::{self as plan, Cut, Exchange, LayerPlan, Pieces, RankStep, Step};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -47,13 +47,16 @@ pub(super) fn segments(
     parts.collect()
 }
 
-/// For how many pieces the experts' products are launched.
-pub(super) fn pieces(segments: &[Segment]) -> usize {
+/// For how many pieces the experts' products are launched, and what makes one.
+pub(super) fn pieces(segments: &[Segment]) -> (usize, Cut) {
     let of = |segment: &Segment| match segment {
-        Segment::Launches(plan::Side::Experts, _, piece) => piece.map(|piece| piece.of),
+        Segment::Launches(plan::Side::Experts, _, piece) => {
+            piece.map(|piece| (piece.of, piece.cut))
+        }
         _ => None,
     };
-    segments.iter().find_map(of).unwrap_or(1)
+    let found = segments.iter().find_map(of);
+    found.unwrap_or((1, Cut::default()))
 }
 
 /// Steps of passes of a side.
@@ -61,7 +64,7 @@ pub(super) type Launched = fn(&LayerPlan) -> &[Step];
 
 /// What a rank does in each pass.
 pub(super) struct Passes {
-    pub degree: Both<usize>,
+    pub pieces: Pieces,
     pub forward: Vec<Segment>,
     pub evaluation: Vec<Segment>,
     pub backward: Vec<Segment>,

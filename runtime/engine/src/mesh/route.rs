@@ -146,21 +146,24 @@ impl Rows {
     }
 
     fn passage_of(&self, pieces: &Range<usize>) -> Option<Arc<Passage>> {
-        let (whole, cut) = (self.passage.as_ref()?, |number, rows| {
-            self.cut(number, rows)
-        });
+        let whole = self.passage.as_ref()?;
         Some(match self.pieces() {
             1 => Arc::clone(whole),
-            _ => Arc::new(whole.in_parts(pieces.clone(), &cut)),
+            _ => Arc::new(whole.in_parts(pieces.clone(), &self.cut_of_legs())),
         })
     }
 
     fn fan_of(&self, pieces: &Range<usize>) -> Option<Arc<FanOut>> {
-        let (whole, cut) = (self.fan.as_ref()?, |number, rows| self.cut(number, rows));
+        let whole = self.fan.as_ref()?;
         Some(match self.pieces() {
             1 => Arc::clone(whole),
-            _ => Arc::new(whole.in_parts(pieces.clone(), &cut)),
+            _ => Arc::new(whole.in_parts(pieces.clone(), &self.cut_of_legs())),
         })
+    }
+
+    /// What is in a piece, as collectives ask for it.
+    fn cut_of_legs(&self) -> impl Fn(usize, Leg) -> Range<usize> {
+        |number, leg| self.cut(number, leg.units as usize, (leg.from, leg.to))
     }
 
     /// Ranks of equal places tell each other which rows for each other's nodes are of one

@@ -1,7 +1,7 @@
 //! Which rows go where in one call, from counts alone.
 
 use moesaic_collectives::plan::{FanOut, Passage};
-use moesaic_plan::{self as plan, Parallel, Place, Placement};
+use moesaic_plan::{self as plan, Cut, Distance, Parallel, Place, Placement};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,8 +20,7 @@ pub(super) struct Piece {
     pub rows: usize,
 }
 
-/// The rows of one call of one rank. They may come in pieces, each with a part of the rows of
-/// every rank for every expert. At the experts they lie by piece, then by expert, then by
+/// The rows of one call of one rank. They may come in pieces. At the experts they lie by piece, then by expert, then by
 /// rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
@@ -38,6 +37,8 @@ pub(super) struct Rows {
     pub fan: Option<Arc<FanOut>>,
     /// Where each piece begins at the experts, and the end of all.
     firsts: Vec<usize>,
+    /// What makes a piece.
+    cut: Cut,
 }
 
 impl Rows {
@@ -80,12 +81,14 @@ impl Rows {
             passage: None,
             fan: None,
             firsts: Vec::new(),
+            cut: Cut::default(),
         };
-        rows.in_pieces(1)
+        rows.in_pieces(1, Cut::default())
     }
 
     /// The same rows in so many pieces.
-    pub fn in_pieces(mut self, pieces: usize) -> Rows {
+    pub fn in_pieces(mut self, pieces: usize, cut: Cut) -> Rows {
+        self.cut = cut;
         self.firsts = vec![0; pieces + 1];
         for number in 0..pieces {
             let first = self.firsts[number].next_multiple_of(ALIGN);
@@ -100,16 +103,36 @@ impl Rows {
         self.firsts.len() - 1
     }
 
-    /// What is in a piece of so many rows of a rank for an expert.
-    pub fn cut(&self, number: usize, rows: usize) -> Range<usize> {
-        let of = self.pieces();
-        plan::Piece { number, of }.rows(rows)
+    fn piece(&self, number: usize) -> plan::Piece {
+        let (of, cut) = (self.pieces(), self.cut);
+        plan::Piece { number, of, cut }
+    }
+
+    /// What is in a piece of so many rows that a rank of the group has for an expert of another.
+    pub fn cut(&self, number: usize, rows: usize, (from, to): (usize, usize)) -> Range<usize> {
+        let group = |rank: usize| rank / self.mesh.shards;
+        let distance = Distance::between(group(from), group(to), self.mesh.ep);
+        self.piece(number).rows(rows, distance)
+    }
+
+    /// This rank's number in its group.
+    fn rank(&self) -> usize {
+        self.place.ep * self.mesh.shards + self.place.shard
+    }
+
+    /// How many rows a piece has of a rank for one of this rank's experts.
+    fn received(&self, number: usize, peer: usize, expert: usize) -> usize {
+        let all = self.received[peer][expert];
+        self.cut(number, all, (peer, self.rank())).len()
     }
 
     /// Rows of a piece that arrive here.
     pub fn rows_of(&self, number: usize) -> usize {
-        let counts = self.received.iter().flatten();
-        counts.map(|&rows| self.cut(number, rows).len()).sum()
+        let of = |peer: usize| {
+            let experts = 0..self.received[peer].len();
+            experts.map(move |expert| self.received(number, peer, expert))
+        };
+        (0..self.received.len()).flat_map(of).sum()
     }
 
     /// The number of each row at the experts within its piece; 0 between pieces.
@@ -141,8 +164,7 @@ impl Rows {
     /// The numbers of pieces of these rows that make up a piece of an exchange; all of them
     /// where it has none.
     pub fn numbers(&self, piece: Option<plan::Piece>) -> Range<usize> {
-        let all = plan::Piece { number: 0, of: 1 };
-        piece.unwrap_or(all).units(self.pieces())
+        piece.map_or(0..self.pieces(), |piece| piece.units(self.pieces()))
     }
 
     /// Rows of this rank's tokens.
@@ -159,8 +181,8 @@ impl Rows {
     pub fn expert_offsets(&self, piece: usize) -> Vec<i64> {
         let mut list = vec![0];
         for expert in 0..self.received[0].len() {
-            let counts = self.received.iter().map(|counts| counts[expert]);
-            let rows: usize = counts.map(|rows| self.cut(piece, rows).len()).sum();
+            let peers = 0..self.received.len();
+            let rows: usize = peers.map(|peer| self.received(piece, peer, expert)).sum();
             list.push(list[expert] + rows as i64);
         }
         list
@@ -217,13 +239,12 @@ impl Rows {
 
     /// The rows of this rank's tokens for the experts of a rank, by piece.
     fn of_owner(&self, peer: usize, pieces: &Range<usize>) -> Vec<Piece> {
-        let Place { ep, shard, .. } = self.place;
-        let (from, group) = (ep * self.mesh.shards + shard, peer / self.mesh.shards);
+        let (ep, from, group) = (self.place.ep, self.rank(), peer / self.mesh.shards);
         let experts = self.placement.of(group);
         let piece = |number: usize, e: usize| {
             let all = self.offsets[e + 1] - self.offsets[e];
             let share = self.placement.share((from, ep), e, all, group);
-            let rows = self.cut(number, share.len());
+            let rows = self.cut(number, share.len(), (from, peer));
             Piece {
                 peer,
                 first: self.offsets[e] + share.start + rows.start,
@@ -241,12 +262,12 @@ impl Rows {
         let of_piece = |number: usize| {
             let offsets = self.expert_offsets(number);
             let piece = |e: usize| {
-                let size = |counts: &Vec<usize>| self.cut(number, counts[e]).len();
-                let before = self.received[..peer].iter().map(size);
+                let size = |peer: usize| self.received(number, peer, e);
+                let before: usize = (0..peer).map(size).sum();
                 Piece {
                     peer,
-                    first: self.firsts[number] + offsets[e] as usize + before.sum::<usize>(),
-                    rows: size(&self.received[peer]),
+                    first: self.firsts[number] + offsets[e] as usize + before,
+                    rows: size(peer),
                 }
             };
             (0..offsets.len() - 1).map(piece).collect::<Vec<_>>()
@@ -356,14 +377,18 @@ mod tests {
         for (mesh, placement) in meshes() {
             let counts = some_counts(mesh.group(), placement.experts());
             let whole = placed(mesh, &placement, &counts);
-            for (pieces, of) in [(1, 1), (2, 2), (4, 2), (6, 3), (5, 1)] {
+            let by_rows = [(1, 1), (2, 2), (4, 2), (6, 3), (5, 1)];
+            let by_ranks = [(1, 1), (2, 2), (4, 2), (7, 3), (5, 1)];
+            let by_rows = by_rows.map(|numbers| (numbers, Cut::Rows));
+            let by_ranks = by_ranks.map(|numbers| (numbers, Cut::Ranks));
+            for ((pieces, of), cut) in by_rows.into_iter().chain(by_ranks) {
                 let all: Vec<Rows> = whole
                     .iter()
-                    .map(|rows| rows.clone().in_pieces(pieces))
+                    .map(|rows| rows.clone().in_pieces(pieces, cut))
                     .collect();
                 let mut taken: Vec<Vec<usize>> = vec![Vec::new(); all.len()];
                 for number in 0..of {
-                    let units = all[0].numbers(Some(plan::Piece { number, of }));
+                    let units = all[0].numbers(Some(plan::Piece { number, of, cut }));
                     let sizes = |pieces: Vec<Piece>, peer: usize| -> Vec<usize> {
                         let of_peer = pieces.into_iter().filter(|piece| piece.peer == peer);
                         of_peer.map(|piece| piece.rows).collect()

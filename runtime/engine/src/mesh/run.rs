@@ -58,7 +58,7 @@ impl Run<'_> {
         segments: &[Segment],
         mut arrive: impl FnMut(&mut Side<'_>, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let pieces = pieces(segments);
+        let (pieces, cut) = pieces(segments);
         if pieces > 1 {
             self.groups.help();
         }
@@ -69,7 +69,7 @@ impl Run<'_> {
                     Way::Tokens => {} // when the call began
                     Way::Counts => {
                         let recorded = self.begins(exchange);
-                        let rows = self.count()?.in_pieces(pieces);
+                        let rows = self.count()?.in_pieces(pieces, cut);
                         self.ended(recorded, Instant::now());
                         arrive(&mut self.experts, rows.room())?;
                         self.lay_out(&rows)?;

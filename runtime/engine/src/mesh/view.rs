@@ -6,7 +6,7 @@ use crate::error::EngineError;
 use crate::layer::Layer;
 use crate::texts::Texts;
 use crate::trace::Recorder;
-use moesaic_plan::{self as plan, Both, LayerPlan, RankPlan, RankStep, Role, Step, Strategy};
+use moesaic_plan::{self as plan, LayerPlan, Pieces, RankPlan, RankStep, Role, Step, Strategy};
 use moesaic_tensor::Tensors;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ impl View {
                 routing(evaluation, LayerPlan::evaluation_steps)?,
                 routing(&plan.steps, |plan| &plan.steps)?,
             ],
-            passes: sides.passes(&plan, Strategy::default().degree)?.into(),
+            passes: sides.passes(&plan, Strategy::default().pieces())?.into(),
             tokens: None,
             experts: None,
             plan,
@@ -78,10 +78,10 @@ impl View {
         })
     }
 
-    /// Binds its passes for rows in so many pieces.
-    pub fn take_pieces(&mut self, held: Sides<'_>, degree: Both<usize>) -> Result<(), EngineError> {
-        if degree != self.passes.degree {
-            let passes = self.sides(held).passes(&self.plan, degree)?;
+    /// Binds its passes for rows in pieces.
+    pub fn take_pieces(&mut self, held: Sides<'_>, pieces: Pieces) -> Result<(), EngineError> {
+        if pieces != self.passes.pieces {
+            let passes = self.sides(held).passes(&self.plan, pieces)?;
             self.passes = passes.into();
         }
         Ok(())
@@ -123,11 +123,11 @@ impl Sides<'_> {
         })
     }
 
-    /// The passes of a plan with rows in so many pieces.
-    fn passes(&self, plan: &RankPlan, degree: Both<usize>) -> Result<Passes, EngineError> {
-        let plan = plan.in_pieces(degree);
+    /// The passes of a plan with rows in pieces.
+    fn passes(&self, plan: &RankPlan, pieces: Pieces) -> Result<Passes, EngineError> {
+        let plan = plan.in_pieces(pieces);
         Ok(Passes {
-            degree,
+            pieces,
             forward: self.bind(&plan.steps, |plan| &plan.steps)?,
             evaluation: self.bind(plan.evaluation_steps(), LayerPlan::evaluation_steps)?,
             backward: self.bind(&plan.backward, |plan| &plan.backward)?,

@@ -195,6 +195,23 @@ fn pieces_overlap_and_nothing_of_a_stream_does() {
     }
 }
 
+/// By ranks every message is in one piece, by rows in each of them; bytes are the same.
+#[test]
+fn pieces_by_ranks_have_no_more_messages_than_one() {
+    let question = question(16, 1600, true);
+    let simulator = Simulator::new(&question);
+    let of = |text: &str| simulator.predict(mesh(16, 1, 1), strategy(text)).unwrap();
+    let [one, rows, ranks] = ["default", "degree=8", "degree=8,cut=ranks"].map(of);
+    assert!(ranks.seconds < rows.seconds, "{ranks:?} {rows:?}");
+    for (one, ranks) in one.sent.iter().zip(ranks.sent) {
+        assert!((ranks / one.max(1.0) - one / one.max(1.0)).abs() < 1e-9);
+    }
+    let error = simulator
+        .predict(mesh(16, 1, 1), strategy("degree=2,cut=ranks,route=once"))
+        .unwrap_err();
+    assert!(error.to_string().contains("take route=linear"), "{error}");
+}
+
 #[test]
 fn skew_makes_the_rank_of_a_hot_expert_the_slowest() {
     let even = question(16, 65536, false);
@@ -302,13 +319,12 @@ fn the_best_that_is_found_is_the_best_of_all() {
     let question = question(16, 8192, true);
     let simulator = Simulator::new(&question);
     let ranked = search(&simulator, &Space::default()).unwrap();
-    let best = &ranked.best[0];
-    assert!(
-        ranked
-            .best
-            .windows(2)
-            .all(|w| w[0].seconds <= w[1].seconds + 1e-9)
-    );
+    // The simplest of those that are as good as equal comes before the fastest.
+    let all = ranked.best.iter();
+    let best = all.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).unwrap();
+    let sorted = ranked.best[1..].windows(2);
+    assert!(sorted.clone().all(|w| w[0].seconds <= w[1].seconds + 1e-9));
+    assert!(ranked.best[0].seconds <= best.seconds * 1.03);
     for (ep, shards, dp) in [(16, 1, 1), (8, 2, 1), (4, 2, 2), (1, 1, 16), (2, 8, 1)] {
         for text in ["default", "degree=2/4", "ways=0"] {
             let found = simulator
