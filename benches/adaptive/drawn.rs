@@ -86,18 +86,14 @@ impl Drawn {
         ids[rank * own..(rank + 1) * own].to_vec()
     }
 
-    /// Rows of each rank for each expert, as far as capacity lets them.
+    /// Rows that each rank has for each expert before any is dropped.
     pub fn counts(&self) -> Vec<Vec<u64>> {
-        let most = self.capacity.map_or(u64::MAX, |factor| {
-            let mean = (self.tokens * self.top_k) as f64 / self.experts as f64;
-            (factor * mean).ceil() as u64
-        });
         let of = |rank: usize| {
             let mut counts = vec![0u64; self.experts];
             self.ids(rank)
                 .iter()
                 .for_each(|id| counts[*id as usize] += 1);
-            counts.into_iter().map(|count| count.min(most)).collect()
+            counts
         };
         (0..RANKS).map(of).collect()
     }

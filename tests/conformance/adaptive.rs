@@ -116,7 +116,7 @@ fn a_layer_that_tries_strategies_learns_the_same() {
     let kept = |event: &Event| matches!(event.what, What::Kept { .. });
     assert!(events.iter().any(kept), "{events:?}");
     let most = shares(TOKENS, 4).iter().map(|tokens| tokens.len()).max();
-    assert_eq!(events[0].key.rows, Rows::of_tokens(most.unwrap()));
+    assert_eq!(events[0].key.rows, Rows::of(most.unwrap(), None));
     learned_alike(&searched, &fixed);
 }
 

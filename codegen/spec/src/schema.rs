@@ -1,15 +1,24 @@
 //! The keys of the TOML: names, types and possible values.
 //!
 //! Reading checks a text against this before serde sees it, because serde
-//! stops at the first problem and the user should see all of them. A test
-//! holds it against the types, so that neither can drift.
+//! stops at the first problem and the user should see all of them. It is read
+//! off the types: a key of a struct is a key here, and the words of an enum are
+//! its words.
+
+mod probe;
+
+use crate::LayerSpec;
+use std::sync::LazyLock;
 
 /// A table of the TOML.
+#[derive(Debug, Default)]
 pub(crate) struct Section {
-    pub keys: &'static [Key],
+    /// In the order of the struct.
+    pub keys: Vec<Key>,
 }
 
 /// A key of a table.
+#[derive(Debug)]
 pub(crate) struct Key {
     pub name: &'static str,
     pub kind: Kind,
@@ -18,6 +27,7 @@ pub(crate) struct Key {
 }
 
 /// The type of a value.
+#[derive(Debug)]
 pub(crate) enum Kind {
     /// A whole number from 0.
     Count,
@@ -33,17 +43,17 @@ pub(crate) enum Kind {
     Select,
     /// `true`, `false` or one of [`BIASES`](crate::biases::BIASES).
     Biases,
-    /// One of [`ACTIVATIONS`] or `{ expr = "…" }`.
-    Activation,
+    /// One of these strings or `{ expr = "…" }`.
+    Activation(&'static [&'static str]),
     /// A table.
-    Table(&'static Section),
+    Table(Section),
     /// An array of tables.
-    List(&'static Section),
+    List(Section),
 }
 
 impl Section {
     /// The key of that name.
-    pub fn key(&self, name: &str) -> Option<&'static Key> {
+    pub fn key(&self, name: &str) -> Option<&Key> {
         self.keys.iter().find(|key| key.name == name)
     }
 
@@ -54,106 +64,40 @@ impl Section {
     }
 }
 
-const fn optional(name: &'static str, kind: Kind) -> Key {
-    Key {
-        name,
-        kind,
-        required: None,
-    }
-}
-
-const fn required(name: &'static str, kind: Kind, example: &'static str) -> Key {
-    Key {
-        name,
-        kind,
-        required: Some(example),
-    }
-}
-
-use Kind::{Choice, Count, Flag, List, Number, Table, Text};
-
 /// The whole file.
-pub(crate) static ROOT: Section = Section {
-    keys: &[
-        optional("name", Text),
-        required(
-            "shape",
-            Table(&SHAPE),
-            "the table [shape] with model_dim, hidden_dim, experts and top_k",
-        ),
-        optional("precision", Table(&PRECISION)),
-        optional("router", Table(&ROUTER)),
-        optional("capacity", Table(&CAPACITY)),
-        optional("experts", Table(&EXPERTS)),
-        optional("latent", Table(&LATENT)),
-        optional("shared", List(&SHARED)),
-        optional("losses", List(&LOSS)),
-    ],
-};
+pub(crate) static ROOT: LazyLock<Section> = LazyLock::new(probe::section::<LayerSpec>);
 
-static SHAPE: Section = Section {
-    keys: &[
-        required("model_dim", Count, "the width of a token: model_dim = 2048"),
-        required(
-            "hidden_dim",
-            Count,
-            "the width inside an expert: hidden_dim = 768",
-        ),
-        required("experts", Count, "the number of experts: experts = 8"),
-        required("top_k", Count, "the experts per token: top_k = 2"),
-        optional("output_dim", Count),
-    ],
-};
+/// Keys that a table has to have, and what to add where one is missing.
+const REQUIRED: &[(&str, &str)] = &[
+    (
+        "shape",
+        "the table [shape] with model_dim, hidden_dim, experts and top_k",
+    ),
+    ("shape.model_dim", "the width of a token: model_dim = 2048"),
+    (
+        "shape.hidden_dim",
+        "the width inside an expert: hidden_dim = 768",
+    ),
+    ("shape.experts", "the number of experts: experts = 8"),
+    ("shape.top_k", "the experts per token: top_k = 2"),
+    (
+        "router.entropy.temperature",
+        "how far entropy moves the temperature: temperature = 0.5",
+    ),
+    ("router.groups.count", "the number of groups: count = 8"),
+    ("router.groups.keep", "the groups kept per token: keep = 4"),
+    (
+        "router.groups.stat",
+        "the score of a group: stat = \"max\" or \"top2-sum\"",
+    ),
+    ("latent.dim", "the width of routed experts: dim = 1024"),
+    ("shared.hidden_dim", "its inner width: hidden_dim = 2048"),
+    ("losses.kind", "the formula: kind = \"switch\""),
+    ("losses.coefficient", "the factor on it: coefficient = 0.01"),
+];
 
-const DTYPES: Kind = Choice(&["f32", "f16", "bf16"]);
-
-static PRECISION: Section = Section {
-    keys: &[
-        optional("weights", DTYPES),
-        optional("activations", DTYPES),
-        optional("tf32", Flag),
-    ],
-};
-
-static ROUTER: Section = Section {
-    keys: &[
-        optional("kind", Choice(&["linear", "cosine", "table", "external"])),
-        optional("bias", Flag),
-        optional("input", Choice(&["token", "rms-scaled"])),
-        optional(
-            "score",
-            Choice(&[
-                "softmax",
-                "softmax-selected",
-                "sigmoid",
-                "sqrt-softplus",
-                "one",
-            ]),
-        ),
-        optional("select", Kind::Select),
-        optional("select_bias", Flag),
-        optional("groups", Table(&GROUPS)),
-        optional("renormalize", Choice(&["none", "sum", "clamp", "p-norm"])),
-        optional("renormalize_eps", Number),
-        optional("norm_order", Number),
-        optional("scale", Number),
-        optional("expert_scale", Flag),
-        optional("weight_on", Choice(&["output", "activation", "input"])),
-        optional("table_rows", Count),
-        optional("projection_dim", Count),
-        optional("token_mask", Flag),
-        optional("active_k", Flag),
-        optional("entropy", Table(&ENTROPY)),
-        optional("jitter", Number),
-        optional("input_dropout", Number),
-        optional("noise", Number),
-        optional(
-            "noise_kind",
-            Choice(&["gaussian", "learned", "gumbel", "gumbel-second"]),
-        ),
-        optional("random_second", Flag),
-    ],
-};
+/// The types that a spec may choose; tensors have integer types, too.
+const DTYPES: &[&str] = &["f32", "f16", "bf16"];
 
 /// The rules of `router.select` that have a number, and an example of it.
 pub(crate) const SELECTIONS: &[(&str, &str)] = &[
@@ -162,189 +106,92 @@ pub(crate) const SELECTIONS: &[(&str, &str)] = &[
     ("sinkhorn", "8"),
 ];
 
-static ENTROPY: Section = Section {
-    keys: &[
-        required(
-            "temperature",
-            Number,
-            "how far entropy moves the temperature: temperature = 0.5",
-        ),
-        optional("load", Number),
-    ],
-};
-
-static GROUPS: Section = Section {
-    keys: &[
-        required("count", Count, "the number of groups: count = 8"),
-        required("keep", Count, "the groups kept per token: keep = 4"),
-        required(
-            "stat",
-            Choice(&["max", "top2-sum"]),
-            "the score of a group: stat = \"max\" or \"top2-sum\"",
-        ),
-        optional("mask", Choice(&["exclude", "zero"])),
-    ],
-};
-
-static CAPACITY: Section = Section {
-    keys: &[
-        optional(
-            "mode",
-            Choice(&["dropless", "factor", "fixed", "max-count", "bounded"]),
-        ),
-        optional("factor", Number),
-        optional("eval_factor", Number),
-        optional("rows", Count),
-        optional(
-            "order",
-            Choice(&[
-                "slot-major",
-                "token-major",
-                "batch-prioritized",
-                "probability",
-                "random",
-            ]),
-        ),
-        optional("align", Count),
-        optional("renormalize_after_drop", Flag),
-    ],
-};
-
-/// Activations that have a name.
-pub(crate) const ACTIVATIONS: &[&str] = &["silu", "gelu", "gelu-tanh", "relu", "relu2"];
-
-static EXPERTS: Section = Section {
-    keys: &[
-        optional("form", Choice(&["gated", "plain"])),
-        optional("activation", Kind::Activation),
-        optional("bias", Kind::Biases),
-        optional("clamp", Number),
-        optional("alpha", Number),
-        optional("up_offset", Number),
-        optional("layout", Choice(&["split", "concat", "interleaved"])),
-        optional("identity", Count),
-        optional("zero", Count),
-    ],
-};
-
-static LATENT: Section = Section {
-    keys: &[
-        required("dim", Count, "the width of routed experts: dim = 1024"),
-        optional("bias", Flag),
-    ],
-};
-
-static SHARED: Section = Section {
-    keys: &[
-        required("hidden_dim", Count, "its inner width: hidden_dim = 2048"),
-        optional("gate", Choice(&["none", "sigmoid", "residual"])),
-        optional("bias", Kind::Biases),
-    ],
-};
-
-static LOSS: Section = Section {
-    keys: &[
-        required(
-            "kind",
-            Choice(&[
-                "switch",
-                "gshard",
-                "gshard-all",
-                "importance-load",
-                "importance-load-logits",
-                "z",
-                "sequence",
-                "global",
-            ]),
-            "the formula: kind = \"switch\"",
-        ),
-        required(
-            "coefficient",
-            Number,
-            "the factor on it: coefficient = 0.01",
-        ),
-        optional("sequence_length", Count),
-    ],
-};
-
 #[cfg(test)]
 mod reached;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::LayerSpec;
+    use crate::testing::sample;
     use serde::Deserialize;
 
-    /// What serde says about a spec that is valid but for one table.
-    fn refusal(path: &[&str], mut value: toml::Value) -> String {
-        for name in path.iter().rev() {
-            let list = matches!(*name, "shared" | "losses");
-            value = if list { vec![value].into() } else { value };
-            value = toml::Table::from_iter([(name.to_string(), value)]).into();
-        }
-        if path.first() != Some(&"shape")
-            && let toml::Value::Table(root) = &mut value
-        {
-            let shape = "model_dim = 1\nhidden_dim = 1\nexperts = 1\ntop_k = 1";
-            let shape: toml::Table = shape.parse().expect("a table");
-            root.insert("shape".to_string(), shape.into());
-        }
-        let error = LayerSpec::deserialize(value).expect_err("something nobody knows");
-        error.message().to_string()
-    }
-
-    /// The names in backticks of serde's "expected one of", sorted.
-    fn expected(message: &str) -> Vec<String> {
-        let (_, list) = message.split_once("expected").expect("a list of names");
-        let mut names: Vec<String> = list
-            .split('`')
-            .skip(1)
-            .step_by(2)
-            .map(String::from)
-            .collect();
-        names.sort();
-        names
-    }
-
-    fn check(section: &'static Section, path: &[&'static str]) {
-        let bogus = toml::Table::from_iter([("bogus".to_string(), true.into())]);
-        let mut names: Vec<&str> = section.keys.iter().map(|key| key.name).collect();
-        names.sort_unstable();
-        assert_eq!(
-            expected(&refusal(path, bogus.into())),
-            names,
-            "keys of {path:?}"
-        );
-        for key in section.keys {
-            let path = [path, &[key.name]].concat();
-            match &key.kind {
-                Kind::Table(inner) | Kind::List(inner) => check(inner, &path),
-                Kind::Choice(words) => check_words(words, &path),
-                Kind::Select => check_words(
-                    &["top-k", "sparse-mixer", "expert-choice", "sinkhorn"],
-                    &path,
-                ),
-                Kind::Biases => check_words(crate::biases::BIASES, &path),
-                Kind::Activation => check_words(&[ACTIVATIONS, &["expr"]].concat(), &path),
-                Kind::Count | Kind::Number | Kind::Flag | Kind::Text => {}
+    /// Every key by its path.
+    fn walk(section: &'static Section, path: &str, each: &mut dyn FnMut(&str, &'static Key)) {
+        for key in &section.keys {
+            let path = probe::join(path, key.name);
+            each(&path, key);
+            if let Kind::Table(inner) | Kind::List(inner) = &key.kind {
+                walk(inner, &path, each);
             }
         }
     }
 
-    fn check_words(words: &[&str], path: &[&'static str]) {
-        let mut words = words.to_vec();
-        if path[0] == "precision" {
-            // Tensors have integer types too; a spec cannot choose them.
-            words.extend(["i32", "i64"]);
+    fn all() -> Vec<(String, &'static Key)> {
+        let mut all = Vec::new();
+        walk(&ROOT, "", &mut |path, key| {
+            all.push((path.to_string(), key))
+        });
+        all
+    }
+
+    /// Removes a key of a table, or of the first of a list of them.
+    fn remove(table: &mut toml::Table, path: &[&str]) -> bool {
+        match (path, table.get_mut(path[0])) {
+            ([name], _) => table.remove(*name).is_some(),
+            (_, Some(toml::Value::Table(inner))) => remove(inner, &path[1..]),
+            (_, Some(toml::Value::Array(list))) => {
+                let first = list.first_mut().and_then(toml::Value::as_table_mut);
+                first.is_some_and(|inner| remove(inner, &path[1..]))
+            }
+            _ => false,
         }
-        words.sort_unstable();
-        let message = refusal(path, "bogus".into());
-        assert_eq!(expected(&message), words, "values of {path:?}");
+    }
+
+    /// A key is required where no spec is read without it.
+    #[test]
+    fn required_keys_have_an_example() {
+        let specs: Vec<toml::Table> = (0..400)
+            .map(|seed| toml::Table::try_from(sample(seed)).expect("a spec is a table"))
+            .collect();
+        for (path, key) in all() {
+            let names: Vec<&str> = path.split('.').collect();
+            let mut there = specs.iter().filter_map(|spec| {
+                let mut without = spec.clone();
+                remove(&mut without, &names).then_some(without)
+            });
+            let without = there
+                .next()
+                .unwrap_or_else(|| panic!("no sample has {path}"));
+            let read = LayerSpec::deserialize(toml::Value::Table(without));
+            assert_eq!(read.is_err(), key.required.is_some(), "{path}: {read:?}");
+        }
+        let all: Vec<String> = all().into_iter().map(|(path, _)| path).collect();
+        for (path, _) in REQUIRED {
+            assert!(all.iter().any(|known| known == path), "no key is {path}");
+        }
     }
 
     #[test]
-    fn schema_and_types_agree() {
-        check(&ROOT, &[]);
+    fn types_say_what_they_are() {
+        let of = |path: &str| {
+            let all = all().into_iter();
+            let mut found = all.filter(|(known, _)| known == path);
+            format!("{:?}", found.next().expect("a key").1.kind)
+        };
+        assert_eq!(of("name"), "Text");
+        assert_eq!(of("shape.output_dim"), "Count");
+        assert_eq!(of("router.scale"), "Number");
+        assert_eq!(of("router.select"), "Select");
+        assert_eq!(of("router.groups.stat"), r#"Choice(["max", "top2-sum"])"#);
+        assert_eq!(of("precision.weights"), format!("Choice({DTYPES:?})"));
+        let activations = ["silu", "gelu", "gelu-tanh", "relu", "relu2"];
+        assert_eq!(
+            of("experts.activation"),
+            format!("Activation({activations:?})")
+        );
+        let biases = all().into_iter();
+        let biases = biases.filter(|(_, key)| matches!(key.kind, Kind::Biases));
+        let biases: Vec<String> = biases.map(|(path, _)| path).collect();
+        assert_eq!(biases, ["experts.bias", "shared.bias"]);
     }
 }

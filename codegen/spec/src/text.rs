@@ -127,7 +127,7 @@ impl Reader {
                 None => self.unknown(name, section, path),
             }
         }
-        for key in section.keys {
+        for key in &section.keys {
             if let (Some(example), false) = (key.required, result.contains_key(key.name)) {
                 self.missing(key, example, path, &at);
                 result.insert(key.name.to_string(), placeholder(&key.kind));
@@ -252,7 +252,7 @@ fn meant(name: &str, section: &Section, path: &str) -> Option<(String, String)> 
 
 /// The top-level table that has a key of that name.
 fn owner(name: &str) -> Option<&'static str> {
-    let has = |key: &&Key| match key.kind {
+    let has = |key: &&Key| match &key.kind {
         Kind::Table(section) => section.key(name).is_some(),
         _ => false,
     };
@@ -268,7 +268,7 @@ fn placeholder(kind: &Kind) -> toml::Value {
         Kind::Text => "x".into(),
         Kind::Choice(known) => known[0].into(),
         Kind::Select => "top-k".into(),
-        Kind::Activation => "silu".into(),
+        Kind::Activation(known) => known[0].into(),
         Kind::Table(section) => blank(section).into(),
         Kind::List(_) => toml::Value::Array(Vec::new()),
     }

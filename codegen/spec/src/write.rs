@@ -17,7 +17,7 @@ impl LayerSpec {
         let plain = serde_json::from_value::<LayerSpec>(required);
         let plain = plain.map_or(Value::Null, |plain| value(&plain));
         let mut text = format!("name = {}\n", written(&whole["name"]));
-        for key in ROOT.keys {
+        for key in &ROOT.keys {
             let (whole, plain) = (&whole[key.name], &plain[key.name]);
             match (&key.kind, whole) {
                 (Kind::Table(section), Value::Object(_)) => {

@@ -15,6 +15,8 @@ pub(crate) struct Rank {
     pub group: usize,
     /// Its tokens.
     pub tokens: f64,
+    /// Rows that its tokens have for all experts.
+    pub rows: f64,
     /// Rows that arrive, by its experts.
     pub arriving: Vec<f64>,
     /// Rows that it has for itself.
@@ -112,6 +114,7 @@ fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
         rank: group.start + place,
         group: number,
         tokens: group.tokens(place),
+        rows: group.rows(place),
         arriving: group.arriving(place),
         own: traffic.own[place],
         back: phases
@@ -136,7 +139,7 @@ fn key(rank: &Rank) -> Vec<u32> {
         .arriving
         .iter()
         .copied()
-        .chain([rank.own, rank.tokens])
+        .chain([rank.own, rank.tokens, rank.rows])
         .chain(loads);
     numbers.map(|n| (n as f32).to_bits()).collect()
 }

@@ -118,6 +118,19 @@ impl Routing {
         })
     }
 
+    /// The same with at most so many rows of each rank for an expert.
+    #[must_use]
+    pub fn capped(mut self, most: f64) -> Routing {
+        let rows = self.rows.iter_mut().flatten();
+        rows.for_each(|rows| *rows = rows.min(most));
+        self
+    }
+
+    /// The tokens of the rank with the most.
+    pub fn most_tokens(&self) -> f64 {
+        self.tokens.iter().copied().fold(0.0, f64::max)
+    }
+
     fn alike(tokens: u64, rows: Vec<f64>, top_k: usize) -> Routing {
         Routing {
             tokens: vec![tokens as f64],
@@ -212,6 +225,16 @@ mod tests {
         let even = Routing::zipf(100, 8, 2, 0.0).unwrap();
         assert_eq!(even, Routing::even(100, 8, 2));
         assert!(Routing::zipf(1, 8, 2, f64::NAN).is_err());
+    }
+
+    #[test]
+    fn no_expert_has_more_than_its_capacity() {
+        let routing = Routing::zipf(1000, 8, 2, 1.2).unwrap();
+        let capped = routing.clone().capped(300.0);
+        for (rows, capped) in routing.rows(0).iter().zip(capped.rows(0)) {
+            assert_eq!(*capped, rows.min(300.0));
+        }
+        assert_eq!((capped.tokens(0), capped.most_tokens()), (1000.0, 1000.0));
     }
 
     #[test]

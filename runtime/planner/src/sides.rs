@@ -63,10 +63,9 @@ pub(crate) fn sides(
 fn rows_of(travel: &Travel, rank: &Rank) -> Vec<f64> {
     match travel.ways {
         0 => {
-            // As many as its tokens choose, as evenly as those that arrive.
-            let spec = &travel.plan.tokens.spec.shape;
-            let rows = rank.tokens * spec.top_k as f64 / spec.experts as f64;
-            vec![rows; spec.experts]
+            // As many as its tokens have, as evenly as those that arrive.
+            let experts = travel.plan.tokens.spec.shape.experts;
+            vec![rank.rows / experts as f64; experts]
         }
         _ => rank
             .arriving

@@ -4,11 +4,12 @@ use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::pieces::Part;
 use crate::question::{PlannerError, Prediction, Question, Simulated};
+use crate::routing::Routing;
 use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
 use moesaic_plan::{
-    Both, Cut, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, plan_rank,
+    Both, Cut, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, most_rows, plan_rank,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -29,6 +30,8 @@ struct Planned {
 #[derive(Debug)]
 pub struct Simulator<'q> {
     question: &'q Question,
+    /// Rows that experts take.
+    routing: Routing,
     plans: RefCell<HashMap<(Parallel, usize), Rc<Planned>>>,
     ranks: RefCell<HashMap<Kind, Rc<Vec<Rank>>>>,
 }
@@ -37,6 +40,7 @@ impl<'q> Simulator<'q> {
     /// Of a question.
     pub fn new(question: &'q Question) -> Simulator<'q> {
         Simulator {
+            routing: taken(question),
             question,
             plans: RefCell::default(),
             ranks: RefCell::default(),
@@ -50,7 +54,7 @@ impl<'q> Simulator<'q> {
 
     /// Whether a mesh has the nodes that routes in two dimensions need.
     pub fn has_nodes(&self, mesh: Parallel) -> bool {
-        geometry::has_nodes(&self.question.machine, mesh, &self.question.routing)
+        geometry::has_nodes(&self.question.machine, mesh, &self.routing)
     }
 
     /// What a configuration takes, with the phases of each pass.
@@ -178,9 +182,6 @@ impl<'q> Simulator<'q> {
     }
 
     fn ranks(&self, mesh: Parallel, route: Route, ways: usize) -> Rc<Vec<Rank>> {
-        let Question {
-            machine, routing, ..
-        } = self.question;
         // The number of ways changes answers alone, and those of two dimensions are spread.
         let ways = match route {
             Route::Linear => ways,
@@ -189,9 +190,9 @@ impl<'q> Simulator<'q> {
         let made = || {
             let experts = self.question.spec.shape.experts;
             Rc::new(geometry::ranks(
-                machine,
+                &self.question.machine,
                 mesh,
-                routing,
+                &self.routing,
                 experts,
                 (route, ways),
             ))
@@ -202,6 +203,20 @@ impl<'q> Simulator<'q> {
                 .entry((mesh, route, ways))
                 .or_insert_with(made),
         )
+    }
+}
+
+/// What is routed, but for what a layer with a capacity drops.
+fn taken(question: &Question) -> Routing {
+    let routing = question.routing.clone();
+    let factor = question
+        .spec
+        .capacity
+        .factor_of(question.training.is_some());
+    let tokens = routing.most_tokens().ceil() as u64;
+    match most_rows(&question.spec, factor, tokens) {
+        Some(most) => routing.capped(most as f64),
+        None => routing,
     }
 }
 

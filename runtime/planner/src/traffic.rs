@@ -73,6 +73,10 @@ impl<'a> Group<'a> {
         self.routing.tokens(self.start + rank)
     }
 
+    pub fn rows(&self, rank: usize) -> f64 {
+        self.routing.rows(self.start + rank).iter().sum()
+    }
+
     /// Rows of a rank of the group for each rank of it.
     fn rows_to(&self, from: usize) -> Vec<f64> {
         let rows = self.routing.rows(self.start + from);

@@ -235,8 +235,7 @@ impl Travel<'_> {
         let part = if there { self.part() } else { 1.0 };
         let rows = part * self.piece.others;
         if self.ways == 0 {
-            let all: f64 = rank.tokens * self.plan.tokens.spec.shape.top_k as f64;
-            return self.own(all * row * self.piece.own);
+            return self.own(rank.rows * row * self.piece.own);
         }
         // What crosses once does so however many slices get it inside the node, or have a part
         // of the answer there, of which one is what `back` has.

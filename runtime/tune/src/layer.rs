@@ -2,7 +2,7 @@
 
 use crate::{Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{Among, Counters, EngineError, Input, MeshLayer, MeshSaved, Output};
-use moesaic_plan::Strategy;
+use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
 use std::time::Instant;
 
@@ -93,7 +93,7 @@ impl AdaptiveLayer {
         counters: Counters,
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let tokens = self.agree(input.tokens)?;
-        let key = self.key(tokens);
+        let key = self.key(tokens, input.capacity_factor);
         let strategy = self.tuner.choose(&key, || (self.predict)(&key));
         // Ranks that choose tell each other: an exchange more.
         if strategy != self.layer.strategy() {
@@ -145,11 +145,14 @@ impl AdaptiveLayer {
         Ok(largest[0] as usize)
     }
 
-    fn key(&self, most: usize) -> Key {
+    fn key(&self, most: usize, factor: Option<f64>) -> Key {
+        let spec = &self.layer.plan().tokens.spec;
+        let factor = factor.unwrap_or(spec.capacity.factor_of(true));
+        let capacity = most_rows(spec, factor, most as u64);
         Key {
             machine: self.machine.clone(),
             layer: self.name.clone(),
-            rows: Rows::of_tokens(most),
+            rows: Rows::of(most, capacity),
         }
     }
 }

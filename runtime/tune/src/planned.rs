@@ -2,8 +2,9 @@
 
 use crate::{Key, Predict, Prediction, Rows};
 use moesaic_engine::MeshLayer;
-use moesaic_plan::{Both, Parallel, Strategy, Wire};
+use moesaic_plan::{Both, Parallel, Strategy, Wire, most_rows};
 use moesaic_planner::{Machine, PlannerError, Question, Routing, Simulator, Space};
+use moesaic_spec::{CapacityMode, LayerSpec};
 
 /// What the planner is told beside the layer: it simulates every step that a tuner could
 /// choose, on a model of the machine.
@@ -38,11 +39,10 @@ impl Planned {
     /// [`PlannerError`] where not even the default strategy can be simulated.
     pub fn predict(self, layer: &MeshLayer) -> Result<Predict, PlannerError> {
         let forecast = Forecast::new(self, layer);
-        forecast.of(1)?;
+        forecast.of(Rows::of(1, None))?;
         // What was simulated for one number of tokens is for others, too.
-        Ok(Box::new(move |key: &Key| match key.rows {
-            Rows::Tokens(power) => forecast.of(1 << power).unwrap_or_default(),
-            Rows::Capacity(_) => Vec::new(),
+        Ok(Box::new(move |key: &Key| {
+            forecast.of(key.rows).unwrap_or_default()
         }))
     }
 }
@@ -86,14 +86,15 @@ impl Forecast {
     }
 
     /// With so many tokens on every rank.
-    fn of(&self, tokens: u64) -> Result<Vec<Prediction>, PlannerError> {
-        let shape = &self.question.spec.shape;
+    fn of(&self, rows: Rows) -> Result<Vec<Prediction>, PlannerError> {
+        let (shape, tokens) = (&self.question.spec.shape, rows.tokens());
         let even = || Routing::even(tokens, shape.experts, shape.top_k);
         let routing = Routing::zipf(tokens, shape.experts, shape.top_k, self.zipf);
-        let question = Question {
+        let mut question = Question {
             routing: routing.unwrap_or_else(|_| even()),
             ..self.question.clone()
         };
+        set_capacity(&mut question.spec, rows);
         let simulator = Simulator::new(&question);
         simulator.predict(self.mesh, Strategy::default())?;
         let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
@@ -106,6 +107,19 @@ impl Forecast {
             fits.then(|| (*strategy, [seconds("forward"), seconds("backward")]))
         });
         Ok(with_mixed(passes.collect(), &self.mesh))
+    }
+}
+
+/// A capacity of these rows, where the layer has another by itself: a call has chosen it.
+fn set_capacity(spec: &mut LayerSpec, rows: Rows) {
+    let Rows::Capped { capacity, .. } = rows else {
+        return;
+    };
+    let own = most_rows(spec, spec.capacity.factor_of(true), rows.tokens());
+    let most = usize::try_from(rows.tokens()).unwrap_or(usize::MAX);
+    if Rows::of(most, own) != rows {
+        spec.capacity.mode = CapacityMode::Fixed;
+        spec.capacity.rows = usize::try_from(Rows::middle(capacity)).ok();
     }
 }
 
@@ -160,6 +174,23 @@ mod tests {
         assert_eq!(of("aaa"), Some(3));
         assert_eq!(of("aab"), None);
         assert_eq!(of(""), None);
+    }
+
+    #[test]
+    fn a_capacity_that_a_call_has_chosen_is_predicted_with() {
+        let text = "shape = { model_dim = 8, hidden_dim = 8, experts = 8, top_k = 2 }
+             capacity = { mode = 'factor', factor = 1.0 }";
+        let spec = LayerSpec::from_toml(text).expect("a layer");
+        let with = |rows: Rows| {
+            let mut spec = spec.clone();
+            set_capacity(&mut spec, rows);
+            most_rows(&spec, spec.capacity.factor, rows.tokens())
+        };
+        // 1,024 tokens, 128 for each expert, two choices.
+        let own = most_rows(&spec, 1.0, 1024);
+        assert_eq!(with(Rows::of(1000, own)), Some(256));
+        assert_eq!(with(Rows::of(1000, Some(700))), Some(5 * 128 + 64));
+        assert_eq!(with(Rows::of(1000, None)), Some(256));
     }
 
     #[test]

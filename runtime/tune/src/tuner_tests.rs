@@ -115,7 +115,7 @@ fn drift_is_noticed_and_a_spike_is_not() {
 #[test]
 fn without_predictions_the_paper_s_search_decides() {
     let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::of_capacity(1024));
+    let key = key(Rows::of(4096, Some(1024)));
     let seconds = |s: Strategy| match (s.ways, s.degree.forward) {
         (Some(2), 8) => 0.1,
         (Some(ways), degree) => 1.0 + ways.abs_diff(2) as f64 + 1.0 / degree as f64,

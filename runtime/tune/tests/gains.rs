@@ -124,7 +124,7 @@ impl Config {
         let key = Key {
             machine: "simulated".to_string(),
             layer: self.number.to_string(),
-            rows: Rows::of_tokens(self.tokens as usize),
+            rows: Rows::of(self.tokens as usize, None),
         };
         let predictions = predicted.iter().map(|(strategy, times)| Prediction {
             strategy: *strategy,

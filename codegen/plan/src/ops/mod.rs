@@ -27,7 +27,7 @@ pub use gemm::{CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 pub use machine::{Core, Gpu, Machine};
 pub use route::{FewLogits, RouteConfig, RouteDesc};
-pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, row_limit};
+pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, most_rows, row_limit};
 pub use shared::{SharedBwdDesc, SharedDesc};
 pub use wire::{WireConfig, WireDesc};
 

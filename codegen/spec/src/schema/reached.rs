@@ -29,8 +29,8 @@ fn word_of(value: &toml::Value) -> String {
 }
 
 /// Notes every value of a table.
-fn note(section: &'static Section, table: &toml::Table, path: &str, seen: &mut Seen) {
-    for key in section.keys {
+fn note(section: &Section, table: &toml::Table, path: &str, seen: &mut Seen) {
+    for key in &section.keys {
         let path = path_of(path, key);
         let mut add = |text: String| {
             seen.entry(path.clone()).or_default().insert(text);
@@ -53,9 +53,9 @@ fn note(section: &'static Section, table: &toml::Table, path: &str, seen: &mut S
 }
 
 /// What of a table no sample has.
-fn missing(section: &'static Section, path: &str, seen: &Seen) -> Vec<String> {
+fn missing(section: &Section, path: &str, seen: &Seen) -> Vec<String> {
     let mut list = Vec::new();
-    for key in section.keys {
+    for key in &section.keys {
         let path = path_of(path, key);
         let none = BTreeSet::new();
         let values = seen.get(&path).unwrap_or(&none);
@@ -64,21 +64,23 @@ fn missing(section: &'static Section, path: &str, seen: &Seen) -> Vec<String> {
             list.extend(lacking.map(|word| format!("{path} = {word}")));
         };
         match &key.kind {
-            Flag => want(&["true", "false"]),
+            Kind::Flag => want(&["true", "false"]),
             Kind::Biases => want(&["true", "false", "up", "down"]),
-            Choice(words) => want(words),
+            Kind::Choice(words) => want(words),
             Kind::Select => {
                 want(&["top-k"]);
                 SELECTIONS.iter().for_each(|(rule, _)| want(&[*rule]));
             }
-            Kind::Activation => want(&[ACTIVATIONS, &["expr"]].concat()),
-            Count | Number | Text if values.len() < 2 => list.push(format!("two of {path}")),
-            Count | Number | Text => {}
-            Table(inner) => {
+            Kind::Activation(words) => want(&[*words, &["expr"]].concat()),
+            Kind::Count | Kind::Number | Kind::Text if values.len() < 2 => {
+                list.push(format!("two of {path}"))
+            }
+            Kind::Count | Kind::Number | Kind::Text => {}
+            Kind::Table(inner) => {
                 want(&["present"]);
                 list.extend(missing(inner, &path, seen));
             }
-            List(inner) => {
+            Kind::List(inner) => {
                 want(&["absent", "1 of them", "2 of them"]);
                 list.extend(missing(inner, &path, seen));
             }
@@ -106,26 +108,34 @@ fn samples_reach_every_key_and_every_word() {
 
 #[test]
 fn a_key_that_no_sample_sets_is_named() {
-    static EMPTY: Section = Section {
-        keys: &[optional("count", Count)],
-    };
-    static NEW: Section = Section {
-        keys: &[
-            optional("name", Text),
-            optional("flag", Flag),
-            optional("word", Choice(&["a", "b"])),
-            optional("table", Table(&EMPTY)),
-            optional("list", List(&EMPTY)),
-        ],
-    };
+    #[derive(Deserialize)]
+    enum Word {
+        A,
+        B,
+    }
+    #[expect(dead_code, reason = "a schema is read off it")]
+    #[derive(Deserialize)]
+    struct Inner {
+        count: usize,
+    }
+    #[expect(dead_code, reason = "a schema is read off it")]
+    #[derive(Deserialize)]
+    struct New {
+        name: String,
+        flag: bool,
+        word: Word,
+        table: Option<Inner>,
+        list: Vec<Inner>,
+    }
+    let new = probe::section::<New>();
     let mut seen = Seen::new();
-    let text = "name = \"a\"\nflag = true\nword = \"b\"\nlist = [{ count = 1 }]";
-    note(&NEW, &text.parse().expect("it is TOML"), "", &mut seen);
-    let lacking = missing(&NEW, "", &seen);
+    let text = "name = \"a\"\nflag = true\nword = \"B\"\nlist = [{ count = 1 }]";
+    note(&new, &text.parse().expect("it is TOML"), "", &mut seen);
+    let lacking = missing(&new, "", &seen);
     let expected = [
         "two of name",
         "flag = false",
-        "word = a",
+        "word = A",
         "table = present",
         "two of table.count",
         "list = absent",

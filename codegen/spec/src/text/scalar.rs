@@ -2,7 +2,7 @@
 
 use super::join;
 use crate::biases::BIASES;
-use crate::schema::{ACTIVATIONS, Kind, SELECTIONS};
+use crate::schema::{Kind, SELECTIONS};
 use crate::{Expression, Problem, suggest};
 use toml::Spanned;
 use toml::de::{DeInteger, DeValue};
@@ -28,7 +28,7 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
             }
         }
         (Kind::Select, DeValue::String(word)) => select(word, path),
-        (Kind::Activation, DeValue::Table(table)) if table.len() == 1 => {
+        (Kind::Activation(_), DeValue::Table(table)) if table.len() == 1 => {
             match table.get("expr").map(|text| (text, text.get_ref())) {
                 Some((place, DeValue::String(text))) => expression(text, place, path),
                 _ => refuse(kind, value, path),
@@ -40,7 +40,7 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
                 problem
             })
         }
-        (Kind::Activation, DeValue::String(word)) => choice(word, ACTIVATIONS, path),
+        (Kind::Activation(known), DeValue::String(word)) => choice(word, known, path),
         _ => refuse(kind, value, path),
     }
 }
@@ -55,9 +55,9 @@ fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         Kind::Biases => ("true, false or a string", Some(HOW_TO_BIAS.to_string())),
         Kind::Choice(known) => ("a string", Some(possible(known))),
         Kind::Select => ("a string or { sparse-mixer = ... }", Some(how_to_select())),
-        Kind::Activation => (
+        Kind::Activation(known) => (
             "a string or { expr = \"...\" }",
-            Some(format!("{}, or {EXPRESSION}", possible(ACTIVATIONS))),
+            Some(format!("{}, or {EXPRESSION}", possible(known))),
         ),
         Kind::Table(section) => (
             "a table",

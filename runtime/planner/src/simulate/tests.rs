@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Bound, Routing, Space, published, search};
 use moesaic_plan::{Training, Wire};
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{CapacityMode, LayerSpec};
 
 const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, top_k = 2 }
                      precision = { weights = \"bf16\", activations = \"bf16\" }";
@@ -210,6 +210,25 @@ fn pieces_by_ranks_have_no_more_messages_than_one() {
         .predict(mesh(16, 1, 1), strategy("degree=2,cut=ranks,route=once"))
         .unwrap_err();
     assert!(error.to_string().contains("take route=linear"), "{error}");
+}
+
+/// What is dropped is neither sent nor multiplied.
+#[test]
+fn a_hot_expert_takes_no_more_than_its_capacity() {
+    let mut question = question(16, 65536, true);
+    question.routing = Routing::zipf(65536, 16, 2, 1.2).unwrap();
+    let seconds = |question: &Question| {
+        let found = Simulator::new(question).predict(mesh(16, 1, 1), Strategy::default());
+        found.unwrap().seconds
+    };
+    let all = seconds(&question);
+    let capacity = &mut question.spec.capacity;
+    (capacity.mode, capacity.factor) = (CapacityMode::Factor, 1.0);
+    let capped = seconds(&question);
+    let mut even = question.clone();
+    even.routing = Routing::even(65536, 16, 2);
+    assert!(capped < 0.6 * all, "{capped} {all}");
+    assert!(capped < 1.05 * seconds(&even) && capped > 0.5 * seconds(&even));
 }
 
 #[test]

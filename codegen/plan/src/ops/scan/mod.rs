@@ -8,7 +8,7 @@ pub(crate) use steps::scan_tensors;
 use super::gate::{histogram, tile_tokens};
 use super::{Histogram, Machine, Op, Operator};
 use moesaic_kernel::Entry;
-use moesaic_spec::{Capacity, CapacityOrder, LayerSpec, RouterKind};
+use moesaic_spec::{Capacity, CapacityMode, CapacityOrder, LayerSpec, RouterKind};
 use serde::{Deserialize, Serialize};
 
 /// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
@@ -174,9 +174,45 @@ pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
     }
 }
 
+/// How many rows an expert takes at most of those of one rank with so many tokens, for a
+/// factor; `None` where it takes all.
+pub fn most_rows(spec: &LayerSpec, factor: f64, tokens: u64) -> Option<u64> {
+    let capacity = &spec.capacity;
+    let rows = match capacity.mode {
+        CapacityMode::Dropless | CapacityMode::MaxCount => return None,
+        CapacityMode::Fixed => capacity.rows.unwrap_or(0) as u64,
+        CapacityMode::Factor | CapacityMode::Bounded => match row_limit(spec, factor, tokens) {
+            i64::MIN => return None,
+            limit if limit < 0 => !limit as u64,
+            limit => limit as u64,
+        },
+    };
+    Some(rows.next_multiple_of(capacity.align.max(1) as u64))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_of_an_expert_end_where_its_capacity_does() {
+        let of = |capacity: &str| {
+            let text = format!(
+                "shape = {{ model_dim = 8, hidden_dim = 8, experts = 8, top_k = 2 }}
+                 capacity = {capacity}"
+            );
+            let spec = LayerSpec::from_toml(&text).unwrap();
+            most_rows(&spec, spec.capacity.factor, 100)
+        };
+        assert_eq!(of("{ mode = 'dropless' }"), None);
+        assert_eq!(of("{ mode = 'factor', factor = 0.0 }"), None);
+        assert_eq!(of("{ mode = 'factor', factor = 1.25 }"), Some(32));
+        assert_eq!(
+            of("{ mode = 'factor', factor = -1.25, align = 5 }"),
+            Some(35)
+        );
+        assert_eq!(of("{ mode = 'fixed', rows = 7 }"), Some(7));
+    }
 
     #[test]
     fn limits_are_tutels() {
