@@ -2,9 +2,11 @@
 //! emitted text against golden files and real compilers, and the rules of
 //! the house.
 
+mod compared;
 mod conformance;
 mod golden;
 mod golden_files;
+#[allow(dead_code, reason = "kernels' own tests use all of it")]
 #[path = "../codegen/emit/tests/kernels/kept/mod.rs"]
 mod kept;
 mod mutants;

@@ -1,4 +1,4 @@
-//! The pages: links lead somewhere, and lines are as long as a screen is wide.
+//! The pages: links lead somewhere, names of pages are links, lines are as long as a screen is wide.
 
 use super::tidy::files;
 use std::fs;
@@ -11,29 +11,40 @@ fn root() -> &'static Path {
 }
 
 fn pages() -> Vec<PathBuf> {
-    let mut pages: Vec<PathBuf> = ["README.md", "CHANGELOG.md"]
+    let mut pages: Vec<PathBuf> = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
         .map(|name| root().join(name))
         .into();
-    for folder in ["docs", "benches", "examples", "interop", "tests"] {
+    for folder in [
+        "docs",
+        "benches",
+        "examples",
+        "interop",
+        "templates",
+        "tests",
+    ] {
         pages.extend(files(&root().join(folder), &["md"]));
     }
     pages
 }
 
-/// Lines of text: no code, no tables, no pictures.
-fn text(page: &str) -> Vec<(usize, &str)> {
+/// Lines outside of code.
+fn lines(page: &str) -> Vec<(usize, &str)> {
     let mut code = false;
     let mut lines = Vec::new();
     for (number, line) in page.lines().enumerate() {
         let fence = line.trim_start().starts_with("```");
         code ^= fence;
-        let other = ["    ", "|", "!["]
-            .iter()
-            .any(|start| line.starts_with(start));
-        if !(fence || code || other) {
+        if !(fence || code || line.starts_with("    ")) {
             lines.push((number + 1, line));
         }
     }
+    lines
+}
+
+/// Lines of text: no code, no tables, no pictures.
+fn text(page: &str) -> Vec<(usize, &str)> {
+    let mut lines = lines(page);
+    lines.retain(|(_, line)| !line.starts_with('|') && !line.starts_with("!["));
     lines
 }
 
@@ -42,6 +53,23 @@ fn links(line: &str) -> impl Iterator<Item = &str> {
     line.split("](")
         .skip(1)
         .filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
+}
+
+/// Parts of a line that are in no link: neither its words nor where it leads.
+fn unlinked(line: &str) -> impl Iterator<Item = &str> {
+    line.split('[').map(|part| match part.split_once("](") {
+        Some((_, rest)) => rest.split_once(')').map_or("", |(_, after)| after),
+        None => part,
+    })
+}
+
+/// Pages that a line names outside of links.
+fn bare_names(line: &str) -> Vec<&str> {
+    unlinked(line)
+        .flat_map(|part| part.split(|c: char| !(c.is_alphanumeric() || "_-./".contains(c))))
+        .map(|word| word.trim_end_matches('.'))
+        .filter(|word| word.ends_with(".md") && *word != ".md")
+        .collect()
 }
 
 #[test]
@@ -59,6 +87,28 @@ fn links_lead_somewhere() {
         }
     }
     assert!(dead.is_empty(), "{}", dead.join("\n"));
+}
+
+/// What is made of the program's help aside: a terminal has no links.
+#[test]
+fn pages_that_are_named_are_links() {
+    let mut bare = Vec::new();
+    for page in pages() {
+        let content = fs::read_to_string(&page).expect("a page");
+        let written = content.split("<!-- What follows is made").next();
+        for (number, line) in lines(written.unwrap_or_default()) {
+            let names = bare_names(line).into_iter();
+            bare.extend(names.map(|name| format!("{}:{number}: {name}", page.display())));
+        }
+    }
+    let say = "names of pages that are no links; write [NAME](NAME.md)";
+    assert!(bare.is_empty(), "{say}:\n{}", bare.join("\n"));
+}
+
+#[test]
+fn names_in_links_are_not_bare() {
+    let line = "[CLI](CLI.md), `docs/CLI.md`, [C.md](C.md) and B.md. *.md";
+    assert_eq!(bare_names(line), ["docs/CLI.md", "B.md"]);
 }
 
 #[test]

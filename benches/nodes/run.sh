@@ -1,11 +1,11 @@
 #!/bin/sh
-# Runs the example memory_nodes, or tests, on a machine of several memory nodes that
+# Runs the example numa_nodes, or tests, on a machine of several NUMA nodes that
 # QEMU makes up and a real Linux runs on: where pages lie is then the kernel's doing.
 # Every instruction is emulated, so that it runs anywhere, and its times mean nothing.
 #
 #   benches/nodes/run.sh [NODES [PROCESSORS [tests]]]
 #
-# NODES (2) memory nodes of PROCESSORS (1) each share 6 GB. Prints what the programs
+# NODES (2) NUMA nodes of PROCESSORS (1) each share 6 GB. Prints what the programs
 # inside print, with the status of each.
 #
 # The example runs with threads that the system moves, with pinned ones, and with these
@@ -30,7 +30,7 @@ root=$temp/root
 
 # Kernels for what QEMU's processor is said to be, in a cache of their own.
 kernels() {
-    cp examples/memory_nodes/layer.toml "$temp/f32.toml"
+    cp examples/numa_nodes/layer.toml "$temp/f32.toml"
     cp "$temp/f32.toml" "$temp/bf16.toml"
     printf '[precision]\nweights = "bf16"\nactivations = "bf16"\n' >>"$temp/bf16.toml"
     MOESAIC_CACHE=$root/cache "$target/release/moesaic" precompile --target cpu:avx2 \
@@ -110,8 +110,8 @@ INIT
     case $what in
     example)
         echo 'export PATH=/bin'
-        echo 'run balance 0; run memory_nodes --strict; run memory_nodes --strict --pin'
-        echo 'run balance 1; run memory_nodes --strict --pin'
+        echo 'run balance 0; run numa_nodes --strict; run numa_nodes --strict --pin'
+        echo 'run balance 1; run numa_nodes --strict --pin'
         ;;
     tests)
         echo 'export PATH=/bin:/usr/bin'
@@ -146,7 +146,7 @@ outputs() {
 
 # Whether it was the same three times as here.
 compare() {
-    "$target/release/examples/memory_nodes" --target cpu:avx2 >"$temp/here"
+    "$target/release/examples/numa_nodes" --target cpu:avx2 >"$temp/here"
     outputs "$temp/here" >"$temp/once"
     cat "$temp/once" "$temp/once" "$temp/once" >"$temp/expected"
     if outputs "$temp/inside" | cmp -s - "$temp/expected"; then
@@ -171,9 +171,9 @@ linux
 case $what in
 example)
     cargo build --quiet --release -p moesaic-cli
-    cargo build --quiet --release --example memory_nodes
+    cargo build --quiet --release --example numa_nodes
     kernels
-    program "$target/release/examples/memory_nodes" memory_nodes
+    program "$target/release/examples/numa_nodes" numa_nodes
     ;;
 tests)
     compiler

@@ -1,7 +1,8 @@
 """A plot of what `cargo bench --bench layer` printed: how many times longer each
-peer takes than moesaic, by number of tokens. One panel per layer and type.
+peer takes than moesaic, by number of tokens. One panel per layer and type, of all runs
+in the file.
 
-    python3 benches/peers/plot.py benches/results/layer.txt docs/layer.svg
+    python3 benches/peers/plot.py benches/results/layer-fastest.txt docs/layer.svg
 """
 
 import math
@@ -21,19 +22,24 @@ WIDTH, HEIGHT, LEFT, TOP, ACROSS = 300, 190, 46, 46, 2
 
 
 def read(path):
-    """Panels: title, and per peer a list of (tokens, ratio) for uniform routing."""
-    panels, peers = [], []
+    """Panels: title, and per peer a list of (tokens, ratio) for uniform routing, forward."""
+    panels, peers, lines = {}, [], {}
     for line in open(path):
         if " threads: " in line and not line.startswith("#"):
-            panels.append((line.split(":")[0], {}))
+            lines = panels.setdefault(line.split(":")[0], {})
         elif line.startswith("routing "):
             peers = line.split("|")[1].split()
-        elif line.startswith("uniform ") and "|" in line:
+        elif line.startswith("uniform ") and " forward " in line and "|" in line:
             tokens = int(line.split()[1])
             for peer, ratio in zip(peers, line.split("|")[1].split()):
                 if ratio != "-":
-                    panels[-1][1].setdefault(peer, []).append((tokens, float(ratio)))
-    return [(title, lines) for title, lines in panels if lines]
+                    lines.setdefault(peer, []).append((tokens, float(ratio)))
+    for lines in panels.values():
+        for points in lines.values():
+            points.sort()
+    # One point is no line.
+    long = lambda lines: any(len(points) > 1 for points in lines.values())
+    return [(title, lines) for title, lines in panels.items() if long(lines)]
 
 
 def scale(value, low, high, size):

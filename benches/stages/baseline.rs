@@ -126,9 +126,7 @@ impl Baseline {
         let each = count / layer.spec().shape.experts;
         let ids: Vec<i32> = (0..count).map(|row| (row / each) as i32).collect();
         let weights = vec![1.0f32; count];
-        let mut input = Input::new(count, rows);
-        input.insert("topk_ids", Tensor::new(&[count, 1], &ids));
-        input.insert("topk_weights", Tensor::new(&[count, 1], &weights));
+        let input = Input::new(count, rows).with_routing(1, &ids, &weights);
         let output = layer.forward(&input)?;
         Ok(output.get("y").ok_or("the layer has no y")?.to_f32())
     }

@@ -273,7 +273,7 @@ impl Diagnosis {
                 "threads": self.cores,
                 "target": self.target.to_string(),
                 "caches": self.caches,
-                "memory_nodes": self.nodes,
+                "numa_nodes": self.nodes,
                 "planned_for": CacheClass::of(self.caches),
                 "limits": self.limits.as_ref().ok().map(machine_json),
             },

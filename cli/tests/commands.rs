@@ -330,7 +330,7 @@ fn doctor_ends_with_a_block_for_a_bug_report() {
         "{json}"
     );
     assert!(text.contains("caches of a core: level 1 "), "{text}");
-    let nodes = json["cpu"]["memory_nodes"].as_u64().unwrap();
+    let nodes = json["cpu"]["numa_nodes"].as_u64().unwrap();
     assert!(text.contains(&format!("{nodes} NUMA node")), "{text}");
     let class = json["cpu"]["planned_for"]["l2_bytes"].as_u64().unwrap();
     assert!(class.is_power_of_two() && class >= 256 << 10, "{json}");

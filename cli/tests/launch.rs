@@ -238,7 +238,7 @@ fn own_processors() -> Vec<usize> {
 }
 
 #[test]
-fn ranks_are_bound_to_memory_nodes() {
+fn ranks_are_bound_to_numa_nodes() {
     let dir = scratch();
     let own = own_processors();
     // Two nodes made of the processors that are there; where there is one, it is the

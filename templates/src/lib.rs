@@ -75,7 +75,7 @@ pub const CPU: &[Template] = index![
     "cpu/gemm/parts/prelude.c",
     "cpu/gemm/parts/slices.c",
     "cpu/gemm/parts/store.c",
-    "cpu/gemm/parts/strips.c",
+    "cpu/gemm/parts/panels.c",
     "cpu/gemm/parts/tile_rows.c",
     "cpu/gemm/parts/wgrad_bias.c",
     "cpu/gemm/parts/wgrad_block.c",

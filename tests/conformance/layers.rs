@@ -200,6 +200,20 @@ fn no_token_count_compiles_anything() {
 }
 
 #[test]
+fn no_call_has_more_tokens_than_can_be_counted() {
+    let layer = Case::random(&small(BASE), 1, 5).layer(&engine());
+    let most = layer.max_tokens();
+    assert_eq!(most, i32::MAX as usize / 2);
+    let input = Input {
+        tokens: most + 1,
+        ..Input::default()
+    };
+    let error = layer.forward(&input).unwrap_err().to_string();
+    let end = format!("a call takes at most {most}, so split it");
+    assert!(error.ends_with(&end), "{error}");
+}
+
+#[test]
 fn timing_needs_a_call_of_that_size() {
     let case = Case::random(&small(BASE), 10, 1);
     let layer = case.layer(&engine());

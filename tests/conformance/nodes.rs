@@ -1,4 +1,4 @@
-//! Memory nodes of a CPU: the same bytes on any number of them.
+//! NUMA nodes of a CPU: the same bytes on any number of them.
 
 use super::Case;
 use super::case::floats;

@@ -118,6 +118,20 @@ fn weights_can_be_replaced() {
 }
 
 #[test]
+fn gradients_are_where_their_addresses_say() {
+    let (layer, case) = layer(13);
+    let saved = forward(&layer, &case);
+    layer.backward(&saved, &dy(40, 14), false).unwrap();
+    for (name, gradient) in gradients(&layer) {
+        let address = layer.gradient_ptr(&name).unwrap().expect("it has one");
+        // SAFETY: on a CPU this is the layer's memory, and no pass writes it meanwhile.
+        let there = unsafe { std::slice::from_raw_parts(address.0 as *const f32, gradient.len()) };
+        assert_eq!(there, gradient, "{name}");
+    }
+    assert_eq!(layer.gradient_ptr("router.bias").unwrap(), None);
+}
+
+#[test]
 fn mistakes_are_named() {
     let (layer, case) = layer(7);
     let inference = engine().layer(&case.spec, &case.host_weights()).unwrap();
@@ -127,6 +141,8 @@ fn mistakes_are_named() {
         inference.gradients(),
         Err(EngineError::NotTraining)
     ));
+    let refused = inference.gradient_ptr("router.weight");
+    assert!(matches!(refused, Err(EngineError::NotTraining)));
     let saved = forward(&layer, &case);
     let (other, _) = self::layer(8);
     let error = other.backward(&saved, &dy(40, 1), false).err().unwrap();

@@ -3,6 +3,7 @@
 
 use super::Case;
 use super::layers::engine;
+use moesaic::experts::MultiGate;
 use moesaic::kernel::{CpuCaches, Entry};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{
@@ -13,7 +14,7 @@ use moesaic::{
     Counters, DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall,
     Tensor, Tensors, Training,
 };
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -32,6 +33,8 @@ struct Seen {
     kept: Vec<Arc<Buffer>>,
     /// Where bytes of the host were that were copied.
     uploaded: Vec<Range<usize>>,
+    /// Launches of each kernel.
+    launched: BTreeMap<String, usize>,
     /// Passes under way, the most at a time, and for how many the first waits.
     passes: [usize; 2],
     awaited: usize,
@@ -80,11 +83,18 @@ impl Drop for Live {
     }
 }
 
-struct WatchedModule(Arc<dyn Module>, Arc<(Mutex<Seen>, Condvar)>);
+struct WatchedModule {
+    module: Arc<dyn Module>,
+    seen: Arc<(Mutex<Seen>, Condvar)>,
+    symbols: Mutex<HashMap<usize, String>>,
+}
 
 impl Module for WatchedModule {
     fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
-        self.0.function(symbol)
+        let function = self.module.function(symbol)?;
+        let mut symbols = self.symbols.lock().unwrap();
+        symbols.insert(function.0, symbol.to_string());
+        Ok(function)
     }
 
     unsafe fn run(
@@ -93,7 +103,10 @@ impl Module for WatchedModule {
         dims: LaunchDims,
         args: &[Arg],
     ) -> Result<(), DeviceError> {
-        let mut seen = self.1.0.lock().unwrap();
+        let mut seen = self.seen.0.lock().unwrap();
+        if let Some(symbol) = self.symbols.lock().unwrap().get(&function.0) {
+            *seen.launched.entry(symbol.clone()).or_default() += 1;
+        }
         if seen.capturing {
             let named = args.iter().filter_map(|arg| match arg {
                 Arg::Ptr(Ptr(address)) => Some(*address),
@@ -104,7 +117,7 @@ impl Module for WatchedModule {
         }
         drop(seen);
         // SAFETY: what the caller vouches for is the same.
-        unsafe { self.0.run(function, dims, args) }
+        unsafe { self.module.run(function, dims, args) }
     }
 }
 
@@ -127,7 +140,11 @@ impl Device for Watched {
 
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
         let module = self.cpu.load(artifact, entries)?;
-        Ok(Arc::new(WatchedModule(module, self.seen.clone())))
+        Ok(Arc::new(WatchedModule {
+            module,
+            seen: self.seen.clone(),
+            symbols: Mutex::default(),
+        }))
     }
 
     /// The first waits for the others that are awaited: for ever, if it is alone and
@@ -312,22 +329,48 @@ fn ids_are_checked_where_they_do_not_change() {
     );
 }
 
-/// Layers that add to the same gradients, called from two threads.
-#[test]
-fn layers_with_common_gradients_take_turns() {
-    let watched = Watched::new();
-    let case = case(SPEC, 8);
+/// A layer that trains, with two gates.
+fn two_gates(watched: &Arc<Watched>, case: &Case) -> MultiGate {
     let (mut experts, mut router) = (Tensors::new(), Tensors::new());
     for (name, tensor) in case.host_weights().iter() {
         let own = name.starts_with("router.");
         let weights = if own { &mut router } else { &mut experts };
         weights.insert(name, tensor.clone());
     }
-    let routers = [router.clone(), router];
-    let gates = watched
-        .engine()
-        .multi_gate(&case.spec, &experts, &routers, Some(Training::default()))
-        .unwrap();
+    let (routers, training) = ([router.clone(), router], Some(Training::default()));
+    let engine = watched.engine();
+    let gates = engine.multi_gate(&case.spec, &experts, &routers, training);
+    gates.unwrap()
+}
+
+/// Experts multiply the tokens of all gates at once; where their room ends, those of each.
+#[test]
+fn experts_multiply_once_for_all_gates() {
+    for (capacity, times) in [("", 1), ("capacity = { mode = 'fixed', rows = 4 }", 2)] {
+        let watched = Watched::new();
+        let case = case(&format!("{SPEC}{capacity}"), 8);
+        let gates = two_gates(&watched, &case);
+        let launches = |call: &dyn Fn()| {
+            watched.seen().launched.clear();
+            call();
+            let launched = watched.seen().launched.clone();
+            ["up", "down"].map(|half| launched[&format!("grouped_gemm_{half}")])
+        };
+        let input = case.input();
+        let forward = launches(&|| drop(gates.forward(&input, &["y"]).unwrap()));
+        assert_eq!(forward, [times; 2], "{capacity}");
+        let counters = Counters::default();
+        let train = || drop(gates.forward_train(&input, &["y"], counters).unwrap());
+        assert_eq!(launches(&train), [times; 2], "{capacity}");
+    }
+}
+
+/// Layers that add to the same gradients, called from two threads.
+#[test]
+fn layers_with_common_gradients_take_turns() {
+    let watched = Watched::new();
+    let case = case(SPEC, 8);
+    let gates = two_gates(&watched, &case);
     let dy = Tensor::owned(&[8, 24], vec![1.0f32; 8 * 24]);
     let input = case.input();
     let saved = gates.layers().iter().map(|layer| {

@@ -662,46 +662,46 @@ INLINE vec load_columns_f32(const f32 *from, i64 count)
     return count > 0 ? load_part_f32(from, count) : (vec){0};
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
-// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
-INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
+// Packs `depth` rows into panels of `nr` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Panels lie `nr * TILE_WORDS` apart.
+INLINE void pack_bf16(f32 *to, const i64 nr, const i64 columns, const bf16 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+    for (i64 row = 0; row < depth; row += WORD, to += nr, from += WORD * stride) {
         const int whole = row + WORD <= height && columns <= count;
         const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
-            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
+            f32 *place = to + c / nr * (nr * TILE_WORDS) + c % nr;
             *(vec *)place = column_words_bf16(from + c, stride, rows, whole ? LANES : count - c);
         }
     }
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
-// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
-INLINE void pack_f32(f32 *to, const i64 strip, const i64 columns, const f32 *from,
+// Packs `depth` rows into panels of `nr` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Panels lie `nr * TILE_WORDS` apart.
+INLINE void pack_f32(f32 *to, const i64 nr, const i64 columns, const f32 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+    for (i64 row = 0; row < depth; row += WORD, to += nr, from += WORD * stride) {
         const int whole = row + WORD <= height && columns <= count;
         const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
-            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
+            f32 *place = to + c / nr * (nr * TILE_WORDS) + c % nr;
             *(vec *)place = column_words_f32(from + c, stride, rows, whole ? LANES : count - c);
         }
     }
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
-// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
-INLINE void pack_f32(f32 *to, const i64 strip, const i64 columns, const f32 *from,
+// Packs `depth` rows into panels of `nr` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Panels lie `nr * TILE_WORDS` apart.
+INLINE void pack_f32(f32 *to, const i64 nr, const i64 columns, const f32 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+    for (i64 row = 0; row < depth; row += WORD, to += nr, from += WORD * stride) {
         const int whole = row + WORD <= height && columns <= count;
         const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
-            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
+            f32 *place = to + c / nr * (nr * TILE_WORDS) + c % nr;
             *(vec *)place = column_words_f32(from + c, stride, rows, whole ? LANES : count - c);
         }
     }

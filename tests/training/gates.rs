@@ -144,9 +144,7 @@ fn alone(engine: &Engine, weights: &Tensors<'_>, all: &[Chosen]) -> Passed {
         .flat_map(|chosen| chosen.weights.clone())
         .collect();
     let count = x.len() / WIDTH;
-    let mut input = Input::new(count, &x);
-    input.insert("topk_ids", Tensor::new(&[count, TOP_K], &ids));
-    input.insert("topk_weights", Tensor::new(&[count, TOP_K], &shares));
+    let input = Input::new(count, &x).with_routing(TOP_K, &ids, &shares);
     let (output, saved) = layer
         .forward_train(&input, &["y"], Counters::default())
         .unwrap();

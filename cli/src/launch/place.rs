@@ -20,7 +20,7 @@ pub enum Bind {
 /// What is known of a machine, in so far as ranks are put on it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// Memory nodes by the system's number, with the processors that may be used.
+    /// NUMA nodes by the system's number, with the processors that may be used.
     nodes: Vec<(u32, Vec<usize>)>,
     /// GPUs in the order of their PCI addresses, with their nodes.
     gpus: Vec<(String, Option<u32>)>,

@@ -86,10 +86,14 @@ fn input(tokens: &Tokens<'_>, draw: Option<Draw>) -> reference::Input {
 pub fn relative_error(found: &[f64], expected: &[f64]) -> f64 {
     let finite = expected.iter().filter(|v| v.is_finite());
     let scale = finite.fold(0f64, |most, v| most.max(v.abs()));
-    let difference = |(f, e): (&f64, &f64)| match f.is_nan() && e.is_nan() || f == e {
-        true => 0.0,
-        false if (f - e).is_nan() => f64::INFINITY,
-        false => (f - e).abs(),
+    let difference = |(f, e): (&f64, &f64)| {
+        if f.is_nan() && e.is_nan() || f == e {
+            0.0
+        } else if (f - e).is_nan() {
+            f64::INFINITY
+        } else {
+            (f - e).abs()
+        }
     };
     let worst = found
         .iter()

@@ -103,12 +103,12 @@ fn chosen(found: &Found) -> String {
     let sizes: Vec<String> = sizes
         .map(|(knob, size)| format!("{} {size}", knob.name()))
         .collect();
-    match sizes.is_empty() {
-        _ if found.dropped => {
-            "the best sizes together are not faster than the default, which stays".to_string()
-        }
-        true => "no size is clearly better than the default".to_string(),
-        false => format!("better than the default: {}", sizes.join(", ")),
+    if found.dropped {
+        "the best sizes together are not faster than the default, which stays".to_string()
+    } else if sizes.is_empty() {
+        "no size is clearly better than the default".to_string()
+    } else {
+        format!("better than the default: {}", sizes.join(", "))
     }
 }
 

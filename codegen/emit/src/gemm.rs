@@ -82,11 +82,11 @@ pub(crate) struct GemmText {
     kept: Vec<&'static str>,
     /// Rows of the left factor are prefetched beside products.
     prefetches_input: bool,
-    /// Element types of what is packed into panels.
+    /// Element types of what is packed.
     packs: Vec<DType>,
-    /// C type of what a panel is packed from, and the distance of its rows.
-    panel_type: &'static str,
-    panel_stride: &'static str,
+    /// C type of what is packed, and the distance of its rows.
+    packed_type: &'static str,
+    packed_stride: &'static str,
 }
 
 impl GemmText {
@@ -145,8 +145,8 @@ fn base(
         kept: Vec::new(),
         prefetches_input: unit != Unit::Tiles,
         packs: Vec::new(),
-        panel_type: "weight_t",
-        panel_stride: "OUTER",
+        packed_type: "weight_t",
+        packed_stride: "OUTER",
     }
 }
 
@@ -290,8 +290,8 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         stores: Stores::Streamed,
         prefetches_input: false,
         packs,
-        panel_type: "right_t",
-        panel_stride: "WIDTH",
+        packed_type: "right_t",
+        packed_stride: "WIDTH",
         ..base
     }
 }
@@ -380,7 +380,7 @@ mod tests {
             (vec!["dgate", "dup"], vec!["gate", "up"])
         );
         assert_eq!(
-            (wgrad.packs, wgrad.panel_stride),
+            (wgrad.packs, wgrad.packed_stride),
             (vec![DType::Bf16], "WIDTH")
         );
     }

@@ -112,8 +112,11 @@ mod reached;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Select;
     use crate::testing::sample;
     use serde::Deserialize;
+    use serde::de::IntoDeserializer;
+    use serde::de::value::{Error, StrDeserializer};
 
     /// Every key by its path.
     fn walk(section: &'static Section, path: &str, each: &mut dyn FnMut(&str, &'static Key)) {
@@ -169,6 +172,20 @@ mod tests {
         for (path, _) in REQUIRED {
             assert!(all.iter().any(|known| known == path), "no key is {path}");
         }
+    }
+
+    /// What a word that is no rule is refused with names those that are.
+    #[test]
+    fn rules_of_selection_have_an_example() {
+        let word: StrDeserializer<'_, Error> = "no rule".into_deserializer();
+        let refused = Select::deserialize(word).unwrap_err().to_string();
+        let rules = SELECTIONS.iter().map(|(rule, _)| *rule);
+        let known: Vec<String> = std::iter::once("top-k")
+            .chain(rules)
+            .map(|rule| format!("`{rule}`"))
+            .collect();
+        let end = format!("expected one of {}", known.join(", "));
+        assert!(refused.ends_with(&end), "{refused}");
     }
 
     #[test]

@@ -175,10 +175,10 @@ impl Handle {
     /// # Errors
     /// Whatever has made it fail.
     pub fn in_stream(mut self) -> Result<(), CollectiveError> {
-        match self.work.is_beside() {
-            true => self.join()?,
-            false if !self.work.in_order() => return self.wait(),
-            false => {}
+        if self.work.is_beside() {
+            self.join()?;
+        } else if !self.work.in_order() {
+            return self.wait();
         }
         self.poll();
         self.outcome

@@ -273,7 +273,8 @@ impl Layer {
             .collect()
     }
 
-    /// The address of a weight's gradient on the device.
+    /// The address of a weight's gradient on the device, for an optimizer that runs
+    /// there. `None` for a name without gradient.
     ///
     /// # Errors
     /// As [`Layer::gradient`].

@@ -141,11 +141,6 @@ impl UserLayer {
         &self.experts
     }
 
-    /// The experts, for a step of their optimizer.
-    pub fn experts_mut(&mut self) -> &mut [Box<dyn UserExpert>] {
-        &mut self.experts
-    }
-
     /// Evaluates the layer and reads back the named outputs.
     ///
     /// # Errors

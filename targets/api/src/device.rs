@@ -73,7 +73,7 @@ pub trait Device: Send + Sync {
 
     /// What this thread's launches and uploads write until [`Device::end_placing`]
     /// stays for later launches, which read a part of it with the same share of
-    /// their blocks. On a CPU with several memory nodes the threads of each write
+    /// their blocks. On a CPU with several NUMA nodes the threads of each write
     /// their own share.
     fn begin_placing(&self) {}
 
@@ -81,7 +81,7 @@ pub trait Device: Send + Sync {
     fn end_placing(&self) {}
 
     /// Whether placing needs a tensor written by one launch or upload: where there
-    /// are several memory nodes, each gets its share of the whole.
+    /// are several NUMA nodes, each gets its share of the whole.
     fn places_whole(&self) -> bool {
         false
     }

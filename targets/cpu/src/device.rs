@@ -33,7 +33,7 @@ impl CpuDevice {
         CpuDevice::with_nodes(threads, host_nodes().clone())
     }
 
-    /// The same on memory nodes that are not the machine's own: for tests, and
+    /// The same on NUMA nodes that are not the machine's own: for tests, and
     /// where the system does not tell the truth. Results are the same bytes for
     /// any.
     ///
@@ -49,7 +49,7 @@ impl CpuDevice {
     }
 
     /// The same device with each of its own threads kept on one processor that
-    /// this process may use. Processors are taken one of each memory node in
+    /// this process may use. Processors are taken one of each NUMA node in
     /// turn, on one node in ascending order, so that few threads are spread over
     /// all nodes; more threads than processors go round. The launching thread,
     /// for which the first is left, is the caller's to keep in place; threads
@@ -235,7 +235,7 @@ impl Device for CpuDevice {
 }
 
 /// Bytes that one thread uploads at a time: some huge pages. A page is put on
-/// the memory node of the thread that writes it first. Parts are blocks of a run
+/// the NUMA node of the thread that writes it first. Parts are blocks of a run
 /// like others, so that each node has a share of them in one piece.
 const PART: usize = 8 << 20;
 

@@ -1,4 +1,4 @@
-//! How the blocks of a run are handed out: a lane of them for each memory node.
+//! How the blocks of a run are handed out: a lane of them for each NUMA node.
 
 use crate::nodes::Nodes;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};

@@ -58,7 +58,7 @@ impl Memory {
         unsafe { self.start.as_ptr().write_bytes(0xFF, self.layout.size()) };
     }
 
-    /// Pages that an allocator kept from before lie on the memory node of who
+    /// Pages that an allocator kept from before lie on the NUMA node of who
     /// wrote them then: where there are several, they are given back, so that the
     /// next to write decides.
     #[cfg(target_os = "linux")]

@@ -1,11 +1,11 @@
-//! What the system says of the machine's memory nodes.
+//! What the system says of the machine's NUMA nodes.
 
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// The memory nodes of a machine: which processors are near which memory.
+/// The NUMA nodes of a machine: which processors are near which memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nodes {
     /// Processors by node, ascending; none for a machine of one node.
@@ -66,7 +66,7 @@ impl Nodes {
     }
 }
 
-/// The memory nodes of this machine that have processors which this process may
+/// The NUMA nodes of this machine that have processors which this process may
 /// use; one where the system does not say. They are read once: what the first
 /// caller's thread may use counts for the process.
 pub fn host_nodes() -> &'static Nodes {

@@ -1,4 +1,4 @@
-//! Memory of a thread's own that outlives launches: what kernels keep near.
+//! Scratch memory of a thread's own, which outlives launches.
 
 use crate::memory::Memory;
 use moesaic_target::DeviceError;

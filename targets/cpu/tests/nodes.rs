@@ -1,4 +1,4 @@
-//! Where the pages of a buffer lie: on the memory node whose lane wrote them first.
+//! Where the pages of a buffer lie: on the NUMA node whose lane wrote them first.
 //!
 //! On a machine of one node there is one lane, and all pages are on that node.
 //! `benches/nodes/run.sh tests` runs these on several.

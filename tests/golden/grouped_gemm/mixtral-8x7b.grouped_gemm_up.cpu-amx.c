@@ -1,7 +1,7 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
 // A block owns 320 rows of one expert and 256 columns of the output. It goes over
-// its rows once, which are copied to scratch, and over the weights strip by strip. Those lie in
+// its rows once, which are copied to scratch, and over the weights panel by panel. Those lie in
 // memory as they are multiplied. Sums are AMX tiles; a row's sums do not
 // depend on the other rows or on their number. Blocks of a call of few tokens
 // have 64 columns.
@@ -35,13 +35,14 @@ enum {
     FEW_COLUMNS = 64,
     TILE_WORDS = 1024, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 32,
-    REGISTER_COLUMNS = 16, // of each matrix
-    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
-    STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
+    // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
+    MR = 32,
+    RESULT_COLUMNS = 16, // of each matrix
+    NR = MATRICES * RESULT_COLUMNS, // gate columns, then up columns
+    PANELS = TILE_COLUMNS / RESULT_COLUMNS,
     PREFETCH_ROWS = 4, // that are fetched before they are copied
-    ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
-    WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
+    ALL_PANELS = (OUTER + RESULT_COLUMNS - 1) / RESULT_COLUMNS,
+    WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed panel
 };
 
 // Columns of a block. Few tokens would have few blocks: theirs are narrower.
@@ -52,8 +53,10 @@ typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile, i64 columns)
+// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// columns have `width`.
+INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
+                          i64 width)
 {
     if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
@@ -68,22 +71,21 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile
     i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = column_tile * columns;
-    return (block_t){expert, first, end - first, column, min_i64(columns, OUTER - column)};
+    i64 column = column_tile * width;
+    return (block_t){expert, first, end - first, column, min_i64(width, OUTER - column)};
 }
 
-// Sums of a register tile.
-typedef f32 sums_t[REGISTER_ROWS][STRIP];
+// Sums of a micro-kernel.
+typedef f32 sums_t[MR][NR];
 
-// A panel has the weights of a block, a depth slice at a time, in strips that
-// the sums of a register tile are as wide as: word by word all columns. They
+// A panel has the weights of NR columns: word by word all columns. They
 // lie so in memory, where they were put once.
 typedef f32 panel_word_t;
-typedef panel_word_t strip_t[WORDS][STRIP];
+typedef panel_word_t panel_t[WORDS][NR];
 INLINE void store_panel(panel_word_t *to, vec v) { *(vec *)to = v; }
 
-// Transposes `width` elements of LANES rows of a matrix into columns of a strip.
-static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[LANES], i64 width)
+// Transposes `width` elements of LANES rows of a matrix into columns of a panel.
+static void pack_columns(panel_word_t (*panel)[NR], const weight_t *const row[LANES], i64 width)
 {
     for (i64 i = 0; i < width; i += STEP) {
         vec v[LANES];
@@ -98,19 +100,19 @@ static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row
         transpose(v);
 #pragma GCC unroll 16
         for (int lane = 0; lane < LANES; lane++)
-            store_panel(strip[i / WORD + lane], v[lane]);
+            store_panel(panel[i / WORD + lane], v[lane]);
     }
 }
 
-// The columns of one matrix in a strip: the first of `count` rows of the matrix
+// The columns of one matrix in a panel: the first of `count` rows of the matrix
 // and the next ones; past the end it is the last one again.
-static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64 count, i64 width)
+static void pack_panel(panel_word_t (*panel)[NR], const weight_t *matrix, i64 count, i64 width)
 {
-    for (i64 c = 0; c < REGISTER_COLUMNS; c += LANES) {
+    for (i64 c = 0; c < RESULT_COLUMNS; c += LANES) {
         const weight_t *row[LANES];
         for (i64 i = 0; i < LANES; i++)
             row[i] = matrix + min_i64(c + i, count - 1) * INNER;
-        pack_columns((panel_word_t(*)[STRIP])&strip[0][c], row, width);
+        pack_columns((panel_word_t(*)[NR])&panel[0][c], row, width);
     }
 }
 
@@ -137,9 +139,9 @@ INLINE prefetch_t past(i64 fetches, prefetch_t prefetch)
     return prefetch;
 }
 
-// What group `group` of `groups` fetches of a slice of a strip: nothing, where those
+// What group `group` of `groups` fetches of a slice of a panel: nothing, where those
 // before it fetch all.
-INLINE prefetch_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
+INLINE prefetch_t part_of(const panel_word_t (*slice)[NR], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
@@ -148,13 +150,13 @@ INLINE prefetch_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 gro
 
 // What a thread keeps in scratch while it works on a block: its rows, as tiles take
 // them, a depth slice at a time; all sums.
-enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
-typedef f32 scratch_rows_t[REGISTER_ROWS][TILE];
+enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
+typedef f32 scratch_rows_t[MR][TILE];
 typedef struct {
     i64 holds; // the tile whose rows are here, counted from one; zero at first
     f32 rest_of_line[14];
     scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
-    sums_t sums[STRIPS][ROW_GROUPS];
+    sums_t sums[PANELS][ROW_GROUPS];
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 2097216, "the launch gives a thread this much");
 
@@ -163,11 +165,11 @@ static void load_rows(scratch_rows_t (*scratch)[TILE_WORDS / TILE], const input_
                       i64 width)
 {
     for (i64 r = 0; r < count; r++) {
-        scratch_rows_t *to = scratch[r / REGISTER_ROWS];
+        scratch_rows_t *to = scratch[r / MR];
         for (i64 i = 0; i < width; i += STEP) {
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
-            *(vec *)to[i / STEP][r % REGISTER_ROWS] = v;
+            *(vec *)to[i / STEP][r % MR] = v;
             __builtin_prefetch(row[r + PREFETCH_ROWS] + depth + i);
         }
     }
@@ -222,7 +224,7 @@ typedef struct {
 INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     finished_t finished;
-    vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
+    vec up = *(const vec *)(sum + (MATRICES - 1) * RESULT_COLUMNS);
     vec gate = *(const vec *)sum;
     finished.hidden = activation(gate) * up;
     return finished;
@@ -247,13 +249,13 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
     }
 }
 
-// A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
+// A panel is multiplied piece by piece: the first-level cache holds 22 steps of two
 // KB, and the sums and the rows stream by from the second.
 enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    // Steps until the results of a register tile are finished.
+    // Steps until the results of a micro-kernel are finished.
     FINISHING = PIECE,
 };
 
@@ -261,14 +263,14 @@ enum {
 // units idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
-    f32 (*sums)[STRIP]; // of the next row
+    f32 (*sums)[NR]; // of the next row
     i64 row, end, column, columns;
     i64 due; // FINISHING times the rows that are due
 } pending_t;
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
 {
-    finished_t finished[REGISTER_COLUMNS / LANES];
+    finished_t finished[RESULT_COLUMNS / LANES];
     for (; rows > 0 && pending->row < pending->end; rows--, pending->sums++, pending->row++) {
         finish_row(pending->to, *pending->sums, pending->row, pending->column, pending->columns, finished);
         store_row(pending->to, finished, pending->row, pending->column, pending->columns);
@@ -277,7 +279,7 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
 
 INLINE void finish_due(pending_t *pending)
 {
-    pending->due += REGISTER_ROWS;
+    pending->due += MR;
     finish_rows(pending, pending->due / FINISHING);
     pending->due %= FINISHING;
 }
@@ -285,16 +287,16 @@ INLINE void finish_due(pending_t *pending)
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
 // Finishes what is left, and puts off the sums of `rows` rows from `row` on.
-INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP], i64 row, i64 rows,
+INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i64 row, i64 rows,
                     i64 column, i64 columns)
 {
     finish_rest(pending);
     *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
 }
 
-// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
+// Adds the products of 16 * `tiles` rows with a panel to sums,
 // `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[STRIP],
+INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[NR],
                      i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
@@ -335,7 +337,7 @@ INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, c
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[STRIP],
+static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[NR],
                           i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     if (rows > TILE)
@@ -345,14 +347,14 @@ static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, 
 }
 
 // A block: its rows are copied to scratch, unless the block before left them there,
-// and multiplied by one strip of the weights after the other, a depth slice at a
+// and multiplied by one panel of the weights after the other, a depth slice at a
 // time. Results are finished while their sums are cached, beside what is
 // multiplied next.
 static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *row, const block_t *block,
-                           const results_t *to, const strip_t *panel, const strip_t *next_panel)
+                           const results_t *to, const panel_t *panels, const panel_t *next_panels)
 {
-    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
+    const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
+    const i64 panel_count = (block->column_count + RESULT_COLUMNS - 1) / RESULT_COLUMNS;
     (void)holds; // a slice after the other is there
     for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
         const i64 width = min_i64(TILE_DEPTH, INNER - depth);
@@ -360,16 +362,16 @@ static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *
         load_rows(scratch->rows, row, depth, rows, width);
         const i64 steps = (width + STEP - 1) / STEP;
         pending_t pending = {0};
-        for (i64 strip = 0; strip < strips; strip++) {
-            const i64 column = strip * REGISTER_COLUMNS;
-            const i64 columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
-            const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
-            const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
-                : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
-            sums_t *sums = scratch->sums[strip];
+        for (i64 p = 0; p < panel_count; p++) {
+            const i64 column = p * RESULT_COLUMNS;
+            const i64 columns = min_i64(RESULT_COLUMNS, block->column_count - column);
+            const panel_word_t (*weights)[NR] = panels[p] + depth / WORD;
+            const panel_word_t (*later)[NR] = p + 1 < panel_count ? panels[p + 1] + depth / WORD
+                : last ? next_panels[0] : panels[0] + (depth + TILE_DEPTH) / WORD;
+            sums_t *sums = scratch->sums[p];
             for (i64 step = 0; step < steps; step += PIECE)
                 for (i64 group = 0; group < groups; group++) {
-                    const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
+                    const i64 first = group * MR, count = min_i64(MR, rows - first);
                     prefetch_t prefetch = past(step, part_of(later, group, groups));
                     multiply_rows(count, sums[group], scratch->rows[group] + step, weights + step * TILE,
                                   min_i64(PIECE, steps - step), depth + step == 0, prefetch, &pending);
@@ -381,25 +383,25 @@ static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *
     }
 }
 
-// The strips of a block's columns.
-INLINE const strip_t *panel_of(const weight_t *packed, const block_t *block)
+// The panels of a block's columns.
+INLINE const panel_t *panels_of(const weight_t *packed, const block_t *block)
 {
-    const i64 strip = block->expert * ALL_STRIPS + block->first_column / REGISTER_COLUMNS;
-    return (const strip_t *)packed + strip;
+    const i64 first = block->expert * ALL_PANELS + block->first_column / RESULT_COLUMNS;
+    return (const panel_t *)packed + first;
 }
 
-// A block packs the columns of one matrix in one strip of an expert.
-INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert, i64 first)
+// A block packs the columns of one matrix in one panel of an expert.
+INLINE void pack(const weight_t *matrix, weight_t *packed, i64 panel, i64 expert, i64 first)
 {
-    const i64 column = strip * REGISTER_COLUMNS;
-    strip_t *to = (strip_t *)packed + expert * ALL_STRIPS + strip;
+    const i64 column = panel * RESULT_COLUMNS;
+    panel_t *to = (panel_t *)packed + expert * ALL_PANELS + panel;
     const weight_t *from = matrix + (expert * OUTER + column) * INNER;
-    pack_strip((panel_word_t(*)[STRIP])&to[0][0][first], from, OUTER - column, INNER);
+    pack_panel((panel_word_t(*)[NR])&to[0][0][first], from, OUTER - column, INNER);
 }
 
 static void grouped_gemm_up_pack_gate_block(
     const bf16 *restrict gate, // [8, 14336, 4096]
-    bf16 *restrict packed,     // [8, strips, depth, columns]
+    bf16 *restrict packed,     // [8, panels, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -418,12 +420,12 @@ EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i6
 
 static void grouped_gemm_up_pack_up_block(
     const bf16 *restrict up, // [8, 14336, 4096]
-    bf16 *restrict packed,   // [8, strips, depth, columns]
+    bf16 *restrict packed,   // [8, panels, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack(up, packed, block_x, block_y, STRIP - REGISTER_COLUMNS);
+    pack(up, packed, block_x, block_y, NR - RESULT_COLUMNS);
 }
 
 EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 grid_x)
@@ -437,7 +439,7 @@ EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 
 
 static void grouped_gemm_up_block(
     const bf16 *restrict x,        // [tokens, 4096]
-    const bf16 *restrict packed,   // [8, strips, depth, columns]
+    const bf16 *restrict packed,   // [8, panels, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     const i32 *restrict row_slots, // [rows]
@@ -446,7 +448,7 @@ static void grouped_gemm_up_block(
     i64 block_x, i64 block_y, void *scratch)
 {
     const i64 columns = block_columns(tokens);
-    const block_t block = find_block(offsets, row_tiles, block_y, block_x, columns);
+    const block_t block = find_block(tokens, offsets, row_tiles, block_y, block_x, columns);
     if (block.row_count == 0)
         return;
     const input_t *row[TILE_ROWS + PREFETCH_ROWS];
@@ -459,11 +461,11 @@ static void grouped_gemm_up_block(
     const results_t results = {
         .hidden = output_of(hidden, all_rows, &block, waiting[0]),
     };
-    const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
+    const panel_t *panels = panels_of(packed, &block), *next_panels = panels;
     // The next block has the next columns; past the last, what follows in memory.
-    next_panel += (block.column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
+    next_panels += (block.column_count + RESULT_COLUMNS - 1) / RESULT_COLUMNS;
     tiles_begin();
-    multiply_block(scratch, block_y + 1, row, &block, &results, panel, next_panel);
+    multiply_block(scratch, block_y + 1, row, &block, &results, panels, next_panels);
     tiles_end();
     end_streaming_stores();
 }

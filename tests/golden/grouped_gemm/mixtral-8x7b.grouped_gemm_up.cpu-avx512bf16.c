@@ -2,8 +2,8 @@
 //
 // A block owns 384 rows of one expert and 256 columns of the output. It goes over
 // the inner dimension in slices. Of a slice its rows are copied to scratch and multiplied by the
-// weights strip by strip. Those lie in memory as they are multiplied.
-// 12 rows by a strip have their sums in registers. A row's sums do not depend on
+// weights panel by panel. Those lie in memory as they are multiplied.
+// 12 rows by a panel have their sums in registers. A row's sums do not depend on
 // the other rows or on their number. Blocks of a call of few tokens
 // have 64 columns.
 //
@@ -36,14 +36,15 @@ enum {
     FEW_COLUMNS = 64,
     TILE_WORDS = 512, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 12,
-    REGISTER_COLUMNS = 16, // of each matrix
-    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
-    STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
+    // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
+    MR = 12,
+    RESULT_COLUMNS = 16, // of each matrix
+    NR = MATRICES * RESULT_COLUMNS, // gate columns, then up columns
+    PANELS = TILE_COLUMNS / RESULT_COLUMNS,
     PREFETCH_ROWS = 4, // that are fetched before they are copied
-    VECTORS = STRIP / LANES,
-    ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
-    WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
+    VECTORS = NR / LANES,
+    ALL_PANELS = (OUTER + RESULT_COLUMNS - 1) / RESULT_COLUMNS,
+    WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed panel
 };
 
 // Columns of a block. Few tokens would have few blocks: theirs are narrower.
@@ -54,8 +55,10 @@ typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile, i64 columns)
+// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// columns have `width`.
+INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
+                          i64 width)
 {
     if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
@@ -70,23 +73,22 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile
     i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = column_tile * columns;
-    return (block_t){expert, first, end - first, column, min_i64(columns, OUTER - column)};
+    i64 column = column_tile * width;
+    return (block_t){expert, first, end - first, column, min_i64(width, OUTER - column)};
 }
 
-// Sums of a register tile.
-typedef f32 sums_t[REGISTER_ROWS][STRIP];
+// Sums of a micro-kernel.
+typedef f32 sums_t[MR][NR];
 
-// A panel has the weights of a block, a depth slice at a time, in strips that
-// the sums of a register tile are as wide as: word by word all columns. They
+// A panel has the weights of NR columns: word by word all columns. They
 // lie so in memory, where they were put once.
 typedef f32 panel_word_t;
-typedef panel_word_t strip_t[WORDS][STRIP];
+typedef panel_word_t panel_t[WORDS][NR];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 INLINE void store_panel(panel_word_t *to, vec v) { *(vec *)to = v; }
 
-// Transposes `width` elements of LANES rows of a matrix into columns of a strip.
-static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[LANES], i64 width)
+// Transposes `width` elements of LANES rows of a matrix into columns of a panel.
+static void pack_columns(panel_word_t (*panel)[NR], const weight_t *const row[LANES], i64 width)
 {
     for (i64 i = 0; i < width; i += STEP) {
         vec v[LANES];
@@ -101,19 +103,19 @@ static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row
         transpose(v);
 #pragma GCC unroll 16
         for (int lane = 0; lane < LANES; lane++)
-            store_panel(strip[i / WORD + lane], v[lane]);
+            store_panel(panel[i / WORD + lane], v[lane]);
     }
 }
 
-// The columns of one matrix in a strip: the first of `count` rows of the matrix
+// The columns of one matrix in a panel: the first of `count` rows of the matrix
 // and the next ones; past the end it is the last one again.
-static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64 count, i64 width)
+static void pack_panel(panel_word_t (*panel)[NR], const weight_t *matrix, i64 count, i64 width)
 {
-    for (i64 c = 0; c < REGISTER_COLUMNS; c += LANES) {
+    for (i64 c = 0; c < RESULT_COLUMNS; c += LANES) {
         const weight_t *row[LANES];
         for (i64 i = 0; i < LANES; i++)
             row[i] = matrix + min_i64(c + i, count - 1) * INNER;
-        pack_columns((panel_word_t(*)[STRIP])&strip[0][c], row, width);
+        pack_columns((panel_word_t(*)[NR])&panel[0][c], row, width);
     }
 }
 
@@ -124,8 +126,8 @@ enum { FETCH_WORDS = 8, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-    const input_t *const *row; // of input, of which every `strips`th is fetched
-    i64 rows, strips, depth;
+    const input_t *const *row; // of input, of which every `apart`th is fetched
+    i64 rows, apart, depth;
 } prefetch_t;
 
 INLINE void fetch(prefetch_t *prefetch)
@@ -133,14 +135,14 @@ INLINE void fetch(prefetch_t *prefetch)
     for (i64 line = 0; line < prefetch->lines; line++)
         __builtin_prefetch(prefetch->from + line * prefetch->stride, 0, 2);
     prefetch->from += prefetch->step;
-    for (i64 r = 0; r < prefetch->rows; r += prefetch->strips)
+    for (i64 r = 0; r < prefetch->rows; r += prefetch->apart)
         __builtin_prefetch(prefetch->row[r] + prefetch->depth, 0, 2);
     prefetch->depth += FETCH_WORDS * WORD;
 }
 
-// What group `group` of `groups` fetches of a slice of a strip: nothing, where those
+// What group `group` of `groups` fetches of a slice of a panel: nothing, where those
 // before it fetch all.
-INLINE prefetch_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
+INLINE prefetch_t part_of(const panel_word_t (*slice)[NR], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
@@ -148,7 +150,7 @@ INLINE prefetch_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 gro
 }
 
 // A depth slice of a few rows of input, as words.
-typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+typedef f32 slice_t[MR][TILE_WORDS];
 
 // Copies a slice of `count` rows, from a depth on.
 static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
@@ -165,30 +167,31 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
     }
 }
 
-// Fetches the next slice's rows beside strip `strip` of `strips`: each strip
+// Fetches the next slice's rows beside panel `p` of `count`: each panel
 // fetches some of them.
-INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
+INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 depth, i64 rows, i64 p, i64 count)
 {
-    prefetch->row = row + strip;
-    prefetch->rows = rows - strip;
-    prefetch->strips = strips;
+    prefetch->row = row + p;
+    prefetch->rows = rows - p;
+    prefetch->apart = count;
     prefetch->depth = depth;
 }
 
 // What a thread keeps in scratch while it works on a block: its rows, a depth slice at a time; all sums.
-enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
     slice_t ALIGNED rows[ROW_GROUPS];
-    sums_t ALIGNED sums[STRIPS][ROW_GROUPS];
+    sums_t ALIGNED sums[PANELS][ROW_GROUPS];
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1638400, "the launch gives a thread this much");
 
-// Adds `rows` rows of a slice times one strip of a panel to the sums.
-INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *first)
+// Adds `rows` rows of a slice times a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
+                     const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *first,
+                     f32 *streamed)
 {
     prefetch_t prefetch = *first;
-    vec sum[REGISTER_ROWS][VECTORS];
+    vec sum[MR][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -219,22 +222,23 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // One copy of `multiply` for each number of rows. What its caller has in vector
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
-multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *prefetch)
+multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
+              const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *prefetch,
+              f32 *streamed)
 {
     switch (rows) {
-    case 1: multiply(1, sums, slice, panel, words, start, prefetch); break;
-    case 2: multiply(2, sums, slice, panel, words, start, prefetch); break;
-    case 3: multiply(3, sums, slice, panel, words, start, prefetch); break;
-    case 4: multiply(4, sums, slice, panel, words, start, prefetch); break;
-    case 5: multiply(5, sums, slice, panel, words, start, prefetch); break;
-    case 6: multiply(6, sums, slice, panel, words, start, prefetch); break;
-    case 7: multiply(7, sums, slice, panel, words, start, prefetch); break;
-    case 8: multiply(8, sums, slice, panel, words, start, prefetch); break;
-    case 9: multiply(9, sums, slice, panel, words, start, prefetch); break;
-    case 10: multiply(10, sums, slice, panel, words, start, prefetch); break;
-    case 11: multiply(11, sums, slice, panel, words, start, prefetch); break;
-    case 12: multiply(12, sums, slice, panel, words, start, prefetch); break;
+    case 1: multiply(1, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 2: multiply(2, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 3: multiply(3, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 4: multiply(4, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 5: multiply(5, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 6: multiply(6, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 7: multiply(7, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 8: multiply(8, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 9: multiply(9, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 10: multiply(10, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 11: multiply(11, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 12: multiply(12, sums, slice, panel, words, start, prefetch, streamed); break;
     }
 }
 
@@ -266,7 +270,7 @@ typedef struct {
 INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     finished_t finished;
-    vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
+    vec up = *(const vec *)(sum + (MATRICES - 1) * RESULT_COLUMNS);
     vec gate = *(const vec *)sum;
     finished.hidden = activation(gate) * up;
     return finished;
@@ -291,40 +295,40 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
     }
 }
 
-// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// The results of a micro-kernel: `rows` rows from `row` on, `columns` columns
 // from `column` on. An activation is a long chain of operations; those of several
 // vectors go side by side if nothing else waits for them, so all are finished
 // before the first is stored.
 INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
+    finished_t finished[MR][RESULT_COLUMNS / LANES];
     for (i64 r = 0; r < rows; r++)
         finish_row(to, sums[r], row + r, column, columns, finished[r]);
     for (i64 r = 0; r < rows; r++)
         store_row(to, finished[r], row + r, column, columns);
 }
 
-// One copy for whole strips. It is not inlined where products are: the constants of
+// One copy for whole panels. It is not inlined where products are: the constants of
 // an activation would be kept in their registers.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    if (columns == REGISTER_COLUMNS)
-        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    if (columns == RESULT_COLUMNS)
+        finish_tile(to, sums, row, rows, column, RESULT_COLUMNS);
     else
         finish_tile(to, sums, row, rows, column, columns);
 }
 
 // A block: a depth slice at a time. Its rows are copied to scratch, and every group of
-// them is multiplied by one strip of the weights after the other: a strip comes
+// them is multiplied by one panel of the weights after the other: a panel comes
 // from memory once. Rows are grouped evenly; sums do not depend on how. Results
 // are finished while their sums are cached.
 static void multiply_block(scratch_t *scratch, const input_t *const *row, const block_t *block, const results_t *to,
-                           const strip_t *panel, const strip_t *next_panel)
+                           const panel_t *panels, const panel_t *next_panels)
 {
-    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
     const i64 height = (rows + groups - 1) / groups;
-    const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
+    const i64 panel_count = (block->column_count + RESULT_COLUMNS - 1) / RESULT_COLUMNS;
     for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
         const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
         const int last = depth + TILE_DEPTH >= INNER;
@@ -332,18 +336,18 @@ static void multiply_block(scratch_t *scratch, const input_t *const *row, const 
             const i64 first = group * height;
             load_slice(scratch->rows[group], row + first, depth, min_i64(height, rows - first), width);
         }
-        for (i64 strip = 0; strip < strips; strip++) {
-            const i64 column = strip * REGISTER_COLUMNS;
-            const i64 columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
-            const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
-            const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
-                : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
+        for (i64 p = 0; p < panel_count; p++) {
+            const i64 column = p * RESULT_COLUMNS;
+            const i64 columns = min_i64(RESULT_COLUMNS, block->column_count - column);
+            const panel_word_t (*weights)[NR] = panels[p] + depth / WORD;
+            const panel_word_t (*later)[NR] = p + 1 < panel_count ? panels[p + 1] + depth / WORD
+                : last ? next_panels[0] : panels[0] + (depth + TILE_DEPTH) / WORD;
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
-                f32 (*sums)[STRIP] = scratch->sums[strip][group];
+                f32 (*sums)[NR] = scratch->sums[p][group];
                 prefetch_t prefetch = part_of(later, group, groups);
-                fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, last ? 0 : count, strip, strips);
-                multiply_rows(count, sums, scratch->rows[group], weights, words, depth == 0, &prefetch);
+                fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, last ? 0 : count, p, panel_count);
+                multiply_rows(count, sums, scratch->rows[group], weights, words, depth == 0, &prefetch, 0);
                 if (last)
                     finish_sums(to, sums, first, count, column, columns);
             }
@@ -351,26 +355,26 @@ static void multiply_block(scratch_t *scratch, const input_t *const *row, const 
     }
 }
 
-// The strips of a block's columns.
-INLINE const strip_t *panel_of(const weight_t *packed, const block_t *block)
+// The panels of a block's columns.
+INLINE const panel_t *panels_of(const weight_t *packed, const block_t *block)
 {
-    const i64 strip = block->expert * ALL_STRIPS + block->first_column / REGISTER_COLUMNS;
-    return (const strip_t *)packed + strip;
+    const i64 first = block->expert * ALL_PANELS + block->first_column / RESULT_COLUMNS;
+    return (const panel_t *)packed + first;
 }
 
-// A block packs the columns of one matrix in one strip of an expert. The same strips
+// A block packs the columns of one matrix in one panel of an expert. The same panels
 // of all experts follow each other, as their products do.
-INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert, i64 first)
+INLINE void pack(const weight_t *matrix, weight_t *packed, i64 panel, i64 expert, i64 first)
 {
-    const i64 column = strip * REGISTER_COLUMNS;
-    strip_t *to = (strip_t *)packed + expert * ALL_STRIPS + strip;
+    const i64 column = panel * RESULT_COLUMNS;
+    panel_t *to = (panel_t *)packed + expert * ALL_PANELS + panel;
     const weight_t *from = matrix + (expert * OUTER + column) * INNER;
-    pack_strip((panel_word_t(*)[STRIP])&to[0][0][first], from, OUTER - column, INNER);
+    pack_panel((panel_word_t(*)[NR])&to[0][0][first], from, OUTER - column, INNER);
 }
 
 static void grouped_gemm_up_pack_gate_block(
     const bf16 *restrict gate, // [8, 14336, 4096]
-    bf16 *restrict packed,     // [8, strips, depth, columns]
+    bf16 *restrict packed,     // [8, panels, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -389,12 +393,12 @@ EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i6
 
 static void grouped_gemm_up_pack_up_block(
     const bf16 *restrict up, // [8, 14336, 4096]
-    bf16 *restrict packed,   // [8, strips, depth, columns]
+    bf16 *restrict packed,   // [8, panels, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack(up, packed, block_y, block_x, STRIP - REGISTER_COLUMNS);
+    pack(up, packed, block_y, block_x, NR - RESULT_COLUMNS);
 }
 
 EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 grid_x)
@@ -408,7 +412,7 @@ EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 
 
 static void grouped_gemm_up_block(
     const bf16 *restrict x,        // [tokens, 4096]
-    const bf16 *restrict packed,   // [8, strips, depth, columns]
+    const bf16 *restrict packed,   // [8, panels, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     const i32 *restrict row_slots, // [rows]
@@ -417,7 +421,7 @@ static void grouped_gemm_up_block(
     i64 block_x, i64 block_y, void *scratch)
 {
     const i64 columns = block_columns(tokens);
-    const block_t block = find_block(offsets, row_tiles, block_x, block_y, columns);
+    const block_t block = find_block(tokens, offsets, row_tiles, block_x, block_y, columns);
     if (block.row_count == 0)
         return;
     const input_t *row[TILE_ROWS + PREFETCH_ROWS];
@@ -429,11 +433,11 @@ static void grouped_gemm_up_block(
     const results_t results = {
         .hidden = hidden + corner,
     };
-    const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
-    const block_t next = find_block(offsets, row_tiles, block_x + 1, block_y, columns);
+    const panel_t *panels = panels_of(packed, &block), *next_panels = panels;
+    const block_t next = find_block(tokens, offsets, row_tiles, block_x + 1, block_y, columns);
     if (next.row_count > 0)
-        next_panel = panel_of(packed, &next);
-    multiply_block(scratch, row, &block, &results, panel, next_panel);
+        next_panels = panels_of(packed, &next);
+    multiply_block(scratch, row, &block, &results, panels, next_panels);
 }
 
 EXPORT void grouped_gemm_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -2,15 +2,15 @@
 //
 // A block owns 320 rows of one expert and 512 columns of the result. It goes over
 // the sum in slices: the rows' slice is copied to scratch and multiplied by the weights',
-// of which a few strips at a time are packed. Sums are AMX tiles.
-// The weights are summed over by rows, so that they lie as the panel wants them.
+// of which a few panels at a time are packed. Sums are AMX tiles.
+// The weights are summed over by rows, so that they lie as panels want them.
 // A row's sums do not depend on the other rows.
 //
 // hidden = w * A for the activation A of the kept pre-activations, dgate and
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has
-// the rows of a block, its sums and a panel.
+// the rows of a block, its sums and packed panels.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -38,12 +38,13 @@ enum {
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
     TILE_WORDS = 480, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 32,
-    REGISTER_COLUMNS = 32,
-    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
-    STRIP = REGISTER_COLUMNS,
-    PANEL_STRIPS = 2, // that are packed together: as many lines of a row
-    PANEL_COLUMNS = PANEL_STRIPS * STRIP,
+    // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
+    MR = 32,
+    NR = 32,
+    RESULT_COLUMNS = NR,
+    PANELS = TILE_COLUMNS / NR,
+    PACKED_PANELS = 2, // that are packed together: as many lines of a row
+    PACKED_COLUMNS = PACKED_PANELS * NR,
     PREFETCH_ROWS = 4, // that are fetched before they are copied
 };
 
@@ -64,8 +65,10 @@ typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile)
+// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// columns have `width`.
+INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
+                          i64 width)
 {
     if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
@@ -80,20 +83,19 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile
     i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = column_tile * TILE_COLUMNS;
-    return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
+    i64 column = column_tile * width;
+    return (block_t){expert, first, end - first, column, min_i64(width, OUTER - column)};
 }
 
-// Sums of a register tile.
-typedef f32 sums_t[REGISTER_ROWS][STRIP];
+// Sums of a micro-kernel.
+typedef f32 sums_t[MR][NR];
 
-// A depth slice of the weights, in strips that the sums of a register tile are
-// as wide as: word by word all columns.
+// A panel of the weights, a depth slice at a time: word by word all columns.
 typedef f32 panel_word_t;
-typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+typedef panel_word_t panel_t[TILE_WORDS][NR];
 
 // Weights that are wanted soon come from memory, so the
-// next panel is packed between products, a strip of one word after the other, and what is
+// next panels are packed between products, one word of a panel after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
 // what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
@@ -102,7 +104,7 @@ enum {
     DEPTH_STEP = STEP, // rows that are multiplied together
 };
 
-// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
 // is no depth.
 typedef struct {
     const weight_t *from;
@@ -110,30 +112,30 @@ typedef struct {
 } source_t;
 
 typedef struct {
-    const weight_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const weight_t *source; // of all of it; none, if it is packed at once when it is wanted
     const weight_t *from; // the next word's rows
     f32 *to; // none: they are only fetched
-    i32 words, strips; // that are left; of a word
-    i32 strip; // that is next
-    i32 cost, due; // of a strip of a word, and what has come up
+    i32 words, panels; // that are left; of a word
+    i32 next; // panel of the word
+    i32 cost, due; // of a word of a panel, and what has come up
 } packing_t;
 
 INLINE void pack_next(packing_t *packing)
 {
-    const weight_t *from = packing->from + packing->strip * STRIP;
+    const weight_t *from = packing->from + packing->next * NR;
     if (packing->to) {
-        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
+        f32 *to = packing->to + packing->next * (TILE_WORDS * NR);
 #pragma GCC unroll 8
-        for (i64 c = 0; c < STRIP; c += LANES)
+        for (i64 c = 0; c < NR; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, OUTER, WORD, LANES);
     }
     for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
-        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+        for (i64 c = 0; c < NR; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * OUTER + c, 0, 2);
-    if (++packing->strip == packing->strips) {
-        packing->strip = 0;
+    if (++packing->next == packing->panels) {
+        packing->next = 0;
         packing->from += WORD * OUTER;
-        packing->to += packing->to ? STRIP : 0;
+        packing->to += packing->to ? NR : 0;
         packing->words--;
     }
 }
@@ -146,24 +148,24 @@ INLINE void pack_due(packing_t *packing)
         pack_next(packing);
 }
 
-// The next panel, packed while `groups` groups are multiplied by a panel; one that
-// is not whole strips and words is left for later.
-INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
+// The next panels, packed while `groups` groups are multiplied by a panel; what is
+// not whole panels and words is left for later.
+INLINE packing_t packing_of(panel_t *panels, source_t of, i64 groups)
 {
-    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
-    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+    const i64 words = of.depth / WORD, count = of.columns / NR;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % NR != 0 || words == 0)
         return (packing_t){0};
-    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
+    return (packing_t){of.from, of.from, panels[0][0], (i32)words, (i32)count, 0, (i32)groups, 0};
 }
 
-// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// Packs what is left: all of it, if it was not begun. Rows past the last
 // that are multiplied together are zero.
-static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
+static void pack_rest(packing_t *packing, panel_t *panels, source_t of)
 {
-    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 width = (of.columns + NR - 1) / NR * NR;
     const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
     if (!packing->source || packing->source != of.from)
-        pack_bf16(panel[0][0], STRIP, width, of.from, OUTER, depth, of.depth, of.columns);
+        pack_bf16(panels[0][0], NR, width, of.from, OUTER, depth, of.depth, of.columns);
     else
         while (packing->words > 0)
             pack_next(packing);
@@ -179,15 +181,15 @@ INLINE void fetch(prefetch_t *prefetch)
 }
 
 // What a thread keeps in scratch while it works on a block: its rows, as tiles take
-// them, a depth slice at a time; all sums; two panels.
-enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
-typedef f32 scratch_rows_t[REGISTER_ROWS][TILE];
+// them, a depth slice at a time; all sums; what is packed.
+enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
+typedef f32 scratch_rows_t[MR][TILE];
 typedef struct {
-    i32 turn; // which panel the next block begins with
-    packing_t packing; // of that panel
+    i32 turn; // which half of what is packed the next block begins with
+    packing_t packing; // of that half
     scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
-    sums_t sums[STRIPS][ROW_GROUPS];
-    strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
+    sums_t sums[PANELS][ROW_GROUPS];
+    panel_t packed[2][PACKED_PANELS]; // in turn: of the products, and packed beside them
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1515584, "the launch gives a thread this much");
 
@@ -196,11 +198,11 @@ static void load_rows(scratch_rows_t (*scratch)[TILE_WORDS / TILE], const input_
                       i64 width)
 {
     for (i64 r = 0; r < count; r++) {
-        scratch_rows_t *to = scratch[r / REGISTER_ROWS];
+        scratch_rows_t *to = scratch[r / MR];
         for (i64 i = 0; i < width; i += STEP) {
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
-            *(vec *)to[i / STEP][r % REGISTER_ROWS] = v;
+            *(vec *)to[i / STEP][r % MR] = v;
             __builtin_prefetch(row[r + PREFETCH_ROWS] + depth + i);
         }
     }
@@ -290,7 +292,9 @@ INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 colum
 {
     const i64 at = row * OUTER + column;
     vec product = count == LANES ? *(const vec *)sum : load_part_f32(sum, count);
-    slope_t by = slope(load_row(to->gate_pre + at, count), load_row(to->up_pre + at, count));
+    vec up = load_row(to->up_pre + at, count);
+    vec gate = load_row(to->gate_pre + at, count);
+    slope_t by = slope(gate, up);
     to->parts[row] += product * by.value;
     product *= weight;
     by.value *= weight;
@@ -322,13 +326,13 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
     }
 }
 
-// A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
+// A panel is multiplied piece by piece: the first-level cache holds 22 steps of two
 // KB, and the sums and the rows stream by from the second.
 enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    // Steps until the results of a register tile are finished.
+    // Steps until the results of a micro-kernel are finished.
     FINISHING = STEPS,
 };
 
@@ -336,14 +340,14 @@ enum {
 // units idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
-    f32 (*sums)[STRIP]; // of the next row
+    f32 (*sums)[NR]; // of the next row
     i64 row, end, column, columns;
     i64 due; // FINISHING times the rows that are due
 } pending_t;
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
 {
-    finished_t finished[REGISTER_COLUMNS / LANES];
+    finished_t finished[RESULT_COLUMNS / LANES];
     for (; rows > 0 && pending->row < pending->end; rows--, pending->sums++, pending->row++) {
         finish_row(pending->to, *pending->sums, pending->row, pending->column, pending->columns, finished);
         store_row(pending->to, finished, pending->row, pending->column, pending->columns);
@@ -352,7 +356,7 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
 
 INLINE void finish_due(pending_t *pending)
 {
-    pending->due += REGISTER_ROWS;
+    pending->due += MR;
     finish_rows(pending, pending->due / FINISHING);
     pending->due %= FINISHING;
 }
@@ -360,16 +364,16 @@ INLINE void finish_due(pending_t *pending)
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
 // Finishes what is left, and puts off the sums of `rows` rows from `row` on.
-INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP], i64 row, i64 rows,
+INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i64 row, i64 rows,
                     i64 column, i64 columns)
 {
     finish_rest(pending);
     *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
 }
 
-// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
+// Adds the products of 16 * `tiles` rows with a panel to sums,
 // `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[STRIP],
+INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[NR],
                      i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
@@ -410,7 +414,7 @@ INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, c
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[STRIP],
+static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[NR],
                           i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     if (rows > TILE)
@@ -419,15 +423,16 @@ static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, 
         multiply(1, sums, scratch, panel, steps, start, prefetch, pending);
 }
 
-// A panel of the weights: a depth slice of some columns of a product's matrix.
+// Where weights that are packed together lie: a depth slice of some columns of a
+// product's matrix.
 typedef struct {
     i64 product, depth, column;
 } place_t;
 
-// The panel after this one; after the last one it is past the products.
+// What is packed after this; after the last it is past the products.
 INLINE place_t after(place_t at, const block_t *block)
 {
-    if ((at.column += PANEL_COLUMNS) < block->column_count)
+    if ((at.column += PACKED_COLUMNS) < block->column_count)
         return at;
     at.column = 0;
     if ((at.depth += TILE_DEPTH) < INNER)
@@ -441,22 +446,22 @@ INLINE int is_in(place_t at, const block_t *block)
     return at.product < PRODUCTS;
 }
 
-// Where the weights of a panel lie.
+// What is packed there.
 INLINE source_t source_of(const weight_t *const *matrices, place_t at, const block_t *block)
 {
     return (source_t){matrices[at.product] + at.depth * OUTER + at.column,
-                      min_i64(TILE_DEPTH, INNER - at.depth), min_i64(PANEL_COLUMNS, block->column_count - at.column)};
+                      min_i64(TILE_DEPTH, INNER - at.depth), min_i64(PACKED_COLUMNS, block->column_count - at.column)};
 }
 
 // A block: the products one after the other, each a depth slice at a time, whose
-// rows are copied to scratch and multiplied by the weights, a panel at a time, while the next one is
-// packed; after the last one, that is the next block's first. Results are finished
+// rows are copied to scratch and multiplied by the weights, a few panels at a time, while the next ones are
+// packed; after the last, those are the next block's first. Results are finished
 // while their sums are cached, beside what is multiplied next.
-static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
+static void multiply_block(scratch_t *scratch, i32 holds, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
                            const weight_t *const *matrices, const block_t *block, source_t next_block,
                            const results_t *to)
 {
-    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
     pending_t pending = {0};
     for (place_t at = {0}, next; is_in(at, block); at = next) {
         next = after(at, block);
@@ -468,23 +473,23 @@ static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS +
             finish_rest(&pending);
             load_rows(scratch->rows, row[at.product], at.depth, rows, source.depth);
         }
-        strip_t *panel = scratch->panels[scratch->turn];
-        pack_rest(&scratch->packing, panel, source);
+        panel_t *panels = scratch->packed[scratch->turn];
+        pack_rest(&scratch->packing, panels, source);
         scratch->turn = !scratch->turn;
         const source_t next_source = is_in(next, block) ? source_of(matrices, next, block) : next_block;
-        scratch->packing = packing_of(scratch->panels[scratch->turn], next_source, groups);
-        for (i64 column = 0; column < source.columns; column += STRIP) {
-            const i64 strip = column / STRIP;
-            sums_t *sums = scratch->sums[at.column / STRIP + strip];
+        scratch->packing = packing_of(scratch->packed[scratch->turn], next_source, groups);
+        for (i64 column = 0; column < source.columns; column += NR) {
+            const i64 p = column / NR;
+            sums_t *sums = scratch->sums[at.column / NR + p];
             for (i64 step = 0; step < steps; step += PIECE)
                 for (i64 group = 0; group < groups; group++) {
-                    const i64 count = min_i64(REGISTER_ROWS, rows - group * REGISTER_ROWS);
+                    const i64 count = min_i64(MR, rows - group * MR);
                     prefetch_t prefetch = {.packing = &scratch->packing};
-                    multiply_rows(count, sums[group], scratch->rows[group] + step, panel[strip] + step * TILE,
+                    multiply_rows(count, sums[group], scratch->rows[group] + step, panels[p] + step * TILE,
                                   min_i64(PIECE, steps - step), start && step == 0, prefetch, &pending);
                 }
             if (last)
-                put_off(&pending, to, sums[0], 0, rows, at.column + column, min_i64(STRIP, source.columns - column));
+                put_off(&pending, to, sums[0], 0, rows, at.column + column, min_i64(NR, source.columns - column));
         }
     }
     finish_rest(&pending);
@@ -506,8 +511,7 @@ static void grouped_gemm_dgrad_down_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    (void)tokens;
-    const block_t block = find_block(offsets, row_tiles, block_y, block_x);
+    const block_t block = find_block(tokens, offsets, row_tiles, block_y, block_x, TILE_COLUMNS);
     if (block.row_count == 0)
         return;
     const input_t *const inputs[PRODUCTS] = {dout};
@@ -535,11 +539,11 @@ static void grouped_gemm_dgrad_down_block(
     };
     // The next block has the next columns, or those of the next rows.
     const int wraps = block_x + 1 == COLUMN_TILES;
-    const block_t then = find_block(offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1);
+    const block_t then = find_block(tokens, offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1, TILE_COLUMNS);
     const weight_t *const first_matrix = down + then.expert * INNER * OUTER + then.first_column;
     const source_t next = then.row_count > 0 ? source_of(&first_matrix, (place_t){0}, &then) : (source_t){0};
     tiles_begin();
-    multiply_block(scratch, row, matrices, &block, next, &results);
+    multiply_block(scratch, (i32)block_y + 1, row, matrices, &block, next, &results);
     tiles_end();
     for (i64 r = 0; r < block.row_count; r++)
         dweight_parts[(block.first_row + r) * COLUMN_TILES + block_x] = sum_lanes(parts[r]);

@@ -1,16 +1,16 @@
 // grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup, for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 256 columns of the result. It goes over
-// the sum in slices: a slice of the weights is packed into a panel, and every 6
+// the sum in slices: a slice of the weights is packed into panels, and every 6
 // rows are multiplied by it in registers.
-// The weights are summed over by rows, so that they lie as the panel wants them.
+// The weights are summed over by rows, so that they lie as panels want them.
 // A row's sums do not depend on the other rows.
 //
 // hidden = w * A for the activation A of the kept pre-activations, dgate and
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has
-// two panels, 6 rows and the sums of a block.
+// packed panels, 6 rows and the sums of a block.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -50,11 +50,12 @@ enum {
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
     TILE_WORDS = 240, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 6,
-    REGISTER_COLUMNS = 16,
-    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
-    STRIP = REGISTER_COLUMNS,
-    VECTORS = STRIP / LANES,
+    // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
+    MR = 6,
+    NR = 16,
+    RESULT_COLUMNS = NR,
+    PANELS = TILE_COLUMNS / NR,
+    VECTORS = NR / LANES,
     PREFETCH_ROWS = 4, // that are fetched before they are copied
 };
 
@@ -74,8 +75,10 @@ typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile)
+// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// columns have `width`.
+INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
+                          i64 width)
 {
     if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
@@ -90,21 +93,20 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile
     i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = column_tile * TILE_COLUMNS;
-    return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
+    i64 column = column_tile * width;
+    return (block_t){expert, first, end - first, column, min_i64(width, OUTER - column)};
 }
 
-// Sums of a register tile.
-typedef f32 sums_t[REGISTER_ROWS][STRIP];
+// Sums of a micro-kernel.
+typedef f32 sums_t[MR][NR];
 
-// A depth slice of the weights, in strips that the sums of a register tile are
-// as wide as: word by word all columns.
+// A panel of the weights, a depth slice at a time: word by word all columns.
 typedef f32 panel_word_t;
-typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+typedef panel_word_t panel_t[TILE_WORDS][NR];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
 // Weights that are wanted soon come from memory, so the
-// next panel is packed between products, a strip of one word after the other, and what is
+// next panels are packed between products, one word of a panel after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
 // what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
@@ -113,7 +115,7 @@ enum {
     DEPTH_STEP = WORD, // rows that are multiplied together
 };
 
-// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
 // is no depth.
 typedef struct {
     const weight_t *from;
@@ -121,30 +123,30 @@ typedef struct {
 } source_t;
 
 typedef struct {
-    const weight_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const weight_t *source; // of all of it; none, if it is packed at once when it is wanted
     const weight_t *from; // the next word's rows
     f32 *to; // none: they are only fetched
-    i32 words, strips; // that are left; of a word
-    i32 strip; // that is next
-    i32 cost, due; // of a strip of a word, and what has come up
+    i32 words, panels; // that are left; of a word
+    i32 next; // panel of the word
+    i32 cost, due; // of a word of a panel, and what has come up
 } packing_t;
 
 INLINE void pack_next(packing_t *packing)
 {
-    const weight_t *from = packing->from + packing->strip * STRIP;
+    const weight_t *from = packing->from + packing->next * NR;
     if (packing->to) {
-        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
+        f32 *to = packing->to + packing->next * (TILE_WORDS * NR);
 #pragma GCC unroll 8
-        for (i64 c = 0; c < STRIP; c += LANES)
+        for (i64 c = 0; c < NR; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, OUTER, WORD, LANES);
     }
     for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
-        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+        for (i64 c = 0; c < NR; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * OUTER + c, 0, 2);
-    if (++packing->strip == packing->strips) {
-        packing->strip = 0;
+    if (++packing->next == packing->panels) {
+        packing->next = 0;
         packing->from += WORD * OUTER;
-        packing->to += packing->to ? STRIP : 0;
+        packing->to += packing->to ? NR : 0;
         packing->words--;
     }
 }
@@ -157,24 +159,24 @@ INLINE void pack_due(packing_t *packing)
         pack_next(packing);
 }
 
-// The next panel, packed while `groups` groups are multiplied by a panel; one that
-// is not whole strips and words is left for later.
-INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
+// The next panels, packed while `groups` groups are multiplied by a panel; what is
+// not whole panels and words is left for later.
+INLINE packing_t packing_of(panel_t *panels, source_t of, i64 groups)
 {
-    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
-    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+    const i64 words = of.depth / WORD, count = of.columns / NR;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % NR != 0 || words == 0)
         return (packing_t){0};
-    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
+    return (packing_t){of.from, of.from, panels[0][0], (i32)words, (i32)count, 0, (i32)groups, 0};
 }
 
-// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// Packs what is left: all of it, if it was not begun. Rows past the last
 // that are multiplied together are zero.
-static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
+static void pack_rest(packing_t *packing, panel_t *panels, source_t of)
 {
-    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 width = (of.columns + NR - 1) / NR * NR;
     const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
     if (!packing->source || packing->source != of.from)
-        pack_bf16(panel[0][0], STRIP, width, of.from, OUTER, depth, of.depth, of.columns);
+        pack_bf16(panels[0][0], NR, width, of.from, OUTER, depth, of.depth, of.columns);
     else
         while (packing->words > 0)
             pack_next(packing);
@@ -182,20 +184,20 @@ static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 
 typedef struct {
     packing_t *packing;
-    const input_t *const *row; // of input, of which every `strips`th is fetched
-    i64 rows, strips, depth;
+    const input_t *const *row; // of input, of which every `apart`th is fetched
+    i64 rows, apart, depth;
 } prefetch_t;
 
 INLINE void fetch(prefetch_t *prefetch)
 {
     pack_due(prefetch->packing);
-    for (i64 r = 0; r < prefetch->rows; r += prefetch->strips)
+    for (i64 r = 0; r < prefetch->rows; r += prefetch->apart)
         __builtin_prefetch(prefetch->row[r] + prefetch->depth, 0, 2);
     prefetch->depth += FETCH_WORDS * WORD;
 }
 
 // A depth slice of a few rows of input, as words.
-typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+typedef f32 slice_t[MR][TILE_WORDS];
 
 // Copies a slice of `count` rows, from a depth on.
 static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
@@ -212,33 +214,34 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
     }
 }
 
-// Fetches the next slice's rows beside strip `strip` of `strips`: each strip
+// Fetches the next slice's rows beside panel `p` of `count`: each panel
 // fetches some of them.
-INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
+INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 depth, i64 rows, i64 p, i64 count)
 {
-    prefetch->row = row + strip;
-    prefetch->rows = rows - strip;
-    prefetch->strips = strips;
+    prefetch->row = row + p;
+    prefetch->rows = rows - p;
+    prefetch->apart = count;
     prefetch->depth = depth;
 }
 
-// What a thread keeps in scratch while it works on a block: a group of its rows, a depth slice at a time; all sums; two panels.
-enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+// What a thread keeps in scratch while it works on a block: a group of its rows, a depth slice at a time; all sums; what is packed.
+enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
-    i32 turn; // which panel the next block begins with
-    packing_t packing; // of that panel
+    i32 turn; // which half of what is packed the next block begins with
+    packing_t packing; // of that half
     slice_t ALIGNED rows;
-    sums_t ALIGNED sums[ROW_GROUPS][STRIPS];
-    strip_t panels[2][STRIPS]; // in turn: of the products, and packed beside them
+    sums_t ALIGNED sums[ROW_GROUPS][PANELS];
+    panel_t packed[2][PANELS]; // in turn: of the products, and packed beside them
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 890560, "the launch gives a thread this much");
 
-// Adds `rows` rows of a slice times one strip of a panel to the sums.
-INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *first)
+// Adds `rows` rows of a slice times a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
+                     const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *first,
+                     f32 *streamed)
 {
     prefetch_t prefetch = *first;
-    vec sum[REGISTER_ROWS][VECTORS];
+    vec sum[MR][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -269,16 +272,17 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // One copy of `multiply` for each number of rows. What its caller has in vector
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
-multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *prefetch)
+multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
+              const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *prefetch,
+              f32 *streamed)
 {
     switch (rows) {
-    case 1: multiply(1, sums, slice, panel, words, start, prefetch); break;
-    case 2: multiply(2, sums, slice, panel, words, start, prefetch); break;
-    case 3: multiply(3, sums, slice, panel, words, start, prefetch); break;
-    case 4: multiply(4, sums, slice, panel, words, start, prefetch); break;
-    case 5: multiply(5, sums, slice, panel, words, start, prefetch); break;
-    case 6: multiply(6, sums, slice, panel, words, start, prefetch); break;
+    case 1: multiply(1, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 2: multiply(2, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 3: multiply(3, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 4: multiply(4, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 5: multiply(5, sums, slice, panel, words, start, prefetch, streamed); break;
+    case 6: multiply(6, sums, slice, panel, words, start, prefetch, streamed); break;
     }
 }
 
@@ -345,7 +349,9 @@ INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 colum
 {
     const i64 at = row * OUTER + column;
     vec product = count == LANES ? *(const vec *)sum : load_part_f32(sum, count);
-    slope_t by = slope(load_row(to->gate_pre + at, count), load_row(to->up_pre + at, count));
+    vec up = load_row(to->up_pre + at, count);
+    vec gate = load_row(to->gate_pre + at, count);
+    slope_t by = slope(gate, up);
     to->parts[row] += product * by.value;
     product *= weight;
     by.value *= weight;
@@ -377,37 +383,37 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
     }
 }
 
-// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// The results of a micro-kernel: `rows` rows from `row` on, `columns` columns
 // from `column` on. An activation is a long chain of operations; those of several
 // vectors go side by side if nothing else waits for them, so all are finished
-// before the first is stored. What the next strip will read beside its sums
+// before the first is stored. What the next panel's results will read beside its sums
 // comes meanwhile.
 INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     for (i64 r = 0; r < rows; r++) {
-        const i64 next = (row + r) * OUTER + column + STRIP;
+        const i64 next = (row + r) * OUTER + column + NR;
         __builtin_prefetch(to->gate_pre + next);
         __builtin_prefetch(to->up_pre + next);
     }
-    finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
+    finished_t finished[MR][RESULT_COLUMNS / LANES];
     for (i64 r = 0; r < rows; r++)
         finish_row(to, sums[r], row + r, column, columns, finished[r]);
     for (i64 r = 0; r < rows; r++)
         store_row(to, finished[r], row + r, column, columns);
 }
 
-// One copy for whole strips. It is not inlined where products are: the constants of
+// One copy for whole panels. It is not inlined where products are: the constants of
 // an activation would be kept in their registers.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    if (columns == REGISTER_COLUMNS)
-        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    if (columns == RESULT_COLUMNS)
+        finish_tile(to, sums, row, rows, column, RESULT_COLUMNS);
     else
         finish_tile(to, sums, row, rows, column, columns);
 }
 
-// A panel: a depth slice of a matrix, from a block's first column on.
+// What is packed together: a depth slice of a matrix, from a block's first column on.
 INLINE source_t source_of(const weight_t *matrix, const block_t *block, i64 depth)
 {
     return (source_t){matrix + depth * OUTER, min_i64(TILE_DEPTH, INNER - depth), block->column_count};
@@ -415,16 +421,16 @@ INLINE source_t source_of(const weight_t *matrix, const block_t *block, i64 dept
 
 // A block: the products one after the other, each a depth slice at a time, and of
 // that a group of rows at a time, which are copied next to each other and
-// multiplied by every strip. The next slice of the weights is packed meanwhile,
+// multiplied by every panel. The next slice of the weights is packed meanwhile,
 // after the last one the next block's first. Results are finished while their sums
 // are cached.
 static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
                            const weight_t *const *matrices, const block_t *block, source_t next_block,
                            const results_t *to)
 {
-    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
     const i64 height = (rows + groups - 1) / groups;
-    const i64 strips = (block->column_count + STRIP - 1) / STRIP;
+    const i64 panel_count = (block->column_count + NR - 1) / NR;
     for (int product = 0; product < PRODUCTS; product++)
         for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
@@ -433,21 +439,21 @@ static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS +
             const source_t next_slice = depth + TILE_DEPTH < INNER
                 ? source_of(matrices[product], block, depth + TILE_DEPTH)
                 : product + 1 < PRODUCTS ? source_of(matrices[product + 1], block, 0) : next_block;
-            strip_t *panel = scratch->panels[scratch->turn];
-            pack_rest(&scratch->packing, panel, source_of(matrices[product], block, depth));
+            panel_t *panels = scratch->packed[scratch->turn];
+            pack_rest(&scratch->packing, panels, source_of(matrices[product], block, depth));
             scratch->turn = !scratch->turn;
-            scratch->packing = packing_of(scratch->panels[scratch->turn], next_slice, groups);
+            scratch->packing = packing_of(scratch->packed[scratch->turn], next_slice, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
                 load_slice(scratch->rows, row[product] + first, depth, count, width);
-                for (i64 strip = 0; strip < strips; strip++) {
-                    const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
-                    f32 (*sums)[STRIP] = scratch->sums[group][strip];
+                for (i64 p = 0; p < panel_count; p++) {
+                    const i64 column = p * NR, columns = min_i64(NR, block->column_count - column);
+                    f32 (*sums)[NR] = scratch->sums[group][p];
                     prefetch_t prefetch = {.packing = &scratch->packing};
                     fetch_rows(&prefetch, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count,
-                               strip, strips);
-                    multiply_rows(count, sums, scratch->rows, panel[strip], words, start, &prefetch);
+                               p, panel_count);
+                    multiply_rows(count, sums, scratch->rows, panels[p], words, start, &prefetch, 0);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -471,8 +477,7 @@ static void grouped_gemm_dgrad_down_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    (void)tokens;
-    const block_t block = find_block(offsets, row_tiles, block_y, block_x);
+    const block_t block = find_block(tokens, offsets, row_tiles, block_y, block_x, TILE_COLUMNS);
     if (block.row_count == 0)
         return;
     const input_t *const inputs[PRODUCTS] = {dout};
@@ -498,7 +503,7 @@ static void grouped_gemm_dgrad_down_block(
     };
     // The next block has the next columns, or those of the next rows.
     const int wraps = block_x + 1 == COLUMN_TILES;
-    const block_t then = find_block(offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1);
+    const block_t then = find_block(tokens, offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1, TILE_COLUMNS);
     const weight_t *const first_matrix = down + then.expert * INNER * OUTER + then.first_column;
     const source_t next = then.row_count > 0 ? source_of(first_matrix, &then, 0) : (source_t){0};
     multiply_block(scratch, row, matrices, &block, next, &results);

@@ -2,12 +2,12 @@
 // the rows of every expert; biases are sums of the left factor.
 //
 // A block owns 736 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the left factor is transposed to scratch, and strip by strip the right
+// expert in slices: the left factor is transposed to scratch, and panel by panel the right
 // one is packed and multiplied. Sums are AMX tiles; those of a slice are added to
 // the slices' before. An expert without rows gets zeros.
 //
 // Baked in: experts, widths, types. A thread's scratch memory has the left slice and
-// a panel.
+// packed panels.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -29,11 +29,12 @@ enum {
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 256, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 32,
-    REGISTER_COLUMNS = 32,
-    STRIP = REGISTER_COLUMNS,
-    PANEL_STRIPS = 4, // that are packed together
-    PANEL_COLUMNS = PANEL_STRIPS * STRIP,
+    // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
+    MR = 32,
+    NR = 32,
+    RESULT_COLUMNS = NR,
+    PACKED_PANELS = 4, // that are packed together
+    PACKED_COLUMNS = PACKED_PANELS * NR,
     BIAS_COLUMNS = 256,
 };
 
@@ -54,7 +55,7 @@ typedef struct {
     i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
 } block_t;
 
-INLINE block_t find_block(const i64 *offsets, i64 row_tile, i64 column_tile)
+INLINE block_t find_block(i64 tokens, const i64 *offsets, i64 row_tile, i64 column_tile)
 {
     i64 expert = row_tile / TILES, height = row_tile % TILES * TILE_ROWS;
     i64 column = column_tile * TILE_COLUMNS;
@@ -69,16 +70,15 @@ INLINE block_t find_block(const i64 *offsets, i64 row_tile, i64 column_tile)
     };
 }
 
-// Sums of a register tile.
-typedef f32 sums_t[REGISTER_ROWS][STRIP];
+// Sums of a micro-kernel.
+typedef f32 sums_t[MR][NR];
 
-// A slice of the right factor, in strips that the sums of a register tile are as
-// wide as: word by word all columns.
+// A panel of the right factor, a depth slice at a time: word by word all columns.
 typedef f32 panel_word_t;
-typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+typedef panel_word_t panel_t[TILE_WORDS][NR];
 
 // Columns of the right factor that are wanted soon come from memory, so the
-// next panel is packed between products, a strip of one word after the other, and what is
+// next panels are packed between products, one word of a panel after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
 // what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
@@ -87,7 +87,7 @@ enum {
     DEPTH_STEP = STEP, // rows that are multiplied together
 };
 
-// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
 // is no depth.
 typedef struct {
     const right_t *from;
@@ -95,30 +95,30 @@ typedef struct {
 } source_t;
 
 typedef struct {
-    const right_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const right_t *source; // of all of it; none, if it is packed at once when it is wanted
     const right_t *from; // the next word's rows
     f32 *to; // none: they are only fetched
-    i32 words, strips; // that are left; of a word
-    i32 strip; // that is next
-    i32 cost, due; // of a strip of a word, and what has come up
+    i32 words, panels; // that are left; of a word
+    i32 next; // panel of the word
+    i32 cost, due; // of a word of a panel, and what has come up
 } packing_t;
 
 INLINE void pack_next(packing_t *packing)
 {
-    const right_t *from = packing->from + packing->strip * STRIP;
+    const right_t *from = packing->from + packing->next * NR;
     if (packing->to) {
-        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
+        f32 *to = packing->to + packing->next * (TILE_WORDS * NR);
 #pragma GCC unroll 8
-        for (i64 c = 0; c < STRIP; c += LANES)
+        for (i64 c = 0; c < NR; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, WIDTH, WORD, LANES);
     }
     for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
-        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+        for (i64 c = 0; c < NR; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * WIDTH + c, 0, 2);
-    if (++packing->strip == packing->strips) {
-        packing->strip = 0;
+    if (++packing->next == packing->panels) {
+        packing->next = 0;
         packing->from += WORD * WIDTH;
-        packing->to += packing->to ? STRIP : 0;
+        packing->to += packing->to ? NR : 0;
         packing->words--;
     }
 }
@@ -131,24 +131,24 @@ INLINE void pack_due(packing_t *packing)
         pack_next(packing);
 }
 
-// The next panel, packed while `groups` groups are multiplied by a panel; one that
-// is not whole strips and words is left for later.
-INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
+// The next panels, packed while `groups` groups are multiplied by a panel; what is
+// not whole panels and words is left for later.
+INLINE packing_t packing_of(panel_t *panels, source_t of, i64 groups)
 {
-    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
-    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+    const i64 words = of.depth / WORD, count = of.columns / NR;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % NR != 0 || words == 0)
         return (packing_t){0};
-    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
+    return (packing_t){of.from, of.from, panels[0][0], (i32)words, (i32)count, 0, (i32)groups, 0};
 }
 
-// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// Packs what is left: all of it, if it was not begun. Rows past the last
 // that are multiplied together are zero.
-static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
+static void pack_rest(packing_t *packing, panel_t *panels, source_t of)
 {
-    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 width = (of.columns + NR - 1) / NR * NR;
     const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
     if (!packing->source || packing->source != of.from)
-        pack_bf16(panel[0][0], STRIP, width, of.from, WIDTH, depth, of.depth, of.columns);
+        pack_bf16(panels[0][0], NR, width, of.from, WIDTH, depth, of.depth, of.columns);
     else
         while (packing->words > 0)
             pack_next(packing);
@@ -163,12 +163,12 @@ INLINE void fetch(prefetch_t *prefetch)
     pack_due(prefetch->packing);
 }
 
-// A panel: a slice of the rows, and some columns.
+// What is packed together: a slice of the rows, and some columns.
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
                       min_i64(TILE_DEPTH, block->row_count - row),
-                      min_i64(PANEL_COLUMNS, block->column_count - column)};
+                      min_i64(PACKED_COLUMNS, block->column_count - column)};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -207,24 +207,24 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 }
 
 // What a thread keeps in scratch while it works on a block: columns of the left factor, as tiles take
-// them, a depth slice at a time; two panels.
-enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
-typedef f32 scratch_rows_t[REGISTER_ROWS][TILE];
+// them, a depth slice at a time; what is packed.
+enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
+typedef f32 scratch_rows_t[MR][TILE];
 typedef struct {
-    i32 turn; // which panel the next block begins with
-    packing_t packing; // of that panel
+    i32 turn; // which half of what is packed the next block begins with
+    packing_t packing; // of that half
     scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
-    strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
+    panel_t packed[2][PACKED_PANELS]; // in turn: of the products, and packed beside them
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1015872, "the launch gives a thread this much");
 
-// A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
+// A panel is multiplied piece by piece: the first-level cache holds 22 steps of two
 // KB, and the sums and the rows stream by from the second.
 enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    // Steps until the results of a register tile are finished.
+    // Steps until the results of a micro-kernel are finished.
     FINISHING = PIECE,
 };
 
@@ -232,7 +232,7 @@ enum {
 // units idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
-    f32 (*sums)[STRIP]; // of the next row
+    f32 (*sums)[NR]; // of the next row
     i64 row, end, column, columns;
     i64 due; // FINISHING times the rows that are due
 } pending_t;
@@ -245,7 +245,7 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
 
 INLINE void finish_due(pending_t *pending)
 {
-    pending->due += REGISTER_ROWS;
+    pending->due += MR;
     finish_rows(pending, pending->due / FINISHING);
     pending->due %= FINISHING;
 }
@@ -253,16 +253,16 @@ INLINE void finish_due(pending_t *pending)
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
 // Finishes what is left, and puts off the sums of `rows` rows from `row` on.
-INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP], i64 row, i64 rows,
+INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i64 row, i64 rows,
                     i64 column, i64 columns)
 {
     finish_rest(pending);
     *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
 }
 
-// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
+// Adds the products of 16 * `tiles` rows with a panel to sums,
 // `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[STRIP],
+INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[NR],
                      i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
@@ -303,7 +303,7 @@ INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, c
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[STRIP],
+static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, const panel_word_t (*panel)[NR],
                           i64 steps, int start, prefetch_t prefetch, pending_t *pending)
 {
     if (rows > TILE)
@@ -326,21 +326,21 @@ static void load_columns(scratch_t *scratch, const left_t *left, i64 depth, i64 
             transpose(v);
 #pragma GCC unroll 16
             for (int r = 0; r < TILE; r++)
-                *(vec *)scratch->rows[h / REGISTER_ROWS][step][h % REGISTER_ROWS + r] = v[r];
+                *(vec *)scratch->rows[h / MR][step][h % MR + r] = v[r];
         }
 }
 
 _Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
 
 // A block: a slice of the rows at a time. Of that the left factor is copied to scratch
-// and multiplied by the right one, a panel at a time, while the next one is packed;
-// after the last one, that is the next block's first. Results are finished beside
+// and multiplied by the right one, a few panels at a time, while the next ones are
+// packed; after the last, those are the next block's first. Results are finished beside
 // what is multiplied next.
 static void multiply_block(scratch_t *scratch, const left_t *left, const right_t *right, const block_t *block,
                            source_t next_block, const results_t *to)
 {
     const i64 rows = block->row_count, height = block->height_count;
-    const i64 groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 groups = (height + MR - 1) / MR;
     results_t results = *to;
     sums_t sums[2] ALIGNED; // in turn: of the products, and pending
     pending_t pending = {0};
@@ -349,23 +349,23 @@ static void multiply_block(scratch_t *scratch, const left_t *left, const right_t
     do {
         const i64 depth = min_i64(TILE_DEPTH, rows - row), steps = (depth + STEP - 1) / STEP;
         load_columns(scratch, left + row * HEIGHT, depth, height);
-        for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
+        for (i64 corner = 0; corner < block->column_count; corner += PACKED_COLUMNS) {
             const source_t source = source_of(right, block, row, corner);
-            const source_t next = corner + PANEL_COLUMNS < block->column_count
-                ? source_of(right, block, row, corner + PANEL_COLUMNS)
+            const source_t next = corner + PACKED_COLUMNS < block->column_count
+                ? source_of(right, block, row, corner + PACKED_COLUMNS)
                 : row + TILE_DEPTH < rows ? source_of(right, block, row + TILE_DEPTH, 0) : next_block;
-            strip_t *panel = scratch->panels[scratch->turn];
-            pack_rest(&scratch->packing, panel, source);
+            panel_t *panels = scratch->packed[scratch->turn];
+            pack_rest(&scratch->packing, panels, source);
             scratch->turn = !scratch->turn;
-            scratch->packing = packing_of(scratch->panels[scratch->turn], next, groups);
-            for (i64 column = 0; column < source.columns; column += STRIP)
+            scratch->packing = packing_of(scratch->packed[scratch->turn], next, groups);
+            for (i64 column = 0; column < source.columns; column += NR)
                 for (i64 group = 0; group < groups; group++) {
-                    const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
+                    const i64 first = group * MR, count = min_i64(MR, height - first);
                     prefetch_t prefetch = {.packing = &scratch->packing};
-                    multiply_rows(count, sums[turn], scratch->rows[group], panel[column / STRIP], steps, 1,
+                    multiply_rows(count, sums[turn], scratch->rows[group], panels[column / NR], steps, 1,
                                   prefetch, &pending);
                     put_off(&pending, &results, sums[turn], first, count, corner + column,
-                            min_i64(STRIP, source.columns - column));
+                            min_i64(NR, source.columns - column));
                     turn = !turn;
                 }
         }
@@ -384,8 +384,7 @@ static void grouped_gemm_wgrad_down_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    (void)tokens;
-    const block_t block = find_block(offsets, block_x, block_y);
+    const block_t block = find_block(tokens, offsets, block_x, block_y);
     if (block.row_count == 0 && accumulate)
         return;
     const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
@@ -393,7 +392,7 @@ static void grouped_gemm_wgrad_down_block(
     const right_t *right = hidden + block.first_row * WIDTH + block.first_column;
     // The next block has the next rows of a matrix, or the next columns.
     const int wraps = block_x + 1 == EXPERTS * TILES;
-    const block_t then = find_block(offsets, wraps ? 0 : block_x + 1, block_y + wraps);
+    const block_t then = find_block(tokens, offsets, wraps ? 0 : block_x + 1, block_y + wraps);
     const source_t next = then.column_count > 0
         ? source_of(hidden + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     tiles_begin();

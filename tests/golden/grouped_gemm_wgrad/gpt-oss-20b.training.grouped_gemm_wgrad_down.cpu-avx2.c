@@ -2,13 +2,13 @@
 // the rows of every expert; biases are sums of the left factor.
 //
 // A block owns 384 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the right factor is packed into a panel, columns of the left
+// expert in slices: the right factor is packed into panels, columns of the left
 // one are copied together, and both are multiplied in registers,
 // 6 by 16 at a time. Sums are f32, in the order of the rows. An expert
 // without rows gets zeros.
 //
-// Baked in: experts, widths, types. A thread's scratch memory has two
-// panels, the left slice and the sums of a panel.
+// Baked in: experts, widths, types. A thread's scratch memory has
+// packed panels, the left slice and their sums.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -42,13 +42,14 @@ enum {
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 288, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 6,
-    REGISTER_COLUMNS = 16,
-    STRIP = REGISTER_COLUMNS,
+    // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
+    MR = 6,
+    NR = 16,
+    RESULT_COLUMNS = NR,
     COLUMN_TILES = (WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
-    PANEL_STRIPS = 256 / STRIP, // that are packed together
-    VECTORS = STRIP / LANES,
-    PANEL_COLUMNS = PANEL_STRIPS * STRIP,
+    PACKED_PANELS = 256 / NR, // that are packed together
+    VECTORS = NR / LANES,
+    PACKED_COLUMNS = PACKED_PANELS * NR,
     BIAS_COLUMNS = 256,
 };
 
@@ -68,7 +69,7 @@ typedef struct {
     i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
 } block_t;
 
-INLINE block_t find_block(const i64 *offsets, i64 row_tile, i64 column_tile)
+INLINE block_t find_block(i64 tokens, const i64 *offsets, i64 row_tile, i64 column_tile)
 {
     i64 expert = row_tile / TILES, height = row_tile % TILES * TILE_ROWS;
     i64 column = column_tile * TILE_COLUMNS;
@@ -83,17 +84,16 @@ INLINE block_t find_block(const i64 *offsets, i64 row_tile, i64 column_tile)
     };
 }
 
-// Sums of a register tile.
-typedef f32 sums_t[REGISTER_ROWS][STRIP];
+// Sums of a micro-kernel.
+typedef f32 sums_t[MR][NR];
 
-// A slice of the right factor, in strips that the sums of a register tile are as
-// wide as: word by word all columns.
+// A panel of the right factor, a depth slice at a time: word by word all columns.
 typedef f32 panel_word_t;
-typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+typedef panel_word_t panel_t[TILE_WORDS][NR];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
 // Columns of the right factor that are wanted soon come from memory, so the
-// next panel is packed between products, a strip of one word after the other, and what is
+// next panels are packed between products, one word of a panel after the other, and what is
 // packed soon is fetched. Many lines at once would keep the products from reading
 // what is cached.
 enum { FETCH_WORDS = 16, LINE = 64 };
@@ -102,7 +102,7 @@ enum {
     DEPTH_STEP = WORD, // rows that are multiplied together
 };
 
-// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
 // is no depth.
 typedef struct {
     const right_t *from;
@@ -110,30 +110,30 @@ typedef struct {
 } source_t;
 
 typedef struct {
-    const right_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const right_t *source; // of all of it; none, if it is packed at once when it is wanted
     const right_t *from; // the next word's rows
     f32 *to; // none: they are only fetched
-    i32 words, strips; // that are left; of a word
-    i32 strip; // that is next
-    i32 cost, due; // of a strip of a word, and what has come up
+    i32 words, panels; // that are left; of a word
+    i32 next; // panel of the word
+    i32 cost, due; // of a word of a panel, and what has come up
 } packing_t;
 
 INLINE void pack_next(packing_t *packing)
 {
-    const right_t *from = packing->from + packing->strip * STRIP;
+    const right_t *from = packing->from + packing->next * NR;
     if (packing->to) {
-        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
+        f32 *to = packing->to + packing->next * (TILE_WORDS * NR);
 #pragma GCC unroll 8
-        for (i64 c = 0; c < STRIP; c += LANES)
+        for (i64 c = 0; c < NR; c += LANES)
             *(vec *)&to[c] = column_words_bf16(from + c, WIDTH, WORD, LANES);
     }
     for (i64 row = PREFETCH_WORDS * WORD; row < (PREFETCH_WORDS + 1) * WORD; row++)
-        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+        for (i64 c = 0; c < NR; c += LINE / (i64)sizeof(*from))
             __builtin_prefetch(from + row * WIDTH + c, 0, 2);
-    if (++packing->strip == packing->strips) {
-        packing->strip = 0;
+    if (++packing->next == packing->panels) {
+        packing->next = 0;
         packing->from += WORD * WIDTH;
-        packing->to += packing->to ? STRIP : 0;
+        packing->to += packing->to ? NR : 0;
         packing->words--;
     }
 }
@@ -146,24 +146,24 @@ INLINE void pack_due(packing_t *packing)
         pack_next(packing);
 }
 
-// The next panel, packed while `groups` groups are multiplied by a panel; one that
-// is not whole strips and words is left for later.
-INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
+// The next panels, packed while `groups` groups are multiplied by a panel; what is
+// not whole panels and words is left for later.
+INLINE packing_t packing_of(panel_t *panels, source_t of, i64 groups)
 {
-    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
-    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+    const i64 words = of.depth / WORD, count = of.columns / NR;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % NR != 0 || words == 0)
         return (packing_t){0};
-    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
+    return (packing_t){of.from, of.from, panels[0][0], (i32)words, (i32)count, 0, (i32)groups, 0};
 }
 
-// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// Packs what is left: all of it, if it was not begun. Rows past the last
 // that are multiplied together are zero.
-static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
+static void pack_rest(packing_t *packing, panel_t *panels, source_t of)
 {
-    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 width = (of.columns + NR - 1) / NR * NR;
     const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
     if (!packing->source || packing->source != of.from)
-        pack_bf16(panel[0][0], STRIP, width, of.from, WIDTH, depth, of.depth, of.columns);
+        pack_bf16(panels[0][0], NR, width, of.from, WIDTH, depth, of.depth, of.columns);
     else
         while (packing->words > 0)
             pack_next(packing);
@@ -178,12 +178,12 @@ INLINE void fetch(prefetch_t *prefetch)
     pack_due(prefetch->packing);
 }
 
-// A panel: a slice of the rows, and some columns.
+// What is packed together: a slice of the rows, and some columns.
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
                       min_i64(TILE_DEPTH, block->row_count - row),
-                      min_i64(PANEL_COLUMNS, block->column_count - column)};
+                      min_i64(PACKED_COLUMNS, block->column_count - column)};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -222,26 +222,27 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 }
 
 // A slice of a few columns of the left factor: words.
-typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
+typedef f32 slice_t[TILE_WORDS + LANES][MR];
 
-// What a thread keeps in scratch while it works on a block: columns of the left factor, a depth slice at a time; all sums; two panels.
-enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+// What a thread keeps in scratch while it works on a block: columns of the left factor, a depth slice at a time; all sums; what is packed.
+enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
-    i32 turn; // which panel the next block begins with
-    packing_t packing; // of that panel
+    i32 turn; // which half of what is packed the next block begins with
+    packing_t packing; // of that half
     slice_t ALIGNED rows[ROW_GROUPS];
-    sums_t ALIGNED sums[ROW_GROUPS][PANEL_STRIPS];
-    strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
+    sums_t ALIGNED sums[ROW_GROUPS][PACKED_PANELS];
+    panel_t packed[2][PACKED_PANELS]; // in turn: of the products, and packed beside them
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1450048, "the launch gives a thread this much");
 
-// Adds `rows` rows of a slice times one strip of a panel to the sums. Those that
+// Adds `rows` rows of a slice times a panel to the sums. Those that
 // go past the caches are stored there, if it is known where.
-INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *first, f32 *streamed)
+INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
+                     const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *first,
+                     f32 *streamed)
 {
     prefetch_t prefetch = *first;
-    vec sum[REGISTER_ROWS][VECTORS];
+    vec sum[MR][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -275,8 +276,9 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // One copy of `multiply` for each number of rows. What its caller has in vector
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
-multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const prefetch_t *prefetch, f32 *streamed)
+multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
+              const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *prefetch,
+              f32 *streamed)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, prefetch, streamed); break;
@@ -288,7 +290,7 @@ multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// The results of a micro-kernel: `rows` rows from `row` on, `columns` columns
 // from `column` on.
 INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
@@ -296,13 +298,13 @@ INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
-// One copy for whole strips. It is not inlined where products are: the constants of
+// One copy for whole panels. It is not inlined where products are: the constants of
 // an activation would be kept in their registers.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    if (columns == REGISTER_COLUMNS)
-        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    if (columns == RESULT_COLUMNS)
+        finish_tile(to, sums, row, rows, column, RESULT_COLUMNS);
     else
         finish_tile(to, sums, row, rows, column, columns);
 }
@@ -314,14 +316,14 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
 static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 columns, i64 groups)
 {
     enum { PREFETCH_ROWS = 16, LINE_COLUMNS = LINE / sizeof(left_t) };
-    const i64 width = groups * REGISTER_ROWS;
+    const i64 width = groups * MR;
     for (i64 row = 0; row < depth; row += WORD) {
         for (i64 r = row + PREFETCH_ROWS; r < row + PREFETCH_ROWS + WORD; r++)
             for (i64 c = 0; c < width; c += LINE_COLUMNS)
                 __builtin_prefetch(left + r * HEIGHT + c);
         for (i64 group = 0; group < groups; group++)
-            for (i64 r = 0; r < REGISTER_ROWS; r += LANES) {
-                const i64 column = group * REGISTER_ROWS + r;
+            for (i64 r = 0; r < MR; r += LANES) {
+                const i64 column = group * MR + r;
                 const left_t *from = left + row * HEIGHT + column;
                 vec words = column_words_bf16(from, HEIGHT, depth - row, columns - column);
                 *(vec_in_memory *)&slices[group][row / WORD][r] = words;
@@ -329,41 +331,41 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
     }
 }
 
-// A block: a panel of columns at a time, and a slice of the rows, for which the
-// right factor is packed: the next panel beside the products of this one, after the
-// last one the next block's first. Columns of the left factor are copied next to
-// each other and multiplied by every strip of the panel; if there is one slice, they
-// stay cached for all panels. Results are finished while their sums are cached.
+// A block: some columns at a time, and a slice of the rows, for which the right
+// factor is packed: the next panels beside the products of these, after the last
+// the next block's first. Columns of the left factor are copied next to
+// each other and multiplied by every panel; if there is one slice, they stay cached
+// for all columns. Results are finished while their sums are cached.
 static void multiply_block(scratch_t *scratch, const left_t *left, const right_t *right, const block_t *block,
                            source_t next_block, const results_t *to)
 {
     sums_t only_sums ALIGNED;
     const i64 rows = block->row_count, height = block->height_count;
-    const i64 groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
+    const i64 groups = (height + MR - 1) / MR;
+    for (i64 corner = 0; corner < block->column_count; corner += PACKED_COLUMNS) {
         i64 row = 0;
         do {
             const int start = row == 0, last = row + TILE_DEPTH >= rows;
             const source_t source = source_of(right, block, row, corner);
-            const i64 words = (source.depth + WORD - 1) / WORD, strips = (source.columns + STRIP - 1) / STRIP;
+            const i64 words = (source.depth + WORD - 1) / WORD, panel_count = (source.columns + NR - 1) / NR;
             const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, corner)
-                : corner + PANEL_COLUMNS < block->column_count
-                ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
-            strip_t *panel = scratch->panels[scratch->turn];
-            pack_rest(&scratch->packing, panel, source);
+                : corner + PACKED_COLUMNS < block->column_count
+                ? source_of(right, block, 0, corner + PACKED_COLUMNS) : next_block;
+            panel_t *panels = scratch->packed[scratch->turn];
+            pack_rest(&scratch->packing, panels, source);
             scratch->turn = !scratch->turn;
-            scratch->packing = packing_of(scratch->panels[scratch->turn], next, groups);
+            scratch->packing = packing_of(scratch->packed[scratch->turn], next, groups);
             if (corner == 0 || !start || !last)
                 load_slices(scratch->rows, left + row * HEIGHT, source.depth, HEIGHT - block->first_height, groups);
             for (i64 group = 0; group < groups; group++) {
-                const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-                for (i64 strip = 0; strip < strips; strip++) {
-                    const i64 column = corner + strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
-                    f32 (*sums)[STRIP] = start && last ? only_sums : scratch->sums[group][strip];
+                const i64 first = group * MR, count = min_i64(MR, height - first);
+                for (i64 p = 0; p < panel_count; p++) {
+                    const i64 column = corner + p * NR, columns = min_i64(NR, block->column_count - column);
+                    f32 (*sums)[NR] = start && last ? only_sums : scratch->sums[group][p];
                     prefetch_t prefetch = {.packing = &scratch->packing};
-                    f32 *streamed = start && last && to->streamed && columns == STRIP
+                    f32 *streamed = start && last && to->streamed && columns == NR
                         ? to->grad + first * WIDTH + column : 0;
-                    multiply_rows(count, sums, scratch->rows[group], panel[strip], words, start, &prefetch, streamed);
+                    multiply_rows(count, sums, scratch->rows[group], panels[p], words, start, &prefetch, streamed);
                     if (last && !streamed)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -382,8 +384,7 @@ static void grouped_gemm_wgrad_down_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    (void)tokens;
-    const block_t block = find_block(offsets, block_y, block_x);
+    const block_t block = find_block(tokens, offsets, block_y, block_x);
     if (block.row_count == 0 && accumulate)
         return;
     const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
@@ -391,7 +392,7 @@ static void grouped_gemm_wgrad_down_block(
     const right_t *right = hidden + block.first_row * WIDTH + block.first_column;
     // The next block has the next columns of a matrix, or the next rows.
     const int wraps = block_x + 1 == COLUMN_TILES, ends = wraps && block_y + 1 == EXPERTS * TILES;
-    const block_t then = ends ? (block_t){0} : find_block(offsets, block_y + wraps, wraps ? 0 : block_x + 1);
+    const block_t then = ends ? (block_t){0} : find_block(tokens, offsets, block_y + wraps, wraps ? 0 : block_x + 1);
     const source_t next = then.column_count > 0
         ? source_of(hidden + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     const results_t dout_results = {

@@ -157,10 +157,20 @@ fn ends(rng: &mut Counter) -> Experts {
 
 /// `each` of the targets, others for each seed; all of them where there are no more.
 pub fn targets(seed: u64, all: &[Target], each: usize) -> Vec<Target> {
-    let mut left = all.to_vec();
-    let rng = &mut Counter::new(seed ^ 0x7a26);
+    drawn(&mut Counter::new(seed ^ 0x7a26), all.to_vec(), each)
+}
+
+/// So many of a layer's kernels, others for each seed; all of them where none are said.
+pub fn some<T>(seed: u64, all: Vec<T>, kernels: Option<usize>) -> Vec<T> {
+    match kernels {
+        Some(kernels) => drawn(&mut Counter::new(seed ^ 0x51c3), all, kernels),
+        None => all,
+    }
+}
+
+fn drawn<T>(rng: &mut Counter, mut left: Vec<T>, many: usize) -> Vec<T> {
     let mut drawn = Vec::new();
-    while drawn.len() < each && !left.is_empty() {
+    while drawn.len() < many && !left.is_empty() {
         drawn.push(left.swap_remove(rng.between(0, left.len() - 1)));
     }
     drawn

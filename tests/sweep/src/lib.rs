@@ -30,6 +30,8 @@ pub struct Sweep {
     pub targets: Vec<Target>,
     /// Targets of each layer, drawn from these.
     pub each: usize,
+    /// How many kernels of each layer, drawn; all of them if not given.
+    pub kernels: Option<usize>,
     /// Only kernels whose name begins so.
     pub only: String,
     /// Only kernels whose text has this.
@@ -76,13 +78,36 @@ impl Sweep {
         let mut seen = BTreeSet::new();
         for seed in self.seed..self.seed + self.specs {
             for target in draw::targets(seed, &self.targets, self.each) {
-                for (_, source) in kernels(&(self.draw)(seed), target).into_iter().flatten() {
+                for (_, source) in self.kernels(seed, target).into_iter().flatten() {
                     if self.wants(&source) && seen.insert((target, source.text.clone())) {
                         found(seed, target, &source);
                     }
                 }
             }
         }
+    }
+
+    /// Kernels of a layer's inference and of its training, with their families.
+    fn kernels(&self, seed: u64, target: Target) -> Vec<Result<(String, KernelSource), String>> {
+        let spec = (self.draw)(seed);
+        let plans = [
+            plan(&spec, target, &PlanOptions::default()),
+            plan(&spec, target, &PlanOptions::training(Training::default())),
+        ];
+        let (mut all, mut failed) = (Vec::new(), Vec::new());
+        for plan in &plans {
+            match plan {
+                Ok(plan) => all.extend(&plan.kernels),
+                Err(error) => failed.push(Err(format!("the plan: {error}"))),
+            }
+        }
+        let source = |kernel: &KernelPlan| {
+            let source = emit(kernel, target).map_err(|error| error.to_string())?;
+            Ok((family(kernel), source))
+        };
+        let some = draw::some(seed, all, self.kernels);
+        let made = some.into_iter().map(source);
+        failed.into_iter().chain(made).collect()
     }
 
     fn wants(&self, source: &KernelSource) -> bool {
@@ -130,7 +155,7 @@ impl Sweep {
         for target in draw::targets(seed, &self.targets, self.each) {
             let compiler = compilers.iter().find(|c| c.targets().contains(&target));
             let compiler = compiler.expect("targets are those of the compilers");
-            for kernel in kernels(&(self.draw)(seed), target) {
+            for kernel in self.kernels(seed, target) {
                 let outcome = kernel.and_then(|(family, source)| {
                     let text = (target, source.text.clone());
                     if !self.wants(&source) || !lock(state).seen.insert(text) {
@@ -161,25 +186,6 @@ impl Sweep {
 
 fn lock<'a, 'b>(state: &'a Mutex<State<'b>>) -> std::sync::MutexGuard<'a, State<'b>> {
     state.lock().unwrap_or_else(|e| e.into_inner())
-}
-
-/// Every kernel of a layer's inference and of its training, with its family.
-fn kernels(spec: &LayerSpec, target: Target) -> Vec<Result<(String, KernelSource), String>> {
-    let plans = [
-        plan(spec, target, &PlanOptions::default()),
-        plan(spec, target, &PlanOptions::training(Training::default())),
-    ];
-    let mut all = Vec::new();
-    for plan in plans {
-        match plan {
-            Ok(plan) => all.extend(plan.kernels.iter().map(|kernel| {
-                let source = emit(kernel, target).map_err(|error| error.to_string())?;
-                Ok((family(kernel), source))
-            })),
-            Err(error) => all.push(Err(format!("the plan: {error}"))),
-        }
-    }
-    all
 }
 
 /// The stem, and of products the unit that multiplies.

@@ -27,6 +27,9 @@ struct Arguments {
     /// all of them if not given.
     #[arg(long, value_name = "N")]
     each: Option<usize>,
+    /// How many kernels of each layer, drawn; all of them if not given.
+    #[arg(long, value_name = "N")]
+    kernels: Option<usize>,
     /// Only kernels whose name begins so, such as grouped_gemm.
     #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
@@ -60,6 +63,8 @@ enum Failed {
     Compiler(#[from] CompileError),
     #[error("no compiler here takes `{0}`")]
     Target(Target),
+    #[error("no kernel of these layers was compiled: `--only` and `--with` leave none")]
+    Nothing,
     #[error("{0}: {1}")]
     File(PathBuf, std::io::Error),
 }
@@ -99,6 +104,7 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
         },
         each: arguments.each.unwrap_or(targets.len()),
         targets,
+        kernels: arguments.kernels,
         only: arguments.only.clone(),
         with: arguments.with.clone(),
         limit: arguments.seconds.map(Duration::from_secs),
@@ -123,6 +129,9 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
     println!("{table}");
     if let Some(path) = &arguments.results {
         std::fs::write(path, table.to_string()).map_err(|e| Failed::File(path.clone(), e))?;
+    }
+    if table.kernels() == 0 {
+        return Err(Failed::Nothing);
     }
     Ok(table.failures == 0)
 }

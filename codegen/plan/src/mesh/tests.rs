@@ -355,10 +355,12 @@ fn every_weight_has_one_side() {
         for tensor in moesaic_spec::canonical_tensors(&spec) {
             let part = shared_part(&tensor.name);
             let of_slice = part.is_some_and(|part| !part.starts_with("router."));
-            let side = match of_slice && plan.shared.is_some() {
-                true => &shared,
-                false if tensor.name.starts_with("experts.") => &experts,
-                false => &tokens,
+            let side = if of_slice && plan.shared.is_some() {
+                &shared
+            } else if tensor.name.starts_with("experts.") {
+                &experts
+            } else {
+                &tokens
             };
             assert!(side.contains(&tensor.name), "seed {seed}: {}", tensor.name);
         }

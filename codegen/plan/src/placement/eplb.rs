@@ -123,34 +123,34 @@ fn check(loads: &[f64], eplb: &Eplb) -> Result<(), PlacementError> {
     } = *eplb;
     let experts = loads.len();
     let wrong = |message: String| Err(packing(message));
-    match () {
-        () if [experts, expert_groups, nodes, ranks].contains(&0) => wrong(format!(
+    let not_a_load = |load: &f64| !load.is_finite() || *load < 0.0;
+    if [experts, expert_groups, nodes, ranks].contains(&0) {
+        wrong(format!(
             "{experts} experts in {expert_groups} groups on {ranks} ranks of {nodes} nodes: none \
              of them may be 0"
-        )),
-        () if replicas < experts => wrong(format!(
+        ))
+    } else if replicas < experts {
+        wrong(format!(
             "{replicas} replicas are fewer than {experts} experts; each needs one"
-        )),
-        () if !replicas.is_multiple_of(ranks) => wrong(format!(
+        ))
+    } else if !replicas.is_multiple_of(ranks) {
+        wrong(format!(
             "{replicas} replicas do not lie evenly on {ranks} ranks; {} would",
             replicas.next_multiple_of(ranks)
-        )),
-        () if !ranks.is_multiple_of(nodes) => {
-            wrong(format!("{ranks} ranks do not lie evenly on {nodes} nodes"))
-        }
-        () if !experts.is_multiple_of(expert_groups) => wrong(format!(
+        ))
+    } else if !ranks.is_multiple_of(nodes) {
+        wrong(format!("{ranks} ranks do not lie evenly on {nodes} nodes"))
+    } else if !experts.is_multiple_of(expert_groups) {
+        wrong(format!(
             "{experts} experts are not {expert_groups} equal groups"
-        )),
-        () => match loads
-            .iter()
-            .position(|load| !load.is_finite() || *load < 0.0)
-        {
-            None => Ok(()),
-            Some(expert) => wrong(format!(
-                "the load of expert {expert} is {}, not a number from 0 on",
-                loads[expert]
-            )),
-        },
+        ))
+    } else if let Some(expert) = loads.iter().position(not_a_load) {
+        wrong(format!(
+            "the load of expert {expert} is {}, not a number from 0 on",
+            loads[expert]
+        ))
+    } else {
+        Ok(())
     }
 }
 

@@ -1093,7 +1093,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUpPackGate {
             /// Reads `gate`, f16 `[5, 12, 20]`.
             pub gate: In<f16>,
-            /// Writes `packed`, f16 `[5, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[5, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1122,7 +1122,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUpPackUp {
             /// Reads `up`, f16 `[5, 12, 20]`.
             pub up: In<f16>,
-            /// Writes `packed`, f16 `[5, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[5, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1151,7 +1151,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUp {
             /// Reads `x`, f16 `[tokens, 20]`.
             pub x: In<f16>,
-            /// Reads `experts.up.packed`, f16 `[5, strips, depth, columns]`.
+            /// Reads `experts.up.packed`, f16 `[5, panels, depth, columns]`.
             pub packed: In<f16>,
             /// Reads `experts.gate.bias`, f16 `[5, 12]`.
             pub gate_bias: In<f16>,
@@ -1213,7 +1213,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmDownPackDown {
             /// Reads `down`, f16 `[5, 7, 12]`.
             pub down: In<f16>,
-            /// Writes `packed`, f16 `[5, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[5, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1242,7 +1242,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmDown {
             /// Reads `hidden`, f16 `[rows, 12]`.
             pub hidden: In<f16>,
-            /// Reads `experts.down.packed`, f16 `[5, strips, depth, columns]`.
+            /// Reads `experts.down.packed`, f16 `[5, panels, depth, columns]`.
             pub packed: In<f16>,
             /// Reads `experts.down.bias`, f16 `[5, 7]`.
             pub down_bias: In<f16>,
@@ -1296,7 +1296,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUpPackGate {
             /// Reads `gate`, f16 `[1, 6, 20]`.
             pub gate: In<f16>,
-            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[1, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1325,7 +1325,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUpPackUp {
             /// Reads `up`, f16 `[1, 6, 20]`.
             pub up: In<f16>,
-            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[1, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1354,7 +1354,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUp {
             /// Reads `x`, f16 `[tokens, 20]`.
             pub rows: In<f16>,
-            /// Reads `shared.0.up.packed`, f16 `[1, strips, depth, columns]`.
+            /// Reads `shared.0.up.packed`, f16 `[1, panels, depth, columns]`.
             pub packed: In<f16>,
             /// Reads `shared.0.gate.bias`, f16 `[1, 6]`.
             pub gate_bias: In<f16>,
@@ -1404,7 +1404,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmDownPackDown {
             /// Reads `down`, f16 `[1, 7, 6]`.
             pub down: In<f16>,
-            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[1, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1433,7 +1433,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmDown {
             /// Reads `shared.0.hidden`, f16 `[tokens, 6]`.
             pub hidden: In<f16>,
-            /// Reads `shared.0.down.packed`, f16 `[1, strips, depth, columns]`.
+            /// Reads `shared.0.down.packed`, f16 `[1, panels, depth, columns]`.
             pub packed: In<f16>,
             /// Reads `shared.0.down.bias`, f16 `[1, 7]`.
             pub down_bias: In<f16>,
@@ -1516,7 +1516,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUpPackGate {
             /// Reads `gate`, f16 `[1, 9, 20]`.
             pub gate: In<f16>,
-            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[1, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1545,7 +1545,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUpPackUp {
             /// Reads `up`, f16 `[1, 9, 20]`.
             pub up: In<f16>,
-            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[1, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1574,7 +1574,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmUp {
             /// Reads `x`, f16 `[tokens, 20]`.
             pub rows: In<f16>,
-            /// Reads `shared.1.up.packed`, f16 `[1, strips, depth, columns]`.
+            /// Reads `shared.1.up.packed`, f16 `[1, panels, depth, columns]`.
             pub packed: In<f16>,
             /// Reads `shared.1.gate.bias`, f16 `[1, 9]`.
             pub gate_bias: In<f16>,
@@ -1624,7 +1624,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmDownPackDown {
             /// Reads `down`, f16 `[1, 7, 9]`.
             pub down: In<f16>,
-            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            /// Writes `packed`, f16 `[1, panels, depth, columns]`.
             pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
@@ -1653,7 +1653,7 @@ pub mod layer9_awkward_experts_kernels {
         pub struct GroupedGemmDown {
             /// Reads `shared.1.hidden`, f16 `[tokens, 9]`.
             pub hidden: In<f16>,
-            /// Reads `shared.1.down.packed`, f16 `[1, strips, depth, columns]`.
+            /// Reads `shared.1.down.packed`, f16 `[1, panels, depth, columns]`.
             pub packed: In<f16>,
             /// Reads `shared.1.down.bias`, f16 `[1, 7]`.
             pub down_bias: In<f16>,

@@ -749,7 +749,7 @@ pub mod mixtral8x7b_kernels {
         pub struct GroupedGemmUpPackGate {
             /// Reads `gate`, bf16 `[8, 14336, 4096]`.
             pub gate: In<bf16>,
-            /// Writes `packed`, bf16 `[8, strips, depth, columns]`.
+            /// Writes `packed`, bf16 `[8, panels, depth, columns]`.
             pub packed: Out<bf16>,
             /// The token count.
             pub tokens: i64,
@@ -778,7 +778,7 @@ pub mod mixtral8x7b_kernels {
         pub struct GroupedGemmUpPackUp {
             /// Reads `up`, bf16 `[8, 14336, 4096]`.
             pub up: In<bf16>,
-            /// Writes `packed`, bf16 `[8, strips, depth, columns]`.
+            /// Writes `packed`, bf16 `[8, panels, depth, columns]`.
             pub packed: Out<bf16>,
             /// The token count.
             pub tokens: i64,
@@ -807,7 +807,7 @@ pub mod mixtral8x7b_kernels {
         pub struct GroupedGemmUp {
             /// Reads `x`, bf16 `[tokens, 4096]`.
             pub x: In<bf16>,
-            /// Reads `experts.up.packed`, bf16 `[8, strips, depth, columns]`.
+            /// Reads `experts.up.packed`, bf16 `[8, panels, depth, columns]`.
             pub packed: In<bf16>,
             /// Reads `offsets`, i64 `[9]`.
             pub offsets: In<i64>,
@@ -861,7 +861,7 @@ pub mod mixtral8x7b_kernels {
         pub struct GroupedGemmDownPackDown {
             /// Reads `down`, bf16 `[8, 4096, 14336]`.
             pub down: In<bf16>,
-            /// Writes `packed`, bf16 `[8, strips, depth, columns]`.
+            /// Writes `packed`, bf16 `[8, panels, depth, columns]`.
             pub packed: Out<bf16>,
             /// The token count.
             pub tokens: i64,
@@ -890,7 +890,7 @@ pub mod mixtral8x7b_kernels {
         pub struct GroupedGemmDown {
             /// Reads `hidden`, bf16 `[rows, 14336]`.
             pub hidden: In<bf16>,
-            /// Reads `experts.down.packed`, bf16 `[8, strips, depth, columns]`.
+            /// Reads `experts.down.packed`, bf16 `[8, panels, depth, columns]`.
             pub packed: In<bf16>,
             /// Reads `offsets`, i64 `[9]`.
             pub offsets: In<i64>,

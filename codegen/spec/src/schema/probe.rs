@@ -1,7 +1,7 @@
 //! Reads the keys of a type off its `Deserialize`: what it asks for is noted, and answered
 //! with something that it takes.
 
-use super::{DTYPES, Key, Kind, REQUIRED, SELECTIONS, Section};
+use super::{DTYPES, Key, Kind, REQUIRED, Section};
 use serde::Deserialize;
 use serde::de::value::Error;
 use serde::de::{DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -86,10 +86,7 @@ impl<'de> Deserializer<'de> for Probe<'_> {
     ) -> Result<V::Value, Error> {
         self.is(match (name, words) {
             ("DType", _) => Kind::Choice(DTYPES),
-            ("Select", ["top-k", rules @ ..]) => {
-                debug_assert!(rules.iter().eq(SELECTIONS.iter().map(|(rule, _)| rule)));
-                Kind::Select
-            }
+            ("Select", _) => Kind::Select,
             ("Activation", [plain @ .., "expr"]) => Kind::Activation(plain),
             _ => Kind::Choice(words),
         });

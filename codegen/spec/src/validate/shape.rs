@@ -49,10 +49,12 @@ fn sizes(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 
 fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
-    let (wide, key) = match output > model {
-        _ if spec.latent.is_some() => (model, "latent.dim"),
-        true => (output, "shape.output_dim"),
-        false => (model, "shape.model_dim"),
+    let (wide, key) = if spec.latent.is_some() {
+        (model, "latent.dim")
+    } else if output > model {
+        (output, "shape.output_dim")
+    } else {
+        (model, "shape.model_dim")
     };
     let hidden = spec.shape.hidden_dim;
     let sane = wide <= crate::MAX_DIM && hidden <= crate::MAX_DIM;

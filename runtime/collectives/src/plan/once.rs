@@ -96,11 +96,6 @@ impl FanOut {
         rows.sum::<u64>() as usize
     }
 
-    /// Of the rows of this rank for a node, those that cross.
-    pub fn crossing_to(&self, node: usize) -> usize {
-        crossed(&self.sent[node])
-    }
-
     /// The nodes.
     pub fn shape(&self) -> NodeShape {
         self.shape

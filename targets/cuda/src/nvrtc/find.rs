@@ -69,12 +69,12 @@ fn open_path(path: &Path) -> Result<Nvrtc, Attempt> {
         name: name.clone(),
         reason: reason.to_string(),
     };
-    let file = match path.is_dir() {
-        true => {
-            newest(path, "libnvrtc.so").ok_or_else(|| refuse("no libnvrtc.so in this folder"))?
-        }
-        false if path.exists() => path.to_path_buf(),
-        false => return Err(refuse("no such file or folder")),
+    let file = if path.is_dir() {
+        newest(path, "libnvrtc.so").ok_or_else(|| refuse("no libnvrtc.so in this folder"))?
+    } else if path.exists() {
+        path.to_path_buf()
+    } else {
+        return Err(refuse("no such file or folder"));
     };
     preload_builtins(&file).map_err(|error| refuse(&error.to_string()))?;
     finish(&name, Library::open_path("NVRTC", &file))

@@ -90,7 +90,7 @@ pub struct CpuGemm {
     /// See [`GroupedGemmConfig::gather`].
     pub gather: bool,
     /// The kernel reads weights in an order of its own, which entries before the
-    /// product make once: `[experts, strips, depth, columns of a strip]`.
+    /// product make once: `[experts, panels, depth, columns of a panel]`.
     pub packed: bool,
     /// Calls of up to so many tokens have blocks of `few_columns` columns instead,
     /// so that there are enough of them for many threads; 0 where none have.

@@ -72,8 +72,8 @@ pub struct GroupedGemmDesc {
 const PACKED_DEPTH: usize = 32;
 
 impl GroupedGemmDesc {
-    /// The packed weights of a config: experts, strips, depth, and the columns
-    /// of a strip, those of gate before those of up.
+    /// The packed weights of a config: experts, panels, depth, and the columns
+    /// of a panel, those of gate before those of up.
     pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
         [
             self.experts,

@@ -82,7 +82,7 @@ pub(super) enum Follow {
 }
 
 impl Follow {
-    /// Of a forward product: where tiles keep their rows near for the next block.
+    /// Of a forward product: where tiles keep their rows in scratch for the next block.
     fn forward(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Columns,
@@ -101,7 +101,7 @@ impl Follow {
     }
 
     /// Of wgrad, whose rows are those of a matrix: likewise, if no tiles keep a slice
-    /// of the left factor near.
+    /// of the left factor in scratch.
     pub(super) fn wgrad(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Rows,
@@ -140,8 +140,8 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
             Param::read(matrix, d.weights, from),
             Param::write("packed", d.weights, packed_shape(d)),
         ];
-        let [experts, strips] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
-        let grid = Follow::forward(c).grid(experts, strips);
+        let [experts, panels] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
+        let grid = Follow::forward(c).grid(experts, panels);
         let symbol = format!("{symbol}_pack_{matrix}");
         let summary = "lays a matrix out as the product reads it";
         entry(&symbol, summary, params, grid, c.threads)
@@ -159,9 +159,9 @@ pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
     }
 }
 
-/// The same text on every CPU, whose strips differ.
+/// The same text on every CPU, whose panels differ.
 fn packed_shape(d: &GroupedGemmDesc) -> String {
-    format!("[{}, strips, depth, columns]", d.experts)
+    format!("[{}, panels, depth, columns]", d.experts)
 }
 
 /// What a product reads: a pointer, or a map for the copy engine, which cuts

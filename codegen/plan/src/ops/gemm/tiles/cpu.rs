@@ -4,11 +4,11 @@ use crate::ops::Core;
 use crate::ops::gemm::*;
 use moesaic_kernel::{CpuIsa, DType};
 
-/// Rows of a GEMM tile: enough that a panel of weights is packed and read from
-/// far away seldom; with the panel their sums are a part of a second-level cache.
+/// Rows of a GEMM tile: enough that weights are packed and read from memory
+/// seldom; with what is packed their sums are a part of a second-level cache.
 const TILE_ROWS: usize = 384;
 
-/// As [`TILE_ROWS`], for AMX tiles, which have the rows near, too, in a
+/// As [`TILE_ROWS`], for AMX tiles, which have the rows in scratch, too, in a
 /// second-level cache of [`AMX_L2_BYTES`].
 const AMX_TILE_ROWS: usize = 320;
 const AMX_L2_BYTES: usize = 2 << 20;
@@ -28,85 +28,85 @@ const ENOUGH_BLOCKS: usize = 256;
 /// The most tokens that are few: with more, copying the rows for each block counts.
 const MOST_FEW: usize = 16;
 
-/// Columns of a block of dgrad and of a panel of wgrad.
+/// Columns that dgrad and wgrad pack together.
 const BLOCK_COLUMNS: usize = 256;
 
-/// Columns of such a block are a multiple of this: of every strip.
+/// Columns of such a block are a multiple of this: of every NR.
 const COLUMN_STEP: usize = 64;
 
 /// Words of depth of a panel: the first of them that fits. With the sums of a block,
-/// two panels of all columns are 896 or 576 KiB. A cache that is nearly full is at the
+/// twice the panels of all columns are 896 or 576 KiB. A cache that is nearly full is at the
 /// mercy of where the pages lie: 192 words, 768 of 1024 KiB, were as fast as 96 at best.
 const DEPTHS: [usize; 2] = [256, 96];
 
-/// Words of depth that a block of AMX tiles has near: with the rows of a tile
+/// Words of depth that a block of AMX tiles has in scratch: with the rows of a tile
 /// about half of a second-level cache of 2 MiB.
 const AMX_DEPTH: usize = 1024;
 
 impl Core {
     /// [`FORWARD_DEPTH`] or [`FORWARD_COLUMNS`], or less, so that the rows of a
-    /// block are near, or as many of its sums: three quarters of a second-level
+    /// block stay in cache, or as many of its sums: three quarters of a second-level
     /// cache.
     fn forward(self, most: usize) -> usize {
         most.min(self.caches.l2_bytes() * 3 / 4 / (4 * TILE_ROWS))
     }
 
-    /// [`BLOCK_COLUMNS`], or fewer, so that two panels and their sums are three
+    /// [`BLOCK_COLUMNS`], or fewer, so that twice their panels and their sums are three
     /// quarters of a second-level cache.
     fn block_columns(self, depth: usize) -> usize {
         columns_in(self.caches.l2_bytes() * 3 / 4, TILE_ROWS + 2 * depth)
     }
 
-    /// One of [`DEPTHS`], so that a strip of a panel leaves room in a first-level
+    /// One of [`DEPTHS`], so that a panel leaves room in a first-level
     /// cache, and panels of all columns in a second-level cache.
     fn depth(self, left: DType, right: DType) -> usize {
         let [deep, shallow] = DEPTHS;
         let room = self.block_columns(deep) == BLOCK_COLUMNS;
-        if room && self.strip_fits(deep, left, right) {
+        if room && self.panel_fits(deep, left, right) {
             deep
         } else {
             shallow
         }
     }
 
-    /// Whether a strip so deep leaves room in a first-level cache.
-    fn strip_fits(self, depth: usize, left: DType, right: DType) -> bool {
-        let (_, strip) = register_tile(self.isa, left, right);
-        depth * strip * 4 < self.caches.l1_bytes()
+    /// Whether a panel so deep leaves room in a first-level cache.
+    fn panel_fits(self, depth: usize, left: DType, right: DType) -> bool {
+        let (_, nr) = micro_kernel(self.isa, left, right);
+        depth * nr * 4 < self.caches.l1_bytes()
     }
 
     /// Words of a slice of rows of wgrad: [`WGRAD_DEPTH`], or half of it.
     fn wgrad_depth(self, left: DType, right: DType) -> usize {
-        if self.strip_fits(WGRAD_DEPTH, left, right) {
+        if self.panel_fits(WGRAD_DEPTH, left, right) {
             WGRAD_DEPTH
         } else {
             WGRAD_DEPTH / 2
         }
     }
 
-    /// Columns of a panel of wgrad, so that two of them are five eighths of a
+    /// Columns that wgrad packs together, so that twice their panels are five eighths of a
     /// second-level cache; rows of most experts are one slice, which keeps no sums.
     fn wgrad_columns(self) -> usize {
         columns_in(self.caches.l2_bytes() * 5 / 8, 2 * WGRAD_DEPTH)
     }
 
     /// Rows of a matrix in a block of wgrad: as many columns of the left factor stay
-    /// near for all panels. [`TILE_ROWS`], or their share of a smaller second-level
+    /// in cache for all panels. [`TILE_ROWS`], or their share of a smaller second-level
     /// cache than [`WGRAD_L2_BYTES`].
     fn wgrad_rows(self) -> usize {
         let l2 = self.caches.l2_bytes().min(WGRAD_L2_BYTES);
         TILE_ROWS * l2 / WGRAD_L2_BYTES
     }
 
-    /// Rows that AMX tiles have near, of `rows` in a cache of [`AMX_L2_BYTES`].
-    fn near_rows(self, rows: usize) -> usize {
+    /// Rows that AMX tiles have in scratch, of `rows` in a cache of [`AMX_L2_BYTES`].
+    fn scratch_rows(self, rows: usize) -> usize {
         let share = rows * self.caches.l2_bytes() / AMX_L2_BYTES;
-        (share / AMX_STRIP * AMX_STRIP).clamp(AMX_STRIP, rows)
+        (share / AMX_NR * AMX_NR).clamp(AMX_NR, rows)
     }
 }
 
 /// Columns of the right factor of a weight's gradient: a slice of the left one
-/// is read from far away once for all of them.
+/// is read from memory once for all of them.
 const WGRAD_COLUMNS: usize = 1024;
 
 /// Words of a slice of an expert's rows. Sums of several slices go through memory
@@ -118,7 +118,7 @@ const WGRAD_DEPTH: usize = 288;
 const WGRAD_L2_BYTES: usize = 1 << 20;
 
 /// Bytes at the start of a thread's scratch memory: what is packed for its next block.
-const NEAR_HEAD: usize = 64;
+const SCRATCH_HEAD: usize = 64;
 
 /// Columns of the right factor where there is one matrix only, as a router's:
 /// more blocks, so that more threads share the pass over all tokens.
@@ -135,14 +135,14 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     if has_tiles(core.isa, d.weights, d.activations) {
         return tiles(d, matrices, core);
     }
-    let (thread_rows, strip) = register_tile(core.isa, d.weights, d.activations);
-    // A gated product has gate and up side by side in a strip.
-    let thread_columns = strip / matrices;
+    let (thread_rows, nr) = micro_kernel(core.isa, d.weights, d.activations);
+    // A gated product has gate and up side by side in a panel.
+    let thread_columns = nr / matrices;
     let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
     let words = words(core.isa, d.inner, d.weights, d.activations);
     let (slices, tile_depth) = even_slices(words, core.forward(FORWARD_DEPTH));
-    let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * strip);
+    let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * nr);
     let sums = match slices {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
@@ -187,16 +187,16 @@ fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usiz
 }
 
 /// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
-/// which stay near; where they do not fit whole, sums stay near too, and a block
-/// has more columns.
+/// which stay in scratch; where they do not fit whole, sums are there too, and a
+/// block has more columns.
 fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig {
-    let tile_rows = core.near_rows(AMX_TILE_ROWS);
-    let thread_columns = AMX_STRIP / matrices;
+    let tile_rows = core.scratch_rows(AMX_TILE_ROWS);
+    let thread_columns = AMX_NR / matrices;
     let words = d.inner.div_ceil(2);
     let (slices, tile_depth) = even_slices(words, AMX_DEPTH);
     let block_columns = if slices == 1 { 256 } else { 512 } / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
-    let (rows, panel) = (tile_rows * tile_depth, tile_depth * AMX_STRIP);
+    let (rows, panel) = (tile_rows * tile_depth, tile_depth * AMX_NR);
     let sums = match slices {
         1 => 0,
         _ => tile_rows * tile_columns * matrices,
@@ -207,14 +207,14 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         tile_rows,
         tile_columns,
         tile_depth,
-        thread_rows: AMX_STRIP,
+        thread_rows: AMX_NR,
         thread_columns,
         family: GemmFamily::Tiles(CpuGemm {
             gather: d.plain_rows && !d.dense,
             packed: true,
             few_tokens,
             few_columns,
-            shared_bytes: (NEAR_HEAD + 4 * (rows + sums + panel)) as u32,
+            shared_bytes: (SCRATCH_HEAD + 4 * (rows + sums + panel)) as u32,
         }),
     }
 }
@@ -255,7 +255,7 @@ fn has_tiles(isa: CpuIsa, left: DType, right: DType) -> bool {
 /// columns are 24 of 32, and 4 have the columns: what is left takes one pair of rows
 /// after the other. Four of depth load 10 vectors for 24 products, 8 by 8 load 8 for
 /// 16, and neither gcc 12 nor clang 20 spills. Chosen by that count, never timed.
-fn register_tile(isa: CpuIsa, left: DType, right: DType) -> (usize, usize) {
+fn micro_kernel(isa: CpuIsa, left: DType, right: DType) -> (usize, usize) {
     let quads = isa.bf16_quads() && (left, right) == (DType::Bf16, DType::Bf16);
     let (rows, vectors) = match isa {
         CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => (12, 2),
@@ -270,7 +270,7 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     if has_tiles(core.isa, d.weights, d.activations) {
         return dgrad_tiles(d, core);
     }
-    let (thread_rows, thread_columns) = register_tile(core.isa, d.weights, d.activations);
+    let (thread_rows, thread_columns) = micro_kernel(core.isa, d.weights, d.activations);
     let depth = core.depth(d.weights, d.activations);
     // Columns of the other half cut the sums of the weights' gradient.
     let block_columns = match d.half {
@@ -293,18 +293,18 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     }
 }
 
-/// Strips of a panel of the weights, and of activations: what is packed together,
-/// since lines that lie side by side are read together. There are two panels.
-const AMX_DGRAD_STRIPS: usize = 2;
-const AMX_WGRAD_STRIPS: usize = 4;
+/// Panels of the weights, and of activations, that are packed together, since lines that
+/// lie side by side are read together. There is room for twice as many.
+const AMX_DGRAD_PANELS: usize = 2;
+const AMX_WGRAD_PANELS: usize = 4;
 
 /// Rows and columns of the sums of four AMX tiles.
-const AMX_STRIP: usize = 32;
+const AMX_NR: usize = 32;
 
-/// The rows of a block stay near whole, where they fit, for all columns;
+/// The rows of a block stay in scratch whole, where they fit, for all columns;
 /// otherwise a slice of them, and all sums.
 fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
-    let tile_rows = core.near_rows(AMX_TILE_ROWS);
+    let tile_rows = core.scratch_rows(AMX_TILE_ROWS);
     let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
     let words = d.inner.div_ceil(2).next_multiple_of(16);
     let whole = products * words <= AMX_DEPTH;
@@ -314,36 +314,38 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
         let (_, tile_depth) = even_slices(words, AMX_DEPTH / 2);
         (1, tile_depth, 512)
     };
-    let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
-    let near = tile_depth * (kept * tile_rows + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);
+    let tile_columns = columns.min(d.outer.next_multiple_of(AMX_NR));
+    let rows_and_panels = tile_depth * (kept * tile_rows + 2 * AMX_NR * AMX_DGRAD_PANELS);
     let sums = if whole { 0 } else { tile_rows * tile_columns };
     GroupedGemmConfig {
         threads: 1,
         tile_rows,
         tile_columns,
         tile_depth,
-        thread_rows: AMX_STRIP,
-        thread_columns: AMX_STRIP,
-        family: GemmFamily::Tiles(scratch(near + sums)),
+        thread_rows: AMX_NR,
+        thread_columns: AMX_NR,
+        family: GemmFamily::Tiles(scratch(rows_and_panels + sums)),
     }
 }
 
-/// A tile is a piece of a matrix; depth counts words
-/// of rows, few enough that a panel of the right factor stays near.
+/// A tile is a piece of a matrix; depth counts words of rows, few enough that a panel
+/// of the right factor stays in cache.
 pub fn wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     if has_tiles(core.isa, d.left, d.right) {
         return wgrad_tiles(d, core);
     }
-    let (thread_rows, thread_columns) = register_tile(core.isa, d.left, d.right);
-    let columns = match d.dense {
-        true if d.height <= FEW_ROWS => NARROW_COLUMNS,
-        true => DENSE_COLUMNS,
-        false => WGRAD_COLUMNS,
+    let (thread_rows, thread_columns) = micro_kernel(core.isa, d.left, d.right);
+    let columns = if !d.dense {
+        WGRAD_COLUMNS
+    } else if d.height <= FEW_ROWS {
+        NARROW_COLUMNS
+    } else {
+        DENSE_COLUMNS
     };
-    // A block goes over its columns in panels; a narrower one is a block.
+    // A block packs some of its columns at a time; a narrower one all of them.
     let columns = match core.wgrad_columns() {
         BLOCK_COLUMNS => columns,
-        panel => columns.min(panel),
+        packed => columns.min(packed),
     };
     let tile_depth = core.wgrad_depth(d.left, d.right);
     let height = d.height.next_multiple_of(thread_rows);
@@ -363,20 +365,20 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     }
 }
 
-/// A slice of the left factor stays near while all columns of a block go by.
+/// A slice of the left factor stays in scratch while all columns of a block go by.
 fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     const DEPTH: usize = 256;
     const HEIGHT: usize = 768;
-    let tiles = d.height.div_ceil(core.near_rows(HEIGHT));
-    let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_STRIP);
-    let panels = 2 * DEPTH * AMX_STRIP * AMX_WGRAD_STRIPS;
+    let tiles = d.height.div_ceil(core.scratch_rows(HEIGHT));
+    let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_NR);
+    let panels = 2 * DEPTH * AMX_NR * AMX_WGRAD_PANELS;
     GroupedGemmConfig {
         threads: 1,
         tile_rows,
-        tile_columns: 1024.min(d.width.next_multiple_of(AMX_STRIP)),
+        tile_columns: 1024.min(d.width.next_multiple_of(AMX_NR)),
         tile_depth: DEPTH,
-        thread_rows: AMX_STRIP,
-        thread_columns: AMX_STRIP,
+        thread_rows: AMX_NR,
+        thread_columns: AMX_NR,
         family: GemmFamily::Tiles(scratch(tile_rows * DEPTH + panels)),
     }
 }
@@ -384,7 +386,7 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
 /// A backward product with so many words in memory of the thread's own.
 fn scratch(words: usize) -> CpuGemm {
     CpuGemm {
-        shared_bytes: (NEAR_HEAD + 4 * words) as u32,
+        shared_bytes: (SCRATCH_HEAD + 4 * words) as u32,
         ..CpuGemm::default()
     }
 }

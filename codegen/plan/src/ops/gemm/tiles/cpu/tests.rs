@@ -67,7 +67,7 @@ fn panels_and_sums_are_part_of_the_second_level() {
                 continue;
             }
             if matches!(op, Op::GroupedGemm { .. }) {
-                continue; // rows are near, and its strips are never there together
+                continue; // rows are in scratch, and its panels are never there together
             }
             let l2 = plan.caches.l2_bytes();
             let (sums, most) = match op {
@@ -131,7 +131,7 @@ fn left_columns_of_wgrad_are_half_of_the_second_level() {
 }
 
 #[test]
-fn near_rows_of_vectors_are_part_of_the_second_level() {
+fn scratch_rows_of_vectors_are_part_of_the_second_level() {
     each(|plan| {
         for (name, op, c) in gemms(plan) {
             let Op::GroupedGemm { desc: d, .. } = op else {
@@ -144,9 +144,9 @@ fn near_rows_of_vectors_are_part_of_the_second_level() {
                 assert!(4 * c.tile_rows * columns(op, c) <= most, "{what}");
                 assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
                 assert_eq!(c.tile_depth % 16, 0, "{what}");
-                let near = c.tile_rows * (c.tile_depth + columns(op, c));
-                let strip = c.tile_depth * c.thread_columns * d.matrices();
-                let bytes = 4 * (near + strip);
+                let rows_and_sums = c.tile_rows * (c.tile_depth + columns(op, c));
+                let panel = c.tile_depth * c.thread_columns * d.matrices();
+                let bytes = 4 * (rows_and_sums + panel);
                 assert!(c.shared_bytes() as usize <= bytes, "{what}");
             }
         }
@@ -154,7 +154,7 @@ fn near_rows_of_vectors_are_part_of_the_second_level() {
 }
 
 #[test]
-fn a_strip_leaves_room_in_the_first_level() {
+fn a_panel_leaves_room_in_the_first_level() {
     each(|plan| {
         for (name, op, c) in gemms(plan) {
             let is_forward = matches!(op, Op::GroupedGemm { .. });
@@ -176,7 +176,7 @@ fn slices_are_even() {
 }
 
 #[test]
-fn near_rows_of_tiles_are_part_of_the_second_level() {
+fn scratch_rows_of_tiles_are_part_of_the_second_level() {
     let mut tiles = 0;
     each(|plan| {
         for (name, op, c) in gemms(plan) {
@@ -191,7 +191,7 @@ fn near_rows_of_tiles_are_part_of_the_second_level() {
             let bytes = 4 * c.tile_rows * c.tile_depth * products;
             let most = plan.caches.l2_bytes() * 5 / 8;
             assert!(bytes <= most, "{name} for {:?}", plan.caches);
-            assert_eq!(c.tile_rows % AMX_STRIP, 0, "{name}");
+            assert_eq!(c.tile_rows % AMX_NR, 0, "{name}");
         }
     });
     assert!(tiles > 0);

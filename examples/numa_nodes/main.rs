@@ -1,9 +1,9 @@
-//! Where the packed weights of a layer lie on a machine with several memory
-//! nodes, and which node reads them.
+//! Where the packed weights of a layer lie on a machine with several NUMA nodes,
+//! and which node reads them.
 //!
 //! ```sh
-//! cargo run --release --example memory_nodes              # threads that the system moves
-//! cargo run --release --example memory_nodes -- --pin     # each stays on one processor
+//! cargo run --release --example numa_nodes              # threads that the system moves
+//! cargo run --release --example numa_nodes -- --pin     # each stays on one processor
 //! ```
 //!
 //! Makes a layer in f32 and in bf16, asks Linux for the node of every page of its
