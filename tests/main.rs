@@ -6,7 +6,6 @@ mod compared;
 mod conformance;
 mod golden;
 mod golden_files;
-#[allow(dead_code, reason = "kernels' own tests use all of it")]
 #[path = "../codegen/emit/tests/kernels/kept/mod.rs"]
 mod kept;
 mod mutants;

@@ -2,7 +2,6 @@
 //! without a word, spills or stack.
 
 use crate::kept::Kept;
-use crate::rig::specs::layer;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{KernelPlan, Op, PlanOptions, Recompute, Training, plan};
@@ -11,8 +10,13 @@ use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
 use std::collections::BTreeSet;
 
-fn spec([d, h]: [usize; 2], experts: [usize; 2], dtype: DType) -> LayerSpec {
-    layer([d, h, d], experts, dtype)
+fn spec([d, h]: [usize; 2], [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
+    let text =
+        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
+    let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
+    spec.precision.weights = dtype;
+    spec.precision.activations = dtype;
+    spec
 }
 
 /// Layers that bring out what differs: rows in packs of every width, both

@@ -1,17 +1,20 @@
 //! Selections beyond top-k, masks, and what training draws, on this CPU and
 //! on simulated GPUs, against the reference.
 
-use crate::rig::cpu::host;
-use crate::rig::plans::{only, planned, routes};
-use crate::rig::{Rig, check, specs};
+use crate::gemms::simulated::simulated;
+use crate::gpu_host::{device, modules};
+use crate::rig::{Rig, check, host, routing_of};
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::{PlanOptions, Training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::*;
 
 type Change = fn(&mut LayerSpec);
 
 fn spec(change: Change, experts: usize) -> LayerSpec {
-    let mut spec = specs::with(specs::spec(33, 5, experts, 2), change);
+    let text =
+        format!(r#"{{"shape":{{"model_dim":33,"hidden_dim":5,"experts":{experts},"top_k":2}}}}"#);
+    let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
+    change(&mut spec);
     if matches!(spec.router.select, Select::ExpertChoice(_)) {
         spec.shape.top_k = experts;
     }
@@ -24,10 +27,21 @@ fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
         "cpu" => Target::Cpu(host()),
         gpu => gpu.parse().unwrap(),
     };
-    let options = PlanOptions::training(training.then(Training::default));
-    let mut plan = planned(spec, to, &options);
-    (plan.evaluation, plan.backward) = (Vec::new(), Vec::new());
-    Rig::of(only(plan, routes))
+    let plan = routing_of(if training {
+        plan(spec, to, &PlanOptions::training(Training::default())).unwrap()
+    } else {
+        plan(spec, to, &PlanOptions::default()).unwrap()
+    });
+    if target == "cpu" {
+        return Rig::compile(spec, 2, plan);
+    }
+    if target.starts_with("sim:") {
+        let (device, modules) = simulated(&plan, 1);
+        return Rig::sharing(plan, device, modules);
+    }
+    let device = device(&plan);
+    let modules = modules(&plan, &device);
+    Rig::on(plan, Box::new(device), modules)
 }
 
 fn agree(target: &str, changes: &[Change], training: bool) {

@@ -2,13 +2,15 @@
 //! and the values that it reads.
 
 use crate::kept::Kept;
-use crate::rig::{cpu, dims, fibers, ptx};
 use half::{bf16, f16};
+use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit;
+use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
 use moesaic_plan::{CacheClass, KernelPlan, Machine, Operator, Wire, WireDesc};
+use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_reference::{Random, pack_row, unpack_row};
-use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Module};
+use moesaic_target::{Arg, Buffer, CompileOptions, Compiler, Device, LaunchDims, Module};
 use moesaic_toolchain::testing;
 use std::sync::Arc;
 
@@ -39,14 +41,21 @@ fn twin(wire: Wire) -> moesaic_reference::Wire {
     }
 }
 
-type Compile = fn(&KernelSource) -> Artifact;
-
 /// Where kernels of a target run, and what compiles them.
-fn machine(target: Target) -> (Arc<dyn Device>, Compile) {
+fn machine(target: Target) -> (Arc<dyn Device>, Kept) {
     match target {
-        Target::Cpu(_) => (Arc::new(cpu::device(2)), cpu::compiled),
-        Target::Sim(SimArch::Rocm(_)) => (Arc::new(fibers::device(target)), fibers::compiled),
-        Target::Sim(SimArch::Cuda(_)) => (Arc::new(ptx::device(target, 1)), ptx::compiled),
+        Target::Cpu(_) => (
+            Arc::new(CpuDevice::with_threads(2).unwrap().poisoned()),
+            Kept::new(CpuCompiler::find(None).unwrap()),
+        ),
+        Target::Sim(SimArch::Rocm(arch)) => (
+            Arc::new(FiberDevice::new(arch, FiberOptions::default()).unwrap()),
+            Kept::new(FiberCompiler::find(None).unwrap()),
+        ),
+        Target::Sim(SimArch::Cuda(arch)) => (
+            Arc::new(PtxDevice::new(arch, PtxOptions::default())),
+            Kept::new(PtxCompiler::new(testing::nvrtc())),
+        ),
         other => panic!("nothing here runs {other}"),
     }
 }
@@ -63,9 +72,11 @@ struct Loaded {
 impl Loaded {
     fn new(desc: &WireDesc, target: Target) -> Loaded {
         let source = emit(&kernel(desc, target), target).unwrap();
-        let (device, compile) = machine(target);
+        let (device, compiler) = machine(target);
+        let artifact = compiler.compile(&source, &CompileOptions::default());
+        let artifact = artifact.unwrap_or_else(|error| panic!("{error}\n{}", source.text));
         Loaded {
-            module: device.load(&compile(&source), &source.entries).unwrap(),
+            module: device.load(&artifact, &source.entries).unwrap(),
             what: format!("{desc:?} on {target}"),
             entries: source.entries,
             desc: desc.clone(),
@@ -89,7 +100,13 @@ impl Loaded {
         let entry = self.entries.iter().find(|e| e.symbol == symbol).unwrap();
         let tensors = buffers.iter().map(|buffer| Arg::Ptr(buffer.ptr()));
         let args: Vec<Arg> = tensors.chain([Arg::I64(tokens as i64)]).collect();
-        let dims = dims(&entry.launch, tokens);
+        let grid = entry.launch.grid.clone();
+        let dims = LaunchDims {
+            grid: grid.map(|size| size.eval(tokens as u64)),
+            threads: entry.launch.threads,
+            shared_bytes: entry.launch.shared_bytes,
+            cluster: entry.launch.cluster,
+        };
         if !dims.grid.contains(&0) {
             // SAFETY: buffers are as large as the entry's shapes say for so many rows.
             unsafe { self.module.launch(symbol, dims, &args) }.unwrap();
@@ -98,37 +115,35 @@ impl Loaded {
 
     /// Packs the rows at `places`, and unpacks them where they were.
     fn check(&self, rows: &[Vec<f32>], places: &[i32]) {
+        let WireDesc {
+            wire,
+            width,
+            rows: dtype,
+        } = self.desc;
+        let stored: Vec<u8> = rows.iter().flat_map(|row| bytes_of(dtype, row)).collect();
+        let (from, to) = (self.buffer(&stored), self.buffer(&vec![0xaa; stored.len()]));
         let list = places.iter().flat_map(|place| place.to_le_bytes());
         let list = self.buffer(&list.collect::<Vec<u8>>());
-        let expected: Vec<(Vec<u8>, u64)> = places
-            .iter()
-            .map(|&place| pack_row(twin(self.desc.wire), &rows[place as usize]))
-            .collect();
-        let packed = self.check_packing(rows, &list, &expected);
-        self.check_unpacking(rows.len(), places, [&packed, &list], &expected);
-    }
-
-    /// The packed rows are the expected bytes; as many values as expected were too large.
-    fn check_packing(
-        &self,
-        rows: &[Vec<f32>],
-        list: &Buffer,
-        expected: &[(Vec<u8>, u64)],
-    ) -> Buffer {
-        let (tokens, row_bytes) = (expected.len(), self.desc.row_bytes());
-        let stored = rows.iter().flat_map(|row| bytes_of(self.desc.rows, row));
-        let from = self.buffer(&stored.collect::<Vec<u8>>());
-        let packed = self.device.alloc((row_bytes * tokens).max(64)).unwrap();
-        let counts = self.device.alloc(4 * tokens.max(16)).unwrap();
+        let row_bytes = self.desc.row_bytes();
+        let packed = self
+            .device
+            .alloc((row_bytes * places.len()).max(64))
+            .unwrap();
+        let counts = self.device.alloc(4 * places.len().max(16)).unwrap();
         let total = self.buffer(&5i64.to_le_bytes());
+        let tokens = places.len();
         if self.desc.counts() {
-            self.launch("wire_pack", &[&from, list, &packed, &counts], tokens);
+            self.launch("wire_pack", &[&from, &list, &packed, &counts], tokens);
             self.launch("wire_count", &[&counts, &total], tokens);
         } else {
-            self.launch("wire_pack", &[&from, list, &packed], tokens)
+            self.launch("wire_pack", &[&from, &list, &packed], tokens)
         }
+        let expected: Vec<(Vec<u8>, u64)> = places
+            .iter()
+            .map(|&place| pack_row(twin(wire), &rows[place as usize]))
+            .collect();
         let read = self.read(&packed, row_bytes * tokens);
-        for (i, (row, (bytes, _))) in read.chunks(row_bytes).zip(expected).enumerate() {
+        for (i, (row, (bytes, _))) in read.chunks(row_bytes).zip(&expected).enumerate() {
             let at = row.iter().zip(bytes).position(|(a, b)| a != b);
             assert_eq!(row.len(), bytes.len(), "{}", self.what);
             assert_eq!(at, None, "{}: row {i}\n{row:?}\n{bytes:?}", self.what);
@@ -136,27 +151,16 @@ impl Loaded {
         let saturated = expected.iter().map(|(_, count)| count).sum::<u64>();
         let counted = i64::from_le_bytes(self.read(&total, 8).try_into().unwrap());
         assert_eq!(counted as u64, 5 + saturated, "{}", self.what);
-        packed
-    }
 
-    /// Unpacked rows are where they were; the others stay as they are.
-    fn check_unpacking(
-        &self,
-        rows: usize,
-        places: &[i32],
-        [packed, list]: [&Buffer; 2],
-        expected: &[(Vec<u8>, u64)],
-    ) {
-        let (width, dtype) = (self.desc.width, self.desc.rows);
+        self.launch("wire_unpack", &[&packed, &list, &to], tokens);
+        let left = self.read(&to, stored.len());
         let size = width * dtype.size();
-        let to = self.buffer(&vec![0xaa; rows * size]);
-        self.launch("wire_unpack", &[packed, list, &to], places.len());
         let came = |row: usize| places.iter().position(|&place| place as usize == row);
-        for (row, bytes) in self.read(&to, rows * size).chunks(size).enumerate() {
+        for (row, bytes) in left.chunks(size).enumerate() {
             let expected = match came(row) {
                 Some(i) => {
-                    let wire = twin(self.desc.wire);
-                    bytes_of(dtype, &unpack_row(wire, &expected[i].0, width, dtype))
+                    let values = unpack_row(twin(wire), &expected[i].0, width, dtype);
+                    bytes_of(dtype, &values)
                 }
                 None => vec![0xaa; size],
             };

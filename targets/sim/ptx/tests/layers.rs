@@ -8,7 +8,7 @@ use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler, Device};
 use moesaic_toolchain::testing;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 fn compiler() -> &'static PtxCompiler {
     static COMPILER: OnceLock<PtxCompiler> = OnceLock::new();
@@ -50,7 +50,7 @@ fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
         device.load(&artifact, &source.entries).unwrap()
     };
     let modules = emit_layer(&plan).unwrap().iter().map(load).collect();
-    Rig::on((Arc::new(device), modules), plan)
+    Rig::on(plan, Box::new(device), modules)
 }
 
 fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {

@@ -8,10 +8,6 @@ mod hopper;
 #[path = "../../../../codegen/emit/tests/kernels/kept/mod.rs"]
 mod kept;
 mod layers;
-#[allow(
-    dead_code,
-    reason = "kernels' own tests use all of it, these whole layers alone"
-)]
 #[path = "../../../../codegen/emit/tests/kernels/rig/mod.rs"]
 mod rig;
 mod routing;

@@ -1,7 +1,6 @@
 //! Routing and data movement in the machine, at awkward sizes, with every check.
 
-use crate::rig::pass::Tensors;
-use crate::rig::{Rig, check};
+use crate::rig::{Rig, Tensors, check};
 use moesaic_emit::emit;
 use moesaic_kernel::{CudaArch, DType, SimArch, Stem, Target};
 use moesaic_plan::{PlanOptions, Step, plan};
@@ -76,7 +75,7 @@ fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Rig {
         device.load(&artifact, &source.entries).unwrap()
     };
     let modules = plan.kernels.iter().map(load).collect();
-    Rig::on((Arc::new(device), modules), plan)
+    Rig::on(plan, Box::new(device), modules)
 }
 
 fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {

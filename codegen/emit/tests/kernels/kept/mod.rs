@@ -1,6 +1,8 @@
 //! A compiler whose results lie in the build folder: a suite that runs again
 //! compiles what has changed, and no kernel twice.
 
+#![allow(dead_code, reason = "other test binaries use parts of it")]
+
 use moesaic_cache::{Key, KeyParts, PruneRule, Request, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
@@ -20,7 +22,6 @@ static STORE: LazyLock<Store> = LazyLock::new(|| {
 
 /// Runs a check that panics when it fails, unless one of these parts has
 /// passed before. They are everything that it depends on.
-#[allow(dead_code, reason = "the workspace's tests use it, these do not")]
 pub fn once(parts: &[&str], check: impl FnOnce()) {
     let whole: String = parts.iter().map(|p| format!("{}\n{p}", p.len())).collect();
     let name = format!("passed {}", hash_source(&whole));

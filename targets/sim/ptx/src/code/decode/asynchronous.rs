@@ -15,12 +15,10 @@ impl Decoder<'_> {
         if !self.parts.flag("async") {
             return Err(self.unsupported("the instruction"));
         }
-        let op = if self.parts.flag("bulk") {
-            self.bulk(reduces)?
-        } else if self.parts.flag("mbarrier") {
-            return self.copy_arrive();
-        } else {
-            self.copy_async()?
+        let op = match self.parts.flag("bulk") {
+            true => self.bulk(reduces)?,
+            false if self.parts.flag("mbarrier") => return self.copy_arrive(),
+            false => self.copy_async()?,
         };
         Ok(Op::Async(Box::new(op)))
     }

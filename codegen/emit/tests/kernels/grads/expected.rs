@@ -1,17 +1,34 @@
-//! What backward GEMMs should write, from the tensors they read.
+//! What backward GEMMs should write.
 
-use crate::rig::Rig;
-use crate::rig::expert::{Slopes, Sum};
-use crate::rig::memory::Values;
-use crate::rig::rows::Rows;
-use moesaic_kernel::DType;
+use super::{Rows, Values, config};
+use moesaic_kernel::Entry;
 use moesaic_plan::{
-    GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, LaunchStep, Op,
+    GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelPlan, Op,
 };
 use moesaic_reference::activate;
 use moesaic_spec::LayerSpec;
 
-/// A launch: values by parameter.
+/// A value, and how large the terms of its sum are together.
+#[derive(Clone, Copy, Default)]
+struct Sum {
+    value: f64,
+    terms: f64,
+}
+
+impl Sum {
+    fn add(&mut self, term: f64) {
+        self.value += term;
+        self.terms += term.abs();
+    }
+
+    fn times(self, factor: f64) -> Sum {
+        Sum {
+            value: self.value * factor,
+            terms: self.terms * factor.abs(),
+        }
+    }
+}
+
 struct Check<'a> {
     spec: &'a LayerSpec,
     given: &'a Values,
@@ -20,69 +37,61 @@ struct Check<'a> {
     offsets: Vec<usize>,
     /// Of the sum of a result's terms: f32 arithmetic, or TF32 factors.
     arithmetic: f64,
-    what: String,
+    what: &'a str,
 }
 
-pub fn check(rig: &Rig, step: &LaunchStep, rows: &Rows, given: &Values, got: &Values) {
-    let (kernel, symbol) = (
-        &rig.plan.kernels[step.entry.kernel],
-        &rig.plan[step.entry].symbol,
-    );
-    let config = kernel.op.gemm().expect("a GEMM");
-    let tf32 = matches!(config.family, GemmFamily::Mma { tf32: true, .. });
-    let check = |dense: bool| Check {
-        spec: &rig.plan.spec,
+pub fn check(
+    spec: &LayerSpec,
+    kernel: &KernelPlan,
+    entry: &Entry,
+    rows: &Rows,
+    given: &Values,
+    got: &Values,
+    what: &str,
+) {
+    let dense = match &kernel.op {
+        Op::GroupedGemmDgrad { desc: d, .. } => d.dense,
+        Op::GroupedGemmWgrad { desc: d, .. } => d.dense,
+        Op::GroupedGemm { desc: d, .. } => d.dense,
+        other => panic!("{other:?} is no backward GEMM"),
+    };
+    let tf32 = matches!(config(kernel).family, GemmFamily::Mma { tf32: true, .. });
+    let check = Check {
+        spec,
         given,
         got,
-        offsets: if dense {
-            vec![0, rows.tokens]
-        } else {
-            rows.offsets(rig.plan.spec.shape.experts)
-        },
+        offsets: rows.offsets(dense),
         arithmetic: if tf32 { 2e-3 } else { 3e-6 },
-        what: format!(
-            "{symbol} of {} on {}, {} tokens, {:?}",
-            kernel.name, rig.plan.target, rows.tokens, kernel.op
-        ),
+        what,
     };
     match &kernel.op {
         Op::GroupedGemmDgrad { desc: d, .. } if d.half == Half::Down => {
-            check(d.dense).down(d, config.tile_columns);
+            check.down(d, config(kernel).tile_columns);
         }
-        Op::GroupedGemmDgrad { desc: d, .. } => check(d.dense).up(d),
-        Op::GroupedGemmWgrad { desc: d, .. } if symbol.ends_with("_bias") => {
-            check(d.dense).bias(d);
-        }
-        Op::GroupedGemmWgrad { desc: d, .. } => check(d.dense).wgrad(d),
-        Op::GroupedGemm { desc: d, .. } => check(d.dense).kept(d),
-        other => panic!("{other:?} is no backward GEMM"),
+        Op::GroupedGemmDgrad { desc: d, .. } => check.up(d),
+        Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => check.bias(d),
+        Op::GroupedGemmWgrad { desc: d, .. } => check.wgrad(d),
+        Op::GroupedGemm { desc: d, .. } => check.kept(d),
+        _ => {}
     }
 }
 
 impl Check<'_> {
-    /// `got` is `want` stored in a type, up to the order of the sum.
-    fn near(&self, name: &str, at: &[usize], got: f64, want: Sum, dtype: DType) {
-        let (rounding, least) = match dtype {
-            DType::F32 => (0.0, 0.0),
-            // Half the distance of f16's smallest values.
-            DType::F16 => (1.01 * dtype.unit_roundoff(), 0.5f64.powi(25)),
-            other => (1.01 * other.unit_roundoff(), 0.0),
-        };
-        let size = want.value.abs();
-        let most = rounding * size + least + self.arithmetic * (want.terms + size / 3.0) + 1e-30;
+    fn near(&self, name: &str, at: &[usize], got: f64, want: Sum, rounding: f64) {
+        let most = rounding * want.value.abs().max(6.2e-5)
+            + self.arithmetic * (want.terms + want.value.abs())
+            + 1e-30;
         let error = (got - want.value).abs();
         assert!(
             error <= most,
-            "{name}{at:?}: {got} is not {}, within {most:e}: {}, {:?}",
+            "{name}{at:?}: {got} is not {}, within {most:e}: {}",
             want.value,
-            self.what,
-            self.spec
+            self.what
         );
     }
 
-    /// The type of rows.
-    fn dtype(&self) -> DType {
-        self.spec.precision.activations
+    fn rounding(&self) -> f64 {
+        1.01 * self.spec.precision.activations.unit_roundoff()
     }
 
     /// Rows of each group.
@@ -110,10 +119,11 @@ impl Check<'_> {
     ) -> Sum {
         let left = &self.given[rows][row * inner..][..inner];
         let right = &self.given[matrix][group * inner * outer..][..inner * outer];
-        let terms = left.iter().enumerate();
-        terms
-            .map(|(i, value)| value * right[i * outer + column])
-            .collect()
+        let mut sum = Sum::default();
+        for (i, value) in left.iter().enumerate() {
+            sum.add(value * right[i * outer + column]);
+        }
+        sum
     }
 
     fn rows_only(&self, name: &str, width: usize) {
@@ -138,7 +148,7 @@ impl Check<'_> {
                         want.terms += gate.terms;
                     }
                     let got = self.got["drows"][row * d.outer + column];
-                    self.near("drows", &[row, column], got, want, self.dtype());
+                    self.near("drows", &[row, column], got, want, self.rounding());
                 }
             }
         }
@@ -159,7 +169,7 @@ impl Check<'_> {
                 }
                 for (part, want) in sums.into_iter().enumerate().filter(|_| d.weighted) {
                     let got = self.got["dweight_parts"][row * parts + part];
-                    self.near("dweight_parts", &[row, part], got, want, DType::F32);
+                    self.near("dweight_parts", &[row, part], got, want, 0.0);
                 }
             }
         }
@@ -184,12 +194,22 @@ impl Check<'_> {
         let at = row * d.outer + column;
         let gate = d.gated.then(|| self.given["gate_pre"][at]);
         let (up, weight) = (self.given["up_pre"][at], self.weight(row));
-        let slopes = Slopes::of(&self.spec.experts, gate, up);
+        let value = |gate: Option<f64>, up: f64| activate(&self.spec.experts, gate, up);
+        let step = 1e-5;
+        let slope = |f: &dyn Fn(f64) -> f64| (f(step) - f(-step)) / (2.0 * step);
+        let of_up = slope(&|h| value(gate, up + h));
+        let of_gate = slope(&|h| value(gate.map(|gate| gate + h), up));
         let compare = |name: &str, want: Sum| {
-            self.near(name, &[row, column], self.got[name][at], want, self.dtype());
+            self.near(
+                name,
+                &[row, column],
+                self.got[name][at],
+                want,
+                self.rounding(),
+            );
         };
         let hidden = Sum {
-            value: weight * slopes.value,
+            value: weight * value(gate, up),
             terms: 1.0,
         };
         compare("hidden", hidden);
@@ -198,11 +218,11 @@ impl Check<'_> {
             sum.terms += product.terms * weight.abs();
             sum
         };
-        compare("dup", back(slopes.up));
+        compare("dup", back(of_up));
         if d.gated {
-            compare("dgate", back(slopes.gate));
+            compare("dgate", back(of_gate));
         }
-        slopes.value
+        value(gate, up)
     }
 
     /// The up half of the forward pass: pre-activations and what they become.
@@ -250,7 +270,8 @@ impl Check<'_> {
     ) -> Sum {
         let line = group * d.outer + column;
         let matrix = &self.given[name][line * d.inner..][..d.inner];
-        let mut sum: Sum = matrix.iter().zip(x).map(|(w, v)| w * v).collect();
+        let mut sum = Sum::default();
+        matrix.iter().zip(x).for_each(|(w, v)| sum.add(w * v));
         if d.bias {
             sum.add(self.given[&format!("{name}_bias")][line]);
         }
@@ -273,7 +294,7 @@ impl Check<'_> {
                 &[row, column],
                 self.got[&name][at],
                 *want,
-                self.dtype(),
+                self.rounding(),
             );
         }
         let (gate, up) = match sums {
@@ -290,7 +311,7 @@ impl Check<'_> {
             &[row, column],
             self.got["hidden"][at],
             hidden,
-            self.dtype(),
+            self.rounding(),
         );
     }
 
@@ -340,7 +361,7 @@ impl Check<'_> {
                 want.add(before[first + at]);
             }
             let got = self.got[name][first + at];
-            self.near(name, &[group, at], got, want, DType::F32);
+            self.near(name, &[group, at], got, want, 0.0);
         }
     }
 
