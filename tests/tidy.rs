@@ -41,7 +41,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("tensor", &["kernel"]),
     ("typed", &["kernel", "spec", "target", "tensor", "engine"]),
     ("train", &["kernel", "spec", "plan", "tensor", "engine"]),
-    ("tune", &["plan", "planner", "tensor", "engine"]),
+    ("tune", &["spec", "plan", "planner", "tensor", "engine"]),
     ("reference", &["kernel", "spec", "tensor"]),
     ("weights", &["kernel", "spec", "tensor"]),
     ("collectives", &["kernel", "target", "dl"]),
