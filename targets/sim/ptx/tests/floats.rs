@@ -46,16 +46,14 @@ fn floats() {
         }
     });
     float("max.NaN.f32 %f20, %f11, %f12;", |a, b, _| {
-        match a.is_nan() || b.is_nan() {
-            true => f32::NAN,
-            false if a == b => f(a.to_bits() & b.to_bits()),
-            false => {
-                if a > b {
-                    a
-                } else {
-                    b
-                }
-            }
+        if a.is_nan() || b.is_nan() {
+            f32::NAN
+        } else if a == b {
+            f(a.to_bits() & b.to_bits())
+        } else if a > b {
+            a
+        } else {
+            b
         }
     });
     let flush = |v: f32| {

@@ -15,10 +15,12 @@ impl Decoder<'_> {
         if !self.parts.flag("async") {
             return Err(self.unsupported("the instruction"));
         }
-        let op = match self.parts.flag("bulk") {
-            true => self.bulk(reduces)?,
-            false if self.parts.flag("mbarrier") => return self.copy_arrive(),
-            false => self.copy_async()?,
+        let op = if self.parts.flag("bulk") {
+            self.bulk(reduces)?
+        } else if self.parts.flag("mbarrier") {
+            return self.copy_arrive();
+        } else {
+            self.copy_async()?
         };
         Ok(Op::Async(Box::new(op)))
     }

@@ -179,10 +179,12 @@ impl Decoder<'_> {
             return Err(self.unsupported("the operation"));
         }
         let state = matches!(kind, MbarrierKind::TestState | MbarrierKind::TryState);
-        let a = match self.count() > at + 1 {
-            true if state => self.double(at + 1)?,
-            true => self.word(at + 1)?,
-            false => NONE,
+        let a = if self.count() <= at + 1 {
+            NONE
+        } else if state {
+            self.double(at + 1)?
+        } else {
+            self.word(at + 1)?
         };
         Ok(Op::Mbarrier(Box::new(Mbarrier {
             kind,

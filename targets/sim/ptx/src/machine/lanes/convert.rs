@@ -226,12 +226,12 @@ fn float_from_integer(convert: &Convert, value: i128) -> u64 {
             // 64-bit integers beyond 2^53 are far past f16, and for bf16
             // rounding to odd keeps the lost bits.
             let nearest = value as f64;
-            let odd = match nearest as i128 != value && nearest.to_bits() & 1 == 0 {
-                true if (nearest as i128).unsigned_abs() > value.unsigned_abs() => {
-                    f64::from_bits(nearest.to_bits() - 1)
-                }
-                true => f64::from_bits(nearest.to_bits() | 1),
-                false => nearest,
+            let odd = if nearest as i128 == value || nearest.to_bits() & 1 == 1 {
+                nearest
+            } else if (nearest as i128).unsigned_abs() > value.unsigned_abs() {
+                f64::from_bits(nearest.to_bits() - 1)
+            } else {
+                f64::from_bits(nearest.to_bits() | 1)
             };
             u64::from(narrow_exact(half, odd))
         }
@@ -266,11 +266,14 @@ fn float(convert: &Convert, value: f64) -> u64 {
     } else {
         value
     };
-    let value = match () {
-        () if convert.saturate && value.is_nan() => 0.0,
-        () if convert.saturate => value.clamp(0.0, 1.0),
-        () if convert.relu && value < 0.0 => 0.0,
-        () => value,
+    let value = if convert.saturate && value.is_nan() {
+        0.0
+    } else if convert.saturate {
+        value.clamp(0.0, 1.0)
+    } else if convert.relu && value < 0.0 {
+        0.0
+    } else {
+        value
     };
     let tiny = convert.flush && value.abs() < f64::from(f32::MIN_POSITIVE);
     let value = if tiny { 0.0f64.copysign(value) } else { value };

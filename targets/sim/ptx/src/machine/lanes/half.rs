@@ -104,10 +104,12 @@ fn fused(form: HalfForm, a: u16, b: u16, c: u16) -> u16 {
         let virtual_z = sum - product;
         (product - (sum - virtual_z)) + (z - virtual_z)
     };
-    let odd = match sum.is_finite() && error != 0.0 && sum.to_bits() & 1 == 0 {
-        true if (error > 0.0) == (sum > 0.0) => f64::from_bits(sum.to_bits() | 1),
-        true => f64::from_bits(sum.to_bits() - 1),
-        false => sum,
+    let odd = if !sum.is_finite() || error == 0.0 || sum.to_bits() & 1 == 1 {
+        sum
+    } else if (error > 0.0) == (sum > 0.0) {
+        f64::from_bits(sum.to_bits() | 1)
+    } else {
+        f64::from_bits(sum.to_bits() - 1)
     };
     close(form, odd)
 }
