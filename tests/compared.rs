@@ -28,14 +28,12 @@ fn measured(file: &str) -> Lines {
             && title.ends_with(" threads")
         {
             layer = title.to_string();
-        } else if let (true, Some((left, right))) = (
-            line.starts_with("uniform "),
-            line.split_once('|').map(|(_, right)| (&words, right)),
-        ) {
-            let ratios = right
-                .split_whitespace()
-                .filter_map(|word| word.parse().ok());
-            let key = (layer.clone(), left[1].clone(), left[2].clone());
+        } else if line.starts_with("uniform ")
+            && let Some((_, ratios)) = line.split_once('|')
+        {
+            let ratios = ratios.split_whitespace();
+            let ratios = ratios.filter_map(|word| word.parse().ok());
+            let key = (layer.clone(), words[1].clone(), words[2].clone());
             lines.insert(key, ways.iter().cloned().zip(ratios).collect());
         }
     }

@@ -1,4 +1,5 @@
-//! The pages: links lead somewhere, names of pages are links, lines are as long as a screen is wide.
+//! The pages: links lead somewhere, names of pages are links, lines are as long as a screen
+//! is wide.
 
 use super::tidy::files;
 use std::fs;

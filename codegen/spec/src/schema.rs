@@ -64,6 +64,14 @@ impl Section {
     }
 }
 
+/// A key in a table, by the paths of both.
+pub(crate) fn join(path: &str, name: &str) -> String {
+    match path {
+        "" => name.to_string(),
+        _ => format!("{path}.{name}"),
+    }
+}
+
 /// The whole file.
 pub(crate) static ROOT: LazyLock<Section> = LazyLock::new(probe::section::<LayerSpec>);
 
@@ -121,7 +129,7 @@ mod tests {
     /// Every key by its path.
     fn walk(section: &'static Section, path: &str, each: &mut dyn FnMut(&str, &'static Key)) {
         for key in &section.keys {
-            let path = probe::join(path, key.name);
+            let path = join(path, key.name);
             each(&path, key);
             if let Kind::Table(inner) | Kind::List(inner) = &key.kind {
                 walk(inner, &path, each);

@@ -8,7 +8,7 @@
 
 mod scalar;
 
-use crate::schema::{Key, Kind, ROOT, Section};
+use crate::schema::{Key, Kind, ROOT, Section, join};
 use crate::{LayerSpec, Problem, SpecError, suggest};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -280,13 +280,6 @@ fn blank(section: &Section) -> toml::Table {
     required
         .map(|key| (key.name.to_string(), placeholder(&key.kind)))
         .collect()
-}
-
-fn join(path: &str, name: &str) -> String {
-    match path {
-        "" => name.to_string(),
-        _ => format!("{path}.{name}"),
-    }
 }
 
 /// A table as people write it.

@@ -95,7 +95,7 @@ impl<'r> Run<'r> {
     }
 
     fn pass(&mut self, name: &'static str, travel: &Travel, steps: &[RankStep], of: StepsOf) {
-        let parts = Part::all(travel.degree, travel.cut, travel.mesh, travel.ways);
+        let parts = travel.parts();
         let products = parts.iter().map(|part| part.products);
         let least = products.fold(1.0, f64::min);
         let sides = sides(self.ranks, travel, name, of, least);
@@ -165,11 +165,7 @@ impl<'r> Run<'r> {
             let mut list: Vec<Piece> = Vec::with_capacity(parts.len());
             // Equal parts in a row are alike.
             for alike in parts.chunk_by(|a, b| a == b) {
-                let travel = Travel {
-                    piece: alike[0],
-                    ..*travel
-                };
-                let done = work.piece(&travel, sides, &self.ranks[at]);
+                let done = work.piece(&travel.of_piece(alike[0]), sides, &self.ranks[at]);
                 let times = alike.len() as f64;
                 done.costs
                     .iter()
@@ -198,25 +194,17 @@ impl<'r> Run<'r> {
         work: &Work,
     ) {
         let rank = &self.ranks[at];
-        let sent = |list: &[&Exchange], part: &Part| {
-            let travel = Travel {
-                piece: *part,
-                ..*travel
-            };
-            taken_by(list, &travel, rank).sent
-        };
-        let none = |_: &[&Exchange], _: &Part| LevelTime::default();
         let (there, back) = (first_name(&work.there), first_name(&work.back));
-        type Sent<'s> = &'s dyn Fn(&[&Exchange], &Part) -> LevelTime;
-        let lanes: [(_, _, _, &[&Exchange], Sent); 3] = [
-            ("ranks", there, &line.there, &work.there, &sent),
-            ("experts", "products".to_string(), &line.product, &[], &none),
-            ("ranks", back, &line.back, &work.back, &sent),
+        let lanes: [(_, _, _, &[&Exchange]); 3] = [
+            ("ranks", there, &line.there, &work.there),
+            ("experts", "products".to_string(), &line.product, &[]),
+            ("ranks", back, &line.back, &work.back),
         ];
-        for (whose, name, spans, list, sent) in lanes {
+        for (whose, name, spans, list) in lanes {
             for (span, part) in spans.iter().zip(parts) {
                 let times = (span.start, span.end);
-                self.note(at, whose, || name.clone(), times, sent(list, part));
+                let sent = taken_by(list, &travel.of_piece(*part), rank).sent;
+                self.note(at, whose, || name.clone(), times, sent);
             }
         }
     }

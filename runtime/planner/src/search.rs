@@ -97,7 +97,7 @@ fn simplest(ranked: &[Prediction]) -> Option<usize> {
         .position(|p| p.mesh == mesh && p.strategy == found)
 }
 
-/// In training, for each mesh, ways and route: the best forward with the best backward.
+/// In training, of strategies that have the same in common: the best forward with the best backward.
 fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerError> {
     if simulator.question().training.is_none() {
         return Ok(());
@@ -109,25 +109,14 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
             .map(|p| p.strategy)
     };
     let mut more = Vec::new();
-    let kind = |p: &Prediction| (p.mesh, p.strategy.ways, p.strategy.route, p.strategy.cut);
+    let kind = |p: &Prediction| (p.mesh, p.strategy.shared());
     for same in ranked.best.chunk_by(|a, b| kind(a) == kind(b)) {
         let same: Vec<&Prediction> = same.iter().collect();
         let (Some(forward), Some(backward)) = (best(&same, 0), best(&same, 1)) else {
             continue;
         };
         if forward != backward {
-            let strategy = Strategy {
-                degree: Both {
-                    forward: forward.degree.forward,
-                    backward: backward.degree.backward,
-                },
-                wire: Both {
-                    forward: forward.wire.forward,
-                    backward: backward.wire.backward,
-                },
-                ..forward
-            };
-            more.push((same[0].mesh, strategy));
+            more.push((same[0].mesh, forward.with_backward_of(backward)));
         }
     }
     ranked.simulated += more.len();
@@ -196,10 +185,10 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
 
 /// How rows that travel may be cut, as far as it is simulated.
 fn cuts(ways: Option<usize>, route: Route) -> &'static [Cut] {
-    match (ways, route) {
-        (Some(0), _) => &[Cut::Rows],
-        (_, Route::Linear) => &[Cut::Rows, Cut::Ranks],
-        _ => &[Cut::Rows],
+    if route == Route::Linear && ways != Some(0) {
+        &[Cut::Rows, Cut::Ranks]
+    } else {
+        &[Cut::Rows]
     }
 }
 

@@ -57,6 +57,16 @@ pub(crate) struct Travel<'a> {
 const SMALL_SUM: f64 = 2048.0;
 
 impl Travel<'_> {
+    /// The pieces of the pass.
+    pub fn parts(&self) -> Vec<Part> {
+        Part::all(self.degree, self.cut, self.mesh, self.ways)
+    }
+
+    /// The same for one of its pieces.
+    pub fn of_piece(&self, piece: Part) -> Self {
+        Travel { piece, ..*self }
+    }
+
     /// The part of the rows for an expert that one of its slices gets.
     pub fn part(&self) -> f64 {
         match self.ways {

@@ -1,6 +1,6 @@
 //! What strategies took.
 
-use moesaic_plan::{Both, Cut, Route, Strategy, Wire};
+use moesaic_plan::{Both, Strategy, Wire};
 use std::collections::BTreeMap;
 
 /// Seconds of the two passes of a step, of the rank that took longest.
@@ -19,8 +19,8 @@ impl Times {
     }
 }
 
-/// What both passes of a strategy have in common.
-type Shared = (Option<usize>, Route, Cut);
+/// What both passes of a strategy have in common: [`Strategy::shared`].
+type Shared = Strategy;
 /// What a pass has of its own.
 type Own = (usize, Wire);
 
@@ -63,10 +63,6 @@ pub(crate) fn median(seconds: impl Iterator<Item = f64>, least: usize) -> Option
     sorted.get(sorted.len() / 2).copied()
 }
 
-fn shared(strategy: Strategy) -> Shared {
-    (strategy.ways, strategy.route, strategy.cut)
-}
-
 fn own(strategy: Strategy) -> Both<Own> {
     Both {
         forward: (strategy.degree.forward, strategy.wire.forward),
@@ -76,7 +72,7 @@ fn own(strategy: Strategy) -> Both<Own> {
 
 impl Measured {
     pub fn add(&mut self, strategy: Strategy, times: Times) {
-        let (shared, own) = (shared(strategy), own(strategy));
+        let (shared, own) = (strategy.shared(), own(strategy));
         let forward = self.forward.entry(shared).or_default();
         forward.entry(own.forward).or_default().add(times.forward);
         let backward = self.backward.entry(shared).or_default();
@@ -86,7 +82,7 @@ impl Measured {
 
     /// The median step of a strategy whose passes were measured `wanted` times.
     pub fn seconds(&self, strategy: Strategy, wanted: usize) -> Option<f64> {
-        let (shared, own) = (shared(strategy), own(strategy));
+        let (shared, own) = (strategy.shared(), own(strategy));
         let pass = |of: &BTreeMap<Shared, BTreeMap<Own, Samples>>, own| {
             of.get(&shared)?.get(&own)?.median(wanted)
         };
@@ -99,9 +95,6 @@ impl Measured {
             let forward = fastest(self.forward.get(shared)?, wanted)?;
             let backward = fastest(self.backward.get(shared)?, wanted)?;
             let strategy = Strategy {
-                ways: shared.0,
-                route: shared.1,
-                cut: shared.2,
                 degree: Both {
                     forward: forward.0.0,
                     backward: backward.0.0,
@@ -110,6 +103,7 @@ impl Measured {
                     forward: forward.0.1,
                     backward: backward.0.1,
                 },
+                ..*shared
             };
             Some((strategy, forward.1 + backward.1))
         });

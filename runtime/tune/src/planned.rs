@@ -2,7 +2,7 @@
 
 use crate::{Key, Predict, Prediction, Rows};
 use moesaic_engine::MeshLayer;
-use moesaic_plan::{Both, Parallel, Strategy, Wire, most_rows};
+use moesaic_plan::{Parallel, Strategy, Wire, most_rows};
 use moesaic_planner::{Machine, PlannerError, Question, Routing, Simulator, Space};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
@@ -123,27 +123,14 @@ fn set_capacity(spec: &mut LayerSpec, rows: Rows) {
     }
 }
 
-/// Predictions, and for each number of ways, route and cut one with the best forward and the best
-/// backward pass.
+/// Predictions, and for those that have the same in common one with the best forward and the
+/// best backward pass.
 fn with_mixed(passes: Vec<(Strategy, [f64; 2])>, mesh: &Parallel) -> Vec<Prediction> {
-    let alike = |a: &(Strategy, [f64; 2]), b: &(Strategy, [f64; 2])| {
-        let shared = |s: &Strategy| (s.ways, s.route, s.cut);
-        shared(&a.0) == shared(&b.0)
-    };
+    let alike = |a: &(Strategy, [f64; 2]), b: &(Strategy, [f64; 2])| a.0.shared() == b.0.shared();
     let mixed = passes.chunk_by(alike).filter_map(|same| {
         let best = |pass: usize| same.iter().min_by(|a, b| a.1[pass].total_cmp(&b.1[pass]));
         let (forward, backward) = (best(0)?, best(1)?);
-        let strategy = Strategy {
-            degree: Both {
-                forward: forward.0.degree.forward,
-                backward: backward.0.degree.backward,
-            },
-            wire: Both {
-                forward: forward.0.wire.forward,
-                backward: backward.0.wire.backward,
-            },
-            ..forward.0
-        };
+        let strategy = forward.0.with_backward_of(backward.0);
         let new = forward.0 != backward.0 && strategy.check(mesh).is_ok();
         new.then_some((strategy, [forward.1[0], backward.1[1]]))
     });

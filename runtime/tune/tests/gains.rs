@@ -148,8 +148,8 @@ impl Config {
 fn of(real: &[(Strategy, Times)], strategy: Strategy) -> Times {
     let with = |degree: usize| {
         let same = |s: &Strategy| {
-            let shared = |s: &Strategy| (s.ways, s.route, s.cut, s.wire);
-            shared(s) == shared(&strategy) && s.degree.forward == degree
+            let alike = (s.shared(), s.wire) == (strategy.shared(), strategy.wire);
+            alike && s.degree.forward == degree
         };
         real.iter()
             .find(|(s, _)| same(s))

@@ -351,6 +351,33 @@ impl Strategy {
         })
     }
 
+    /// What both passes have in common; pieces and wire are the default's.
+    #[must_use]
+    pub fn shared(self) -> Strategy {
+        let Strategy { degree, wire, .. } = Strategy::default();
+        Strategy {
+            degree,
+            wire,
+            ..self
+        }
+    }
+
+    /// Forward as this one, backward as another that has the same in common.
+    #[must_use]
+    pub fn with_backward_of(self, other: Strategy) -> Strategy {
+        Strategy {
+            degree: Both {
+                forward: self.degree.forward,
+                backward: other.degree.backward,
+            },
+            wire: Both {
+                forward: self.wire.forward,
+                backward: other.wire.backward,
+            },
+            ..self
+        }
+    }
+
     /// The pieces that rows travel in.
     pub fn pieces(&self) -> Pieces {
         let (degree, cut) = (self.degree, self.cut);
@@ -409,6 +436,19 @@ mod tests {
         assert_eq!(of(&all).unwrap(), "degree=2");
         assert_eq!(of(&all[..1]).unwrap(), "route=concurrent");
         assert_eq!(of(&[]), None);
+    }
+
+    #[test]
+    fn passes_of_two_strategies_make_one() {
+        let [a, b] = [
+            "ways=2,degree=4,cut=ranks,wire=fp8",
+            "ways=2,degree=2,cut=ranks",
+        ]
+        .map(|text| text.parse::<Strategy>().unwrap());
+        assert_eq!(a.shared(), b.shared());
+        assert_eq!(a.shared().to_string(), "ways=2,cut=ranks");
+        let both = a.with_backward_of(b).to_string();
+        assert_eq!(both, "ways=2,degree=4/2,cut=ranks,wire=fp8/exact");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Reads the keys of a type off its `Deserialize`: what it asks for is noted, and answered
 //! with something that it takes.
 
-use super::{DTYPES, Key, Kind, REQUIRED, Section};
+use super::{DTYPES, Key, Kind, REQUIRED, Section, join};
 use serde::Deserialize;
 use serde::de::value::Error;
 use serde::de::{DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -16,14 +16,6 @@ pub(super) fn section<T: for<'de> Deserialize<'de>>() -> Section {
     match (read, kind) {
         (Ok(_), Some(Kind::Table(section))) => section,
         (read, kind) => unreachable!("no table: {kind:?}, {:?}", read.err()),
-    }
-}
-
-/// A key in a table.
-pub(super) fn join(path: &str, name: &str) -> String {
-    match path {
-        "" => name.to_string(),
-        _ => format!("{path}.{name}"),
     }
 }
 

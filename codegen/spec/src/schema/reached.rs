@@ -12,13 +12,6 @@ const SEEDS: u64 = 6_000;
 /// The values of keys by path, `absent` among them.
 type Seen = BTreeMap<String, BTreeSet<String>>;
 
-fn path_of(path: &str, key: &Key) -> String {
-    match path {
-        "" => key.name.to_string(),
-        _ => format!("{path}.{}", key.name),
-    }
-}
-
 /// The only key of a table such as `{ sinkhorn = 8 }`, or the word itself.
 fn word_of(value: &toml::Value) -> String {
     match value {
@@ -31,7 +24,7 @@ fn word_of(value: &toml::Value) -> String {
 /// Notes every value of a table.
 fn note(section: &Section, table: &toml::Table, path: &str, seen: &mut Seen) {
     for key in &section.keys {
-        let path = path_of(path, key);
+        let path = join(path, key.name);
         let mut add = |text: String| {
             seen.entry(path.clone()).or_default().insert(text);
         };
@@ -56,7 +49,7 @@ fn note(section: &Section, table: &toml::Table, path: &str, seen: &mut Seen) {
 fn missing(section: &Section, path: &str, seen: &Seen) -> Vec<String> {
     let mut list = Vec::new();
     for key in &section.keys {
-        let path = path_of(path, key);
+        let path = join(path, key.name);
         let none = BTreeSet::new();
         let values = seen.get(&path).unwrap_or(&none);
         let mut want = |words: &[&str]| {

@@ -1,8 +1,7 @@
 //! Single values of the TOML: types, numbers and words.
 
-use super::join;
 use crate::biases::BIASES;
-use crate::schema::{Kind, SELECTIONS};
+use crate::schema::{Kind, SELECTIONS, join};
 use crate::{Expression, Problem, suggest};
 use toml::Spanned;
 use toml::de::{DeInteger, DeValue};

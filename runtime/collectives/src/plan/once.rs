@@ -121,17 +121,8 @@ impl FanOut {
         let first = |node: usize| node * per_node;
         // What is at the places of a node after so many hops.
         let legs = |node: usize, hops: usize| {
-            (first(node)..first(node + 1)).map(move |place| {
-                let (from, to) = self.passage.pair(0, hops, place);
-                let units = self.passage.passing(hops, place).enumerate();
-                let leg = |(piece, units): (usize, u64)| Leg {
-                    from,
-                    to,
-                    piece,
-                    units,
-                };
-                units.map(leg).collect::<Vec<Leg>>()
-            })
+            let places = first(node)..first(node + 1);
+            places.map(move |place| self.passage.legs(0, hops, place))
         };
         let nodes = |list: &[Vec<u32>], hops: usize| -> Vec<Vec<u32>> {
             let some = |node: usize| {
@@ -230,7 +221,7 @@ impl RowBytes {
 /// for each rank its pieces.
 fn parted(
     list: &[u32],
-    legs: impl Iterator<Item = Vec<Leg>>,
+    legs: impl Iterator<Item = impl Iterator<Item = Leg>>,
     numbers: Range<usize>,
     cut: &dyn Fn(usize, Leg) -> Range<usize>,
 ) -> Vec<u32> {

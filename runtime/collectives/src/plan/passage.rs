@@ -81,21 +81,14 @@ impl Passage {
         numbers: Range<usize>,
         cut: &dyn Fn(usize, Leg) -> Range<usize>,
     ) -> Passage {
-        let pair = |(from, to): (usize, usize), units: &[u64]| -> Vec<u64> {
-            let leg = |(piece, &units): (usize, &u64)| Leg {
-                from,
-                to,
-                piece,
-                units,
-            };
-            let legs: Vec<Leg> = units.iter().enumerate().map(leg).collect();
+        let pair = |legs: Vec<Leg>| -> Vec<u64> {
             let part = |number: usize| legs.iter().map(move |leg| cut(number, *leg).len() as u64);
             numbers.clone().flat_map(part).collect()
         };
         let table = |order: usize, stage: usize| {
-            let places = self.numbers[order][stage].chunks(self.pieces).enumerate();
-            let parts = places.map(|(place, units)| pair(self.pair(order, stage, place), units));
-            parts.flatten().collect()
+            let legs = |place: usize| self.legs(order, stage, place).collect();
+            let places = self.places(order, stage);
+            places.flat_map(|place| pair(legs(place))).collect()
         };
         let stages = |order: usize| {
             let stages = 0..self.numbers[order].len();
@@ -109,54 +102,54 @@ impl Passage {
         }
     }
 
-    /// The rank that has what is at a place after so many hops, and the one that gets it.
-    pub fn pair(&self, order: usize, hops: usize, place: usize) -> (usize, usize) {
-        self.hops.pair(order, hops, self.rank, place)
+    /// Places that have pieces after so many hops.
+    fn places(&self, order: usize, hops: usize) -> Range<usize> {
+        0..self.numbers[order][hops].len() / self.pieces.max(1)
+    }
+
+    /// The pieces at a place after so many hops of one of the ways.
+    pub(super) fn legs(
+        &self,
+        order: usize,
+        hops: usize,
+        place: usize,
+    ) -> impl Iterator<Item = Leg> + '_ {
+        let (from, to) = self.hops.pair(order, hops, self.rank, place);
+        let first = place * self.pieces;
+        let units = self.numbers[order][hops][first..first + self.pieces].iter();
+        units.enumerate().map(move |(piece, &units)| Leg {
+            from,
+            to,
+            piece,
+            units,
+        })
     }
 
     /// An exchange in which a piece has so many bytes.
     pub fn there(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
-        let size = |order: usize, stage: usize, place: usize, piece: usize, units: u64| {
-            let (from, to) = self.hops.pair(order, stage, self.rank, place);
-            bytes(Leg {
-                from,
-                to,
-                piece,
-                units,
-            })
-        };
-        self.journey(self.hops.clone(), false, &size)
+        self.journey(self.hops.clone(), false, bytes)
     }
 
     /// An exchange in which every piece that was told of goes back where it came from, by
     /// the same ranks, in so many bytes.
     pub fn back(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
-        let size = |order: usize, stage: usize, place: usize, piece: usize, units: u64| {
-            let (to, from) = self.hops.pair(order, stage, self.rank, place);
+        let turned = |leg: Leg| {
             bytes(Leg {
-                from,
-                to,
-                piece,
-                units,
+                from: leg.to,
+                to: leg.from,
+                ..leg
             })
         };
-        self.journey(self.hops.back(), true, &size)
+        self.journey(self.hops.back(), true, &turned)
     }
 
-    fn journey(
-        &self,
-        hops: Hops,
-        reversed: bool,
-        size: &dyn Fn(usize, usize, usize, usize, u64) -> usize,
-    ) -> Journey {
-        let table = |(order, stage): (usize, usize)| -> Vec<usize> {
-            let numbers = self.numbers[order][stage].iter().enumerate();
-            numbers
-                .map(|(at, units)| size(order, stage, at / self.pieces, at % self.pieces, *units))
-                .collect()
+    fn journey(&self, hops: Hops, reversed: bool, size: &dyn Fn(Leg) -> usize) -> Journey {
+        let table = |order: usize, stage: usize| -> Vec<usize> {
+            let legs = |place: usize| self.legs(order, stage, place);
+            self.places(order, stage).flat_map(legs).map(size).collect()
         };
         let stages = |order: usize| {
-            let tables = (0..=self.hops.count()).map(|stage| table((order, stage)));
+            let tables = (0..=self.hops.count()).map(|stage| table(order, stage));
             let mut tables: Vec<Vec<usize>> = tables.collect();
             if reversed {
                 tables.reverse();

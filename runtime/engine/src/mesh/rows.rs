@@ -20,8 +20,8 @@ pub(super) struct Piece {
     pub rows: usize,
 }
 
-/// The rows of one call of one rank. They may come in pieces. At the experts they lie by piece, then by expert, then by
-/// rank.
+/// The rows of one call of one rank. They may come in pieces. At the experts they lie by
+/// piece, then by expert, then by rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
     mesh: Parallel,
