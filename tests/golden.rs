@@ -3,7 +3,6 @@
 //! `cargo xtask bless` rewrites it after a wanted change.
 
 use crate::golden_files::{self, Emitted};
-use crate::kept::{Kept, once};
 use moesaic::emit::emit_layer;
 use moesaic::kernel::{KernelSource, Stem};
 use moesaic::plan::{
@@ -14,6 +13,7 @@ use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Kind, Registry};
 use moesaic::{Compilers, Target};
+use moesaic_rig::kept::{Kept, once};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

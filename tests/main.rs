@@ -6,8 +6,6 @@ mod compared;
 mod conformance;
 mod golden;
 mod golden_files;
-#[path = "../codegen/emit/tests/kernels/kept/mod.rs"]
-mod kept;
 mod mutants;
 mod new_project;
 mod oracle;

@@ -6,12 +6,12 @@ mod list;
 mod scan;
 
 use crate::conformance::Case;
-use crate::kept::Kept;
 use moesaic::kernel::KernelSource;
 use moesaic::spec::LayerSpec;
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::{Compilers, Engine, EngineOptions, Recompute, Target};
+use moesaic_rig::kept::Kept;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,15 +1,14 @@
 //! Activations and their derivatives as kernels have them, called one by one
 //! on this CPU and held against f64.
 
-use crate::gpu_host;
-use crate::kept::Kept;
-use moesaic_cpu::{CpuCompiler, load_shared_object};
+use moesaic_cpu::load_shared_object;
 use moesaic_emit::{emit_layer, part};
 use moesaic_kernel::CpuIsa;
-use moesaic_plan::{PlanOptions, plan};
+use moesaic_plan::PlanOptions;
 use moesaic_reference::activate;
+use moesaic_rig::plans::planned;
+use moesaic_rig::{cpu, fibers};
 use moesaic_spec::*;
-use moesaic_target::{CompileOptions, Compiler};
 
 /// A plain expert with this activation.
 fn spec(activation: &str) -> LayerSpec {
@@ -26,7 +25,7 @@ type Pair = (Box<dyn Fn(f64) -> f64>, Box<dyn Fn(f64) -> f64>);
 /// As the CPU computes them, in every lane of a vector.
 fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
     let target = moesaic_kernel::Target::Cpu(isa);
-    let plan = plan(spec, target, &PlanOptions::default()).unwrap();
+    let plan = planned(spec, target, &PlanOptions::default());
     let at = plan
         .kernels
         .iter()
@@ -42,23 +41,19 @@ fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
             "EXPORT f32 {probe}(f32 x)\n{{\n    vec y = {function}(broadcast(x));\n    return y[LANES - 1];\n}}\n"
         );
     }
-    let compiler = Kept::new(CpuCompiler::find(None).unwrap());
-    let artifact = compiler
-        .compile(&source, &CompileOptions::default())
-        .unwrap();
-    assert_eq!(artifact.report.log, "", "{}", source.text);
-    probes(&artifact.binary)
+    probes(&cpu::compiled(&source).binary)
 }
 
 /// As a GPU computes them, on the simulator's prelude.
 fn on_gpu(spec: &LayerSpec) -> Pair {
-    let plan = gpu_host::planned(spec, "rocm:gfx1100");
+    let target = "rocm:gfx1100".parse().unwrap();
+    let plan = planned(spec, target, &PlanOptions::default());
     let kernel = plan
         .kernels
         .iter()
         .find(|k| k.name == "grouped_gemm_up")
         .unwrap();
-    let mut source = gpu_host::emitted(kernel, plan.target);
+    let mut source = fibers::emitted(kernel, plan.target);
     source.text += &part("prelude/activation_slope.hpp", &kernel.op, plan.target).unwrap();
     for (probe, function) in [
         ("probe_value", "activation"),
@@ -68,7 +63,7 @@ fn on_gpu(spec: &LayerSpec) -> Pair {
             "extern \"C\" __attribute__((visibility(\"default\"))) f32 {probe}(f32 x) {{ return {function}(x); }}\n"
         );
     }
-    probes(&gpu_host::compiled(&source).binary)
+    probes(&fibers::compiled(&source).binary)
 }
 
 fn probes(binary: &[u8]) -> Pair {

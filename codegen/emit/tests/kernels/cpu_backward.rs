@@ -1,49 +1,20 @@
 //! The backward kernels for CPUs, stem by stem.
 
-use crate::rig::{Rig, Tensors, backward, host, isas};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_plan::{Recompute, Training};
-use moesaic_reference::{Random, round_to};
+use moesaic_rig::cpu::{host, isas};
+use moesaic_rig::specs::{biased, external as spec, with};
+use moesaic_rig::{Rig, backward, specs};
 use moesaic_spec::*;
 
-/// A layer whose routing comes from outside, so that no gate is needed.
-fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
-    let text = format!(
-        r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}},
-            "router":{{"kind":"external"}}}}"#
-    );
-    serde_json::from_str(&text).unwrap()
-}
-
-fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
-    change(&mut spec);
-    spec
-}
-
 fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
-    with(spec, |s| {
-        s.precision.weights = weights;
-        s.precision.activations = activations;
-        s.experts.bias = true.into();
-    })
-}
-
-fn random_dy(rig: &Rig, tokens: usize) -> Vec<f64> {
-    let spec = &rig.plan.spec;
-    let values = Random::new(99).vec(tokens * spec.output_dim());
-    let round = |v: f64| round_to(spec.precision.activations, v);
-    values.into_iter().map(round).collect()
-}
-
-fn train(rig: &Rig, tokens: usize, accumulate: &[i64]) -> Tensors {
-    let input = rig.random_input(tokens, tokens as u64);
-    rig.run_training(&input, &random_dy(rig, tokens), accumulate)
+    biased(specs::typed(spec, weights, activations))
 }
 
 fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
     let rig = Rig::training(spec, isa, 2, Training::default());
     for &tokens in tokens {
-        let tensors = train(&rig, tokens, &[0]);
+        let tensors = rig.train(tokens, &[0]);
         backward::all(
             &rig,
             &tensors,
@@ -189,14 +160,6 @@ fn capacities() {
     ]);
 }
 
-/// Tensors of a call that every mode, and any number of threads, must agree on.
-fn gradients(rig: &Rig, tensors: &Tensors) -> Vec<Vec<u64>> {
-    let names = rig.plan.tensors.iter().map(|t| t.name.as_str());
-    let wanted = names.filter(|name| name.starts_with("grad.") || *name == "dx");
-    let bits = |name: &str| tensors.get(name).iter().map(|v| v.to_bits()).collect();
-    wanted.map(bits).collect()
-}
-
 fn busy() -> LayerSpec {
     with(typed(spec(45, 70, 5, 3), DType::Bf16, DType::Bf16), |s| {
         s.capacity.mode = CapacityMode::Factor;
@@ -211,15 +174,14 @@ fn busy() -> LayerSpec {
 
 #[test]
 fn recomputing_gives_the_same_bits() {
-    let kept = Rig::training(&busy(), host(), 2, Training::default());
-    let want = gradients(&kept, &train(&kept, 300, &[0]));
-    for recompute in [Recompute::Hidden, Recompute::All] {
+    let run = |recompute| {
         let rig = Rig::training(&busy(), host(), 2, Training { recompute });
-        assert_eq!(
-            gradients(&rig, &train(&rig, 300, &[0])),
-            want,
-            "{recompute:?}"
-        );
+        rig.train(300, &[0])
+    };
+    let kept = run(Recompute::None);
+    for recompute in [Recompute::Hidden, Recompute::All] {
+        let other = run(recompute);
+        assert_eq!(other.gradients(), kept.gradients(), "{recompute:?}");
     }
 }
 
@@ -227,19 +189,19 @@ fn recomputing_gives_the_same_bits() {
 fn threads_give_the_same_bits() {
     let run = |threads| {
         let rig = Rig::training(&busy(), host(), threads, Training::default());
-        gradients(&rig, &train(&rig, 300, &[0]))
+        rig.train(300, &[0])
     };
     let one = run(1);
-    assert_eq!(run(2), one);
-    assert_eq!(run(5), one);
+    assert_eq!(run(2).gradients(), one.gradients());
+    assert_eq!(run(5).gradients(), one.gradients());
 }
 
 #[test]
 fn gradients_add_up() {
     for tokens in [0, 200] {
         let rig = Rig::training(&busy(), host(), 2, Training::default());
-        let once = train(&rig, tokens, &[0]);
-        let twice = train(&rig, tokens, &[0, 1]);
+        let once = rig.train(tokens, &[0]);
+        let twice = rig.train(tokens, &[0, 1]);
         let weights = rig
             .plan
             .tensors
@@ -262,7 +224,7 @@ fn experts_without_rows_get_zeros() {
         let mut input = rig.random_input(90, 3);
         let routing = input.routing.as_mut().unwrap();
         routing.0.fill(if dropped { -1 } else { 3 });
-        let tensors = rig.run_training(&input, &random_dy(&rig, 90), &[0]);
+        let tensors = rig.run_training(&input, &rig.random_dy(90), &[0]);
         backward::all(&rig, &tensors, "one expert");
         let grad = tensors.get("grad.experts.up.weight");
         let touched: Vec<bool> = grad

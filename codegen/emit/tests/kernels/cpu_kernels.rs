@@ -1,19 +1,10 @@
 //! The CPU kernels, stem by stem, against the reference.
 
-use crate::rig::{Rig, check, host, isas};
 use moesaic_kernel::{CpuIsa, DType};
+use moesaic_rig::cpu::{host, isas};
+use moesaic_rig::specs::{biased, spec, with};
+use moesaic_rig::{Rig, check, specs};
 use moesaic_spec::*;
-
-fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
-    let text =
-        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
-    serde_json::from_str(&text).unwrap()
-}
-
-fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
-    change(&mut spec);
-    spec
-}
 
 fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
     let rig = Rig::new(spec, isa, 2);
@@ -35,11 +26,7 @@ fn variants(changes: &[fn(&mut LayerSpec)]) {
 }
 
 fn typed(weights: DType, activations: DType) -> LayerSpec {
-    with(spec(70, 45, 3, 2), |s| {
-        s.precision.weights = weights;
-        s.precision.activations = activations;
-        s.experts.bias = true.into();
-    })
+    biased(specs::typed(spec(70, 45, 3, 2), weights, activations))
 }
 
 #[test]
@@ -254,7 +241,7 @@ fn many_assignments_take_many_scan_tiles() {
 
 #[test]
 fn all_tokens_go_to_one_expert() {
-    let external = with(spec(20, 30, 5, 2), |s| s.router.kind = RouterKind::External);
+    let external = specs::external(20, 30, 5, 2);
     let rig = Rig::new(&external, host(), 2);
     let mut input = rig.random_input(400, 3);
     let (ids, _) = input.routing.as_mut().unwrap();

@@ -1,16 +1,17 @@
 //! Conversions and elementary functions of the CPU kernels over their whole
 //! range.
 
-use crate::rig::{Rig, Tensors, host, isas};
 use half::{bf16, f16};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_reference::{Input, activate, round_to};
+use moesaic_rig::cpu::{host, isas};
+use moesaic_rig::pass::Tensors;
+use moesaic_rig::{Rig, specs};
 use moesaic_spec::*;
 
 /// One expert of width one behind tokens of width `d`.
 fn spec(d: usize) -> LayerSpec {
-    let text = format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":1,"experts":1,"top_k":1}}}}"#);
-    serde_json::from_str(&text).unwrap()
+    specs::spec(d, 1, 1, 1)
 }
 
 fn near(name: &str, x: f64, got: f64, want: f64, relative: f64, floor: f64) {

@@ -1,16 +1,15 @@
 //! The matrix-core GEMMs of AMD on this CPU, lane by lane, against the
 //! reference: routing is made up here, so that rows lie as a test wants.
 
-use crate::gemms::{Call, Gemms, Spread, ending, layer};
-use crate::gpu_host;
 use moesaic_kernel::DType;
-use moesaic_plan::LayerPlan;
+use moesaic_rig::Rig;
+use moesaic_rig::gemm::Gemms;
+use moesaic_rig::rows::Spread;
+use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
-use moesaic_target::{Device, Module};
-use std::sync::Arc;
 
-const MFMA: [&str; 3] = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"];
-const WMMA: [&str; 2] = ["rocm:gfx1100", "rocm:gfx1101"];
+pub const MFMA: [&str; 3] = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"];
+pub const WMMA: [&str; 2] = ["rocm:gfx1100", "rocm:gfx1101"];
 
 fn family(target: &str) -> &'static str {
     if MFMA.contains(&target) {
@@ -20,16 +19,10 @@ fn family(target: &str) -> &'static str {
     }
 }
 
-fn load(plan: &LayerPlan) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>) {
-    let device = gpu_host::device(plan);
-    let modules = gpu_host::modules(plan, &device);
-    (Arc::new(device), modules)
-}
-
 /// The GEMMs of a layer, all on matrix units.
 fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
-    let gemms = Gemms::new(spec, target, load);
-    let all = gemms.families();
+    let gemms = Gemms::new(spec, target, Rig::of);
+    let all = gemms.rig.families();
     let on_unit = all.iter().all(|name| *name == family(target));
     assert!(on_unit, "{all:?} for {target}");
     gemms
@@ -38,8 +31,7 @@ fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
 fn run(spec: &LayerSpec, target: &str, calls: &[(usize, Spread)]) {
     let gemms = gemms(spec, target);
     for &(tokens, spread) in calls {
-        let call = Call::new(spec, tokens, spread);
-        gemms.check(&call, &gemms.run(&call));
+        gemms.check_call(tokens, spread);
     }
 }
 
@@ -82,7 +74,7 @@ fn wmma_of_any_width() {
 }
 
 /// Between them these reach every line of the epilogue.
-fn epilogues() -> Vec<LayerSpec> {
+pub fn epilogues() -> Vec<LayerSpec> {
     use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
     let cases = [
         (Silu, ExpertForm::Gated, WeightSite::Output, DType::Bf16),
@@ -96,16 +88,7 @@ fn epilogues() -> Vec<LayerSpec> {
         (Relu, ExpertForm::Plain, WeightSite::Activation, DType::Bf16),
         (Relu2, ExpertForm::Gated, WeightSite::Input, DType::Bf16),
     ];
-    let specs = cases.into_iter().enumerate();
-    let specs = specs.map(|(i, (activation, form, site, dtype))| {
-        let experts = if i % 2 == 0 { [3, 2] } else { [40, 1] };
-        ending(
-            layer([24, 36, 20], experts, dtype),
-            i,
-            (activation, form, site),
-        )
-    });
-    specs.collect()
+    endings([24, 36, 20], |i| [[3, 2], [40, 1]][i % 2], cases)
 }
 
 #[test]

@@ -1,30 +1,17 @@
 //! The backward products on AMD's matrix units, lane by lane on this CPU,
 //! against the reference.
 
-use crate::gemms_bwd::{Call, Products, Spread, layer};
-use crate::gpu_host;
-use moesaic_kernel::{DType, Stem};
-use moesaic_plan::{KernelPlan, LayerPlan};
+use crate::gemm_amd::{MFMA, WMMA, epilogues};
+use moesaic_kernel::DType;
+use moesaic_plan::KernelPlan;
+use moesaic_rig::Rig;
+use moesaic_rig::gemm_bwd::BackwardGemms;
+use moesaic_rig::rows::{Rows, Spread};
+use moesaic_rig::specs::layer;
 use moesaic_spec::*;
-use moesaic_target::{Device, Module};
-use std::sync::Arc;
-
-const MFMA: [&str; 3] = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"];
-const WMMA: [&str; 2] = ["rocm:gfx1100", "rocm:gfx1101"];
-const STEMS: [Stem; 3] = [
-    Stem::GroupedGemm,
-    Stem::GroupedGemmDgrad,
-    Stem::GroupedGemmWgrad,
-];
-
-fn load(plan: &LayerPlan) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>) {
-    let device = gpu_host::device(plan);
-    let modules = gpu_host::modules_of(plan, &device, &STEMS);
-    (Arc::new(device), modules)
-}
 
 /// All products of experts, and of routers those whose types the unit takes.
-fn products(spec: &LayerSpec, target: &str) -> Products {
+fn products(spec: &LayerSpec, target: &str) -> BackwardGemms {
     let unit = if MFMA.contains(&target) {
         Some("mfma")
     } else {
@@ -34,8 +21,8 @@ fn products(spec: &LayerSpec, target: &str) -> Products {
         let of_router = kernel.name.contains("router") || kernel.name.contains("gate_shared");
         !of_router || kernel.family() == unit
     };
-    let products = Products::new(spec, target, wanted, load);
-    for kernel in &products.plan.kernels {
+    let products = BackwardGemms::new(spec, target, wanted, Rig::of);
+    for kernel in &products.rig.plan.kernels {
         assert_eq!(kernel.family(), unit, "{} for {target}", kernel.name);
     }
     products
@@ -44,8 +31,7 @@ fn products(spec: &LayerSpec, target: &str) -> Products {
 fn run(spec: &LayerSpec, target: &str, calls: &[(usize, Spread)]) {
     let products = products(spec, target);
     for &(tokens, spread) in calls {
-        let call = Call::new(spec, tokens, spread);
-        products.check(&call, &products.run(&call));
+        products.check(&Rows::new(spec, tokens, spread));
     }
 }
 
@@ -85,41 +71,6 @@ fn wmma_of_any_width() {
         ([72, 24, 16], [8, 4]),
     ];
     widths(&WMMA, &[DType::Bf16, DType::F16], &cases);
-}
-
-/// Between them these reach every line of the epilogue.
-fn epilogues() -> Vec<LayerSpec> {
-    use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
-    let cases = [
-        (Silu, ExpertForm::Gated, WeightSite::Output, DType::Bf16),
-        (Gelu, ExpertForm::Plain, WeightSite::Input, DType::F16),
-        (
-            GeluTanh,
-            ExpertForm::Gated,
-            WeightSite::Activation,
-            DType::F16,
-        ),
-        (Relu, ExpertForm::Plain, WeightSite::Activation, DType::Bf16),
-        (Relu2, ExpertForm::Gated, WeightSite::Input, DType::Bf16),
-    ];
-    let specs = cases.into_iter().enumerate();
-    let specs = specs.map(|(i, (activation, form, site, dtype))| {
-        let experts = if i % 2 == 0 { [3, 2] } else { [40, 1] };
-        let mut spec = layer([24, 36, 20], experts, dtype);
-        if activation == Silu {
-            spec.experts.alpha = 1.702;
-        }
-        spec.experts.activation = activation;
-        spec.experts.form = form;
-        spec.experts.bias = (i != 4).into();
-        spec.router.weight_on = site;
-        if i % 2 == 0 {
-            spec.experts.clamp = Some(0.4);
-            spec.experts.up_offset = 1.0;
-        }
-        spec
-    });
-    specs.collect()
 }
 
 #[test]

@@ -1,25 +1,22 @@
 //! The products of few rows on the PTX interpreter, against the reference, and what they
 //! read and write.
 
-use crate::gemms::simulated::simulated;
-use crate::gemms::{Call, Gemms, Spread, layer};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::PlanOptions;
+use moesaic_rig::Rig;
+use moesaic_rig::gemm::Gemms;
+use moesaic_rig::rows::Spread;
+use moesaic_rig::specs::layer;
 use moesaic_spec::*;
 
 /// The products of a layer on a simulated A100, each in two kernels.
 fn gemms(spec: &LayerSpec) -> Gemms {
     let options = PlanOptions::default();
-    let gemms = Gemms::planned(spec, "sim:sm_80", &options, |plan| simulated(plan, 1));
-    let pairs = gemms.families();
+    let gemms = Gemms::planned(spec, "sim:sm_80", &options, Rig::of);
+    let pairs = gemms.rig.families();
     let few = pairs.chunks(2).all(|pair| pair == ["mma_few", "mma"]);
     assert!(few, "{pairs:?} of {spec:?}");
     gemms
-}
-
-fn run(gemms: &Gemms, tokens: usize, spread: Spread) {
-    let call = Call::new(&gemms.plan.spec, tokens, spread);
-    gemms.check(&call, &gemms.run(&call));
 }
 
 /// Widths of whole chunks of 16 bytes and of parts; columns with a tail; counts below, at
@@ -37,10 +34,10 @@ fn widths_and_heights() {
     for (shape, experts, dtype) in cases {
         let gemms = gemms(&layer(shape, experts, dtype));
         for tokens in [0, 1, 9, 33, 64, 70] {
-            run(&gemms, tokens, Spread::Random);
+            gemms.check_call(tokens, Spread::Random);
         }
         for tokens in [8, 16, 17, 32, 63, 64] {
-            run(&gemms, tokens, Spread::One);
+            gemms.check_call(tokens, Spread::One);
         }
     }
 }
@@ -62,7 +59,7 @@ fn epilogues_are_the_reference_s() {
             spec.experts.clamp = Some(0.4);
             spec.experts.up_offset = 1.0;
         }
-        run(&gemms(&spec), 33, Spread::Random);
+        gemms(&spec).check_call(33, Spread::Random);
     }
 }
 
@@ -78,7 +75,7 @@ fn shared_experts_are_dense() {
         }];
         let gemms = gemms(&spec);
         for tokens in [0, 1, 64] {
-            run(&gemms, tokens, Spread::Random);
+            gemms.check_call(tokens, Spread::Random);
         }
     }
 }
@@ -100,8 +97,8 @@ fn weights_are_read_once() {
     for (dtype, tokens) in [(Bf16, 1), (Bf16, 30), (F16, 64), (F32, 8)] {
         let spec = layer([256, 192, 320], [2, 1], dtype);
         let gemms = gemms(&spec);
-        run(&gemms, tokens, Spread::One);
-        let counters = gemms.take_counters();
+        gemms.check_call(tokens, Spread::One);
+        let counters = gemms.rig.take_counters();
         let products = [[2, 256, 192], [1, 192, 320]];
         assert_eq!(
             counters.len(),

@@ -1,21 +1,23 @@
 //! The `mma.sync` GEMM on the PTX interpreter, against the reference. Copies
 //! arrive late there, and memory that nobody wrote is an error.
 
-use crate::gemms::simulated::simulated;
-use crate::gemms::{Call, Gemms, Spread, Tensors, ending, layer};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::{GemmFamily, LayerPlan};
+use moesaic_rig::Rig;
+use moesaic_rig::gemm::Gemms;
+use moesaic_rig::rows::Spread;
+use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 /// The GEMMs of a layer on a simulated A100.
 fn gemms(spec: &LayerSpec) -> Gemms {
-    Gemms::new(spec, "sim:sm_80", |plan| simulated(plan, 1))
+    Gemms::new(spec, "sim:sm_80", Rig::of)
 }
 
 /// The GEMMs of a layer, which are all of this family.
 fn matrix(spec: &LayerSpec) -> Gemms {
     let gemms = gemms(spec);
-    let families = gemms.families();
+    let families = gemms.rig.families();
     assert!(
         families.iter().all(|f| *f == "mma"),
         "{families:?} of {spec:?}"
@@ -23,18 +25,11 @@ fn matrix(spec: &LayerSpec) -> Gemms {
     gemms
 }
 
-fn run(gemms: &Gemms, tokens: usize, spread: Spread) -> Tensors {
-    let call = Call::new(&gemms.plan.spec, tokens, spread);
-    let tensors = gemms.run(&call);
-    gemms.check(&call, &tensors);
-    tensors
-}
-
 fn run_all(cases: &[([usize; 3], [usize; 2])], dtypes: &[DType]) {
     for (&(shape, experts), &dtype) in cases.iter().zip(dtypes.iter().cycle()) {
         let gemms = matrix(&layer(shape, experts, dtype));
         for tokens in [0, 1, 33, 200] {
-            run(&gemms, tokens, Spread::Random);
+            gemms.check_call(tokens, Spread::Random);
         }
     }
 }
@@ -91,22 +86,13 @@ fn epilogues() -> Vec<LayerSpec> {
         (Relu2, Gated, WeightSite::Input, F32),
         (Silu, Plain, WeightSite::Activation, F16),
     ];
-    let specs = cases.into_iter().enumerate();
-    let specs = specs.map(|(i, (activation, form, site, dtype))| {
-        let experts = [[3, 2], [40, 1]][i / 2 % 2];
-        ending(
-            layer([72, 42, 65], experts, dtype),
-            i,
-            (activation, form, site),
-        )
-    });
-    specs.collect()
+    endings([72, 42, 65], |i| [[3, 2], [40, 1]][i / 2 % 2], cases)
 }
 
 #[test]
 fn epilogues_are_the_reference_s() {
     for spec in epilogues() {
-        run(&matrix(&spec), 33, Spread::Random);
+        matrix(&spec).check_call(33, Spread::Random);
     }
 }
 
@@ -122,7 +108,7 @@ fn shared_experts_are_dense() {
         }];
         let gemms = matrix(&spec);
         for tokens in [0, 1, 150] {
-            run(&gemms, tokens, Spread::Random);
+            gemms.check_call(tokens, Spread::Random);
         }
     }
 }
@@ -142,9 +128,9 @@ fn rows_lie_anywhere() {
 #[test]
 fn rows_are_gathered() {
     let mut spec = layer([16, 16, 16], [3, 2], Bf16);
-    assert!(matrix(&spec).plan.tensor("rows").is_none());
+    assert!(matrix(&spec).rig.plan.tensor("rows").is_none());
     spec.router.weight_on = WeightSite::Input;
-    assert!(matrix(&spec).plan.tensor("rows").is_some());
+    assert!(matrix(&spec).rig.plan.tensor("rows").is_some());
 }
 
 /// A half whose rows have odd widths stays with SIMT; both halves still share
@@ -153,10 +139,10 @@ fn rows_are_gathered() {
 fn a_half_of_odd_width_falls_back() {
     for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
         let gemms = gemms(&layer(shape, experts, F16));
-        let families = gemms.families();
+        let families = gemms.rig.families();
         let matrix = families.iter().filter(|f| **f == "mma");
         assert_eq!(matrix.count(), 1, "{families:?}");
-        run(&gemms, 70, Spread::Random);
+        gemms.check_call(70, Spread::Random);
     }
 }
 
@@ -164,10 +150,9 @@ fn a_half_of_odd_width_falls_back() {
 #[test]
 fn split_products_are_near_those_of_f32() {
     let spec = layer([520, 392, 520], [3, 2], F32);
-    let call = Call::new(&spec, 20, Spread::Random);
-    let error = |gemms: Gemms| gemms.error(&call, &gemms.run(&call));
+    let error = |gemms: Gemms| gemms.error(20, Spread::Random);
     let split = error(matrix(&spec));
-    let simt = error(Gemms::new(&spec, "sim:sm_75", |plan| simulated(plan, 1)));
+    let simt = error(Gemms::new(&spec, "sim:sm_75", Rig::of));
     assert!(split <= 4.0 * simt, "{split:e} against {simt:e}");
 }
 
@@ -175,14 +160,12 @@ fn split_products_are_near_those_of_f32() {
 #[test]
 fn tf32_rounds_factors() {
     let spec = layer([72, 40, 72], [3, 2], F32);
-    let call = Call::new(&spec, 20, Spread::Random);
-    let gemms = Gemms::new(&spec, "sim:sm_80", |plan| simulated(&with_tf32(plan), 1));
-    let error = gemms.error(&call, &gemms.run(&call));
+    let gemms = Gemms::new(&spec, "sim:sm_80", |plan| Rig::of(with_tf32(plan)));
+    let error = gemms.error(20, Spread::Random);
     assert!((1e-5..5e-3).contains(&error), "{error:e}");
 }
 
-fn with_tf32(plan: &LayerPlan) -> LayerPlan {
-    let mut plan = plan.clone();
+fn with_tf32(mut plan: LayerPlan) -> LayerPlan {
     for kernel in &mut plan.kernels {
         if let Some(config) = kernel.op.gemm_mut()
             && let GemmFamily::Mma { tf32, .. } = &mut config.family
@@ -201,8 +184,8 @@ fn traffic_is_what_it_has_to_be() {
     for (dtype, tile_rows) in [(Bf16, 128), (F32, 64)] {
         let spec = layer([256, 192, 320], [2, 1], dtype);
         let gemms = matrix(&spec);
-        run(&gemms, 100, Spread::One);
-        let counters = gemms.take_counters();
+        gemms.check_call(100, Spread::One);
+        let counters = gemms.rig.take_counters();
         for (counters, [matrices, inner, outer]) in
             counters.iter().zip([[2, 256, 192], [1, 192, 320]])
         {

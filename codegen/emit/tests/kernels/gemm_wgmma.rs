@@ -1,34 +1,30 @@
 //! The Hopper GEMM on the PTX interpreter, against the reference. The copy
 //! engine and `wgmma` run late there, by delays that depend on a seed.
 
-use crate::gemms::simulated::simulated;
-use crate::gemms::{Call, Gemms, Spread, Tensors, ending, layer};
-use moesaic_kernel::DType;
+use moesaic_kernel::DType::{self, Bf16, F16};
+use moesaic_rig::Rig;
+use moesaic_rig::gemm::Gemms;
+use moesaic_rig::memory::Values;
+use moesaic_rig::rows::Spread;
+use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 const TARGET: &str = "sim:sm_90a";
 
 /// The GEMMs of a layer on a simulated H100 whose engines are late by `seed`.
 fn gemms(spec: &LayerSpec, seed: u64) -> Gemms {
-    Gemms::new(spec, TARGET, |plan| simulated(plan, seed))
+    Gemms::new(spec, TARGET, |plan| Rig::late(plan, seed))
 }
 
 /// The GEMMs of a layer, which are all of this family.
 fn hopper(spec: &LayerSpec, seed: u64) -> Gemms {
     let gemms = gemms(spec, seed);
-    let families = gemms.families();
+    let families = gemms.rig.families();
     assert!(
         families.iter().all(|f| *f == "wgmma"),
         "{families:?} of {spec:?}"
     );
     gemms
-}
-
-fn run(gemms: &Gemms, tokens: usize, spread: Spread) -> Tensors {
-    let call = Call::new(&gemms.plan.spec, tokens, spread);
-    let tensors = gemms.run(&call);
-    gemms.check(&call, &tensors);
-    tensors
 }
 
 /// Inner widths with and without a tail, outer widths below, at and above a
@@ -48,7 +44,7 @@ fn any_width_that_the_copy_engine_takes() {
         let dtype = [DType::Bf16, DType::F16][i % 2];
         let gemms = hopper(&layer(shape, experts, dtype), i as u64);
         for tokens in [0, 1, 33, 200] {
-            run(&gemms, tokens, Spread::Random);
+            gemms.check_call(tokens, Spread::Random);
         }
     }
 }
@@ -58,28 +54,21 @@ fn epilogues() -> Vec<LayerSpec> {
     use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
     use ExpertForm::{Gated, Plain};
     let cases = [
-        (Silu, Gated, WeightSite::Output, [3, 2]),
-        (Gelu, Plain, WeightSite::Input, [40, 1]),
-        (GeluTanh, Gated, WeightSite::Activation, [3, 2]),
-        (Relu, Plain, WeightSite::Activation, [40, 1]),
-        (Relu2, Gated, WeightSite::Input, [3, 3]),
-        (Silu, Plain, WeightSite::Activation, [8, 1]),
+        (Silu, Gated, WeightSite::Output, Bf16),
+        (Gelu, Plain, WeightSite::Input, Bf16),
+        (GeluTanh, Gated, WeightSite::Activation, F16),
+        (Relu, Plain, WeightSite::Activation, F16),
+        (Relu2, Gated, WeightSite::Input, Bf16),
+        (Silu, Plain, WeightSite::Activation, Bf16),
     ];
-    let specs = cases.into_iter().enumerate();
-    let specs = specs.map(|(i, (activation, form, site, experts))| {
-        ending(
-            layer([72, 40, 65], experts, [DType::Bf16, DType::F16][i / 2 % 2]),
-            i,
-            (activation, form, site),
-        )
-    });
-    specs.collect()
+    let experts = [[3, 2], [40, 1], [3, 2], [40, 1], [3, 3], [8, 1]];
+    endings([72, 40, 65], |i| experts[i], cases)
 }
 
 #[test]
 fn epilogues_are_the_reference_s() {
     for spec in epilogues() {
-        run(&hopper(&spec, 1), 33, Spread::Random);
+        hopper(&spec, 1).check_call(33, Spread::Random);
     }
 }
 
@@ -94,7 +83,7 @@ fn shared_experts_are_dense() {
     }];
     let gemms = hopper(&spec, 2);
     for tokens in [0, 1, 200] {
-        run(&gemms, tokens, Spread::Random);
+        gemms.check_call(tokens, Spread::Random);
     }
 }
 
@@ -113,11 +102,10 @@ fn rows_lie_anywhere() {
 #[test]
 fn results_do_not_depend_on_delays() {
     let spec = layer([840, 600, 64], [3, 2], DType::Bf16);
-    let first = run(&hopper(&spec, 0), 40, Spread::Random);
+    let first = hopper(&spec, 0).check_call(40, Spread::Random);
     for seed in 1..6 {
-        let other = run(&hopper(&spec, seed), 40, Spread::Random);
-        let bits =
-            |t: &Tensors| -> Vec<u64> { t.values().flatten().map(|v| v.to_bits()).collect() };
+        let other = hopper(&spec, seed).check_call(40, Spread::Random);
+        let bits = |t: &Values| -> Vec<u64> { t.values().flatten().map(|v| v.to_bits()).collect() };
         assert!(bits(&first) == bits(&other), "seed {seed} gives other bits");
     }
 }
@@ -129,10 +117,10 @@ fn a_half_that_does_not_fit_falls_back() {
     for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
         let spec = layer(shape, experts, DType::Bf16);
         let gemms = gemms(&spec, 4);
-        let families = gemms.families();
+        let families = gemms.rig.families();
         let hopper = families.iter().filter(|f| **f == "wgmma");
         assert_eq!(hopper.count(), 1, "{families:?}");
-        run(&gemms, 70, Spread::Random);
+        gemms.check_call(70, Spread::Random);
     }
 }
 
@@ -143,8 +131,8 @@ fn full_tiles_waste_nothing() {
     let (rows, inner, outer) = (256u64, 128u64, 256u64);
     let spec = layer([128, 256, 256], [1, 1], DType::Bf16);
     let gemms = hopper(&spec, 5);
-    run(&gemms, rows as usize, Spread::One);
-    let up = &gemms.take_counters()[0];
+    gemms.check_call(rows as usize, Spread::One);
+    let up = &gemms.rig.take_counters()[0];
     assert_eq!(up.symbol, "grouped_gemm_up");
     assert_eq!(up.tensor_multiply_adds, rows * inner * 2 * outer);
     let tiles = (rows / 128) * (outer / 128);
@@ -162,7 +150,7 @@ fn full_tiles_waste_nothing() {
     assert_eq!(up.shared.bank_conflicts(), 0);
 
     // Of a tile with few rows half is multiplied.
-    run(&gemms, 128 + 40, Spread::One);
-    let up = &gemms.take_counters()[0];
+    gemms.check_call(128 + 40, Spread::One);
+    let up = &gemms.rig.take_counters()[0];
     assert_eq!(up.tensor_multiply_adds, (128 + 64) * inner * 2 * outer);
 }

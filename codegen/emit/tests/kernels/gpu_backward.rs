@@ -1,78 +1,30 @@
 //! The backward kernels of the ordinary units, run by simulators of GPUs,
 //! stem by stem.
 
-use crate::gemms::simulated::simulated;
-use crate::gpu_host;
-use crate::rig::{Rig, Tensors, backward};
-use moesaic_kernel::{DType, SimArch, Target};
-use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Training, plan};
-use moesaic_reference::{Random, round_to};
+use moesaic_kernel::DType;
+use moesaic_plan::{PlanOptions, Recompute, Training};
+use moesaic_rig::plans::planned;
+use moesaic_rig::specs::{biased, external as spec, with};
+use moesaic_rig::{Rig, backward, specs};
 use moesaic_spec::*;
 
 /// GPUs whose matrices no matrix unit takes: warps of 32 and waves of 64 on
 /// fibers, and the PTX that NVRTC makes of the text.
 const TARGETS: [&str; 3] = ["cuda:sm_75", "rocm:gfx908", "sim:sm_75"];
 
-/// A layer whose routing comes from outside, so that no gate is needed.
-fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
-    let text = format!(
-        r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}},
-            "router":{{"kind":"external"}}}}"#
-    );
-    serde_json::from_str(&text).unwrap()
-}
-
-fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
-    change(&mut spec);
-    spec
-}
-
 fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
-    with(spec, |s| {
-        s.precision.weights = weights;
-        s.precision.activations = activations;
-        s.experts.bias = true.into();
-    })
+    biased(specs::typed(spec, weights, activations))
 }
 
 fn rig(spec: &LayerSpec, target: &str, training: Training) -> Rig {
-    if let Err(problems) = spec.validate() {
-        panic!("the test's spec is invalid: {problems:?}");
-    }
-    let plan = plan(
-        spec,
-        target.parse().unwrap(),
-        &PlanOptions::training(training),
-    )
-    .unwrap();
-    match plan.target {
-        Target::Sim(SimArch::Cuda(_)) => on_ptx(plan),
-        _ => {
-            let device = gpu_host::device(&plan);
-            let modules = gpu_host::all_modules(&plan, &device);
-            Rig::on(plan, Box::new(device), modules)
-        }
-    }
-}
-
-fn on_ptx(plan: LayerPlan) -> Rig {
-    let (device, modules) = simulated(&plan, 1);
-    Rig::sharing(plan, device, modules)
-}
-
-fn train(rig: &Rig, tokens: usize, accumulate: &[i64]) -> Tensors {
-    let spec = &rig.plan.spec;
-    let input = rig.random_input(tokens, tokens as u64);
-    let dy = Random::new(99).vec(tokens * spec.output_dim());
-    let round = |v: f64| round_to(spec.precision.activations, v);
-    let dy: Vec<f64> = dy.into_iter().map(round).collect();
-    rig.run_training(&input, &dy, accumulate)
+    let options = PlanOptions::training(training);
+    Rig::of(planned(spec, target.parse().unwrap(), &options))
 }
 
 fn run(target: &str, spec: &LayerSpec, tokens: &[usize]) {
     let rig = rig(spec, target, Training::default());
     for &tokens in tokens {
-        let tensors = train(&rig, tokens, &[0]);
+        let tensors = rig.train(tokens, &[0]);
         let what = format!("{target}, {tokens} tokens, {spec:?}");
         backward::all(&rig, &tensors, &what);
     }
@@ -207,24 +159,18 @@ fn busy() -> LayerSpec {
     })
 }
 
-/// Every gradient, to the bit.
-fn gradients(rig: &Rig, tensors: &Tensors) -> Vec<Vec<u64>> {
-    let names = rig.plan.tensors.iter().map(|t| t.name.as_str());
-    let wanted = names.filter(|name| name.starts_with("grad.") || *name == "dx");
-    let bits = |name: &str| tensors.get(name).iter().map(|v| v.to_bits()).collect();
-    wanted.map(bits).collect()
-}
-
 #[test]
 fn recomputing_gives_the_same_bits() {
     for target in TARGETS {
         let run = |recompute| {
             let rig = rig(&busy(), target, Training { recompute });
-            gradients(&rig, &train(&rig, 90, &[0]))
+            rig.train(90, &[0])
         };
         let kept = run(Recompute::None);
-        assert_eq!(run(Recompute::Hidden), kept, "{target}");
-        assert_eq!(run(Recompute::All), kept, "{target}");
+        for recompute in [Recompute::Hidden, Recompute::All] {
+            let other = run(recompute);
+            assert_eq!(other.gradients(), kept.gradients(), "{target}");
+        }
     }
 }
 
@@ -232,7 +178,7 @@ fn recomputing_gives_the_same_bits() {
 fn gradients_are_added_in_place() {
     for target in TARGETS {
         let rig = rig(&busy(), target, Training::default());
-        let (once, twice) = (train(&rig, 90, &[0]), train(&rig, 90, &[0, 1]));
+        let (once, twice) = (rig.train(90, &[0]), rig.train(90, &[0, 1]));
         for tensor in &rig.plan.tensors {
             if tensor.role != moesaic_plan::Role::WeightGradient {
                 continue;

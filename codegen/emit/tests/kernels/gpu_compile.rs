@@ -1,10 +1,11 @@
 //! The GPU kernels under the vendors' compilers: clean, without spills and
 //! stack, with the signatures that the plan says.
 
-use crate::kept::Kept;
 use moesaic_emit::{emit, emit_layer};
 use moesaic_kernel::{DType, KernelSource, Stem, Target};
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Training, plan};
+use moesaic_rig::kept::Kept;
+use moesaic_rig::specs::{self, spec};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -17,22 +18,14 @@ const ROCM: [&str; 5] = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"];
 const CUDA_SHARED: u32 = 48 << 10;
 const ROCM_SHARED: u32 = 64 << 10;
 
-fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
-    let text =
-        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
-    serde_json::from_str(&text).unwrap()
-}
-
-fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
-    change(&mut spec);
+fn with(spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
+    let spec = specs::with(spec, change);
     spec.validate().unwrap();
     spec
 }
 
-fn typed(mut spec: LayerSpec, dtype: DType) -> LayerSpec {
-    spec.precision.weights = dtype;
-    spec.precision.activations = dtype;
-    spec
+fn typed(spec: LayerSpec, dtype: DType) -> LayerSpec {
+    specs::typed(spec, dtype, dtype)
 }
 
 fn mixtral() -> LayerSpec {

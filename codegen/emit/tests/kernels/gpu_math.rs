@@ -1,9 +1,11 @@
 //! The functions of the GPU prelude, called one by one on this CPU.
 
-use crate::gpu_host::{compiled, emitted, planned};
 use half::{bf16, f16};
 use moesaic_cpu::load_shared_object;
+use moesaic_plan::PlanOptions;
 use moesaic_reference::{Random, erf};
+use moesaic_rig::fibers::{compiled, emitted};
+use moesaic_rig::plans::planned;
 use moesaic_spec::*;
 
 /// A layer whose gate has every function but the error function.
@@ -18,7 +20,8 @@ type Function = unsafe extern "C" fn(f32) -> f32;
 
 /// A function of the prelude in `kernel`, or an expression of `x`.
 fn function(kernel: &str, expression: &str) -> impl Fn(f64) -> f64 {
-    let plan = planned(&gate_spec(), "cuda:sm_75");
+    let target = "cuda:sm_75".parse().unwrap();
+    let plan = planned(&gate_spec(), target, &PlanOptions::default());
     let kernel = plan.kernels.iter().find(|k| k.name == kernel).unwrap();
     let mut source = emitted(kernel, plan.target);
     source.text += &format!(

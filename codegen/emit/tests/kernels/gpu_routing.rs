@@ -1,22 +1,18 @@
 //! Routing and the copy into expert order at awkward sizes, thread by thread
 //! on this CPU, against the reference. The experts' products are left out.
 
-use crate::gpu_host::{device, modules_of, planned};
-use crate::rig::{Rig, Tensors, check};
-use moesaic_kernel::Stem;
-use moesaic_plan::Step;
+use moesaic_plan::PlanOptions;
 use moesaic_reference::Input;
+use moesaic_rig::pass::Tensors;
+use moesaic_rig::plans::{only, planned, routes};
+use moesaic_rig::{Rig, check, specs};
 use moesaic_spec::*;
 
 /// A target with warps of 32 and one with waves of 64.
 const TARGETS: [&str; 2] = ["cuda:sm_80", "rocm:gfx942"];
 
-const ROUTING: [Stem; 3] = [Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch];
-
 fn spec(d: usize, e: usize, k: usize) -> LayerSpec {
-    let text =
-        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":4,"experts":{e},"top_k":{k}}}}}"#);
-    serde_json::from_str(&text).unwrap()
+    specs::spec(d, 4, e, k)
 }
 
 fn external(e: usize, k: usize, order: CapacityOrder) -> LayerSpec {
@@ -34,16 +30,9 @@ struct Routing {
 
 impl Routing {
     fn new(spec: &LayerSpec, target: &'static str) -> Routing {
-        let mut plan = planned(spec, target);
-        let stems: Vec<Stem> = plan.kernels.iter().map(|kernel| kernel.stem()).collect();
-        plan.steps
-            .retain(|Step::Launch(launch)| ROUTING.contains(&stems[launch.entry.kernel]));
-        let device = Box::new(device(&plan));
-        let modules = modules_of(&plan, &device, &ROUTING);
-        Routing {
-            rig: Rig::on(plan, device, modules),
-            target,
-        }
+        let plan = planned(spec, target.parse().unwrap(), &PlanOptions::default());
+        let rig = Rig::of(only(plan, routes));
+        Routing { rig, target }
     }
 
     fn run(&self, input: &Input) -> Tensors {

@@ -1,18 +1,15 @@
 //! The GPU kernels, run on this CPU thread by thread, against the reference.
 
-use crate::gpu_host::{device, modules, planned};
-use crate::rig::{Rig, Tensors, check};
 use moesaic_kernel::DType;
+use moesaic_plan::PlanOptions;
+use moesaic_rig::pass::Tensors;
+use moesaic_rig::plans::planned;
+use moesaic_rig::specs::{spec, with};
+use moesaic_rig::{Rig, check};
 use moesaic_spec::*;
 
 /// A target with warps of 32 and one with waves of 64.
 const TARGETS: [&str; 2] = ["cuda:sm_75", "rocm:gfx942"];
-
-fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
-    let text =
-        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
-    serde_json::from_str(&text).unwrap()
-}
 
 /// A layer whose kernels run under several orders of the threads.
 struct Simulated {
@@ -22,13 +19,9 @@ struct Simulated {
 
 impl Simulated {
     fn new(spec: &LayerSpec, target: &'static str) -> Simulated {
-        let plan = planned(spec, target);
-        let device = device(&plan);
-        let modules = modules(&plan, &device);
-        Simulated {
-            rig: Rig::on(plan, Box::new(device), modules),
-            target,
-        }
+        let plan = planned(spec, target.parse().unwrap(), &PlanOptions::default());
+        let rig = Rig::of(plan);
+        Simulated { rig, target }
     }
 
     fn run(&self, tokens: usize, seed: u64) -> Tensors {
@@ -55,9 +48,7 @@ fn run(spec: &LayerSpec, tokens: &[usize]) {
 
 /// Runs what `change` makes of a small layer, on one target after the other.
 fn run_with(base: LayerSpec, tokens: &[usize], change: impl FnOnce(&mut LayerSpec)) {
-    let mut spec = base;
-    change(&mut spec);
-    run(&spec, tokens);
+    run(&with(base, change), tokens);
 }
 
 #[test]

@@ -1,22 +1,18 @@
 //! The GEMMs that only training has, on NVIDIA's matrix units, under NVRTC:
 //! without a word, spills or stack.
 
-use crate::kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{KernelPlan, Op, PlanOptions, Recompute, Training, plan};
+use moesaic_rig::kept::Kept;
+use moesaic_rig::specs::layer;
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
 use std::collections::BTreeSet;
 
-fn spec([d, h]: [usize; 2], [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
-    let text =
-        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
-    let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
-    spec.precision.weights = dtype;
-    spec.precision.activations = dtype;
-    spec
+fn spec([d, h]: [usize; 2], experts: [usize; 2], dtype: DType) -> LayerSpec {
+    layer([d, h, d], experts, dtype)
 }
 
 /// Layers that bring out what differs: rows in packs of every width, both

@@ -1,23 +1,16 @@
 //! Whole passes whose products are on NVIDIA's matrix units, on the PTX
 //! interpreter: forward, backward, each stem against its formula.
 
-use crate::gemms::simulated::simulated;
-use crate::rig::{Rig, backward};
 use moesaic_kernel::DType;
-use moesaic_plan::{LayerPlan, Op, PlanOptions, Training, plan};
-use moesaic_reference::{Random, round_to};
+use moesaic_plan::{LayerPlan, Op, PlanOptions, Training};
+use moesaic_rig::plans::planned;
+use moesaic_rig::specs::{external, typed};
+use moesaic_rig::{Rig, backward};
 use moesaic_spec::*;
 
 /// A layer whose routing comes from outside, so that no gate is needed.
 fn spec(d: usize, h: usize, [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
-    let text = format!(
-        r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}},
-            "router":{{"kind":"external"}}}}"#
-    );
-    let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
-    spec.precision.weights = dtype;
-    spec.precision.activations = dtype;
-    spec
+    typed(external(d, h, e, k), dtype, dtype)
 }
 
 /// Backward products of the plan are of this family.
@@ -30,23 +23,12 @@ fn check_family(plan: &LayerPlan, family: &str) {
 }
 
 fn run(target: &str, family: &str, spec: &LayerSpec, tokens: &[usize]) {
-    let plan = plan(
-        spec,
-        target.parse().unwrap(),
-        &PlanOptions::training(Training::default()),
-    )
-    .unwrap();
+    let options = PlanOptions::training(Training::default());
+    let plan = planned(spec, target.parse().unwrap(), &options);
     check_family(&plan, family);
-    let (device, modules) = simulated(&plan, 1);
-    let rig = Rig::sharing(plan, device, modules);
+    let rig = Rig::of(plan);
     for &tokens in tokens {
-        let input = rig.random_input(tokens, tokens as u64);
-        let dy = Random::new(99).vec(tokens * spec.output_dim());
-        let dy = dy
-            .into_iter()
-            .map(|v| round_to(spec.precision.activations, v));
-        let dy: Vec<f64> = dy.collect();
-        let tensors = rig.run_training(&input, &dy, &[0]);
+        let tensors = rig.train(tokens, &[0]);
         backward::all(
             &rig,
             &tensors,

@@ -1,16 +1,18 @@
 //! Backward products by `mma.sync` on the PTX interpreter, against f64. Copies
 //! arrive late there, and memory that nobody wrote is an error.
 
-use crate::gemms::{ending, layer};
-use crate::grads::{Grads, Rows};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
+use moesaic_rig::Rig;
+use moesaic_rig::gemm_bwd::BackwardGemms;
+use moesaic_rig::rows::{Rows, Spread};
+use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 /// The backward GEMMs of a layer on a simulated A100 that are of this family:
 /// four of them at least.
-fn matrix(spec: &LayerSpec) -> Grads {
-    let grads = Grads::new(spec, "sim:sm_80", &["mma"], 1);
-    let families = grads.families();
+fn matrix(spec: &LayerSpec) -> BackwardGemms {
+    let grads = BackwardGemms::new(spec, "sim:sm_80", |k| k.family() == Some("mma"), Rig::of);
+    let families = grads.rig.families();
     assert!(families.len() >= 4, "{families:?} of {spec:?}");
     grads
 }
@@ -20,7 +22,7 @@ fn run_all(cases: &[([usize; 3], [usize; 2])], dtypes: &[DType]) {
         let spec = layer(shape, experts, dtype);
         let grads = matrix(&spec);
         for tokens in [0, 1, 33, 90] {
-            grads.check(&Rows::spread(&spec, tokens));
+            grads.check_alone(&Rows::new(&spec, tokens, Spread::Gaps));
         }
     }
 }
@@ -71,22 +73,13 @@ fn epilogues() -> Vec<LayerSpec> {
         (Relu2, Gated, WeightSite::Input, F32),
         (Silu, Plain, WeightSite::Output, F16),
     ];
-    let specs = cases.into_iter().enumerate();
-    let specs = specs.map(|(i, (activation, form, site, dtype))| {
-        let experts = [[3, 2], [40, 1]][i / 2 % 2];
-        ending(
-            layer([72, 42, 66], experts, dtype),
-            i,
-            (activation, form, site),
-        )
-    });
-    specs.collect()
+    endings([72, 42, 66], |i| [[3, 2], [40, 1]][i / 2 % 2], cases)
 }
 
 #[test]
 fn epilogues_are_those_of_f64() {
     for spec in epilogues() {
-        matrix(&spec).check(&Rows::spread(&spec, 33));
+        matrix(&spec).check_alone(&Rows::new(&spec, 33, Spread::Gaps));
     }
 }
 
@@ -101,9 +94,13 @@ fn shared_experts_are_dense() {
             bias: None,
         }];
         let grads = matrix(&spec);
-        assert!(grads.families().len() >= 8, "{:?}", grads.families());
+        assert!(
+            grads.rig.families().len() >= 8,
+            "{:?}",
+            grads.rig.families()
+        );
         for tokens in [0, 1, 70] {
-            grads.check(&Rows::spread(&spec, tokens));
+            grads.check_alone(&Rows::new(&spec, tokens, Spread::Gaps));
         }
     }
 }
@@ -112,7 +109,7 @@ fn shared_experts_are_dense() {
 #[test]
 fn the_others_get_zeros() {
     let spec = layer([72, 40, 72], [8, 2], Bf16);
-    matrix(&spec).check(&Rows::one(&spec, 100));
+    matrix(&spec).check_alone(&Rows::new(&spec, 100, Spread::One));
 }
 
 /// One product of tf32 has the error of its 11 bits.
@@ -120,7 +117,7 @@ fn the_others_get_zeros() {
 fn tf32_rounds_factors() {
     let mut spec = layer([72, 40, 72], [3, 2], F32);
     spec.precision.tf32 = true;
-    matrix(&spec).check(&Rows::spread(&spec, 40));
+    matrix(&spec).check_alone(&Rows::new(&spec, 40, Spread::Gaps));
 }
 
 /// No bank conflicts; factors are read once per tile that needs them, beside
@@ -130,8 +127,8 @@ fn traffic_is_what_it_has_to_be() {
     for dtype in [Bf16, F32] {
         let spec = layer([256, 128, 256], [2, 1], dtype);
         let grads = matrix(&spec);
-        grads.check(&Rows::one(&spec, 96));
-        for counters in grads.take_counters() {
+        grads.check_alone(&Rows::new(&spec, 96, Spread::One));
+        for counters in grads.rig.take_counters() {
             let what = format!("{dtype}: {counters:?}");
             assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
             let stores = counters.global_stores;

@@ -1,16 +1,23 @@
 //! Backward products by `wgmma` on the PTX interpreter, against f64. The copy
 //! engine and `wgmma` run late there, by delays that depend on a seed.
 
-use crate::gemms::{ending, layer};
-use crate::grads::{Grads, Rows};
 use moesaic_kernel::DType::{self, Bf16, F16};
+use moesaic_rig::Rig;
+use moesaic_rig::gemm_bwd::BackwardGemms;
+use moesaic_rig::rows::{Rows, Spread};
+use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 /// The backward GEMMs of a layer on a simulated H100 that are of this family:
 /// four of them at least.
-fn hopper(spec: &LayerSpec, seed: u64) -> Grads {
-    let grads = Grads::new(spec, "sim:sm_90a", &["wgmma"], seed);
-    let families = grads.families();
+fn hopper(spec: &LayerSpec, seed: u64) -> BackwardGemms {
+    let grads = BackwardGemms::new(
+        spec,
+        "sim:sm_90a",
+        |kernel| kernel.family() == Some("wgmma"),
+        |plan| Rig::late(plan, seed),
+    );
+    let families = grads.rig.families();
     assert!(families.len() >= 4, "{families:?} of {spec:?}");
     grads
 }
@@ -29,7 +36,7 @@ fn any_width_that_the_copy_engine_takes() {
         let spec = layer(shape, experts, dtype);
         let grads = hopper(&spec, i as u64);
         for tokens in [0, 1, 33, 150] {
-            grads.check(&Rows::spread(&spec, tokens));
+            grads.check_alone(&Rows::new(&spec, tokens, Spread::Gaps));
         }
     }
 }
@@ -46,22 +53,13 @@ fn epilogues() -> Vec<LayerSpec> {
         (Relu2, Gated, WeightSite::Input, Bf16),
         (Silu, Plain, WeightSite::Output, F16),
     ];
-    let specs = cases.into_iter().enumerate();
-    let specs = specs.map(|(i, (activation, form, site, dtype))| {
-        let experts = [[3, 2], [40, 1]][i / 2 % 2];
-        ending(
-            layer([72, 40, 64], experts, dtype),
-            i,
-            (activation, form, site),
-        )
-    });
-    specs.collect()
+    endings([72, 40, 64], |i| [[3, 2], [40, 1]][i / 2 % 2], cases)
 }
 
 #[test]
 fn epilogues_are_those_of_f64() {
     for spec in epilogues() {
-        hopper(&spec, 1).check(&Rows::spread(&spec, 33));
+        hopper(&spec, 1).check_alone(&Rows::new(&spec, 33, Spread::Gaps));
     }
 }
 
@@ -76,9 +74,13 @@ fn shared_experts_are_dense() {
             bias: None,
         }];
         let grads = hopper(&spec, 2);
-        assert!(grads.families().len() >= 8, "{:?}", grads.families());
+        assert!(
+            grads.rig.families().len() >= 8,
+            "{:?}",
+            grads.rig.families()
+        );
         for tokens in [0, 1, 70] {
-            grads.check(&Rows::spread(&spec, tokens));
+            grads.check_alone(&Rows::new(&spec, tokens, Spread::Gaps));
         }
     }
 }
@@ -87,7 +89,7 @@ fn shared_experts_are_dense() {
 #[test]
 fn the_others_get_zeros() {
     let spec = layer([72, 40, 72], [8, 2], Bf16);
-    hopper(&spec, 3).check(&Rows::one(&spec, 100));
+    hopper(&spec, 3).check_alone(&Rows::new(&spec, 100, Spread::One));
 }
 
 /// The ring turns more than twice, under many delays, to the same bits.
@@ -95,7 +97,7 @@ fn the_others_get_zeros() {
 fn results_do_not_depend_on_delays() {
     let spec = layer([456, 328, 64], [2, 1], Bf16);
     let run = |seed| -> Vec<u64> {
-        let values = hopper(&spec, seed).check(&Rows::one(&spec, 330));
+        let values = hopper(&spec, seed).check_alone(&Rows::new(&spec, 330, Spread::One));
         values
             .iter()
             .flat_map(|v| v.values())
@@ -114,8 +116,8 @@ fn results_do_not_depend_on_delays() {
 fn full_tiles_waste_nothing() {
     let spec = layer([256, 128, 256], [1, 1], Bf16);
     let grads = hopper(&spec, 5);
-    grads.check(&Rows::one(&spec, 128));
-    for counters in grads.take_counters() {
+    grads.check_alone(&Rows::new(&spec, 128, Spread::One));
+    for counters in grads.rig.take_counters() {
         let what = format!("{counters:?}");
         assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
         let stores = counters.global_stores;

@@ -1,10 +1,10 @@
 //! Activations of a user's own near the length from which products of `wmma` are left to the
 //! ordinary units: shorter ones have registers enough, whatever they are made of.
 
-use crate::kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{Op, PlanOptions, Training, plan};
+use moesaic_rig::kept::Kept;
 use moesaic_spec::testing::Counter;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};

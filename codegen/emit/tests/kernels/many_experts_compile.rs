@@ -1,10 +1,10 @@
 //! Routers over more experts than a warp holds, forward and backward, under the
 //! vendors' compilers: without a word, spills or stack, in static shared memory.
 
-use crate::kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{Stem, Target};
 use moesaic_plan::{PlanOptions, Training, plan};
+use moesaic_rig::kept::Kept;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;

@@ -1,44 +1,14 @@
 //! Losses and gradients of routers as GPUs compute them, thread by thread on
 //! this CPU.
 
-use crate::gemms::simulated::simulated;
-use crate::gpu_host::{device, modules_of};
-use crate::router_bwd;
-use crate::router_bwd::{Router, every_loss, sample};
-use moesaic_kernel::{SimArch, Stem, Target};
-use moesaic_plan::{PlanOptions, Training, plan};
-use moesaic_reference::Weights;
+use moesaic_rig::router_bwd::{Router, every_loss, sample};
 use moesaic_spec::LayerSpec;
-use std::sync::Arc;
 
 /// A target with warps of 32 and one with waves of 64.
 const TARGETS: [&str; 2] = ["cuda:sm_80", "rocm:gfx942"];
 
 fn router(spec: &LayerSpec, target: &str) -> Router {
-    let plan = plan(
-        spec,
-        target.parse().unwrap(),
-        &PlanOptions::training(Training::default()),
-    )
-    .unwrap();
-    let plan = router_bwd::alone(plan);
-    let weights = Weights::random(spec, 7).rounded(spec);
-    if let Target::Sim(SimArch::Cuda(_)) = plan.target {
-        let (device, modules) = simulated(&plan, 1);
-        return Router {
-            weights,
-            modules,
-            plan,
-            device,
-        };
-    }
-    let device = device(&plan);
-    Router {
-        weights,
-        modules: modules_of(&plan, &device, &[Stem::GateTopkBwd]),
-        plan,
-        device: Arc::new(device),
-    }
+    Router::new(spec, target.parse().unwrap())
 }
 
 #[test]

@@ -1,20 +1,17 @@
 //! Selections beyond top-k, masks, and what training draws, on this CPU and
 //! on simulated GPUs, against the reference.
 
-use crate::gemms::simulated::simulated;
-use crate::gpu_host::{device, modules};
-use crate::rig::{Rig, check, host, routing_of};
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::{PlanOptions, Training, plan};
+use moesaic_plan::{PlanOptions, Training};
+use moesaic_rig::cpu::host;
+use moesaic_rig::plans::{only, planned, routes};
+use moesaic_rig::{Rig, check, specs};
 use moesaic_spec::*;
 
 type Change = fn(&mut LayerSpec);
 
 fn spec(change: Change, experts: usize) -> LayerSpec {
-    let text =
-        format!(r#"{{"shape":{{"model_dim":33,"hidden_dim":5,"experts":{experts},"top_k":2}}}}"#);
-    let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
-    change(&mut spec);
+    let mut spec = specs::with(specs::spec(33, 5, experts, 2), change);
     if matches!(spec.router.select, Select::ExpertChoice(_)) {
         spec.shape.top_k = experts;
     }
@@ -27,21 +24,10 @@ fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
         "cpu" => Target::Cpu(host()),
         gpu => gpu.parse().unwrap(),
     };
-    let plan = routing_of(if training {
-        plan(spec, to, &PlanOptions::training(Training::default())).unwrap()
-    } else {
-        plan(spec, to, &PlanOptions::default()).unwrap()
-    });
-    if target == "cpu" {
-        return Rig::compile(spec, 2, plan);
-    }
-    if target.starts_with("sim:") {
-        let (device, modules) = simulated(&plan, 1);
-        return Rig::sharing(plan, device, modules);
-    }
-    let device = device(&plan);
-    let modules = modules(&plan, &device);
-    Rig::on(plan, Box::new(device), modules)
+    let options = PlanOptions::training(training.then(Training::default));
+    let mut plan = planned(spec, to, &options);
+    (plan.evaluation, plan.backward) = (Vec::new(), Vec::new());
+    Rig::of(only(plan, routes))
 }
 
 fn agree(target: &str, changes: &[Change], training: bool) {

@@ -1,16 +1,14 @@
 //! Rows between nodes, on this CPU and on simulators: the bytes that the reference writes,
 //! and the values that it reads.
 
-use crate::kept::Kept;
 use half::{bf16, f16};
-use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit;
-use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
 use moesaic_plan::{CacheClass, KernelPlan, Machine, Operator, Wire, WireDesc};
-use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_reference::{Random, pack_row, unpack_row};
-use moesaic_target::{Arg, Buffer, CompileOptions, Compiler, Device, LaunchDims, Module};
+use moesaic_rig::kept::Kept;
+use moesaic_rig::{cpu, dims, fibers, ptx};
+use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Module};
 use moesaic_toolchain::testing;
 use std::sync::Arc;
 
@@ -41,21 +39,14 @@ fn twin(wire: Wire) -> moesaic_reference::Wire {
     }
 }
 
+type Compile = fn(&KernelSource) -> Artifact;
+
 /// Where kernels of a target run, and what compiles them.
-fn machine(target: Target) -> (Arc<dyn Device>, Kept) {
+fn machine(target: Target) -> (Arc<dyn Device>, Compile) {
     match target {
-        Target::Cpu(_) => (
-            Arc::new(CpuDevice::with_threads(2).unwrap().poisoned()),
-            Kept::new(CpuCompiler::find(None).unwrap()),
-        ),
-        Target::Sim(SimArch::Rocm(arch)) => (
-            Arc::new(FiberDevice::new(arch, FiberOptions::default()).unwrap()),
-            Kept::new(FiberCompiler::find(None).unwrap()),
-        ),
-        Target::Sim(SimArch::Cuda(arch)) => (
-            Arc::new(PtxDevice::new(arch, PtxOptions::default())),
-            Kept::new(PtxCompiler::new(testing::nvrtc())),
-        ),
+        Target::Cpu(_) => (Arc::new(cpu::device(2)), cpu::compiled),
+        Target::Sim(SimArch::Rocm(_)) => (Arc::new(fibers::device(target)), fibers::compiled),
+        Target::Sim(SimArch::Cuda(_)) => (Arc::new(ptx::device(target, 1)), ptx::compiled),
         other => panic!("nothing here runs {other}"),
     }
 }
@@ -72,11 +63,9 @@ struct Loaded {
 impl Loaded {
     fn new(desc: &WireDesc, target: Target) -> Loaded {
         let source = emit(&kernel(desc, target), target).unwrap();
-        let (device, compiler) = machine(target);
-        let artifact = compiler.compile(&source, &CompileOptions::default());
-        let artifact = artifact.unwrap_or_else(|error| panic!("{error}\n{}", source.text));
+        let (device, compile) = machine(target);
         Loaded {
-            module: device.load(&artifact, &source.entries).unwrap(),
+            module: device.load(&compile(&source), &source.entries).unwrap(),
             what: format!("{desc:?} on {target}"),
             entries: source.entries,
             desc: desc.clone(),
@@ -100,13 +89,7 @@ impl Loaded {
         let entry = self.entries.iter().find(|e| e.symbol == symbol).unwrap();
         let tensors = buffers.iter().map(|buffer| Arg::Ptr(buffer.ptr()));
         let args: Vec<Arg> = tensors.chain([Arg::I64(tokens as i64)]).collect();
-        let grid = entry.launch.grid.clone();
-        let dims = LaunchDims {
-            grid: grid.map(|size| size.eval(tokens as u64)),
-            threads: entry.launch.threads,
-            shared_bytes: entry.launch.shared_bytes,
-            cluster: entry.launch.cluster,
-        };
+        let dims = dims(&entry.launch, tokens);
         if !dims.grid.contains(&0) {
             // SAFETY: buffers are as large as the entry's shapes say for so many rows.
             unsafe { self.module.launch(symbol, dims, &args) }.unwrap();
@@ -115,35 +98,37 @@ impl Loaded {
 
     /// Packs the rows at `places`, and unpacks them where they were.
     fn check(&self, rows: &[Vec<f32>], places: &[i32]) {
-        let WireDesc {
-            wire,
-            width,
-            rows: dtype,
-        } = self.desc;
-        let stored: Vec<u8> = rows.iter().flat_map(|row| bytes_of(dtype, row)).collect();
-        let (from, to) = (self.buffer(&stored), self.buffer(&vec![0xaa; stored.len()]));
         let list = places.iter().flat_map(|place| place.to_le_bytes());
         let list = self.buffer(&list.collect::<Vec<u8>>());
-        let row_bytes = self.desc.row_bytes();
-        let packed = self
-            .device
-            .alloc((row_bytes * places.len()).max(64))
-            .unwrap();
-        let counts = self.device.alloc(4 * places.len().max(16)).unwrap();
-        let total = self.buffer(&5i64.to_le_bytes());
-        let tokens = places.len();
-        if self.desc.counts() {
-            self.launch("wire_pack", &[&from, &list, &packed, &counts], tokens);
-            self.launch("wire_count", &[&counts, &total], tokens);
-        } else {
-            self.launch("wire_pack", &[&from, &list, &packed], tokens)
-        }
         let expected: Vec<(Vec<u8>, u64)> = places
             .iter()
-            .map(|&place| pack_row(twin(wire), &rows[place as usize]))
+            .map(|&place| pack_row(twin(self.desc.wire), &rows[place as usize]))
             .collect();
+        let packed = self.check_packing(rows, &list, &expected);
+        self.check_unpacking(rows.len(), places, [&packed, &list], &expected);
+    }
+
+    /// The packed rows are the expected bytes; as many values as expected were too large.
+    fn check_packing(
+        &self,
+        rows: &[Vec<f32>],
+        list: &Buffer,
+        expected: &[(Vec<u8>, u64)],
+    ) -> Buffer {
+        let (tokens, row_bytes) = (expected.len(), self.desc.row_bytes());
+        let stored = rows.iter().flat_map(|row| bytes_of(self.desc.rows, row));
+        let from = self.buffer(&stored.collect::<Vec<u8>>());
+        let packed = self.device.alloc((row_bytes * tokens).max(64)).unwrap();
+        let counts = self.device.alloc(4 * tokens.max(16)).unwrap();
+        let total = self.buffer(&5i64.to_le_bytes());
+        if self.desc.counts() {
+            self.launch("wire_pack", &[&from, list, &packed, &counts], tokens);
+            self.launch("wire_count", &[&counts, &total], tokens);
+        } else {
+            self.launch("wire_pack", &[&from, list, &packed], tokens)
+        }
         let read = self.read(&packed, row_bytes * tokens);
-        for (i, (row, (bytes, _))) in read.chunks(row_bytes).zip(&expected).enumerate() {
+        for (i, (row, (bytes, _))) in read.chunks(row_bytes).zip(expected).enumerate() {
             let at = row.iter().zip(bytes).position(|(a, b)| a != b);
             assert_eq!(row.len(), bytes.len(), "{}", self.what);
             assert_eq!(at, None, "{}: row {i}\n{row:?}\n{bytes:?}", self.what);
@@ -151,16 +136,27 @@ impl Loaded {
         let saturated = expected.iter().map(|(_, count)| count).sum::<u64>();
         let counted = i64::from_le_bytes(self.read(&total, 8).try_into().unwrap());
         assert_eq!(counted as u64, 5 + saturated, "{}", self.what);
+        packed
+    }
 
-        self.launch("wire_unpack", &[&packed, &list, &to], tokens);
-        let left = self.read(&to, stored.len());
+    /// Unpacked rows are where they were; the others stay as they are.
+    fn check_unpacking(
+        &self,
+        rows: usize,
+        places: &[i32],
+        [packed, list]: [&Buffer; 2],
+        expected: &[(Vec<u8>, u64)],
+    ) {
+        let (width, dtype) = (self.desc.width, self.desc.rows);
         let size = width * dtype.size();
+        let to = self.buffer(&vec![0xaa; rows * size]);
+        self.launch("wire_unpack", &[packed, list, &to], places.len());
         let came = |row: usize| places.iter().position(|&place| place as usize == row);
-        for (row, bytes) in left.chunks(size).enumerate() {
+        for (row, bytes) in self.read(&to, rows * size).chunks(size).enumerate() {
             let expected = match came(row) {
                 Some(i) => {
-                    let values = unpack_row(twin(wire), &expected[i].0, width, dtype);
-                    bytes_of(dtype, &values)
+                    let wire = twin(self.desc.wire);
+                    bytes_of(dtype, &unpack_row(wire, &expected[i].0, width, dtype))
                 }
                 None => vec![0xaa; size],
             };

@@ -1,14 +1,14 @@
 //! The emitted kernels of whole layers, in the machine, against the reference.
 
-use crate::rig::{Rig, check};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CudaArch, DType, SimArch, Target};
 use moesaic_plan::{PlanOptions, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
+use moesaic_rig::{Rig, check};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler, Device};
 use moesaic_toolchain::testing;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 fn compiler() -> &'static PtxCompiler {
     static COMPILER: OnceLock<PtxCompiler> = OnceLock::new();
@@ -50,7 +50,7 @@ fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
         device.load(&artifact, &source.entries).unwrap()
     };
     let modules = emit_layer(&plan).unwrap().iter().map(load).collect();
-    Rig::on(plan, Box::new(device), modules)
+    Rig::on((Arc::new(device), modules), plan)
 }
 
 fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {

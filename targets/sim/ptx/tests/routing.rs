@@ -1,10 +1,11 @@
 //! Routing and data movement in the machine, at awkward sizes, with every check.
 
-use crate::rig::{Rig, Tensors, check};
 use moesaic_emit::emit;
 use moesaic_kernel::{CudaArch, DType, SimArch, Stem, Target};
 use moesaic_plan::{PlanOptions, Step, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
+use moesaic_rig::pass::Tensors;
+use moesaic_rig::{Rig, check};
 use moesaic_spec::*;
 use moesaic_target::{
     Arg, CompileOptions, Compiler, Device, DeviceError, FunctionId, KernelCounters, LaunchDims,
@@ -75,7 +76,7 @@ fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Rig {
         device.load(&artifact, &source.entries).unwrap()
     };
     let modules = plan.kernels.iter().map(load).collect();
-    Rig::on(plan, Box::new(device), modules)
+    Rig::on((Arc::new(device), modules), plan)
 }
 
 fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {

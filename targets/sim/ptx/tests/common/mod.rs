@@ -1,7 +1,5 @@
 //! Hand-written PTX in the machine.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-
 pub mod lanes;
 
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, SimArch, Size, Target};

@@ -1,7 +1,10 @@
 //! Each stem against the f64 reference, from the tensors it actually got.
 
-use super::{Rig, Tensors};
-use moesaic_reference::{Decision, activate, decide, gate, kept, round_to, scan};
+use crate::expert::ExpertRow;
+use crate::pass::Tensors;
+use crate::{Rig, sample};
+use moesaic_kernel::Stem;
+use moesaic_reference::{Decision, decide, gate, kept, round_to, scan};
 use moesaic_spec::{LayerSpec, RouterKind, WeightSite};
 
 /// All stems of one call.
@@ -21,7 +24,9 @@ pub fn routing<'a>(rig: &'a Rig, tensors: &'a Tensors, what: &'a str) -> Check<'
     };
     check.gate();
     check.scan();
-    if tensors.values.contains_key("rows") {
+    // Elsewhere the products gather rows themselves, and only training has room for them.
+    let mut kernels = rig.plan.kernels.iter();
+    if kernels.any(|kernel| kernel.stem() == Stem::Dispatch) {
         check.dispatch();
     }
     check
@@ -64,7 +69,7 @@ impl Check<'_> {
         let (spec, weights) = (self.spec, &self.rig.weights);
         let whole = gate(spec, weights, &self.t.input);
         // Jittered tokens are stored once more.
-        let drawn = if self.t.values.contains_key("router.x") {
+        let drawn = if self.t.has("router.x") {
             2.0 * spec.precision.activations.unit_roundoff()
         } else {
             0.0
@@ -73,7 +78,11 @@ impl Check<'_> {
             ("router.logits", whole.logits),
             ("router.clean_logits", whole.clean),
         ] {
-            let got = self.t.values.get(name).map_or(&[][..], |v| v);
+            let got = if self.t.has(name) {
+                self.t.get(name)
+            } else {
+                &[]
+            };
             for (i, (&got, want)) in got.iter().zip(want.unwrap_or_default()).enumerate() {
                 self.near(&format!("{name}[{i}]"), got, want, 4e-6 + drawn, 1.0);
             }
@@ -123,7 +132,7 @@ impl Check<'_> {
         if let Some(capacity) = want.capacity {
             assert_eq!(t.ints("capacity"), [capacity], "{what}: capacity");
         }
-        if t.values.contains_key("overflow") {
+        if t.has("overflow") {
             assert_eq!(t.ints("overflow"), [want.overflow], "{what}: overflow");
         }
         self.maps(&want.locations);
@@ -216,7 +225,7 @@ impl Check<'_> {
     /// What an expert reads: a dispatched row, or a token where it lies.
     fn input(&self, name: &str, row: usize) -> &[f64] {
         let d = self.spec.shape.model_dim;
-        if self.t.values.contains_key(name) {
+        if self.t.has(name) {
             return self.row(name, row, d);
         }
         let slot = self.t.ints("row_slots")[row] as usize;
@@ -225,69 +234,30 @@ impl Check<'_> {
 
     /// One row of both halves of an expert.
     fn expert(&self, prefix: &str, index: Option<usize>, names: [&str; 3], row: usize) {
-        let x = self.input(names[0], row);
-        let part = |name: &str| self.product(prefix, name, index, x);
-        let up = part("up");
-        let gate = self.spec.gated().then(|| part("gate"));
         let weighted = index.is_some() && self.spec.router.weight_on == WeightSite::Activation;
-        let weight = if weighted { self.row_weight(row) } else { 1.0 };
-        let hidden = self.row(names[1], row, up.len());
-        for (i, &got) in hidden.iter().enumerate() {
-            let gate = gate.as_ref().map(|g| g[i].0 + g[i].1);
-            let want = weight * activate(&self.spec.experts, gate, up[i].0 + up[i].1);
-            self.near(
-                &format!("{}[{row}, {i}]", names[1]),
-                got,
-                want,
-                self.tolerance(),
-                1.0,
-            );
-        }
-        let down = self.product(prefix, "down", index, hidden);
-        let out = self.row(names[2], row, down.len());
-        for (i, &got) in out.iter().enumerate() {
-            let want = down[i].0 + weight * down[i].1;
-            self.near(
-                &format!("{}[{row}, {i}]", names[2]),
-                got,
-                want,
-                self.tolerance(),
-                1.0,
-            );
-        }
+        let of = ExpertRow {
+            spec: self.spec,
+            weights: &self.rig.weights,
+            prefix,
+            index,
+            weight: if weighted { self.row_weight(row) } else { 1.0 },
+        };
+        let want = of.hidden(self.input(names[0], row));
+        let hidden = self.row(names[1], row, want.len());
+        self.near_row(names[1], row, hidden, &want);
+        let want = of.out(hidden);
+        self.near_row(names[2], row, self.row(names[2], row, want.len()), &want);
     }
 
-    /// Products and biases of one projection.
-    fn product(
-        &self,
-        prefix: &str,
-        part: &str,
-        index: Option<usize>,
-        x: &[f64],
-    ) -> Vec<(f64, f64)> {
-        let tensor = |what: &str| self.rig.weights.get(&format!("{prefix}.{part}.{what}"));
-        let slice = |what: &str| match index {
-            Some(e) => tensor(what).outer(e).to_vec(),
-            None => tensor(what).data.clone(),
-        };
-        let matrix = slice("weight");
-        let biased = self
-            .rig
-            .weights
-            .0
-            .contains_key(&format!("{prefix}.{part}.bias"));
-        let bias = biased.then(|| slice("bias"));
-        let dot = |row: &[f64]| row.iter().zip(x).map(|(w, v)| w * v).sum();
-        let bias = |i: usize| bias.as_ref().map_or(0.0, |b| b[i]);
-        matrix
-            .chunks(x.len())
-            .enumerate()
-            .map(|(i, row)| (dot(row), bias(i)))
-            .collect()
+    fn near_row(&self, name: &str, row: usize, got: &[f64], want: &[f64]) {
+        for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+            let name = format!("{name}[{row}, {i}]");
+            self.near(&name, got, want, self.tolerance(), 1.0);
+        }
     }
 
     fn row(&self, name: &str, row: usize, width: usize) -> &[f64] {
-        &self.t.get(name)[row * width..(row + 1) * width]
+        self.t.row(name, row, width)
     }
 
     fn combine(&self) {
@@ -314,15 +284,7 @@ impl Check<'_> {
                     .for_each(|(sum, v)| *sum += weight * v);
             }
             self.add_shared(&mut want, token);
-            for (i, (&got, want)) in self.row("y", token, width).iter().zip(want).enumerate() {
-                self.near(
-                    &format!("y[{token}, {i}]"),
-                    got,
-                    want,
-                    self.tolerance(),
-                    1.0,
-                );
-            }
+            self.near_row("y", token, self.row("y", token, width), &want);
         }
     }
 
@@ -340,13 +302,4 @@ impl Check<'_> {
             sum.iter_mut().zip(row).for_each(|(s, v)| *s += factor * v);
         }
     }
-}
-
-/// All of a short range; of a long one the ends and some between.
-fn sample(range: std::ops::Range<usize>) -> Vec<usize> {
-    let step = (range.len() / 24).max(1);
-    let last = range.clone().last();
-    let mut rows: Vec<usize> = range.step_by(step).collect();
-    rows.extend(last);
-    rows
 }

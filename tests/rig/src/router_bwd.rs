@@ -2,48 +2,30 @@
 //! against the f64 reference. Logits and choices come from the reference, and
 //! so do the matrix products between the kernels.
 
-use crate::rig::{from_bytes, to_bytes};
-use moesaic_kernel::{ParamType, Stem};
-use moesaic_plan::{KernelPlan, LayerPlan, Step};
+use crate::memory::{Given, Memory};
+use crate::plans::{only, planned};
+use crate::{Rig, accumulating};
+use moesaic_kernel::{Stem, Target};
+use moesaic_plan::{KernelPlan, PlanOptions, Step, TensorPlan, Training};
 use moesaic_reference::{
-    Decision, Gate, Gradients, Input, Random, Routed, Weights, gate, losses, router_backward,
+    Decision, Gate, Gradients, Input, Random, Routed, gate, losses, router_backward,
 };
 use moesaic_spec::{LayerSpec, Loss, LossKind, NoiseKind, RouterInput, RouterKind, testing};
-use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
-use std::collections::BTreeMap;
-use std::sync::Arc;
 
-/// A layer's kernels on a device.
+/// A layer's kernel of the stem.
 pub struct Router {
-    pub plan: LayerPlan,
-    pub device: Arc<dyn Device>,
-    pub modules: Vec<Arc<dyn Module>>,
-    pub weights: Weights,
+    rig: Rig,
 }
 
 /// One call: what goes in, and what should come out.
 struct Call<'a> {
-    router: &'a Router,
+    rig: &'a Rig,
     input: &'a Input,
-    buffers: BTreeMap<String, Buffer>,
+    memory: Memory,
     wanted: Gradients,
     /// Of the scale of learned noise.
     dscale: Vec<f64>,
     what: String,
-}
-
-/// The plan without the kernels of other stems, and their steps.
-pub fn alone(mut plan: LayerPlan) -> LayerPlan {
-    let own = |kernel: &KernelPlan| kernel.stem() == Stem::GateTopkBwd;
-    let at = plan.kernels.iter().position(own).expect("a router");
-    for steps in [&mut plan.steps, &mut plan.backward] {
-        steps.retain(|Step::Launch(launch)| launch.entry.kernel == at);
-        for Step::Launch(launch) in steps {
-            launch.entry.kernel = 0;
-        }
-    }
-    plan.kernels = vec![plan.kernels.swap_remove(at)];
-    plan
 }
 
 /// A sample whose losses are large, so that each shows in the gradients.
@@ -126,36 +108,47 @@ pub fn random_input(spec: &LayerSpec, tokens: usize, seed: u64) -> Input {
 }
 
 impl Router {
+    /// The kernels of a layer for a target.
+    pub fn new(spec: &LayerSpec, target: Target) -> Router {
+        let plan = planned(spec, target, &PlanOptions::training(Training::default()));
+        let own = |kernel: &&KernelPlan| kernel.stem() == Stem::GateTopkBwd;
+        let name = plan
+            .kernels
+            .iter()
+            .find(own)
+            .expect("a router")
+            .name
+            .clone();
+        let plan = only(plan, |kernel| kernel.name == name);
+        let rig = match target {
+            Target::Cpu(_) => Rig::with_threads(plan, 3),
+            _ => Rig::of(plan),
+        };
+        Router { rig }
+    }
+
     /// Runs every entry on random gradients, weight gradients added to what
     /// lies there, and checks everything that is written.
     pub fn check(&self, tokens: usize, masked: bool) {
-        let spec = &self.plan.spec;
+        let (rig, spec) = (&self.rig, &self.rig.plan.spec);
         let input = random_input(spec, tokens, tokens as u64 ^ 0x9a7e);
-        let mut gate = gate(spec, &self.weights, &input);
+        let mut gate = gate(spec, &rig.weights, &input);
         if masked {
             mask_some(&mut gate.decision, spec.shape.top_k);
         }
         let dweights = Random::new(5).vec(gate.decision.ids.len());
-        let wanted = router_backward(spec, &self.weights, &input, &gate, &dweights);
-        let dscale = scale_gradient(spec, &input, &gate);
-        let target = self.plan.target;
         let mut call = Call {
-            router: self,
+            rig,
             input: &input,
-            buffers: BTreeMap::new(),
-            wanted,
-            dscale,
-            what: format!("{target}, {tokens} tokens\n{}", spec.to_toml()),
+            memory: Memory::new(),
+            wanted: router_backward(spec, &rig.weights, &input, &gate, &dweights),
+            dscale: scale_gradient(spec, &input, &gate),
+            what: format!("{}, {tokens} tokens\n{}", rig.plan.target, spec.to_toml()),
         };
-        call.fill(&gate.decision, &dweights);
-        let backward = self.plan.backward.iter();
-        let steps: Vec<Step> = self.plan.steps.iter().chain(backward).cloned().collect();
-        for step in &steps {
-            if self.plan.symbol(step) == "gate_input_scale_bwd" {
-                call.give_router_dx();
-            }
-            call.launch(step);
-        }
+        call.memory = rig.memory(tokens, |tensor| {
+            Some(call.given(tensor, &gate.decision, &dweights))
+        });
+        call.run();
         call.check(masked);
     }
 }
@@ -189,12 +182,17 @@ fn mask_some(decision: &mut Decision, top_k: usize) {
 
 impl Call<'_> {
     fn spec(&self) -> &LayerSpec {
-        &self.router.plan.spec
+        &self.rig.plan.spec
+    }
+
+    fn given(&self, tensor: &TensorPlan, decision: &Decision, dweights: &[f64]) -> Given {
+        let values = self.values(&tensor.name, decision, dweights);
+        values.map_or(Given::Nothing, Given::Whole)
     }
 
     /// Values of tensors that kernels read and no kernel of the stem writes.
-    fn given(&self, name: &str, decision: &Decision, dweights: &[f64]) -> Option<Vec<f64>> {
-        let (spec, weights) = (self.spec(), &self.router.weights);
+    fn values(&self, name: &str, decision: &Decision, dweights: &[f64]) -> Option<Vec<f64>> {
+        let (spec, weights) = (self.spec(), &self.rig.weights);
         let whole = |values: &[i32]| values.iter().map(|&v| f64::from(v)).collect();
         Some(match name {
             // Nothing is drawn: no jitter, no noise.
@@ -230,7 +228,7 @@ impl Call<'_> {
         let rms = self.spec().router.input == RouterInput::RmsScaled;
         let row = |x: &[f64]| {
             if rms {
-                let scale = &self.router.weights.get("router.input_scale").data;
+                let scale = &self.rig.weights.get("router.input_scale").data;
                 let mean = x.iter().map(|v| v * v).sum::<f64>() / d as f64 + 1e-6;
                 let scaled = x.iter().zip(scale);
                 scaled
@@ -244,7 +242,7 @@ impl Call<'_> {
     }
 
     fn projected(&self) -> Vec<f64> {
-        let weights = &self.router.weights;
+        let weights = &self.rig.weights;
         let matrix = &weights.get("router.projector.weight").data;
         let bias = &weights.get("router.projector.bias").data;
         let d = self.spec().shape.model_dim;
@@ -259,7 +257,7 @@ impl Call<'_> {
 
     /// What the scale of learned noise is a function of.
     fn noise_logits(&self) -> Option<Vec<f64>> {
-        let matrix = &self.router.weights.0.get("router.noise.weight")?.data;
+        let matrix = &self.rig.weights.0.get("router.noise.weight")?.data;
         let d = self.spec().shape.model_dim;
         let dot = |w: &[f64], x: &[f64]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f64>();
         let routed = self.routed();
@@ -267,58 +265,20 @@ impl Call<'_> {
         Some(routed.chunks(d).flat_map(row).collect())
     }
 
-    fn fill(&mut self, decision: &Decision, dweights: &[f64]) {
-        for tensor in &self.router.plan.tensors {
-            let count = tensor.elements(self.input.tokens as u64) as usize;
-            let device = &self.router.device;
-            let buffer = device.alloc(count * tensor.dtype.size()).unwrap();
-            if let Some(values) = self.given(&tensor.name, decision, dweights) {
-                assert_eq!(values.len(), count, "{}", tensor.name);
-                let bytes = to_bytes(tensor.dtype, &values);
-                device.upload(&bytes, &buffer, 0).unwrap();
+    fn run(&self) {
+        for step in self.rig.plan.all_steps() {
+            if self.rig.plan.symbol(step) == "gate_input_scale_bwd" {
+                self.give_router_dx();
             }
-            self.buffers.insert(tensor.name.clone(), buffer);
+            let Step::Launch(step) = step;
+            let tokens = self.input.tokens;
+            self.rig
+                .launch(step, tokens, &self.memory, &accumulating(true));
         }
-    }
-
-    fn launch(&self, step: &Step) {
-        let Step::Launch(launched) = step;
-        let entry = &self.router.plan[launched.entry];
-        let tokens = self.input.tokens as u64;
-        let mut tensors = self.router.plan.names(step);
-        let args: Vec<Arg> = entry
-            .params
-            .iter()
-            .map(|param| match (param.ty, &*param.name) {
-                (ParamType::Scalar(_), "tokens") => Arg::I64(tokens as i64),
-                (ParamType::Scalar(_), "accumulate") => Arg::I64(1),
-                (ParamType::Scalar(_), other) => panic!("no scalar `{other}`"),
-                _ => Arg::Ptr(self.buffers[tensors.next().unwrap()].ptr()),
-            })
-            .collect();
-        let dims = LaunchDims {
-            grid: entry.launch.grid.clone().map(|size| size.eval(tokens)),
-            threads: entry.launch.threads,
-            shared_bytes: entry.launch.shared_bytes,
-            cluster: entry.launch.cluster,
-        };
-        if dims.grid.contains(&0) {
-            return;
-        }
-        let module = &self.router.modules[launched.entry.kernel];
-        // SAFETY: every buffer has the size the plan gives its tensor for
-        // this token count, and lives until all steps have run.
-        let done = unsafe { module.launch(&entry.symbol, dims, &args) };
-        done.unwrap_or_else(|e| panic!("{}: {e}", self.what));
     }
 
     fn read(&self, name: &str) -> Vec<f64> {
-        let plan = &self.router.plan;
-        let tensor = plan.tensor(name).unwrap_or_else(|| panic!("no `{name}`"));
-        let mut bytes = vec![0; tensor.bytes(self.input.tokens as u64) as usize];
-        let buffer = &self.buffers[name];
-        self.router.device.download(buffer, 0, &mut bytes).unwrap();
-        from_bytes(tensor.dtype, &bytes)
+        self.rig.read(&self.memory, name)
     }
 
     /// `router.dx` as the product with the router's matrix leaves it.
@@ -328,7 +288,7 @@ impl Call<'_> {
             _ => ("router.weight", "grad.router.logits"),
         };
         let (rows, d) = (self.read(rows), self.spec().shape.model_dim);
-        let matrix = &self.router.weights.get(matrix).data;
+        let matrix = &self.rig.weights.get(matrix).data;
         let width = matrix.len() / d;
         let row = |dout: &[f64]| -> Vec<f64> {
             let column = |i| {
@@ -340,11 +300,7 @@ impl Call<'_> {
             (0..d).map(column).collect()
         };
         let dx: Vec<f64> = rows.chunks(width).flat_map(row).collect();
-        let bytes = to_bytes(moesaic_kernel::DType::F32, &dx);
-        let device = &self.router.device;
-        device
-            .upload(&bytes, &self.buffers["router.dx"], 0)
-            .unwrap();
+        self.rig.write(&self.memory, "router.dx", &dx);
     }
 
     fn check(&self, masked: bool) {
@@ -352,17 +308,17 @@ impl Call<'_> {
         if spec.has_logits() {
             self.near("grad.router.logits", &self.wanted.logits);
         }
-        if self.router.plan.tensor("grad.router.noise_scale").is_some() {
+        if self.rig.plan.tensor("grad.router.noise_scale").is_some() {
             self.near("grad.router.noise_scale", &self.dscale);
         }
         if !masked {
-            for (name, value) in losses(spec, &self.router.weights, self.input) {
+            for (name, value) in losses(spec, &self.rig.weights, self.input) {
                 self.near(&name, &[value]);
             }
         }
         for (name, gradient) in &self.wanted.weights {
             let name = format!("grad.{name}");
-            let written = self.router.plan.tensor(&name).is_some() && self.own(&name);
+            let written = self.rig.plan.tensor(&name).is_some() && self.own(&name);
             if written {
                 let before = self.before(&name).unwrap_or_default().into_iter();
                 let sum: Vec<f64> = before.zip(&gradient.data).map(|(b, g)| b + g).collect();
@@ -395,7 +351,7 @@ impl Call<'_> {
 
     /// Whether a kernel of the stem writes this tensor.
     fn own(&self, name: &str) -> bool {
-        let plan = &self.router.plan;
+        let plan = &self.rig.plan;
         let mut steps = plan.backward.iter();
         steps.any(|step| plan.names(step).any(|tensor| tensor == name))
     }

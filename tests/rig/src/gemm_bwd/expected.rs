@@ -1,34 +1,17 @@
-//! What backward GEMMs should write.
+//! What backward GEMMs should write, from the tensors they read.
 
-use super::{Rows, Values, config};
-use moesaic_kernel::Entry;
+use crate::Rig;
+use crate::expert::{Slopes, Sum};
+use crate::memory::Values;
+use crate::rows::Rows;
+use moesaic_kernel::DType;
 use moesaic_plan::{
-    GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelPlan, Op,
+    GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, LaunchStep, Op,
 };
 use moesaic_reference::activate;
 use moesaic_spec::LayerSpec;
 
-/// A value, and how large the terms of its sum are together.
-#[derive(Clone, Copy, Default)]
-struct Sum {
-    value: f64,
-    terms: f64,
-}
-
-impl Sum {
-    fn add(&mut self, term: f64) {
-        self.value += term;
-        self.terms += term.abs();
-    }
-
-    fn times(self, factor: f64) -> Sum {
-        Sum {
-            value: self.value * factor,
-            terms: self.terms * factor.abs(),
-        }
-    }
-}
-
+/// A launch: values by parameter.
 struct Check<'a> {
     spec: &'a LayerSpec,
     given: &'a Values,
@@ -37,61 +20,69 @@ struct Check<'a> {
     offsets: Vec<usize>,
     /// Of the sum of a result's terms: f32 arithmetic, or TF32 factors.
     arithmetic: f64,
-    what: &'a str,
+    what: String,
 }
 
-pub fn check(
-    spec: &LayerSpec,
-    kernel: &KernelPlan,
-    entry: &Entry,
-    rows: &Rows,
-    given: &Values,
-    got: &Values,
-    what: &str,
-) {
-    let dense = match &kernel.op {
-        Op::GroupedGemmDgrad { desc: d, .. } => d.dense,
-        Op::GroupedGemmWgrad { desc: d, .. } => d.dense,
-        Op::GroupedGemm { desc: d, .. } => d.dense,
-        other => panic!("{other:?} is no backward GEMM"),
-    };
-    let tf32 = matches!(config(kernel).family, GemmFamily::Mma { tf32: true, .. });
-    let check = Check {
-        spec,
+pub fn check(rig: &Rig, step: &LaunchStep, rows: &Rows, given: &Values, got: &Values) {
+    let (kernel, symbol) = (
+        &rig.plan.kernels[step.entry.kernel],
+        &rig.plan[step.entry].symbol,
+    );
+    let config = kernel.op.gemm().expect("a GEMM");
+    let tf32 = matches!(config.family, GemmFamily::Mma { tf32: true, .. });
+    let check = |dense: bool| Check {
+        spec: &rig.plan.spec,
         given,
         got,
-        offsets: rows.offsets(dense),
+        offsets: if dense {
+            vec![0, rows.tokens]
+        } else {
+            rows.offsets(rig.plan.spec.shape.experts)
+        },
         arithmetic: if tf32 { 2e-3 } else { 3e-6 },
-        what,
+        what: format!(
+            "{symbol} of {} on {}, {} tokens, {:?}",
+            kernel.name, rig.plan.target, rows.tokens, kernel.op
+        ),
     };
     match &kernel.op {
         Op::GroupedGemmDgrad { desc: d, .. } if d.half == Half::Down => {
-            check.down(d, config(kernel).tile_columns);
+            check(d.dense).down(d, config.tile_columns);
         }
-        Op::GroupedGemmDgrad { desc: d, .. } => check.up(d),
-        Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => check.bias(d),
-        Op::GroupedGemmWgrad { desc: d, .. } => check.wgrad(d),
-        Op::GroupedGemm { desc: d, .. } => check.kept(d),
-        _ => {}
+        Op::GroupedGemmDgrad { desc: d, .. } => check(d.dense).up(d),
+        Op::GroupedGemmWgrad { desc: d, .. } if symbol.ends_with("_bias") => {
+            check(d.dense).bias(d);
+        }
+        Op::GroupedGemmWgrad { desc: d, .. } => check(d.dense).wgrad(d),
+        Op::GroupedGemm { desc: d, .. } => check(d.dense).kept(d),
+        other => panic!("{other:?} is no backward GEMM"),
     }
 }
 
 impl Check<'_> {
-    fn near(&self, name: &str, at: &[usize], got: f64, want: Sum, rounding: f64) {
-        let most = rounding * want.value.abs().max(6.2e-5)
-            + self.arithmetic * (want.terms + want.value.abs())
-            + 1e-30;
+    /// `got` is `want` stored in a type, up to the order of the sum.
+    fn near(&self, name: &str, at: &[usize], got: f64, want: Sum, dtype: DType) {
+        let (rounding, least) = match dtype {
+            DType::F32 => (0.0, 0.0),
+            // Half the distance of f16's smallest values.
+            DType::F16 => (1.01 * dtype.unit_roundoff(), 0.5f64.powi(25)),
+            other => (1.01 * other.unit_roundoff(), 0.0),
+        };
+        let size = want.value.abs();
+        let most = rounding * size + least + self.arithmetic * (want.terms + size / 3.0) + 1e-30;
         let error = (got - want.value).abs();
         assert!(
             error <= most,
-            "{name}{at:?}: {got} is not {}, within {most:e}: {}",
+            "{name}{at:?}: {got} is not {}, within {most:e}: {}, {:?}",
             want.value,
-            self.what
+            self.what,
+            self.spec
         );
     }
 
-    fn rounding(&self) -> f64 {
-        1.01 * self.spec.precision.activations.unit_roundoff()
+    /// The type of rows.
+    fn dtype(&self) -> DType {
+        self.spec.precision.activations
     }
 
     /// Rows of each group.
@@ -119,11 +110,10 @@ impl Check<'_> {
     ) -> Sum {
         let left = &self.given[rows][row * inner..][..inner];
         let right = &self.given[matrix][group * inner * outer..][..inner * outer];
-        let mut sum = Sum::default();
-        for (i, value) in left.iter().enumerate() {
-            sum.add(value * right[i * outer + column]);
-        }
-        sum
+        let terms = left.iter().enumerate();
+        terms
+            .map(|(i, value)| value * right[i * outer + column])
+            .collect()
     }
 
     fn rows_only(&self, name: &str, width: usize) {
@@ -148,7 +138,7 @@ impl Check<'_> {
                         want.terms += gate.terms;
                     }
                     let got = self.got["drows"][row * d.outer + column];
-                    self.near("drows", &[row, column], got, want, self.rounding());
+                    self.near("drows", &[row, column], got, want, self.dtype());
                 }
             }
         }
@@ -169,7 +159,7 @@ impl Check<'_> {
                 }
                 for (part, want) in sums.into_iter().enumerate().filter(|_| d.weighted) {
                     let got = self.got["dweight_parts"][row * parts + part];
-                    self.near("dweight_parts", &[row, part], got, want, 0.0);
+                    self.near("dweight_parts", &[row, part], got, want, DType::F32);
                 }
             }
         }
@@ -194,22 +184,12 @@ impl Check<'_> {
         let at = row * d.outer + column;
         let gate = d.gated.then(|| self.given["gate_pre"][at]);
         let (up, weight) = (self.given["up_pre"][at], self.weight(row));
-        let value = |gate: Option<f64>, up: f64| activate(&self.spec.experts, gate, up);
-        let step = 1e-5;
-        let slope = |f: &dyn Fn(f64) -> f64| (f(step) - f(-step)) / (2.0 * step);
-        let of_up = slope(&|h| value(gate, up + h));
-        let of_gate = slope(&|h| value(gate.map(|gate| gate + h), up));
+        let slopes = Slopes::of(&self.spec.experts, gate, up);
         let compare = |name: &str, want: Sum| {
-            self.near(
-                name,
-                &[row, column],
-                self.got[name][at],
-                want,
-                self.rounding(),
-            );
+            self.near(name, &[row, column], self.got[name][at], want, self.dtype());
         };
         let hidden = Sum {
-            value: weight * value(gate, up),
+            value: weight * slopes.value,
             terms: 1.0,
         };
         compare("hidden", hidden);
@@ -218,11 +198,11 @@ impl Check<'_> {
             sum.terms += product.terms * weight.abs();
             sum
         };
-        compare("dup", back(of_up));
+        compare("dup", back(slopes.up));
         if d.gated {
-            compare("dgate", back(of_gate));
+            compare("dgate", back(slopes.gate));
         }
-        value(gate, up)
+        slopes.value
     }
 
     /// The up half of the forward pass: pre-activations and what they become.
@@ -270,8 +250,7 @@ impl Check<'_> {
     ) -> Sum {
         let line = group * d.outer + column;
         let matrix = &self.given[name][line * d.inner..][..d.inner];
-        let mut sum = Sum::default();
-        matrix.iter().zip(x).for_each(|(w, v)| sum.add(w * v));
+        let mut sum: Sum = matrix.iter().zip(x).map(|(w, v)| w * v).collect();
         if d.bias {
             sum.add(self.given[&format!("{name}_bias")][line]);
         }
@@ -294,7 +273,7 @@ impl Check<'_> {
                 &[row, column],
                 self.got[&name][at],
                 *want,
-                self.rounding(),
+                self.dtype(),
             );
         }
         let (gate, up) = match sums {
@@ -311,7 +290,7 @@ impl Check<'_> {
             &[row, column],
             self.got["hidden"][at],
             hidden,
-            self.rounding(),
+            self.dtype(),
         );
     }
 
@@ -361,7 +340,7 @@ impl Check<'_> {
                 want.add(before[first + at]);
             }
             let got = self.got[name][first + at];
-            self.near(name, &[group, at], got, want, 0.0);
+            self.near(name, &[group, at], got, want, DType::F32);
         }
     }
 

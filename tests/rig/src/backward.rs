@@ -1,9 +1,10 @@
 //! Each backward stem against the f64 formulas, from the tensors it actually
 //! got. `reference::backward` is held against whole layers elsewhere.
 
-use super::{Rig, Tensors};
-use moesaic_reference::activate;
-use moesaic_spec::{Experts, LayerSpec, RouterKind, SharedGate, WeightSite};
+use crate::expert::{Slopes, Sum};
+use crate::pass::Tensors;
+use crate::{Rig, sample};
+use moesaic_spec::{LayerSpec, RouterKind, SharedGate, WeightSite};
 
 /// All stems of one call that ended with one backward pass, which set
 /// gradients and did not add to them.
@@ -145,7 +146,7 @@ impl Check<'_> {
     }
 
     fn row(&self, name: &str, row: usize, width: usize) -> &[f64] {
-        &self.t.get(name)[row * width..(row + 1) * width]
+        self.t.row(name, row, width)
     }
 
     fn dout(&self) {
@@ -312,8 +313,8 @@ impl Check<'_> {
 
     /// An f32 sum; without terms it is exactly zero.
     fn sum(&self, name: &str, got: f64, terms: impl Iterator<Item = f64>) {
-        let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), v| (sum + v, size + v.abs()));
-        self.near(name, got, sum, 4e-6 * size);
+        let sum: Sum = terms.collect();
+        self.near(name, got, sum.value, 4e-6 * sum.terms);
     }
 
     /// `grad.topk_weights` from parts, and the logits of shared gates.
@@ -473,48 +474,9 @@ impl Check<'_> {
     }
 }
 
-/// The activation and its derivatives, by differences.
-struct Slopes {
-    value: f64,
-    gate: f64,
-    up: f64,
-    /// A corner of the activation or of a clamp is near.
-    kink: bool,
-}
-
-impl Slopes {
-    fn of(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
-        let step = 1e-6;
-        let slope = |f: &dyn Fn(f64) -> f64| {
-            let (left, right) = ((f(0.0) - f(-step)) / step, (f(step) - f(0.0)) / step);
-            (
-                (left + right) / 2.0,
-                (left - right).abs() > 1e-4 * (1.0 + left.abs()),
-            )
-        };
-        let value = |dg: f64, du: f64| activate(experts, gate.map(|g| g + dg), up + du);
-        let (by_gate, corner) = slope(&|v| value(v, 0.0));
-        let (by_up, other) = slope(&|v| value(0.0, v));
-        Slopes {
-            value: value(0.0, 0.0),
-            gate: by_gate,
-            up: by_up,
-            kink: corner || other,
-        }
-    }
-}
-
 /// The inner product, and that of sizes.
 fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
     let terms = a.iter().zip(b).map(|(a, b)| a * b);
-    terms.fold((0.0, 0.0), |(sum, size), v| (sum + v, size + v.abs()))
-}
-
-/// All of a short range; of a long one the ends and some between.
-fn sample(range: std::ops::Range<usize>) -> Vec<usize> {
-    let step = (range.len() / 24).max(1);
-    let last = range.clone().last();
-    let mut rows: Vec<usize> = range.step_by(step).collect();
-    rows.extend(last);
-    rows
+    let sum: Sum = terms.collect();
+    (sum.value, sum.terms)
 }

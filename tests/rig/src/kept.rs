@@ -1,24 +1,30 @@
 //! A compiler whose results lie in the build folder: a suite that runs again
 //! compiles what has changed, and no kernel twice.
 
-#![allow(dead_code, reason = "other test binaries use parts of it")]
-
 use moesaic_cache::{Key, KeyParts, PruneRule, Request, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
+use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
 /// Bytes that stay from one run to the next.
 const ROOM: u64 = 2 << 30;
 
 static STORE: LazyLock<Store> = LazyLock::new(|| {
-    let store = Store::open(concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels"));
+    let store = Store::open(build_folder().join("tmp/kernels"));
     store.prune(&PruneRule {
         max_bytes: Some(ROOM),
         max_age: None,
     });
     store
 });
+
+/// Where cargo builds: `target`, or what it was told; a test lies in `PROFILE/deps` of it.
+fn build_folder() -> PathBuf {
+    let test = std::env::current_exe().expect("a program knows where it lies");
+    let folder = test.ancestors().nth(3).expect("cargo built it");
+    folder.to_path_buf()
+}
 
 /// Runs a check that panics when it fails, unless one of these parts has
 /// passed before. They are everything that it depends on.
@@ -37,6 +43,7 @@ pub fn once(parts: &[&str], check: impl FnOnce()) {
 pub struct Kept(pub Arc<dyn Compiler>);
 
 impl Kept {
+    /// Keeps what `compiler` makes.
     pub fn new(compiler: impl Compiler + 'static) -> Kept {
         Kept(Arc::new(compiler))
     }
