@@ -76,9 +76,11 @@ impl Grid {
         case: &Case,
         training: Option<Training>,
     ) -> MeshLayer {
-        let mut layer = match self.strategy.ways {
-            None => layer_on(engine, mesh, case, training),
-            Some(_) => layer_on(engine, &mesh.for_any_ways(), case, training),
+        let Strategy { ways, shadows, .. } = self.strategy;
+        let mut layer = if ways.is_none() && shadows == 0 {
+            layer_on(engine, mesh, case, training)
+        } else {
+            layer_on(engine, &mesh.for_any_ways(), case, training)
         };
         let set = layer.set_strategy(self.strategy);
         set.unwrap_or_else(|e| panic!("{self:?} of {}: {e}", case.describe()));

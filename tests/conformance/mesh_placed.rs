@@ -235,7 +235,7 @@ fn a_placement_of_another_layer_is_refused() {
 }
 
 /// Tokens whose experts follow Zipf's law with exponent 1.5, for an external router.
-fn hot(tokens: usize, experts: usize) -> Case {
+pub fn hot(tokens: usize, experts: usize) -> Case {
     let text = format!(
         "shape = {{ model_dim = 8, hidden_dim = 8, experts = {experts}, top_k = 1 }}
          router = {{ kind = 'external' }}"

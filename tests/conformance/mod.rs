@@ -24,6 +24,7 @@ pub mod layers;
 pub mod mesh;
 mod mesh_placed;
 mod mesh_routes;
+mod mesh_shadows;
 mod mesh_shared;
 mod mesh_training;
 mod mesh_ways;

@@ -174,7 +174,7 @@ fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
     let kernels: BTreeSet<_> = (strategies.iter())
         .map(|strategy| {
             strategy.check(&mesh).map_err(PlanError::from)?;
-            Ok::<_, PlanError>((strategy.ways(&mesh), strategy.wire))
+            Ok::<_, PlanError>((strategy.ways(&mesh), strategy.shadows, strategy.wire))
         })
         .collect::<Result<_, _>>()?;
     // Ranks differ in how many experts they have: the first have the most, the last the
@@ -184,8 +184,8 @@ fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
     for ep in if last > 0 { vec![0, last] } else { vec![0] } {
         let (dp, shard) = (0, 0);
         let rank = mesh.rank(Place { dp, ep, shard });
-        for &(ways, wire) in &kernels {
-            let sharing = Sharing::from(mesh).at_ways(ways);
+        for &(ways, shadows, wire) in &kernels {
+            let sharing = Sharing::from(mesh).at_ways(ways).shadowing(shadows);
             let plan = plan_rank(spec, target, options, sharing, rank)?.in_wire(wire);
             for side in plan.sides() {
                 all.extend(emit_layer(side)?);

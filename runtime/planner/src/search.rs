@@ -175,6 +175,7 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
                         cut,
                         route,
                         wire: Both::same(wire),
+                        shadows: 0,
                     }));
                 }
             }

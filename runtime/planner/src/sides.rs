@@ -91,6 +91,7 @@ pub(crate) fn cost(
     };
     match side {
         Side::Tokens => sides.tokens.cost(step, machine, alone(rank.tokens)),
+        Side::Shadows => Cost::default(), // no candidate has them
         Side::Shared => {
             let tokens = rank.tokens * travel.mesh.shards as f64;
             let shared = sides.shared.as_ref();
@@ -115,6 +116,7 @@ pub(crate) fn name(sides: &Sides, (side, step): (Side, usize)) -> String {
         Side::Tokens => Some(&sides.tokens),
         Side::Experts => Some(&sides.experts),
         Side::Shared => sides.shared.as_ref(),
+        Side::Shadows => None,
     };
     launches.map_or_else(String::new, |launches| launches.name(step).to_string())
 }
@@ -124,5 +126,6 @@ pub(crate) fn whose(side: Side) -> &'static str {
         Side::Tokens => "tokens",
         Side::Experts => "experts",
         Side::Shared => "shared",
+        Side::Shadows => "shadows",
     }
 }

@@ -134,6 +134,12 @@ impl Travel<'_> {
                 self.each(rank, group, self.mesh.shards, experts[from].bytes(0) as f64)
             }
             Way::Gather { .. } => Taken::default(),
+            // No candidate has shadows.
+            Way::Loads
+            | Way::ToShadows { .. }
+            | Way::FromShadows { .. }
+            | Way::ShadowWeight { .. }
+            | Way::ShadowGradient { .. } => Taken::default(),
             // [`Travel::weights`] has them for all weights at once.
         }
     }

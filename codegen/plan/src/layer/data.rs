@@ -162,6 +162,13 @@ impl LayerPlan {
         steps.into_iter().filter(has_blocks).count()
     }
 
+    /// Rows of a tile of the experts' products, whose row tiles are listed once for all; 1
+    /// where there are none.
+    pub fn tile_rows(&self) -> usize {
+        let mut products = self.kernels.iter().filter_map(|kernel| kernel.op.gemm());
+        products.next().map_or(1, |config| config.tile_rows)
+    }
+
     /// The steps of a forward pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[Step] {
         match self.training {

@@ -70,6 +70,12 @@ impl RankPlan {
         match exchange.way {
             Way::Tokens | Way::Live { .. } => each(&world, &|_| 8),
             Way::Counts => each(&group, &|rank| 8 * owned(rank)),
+            Way::Loads => each(&group, &|_| 8 * experts as u64),
+            // Where every expert gets equally many rows, none has shadows.
+            Way::ToShadows { .. }
+            | Way::FromShadows { .. }
+            | Way::ShadowWeight { .. }
+            | Way::ShadowGradient { .. } => Sent::default(),
             Way::ToExperts { from, .. } => {
                 each(&group, &|rank| to(rank) * row_to(rank, Side::Tokens, from))
             }

@@ -21,6 +21,10 @@ pub struct RankPlan {
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
     pub experts: LayerPlan,
+    /// What this rank does with rows of experts that have shadows in a call, with as many
+    /// experts as there may be. Its tokens are rows that stay. `None` where there are none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shadows: Option<LayerPlan>,
     /// What this rank's slices of shared experts do with the tokens of all ranks that have
     /// slices of the same experts; `None` where shared experts are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -49,6 +53,8 @@ pub enum Side {
     Tokens,
     /// [`RankPlan::experts`].
     Experts,
+    /// [`RankPlan::shadows`].
+    Shadows,
     /// [`RankPlan::shared`].
     Shared,
 }
@@ -94,6 +100,9 @@ pub enum Way {
     /// Every rank learns how many tokens each has, before anything else: for the capacity,
     /// which is that of the rank with the most, and for the number of its first token.
     Tokens,
+    /// Every rank of a group learns how many rows each has for every expert; which experts
+    /// have shadows in this call follows from that.
+    Loads,
     /// Every rank of a group learns how many rows it gets for each of its experts from
     /// each rank; `offsets` and `row_tiles` of the experts' side follow from that.
     Counts,
@@ -109,6 +118,34 @@ pub enum Way {
         /// Of the experts' side, by expert, then by rank.
         from: TensorId,
         /// Of the tokens' side, by expert.
+        to: TensorId,
+    },
+    /// Rows of experts with shadows stay: they become those of the shadows' side.
+    ToShadows {
+        /// Of the tokens' side, by expert.
+        from: TensorId,
+        /// Of the shadows' side, by expert.
+        to: TensorId,
+    },
+    /// And back.
+    FromShadows {
+        /// Of the shadows' side, by expert.
+        from: TensorId,
+        /// Of the tokens' side, by expert.
+        to: TensorId,
+    },
+    /// A weight of each expert with shadows goes from its owner to all groups.
+    ShadowWeight {
+        /// Of the experts' side.
+        from: TensorId,
+        /// Of the shadows' side.
+        to: TensorId,
+    },
+    /// Gradients of a weight of shadows are summed over the groups; the owner has the sum.
+    ShadowGradient {
+        /// Of the shadows' side.
+        from: TensorId,
+        /// Of the experts' side.
         to: TensorId,
     },
     /// A tensor of the experts' side is summed over the slices of the experts.
@@ -210,11 +247,16 @@ impl RankPlan {
     /// The plan of a side.
     ///
     /// # Panics
-    /// For shared experts when they are whole, of which no step names the side.
+    /// For shared experts when they are whole, and for shadows where there are none: no step
+    /// names these sides.
     pub fn side(&self, side: Side) -> &LayerPlan {
         match side {
             Side::Tokens => &self.tokens,
             Side::Experts => &self.experts,
+            Side::Shadows => {
+                let shadows = self.shadows.as_ref();
+                shadows.expect("steps of shadows are of plans with shadows")
+            }
             Side::Shared => {
                 let shared = self.shared.as_ref();
                 shared.expect("steps of shared experts are of ranks with slices of them")
@@ -226,6 +268,7 @@ impl RankPlan {
     pub fn sides(&self) -> impl Iterator<Item = &LayerPlan> {
         [&self.tokens, &self.experts]
             .into_iter()
+            .chain(&self.shadows)
             .chain(&self.shared)
             .chain(&self.wire)
     }

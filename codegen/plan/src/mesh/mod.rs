@@ -24,6 +24,15 @@
 //! shared experts      └─ up ─ down ─┘
 //! ```
 //!
+//! Experts that get most of the rows may have shadows for one call ([`Strategy::shadows`]):
+//! their weights go to all groups, their rows stay, and their gradients come back.
+//!
+//! ```text
+//! tokens' side   rows of a shadowed expert ─┐             ┌─ combine
+//! between ranks              its weights    │             │
+//! shadows' side                             └─ up ─ down ─┘
+//! ```
+//!
 //! Semantics do not depend on the mesh: what ranks compute is what one process computes
 //! of the tokens of all, rank after rank.
 
@@ -56,6 +65,7 @@ pub struct Sharing<'p> {
     mesh: Parallel,
     placement: Option<&'p Placement>,
     ways: usize,
+    shadows: usize,
 }
 
 impl From<Parallel> for Sharing<'_> {
@@ -65,6 +75,7 @@ impl From<Parallel> for Sharing<'_> {
             mesh,
             placement: None,
             ways: mesh.shards,
+            shadows: 0,
         }
     }
 }
@@ -80,12 +91,25 @@ impl<'p> Sharing<'p> {
     /// The same with experts where a placement says; `None`: in order.
     #[must_use]
     pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
-        let Sharing { mesh, ways, .. } = self;
+        let Sharing {
+            mesh,
+            ways,
+            shadows,
+            ..
+        } = self;
         Sharing {
             mesh,
             placement,
             ways,
+            shadows,
         }
+    }
+
+    /// The same with at most so many experts that every group has for one call
+    /// ([`Strategy::shadows`]). Weights of shadows are not packed.
+    #[must_use]
+    pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
+        Sharing { shadows, ..self }
     }
 }
 
@@ -106,10 +130,18 @@ pub fn plan_rank<'p>(
         mesh,
         placement,
         ways,
+        shadows,
     } = sharing.into();
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
     let by = Ways::new(mesh, ways)?;
+    let strategy = Strategy {
+        ways: Some(ways),
+        shadows,
+        ..Strategy::default()
+    };
+    strategy.check(&mesh)?;
+    let shadows = shadows.min(spec.shape.experts - 1) * usize::from(mesh.ep > 1);
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
     let of_experts = PlanOptions {
         unpacked: options.unpacked || !by.own_alone(),
@@ -123,6 +155,12 @@ pub fn plan_rank<'p>(
         }
     };
     let experts = plan_experts(spec, target, &of_experts, &own);
+    let shadowed = of_so_many(spec, by.mesh(), by.place(rank), shadows);
+    let of_shadows = PlanOptions {
+        unpacked: true,
+        ..options.clone()
+    };
+    let shadows = (shadows > 0).then(|| plan_experts(spec, target, &of_shadows, &shadowed));
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
@@ -131,12 +169,13 @@ pub fn plan_rank<'p>(
         place,
         placement: placement.cloned(),
         ways,
-        tile_rows: steps::tile_rows(&experts),
+        tile_rows: experts.tile_rows(),
         steps: Vec::new(),
         evaluation: Vec::new(),
         backward: Vec::new(),
         tokens,
         experts,
+        shadows,
         shared,
         wire: None,
     };

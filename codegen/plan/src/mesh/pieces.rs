@@ -8,7 +8,7 @@
 //! A piece has a part of the rows of every rank for every expert, or all rows of some ranks
 //! ([`Cut`]), so that routing and capacity are as without pieces. Exchanges are queued as
 //! soon as their rows exist, the order that ends first: all rows to experts, then the answer
-//! of each piece behind its products. Backward walks the pieces from the last to the first, whose rows were used last;
+//! of each piece behind its products. Shadows, whose rows stay, are multiplied first. Backward walks the pieces from the last to the first, whose rows were used last;
 //! where the first are a rank's own rows, which wait for nobody, it begins with them, too.
 //!
 //! Rows lie at their experts by piece, then by expert, then by rank. Backward reads them
@@ -188,6 +188,8 @@ impl RankPlan {
 #[derive(Default)]
 struct Travel {
     sends: Vec<Exchange>,
+    /// What is done while rows travel: products of shadows.
+    meanwhile: Vec<RankStep>,
     launches: Vec<usize>,
     /// Sums over slices.
     sums: Vec<Exchange>,
@@ -208,7 +210,12 @@ impl Travel {
                     step,
                     ..
                 } => travel.launches.push(*step),
+                RankStep::Launch {
+                    side: Side::Shadows,
+                    ..
+                } => travel.meanwhile.push(step.clone()),
                 RankStep::Exchange(exchange) => match exchange.way {
+                    Way::FromShadows { .. } => travel.meanwhile.push(step.clone()),
                     Way::ToExperts { .. } => {
                         travel.first = travel.first.min(left.len());
                         travel.sends.push(exchange.clone());
@@ -265,6 +272,7 @@ fn in_pieces(
     for &number in &numbers {
         list.extend(exchange(&travel.sends, number));
     }
+    list.extend(travel.meanwhile);
     // What slices have to sum is answered one piece later, while the next is multiplied.
     let mut summed = None;
     for &number in &numbers {

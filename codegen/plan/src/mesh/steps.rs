@@ -18,12 +18,6 @@ pub(super) fn in_order(mut plan: RankPlan, places: &Places) -> RankPlan {
     plan
 }
 
-/// Of the products of experts, whose row tiles are listed once for all.
-pub(super) fn tile_rows(experts: &LayerPlan) -> usize {
-    let mut products = experts.kernels.iter().filter_map(|kernel| kernel.op.gemm());
-    products.next().map_or(1, |config| config.tile_rows)
-}
-
 fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     let launched = |plan: &LayerPlan| {
         if trains {
@@ -63,10 +57,25 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         plan.experts.evaluation_steps()
     };
     list.extend(gathered_weights(plan, multiply));
+    let weights = named("row_weights").map(|_| ("row_weights", "topk_weights"));
+    let sent: Vec<_> = [("rows", "rows")].into_iter().chain(weights).collect();
+    if let Some(shadows) = &plan.shadows {
+        list.push(exchange("loads", Way::Loads));
+        let multiply = if trains {
+            &shadows.steps
+        } else {
+            shadows.evaluation_steps()
+        };
+        list.extend(of_shadows(plan, shadows, (multiply, &sent)));
+    }
     list.push(exchange("counts", Way::Counts));
-    list.extend(to_experts(plan, "rows", "rows"));
-    if named("row_weights").is_some() {
-        list.extend(to_experts(plan, "row_weights", "topk_weights"));
+    list.extend(
+        sent.iter()
+            .filter_map(|(from, to)| to_experts(plan, from, to)),
+    );
+    if let Some(shadows) = &plan.shadows {
+        launch(&mut list, Side::Shadows, 0..launched(shadows));
+        list.extend(from_shadows(plan, shadows, "out"));
     }
     launch(&mut list, Side::Experts, 0..launched(&plan.experts));
     list.extend(to_tokens(plan, "out"));
@@ -84,11 +93,25 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let mut list = Vec::new();
     launch(&mut list, Side::Tokens, 0..at);
     list.extend(gathered_weights(plan, &plan.experts.backward));
+    if let Some(shadows) = &plan.shadows {
+        let sent = &[("dout", "dout")];
+        list.extend(of_shadows(plan, shadows, (&shadows.backward, sent)));
+    }
     list.extend(to_experts(plan, "dout", "dout"));
+    if let Some(shadows) = &plan.shadows {
+        launch(&mut list, Side::Shadows, 0..shadows.backward.len());
+        let back = BROUGHT_BACK.iter();
+        list.extend(back.filter_map(|name| from_shadows(plan, shadows, name)));
+    }
     launch(&mut list, Side::Experts, 0..plan.experts.backward.len());
     list.extend(to_tokens(plan, "drows"));
     list.extend(to_tokens(plan, "dweight_parts"));
     list.extend(scattered_gradients(plan));
+    list.extend(
+        plan.shadows
+            .iter()
+            .flat_map(|shadows| sums_of_shadows(plan, shadows)),
+    );
     let weights = plan.tokens.tensors.iter().enumerate();
     for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == Role::Weight) {
         if let Some(from) = plan.experts.id(&tensor.name) {
@@ -134,6 +157,56 @@ fn of_blocks(
         Some(exchange(&tensor.name, way))
     };
     tensors.filter_map(step).collect()
+}
+
+/// Weights and rows of experts with shadows, of a pass whose products are these steps of the
+/// shadows' side; of each tensor that is sent the name on both sides.
+fn of_shadows(
+    plan: &RankPlan,
+    shadows: &LayerPlan,
+    (steps, sent): (&[Step], &[(&str, &str)]),
+) -> Vec<RankStep> {
+    let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
+    let weights = shadows.tensors.iter().enumerate();
+    let weights = weights.filter(|(at, tensor)| tensor.role == Role::Weight && used(TensorId(*at)));
+    let weight = |(at, tensor): (usize, &TensorPlan)| {
+        let (from, to) = (plan.experts.id(&tensor.name)?, TensorId(at));
+        Some(exchange(
+            &of_shadow(&tensor.name),
+            Way::ShadowWeight { from, to },
+        ))
+    };
+    let rows = |(from, to): &(&str, &str)| {
+        let way = Way::ToShadows {
+            from: plan.tokens.id(from)?,
+            to: shadows.id(to)?,
+        };
+        Some(exchange(&of_shadow(from), way))
+    };
+    let weights = weights.filter_map(weight);
+    weights.chain(sent.iter().filter_map(rows)).collect()
+}
+
+fn of_shadow(name: &str) -> String {
+    format!("{name} of shadows")
+}
+
+fn from_shadows(plan: &RankPlan, shadows: &LayerPlan, name: &str) -> Option<RankStep> {
+    let (from, to) = (shadows.id(name)?, plan.tokens.id(name)?);
+    Some(exchange(&of_shadow(name), Way::FromShadows { from, to }))
+}
+
+fn sums_of_shadows(plan: &RankPlan, shadows: &LayerPlan) -> Vec<RankStep> {
+    let tensors = shadows.tensors.iter().enumerate();
+    let gradients = tensors.filter(|(_, tensor)| tensor.role == Role::WeightGradient);
+    let sum = |(at, tensor): (usize, &TensorPlan)| {
+        let (from, to) = (TensorId(at), plan.experts.id(&tensor.name)?);
+        Some(exchange(
+            &of_shadow(&tensor.name),
+            Way::ShadowGradient { from, to },
+        ))
+    };
+    gradients.filter_map(sum).collect()
 }
 
 /// Rows of gradients go to the slices, and what those make of them comes back.

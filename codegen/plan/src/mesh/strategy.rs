@@ -9,7 +9,7 @@ use std::str::FromStr;
 /// owner, and results are the same up to the rounding of sums and of [`Wire`].
 ///
 /// As text, each part that is not the default:
-/// `ways=2,degree=4/2,cut=ranks,route=inter-first,wire=bf16/exact`.
+/// `ways=2,degree=4/2,cut=ranks,route=inter-first,wire=bf16/exact,shadows=2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Strategy {
@@ -27,10 +27,13 @@ pub struct Strategy {
     pub route: Route,
     /// What rows are while they are between nodes.
     pub wire: Both<Wire>,
+    /// The most experts that every group of ranks has for one call: FasterMoE's shadows,
+    /// which a model chooses by the rows of all ranks ([`shadows`](crate::shadows)).
+    pub shadows: usize,
 }
 
 impl Default for Strategy {
-    /// All slices, one piece, directly, as they are.
+    /// All slices, one piece, directly, as they are, no shadows.
     fn default() -> Self {
         Strategy {
             ways: None,
@@ -38,6 +41,7 @@ impl Default for Strategy {
             cut: Cut::Rows,
             route: Route::Linear,
             wire: Both::same(Wire::Exact),
+            shadows: 0,
         }
     }
 }
@@ -219,6 +223,9 @@ impl fmt::Display for Strategy {
         if self.wire != default.wire {
             parts.push(format!("wire={}", self.wire));
         }
+        if self.shadows != default.shadows {
+            parts.push(format!("shadows={}", self.shadows));
+        }
         if parts.is_empty() {
             f.write_str("default")
         } else {
@@ -265,8 +272,9 @@ impl FromStr for Strategy {
                 "cut" => strategy.cut = Cut::read(value)?,
                 "route" => strategy.route = Route::read(value)?,
                 "wire" => strategy.wire = both(value, Wire::read)?,
+                "shadows" => strategy.shadows = number(value)?,
                 other => {
-                    let names = "ways, degree, cut, route, wire";
+                    let names = "ways, degree, cut, route, wire, shadows";
                     return Err(format!("`{other}` is none of {names}"));
                 }
             }
@@ -292,12 +300,14 @@ pub enum StrategyError {
     },
     /// Weights as other ranks cannot gather them.
     #[error(
-        "experts' weights are packed for a CPU, so that rows cannot go {ways} ways; make the \
-         layer on `Mesh::for_any_ways`"
+        "experts' weights are packed for a CPU, so that rows cannot go {ways} ways, and \
+         {shadows} experts cannot have shadows; make the layer on `Mesh::for_any_ways`"
     )]
     Packed {
         /// As asked for.
         ways: usize,
+        /// As asked for.
+        shadows: usize,
     },
     /// Rows in no pieces, or in too many.
     #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
@@ -315,6 +325,20 @@ pub enum StrategyError {
         route: Route,
         /// How ranks lie.
         reason: String,
+    },
+    /// Shadows of experts that are in slices, or where rows stay.
+    #[error(
+        "shadows={shadows} needs whole experts that rows go to, and a layer in {shards} slices \
+         with rows to {ways} of them has none; make a mesh with shards=1 and leave out `ways`, or \
+         take shadows=0"
+    )]
+    Shadows {
+        /// As asked for.
+        shadows: usize,
+        /// Of the mesh.
+        shards: usize,
+        /// To how many of them rows go.
+        ways: usize,
     },
     /// Pieces of forward and of backward that do not fit each other.
     #[error(
@@ -394,7 +418,15 @@ impl Strategy {
     /// # Errors
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        Ways::new(*mesh, self.ways(mesh))?;
+        let (ways, shards, shadows) = (self.ways(mesh), mesh.shards, self.shadows);
+        Ways::new(*mesh, ways)?;
+        if shadows > 0 && (ways, shards) != (1, 1) {
+            return Err(StrategyError::Shadows {
+                shadows,
+                shards,
+                ways,
+            });
+        }
         let degrees = [self.degree.forward, self.degree.backward];
         let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
         if let Some(&degree) = wrong {
@@ -460,6 +492,7 @@ mod tests {
             "degree=8",
             "degree=4/2,cut=ranks",
             "route=once,wire=fp8",
+            "degree=2,shadows=3",
         ] {
             let strategy: Strategy = text.parse().unwrap();
             assert_eq!(strategy.to_string(), text);
@@ -498,6 +531,8 @@ mod tests {
         );
         assert_eq!(check("degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
+        let error = check("shadows=2").unwrap_err().to_string();
+        assert!(error.contains("a layer in 4 slices"), "{error}");
         assert_eq!(check("ways=4"), Ok(()));
         assert_eq!(check("wire=fp8/bf16"), Ok(()));
         assert_eq!(check("ways=2,degree=4/2,route=once,wire=fp8/f16"), Ok(()));

@@ -40,6 +40,7 @@ impl RankPlan {
         let whose = match side {
             Side::Tokens => "tokens",
             Side::Experts => "experts",
+            Side::Shadows => "shadows",
             Side::Shared => "shared",
         };
         format!("{whose:<9}{}", self.side(side).symbol(step))
@@ -61,6 +62,7 @@ impl RankPlan {
 
     fn exchange(&self, exchange: &Exchange) -> String {
         let (tokens, experts, shared) = (Side::Tokens, Side::Experts, Side::Shared);
+        let shadows = Side::Shadows;
         let name = |side: Side, id: TensorId| &*self.side(side)[id].name;
         let row = |side: Side, id| self.row_bytes(side, id);
         let what = match exchange.way {
@@ -72,6 +74,33 @@ impl RankPlan {
                     8 * experts
                 )
             }
+            Way::Loads => format!(
+                "rows of all for every expert, and which have shadows: {} bytes from each",
+                8 * self.tokens.spec.shape.experts
+            ),
+            Way::ToShadows { from, to } => format!(
+                "{} that stay to {} of shadows: {} bytes a row",
+                name(tokens, from),
+                name(shadows, to),
+                row(tokens, from)
+            ),
+            Way::FromShadows { from, to } => format!(
+                "{} of shadows to {}: {} bytes a row",
+                name(shadows, from),
+                name(tokens, to),
+                row(shadows, from)
+            ),
+            Way::ShadowWeight { from, to } => format!(
+                "{} of experts with shadows to all: at most {} bytes",
+                name(experts, from),
+                self.side(shadows)[to].bytes(0)
+            ),
+            Way::ShadowGradient { from, to } => format!(
+                "{} of shadows summed to {} of their owners: at most {} bytes",
+                name(shadows, from),
+                name(experts, to),
+                self.side(shadows)[from].bytes(0)
+            ),
             Way::ToExperts { from, to } => format!(
                 "{} to {} of experts: {} bytes a row{}",
                 name(tokens, from),

@@ -16,6 +16,7 @@
 //! group: as if each group had one expert.
 
 use super::Placement;
+use moesaic_spec::LayerSpec;
 
 /// What the model needs to know of layer and machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,6 +46,16 @@ pub enum ShadowForm {
 }
 
 impl ShadowModel {
+    /// The paper's form for a layer, with FastMoE's constants of a machine.
+    pub fn of(spec: &LayerSpec) -> ShadowModel {
+        let width = spec.expert_input_dim();
+        ShadowModel {
+            ratio: spec.shape.hidden_dim as f64 / width as f64,
+            form: ShadowForm::Paper,
+            ..ShadowModel::fastmoe(width)
+        }
+    }
+
     /// FastMoE's constants: elements of 4 bytes over 50 Gb/s, 11.5 TFLOP/s, `a` of 2.
     pub fn fastmoe(width: usize) -> ShadowModel {
         ShadowModel {

@@ -3,10 +3,10 @@
 use super::layer::MeshLayer;
 use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
-use super::rows::Rows;
+use super::rows::{OwnRows, Rows};
 use super::run::Run;
 use super::side::Side;
-use super::view::View;
+use super::view::{Form, View};
 use super::wire::{Packing, counted};
 use crate::call::{Counters, Input, Output};
 use crate::error::EngineError;
@@ -21,11 +21,13 @@ pub struct MeshSaved {
     /// What rows are between nodes.
     wire: Both<Wire>,
     /// Backward goes as forward did.
-    ways: usize,
+    form: Form,
     passes: Arc<Passes>,
     tokens: Saved,
     experts: Saved,
     rows: Rows,
+    /// Where experts may have shadows.
+    shadows: Option<Saved>,
     /// Where shared experts are sliced.
     shared: Option<(Saved, Neighbours)>,
 }
@@ -39,6 +41,11 @@ impl MeshSaved {
     /// Rows that this rank's experts got.
     pub fn rows(&self) -> usize {
         self.rows.arriving()
+    }
+
+    /// Experts that had shadows in the call, by their owners.
+    pub fn shadowed(&self) -> &[usize] {
+        &self.rows.own.shadowed
     }
 }
 
@@ -135,6 +142,7 @@ impl MeshLayer {
         let Run {
             tokens,
             experts,
+            shadows,
             shared,
             rows,
             neighbours,
@@ -145,11 +153,12 @@ impl MeshLayer {
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let saved = MeshSaved {
             wire,
-            ways: view.plan.ways,
+            form: view.form(),
             passes: Arc::clone(&view.passes),
             tokens,
             experts,
             rows,
+            shadows: shadows.and_then(Side::into_saved),
             shared: shared.and_then(Side::into_saved).zip(neighbours),
         };
         Ok((output, saved))
@@ -172,17 +181,23 @@ impl MeshLayer {
     ) -> Result<Output, EngineError> {
         let view = self
             .views
-            .get(&saved.ways)
+            .get(&saved.form)
             .ok_or(EngineError::ForeignSaved)?;
         let packing = self.packing(view, saved.wire);
         if packing.is_none() && saved.wire != Both::same(Wire::Exact) {
             return Err(EngineError::ForeignSaved);
         }
         let mut run = self.call(view, saved.wire)?;
+        run.own.clone_from(&saved.rows.own);
         run.lend(true)?;
+        run.lend_shadows(true)?;
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
+        if let (Some(side), Some(kept)) = (&mut run.shadows, &saved.shadows) {
+            side.back(kept, accumulate)?;
+        }
         run.begin_gradients(accumulate)?;
+        run.begin_shadow_gradients(accumulate)?;
         if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
             side.back(kept, accumulate)?;
             run.neighbours = Some(neighbours.clone());
@@ -214,7 +229,10 @@ impl MeshLayer {
             tokens: Side::new(sides.tokens),
             experts: Side::new(sides.experts),
             owned: &self.experts,
+            shadows: sides.shadows.map(Side::new),
+            model: &self.shadow_model,
             shared: sides.shared.map(Side::new),
+            own: OwnRows::default(),
             rows: None,
             neighbours: None,
             under_way: Vec::new(),

@@ -67,16 +67,10 @@ impl Run<'_> {
     /// Everybody learns how many rows come from where.
     pub fn count(&mut self) -> Result<Rows, EngineError> {
         let (mesh, place) = self.travels();
-        let (placement, experts) = (
-            self.plan.row_placement(),
-            self.plan.tokens.spec.shape.experts,
-        );
-        let mut offsets = vec![0i64; experts + 1];
+        self.count_own()?;
+        let (placement, own) = (self.plan.row_placement(), self.own.clone());
         let device = &*self.tokens.layer.device;
-        let from = self.tokens.named("offsets").expect("a scan has offsets");
-        device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
-        let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
-        let (counts, sizes) = Rows::told((mesh, place), &placement, &offsets);
+        let (counts, sizes) = Rows::told((mesh, place), &placement, &own);
         let algorithm = match self.course {
             Course::Straight => Algorithm::Direct,
             Course::Over(algorithm) => algorithm,
@@ -86,24 +80,37 @@ impl Run<'_> {
             let call = self.call("counts");
             let group = self.groups.between(Between::Rows(self.plan.ways));
             let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
-            let mut rows = Rows::new((mesh, place), placement, offsets, &told);
+            let mut rows = Rows::new((mesh, place), placement, own, &told);
             rows.passage = Some(passage);
             return self.fan_out(rows);
         }
-        let own = placement.count(place.ep);
-        let mut told = vec![0i64; own * mesh.group()];
+        let here = placement.count(place.ep);
+        let mut told = vec![0i64; here * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
         let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
         device.upload(cast_slice(&counts), &input, 0)?;
         let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
-        let receives = vec![own; mesh.group()];
+        let receives = vec![here; mesh.group()];
         let call = self.call("counts");
         let rows = self.groups.between(Between::Rows(self.plan.ways));
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
-        Ok(Rows::new((mesh, place), placement, offsets, &told))
+        Ok(Rows::new((mesh, place), placement, own, &told))
+    }
+
+    /// The scan has said where the rows of this rank's tokens lie.
+    pub fn count_own(&mut self) -> Result<(), EngineError> {
+        if !self.own.offsets.is_empty() {
+            return Ok(());
+        }
+        let mut offsets = vec![0i64; self.plan.tokens.spec.shape.experts + 1];
+        let from = self.tokens.named("offsets").expect("a scan has offsets");
+        let bytes = bytemuck::cast_slice_mut(&mut offsets);
+        self.tokens.layer.device.download(from, 0, bytes)?;
+        self.own.offsets = offsets.into_iter().map(|row| row as usize).collect();
+        Ok(())
     }
 
     /// Where each token crosses to a node once, ranks learn which rows are of one token.
@@ -112,7 +119,7 @@ impl Run<'_> {
             return Ok(rows);
         };
         let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
-        let mut slots = vec![0i32; rows.own()];
+        let mut slots = vec![0i32; rows.of_tokens()];
         let from = self.tokens.named("row_slots");
         let from = from.expect("a scan says which slot a row is of");
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;

@@ -4,7 +4,7 @@ use super::groups::Mesh;
 use super::part::Around;
 use super::route::Course;
 use super::shard::Shard;
-use super::view::{Sides, View};
+use super::view::{Form, Sides, View};
 use super::wire::Packing;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -12,8 +12,8 @@ use crate::layer::{Layer, check_spec};
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Pieces, Role, Sharing, StrategyError, Ways, Wire, plan_rank};
-use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
+use moesaic_plan::{Both, Pieces, Role, ShadowModel, Sharing, StrategyError, Ways, Wire};
+use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 use std::collections::BTreeMap;
@@ -34,14 +34,15 @@ pub struct MeshLayer {
     pub(super) experts: Layer,
     /// Where shared experts are sliced.
     shared: Option<Layer>,
-    /// For each number of ways that was chosen so far.
-    pub(super) views: BTreeMap<usize, View>,
+    /// For each form that was chosen so far.
+    pub(super) views: BTreeMap<Form, View>,
     pub(super) strategy: Strategy,
     /// What the route of the strategy is on these nodes.
     pub(super) course: Course,
-    /// For each number of ways, and each choice so far of what rows are between nodes, but as
-    /// they are.
-    packings: BTreeMap<(usize, Both<Wire>), Packing>,
+    /// By what experts with shadows are chosen.
+    pub(super) shadow_model: ShadowModel,
+    /// For each form, and each choice so far of what rows are between nodes, but as they are.
+    packings: BTreeMap<(Form, Both<Wire>), Packing>,
     /// Who is told of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
 }
@@ -96,8 +97,11 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
         check_spec(spec)?;
-        let ways = mesh.parallel().shards;
-        let plan = self.plan_of(mesh, spec, training, ways)?;
+        let form = Form {
+            ways: mesh.parallel().shards,
+            shadows: 0,
+        };
+        let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
         let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
             self.layer_of(&Texts::of(plan.clone().into())?, weights)
@@ -109,9 +113,10 @@ impl Engine {
         let sides = Sides {
             tokens: &tokens,
             experts: &experts,
+            shadows: None,
             shared: shared.as_ref(),
         };
-        let view = View::over(plan, sides)?;
+        let view = View::over(form, plan, sides)?;
         Ok(MeshLayer {
             engine: self.clone(),
             packings: BTreeMap::new(),
@@ -119,27 +124,28 @@ impl Engine {
             tokens,
             experts,
             shared,
-            views: BTreeMap::from([(ways, view)]),
+            views: BTreeMap::from([(form, view)]),
+            shadow_model: ShadowModel::of(spec),
             strategy: Strategy::default(),
             course: Course::Straight,
             recorder: None,
         })
     }
 
-    /// What a rank does at a number of ways.
+    /// What a rank does in a form.
     fn plan_of(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         training: Option<Training>,
-        ways: usize,
+        form: Form,
     ) -> Result<RankPlan, EngineError> {
         let options = PlanOptions {
             unpacked: mesh.keeps_unpacked(),
             ..self.plan_options(training)
         };
-        let sharing = Sharing::from(mesh.parallel()).at_ways(ways);
-        let sharing = sharing.placed(mesh.placement());
+        let sharing = Sharing::from(mesh.parallel()).at_ways(form.ways);
+        let sharing = sharing.placed(mesh.placement()).shadowing(form.shadows);
         Ok(plan_rank(
             spec,
             self.target(),
@@ -205,11 +211,12 @@ impl MeshLayer {
         let values = [("strategy", &*strategy.to_string())];
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let (by, course) = self.checked(strategy)?;
-        if !self.views.contains_key(&by.count()) {
-            self.add(by)?;
+        let form = self.form(strategy);
+        if !self.views.contains_key(&form) {
+            self.add(by, form)?;
         }
-        self.pack(by.count(), strategy.wire)?;
-        self.take_pieces(by.count(), strategy.pieces())?;
+        self.pack(form, strategy.wire)?;
+        self.take_pieces(form, strategy.pieces())?;
         self.course = course;
         self.strategy = strategy;
         Ok(())
@@ -231,11 +238,32 @@ impl MeshLayer {
         Ok((by, self.mesh.course(strategy.route, by)?))
     }
 
-    /// Makes what rows need that are so between nodes, at a number of ways.
-    fn pack(&mut self, ways: usize, wire: Both<Wire>) -> Result<(), EngineError> {
-        let key = (ways, wire);
+    fn form(&self, strategy: Strategy) -> Form {
+        Form {
+            ways: strategy.ways(&self.mesh.parallel()),
+            shadows: strategy.shadows,
+        }
+    }
+
+    /// Chooses by what model experts get shadows, from the next call on
+    /// ([`Strategy::shadows`]); before, by [`ShadowModel::of`] the layer. All ranks call it,
+    /// with the same model.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`], also when models differ.
+    pub fn set_shadow_model(&mut self, model: ShadowModel) -> Result<(), EngineError> {
+        let call = Call::new(&format!("model of shadows of {}", self.tokens.spec().name));
+        let values = [("model", &*format!("{model:?}"))];
+        agree(&mut *self.mesh.groups().world, &values, &call)?;
+        self.shadow_model = model;
+        Ok(())
+    }
+
+    /// Makes what rows need that are so between nodes, in a form.
+    fn pack(&mut self, form: Form, wire: Both<Wire>) -> Result<(), EngineError> {
+        let key = (form, wire);
         if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&key) {
-            let packing = Packing::new(&self.engine, &self.views[&ways].plan, wire)?;
+            let packing = Packing::new(&self.engine, &self.views[&form].plan, wire)?;
             self.packings.insert(key, packing);
         }
         Ok(())
@@ -243,42 +271,45 @@ impl MeshLayer {
 
     /// What packs rows of a view; `None` where they stay as they are.
     pub(super) fn packing(&self, view: &View, wire: Both<Wire>) -> Option<&Packing> {
-        self.packings.get(&(view.plan.ways, wire))
+        self.packings.get(&(view.form(), wire))
     }
 
-    /// Binds the passes of a number of ways for rows in pieces.
-    fn take_pieces(&mut self, ways: usize, pieces: Pieces) -> Result<(), EngineError> {
+    /// Binds the passes of a form for rows in pieces.
+    fn take_pieces(&mut self, form: Form, pieces: Pieces) -> Result<(), EngineError> {
         let held = Sides {
             tokens: &self.tokens,
             experts: &self.experts,
+            shadows: None,
             shared: self.shared.as_ref(),
         };
-        if let Some(view) = self.views.get_mut(&ways) {
+        if let Some(view) = self.views.get_mut(&form) {
             view.take_pieces(held, pieces)?;
         }
         Ok(())
     }
 
-    /// Makes what a number of ways needs. All ranks do it.
-    fn add(&mut self, by: Ways) -> Result<(), EngineError> {
+    /// Makes what a form needs. All ranks do it.
+    fn add(&mut self, by: Ways, form: Form) -> Result<(), EngineError> {
         let held = self.experts.plan();
         let mut weights = held
             .tensors
             .iter()
             .filter(|tensor| tensor.role == Role::Weight);
         if weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id))) {
-            let ways = by.count();
-            return Err(PlanError::from(StrategyError::Packed { ways }).into());
+            let Form { ways, shadows } = form;
+            return Err(PlanError::from(StrategyError::Packed { ways, shadows }).into());
         }
         let (spec, training) = (self.tokens.spec(), self.tokens.plan().training);
-        let plan = self
-            .engine
-            .plan_of(&self.mesh, spec, training, by.count())?;
+        let plan = self.engine.plan_of(&self.mesh, spec, training, form)?;
         check_same(&self.mesh, &plan, training)?;
-        let mut view = View::beside(&self.engine, plan, self.held())?;
+        let mut view = if by.own_alone() {
+            View::shadowed(&self.engine, (form, plan), self.held())?
+        } else {
+            View::beside(&self.engine, (form, plan), self.held())?
+        };
         view.record(self.recorder.as_ref());
         self.mesh.groups().add(by)?;
-        self.views.insert(by.count(), view);
+        self.views.insert(form, view);
         Ok(())
     }
 
@@ -296,7 +327,7 @@ impl MeshLayer {
     }
 
     pub(super) fn view(&self) -> &View {
-        &self.views[&self.strategy.ways(&self.mesh.parallel())]
+        &self.views[&self.form(self.strategy)]
     }
 
     /// The layers that have weights.
@@ -304,6 +335,7 @@ impl MeshLayer {
         Sides {
             tokens: &self.tokens,
             experts: &self.experts,
+            shadows: None,
             shared: self.shared.as_ref(),
         }
     }
@@ -333,11 +365,11 @@ impl MeshLayer {
             .chain(&self.shared)
     }
 
-    /// Bytes of device memory that its intermediates hold at present, at all numbers of ways,
+    /// Bytes of device memory that its intermediates hold at present, in all its forms,
     /// and that weights which are gathered borrow, with all layers of the mesh.
     pub fn workspace_bytes(&self) -> u64 {
         let views = self.views.values();
-        let others = views.flat_map(|view| [&view.tokens, &view.experts].into_iter().flatten());
+        let others = views.flat_map(View::own_layers);
         let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
         held + self.mesh.groups().spare.bytes() as u64
     }

@@ -7,7 +7,7 @@ use super::under_way::Started;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
-use moesaic_plan::{self as plan, Role, Strip, TensorId, TensorPlan};
+use moesaic_plan::{self as plan, LayerPlan, Role, Strip, TensorId, TensorPlan};
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::Arc;
 
@@ -58,26 +58,32 @@ impl Run<'_> {
     /// Borrows memory for what the experts' side has no weights of its own for, if the call
     /// gathers them; with gradients for a pass back.
     pub fn lend(&mut self, gradients: bool) -> Result<(), EngineError> {
-        if self.plan.by().own_alone() {
-            return Ok(());
-        }
-        let wanted =
-            |role: Role| role == Role::Weight || (gradients && role == Role::WeightGradient);
-        for (at, tensor) in self.plan.experts.tensors.iter().enumerate() {
-            if wanted(tensor.role) {
-                let bytes = tensor.bytes(0) as usize;
-                let buffer = self.groups.spare.take(&*self.owned.device, bytes)?;
-                self.experts.lent.push(TensorId(at), buffer);
-            }
+        if !self.plan.by().own_alone() {
+            self.experts.lent = self.borrowed(&self.plan.experts, gradients)?;
         }
         Ok(())
     }
 
+    /// Memory for the weights of a side, and for their gradients.
+    pub fn borrowed(&mut self, of: &LayerPlan, gradients: bool) -> Result<Buffers, EngineError> {
+        let wanted =
+            |role: Role| role == Role::Weight || (gradients && role == Role::WeightGradient);
+        let mut lent = Buffers::default();
+        for (at, tensor) in of.tensors.iter().enumerate() {
+            if wanted(tensor.role) {
+                lent.push(TensorId(at), self.spare(tensor.bytes(0) as usize)?);
+            }
+        }
+        Ok(lent)
+    }
+
     /// What was borrowed goes back: what uses it has been launched.
     pub fn return_lent(&mut self) {
-        let lent = std::mem::take(&mut self.experts.lent);
-        let buffers = lent.into_iter().map(|(_, buffer)| buffer);
-        self.groups.spare.give(buffers);
+        for side in [&mut self.experts].into_iter().chain(&mut self.shadows) {
+            let lent = std::mem::take(&mut side.lent);
+            let buffers = lent.into_iter().map(|(_, buffer)| buffer);
+            self.groups.spare.give(buffers);
+        }
     }
 
     /// The parts of a weight that the ranks of the block own become the whole.
@@ -283,7 +289,11 @@ impl Run<'_> {
     }
 
     /// This rank's part of a tensor of the experts' side.
-    fn own<'b>(&self, tensor: TensorId, of: &'b Buffers) -> Result<&'b Arc<Buffer>, EngineError> {
+    pub(super) fn own<'b>(
+        &self,
+        tensor: TensorId,
+        of: &'b Buffers,
+    ) -> Result<&'b Arc<Buffer>, EngineError> {
         let TensorPlan { name, .. } = &self.plan.experts[tensor];
         let found = self.owned.id(name).and_then(|id| of.handle(id));
         found.ok_or_else(|| EngineError::Weight {
@@ -299,7 +309,7 @@ impl Run<'_> {
         (rank - block.start, block.len())
     }
 
-    fn spare(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
+    pub(super) fn spare(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
         self.groups.spare.take(&*self.owned.device, bytes)
     }
 
@@ -359,7 +369,7 @@ fn in_order(strips: &[Strip]) -> bool {
 /// Bytes of zeros that are uploaded together.
 const PIECE: usize = 1 << 20;
 
-fn clear(device: &dyn Device, buffer: &Buffer, bytes: usize) -> Result<(), EngineError> {
+pub(super) fn clear(device: &dyn Device, buffer: &Buffer, bytes: usize) -> Result<(), EngineError> {
     let zeros = vec![0; bytes.min(PIECE)];
     for first in (0..bytes).step_by(PIECE) {
         let some = &zeros[..PIECE.min(bytes - first)];

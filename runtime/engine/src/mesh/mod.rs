@@ -21,6 +21,7 @@ mod replicas;
 mod route;
 mod rows;
 mod run;
+mod shadows;
 mod shard;
 mod share;
 mod side;

@@ -9,6 +9,9 @@ use std::sync::Arc;
 /// Why there is a side of shared experts.
 pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
 
+/// Why there is a side of shadows.
+pub(super) const SHADOWED: &str = "steps of shadows are of plans with shadows";
+
 /// Steps of a pass, launches bound.
 pub(super) enum Segment {
     /// Of a side, for all rows or for a piece of them.

@@ -5,6 +5,45 @@ use moesaic_plan::{self as plan, Cut, Distance, Parallel, Place, Placement};
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Rows of this rank's tokens, by expert.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct OwnRows {
+    /// Where the rows of each of all experts begin on the tokens' side, and their end.
+    pub offsets: Vec<usize>,
+    /// Experts that have shadows in this call, in the order of theirs: rows stay.
+    pub shadowed: Vec<usize>,
+}
+
+impl OwnRows {
+    /// How many there are for an expert.
+    pub fn of(&self, expert: usize) -> usize {
+        self.offsets[expert + 1] - self.offsets[expert]
+    }
+
+    /// How many go to the ranks of an expert.
+    fn sent(&self, expert: usize) -> usize {
+        if self.shadowed.contains(&expert) {
+            0
+        } else {
+            self.of(expert)
+        }
+    }
+
+    /// Where the rows of each shadow begin on the shadows' side, and their end, for `shadows`
+    /// of them; those that no expert has are empty.
+    pub fn shadow_offsets(&self, shadows: usize) -> Vec<i64> {
+        let mut list = vec![0; shadows + 1];
+        for number in 0..shadows {
+            let rows = self
+                .shadowed
+                .get(number)
+                .map_or(0, |&expert| self.of(expert));
+            list[number + 1] = list[number] + rows as i64;
+        }
+        list
+    }
+}
+
 /// A piece's first row is a multiple of this, so that what has two bytes a row begins there
 /// where a buffer could.
 const ALIGN: usize = 32;
@@ -27,8 +66,8 @@ pub(super) struct Rows {
     mesh: Parallel,
     place: Place,
     placement: Placement,
-    /// Where the rows of each of all experts begin on the tokens' side, and their end.
-    offsets: Vec<usize>,
+    /// On the tokens' side.
+    pub own: OwnRows,
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
     /// What passes through this rank, where rows go by way of others.
@@ -47,7 +86,7 @@ impl Rows {
     pub fn told(
         (mesh, place): (Parallel, Place),
         placement: &Placement,
-        offsets: &[usize],
+        own: &OwnRows,
     ) -> (Vec<i64>, Vec<usize>) {
         let from = (place.ep * mesh.shards + place.shard, place.ep);
         let (mut counts, mut sizes) = (Vec::new(), Vec::new());
@@ -55,10 +94,11 @@ impl Rows {
             let group = peer / mesh.shards;
             let theirs = placement.of(group);
             sizes.push(theirs.len());
-            counts.extend(theirs.iter().map(|&e| {
-                let rows = offsets[e + 1] - offsets[e];
-                placement.share(from, e, rows, group).len() as i64
-            }));
+            counts.extend(
+                theirs
+                    .iter()
+                    .map(|&e| placement.share(from, e, own.sent(e), group).len() as i64),
+            );
         }
         (counts, sizes)
     }
@@ -67,17 +107,17 @@ impl Rows {
     pub fn new(
         (mesh, place): (Parallel, Place),
         placement: Placement,
-        offsets: Vec<usize>,
+        own: OwnRows,
         told: &[i64],
     ) -> Rows {
-        let own = placement.count(place.ep);
+        let experts = placement.count(place.ep);
         let of_rank = |counts: &[i64]| counts.iter().map(|&count| count as usize).collect();
         let rows = Rows {
             mesh,
             place,
-            received: told.chunks_exact(own).map(of_rank).collect(),
+            received: told.chunks_exact(experts).map(of_rank).collect(),
             placement,
-            offsets,
+            own,
             passage: None,
             fan: None,
             firsts: Vec::new(),
@@ -168,8 +208,8 @@ impl Rows {
     }
 
     /// Rows of this rank's tokens.
-    pub fn own(&self) -> usize {
-        self.offsets.last().copied().unwrap_or(0)
+    pub fn of_tokens(&self) -> usize {
+        self.own.offsets.last().copied().unwrap_or(0)
     }
 
     /// Rows that arrive here.
@@ -190,13 +230,7 @@ impl Rows {
 
     /// Where the row tiles of each expert of this rank begin in a piece, and their end.
     pub fn row_tiles(&self, piece: usize, tile_rows: usize) -> Vec<i32> {
-        let offsets = self.expert_offsets(piece);
-        let mut list = vec![0];
-        for edges in offsets.windows(2) {
-            let rows = (edges[1] - edges[0]) as usize;
-            list.push(list[list.len() - 1] + rows.div_ceil(tile_rows) as i32);
-        }
-        list
+        row_tiles(&self.expert_offsets(piece), tile_rows)
     }
 
     /// What this rank's tokens send to every slice of their experts: pieces of the tokens'
@@ -242,12 +276,11 @@ impl Rows {
         let (ep, from, group) = (self.place.ep, self.rank(), peer / self.mesh.shards);
         let experts = self.placement.of(group);
         let piece = |number: usize, e: usize| {
-            let all = self.offsets[e + 1] - self.offsets[e];
-            let share = self.placement.share((from, ep), e, all, group);
+            let share = self.placement.share((from, ep), e, self.own.sent(e), group);
             let rows = self.cut(number, share.len(), (from, peer));
             Piece {
                 peer,
-                first: self.offsets[e] + share.start + rows.start,
+                first: self.own.offsets[e] + share.start + rows.start,
                 rows: rows.len(),
             }
         };
@@ -277,6 +310,16 @@ impl Rows {
     }
 }
 
+/// Where the row tiles of each expert begin, and their end.
+pub(super) fn row_tiles(offsets: &[i64], tile_rows: usize) -> Vec<i32> {
+    let mut list = vec![0];
+    for edges in offsets.windows(2) {
+        let rows = (edges[1] - edges[0]) as usize;
+        list.push(list[list.len() - 1] + rows.div_ceil(tile_rows) as i32);
+    }
+    list
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -291,15 +334,27 @@ mod tests {
     }
 
     fn placed(mesh: Parallel, placement: &Placement, counts: &[Vec<usize>]) -> Vec<Rows> {
+        shadowed(mesh, placement, (counts, &[]))
+    }
+
+    /// The same with experts that have shadows.
+    fn shadowed(
+        mesh: Parallel,
+        placement: &Placement,
+        (counts, shadowed): (&[Vec<usize>], &[usize]),
+    ) -> Vec<Rows> {
         let offsets = |counts: &Vec<usize>| {
             let mut list = vec![0];
             list.extend(counts.iter().scan(0, |sum, n| {
                 *sum += n;
                 Some(*sum)
             }));
-            list
+            OwnRows {
+                offsets: list,
+                shadowed: shadowed.to_vec(),
+            }
         };
-        let all: Vec<Vec<usize>> = counts.iter().map(offsets).collect();
+        let all: Vec<OwnRows> = counts.iter().map(offsets).collect();
         let at = |rank| (mesh, mesh.place(rank).unwrap());
         let told = all.iter().enumerate();
         let told = told.map(|(rank, own)| Rows::told(at(rank), placement, own));
@@ -463,6 +518,27 @@ mod tests {
         };
         assert_eq!(places(&all[0]), [(0, 0, 1), (0, 4, 2), (1, 1, 3)]);
         assert_eq!(places(&all[1]), [(1, 0, 4)]);
+    }
+
+    #[test]
+    fn rows_of_shadowed_experts_stay() {
+        let mesh = Parallel {
+            ep: 2,
+            ..Parallel::default()
+        };
+        let counts = [vec![1, 2, 0, 5], vec![3, 0, 4, 0]];
+        let placement = Placement::contiguous(2, 4);
+        let all = shadowed(mesh, &placement, (&counts, &[2, 0]));
+        assert_eq!(all[0].expert_offsets(0), [0, 0, 2]);
+        assert_eq!(all[1].expert_offsets(0), [0, 0, 5]);
+        let peers = |rows: &Rows| -> Vec<usize> {
+            let sent = rows.sent(&(0..1)).into_iter();
+            sent.map(|piece| piece.peer).collect()
+        };
+        assert_eq!((peers(&all[0]), peers(&all[1])), (vec![0, 1], vec![]));
+        assert_eq!(all[0].own.shadow_offsets(3), [0, 0, 1, 1]);
+        assert_eq!(all[1].own.shadow_offsets(2), [0, 4, 7]);
+        assert_eq!(row_tiles(&all[1].own.shadow_offsets(2), 3), [0, 2, 3]);
     }
 
     #[test]

@@ -2,9 +2,9 @@
 
 use super::groups::{Between, Groups, Mesh};
 use super::neighbours::Neighbours;
-use super::passes::{SLICED, Segment, pieces};
+use super::passes::{SHADOWED, SLICED, Segment, pieces};
 use super::route::{Course, Load};
-use super::rows::{Piece, Rows};
+use super::rows::{OwnRows, Piece, Rows};
 use super::side::{Part, Side};
 use super::under_way::{Started, UnderWay, Written};
 use super::wire::Hop;
@@ -16,7 +16,8 @@ use bytemuck::cast_slice;
 use moesaic_collectives::plan::{Itinerary, RowBytes};
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
-use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, TensorId, Way};
+use moesaic_plan::Way;
+use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, ShadowModel, TensorId};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::ops::Range;
@@ -39,8 +40,14 @@ pub(super) struct Run<'l> {
     pub experts: Side<'l>,
     /// Those that the rank owns: where weights are gathered, not those of the experts' side.
     pub owned: &'l Layer,
+    /// Where experts may have shadows.
+    pub shadows: Option<Side<'l>>,
+    /// By what shadows are chosen.
+    pub model: &'l ShadowModel,
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
+    /// Rows of this rank's tokens, once they are known.
+    pub own: OwnRows,
     pub rows: Option<Rows>,
     pub neighbours: Option<Neighbours>,
     /// Exchanges that are not waited for yet, in their order.
@@ -67,6 +74,13 @@ impl Run<'_> {
                 Segment::Launches(side, bound, piece) => self.launch(*side, bound, *piece)?,
                 Segment::Exchange(exchange) => match exchange.way {
                     Way::Tokens => {} // when the call began
+                    Way::Loads => {
+                        let recorded = self.begins(exchange);
+                        let rows = self.choose_shadows()?;
+                        self.ended(recorded, Instant::now());
+                        arrive(self.shadows.as_mut().expect(SHADOWED), rows)?;
+                        self.lay_out_shadows()?;
+                    }
                     Way::Counts => {
                         let recorded = self.begins(exchange);
                         let rows = self.count()?.in_pieces(pieces, cut);
@@ -99,6 +113,9 @@ impl Run<'_> {
         bound: &Bound,
         piece: Option<plan::Piece>,
     ) -> Result<(), EngineError> {
+        if side == plan::Side::Shadows && self.own.shadowed.is_empty() {
+            return Ok(());
+        }
         let Some(piece) = piece else {
             self.wait_for(|written| written.side == side)?;
             return self.side(side).run(bound);
@@ -119,6 +136,7 @@ impl Run<'_> {
         match side {
             plan::Side::Tokens => &self.tokens,
             plan::Side::Experts => &self.experts,
+            plan::Side::Shadows => self.shadows.as_ref().expect(SHADOWED),
             plan::Side::Shared => self.shared.as_ref().expect(SLICED),
         }
     }
@@ -170,7 +188,7 @@ impl Run<'_> {
         };
         let started = match exchange.way {
             // Done when the call begins, or by [`Run::run`].
-            Way::Tokens | Way::Counts | Way::Neighbours => return Ok(None),
+            Way::Tokens | Way::Loads | Way::Counts | Way::Neighbours => return Ok(None),
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let pieces = rows.numbers(exchange.piece);
@@ -217,6 +235,14 @@ impl Run<'_> {
                 return self.scatter_gradient(gradient, cut, &call).map(|()| None);
             }
             Way::Gather { from, to } => self.gather(from, to, &call),
+            Way::ToShadows { from, to } => return self.stay(from, to).map(|()| None),
+            Way::FromShadows { from, to } => return self.leave(from, to).map(|()| None),
+            Way::ShadowWeight { from, to } => {
+                return self.send_weight(from, to, &call).map(|()| None);
+            }
+            Way::ShadowGradient { from, to } => {
+                return self.sum_gradient(from, to, &call).map(|()| None);
+            }
         };
         started.map(Some)
     }
@@ -370,7 +396,7 @@ impl Run<'_> {
     fn lay_out(&self, rows: &Rows) -> Result<(), EngineError> {
         if self.experts.named("row_slots").is_some() {
             let slots = rows.numbers_in_pieces();
-            self.tell_experts("row_slots", cast_slice(&slots))?;
+            self.experts.tell("row_slots", cast_slice(&slots))?;
         }
         self.lay_out_piece(rows, 0)
     }
@@ -378,15 +404,9 @@ impl Run<'_> {
     /// Tells the experts' kernels where rows of a piece lie, in the order of the stream.
     fn lay_out_piece(&self, rows: &Rows, piece: usize) -> Result<(), EngineError> {
         let tiles = rows.row_tiles(piece, self.plan.tile_rows);
-        self.tell_experts("offsets", cast_slice(&rows.expert_offsets(piece)))?;
-        self.tell_experts("row_tiles", cast_slice(&tiles))
-    }
-
-    fn tell_experts(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
-        match self.experts.named(name) {
-            Some(buffer) => Ok(self.experts.layer.device.upload(bytes, buffer, 0)?),
-            None => Ok(()),
-        }
+        let offsets = rows.expert_offsets(piece);
+        self.experts.tell("offsets", cast_slice(&offsets))?;
+        self.experts.tell("row_tiles", cast_slice(&tiles))
     }
 
     /// Numbers of the tokens' side, over all ranks.

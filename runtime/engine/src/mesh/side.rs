@@ -136,6 +136,14 @@ impl<'l> Side<'l> {
         self.find(self.layer.id(name)?)
     }
 
+    /// Uploads what kernels read of a tensor, if the pass has it.
+    pub fn tell(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
+        match self.named(name) {
+            Some(buffer) => Ok(self.layer.device.upload(bytes, buffer, 0)?),
+            None => Ok(()),
+        }
+    }
+
     fn find(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
         let kept = match &self.kept {
             Kept::Now(saved) => saved.handle(tensor),

@@ -1,6 +1,6 @@
 //! What a rank runs at a number of ways.
 
-use super::passes::{Launched, Passes, SLICED, Segment, segments};
+use super::passes::{Launched, Passes, SHADOWED, SLICED, Segment, segments};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
@@ -14,16 +14,28 @@ use std::sync::Arc;
 /// A plan and its steps, bound, over the layers of a rank's sides: those that hold its
 /// weights, but where a number of ways needs others.
 pub(super) struct View {
+    form: Form,
     pub plan: RankPlan,
     /// Where what comes back of weights of rows has other sizes; weights and gradients are
     /// the same.
     pub tokens: Option<Layer>,
     /// Where weights are gathered.
     pub experts: Option<Layer>,
+    /// Where experts may have shadows.
+    pub shadows: Option<Layer>,
     /// Of the strategy that was chosen last.
     pub passes: Arc<Passes>,
     /// Of an evaluation, and of a pass that trains.
     pub routing: [Vec<Segment>; 2],
+}
+
+/// What of a strategy makes other kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Form {
+    /// To how many slices of its expert a row goes.
+    pub ways: usize,
+    /// The most experts with shadows, as asked for.
+    pub shadows: usize,
 }
 
 /// The layers of a rank's sides.
@@ -31,18 +43,21 @@ pub(super) struct View {
 pub(super) struct Sides<'l> {
     pub tokens: &'l Layer,
     pub experts: &'l Layer,
+    /// Where experts may have shadows.
+    pub shadows: Option<&'l Layer>,
     /// Where shared experts are sliced.
     pub shared: Option<&'l Layer>,
 }
 
 impl View {
     /// Over layers that have weights.
-    pub fn over(plan: RankPlan, sides: Sides<'_>) -> Result<View, EngineError> {
+    pub fn over(form: Form, plan: RankPlan, sides: Sides<'_>) -> Result<View, EngineError> {
         let routing = |steps: &[RankStep], of: Launched| {
             sides.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
         };
         let evaluation = plan.evaluation_steps();
         Ok(View {
+            form,
             routing: [
                 routing(evaluation, LayerPlan::evaluation_steps)?,
                 routing(&plan.steps, |plan| &plan.steps)?,
@@ -50,12 +65,35 @@ impl View {
             passes: sides.passes(&plan, Strategy::default().pieces())?.into(),
             tokens: None,
             experts: None,
+            shadows: None,
             plan,
         })
     }
 
+    /// Of a plan with shadows, whose other sides are those that hold weights.
+    pub fn shadowed(
+        engine: &Engine,
+        (form, plan): (Form, RankPlan),
+        held: Sides<'_>,
+    ) -> Result<View, EngineError> {
+        let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
+        let shadows = plan.shadows.as_ref();
+        let shadows = shadows.map(|plan| engine.borrowing_layer(&texts(plan)?));
+        let shadows = shadows.transpose()?;
+        let sides = Sides {
+            shadows: shadows.as_ref(),
+            ..held
+        };
+        let view = View::over(form, plan, sides)?;
+        Ok(View { shadows, ..view })
+    }
+
     /// Of a plan whose weights are gathered, beside layers that have what it needs.
-    pub fn beside(engine: &Engine, plan: RankPlan, held: Sides<'_>) -> Result<View, EngineError> {
+    pub fn beside(
+        engine: &Engine,
+        (form, plan): (Form, RankPlan),
+        held: Sides<'_>,
+    ) -> Result<View, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
         let experts = engine.borrowing_layer(&texts(&plan.experts)?)?;
         // Weights that are gathered must not change meanwhile.
@@ -70,12 +108,17 @@ impl View {
             experts: &experts,
             ..held
         };
-        let view = View::over(plan, sides)?;
+        let view = View::over(form, plan, sides)?;
         Ok(View {
             tokens,
             experts: Some(experts),
             ..view
         })
+    }
+
+    /// What of a strategy it is for.
+    pub fn form(&self) -> Form {
+        self.form
     }
 
     /// Binds its passes for rows in pieces.
@@ -89,9 +132,20 @@ impl View {
 
     /// Tells a recorder of the launches of its own layers.
     pub fn record(&mut self, recorder: Option<&Arc<dyn Recorder>>) {
-        for layer in [&mut self.tokens, &mut self.experts].into_iter().flatten() {
+        for layer in self.own_layers_mut() {
             layer.record(recorder.cloned());
         }
+    }
+
+    /// The layers that are its own.
+    pub fn own_layers(&self) -> impl Iterator<Item = &Layer> {
+        let own = [&self.tokens, &self.experts, &self.shadows];
+        own.into_iter().flatten()
+    }
+
+    fn own_layers_mut(&mut self) -> impl Iterator<Item = &mut Layer> {
+        let own = [&mut self.tokens, &mut self.experts, &mut self.shadows];
+        own.into_iter().flatten()
     }
 
     /// The layers that it runs on, out of those that hold weights.
@@ -99,6 +153,7 @@ impl View {
         Sides {
             tokens: self.tokens.as_ref().unwrap_or(held.tokens),
             experts: self.experts.as_ref().unwrap_or(held.experts),
+            shadows: self.shadows.as_ref(),
             ..held
         }
     }
@@ -109,6 +164,7 @@ impl Sides<'_> {
         match side {
             plan::Side::Tokens => self.tokens,
             plan::Side::Experts => self.experts,
+            plan::Side::Shadows => self.shadows.expect(SHADOWED),
             plan::Side::Shared => self.shared.expect(SLICED),
         }
     }

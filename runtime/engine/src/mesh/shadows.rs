@@ -1,0 +1,242 @@
+//! Experts that every group of ranks has for one call: FasterMoE's shadows.
+//!
+//! Rows of such an expert stay on their rank, its weights come from its owner, and its
+//! gradients go back there. Who has a shadow follows from the rows of all ranks, which
+//! every rank is told, so that all choose alike.
+
+use super::groups::Between;
+use super::lent::clear;
+use super::passes::SHADOWED;
+use super::rows::row_tiles;
+use super::run::{Run, element};
+use super::side::Side;
+use super::under_way::Started;
+use crate::error::EngineError;
+use bytemuck::cast_slice;
+use moesaic_collectives::{Call, Element, Reduction, Slice};
+use moesaic_plan::{self as plan, LayerPlan, RankStep, ShadowModel, TensorId, Way, shadows};
+use moesaic_target::{Buffer, RowCopy};
+use std::sync::Arc;
+
+/// A part of a buffer, in bytes.
+type Bytes<'b> = (&'b Arc<Buffer>, usize);
+
+impl Run<'_> {
+    /// Chooses the experts with shadows and borrows memory for their weights; how many rows of
+    /// this rank stay.
+    pub fn choose_shadows(&mut self) -> Result<usize, EngineError> {
+        self.count_own()?;
+        let experts = self.plan.tokens.spec.shape.experts;
+        let own = (0..experts).map(|expert| self.own.of(expert) as u64);
+        let (own, call) = (own.collect::<Vec<_>>(), self.call("loads"));
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let all = group.gather_bytes(cast_slice(&own), &call)?;
+        let counts: Vec<Vec<usize>> = all.iter().map(|bytes| numbers(bytes)).collect();
+        let placement = self.plan.placement();
+        let model = ShadowModel {
+            most: self.model.most.min(self.shadow_plan().spec.shape.experts),
+            ..*self.model
+        };
+        let mut chosen = shadows(&model, &placement, self.plan.mesh.shards, &counts);
+        // One owner's after the other's: their gradients are parts of a sum, rank after rank.
+        chosen.sort_by_key(|&expert| (placement.owner(expert), expert));
+        self.own.shadowed = chosen;
+        self.lend_shadows(false)?;
+        let stay = self.own.shadowed.iter().map(|&expert| self.own.of(expert));
+        Ok(stay.sum())
+    }
+
+    /// Borrows memory for weights of shadows, if some expert has one; with gradients for a
+    /// pass back.
+    pub fn lend_shadows(&mut self, gradients: bool) -> Result<(), EngineError> {
+        let plan = self.plan;
+        if let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) {
+            let lent = self.borrowed(of, gradients)?;
+            self.shadows.as_mut().expect(SHADOWED).lent = lent;
+        }
+        Ok(())
+    }
+
+    /// Tells the kernels of shadows where rows of each lie.
+    pub fn lay_out_shadows(&self) -> Result<(), EngineError> {
+        let (side, plan) = (self.shadow_side(), self.shadow_plan());
+        let offsets = self.own.shadow_offsets(plan.spec.shape.experts);
+        let rows: Vec<i32> = (0..offsets[offsets.len() - 1] as i32).collect();
+        side.tell("offsets", cast_slice(&offsets))?;
+        side.tell(
+            "row_tiles",
+            cast_slice(&row_tiles(&offsets, plan.tile_rows())),
+        )?;
+        side.tell("row_slots", cast_slice(&rows))
+    }
+
+    /// Rows of the tokens' side become those of shadows.
+    pub fn stay(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
+        let row = self.plan.row_bytes(plan::Side::Tokens, from);
+        let (from, to) = (self.tokens.buffer(from), self.shadow_side().buffer(to));
+        self.rows_of_shadows().try_for_each(|[here, there, rows]| {
+            self.copy_bytes((from, here * row), (to, there * row), rows * row)
+        })
+    }
+
+    /// Rows of shadows become those of the tokens' side.
+    pub fn leave(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
+        let row = self.plan.row_bytes(plan::Side::Shadows, from);
+        let (from, to) = (self.shadow_side().buffer(from), self.tokens.buffer(to));
+        self.rows_of_shadows().try_for_each(|[here, there, rows]| {
+            self.copy_bytes((from, there * row), (to, here * row), rows * row)
+        })
+    }
+
+    /// Of each shadow the first row on the tokens' side, the first one on that of shadows, and
+    /// how many there are.
+    fn rows_of_shadows(&self) -> impl Iterator<Item = [usize; 3]> {
+        let own = &self.own;
+        own.shadowed.iter().scan(0, |next, &expert| {
+            let (there, rows) = (*next, own.of(expert));
+            *next += rows;
+            Some([own.offsets[expert], there, rows])
+        })
+    }
+
+    /// A weight of each expert with a shadow goes from its owner to all groups.
+    pub fn send_weight(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        if self.own.shadowed.is_empty() {
+            return Ok(()); // nothing is lent
+        }
+        let to = Arc::clone(self.weight_of_shadows(to));
+        let own = Arc::clone(self.own(from, &self.owned.weights)?);
+        let (dtype, elements) = self.of_expert(from);
+        let bytes = elements * dtype.size();
+        for (number, [owner, slot]) in self.owners().into_iter().enumerate() {
+            if owner == self.plan.place.ep {
+                self.copy_bytes((&own, slot * bytes), (&to, number * bytes), bytes)?;
+            }
+            let data = Slice::new(&to, dtype, number * elements, elements)?;
+            let group = self.groups.between(Between::Rows(self.plan.ways));
+            let sent = group.broadcast(&data, owner, call)?;
+            self.complete(Started::of(sent, &data))?;
+        }
+        Ok(())
+    }
+
+    /// What gradients of shadows are before a pass back that adds to gradients: those that
+    /// their owners have, which the sums have then.
+    pub fn begin_shadow_gradients(&mut self, accumulate: bool) -> Result<(), EngineError> {
+        if !accumulate || self.own.shadowed.is_empty() {
+            return Ok(());
+        }
+        for (from, to) in shadow_gradients(&self.plan.backward) {
+            let gradient = self.weight_of_shadows(from);
+            let own = self.own(to, self.owned.gradient_buffers()?)?;
+            let bytes = self.of_expert(to).1 * Element::F32.size();
+            let owners = self.owners();
+            clear(&*self.owned.device, gradient, owners.len() * bytes)?;
+            for (number, [owner, slot]) in owners.into_iter().enumerate() {
+                if owner == self.plan.place.ep {
+                    self.copy_bytes((own, slot * bytes), (gradient, number * bytes), bytes)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gradients of shadows are summed over the groups; the owner of each has the sum.
+    pub fn sum_gradient(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let (elements, owners) = (self.of_expert(to).1, self.owners());
+        if owners.is_empty() {
+            return Ok(());
+        }
+        let me = self.plan.place.ep;
+        let mut counts = vec![0; self.plan.mesh.ep];
+        owners
+            .iter()
+            .for_each(|[owner, _]| counts[*owner] += elements);
+        let sums = self.spare(counts[me] * Element::F32.size())?;
+        let from = Arc::clone(self.weight_of_shadows(from));
+        let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
+        let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let sum = group.reduce_scatter_by_counts(&input, &counts, &output, Reduction::Sum, call)?;
+        self.complete(Started::of(sum, &input))?;
+        let own = self.own(to, self.owned.gradient_buffers()?)?;
+        let bytes = elements * Element::F32.size();
+        let mine = owners.into_iter().filter(|[owner, _]| *owner == me);
+        for (number, [_, slot]) in mine.enumerate() {
+            self.copy_bytes((&sums, number * bytes), (own, slot * bytes), bytes)?;
+        }
+        self.groups.spare.give([sums]);
+        Ok(())
+    }
+
+    /// Of each shadow the group that owns its expert, and which of its experts that is.
+    fn owners(&self) -> Vec<[usize; 2]> {
+        let placement = self.plan.placement();
+        let of = |&expert: &usize| {
+            let owner = placement.owner(expert);
+            let slot = placement.slot(owner, expert);
+            [owner, slot.expect("an owner has its expert")]
+        };
+        self.own.shadowed.iter().map(of).collect()
+    }
+
+    /// The type of a tensor of the experts' side, and how many elements an expert has.
+    fn of_expert(&self, tensor: TensorId) -> (Element, usize) {
+        let tensor = &self.plan.experts[tensor];
+        let each = tensor.shape[1..].iter().map(|size| size.eval(0) as usize);
+        (element(tensor.dtype), each.product())
+    }
+
+    fn weight_of_shadows(&self, tensor: TensorId) -> &Arc<Buffer> {
+        self.shadow_side().buffer(tensor)
+    }
+
+    fn shadow_side(&self) -> &Side<'_> {
+        self.shadows.as_ref().expect(SHADOWED)
+    }
+
+    fn shadow_plan(&self) -> &LayerPlan {
+        self.plan.shadows.as_ref().expect(SHADOWED)
+    }
+
+    fn copy_bytes(&self, from: Bytes<'_>, to: Bytes<'_>, bytes: usize) -> Result<(), EngineError> {
+        let copy = RowCopy {
+            from: from.0,
+            from_offset: from.1,
+            from_stride: bytes,
+            to: to.0,
+            to_offset: to.1,
+            to_stride: bytes,
+            rows: 1,
+            row_bytes: bytes,
+        };
+        Ok(self.owned.device.copy_rows(&copy)?)
+    }
+}
+
+/// Rows for each expert, as a rank tells them.
+fn numbers(bytes: &[u8]) -> Vec<usize> {
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes) as usize;
+    bytes.chunks_exact(8).map(number).collect()
+}
+
+/// The gradients that a pass sums, and where the sums go.
+fn shadow_gradients(steps: &[RankStep]) -> impl Iterator<Item = (TensorId, TensorId)> {
+    steps.iter().filter_map(|step| match step {
+        RankStep::Exchange(exchange) => match exchange.way {
+            Way::ShadowGradient { from, to } => Some((from, to)),
+            _ => None,
+        },
+        RankStep::Launch { .. } => None,
+    })
+}

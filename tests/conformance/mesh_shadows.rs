@@ -1,0 +1,234 @@
+//! Experts that all ranks have for one call: what ranks get is what one process gets, whichever
+//! experts have shadows.
+
+use super::arranged::Arranged;
+use super::case::{Case, host};
+use super::layers::engine as cpu;
+use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, on_ranks, part};
+use super::mesh::{shares, spec, specs};
+use super::mesh_placed::{hot, scattered};
+use super::simulated::open;
+use super::trained::{COUNTERS, near};
+use moesaic::mesh::Split;
+use moesaic::plan::{Placement, ShadowModel};
+use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Training};
+
+/// Ranks of which two are on a node.
+fn ranks<'e>(engine: &'e Engine, placement: Option<&Placement>) -> Arranged<'e> {
+    Arranged {
+        engine,
+        per_node: 2,
+        placement: placement.cloned(),
+        strategy: Strategy::default(),
+    }
+}
+
+fn grid(parallel: Parallel, strategy: &str) -> Grid {
+    let strategy = strategy.parse().unwrap();
+    Grid { parallel, strategy }
+}
+
+/// A training layer on a mesh with some strategy.
+fn layer(engine: &Engine, mesh: &Mesh, case: &Case, strategy: &str) -> MeshLayer {
+    let mut layer = layer_on(engine, mesh, case, Some(Training::default()));
+    layer.set_strategy(strategy.parse().unwrap()).unwrap();
+    layer
+}
+
+/// Wants a shadow of every expert.
+fn eager(layer: &mut MeshLayer) {
+    let model = ShadowModel::of(layer.replicated().spec());
+    let elements = f64::INFINITY;
+    layer
+        .set_shadow_model(ShadowModel { elements, ..model })
+        .unwrap();
+}
+
+#[test]
+fn dropless_outputs_are_the_same_bytes_with_shadows() {
+    let engine = cpu();
+    for (seed, spec) in specs().iter().enumerate() {
+        let case = Case::random(spec, 41, seed as u64);
+        let whole = case.layer(&engine).forward(&case.input()).unwrap();
+        for (at, (parallel, strategy)) in [
+            (mesh(4, 1, 1), "shadows=2"),
+            (mesh(3, 1, 1), "degree=2,shadows=9"),
+            (mesh(4, 1, 1), "route=inter-first,shadows=1"),
+            (mesh(2, 1, 2), "degree=3,cut=ranks,shadows=3"),
+            (mesh(1, 1, 2), "shadows=1"),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let split = [Split::Even, Split::Near][(seed + at) % 2];
+            let placement = scattered(parallel.ep, spec.shape.experts, seed as u64, split);
+            let placement = (at % 2 == 0).then_some(&placement);
+            let found = evaluated(&ranks(&engine, placement), grid(parallel, strategy), &case);
+            assert!(found == *whole.y().data, "{strategy}: {}", case.describe());
+        }
+    }
+}
+
+#[test]
+fn training_with_shadows_gives_what_one_process_gives() {
+    let engine = cpu();
+    for (seed, spec) in specs().iter().enumerate() {
+        let case = Case::random(spec, 41, seed as u64);
+        for (at, (parallel, strategy)) in [
+            (mesh(4, 1, 1), "shadows=2"),
+            (mesh(2, 1, 1), "degree=3/2,shadows=3"),
+            (mesh(4, 1, 1), "degree=2,route=once,shadows=1"),
+            (mesh(2, 1, 2), "degree=2/3,cut=ranks,shadows=2"),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let placement = scattered(parallel.ep, spec.shape.experts, seed as u64, Split::Even);
+            let placement = (at % 2 == 1).then_some(&placement);
+            let ranks = ranks(&engine, placement);
+            let recompute = [Recompute::None, Recompute::Hidden, Recompute::All][seed % 3];
+            compare_on(&engine, &ranks, grid(parallel, strategy), &case, recompute);
+        }
+    }
+}
+
+/// Gradients add up over passes, whichever of them has shadows.
+#[test]
+fn gradients_of_shadows_add_up() {
+    let text = "shape = { model_dim = 24, hidden_dim = 24, experts = 6, top_k = 3 }
+         experts = { bias = true }";
+    let case = Case::random(&spec(text), 41, 2);
+    let (parallel, shares) = (mesh(3, 1, 1), shares(41, 3));
+    let placement: Placement = "+4,0,2,+3 | 3,5,+0 | 1,+5,4".parse().unwrap();
+    let added = |strategies: [&str; 3]| {
+        ranks(&cpu(), Some(&placement)).each(parallel, |engine, mesh| {
+            let mut layer = layer(engine, mesh, &case, "default");
+            eager(&mut layer);
+            let tokens = &shares[mesh.rank()];
+            let own = part(&case, tokens);
+            for (pass, strategy) in strategies.into_iter().enumerate() {
+                layer.set_strategy(strategy.parse().unwrap()).unwrap();
+                let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+                let dy = &case.dy(pass as u64)[tokens.start * 24..tokens.end * 24];
+                let dy = host(DType::F32, &[tokens.len(), 24], dy);
+                layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();
+            }
+            layer.reduce_gradients().unwrap();
+            layer.gradients().unwrap()
+        })
+    };
+    let values =
+        |tensor: &Tensor<'_>| -> Vec<f64> { tensor.to_f32().into_iter().map(f64::from).collect() };
+    let want = added(["default"; 3]);
+    for strategies in [
+        ["shadows=2"; 3],
+        ["shadows=5", "default", "shadows=1"],
+        ["default", "degree=2,shadows=3", "ways=0"],
+    ] {
+        let found = added(strategies);
+        assert!(added(strategies) == found, "another run");
+        for (rank, (found, want)) in found.iter().zip(&want).enumerate() {
+            for (name, want) in want {
+                let want = values(want);
+                let most = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
+                let what = format!("{strategies:?}, rank {rank}: {name}");
+                near(&what, &case.spec, &values(&found[name]), &want, most);
+            }
+        }
+    }
+}
+
+/// All ranks choose the same experts, those with the most rows, as many as the model wants and
+/// no more than may be; their rows stay.
+#[test]
+fn the_hottest_experts_have_shadows() {
+    let (experts, parallel) = (16, mesh(8, 1, 1));
+    let case = hot(2000, experts);
+    let chosen = |strategy: &str, model: fn(&mut MeshLayer)| {
+        on_ranks(&cpu(), parallel, |mesh| {
+            let mut layer = layer(&cpu(), mesh, &case, strategy);
+            model(&mut layer);
+            let own = part(&case, &(mesh.rank() * 250..(mesh.rank() + 1) * 250));
+            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let saved = call.unwrap().1;
+            (saved.shadowed().to_vec(), saved.rows())
+        })
+    };
+    let shadowed = |ranks: &[(Vec<usize>, usize)]| {
+        assert!(ranks.iter().all(|(shadowed, _)| *shadowed == ranks[0].0));
+        ranks[0].0.clone()
+    };
+    let rows = |ranks: &[(Vec<usize>, usize)]| ranks.iter().map(|(_, rows)| *rows).sum::<usize>();
+    let most = chosen("shadows=3", eager);
+    assert_eq!(shadowed(&most), [0, 1, 2]);
+    let none = chosen("default", eager);
+    assert_eq!((shadowed(&none), rows(&none)), (vec![], 2000));
+    assert!(rows(&most) < 800, "{most:?}");
+    // There are no others on the rank that has the most rows then.
+    assert_eq!(shadowed(&chosen("shadows=99", eager)), [0, 1, 2]);
+    assert_eq!(shadowed(&chosen("shadows=1", eager)), [0]);
+    // Weights take longer than rows.
+    let dear = chosen("shadows=3", |layer| {
+        let model = ShadowModel::of(layer.replicated().spec());
+        let wide = ShadowModel {
+            ratio: 1e4,
+            operations: f64::INFINITY,
+            ..model
+        };
+        layer.set_shadow_model(wide).unwrap();
+    });
+    assert_eq!((shadowed(&dear), rows(&dear)), (vec![], 2000));
+}
+
+#[test]
+fn capacities_do_not_see_shadows() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 6, top_k = 2 }
+         capacity = { mode = 'factor', factor = 0.6, order = 'batch-prioritized' }";
+    let case = Case::random(&spec(text), 40, 4);
+    let whole = evaluated(&ranks(&engine, None), mesh(4, 1, 1), &case);
+    for strategy in ["shadows=2", "degree=3,route=once,shadows=1"] {
+        let found = evaluated(&ranks(&engine, None), grid(mesh(4, 1, 1), strategy), &case);
+        assert!(found == whole, "{strategy}");
+    }
+}
+
+#[test]
+fn shadows_that_cannot_be_are_refused() {
+    let text = "shape = { model_dim = 24, hidden_dim = 24, experts = 6, top_k = 3 }";
+    let case = Case::random(&spec(text), 5, 2);
+    let refused = |parallel: Parallel, strategy: &'static str| {
+        let errors = on_ranks(&cpu(), parallel, |mesh| {
+            let mut layer = layer_on(&cpu(), mesh, &case, None);
+            let error = layer.set_strategy(strategy.parse().unwrap()).unwrap_err();
+            error.to_string()
+        });
+        errors[0].clone()
+    };
+    let sliced = refused(mesh(1, 2, 1), "shadows=2");
+    assert!(sliced.contains("shadows=2 needs whole experts"), "{sliced}");
+    let stays = refused(mesh(2, 1, 1), "ways=0,shadows=2");
+    assert!(stays.contains("rows to 0 of them"), "{stays}");
+    let packed = refused(mesh(2, 1, 1), "shadows=2");
+    assert!(packed.contains("Mesh::for_any_ways"), "{packed}");
+    on_ranks(&cpu(), mesh(2, 1, 1), |mesh| {
+        let mut layer = layer_on(&cpu(), mesh, &case, None);
+        let mut model = ShadowModel::of(&case.spec);
+        model.operations += mesh.rank() as f64;
+        let error = layer.set_shadow_model(model).unwrap_err().to_string();
+        assert!(error.contains("model"), "{error}");
+    });
+}
+
+#[test]
+fn simulated_gpus_have_shadows() {
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }
+         experts = { bias = true }";
+    let case = Case::random(&spec(text), 13, 6);
+    for target in ["sim:sm_90a", "sim:gfx942"] {
+        let engine = open(target);
+        let ranks = ranks(&engine, None);
+        let grid = grid(mesh(2, 1, 1), "degree=2/1,shadows=1");
+        compare_on(&engine, &ranks, grid, &case, Recompute::None);
+    }
+}
