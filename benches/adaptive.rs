@@ -7,7 +7,7 @@
 //!
 //! `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI: layers that are drawn by number,
 //! each strategy in turns, a line of JSON for each; with a calibration also a layer that
-//! chooses by itself. `hot ROUNDS` runs under MPI: a hot expert with and without replicas.
+//! chooses by itself. `hot ROUNDS` runs under MPI: a hot expert with and without shadows and replicas.
 //! `compare MEASURED CALIBRATION` reads those lines and predicts each.
 
 #[path = "adaptive/compared.rs"]

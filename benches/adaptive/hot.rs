@@ -1,12 +1,14 @@
-//! A hot expert, with experts in order and with replicas where the balancer places them.
+//! A hot expert, with experts in order, with shadows for each call, and with replicas where the
+//! balancer places them.
 
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::{Passes, Rank};
 use crate::{Result, quartile};
 use moesaic::collectives::Collectives;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Placement, Split};
-use moesaic::plan::Wire;
+use moesaic::plan::{ShadowModel, Wire};
 use moesaic::reference::Skew;
+use moesaic::spec::LayerSpec;
 use moesaic::{Counters, Parallel};
 use serde_json::json;
 use std::time::Instant;
@@ -40,14 +42,21 @@ pub fn run(rounds: usize) -> Result {
     let order = Placement::contiguous(RANKS, drawn.experts);
     let balanced = balanced(&drawn, &order)?;
     let placements = [
-        ("in order", order),
-        ("replicas, even", balanced.splitting(Split::Even)),
-        ("replicas, near", balanced.splitting(Split::Near)),
+        ("in order", order.clone(), "default"),
+        ("in order, in pieces", order.clone(), "degree=4"),
+        ("shadows", order.clone(), "shadows=8"),
+        ("shadows, in pieces", order, "degree=4,shadows=8"),
+        ("replicas, even", balanced.splitting(Split::Even), "default"),
+        ("replicas, near", balanced.splitting(Split::Near), "default"),
     ];
     let mut layers = Vec::new();
-    for (_, placement) in &placements {
-        layers.push(rank.layer(&mesh.placed(placement)?, &drawn)?);
+    for (_, placement, strategy) in &placements {
+        let mut layer = rank.layer(&mesh.placed(placement)?, &drawn)?;
+        layer.set_shadow_model(links(layer.replicated().spec()))?;
+        layer.set_strategy(strategy.parse()?)?;
+        layers.push(layer);
     }
+    let mut shadowed = vec![Vec::new(); layers.len()];
     let mut times: Vec<Vec<Passes>> = vec![Vec::new(); layers.len()];
     let mut rows = vec![0; layers.len()];
     for round in 0..=rounds {
@@ -63,24 +72,36 @@ pub fn run(rounds: usize) -> Result {
             layer.reduce_gradients()?;
             let sums = start.elapsed().as_secs_f64() - passes;
             rows[kind] = saved.rows();
+            shadowed[kind] = saved.shadowed().to_vec();
             if round > 0 {
                 times[kind].push([passes, sums]);
             }
         }
     }
-    for (kind, (name, placement)) in placements.iter().enumerate() {
+    for (kind, (name, placement, _)) in placements.iter().enumerate() {
         let slowest = rank.slowest(&times[kind])?;
         let most = rank.slowest(&[[rows[kind] as f64, 0.0]])?[0][0];
         let sum = |list: &[Passes]| quartile(list.iter().map(|[a, b]| a + b).collect());
         rank.say(&format!(
             "{name}: {:.1} ms a step, {:.1} ms of it sums of gradients; the busiest rank has {most} \
-             rows; {placement}",
+             rows; shadows of {:?}; {placement}",
             1e3 * sum(&slowest),
-            1e3 * quartile(slowest.iter().map(|[_, sums]| *sums).collect())
+            1e3 * quartile(slowest.iter().map(|[_, sums]| *sums).collect()),
+            shadowed[kind]
         ));
         rank.say(&json!({ "placement": name, "rounds": slowest }).to_string());
     }
     rank.finish()
+}
+
+/// The machine that `benches/nodes/links.sh` makes, as FasterMoE's model knows it: 100 Mbit/s for
+/// the four ranks of a node, and two processors for all.
+fn links(spec: &LayerSpec) -> ShadowModel {
+    ShadowModel {
+        elements: 100e6 / 8.0 / 4.0 / 4.0,
+        operations: 5e9,
+        ..ShadowModel::of(spec)
+    }
 }
 
 /// What the balancer proposes when it has seen the counts of a few steps. Experts are of one

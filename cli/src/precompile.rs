@@ -62,8 +62,8 @@ pub struct PrecompileArgs {
     /// Those for every number of ways that rows can go, too, in layers that may change it
     #[arg(long, requires = "mesh")]
     any_ways: bool,
-    /// Those of ranks that carry out calls so, as in `run`, too: ways and wire have kernels of
-    /// their own; may be given several times
+    /// Those of ranks that carry out calls so, as in `run`, too: ways, wire and shadows have
+    /// kernels of their own; may be given several times
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
     strategy: Vec<Strategy>,
     #[command(flatten)]
@@ -206,7 +206,7 @@ impl PrecompileArgs {
     fn unpacked(&self) -> bool {
         let other = |mesh: Parallel| {
             let mut all = self.strategy.iter();
-            all.any(|strategy| strategy.ways(&mesh) != mesh.shards)
+            all.any(|strategy| strategy.gathers(&mesh))
         };
         self.any_ways || self.mesh.is_some_and(other)
     }

@@ -225,6 +225,10 @@ fn what_cannot_be_says_what_can() {
         &["8 ranks with 8 a node do not", "take route=linear"],
     );
     fails(
+        &[&JOB[..], &["--mesh", "ep=16", "--strategy", "shadows=2"]].concat(),
+        &["shadows=2 is not simulated", "take shadows=0"],
+    );
+    fails(
         &[&JOB[..], &["--skew", "zipf=-1"]].concat(),
         &["an exponent is 0"],
     );

@@ -40,6 +40,7 @@ fn ranks_write_the_file_that_one_process_writes() {
         &["--mesh", "ep=2,shards=2", "--strategy", "ways=1"],
         &["--mesh", "ep=2,shards=2", "--strategy", "ways=0"],
         &["--ranks", "2", "--strategy", "degree=3"],
+        &["--ranks", "3", "--strategy", "degree=2,shadows=2"],
     ] {
         let text = run(&file("ranks"), more).ok();
         assert!(text.contains("rank"), "{text}");

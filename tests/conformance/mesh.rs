@@ -76,11 +76,10 @@ impl Grid {
         case: &Case,
         training: Option<Training>,
     ) -> MeshLayer {
-        let Strategy { ways, shadows, .. } = self.strategy;
-        let mut layer = if ways.is_none() && shadows == 0 {
-            layer_on(engine, mesh, case, training)
-        } else {
+        let mut layer = if self.strategy.gathers(&self.parallel) {
             layer_on(engine, &mesh.for_any_ways(), case, training)
+        } else {
+            layer_on(engine, mesh, case, training)
         };
         let set = layer.set_strategy(self.strategy);
         set.unwrap_or_else(|e| panic!("{self:?} of {}: {e}", case.describe()));

@@ -69,7 +69,8 @@ pub struct InspectArgs {
     /// bytes that it sends to other ranks of its node and to other nodes
     #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     mesh: Option<Parallel>,
-    /// How ranks carry out calls, as in `run`: ways, degree, cut and wire change steps
+    /// How ranks carry out calls, as in `run`: ways, degree, cut, wire and shadows change
+    /// steps
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     strategy: Strategy,
     /// Which rank
@@ -161,6 +162,7 @@ impl InspectArgs {
         };
         self.strategy.check(&mesh).map_err(Failure::input)?;
         let sharing = Sharing::from(mesh).at_ways(self.strategy.ways(&mesh));
+        let sharing = sharing.shadowing(self.strategy.shadows);
         let plan = plan_rank(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
         let plan = plan.in_wire(self.strategy.wire);

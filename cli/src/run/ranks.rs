@@ -34,8 +34,8 @@ pub struct RankArgs {
     /// with shared=sliced in as many shards
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// How ranks carry out the call: ways=N,degree=N,cut=C,route=R,wire=W; what is not named is as
-    /// without this option. docs/DISTRIBUTED.md says what each is
+    /// How ranks carry out the call: ways=N,degree=N,cut=C,route=R,wire=W,shadows=N; what is not
+    /// named is as without this option. docs/DISTRIBUTED.md says what each is
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
     strategy: Strategy,
     /// What processes exchange rows by
@@ -195,7 +195,7 @@ impl Shared {
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
         let started = Instant::now();
         let mut mesh = Mesh::new(world, self.mesh)?;
-        if self.strategy.ways(&self.mesh) != self.mesh.shards {
+        if self.strategy.gathers(&self.mesh) {
             mesh = mesh.for_any_ways();
         }
         let training = job.pass.training();

@@ -58,6 +58,12 @@ pub enum PlannerError {
         /// As asked for.
         route: String,
     },
+    /// Experts with shadows, which depend on the rows of each call.
+    #[error("shadows={shadows} is not simulated; take shadows=0")]
+    Shadows {
+        /// As asked for.
+        shadows: usize,
+    },
     /// No mesh at all.
     #[error("no mesh of {world} ranks fits this layer in {gib} GiB a rank")]
     Nothing {

@@ -147,6 +147,10 @@ impl<'q> Simulator<'q> {
             return Err(PlannerError::World { wanted, world });
         }
         strategy.check(&mesh)?;
+        if strategy.shadows > 0 {
+            let shadows = strategy.shadows;
+            return Err(PlannerError::Shadows { shadows });
+        }
         if strategy.route != Route::Linear && strategy.cut != Cut::Rows {
             let route = strategy.route.to_string();
             return Err(PlannerError::Cut { route });

@@ -1,6 +1,6 @@
 //! Plans of valid layers, and what is left of one without some of its kernels.
 
-use moesaic_kernel::{Stem, Target};
+use moesaic_kernel::{Size, Stem, Target};
 use moesaic_plan::{KernelPlan, LaunchStep, LayerPlan, Op, PlanOptions, Step, plan};
 use moesaic_spec::LayerSpec;
 use std::collections::BTreeSet;
@@ -34,6 +34,21 @@ pub fn only(mut plan: LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) -> LayerP
     let kernels = kernels.into_iter().enumerate();
     let kernels = kernels.filter(|(number, _)| kept.contains(number));
     plan.kernels = kernels.map(|(_, kernel)| kernel).collect();
+    plan
+}
+
+/// The same with at most so many blocks for products that go from tile to tile.
+pub fn at_most(mut plan: LayerPlan, blocks: u64) -> LayerPlan {
+    let goes = |kernel: &&mut KernelPlan| {
+        let stem = [Stem::GroupedGemm, Stem::GroupedGemmDgrad].contains(&kernel.stem());
+        stem && kernel.family() == Some("wgmma")
+    };
+    let kernels = plan.kernels.iter_mut().filter(goes);
+    for entry in kernels.flat_map(|kernel| &mut kernel.entries) {
+        let grid = &mut entry.launch.grid;
+        assert_eq!(grid[1], Size::Const(1), "a block has any tile");
+        grid[0] = grid[0].clone().min(blocks);
+    }
     plan
 }
 

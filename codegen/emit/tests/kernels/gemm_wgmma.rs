@@ -5,6 +5,7 @@ use moesaic_kernel::DType::{self, Bf16, F16};
 use moesaic_rig::Rig;
 use moesaic_rig::gemm::Gemms;
 use moesaic_rig::memory::Values;
+use moesaic_rig::plans::at_most;
 use moesaic_rig::rows::Spread;
 use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
@@ -98,6 +99,47 @@ fn rows_lie_anywhere() {
     }
 }
 
+/// A block goes through several tiles, with and without rows for both warpgroups, and with a
+/// ring that is longer or shorter than a tile: the same bits as by a block for each tile.
+#[test]
+fn blocks_go_from_tile_to_tile() {
+    let mut shared = layer([72, 16, 72], [3, 2], DType::Bf16);
+    shared.experts.bias = true.into();
+    shared.shared = vec![SharedExpert {
+        hidden_dim: 136,
+        gate: SharedGate::None,
+        bias: None,
+    }];
+    let weighted = |site| {
+        let mut spec = layer([200, 136, 264], [8, 8], DType::F16);
+        spec.router.weight_on = site;
+        spec
+    };
+    let specs = [
+        layer([840, 136, 264], [3, 2], DType::Bf16),
+        layer([64, 264, 40], [60, 1], DType::F16),
+        layer([8, 304, 304], [5, 1], DType::Bf16),
+        weighted(WeightSite::Input),
+        weighted(WeightSite::Activation),
+        shared,
+    ];
+    for (i, spec) in specs.iter().enumerate() {
+        let seed = i as u64;
+        let each = hopper(spec, seed).check_call(300, Spread::Random);
+        for blocks in [1, 3, 7] {
+            let gemms = Gemms::new(spec, TARGET, |plan| Rig::late(at_most(plan, blocks), seed));
+            let few = gemms.check_call(300, Spread::Random);
+            assert!(bits(&few) == bits(&each), "{blocks} blocks of {spec:?}");
+            gemms.check_call(0, Spread::Random);
+            gemms.check_call(70, Spread::Gaps);
+        }
+    }
+}
+
+fn bits(values: &Values) -> Vec<u64> {
+    values.values().flatten().map(|v| v.to_bits()).collect()
+}
+
 /// The ring turns more than twice, under many delays, to the same bits.
 #[test]
 fn results_do_not_depend_on_delays() {
@@ -105,7 +147,6 @@ fn results_do_not_depend_on_delays() {
     let first = hopper(&spec, 0).check_call(40, Spread::Random);
     for seed in 1..6 {
         let other = hopper(&spec, seed).check_call(40, Spread::Random);
-        let bits = |t: &Values| -> Vec<u64> { t.values().flatten().map(|v| v.to_bits()).collect() };
         assert!(bits(&first) == bits(&other), "seed {seed} gives other bits");
     }
 }

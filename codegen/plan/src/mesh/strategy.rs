@@ -413,6 +413,11 @@ impl Strategy {
         self.ways.unwrap_or(mesh.shards)
     }
 
+    /// Whether weights of experts travel: they must not be packed then.
+    pub fn gathers(&self, mesh: &Parallel) -> bool {
+        self.ways(mesh) != mesh.shards || self.shadows > 0
+    }
+
     /// Whether ranks of a mesh can do so.
     ///
     /// # Errors

@@ -72,6 +72,55 @@ fn pieces_have_their_steps_in_this_order() {
     assert!(text == expected, "the steps are now\n{text}");
 }
 
+/// Two pieces in forward, between whose sends and products shadows are multiplied.
+#[test]
+fn shadows_have_their_steps_in_this_order() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+         router = { weight_on = 'activation' }
+         experts = { bias = true }";
+    let mesh = Parallel {
+        ep: 2,
+        ..Parallel::default()
+    };
+    let options = PlanOptions::training(Training::default());
+    let planned = |shadows: usize, mesh: Parallel| {
+        let sharing = Sharing::from(mesh).shadowing(shadows);
+        plan_rank(
+            &spec(text),
+            "cpu:avx2".parse().unwrap(),
+            &options,
+            sharing,
+            1,
+        )
+        .unwrap()
+    };
+    let strategy: Strategy = "degree=2/1,shadows=2".parse().unwrap();
+    let plan = planned(2, mesh).in_pieces(strategy.pieces());
+    let expected = include_str!("steps_of_shadows.txt");
+    let found = plan.text();
+    assert!(found == expected, "the steps are now\n{found}");
+    // The other sides are as without shadows, and the last expert never has one.
+    let without = planned(0, mesh);
+    assert_eq!(
+        (&plan.tokens, &plan.experts),
+        (&without.tokens, &without.experts)
+    );
+    assert_eq!(planned(9, mesh).shadows.unwrap().spec.shape.experts, 3);
+    // Where every rank has all experts there is nothing to shadow.
+    assert_eq!(
+        planned(
+            2,
+            Parallel {
+                ep: 1,
+                dp: 2,
+                ..mesh
+            }
+        )
+        .shadows,
+        None
+    );
+}
+
 /// What travels in pieces is what travels at once, of any numbers of pieces.
 #[test]
 fn pieces_make_up_the_whole() {

@@ -77,9 +77,14 @@ pub(super) enum Follow {
     /// Those with the same columns.
     Rows,
     /// Those of a few row tiles, with the same columns first: the kernel cuts the
-    /// number of its block up.
+    /// number of its tile up, and a block goes through many.
     Groups,
 }
+
+/// Blocks of a product that goes through tiles: eight for each multiprocessor of an H100, one of
+/// which runs there at a time. So a tile begins while the one before is stored, and blocks are
+/// still dealt out evenly where there are fewer multiprocessors, or tiles of unequal length.
+const MOST_BLOCKS: u64 = 8 * 132;
 
 impl Follow {
     /// Of a forward product: where tiles keep their rows in scratch for the next block.
@@ -94,8 +99,9 @@ impl Follow {
     /// Of dgrad: on a CPU, which has one thread a block, rows that one block read
     /// are in a cache for the next.
     pub(super) fn dgrad(c: &GroupedGemmConfig) -> Follow {
-        match c.threads {
-            1 => Follow::Columns,
+        match (&c.family, c.threads) {
+            (GemmFamily::Wgmma { .. }, _) => Follow::Groups,
+            (_, 1) => Follow::Columns,
             _ => Follow::Rows,
         }
     }
@@ -103,9 +109,10 @@ impl Follow {
     /// Of wgrad, whose rows are those of a matrix: likewise, if no tiles keep a slice
     /// of the left factor in scratch.
     pub(super) fn wgrad(c: &GroupedGemmConfig) -> Follow {
-        match c.family {
-            GemmFamily::Tiles(_) => Follow::Rows,
-            _ => Follow::dgrad(c),
+        match (&c.family, c.threads) {
+            (GemmFamily::Tiles(_), _) => Follow::Rows,
+            (_, 1) => Follow::Columns,
+            _ => Follow::Rows,
         }
     }
 
@@ -113,7 +120,7 @@ impl Follow {
         match self {
             Follow::Columns => [column_tiles, row_tiles],
             Follow::Rows => [row_tiles, column_tiles],
-            Follow::Groups => [row_tiles * column_tiles, one()],
+            Follow::Groups => [(row_tiles * column_tiles).min(MOST_BLOCKS), one()],
         }
     }
 }
