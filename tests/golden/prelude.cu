@@ -245,6 +245,12 @@ DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
 
 DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
+// ==== prelude/cuda/grid.cuh ====
+
+// ---- the grid ----
+
+DEVICE i64 grid_x() { return gridDim.x; }
+
 // ==== prelude/cuda/mbarrier.cuh ====
 
 // ---- barriers in shared memory, and roles of warps ----

@@ -4,6 +4,7 @@
 mod few;
 mod list;
 mod scan;
+mod walk;
 
 use crate::conformance::Case;
 use moesaic::kernel::KernelSource;
@@ -134,8 +135,8 @@ fn missed(mutant: &'static Mutant) -> Option<String> {
 
 /// All of them, in the order of the table.
 fn mutants() -> impl Iterator<Item = &'static Mutant> {
-    let few_and_scan = few::MUTANTS.iter().chain(scan::MUTANTS);
-    list::MUTANTS.iter().chain(few_and_scan)
+    let parts = [list::MUTANTS, few::MUTANTS, scan::MUTANTS, walk::MUTANTS];
+    parts.into_iter().flatten()
 }
 
 /// Without its mistake every layer of the list passes.

@@ -2,14 +2,15 @@
 //
 //   hidden = act(rows · gateᵀ, rows · upᵀ)
 //
-// A block owns 128 rows of one expert by 128 columns of gate and of up. Blocks follow each
-// other by row tiles of a group, then by column tiles, then by groups: what the blocks of a group
-// read together stays in the level-2 cache. There are at most as many tiles as blocks;
-// the blocks beyond them return.
+// A tile is 128 rows of one expert by 128 columns of gate and of up. Tiles follow each
+// other by row tiles of a group, then by column tiles, then by groups: what is multiplied together
+// was read together and stays in the level-2 cache. A block has every gridDim.x-th tile from its
+// own number on. Those without a tile return.
 //
 // Warps have roles. The first warpgroup fills a ring of 4 stages, rows of x with copies of 16 bytes, weights
 // through the copy engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
-// from one to the others through its barrier `full`, and back through `empty`.
+// from one to the others through its barrier `full`, and back through `empty`. The ring goes on from
+// tile to tile: while one is stored, the next is on its way.
 //
 // Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
 // chunks of its 128-byte rows swizzled.
@@ -19,7 +20,7 @@
 //
 // Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
 
-// [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/mbarrier.cuh, cuda/tma.cuh, cuda/async_copy.cuh, cuda/wgmma.cuh]
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/grid.cuh, cuda/shared.cuh, cuda/mbarrier.cuh, cuda/tma.cuh, cuda/async_copy.cuh, cuda/wgmma.cuh]
 
 // sums = a · bᵀ (+ sums when told to accumulate), a [64][16], b [128][16].
 DEVICE void wgmma_m64n128k16_bf16(f32 (&sums)[64], u64 a, u64 b, bool accumulate)
@@ -68,9 +69,6 @@ constexpr int STAGES = 4;
 constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
-constexpr int COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
-// Row tiles whose blocks follow each other.
-constexpr int GROUP = 16;
 // Threads that copy rows, eight to a line, and stages on which their copies are under way.
 constexpr int COPIERS = 128, COPIED_LINES = COPIERS / 8, LATE = STAGES > 2 ? STAGES - 2 : 0;
 
@@ -139,19 +137,21 @@ DEVICE f32 finished(f32 gate, f32 up)
     return activated(gate, up);
 }
 
-// The tile of this block among `row_tiles` x COLUMN_TILES.
-struct Tile {
-    i32 row, column;
-    bool exists;
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-    DEVICE explicit Tile(i32 row_tiles)
-    {
-        const i32 block = (i32)block_x(), group = block / (GROUP * COLUMN_TILES) * GROUP;
-        const i32 rows = lesser(GROUP, row_tiles - group), within = block - group * COLUMN_TILES;
-        exists = rows > 0 && within < rows * COLUMN_TILES;
-        row = exists ? group + within % rows : 0;
-        column = exists ? within / rows : 0;
-    }
+// A walk over the tiles of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number += (i32)grid_x(); }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
 };
 
 // Elements stored at a time.
@@ -201,48 +201,51 @@ KERNEL(THREADS) grouped_gemm_up(
         mbarrier_init_fence();
     }
     await_launches();
-
     (void)tokens;
-    const Tile at(row_tiles[EXPERTS]);
-    if (!at.exists)
-        return;
-    const RowTile tile = row_tile(offsets, row_tiles, at.row);
-    const i32 first_column = at.column * TILE_COLUMNS;
+    const Walk walk = {row_tiles[EXPERTS]};
     block_sync();
 
     // The producer. Rows beyond the tile and elements beyond the inner dimension are zeros.
     if (warp_index() < 4) {
         shrink_registers<40>();
         const i32 line = thread_index() / 8, chunk = thread_index() % 8;
-        i32 token[TILE_ROWS / COPIED_LINES];
-        #pragma unroll
-        for (i32 i = 0; i < TILE_ROWS / COPIED_LINES; i++) {
-            const i32 row = i * COPIED_LINES + line;
-            token[i] = row < tile.rows ? row_slots[tile.first + row] / TOP_K : 0;
-        }
         const u64 stream = stream_through_cache();
         Turn turn, landed;
+        i32 late = 0;  // stages between the two
         #pragma unroll 1
-        for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-            Stage &stage = shared.ring[turn.stage];
-            Barrier &full = shared.full[turn.stage];
-            mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
-            if (thread_index() == 0) {
-                mbarrier_expect(full, MAPPED);
-                tma_load_3d(stage.gate, gate_map, full, stream, k, first_column, (i32)tile.expert);
-                tma_load_3d(stage.up, up_map, full, stream, k, first_column, (i32)tile.expert);
-            }
-            const i32 element = k + chunk * 8, wanted = element < INNER ? tile.rows - line : 0;
-            const u32 to = shared_address(&stage.rows[line][(chunk ^ line % 8) * 8]);
+        for (Walk at = walk; at.goes_on(); at.next()) {
+            const RowTile tile = row_tile(offsets, row_tiles, at.row());
+            const i32 first_column = at.column() * TILE_COLUMNS;
+            i32 token[TILE_ROWS / COPIED_LINES];
             #pragma unroll
             for (i32 i = 0; i < TILE_ROWS / COPIED_LINES; i++) {
-                const bool exists = i * COPIED_LINES < wanted;
-                const Element *const from = x + (i64)token[i] * INNER + (exists ? element : 0);
-                copy_async<16>(to + i * COPIED_LINES * (u32)sizeof(stage.rows[0]), from, exists);
+                const i32 row = i * COPIED_LINES + line;
+                token[i] = row < tile.rows ? row_slots[tile.first + row] / TOP_K : 0;
             }
-            commit_copies();
-            // Rows of a stage before have landed, and are shown to wgmma.
-            if (k >= LATE * TILE_DEPTH) {
+            #pragma unroll 1
+            for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+                Stage &stage = shared.ring[turn.stage];
+                Barrier &full = shared.full[turn.stage];
+                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+                if (thread_index() == 0) {
+                    mbarrier_expect(full, MAPPED);
+                    tma_load_3d(stage.gate, gate_map, full, stream, k, first_column, (i32)tile.expert);
+                    tma_load_3d(stage.up, up_map, full, stream, k, first_column, (i32)tile.expert);
+                }
+                const i32 element = k + chunk * 8, wanted = element < INNER ? tile.rows - line : 0;
+                const u32 to = shared_address(&stage.rows[line][(chunk ^ line % 8) * 8]);
+                #pragma unroll
+                for (i32 i = 0; i < TILE_ROWS / COPIED_LINES; i++) {
+                    const bool exists = i * COPIED_LINES < wanted;
+                    const Element *const from = x + (i64)token[i] * INNER + (exists ? element : 0);
+                    copy_async<16>(to + i * COPIED_LINES * (u32)sizeof(stage.rows[0]), from, exists);
+                }
+                commit_copies();
+                if (late < LATE) {
+                    late++;
+                    continue;
+                }
+                // Rows of a stage before have landed, and are shown to wgmma.
                 wait_copies<LATE>();
                 proxy_fence();
                 mbarrier_arrive(shared.full[landed.stage]);
@@ -251,7 +254,7 @@ KERNEL(THREADS) grouped_gemm_up(
         }
         wait_copies<0>();
         proxy_fence();
-        for (; landed.stage != turn.stage || landed.parity != turn.parity; landed.next())
+        for (; late > 0; late--, landed.next())
             mbarrier_arrive(shared.full[landed.stage]);
         return;
     }
@@ -260,64 +263,70 @@ KERNEL(THREADS) grouped_gemm_up(
     // one, those of the slice before are done, and its stage is free.
     grow_registers<232>();
     const i32 consumer = warp_index() / 4 - 1, warp = warp_index() - 4;
-    // One without rows multiplies nothing, and lets go of every stage.
-    if (64 * consumer >= tile.rows) {
-        Turn turn;
-        for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-            mbarrier_wait(shared.full[turn.stage], turn.parity);
-            if (elect_one())
-                mbarrier_arrive(shared.empty[turn.stage]);
-        }
-        return;
-    }
-    f32 gate_sums[SUMS], up_sums[SUMS];
-    Turn turn;
-    i32 before = 0;
-    #pragma unroll 1
-    for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-        const Stage &stage = shared.ring[turn.stage];
-        mbarrier_wait(shared.full[turn.stage], turn.parity);
-        const u64 left = operand_128b(stage.rows[64 * consumer]);
-        const u64 gate = operand_128b(stage.gate), up = operand_128b(stage.up);
-        wgmma_fence();
-        #pragma unroll
-        for (i32 step = 0; step < TILE_DEPTH / 16; step++) {
-            const bool accumulate = k > 0 || step > 0;
-            wgmma_m64n128k16_bf16(gate_sums, left + step * NEXT_STEP, gate + step * NEXT_STEP, accumulate);
-            wgmma_m64n128k16_bf16(up_sums, left + step * NEXT_STEP, up + step * NEXT_STEP, accumulate);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (k > 0 && elect_one())
-            mbarrier_arrive(shared.empty[before]);
-        before = turn.stage;
-    }
-    wgmma_wait<0>();
-    settle(gate_sums);
-    settle(up_sums);
-
-    // What a warp has, 16 rows, leaves by 64 columns.
     Element (&corner)[16][64] = shared.corners[warp];
-    const i32 first_row = 16 * warp, rows = tile.rows - first_row;
-    #pragma unroll
-    for (i32 slab = 0; slab < TILE_COLUMNS; slab += 64) {
-        // Four sums are two columns of two rows.
-        #pragma unroll
-        for (i32 i = slab / 2; i < slab / 2 + 32; i += 4) {
-            #pragma unroll
-            for (i32 half = 0; half < 2; half++) {
-                Pack<Element, 2> pair;
+    const i32 first_row = 16 * warp;
+    Turn turn;
+    #pragma unroll 1
+    for (Walk at = walk; at.goes_on(); at.next()) {
+        const RowTile tile = row_tile(offsets, row_tiles, at.row());
+        const i32 first_column = at.column() * TILE_COLUMNS;
+        // One without rows multiplies nothing, and lets go of every stage.
+        const bool multiplies = 64 * consumer < tile.rows;
+        f32 gate_sums[SUMS], up_sums[SUMS];
+        i32 before = 0;
+        #pragma unroll 1
+        for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+            const Stage &stage = shared.ring[turn.stage];
+            mbarrier_wait(shared.full[turn.stage], turn.parity);
+            if (multiplies) {
+                const u64 left = operand_128b(stage.rows[64 * consumer]);
+                const u64 gate = operand_128b(stage.gate), up = operand_128b(stage.up);
+                wgmma_fence();
                 #pragma unroll
-                for (i32 n = 0; n < 2; n++) {
-                    const i32 sum = i + 2 * half + n;
-                    const f32 value = finished(gate_sums[sum], up_sums[sum]);
-                    pair.at[n] = round_to<Element>(value);
+                for (i32 step = 0; step < TILE_DEPTH / 16; step++) {
+                    const bool accumulate = k > 0 || step > 0;
+                    wgmma_m64n128k16_bf16(gate_sums, left + step * NEXT_STEP, gate + step * NEXT_STEP, accumulate);
+                    wgmma_m64n128k16_bf16(up_sums, left + step * NEXT_STEP, up + step * NEXT_STEP, accumulate);
                 }
-                store(in_corner(corner, sum_row(i + 2 * half), sum_column(i) - slab), pair);
+                wgmma_commit();
+                wgmma_wait<1>();
             }
+            if (k > 0 && elect_one())
+                mbarrier_arrive(shared.empty[before]);
+            before = turn.stage;
         }
-        warp_sync();
-        store_corner(hidden + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
-        warp_sync();
+        wgmma_wait<0>();
+        if (elect_one())
+            mbarrier_arrive(shared.empty[before]);
+        if (!multiplies)
+            continue;
+        settle(gate_sums);
+        settle(up_sums);
+
+        // What a warp has, 16 rows, leaves by 64 columns.
+        const i32 rows = tile.rows - first_row;
+        #pragma unroll
+        for (i32 slab = 0; slab < TILE_COLUMNS; slab += 64) {
+            // Four sums are two columns of two rows.
+            #pragma unroll
+            for (i32 i = slab / 2; i < slab / 2 + 32; i += 4) {
+                #pragma unroll
+                for (i32 half = 0; half < 2; half++) {
+                    Pack<Element, 2> pair;
+                    #pragma unroll
+                    for (i32 n = 0; n < 2; n++) {
+                        const i32 sum = i + 2 * half + n;
+                        const f32 value = finished(gate_sums[sum], up_sums[sum]);
+                        pair.at[n] = round_to<Element>(value);
+                    }
+                    store(in_corner(corner, sum_row(i + 2 * half), sum_column(i) - slab), pair);
+                }
+                if (i % 16 == 12)
+                    warp_sync();  // more of them at once would not fit the registers
+            }
+            warp_sync();
+            store_corner(hidden + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
+            warp_sync();
+        }
     }
 }

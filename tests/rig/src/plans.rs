@@ -40,8 +40,7 @@ pub fn only(mut plan: LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) -> LayerP
 /// The same with at most so many blocks for products that go from tile to tile.
 pub fn at_most(mut plan: LayerPlan, blocks: u64) -> LayerPlan {
     let goes = |kernel: &&mut KernelPlan| {
-        let stem = [Stem::GroupedGemm, Stem::GroupedGemmDgrad].contains(&kernel.stem());
-        stem && kernel.family() == Some("wgmma")
+        kernel.stem() == Stem::GroupedGemm && kernel.family() == Some("wgmma")
     };
     let kernels = plan.kernels.iter_mut().filter(goes);
     for entry in kernels.flat_map(|kernel| &mut kernel.entries) {

@@ -62,7 +62,11 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    let grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles(d, c));
+    let mut grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles(d, c));
+    if walks(d, c) {
+        let [tiles, one] = grid;
+        grid = [tiles.min(MOST_BLOCKS), one];
+    }
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes();
     let mut entries = packs(d, c, symbol, matrix);
@@ -77,11 +81,16 @@ pub(super) enum Follow {
     /// Those with the same columns.
     Rows,
     /// Those of a few row tiles, with the same columns first: the kernel cuts the
-    /// number of its tile up, and a block goes through many.
+    /// number of its tile up.
     Groups,
 }
 
-/// Blocks of a product that goes through tiles: eight for each multiprocessor of an H100, one of
+/// Whether a block goes from tile to tile. Sums that are kept leave no registers for that.
+fn walks(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> bool {
+    matches!(c.family, GemmFamily::Wgmma { .. }) && !d.keep
+}
+
+/// Blocks of a product that goes from tile to tile: eight for each multiprocessor of an H100, one of
 /// which runs there at a time. So a tile begins while the one before is stored, and blocks are
 /// still dealt out evenly where there are fewer multiprocessors, or tiles of unequal length.
 const MOST_BLOCKS: u64 = 8 * 132;
@@ -99,9 +108,8 @@ impl Follow {
     /// Of dgrad: on a CPU, which has one thread a block, rows that one block read
     /// are in a cache for the next.
     pub(super) fn dgrad(c: &GroupedGemmConfig) -> Follow {
-        match (&c.family, c.threads) {
-            (GemmFamily::Wgmma { .. }, _) => Follow::Groups,
-            (_, 1) => Follow::Columns,
+        match c.threads {
+            1 => Follow::Columns,
             _ => Follow::Rows,
         }
     }
@@ -109,10 +117,9 @@ impl Follow {
     /// Of wgrad, whose rows are those of a matrix: likewise, if no tiles keep a slice
     /// of the left factor in scratch.
     pub(super) fn wgrad(c: &GroupedGemmConfig) -> Follow {
-        match (&c.family, c.threads) {
-            (GemmFamily::Tiles(_), _) => Follow::Rows,
-            (_, 1) => Follow::Columns,
-            _ => Follow::Rows,
+        match c.family {
+            GemmFamily::Tiles(_) => Follow::Rows,
+            _ => Follow::dgrad(c),
         }
     }
 
@@ -120,7 +127,7 @@ impl Follow {
         match self {
             Follow::Columns => [column_tiles, row_tiles],
             Follow::Rows => [row_tiles, column_tiles],
-            Follow::Groups => [(row_tiles * column_tiles).min(MOST_BLOCKS), one()],
+            Follow::Groups => [row_tiles * column_tiles, one()],
         }
     }
 }

@@ -1,0 +1,49 @@
+//! Mistakes in blocks that go from tile to tile.
+
+use super::Mutant;
+use super::list::{MUTANT, SM_90A};
+
+/// More tiles than a launch has blocks: 33 column tiles for each of some 40 experts.
+const WIDE: &str = "shape = { model_dim = 64, hidden_dim = 4224, experts = 40, top_k = 1 }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
+
+/// Of the list: the up product of that layer.
+const WALK: Mutant = Mutant {
+    target: SM_90A,
+    kernel: "grouped_gemm_up",
+    layer: WIDE,
+    tokens: 200,
+    ..MUTANT
+};
+
+/// The list.
+pub const MUTANTS: &[Mutant] = &[
+    Mutant {
+        mistake: "the last stage of a tile is never released",
+        from: "        if (elect_one())\n            mbarrier_arrive(shared.empty[before]);\n        if (!multiplies)",
+        to: "        if (!multiplies)",
+        caught: "deadlock",
+        ..WALK
+    },
+    Mutant {
+        mistake: "the ring of the products begins anew with every tile",
+        from: "\n        const RowTile tile = row_tile(offsets, row_tiles, at.row());\n        const i32 first_column",
+        to: "\n        turn = Turn();\n        const RowTile tile = row_tile(offsets, row_tiles, at.row());\n        const i32 first_column",
+        caught: "copy in flight",
+        ..WALK
+    },
+    Mutant {
+        mistake: "a block skips a tile",
+        from: "number += (i32)grid_x();",
+        to: "number += (i32)grid_x() + 1;",
+        caught: "y of",
+        ..WALK
+    },
+    Mutant {
+        mistake: "sums of a tile begin with those of the tile before",
+        from: "const bool accumulate = k > 0 || step > 0;",
+        to: "const bool accumulate = at.number != (i32)block_x() || k > 0 || step > 0;",
+        caught: "y of",
+        ..WALK
+    },
+];
