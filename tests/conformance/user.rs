@@ -211,6 +211,33 @@ pub fn external(extra: &str) -> String {
     )
 }
 
+/// Each by itself, by its id, gives what the layer adds up.
+#[test]
+fn user_experts_are_there_by_id() {
+    let (case, experts, _) = heterogeneous(&external(""), 12);
+    let layer = user_layer(&engine(), &case, experts, false);
+    let output = layer.forward(&case.input(), &["y"]).unwrap();
+    let (ids, weights) = case.input.routing.as_ref().expect("routing is external");
+    let (model, width) = (case.spec.shape.model_dim, case.spec.output_dim());
+    let mut expected = vec![0.0; case.input.tokens * width];
+    for (slot, (&id, weight)) in ids.iter().zip(weights).enumerate() {
+        let token = slot / case.spec.shape.top_k;
+        let Ok(id) = usize::try_from(id) else {
+            continue; // nobody's
+        };
+        let row = &case.input.x[token * model..][..model];
+        let row: Vec<f32> = row.iter().map(|v| *v as f32).collect();
+        let mut out = vec![0.0; width];
+        layer.experts()[id].forward(&row, &mut out, None);
+        let sums = &mut expected[token * width..][..width];
+        let terms = out.iter().map(|v| weight * f64::from(*v));
+        sums.iter_mut()
+            .zip(terms)
+            .for_each(|(sum, term)| *sum += term);
+    }
+    close("y", &floats(&output, "y"), &expected, 1e-5);
+}
+
 #[test]
 fn user_experts_run_backward() {
     let linear = external("").replace("external", "linear");
