@@ -222,7 +222,8 @@ KERNEL(THREADS) grouped_gemm_up(
         block_sync();
         left_stage.fetch(depth + TILE_DEPTH);
         right_stage.fetch(depth + TILE_DEPTH);
-        multiply(sums, left[buffer] + wave_row * CHUNKS, right[buffer] + wave_column * CHUNKS, lane);
+        if (wave_row < tile.rows)  // a wave without rows multiplies nothing
+            multiply(sums, left[buffer] + wave_row * CHUNKS, right[buffer] + wave_column * CHUNKS, lane);
     }
 
     #pragma unroll

@@ -314,7 +314,8 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
             left_stage.fetch(depth + TILE_DEPTH);
             right_stage.aim(depth + TILE_DEPTH, INNER, itself);
             right_stage.fetch(depth + TILE_DEPTH, INNER, columns, weight_row);
-            multiply(sums, left[buffer], wave_row, right[buffer], wave_column, lane);
+            if (wave_row < tile.rows)  // a wave without rows multiplies nothing
+                multiply(sums, left[buffer], wave_row, right[buffer], wave_column, lane);
         }
     }
 

@@ -134,3 +134,27 @@ fn rows_lie_anywhere() {
         }
     }
 }
+
+/// Of a tile with few rows, waves without rows multiply nothing: a wave has 64 of 128 rows by
+/// MFMA, 32 by WMMA.
+#[test]
+fn waves_without_rows_rest() {
+    let spec = layer([64, 128, 128], [1, 1], DType::Bf16);
+    for (target, rows, multiplied) in [
+        ("rocm:gfx942", 10, 64),
+        ("rocm:gfx942", 70, 128),
+        ("rocm:gfx942", 128 + 40, 128 + 64),
+        ("rocm:gfx1100", 10, 32),
+        ("rocm:gfx1100", 70, 96),
+    ] {
+        let gemms = gemms(&spec, target);
+        let products = |rows: usize| {
+            gemms.check_call(rows, Spread::One);
+            let up = &gemms.rig.take_counters()[0];
+            assert_eq!(up.symbol, "grouped_gemm_up");
+            up.tensor_multiply_adds
+        };
+        let (whole, found) = (products(128), products(rows));
+        assert_eq!(128 * found, multiplied * whole, "{target}, {rows} rows");
+    }
+}
