@@ -321,7 +321,7 @@ KERNEL(THREADS) grouped_gemm_up(
                     }
                     store(in_corner(corner, sum_row(i + 2 * half), sum_column(i) - slab), pair);
                 }
-                if (i % 16 == 12)
+                if (i % 32 == 12)
                     warp_sync();  // more of them at once would not fit the registers
             }
             warp_sync();
