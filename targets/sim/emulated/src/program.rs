@@ -6,8 +6,9 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Longer than any kernel takes: one that loops for ever is an error.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -22,6 +23,26 @@ pub(crate) struct Request<'a> {
     pub(crate) values: &'a [u64],
 }
 
+/// How long a file may be busy: a child that another thread starts has it open for writing from
+/// its fork to its exec, if it was written meanwhile.
+const BUSY: Duration = Duration::from_secs(5);
+
+/// A child process, once its file is no longer busy.
+fn spawned(command: &mut Command) -> io::Result<Child> {
+    let started = Instant::now();
+    loop {
+        match command.spawn() {
+            Err(error)
+                if error.kind() == io::ErrorKind::ExecutableFileBusy
+                    && started.elapsed() < BUSY =>
+            {
+                thread::sleep(Duration::from_millis(1));
+            }
+            result => return result,
+        }
+    }
+}
+
 /// A running kernel program that waits for requests.
 pub(crate) struct Program {
     child: Child,
@@ -33,12 +54,12 @@ impl Program {
     pub(crate) fn start(machine: &Machine, file: &Path, memory: &File) -> io::Result<Program> {
         let (line, theirs) = UnixStream::pair()?;
         line.set_read_timeout(Some(PATIENCE))?;
-        let child = machine
-            .command(file)
+        let mut command = machine.command(file);
+        command
             .stdin(Stdio::from(memory.try_clone()?))
             .stdout(Stdio::from(OwnedFd::from(theirs)))
-            .stderr(Stdio::piped())
-            .spawn()?;
+            .stderr(Stdio::piped());
+        let child = spawned(&mut command)?;
         Ok(Program { child, line })
     }
 
@@ -89,5 +110,28 @@ impl Drop for Program {
         // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, OpenOptions};
+
+    #[test]
+    fn a_file_that_somebody_writes_is_started_when_they_are_done() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("true");
+        fs::copy("/bin/true", &file).unwrap();
+        let writer = OpenOptions::new().append(true).open(&file).unwrap();
+        let busy = Command::new(&file).spawn().map(drop).unwrap_err();
+        assert_eq!(busy.kind(), io::ErrorKind::ExecutableFileBusy);
+        let done = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            drop(writer);
+        });
+        let mut child = spawned(&mut Command::new(&file)).unwrap();
+        assert!(child.wait().unwrap().success());
+        done.join().unwrap();
     }
 }
