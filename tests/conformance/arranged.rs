@@ -1,8 +1,10 @@
 //! Ranks on nodes, with experts anywhere.
 
-use super::mesh::{Ranks, on_nodes};
+use super::case::{Case, host};
+use super::mesh::{Grid, Ranks, layer_on, on_nodes, part, shares};
+use super::trained::{COUNTERS, near};
 use moesaic::plan::Placement;
-use moesaic::{Engine, Mesh, Parallel, Strategy};
+use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors, Training};
 
 /// Threads that share an engine, of which so many are on a node, with experts placed somewhere.
 pub struct Arranged<'a> {
@@ -32,5 +34,65 @@ impl Ranks for Arranged<'_> {
 
     fn strategy(&self) -> Strategy {
         self.strategy
+    }
+}
+
+/// Ranks of which two are on a node.
+pub fn ranks<'e>(engine: &'e Engine, placement: Option<&Placement>) -> Arranged<'e> {
+    Arranged {
+        engine,
+        per_node: 2,
+        placement: placement.cloned(),
+        strategy: Strategy::default(),
+    }
+}
+
+/// A grid of ranks with a strategy, as text.
+pub fn grid(parallel: Parallel, strategy: &str) -> Grid {
+    let strategy = strategy.parse().unwrap();
+    Grid { parallel, strategy }
+}
+
+/// The gradients of every rank, reduced, that add up over a pass of each strategy, from a layer
+/// that was prepared.
+pub fn added_gradients(
+    ranks: &impl Ranks,
+    parallel: Parallel,
+    case: &Case,
+    strategies: &[impl AsRef<str> + Sync],
+    prepare: impl Fn(&mut MeshLayer) + Sync,
+) -> Vec<Tensors<'static>> {
+    let shares = shares(case.input.tokens, parallel.ranks());
+    let width = case.spec.output_dim();
+    ranks.each(parallel, |engine, mesh| {
+        let mut layer = layer_on(engine, mesh, case, Some(Training::default()));
+        prepare(&mut layer);
+        let tokens = &shares[mesh.rank()];
+        let own = part(case, tokens);
+        for (pass, strategy) in strategies.iter().enumerate() {
+            layer
+                .set_strategy(strategy.as_ref().parse().unwrap())
+                .unwrap();
+            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let dy = &case.dy(pass as u64)[tokens.start * width..tokens.end * width];
+            let dy = host(DType::F32, &[tokens.len(), width], dy);
+            layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();
+        }
+        layer.reduce_gradients().unwrap();
+        layer.gradients().unwrap()
+    })
+}
+
+/// Holds the tensors of every rank against others.
+pub fn near_everywhere(what: &str, case: &Case, found: &[Tensors<'_>], want: &[Tensors<'_>]) {
+    let values =
+        |tensor: &Tensor<'_>| -> Vec<f64> { tensor.to_f32().into_iter().map(f64::from).collect() };
+    for (rank, (found, want)) in found.iter().zip(want).enumerate() {
+        for (name, want) in want {
+            let (found, want) = (values(&found[name]), values(want));
+            let most = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
+            let what = format!("{what}, rank {rank}: {name}");
+            near(&what, &case.spec, &found, &want, most);
+        }
     }
 }

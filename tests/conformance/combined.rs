@@ -1,7 +1,7 @@
 //! Parts of strategies together, and with experts anywhere: what ranks get is what they get by
 //! each part alone.
 
-use super::arranged::Arranged;
+use super::arranged::{Arranged, added_gradients, grid, near_everywhere, ranks};
 use super::case::{Case, floats, host};
 use super::layers::engine as cpu;
 use super::mesh::{
@@ -18,22 +18,7 @@ use moesaic::spec::LayerSpec;
 use moesaic::spec::testing::Counter;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
-use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Tensor, Training};
-
-/// Ranks of which two are on a node, and a grid of them.
-fn ranks<'e>(engine: &'e Engine, placement: Option<&Placement>) -> Arranged<'e> {
-    Arranged {
-        engine,
-        per_node: 2,
-        placement: placement.cloned(),
-        strategy: Strategy::default(),
-    }
-}
-
-fn grid(parallel: Parallel, strategy: &str) -> Grid {
-    let strategy = strategy.parse().unwrap();
-    Grid { parallel, strategy }
-}
+use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Training};
 
 /// Against one process: the same bytes where rows meet whole experts, gradients up to rounding.
 fn check(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) {
@@ -118,43 +103,14 @@ fn gradients_of_replicas_add_up_whatever_the_ways() {
     let case = biased();
     let (parallel, engine) = (mesh(2, 2, 1), cpu());
     let placement: Placement = "+4,0-2,+3 | 3-5,+0".parse().unwrap();
-    let shares = shares(41, 4);
     let added = |ways: [usize; 2]| {
-        ranks(&engine, Some(&placement)).each(parallel, |engine, mesh| {
-            let mut layer = layer_on(engine, mesh, &case, Some(Training::default()));
-            let tokens = &shares[mesh.rank()];
-            let own = part(&case, tokens);
-            for (pass, ways) in ways.into_iter().enumerate() {
-                layer
-                    .set_strategy(format!("ways={ways}").parse().unwrap())
-                    .unwrap();
-                let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
-                let dy = &case.dy(pass as u64)[tokens.start * 24..tokens.end * 24];
-                let dy = host(DType::F32, &[tokens.len(), 24], dy);
-                layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();
-            }
-            layer.reduce_gradients().unwrap();
-            layer.gradients().unwrap()
-        })
+        let strategies = ways.map(|ways| format!("ways={ways}"));
+        let ranks = ranks(&engine, Some(&placement));
+        added_gradients(&ranks, parallel, &case, &strategies, |_| ())
     };
     let want = added([2, 2]);
     for ways in [[0, 0], [2, 0], [0, 1], [1, 0]] {
-        for (rank, (found, want)) in added(ways).iter().zip(&want).enumerate() {
-            for (name, want) in want {
-                let values = |tensor: &Tensor<'_>| -> Vec<f64> {
-                    tensor.to_f32().into_iter().map(f64::from).collect()
-                };
-                let (found, want) = (values(&found[name]), values(want));
-                let most = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
-                near(
-                    &format!("{ways:?}, rank {rank}: {name}"),
-                    &case.spec,
-                    &found,
-                    &want,
-                    most,
-                );
-            }
-        }
+        near_everywhere(&format!("{ways:?}"), &case, &added(ways), &want);
     }
 }
 

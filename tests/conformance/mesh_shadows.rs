@@ -1,32 +1,16 @@
 //! Experts that all ranks have for one call: what ranks get is what one process gets, whichever
 //! experts have shadows.
 
-use super::arranged::Arranged;
-use super::case::{Case, host};
+use super::arranged::{added_gradients, grid, near_everywhere, ranks};
+use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, on_ranks, part};
-use super::mesh::{shares, spec, specs};
+use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, spec, specs};
 use super::mesh_placed::{hot, scattered};
 use super::simulated::open;
-use super::trained::{COUNTERS, near};
+use super::trained::COUNTERS;
 use moesaic::mesh::Split;
 use moesaic::plan::{Placement, ShadowModel};
-use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Training};
-
-/// Ranks of which two are on a node.
-fn ranks<'e>(engine: &'e Engine, placement: Option<&Placement>) -> Arranged<'e> {
-    Arranged {
-        engine,
-        per_node: 2,
-        placement: placement.cloned(),
-        strategy: Strategy::default(),
-    }
-}
-
-fn grid(parallel: Parallel, strategy: &str) -> Grid {
-    let strategy = strategy.parse().unwrap();
-    Grid { parallel, strategy }
-}
+use moesaic::{Engine, Mesh, MeshLayer, Parallel, Recompute, Training};
 
 /// A training layer on a mesh with some strategy.
 fn layer(engine: &Engine, mesh: &Mesh, case: &Case, strategy: &str) -> MeshLayer {
@@ -98,27 +82,12 @@ fn gradients_of_shadows_add_up() {
     let text = "shape = { model_dim = 24, hidden_dim = 24, experts = 6, top_k = 3 }
          experts = { bias = true }";
     let case = Case::random(&spec(text), 41, 2);
-    let (parallel, shares) = (mesh(3, 1, 1), shares(41, 3));
+    let (parallel, engine) = (mesh(3, 1, 1), cpu());
     let placement: Placement = "+4,0,2,+3 | 3,5,+0 | 1,+5,4".parse().unwrap();
     let added = |strategies: [&str; 3]| {
-        ranks(&cpu(), Some(&placement)).each(parallel, |engine, mesh| {
-            let mut layer = layer(engine, mesh, &case, "default");
-            eager(&mut layer);
-            let tokens = &shares[mesh.rank()];
-            let own = part(&case, tokens);
-            for (pass, strategy) in strategies.into_iter().enumerate() {
-                layer.set_strategy(strategy.parse().unwrap()).unwrap();
-                let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
-                let dy = &case.dy(pass as u64)[tokens.start * 24..tokens.end * 24];
-                let dy = host(DType::F32, &[tokens.len(), 24], dy);
-                layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();
-            }
-            layer.reduce_gradients().unwrap();
-            layer.gradients().unwrap()
-        })
+        let ranks = ranks(&engine, Some(&placement));
+        added_gradients(&ranks, parallel, &case, &strategies, eager)
     };
-    let values =
-        |tensor: &Tensor<'_>| -> Vec<f64> { tensor.to_f32().into_iter().map(f64::from).collect() };
     let want = added(["default"; 3]);
     for strategies in [
         ["shadows=2"; 3],
@@ -127,14 +96,7 @@ fn gradients_of_shadows_add_up() {
     ] {
         let found = added(strategies);
         assert!(added(strategies) == found, "another run");
-        for (rank, (found, want)) in found.iter().zip(&want).enumerate() {
-            for (name, want) in want {
-                let want = values(want);
-                let most = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
-                let what = format!("{strategies:?}, rank {rank}: {name}");
-                near(&what, &case.spec, &values(&found[name]), &want, most);
-            }
-        }
+        near_everywhere(&format!("{strategies:?}"), &case, &found, &want);
     }
 }
 

@@ -129,13 +129,11 @@ impl RankPlan {
     /// All of a pass.
     pub fn bytes_of(&self, steps: &[RankStep], tokens: u64, per_node: usize) -> Sent {
         let mut all = Sent::default();
-        for step in steps {
-            if let RankStep::Exchange(exchange) = step {
-                let sent = self.bytes(exchange, tokens, per_node);
-                all.here += sent.here;
-                all.node += sent.node;
-                all.network += sent.network;
-            }
+        for exchange in steps.iter().filter_map(RankStep::exchange) {
+            let sent = self.bytes(exchange, tokens, per_node);
+            all.here += sent.here;
+            all.node += sent.node;
+            all.network += sent.network;
         }
         all
     }

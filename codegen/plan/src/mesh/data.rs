@@ -33,8 +33,6 @@ pub struct RankPlan {
     /// for that ([`RankPlan::in_wire`]). Its tokens are such rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wire: Option<LayerPlan>,
-    /// Rows of a tile of the experts' products.
-    pub tile_rows: usize,
     /// The steps of a forward pass: of one that trains, where there is a backward pass.
     pub steps: Vec<RankStep>,
     /// The steps of an evaluation, where `steps` trains.
@@ -75,6 +73,16 @@ pub enum RankStep {
     },
     /// Something that all ranks do together.
     Exchange(Exchange),
+}
+
+impl RankStep {
+    /// What ranks do together, if that is what it is.
+    pub fn exchange(&self) -> Option<&Exchange> {
+        match self {
+            RankStep::Exchange(exchange) => Some(exchange),
+            RankStep::Launch { .. } => None,
+        }
+    }
 }
 
 /// What ranks do together. Sizes follow from counts: see [`RankPlan::bytes`].

@@ -117,7 +117,7 @@ impl<'p> Sharing<'p> {
 ///
 /// # Errors
 /// [`PlanError::Mesh`] for a mesh that the layer cannot have; [`PlanError::Strategy`] for a
-/// number of ways that the mesh cannot have; [`PlanError::Placement`] for a placement of other
+/// number of ways, or shadows, that the mesh cannot have; [`PlanError::Placement`] for a placement of other
 /// experts or groups.
 pub fn plan_rank<'p>(
     spec: &LayerSpec,
@@ -134,14 +134,7 @@ pub fn plan_rank<'p>(
     } = sharing.into();
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
-    let by = Ways::new(mesh, ways)?;
-    let strategy = Strategy {
-        ways: Some(ways),
-        shadows,
-        ..Strategy::default()
-    };
-    strategy.check(&mesh)?;
-    let shadows = shadows.min(spec.shape.experts - 1) * usize::from(mesh.ep > 1);
+    let by = Ways::new(mesh, ways)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
     let of_experts = PlanOptions {
         unpacked: options.unpacked || !by.own_alone(),
@@ -155,12 +148,16 @@ pub fn plan_rank<'p>(
         }
     };
     let experts = plan_experts(spec, target, &of_experts, &own);
-    let shadowed = of_so_many(spec, by.mesh(), by.place(rank), shadows);
-    let of_shadows = PlanOptions {
-        unpacked: true,
-        ..options.clone()
-    };
-    let shadows = (shadows > 0).then(|| plan_experts(spec, target, &of_shadows, &shadowed));
+    // The last expert never has one, and where every rank has all nobody needs one.
+    let most = shadows.min(spec.shape.experts - 1) * usize::from(mesh.ep > 1);
+    let shadows = (most > 0).then(|| {
+        let options = PlanOptions {
+            unpacked: true,
+            ..options.clone()
+        };
+        let shadowed = of_so_many(spec, by.mesh(), by.place(rank), most);
+        plan_experts(spec, target, &options, &shadowed)
+    });
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
@@ -169,7 +166,6 @@ pub fn plan_rank<'p>(
         place,
         placement: placement.cloned(),
         ways,
-        tile_rows: experts.tile_rows(),
         steps: Vec::new(),
         evaluation: Vec::new(),
         backward: Vec::new(),

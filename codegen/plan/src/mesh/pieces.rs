@@ -8,8 +8,9 @@
 //! A piece has a part of the rows of every rank for every expert, or all rows of some ranks
 //! ([`Cut`]), so that routing and capacity are as without pieces. Exchanges are queued as
 //! soon as their rows exist, the order that ends first: all rows to experts, then the answer
-//! of each piece behind its products. Shadows, whose rows stay, are multiplied first. Backward walks the pieces from the last to the first, whose rows were used last;
-//! where the first are a rank's own rows, which wait for nobody, it begins with them, too.
+//! of each piece behind its products. Shadows, whose rows stay, are multiplied first.
+//! Backward walks the pieces from the last to the first, whose rows were used last; where
+//! the first are a rank's own rows, which wait for nobody, it begins with them, too.
 //!
 //! Rows lie at their experts by piece, then by expert, then by rank. Backward reads them
 //! where forward has put them, so that with other numbers of pieces in both, products are

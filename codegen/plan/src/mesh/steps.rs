@@ -19,18 +19,7 @@ pub(super) fn in_order(mut plan: RankPlan, places: &Places) -> RankPlan {
 }
 
 fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
-    let launched = |plan: &LayerPlan| {
-        if trains {
-            plan.steps.len()
-        } else {
-            plan.evaluation_steps().len()
-        }
-    };
-    let steps = if trains {
-        &plan.tokens.steps
-    } else {
-        plan.tokens.evaluation_steps()
-    };
+    let steps = pass_of(&plan.tokens, trains);
     let named = |name: &str| {
         let id = plan.tokens.id(name);
         id.filter(|id| steps.iter().any(|step| step.tensors().contains(id)))
@@ -51,22 +40,13 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         list.push(exchange("capacity", Way::Most { tensor }));
     }
     launch(&mut list, Side::Tokens, scanned..at);
-    let multiply = if trains {
-        &plan.experts.steps
-    } else {
-        plan.experts.evaluation_steps()
-    };
+    let multiply = pass_of(&plan.experts, trains);
     list.extend(gathered_weights(plan, multiply));
     let weights = named("row_weights").map(|_| ("row_weights", "topk_weights"));
     let sent: Vec<_> = [("rows", "rows")].into_iter().chain(weights).collect();
     if let Some(shadows) = &plan.shadows {
         list.push(exchange("loads", Way::Loads));
-        let multiply = if trains {
-            &shadows.steps
-        } else {
-            shadows.evaluation_steps()
-        };
-        list.extend(of_shadows(plan, shadows, (multiply, &sent)));
+        list.extend(of_shadows(plan, shadows, (pass_of(shadows, trains), &sent)));
     }
     list.push(exchange("counts", Way::Counts));
     list.extend(
@@ -74,19 +54,28 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
             .filter_map(|(from, to)| to_experts(plan, from, to)),
     );
     if let Some(shadows) = &plan.shadows {
-        launch(&mut list, Side::Shadows, 0..launched(shadows));
+        launch(&mut list, Side::Shadows, 0..pass_of(shadows, trains).len());
         list.extend(from_shadows(plan, shadows, "out"));
     }
-    launch(&mut list, Side::Experts, 0..launched(&plan.experts));
+    launch(&mut list, Side::Experts, 0..multiply.len());
     list.extend(to_tokens(plan, "out"));
     if let Some(shared) = &plan.shared {
         list.push(exchange("tokens of slices", Way::Neighbours));
         list.extend(to_slices(plan, shared, "x"));
-        launch(&mut list, Side::Shared, 0..launched(shared));
+        launch(&mut list, Side::Shared, 0..pass_of(shared, trains).len());
         list.extend(from_slices(plan, shared, |part| part == "out"));
     }
     launch(&mut list, Side::Tokens, at..steps.len());
     list
+}
+
+/// The steps of a side in a forward pass.
+fn pass_of(side: &LayerPlan, trains: bool) -> &[Step] {
+    if trains {
+        &side.steps
+    } else {
+        side.evaluation_steps()
+    }
 }
 
 fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {

@@ -300,14 +300,12 @@ pub enum StrategyError {
     },
     /// Weights as other ranks cannot gather them.
     #[error(
-        "experts' weights are packed for a CPU, so that rows cannot go {ways} ways, and \
-         {shadows} experts cannot have shadows; make the layer on `Mesh::for_any_ways`"
+        "experts' weights are packed for a CPU, and other ranks cannot gather them so, as \
+         `{strategy}` asks; make the layer on `Mesh::for_any_ways`"
     )]
     Packed {
         /// As asked for.
-        ways: usize,
-        /// As asked for.
-        shadows: usize,
+        strategy: Strategy,
     },
     /// Rows in no pieces, or in too many.
     #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
@@ -423,15 +421,7 @@ impl Strategy {
     /// # Errors
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        let (ways, shards, shadows) = (self.ways(mesh), mesh.shards, self.shadows);
-        Ways::new(*mesh, ways)?;
-        if shadows > 0 && (ways, shards) != (1, 1) {
-            return Err(StrategyError::Shadows {
-                shadows,
-                shards,
-                ways,
-            });
-        }
+        Ways::new(*mesh, self.ways(mesh))?.shadowing(self.shadows)?;
         let degrees = [self.degree.forward, self.degree.backward];
         let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
         if let Some(&degree) = wrong {

@@ -31,6 +31,23 @@ impl Ways {
         }
     }
 
+    /// The same, if at most so many experts may have shadows at it.
+    ///
+    /// # Errors
+    /// [`StrategyError::Shadows`] where experts are in slices, or rows stay.
+    pub fn shadowing(self, shadows: usize) -> Result<Ways, StrategyError> {
+        let (ways, shards) = (self.ways, self.weights.shards);
+        if shadows == 0 || (ways, shards) == (1, 1) {
+            Ok(self)
+        } else {
+            Err(StrategyError::Shadows {
+                shadows,
+                shards,
+                ways,
+            })
+        }
+    }
+
     /// All that a mesh can have, ascending.
     pub fn all(weights: Parallel) -> Vec<usize> {
         let divides = |ways: &usize| weights.shards.is_multiple_of(*ways);

@@ -3,7 +3,7 @@
 use super::layer::MeshLayer;
 use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
-use super::rows::{OwnRows, Rows};
+use super::rows::Rows;
 use super::run::Run;
 use super::side::Side;
 use super::view::{Form, View};
@@ -153,7 +153,7 @@ impl MeshLayer {
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let saved = MeshSaved {
             wire,
-            form: view.form(),
+            form: view.form,
             passes: Arc::clone(&view.passes),
             tokens,
             experts,
@@ -188,7 +188,7 @@ impl MeshLayer {
             return Err(EngineError::ForeignSaved);
         }
         let mut run = self.call(view, saved.wire)?;
-        run.own.clone_from(&saved.rows.own);
+        run.own = Arc::clone(&saved.rows.own);
         run.lend(true)?;
         run.lend_shadows(true)?;
         run.tokens.back(&saved.tokens, accumulate)?;
@@ -232,7 +232,7 @@ impl MeshLayer {
             shadows: sides.shadows.map(Side::new),
             model: &self.shadow_model,
             shared: sides.shared.map(Side::new),
-            own: OwnRows::default(),
+            own: Arc::default(),
             rows: None,
             neighbours: None,
             under_way: Vec::new(),

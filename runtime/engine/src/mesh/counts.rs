@@ -4,7 +4,7 @@ use super::groups::Between;
 use super::neighbours::Neighbours;
 use super::passes::Segment;
 use super::route::Course;
-use super::rows::Rows;
+use super::rows::{OwnRows, Rows};
 use super::run::Run;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
@@ -55,20 +55,32 @@ impl Run<'_> {
         between: Between,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
+        let all = self.each_tells(&[own as u64], between, call)?;
+        let number = |own: Vec<usize>| own.first().copied().unwrap_or(0);
+        Ok(all.into_iter().map(number).collect())
+    }
+
+    /// Numbers of every rank of a group.
+    pub fn each_tells(
+        &mut self,
+        own: &[u64],
+        between: Between,
+        call: &Call,
+    ) -> Result<Vec<Vec<usize>>, EngineError> {
         let group = self.groups.between(between);
-        let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
-        let number = |bytes: &Vec<u8>| {
-            let bytes = bytes.as_slice().try_into().unwrap_or_default();
-            u64::from_le_bytes(bytes) as usize
+        let all = group.gather_bytes(cast_slice(own), call)?;
+        let numbers = |bytes: &Vec<u8>| {
+            let numbers = bytes.as_chunks::<8>().0.iter();
+            numbers.map(|n| u64::from_ne_bytes(*n) as usize).collect()
         };
-        Ok(all.iter().map(number).collect())
+        Ok(all.iter().map(numbers).collect())
     }
 
     /// Everybody learns how many rows come from where.
     pub fn count(&mut self) -> Result<Rows, EngineError> {
         let (mesh, place) = self.travels();
         self.count_own()?;
-        let (placement, own) = (self.plan.row_placement(), self.own.clone());
+        let (placement, own) = (self.plan.row_placement(), Arc::clone(&self.own));
         let device = &*self.tokens.layer.device;
         let (counts, sizes) = Rows::told((mesh, place), &placement, &own);
         let algorithm = match self.course {
@@ -109,7 +121,11 @@ impl Run<'_> {
         let from = self.tokens.named("offsets").expect("a scan has offsets");
         let bytes = bytemuck::cast_slice_mut(&mut offsets);
         self.tokens.layer.device.download(from, 0, bytes)?;
-        self.own.offsets = offsets.into_iter().map(|row| row as usize).collect();
+        let offsets = offsets.into_iter().map(|row| row as usize).collect();
+        self.own = Arc::new(OwnRows {
+            offsets,
+            ..OwnRows::default()
+        });
         Ok(())
     }
 

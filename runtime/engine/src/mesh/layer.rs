@@ -213,7 +213,7 @@ impl MeshLayer {
         let (by, course) = self.checked(strategy)?;
         let form = self.form(strategy);
         if !self.views.contains_key(&form) {
-            self.add(by, form)?;
+            self.add(by, strategy)?;
         }
         self.pack(form, strategy.wire)?;
         self.take_pieces(form, strategy.pieces())?;
@@ -271,7 +271,7 @@ impl MeshLayer {
 
     /// What packs rows of a view; `None` where they stay as they are.
     pub(super) fn packing(&self, view: &View, wire: Both<Wire>) -> Option<&Packing> {
-        self.packings.get(&(view.form(), wire))
+        self.packings.get(&(view.form, wire))
     }
 
     /// Binds the passes of a form for rows in pieces.
@@ -288,17 +288,17 @@ impl MeshLayer {
         Ok(())
     }
 
-    /// Makes what a form needs. All ranks do it.
-    fn add(&mut self, by: Ways, form: Form) -> Result<(), EngineError> {
+    /// Makes what the form of a strategy needs. All ranks do it.
+    fn add(&mut self, by: Ways, strategy: Strategy) -> Result<(), EngineError> {
         let held = self.experts.plan();
         let mut weights = held
             .tensors
             .iter()
             .filter(|tensor| tensor.role == Role::Weight);
         if weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id))) {
-            let Form { ways, shadows } = form;
-            return Err(PlanError::from(StrategyError::Packed { ways, shadows }).into());
+            return Err(PlanError::from(StrategyError::Packed { strategy }).into());
         }
+        let form = self.form(strategy);
         let (spec, training) = (self.tokens.spec(), self.tokens.plan().training);
         let plan = self.engine.plan_of(&self.mesh, spec, training, form)?;
         check_same(&self.mesh, &plan, training)?;

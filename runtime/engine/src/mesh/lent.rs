@@ -7,7 +7,7 @@ use super::under_way::Started;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
-use moesaic_plan::{self as plan, LayerPlan, Role, Strip, TensorId, TensorPlan};
+use moesaic_plan::{LayerPlan, RankStep, Role, Strip, TensorId, TensorPlan, Way};
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::Arc;
 
@@ -237,12 +237,10 @@ impl Run<'_> {
 
     /// The gradients that go back to their owners, and what cuts them.
     fn scattered(&self) -> impl Iterator<Item = (TensorId, Option<usize>)> {
-        self.plan.backward.iter().filter_map(|step| match step {
-            plan::RankStep::Exchange(exchange) => match exchange.way {
-                plan::Way::ScatterGradient { gradient, cut } => Some((gradient, cut)),
-                _ => None,
-            },
-            plan::RankStep::Launch { .. } => None,
+        let exchanges = self.plan.backward.iter().filter_map(RankStep::exchange);
+        exchanges.filter_map(|exchange| match exchange.way {
+            Way::ScatterGradient { gradient, cut } => Some((gradient, cut)),
+            _ => None,
         })
     }
 

@@ -67,7 +67,7 @@ pub(super) struct Rows {
     place: Place,
     placement: Placement,
     /// On the tokens' side.
-    pub own: OwnRows,
+    pub own: Arc<OwnRows>,
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
     /// What passes through this rank, where rows go by way of others.
@@ -107,7 +107,7 @@ impl Rows {
     pub fn new(
         (mesh, place): (Parallel, Place),
         placement: Placement,
-        own: OwnRows,
+        own: Arc<OwnRows>,
         told: &[i64],
     ) -> Rows {
         let experts = placement.count(place.ep);
@@ -349,12 +349,12 @@ mod tests {
                 *sum += n;
                 Some(*sum)
             }));
-            OwnRows {
+            Arc::new(OwnRows {
                 offsets: list,
                 shadowed: shadowed.to_vec(),
-            }
+            })
         };
-        let all: Vec<OwnRows> = counts.iter().map(offsets).collect();
+        let all: Vec<Arc<OwnRows>> = counts.iter().map(offsets).collect();
         let at = |rank| (mesh, mesh.place(rank).unwrap());
         let told = all.iter().enumerate();
         let told = told.map(|(rank, own)| Rows::told(at(rank), placement, own));

@@ -16,8 +16,8 @@ use bytemuck::cast_slice;
 use moesaic_collectives::plan::{Itinerary, RowBytes};
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
-use moesaic_plan::Way;
-use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, ShadowModel, TensorId};
+use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, ShadowModel};
+use moesaic_plan::{TensorId, Way};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::ops::Range;
@@ -47,7 +47,7 @@ pub(super) struct Run<'l> {
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
     /// Rows of this rank's tokens, once they are known.
-    pub own: OwnRows,
+    pub own: Arc<OwnRows>,
     pub rows: Option<Rows>,
     pub neighbours: Option<Neighbours>,
     /// Exchanges that are not waited for yet, in their order.
@@ -187,6 +187,14 @@ impl Run<'_> {
             }
         };
         let started = match exchange.way {
+            Way::ToShadows { .. }
+            | Way::FromShadows { .. }
+            | Way::ShadowWeight { .. }
+            | Way::ShadowGradient { .. }
+                if self.own.shadowed.is_empty() =>
+            {
+                return Ok(None); // no expert has one in this call
+            }
             // Done when the call begins, or by [`Run::run`].
             Way::Tokens | Way::Loads | Way::Counts | Way::Neighbours => return Ok(None),
             Way::ToExperts { from, to } => {
@@ -403,7 +411,7 @@ impl Run<'_> {
 
     /// Tells the experts' kernels where rows of a piece lie, in the order of the stream.
     fn lay_out_piece(&self, rows: &Rows, piece: usize) -> Result<(), EngineError> {
-        let tiles = rows.row_tiles(piece, self.plan.tile_rows);
+        let tiles = rows.row_tiles(piece, self.plan.experts.tile_rows());
         let offsets = rows.expert_offsets(piece);
         self.experts.tell("offsets", cast_slice(&offsets))?;
         self.experts.tell("row_tiles", cast_slice(&tiles))

@@ -29,9 +29,7 @@ impl Run<'_> {
         let experts = self.plan.tokens.spec.shape.experts;
         let own = (0..experts).map(|expert| self.own.of(expert) as u64);
         let (own, call) = (own.collect::<Vec<_>>(), self.call("loads"));
-        let group = self.groups.between(Between::Rows(self.plan.ways));
-        let all = group.gather_bytes(cast_slice(&own), &call)?;
-        let counts: Vec<Vec<usize>> = all.iter().map(|bytes| numbers(bytes)).collect();
+        let counts = self.each_tells(&own, Between::Rows(self.plan.ways), &call)?;
         let placement = self.plan.placement();
         let model = ShadowModel {
             most: self.model.most.min(self.shadow_plan().spec.shape.experts),
@@ -40,7 +38,7 @@ impl Run<'_> {
         let mut chosen = shadows(&model, &placement, self.plan.mesh.shards, &counts);
         // One owner's after the other's: their gradients are parts of a sum, rank after rank.
         chosen.sort_by_key(|&expert| (placement.owner(expert), expert));
-        self.own.shadowed = chosen;
+        Arc::make_mut(&mut self.own).shadowed = chosen;
         self.lend_shadows(false)?;
         let stay = self.own.shadowed.iter().map(|&expert| self.own.of(expert));
         Ok(stay.sum())
@@ -106,17 +104,15 @@ impl Run<'_> {
         to: TensorId,
         call: &Call,
     ) -> Result<(), EngineError> {
-        if self.own.shadowed.is_empty() {
-            return Ok(()); // nothing is lent
-        }
-        let to = Arc::clone(self.weight_of_shadows(to));
+        let to = Arc::clone(self.shadow_side().buffer(to));
         let own = Arc::clone(self.own(from, &self.owned.weights)?);
         let (dtype, elements) = self.of_expert(from);
         let bytes = elements * dtype.size();
-        for (number, [owner, slot]) in self.owners().into_iter().enumerate() {
-            if owner == self.plan.place.ep {
-                self.copy_bytes((&own, slot * bytes), (&to, number * bytes), bytes)?;
-            }
+        let owners = self.owners();
+        for (number, slot) in self.mine(&owners) {
+            self.copy_bytes((&own, slot * bytes), (&to, number * bytes), bytes)?;
+        }
+        for (number, [owner, _]) in owners.into_iter().enumerate() {
             let data = Slice::new(&to, dtype, number * elements, elements)?;
             let group = self.groups.between(Between::Rows(self.plan.ways));
             let sent = group.broadcast(&data, owner, call)?;
@@ -132,15 +128,13 @@ impl Run<'_> {
             return Ok(());
         }
         for (from, to) in shadow_gradients(&self.plan.backward) {
-            let gradient = self.weight_of_shadows(from);
+            let gradient = self.shadow_side().buffer(from);
             let own = self.own(to, self.owned.gradient_buffers()?)?;
             let bytes = self.of_expert(to).1 * Element::F32.size();
             let owners = self.owners();
             clear(&*self.owned.device, gradient, owners.len() * bytes)?;
-            for (number, [owner, slot]) in owners.into_iter().enumerate() {
-                if owner == self.plan.place.ep {
-                    self.copy_bytes((own, slot * bytes), (gradient, number * bytes), bytes)?;
-                }
+            for (number, slot) in self.mine(&owners) {
+                self.copy_bytes((own, slot * bytes), (gradient, number * bytes), bytes)?;
             }
         }
         Ok(())
@@ -154,16 +148,13 @@ impl Run<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let (elements, owners) = (self.of_expert(to).1, self.owners());
-        if owners.is_empty() {
-            return Ok(());
-        }
         let me = self.plan.place.ep;
         let mut counts = vec![0; self.plan.mesh.ep];
         owners
             .iter()
             .for_each(|[owner, _]| counts[*owner] += elements);
         let sums = self.spare(counts[me] * Element::F32.size())?;
-        let from = Arc::clone(self.weight_of_shadows(from));
+        let from = Arc::clone(self.shadow_side().buffer(from));
         let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
         let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
         let group = self.groups.between(Between::Rows(self.plan.ways));
@@ -171,8 +162,7 @@ impl Run<'_> {
         self.complete(Started::of(sum, &input))?;
         let own = self.own(to, self.owned.gradient_buffers()?)?;
         let bytes = elements * Element::F32.size();
-        let mine = owners.into_iter().filter(|[owner, _]| *owner == me);
-        for (number, [_, slot]) in mine.enumerate() {
+        for (number, (_, slot)) in self.mine(&owners).enumerate() {
             self.copy_bytes((&sums, number * bytes), (own, slot * bytes), bytes)?;
         }
         self.groups.spare.give([sums]);
@@ -190,15 +180,18 @@ impl Run<'_> {
         self.own.shadowed.iter().map(of).collect()
     }
 
+    /// Of them those of this rank's experts: the number of the shadow, and which expert it is.
+    fn mine(&self, owners: &[[usize; 2]]) -> impl Iterator<Item = (usize, usize)> {
+        let me = self.plan.place.ep;
+        let all = owners.iter().enumerate();
+        all.filter_map(move |(number, [owner, slot])| (*owner == me).then_some((number, *slot)))
+    }
+
     /// The type of a tensor of the experts' side, and how many elements an expert has.
     fn of_expert(&self, tensor: TensorId) -> (Element, usize) {
         let tensor = &self.plan.experts[tensor];
         let each = tensor.shape[1..].iter().map(|size| size.eval(0) as usize);
         (element(tensor.dtype), each.product())
-    }
-
-    fn weight_of_shadows(&self, tensor: TensorId) -> &Arc<Buffer> {
-        self.shadow_side().buffer(tensor)
     }
 
     fn shadow_side(&self) -> &Side<'_> {
@@ -224,19 +217,11 @@ impl Run<'_> {
     }
 }
 
-/// Rows for each expert, as a rank tells them.
-fn numbers(bytes: &[u8]) -> Vec<usize> {
-    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes) as usize;
-    bytes.chunks_exact(8).map(number).collect()
-}
-
 /// The gradients that a pass sums, and where the sums go.
 fn shadow_gradients(steps: &[RankStep]) -> impl Iterator<Item = (TensorId, TensorId)> {
-    steps.iter().filter_map(|step| match step {
-        RankStep::Exchange(exchange) => match exchange.way {
-            Way::ShadowGradient { from, to } => Some((from, to)),
-            _ => None,
-        },
-        RankStep::Launch { .. } => None,
+    let exchanges = steps.iter().filter_map(RankStep::exchange);
+    exchanges.filter_map(|exchange| match exchange.way {
+        Way::ShadowGradient { from, to } => Some((from, to)),
+        _ => None,
     })
 }

@@ -1,4 +1,4 @@
-//! What a rank runs at a number of ways.
+//! What a rank runs in a form: at a number of ways, with so many shadows.
 
 use super::passes::{Launched, Passes, SHADOWED, SLICED, Segment, segments};
 use crate::engine::Engine;
@@ -14,7 +14,8 @@ use std::sync::Arc;
 /// A plan and its steps, bound, over the layers of a rank's sides: those that hold its
 /// weights, but where a number of ways needs others.
 pub(super) struct View {
-    form: Form,
+    /// What of a strategy it is for.
+    pub form: Form,
     pub plan: RankPlan,
     /// Where what comes back of weights of rows has other sizes; weights and gradients are
     /// the same.
@@ -114,11 +115,6 @@ impl View {
             experts: Some(experts),
             ..view
         })
-    }
-
-    /// What of a strategy it is for.
-    pub fn form(&self) -> Form {
-        self.form
     }
 
     /// Binds its passes for rows in pieces.
