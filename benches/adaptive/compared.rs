@@ -3,6 +3,7 @@
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::Passes;
 use crate::{Result, quartile};
+use moesaic::plan::ShadowModel;
 use moesaic::planner::{Machine, Question, Routing, Simulator};
 use moesaic::{Strategy, Training};
 use serde::Deserialize;
@@ -95,6 +96,7 @@ fn predict(drawn: &Drawn, strategy: &str, machine: &Machine) -> Result<f64> {
     let spec = drawn.spec()?;
     let question = Question {
         routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
+        shadow_model: ShadowModel::of(&spec),
         spec,
         machine: machine.clone(),
         world: RANKS,

@@ -8,7 +8,7 @@ use crate::spec_source::LayerArgs;
 use crate::training::TrainingArgs;
 use crate::{emit, mesh};
 use clap::Args;
-use moesaic::plan::{Strategy, Wire};
+use moesaic::plan::{ShadowModel, Strategy, Wire};
 use moesaic::planner::{
     self, Calibration, Machine, PlannerError, Question, Ranked, ReadError, Routing, Simulator,
     Space,
@@ -143,6 +143,7 @@ impl PlanArgs {
             machine,
             world,
             training: self.training.get(),
+            shadow_model: ShadowModel::of(&spec),
             spec,
         })
     }

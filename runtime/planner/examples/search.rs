@@ -5,7 +5,7 @@
 //! /usr/bin/time -v target/release/examples/search 1.2 2048   # exponent of Zipf, ranks
 //! ```
 
-use moesaic_plan::{Training, Wire};
+use moesaic_plan::{ShadowModel, Training, Wire};
 use moesaic_planner::{Question, Routing, Simulator, Space, published, search};
 use moesaic_spec::LayerSpec;
 
@@ -19,6 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .map_or(Ok(0.0), |skew| skew.parse())?;
     let question = Question {
         routing: Routing::zipf(4096, 256, 8, skew)?,
+        shadow_model: ShadowModel::of(&spec),
         spec,
         machine: published("dgx-h100-ib")?,
         world: std::env::args()

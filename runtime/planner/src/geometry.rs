@@ -1,10 +1,13 @@
 //! Ranks that have the same to do are one.
 
 use crate::exchange::{Load, MOST_LEVELS};
-use crate::traffic::{Group, Step, Traffic};
+use crate::shadows::Shadows;
+use crate::traffic::{Group, Rows, Step, Traffic};
 use crate::{Machine, Routing};
-use moesaic_plan::{Parallel, Route};
+use moesaic_plan::{Parallel, Route, ShadowModel};
+use std::borrow::Cow;
 use std::collections::HashMap;
+use std::rc::Rc;
 
 /// A rank that stands for all that have the same to do.
 #[derive(Clone, Debug)]
@@ -32,6 +35,12 @@ pub(crate) struct Rank {
     pub each: Vec<Share>,
     /// See `each`.
     pub each_back: Vec<Share>,
+    /// The shadows of its group.
+    pub shadows: Rc<Shadows>,
+    /// Rows that stay, by shadow.
+    pub stay: Vec<f64>,
+    /// What it moves where gradients of shadows are summed ([`Shadows::sums`]).
+    pub sums: Rows,
 }
 
 /// A rank's part of one phase, in rows.
@@ -53,20 +62,28 @@ impl Share {
     }
 }
 
-/// The ranks of a mesh in which rows go to `ways` slices, as far as they differ.
+/// The ranks of a mesh in which rows go to `ways` slices, as far as they differ; `model`
+/// says which experts have shadows, where some may.
 pub(crate) fn ranks(
     machine: &Machine,
     mesh: Parallel,
     routing: &Routing,
     experts: usize,
     (route, ways): (Route, usize),
+    model: Option<&ShadowModel>,
 ) -> Vec<Rank> {
     // Where all have the same rows, groups do.
     let groups = if routing.is_alike() { 1 } else { mesh.dp };
     let mut seen = HashMap::new();
     let mut list: Vec<Rank> = Vec::new();
     for at in 0..groups {
-        let group = Group::new(machine, mesh, at * mesh.group(), routing, experts);
+        let all = Group::new(machine, mesh, at * mesh.group(), routing, experts);
+        let shadows = model.map_or_else(Rc::default, |model| Rc::new(Shadows::of(model, &all)));
+        let travels = match &*shadows.experts {
+            [] => Cow::Borrowed(routing),
+            stay => Cow::Owned(routing.clone().without(stay)),
+        };
+        let group = Group::new(machine, mesh, at * mesh.group(), &travels, experts);
         let traffic = group.traffic(route);
         // In two dimensions answers of slices are taken to be spread evenly over them.
         let each = (route == Route::Once && traffic.steps.len() > 1)
@@ -75,6 +92,7 @@ pub(crate) fn ranks(
         let answers = straight.then(|| group.answers(mesh.shards / ways));
         for place in 0..group.ranks() {
             let mut rank = one(&group, &traffic, place, at);
+            rank.stay_with(&shadows, all.counts(place), place);
             if let Some(answers) = &answers {
                 rank.back = vec![share(&answers.steps[0], place)];
                 rank.own_back = answers.own[place];
@@ -125,21 +143,37 @@ fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
         own_back: traffic.own[place] * part,
         each: Vec::new(),
         each_back: Vec::new(),
+        shadows: Rc::default(),
+        stay: Vec::new(),
+        sums: Rows::default(),
         phases,
+    }
+}
+
+impl Rank {
+    /// Its rows for some experts stay.
+    fn stay_with(&mut self, shadows: &Rc<Shadows>, counts: &[f64], place: usize) {
+        self.stay = shadows.experts.iter().map(|e| counts[*e]).collect();
+        self.sums = shadows.sums.get(place).copied().unwrap_or_default();
+        self.shadows = Rc::clone(shadows);
     }
 }
 
 /// What tells ranks apart, to seven digits.
 fn key(rank: &Rank) -> Vec<u32> {
+    let of = |load: &Load| [load.peers, load.sent, load.received];
     let loads = rank.phases.iter().chain(&rank.back).flat_map(|phase| {
-        let of = |load: &Load| [load.peers, load.sent, load.received];
-        phase.loads.iter().flat_map(of).chain([phase.copied])
+        let copied = [phase.copied];
+        phase.loads.iter().flat_map(of).chain(copied)
     });
+    let shadows = rank.sums.iter().flat_map(of);
     let numbers = rank
         .arriving
         .iter()
         .copied()
         .chain([rank.own, rank.tokens, rank.rows])
-        .chain(loads);
+        .chain(loads)
+        .chain(rank.stay.iter().copied())
+        .chain(shadows);
     numbers.map(|n| (n as f32).to_bits()).collect()
 }

@@ -27,6 +27,7 @@ mod routing;
 mod run;
 mod schedule;
 mod search;
+mod shadows;
 mod sides;
 mod simulate;
 mod trace;

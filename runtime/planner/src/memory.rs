@@ -9,7 +9,7 @@ use moesaic_plan::{LayerPlan, RankPlan, Role};
 pub struct Memory {
     /// Weights, and in training their gradients, that stay.
     pub weights: f64,
-    /// Weights of other ranks that a pass gathers.
+    /// Weights of other ranks that a pass gathers, and those of shadows with their gradients.
     pub gathered: f64,
     /// Rows, activations and what else depends on the number of tokens.
     pub rows: f64,
@@ -48,7 +48,8 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
     let tokens = most(&|rank| rank.tokens);
     let arriving = most(&|rank| rank.arriving.iter().sum::<f64>() * part);
     let experts = kept(&plan.experts);
-    let shared = plan.shared.as_ref();
+    let (shared, shadows) = (plan.shared.as_ref(), plan.shadows.as_ref());
+    let stay = most(&|rank| rank.stay.iter().sum());
     let neighbours = tokens * plan.mesh.shards as f64;
     let row = plan.experts.tensor("rows").map_or(0.0, |rows| {
         let width: u64 = rows.shape.iter().skip(1).map(|size| size.eval(0)).product();
@@ -56,10 +57,11 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
     });
     Memory {
         weights: kept(&plan.tokens) + experts * owned + shared.map_or(0.0, kept),
-        gathered: experts * (1.0 - owned),
+        gathered: experts * (1.0 - owned) + shadows.map_or(0.0, kept),
         rows: passing(&plan.tokens, tokens)
             + passing(&plan.experts, arriving)
-            + shared.map_or(0.0, |shared| passing(shared, neighbours)),
+            + shared.map_or(0.0, |shared| passing(shared, neighbours))
+            + shadows.map_or(0.0, |shadows| passing(shadows, stay)),
         passed: row * most(&|rank| rank.phases.iter().map(|phase| phase.copied).sum()) * part,
     }
 }

@@ -3,7 +3,7 @@
 use crate::exchange::LevelTime;
 use crate::memory::Memory;
 use crate::{Machine, Routing};
-use moesaic_plan::{Parallel, PlanError, Strategy, StrategyError, Training};
+use moesaic_plan::{Parallel, PlanError, ShadowModel, Strategy, StrategyError, Training};
 use moesaic_spec::LayerSpec;
 
 /// A layer on a machine.
@@ -19,6 +19,9 @@ pub struct Question {
     pub training: Option<Training>,
     /// Rows of ranks for experts.
     pub routing: Routing,
+    /// By what experts with shadows are chosen, as the layer does it: [`ShadowModel::of`] if
+    /// it was told no other.
+    pub shadow_model: ShadowModel,
 }
 
 /// Something that cannot be predicted.
@@ -57,12 +60,6 @@ pub enum PlannerError {
     Cut {
         /// As asked for.
         route: String,
-    },
-    /// Experts with shadows, which depend on the rows of each call.
-    #[error("shadows={shadows} is not simulated; take shadows=0")]
-    Shadows {
-        /// As asked for.
-        shadows: usize,
     },
     /// No mesh at all.
     #[error("no mesh of {world} ranks fits this layer in {gib} GiB a rank")]

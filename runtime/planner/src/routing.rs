@@ -126,6 +126,21 @@ impl Routing {
         self
     }
 
+    /// The same without rows for some experts: what is left to travel.
+    #[must_use]
+    pub(crate) fn without(mut self, experts: &[usize]) -> Routing {
+        for rows in &mut self.rows {
+            experts.iter().for_each(|expert| rows[*expert] = 0.0);
+        }
+        self
+    }
+
+    /// Whether every expert has equally many rows, as nearly as can be.
+    pub fn is_even(&self) -> bool {
+        let even = |rows: &Vec<f64>| rows.iter().all(|n| (n - rows[0]).abs() <= 1.0);
+        self.rows.iter().all(even)
+    }
+
     /// The tokens of the rank with the most.
     pub fn most_tokens(&self) -> f64 {
         self.tokens.iter().copied().fold(0.0, f64::max)

@@ -96,15 +96,14 @@ impl<'r> Run<'r> {
 
     fn pass(&mut self, name: &'static str, travel: &Travel, steps: &[RankStep], of: StepsOf) {
         let parts = travel.parts();
-        let products = parts.iter().map(|part| part.products);
-        let least = products.fold(1.0, f64::min);
+        let least = parts.iter().map(Part::launched).fold(1.0, f64::min);
         let sides = sides(self.ranks, travel, name, of, least);
         let (first, last) = travelling(steps);
         for step in &steps[..first] {
             self.step(travel, &sides, step);
         }
-        match parts.len() {
-            1 => steps[first..last]
+        match parts[..] {
+            [Part { launches: 1, .. }] => steps[first..last]
                 .iter()
                 .for_each(|step| self.step(travel, &sides, step)),
             _ => self.pieces(travel, &sides, &steps[first..last], &parts),
@@ -119,15 +118,13 @@ impl<'r> Run<'r> {
     fn step(&mut self, travel: &Travel, sides: &Sides, step: &RankStep) {
         match step {
             RankStep::Launch { side, step, .. } => {
-                let all = travel.machine.compute.multiprocessors as f64;
                 for at in 0..self.ranks.len() {
-                    let cost = cost(travel, sides, &self.ranks[at], (*side, *step), 1.0, all);
-                    let start = self.now[at];
-                    self.now[at] += cost.seconds();
-                    self.spend(at, &cost, 1.0);
-                    let end = self.now[at];
-                    let name = || name(sides, (*side, *step));
-                    self.note(at, whose(*side), name, (start, end), LevelTime::default());
+                    self.now[at] = self.launch(travel, sides, (*side, *step), (at, self.now[at]));
+                }
+            }
+            RankStep::Exchange(exchange) if stays(exchange) => {
+                for at in 0..self.ranks.len() {
+                    self.alone(&exchange.name, at, travel.taken(exchange, &self.ranks[at]));
                 }
             }
             RankStep::Exchange(exchange) => {
@@ -142,24 +139,48 @@ impl<'r> Run<'r> {
         }
     }
 
+    /// A launch of a rank for all its rows that begins at a time; when it ends.
+    fn launch(
+        &mut self,
+        travel: &Travel,
+        sides: &Sides,
+        launch: (Side, usize),
+        (at, start): (usize, f64),
+    ) -> f64 {
+        let all = travel.machine.compute.multiprocessors as f64;
+        let cost = cost(travel, sides, &self.ranks[at], launch, 1.0, all);
+        self.spend(at, &cost, 1.0);
+        let end = start + cost.seconds();
+        let name = || name(sides, launch);
+        self.note(at, whose(launch.0), name, (start, end), LevelTime::default());
+        end
+    }
+
+    /// What a rank does with its own rows, without the others.
+    fn alone(&mut self, name: &str, at: usize, taken: Taken) {
+        let start = self.now[at];
+        self.now[at] += taken.time.seconds;
+        self.moved(at, &taken, 1.0);
+        let end = self.now[at];
+        self.note(at, "ranks", || name.to_string(), (start, end), taken.sent);
+    }
+
     /// An exchange of all ranks of a group: it begins when the last has come.
     fn together(&mut self, name: &str, over: &[usize], taken: impl Fn(&Rank) -> Taken) {
         let came = self.now.clone();
         meet(&mut self.now, over, &came);
         for (at, came) in came.into_iter().enumerate() {
-            let taken = taken(&self.ranks[at]);
-            let start = self.now[at];
-            self.spent[at][slot(Bound::Waiting)] += start - came;
-            self.now[at] += taken.time.seconds;
-            self.moved(at, &taken, 1.0);
-            let end = self.now[at];
-            self.note(at, "ranks", || name.to_string(), (start, end), taken.sent);
+            self.spent[at][slot(Bound::Waiting)] += self.now[at] - came;
+            self.alone(name, at, taken(&self.ranks[at]));
         }
     }
 
     /// Rows in pieces.
     fn pieces(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep], parts: &[Part]) {
         let work = Work::of(steps);
+        let free: Vec<f64> = (0..self.ranks.len())
+            .map(|at| self.meanwhile(travel, sides, &work, at))
+            .collect();
         let mut pieces = Vec::with_capacity(self.ranks.len());
         for at in 0..self.ranks.len() {
             let mut list: Vec<Piece> = Vec::with_capacity(parts.len());
@@ -167,9 +188,10 @@ impl<'r> Run<'r> {
             for alike in parts.chunk_by(|a, b| a == b) {
                 let done = work.piece(&travel.of_piece(alike[0]), sides, &self.ranks[at]);
                 let times = alike.len() as f64;
+                let launched = times * alike[0].launches as f64;
                 done.costs
                     .iter()
-                    .for_each(|cost| self.spend(at, cost, times));
+                    .for_each(|cost| self.spend(at, cost, launched));
                 self.moved(at, &done.there, times);
                 self.moved(at, &done.back, times);
                 list.extend(alike.iter().map(|_| done.piece));
@@ -177,13 +199,24 @@ impl<'r> Run<'r> {
             pieces.push(list);
         }
         let slowdown = travel.machine.overlap.transfer_slowdown;
-        let lines = pipeline(&self.now, &self.groups, &pieces, slowdown);
+        let lines = pipeline((&self.now, &free), &self.groups, &pieces, slowdown);
         for (at, line) in lines.iter().enumerate() {
             self.now[at] = line.end();
             if self.detail {
                 self.note_pieces(at, line, (travel, parts), &work);
             }
         }
+    }
+
+    /// What a rank launches while the first rows travel: products of shadows. When they end.
+    fn meanwhile(&mut self, travel: &Travel, sides: &Sides, work: &Work, at: usize) -> f64 {
+        let launches = work.meanwhile.iter();
+        let end = launches.fold(self.now[at], |start, launch| {
+            self.launch(travel, sides, *launch, (at, start))
+        });
+        let leave = taken_by(&work.stay, travel, &self.ranks[at]);
+        self.moved(at, &leave, 1.0);
+        end + leave.time.seconds
     }
 
     fn note_pieces(
@@ -300,17 +333,20 @@ impl<'r> Run<'r> {
     }
 }
 
-/// What is done in pieces: exchanges to experts, their products, and the way back.
+/// What is done in pieces: exchanges to experts, their products, and the way back. And what is
+/// not, between them: products of shadows, and rows that stay.
 struct Work<'s> {
     there: Vec<&'s Exchange>,
     launches: Vec<(Side, usize)>,
     back: Vec<&'s Exchange>,
+    meanwhile: Vec<(Side, usize)>,
+    stay: Vec<&'s Exchange>,
 }
 
 /// What a rank does in one piece.
 struct Done {
     piece: Piece,
-    /// Of its launches, with nothing beside them.
+    /// Of its launches, each for a part of the piece, with nothing beside them.
     costs: Vec<Cost>,
     there: Taken,
     back: Taken,
@@ -318,21 +354,27 @@ struct Done {
 
 impl Work<'_> {
     fn of(steps: &[RankStep]) -> Work<'_> {
-        let (mut there, mut launches, mut back) = (Vec::new(), Vec::new(), Vec::new());
+        let mut work = Work {
+            there: Vec::new(),
+            launches: Vec::new(),
+            back: Vec::new(),
+            meanwhile: Vec::new(),
+            stay: Vec::new(),
+        };
         for step in steps {
             match step {
-                RankStep::Launch { side, step, .. } => launches.push((*side, *step)),
+                RankStep::Launch { side, step, .. } => match side {
+                    Side::Shadows => work.meanwhile.push((*side, *step)),
+                    _ => work.launches.push((*side, *step)),
+                },
                 RankStep::Exchange(exchange) => match exchange.way {
-                    Way::ToExperts { .. } => there.push(exchange),
-                    _ => back.push(exchange),
+                    Way::ToExperts { .. } => work.there.push(exchange),
+                    _ if stays(exchange) => work.stay.push(exchange),
+                    _ => work.back.push(exchange),
                 },
             }
         }
-        Work {
-            there,
-            launches,
-            back,
-        }
+        work
     }
 
     fn piece(&self, travel: &Travel, sides: &Sides, rank: &Rank) -> Done {
@@ -353,12 +395,13 @@ impl Work<'_> {
         let rows_back = taken_by(&rows_back, travel, rank).time;
         let costs = |processors: f64| -> Vec<Cost> {
             let each = self.launches.iter();
-            let part = travel.piece.products;
+            let part = travel.piece.launched();
             each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
                 .collect()
         };
         let (free, fewer) = (costs(all), costs(left));
-        let sum = |costs: &[Cost]| costs.iter().map(Cost::seconds).sum::<f64>();
+        let launches = travel.piece.launches as f64;
+        let sum = |costs: &[Cost]| launches * costs.iter().map(Cost::seconds).sum::<f64>();
         let product = sum(&free);
         let slowed = product * (1.0 + machine.overlap.compute_slowdown);
         let piece = Piece {
@@ -385,6 +428,11 @@ fn taken_by(list: &[&Exchange], travel: &Travel, rank: &Rank) -> Taken {
     list.iter()
         .for_each(|exchange| sum += travel.taken(exchange, rank));
     sum
+}
+
+/// Rows that stay on their rank.
+fn stays(exchange: &Exchange) -> bool {
+    matches!(exchange.way, Way::ToShadows { .. } | Way::FromShadows { .. })
 }
 
 /// Rows go back to their tokens, and no sums over slices.

@@ -53,10 +53,10 @@ impl Timeline {
 const ROUNDS: usize = 3;
 
 /// The pieces of each rank, as many of all: all go there first, then all back, on one stream;
-/// products are on another. An exchange begins when all ranks of its group have come.
-/// Where both are busy both are slower.
+/// products are on another, which `free` says from when on it is free. An exchange begins when
+/// all ranks of its group have come. Where both are busy both are slower.
 pub(crate) fn pipeline(
-    now: &[f64],
+    (now, free): (&[f64], &[f64]),
     group: &[usize],
     pieces: &[Vec<Piece>],
     transfer_slowdown: f64,
@@ -77,7 +77,7 @@ pub(crate) fn pipeline(
                 beside: piece.beside,
             }
         };
-        lines = listed(now, group, degree, slowed);
+        lines = listed((now, free), group, degree, slowed);
         if degree > 1 && round + 1 < ROUNDS {
             beside = lines.iter().map(parts).collect();
         }
@@ -111,14 +111,14 @@ fn parts(line: &Timeline) -> Vec<[f64; 3]> {
 }
 
 fn listed(
-    now: &[f64],
+    (now, free): (&[f64], &[f64]),
     group: &[usize],
     degree: usize,
     piece: impl Fn(usize, usize) -> Piece,
 ) -> Vec<Timeline> {
     let ranks = now.len();
     let mut lines = vec![Timeline::default(); ranks];
-    let (mut stream, mut products) = (now.to_vec(), now.to_vec());
+    let (mut stream, mut products) = (now.to_vec(), free.to_vec());
     for at in 0..degree {
         let ready = stream.clone();
         meet(&mut stream, group, &ready);
@@ -198,16 +198,16 @@ mod tests {
 
     #[test]
     fn one_piece_is_one_thing_after_another() {
-        let lines = pipeline(&[1.0], &[0], &[vec![of(2.0, 3.0, 4.0)]], 0.5);
+        let lines = pipeline((&[1.0], &[1.0]), &[0], &[vec![of(2.0, 3.0, 4.0)]], 0.5);
         assert_eq!(lines[0].end(), 10.0);
     }
 
     #[test]
     fn products_hide_behind_exchanges_as_the_closed_form_says() {
         // Exchanges bound: two transfers and one product remain to be seen.
-        let lines = pipeline(&[0.0], &[0], &[vec![of(2.0, 1.0, 2.0); 4]], 0.0);
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![of(2.0, 1.0, 2.0); 4]], 0.0);
         assert_eq!(lines[0].end(), 16.0);
-        let lines = pipeline(&[0.0], &[0], &[vec![of(1.0, 5.0, 1.0); 4]], 0.0);
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![of(1.0, 5.0, 1.0); 4]], 0.0);
         assert_eq!(lines[0].end(), 1.0 + 20.0 + 1.0);
     }
 
@@ -219,7 +219,7 @@ mod tests {
             ..of(2.0, 1.0, 2.0)
         };
         // Two go there; the first product is done meanwhile, the second is waited for.
-        let lines = pipeline(&[0.0], &[0], &[vec![piece; 2]], 0.0);
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; 2]], 0.0);
         assert_eq!(lines[0].there[1].end, 3.5);
         let back: Vec<f64> = lines[0].back.iter().map(|span| span.end).collect();
         assert_eq!(back, [4.75, 6.5]);
@@ -268,7 +268,7 @@ mod tests {
             for degree in [1, 2, 4, 5, 8] {
                 let each = 1.0 / degree as f64;
                 let piece = of(there * each, product * each, back * each);
-                let found = pipeline(&[0.0], &[0], &[vec![piece; degree]], 0.0)[0].end();
+                let found = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; degree]], 0.0)[0].end();
                 let want = stepped(piece, degree);
                 // A part of a tick for each of 3 d parts, and a tick for the order of starts.
                 let off = (found - want).abs();
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn pieces_may_differ() {
         let pieces = vec![of(0.0, 2.0, 0.0), of(2.0, 6.0, 2.0)];
-        let lines = pipeline(&[0.0], &[0], &[pieces], 0.0);
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[pieces], 0.0);
         assert_eq!(lines[0].product[0].start, 0.0);
         assert_eq!(lines[0].end(), 2.0 + 6.0 + 2.0);
     }
@@ -292,20 +292,29 @@ mod tests {
     #[test]
     fn the_slowest_rank_holds_up_its_group_alone() {
         let pieces = [1.0, 7.0, 1.0].map(|product| vec![of(1.0, product, 1.0)]);
-        let lines = pipeline(&[0.0; 3], &[0, 0, 1], &pieces, 0.0);
+        let lines = pipeline((&[0.0; 3], &[0.0; 3]), &[0, 0, 1], &pieces, 0.0);
         assert_eq!(lines[0].end(), 9.0);
         assert_eq!(lines[2].end(), 3.0);
     }
 
     #[test]
     fn what_runs_side_by_side_is_slower() {
-        let free = pipeline(&[0.0], &[0], &[vec![of(2.0, 2.0, 2.0); 4]], 0.0);
+        let free = pipeline((&[0.0], &[0.0]), &[0], &[vec![of(2.0, 2.0, 2.0); 4]], 0.0);
         let piece = Piece {
             hindered: 2.4,
             ..of(2.0, 2.0, 2.0)
         };
-        let held = pipeline(&[0.0], &[0], &[vec![piece; 4]], 0.1);
+        let held = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; 4]], 0.1);
         assert!(held[0].end() > free[0].end());
         assert!(held[0].end() < free[0].end() * 1.2);
+    }
+
+    /// What is launched first, as products of shadows are, is beside the first exchanges.
+    #[test]
+    fn products_begin_when_their_stream_is_free() {
+        let pieces = vec![of(2.0, 1.0, 1.0); 2];
+        let end = |free: f64| pipeline((&[0.0], &[free]), &[0], &[pieces.clone()], 0.0)[0].end();
+        assert_eq!(end(2.0), end(0.0));
+        assert_eq!(end(5.0), 5.0 + 2.0 + 1.0);
     }
 }

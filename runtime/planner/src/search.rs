@@ -16,16 +16,20 @@ pub struct Space {
     pub degrees: Vec<usize>,
     /// What rows are between nodes.
     pub wires: Vec<Wire>,
+    /// How many experts may have shadows.
+    pub shadows: Vec<usize>,
 }
 
 impl Default for Space {
-    /// Every mesh, way and route, the degrees of Tutel's search, rows as they are.
+    /// Every mesh, way and route, the degrees of Tutel's search, rows as they are, no shadows
+    /// or four of them.
     fn default() -> Self {
         Space {
             mesh: None,
             strategy: None,
             degrees: vec![1, 2, 4, 8],
             wires: vec![Wire::Exact],
+            shadows: vec![0, 4],
         }
     }
 }
@@ -45,8 +49,9 @@ pub struct Ranked {
 /// Simulates every configuration of a space, and ranks them. Of those that take equally
 /// long the simplest comes first.
 ///
-/// Degrees and wire types of forward and of backward do not meet, so each is chosen by
-/// itself: what a pass takes depends on its own alone.
+/// Degrees and wire types of forward and of backward are chosen apart, from passes that have
+/// the same in both; the two best together are simulated once more. Shadows are looked at
+/// where some experts have more rows than others.
 ///
 /// # Errors
 /// [`PlannerError::Nothing`] where nothing fits into memory, and what a mesh or strategy
@@ -60,7 +65,9 @@ pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerErr
         too_large: 0,
     };
     for mesh in meshes(question.world, &question.spec, space) {
-        for strategy in space.strategies(mesh, simulator.has_nodes(mesh)) {
+        let all = space.strategies(mesh, simulator.has_nodes(mesh));
+        let asked = space.strategy.is_some() || !question.routing.is_even();
+        for strategy in all.into_iter().filter(|s| asked || s.shadows == 0) {
             let prediction = simulator.brief(mesh, strategy)?;
             ranked.simulated += 1;
             if prediction.memory.bytes() <= limit || space.strategy.is_some() {
@@ -153,6 +160,13 @@ impl Space {
             None => strategies(self, mesh, nodes),
         }
     }
+
+    /// Numbers of shadows, of which whole experts on several ranks have more than none.
+    fn shadows(&self, ways: Option<usize>, mesh: Parallel) -> Vec<usize> {
+        let some = ways.is_none() && mesh.shards == 1 && mesh.ep > 1;
+        let most = self.shadows.iter().copied();
+        most.filter(|most| some || *most == 0).collect()
+    }
 }
 
 fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
@@ -166,17 +180,19 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
         };
         for &route in routes {
             for &cut in cuts(ways, route) {
-                let degrees = space.degrees.iter().copied();
-                // One piece is one however it is cut.
-                for degree in degrees.filter(|degree| cut == Cut::Rows || *degree > 1) {
-                    list.extend(space.wires.iter().map(|&wire| Strategy {
-                        ways,
-                        degree: Both::same(degree),
-                        cut,
-                        route,
-                        wire: Both::same(wire),
-                        shadows: 0,
-                    }));
+                for shadows in space.shadows(ways, mesh) {
+                    let degrees = space.degrees.iter().copied();
+                    // One piece is one however it is cut.
+                    for degree in degrees.filter(|degree| cut == Cut::Rows || *degree > 1) {
+                        list.extend(space.wires.iter().map(|&wire| Strategy {
+                            ways,
+                            degree: Both::same(degree),
+                            cut,
+                            route,
+                            wire: Both::same(wire),
+                            shadows,
+                        }));
+                    }
                 }
             }
         }

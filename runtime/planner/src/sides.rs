@@ -13,6 +13,7 @@ pub(crate) struct Sides {
     tokens: Rc<Launches>,
     experts: Rc<Launches>,
     shared: Option<Rc<Launches>>,
+    shadows: Option<Rc<Launches>>,
 }
 
 /// Costs of the launches of a plan's passes, for a range of rows each.
@@ -56,6 +57,10 @@ pub(crate) fn sides(
             .shared
             .is_some()
             .then(|| made(Side::Shared, neighbours)),
+        shadows: plan
+            .shadows
+            .is_some()
+            .then(|| made(Side::Shadows, range(&|rank| rank.stay.iter().sum()))),
     }
 }
 
@@ -91,7 +96,17 @@ pub(crate) fn cost(
     };
     match side {
         Side::Tokens => sides.tokens.cost(step, machine, alone(rank.tokens)),
-        Side::Shadows => Cost::default(), // no candidate has them
+        // Nothing is launched where no expert has one.
+        Side::Shadows if rank.stay.is_empty() => Cost::default(),
+        Side::Shadows => {
+            let rows = Rows {
+                all: rank.stay.iter().sum(),
+                by_expert: &rank.stay,
+                multiprocessors,
+            };
+            let shadows = sides.shadows.as_ref();
+            shadows.map_or_else(Cost::default, |shadows| shadows.cost(step, machine, rows))
+        }
         Side::Shared => {
             let tokens = rank.tokens * travel.mesh.shards as f64;
             let shared = sides.shared.as_ref();
@@ -116,7 +131,7 @@ pub(crate) fn name(sides: &Sides, (side, step): (Side, usize)) -> String {
         Side::Tokens => Some(&sides.tokens),
         Side::Experts => Some(&sides.experts),
         Side::Shared => sides.shared.as_ref(),
-        Side::Shadows => None,
+        Side::Shadows => sides.shadows.as_ref(),
     };
     launches.map_or_else(String::new, |launches| launches.name(step).to_string())
 }

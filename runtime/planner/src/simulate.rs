@@ -9,14 +9,16 @@ use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
 use moesaic_plan::{
-    Both, Cut, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, most_rows, plan_rank,
+    Both, Cut, Parallel, PlanOptions, RankPlan, Route, ShadowModel, Sharing, Strategy, most_rows,
+    plan_rank,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A mesh, how rows go in it, and to how many slices: what decides who has the same to do.
-type Kind = (Parallel, Route, usize);
+/// A mesh, how rows go in it, to how many slices, and how many experts may have shadows: what
+/// decides who has the same to do.
+type Kind = (Parallel, Route, usize, usize);
 
 /// A plan, and what its launches cost.
 #[derive(Debug)]
@@ -32,7 +34,7 @@ pub struct Simulator<'q> {
     question: &'q Question,
     /// Rows that experts take.
     routing: Routing,
-    plans: RefCell<HashMap<(Parallel, usize), Rc<Planned>>>,
+    plans: RefCell<HashMap<(Parallel, usize, usize), Rc<Planned>>>,
     ranks: RefCell<HashMap<Kind, Rc<Vec<Rank>>>>,
 }
 
@@ -94,14 +96,19 @@ impl<'q> Simulator<'q> {
         self.check(mesh, strategy)?;
         let question = self.question;
         let ways = strategy.ways(&mesh);
-        let planned = self.plan(mesh, ways)?;
+        let planned = self.plan(mesh, ways, strategy.shadows)?;
         let plan = &planned.plan;
         let route = if ways == 0 {
             Route::Linear
         } else {
             strategy.route
         };
-        let ranks = self.ranks(mesh, route, ways);
+        let ranks = self.ranks((mesh, route, ways, strategy.shadows));
+        let Both { forward, backward } = strategy.degree;
+        let launched = match question.training {
+            Some(_) => strategy.pieces().common(),
+            None => forward,
+        };
         let travel = |wire, degree: usize| Travel {
             machine: &question.machine,
             plan,
@@ -111,10 +118,10 @@ impl<'q> Simulator<'q> {
             route: strategy.route,
             wire,
             degree,
+            launched,
             cut: strategy.cut,
             piece: Part::WHOLE,
         };
-        let Both { forward, backward } = strategy.degree;
         let there = travel(strategy.wire.forward, forward);
         let mut run = Run::new(&ranks, detail);
         run.forward(&there, question.training.is_some());
@@ -147,10 +154,6 @@ impl<'q> Simulator<'q> {
             return Err(PlannerError::World { wanted, world });
         }
         strategy.check(&mesh)?;
-        if strategy.shadows > 0 {
-            let shadows = strategy.shadows;
-            return Err(PlannerError::Shadows { shadows });
-        }
         if strategy.route != Route::Linear && strategy.cut != Cut::Rows {
             let route = strategy.route.to_string();
             return Err(PlannerError::Cut { route });
@@ -165,18 +168,24 @@ impl<'q> Simulator<'q> {
         Ok(())
     }
 
-    /// The plan of the first rank where a row goes to so many slices.
-    fn plan(&self, mesh: Parallel, ways: usize) -> Result<Rc<Planned>, PlannerError> {
+    /// The plan of the first rank where a row goes to so many slices, and so many experts may
+    /// have shadows.
+    fn plan(
+        &self,
+        mesh: Parallel,
+        ways: usize,
+        shadows: usize,
+    ) -> Result<Rc<Planned>, PlannerError> {
         // How many groups there are changes no step.
         let mesh = Parallel { dp: 1, ..mesh };
-        let key = (mesh, ways);
+        let key = (mesh, ways, shadows);
         if let Some(plan) = self.plans.borrow().get(&key) {
             return Ok(Rc::clone(plan));
         }
         let question = self.question;
         let options = PlanOptions::training(question.training);
         let target = question.machine.target;
-        let sharing = Sharing::from(mesh).at_ways(ways);
+        let sharing = Sharing::from(mesh).at_ways(ways).shadowing(shadows);
         let plan = Rc::new(Planned {
             plan: plan_rank(&question.spec, target, &options, sharing, 0)?,
             costs: Costs::default(),
@@ -185,28 +194,30 @@ impl<'q> Simulator<'q> {
         Ok(plan)
     }
 
-    fn ranks(&self, mesh: Parallel, route: Route, ways: usize) -> Rc<Vec<Rank>> {
+    fn ranks(&self, (mesh, route, ways, shadows): Kind) -> Rc<Vec<Rank>> {
         // The number of ways changes answers alone, and those of two dimensions are spread.
         let ways = match route {
             Route::Linear => ways,
             _ => 1,
         };
+        let question = self.question;
+        let model = ShadowModel {
+            most: question.shadow_model.most.min(shadows),
+            ..question.shadow_model
+        };
         let made = || {
-            let experts = self.question.spec.shape.experts;
             Rc::new(geometry::ranks(
-                &self.question.machine,
+                &question.machine,
                 mesh,
                 &self.routing,
-                experts,
+                question.spec.shape.experts,
                 (route, ways),
+                (shadows > 0).then_some(&model),
             ))
         };
-        Rc::clone(
-            self.ranks
-                .borrow_mut()
-                .entry((mesh, route, ways))
-                .or_insert_with(made),
-        )
+        let mut ranks = self.ranks.borrow_mut();
+        let kind = (mesh, route, ways, shadows);
+        Rc::clone(ranks.entry(kind).or_insert_with(made))
     }
 }
 

@@ -69,8 +69,17 @@ impl<'a> Group<'a> {
         self.units.len() > 1 && node > 1 && self.ranks() > node && whole
     }
 
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
     pub fn tokens(&self, rank: usize) -> f64 {
         self.routing.tokens(self.start + rank)
+    }
+
+    /// Rows of a rank's tokens by expert.
+    pub fn counts(&self, rank: usize) -> &[f64] {
+        self.routing.rows(self.start + rank)
     }
 
     pub fn rows(&self, rank: usize) -> f64 {
@@ -117,7 +126,7 @@ impl<'a> Group<'a> {
     }
 
     /// The level over which two ranks of the group talk; none with oneself.
-    fn level(&self, a: usize, b: usize) -> Option<usize> {
+    pub fn level(&self, a: usize, b: usize) -> Option<usize> {
         let (a, b) = (self.start + a, self.start + b);
         (a != b).then(|| {
             let mut levels = 0..self.units.len();
@@ -213,7 +222,7 @@ impl<'a> Group<'a> {
     }
 
     /// Of links that several ranks share each has an equal part of what all move.
-    fn share(&self, step: &mut Step) {
+    pub fn share(&self, step: &mut Step) {
         for (level, &shared) in self.shared.iter().enumerate().filter(|(_, n)| **n > 1) {
             for ranks in step.loads.chunks_mut(shared) {
                 let mean = |of: fn(&Load) -> f64, ranks: &[Rows]| {

@@ -4,9 +4,13 @@ use crate::Machine;
 use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, touched};
 use crate::geometry::{Rank, Share};
 use crate::pieces::Part;
+use crate::shadows::times;
 use crate::sides::Costs;
 use crate::traffic::to_range;
-use moesaic_plan::{Cut, Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
+use moesaic_kernel::DType;
+use moesaic_plan::{
+    Cut, Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, TensorPlan, Way, Wire,
+};
 use moesaic_spec::WeightSite;
 
 /// An exchange of one rank: what it takes, and what it sends by level.
@@ -48,6 +52,8 @@ pub(crate) struct Travel<'a> {
     pub wire: Wire,
     /// Into how many pieces it is cut.
     pub degree: usize,
+    /// For how many pieces products are launched.
+    pub launched: usize,
     pub cut: Cut,
     /// Of which piece exchanges of rows are.
     pub piece: Part,
@@ -59,7 +65,7 @@ const SMALL_SUM: f64 = 2048.0;
 impl Travel<'_> {
     /// The pieces of the pass.
     pub fn parts(&self) -> Vec<Part> {
-        Part::all(self.degree, self.cut, self.mesh, self.ways)
+        Part::all((self.degree, self.launched), self.cut, self.mesh, self.ways)
     }
 
     /// The same for one of its pieces.
@@ -134,14 +140,38 @@ impl Travel<'_> {
                 self.each(rank, group, self.mesh.shards, experts[from].bytes(0) as f64)
             }
             Way::Gather { .. } => Taken::default(),
-            // No candidate has shadows.
-            Way::Loads
-            | Way::ToShadows { .. }
-            | Way::FromShadows { .. }
-            | Way::ShadowWeight { .. }
-            | Way::ShadowGradient { .. } => Taken::default(),
-            // [`Travel::weights`] has them for all weights at once.
+            Way::Loads => {
+                let experts = tokens.spec.shape.experts as f64;
+                self.each(rank, group, 1, 8.0 * experts)
+            }
+            Way::ToShadows { from, .. } => self.stays(rank, row(Side::Tokens, from)),
+            Way::FromShadows { to, .. } => self.stays(rank, row(Side::Tokens, to)),
+            Way::ShadowWeight { from, .. } => {
+                let weight = &experts[from];
+                self.to_all(rank, of_expert(weight) * weight.dtype.size() as f64)
+            }
+            Way::ShadowGradient { to, .. } => {
+                let bytes = of_expert(&experts[to]) * DType::F32.size() as f64;
+                self.over(times(&rank.sums, bytes))
+            }
         }
+    }
+
+    /// Rows that stay are copied beside, or back.
+    fn stays(&self, rank: &Rank, row: f64) -> Taken {
+        self.own(rank.stay.iter().sum::<f64>() * row)
+    }
+
+    /// Weights of each shadow go to all ranks of the group, round after round of a tree; a
+    /// round ends when its slowest rank is done.
+    fn to_all(&self, rank: &Rank, bytes: f64) -> Taken {
+        let mut all = Taken::default();
+        for round in rank.shadows.trees.iter().flatten() {
+            let each = round.iter().map(|rows| self.over(times(rows, bytes)));
+            let slowest = |a: &Taken, b: &Taken| a.time.seconds.total_cmp(&b.time.seconds);
+            all += each.max_by(slowest).unwrap_or_default();
+        }
+        all
     }
 
     /// The ranks of a block gather the parts of a weight that each of them owns, or give them
@@ -295,6 +325,12 @@ impl Travel<'_> {
             sent: LevelTime::default(),
         }
     }
+}
+
+/// Numbers of one expert in a tensor that has those of all.
+fn of_expert(tensor: &TensorPlan) -> f64 {
+    let each = tensor.shape.iter().skip(1).map(|size| size.eval(0) as f64);
+    each.product()
 }
 
 /// Bytes of the gradients of weights that a side leaves.

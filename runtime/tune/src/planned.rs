@@ -65,10 +65,13 @@ impl Forecast {
         if let Some(each) = each {
             machine = machine.with_per_node(each);
         }
-        let space = Space {
+        let mut space = Space {
             wires: planned.wires,
             ..Space::default()
         };
+        if planned.zipf == 0.0 {
+            space.shadows = vec![0]; // no expert is hot
+        }
         let all = space.strategies(mesh, each.is_some()).into_iter();
         let can = |strategy: &Strategy| layer.check_strategy(*strategy).is_ok();
         Forecast {
@@ -81,6 +84,7 @@ impl Forecast {
                 world: mesh.ranks(),
                 training: own.training,
                 routing: Routing::even(0, own.spec.shape.experts, own.spec.shape.top_k),
+                shadow_model: *layer.shadow_model(),
             },
         }
     }
@@ -98,15 +102,23 @@ impl Forecast {
         let simulator = Simulator::new(&question);
         simulator.predict(self.mesh, Strategy::default())?;
         let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
-        let passes = self.strategies.iter().filter_map(|strategy| {
+        let seconds = |strategy: Strategy| {
             // What cannot be simulated is not predicted.
-            let found = simulator.predict(self.mesh, *strategy).ok()?;
+            let found = simulator.predict(self.mesh, strategy).ok()?;
             let of = |name| found.passes.iter().find(|pass| pass.name == name);
             let seconds = |name| of(name).map_or(0.0, |pass| pass.seconds);
             let fits = found.memory.bytes() <= limit;
-            fits.then(|| (*strategy, [seconds("forward"), seconds("backward")]))
-        });
-        Ok(with_mixed(passes.collect(), &self.mesh))
+            fits.then(|| (strategy, [seconds("forward"), seconds("backward")]))
+        };
+        let alike: Vec<Timed> = self.strategies.iter().copied().filter_map(seconds).collect();
+        let mixed = mixed(&alike, &self.mesh).into_iter().filter_map(seconds);
+        let all = alike.iter().copied().chain(mixed);
+        Ok(all
+            .map(|(strategy, [forward, backward])| Prediction {
+                strategy,
+                seconds: forward + backward,
+            })
+            .collect())
     }
 }
 
@@ -123,24 +135,20 @@ fn set_capacity(spec: &mut LayerSpec, rows: Rows) {
     }
 }
 
-/// Predictions, and for those that have the same in common one with the best forward and the
-/// best backward pass.
-fn with_mixed(passes: Vec<(Strategy, [f64; 2])>, mesh: &Parallel) -> Vec<Prediction> {
-    let alike = |a: &(Strategy, [f64; 2]), b: &(Strategy, [f64; 2])| a.0.shared() == b.0.shared();
-    let mixed = passes.chunk_by(alike).filter_map(|same| {
+/// A strategy, and seconds of its passes.
+type Timed = (Strategy, [f64; 2]);
+
+/// For strategies that have the same in common one with the best forward and the best backward
+/// pass.
+fn mixed(timed: &[Timed], mesh: &Parallel) -> Vec<Strategy> {
+    let alike = |a: &Timed, b: &Timed| a.0.shared() == b.0.shared();
+    let mixed = timed.chunk_by(alike).filter_map(|same| {
         let best = |pass: usize| same.iter().min_by(|a, b| a.1[pass].total_cmp(&b.1[pass]));
-        let (forward, backward) = (best(0)?, best(1)?);
-        let strategy = forward.0.with_backward_of(backward.0);
-        let new = forward.0 != backward.0 && strategy.check(mesh).is_ok();
-        new.then_some((strategy, [forward.1[0], backward.1[1]]))
+        let (forward, backward) = (best(0)?.0, best(1)?.0);
+        let strategy = forward.with_backward_of(backward);
+        (forward != backward && strategy.check(mesh).is_ok()).then_some(strategy)
     });
-    let mixed: Vec<_> = mixed.collect();
-    let all = passes.into_iter().chain(mixed);
-    all.map(|(strategy, [forward, backward])| Prediction {
-        strategy,
-        seconds: forward + backward,
-    })
-    .collect()
+    mixed.collect()
 }
 
 /// Ranks of a node, where all nodes have equally many, one node's after the other's.
@@ -187,20 +195,15 @@ mod tests {
             (strategy, [forward, backward])
         };
         let mesh = Parallel::default();
-        let passes = vec![
+        let passes = [
             of("degree=2", 1.0, 4.0),
             of("degree=4", 2.0, 3.0),
             of("route=once", 1.5, 0.5),
         ];
-        let all = with_mixed(passes, &mesh);
-        assert_eq!(all.len(), 4);
-        let mixed = all.last().expect("four");
-        assert_eq!(
-            (mixed.strategy.to_string(), mixed.seconds),
-            ("degree=2/4".to_string(), 4.0)
-        );
+        let found: Vec<String> = mixed(&passes, &mesh).iter().map(Strategy::to_string).collect();
+        assert_eq!(found, ["degree=2/4"]);
         // Pieces of both passes that do not fit each other stay apart.
-        let apart = vec![of("degree=63", 1.0, 4.0), of("degree=64", 2.0, 3.0)];
-        assert_eq!(with_mixed(apart, &mesh).len(), 2);
+        let apart = [of("degree=63", 1.0, 4.0), of("degree=64", 2.0, 3.0)];
+        assert_eq!(mixed(&apart, &mesh), []);
     }
 }

@@ -6,7 +6,7 @@
 //! cargo test --release -p moesaic-tune --test gains -- --nocapture   # the table of docs/SCALE.md
 //! ```
 
-use moesaic_plan::{Parallel, Strategy, Training};
+use moesaic_plan::{Parallel, ShadowModel, Strategy, Training};
 use moesaic_planner::{Machine, Question, Routing, Simulator, published};
 use moesaic_spec::LayerSpec;
 use moesaic_tune::{Key, Options, Prediction, Rows, Space, Times, Tuner, What};
@@ -92,8 +92,10 @@ impl Config {
              precision = {{ weights = 'f16', activations = 'f16' }}",
             self.top_k
         );
+        let spec = LayerSpec::from_toml(&text).expect("a layer");
         Question {
-            spec: LayerSpec::from_toml(&text).expect("a layer"),
+            shadow_model: ShadowModel::of(&spec),
+            spec,
             machine,
             world: self.world,
             training: Some(Training::default()),

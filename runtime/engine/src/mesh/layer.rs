@@ -259,6 +259,11 @@ impl MeshLayer {
         Ok(())
     }
 
+    /// By what model experts get shadows.
+    pub fn shadow_model(&self) -> &ShadowModel {
+        &self.shadow_model
+    }
+
     /// Makes what rows need that are so between nodes, in a form.
     fn pack(&mut self, form: Form, wire: Both<Wire>) -> Result<(), EngineError> {
         let key = (form, wire);

@@ -12,6 +12,7 @@ fn question(world: usize, tokens: u64, training: bool) -> Question {
     let spec = LayerSpec::from_toml(LAYER).unwrap();
     Question {
         routing: Routing::even(tokens, spec.shape.experts, spec.shape.top_k),
+        shadow_model: ShadowModel::of(&spec),
         spec,
         machine: published("dgx-h100-ib").unwrap().with_per_node(4),
         world,
@@ -39,7 +40,7 @@ fn bytes_are_those_that_the_plan_says_of_itself() {
         let simulator = Simulator::new(&question);
         let mesh = mesh(ep, shards, dp);
         let found = simulator.predict(mesh, Strategy::default()).unwrap();
-        let planned = simulator.plan(mesh, shards).unwrap();
+        let planned = simulator.plan(mesh, shards, 0).unwrap();
         let plan = &planned.plan;
         // Sums of gradients are no steps of a pass.
         let summed = found.passes.iter().filter(|pass| pass.name == "gradients");
@@ -353,4 +354,79 @@ fn the_best_that_is_found_is_the_best_of_all() {
         }
     }
     assert!(best.bound_part > 0.0 && best.bound != Bound::Waiting);
+}
+
+/// 16 ranks of one expert each, one of which has most rows.
+fn hot(tokens: u64, zipf: f64) -> Question {
+    let question = question(16, tokens, true);
+    Question {
+        routing: Routing::zipf(tokens, 16, 2, zipf).unwrap(),
+        ..question
+    }
+}
+
+#[test]
+fn a_hot_expert_has_a_shadow_and_its_rows_stay() {
+    let question = hot(16384, 1.5);
+    let simulator = Simulator::new(&question);
+    let mesh = mesh(16, 1, 1);
+    let of = |text: &str| simulator.predict(mesh, strategy(text)).unwrap();
+    let (plain, shadowed) = (of("default"), of("shadows=4"));
+    let forward = |found: &Prediction, whose: &str| -> f64 {
+        let phases = found.passes[0].phases.iter();
+        let of_side = phases.filter(|phase| phase.whose == whose);
+        of_side.map(|phase| phase.seconds).sum()
+    };
+    assert_eq!(forward(&plain, "shadows"), 0.0);
+    assert!(forward(&shadowed, "shadows") > 0.0);
+    // The expert's weights are 0.8 MB, its rows 100 MB: it pays.
+    assert!(shadowed.seconds < plain.seconds, "{shadowed:?} {plain:?}");
+    let bytes = |found: &Prediction| found.sent.iter().sum::<f64>();
+    assert!(bytes(&shadowed) < bytes(&plain));
+    assert!(shadowed.memory.bytes() != plain.memory.bytes());
+    // Products of shadows run while the first rows travel.
+    let (_, timeline) = simulator
+        .timeline(mesh, strategy("degree=4,shadows=4"))
+        .unwrap();
+    let first = |name: &str| timeline.iter().find(|event| event.name.contains(name));
+    let all: Vec<&str> = timeline.iter().map(|event| &*event.name).collect();
+    let loads = first("loads").unwrap_or_else(|| panic!("{all:?}"));
+    assert!(loads.end > loads.start);
+    // With few rows weights are what travels, and a shadow does not pay.
+    let question = hot(16, 1.5);
+    let simulator = Simulator::new(&question);
+    let of = |text: &str| simulator.predict(mesh, strategy(text)).unwrap();
+    assert!(of("shadows=4").seconds >= of("default").seconds);
+}
+
+#[test]
+fn a_search_looks_for_shadows_where_an_expert_is_hot() {
+    let space = Space {
+        mesh: Some(mesh(16, 1, 1)),
+        ..Space::default()
+    };
+    let shadowed = |question: &Question| {
+        let ranked = search(&Simulator::new(question), &space).unwrap();
+        let shadows = ranked.best.iter().map(|found| found.strategy.shadows);
+        shadows.filter(|most| *most > 0).count()
+    };
+    assert!(shadowed(&hot(16384, 1.5)) > 20);
+    assert_eq!(shadowed(&hot(16384, 0.0)), 0);
+}
+
+/// What both passes consist of is launched in both ([`Pieces::common`]).
+#[test]
+fn other_pieces_in_backward_are_launches_more_in_forward() {
+    let question = question(8, 64, true);
+    let simulator = Simulator::new(&question);
+    let forward = |text: &str| {
+        let found = simulator.predict(mesh(8, 1, 1), strategy(text)).unwrap();
+        found.passes[0].seconds
+    };
+    let launch = question.machine.launch();
+    let (one, more) = (forward("default"), forward("degree=1/4"));
+    // Two products, three times more.
+    assert!((more - one) >= 6.0 * launch, "{one} {more} {launch}");
+    assert_eq!(forward("degree=4"), forward("degree=4/2"));
+    assert!(forward("degree=4/3") > forward("degree=4"));
 }

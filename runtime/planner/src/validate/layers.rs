@@ -84,7 +84,7 @@ impl Layer {
             beside: 0.0,
         };
         let slowdown = machine.overlap.transfer_slowdown;
-        let lines = pipeline(&[0.0], &[0], &[vec![piece; degree]], slowdown);
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; degree]], slowdown);
         lines[0].end() + self.around(machine)
     }
 

@@ -186,7 +186,7 @@ fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f6
         ep: ranks,
         ..Parallel::default()
     };
-    let mut all = geometry::ranks(machine, mesh, &routing, ranks, (route, 1));
+    let mut all = geometry::ranks(machine, mesh, &routing, ranks, (route, 1), None);
     let mut rank = all.swap_remove(0);
     for phase in &mut rank.phases {
         for level in 0..MOST_LEVELS {
