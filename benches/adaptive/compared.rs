@@ -13,7 +13,13 @@ use std::collections::BTreeMap;
 struct Line {
     layer: u64,
     strategy: Option<String>,
+    /// Measured again, with the fastest of the others in turns.
+    #[serde(rename = "final")]
+    again: Option<String>,
+    /// What the layer chose, and of how many steps.
     adaptive: Option<String>,
+    steps: Option<usize>,
+    #[serde(default)]
     rounds: Vec<Passes>,
 }
 
@@ -34,10 +40,28 @@ impl Point {
 #[derive(Default)]
 struct Layer {
     points: Vec<Point>,
-    adaptive: Option<(String, f64)>,
+    /// Seconds by strategy, of the finals.
+    finals: Vec<(String, f64)>,
+    adaptive: Option<(String, usize)>,
 }
 
 impl Layer {
+    /// The fastest, and its seconds: of the finals where there were some.
+    fn best(&self) -> Option<(&str, f64)> {
+        let finals = self.finals.iter().map(|(strategy, s)| (&**strategy, *s));
+        let points = self.points.iter().map(|p| (&*p.strategy, p.measured));
+        let least = |a: &(&str, f64), b: &(&str, f64)| a.1.total_cmp(&b.1);
+        finals.min_by(least).or_else(|| points.min_by(least))
+    }
+
+    /// What a strategy took, in the finals where it was there.
+    fn again(&self, strategy: &str) -> f64 {
+        let finals = self.finals.iter().map(|(name, s)| (&**name, *s));
+        let points = self.points.iter().map(|p| (&*p.strategy, p.measured));
+        let mut all = finals.chain(points).filter(|(name, _)| *name == strategy);
+        all.next().map_or(f64::NAN, |(_, seconds)| seconds)
+    }
+
     /// What the planner would take.
     fn chosen(&self) -> Option<&Point> {
         let timed = self.points.iter().filter_map(|point| {
@@ -59,16 +83,18 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
             .map(|[forward, backward]| forward + backward);
         let measured = quartile(steps.collect());
         let layer = layers.entry(line.layer).or_default();
-        match (line.strategy, line.adaptive) {
-            (Some(strategy), _) => {
-                let predicted = predict(&Drawn::new(line.layer), &strategy, machine)?;
-                layer.points.push(Point {
-                    strategy,
-                    measured,
-                    predicted,
-                });
-            }
-            (None, chosen) => layer.adaptive = chosen.map(|chosen| (chosen, measured)),
+        if let Some(strategy) = line.strategy {
+            let drawn = Drawn::new(line.layer);
+            let predicted = predict(&drawn, strategy.parse()?, machine)?;
+            layer.points.push(Point {
+                strategy,
+                measured,
+                predicted,
+            });
+        } else if let Some(strategy) = line.again {
+            layer.finals.push((strategy, measured));
+        } else if let Some(strategy) = line.adaptive {
+            layer.adaptive = Some((strategy, line.steps.unwrap_or_default()));
         }
     }
     for (number, layer) in &layers {
@@ -92,7 +118,7 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
 }
 
 /// Forward and backward, of the rows that ranks have.
-fn predict(drawn: &Drawn, strategy: &str, machine: &Machine) -> Result<f64> {
+pub fn predict(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<f64> {
     let spec = drawn.spec()?;
     let question = Question {
         routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
@@ -102,7 +128,6 @@ fn predict(drawn: &Drawn, strategy: &str, machine: &Machine) -> Result<f64> {
         world: RANKS,
         training: Some(Training::default()),
     };
-    let strategy: Strategy = strategy.parse()?;
     let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
     let passes = found.passes.iter().filter(|pass| pass.name != "gradients");
     Ok(passes.map(|pass| pass.seconds).sum())
@@ -118,10 +143,7 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
     );
     let (mut errors, mut right, mut worst_adaptive) = (Vec::new(), 0, f64::NEG_INFINITY);
     for (number, layer) in layers {
-        let Some(best) = least(&layer.points, |point| point.measured) else {
-            continue;
-        };
-        let Some(chosen) = layer.chosen() else {
+        let (Some(best), Some(chosen)) = (layer.best(), layer.chosen()) else {
             continue;
         };
         let own: Vec<f64> = layer
@@ -131,19 +153,19 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
             .collect();
         let mean = own.iter().sum::<f64>() / own.len() as f64;
         let worst = own.iter().copied().fold(0.0, f64::max);
-        let behind = chosen.measured / best.measured - 1.0;
+        let behind = layer.again(&chosen.strategy) / best.1 - 1.0;
         right += usize::from(behind <= 0.05);
-        let adaptive = layer.adaptive.as_ref().map(|(strategy, seconds)| {
-            let far = seconds / best.measured - 1.0;
+        let adaptive = layer.adaptive.as_ref().map(|(strategy, steps)| {
+            let far = layer.again(strategy) / best.1 - 1.0;
             worst_adaptive = worst_adaptive.max(far);
-            format!("{:+.1} % ({strategy})", 100.0 * far)
+            format!("{:.1} % ({strategy}, {steps} steps)", 100.0 * far)
         });
         println!(
             "{number:>5}  {:>10}  {:>8.1} %  {:>4.0} %  {:<25}  {:<25}  {:>4.1} %  {}",
             own.len(),
             100.0 * mean,
             100.0 * worst,
-            best.strategy,
+            best.0,
             chosen.strategy,
             100.0 * behind,
             adaptive.unwrap_or_default()

@@ -63,6 +63,14 @@ impl Drawn {
         }
     }
 
+    /// The exponent of Zipf's law that loads of experts follow; 0 where they are alike.
+    pub fn zipf(&self) -> f64 {
+        match self.skew {
+            Skew::Zipf(exponent) => exponent,
+            _ => 0.0,
+        }
+    }
+
     pub fn spec(&self) -> Result<LayerSpec> {
         let capacity = self.capacity.map_or(String::new(), |factor| {
             format!("capacity = {{ mode = 'factor', factor = {factor:?} }}\n")

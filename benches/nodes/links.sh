@@ -75,6 +75,8 @@ for number in $(seq 0 $((nodes - 1))); do
     ip netns add "$space"
     # Not BBR, which measures a path for seconds before it fills a link.
     ip netns exec "$space" sysctl -qw net.ipv4.tcp_congestion_control=reno
+    # Links between nodes of a cluster do not begin slowly after a pause.
+    ip netns exec "$space" sysctl -qw net.ipv4.tcp_slow_start_after_idle=0
     ip -n "$space" link set lo up
     ip -n "$space" link add link0 type veth peer name "port$number" netns "$switch"
     ip -n "$space" address add "10.77.0.$((number + 1))/24" dev link0

@@ -1,7 +1,8 @@
 #!/bin/sh
 # The planner beside measurements on emulated nodes (links.sh): calibrates on exchanges and
-# launches of 16 ranks, measures every strategy of layers that are drawn by number, predicts
-# each, and measures a hot expert with and without replicas.
+# launches of 16 ranks and on steps by each route, measures every strategy of layers that are
+# drawn by number, lets a layer choose by itself, measures the fastest, the planner's choice and
+# the layer's once more in turns, and a hot expert with and without replicas.
 #
 #   benches/nodes/planned.sh [RATE [FIRST [LAST [ROUNDS]]]]
 #
@@ -36,8 +37,8 @@ nodes() {
     MOESAIC_LINKS_PROGRAM=$program benches/nodes/links.sh 4 4 "$rate" "$@"
 }
 
-nodes "$target/release/moesaic" bench --spec "$out/layer.toml" --target cpu --tokens 256 \
-    --seconds 3 --ranks 16 --machine mpi-emulated --calibration "$out/calibration.toml"
+nodes "$target/release/moesaic" bench --spec "$out/layer.toml" --target cpu \
+    --tokens 64,128,256,512 --seconds 3 --ranks 16 --machine mpi-emulated --calibration "$out/calibration.toml"
 nodes "$bench" measure "$first" "$last" "$rounds" "$out/calibration.toml" | tee "$out/measured.txt"
 nodes "$bench" hot "$rounds" | tee "$out/hot.txt"
 "$bench" compare "$out/measured.txt" "$out/calibration.toml" | tee "$out/compared.txt"

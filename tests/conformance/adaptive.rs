@@ -40,6 +40,7 @@ fn tuner(mode: Mode) -> Tuner {
     let options = Options {
         mode,
         samples: 1,
+        finals: 1,
         // Steps of less than a millisecond drift by themselves.
         drift: f64::INFINITY,
         ..Options::default()

@@ -1,6 +1,7 @@
 //! `moesaic bench --ranks`: what ranks do at once, as a file that `moesaic plan` reads.
 
 use super::BenchArgs;
+use super::routes::Steps;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
@@ -9,7 +10,7 @@ use crate::timing::Call;
 use crate::{emit, plan, random, targets, units};
 use moesaic::collectives::measure::{Exchanged, LevelOptions, over_levels};
 use moesaic::collectives::{self, Collectives, Communicator, Topology, World, mpi, nccl, threads};
-use moesaic::plan::{Step, Work};
+use moesaic::plan::{Route, Step, Work};
 use moesaic::planner::{Calibration, LevelFit, Machine, Measured, Timed};
 use moesaic::toolchain::{self, Registry};
 use moesaic::weights::write_whole;
@@ -30,6 +31,8 @@ struct Job<'j> {
     spec: &'j LayerSpec,
     machine: &'j Machine,
     tokens: usize,
+    /// Of steps by each route.
+    all_tokens: &'j [usize],
     budget: Duration,
 }
 
@@ -37,6 +40,9 @@ struct Job<'j> {
 struct Found {
     calibration: Calibration,
     exchanges: Vec<Compared>,
+    /// Of steps by each route: tokens, the route, seconds, and how many times as long as links
+    /// say rows took.
+    steps: Vec<(usize, Route, f64, f64)>,
 }
 
 /// An exchange, and how far off the figures of its level are for it: without factors, and
@@ -84,6 +90,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         spec: &spec,
         machine: &machine,
         tokens,
+        all_tokens: &args.tokens,
         budget,
     };
     let Some(found) = ranks.measure(&job)? else {
@@ -182,13 +189,21 @@ impl Job<'_> {
         let options = LevelOptions::default();
         let timed = over_levels(world, self.engine.device(), &topology, &options);
         let timed = timed.map_err(Failure::work)?;
+        next("timing steps by each route");
+        let mut steps = Steps::new(self.engine, self.spec, &weights, world)?;
+        let mut timed_steps = Vec::new();
+        if let Some(steps) = &mut steps {
+            for tokens in self.all_tokens {
+                timed_steps.push(steps.timed(*tokens, world)?);
+            }
+        }
         drop(progress);
         if world.rank() > 0 {
             return Ok(None);
         }
         let (levels, exchanges) = self.levels(&topology, &timed)?;
         let errors = exchanges.iter().map(|one| one.others.abs());
-        let calibration = Calibration {
+        let mut calibration = Calibration {
             machine: self.machine.name.clone(),
             date: today(),
             source: format!(
@@ -202,10 +217,27 @@ impl Job<'_> {
             levels,
             compute: Some(rates.measured(self.spec.precision.activations)),
             band: errors.reduce(f64::max),
+            routes: Vec::new(),
         };
+        let per_node = topology.shape.map_or(world.size(), |shape| shape.per_node);
+        let mut machine = calibration
+            .apply(self.machine.clone().with_per_node(per_node))
+            .map_err(Failure::input)?;
+        machine.target = self.engine.target();
+        let mut by_route = Vec::new();
+        for timed in &timed_steps {
+            let Some(steps) = &steps else { continue };
+            let factors = steps.factors(&machine, timed)?;
+            let each = timed.seconds.iter().zip(&factors);
+            by_route.extend(
+                each.map(|((route, seconds), factor)| (timed.tokens, *route, *seconds, factor.by)),
+            );
+            calibration.routes.extend(factors);
+        }
         Ok(Some(Found {
             calibration,
             exchanges,
+            steps: by_route,
         }))
     }
 
@@ -337,6 +369,7 @@ fn text(found: &Found, path: &Path, console: &Console) -> String {
     let Found {
         calibration,
         exchanges,
+        ..
     } = found;
     let mut levels = Table::new(&["LINKS", ">FIXED", ">BANDWIDTH", ">HALF SIZE", ">HIDDEN"]);
     for level in &calibration.levels {
@@ -379,6 +412,12 @@ fn text(found: &Found, path: &Path, console: &Console) -> String {
         text += &memory.map_or(String::new(), |rate| {
             format!("\nother kernels: {rate} a rank")
         });
+    }
+    for (tokens, route, seconds, by) in &found.steps {
+        text += &format!(
+            "\na step of {tokens} tokens by route={route}: {}, rows {by:.2} times as long as links say",
+            units::seconds(*seconds)
+        );
     }
     if let Some(band) = calibration.band {
         text += &format!(

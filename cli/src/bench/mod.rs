@@ -5,6 +5,7 @@ mod check;
 mod lead;
 mod measure;
 mod report;
+mod routes;
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};

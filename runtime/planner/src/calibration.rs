@@ -1,7 +1,7 @@
 //! What was measured on a machine, as a file that a planner reads.
 
 use crate::fit::{Fit, Point, fit};
-use crate::machine::{Factor, Machine, factor};
+use crate::machine::{Factor, Machine, RouteFactor, factor};
 use crate::read::{self, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -28,6 +28,9 @@ pub struct Calibration {
     /// The largest error of the fits: the band of predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub band: Option<f64>,
+    /// Of steps by each route: see [`Machine::routes`].
+    #[serde(default, rename = "route", skip_serializing_if = "Vec::is_empty")]
+    pub routes: Vec<RouteFactor>,
 }
 
 /// What a level's links do.
@@ -206,6 +209,10 @@ impl Calibration {
                 text += &format!("gemm_tflops = {{ {} }}\n", rates.join(", "));
             }
         }
+        for RouteFactor { name, kib, by } in &self.routes {
+            let name = quoted(&name.to_string());
+            text += &format!("\n[[route]]\nname = {name}\nkib = {kib:?}\nby = {by:?}\n");
+        }
         text
     }
 
@@ -238,6 +245,9 @@ impl Calibration {
             level.factors.clone_from(&fit.factors);
             level.source.clone_from(&said);
         }
+        let measured = |route| self.routes.iter().any(|own| own.name == route);
+        machine.routes.retain(|old| !measured(old.name));
+        machine.routes.extend(&self.routes);
         if let Some(measured) = &self.compute {
             let compute = &mut machine.compute;
             compute.memory_gbs = measured.memory_gbs.unwrap_or(compute.memory_gbs);
@@ -261,8 +271,10 @@ impl Calibration {
 mod tests {
     use super::*;
     use crate::published;
+    use moesaic_plan::Route;
 
     fn sample() -> Calibration {
+        let of = |name, kib, by| RouteFactor { name, kib, by };
         Calibration {
             machine: "h800".to_string(),
             date: "2026-11-24".to_string(),
@@ -289,6 +301,10 @@ mod tests {
                 launch_us: None,
             }),
             band: Some(0.07),
+            routes: vec![
+                of(Route::Linear, 64.0, 1.25),
+                of(Route::Linear, 256.0, 0.75),
+            ],
         }
     }
 
@@ -298,6 +314,10 @@ mod tests {
         assert_eq!(Calibration::from_toml(&own.to_toml()).unwrap(), own);
         let machine = own.apply(published("h800").unwrap()).unwrap();
         assert_eq!(machine.levels[1].alpha_us, 50.0);
+        let by =
+            [1.0, 64.0, 128.0, 256.0, 1e6].map(|kib| machine.route(Route::Linear, kib * 1024.0));
+        assert_eq!(by, [1.25, 1.25, 1.0, 0.75, 0.75]);
+        assert_eq!(machine.route(Route::Once, 1e6), 1.0);
         assert_eq!(machine.levels[0], published("h800").unwrap().levels[0]);
         assert_eq!(machine.compute.gemm_tflops["bf16"], 500.0);
         assert_eq!((machine.error.band, machine.error.ranks), (0.07, 16));

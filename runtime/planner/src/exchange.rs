@@ -100,6 +100,21 @@ pub struct PhaseTime {
     pub levels: LevelTime,
 }
 
+impl PhaseTime {
+    /// The same, so many times as long.
+    #[must_use]
+    pub fn times(self, by: f64) -> PhaseTime {
+        PhaseTime {
+            seconds: self.seconds * by,
+            fixed: self.fixed * by,
+            skipped: self.skipped * by,
+            directions: self.directions.map(|seconds| seconds * by),
+            copies: self.copies * by,
+            levels: self.levels.map(|seconds| seconds * by),
+        }
+    }
+}
+
 /// Seconds by level.
 pub type LevelTime = [f64; MOST_LEVELS];
 

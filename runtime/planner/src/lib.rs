@@ -23,6 +23,7 @@ mod memory;
 mod pieces;
 mod question;
 mod read;
+mod routes;
 mod routing;
 mod run;
 mod schedule;
@@ -40,11 +41,12 @@ pub use cost::Cost;
 pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, expected_groups};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
-    Band, Compute, Factor, Fanout, Level, Machine, Overlap, published, published_names,
+    Band, Compute, Factor, Fanout, Level, Machine, Overlap, RouteFactor, published, published_names,
 };
 pub use memory::Memory;
 pub use question::{Bound, PassTime, PhaseOf, PlannerError, Prediction, Question, Simulated};
 pub use read::ReadError;
+pub use routes::route_factor;
 pub use routing::{Routing, RoutingError};
 pub use search::{Ranked, Space, search};
 pub use simulate::Simulator;

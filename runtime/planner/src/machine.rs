@@ -3,6 +3,7 @@
 use crate::exchange::MOST_LEVELS;
 use crate::read::{self, ReadError};
 use moesaic_kernel::{DType, Target};
+use moesaic_plan::Route;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -26,6 +27,11 @@ pub struct Machine {
     pub overlap: Overlap,
     /// How far off predictions may be.
     pub error: Band,
+    /// How much longer rows took by a route, in steps that were measured, than all of the above
+    /// says. What lies between two of a route is interpolated; what lies beyond is as the
+    /// nearest.
+    #[serde(default, rename = "route", skip_serializing_if = "Vec::is_empty")]
+    pub routes: Vec<RouteFactor>,
 }
 
 /// Links of one kind. A rank and the others of its unit talk over them, unless an inner
@@ -86,6 +92,18 @@ pub struct Factor {
     /// Ranks to which each sent.
     pub peers: f64,
     /// To each of them, in KiB.
+    pub kib: f64,
+    /// So many times as long.
+    pub by: f64,
+}
+
+/// How much longer rows took by a route than links say.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RouteFactor {
+    /// The route's name: `inter-first`.
+    pub name: Route,
+    /// All rows of a rank, in KiB.
     pub kib: f64,
     /// So many times as long.
     pub by: f64,
@@ -255,6 +273,10 @@ impl Machine {
         ));
         let rates = compute.gemm_tflops.iter();
         list.extend(rates.map(|(name, rate)| (format!("gemm_tflops.{name}"), *rate, true)));
+        for factor in &self.routes {
+            list.push((format!("route.{}.kib", factor.name), factor.kib, true));
+            list.push((format!("route.{}.by", factor.name), factor.by, true));
+        }
         for level in &self.levels {
             let of = |key: &str| format!("{}.{key}", level.name);
             list.push((of("alpha_us"), level.alpha_us, false));
@@ -314,6 +336,24 @@ impl Machine {
     /// Bytes of memory traffic in a second.
     pub fn memory_rate(&self) -> f64 {
         self.compute.memory_gbs * 1e9
+    }
+
+    /// How much longer so many bytes of a rank's rows take by a route than the figures of links
+    /// say.
+    pub fn route(&self, route: Route, bytes: f64) -> f64 {
+        let own = self.routes.iter().filter(|factor| factor.name == route);
+        let mut known: Vec<(f64, f64)> = own.map(|factor| (factor.kib.ln(), factor.by)).collect();
+        known.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let at = (bytes.max(1.0) / 1024.0).ln();
+        let above = known.partition_point(|(size, _)| *size < at);
+        match (
+            above.checked_sub(1).map(|below| known[below]),
+            known.get(above),
+        ) {
+            (Some((low, by)), Some((high, other))) => by + (other - by) * (at - low) / (high - low),
+            (Some((_, by)), None) | (None, Some(&(_, by))) => by,
+            (None, None) => 1.0,
+        }
     }
 
     /// Seconds of a launch alone.

@@ -30,12 +30,7 @@ impl Part {
     /// The pieces of a pass over a mesh in which rows go to `ways` slices; products are
     /// launched for `launched` pieces. By [`Cut::Ranks`] rows are taken to be spread evenly
     /// over distances.
-    pub fn all(
-        (of, launched): (usize, usize),
-        cut: Cut,
-        mesh: Parallel,
-        ways: usize,
-    ) -> Vec<Part> {
+    pub fn all((of, launched): (usize, usize), cut: Cut, mesh: Parallel, ways: usize) -> Vec<Part> {
         let groups = if ways == 0 { 1 } else { mesh.ep };
         let part = |number: usize| {
             let piece = Piece { number, of, cut };

@@ -152,7 +152,13 @@ impl<'r> Run<'r> {
         self.spend(at, &cost, 1.0);
         let end = start + cost.seconds();
         let name = || name(sides, launch);
-        self.note(at, whose(launch.0), name, (start, end), LevelTime::default());
+        self.note(
+            at,
+            whose(launch.0),
+            name,
+            (start, end),
+            LevelTime::default(),
+        );
         end
     }
 
@@ -432,7 +438,10 @@ fn taken_by(list: &[&Exchange], travel: &Travel, rank: &Rank) -> Taken {
 
 /// Rows that stay on their rank.
 fn stays(exchange: &Exchange) -> bool {
-    matches!(exchange.way, Way::ToShadows { .. } | Way::FromShadows { .. })
+    matches!(
+        exchange.way,
+        Way::ToShadows { .. } | Way::FromShadows { .. }
+    )
 }
 
 /// Rows go back to their tokens, and no sums over slices.

@@ -148,7 +148,7 @@ impl Travel<'_> {
             Way::FromShadows { to, .. } => self.stays(rank, row(Side::Tokens, to)),
             Way::ShadowWeight { from, .. } => {
                 let weight = &experts[from];
-                self.to_all(rank, of_expert(weight) * weight.dtype.size() as f64)
+                self.spread(rank, of_expert(weight) * weight.dtype.size() as f64)
             }
             Way::ShadowGradient { to, .. } => {
                 let bytes = of_expert(&experts[to]) * DType::F32.size() as f64;
@@ -164,7 +164,7 @@ impl Travel<'_> {
 
     /// Weights of each shadow go to all ranks of the group, round after round of a tree; a
     /// round ends when its slowest rank is done.
-    fn to_all(&self, rank: &Rank, bytes: f64) -> Taken {
+    fn spread(&self, rank: &Rank, bytes: f64) -> Taken {
         let mut all = Taken::default();
         for round in rank.shadows.trees.iter().flatten() {
             let each = round.iter().map(|rows| self.over(times(rows, bytes)));
@@ -300,7 +300,10 @@ impl Travel<'_> {
             once,
             side_by_side: self.route == Route::Concurrent,
         };
-        carried.taken(self.machine, rank)
+        let Taken { time, sent } = carried.taken(self.machine, rank);
+        let by = self.machine.route(self.route, rank.rows * row);
+        let time = time.times(by);
+        Taken { time, sent }
     }
 
     /// How many more rows cross in pieces where a token crosses once: once in each piece. Which

@@ -1,6 +1,6 @@
 //! What strategies took.
 
-use moesaic_plan::{Both, Strategy, Wire};
+use moesaic_plan::{MOST_PIECES, Strategy};
 use std::collections::BTreeMap;
 
 /// Seconds of the two passes of a step, of the rank that took longest.
@@ -19,37 +19,21 @@ impl Times {
     }
 }
 
-/// What both passes of a strategy have in common: [`Strategy::shared`].
-type Shared = Strategy;
-/// What a pass has of its own.
-type Own = (usize, Wire);
-
-/// Times of passes. The passes of a step are measured apart, and pieces and wire may differ
-/// between them, so that strategies that were never run as a whole can be compared.
+/// Times of steps by strategy.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Measured {
-    forward: BTreeMap<Shared, BTreeMap<Own, Samples>>,
-    backward: BTreeMap<Shared, BTreeMap<Own, Samples>>,
-}
+pub(crate) struct Measured(BTreeMap<Strategy, Samples>);
 
-/// What a pass took, and how often it was run: the first run is not among the times, since
-/// it may have compiled or made room.
+/// What steps took, and how many there were: the first is not among the times, since it may
+/// have compiled or made room.
 #[derive(Clone, Debug, Default)]
 struct Samples {
     runs: usize,
-    seconds: Vec<f64>,
+    times: Vec<Times>,
 }
 
 impl Samples {
-    fn add(&mut self, seconds: f64) {
-        if self.runs > 0 {
-            self.seconds.push(seconds);
-        }
-        self.runs += 1;
-    }
-
-    fn median(&self, wanted: usize) -> Option<f64> {
-        median(self.seconds.iter().copied(), wanted.max(1))
+    fn median(&self, of: impl Fn(&Times) -> f64, wanted: usize) -> Option<f64> {
+        median(self.times.iter().map(of), wanted.max(1))
     }
 }
 
@@ -63,58 +47,74 @@ pub(crate) fn median(seconds: impl Iterator<Item = f64>, least: usize) -> Option
     sorted.get(sorted.len() / 2).copied()
 }
 
-fn own(strategy: Strategy) -> Both<Own> {
-    Both {
-        forward: (strategy.degree.forward, strategy.wire.forward),
-        backward: (strategy.degree.backward, strategy.wire.backward),
-    }
-}
-
 impl Measured {
     pub fn add(&mut self, strategy: Strategy, times: Times) {
-        let (shared, own) = (strategy.shared(), own(strategy));
-        let forward = self.forward.entry(shared).or_default();
-        forward.entry(own.forward).or_default().add(times.forward);
-        let backward = self.backward.entry(shared).or_default();
-        let samples = backward.entry(own.backward).or_default();
-        samples.add(times.backward);
+        let samples = self.0.entry(strategy).or_default();
+        if samples.runs > 0 {
+            samples.times.push(times);
+        }
+        samples.runs += 1;
     }
 
-    /// The median step of a strategy whose passes were measured `wanted` times.
+    /// The median step of a strategy that was measured `wanted` times.
     pub fn seconds(&self, strategy: Strategy, wanted: usize) -> Option<f64> {
-        let (shared, own) = (strategy.shared(), own(strategy));
-        let pass = |of: &BTreeMap<Shared, BTreeMap<Own, Samples>>, own| {
-            of.get(&shared)?.get(&own)?.median(wanted)
-        };
-        Some(pass(&self.forward, own.forward)? + pass(&self.backward, own.backward)?)
+        let samples = self.0.get(&strategy)?;
+        samples.median(|times| times.sum(), wanted)
     }
 
-    /// The fastest of all that follow from what was measured, and its seconds.
+    /// The fastest that was measured so often, and its seconds.
     pub fn best(&self, wanted: usize) -> Option<(Strategy, f64)> {
-        let each = self.forward.keys().filter_map(|shared| {
-            let forward = fastest(self.forward.get(shared)?, wanted)?;
-            let backward = fastest(self.backward.get(shared)?, wanted)?;
-            let strategy = Strategy {
-                degree: Both {
-                    forward: forward.0.0,
-                    backward: backward.0.0,
-                },
-                wire: Both {
-                    forward: forward.0.1,
-                    backward: backward.0.1,
-                },
-                ..*shared
-            };
-            Some((strategy, forward.1 + backward.1))
-        });
-        each.min_by(|a, b| a.1.total_cmp(&b.1))
+        self.all(wanted).min_by(|a, b| a.1.total_cmp(&b.1))
     }
-}
 
-fn fastest(passes: &BTreeMap<Own, Samples>, wanted: usize) -> Option<(Own, f64)> {
-    let timed = passes.iter();
-    let timed = timed.filter_map(|(own, samples)| Some((*own, samples.median(wanted)?)));
-    timed.min_by(|a, b| a.1.total_cmp(&b.1))
+    fn all(&self, wanted: usize) -> impl Iterator<Item = (Strategy, f64)> {
+        let each = self.0.iter();
+        each.filter_map(move |(strategy, samples)| {
+            Some((*strategy, samples.median(|times| times.sum(), wanted)?))
+        })
+    }
+
+    /// The forward pass of one strategy with the backward pass of another that has the rest in
+    /// common, where both together look faster than all that was measured. They may take
+    /// longer: passes with other pieces launch more.
+    pub fn together(&self, wanted: usize) -> Option<Strategy> {
+        let timed = self.0.iter().filter_map(|(strategy, samples)| {
+            let forward = samples.median(|times| times.forward, wanted)?;
+            Some((
+                *strategy,
+                [forward, samples.median(|times| times.backward, wanted)?],
+            ))
+        });
+        let timed: Vec<(Strategy, [f64; 2])> = timed.collect();
+        let pairs = timed
+            .iter()
+            .flat_map(|one| timed.iter().map(move |other| (one, other)));
+        let alike = pairs.filter(|(one, other)| one.0.shared() == other.0.shared());
+        let sums =
+            alike.map(|(one, other)| (one.0.with_backward_of(other.0), one.1[0] + other.1[1]));
+        let possible = sums.filter(|(both, _)| both.pieces().common() <= MOST_PIECES);
+        let (both, seconds) = possible.min_by(|a, b| a.1.total_cmp(&b.1))?;
+        let best = self.best(wanted)?.1;
+        (seconds < best && self.seconds(both, wanted).is_none()).then_some(both)
+    }
+
+    /// Those within a part of the best, the fastest `most` of them, of which each is measured
+    /// until it has so many times: the one with the fewest, if it has not.
+    pub fn closest(&self, wanted: usize, near: f64, most: usize) -> Option<Strategy> {
+        let (_, best) = self.best(1)?;
+        let mut near: Vec<(Strategy, f64)> = self
+            .all(1)
+            .filter(|(_, seconds)| *seconds <= best * (1.0 + near))
+            .collect();
+        near.sort_by(|a, b| a.1.total_cmp(&b.1));
+        near.truncate(most);
+        let count = |strategy: &Strategy| self.0.get(strategy).map_or(0, |s| s.times.len());
+        let fewest = near
+            .iter()
+            .map(|(strategy, _)| *strategy)
+            .min_by_key(count)?;
+        (near.len() > 1 && count(&fewest) < wanted).then_some(fewest)
+    }
 }
 
 #[cfg(test)]
@@ -138,13 +138,12 @@ mod tests {
         for (forward, backward) in [(1.0, 2.0), (3.0, 2.5), (1.5, 4.0)] {
             add(&mut measured, "degree=2", forward, backward);
         }
-        assert_eq!(measured.seconds(strategy("degree=2"), 3), Some(1.5 + 2.5));
+        assert_eq!(measured.seconds(strategy("degree=2"), 3), Some(5.5));
         assert_eq!(measured.seconds(strategy("degree=2"), 4), None);
     }
 
-    /// Passes are compared apart: the best step need not have been run.
     #[test]
-    fn the_best_is_put_together() {
+    fn two_passes_that_look_best_together_are_worth_a_step() {
         let mut measured = Measured::default();
         for _ in 0..2 {
             add(&mut measured, "degree=1", 4.0, 5.0);
@@ -152,11 +151,41 @@ mod tests {
             // Another route's backward pass is not put to this forward pass.
             add(&mut measured, "route=inter-first", 8.5, 0.1);
         }
-        assert_eq!(measured.seconds(strategy("degree=4/1"), 1), Some(8.0));
-        assert_eq!(measured.best(1), Some((strategy("degree=4/1"), 8.0)));
-        add(&mut measured, "route=inter-first,degree=2", 6.5, 1.0);
-        add(&mut measured, "route=inter-first,degree=2", 6.5, 1.0);
-        let best = strategy("route=inter-first,degree=2/1");
-        assert_eq!(measured.best(1), Some((best, 6.6)));
+        assert_eq!(measured.best(1), Some((strategy("route=inter-first"), 8.6)));
+        assert_eq!(measured.together(1), Some(strategy("degree=4/1")));
+        // It takes what it takes.
+        for _ in 0..2 {
+            add(&mut measured, "degree=4/1", 3.9, 5.0);
+        }
+        assert_eq!(measured.together(1), None);
+        assert_eq!(measured.best(1), Some((strategy("route=inter-first"), 8.6)));
+    }
+
+    #[test]
+    fn those_that_are_close_are_measured_in_turns() {
+        let mut measured = Measured::default();
+        for (text, seconds) in [("degree=1", 1.0), ("degree=2", 1.05), ("degree=4", 2.0)] {
+            for _ in 0..2 {
+                add(&mut measured, text, seconds, 0.0);
+            }
+        }
+        let mut turns = Vec::new();
+        while let Some(next) = measured.closest(3, 0.1, 3) {
+            turns.push(next.to_string());
+            let seconds = if next == strategy("degree=2") {
+                1.05
+            } else {
+                1.0
+            };
+            measured.add(
+                next,
+                Times {
+                    forward: seconds,
+                    backward: 0.0,
+                },
+            );
+        }
+        assert_eq!(turns, ["default", "degree=2", "default", "degree=2"]);
+        assert_eq!(measured.closest(9, 0.01, 3), None);
     }
 }

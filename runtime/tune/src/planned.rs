@@ -110,7 +110,12 @@ impl Forecast {
             let fits = found.memory.bytes() <= limit;
             fits.then(|| (strategy, [seconds("forward"), seconds("backward")]))
         };
-        let alike: Vec<Timed> = self.strategies.iter().copied().filter_map(seconds).collect();
+        let alike: Vec<Timed> = self
+            .strategies
+            .iter()
+            .copied()
+            .filter_map(seconds)
+            .collect();
         let mixed = mixed(&alike, &self.mesh).into_iter().filter_map(seconds);
         let all = alike.iter().copied().chain(mixed);
         Ok(all
@@ -200,7 +205,10 @@ mod tests {
             of("degree=4", 2.0, 3.0),
             of("route=once", 1.5, 0.5),
         ];
-        let found: Vec<String> = mixed(&passes, &mesh).iter().map(Strategy::to_string).collect();
+        let found: Vec<String> = mixed(&passes, &mesh)
+            .iter()
+            .map(Strategy::to_string)
+            .collect();
         assert_eq!(found, ["degree=2/4"]);
         // Pieces of both passes that do not fit each other stay apart.
         let apart = [of("degree=63", 1.0, 4.0), of("degree=64", 2.0, 3.0)];

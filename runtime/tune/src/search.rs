@@ -13,19 +13,28 @@ pub struct Prediction {
 }
 
 /// Predictions within this share of the best are measured,
-const NEAR: f64 = 0.15;
+const NEAR: f64 = 0.3;
 /// but not more of them than these.
 const MOST: usize = 6;
 
 /// What is worth a measurement: what is done now, and the best predictions; the simplest of
-/// those first.
+/// those first. Strategies that differ in pieces and wire alone are predicted too long or too
+/// short alike, so that of each kind the best comes before the second best of any.
 pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy> {
     let mut sorted = predictions.to_vec();
     sorted.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
     let simplest = Strategy::simplest(sorted.iter().map(|p| (p.strategy, p.seconds)));
     let best = sorted.first().map_or(0.0, |best| best.seconds);
     let near = sorted.iter().filter(|p| p.seconds <= best * (1.0 + NEAR));
-    let others = near.map(|p| p.strategy).filter(|s| Some(*s) != simplest);
+    let near: Vec<Strategy> = near.map(|p| p.strategy).collect();
+    let place = |(at, strategy): (usize, &Strategy)| {
+        let alike = |other: &&Strategy| other.shared() == strategy.shared();
+        (near[..at].iter().filter(alike).count(), *strategy)
+    };
+    let mut others: Vec<(usize, Strategy)> = near.iter().enumerate().map(place).collect();
+    others.sort_by_key(|(place, _)| *place);
+    let others = others.into_iter().map(|(_, strategy)| strategy);
+    let others = others.filter(|s| Some(*s) != simplest);
     let others = simplest.into_iter().chain(others).filter(|s| *s != current);
     std::iter::once(current).chain(others).take(MOST).collect()
 }
@@ -226,10 +235,21 @@ mod tests {
             strategy: strategy(degree),
             seconds,
         };
-        let all = [of(1, 2.0), of(2, 1.1), of(3, 1.0), of(4, 1.16)];
+        let all = [of(1, 2.0), of(2, 1.1), of(3, 1.0), of(4, 1.31)];
         let list = shortlist(&all, strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), strategy(2)]);
         assert_eq!(shortlist(&[], strategy(2)), [strategy(2)]);
+        // Another route comes before a second number of pieces.
+        let once = Strategy {
+            route: Route::Once,
+            ..strategy(1)
+        };
+        let other = Prediction {
+            strategy: once,
+            seconds: 1.2,
+        };
+        let list = shortlist(&[of(2, 1.1), of(3, 1.0), other], strategy(1));
+        assert_eq!(list, [strategy(1), strategy(3), once, strategy(2)]);
         let many: Vec<Prediction> = (1..=20).map(|degree| of(degree, 1.0)).collect();
         assert_eq!(shortlist(&many, strategy(20)).len(), MOST);
     }

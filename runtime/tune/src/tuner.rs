@@ -18,6 +18,11 @@ pub enum Mode {
     Predict,
 }
 
+/// Strategies that took longer by no more than this part may as well be faster,
+pub const CLOSE: f64 = 0.1;
+/// and so many of them are measured again.
+const FINALISTS: usize = 3;
+
 /// When a choice is made, and when it is made again.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
@@ -26,6 +31,9 @@ pub struct Options {
     /// Measurements of a strategy, of which the median counts. One step more comes before
     /// them, since it may compile kernels.
     pub samples: usize,
+    /// Measurements of the last three, where they are within [`CLOSE`] of the fastest; they
+    /// are made in turns.
+    pub finals: usize,
     /// A choice that was kept is given up for one that is faster by this share. The first
     /// choice for a key is the fastest.
     pub hysteresis: f64,
@@ -41,6 +49,7 @@ impl Default for Options {
         Options {
             mode: Mode::Measure,
             samples: 3,
+            finals: 9,
             hysteresis: 0.05,
             drift: 0.2,
             window: 8,
@@ -266,10 +275,12 @@ impl Entry {
 
     fn next(&self, space: &Space, options: &Options) -> Option<Strategy> {
         let missing = |s: &Strategy| self.measured.seconds(*s, options.samples).is_none();
-        match &self.candidates {
+        let next = match &self.candidates {
             Candidates::Listed(list) => list.iter().copied().find(missing),
             Candidates::Searched => space.next(&self.measured, options.samples),
-        }
+        };
+        next.or_else(|| self.measured.together(options.samples))
+            .or_else(|| self.measured.closest(options.finals, CLOSE, FINALISTS))
     }
 
     fn settle(&mut self, options: &Options) {

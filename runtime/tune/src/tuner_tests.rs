@@ -87,10 +87,19 @@ fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
     let seconds = |best: &'static str, scale: f64| {
         move |s: Strategy| scale * if s == strategy(best) { 0.96 } else { 1.0 }
     };
-    steps(&mut tuner, &key, 14, seconds("degree=2", 1.0));
+    // Three that are close: each once, and nine times.
+    let all = steps(&mut tuner, &key, 31, seconds("degree=2", 1.0));
     assert_eq!(kept(&tuner), [strategy("degree=2")]);
+    let finals: Vec<Strategy> = all[12..15].to_vec();
+    assert_eq!(
+        finals
+            .iter()
+            .collect::<std::collections::BTreeSet<_>>()
+            .len(),
+        3
+    );
     // All is slower, and another one is best by as little.
-    steps(&mut tuner, &key, 30, seconds("degree=4", 2.0));
+    steps(&mut tuner, &key, 50, seconds("degree=4", 2.0));
     assert_eq!(kept(&tuner), [strategy("degree=2"); 2]);
 }
 
@@ -121,7 +130,7 @@ fn without_predictions_the_paper_s_search_decides() {
         (Some(ways), degree) => 1.0 + ways.abs_diff(2) as f64 + 1.0 / degree as f64,
         (None, _) => 9.0,
     };
-    for _ in 0..4 * 4 * 4 + 1 {
+    for _ in 0..4 * 4 * 4 + 10 {
         let chosen = tuner.choose(&key, Vec::new);
         let times = Times {
             forward: seconds(chosen),
@@ -129,7 +138,7 @@ fn without_predictions_the_paper_s_search_decides() {
         };
         tuner.observe(&key, chosen, times);
     }
-    assert_eq!(kept(&tuner), [strategy("ways=2,degree=8/1")]);
+    assert_eq!(kept(&tuner), [strategy("ways=2,degree=8")]);
 }
 
 /// No clock decides: two runs of a job are alike.

@@ -1,7 +1,7 @@
 //! The simulator against what the plan says of itself, and against other ways to ask.
 
 use super::*;
-use crate::{Bound, Routing, Space, published, search};
+use crate::{Bound, RouteFactor, Routing, Space, published, search};
 use moesaic_plan::{Training, Wire};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
@@ -429,4 +429,28 @@ fn other_pieces_in_backward_are_launches_more_in_forward() {
     assert!((more - one) >= 6.0 * launch, "{one} {more} {launch}");
     assert_eq!(forward("degree=4"), forward("degree=4/2"));
     assert!(forward("degree=4/3") > forward("degree=4"));
+}
+
+/// What steps by a route took longer than links say is on rows that go by it, and on nothing
+/// else.
+#[test]
+fn a_route_takes_as_much_longer_as_was_measured() {
+    let mut question = question(8, 2048, true);
+    let seconds = |question: &Question, text: &str| {
+        let found = Simulator::new(question).predict(mesh(8, 1, 1), strategy(text));
+        found.unwrap().seconds
+    };
+    let [before, other] = ["default", "route=inter-first"].map(|text| seconds(&question, text));
+    let mut with = |by: f64| {
+        question.machine.routes = vec![RouteFactor {
+            name: Route::Linear,
+            kib: 1.0,
+            by,
+        }];
+        seconds(&question, "default")
+    };
+    let (double, triple) = (with(2.0), with(3.0));
+    assert!(double > before && double < 2.0 * before);
+    assert!(((triple - double) / (double - before) - 1.0).abs() < 1e-9);
+    assert_eq!(seconds(&question, "route=inter-first"), other);
 }
