@@ -7,7 +7,9 @@
 //!
 //! `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI: layers that are drawn by number,
 //! each strategy in turns, a line of JSON for each; with a calibration also a layer that
-//! chooses by itself. `hot ROUNDS` runs under MPI: a hot expert with and without shadows and replicas.
+//! chooses by itself, and finals: the fastest, what the planner would take and what the layer
+//! chose once more, in turns. `hot ROUNDS [CALIBRATION]` runs under MPI: a hot expert with and
+//! without shadows and replicas, beside what the planner says.
 //! `compare MEASURED CALIBRATION` reads those lines and predicts each.
 
 #[path = "adaptive/compared.rs"]
@@ -34,7 +36,7 @@ type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 /// What the machine is called that emulated nodes are.
 const MACHINE: &str = "mpi-emulated";
 
-const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | hot ROUNDS | \
+const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | hot ROUNDS [CALIBRATION] | \
                      compare MEASURED CALIBRATION";
 
 fn main() -> Result {
@@ -49,7 +51,8 @@ fn main() -> Result {
             let machine = Some(machine(calibration)?);
             measured::run(first.parse()?..=last.parse()?, rounds.parse()?, machine)
         }
-        ["hot", rounds] => hot::run(rounds.parse()?),
+        ["hot", rounds] => hot::run(rounds.parse()?, None),
+        ["hot", rounds, calibration] => hot::run(rounds.parse()?, Some(&machine(calibration)?)),
         ["compare", lines, calibration] => {
             compared::run(&fs::read_to_string(lines)?, &machine(calibration)?)
         }

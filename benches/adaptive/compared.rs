@@ -5,7 +5,7 @@ use crate::measured::Passes;
 use crate::{Result, quartile};
 use moesaic::plan::ShadowModel;
 use moesaic::planner::{Machine, Question, Routing, Simulator};
-use moesaic::{Strategy, Training};
+use moesaic::{LayerSpec, Strategy, Training};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -119,10 +119,20 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
 
 /// Forward and backward, of the rows that ranks have.
 pub fn predict(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<f64> {
+    predict_with(drawn, strategy, machine, ShadowModel::of)
+}
+
+/// The same where experts with shadows are chosen by another model.
+pub fn predict_with(
+    drawn: &Drawn,
+    strategy: Strategy,
+    machine: &Machine,
+    model: fn(&LayerSpec) -> ShadowModel,
+) -> Result<f64> {
     let spec = drawn.spec()?;
     let question = Question {
         routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
-        shadow_model: ShadowModel::of(&spec),
+        shadow_model: model(&spec),
         spec,
         machine: machine.clone(),
         world: RANKS,

@@ -3,10 +3,11 @@
 
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::{Passes, Rank};
-use crate::{Result, quartile};
+use crate::{Result, compared, quartile};
 use moesaic::collectives::Collectives;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Placement, Split};
 use moesaic::plan::{ShadowModel, Wire};
+use moesaic::planner::Machine;
 use moesaic::reference::Skew;
 use moesaic::spec::LayerSpec;
 use moesaic::{Counters, Parallel};
@@ -32,7 +33,8 @@ fn layer() -> Drawn {
     }
 }
 
-pub fn run(rounds: usize) -> Result {
+/// With a machine also what the planner says of experts in order.
+pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
     let mut rank = Rank::start()?;
     let drawn = layer();
     rank.say(&format!("# {drawn}"));
@@ -78,7 +80,7 @@ pub fn run(rounds: usize) -> Result {
             }
         }
     }
-    for (kind, (name, placement, _)) in placements.iter().enumerate() {
+    for (kind, (name, placement, strategy)) in placements.iter().enumerate() {
         let slowest = rank.slowest(&times[kind])?;
         let most = rank.slowest(&[[rows[kind] as f64, 0.0]])?[0][0];
         let sum = |list: &[Passes]| quartile(list.iter().map(|[a, b]| a + b).collect());
@@ -90,6 +92,10 @@ pub fn run(rounds: usize) -> Result {
             shadowed[kind]
         ));
         rank.say(&json!({ "placement": name, "rounds": slowest }).to_string());
+        if let Some(machine) = machine.filter(|_| placement.is_contiguous()) {
+            let seconds = compared::predict_with(&drawn, strategy.parse()?, machine, links)?;
+            rank.say(&format!("{name}: predicted {:.1} ms a step", 1e3 * seconds));
+        }
     }
     rank.finish()
 }

@@ -1,7 +1,7 @@
 //! `moesaic bench --ranks`: what ranks do at once, as a file that `moesaic plan` reads.
 
 use super::BenchArgs;
-use super::routes::Steps;
+use super::routes::{ByRoute, Steps};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
@@ -10,7 +10,7 @@ use crate::timing::Call;
 use crate::{emit, plan, random, targets, units};
 use moesaic::collectives::measure::{Exchanged, LevelOptions, over_levels};
 use moesaic::collectives::{self, Collectives, Communicator, Topology, World, mpi, nccl, threads};
-use moesaic::plan::{Route, Step, Work};
+use moesaic::plan::{Step, Work};
 use moesaic::planner::{Calibration, LevelFit, Machine, Measured, Timed};
 use moesaic::toolchain::{self, Registry};
 use moesaic::weights::write_whole;
@@ -40,9 +40,7 @@ struct Job<'j> {
 struct Found {
     calibration: Calibration,
     exchanges: Vec<Compared>,
-    /// Of steps by each route: tokens, the route, seconds, and how many times as long as links
-    /// say rows took.
-    steps: Vec<(usize, Route, f64, f64)>,
+    steps: Vec<ByRoute>,
 }
 
 /// An exchange, and how far off the figures of its level are for it: without factors, and
@@ -190,13 +188,8 @@ impl Job<'_> {
         let timed = over_levels(world, self.engine.device(), &topology, &options);
         let timed = timed.map_err(Failure::work)?;
         next("timing steps by each route");
-        let mut steps = Steps::new(self.engine, self.spec, &weights, world)?;
-        let mut timed_steps = Vec::new();
-        if let Some(steps) = &mut steps {
-            for tokens in self.all_tokens {
-                timed_steps.push(steps.timed(*tokens, world)?);
-            }
-        }
+        let given = (&weights, self.all_tokens);
+        let steps = Steps::time(self.engine, self.spec, given, world)?;
         drop(progress);
         if world.rank() > 0 {
             return Ok(None);
@@ -224,20 +217,12 @@ impl Job<'_> {
             .apply(self.machine.clone().with_per_node(per_node))
             .map_err(Failure::input)?;
         machine.target = self.engine.target();
-        let mut by_route = Vec::new();
-        for timed in &timed_steps {
-            let Some(steps) = &steps else { continue };
-            let factors = steps.factors(&machine, timed)?;
-            let each = timed.seconds.iter().zip(&factors);
-            by_route.extend(
-                each.map(|((route, seconds), factor)| (timed.tokens, *route, *seconds, factor.by)),
-            );
-            calibration.routes.extend(factors);
-        }
+        let steps = steps.map_or(Ok(Vec::new()), |steps| steps.on(&machine))?;
+        calibration.routes = steps.iter().map(|step| step.factor).collect();
         Ok(Some(Found {
             calibration,
             exchanges,
-            steps: by_route,
+            steps,
         }))
     }
 
@@ -413,10 +398,13 @@ fn text(found: &Found, path: &Path, console: &Console) -> String {
             format!("\nother kernels: {rate} a rank")
         });
     }
-    for (tokens, route, seconds, by) in &found.steps {
+    for step in &found.steps {
         text += &format!(
-            "\na step of {tokens} tokens by route={route}: {}, rows {by:.2} times as long as links say",
-            units::seconds(*seconds)
+            "\na step of {} tokens by route={}: {}, rows {:.2} times as long as links say",
+            step.tokens,
+            step.factor.name,
+            units::seconds(step.seconds),
+            step.factor.by
         );
     }
     if let Some(band) = calibration.band {

@@ -21,28 +21,37 @@ const ROUTES: [Route; 5] = [
     Route::Once,
 ];
 
-/// A layer whose experts are spread over all ranks.
+/// Steps of a layer whose experts are spread over all ranks.
 pub struct Steps {
     mesh: Parallel,
-    layer: MeshLayer,
+    spec: LayerSpec,
+    timed: Vec<Timed>,
 }
 
-/// What steps of so many tokens took.
-pub struct Timed {
-    pub tokens: usize,
+/// Steps of so many tokens on each rank.
+struct Timed {
+    tokens: usize,
     /// Rows that each rank has for each expert.
     counts: Vec<Vec<u64>>,
-    /// Seconds by each route that the ranks' nodes allow: the lower quartile of the slowest
-    /// rank's.
-    pub seconds: Vec<(Route, f64)>,
+    /// Seconds by each route that the ranks' nodes allow.
+    seconds: Vec<(Route, f64)>,
+}
+
+/// A step by a route.
+pub struct ByRoute {
+    pub tokens: usize,
+    pub seconds: f64,
+    /// How much longer rows took than links say.
+    pub factor: RouteFactor,
 }
 
 impl Steps {
-    /// `None` where experts cannot be spread evenly.
-    pub fn new(
+    /// Times steps with each of these numbers of tokens. `None` where experts cannot be spread
+    /// evenly.
+    pub fn time(
         engine: &Engine,
         spec: &LayerSpec,
-        weights: &Tensors<'_>,
+        (weights, tokens): (&Tensors<'_>, &[usize]),
         world: &mut dyn Collectives,
     ) -> Result<Option<Steps>> {
         let mesh = Parallel {
@@ -53,97 +62,126 @@ impl Steps {
             return Ok(None);
         }
         let ranks = Mesh::new(world, mesh)?;
-        let layer = engine.mesh_layer(&ranks, spec, weights, Some(Training::default()))?;
-        Ok(Some(Steps { mesh, layer }))
+        let mut layer = engine.mesh_layer(&ranks, spec, weights, Some(Training::default()))?;
+        let each = tokens.iter().map(|tokens| {
+            let input = own_input(spec, *tokens, world.rank());
+            Ok(Timed {
+                tokens: *tokens,
+                seconds: by_route(&mut layer, &input, world)?,
+                counts: counts(&layer, &input, world)?,
+            })
+        });
+        Ok(Some(Steps {
+            mesh,
+            spec: spec.clone(),
+            timed: each.collect::<Result<_>>()?,
+        }))
     }
 
-    /// Steps of so many tokens on each rank, all routes in turns.
-    pub fn timed(&mut self, tokens: usize, world: &mut dyn Collectives) -> Result<Timed> {
-        let of = |route| Strategy {
-            route,
-            ..Strategy::default()
-        };
-        let spec = self.layer.plan().tokens.spec.clone();
-        let input = own_input(&spec, tokens, world.rank());
-        let dy = random::output_gradient(&spec, tokens);
-        let can = |route: &Route| self.layer.check_strategy(of(*route)).is_ok();
-        let routes: Vec<Route> = ROUTES.into_iter().filter(can).collect();
-        let mut own = vec![Vec::new(); routes.len()];
-        for round in 0..=ROUNDS {
-            for turn in 0..routes.len() {
-                // Whoever comes first finds other queues than those after.
-                let at = (round + turn) % routes.len();
-                self.layer.set_strategy(of(routes[at]))?;
-                let seconds = self.step(&input, &dy, world)?;
-                if round > 0 {
-                    own[at].push(seconds);
-                }
+    /// Each step beside what a machine with such links is predicted to take.
+    pub fn on(&self, machine: &Machine) -> Result<Vec<ByRoute>> {
+        let mut list = Vec::new();
+        for timed in &self.timed {
+            let question = self.question(machine, timed)?;
+            for &(name, seconds) in &timed.seconds {
+                let by = route_factor(&question, self.mesh, name, seconds);
+                let (by, kib) = (by.map_err(Failure::work)?, self.kib(timed.tokens));
+                list.push(ByRoute {
+                    tokens: timed.tokens,
+                    seconds,
+                    factor: RouteFactor { name, kib, by },
+                });
             }
         }
-        let seconds = routes.into_iter().zip(own);
-        let seconds = seconds.map(|(route, own)| Ok((route, slowest(world, &own)?)));
-        Ok(Timed {
-            tokens,
-            seconds: seconds.collect::<Result<_>>()?,
-            counts: self.counts(&input, world)?,
-        })
+        Ok(list)
     }
 
-    fn step(&self, input: &Input<'_>, dy: &Tensor<'_>, world: &mut dyn Collectives) -> Result<f64> {
-        // Who comes late to the first meeting is awake at the second.
-        for _ in 0..2 {
-            let meet = world.barrier(&Call::new("begin of a step"));
-            let meet = meet.map_err(Failure::work)?;
-            meet.wait().map_err(Failure::work)?;
-        }
-        let start = Instant::now();
-        let counters = Counters::default();
-        let (_, saved) = self.layer.forward_train(input, &["y"], counters)?;
-        self.layer.backward(&saved, dy, false)?;
-        Ok(start.elapsed().as_secs_f64())
-    }
-
-    fn counts(&self, input: &Input<'_>, world: &mut dyn Collectives) -> Result<Vec<Vec<u64>>> {
-        let counters = Counters::default();
-        let (output, _) = self.layer.forward_train(input, &["counts"], counters)?;
-        let own: Vec<i64> = output
-            .get("counts")
-            .and_then(|counts| counts.to_vec())
-            .unwrap_or_default();
-        let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
-        let all = world.gather_bytes(&bytes, &Call::new("rows for experts"));
-        let of = |rank: Vec<u8>| {
-            let each = rank.as_chunks::<8>().0.iter().copied();
-            each.map(u64::from_le_bytes).collect()
-        };
-        Ok(all.map_err(Failure::work)?.into_iter().map(of).collect())
-    }
-
-    /// How much longer rows take by each route than a machine with such links says.
-    pub fn factors(&self, machine: &Machine, timed: &Timed) -> Result<Vec<RouteFactor>> {
-        let spec = self.layer.plan().tokens.spec.clone();
-        let (shape, ranks) = (&spec.shape, self.mesh.ranks());
-        let width = spec.expert_input_dim() * spec.precision.activations.size();
-        let kib = (timed.tokens * shape.top_k * width) as f64 / 1024.0;
+    fn question(&self, machine: &Machine, timed: &Timed) -> Result<Question> {
+        let (shape, ranks) = (&self.spec.shape, self.mesh.ranks());
         let routing = Routing::counted(ranks, shape.experts, shape.top_k, &timed.counts);
-        let question = Question {
+        Ok(Question {
             routing: routing.map_err(Failure::work)?,
-            shadow_model: ShadowModel::of(&spec),
-            spec,
+            shadow_model: ShadowModel::of(&self.spec),
+            spec: self.spec.clone(),
             machine: machine.clone(),
             world: ranks,
             training: Some(Training::default()),
-        };
-        let each = timed.seconds.iter().map(|(name, seconds)| {
-            let by = route_factor(&question, self.mesh, *name, *seconds);
-            Ok(RouteFactor {
-                name: *name,
-                kib,
-                by: by.map_err(Failure::work)?,
-            })
-        });
-        each.collect()
+        })
     }
+
+    /// All rows of a rank.
+    fn kib(&self, tokens: usize) -> f64 {
+        let width = self.spec.expert_input_dim() * self.spec.precision.activations.size();
+        (tokens * self.spec.shape.top_k * width) as f64 / 1024.0
+    }
+}
+
+/// Seconds of a step by each route, all in turns: the lower quartile of the slowest rank's.
+fn by_route(
+    layer: &mut MeshLayer,
+    input: &Input<'_>,
+    world: &mut dyn Collectives,
+) -> Result<Vec<(Route, f64)>> {
+    let of = |route| Strategy {
+        route,
+        ..Strategy::default()
+    };
+    let dy = random::output_gradient(&layer.plan().tokens.spec, input.tokens);
+    let can = |route: &Route| layer.check_strategy(of(*route)).is_ok();
+    let routes: Vec<Route> = ROUTES.into_iter().filter(can).collect();
+    let mut own = vec![Vec::new(); routes.len()];
+    for round in 0..=ROUNDS {
+        for turn in 0..routes.len() {
+            // Whoever comes first finds other queues than those after.
+            let at = (round + turn) % routes.len();
+            layer.set_strategy(of(routes[at]))?;
+            let seconds = step(layer, (input, &dy), world)?;
+            if round > 0 {
+                own[at].push(seconds);
+            }
+        }
+    }
+    let seconds = routes.into_iter().zip(own);
+    seconds
+        .map(|(route, own)| Ok((route, slowest(world, &own)?)))
+        .collect()
+}
+
+fn step(
+    layer: &MeshLayer,
+    (input, dy): (&Input<'_>, &Tensor<'_>),
+    world: &mut dyn Collectives,
+) -> Result<f64> {
+    // Who comes late to the first meeting is awake at the second.
+    for _ in 0..2 {
+        let meet = world.barrier(&Call::new("begin of a step"));
+        let meet = meet.map_err(Failure::work)?;
+        meet.wait().map_err(Failure::work)?;
+    }
+    let start = Instant::now();
+    let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+    layer.backward(&saved, dy, false)?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Rows that each rank has for each expert.
+fn counts(
+    layer: &MeshLayer,
+    input: &Input<'_>,
+    world: &mut dyn Collectives,
+) -> Result<Vec<Vec<u64>>> {
+    let (output, _) = layer.forward_train(input, &["counts"], Counters::default())?;
+    let own: Vec<i64> = output
+        .get("counts")
+        .and_then(|counts| counts.to_vec())
+        .unwrap_or_default();
+    let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
+    let all = world.gather_bytes(&bytes, &Call::new("rows for experts"));
+    let of = |rank: Vec<u8>| {
+        let each = rank.as_chunks::<8>().0.iter().copied();
+        each.map(u64::from_le_bytes).collect()
+    };
+    Ok(all.map_err(Failure::work)?.into_iter().map(of).collect())
 }
 
 /// Random tokens, others on every rank, so that they have other experts, too.

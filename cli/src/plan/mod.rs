@@ -69,7 +69,7 @@ pub struct PlanArgs {
     /// This mesh alone
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// This strategy alone: ways=N,degree=N/N,cut=C,route=R,wire=W/W, or default
+    /// This strategy alone: ways=N,degree=N/N,cut=C,route=R,wire=W/W,shadows=N, or default
     #[arg(long, value_name = "S", requires = "mesh")]
     strategy: Option<Strategy>,
     /// Also write the timeline of the best one, in Chrome's trace format
