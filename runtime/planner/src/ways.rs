@@ -301,7 +301,8 @@ impl Travel<'_> {
             side_by_side: self.route == Route::Concurrent,
         };
         let Taken { time, sent } = carried.taken(self.machine, rank);
-        let by = self.machine.route(self.route, rank.rows * row);
+        let bytes = rank.rows * row * carried.wire * self.piece.others;
+        let by = self.machine.route(self.route, bytes);
         let time = time.times(by);
         Taken { time, sent }
     }
