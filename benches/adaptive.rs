@@ -8,7 +8,8 @@
 //! `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI: layers that are drawn by number,
 //! each strategy in turns, a line of JSON for each; with a calibration also a layer that
 //! chooses by itself, and finals: the fastest, what the planner would take and what the layer
-//! chose once more, in turns. `hot ROUNDS [CALIBRATION]` runs under MPI: a hot expert with and
+//! chose once more, in turns. `again MEASURED CALIBRATION` does the latter beside lines that are
+//! there. `hot ROUNDS [CALIBRATION]` runs under MPI: a hot expert with and
 //! without shadows and replicas, beside what the planner says.
 //! `compare MEASURED CALIBRATION` reads those lines and predicts each.
 
@@ -36,7 +37,8 @@ type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 /// What the machine is called that emulated nodes are.
 const MACHINE: &str = "mpi-emulated";
 
-const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | hot ROUNDS [CALIBRATION] | \
+const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | \
+                     again MEASURED CALIBRATION | hot ROUNDS [CALIBRATION] | \
                      compare MEASURED CALIBRATION";
 
 fn main() -> Result {
@@ -50,6 +52,9 @@ fn main() -> Result {
         ["measure", first, last, rounds, calibration] => {
             let machine = Some(machine(calibration)?);
             measured::run(first.parse()?..=last.parse()?, rounds.parse()?, machine)
+        }
+        ["again", lines, calibration] => {
+            measured::again(&fs::read_to_string(lines)?, &machine(calibration)?)
         }
         ["hot", rounds] => hot::run(rounds.parse()?, None),
         ["hot", rounds, calibration] => hot::run(rounds.parse()?, Some(&machine(calibration)?)),

@@ -117,6 +117,20 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
     Ok(())
 }
 
+/// Seconds by strategy of each layer in lines of JSON.
+pub fn measured(lines: &str) -> Result<BTreeMap<u64, Vec<(Strategy, f64)>>> {
+    let mut layers: BTreeMap<u64, Vec<(Strategy, f64)>> = BTreeMap::new();
+    for text in lines.lines().filter(|line| line.starts_with('{')) {
+        let line: Line = serde_json::from_str(text)?;
+        if let Some(strategy) = line.strategy {
+            let steps = line.rounds.iter().map(|[a, b]| a + b);
+            let timed = (strategy.parse()?, quartile(steps.collect()));
+            layers.entry(line.layer).or_default().push(timed);
+        }
+    }
+    Ok(layers)
+}
+
 /// Forward and backward, of the rows that ranks have.
 pub fn predict(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<f64> {
     predict_with(drawn, strategy, machine, ShadowModel::of)

@@ -87,6 +87,19 @@ pub fn run(numbers: RangeInclusive<u64>, rounds: usize, machine: Option<Machine>
     rank.finish()
 }
 
+/// What chooses, and finals, once more beside the strategies of earlier lines.
+pub fn again(lines: &str, machine: &Machine) -> Result {
+    let mut rank = Rank::start()?;
+    for (number, measured) in compared::measured(lines)? {
+        let drawn = Drawn::new(number);
+        rank.say(&format!("# {drawn}"));
+        let mesh = rank.mesh(drawn.mesh)?;
+        let layer = rank.layer(&mesh, &drawn)?;
+        choose(&mut rank, &drawn, layer, (measured, machine))?;
+    }
+    rank.finish()
+}
+
 fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>) -> Result {
     rank.say(&format!("# {drawn}"));
     let mesh = rank.mesh(drawn.mesh)?;
@@ -129,9 +142,22 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
         Ok((*strategy, quartile(steps)))
     });
     let measured = medians.collect::<Result<Vec<(Strategy, f64)>>>()?;
+    choose(rank, drawn, layer, (measured, machine))
+}
+
+/// A layer that chooses by itself, then finals.
+fn choose(
+    rank: &mut Rank,
+    drawn: &Drawn,
+    layer: MeshLayer,
+    (measured, machine): (Vec<(Strategy, f64)>, &Machine),
+) -> Result {
+    let own = rank.world.rank();
+    let (input, dy) = (drawn.input(own), drawn.output_gradient(own));
     let mut layer = adaptive(rank, drawn, (layer, machine), (&input, &dy))?;
-    let chosen = layer.strategy();
-    let finalists = finalists(measured, [chosen, planned(drawn, &all, machine)?]);
+    let all: Vec<Strategy> = measured.iter().map(|(strategy, _)| *strategy).collect();
+    let others = [layer.strategy(), planned(drawn, &all, machine)?];
+    let finalists = finalists(measured, others);
     finals(rank, drawn, &mut layer, &finalists, (&input, &dy))
 }
 

@@ -313,7 +313,9 @@ mod tests {
     #[test]
     fn products_begin_when_their_stream_is_free() {
         let pieces = vec![of(2.0, 1.0, 1.0); 2];
-        let end = |free: f64| pipeline((&[0.0], &[free]), &[0], &[pieces.clone()], 0.0)[0].end();
+        let end = |free: f64| {
+            pipeline((&[0.0], &[free]), &[0], std::slice::from_ref(&pieces), 0.0)[0].end()
+        };
         assert_eq!(end(2.0), end(0.0));
         assert_eq!(end(5.0), 5.0 + 2.0 + 1.0);
     }

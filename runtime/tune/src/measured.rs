@@ -56,6 +56,11 @@ impl Measured {
         samples.runs += 1;
     }
 
+    /// Whether there was a step with a strategy.
+    pub fn is_tried(&self, strategy: Strategy) -> bool {
+        self.0.contains_key(&strategy)
+    }
+
     /// The median step of a strategy that was measured `wanted` times.
     pub fn seconds(&self, strategy: Strategy, wanted: usize) -> Option<f64> {
         let samples = self.0.get(&strategy)?;

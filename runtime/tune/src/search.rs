@@ -14,8 +14,9 @@ pub struct Prediction {
 
 /// Predictions within this share of the best are measured,
 const NEAR: f64 = 0.3;
-/// but not more of them than these.
-const MOST: usize = 6;
+/// but not more of them than these. A sixth candidate is next to the best of them
+/// ([`neighbour`]).
+const MOST: usize = 5;
 
 /// What is worth a measurement: what is done now, and the best predictions; the simplest of
 /// those first. Strategies that differ in pieces and wire alone are predicted too long or too
@@ -37,6 +38,27 @@ pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy>
     let others = others.filter(|s| Some(*s) != simplest);
     let others = simplest.into_iter().chain(others).filter(|s| *s != current);
     std::iter::once(current).chain(others).take(MOST).collect()
+}
+
+/// Next to what is the fastest so far: the same with half or twice as many pieces, of those that
+/// are predicted the one that is predicted less. Predictions have the best number of pieces
+/// wrong by one step more often than the rest.
+pub(crate) fn neighbour(
+    predictions: &[Prediction],
+    fastest: Strategy,
+    measured: impl Fn(Strategy) -> bool,
+) -> Option<Strategy> {
+    let pieces = |strategy: Strategy| [strategy.degree.forward, strategy.degree.backward];
+    let own = pieces(fastest);
+    let next = |other: Strategy| {
+        let other = pieces(other);
+        other == own.map(|n| 2 * n) || other.map(|n| 2 * n) == own
+    };
+    let mut others: Vec<&Prediction> = predictions.iter().collect();
+    others.retain(|p| p.strategy.shared() == fastest.shared() && next(p.strategy));
+    others.retain(|p| !measured(p.strategy));
+    let least = |a: &&&Prediction, b: &&&Prediction| a.seconds.total_cmp(&b.seconds);
+    others.iter().min_by(least).map(|p| p.strategy)
 }
 
 /// All that Tutel's search chooses from.
@@ -250,6 +272,10 @@ mod tests {
         };
         let list = shortlist(&[of(2, 1.1), of(3, 1.0), other], strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), once, strategy(2)]);
+        let next = neighbour(&all, strategy(2), |s| s == strategy(1));
+        assert_eq!(next, Some(strategy(4)));
+        assert_eq!(neighbour(&all, strategy(2), |_| true), None);
+        assert_eq!(neighbour(&all, strategy(3), |_| false), None);
         let many: Vec<Prediction> = (1..=20).map(|degree| of(degree, 1.0)).collect();
         assert_eq!(shortlist(&many, strategy(20)).len(), MOST);
     }

@@ -2,7 +2,7 @@
 
 use crate::Key;
 use crate::measured::{Measured, Times, median};
-use crate::search::{Prediction, Space, shortlist};
+use crate::search::{Prediction, Space, neighbour, shortlist};
 use crate::stored::Record;
 use moesaic_plan::Strategy;
 use std::collections::{BTreeMap, VecDeque};
@@ -109,7 +109,13 @@ impl fmt::Display for Event {
 /// Where candidates come from.
 #[derive(Clone, Debug)]
 enum Candidates {
-    Listed(Vec<Strategy>),
+    /// Of predictions those that are worth it; and one next to the best of them, when these
+    /// are measured.
+    Listed {
+        list: Vec<Strategy>,
+        predictions: Vec<Prediction>,
+        next: Option<Strategy>,
+    },
     Searched,
 }
 
@@ -246,8 +252,11 @@ impl Tuner {
                 entry.kept = Some(Kept::default());
             }
             (Mode::Measure, Some(_)) => {
-                let list = shortlist(&predictions, entry.current);
-                entry.candidates = Candidates::Listed(list);
+                entry.candidates = Candidates::Listed {
+                    list: shortlist(&predictions, entry.current),
+                    predictions,
+                    next: None,
+                };
             }
             (Mode::Measure, None) => {}
         }
@@ -273,10 +282,19 @@ impl Entry {
         (self.current, (!told).then_some(kept))
     }
 
-    fn next(&self, space: &Space, options: &Options) -> Option<Strategy> {
+    fn next(&mut self, space: &Space, options: &Options) -> Option<Strategy> {
         let missing = |s: &Strategy| self.measured.seconds(*s, options.samples).is_none();
-        let next = match &self.candidates {
-            Candidates::Listed(list) => list.iter().copied().find(missing),
+        let next = match &mut self.candidates {
+            Candidates::Listed {
+                list,
+                predictions,
+                next,
+            } => list.iter().copied().find(missing).or_else(|| {
+                let (fastest, _) = self.measured.best(options.samples)?;
+                let tried = |s: Strategy| self.measured.is_tried(s);
+                *next = next.or_else(|| neighbour(predictions, fastest, tried));
+                next.filter(missing)
+            }),
             Candidates::Searched => space.next(&self.measured, options.samples),
         };
         next.or_else(|| self.measured.together(options.samples))

@@ -103,6 +103,32 @@ fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
     assert_eq!(kept(&tuner), [strategy("degree=2"); 2]);
 }
 
+/// What is predicted to be far behind is tried if the fastest is one step from it.
+#[test]
+fn the_neighbour_of_the_fastest_is_tried() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::Tokens(10));
+    let predicted = || {
+        let mut all = predictions();
+        all[2].seconds = 9.0;
+        all
+    };
+    let seconds = |s: Strategy| 1.0 / s.degree.forward as f64;
+    for _ in 0..20 {
+        let chosen = tuner.choose(&key, predicted);
+        let forward = seconds(chosen);
+        tuner.observe(
+            &key,
+            chosen,
+            Times {
+                forward,
+                backward: 0.0,
+            },
+        );
+    }
+    assert_eq!(kept(&tuner), [strategy("degree=4")]);
+}
+
 #[test]
 fn drift_is_noticed_and_a_spike_is_not() {
     let mut tuner = Tuner::new(Options::default(), space());
