@@ -103,7 +103,7 @@ pub struct Factor {
 pub struct RouteFactor {
     /// The route's name: `inter-first`.
     pub name: Route,
-    /// All rows of a rank, in KiB.
+    /// Rows of a rank that are under way at once, in KiB between nodes.
     pub kib: f64,
     /// So many times as long.
     pub by: f64,
@@ -338,8 +338,8 @@ impl Machine {
         self.compute.memory_gbs * 1e9
     }
 
-    /// How much longer so many bytes of a rank's rows take by a route than the figures of links
-    /// say.
+    /// How much longer so many bytes of a rank's rows, under way at once, take by a route than the
+    /// figures of links say.
     pub fn route(&self, route: Route, bytes: f64) -> f64 {
         let own = self.routes.iter().filter(|factor| factor.name == route);
         let mut known: Vec<(f64, f64)> = own.map(|factor| (factor.kib.ln(), factor.by)).collect();

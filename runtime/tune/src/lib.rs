@@ -29,4 +29,4 @@ pub use measured::Times;
 pub use planned::Planned;
 pub use search::{Prediction, Space, shortlist};
 pub use stored::{Record, StoredError, read, write};
-pub use tuner::{Event, Mode, Options, Tuner, What};
+pub use tuner::{CLOSE, Event, Mode, Options, Tuner, What};
