@@ -16,7 +16,7 @@ use moesaic::tune::{
 use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
 
 const TOKENS: usize = 21;
-const STEPS: u64 = 16;
+const STEPS: u64 = 32;
 
 /// What a rank has learnt, and what was decided.
 struct Learned {
@@ -178,11 +178,10 @@ fn the_planner_says_what_is_worth_a_measurement() {
     }
     let events = &ranks[0].events;
     let tried = tried(events);
-    assert_eq!(tried, shortlist(&predictions, Strategy::default()));
-    assert!(
-        tried.contains(&fastest(&predictions)) && tried.len() <= 6,
-        "{events:?}"
-    );
+    // Then what is next to the fastest of these, and passes that look best together.
+    let list = shortlist(&predictions, Strategy::default());
+    assert!(tried.starts_with(&list) && list.len() <= 5, "{events:?}");
+    assert!(list.contains(&fastest(&predictions)), "{events:?}");
     let all = events.iter().filter_map(|event| match event.what {
         What::Kept { strategy, seconds } => Some((strategy, seconds.is_some())),
         _ => None,
@@ -191,9 +190,7 @@ fn the_planner_says_what_is_worth_a_measurement() {
     let [(kept, true)] = kept[..] else {
         panic!("one is kept, by measurement: {events:?}");
     };
-    // Passes are measured apart: it may be the forward of one and the backward of another.
-    let like = |s: &&Strategy| (s.ways, s.route) == (kept.ways, kept.route);
-    assert!(tried.iter().any(|s| like(&s)), "{kept} of {tried:?}");
+    assert!(tried.contains(&kept), "{kept} of {tried:?}");
     let default = Prediction {
         strategy: Strategy::default(),
         seconds: 1.0,
