@@ -1,6 +1,7 @@
 //! `moesaic plan`: what it says, and what it refuses.
 
 use crate::common::*;
+use moesaic::plan::Route;
 use moesaic::planner::{Calibration, published};
 use std::path::{Path, PathBuf};
 
@@ -225,8 +226,12 @@ fn what_cannot_be_says_what_can() {
         &["8 ranks with 8 a node do not", "take route=linear"],
     );
     fails(
-        &[&JOB[..], &["--mesh", "ep=16", "--strategy", "shadows=2"]].concat(),
-        &["shadows=2 is not simulated", "take shadows=0"],
+        &[
+            &JOB[..],
+            &["--mesh", "ep=8,shards=2", "--strategy", "shadows=2"],
+        ]
+        .concat(),
+        &["shadows=2 needs whole experts", "take shadows=0"],
     );
     fails(
         &[&JOB[..], &["--skew", "zipf=-1"]].concat(),
@@ -330,6 +335,10 @@ fn what_ranks_measure_is_what_a_plan_is_made_with() {
         Some(found.levels[0].bandwidth_gbs)
     );
     assert_eq!(planned["machine"]["error"]["ranks"].as_u64(), Some(2));
+    // Ranks of one node have one route; what links do not say of its steps is a factor.
+    let routes: Vec<_> = found.routes.iter().map(|one| one.name).collect();
+    assert!(!routes.is_empty() && routes.iter().all(|one| *one == Route::Linear));
+    assert!(found.routes.iter().all(|one| one.by > 0.0 && one.kib > 0.0));
     // What was not measured is as it was.
     let link = planned["machine"]["level"][1]["bandwidth_gbs"].as_f64();
     assert_eq!(

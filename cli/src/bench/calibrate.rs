@@ -189,7 +189,7 @@ impl Job<'_> {
         let timed = timed.map_err(Failure::work)?;
         next("timing steps by each route");
         let given = (&weights, self.all_tokens);
-        let steps = Steps::time(self.engine, self.spec, given, world)?;
+        let steps = Steps::time(self.engine, self.spec, given, (world, &topology))?;
         drop(progress);
         if world.rank() > 0 {
             return Ok(None);

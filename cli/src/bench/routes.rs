@@ -3,7 +3,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::random;
-use moesaic::collectives::{Call, Collectives};
+use moesaic::collectives::{Call, Collectives, Topology};
 use moesaic::plan::{Route, ShadowModel};
 use moesaic::planner::{Machine, Question, RouteFactor, Routing, route_factor};
 use moesaic::{Counters, Engine, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensors};
@@ -13,6 +13,7 @@ use std::time::Instant;
 /// Steps by each route, and one before them that compiles.
 const ROUNDS: usize = 12;
 
+/// The direct one first.
 const ROUTES: [Route; 5] = [
     Route::Linear,
     Route::IntraFirst,
@@ -46,13 +47,13 @@ pub struct ByRoute {
 }
 
 impl Steps {
-    /// Times steps with each of these numbers of tokens. `None` where experts cannot be spread
-    /// evenly.
+    /// Times steps with each of these numbers of tokens; by routes in two dimensions where
+    /// several nodes have several ranks each. `None` where experts cannot be spread evenly.
     pub fn time(
         engine: &Engine,
         spec: &LayerSpec,
         (weights, tokens): (&Tensors<'_>, &[usize]),
-        world: &mut dyn Collectives,
+        (world, topology): (&mut dyn Collectives, &Topology),
     ) -> Result<Option<Steps>> {
         let mesh = Parallel {
             ep: world.size(),
@@ -63,11 +64,16 @@ impl Steps {
         }
         let ranks = Mesh::new(world, mesh)?;
         let mut layer = engine.mesh_layer(&ranks, spec, weights, Some(Training::default()))?;
+        let nodes = topology.shape.filter(|it| it.nodes > 1 && it.per_node > 1);
+        let routes = match nodes {
+            Some(_) => &ROUTES[..],
+            None => &ROUTES[..1],
+        };
         let each = tokens.iter().map(|tokens| {
             let input = own_input(spec, *tokens, world.rank());
             Ok(Timed {
                 tokens: *tokens,
-                seconds: by_route(&mut layer, &input, world)?,
+                seconds: by_route(&mut layer, routes, &input, world)?,
                 counts: counts(&layer, &input, world)?,
             })
         });
@@ -119,6 +125,7 @@ impl Steps {
 /// Seconds of a step by each route, all in turns: the lower quartile of the slowest rank's.
 fn by_route(
     layer: &mut MeshLayer,
+    routes: &[Route],
     input: &Input<'_>,
     world: &mut dyn Collectives,
 ) -> Result<Vec<(Route, f64)>> {
@@ -128,7 +135,7 @@ fn by_route(
     };
     let dy = random::output_gradient(&layer.plan().tokens.spec, input.tokens);
     let can = |route: &Route| layer.check_strategy(of(*route)).is_ok();
-    let routes: Vec<Route> = ROUTES.into_iter().filter(can).collect();
+    let routes: Vec<Route> = routes.iter().copied().filter(can).collect();
     let mut own = vec![Vec::new(); routes.len()];
     for round in 0..=ROUNDS {
         for turn in 0..routes.len() {
