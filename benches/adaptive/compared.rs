@@ -153,8 +153,7 @@ pub fn predict_with(
         training: Some(Training::default()),
     };
     let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
-    let passes = found.passes.iter().filter(|pass| pass.name != "gradients");
-    Ok(passes.map(|pass| pass.seconds).sum())
+    Ok(found.both_passes())
 }
 
 fn least(points: &[Point], of: impl Fn(&Point) -> f64) -> Option<&Point> {

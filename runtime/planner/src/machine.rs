@@ -341,19 +341,16 @@ impl Machine {
     /// How much longer so many bytes of a rank's rows, under way at once, take by a route than the
     /// figures of links say.
     pub fn route(&self, route: Route, bytes: f64) -> f64 {
-        let own = self.routes.iter().filter(|factor| factor.name == route);
-        let mut known: Vec<(f64, f64)> = own.map(|factor| (factor.kib.ln(), factor.by)).collect();
-        known.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let at = (bytes.max(1.0) / 1024.0).ln();
-        let above = known.partition_point(|(size, _)| *size < at);
-        match (
-            above.checked_sub(1).map(|below| known[below]),
-            known.get(above),
-        ) {
-            (Some((low, by)), Some((high, other))) => by + (other - by) * (at - low) / (high - low),
-            (Some((_, by)), None) | (None, Some(&(_, by))) => by,
-            (None, None) => 1.0,
-        }
+        let own = || self.routes.iter().filter(|factor| factor.name == route);
+        let by = |kib: f64| {
+            own()
+                .find(|factor| factor.kib == kib)
+                .map_or(1.0, |it| it.by)
+        };
+        let kib = bytes.max(1.0) / 1024.0;
+        around(own().map(|factor| factor.kib), kib).map_or(1.0, |([low, high], part)| {
+            by(low) + (by(high) - by(low)) * part
+        })
     }
 
     /// Seconds of a launch alone.
@@ -409,6 +406,14 @@ pub(crate) fn factor(factors: &[Factor], peers: f64, kib: f64) -> f64 {
 /// The value at a place, by the logarithms between the next two places that are known; beyond
 /// them that of the nearest, and 1 where there is none.
 fn between(places: impl Iterator<Item = f64>, at: f64, value: impl Fn(f64) -> f64) -> f64 {
+    around(places, at).map_or(1.0, |([low, high], part)| {
+        value(low).powf(1.0 - part) * value(high).powf(part)
+    })
+}
+
+/// The next places below and above a place, and how far it is from the first to the second, by
+/// their logarithms; beyond all the nearest twice.
+fn around(places: impl Iterator<Item = f64>, at: f64) -> Option<([f64; 2], f64)> {
     let (mut below, mut above) = (None::<f64>, None::<f64>);
     for place in places {
         if place <= at {
@@ -418,12 +423,9 @@ fn between(places: impl Iterator<Item = f64>, at: f64, value: impl Fn(f64) -> f6
         }
     }
     match (below, above) {
-        (Some(low), Some(high)) => {
-            let part = (at / low).ln() / (high / low).ln();
-            value(low).powf(1.0 - part) * value(high).powf(part)
-        }
-        (Some(nearest), None) | (None, Some(nearest)) => value(nearest),
-        (None, None) => 1.0,
+        (Some(low), Some(high)) => Some(([low, high], (at / low).ln() / (high / low).ln())),
+        (Some(nearest), None) | (None, Some(nearest)) => Some(([nearest; 2], 0.0)),
+        (None, None) => None,
     }
 }
 

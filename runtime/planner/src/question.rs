@@ -93,6 +93,14 @@ pub struct Prediction {
     pub bound_part: f64,
 }
 
+impl Prediction {
+    /// Forward and backward, without the sums of gradients over ranks behind them.
+    pub fn both_passes(&self) -> f64 {
+        let passes = self.passes.iter().filter(|pass| pass.name != "gradients");
+        passes.map(|pass| pass.seconds).sum()
+    }
+}
+
 /// A pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PassTime {

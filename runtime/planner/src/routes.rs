@@ -32,9 +32,9 @@ pub fn route_factor(
     let with = |by: f64| -> Result<f64, PlannerError> {
         let mut question = question.clone();
         question.machine.routes = vec![factor(route, by)];
-        let found = Simulator::new(&question).predict(mesh, strategy)?;
-        let passes = found.passes.iter().filter(|pass| pass.name != "gradients");
-        Ok(passes.map(|pass| pass.seconds).sum())
+        Ok(Simulator::new(&question)
+            .predict(mesh, strategy)?
+            .both_passes())
     };
     let (once, twice) = (with(1.0)?, with(2.0)?);
     let by = 1.0 + (seconds - once) / (twice - once).max(f64::MIN_POSITIVE);

@@ -37,27 +37,29 @@ impl Shadows {
     }
 }
 
-/// In round `k` each of the first `2^k` ranks, counted from the owner, sends to the one `2^k`
-/// further.
+/// Rounds until all ranks have what one had.
 fn tree(group: &Group, owner: usize) -> Vec<Vec<Rows>> {
-    let ranks = group.ranks();
-    let rounds = ranks.next_power_of_two().trailing_zeros();
-    let round = |round: u32| {
-        let distance = 1 << round;
-        let mut step = nothing(ranks);
-        for place in 0..distance.min(ranks - distance) {
-            let [from, to] = [place, place + distance].map(|place| (place + owner) % ranks);
-            sends(group, &mut step, (from, to), 1.0);
-        }
-        group.share(&mut step);
-        different(step.loads)
-    };
-    (0..rounds).map(round).collect()
+    let rounds = group.ranks().next_power_of_two().trailing_zeros();
+    let all = (0..rounds).map(|number| different(round(group, owner, number)));
+    all.collect()
+}
+
+/// What each rank moves in round `k`, in which each of the first `2^k` ranks, counted from the
+/// owner, sends to the one `2^k` further.
+fn round(group: &Group, owner: usize, number: u32) -> Vec<Rows> {
+    let (ranks, distance) = (group.ranks(), 1 << number);
+    let mut step = nothing(group);
+    for place in 0..distance.min(ranks - distance) {
+        let [from, to] = [place, place + distance].map(|place| (place + owner) % ranks);
+        sends(group, &mut step, (from, to), 1.0);
+    }
+    group.share(&mut step);
+    step.loads
 }
 
 /// Every rank sends its part of a sum to those that own it.
 fn sums(group: &Group, owners: &[usize]) -> Vec<Rows> {
-    let mut step = nothing(group.ranks());
+    let mut step = nothing(group);
     for of_one in owners.chunk_by(|a, b| a == b) {
         for from in (0..group.ranks()).filter(|from| *from != of_one[0]) {
             sends(group, &mut step, (from, of_one[0]), of_one.len() as f64);
@@ -67,12 +69,8 @@ fn sums(group: &Group, owners: &[usize]) -> Vec<Rows> {
     step.loads
 }
 
-fn nothing(ranks: usize) -> Step {
-    Step {
-        loads: vec![Rows::default(); ranks],
-        copied: vec![0.0; ranks],
-        passes: 0.0,
-    }
+fn nothing(group: &Group) -> Step {
+    Step::of(vec![Rows::default(); group.ranks()])
 }
 
 /// A message more from one rank to another.
@@ -131,15 +129,22 @@ mod tests {
         for ranks in [1, 2, 3, 4, 7, 8, 16] {
             let group = Group::new(&machine, mesh(ranks), 0, &routing, 16);
             for owner in [0, ranks - 1] {
-                let mut reached = 1;
-                for round in 0..ranks.next_power_of_two().trailing_zeros() {
-                    let distance = 1usize << round;
-                    reached += distance.min(ranks - distance);
-                }
-                assert_eq!(reached, ranks);
                 let rounds = tree(&group, owner);
                 assert_eq!(rounds.len(), (ranks as f64).log2().ceil() as usize);
                 assert!(rounds.iter().all(|round| !round.is_empty()));
+                let mut has = vec![false; ranks];
+                has[owner] = true;
+                for number in 0..rounds.len() {
+                    let before = has.clone();
+                    for (rank, rows) in round(&group, owner, number as u32).iter().enumerate() {
+                        let sum = |of: fn(&Load) -> f64| rows.iter().map(of).sum::<f64>();
+                        let (sent, got) = (sum(|load| load.sent), sum(|load| load.received));
+                        assert!(sent == 0.0 || before[rank], "{ranks} {owner} {rank}");
+                        assert!(got == 0.0 || (got == 1.0 && !has[rank]));
+                        has[rank] |= got > 0.0;
+                    }
+                }
+                assert_eq!(has, vec![true; ranks]);
             }
         }
     }

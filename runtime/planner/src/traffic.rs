@@ -20,6 +20,17 @@ pub(crate) struct Step {
     pub passes: f64,
 }
 
+impl Step {
+    /// Messages alone.
+    pub fn of(loads: Vec<Rows>) -> Step {
+        Step {
+            copied: vec![0.0; loads.len()],
+            loads,
+            passes: 0.0,
+        }
+    }
+}
+
 /// The phases that bring rows of one group to their experts.
 #[derive(Clone, Debug)]
 pub(crate) struct Traffic {
@@ -210,7 +221,7 @@ impl<'a> Group<'a> {
             }
             loads
         };
-        let mut step = all.step((0..self.ranks()).map(load).collect());
+        let mut step = Step::of((0..self.ranks()).map(load).collect());
         self.share(&mut step);
         let own = (0..self.ranks())
             .map(|rank| all.rows(rank, rank) * part)
@@ -263,14 +274,6 @@ impl All<'_> {
         }
     }
 
-    fn step(&self, loads: Vec<Rows>) -> Step {
-        Step {
-            copied: vec![0.0; loads.len()],
-            loads,
-            passes: 0.0,
-        }
-    }
-
     fn linear(&self) -> Step {
         let sums: Vec<Vec<f64>> = self.to.iter().map(|rows| running(rows)).collect();
         let sent = |rank: usize, range: &std::ops::Range<usize>| {
@@ -294,7 +297,7 @@ impl All<'_> {
             }
             loads
         };
-        self.step((0..self.ranks()).map(load).collect())
+        Step::of((0..self.ranks()).map(load).collect())
     }
 
     fn node(&self) -> usize {
@@ -325,7 +328,7 @@ impl All<'_> {
                 loads[to][level].received += moved;
             }
         }
-        self.step(loads)
+        Step::of(loads)
     }
 
     /// Rows that pass through each rank in a pass over memory.
