@@ -75,13 +75,9 @@ impl Layer {
 
 pub fn run(lines: &str, machine: &Machine) -> Result {
     let mut layers: BTreeMap<u64, Layer> = BTreeMap::new();
-    for text in lines.lines().filter(|line| line.starts_with('{')) {
-        let line: Line = serde_json::from_str(text)?;
-        let steps = line
-            .rounds
-            .iter()
-            .map(|[forward, backward]| forward + backward);
-        let measured = quartile(steps.collect());
+    for line in read(lines) {
+        let line = line?;
+        let measured = step(&line.rounds);
         let layer = layers.entry(line.layer).or_default();
         if let Some(strategy) = line.strategy {
             let drawn = Drawn::new(line.layer);
@@ -117,14 +113,23 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
     Ok(())
 }
 
+fn read(lines: &str) -> impl Iterator<Item = serde_json::Result<Line>> {
+    let json = lines.lines().filter(|line| line.starts_with('{'));
+    json.map(serde_json::from_str)
+}
+
+/// Seconds of a step, both passes: the lower quartile.
+pub fn step(rounds: &[Passes]) -> f64 {
+    quartile(rounds.iter().map(|[a, b]| a + b).collect())
+}
+
 /// Seconds by strategy of each layer in lines of JSON.
 pub fn measured(lines: &str) -> Result<BTreeMap<u64, Vec<(Strategy, f64)>>> {
     let mut layers: BTreeMap<u64, Vec<(Strategy, f64)>> = BTreeMap::new();
-    for text in lines.lines().filter(|line| line.starts_with('{')) {
-        let line: Line = serde_json::from_str(text)?;
+    for line in read(lines) {
+        let line = line?;
         if let Some(strategy) = line.strategy {
-            let steps = line.rounds.iter().map(|[a, b]| a + b);
-            let timed = (strategy.parse()?, quartile(steps.collect()));
+            let timed = (strategy.parse()?, step(&line.rounds));
             layers.entry(line.layer).or_default().push(timed);
         }
     }

@@ -83,11 +83,10 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
     for (kind, (name, placement, strategy)) in placements.iter().enumerate() {
         let slowest = rank.slowest(&times[kind])?;
         let most = rank.slowest(&[[rows[kind] as f64, 0.0]])?[0][0];
-        let sum = |list: &[Passes]| quartile(list.iter().map(|[a, b]| a + b).collect());
         rank.say(&format!(
             "{name}: {:.1} ms a step, {:.1} ms of it sums of gradients; the busiest rank has {most} \
              rows; shadows of {:?}; {placement}",
-            1e3 * sum(&slowest),
+            1e3 * compared::step(&slowest),
             1e3 * quartile(slowest.iter().map(|[_, sums]| *sums).collect()),
             shadowed[kind]
         ));

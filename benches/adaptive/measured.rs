@@ -1,7 +1,7 @@
 //! Strategies of drawn layers under MPI, in turns.
 
 use crate::drawn::{Drawn, RANKS};
-use crate::{Result, compared, data, quartile};
+use crate::{Result, compared, data};
 use moesaic::collectives::{Call, Collectives, Communicator, mpi};
 use moesaic::planner::{self, Machine};
 use moesaic::tune::{AdaptiveLayer, Options, Planned, Space, Tuner, What};
@@ -115,33 +115,11 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
     }
     let all = space.strategies(drawn.mesh, true).into_iter();
     let all: Vec<Strategy> = all.filter(|s| layer.check_strategy(*s).is_ok()).collect();
-    let mut times: Vec<Vec<Passes>> = vec![Vec::new(); all.len()];
-    for round in 0..=rounds {
-        for turn in 0..all.len() {
-            // Whoever comes first finds other queues than those after.
-            let kind = (round + turn) % all.len();
-            layer.set_strategy(all[kind])?;
-            rank.meet()?;
-            let passes = step(&layer, &input, &dy)?;
-            if round > 0 {
-                times[kind].push(passes); // the first one compiles and makes room
-            }
-        }
-    }
-    for (strategy, own) in all.iter().zip(&times) {
-        let slowest = rank.slowest(own)?;
-        let strategy = strategy.to_string();
-        let line = json!({ "layer": drawn.number, "strategy": strategy, "rounds": slowest });
-        rank.say(&line.to_string());
-    }
+    let all = (&all[..], rounds, "strategy");
+    let measured = in_turns(rank, drawn, &mut layer, all, (&input, &dy))?;
     let Some(machine) = machine else {
         return Ok(());
     };
-    let medians = all.iter().zip(&times).map(|(strategy, own)| {
-        let steps: Vec<f64> = rank.slowest(own)?.iter().map(|[a, b]| a + b).collect();
-        Ok((*strategy, quartile(steps)))
-    });
-    let measured = medians.collect::<Result<Vec<(Strategy, f64)>>>()?;
     choose(rank, drawn, layer, (measured, machine))
 }
 
@@ -158,7 +136,8 @@ fn choose(
     let all: Vec<Strategy> = measured.iter().map(|(strategy, _)| *strategy).collect();
     let others = [layer.strategy(), planned(drawn, &all, machine)?];
     let finalists = finalists(measured, others);
-    finals(rank, drawn, &mut layer, &finalists, (&input, &dy))
+    let finals = (&finalists[..], FINALS, "final");
+    in_turns(rank, drawn, &mut layer, finals, (&input, &dy)).map(drop)
 }
 
 /// How many of the fastest are measured again,
@@ -191,32 +170,37 @@ fn planned(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Strateg
     Ok(Strategy::simplest(each.into_iter()).unwrap_or_default())
 }
 
-fn finals(
+/// So many steps by each strategy, and one before them, in turns: a line for each by this name,
+/// and the lower quartile of a step of the slowest rank.
+fn in_turns(
     rank: &mut Rank,
     drawn: &Drawn,
     layer: &mut MeshLayer,
-    finalists: &[Strategy],
+    (all, rounds, name): (&[Strategy], usize, &str),
     (input, dy): (&Input<'_>, &Tensor<'_>),
-) -> Result {
-    let mut times: Vec<Vec<Passes>> = vec![Vec::new(); finalists.len()];
-    for round in 0..=FINALS {
-        for turn in 0..finalists.len() {
-            let at = (round + turn) % finalists.len();
-            layer.set_strategy(finalists[at])?;
+) -> Result<Vec<(Strategy, f64)>> {
+    let mut times: Vec<Vec<Passes>> = vec![Vec::new(); all.len()];
+    for round in 0..=rounds {
+        for turn in 0..all.len() {
+            // Whoever comes first finds other queues than those after.
+            let kind = (round + turn) % all.len();
+            layer.set_strategy(all[kind])?;
             rank.meet()?;
             let passes = step(layer, input, dy)?;
             if round > 0 {
-                times[at].push(passes);
+                times[kind].push(passes); // the first one compiles and makes room
             }
         }
     }
-    for (strategy, own) in finalists.iter().zip(&times) {
+    let mut measured = Vec::new();
+    for (strategy, own) in all.iter().zip(&times) {
         let slowest = rank.slowest(own)?;
-        let strategy = strategy.to_string();
-        let line = json!({ "layer": drawn.number, "final": strategy, "rounds": slowest });
+        let text = strategy.to_string();
+        let line = json!({ "layer": drawn.number, name: text, "rounds": slowest });
         rank.say(&line.to_string());
+        measured.push((*strategy, compared::step(&slowest)));
     }
-    Ok(())
+    Ok(measured)
 }
 
 pub fn step(layer: &MeshLayer, input: &Input<'_>, dy: &Tensor<'_>) -> Result<Passes> {
