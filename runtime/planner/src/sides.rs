@@ -99,11 +99,7 @@ pub(crate) fn cost(
         // Nothing is launched where no expert has one.
         Side::Shadows if rank.stay.is_empty() => Cost::default(),
         Side::Shadows => {
-            let rows = Rows {
-                all: rank.stay.iter().sum(),
-                by_expert: &rank.stay,
-                multiprocessors,
-            };
+            let rows = by_expert(&rank.stay, multiprocessors);
             let shadows = sides.shadows.as_ref();
             shadows.map_or_else(Cost::default, |shadows| shadows.cost(step, machine, rows))
         }
@@ -116,13 +112,17 @@ pub(crate) fn cost(
         }
         Side::Experts => {
             let rows: Vec<f64> = rows_of(travel, rank).iter().map(|n| n * part).collect();
-            let rows = Rows {
-                all: rows.iter().sum(),
-                by_expert: &rows,
-                multiprocessors,
-            };
+            let rows = by_expert(&rows, multiprocessors);
             sides.experts.cost(step, machine, rows)
         }
+    }
+}
+
+fn by_expert(rows: &[f64], multiprocessors: f64) -> Rows<'_> {
+    Rows {
+        all: rows.iter().sum(),
+        by_expert: rows,
+        multiprocessors,
     }
 }
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::Rows;
 use moesaic_plan::Parallel;
+use std::collections::BTreeSet;
 
 fn key(rows: Rows) -> Key {
     Key {
@@ -90,14 +91,8 @@ fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
     // Three that are close: each once, and nine times.
     let all = steps(&mut tuner, &key, 31, seconds("degree=2", 1.0));
     assert_eq!(kept(&tuner), [strategy("degree=2")]);
-    let finals: Vec<Strategy> = all[12..15].to_vec();
-    assert_eq!(
-        finals
-            .iter()
-            .collect::<std::collections::BTreeSet<_>>()
-            .len(),
-        3
-    );
+    let finals: BTreeSet<&Strategy> = all[12..15].iter().collect();
+    assert_eq!(finals.len(), 3);
     // All is slower, and another one is best by as little.
     steps(&mut tuner, &key, 50, seconds("degree=4", 2.0));
     assert_eq!(kept(&tuner), [strategy("degree=2"); 2]);
@@ -116,15 +111,11 @@ fn the_neighbour_of_the_fastest_is_tried() {
     let seconds = |s: Strategy| 1.0 / s.degree.forward as f64;
     for _ in 0..20 {
         let chosen = tuner.choose(&key, predicted);
-        let forward = seconds(chosen);
-        tuner.observe(
-            &key,
-            chosen,
-            Times {
-                forward,
-                backward: 0.0,
-            },
-        );
+        let times = Times {
+            forward: seconds(chosen),
+            backward: 0.0,
+        };
+        tuner.observe(&key, chosen, times);
     }
     assert_eq!(kept(&tuner), [strategy("degree=4")]);
 }
