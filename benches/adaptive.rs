@@ -11,7 +11,8 @@
 //! chose once more, in turns. `again MEASURED CALIBRATION` does the latter beside lines that are
 //! there. `hot ROUNDS [CALIBRATION]` runs under MPI: a hot expert with and
 //! without shadows and replicas, beside what the planner says.
-//! `compare MEASURED CALIBRATION` reads those lines and predicts each.
+//! `compare MEASURED CALIBRATION` reads those lines and predicts each. `phases NUMBER STRATEGY
+//! CALIBRATION` runs under MPI: where the time of a drawn layer's step goes, part by part.
 
 #[path = "adaptive/compared.rs"]
 mod compared;
@@ -24,6 +25,8 @@ mod drawn;
 mod hot;
 #[path = "adaptive/measured.rs"]
 mod measured;
+#[path = "adaptive/phases.rs"]
+mod phases;
 #[path = "layer/shapes.rs"]
 #[allow(dead_code, reason = "the bench of layers uses the rest")]
 mod shapes;
@@ -39,7 +42,7 @@ const MACHINE: &str = "mpi-emulated";
 
 const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | \
                      again MEASURED CALIBRATION | hot ROUNDS [CALIBRATION] | \
-                     compare MEASURED CALIBRATION";
+                     compare MEASURED CALIBRATION | phases NUMBER STRATEGY CALIBRATION";
 
 fn main() -> Result {
     let args = std::env::args().skip(1).filter(|arg| arg != "--bench");
@@ -60,6 +63,10 @@ fn main() -> Result {
         ["hot", rounds, calibration] => hot::run(rounds.parse()?, Some(&machine(calibration)?)),
         ["compare", lines, calibration] => {
             compared::run(&fs::read_to_string(lines)?, &machine(calibration)?)
+        }
+        ["phases", number, strategy, calibration] => {
+            let machine = machine(calibration)?;
+            phases::run(number.parse()?, strategy.parse()?, &machine)
         }
         // Without words, as `cargo bench` runs it: what would be measured.
         [] => {

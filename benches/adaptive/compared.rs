@@ -148,17 +148,44 @@ pub fn predict_with(
     machine: &Machine,
     model: fn(&LayerSpec) -> ShadowModel,
 ) -> Result<f64> {
+    let question = question(drawn, machine, model)?;
+    let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
+    Ok(found.both_passes())
+}
+
+fn question(
+    drawn: &Drawn,
+    machine: &Machine,
+    model: fn(&LayerSpec) -> ShadowModel,
+) -> Result<Question> {
     let spec = drawn.spec()?;
-    let question = Question {
+    Ok(Question {
         routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
         shadow_model: model(&spec),
         spec,
         machine: machine.clone(),
         world: RANKS,
         training: Some(Training::default()),
-    };
+    })
+}
+
+/// Seconds of each part of both passes of the slowest rank, by name; launches as `launch`, what
+/// ranks do together as `ranks`.
+pub fn phases(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<Vec<(String, f64)>> {
+    let question = question(drawn, machine, ShadowModel::of)?;
     let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
-    Ok(found.both_passes())
+    let passes = found.passes.iter();
+    let whole = passes
+        .clone()
+        .map(|pass| (pass.name.to_string(), pass.seconds));
+    let phases = passes.flat_map(|pass| &pass.phases).map(|phase| {
+        let whose = match phase.whose {
+            "ranks" => "ranks",
+            _ => "launch",
+        };
+        (format!("{whose} {}", phase.name), phase.seconds)
+    });
+    Ok(whole.chain(phases).collect())
 }
 
 fn least(points: &[Point], of: impl Fn(&Point) -> f64) -> Option<&Point> {

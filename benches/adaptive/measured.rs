@@ -53,9 +53,14 @@ impl Rank {
         Ok(())
     }
 
-    /// The largest of any rank, of each pass of each round.
+    /// The longest first part of any rank in each round, and what the longest round of any takes
+    /// beyond it: nobody waits between the two, so that who is done early with one takes longer
+    /// for the other.
     pub fn slowest(&mut self, own: &[Passes]) -> Result<Vec<Passes>> {
-        let bytes: Vec<u8> = own.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
+        let ends = own
+            .iter()
+            .flat_map(|[first, second]| [*first, first + second]);
+        let bytes: Vec<u8> = ends.flat_map(|n| n.to_le_bytes()).collect();
         let all = self.world.gather_bytes(&bytes, &Call::new("times"))?;
         let number = |times: &Vec<u8>, at: usize| f64::from_le_bytes(times.as_chunks::<8>().0[at]);
         let most = |at: usize| {
@@ -64,7 +69,7 @@ impl Rank {
                 .fold(0.0, f64::max)
         };
         Ok((0..own.len())
-            .map(|i| [most(2 * i), most(2 * i + 1)])
+            .map(|i| [most(2 * i), most(2 * i + 1) - most(2 * i)])
             .collect())
     }
 
@@ -114,13 +119,29 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
         space.shadows = vec![0];
     }
     let all = space.strategies(drawn.mesh, true).into_iter();
-    let all: Vec<Strategy> = all.filter(|s| layer.check_strategy(*s).is_ok()).collect();
+    let mut all: Vec<Strategy> = all.filter(|s| layer.check_strategy(*s).is_ok()).collect();
+    if let Some(machine) = &machine {
+        all = worth_it(drawn, all, machine)?;
+    }
     let all = (&all[..], rounds, "strategy");
     let measured = in_turns(rank, drawn, &mut layer, all, (&input, &dy))?;
     let Some(machine) = machine else {
         return Ok(());
     };
     choose(rank, drawn, layer, (measured, machine))
+}
+
+/// What is predicted to take at most so many times as long as the fastest: the rest would take
+/// most of the time there is.
+const WORTH: f64 = 4.0;
+
+fn worth_it(drawn: &Drawn, all: Vec<Strategy>, machine: &Machine) -> Result<Vec<Strategy>> {
+    let seconds = all.iter().map(|s| compared::predict(drawn, *s, machine));
+    let seconds = seconds.collect::<Result<Vec<f64>>>()?;
+    let least = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    let each = all.into_iter().zip(seconds);
+    let kept = each.filter(|(_, seconds)| *seconds <= WORTH * least);
+    Ok(kept.map(|(strategy, _)| strategy).collect())
 }
 
 /// A layer that chooses by itself, then finals.
@@ -221,7 +242,6 @@ fn adaptive(
 ) -> Result<MeshLayer> {
     let planned = Planned {
         wires: vec![drawn.wire],
-        zipf: drawn.zipf(),
         ..Planned::of(machine.clone())
     };
     let predict = planned.predict(&layer)?;

@@ -90,7 +90,7 @@ fn learned(predictions: &[Prediction]) -> Vec<Learned> {
     let case = case();
     on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
         let predictions = predictions.to_vec();
-        let predict = Box::new(move |_: &_| predictions.clone());
+        let predict = Box::new(move |_: &_, _: &_| predictions.clone());
         learn(mesh, &case, Mode::Measure, |_| predict)
     })
 }
@@ -143,8 +143,11 @@ fn planned(mode: Mode) -> (Vec<Prediction>, Vec<Learned>) {
         let learned = learn(mesh, &case, mode, |layer| {
             let machine = published("mpi-emulated").unwrap();
             let mut predict = Planned::of(machine).predict(layer).unwrap();
-            Box::new(move |key| {
-                let predictions = predict(key);
+            Box::new(move |key, loads| {
+                let rows = loads.iter().map(|rows| rows.iter().sum::<u64>() as usize);
+                let tokens = shares(TOKENS, 4);
+                assert!(rows.eq(tokens.iter().map(|own| own.len())), "{loads:?}");
+                let predictions = predict(key, loads);
                 sender.send(predictions.clone()).unwrap();
                 predictions
             })

@@ -187,7 +187,7 @@ impl Job<'_> {
         let options = LevelOptions::default();
         let timed = over_levels(world, self.engine.device(), &topology, &options);
         let timed = timed.map_err(Failure::work)?;
-        next("timing steps by each route");
+        next("timing steps by each route and in pieces");
         let given = (&weights, self.all_tokens);
         let steps = Steps::time(self.engine, self.spec, given, (world, &topology))?;
         drop(progress);
@@ -400,9 +400,9 @@ fn text(found: &Found, path: &Path, console: &Console) -> String {
     }
     for step in &found.steps {
         text += &format!(
-            "\na step of {} tokens by route={}: {}, rows {:.2} times as long as links say",
+            "\na step of {} tokens, {}: {}, rows {:.2} times as long as links say",
             step.tokens,
-            step.factor.name,
+            step.strategy,
             units::seconds(step.seconds),
             step.factor.by
         );

@@ -1,19 +1,19 @@
-//! What steps take by each route: `moesaic bench --ranks` times real ones, since the figures of
-//! links know nothing of what ranks do between their messages.
+//! What steps take by each route and in pieces: `moesaic bench --ranks` times real ones, since the
+//! figures of links know nothing of what ranks do between their messages.
 
 use crate::failure::{Failure, Result};
 use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
-use moesaic::plan::{Route, ShadowModel};
+use moesaic::plan::{Both, Cut, Route, ShadowModel};
 use moesaic::planner::{Machine, Question, RouteFactor, Routing, route_factor};
 use moesaic::{Counters, Engine, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
 
-/// Steps by each route, and one before them that compiles.
-const ROUNDS: usize = 12;
+/// Steps of each strategy, and one before them that compiles.
+const ROUNDS: usize = 8;
 
-/// The direct one first.
+/// Those that need nodes last.
 const ROUTES: [Route; 5] = [
     Route::Linear,
     Route::IntraFirst,
@@ -21,6 +21,9 @@ const ROUTES: [Route; 5] = [
     Route::Concurrent,
     Route::Once,
 ];
+
+/// In how many pieces: what lies between is interpolated.
+const DEGREES: [usize; 2] = [1, 4];
 
 /// Steps of a layer whose experts are spread over all ranks.
 pub struct Steps {
@@ -34,13 +37,14 @@ struct Timed {
     tokens: usize,
     /// Rows that each rank has for each expert.
     counts: Vec<Vec<u64>>,
-    /// Seconds by each route that the ranks' nodes allow.
-    seconds: Vec<(Route, f64)>,
+    /// Seconds with each strategy.
+    seconds: Vec<(Strategy, f64)>,
 }
 
-/// A step by a route.
+/// A step by a route, in so many pieces.
 pub struct ByRoute {
     pub tokens: usize,
+    pub strategy: Strategy,
     pub seconds: f64,
     /// How much longer rows took than links say.
     pub factor: RouteFactor,
@@ -69,11 +73,13 @@ impl Steps {
             Some(_) => &ROUTES[..],
             None => &ROUTES[..1],
         };
+        let mut strategies = strategies(routes);
+        strategies.retain(|strategy| layer.check_strategy(*strategy).is_ok());
         let each = tokens.iter().map(|tokens| {
             let input = own_input(spec, *tokens, world.rank());
             Ok(Timed {
                 tokens: *tokens,
-                seconds: by_route(&mut layer, routes, &input, world)?,
+                seconds: by_strategy(&mut layer, &strategies, &input, world)?,
                 counts: counts(&layer, &input, world)?,
             })
         });
@@ -89,13 +95,13 @@ impl Steps {
         let mut list = Vec::new();
         for timed in &self.timed {
             let question = self.question(machine, timed)?;
-            for &(name, seconds) in &timed.seconds {
-                let by = route_factor(&question, self.mesh, name, seconds);
-                let (by, kib) = (by.map_err(Failure::work)?, self.kib(timed.tokens));
+            for &(strategy, seconds) in &timed.seconds {
+                let factor = route_factor(&question, self.mesh, strategy, seconds);
                 list.push(ByRoute {
                     tokens: timed.tokens,
+                    strategy,
                     seconds,
-                    factor: RouteFactor { name, kib, by },
+                    factor: factor.map_err(Failure::work)?,
                 });
             }
         }
@@ -114,43 +120,43 @@ impl Steps {
             training: Some(Training::default()),
         })
     }
-
-    /// All rows of a rank.
-    fn kib(&self, tokens: usize) -> f64 {
-        let width = self.spec.expert_input_dim() * self.spec.precision.activations.size();
-        (tokens * self.spec.shape.top_k * width) as f64 / 1024.0
-    }
 }
 
-/// Seconds of a step by each route, all in turns: the lower quartile of the slowest rank's.
-fn by_route(
-    layer: &mut MeshLayer,
-    routes: &[Route],
-    input: &Input<'_>,
-    world: &mut dyn Collectives,
-) -> Result<Vec<(Route, f64)>> {
-    let of = |route| Strategy {
+/// Each route in one piece and in several, and pieces by ranks.
+fn strategies(routes: &[Route]) -> Vec<Strategy> {
+    let of = |route, degree, cut| Strategy {
         route,
+        degree: Both::same(degree),
+        cut,
         ..Strategy::default()
     };
+    let each = |&route: &Route| DEGREES.map(|degree| of(route, degree, Cut::Rows));
+    let by_ranks = of(Route::Linear, DEGREES[1], Cut::Ranks);
+    routes.iter().flat_map(each).chain([by_ranks]).collect()
+}
+
+/// Seconds of a step with each strategy, all in turns: the lower quartile of the slowest rank's.
+fn by_strategy(
+    layer: &mut MeshLayer,
+    strategies: &[Strategy],
+    input: &Input<'_>,
+    world: &mut dyn Collectives,
+) -> Result<Vec<(Strategy, f64)>> {
     let dy = random::output_gradient(&layer.plan().tokens.spec, input.tokens);
-    let can = |route: &Route| layer.check_strategy(of(*route)).is_ok();
-    let routes: Vec<Route> = routes.iter().copied().filter(can).collect();
-    let mut own = vec![Vec::new(); routes.len()];
+    let mut own = vec![Vec::new(); strategies.len()];
     for round in 0..=ROUNDS {
-        for turn in 0..routes.len() {
+        for turn in 0..strategies.len() {
             // Whoever comes first finds other queues than those after.
-            let at = (round + turn) % routes.len();
-            layer.set_strategy(of(routes[at]))?;
+            let at = (round + turn) % strategies.len();
+            layer.set_strategy(strategies[at])?;
             let seconds = step(layer, (input, &dy), world)?;
             if round > 0 {
                 own[at].push(seconds);
             }
         }
     }
-    let seconds = routes.into_iter().zip(own);
-    seconds
-        .map(|(route, own)| Ok((route, slowest(world, &own)?)))
+    let each = strategies.iter().zip(own);
+    each.map(|(strategy, own)| Ok((*strategy, slowest(world, &own)?)))
         .collect()
 }
 

@@ -82,6 +82,14 @@ pub struct Timed {
     pub again: Option<f64>,
 }
 
+impl Timed {
+    /// What it takes among others: a link that was idle is ahead of its rate by some bytes,
+    /// which one exchange alone may be done with.
+    fn sustained(&self) -> f64 {
+        self.seconds.max(self.again.unwrap_or(0.0))
+    }
+}
+
 impl LevelFit {
     /// The figures of a level of exchanges over it, and how far off they are before its
     /// factors; `shared`: how many ranks shared a link, all of them at once. Exchanges of
@@ -122,7 +130,7 @@ impl LevelFit {
                 .map(|one| Factor {
                     peers: one.messages,
                     kib: one.bytes / one.messages / 1024.0,
-                    by: one.seconds / model(&found.constants, &point(one).terms),
+                    by: one.sustained() / model(&found.constants, &point(one).terms),
                 })
                 .collect(),
         };
@@ -209,9 +217,16 @@ impl Calibration {
                 text += &format!("gemm_tflops = {{ {} }}\n", rates.join(", "));
             }
         }
-        for RouteFactor { name, kib, by } in &self.routes {
-            let name = quoted(&name.to_string());
-            text += &format!("\n[[route]]\nname = {name}\nkib = {kib:?}\nby = {by:?}\n");
+        for own in &self.routes {
+            let [name, cut] = [own.name.to_string(), own.cut.to_string()].map(|it| quoted(&it));
+            let RouteFactor {
+                degree,
+                message_kib,
+                by,
+                ..
+            } = own;
+            text += &format!("\n[[route]]\nname = {name}\ncut = {cut}\ndegree = {degree}\n");
+            text += &format!("message_kib = {message_kib:?}\nby = {by:?}\n");
         }
         text
     }
@@ -245,8 +260,11 @@ impl Calibration {
             level.factors.clone_from(&fit.factors);
             level.source.clone_from(&said);
         }
-        let measured = |route| self.routes.iter().any(|own| own.name == route);
-        machine.routes.retain(|old| !measured(old.name));
+        let same =
+            |old: &RouteFactor, own: &RouteFactor| (old.name, old.cut) == (own.name, own.cut);
+        machine
+            .routes
+            .retain(|old| !self.routes.iter().any(|own| same(old, own)));
         machine.routes.extend(&self.routes);
         if let Some(measured) = &self.compute {
             let compute = &mut machine.compute;
@@ -271,10 +289,16 @@ impl Calibration {
 mod tests {
     use super::*;
     use crate::published;
-    use moesaic_plan::Route;
+    use moesaic_plan::{Cut, Route};
 
     fn sample() -> Calibration {
-        let of = |name, kib, by| RouteFactor { name, kib, by };
+        let of = |cut, degree, message_kib, by| RouteFactor {
+            name: Route::Linear,
+            cut,
+            degree,
+            message_kib,
+            by,
+        };
         Calibration {
             machine: "h800".to_string(),
             date: "2026-11-24".to_string(),
@@ -302,8 +326,10 @@ mod tests {
             }),
             band: Some(0.07),
             routes: vec![
-                of(Route::Linear, 64.0, 1.25),
-                of(Route::Linear, 256.0, 0.75),
+                of(Cut::Rows, 1, 64.0, 1.25),
+                of(Cut::Rows, 1, 256.0, 0.8),
+                of(Cut::Ranks, 4, 64.0, 2.0),
+                of(Cut::Ranks, 16, 64.0, 0.5),
             ],
         }
     }
@@ -314,10 +340,24 @@ mod tests {
         assert_eq!(Calibration::from_toml(&own.to_toml()).unwrap(), own);
         let machine = own.apply(published("h800").unwrap()).unwrap();
         assert_eq!(machine.levels[1].alpha_us, 50.0);
-        let by =
-            [1.0, 64.0, 128.0, 256.0, 1e6].map(|kib| machine.route(Route::Linear, kib * 1024.0));
-        assert_eq!(by, [1.25, 1.25, 1.0, 0.75, 0.75]);
-        assert_eq!(machine.route(Route::Once, 1e6), 1.0);
+        let near = |route, (cut, degree), kib: f64, by: f64| {
+            let found = machine.route(route, cut, degree, kib * 1024.0);
+            assert!((found - by).abs() < 1e-9, "{route} {degree} {kib}: {found}");
+        };
+        for (kib, by) in [
+            (1.0, 1.25),
+            (64.0, 1.25),
+            (128.0, 1.0),
+            (256.0, 0.8),
+            (1e6, 0.8),
+        ] {
+            near(Route::Linear, (Cut::Rows, 1), kib, by);
+            near(Route::Linear, (Cut::Rows, 8), kib, by);
+        }
+        for (degree, by) in [(2, 2.0), (4, 2.0), (8, 1.0), (16, 0.5), (64, 0.5)] {
+            near(Route::Linear, (Cut::Ranks, degree), 64.0, by);
+        }
+        near(Route::Once, (Cut::Rows, 1), 1e3, 1.0);
         assert_eq!(machine.levels[0], published("h800").unwrap().levels[0]);
         assert_eq!(machine.compute.gemm_tflops["bf16"], 500.0);
         assert_eq!((machine.error.band, machine.error.ranks), (0.07, 16));
@@ -347,6 +387,13 @@ mod tests {
         assert!((level.hidden - 1.0).abs() < 0.02, "{level:?}");
         assert!((level.factors[3].by - 1.0).abs() < 0.01, "{level:?}");
         assert!(level.without(7).abs() < 0.01, "{level:?}");
+        // Small ones are done before a link is as slow as it is.
+        let ahead = peers.map(|n| Timed {
+            again: Some(2.0 * time(n, 1e3).seconds),
+            ..time(n, 1e3)
+        });
+        let (level, _) = LevelFit::of("ib", 1, &ahead);
+        assert!((level.factors[0].by - 2.0).abs() < 0.01, "{level:?}");
         let (level, found) = LevelFit::of("ib", 4, &sizes.map(|bytes| time(8.0, bytes)));
         assert!(
             found.worst < 0.01 && level.half_size_kib == 0.0,

@@ -3,7 +3,7 @@
 use crate::exchange::MOST_LEVELS;
 use crate::read::{self, ReadError};
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::Route;
+use moesaic_plan::{Cut, Route};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ pub struct Machine {
     /// How far off predictions may be.
     pub error: Band,
     /// How much longer rows took by a route, in steps that were measured, than all of the above
-    /// says. What lies between two of a route is interpolated; what lies beyond is as the
+    /// says. What lies between two sizes or degrees is interpolated; what lies beyond is as the
     /// nearest.
     #[serde(default, rename = "route", skip_serializing_if = "Vec::is_empty")]
     pub routes: Vec<RouteFactor>,
@@ -97,16 +97,26 @@ pub struct Factor {
     pub by: f64,
 }
 
-/// How much longer rows took by a route than links say.
+/// How much longer rows took by a route, in so many pieces, than links say.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RouteFactor {
     /// The route's name: `inter-first`.
     pub name: Route,
-    /// Rows of a rank that are under way at once, in KiB between nodes.
-    pub kib: f64,
+    /// What makes a piece; that of a cut that was not measured is as by [`Cut::Rows`].
+    #[serde(default)]
+    pub cut: Cut,
+    /// How many pieces.
+    #[serde(default = "whole")]
+    pub degree: usize,
+    /// Size of a message between nodes, or inside one where all ranks are in it.
+    pub message_kib: f64,
     /// So many times as long.
     pub by: f64,
+}
+
+fn whole() -> usize {
+    1
 }
 
 /// What one rank's processor does.
@@ -274,7 +284,16 @@ impl Machine {
         let rates = compute.gemm_tflops.iter();
         list.extend(rates.map(|(name, rate)| (format!("gemm_tflops.{name}"), *rate, true)));
         for factor in &self.routes {
-            list.push((format!("route.{}.kib", factor.name), factor.kib, true));
+            list.push((
+                format!("route.{}.degree", factor.name),
+                factor.degree as f64,
+                true,
+            ));
+            list.push((
+                format!("route.{}.message_kib", factor.name),
+                factor.message_kib,
+                true,
+            ));
             list.push((format!("route.{}.by", factor.name), factor.by, true));
         }
         for level in &self.levels {
@@ -338,19 +357,20 @@ impl Machine {
         self.compute.memory_gbs * 1e9
     }
 
-    /// How much longer so many bytes of a rank's rows, under way at once, take by a route than the
-    /// figures of links say.
-    pub fn route(&self, route: Route, bytes: f64) -> f64 {
-        let own = || self.routes.iter().filter(|factor| factor.name == route);
-        let by = |kib: f64| {
-            own()
-                .find(|factor| factor.kib == kib)
-                .map_or(1.0, |it| it.by)
+    /// How much longer rows take by a route, in so many pieces and messages of so many bytes, than
+    /// the figures of links say.
+    pub fn route(&self, route: Route, cut: Cut, degree: usize, bytes: f64) -> f64 {
+        let by = |cut| {
+            let own = move |factor: &&RouteFactor| factor.name == route && factor.cut == cut;
+            self.routes.iter().filter(own)
         };
-        let kib = bytes.max(1.0) / 1024.0;
-        around(own().map(|factor| factor.kib), kib).map_or(1.0, |([low, high], part)| {
-            by(low) + (by(high) - by(low)) * part
-        })
+        let cut = if by(cut).next().is_some() {
+            cut
+        } else {
+            Cut::Rows
+        };
+        let points = by(cut).map(|own| [own.degree as f64, own.message_kib, own.by]);
+        interpolated(points, degree as f64, bytes.max(1.0) / 1024.0)
     }
 
     /// Seconds of a launch alone.
@@ -392,15 +412,22 @@ impl Level {
 /// Between sizes for each number of peers that was measured, then between numbers of peers. 1
 /// where nothing was.
 pub(crate) fn factor(factors: &[Factor], peers: f64, kib: f64) -> f64 {
+    let points = factors.iter().map(|own| [own.peers, own.kib, own.by]);
+    interpolated(points, peers, kib)
+}
+
+/// Of points `[number, size, value]` the value at a place: between sizes for each number, then
+/// between numbers. 1 where there are none.
+fn interpolated(points: impl Iterator<Item = [f64; 3]> + Clone, number: f64, size: f64) -> f64 {
     let of_number = |number: f64| {
-        let same = || factors.iter().filter(move |factor| factor.peers == number);
+        let same = points.clone().filter(move |point| point[0] == number);
         let of_size = |size: f64| {
-            let found = same().find(|factor| factor.kib == size);
-            found.map_or(1.0, |factor| factor.by)
+            let found = same.clone().find(|point| point[1] == size);
+            found.map_or(1.0, |point| point[2])
         };
-        between(same().map(|factor| factor.kib), kib, of_size)
+        between(same.clone().map(|point| point[1]), size, of_size)
     };
-    between(factors.iter().map(|factor| factor.peers), peers, of_number)
+    between(points.clone().map(|point| point[0]), number, of_number)
 }
 
 /// The value at a place, by the logarithms between the next two places that are known; beyond

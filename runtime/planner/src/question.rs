@@ -2,7 +2,7 @@
 
 use crate::exchange::LevelTime;
 use crate::memory::Memory;
-use crate::{Machine, Routing};
+use crate::{Machine, Routing, RoutingError};
 use moesaic_plan::{Parallel, PlanError, ShadowModel, Strategy, StrategyError, Training};
 use moesaic_spec::LayerSpec;
 
@@ -34,6 +34,9 @@ pub enum PlannerError {
     /// The mesh cannot have this strategy.
     #[error(transparent)]
     Strategy(#[from] StrategyError),
+    /// Rows that are not those of the layer's experts and the job's ranks.
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
     /// A mesh of another size.
     #[error("the mesh has {wanted} ranks, the job {world}")]
     World {

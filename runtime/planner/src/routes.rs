@@ -3,42 +3,43 @@
 //! [`Machine::routes`]: crate::Machine::routes
 
 use crate::{PlannerError, Question, RouteFactor, Simulator};
-use moesaic_plan::{Parallel, Route, Strategy};
-
-/// The same for any size.
-fn factor(name: Route, by: f64) -> RouteFactor {
-    RouteFactor { name, kib: 1.0, by }
-}
+use moesaic_plan::{Parallel, Strategy};
 
 /// What a factor may be: beyond it something else than the route is not understood.
-const POSSIBLE: std::ops::RangeInclusive<f64> = 0.25..=4.0;
+const POSSIBLE: [f64; 2] = [0.25, 4.0];
 
-/// So many times as long rows have to take by a route that forward and backward of a step with
-/// that route alone take `seconds`, as they were measured to; at least a quarter, at most four
-/// times. Of two predictions, since what a step takes grows with the factor in a line.
+/// Which leaves less than a millionth of a factor.
+const HALVINGS: usize = 24;
+
+/// So many times as long rows have to take, by the route and in the pieces of a strategy, that
+/// forward and backward of a step take `seconds`, as they were measured to; at least a quarter,
+/// at most four times. Found by halving what lies between: a step takes no less where its rows
+/// take longer.
 ///
 /// # Errors
-/// [`PlannerError`] for a mesh that cannot be, or has no such route.
+/// [`PlannerError`] for a mesh that cannot be, or has no such strategy.
 pub fn route_factor(
     question: &Question,
     mesh: Parallel,
-    route: Route,
+    strategy: Strategy,
     seconds: f64,
-) -> Result<f64, PlannerError> {
-    let strategy = Strategy {
-        route,
-        ..Strategy::default()
+) -> Result<RouteFactor, PlannerError> {
+    let mut question = question.clone();
+    let mut found = RouteFactor {
+        name: strategy.route,
+        cut: strategy.cut,
+        degree: strategy.degree.forward,
+        message_kib: Simulator::new(&question).message(mesh, strategy)?.max(1.0) / 1024.0,
+        by: 1.0,
     };
-    let with = |by: f64| -> Result<f64, PlannerError> {
-        let mut question = question.clone();
-        question.machine.routes = vec![factor(route, by)];
-        Ok(Simulator::new(&question)
-            .predict(mesh, strategy)?
-            .both_passes())
-    };
-    let (once, twice) = (with(1.0)?, with(2.0)?);
-    let by = 1.0 + (seconds - once) / (twice - once).max(f64::MIN_POSITIVE);
-    Ok(by.clamp(*POSSIBLE.start(), *POSSIBLE.end()))
+    let mut by = POSSIBLE;
+    for _ in 0..HALVINGS {
+        found.by = (by[0] * by[1]).sqrt();
+        question.machine.routes = vec![found];
+        let step = Simulator::new(&question).predict(mesh, strategy)?;
+        by[usize::from(step.both_passes() > seconds)] = found.by;
+    }
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -64,24 +65,28 @@ mod tests {
             ep: 16,
             ..Parallel::default()
         };
-        for route in [Route::Linear, Route::InterFirst, Route::Once] {
-            let strategy = Strategy {
-                route,
-                ..Strategy::default()
-            };
+        for text in [
+            "default",
+            "route=inter-first",
+            "degree=4",
+            "degree=4,cut=ranks",
+        ] {
+            let strategy: Strategy = text.parse().unwrap();
             let passes = |question: &Question| {
-                let found = Simulator::new(question).predict(mesh, strategy).unwrap();
-                found.passes[0].seconds + found.passes[1].seconds
+                let found = Simulator::new(question).predict(mesh, strategy);
+                found.unwrap().both_passes()
             };
             let own = passes(&question);
-            for part in [0.9, 1.0, 1.3] {
-                let by = route_factor(&question, mesh, route, part * own).unwrap();
-                question.machine.routes = vec![factor(route, by)];
-                assert!((passes(&question) / own / part - 1.0).abs() < 1e-9, "{by}");
+            for part in [0.95, 1.0, 1.3] {
+                let by = route_factor(&question, mesh, strategy, part * own).unwrap();
+                question.machine.routes = vec![by];
+                let found = passes(&question) / own;
+                assert!((found / part - 1.0).abs() < 1e-6, "{text} {by:?}: {found}");
                 question.machine.routes.clear();
             }
-            assert_eq!(route_factor(&question, mesh, route, 1e3).unwrap(), 4.0);
-            assert_eq!(route_factor(&question, mesh, route, 0.0).unwrap(), 0.25);
+            let of = |seconds| route_factor(&question, mesh, strategy, seconds).unwrap().by;
+            assert!((of(1e3) / 4.0 - 1.0).abs() < 1e-6);
+            assert!((of(0.0) / 0.25 - 1.0).abs() < 1e-6);
         }
     }
 }

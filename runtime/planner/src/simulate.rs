@@ -9,8 +9,8 @@ use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
 use moesaic_plan::{
-    Both, Cut, Parallel, PlanOptions, RankPlan, Route, ShadowModel, Sharing, Strategy, most_rows,
-    plan_rank,
+    Both, Cut, Parallel, PlanOptions, RankPlan, Route, ShadowModel, Sharing, Strategy, Wire,
+    most_rows, plan_rank,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -105,23 +105,7 @@ impl<'q> Simulator<'q> {
         };
         let ranks = self.ranks((mesh, route, ways, strategy.shadows));
         let Both { forward, backward } = strategy.degree;
-        let launched = match question.training {
-            Some(_) => strategy.pieces().common(),
-            None => forward,
-        };
-        let travel = |wire, degree: usize| Travel {
-            machine: &question.machine,
-            plan,
-            costs: &planned.costs,
-            mesh,
-            ways,
-            route: strategy.route,
-            wire,
-            degree,
-            launched,
-            cut: strategy.cut,
-            piece: Part::WHOLE,
-        };
+        let travel = |wire, degree| self.travel(&planned, (mesh, strategy), wire, degree);
         let there = travel(strategy.wire.forward, forward);
         let mut run = Run::new(&ranks, detail);
         run.forward(&there, question.training.is_some());
@@ -142,6 +126,47 @@ impl<'q> Simulator<'q> {
         };
         let held = memory(plan, &ranks, owned, held);
         Ok(run.finish(mesh, strategy, held))
+    }
+
+    fn travel<'a>(
+        &'a self,
+        planned: &'a Planned,
+        (mesh, strategy): (Parallel, Strategy),
+        wire: Wire,
+        degree: usize,
+    ) -> Travel<'a> {
+        let launched = match self.question.training {
+            Some(_) => strategy.pieces().common(),
+            None => strategy.degree.forward,
+        };
+        Travel {
+            machine: &self.question.machine,
+            plan: &planned.plan,
+            costs: &planned.costs,
+            mesh,
+            ways: strategy.ways(&mesh),
+            route: strategy.route,
+            wire,
+            degree,
+            launched,
+            cut: strategy.cut,
+            piece: Part::WHOLE,
+        }
+    }
+
+    /// Bytes of a message between nodes in forward, as a mean of ranks: what
+    /// [`Machine::route`](crate::Machine::route) goes by.
+    pub(crate) fn message(&self, mesh: Parallel, strategy: Strategy) -> Result<f64, PlannerError> {
+        self.check(mesh, strategy)?;
+        let ways = strategy.ways(&mesh);
+        let planned = self.plan(mesh, ways, strategy.shadows)?;
+        let ranks = self.ranks((mesh, strategy.route, ways, strategy.shadows));
+        let degree = strategy.degree.forward;
+        let travel = self.travel(&planned, (mesh, strategy), strategy.wire.forward, degree);
+        let last = travel.parts().pop().unwrap_or(Part::WHOLE);
+        let travel = travel.of_piece(last);
+        let sum: f64 = ranks.iter().map(|rank| travel.message(rank)).sum();
+        Ok(sum / ranks.len().max(1) as f64)
     }
 
     /// As [`Strategy::check`], with the nodes that the machine has.

@@ -9,7 +9,8 @@ use crate::sides::Costs;
 use crate::traffic::to_range;
 use moesaic_kernel::DType;
 use moesaic_plan::{
-    Cut, Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, TensorPlan, Way, Wire,
+    Cut, Exchange, LayerPlan, Parallel, RankPlan, RankStep, Role, Route, Side, TensorPlan, Way,
+    Wire,
 };
 use moesaic_spec::WeightSite;
 
@@ -277,12 +278,51 @@ impl Travel<'_> {
 
     /// Rows go to experts, or back; `once`: those of a token to a node are one, by a route
     /// that has it so.
-    fn rows(&self, rank: &Rank, (row, element): (f64, usize), there: bool, once: bool) -> Taken {
+    fn rows(&self, rank: &Rank, wide: (f64, usize), there: bool, once: bool) -> Taken {
+        if self.ways == 0 {
+            return self.own(rank.rows * wide.0 * self.piece.own);
+        }
+        let carried = self.carried(rank, wide, there, once);
+        let Taken { time, sent } = carried.taken(self.machine, rank);
+        if self.machine.routes.is_empty() {
+            return Taken { time, sent };
+        }
+        let message = carried.message(rank);
+        let by = self
+            .machine
+            .route(self.route, self.cut, self.degree, message);
+        let time = time.times(by);
+        Taken { time, sent }
+    }
+
+    /// Bytes of a message that has rows of tokens on their way to experts, in forward; 0 where
+    /// there is none.
+    pub fn message(&self, rank: &Rank) -> f64 {
+        let exchanges = self.plan.steps.iter().filter_map(|step| match step {
+            RankStep::Exchange(exchange) => Some((&*exchange.name, exchange.way)),
+            RankStep::Launch { .. } => None,
+        });
+        let rows = exchanges.filter_map(|it| match it {
+            ("rows", Way::ToExperts { from, .. }) => Some(from),
+            _ => None,
+        });
+        rows.last().map_or(0.0, |from| {
+            let row = self.plan.row_bytes(Side::Tokens, from) as f64;
+            let wide = (row, self.plan.tokens[from].dtype.size());
+            self.carried(rank, wide, true, self.crosses_once("rows"))
+                .message(rank)
+        })
+    }
+
+    fn carried(
+        &self,
+        rank: &Rank,
+        (row, element): (f64, usize),
+        there: bool,
+        once: bool,
+    ) -> Carried {
         let part = if there { self.part() } else { 1.0 };
         let rows = part * self.piece.others;
-        if self.ways == 0 {
-            return self.own(rank.rows * row * self.piece.own);
-        }
         // What crosses once does so however many slices get it inside the node, or have a part
         // of the answer there, of which one is what `back` has.
         let crossing = match (once && !rank.each.is_empty(), there) {
@@ -290,7 +330,7 @@ impl Travel<'_> {
             (true, true) => self.apart() * row * self.piece.others,
             (true, false) => self.apart() * self.mesh.shards as f64 * row * self.piece.others,
         };
-        let carried = Carried {
+        Carried {
             row: rows * row,
             own: part * self.piece.own * row,
             peers: self.piece.peers,
@@ -299,12 +339,7 @@ impl Travel<'_> {
             there,
             once,
             side_by_side: self.route == Route::Concurrent,
-        };
-        let Taken { time, sent } = carried.taken(self.machine, rank);
-        let bytes = rank.rows * row * carried.wire * self.piece.others;
-        let by = self.machine.route(self.route, bytes);
-        let time = time.times(by);
-        Taken { time, sent }
+        }
     }
 
     /// How many more rows cross in pieces where a token crosses once: once in each piece. Which
@@ -366,15 +401,34 @@ pub(crate) struct Carried {
 }
 
 impl Carried {
-    pub fn taken(&self, machine: &Machine, rank: &Rank) -> Taken {
-        let mut taken = Taken::default();
+    fn phases<'r>(&self, rank: &'r Rank) -> &'r [Share] {
         let each = !self.once && !rank.each.is_empty();
-        let phases = match (self.there, each) {
+        match (self.there, each) {
             (true, false) => &rank.phases,
             (true, true) => &rank.each,
             (false, false) => &rank.back,
             (false, true) => &rank.each_back,
+        }
+    }
+
+    /// Bytes of a message between nodes, or inside one where all ranks are in it: the mean.
+    pub fn message(&self, rank: &Rank) -> f64 {
+        let phases = self.phases(rank).iter();
+        let phases: Vec<Phase> = phases.map(|share| self.phase(rank, share, false)).collect();
+        let mean = |levels: std::ops::Range<usize>| {
+            let loads = phases.iter().flat_map(|phase| &phase.loads[levels.clone()]);
+            let of = |load: &Load| [load.messages, load.sent.max(load.received)];
+            let [messages, bytes] = loads
+                .map(of)
+                .fold([0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
+            (messages > 0.0).then(|| bytes / messages)
         };
+        mean(1..MOST_LEVELS).or_else(|| mean(0..1)).unwrap_or(0.0)
+    }
+
+    pub fn taken(&self, machine: &Machine, rank: &Rank) -> Taken {
+        let mut taken = Taken::default();
+        let phases = self.phases(rank);
         for (at, share) in phases.iter().enumerate() {
             let phase = self.phase(rank, share, at + 1 == phases.len());
             taken += Taken {

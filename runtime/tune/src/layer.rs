@@ -6,14 +6,20 @@ use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
 use std::time::Instant;
 
-/// What strategies are predicted to take for a key; nothing, where nothing is predicted.
-pub type Predict = Box<dyn FnMut(&Key) -> Vec<Prediction> + Send>;
+/// Rows of every rank for every expert in a call, before a capacity drops any.
+pub type Loads = Vec<Vec<u64>>;
+
+/// What strategies are predicted to take for a key in a step with such loads; nothing, where
+/// nothing is predicted.
+pub type Predict = Box<dyn FnMut(&Key, &Loads) -> Vec<Prediction> + Send>;
 
 /// A rank's part of a layer whose ranks choose together how they carry out each step.
 ///
 /// Each training step is a real one, whatever is tried with it. Before it ranks tell each
 /// other how many tokens they have, and what the passes of the step before took: one exchange
-/// of three numbers.
+/// of three numbers. Where strategies are predicted, for a key that is new or whose steps have
+/// come to take another time, each rank routes its tokens once more, and all tell each other
+/// their rows.
 pub struct AdaptiveLayer {
     layer: MeshLayer,
     tuner: Tuner,
@@ -94,7 +100,11 @@ impl AdaptiveLayer {
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let tokens = self.agree(input.tokens)?;
         let key = self.key(tokens, input.capacity_factor);
-        let strategy = self.tuner.choose(&key, || (self.predict)(&key));
+        let loads = match self.tuner.asks(&key) {
+            true => self.loads(input, counters)?,
+            false => Loads::new(),
+        };
+        let strategy = self.tuner.choose(&key, || (self.predict)(&key, &loads));
         // Ranks that choose tell each other: an exchange more.
         if strategy != self.layer.strategy() {
             self.layer.set_strategy(strategy)?;
@@ -133,16 +143,38 @@ impl AdaptiveLayer {
     /// The most tokens of any rank. The tuner learns what the last steps took the slowest.
     fn agree(&mut self, tokens: usize) -> Result<usize, EngineError> {
         let mut own = vec![tokens as f64];
-        own.extend(self.untold.iter().flat_map(|step| step.own));
+        // Nobody waits between the passes: who is done early with one takes longer for the other.
+        let ends = |[forward, backward]: [f64; 2]| [forward, forward + backward];
+        own.extend(self.untold.iter().flat_map(|step| ends(step.own)));
         let ranks = self.layer.ranks();
         let what = "tokens of a step, and what those before it took";
         let largest = ranks.max_f64(&own, Among::World, what)?;
         for (step, times) in self.untold.drain(..).zip(largest[1..].as_chunks::<2>().0) {
-            let [forward, backward] = *times;
+            let [forward, end] = *times;
+            let backward = end - forward;
             let times = Times { forward, backward };
             self.tuner.observe(&step.key, step.strategy, times);
         }
         Ok(largest[0] as usize)
+    }
+
+    /// Rows of all ranks, of a step that is about to begin.
+    fn loads(&self, input: &Input<'_>, counters: Counters) -> Result<Loads, EngineError> {
+        let output = self.layer.route_train(input, &["counts"], counters)?;
+        let own: Vec<i64> = output
+            .get("counts")
+            .and_then(Tensor::to_vec)
+            .unwrap_or_default();
+        // Experts without weights come last; their rows stay where they are.
+        let travel = own.iter().take(self.layer.plan().tokens.spec.shape.experts);
+        let bytes: Vec<u8> = travel.flat_map(|rows| rows.to_le_bytes()).collect();
+        let ranks = self.layer.ranks();
+        let all = ranks.gather_bytes(&bytes, Among::World, "rows of a step")?;
+        let rows = |rank: Vec<u8>| {
+            let each = rank.as_chunks::<8>().0.iter();
+            each.map(|rows| u64::from_le_bytes(*rows)).collect()
+        };
+        Ok(all.into_iter().map(rows).collect())
     }
 
     fn key(&self, most: usize, factor: Option<f64>) -> Key {

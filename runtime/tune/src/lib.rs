@@ -24,7 +24,7 @@ mod stored;
 mod tuner;
 
 pub use key::{Key, Rows};
-pub use layer::{AdaptiveLayer, AdaptiveSaved, Predict};
+pub use layer::{AdaptiveLayer, AdaptiveSaved, Loads, Predict};
 pub use measured::Times;
 pub use planned::Planned;
 pub use search::{Prediction, Space, shortlist};

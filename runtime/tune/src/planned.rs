@@ -1,6 +1,6 @@
 //! Predictions of the planner.
 
-use crate::{Key, Predict, Prediction, Rows};
+use crate::{Key, Loads, Predict, Prediction, Rows};
 use moesaic_engine::MeshLayer;
 use moesaic_plan::{Parallel, Strategy, Wire, most_rows};
 use moesaic_planner::{Machine, PlannerError, Question, Routing, Simulator, Space};
@@ -13,45 +13,42 @@ pub struct Planned {
     /// The machine, measured where it can be ([`moesaic_planner::Calibration`]). Ranks of a
     /// node and the target are those of the layer.
     pub machine: Machine,
-    /// How unequal experts are taken to be: the i-th most popular one is chosen in proportion
-    /// to `1 / i^zipf`.
-    pub zipf: f64,
     /// What rows may be between nodes. More than one changes results, by rounding.
     pub wires: Vec<Wire>,
 }
 
 impl Planned {
-    /// Experts that are alike, and rows that stay as they are.
+    /// Rows that stay as they are.
     pub fn of(machine: Machine) -> Planned {
         Planned {
             machine,
-            zipf: 0.0,
             wires: vec![Wire::Exact],
         }
     }
 
     /// Predictions for a layer: of all that its ranks can do ([`MeshLayer::check_strategy`])
-    /// and its machine has the memory for. Forward and backward are simulated apart, and the
-    /// best of each together is one more. Sums of gradients over ranks are not in them, since
-    /// no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
+    /// and its machine has the memory for, with the rows of the step that is about to begin; of
+    /// more than 64 ranks each is taken to have the mean. Experts may have shadows where some
+    /// have more rows than others. Forward and backward are simulated apart, and the best of
+    /// each together is one more. Sums of gradients over ranks are not in them, since no step of
+    /// an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
     ///
     /// # Errors
     /// [`PlannerError`] where not even the default strategy can be simulated.
     pub fn predict(self, layer: &MeshLayer) -> Result<Predict, PlannerError> {
         let forecast = Forecast::new(self, layer);
-        forecast.of(Rows::of(1, None))?;
+        forecast.of(Rows::of(1, None), &forecast.even())?;
         // What was simulated for one number of tokens is for others, too.
-        Ok(Box::new(move |key: &Key| {
-            forecast.of(key.rows).unwrap_or_default()
+        Ok(Box::new(move |key: &Key, loads: &Loads| {
+            forecast.of(key.rows, loads).unwrap_or_default()
         }))
     }
 }
 
-/// All that is simulated but the number of tokens.
+/// All that is simulated but the rows.
 struct Forecast {
     question: Question,
     mesh: Parallel,
-    zipf: f64,
     strategies: Vec<Strategy>,
 }
 
@@ -65,18 +62,14 @@ impl Forecast {
         if let Some(each) = each {
             machine = machine.with_per_node(each);
         }
-        let mut space = Space {
+        let space = Space {
             wires: planned.wires,
             ..Space::default()
         };
-        if planned.zipf == 0.0 {
-            space.shadows = vec![0]; // no expert is hot
-        }
         let all = space.strategies(mesh, each.is_some()).into_iter();
         let can = |strategy: &Strategy| layer.check_strategy(*strategy).is_ok();
         Forecast {
             mesh,
-            zipf: planned.zipf,
             strategies: all.filter(can).collect(),
             question: Question {
                 spec: own.spec.clone(),
@@ -89,15 +82,22 @@ impl Forecast {
         }
     }
 
-    /// With so many tokens on every rank.
-    fn of(&self, rows: Rows) -> Result<Vec<Prediction>, PlannerError> {
-        let (shape, tokens) = (&self.question.spec.shape, rows.tokens());
-        let even = || Routing::even(tokens, shape.experts, shape.top_k);
-        let routing = Routing::zipf(tokens, shape.experts, shape.top_k, self.zipf);
+    /// A token of each rank for every expert.
+    fn even(&self) -> Loads {
+        vec![vec![1; self.question.spec.shape.experts]; self.mesh.ranks()]
+    }
+
+    /// With the loads of a step, under a key of these rows.
+    fn of(&self, rows: Rows, loads: &Loads) -> Result<Vec<Prediction>, PlannerError> {
+        let (shape, ranks) = (&self.question.spec.shape, self.mesh.ranks());
+        let mean = (ranks > MOST_APART).then(|| mean(loads, ranks));
+        let loads = mean.as_ref().unwrap_or(loads);
+        let routing = Routing::counted(ranks, shape.experts, shape.top_k, loads);
         let mut question = Question {
-            routing: routing.unwrap_or_else(|_| even()),
+            routing: routing?,
             ..self.question.clone()
         };
+        let hot = !question.routing.is_even();
         set_capacity(&mut question.spec, rows);
         let simulator = Simulator::new(&question);
         simulator.predict(self.mesh, Strategy::default())?;
@@ -114,6 +114,7 @@ impl Forecast {
             .strategies
             .iter()
             .copied()
+            .filter(|strategy| hot || strategy.shadows == 0)
             .filter_map(seconds)
             .collect();
         let mixed = mixed(&alike, &self.mesh).into_iter().filter_map(seconds);
@@ -125,6 +126,20 @@ impl Forecast {
             })
             .collect())
     }
+}
+
+/// Of how many ranks each is simulated with its own rows, at most; of more all have the mean: what
+/// a simulation of ranks that differ takes grows with the square of their number.
+const MOST_APART: usize = 64;
+
+/// The mean of all ranks, for each.
+fn mean(loads: &Loads, ranks: usize) -> Loads {
+    let experts = loads.first().map_or(0, Vec::len);
+    let of = |expert| {
+        let rows = loads.iter().filter_map(|rows| rows.get(expert));
+        rows.sum::<u64>().div_ceil(loads.len() as u64)
+    };
+    vec![(0..experts).map(of).collect(); ranks]
 }
 
 /// A capacity of these rows, where the layer has another by itself: a call has chosen it.
@@ -174,6 +189,12 @@ mod tests {
         assert_eq!(of("aaa"), Some(3));
         assert_eq!(of("aab"), None);
         assert_eq!(of(""), None);
+    }
+
+    #[test]
+    fn of_many_ranks_each_has_the_mean() {
+        assert_eq!(mean(&vec![vec![1, 0], vec![4, 2]], 3), vec![vec![3, 1]; 3]);
+        assert_eq!(mean(&vec![], 2), vec![Vec::<u64>::new(); 2]);
     }
 
     #[test]

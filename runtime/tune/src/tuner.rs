@@ -129,6 +129,8 @@ struct Entry {
     chosen: bool,
     /// The last one of which an event tells.
     told: Option<Strategy>,
+    /// Whether steps have come to take another time since strategies were predicted.
+    drifted: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -165,9 +167,15 @@ impl Tuner {
         &self.events
     }
 
-    /// The strategy of the next step. `predict` is asked for a key that is new.
+    /// Whether predictions are wanted before the next step: its key is new, or its steps have
+    /// come to take another time.
+    pub fn asks(&self, key: &Key) -> bool {
+        self.entries.get(key).is_none_or(|entry| entry.drifted)
+    }
+
+    /// The strategy of the next step. `predict` is asked where [`Tuner::asks`] says so.
     pub fn choose(&mut self, key: &Key, predict: impl FnOnce() -> Vec<Prediction>) -> Strategy {
-        if !self.entries.contains_key(key) {
+        if self.asks(key) {
             let entry = self.begin(key, predict());
             self.entries.insert(key.clone(), entry);
         }
@@ -221,6 +229,7 @@ impl Tuner {
                 }),
                 chosen: true,
                 told: None,
+                drifted: false,
             };
             self.entries.entry(record.key).or_insert(entry);
         }
@@ -238,13 +247,15 @@ impl Tuner {
 
     fn begin(&self, key: &Key, predictions: Vec<Prediction>) -> Entry {
         let best = Strategy::simplest(predictions.iter().map(|p| (p.strategy, p.seconds)));
+        let before = self.entries.get(key);
         let mut entry = Entry {
             candidates: Candidates::Searched,
             measured: Measured::default(),
-            current: self.current(key),
+            current: before.map_or_else(|| self.current(key), |entry| entry.current),
             kept: None,
-            chosen: false,
+            chosen: before.is_some(),
             told: None,
+            drifted: false,
         };
         match (self.options.mode, best) {
             (Mode::Predict, best) => {
@@ -336,9 +347,7 @@ impl Entry {
         if (is - was).abs() <= options.drift * was {
             return None;
         }
-        self.kept = None;
-        self.told = None;
-        self.measured = Measured::default();
+        self.drifted = true;
         Some(What::Drifted { was, is })
     }
 }

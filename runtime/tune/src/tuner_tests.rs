@@ -138,6 +138,38 @@ fn drift_is_noticed_and_a_spike_is_not() {
     assert_eq!(kept(&tuner), [strategy("degree=2"), strategy("degree=4")]);
 }
 
+/// Other rows make other strategies worth it, and the one that was kept is among those tried.
+#[test]
+fn what_has_drifted_is_predicted_again() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::Tokens(10));
+    let seconds = |s: Strategy| if s == strategy("degree=2") { 0.5 } else { 1.0 };
+    steps(&mut tuner, &key, 20, seconds);
+    assert!(!tuner.asks(&key));
+    while !tuner.asks(&key) {
+        steps(&mut tuner, &key, 1, |_| 4.0);
+    }
+    let other = vec![Prediction {
+        strategy: strategy("degree=8"),
+        seconds: 1.0,
+    }];
+    let mut all = Vec::new();
+    for _ in 0..20 {
+        let chosen = tuner.choose(&key, || other.clone());
+        let forward = if chosen == strategy("degree=8") {
+            1.0
+        } else {
+            4.0
+        };
+        let backward = 0.0;
+        tuner.observe(&key, chosen, Times { forward, backward });
+        all.push(chosen);
+    }
+    assert_eq!(all[0], strategy("degree=2"));
+    assert_eq!(all.last(), Some(&strategy("degree=8")));
+    assert!(!tuner.asks(&key));
+}
+
 #[test]
 fn without_predictions_the_paper_s_search_decides() {
     let mut tuner = Tuner::new(Options::default(), space());

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{Bound, RouteFactor, Routing, Space, published, search};
-use moesaic_plan::{Training, Wire};
+use moesaic_plan::{Cut, Training, Wire};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
 const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, top_k = 2 }
@@ -444,7 +444,9 @@ fn a_route_takes_as_much_longer_as_was_measured() {
     let mut with = |by: f64| {
         question.machine.routes = vec![RouteFactor {
             name: Route::Linear,
-            kib: 1.0,
+            cut: Cut::Rows,
+            degree: 1,
+            message_kib: 1.0,
             by,
         }];
         seconds(&question, "default")
