@@ -1,7 +1,11 @@
-//! Mistakes in blocks that go from tile to tile.
+//! Mistakes in the order of tiles, and in blocks that go from tile to tile.
 
 use super::Mutant;
-use super::list::{MUTANT, SM_90A};
+use super::list::{GFX942, MUTANT, SM_90A};
+
+/// Two groups of row tiles, and several of columns.
+const GROUPS: &str = "shape = { model_dim = 64, hidden_dim = 264, experts = 18, top_k = 1 }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
 
 /// More tiles than a launch has blocks: 33 column tiles for each of some 40 experts.
 const WIDE: &str = "shape = { model_dim = 64, hidden_dim = 4224, experts = 40, top_k = 1 }
@@ -18,6 +22,38 @@ const WALK: Mutant = Mutant {
 
 /// The list.
 pub const MUTANTS: &[Mutant] = &[
+    Mutant {
+        mistake: "the last group is taken to be as high as the others",
+        kernel: "grouped_gemm_up",
+        from: "return lesser(GROUP, row_tiles - group());",
+        to: "return GROUP;",
+        layer: GROUPS,
+        tokens: 200,
+        caught: "uninitialised global memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "the groups before a tile are counted for one column",
+        target: GFX942,
+        kernel: "grouped_gemm_up",
+        from: "return number - group() * COLUMN_TILES;",
+        to: "return number - group();",
+        layer: GROUPS,
+        tokens: 200,
+        caught: "which nobody has written",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "every column's part of a weight's gradient is the first",
+        kernel: "grouped_gemm_dgrad_down",
+        from: "COLUMN_TILES + at.column()] = sum;",
+        to: "COLUMN_TILES] = sum;",
+        layer: GROUPS,
+        tokens: 200,
+        training: true,
+        caught: "race in global memory",
+        ..MUTANT
+    },
     Mutant {
         mistake: "the last stage of a tile is never released",
         from: "        if (elect_one())\n            mbarrier_arrive(shared.empty[before]);\n        if (!multiplies)",

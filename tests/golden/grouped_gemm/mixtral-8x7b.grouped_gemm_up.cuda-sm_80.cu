@@ -3,8 +3,9 @@
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
 // A block owns 128 rows of one expert by 64 columns of gate and of up; a warp owns
-// 64 x 32 of them. block_x counts row tiles, block_y column tiles.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// 64 x 32 of them.
+// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
+// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
 // Rows are read where the tokens lie, so nothing has to be dispatched before.
 //
 // Shared memory: a ring of 2 stages, filled by asynchronous copies while others are
@@ -81,6 +82,23 @@ DEVICE f32 finished(f32 gate, f32 up)
 {
     return activated(gate, up);
 }
+
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+
+// The tile of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number = 0x7fffffff; }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 // The line of a tile that a thread copies to in its turn i, and the piece of it.
 DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_THREADS; }
@@ -179,10 +197,11 @@ KERNEL(THREADS) grouped_gemm_up(
     alignas(LINE) extern __shared__ Element ring[];
 
     (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
-    if (tile.rows <= 0)
+    const Walk at = {row_tiles[EXPERTS]};
+    if (!at.goes_on())
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, at.row());
+    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
 
     // The rows that this thread copies in its turn i.

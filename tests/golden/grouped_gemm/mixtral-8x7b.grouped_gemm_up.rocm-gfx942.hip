@@ -3,8 +3,9 @@
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
 // A block owns 128 rows of one expert by 64 columns of gate and of up; each of its 4 waves owns
-// 64 x 32 of them. block_x counts row tiles, block_y column tiles.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// 64 x 32 of them.
+// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
+// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
 // Rows are read where the tokens lie, so nothing has to be dispatched before.
 //
 // Shared memory: two buffers of each. While one is multiplied, the next 32 elements of all rows
@@ -74,6 +75,23 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
+
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+
+// The tile of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number = 0x7fffffff; }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 DEVICE f32 activated(f32 gate, f32 up)
 {
@@ -192,10 +210,11 @@ KERNEL(THREADS) grouped_gemm_up(
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][MATRICES * TILE_COLUMNS * CHUNKS];
 
     (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
-    if (tile.rows <= 0)
+    const Walk at = {row_tiles[EXPERTS]};
+    if (!at.goes_on())
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, at.row());
+    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = tile.expert * OUTER + first_column;
 
     Stage<TILE_ROWS> left_stage;

@@ -5,8 +5,8 @@
 //   dweight_parts = <P, act>, over the columns of a block
 //
 // A block owns 128 rows of one expert by 128 columns; a warp owns 64 x 64 of them.
-// block_x counts row tiles, block_y column tiles.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
+// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
 //
 // Shared memory: a ring of 2 stages, filled by asynchronous copies while others are
 // multiplied. A stage has 64 elements of the inner dimension:
@@ -66,6 +66,23 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
+
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+
+// The tile of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number = 0x7fffffff; }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 // The line of a tile that a thread copies to in its turn i, and the piece of it.
 DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_THREADS; }
@@ -327,10 +344,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     alignas(LINE) extern __shared__ Element ring[];
 
     (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
-    if (tile.rows <= 0)
+    const Walk at = {row_tiles[EXPERTS]};
+    if (!at.goes_on())
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, at.row());
+    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
 
     // What this thread copies of a slice in its turns.
     typedef Panels<OUTER> Right;
@@ -396,6 +414,6 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         #pragma unroll
         for (i32 warp = 0; warp < COLUMN_WARPS; warp++)
             sum += row_parts[warp * TILE_ROWS + row];
-        dweight_parts[(tile.first + row) * ceil_div(OUTER, TILE_COLUMNS) + block_y()] = sum;
+        dweight_parts[(tile.first + row) * COLUMN_TILES + at.column()] = sum;
     }
 }

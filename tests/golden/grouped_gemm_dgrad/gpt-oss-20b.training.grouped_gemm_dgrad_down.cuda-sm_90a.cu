@@ -4,8 +4,9 @@
 //   hidden = w · act(gate_pre, up_pre), dgate, dup = act'(gate_pre, up_pre) · w · P
 //   dweight_parts = <P, act>, over the columns of a block
 //
-// A block owns 128 rows of one expert by 256 columns. block_x counts row tiles, block_y column tiles.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// A block owns 128 rows of one expert by 256 columns.
+// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
+// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
 //
 // Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
 // engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
@@ -116,6 +117,23 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
+
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+
+// The tile of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number = 0x7fffffff; }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 constexpr f32 LIMIT = 7.0f;
 
@@ -285,10 +303,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     Shared &shared = dynamic_shared<Shared>();
 
     (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
-    if (tile.rows <= 0)
+    const Walk at = {row_tiles[EXPERTS]};
+    if (!at.goes_on())
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
+    const RowTile tile = row_tile(offsets, row_tiles, at.row());
+    const i32 first_column = at.column() * TILE_COLUMNS;
 
     if (thread_index() == 0) {
         tma_prefetch(dout_map);
@@ -385,6 +404,6 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         const f32 part = row_sum(parts[turn]);
         const i32 row = turn * ROWS_AT_ONCE + lane_index() / ROW_LANES;
         if (lane_index() % ROW_LANES == 0 && row < rows)
-            dweight_parts[(first_row + row) * ceil_div(OUTER, TILE_COLUMNS) + block_y()] = part;
+            dweight_parts[(first_row + row) * COLUMN_TILES + at.column()] = part;
     }
 }

@@ -5,8 +5,9 @@
 //   where a = act(gate_pre, up_pre)
 //
 // A block owns 128 rows of one expert by 128 columns; each of its 4 waves owns
-// 64 x 64 of them. block_x counts row tiles, block_y column tiles.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// 64 x 64 of them.
+// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
+// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
 //
 // Shared memory: two buffers of each. While one is multiplied, the next 32 elements of what the sum
 // runs over are on their way from global memory to registers, and from there they go to the other.
@@ -39,8 +40,6 @@ typedef Pack<Element, CHUNK> Chunk;
 // Adjacent columns of a lane.
 constexpr int RUN = COLUMN_PARTS * SUMS;
 
-constexpr int COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
-
 // Elements loaded and stored at a time.
 constexpr int LOADED = pack_width<Element>(INNER), STORED = lesser(pack_width<Element>(OUTER), RUN);
 
@@ -66,6 +65,23 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
+
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+
+// The tile of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number = 0x7fffffff; }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 constexpr f32 LIMIT = 7.0f;
 
@@ -283,10 +299,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][TILE_COLUMNS * CHUNKS];
 
     (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
-    if (tile.rows <= 0)
+    const Walk at = {row_tiles[EXPERTS]};
+    if (!at.goes_on())
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, at.row());
+    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
 
     const i32 lane = thread_index() % WAVE, wave = thread_index() / WAVE;
     const i32 wave_row = wave / COLUMN_WAVES * WAVE_ROWS, wave_column = wave % COLUMN_WAVES * WAVE_COLUMNS;
@@ -364,6 +381,6 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         #pragma unroll
         for (i32 n = 1; n < PARTS; n++)
             sum += parts[n * TILE_ROWS + row];
-        dweight_parts[(tile.first + row) * COLUMN_TILES + block_y()] = sum;
+        dweight_parts[(tile.first + row) * COLUMN_TILES + at.column()] = sum;
     }
 }

@@ -3,7 +3,8 @@
 //   drows = dup · up
 //
 // A block owns 64 rows of all tokens by 128 columns; a warp owns 32 x 32 of them.
-// block_x counts row tiles, block_y column tiles.
+// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
+// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
 //
 // Shared memory: a ring of 4 stages, filled by asynchronous copies while others are
 // multiplied. A stage has 32 elements of the inner dimension:
@@ -56,6 +57,23 @@ DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
     const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
+
+// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+
+// The tile of this block, of `row_tiles` x COLUMN_TILES.
+struct Walk {
+    const i32 row_tiles;
+    i32 number = (i32)block_x();
+
+    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
+    DEVICE void next() { number = 0x7fffffff; }
+    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 // The line of a tile that a thread copies to in its turn i, and the piece of it.
 DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_THREADS; }
@@ -273,10 +291,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
     await_launches();
     alignas(LINE) extern __shared__ Element ring[];
 
-    const RowTile tile = row_tile(tokens);
-    if (tile.rows <= 0)
+    const Walk at = {(i32)((tokens + TILE_ROWS - 1) / TILE_ROWS)};
+    if (!at.goes_on())
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(tokens, at.row());
+    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
 
     // What this thread copies of a slice in its turns.
     typedef Panels<OUTER> Right;

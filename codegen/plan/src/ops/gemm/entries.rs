@@ -90,6 +90,16 @@ fn walks(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> bool {
     matches!(c.family, GemmFamily::Wgmma { .. }) && !d.keep
 }
 
+/// Whether the matrix units of a GPU multiply many rows: rows and columns of a tile are both read
+/// by others, too.
+fn in_groups(c: &GroupedGemmConfig) -> bool {
+    use GemmFamily::{Mfma, Mma, Wgmma, Wmma};
+    matches!(
+        c.family,
+        Mma { .. } | Wgmma { .. } | Mfma { .. } | Wmma { .. }
+    )
+}
+
 /// Blocks of a product that goes from tile to tile: eight for each multiprocessor of an H100, one of
 /// which runs there at a time. So a tile begins while the one before is stored, and blocks are
 /// still dealt out evenly where there are fewer multiprocessors, or tiles of unequal length.
@@ -100,7 +110,7 @@ impl Follow {
     fn forward(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Columns,
-            GemmFamily::Wgmma { .. } => Follow::Groups,
+            _ if in_groups(c) => Follow::Groups,
             _ => Follow::Rows,
         }
     }
@@ -110,6 +120,7 @@ impl Follow {
     pub(super) fn dgrad(c: &GroupedGemmConfig) -> Follow {
         match c.threads {
             1 => Follow::Columns,
+            _ if in_groups(c) => Follow::Groups,
             _ => Follow::Rows,
         }
     }
@@ -119,7 +130,8 @@ impl Follow {
     pub(super) fn wgrad(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Rows,
-            _ => Follow::dgrad(c),
+            _ if c.threads == 1 => Follow::Columns,
+            _ => Follow::Rows,
         }
     }
 
