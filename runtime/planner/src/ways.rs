@@ -298,19 +298,18 @@ impl Travel<'_> {
     /// Bytes of a message that has rows of tokens on their way to experts, in forward; 0 where
     /// there is none.
     pub fn message(&self, rank: &Rank) -> f64 {
-        let exchanges = self.plan.steps.iter().filter_map(|step| match step {
-            RankStep::Exchange(exchange) => Some((&*exchange.name, exchange.way)),
-            RankStep::Launch { .. } => None,
-        });
-        let rows = exchanges.filter_map(|it| match it {
-            ("rows", Way::ToExperts { from, .. }) => Some(from),
+        let rows = self.plan.steps.iter().find_map(|step| match step {
+            RankStep::Exchange(exchange) if exchange.name == "rows" => match exchange.way {
+                Way::ToExperts { from, .. } => Some(from),
+                _ => None,
+            },
             _ => None,
         });
-        rows.last().map_or(0.0, |from| {
+        rows.map_or(0.0, |from| {
             let row = self.plan.row_bytes(Side::Tokens, from) as f64;
             let wide = (row, self.plan.tokens[from].dtype.size());
-            self.carried(rank, wide, true, self.crosses_once("rows"))
-                .message(rank)
+            let carried = self.carried(rank, wide, true, self.crosses_once("rows"));
+            carried.message(rank)
         })
     }
 

@@ -100,9 +100,10 @@ impl AdaptiveLayer {
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let tokens = self.agree(input.tokens)?;
         let key = self.key(tokens, input.capacity_factor);
-        let loads = match self.tuner.asks(&key) {
-            true => self.loads(input, counters)?,
-            false => Loads::new(),
+        let loads = if self.tuner.asks(&key) {
+            self.loads(input, counters)?
+        } else {
+            Loads::new()
         };
         let strategy = self.tuner.choose(&key, || (self.predict)(&key, &loads));
         // Ranks that choose tell each other: an exchange more.
