@@ -338,7 +338,12 @@ fn what_ranks_measure_is_what_a_plan_is_made_with() {
     // Ranks of one node have one route; what links do not say of its steps is a factor.
     let routes: Vec<_> = found.routes.iter().map(|one| one.name).collect();
     assert!(!routes.is_empty() && routes.iter().all(|one| *one == Route::Linear));
-    assert!(found.routes.iter().all(|one| one.by > 0.0 && one.message_kib > 0.0));
+    assert!(
+        found
+            .routes
+            .iter()
+            .all(|one| one.by > 0.0 && one.message_kib > 0.0)
+    );
     // What was not measured is as it was.
     let link = planned["machine"]["level"][1]["bandwidth_gbs"].as_f64();
     assert_eq!(
