@@ -1,8 +1,9 @@
 #!/bin/sh
 # The planner beside measurements on emulated nodes (links.sh): calibrates on exchanges and
 # launches of 16 ranks and on steps by each route, measures every strategy of layers that are
-# drawn by number, if it is not predicted to be far behind, lets a layer choose by itself, measures the fastest, the planner's choice and
-# the layer's once more in turns, and a hot expert with and without replicas.
+# drawn by number, if it is not predicted to be far behind, lets a layer choose by itself,
+# measures the fastest, the planner's choice and the layer's once more in turns, and a hot expert
+# with and without replicas.
 #
 #   benches/nodes/planned.sh [RATE [FIRST [LAST [ROUNDS]]]]
 #
