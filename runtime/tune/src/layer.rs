@@ -34,7 +34,7 @@ pub struct AdaptiveLayer {
 struct Step {
     key: Key,
     strategy: Strategy,
-    own: [f64; 2],
+    own: Times,
 }
 
 /// What a forward pass of an [`AdaptiveLayer`] left for backward.
@@ -136,24 +136,23 @@ impl AdaptiveLayer {
         self.untold.push(Step {
             key: saved.key.clone(),
             strategy: saved.strategy,
-            own: [saved.forward, started.elapsed().as_secs_f64()],
+            own: Times {
+                forward: saved.forward,
+                backward: started.elapsed().as_secs_f64(),
+            },
         });
         Ok(output)
     }
 
-    /// The most tokens of any rank. The tuner learns what the last steps took the slowest.
+    /// The most tokens of any rank. The tuner learns when the last of all ended the last steps.
     fn agree(&mut self, tokens: usize) -> Result<usize, EngineError> {
         let mut own = vec![tokens as f64];
-        // Nobody waits between the passes: who is done early with one takes longer for the other.
-        let ends = |[forward, backward]: [f64; 2]| [forward, forward + backward];
-        own.extend(self.untold.iter().flat_map(|step| ends(step.own)));
+        own.extend(self.untold.iter().flat_map(|step| step.own.ends()));
         let ranks = self.layer.ranks();
         let what = "tokens of a step, and what those before it took";
         let largest = ranks.max_f64(&own, Among::World, what)?;
-        for (step, times) in self.untold.drain(..).zip(largest[1..].as_chunks::<2>().0) {
-            let [forward, end] = *times;
-            let backward = end - forward;
-            let times = Times { forward, backward };
+        for (step, last) in self.untold.drain(..).zip(largest[1..].as_chunks::<2>().0) {
+            let times = Times::of_last(*last);
             self.tuner.observe(&step.key, step.strategy, times);
         }
         Ok(largest[0] as usize)

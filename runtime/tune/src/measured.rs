@@ -17,6 +17,20 @@ impl Times {
     pub fn sum(self) -> f64 {
         self.forward + self.backward
     }
+
+    /// When each pass ended, since the step began.
+    pub(crate) fn ends(self) -> [f64; 2] {
+        [self.forward, self.sum()]
+    }
+
+    /// Of when the last rank ended each pass. Nobody waits between the two: a rank that is done
+    /// early with one takes longer for the other, so that the longest of each are not one step.
+    pub(crate) fn of_last([forward, end]: [f64; 2]) -> Times {
+        Times {
+            forward,
+            backward: end - forward,
+        }
+    }
 }
 
 /// Times of steps by strategy.
@@ -133,6 +147,15 @@ mod tests {
     fn add(measured: &mut Measured, text: &str, forward: f64, backward: f64) {
         let times = Times { forward, backward };
         measured.add(strategy(text), times);
+    }
+
+    #[test]
+    fn a_step_takes_until_its_last_rank_is_done() {
+        let of = |forward, backward| Times { forward, backward }.ends();
+        let (a, b) = (of(1.0, 3.0), of(2.0, 2.5));
+        let last = Times::of_last([a[0].max(b[0]), a[1].max(b[1])]);
+        // The longest of each pass would make 5.
+        assert_eq!((last.forward, last.sum()), (2.0, 4.5));
     }
 
     #[test]
