@@ -347,6 +347,8 @@ impl Entry {
         if (is - was).abs() <= options.drift * was {
             return None;
         }
+        // Nothing is kept until strategies are predicted again, however many steps are told of.
+        self.kept = None;
         self.drifted = true;
         Some(What::Drifted { was, is })
     }

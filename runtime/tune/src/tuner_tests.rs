@@ -42,8 +42,18 @@ fn steps(
     count: usize,
     seconds: impl Fn(Strategy) -> f64,
 ) -> Vec<Strategy> {
+    steps_of((tuner, key), predictions, count, seconds)
+}
+
+/// The same with other predictions.
+fn steps_of(
+    (tuner, key): (&mut Tuner, &Key),
+    predict: impl Fn() -> Vec<Prediction>,
+    count: usize,
+    seconds: impl Fn(Strategy) -> f64,
+) -> Vec<Strategy> {
     let step = |_| {
-        let chosen = tuner.choose(key, predictions);
+        let chosen = tuner.choose(key, &predict);
         let times = Times {
             forward: seconds(chosen) / 3.0,
             backward: seconds(chosen) * 2.0 / 3.0,
@@ -109,14 +119,7 @@ fn the_neighbour_of_the_fastest_is_tried() {
         all
     };
     let seconds = |s: Strategy| 1.0 / s.degree.forward as f64;
-    for _ in 0..20 {
-        let chosen = tuner.choose(&key, predicted);
-        let times = Times {
-            forward: seconds(chosen),
-            backward: 0.0,
-        };
-        tuner.observe(&key, chosen, times);
-    }
+    steps_of((&mut tuner, &key), predicted, 20, seconds);
     assert_eq!(kept(&tuner), [strategy("degree=4")]);
 }
 
@@ -149,22 +152,20 @@ fn what_has_drifted_is_predicted_again() {
     while !tuner.asks(&key) {
         steps(&mut tuner, &key, 1, |_| 4.0);
     }
-    let other = vec![Prediction {
-        strategy: strategy("degree=8"),
-        seconds: 1.0,
-    }];
-    let mut all = Vec::new();
-    for _ in 0..20 {
-        let chosen = tuner.choose(&key, || other.clone());
-        let forward = if chosen == strategy("degree=8") {
-            1.0
-        } else {
-            4.0
-        };
-        let backward = 0.0;
-        tuner.observe(&key, chosen, Times { forward, backward });
-        all.push(chosen);
+    // More steps that ranks have not yet told each other of.
+    let (events, kept) = (tuner.events().len(), strategy("degree=2"));
+    for (forward, backward) in [(2.0, 2.0); 8] {
+        tuner.observe(&key, kept, Times { forward, backward });
     }
+    assert_eq!((tuner.events().len(), tuner.records()), (events, vec![]));
+    let other = || {
+        vec![Prediction {
+            strategy: strategy("degree=8"),
+            seconds: 1.0,
+        }]
+    };
+    let seconds = |s: Strategy| if s == strategy("degree=8") { 1.0 } else { 4.0 };
+    let all = steps_of((&mut tuner, &key), other, 20, seconds);
     assert_eq!(all[0], strategy("degree=2"));
     assert_eq!(all.last(), Some(&strategy("degree=8")));
     assert!(!tuner.asks(&key));
@@ -179,14 +180,7 @@ fn without_predictions_the_paper_s_search_decides() {
         (Some(ways), degree) => 1.0 + ways.abs_diff(2) as f64 + 1.0 / degree as f64,
         (None, _) => 9.0,
     };
-    for _ in 0..4 * 4 * 4 + 10 {
-        let chosen = tuner.choose(&key, Vec::new);
-        let times = Times {
-            forward: seconds(chosen),
-            backward: 0.0,
-        };
-        tuner.observe(&key, chosen, times);
-    }
+    steps_of((&mut tuner, &key), Vec::new, 4 * 4 * 4 + 10, seconds);
     assert_eq!(kept(&tuner), [strategy("ways=2,degree=8")]);
 }
 
