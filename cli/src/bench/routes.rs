@@ -80,7 +80,7 @@ impl Steps {
             Ok(Timed {
                 tokens: *tokens,
                 seconds: by_strategy(&mut layer, &strategies, &input, world)?,
-                counts: counts(&layer, &input, world)?,
+                counts: layer.loads(&input, Counters::default())?,
             })
         });
         Ok(Some(Steps {
@@ -175,26 +175,6 @@ fn step(
     let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
     layer.backward(&saved, dy, false)?;
     Ok(start.elapsed().as_secs_f64())
-}
-
-/// Rows that each rank has for each expert.
-fn counts(
-    layer: &MeshLayer,
-    input: &Input<'_>,
-    world: &mut dyn Collectives,
-) -> Result<Vec<Vec<u64>>> {
-    let (output, _) = layer.forward_train(input, &["counts"], Counters::default())?;
-    let own: Vec<i64> = output
-        .get("counts")
-        .and_then(|counts| counts.to_vec())
-        .unwrap_or_default();
-    let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
-    let all = world.gather_bytes(&bytes, &Call::new("rows for experts"));
-    let of = |rank: Vec<u8>| {
-        let each = rank.as_chunks::<8>().0.iter().copied();
-        each.map(u64::from_le_bytes).collect()
-    };
-    Ok(all.map_err(Failure::work)?.into_iter().map(of).collect())
 }
 
 /// Random tokens, others on every rank, so that they have other experts, too.

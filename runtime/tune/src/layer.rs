@@ -101,7 +101,7 @@ impl AdaptiveLayer {
         let tokens = self.agree(input.tokens)?;
         let key = self.key(tokens, input.capacity_factor);
         let loads = if self.tuner.asks(&key) {
-            self.loads(input, counters)?
+            self.layer.loads(input, counters)?
         } else {
             Loads::new()
         };
@@ -156,25 +156,6 @@ impl AdaptiveLayer {
             self.tuner.observe(&step.key, step.strategy, times);
         }
         Ok(largest[0] as usize)
-    }
-
-    /// Rows of all ranks, of a step that is about to begin.
-    fn loads(&self, input: &Input<'_>, counters: Counters) -> Result<Loads, EngineError> {
-        let output = self.layer.route_train(input, &["counts"], counters)?;
-        let own: Vec<i64> = output
-            .get("counts")
-            .and_then(Tensor::to_vec)
-            .unwrap_or_default();
-        // Experts without weights come last; their rows stay where they are.
-        let travel = own.iter().take(self.layer.plan().tokens.spec.shape.experts);
-        let bytes: Vec<u8> = travel.flat_map(|rows| rows.to_le_bytes()).collect();
-        let ranks = self.layer.ranks();
-        let all = ranks.gather_bytes(&bytes, Among::World, "rows of a step")?;
-        let rows = |rank: Vec<u8>| {
-            let each = rank.as_chunks::<8>().0.iter();
-            each.map(|rows| u64::from_le_bytes(*rows)).collect()
-        };
-        Ok(all.into_iter().map(rows).collect())
     }
 
     fn key(&self, most: usize, factor: Option<f64>) -> Key {

@@ -3,6 +3,7 @@
 use super::layer::MeshLayer;
 use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
+use super::ranks::Among;
 use super::rows::Rows;
 use super::run::Run;
 use super::side::Side;
@@ -98,6 +99,32 @@ impl MeshLayer {
     ) -> Result<Output, EngineError> {
         self.tokens.check_training()?;
         self.decide(Pass::RouteTrain, input, names, counters)
+    }
+
+    /// Rows that each rank's tokens have for each expert with weights, as
+    /// [`MeshLayer::forward_train`] would route them, before a capacity drops any: the same on
+    /// all ranks. Rows of experts without weights stay where they are, and do not count.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::route_train`].
+    pub fn loads(
+        &self,
+        input: &Input<'_>,
+        counters: Counters,
+    ) -> Result<Vec<Vec<u64>>, EngineError> {
+        let output = self.route_train(input, &["counts"], counters)?;
+        let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
+        let own = counts.unwrap_or_default().into_iter();
+        let travel = own.take(self.tokens.spec().shape.experts);
+        let bytes: Vec<u8> = travel.flat_map(i64::to_le_bytes).collect();
+        let all = self
+            .ranks()
+            .gather_bytes(&bytes, Among::World, "rows for experts")?;
+        let rows = |rank: Vec<u8>| {
+            let each = rank.as_chunks::<8>().0.iter().copied();
+            each.map(u64::from_le_bytes).collect()
+        };
+        Ok(all.into_iter().map(rows).collect())
     }
 
     fn decide(
