@@ -169,23 +169,23 @@ fn question(
     })
 }
 
-/// Seconds of each part of both passes of the slowest rank, by name; launches as `launch`, what
-/// ranks do together as `ranks`.
+/// What a part of a step is called: something that ranks do together, or a launch.
+pub fn part(together: bool, name: &str) -> String {
+    let whose = if together { "ranks" } else { "launch" };
+    format!("{whose} {name}")
+}
+
+/// Seconds of each [`part`] of both passes of the slowest rank, and of the passes.
 pub fn phases(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<Vec<(String, f64)>> {
     let question = question(drawn, machine, ShadowModel::of)?;
     let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
-    let passes = found.passes.iter();
-    let whole = passes
-        .clone()
-        .map(|pass| (pass.name.to_string(), pass.seconds));
-    let phases = passes.flat_map(|pass| &pass.phases).map(|phase| {
-        let whose = match phase.whose {
-            "ranks" => "ranks",
-            _ => "launch",
-        };
-        (format!("{whose} {}", phase.name), phase.seconds)
-    });
-    Ok(whole.chain(phases).collect())
+    let mut all = Vec::new();
+    for pass in &found.passes {
+        all.push((pass.name.to_string(), pass.seconds));
+        let parts = pass.phases.iter();
+        all.extend(parts.map(|it| (part(it.whose == "ranks", &it.name), it.seconds)));
+    }
+    Ok(all)
 }
 
 fn least(points: &[Point], of: impl Fn(&Point) -> f64) -> Option<&Point> {

@@ -4,7 +4,7 @@ use crate::drawn::{Drawn, RANKS};
 use crate::{Result, compared, data};
 use moesaic::collectives::{Call, Collectives, Communicator, mpi};
 use moesaic::planner::{self, Machine};
-use moesaic::tune::{AdaptiveLayer, Options, Planned, Space, Tuner, What};
+use moesaic::tune::{AdaptiveLayer, Options, Planned, Space, Times, Tuner, What};
 use moesaic::{Counters, DType, Engine, EngineOptions, Input, Mesh, MeshLayer, Strategy, Tensor};
 use moesaic::{Parallel, Training};
 use serde_json::json;
@@ -53,14 +53,13 @@ impl Rank {
         Ok(())
     }
 
-    /// The longest first part of any rank in each round, and what the longest round of any takes
-    /// beyond it: nobody waits between the two, so that who is done early with one takes longer
-    /// for the other.
+    /// The passes of each round as far as its last rank ([`Times::of_last`]).
     pub fn slowest(&mut self, own: &[Passes]) -> Result<Vec<Passes>> {
-        let ends = own
-            .iter()
-            .flat_map(|[first, second]| [*first, first + second]);
-        let bytes: Vec<u8> = ends.flat_map(|n| n.to_le_bytes()).collect();
+        let ends = own.iter().flat_map(|[forward, backward]| {
+            let (forward, backward) = (*forward, *backward);
+            Times { forward, backward }.ends()
+        });
+        let bytes: Vec<u8> = ends.flat_map(f64::to_le_bytes).collect();
         let all = self.world.gather_bytes(&bytes, &Call::new("times"))?;
         let number = |times: &Vec<u8>, at: usize| f64::from_le_bytes(times.as_chunks::<8>().0[at]);
         let most = |at: usize| {
@@ -68,9 +67,11 @@ impl Rank {
                 .map(|times| number(times, at))
                 .fold(0.0, f64::max)
         };
-        Ok((0..own.len())
-            .map(|i| [most(2 * i), most(2 * i + 1) - most(2 * i)])
-            .collect())
+        let passes = (0..own.len()).map(|i| {
+            let last = Times::of_last([most(2 * i), most(2 * i + 1)]);
+            [last.forward, last.backward]
+        });
+        Ok(passes.collect())
     }
 
     pub fn say(&self, line: &str) {
@@ -120,8 +121,8 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
     }
     let all = space.strategies(drawn.mesh, true).into_iter();
     let mut all: Vec<Strategy> = all.filter(|s| layer.check_strategy(*s).is_ok()).collect();
-    if let Some(machine) = &machine {
-        all = worth_it(drawn, all, machine)?;
+    if let Some(machine) = machine {
+        all = worth_it(drawn, &all, machine)?;
     }
     let all = (&all[..], rounds, "strategy");
     let measured = in_turns(rank, drawn, &mut layer, all, (&input, &dy))?;
@@ -135,13 +136,21 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
 /// most of the time there is.
 const WORTH: f64 = 4.0;
 
-fn worth_it(drawn: &Drawn, all: Vec<Strategy>, machine: &Machine) -> Result<Vec<Strategy>> {
-    let seconds = all.iter().map(|s| compared::predict(drawn, *s, machine));
-    let seconds = seconds.collect::<Result<Vec<f64>>>()?;
-    let least = seconds.iter().copied().fold(f64::INFINITY, f64::min);
-    let each = all.into_iter().zip(seconds);
-    let kept = each.filter(|(_, seconds)| *seconds <= WORTH * least);
+fn worth_it(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Vec<Strategy>> {
+    let each = predicted(drawn, all, machine)?;
+    let least = each.iter().map(|(_, seconds)| *seconds);
+    let least = least.fold(f64::INFINITY, f64::min);
+    let kept = each.into_iter().filter(|(_, s)| *s <= WORTH * least);
     Ok(kept.map(|(strategy, _)| strategy).collect())
+}
+
+/// Each with the seconds of a step that the planner says.
+fn predicted(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Vec<(Strategy, f64)>> {
+    let each = all.iter().map(|strategy| {
+        let seconds = compared::predict(drawn, *strategy, machine)?;
+        Ok((*strategy, seconds))
+    });
+    each.collect()
 }
 
 /// A layer that chooses by itself, then finals.
@@ -183,11 +192,7 @@ fn finalists(mut measured: Vec<(Strategy, f64)>, others: [Strategy; 2]) -> Vec<S
 
 /// What the planner would take.
 fn planned(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Strategy> {
-    let each = all.iter().map(|strategy| {
-        let seconds = compared::predict(drawn, *strategy, machine)?;
-        Ok((*strategy, seconds))
-    });
-    let each = each.collect::<Result<Vec<(Strategy, f64)>>>()?;
+    let each = predicted(drawn, all, machine)?;
     Ok(Strategy::simplest(each.into_iter()).unwrap_or_default())
 }
 

@@ -71,13 +71,10 @@ fn sums([forward, backward]: measured::Passes, trace: &Trace) -> Parts<f64> {
         ("forward".to_string(), 1e3 * forward),
         ("backward".to_string(), 1e3 * backward),
     ];
-    for part in trace.recorded() {
-        let whose = match part.activity.lane {
-            Lane::Exchange => "ranks",
-            _ => "launch",
-        };
-        let name = format!("{whose} {}", part.activity.name);
-        *at(&mut sums, &name) += 1e3 * (part.end - part.begin).as_secs_f64();
+    for it in trace.recorded() {
+        let together = it.activity.lane == Lane::Exchange;
+        let name = compared::part(together, &it.activity.name);
+        *at(&mut sums, &name) += 1e3 * (it.end - it.begin).as_secs_f64();
     }
     sums
 }

@@ -19,13 +19,13 @@ impl Times {
     }
 
     /// When each pass ended, since the step began.
-    pub(crate) fn ends(self) -> [f64; 2] {
+    pub fn ends(self) -> [f64; 2] {
         [self.forward, self.sum()]
     }
 
-    /// Of when the last rank ended each pass. Nobody waits between the two: a rank that is done
+    /// Of when the last rank ended each pass: the largest of [`Times::ends`]. Nobody waits between the two: a rank that is done
     /// early with one takes longer for the other, so that the longest of each are not one step.
-    pub(crate) fn of_last([forward, end]: [f64; 2]) -> Times {
+    pub fn of_last([forward, end]: [f64; 2]) -> Times {
         Times {
             forward,
             backward: end - forward,
