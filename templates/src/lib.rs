@@ -165,6 +165,8 @@ pub const GPU: &[Template] = index![
     "gpu/grouped_gemm.cu",
     "gpu/gemm_tiles.cu",
     "gpu/tile_walk.cu",
+    "gpu/tile_of_block.cu",
+    "gpu/tile_order.cu",
     "gpu/gemm_clamp.cu",
     "gpu/gemm_activation.cu",
     "gpu/gemm_finish.cu",
