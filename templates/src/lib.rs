@@ -164,6 +164,8 @@ pub const GPU: &[Template] = index![
     "gpu/dispatch.cu",
     "gpu/grouped_gemm.cu",
     "gpu/gemm_tiles.cu",
+    "gpu/gemm_here.cu",
+    "gpu/gemm_here_of_block.cu",
     "gpu/tile_walk.cu",
     "gpu/tile_of_block.cu",
     "gpu/tile_order.cu",

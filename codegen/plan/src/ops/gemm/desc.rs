@@ -65,6 +65,18 @@ pub struct GroupedGemmDesc {
     /// Up: what enters the activation is kept for backward, biases included,
     /// before any clamp.
     pub keep: bool,
+    /// For few rows: the shared expert whose product is in the same launch.
+    pub beside: Option<Beside>,
+}
+
+/// The product of a shared expert in the launch of the routed ones'. It has types, epilogue
+/// and one of the two widths in common with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Beside {
+    /// Width of a row, summed over.
+    pub inner: usize,
+    /// Width of an output row.
+    pub outer: usize,
 }
 
 /// Elements that the depth of packed weights is a multiple of: what one
@@ -157,6 +169,7 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         activations: spec.precision.activations,
         tf32: spec.precision.tf32,
         keep: false,
+        beside: None,
     }
 }
 

@@ -72,6 +72,7 @@ impl GroupedGemmDgradDesc {
             activations: self.activations,
             tf32: self.tf32,
             keep: false,
+            beside: None,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The entries of `grouped_gemm`, and what those of its backward products share.
 
-use super::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
+use super::{Beside, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size, Swizzle, TensorMap};
@@ -39,7 +39,7 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         let shape = format!("[{count}, {}]", d.outer);
         Param::write(name, d.activations, shape)
     };
-    let params = some([
+    let mut params = some([
         Some(if c.gather() { tokens } else { rows }),
         when(d.gated && !c.packed(), weight("gate")),
         Some(if c.packed() { packed } else { weight(matrix) }),
@@ -62,7 +62,14 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    let mut grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles(d, c));
+    let mut tiles = tiles_of(d.dense, d.top_k, e, c);
+    let mut columns = column_tiles(d, c);
+    if let Some(shared) = d.beside {
+        params.extend(beside_params(d, shared));
+        tiles = tiles + tokens_by(c.tile_rows);
+        columns = Size::Const(d.outer.max(shared.outer).div_ceil(c.tile_columns) as u64);
+    }
+    let mut grid = Follow::forward(c).grid(tiles, columns);
     if walks(d, c) {
         let [tiles, one] = grid;
         grid = [tiles.min(MOST_BLOCKS), one];
@@ -72,6 +79,26 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
     let mut entries = packs(d, c, symbol, matrix);
     entries.push(product);
     entries
+}
+
+/// What a shared expert in the same launch reads and writes: all tokens.
+fn beside_params(d: &GroupedGemmDesc, shared: Beside) -> Vec<Param> {
+    let tokens = |width: usize| format!("[tokens, {width}]");
+    let matrix = format!("[{}, {}]", shared.outer, shared.inner);
+    let weight = |name: &str| Param::read(name, d.weights, &matrix);
+    let bias = |name: &str| Param::read(name, d.weights, format!("[{}]", shared.outer));
+    let (up, down) = (d.half == Half::Up, d.half == Half::Down);
+    let matrix = d.half.name();
+    let hidden = Param::read("shared_hidden", d.activations, tokens(shared.inner));
+    let output = if up { "shared_hidden" } else { "shared_out" };
+    some([
+        when(down, hidden),
+        when(d.gated, weight("shared_gate")),
+        Some(weight(&format!("shared_{matrix}"))),
+        when(d.gated && d.bias, bias("shared_gate_bias")),
+        when(d.bias, bias(&format!("shared_{matrix}_bias"))),
+        Some(Param::write(output, d.activations, tokens(shared.outer))),
+    ])
 }
 
 /// Which blocks of a product follow each other.

@@ -16,13 +16,14 @@ mod config;
 pub(crate) mod desc;
 pub(crate) mod dgrad;
 mod entries;
+mod few;
 mod latent;
 mod steps;
 mod tiles;
 pub(crate) mod wgrad;
 
 pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
-pub use desc::{GroupedGemmDesc, Half};
+pub use desc::{Beside, GroupedGemmDesc, Half};
 pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
@@ -59,7 +60,8 @@ impl Operator for GroupedGemmDesc {
     }
 
     fn flops(&self, _: &str, tokens: f64) -> f64 {
-        let matrices = self.matrices() as f64;
-        2.0 * matrices * tokens * (self.top_k * self.inner * self.outer) as f64
+        let beside = self.beside.map_or(0, |shared| shared.inner * shared.outer);
+        let of_token = self.top_k * self.inner * self.outer + beside;
+        2.0 * (self.matrices() * of_token) as f64 * tokens
     }
 }

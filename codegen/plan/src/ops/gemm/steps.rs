@@ -1,10 +1,10 @@
 //! The products of a pass, forward and backward, of routed and shared experts.
 
-use super::{GroupedGemmConfig, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
-use super::{desc, dgrad, tiles, wgrad};
+use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
+use super::{desc, dgrad, wgrad};
 use crate::Knob;
 use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
-use crate::ops::{Calls, Op, Operator};
+use crate::ops::{Calls, Op};
 
 impl Builder {
     /// Rows of a tile of the routed experts' products.
@@ -38,7 +38,7 @@ impl Builder {
 
     /// A product of the routed experts. Those of other ranks' tokens get their rows
     /// as they are, not from x.
-    fn routed(&self, half: Half) -> GroupedGemmDesc {
+    pub(super) fn routed(&self, half: Half) -> GroupedGemmDesc {
         let desc = desc::routed(&self.plan.spec, half);
         GroupedGemmDesc {
             plain_rows: desc.plain_rows && !self.rows_given(),
@@ -53,10 +53,22 @@ impl Builder {
             None => self.routed(half),
             Some(index) => desc::shared(spec, half, index),
         };
+        let desc = GroupedGemmDesc { keep, ..desc };
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
         let packed = format!("{owner}.{}.packed", half.name());
         let names = self.expert_names(shared);
-        self.gemm(name, GroupedGemmDesc { keep, ..desc }, names, packed);
+        let few = self.few(&desc);
+        let beside = match shared {
+            None => self.beside(half),
+            Some(_) => None,
+        };
+        if let Some(config) = &few
+            && !(shared == Some(0) && self.has_beside(half))
+        {
+            let desc = GroupedGemmDesc { beside, ..desc.clone() };
+            self.few_rows(name, desc, config.clone(), &names);
+        }
+        self.many_rows(name, desc, few.is_some(), names, packed);
     }
 
     /// A product whose matrices may be packed. Where a machine has kernels for few rows,
@@ -65,21 +77,28 @@ impl Builder {
         &mut self,
         name: &str,
         desc: GroupedGemmDesc,
+        names: Vec<(String, String)>,
+        packed: String,
+    ) {
+        let few = self.few(&desc);
+        if let Some(config) = &few {
+            self.few_rows(name, desc.clone(), config.clone(), &names);
+        }
+        self.many_rows(name, desc, few.is_some(), names, packed);
+    }
+
+    /// The product of many rows, or of any where there is no other.
+    fn many_rows(
+        &mut self,
+        name: &str,
+        desc: GroupedGemmDesc,
+        few: bool,
         mut names: Vec<(String, String)>,
         packed: String,
     ) {
         names.push(("packed".to_string(), packed.clone()));
         let bind = borrowed(&names);
-        let few = self.few(&desc);
-        let calls = match few {
-            Some(_) => Calls::Many,
-            None => Calls::All,
-        };
-        if let Some(config) = few {
-            let op = desc.clone().with(config);
-            let kernel = self.kernel_for(&format!("{name}_few"), op, Calls::Few);
-            self.launch_all(kernel, &bind);
-        }
+        let calls = if few { Calls::Many } else { Calls::All };
         let op = self.tiled(desc);
         let kernel = self.kernel_for(name, op, calls);
         let product = self.plan.kernels[kernel].entries.len() - 1;
@@ -89,15 +108,6 @@ impl Builder {
         }
         self.declare_packed(kernel, &packed);
         self.step(kernel, product, &bind);
-    }
-
-    /// How a product is tiled for few rows, if it is then another kernel.
-    fn few(&self, desc: &GroupedGemmDesc) -> Option<GroupedGemmConfig> {
-        if !self.few {
-            return None;
-        }
-        let among = self.tiling(desc);
-        tiles::few(desc, self.machine, among.tile_rows)
     }
 
     /// Declares the packed weights of a product, if it has such.
@@ -179,6 +189,8 @@ impl Builder {
         let mut names = expert_names(shared);
         if shared.is_none() {
             names.extend(owned(&self.around()));
+            let beside = expert_names(Some(0)).into_iter();
+            names.extend(beside.map(|(from, to)| (format!("shared_{from}"), to)));
         }
         names
     }
