@@ -1,13 +1,17 @@
-//! The products of few rows on the PTX interpreter, against the reference, and what they
-//! read and write.
+//! The products of few rows on the PTX interpreter and on fibers, against the reference, and
+//! what they read and write.
 
+use crate::gemm_amd::{self, MFMA};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::PlanOptions;
 use moesaic_rig::Rig;
 use moesaic_rig::gemm::Gemms;
-use moesaic_rig::rows::Spread;
-use moesaic_rig::specs::layer;
+use moesaic_rig::plans::only;
+use moesaic_rig::rows::{Rows, Spread};
+use moesaic_rig::specs::{layer, with};
 use moesaic_spec::*;
+use moesaic_target::KernelCounters;
+use std::collections::BTreeSet;
 
 /// The products of a layer on a simulated A100, each in two kernels.
 fn gemms(spec: &LayerSpec) -> Gemms {
@@ -90,49 +94,236 @@ fn rows_lie_anywhere() {
     }
 }
 
-/// Weights are read once, whatever the height, and rows once for 16 lines of weights; requests
-/// are 16 bytes wide, and no banks conflict.
+/// The products of few rows of a layer alone, on a simulated AMD GPU.
+fn amd(spec: &LayerSpec, target: &str) -> Gemms {
+    let few_only = |plan| only(plan, |kernel| kernel.family() == Some("mfma_few"));
+    let gemms = Gemms::planned(spec, target, &PlanOptions::default(), |plan| {
+        Rig::of(few_only(plan))
+    });
+    let families = gemms.rig.families();
+    assert!(families.len() >= 2, "{families:?} for {target}");
+    gemms
+}
+
+fn run_amd(spec: &LayerSpec, target: &str, calls: &[(usize, Spread)]) {
+    let gemms = amd(spec, target);
+    for &(tokens, spread) in calls {
+        gemms.check_call(tokens, spread);
+    }
+}
+
+/// Widths that nothing divides; experts and top-k for both products; counts below, at and
+/// above each height, and of [7, 2] more rows of one expert than fit one turn.
 #[test]
-fn weights_are_read_once() {
-    for (dtype, tokens) in [(Bf16, 1), (Bf16, 30), (F16, 64), (F32, 8)] {
-        let spec = layer([256, 192, 320], [2, 1], dtype);
-        let gemms = gemms(&spec);
-        gemms.check_call(tokens, Spread::One);
-        let counters = gemms.rig.take_counters();
-        let products = [[2, 256, 192], [1, 192, 320]];
-        assert_eq!(
-            counters.len(),
-            products.len(),
-            "kernels of many are not launched"
-        );
-        for (counters, [matrices, inner, outer]) in counters.iter().zip(products) {
-            check(dtype, tokens as u64, counters, [matrices, inner, outer]);
+fn amd_widths_and_heights() {
+    let cases = [
+        ([8, 16, 24], [1, 1]),
+        ([40, 70, 72], [60, 1]),
+        ([65, 41, 7], [7, 2]),
+        ([264, 63, 10], [60, 1]),
+        ([66, 38, 65], [7, 2]),
+    ];
+    let calls = [0, 1, 8, 30, 64].map(|tokens| (tokens, Spread::Random));
+    let one = [1, 16, 17, 32, 33, 64].map(|tokens| (tokens, Spread::One));
+    let calls = [&calls[..], &one[..]].concat();
+    for (i, target) in MFMA.into_iter().enumerate() {
+        for (j, dtype) in [Bf16, F16, F32].into_iter().enumerate() {
+            let (shape, experts) = cases[(3 * i + j) % cases.len()];
+            let spec = with(layer(shape, experts, dtype), |s| {
+                s.experts.form = form(i + j)
+            });
+            run_amd(&spec, target, &calls);
         }
     }
 }
 
-fn check(
-    dtype: DType,
-    tokens: u64,
-    counters: &moesaic_target::KernelCounters,
-    [matrices, inner, outer]: [u64; 3],
-) {
-    let what = format!("{dtype}, {tokens} tokens: {counters:?}");
-    let (line, blocks) = (inner * dtype.size() as u64, outer * matrices / 16);
-    let loads = line * (matrices * outer + blocks * tokens);
-    let got = counters.global_loads.bytes;
-    // Beside these a block's threads read where its rows are.
-    let beside = counters.blocks * 1024 + blocks * 8 * tokens.next_multiple_of(64);
-    assert!(
-        (loads..loads + beside).contains(&got),
-        "{loads} bytes: {what}"
-    );
-    let stores = tokens * outer * dtype.size() as u64;
-    assert_eq!(counters.global_stores.bytes, stores, "{what}");
+fn form(case: usize) -> ExpertForm {
+    [ExpertForm::Gated, ExpertForm::Plain][case % 2]
+}
+
+#[test]
+fn amd_epilogues_are_the_reference_s() {
+    for (spec, target) in gemm_amd::epilogues().iter().zip(MFMA.iter().cycle()) {
+        run_amd(spec, target, &[(33, Spread::Random)]);
+    }
+}
+
+#[test]
+fn amd_shared_experts_are_dense() {
+    for (target, dtype) in MFMA.into_iter().zip([F16, F32, Bf16]) {
+        let mut spec = layer([40, 16, 40], [3, 2], dtype);
+        spec.experts.bias = true.into();
+        spec.shared = vec![SharedExpert {
+            hidden_dim: 65,
+            gate: SharedGate::None,
+            bias: None,
+        }];
+        let calls = [0, 1, 64].map(|tokens| (tokens, Spread::Random));
+        run_amd(&spec, target, &calls);
+    }
+}
+
+/// A row has the same bits wherever it lies among the rows of its expert.
+#[test]
+fn amd_rows_lie_anywhere() {
+    for (target, dtype) in MFMA.into_iter().zip([Bf16, F32, F16]) {
+        for experts in [[8, 2], [60, 1]] {
+            let spec = layer([72, 40, 72], experts, dtype);
+            amd(&spec, target).check_anywhere(60);
+        }
+    }
+}
+
+const TYPES: [DType; 3] = [Bf16, F16, F32];
+const COUNTS: [usize; 4] = [1, 8, 30, 64];
+
+/// Widths of whole chunks. The number of experts is a power of two, so that every search for
+/// one has as many steps.
+fn whole(experts: usize, dtype: DType, form: ExpertForm) -> LayerSpec {
+    let spec = layer([256, 96, 160], [experts, 1], dtype);
+    with(spec, |s| s.experts.form = form)
+}
+
+/// Weights are read once, whatever the height, and rows once for 16 lines of weights; requests
+/// are 16 bytes wide, and no banks conflict.
+#[test]
+fn weights_are_read_once() {
+    // A line of 128 bytes is copied by eight lanes.
+    let reader = Reader {
+        threads: 32,
+        row_lanes: 8,
+    };
+    for (i, dtype) in TYPES.into_iter().enumerate() {
+        for (experts, form) in [(2, form(i)), (8, form(i + 1))] {
+            let gemms = gemms(&whole(experts, dtype, form));
+            for tokens in COUNTS {
+                reader.check(&gemms, tokens, &check_requests);
+            }
+        }
+    }
+}
+
+/// The same of AMD's waves, with both products: one of 32 rows and one of 16. Fibers see bytes.
+#[test]
+fn amd_weights_are_read_once() {
+    for target in MFMA {
+        for (i, dtype) in TYPES.into_iter().enumerate() {
+            for (experts, edge, form) in [(4, 32, form(i)), (64, 16, form(i + 1))] {
+                let gemms = amd(&whole(experts, dtype, form), target);
+                // Of `edge` rows each is in as many lanes as there are groups of `edge`.
+                let reader = Reader {
+                    threads: 64,
+                    row_lanes: 64 / edge,
+                };
+                for tokens in COUNTS {
+                    reader.check(&gemms, tokens, &|_, _| ());
+                }
+            }
+        }
+    }
+}
+
+/// Weights and rows, so many bytes, are asked for 16 bytes at a time; no lanes meet in a bank.
+fn check_requests(counters: &KernelCounters, bytes: u64) {
     let wide = counters.global_widths[4] * 16 * 32;
-    assert!(
-        wide >= loads,
-        "{loads} bytes by requests of 16 a lane: {what}"
-    );
-    assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
+    assert!(wide >= bytes, "{bytes} bytes: {counters:?}");
+    assert_eq!(counters.shared.bank_conflicts(), 0, "{counters:?}");
+}
+
+/// What every block has: threads, and those of them that ask for the same row.
+struct Reader {
+    threads: u64,
+    row_lanes: u64,
+}
+
+/// What is multiplied: rows of `inner` elements by as many of `lines` of each expert's weights.
+struct Product<'a> {
+    spec: &'a LayerSpec,
+    rows: &'a Rows,
+    inner: u64,
+    lines: u64,
+    gathers: bool,
+}
+
+impl Reader {
+    /// Runs both products, for rows of one expert and of several, and holds what they read and
+    /// write to what there is, to the byte. `also` is shown the bytes of weights and rows.
+    fn check(&self, gemms: &Gemms, tokens: usize, also: &dyn Fn(&KernelCounters, u64)) {
+        let spec = &gemms.rig.plan.spec;
+        for spread in [Spread::One, Spread::Random] {
+            gemms.check_call(tokens, spread);
+            let rows = Rows::new(spec, tokens, spread);
+            let counters = gemms.rig.take_counters();
+            assert_eq!(counters.len(), 2, "kernels of many are not launched");
+            for (counters, (product, columns)) in counters.iter().zip(products(spec, &rows)) {
+                let target = gemms.rig.plan.target;
+                let what = format!("{target}, {tokens} tokens {spread:?}, {spec:?}");
+                let read = product.factors() + self.indices(&product, counters.blocks);
+                assert_eq!(counters.global_loads.bytes, read, "read, {what}");
+                let written = rows.count() as u64 * columns * size(spec);
+                assert_eq!(counters.global_stores.bytes, written, "written, {what}");
+                also(counters, product.factors());
+            }
+        }
+    }
+
+    /// Bytes read to find out which rows and weights a block has, in a grid of so many blocks.
+    fn indices(&self, product: &Product<'_>, grid: u64) -> u64 {
+        // Every thread reads the number of row tiles, a word. One that has a tile takes a word
+        // for each step of its search for the expert, then the expert's first tile, and where
+        // its rows begin and end, 8 bytes each.
+        let steps = u64::from(product.spec.shape.experts.ilog2());
+        let with_tile = product.experts() * product.column_tiles();
+        let found = self.threads * (4 * grid + (4 * steps + 4 + 2 * 8) * with_tile);
+        // Every lane that asks for a row that is gathered reads for itself which slot it is of.
+        let slots = 4 * self.row_lanes * product.count() * product.column_tiles();
+        found + if product.gathers { slots } else { 0 }
+    }
+}
+
+impl Product<'_> {
+    /// Bytes of weights, each once, and of rows, each once for a column tile: 16 lines.
+    fn factors(&self) -> u64 {
+        let lines = self.experts() * self.lines + self.column_tiles() * self.count();
+        lines * self.inner * size(self.spec)
+    }
+
+    fn column_tiles(&self) -> u64 {
+        self.lines / 16
+    }
+
+    fn count(&self) -> u64 {
+        self.rows.count() as u64
+    }
+
+    /// Those that have rows. Up to 64 rows of an expert are one row tile.
+    fn experts(&self) -> u64 {
+        let experts: BTreeSet<usize> = self.rows.list.iter().map(|row| row.0).collect();
+        experts.len() as u64
+    }
+}
+
+/// Both products of a layer, and the columns of their results.
+fn products<'a>(spec: &'a LayerSpec, rows: &'a Rows) -> [(Product<'a>, u64); 2] {
+    let shape = &spec.shape;
+    let [d, h, out] = [shape.model_dim, shape.hidden_dim, spec.output_dim()].map(|n| n as u64);
+    let matrices = match spec.experts.form {
+        ExpertForm::Gated => 2,
+        ExpertForm::Plain => 1,
+    };
+    let product = |inner, lines, gathers| Product {
+        spec,
+        rows,
+        inner,
+        lines,
+        gathers,
+    };
+    [
+        (product(d, matrices * h, true), h),
+        (product(h, out, false), out),
+    ]
+}
+
+fn size(spec: &LayerSpec) -> u64 {
+    spec.precision.weights.size() as u64
 }
