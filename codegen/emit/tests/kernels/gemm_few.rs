@@ -67,23 +67,6 @@ fn epilogues_are_the_reference_s() {
     }
 }
 
-#[test]
-fn shared_experts_are_dense() {
-    for dtype in [Bf16, F32] {
-        let mut spec = layer([72, 16, 72], [3, 2], dtype);
-        spec.experts.bias = true.into();
-        spec.shared = vec![SharedExpert {
-            hidden_dim: 136,
-            gate: SharedGate::None,
-            bias: None,
-        }];
-        let gemms = gemms(&spec);
-        for tokens in [0, 1, 64] {
-            gemms.check_call(tokens, Spread::Random);
-        }
-    }
-}
-
 /// A row has the same bits wherever it lies among the rows of its expert.
 #[test]
 fn rows_lie_anywhere() {
@@ -145,21 +128,6 @@ fn form(case: usize) -> ExpertForm {
 fn amd_epilogues_are_the_reference_s() {
     for (spec, target) in gemm_amd::epilogues().iter().zip(MFMA.iter().cycle()) {
         run_amd(spec, target, &[(33, Spread::Random)]);
-    }
-}
-
-#[test]
-fn amd_shared_experts_are_dense() {
-    for (target, dtype) in MFMA.into_iter().zip([F16, F32, Bf16]) {
-        let mut spec = layer([40, 16, 40], [3, 2], dtype);
-        spec.experts.bias = true.into();
-        spec.shared = vec![SharedExpert {
-            hidden_dim: 65,
-            gate: SharedGate::None,
-            bias: None,
-        }];
-        let calls = [0, 1, 64].map(|tokens| (tokens, Spread::Random));
-        run_amd(&spec, target, &calls);
     }
 }
 

@@ -9,6 +9,7 @@ mod cpu_numbers;
 mod cpu_registers;
 mod gemm_amd;
 mod gemm_amd_bwd;
+mod gemm_beside;
 mod gemm_few;
 mod gemm_mma;
 mod gemm_wgmma;

@@ -97,6 +97,36 @@ fn launches_are_few_whatever_the_tokens() {
     }
 }
 
+/// A shared expert that is like the routed ones adds no launch for few tokens, and two for
+/// more; its gate is one in any call.
+#[test]
+fn a_shared_expert_adds_no_launch_for_few_tokens() {
+    let launches = |target: &str, hidden_dim, gate| {
+        let mut spec = spec();
+        (spec.shape.experts, spec.shape.top_k) = (256, 8);
+        (spec.shape.model_dim, spec.shape.hidden_dim) = (7168, 2048);
+        (spec.precision.weights, spec.precision.activations) = (DType::Bf16, DType::Bf16);
+        spec.shared = vec![SharedExpert {
+            hidden_dim,
+            gate,
+            bias: None,
+        }];
+        let plan = plan(&spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
+        [1, 64, 65].map(|tokens| plan.launched(plan.evaluation_steps(), tokens))
+    };
+    for target in ["cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"] {
+        for hidden in [2048, 5632] {
+            assert_eq!(launches(target, hidden, SharedGate::None), [5, 5, 9]);
+            assert_eq!(launches(target, hidden, SharedGate::Sigmoid), [6, 6, 10]);
+        }
+        assert_eq!(
+            launches(target, 2044, SharedGate::None),
+            [7, 7, 9],
+            "{target}"
+        );
+    }
+}
+
 /// Blocks that pack follow each other as those of the product do: on several
 /// NUMA nodes each reads what it wrote.
 #[test]

@@ -65,7 +65,10 @@ impl Builder {
         if let Some(config) = &few
             && !(shared == Some(0) && self.has_beside(half))
         {
-            let desc = GroupedGemmDesc { beside, ..desc.clone() };
+            let desc = GroupedGemmDesc {
+                beside,
+                ..desc.clone()
+            };
             self.few_rows(name, desc, config.clone(), &names);
         }
         self.many_rows(name, desc, few.is_some(), names, packed);

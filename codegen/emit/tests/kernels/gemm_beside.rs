@@ -1,0 +1,101 @@
+//! The products of few rows of a shared expert: in the launch of the routed experts' where
+//! both are alike, else in a launch of their own.
+
+use crate::gemm_amd::MFMA;
+use moesaic_kernel::DType::{self, Bf16, F16, F32};
+use moesaic_plan::{Op, PlanOptions};
+use moesaic_rig::Rig;
+use moesaic_rig::gemm::Gemms;
+use moesaic_rig::rows::Spread;
+use moesaic_rig::specs::{layer, with};
+use moesaic_spec::*;
+
+/// A layer whose experts have `hidden` columns, the shared one `shared`.
+fn shared(dtype: DType, experts: [usize; 2], [hidden, shared]: [usize; 2]) -> LayerSpec {
+    with(layer([72, hidden, 72], experts, dtype), |s| {
+        s.shared = vec![SharedExpert {
+            hidden_dim: shared,
+            gate: SharedGate::None,
+            bias: None,
+        }];
+    })
+}
+
+fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
+    Gemms::planned(spec, target, &PlanOptions::default(), Rig::of)
+}
+
+/// The kernels for few rows, and how many of them have a shared expert in their launch.
+fn few(gemms: &Gemms) -> (usize, usize) {
+    let families = gemms.rig.families();
+    let few = families.iter().filter(|family| family.ends_with("_few"));
+    let has = |op: &Op| matches!(op, Op::GroupedGemm { desc, .. } if desc.beside.is_some());
+    let kernels = gemms.rig.plan.kernels.iter();
+    (
+        few.count(),
+        kernels.filter(|kernel| has(&kernel.op)).count(),
+    )
+}
+
+/// Checks the results of calls of few and of many tokens, of which those of few have so many
+/// launches, some with a shared expert.
+fn check(spec: &LayerSpec, target: &str, expected: (usize, usize)) {
+    let gemms = gemms(spec, target);
+    assert_eq!(few(&gemms), expected, "{target}: {spec:?}");
+    for tokens in [0, 1, 9, 33, 64, 70] {
+        gemms.check_call(tokens, Spread::Random);
+    }
+    for tokens in [8, 17, 64] {
+        gemms.check_call(tokens, Spread::One);
+    }
+}
+
+/// Widths alike, wider than the routed experts' and narrower; tails of columns; one piece of
+/// a line and several.
+#[test]
+fn it_comes_along() {
+    for (i, target) in ["sim:sm_80"].into_iter().chain(MFMA).enumerate() {
+        for (j, dtype) in [Bf16, F16, F32].into_iter().enumerate() {
+            let widths = [[24, 24], [16, 136], [136, 40], [40, 24]][(i + j) % 4];
+            let spec = with(shared(dtype, [3, 2], widths), |s| {
+                s.experts.form = [ExpertForm::Gated, ExpertForm::Plain][(i + j) % 2];
+                s.experts.bias = (j == 1).into();
+            });
+            check(&spec, target, (2, 2));
+        }
+    }
+}
+
+/// Rows in pieces of 8, 4 and 2 bytes.
+#[test]
+fn pieces_can_be_small() {
+    check(&shared(Bf16, [5, 1], [20, 12]), "sim:sm_80", (2, 2));
+    check(&shared(F32, [5, 3], [17, 3]), "sim:sm_80", (2, 2));
+    check(&shared(F16, [5, 1], [7, 33]), "rocm:gfx942", (2, 2));
+}
+
+/// Pieces of other lengths, biases of one kind alone, rows with weights in front of them or
+/// behind, a product of another unit's order: each has launches of its own.
+#[test]
+fn what_is_unlike_stays_apart() {
+    let like = || shared(Bf16, [3, 2], [24, 24]);
+    let biased = with(like(), |s| s.shared[0].bias = Some(true.into()));
+    let weighted = |site| with(like(), |s| s.router.weight_on = site);
+    check(&shared(Bf16, [3, 2], [24, 28]), "sim:sm_80", (4, 0));
+    check(&biased, "sim:sm_80", (4, 0));
+    // Down products of rows that had their weights are alike again.
+    check(&weighted(WeightSite::Activation), "sim:sm_80", (3, 1));
+    check(&weighted(WeightSite::Input), "sim:sm_80", (3, 1));
+    // Few of many experts: waves of 32 rows have the smaller product.
+    check(&shared(F16, [60, 1], [24, 24]), "rocm:gfx942", (4, 0));
+}
+
+/// Of several the first comes along.
+#[test]
+fn the_others_have_launches() {
+    let spec = with(shared(Bf16, [3, 2], [24, 40]), |s| {
+        let second = s.shared[0].clone();
+        s.shared.push(second);
+    });
+    check(&spec, "sim:sm_80", (4, 2));
+}
