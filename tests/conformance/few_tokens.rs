@@ -6,7 +6,7 @@ use super::case::floats;
 use super::cases::{of_type, small};
 use super::simulated::open;
 use moesaic::plan::FEW_TOKENS;
-use moesaic::spec::LayerSpec;
+use moesaic::spec::{LayerSpec, SharedExpert, SharedGate};
 use moesaic::{DType, Engine};
 
 const MANY: usize = FEW_TOKENS as usize + 6;
@@ -46,7 +46,16 @@ fn same_bytes(engine: &Engine, spec: &LayerSpec, seed: u64) {
     }
 }
 
-/// Widths of whole lines, of pieces, and odd ones; every kind of expert.
+fn shared_of(hidden_dim: usize) -> SharedExpert {
+    SharedExpert {
+        hidden_dim,
+        gate: SharedGate::Sigmoid,
+        bias: None,
+    }
+}
+
+/// Widths of whole lines, of pieces, and odd ones; a shared expert that is multiplied in the
+/// launch of the routed ones, one in its own, and none.
 fn on(target: &str) {
     let engine = open(target);
     for (i, dtype) in [DType::Bf16, DType::F32, DType::F16]
@@ -59,6 +68,8 @@ fn on(target: &str) {
         {
             let mut spec = of_type(dtype, small(d, h, e, k));
             spec.experts.bias = (j == 1).into();
+            let shared = [Some(h / 2), Some(h + 1), None][j];
+            spec.shared = shared.into_iter().map(shared_of).collect();
             same_bytes(&engine, &spec, (3 * i + j) as u64);
         }
     }

@@ -19,6 +19,14 @@ precision = { weights = \"bf16\", activations = \"bf16\" }";
 const MANY_EXPERTS: &str = "shape = { model_dim = 8, hidden_dim = 8, experts = 200, top_k = 5 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
+/// With a shared expert, whose hidden rows are longer than the others'.
+const BESIDE: Mutant = Mutant {
+    layer: "shape = { model_dim = 1000, hidden_dim = 72, experts = 5, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }
+shared = [{ hidden_dim = 136 }]",
+    ..FEW
+};
+
 /// The list.
 pub const MUTANTS: &[Mutant] = &[
     Mutant {
@@ -156,5 +164,38 @@ pub const MUTANTS: &[Mutant] = &[
         to: "sum < USED ?",
         caught: "beyond its end",
         ..FEW
+    },
+    Mutant {
+        mistake: "the shared expert takes the rows of the first routed one",
+        kernel: "grouped_gemm_up_few",
+        from: "shared ? (i32)first_row + n : ",
+        to: "",
+        caught: "y of",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "the first row tile of the routed experts is the shared one's",
+        kernel: "grouped_gemm_up_few",
+        from: "row_tiles, (i32)block_x() - 1)",
+        to: "row_tiles, (i32)block_x())",
+        caught: "uninitialised",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "the routed experts have as many columns as the shared one",
+        kernel: "grouped_gemm_up_few",
+        from: "first_column + column < here.outer};",
+        to: "first_column + column < SHARED_OUTER};",
+        caught: "out of bounds",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "the shared expert's hidden rows end where those of the others do",
+        target: GFX942,
+        kernel: "grouped_gemm_down_few",
+        from: "depth < inner; depth += AHEAD",
+        to: "depth < INNER; depth += AHEAD",
+        caught: "y of",
+        ..BESIDE
     },
 ];

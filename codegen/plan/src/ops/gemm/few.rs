@@ -39,9 +39,13 @@ impl Builder {
         let [Some(of_routed), Some(of_shared)] = configs else {
             return None;
         };
-        let reads_tokens = half == Half::Down || of_routed.gather();
+        // Down reads what up has written.
+        let is_there = match half {
+            Half::Up => of_routed.gather(),
+            Half::Down => self.has_beside(Half::Up),
+        };
         let alike = !routed.weighted && routed.bias == shared.bias;
-        let together = reads_tokens
+        let together = is_there
             && alike
             && pieces(&routed) == pieces(&shared)
             && multiplied(&of_routed) == multiplied(&of_shared);
