@@ -164,19 +164,25 @@ facts() {
     clocks
 }
 
+# Seconds that an item of a suite may take. Simulators are slow.
+case $device in
+    cuda*) each=30 ;;
+    *) each=60 ;;
+esac
+
 # A suite ends by itself a little before it would be killed.
 suite() {
     limited "$2" "$program" suite "$1" --device "$device" --store "$store" \
-        --data "$here/data" --seconds $(($2 > 30 ? $2 - 10 : $2 / 2)) $tiny
+        --data "$here/data" --each "$each" --seconds $(($2 > 30 ? $2 - 10 : $2 / 2)) $tiny
 }
 
 probe() {
     case $device in
         cuda*) limited "$1" "$program" probe --device cuda --from "$here/kernels/probe" \
-            --results "$scratch" ;;
+            --seconds $(($1 > 30 ? $1 - 10 : $1 / 2)) ;;
         # A simulator compiles as it goes, with the NVRTC that is here.
         *) limited "$1" env -u MOESAIC_NVRTC ${nvrtc:+"MOESAIC_NVRTC=$nvrtc"} "$program" probe \
-            --device "$device" --results "$scratch" ${tiny:+--only matrix} ;;
+            --device "$device" ${tiny:+--only matrix} ;;
     esac
 }
 
@@ -240,7 +246,7 @@ outcome() {
 
 # A line of the summary, with the last that the step said.
 report() {
-    last=$(grep -Ev '^(#|kept in|$)' "$file" | tail -n 1 | cut -c 1-120)
+    last=$(grep -Ev '^(#|$)' "$file" | tail -n 1 | cut -c 1-120)
     tell "$(printf '%-12s %-8s %4d s  %s' "$name" "$1" $(($(now) - start)) "$last")"
 }
 
@@ -258,9 +264,9 @@ allowed() {
     if [ -n "$minutes" ]; then
         left=$((minutes * minute - ($(now) - begun)))
         weights=0 reached=
-        for each in $STEPS; do
-            [ "${each%:*}" != "$1" ] || reached=1
-            [ -z "$reached" ] || ! wanted "${each%:*}" || weights=$((weights + ${each#*:}))
+        for other in $STEPS; do
+            [ "${other%:*}" != "$1" ] || reached=1
+            [ -z "$reached" ] || ! wanted "${other%:*}" || weights=$((weights + ${other#*:}))
         done
         share=$((left * $2 / weights))
         [ "$share" -ge "$minute" ] || share=$minute

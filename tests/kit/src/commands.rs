@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::{Result, compile, cuda, device_check, launches, layers, suite};
+use crate::{Result, compile, cuda, device_check, launches, layers, probe, suite};
 use clap::{Args, Parser, Subcommand};
 use moesaic_probe::kept::Kept;
 use moesaic_target::{CompileOptions, Compiler};
@@ -28,7 +28,7 @@ enum Step {
     /// Says what the device is.
     Facts(Place),
     /// Runs each hardware primitive and compares bits with the tables.
-    Probe(moesaic_probe::command::Arguments),
+    Probe(probe::Options),
     /// Puts the GPU through everything the device path does.
     Check {
         /// The folder with its kernels.
@@ -67,7 +67,7 @@ impl Command {
                 println!("{}", place.describe()?);
                 Ok(ExitCode::SUCCESS)
             }
-            Step::Probe(arguments) => Ok(moesaic_probe::command::main(&arguments)),
+            Step::Probe(options) => probe::run(&options),
             Step::Check { from } => check(from),
             Step::Suite(options) => suite::run(&options),
             Step::Launches(options) => launches::run(&options),

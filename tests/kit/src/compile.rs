@@ -191,6 +191,10 @@ fn device_kernels(options: &Options) -> Result<usize> {
 
 fn check(options: &Options) -> Result {
     let compiler = nvrtc(&Registry::open()?)?;
+    // `run.sh` holds it against the card and its driver.
+    let (major, minor) = compiler.version();
+    let made = format!("{} {major}.{minor}\n", options.target);
+    std::fs::write(options.out.join("made"), made)?;
     let keeping = Keeping {
         compiler: Box::new(compiler),
         folder: options.out.join("check"),

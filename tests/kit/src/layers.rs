@@ -8,6 +8,7 @@ use crate::limits::{self, Limits};
 use crate::pass::Pass;
 use crate::shapes::{SHAPES, Shape};
 use crate::timing::{Clocked, Made, Placed, median};
+use crate::watch::{self, Came, Pieces, Process, Word};
 use crate::work::Work;
 use crate::{CUT, Result};
 use beside::Peers;
@@ -16,6 +17,8 @@ use moesaic::reference::rng::Draw;
 use moesaic::reference::{self, Skew};
 use moesaic::target::Graph;
 use moesaic::{DType, Engine, LayerSpec, Tensors};
+use std::error::Error;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -51,7 +54,7 @@ pub struct Options {
     #[arg(long, default_value_t = 0.5)]
     turns: f64,
     /// Seconds after which no line is begun.
-    #[arg(long, default_value_t = 3600)]
+    #[arg(long, default_value_t = 3600, overrides_with = "seconds")]
     seconds: u64,
     /// A Python that may have torch and transformers.
     #[arg(long, default_value = "python3")]
@@ -59,10 +62,22 @@ pub struct Options {
     /// The folder of torch_layer.py; no peers without it.
     #[arg(long)]
     peers: Option<PathBuf>,
+    /// Seconds that nothing may be said.
+    #[arg(long, default_value_t = 120)]
+    each: u64,
+    /// In this process.
+    #[arg(long)]
+    here: bool,
+    /// The first piece: 0 is limits and peers, tables follow.
+    #[arg(long, default_value_t = 0, overrides_with = "first")]
+    first: usize,
+    /// Without limits and peers, which were tried before.
+    #[arg(long)]
+    bare: bool,
 }
 
-/// The layers: those of the bench of CPUs at the size that a GPU takes; three small ones
-/// when `tiny`.
+/// The layers, smallest first: those of the bench of CPUs at the size that a GPU takes; three
+/// small ones when `tiny`.
 pub fn shapes(tiny: bool) -> Vec<Shape> {
     let named = |name: &str| {
         let shape = SHAPES.iter().find(|shape| shape.name == name);
@@ -79,7 +94,7 @@ pub fn shapes(tiny: bool) -> Vec<Shape> {
         few.iter_mut().for_each(|shape| shape.shrink(32));
         return few;
     }
-    vec![mixtral, named("qwen3"), deepseek, gpt_oss, named("olmoe")]
+    vec![named("olmoe"), named("qwen3"), gpt_oss, mixtral, deepseek]
 }
 
 impl Options {
@@ -89,6 +104,16 @@ impl Options {
             (true, true) => vec![1, 8],
             (true, false) => vec![1, 8, 64, 512, 4096, 32_768],
         }
+    }
+
+    /// Forward of every layer before both passes of one, so that a run that is cut has most.
+    fn tables(&self) -> Result<Vec<Table>> {
+        let shapes = self.shapes()?;
+        let tables = [Pass::Forward, Pass::Both].into_iter().flat_map(|pass| {
+            let shapes = shapes.iter().cloned();
+            shapes.map(move |shape| Table { shape, pass })
+        });
+        Ok(tables.collect())
     }
 
     fn shapes(&self) -> Result<Vec<Shape>> {
@@ -104,36 +129,99 @@ impl Options {
     }
 }
 
-/// A table per layer and pass: 0 when every line is there and right, 1 when one is not, 4
-/// when time was up before.
+/// A table per pass and layer: 0 when every line is there and right, 1 when one is not, 4
+/// when time was up before, or memory too small.
 ///
 /// # Errors
 /// When there is no device.
 pub fn run(options: &Options) -> Result<ExitCode> {
+    let tables = options.tables()?;
+    if options.here {
+        return here(options, &tables);
+    }
+    let begun = Instant::now();
+    let pieces = Pieces {
+        count: 1 + tables.len(),
+        each: Duration::from_secs(options.each),
+        end: begun + Duration::from_secs(options.seconds),
+    };
+    let start = |first: usize, came: &Came| {
+        let mut command = watch::again()?;
+        let seconds = options.seconds.saturating_sub(begun.elapsed().as_secs());
+        command.args(["--first", &first.to_string()]);
+        command.args(["--seconds", &seconds.to_string()]);
+        // What was lost there would be lost there again.
+        command.args(came.lost.contains(&0).then_some("--bare"));
+        Process::start(&mut command)
+    };
+    let lost = |piece: usize, why: &str| match piece {
+        0 => println!("FAIL limits and peers: {why}"),
+        _ => println!("FAIL {}: {why}; the rest is left out", tables[piece - 1]),
+    };
+    let came = pieces.run(start, |line| println!("{line}"), lost)?;
+    if let Some(code) = came.refused {
+        return Ok(ExitCode::from(u8::try_from(code).unwrap_or(1)));
+    }
+    let [failed, skipped, left, _] = came.counts;
+    let (failed, left) = (
+        failed + came.lost.len(),
+        left + came.left * options.tokens().len(),
+    );
+    println!();
+    print!("{failed} lines failed, {skipped} found too little memory, ");
+    println!("{left} were not begun for want of time");
+    Ok(ExitCode::from(match (failed, skipped + left) {
+        (0, 0) => 0,
+        (0, _) => CUT,
+        _ => 1,
+    }))
+}
+
+/// A layer and a pass.
+struct Table {
+    shape: Shape,
+    pass: Pass,
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {}", title(&self.shape), self.pass)
+    }
+}
+
+/// Runs pieces in this process, and tells its watcher of each.
+fn here(options: &Options, tables: &[Table]) -> Result<ExitCode> {
     let engine = options.place.open()?;
-    let end = Instant::now() + Duration::from_secs(options.seconds);
-    println!("# {}", options.place.describe()?);
     let mut bench = Bench {
         options,
         engine: &engine,
         limits: None,
         peers: Peers::none(),
-        end,
+        end: Instant::now() + Duration::from_secs(options.seconds),
         failed: 0,
+        skipped: 0,
         left: 0,
     };
-    bench.prepare()?;
-    for shape in options.shapes()? {
-        bench.shape(&shape)?;
+    if options.first == 0 {
+        println!("# {}", options.place.describe()?);
+        Word::Begun(0).say();
     }
-    let Bench { failed, left, .. } = bench;
-    println!();
-    println!("{failed} lines failed, {left} were not begun for want of time");
-    Ok(ExitCode::from(match (failed, left) {
-        (0, 0) => 0,
-        (0, _) => CUT,
-        _ => 1,
-    }))
+    bench.prepare();
+    if options.first == 0 {
+        bench.counts().say();
+    }
+    for (number, table) in (1..).zip(tables).skip(options.first.saturating_sub(1)) {
+        Word::Begun(number).say();
+        bench.run(table);
+        let failed = bench.failed > 0;
+        bench.counts().say();
+        if failed && engine.device().synchronize().is_err() {
+            Word::Again.say();
+            return Ok(ExitCode::FAILURE);
+        }
+    }
+    Word::Done.say();
+    Ok(ExitCode::SUCCESS)
 }
 
 struct Bench<'a> {
@@ -144,26 +232,43 @@ struct Bench<'a> {
     peers: Peers,
     end: Instant,
     failed: usize,
+    /// For want of memory.
+    skipped: usize,
+    /// For want of time.
     left: usize,
 }
 
 impl Bench<'_> {
+    /// What came since it was last asked.
+    fn counts(&mut self) -> Word {
+        let counts = [&mut self.failed, &mut self.skipped, &mut self.left];
+        let [failed, skipped, left] = counts.map(std::mem::take);
+        Word::Counts([failed, skipped, left, 0])
+    }
+
     /// Limits and peers, and what they are.
-    fn prepare(&mut self) -> Result {
-        if self.options.place.simulates() {
+    fn prepare(&mut self) {
+        let options = self.options;
+        if options.place.simulates() {
             println!("# a simulator: launches and least work are counted, times mean nothing");
-            return Ok(());
+            return;
         }
-        let tiny = self.options.tiny;
-        let ours = limits::measure(self.engine, tiny)?;
-        let width = limits::product(tiny).shape.model_dim;
+        if options.bare {
+            self.limits = Some(Limits::UNKNOWN);
+            return;
+        }
+        let ours = limits::measure(self.engine, options.tiny).unwrap_or_else(|error| {
+            self.bad(1, "the card's limits are not known", &*error);
+            Limits::UNKNOWN
+        });
+        let width = limits::product(options.tiny).shape.model_dim;
         println!("# a copy moves {:.0} GB/s, read and written", ours.copy);
         println!(
             "# a product of {width} x {width} x {width} by our kernel: {:.0} TFLOP/s",
             ours.product
         );
-        if let Some(folder) = &self.options.peers {
-            self.peers = Peers::start(&self.options.python, folder);
+        if let Some(folder) = &options.peers {
+            self.peers = Peers::start(&options.python, folder);
         }
         let theirs = self.peers.product();
         if let Some(theirs) = theirs {
@@ -173,46 +278,63 @@ impl Bench<'_> {
             product: ours.product.max(theirs.unwrap_or(0.0)),
             ..ours
         });
-        println!("{LEGEND}");
-        Ok(())
+        if options.first == 0 {
+            println!("{LEGEND}");
+        }
     }
 
-    fn shape(&mut self, shape: &Shape) -> Result {
+    /// Says what went wrong with so many lines; a device that is too small is no failure.
+    fn bad(&mut self, lines: usize, what: &str, error: &dyn Error) {
+        let error = error.to_string();
+        if error.contains("out of device memory") {
+            self.skipped += lines;
+            println!("SKIPPED {what}: {error}");
+        } else {
+            self.failed += lines;
+            println!("FAIL {what}: {error}");
+        }
+    }
+
+    fn run(&mut self, table: &Table) {
+        let lines = self.options.tokens().len();
         if Instant::now() > self.end {
-            self.left += 2 * self.options.tokens().len();
-            return Ok(());
+            self.left += lines;
+            return;
         }
-        let spec = shape.spec(DTYPE);
+        println!();
+        watch::say(&format!("## {table}"));
+        let spec = table.shape.spec(DTYPE);
         let weights = data::weights(&spec, DTYPE);
-        let folder = Folder::new()?;
-        if self.peers.any() {
-            data::write_layer(folder.path(), shape, DTYPE, &weights)?;
+        let made = Made::new(self.engine, &spec, &weights, table.pass);
+        let checked = made.and_then(|made| right(&made, &spec, &weights).map(|()| made));
+        match checked {
+            Ok(made) => self.table(table, &made, &weights),
+            Err(error) => self.bad(lines, "the layer", &*error),
         }
-        for pass in [Pass::Forward, Pass::Both] {
-            println!();
-            println!("## {}, {pass}", title(shape));
-            let made = Made::new(self.engine, &spec, &weights, pass);
-            let checked = made.and_then(|made| right(&made, &spec, &weights).map(|()| made));
-            match checked {
-                Ok(made) => self.table(shape, &made, &weights, &folder, pass),
-                Err(error) => {
-                    self.failed += self.options.tokens().len();
-                    println!("FAIL {error}");
-                }
-            }
-        }
-        Ok(())
     }
 
-    fn table(
-        &mut self,
-        shape: &Shape,
-        made: &Made,
-        weights: &Tensors<'_>,
-        folder: &Folder,
-        pass: Pass,
-    ) {
-        self.peers.load(folder.path(), pass);
+    /// A folder with the layer for peers, where there are any and it has room.
+    fn folder(&self, table: &Table, weights: &Tensors<'_>) -> Option<Folder> {
+        if !self.peers.any() {
+            return None;
+        }
+        let folder = Folder::new().and_then(|folder| {
+            data::write_layer(folder.path(), &table.shape, DTYPE, weights)?;
+            Ok(folder)
+        });
+        if let Err(error) = &folder {
+            println!("# peers are left out: {error}");
+        }
+        folder.ok()
+    }
+
+    fn table(&mut self, table: &Table, made: &Made, weights: &Tensors<'_>) {
+        let shape = &table.shape;
+        let folder = self.folder(table, weights);
+        match &folder {
+            Some(folder) => self.peers.load(folder.path(), table.pass),
+            None => self.peers.unload(),
+        }
         println!("{}{}", self.titles(), self.peers.titles());
         let router = data::router_rows(weights);
         for (number, tokens) in self.options.tokens().into_iter().enumerate() {
@@ -222,24 +344,18 @@ impl Bench<'_> {
             }
             let ids = Skew::Uniform.draw(shape.experts, shape.top_k, tokens, SEED);
             let call = Call::new(shape, DTYPE, tokens, &ids, &router);
-            let work = Work::of(shape, DTYPE, tokens, &ids, pass);
+            let work = Work::of(shape, DTYPE, tokens, &ids, table.pass);
             let line = match self.limits {
                 None => counted(made, &call, &work),
                 Some(limits) => {
-                    let input = self.peers.any().then(|| folder.input(&call, DTYPE, shape));
-                    let input = input.transpose();
-                    input.and_then(|input| {
-                        let beside = input.as_deref().map(|input| (input, number == 0));
-                        self.line(made, &call, &work, limits, beside)
-                    })
+                    let input = folder.as_ref().and_then(|it| input(it, &call, shape));
+                    let beside = input.as_deref().map(|input| (input, number == 0));
+                    self.line(made, &call, &work, limits, beside)
                 }
             };
             match line {
-                Ok(line) => println!("{line}"),
-                Err(error) => {
-                    self.failed += 1;
-                    println!("{tokens:6}  FAIL {error}");
-                }
+                Ok(line) => watch::say(&line),
+                Err(error) => self.bad(1, &format!("T = {tokens}"), &*error),
             }
         }
     }
@@ -310,6 +426,15 @@ impl Bench<'_> {
             self.peers.ratios(),
         ))
     }
+}
+
+/// The file with a call for peers, where there is room for it.
+fn input(folder: &Folder, call: &Call, shape: &Shape) -> Option<PathBuf> {
+    let input = folder.input(call, DTYPE, shape);
+    if let Err(error) = &input {
+        println!("# T = {}: peers are left out: {error}", call.tokens);
+    }
+    input.ok()
 }
 
 /// `olmoe`, or a name with what is smaller than in the model.

@@ -23,6 +23,13 @@ pub struct Limits {
     pub product: f64,
 }
 
+impl Limits {
+    pub const UNKNOWN: Limits = Limits {
+        copy: f64::NAN,
+        product: f64::NAN,
+    };
+}
+
 /// A layer of one expert that takes every token: its two products are plain ones, of
 /// matrices as wide as there are tokens.
 pub fn product(tiny: bool) -> LayerSpec {

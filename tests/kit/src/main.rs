@@ -9,8 +9,10 @@ mod layers;
 mod limits;
 mod open;
 mod oracles;
+mod probe;
 mod suite;
 mod timing;
+mod watch;
 
 // What the project's tests run on simulators, as data.
 #[allow(dead_code, reason = "tests and benches use the rest")]

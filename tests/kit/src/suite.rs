@@ -4,14 +4,13 @@
 use crate::commands::Place;
 use crate::items::{Item, Suite};
 use crate::open::Absent;
+use crate::watch::{self, Heard, LOST, Process, say};
 use crate::{ABSENT, CUT, Result};
 use clap::Args;
 use moesaic::Engine;
-use std::io::{BufRead, BufReader, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -43,9 +42,6 @@ pub struct Options {
     seconds: u64,
 }
 
-/// Processes that may be lost before the suite is given up.
-const LOST: usize = 20;
-
 /// The device no longer answers, so the process ends.
 const BROKEN: i32 = 3;
 
@@ -57,10 +53,18 @@ const BROKEN: i32 = 3;
 pub fn run(options: &Options) -> Result<ExitCode> {
     let items = options.suite.items(&options.data, options.tiny);
     if options.here {
-        here(options, &items)
-    } else {
-        watched(options, &items)
+        return here(options, &items);
     }
+    let start = |item: usize| {
+        let mut command = watch::again()?;
+        // The last word counts.
+        if item > options.from {
+            command.args(["--from", &item.to_string()]);
+        }
+        Process::start(&mut command)
+    };
+    let tally = watched(options, &items, start)?;
+    Ok(verdict(&tally, &items))
 }
 
 /// How an item went, as a process says it in a line.
@@ -119,15 +123,15 @@ fn here(options: &Options, items: &[Item]) -> Result<ExitCode> {
     let engine = match options.place.open() {
         Ok(engine) => engine,
         Err(error) => {
-            tell(&Said::Absent(error.to_string()));
+            say(&Said::Absent(error.to_string()).line());
             return Ok(ExitCode::from(ABSENT));
         }
     };
     let mut failed = false;
     for (number, item) in items.iter().enumerate().skip(options.from) {
-        tell(&Said::Begun(number));
+        say(&Said::Begun(number).line());
         let said = one(item, &engine);
-        tell(&said);
+        say(&said.line());
         if matches!(said, Said::Fails(_)) {
             failed = true;
             if engine.device().synchronize().is_err() {
@@ -136,13 +140,6 @@ fn here(options: &Options, items: &[Item]) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::from(u8::from(failed)))
-}
-
-/// A line that whoever watches sees at once.
-fn tell(said: &Said) {
-    println!("{}", said.line());
-    // Nobody is there to be told.
-    let _ = std::io::stdout().flush();
 }
 
 fn one(item: &Item, engine: &Engine) -> Said {
@@ -164,11 +161,12 @@ pub fn caught(item: &Item, engine: &Engine) -> std::result::Result<bool, String>
 }
 
 /// What has come of the items so far.
-#[derive(Default)]
+#[derive(Debug, Default, PartialEq)]
 struct Tally {
     agree: usize,
     others: usize,
     failed: usize,
+    left: usize,
 }
 
 impl Tally {
@@ -195,13 +193,18 @@ impl Tally {
     }
 }
 
-fn watched(options: &Options, items: &[Item]) -> Result<ExitCode> {
+/// Runs items in the processes that `start` starts with an item.
+fn watched(
+    options: &Options,
+    items: &[Item],
+    start: impl Fn(usize) -> Result<Process>,
+) -> Result<Tally> {
     let end = Instant::now() + Duration::from_secs(options.seconds);
     let mut tally = Tally::default();
     let (mut next, mut lost) = (options.from, 0);
+    let times = (Duration::from_secs(options.each), end);
     while next < items.len() && lost <= LOST && Instant::now() < end {
-        let mut process = Process::start(options, next)?;
-        match process.follow(options, items, next, end, &mut tally) {
+        match follow(start(next)?, items, next, times, &mut tally) {
             Ok(reached) => next = reached,
             // A device that an item broke for good is no device that never was.
             Err(error) if lost > 0 => {
@@ -213,11 +216,17 @@ fn watched(options: &Options, items: &[Item]) -> Result<ExitCode> {
         }
         lost += 1;
     }
-    let left = items.len().saturating_sub(next);
-    let Tally {
+    tally.left = items.len().saturating_sub(next);
+    Ok(tally)
+}
+
+/// The last line, and what it is for the exit code.
+fn verdict(tally: &Tally, items: &[Item]) -> ExitCode {
+    let &Tally {
         agree,
         others,
         failed,
+        left,
     } = tally;
     // Rounding explains few other choices, and garbage many.
     let strange = others * 4 > agree;
@@ -228,102 +237,115 @@ fn watched(options: &Options, items: &[Item]) -> Result<ExitCode> {
         "{agree} of {} agree, {failed} fail, {others} chose other experts, {left} did not run",
         items.len()
     );
-    Ok(ExitCode::from(match (failed, left) {
+    ExitCode::from(match (failed, left) {
         _ if strange => 1,
         (0, 0) => 0,
         (0, _) => CUT,
         _ => 1,
-    }))
+    })
 }
 
-/// A process that runs items.
-struct Process {
-    child: Child,
-    lines: Receiver<String>,
-}
-
-impl Process {
-    fn start(options: &Options, from: usize) -> Result<Process> {
-        let mut command = Command::new(std::env::current_exe()?);
-        let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-        command.args(arguments).arg("--here");
-        // The last word counts.
-        if from > options.from {
-            command.args(["--from", &from.to_string()]);
-        }
-        let mut child = command
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()?;
-        let pipe = BufReader::new(child.stdout.take().expect("piped"));
-        let (sender, lines) = channel();
-        std::thread::spawn(move || {
-            let lines = pipe.lines().map_while(std::result::Result::ok);
-            lines
-                .map(|line| sender.send(line))
-                .take_while(|sent| sent.is_ok())
-                .count()
-        });
-        Ok(Process { child, lines })
-    }
-
-    /// Reads what it says until it ends, hangs or time is up; the item to go on with.
-    fn follow(
-        &mut self,
-        options: &Options,
-        items: &[Item],
-        first: usize,
-        end: Instant,
-        tally: &mut Tally,
-    ) -> Result<usize> {
-        let mut at = first;
-        let mut under_way = false;
-        loop {
-            // A process that starts loads the driver, which takes its time.
-            let patience = Duration::from_secs(options.each);
-            let why = match self.lines.recv_timeout(patience) {
-                Ok(line) => match Said::read(&line) {
+/// Reads what a process says until it ends, hangs or time is up; the item to go on with.
+fn follow(
+    mut process: Process,
+    items: &[Item],
+    first: usize,
+    (each, end): (Duration, Instant),
+    tally: &mut Tally,
+) -> Result<usize> {
+    let (mut at, mut under_way) = (first, false);
+    loop {
+        // A process that starts loads the driver, which takes its time.
+        let why = match process.hear(each, end)? {
+            Heard::Line(line) => {
+                match Said::read(&line) {
                     Some(Said::Absent(why)) => return Err(Absent(why).into()),
-                    Some(Said::Begun(item)) => {
-                        (at, under_way) = (item, true);
-                        if Instant::now() > end {
-                            return Ok(at);
-                        }
-                        continue;
-                    }
+                    Some(Said::Begun(_)) if Instant::now() > end => return Ok(at),
+                    Some(Said::Begun(item)) => (at, under_way) = (item, true),
                     Some(said) => {
                         tally.count(&items[at], &said);
                         (at, under_way) = (at + 1, false);
-                        continue;
                     }
-                    None => continue,
-                },
-                Err(RecvTimeoutError::Timeout) => format!("no end after {} s", options.each),
-                Err(RecvTimeoutError::Disconnected) if !under_way => return Ok(at),
-                Err(RecvTimeoutError::Disconnected) => {
-                    format!("the process ended: {}", self.child.wait()?)
+                    None => (),
                 }
-            };
-            if at < items.len() {
-                tally.count(&items[at], &Said::Fails(why));
+                continue;
             }
-            return Ok(at + 1);
+            Heard::Silence(time) => format!("no end after {} s", time.as_secs()),
+            Heard::End(..) if !under_way && (at > first || at == items.len()) => return Ok(at),
+            // Also one that ends before its first item, which would end so again.
+            Heard::End(why, _) => why,
+        };
+        if at < items.len() {
+            tally.count(&items[at], &Said::Fails(why));
         }
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        return Ok(at + 1);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Said;
-    use std::time::Duration;
+    use super::*;
+    use std::process::Command;
+
+    /// Runs items in shells: `script` with the first item as `$0`.
+    fn shells(items: usize, script: &str) -> Tally {
+        let spec = crate::cases::tiny(1);
+        let item = |number: usize| Item {
+            name: format!("item {number}"),
+            spec: spec.clone(),
+            training: None,
+            run: Box::new(|_| true),
+        };
+        let items: Vec<Item> = (0..items).map(item).collect();
+        let options = Options {
+            suite: Suite::Training,
+            place: Place {
+                device: String::new(),
+                store: PathBuf::new(),
+            },
+            data: PathBuf::new(),
+            tiny: true,
+            here: false,
+            from: 0,
+            each: 3,
+            seconds: 100,
+        };
+        let start = |first: usize| {
+            Process::start(Command::new("sh").args(["-c", script, &first.to_string()]))
+        };
+        watched(&options, &items, start).unwrap()
+    }
+
+    /// One that crashes, aborts or hangs fails, and the others run.
+    #[test]
+    fn an_item_that_ends_its_process_costs_itself_alone() {
+        let script = r#"
+            i=$0
+            while [ $i -lt 6 ]; do
+                echo "begun $i"
+                case $i in
+                    1) kill -s SEGV $$ ;;
+                    2) exec sleep 100 ;;
+                    4) kill -s ABRT $$ ;;
+                esac
+                echo "agrees 5"
+                i=$((i + 1))
+            done"#;
+        let expected = Tally {
+            agree: 3,
+            failed: 3,
+            ..Tally::default()
+        };
+        assert_eq!(shells(6, script), expected);
+    }
+
+    /// What crashes before the first item is no suite that was only cut.
+    #[test]
+    fn processes_that_end_before_they_begin_are_failures() {
+        let tally = shells(100, "kill -s SEGV $$");
+        assert_eq!((tally.agree, tally.failed), (0, LOST + 1));
+        assert_eq!(tally.left, 99 - LOST);
+    }
 
     #[test]
     fn what_a_process_says_reads_back() {

@@ -4,7 +4,7 @@
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::process::{self, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -48,6 +48,7 @@ impl Kit {
         let mut command = Command::new(self.path("run.sh"));
         command.arg("--out").arg(self.path("out")).args(options);
         command.env("MOESAIC_KIT_MINUTE", "1");
+        command.env("tag", process::id().to_string());
         command.envs(steps.iter().copied());
         command
     }
@@ -88,8 +89,9 @@ fn said(mut command: Command) -> (String, Option<i32>) {
     (String::from_utf8_lossy(&text).into_owned(), status.code())
 }
 
-/// Whether a process with this word in its command line is there.
+/// Whether a process that sleeps so long is there, of those that this program's scripts start.
 fn lives(word: &str) -> bool {
+    let word = format!("{word}{}", process::id());
     let processes = fs::read_dir("/proc").unwrap().flatten();
     let lines = processes.map(|process| fs::read(process.path().join("cmdline")));
     lines.flatten().any(|line| {
@@ -150,14 +152,14 @@ fn what_is_right_and_what_is_not_there_is_no_failure() {
 fn a_step_that_hangs_is_stopped_with_all_its_processes() {
     let kit = Kit::new();
     let steps = [
-        ("probe", "echo 'a row'; sleep 1234.5 & sleep 1234.6"),
+        ("probe", "echo 'a row'; sleep 1234.5$tag & sleep 1234.6$tag"),
         (
             "check",
-            "echo 'a check'; trap '' TERM; sleep 1234.7; sleep 1234.8; sleep 1234.9",
+            "echo 'a check'; trap '' TERM; sleep 1234.7$tag; sleep 1234.8$tag; sleep 1234.9$tag",
         ),
         (
             "conformance",
-            "(trap '' TERM; exec sleep 1235.1) & echo done",
+            "(trap '' TERM; exec sleep 1235.1$tag) & echo done",
         ),
     ];
     let (text, code) = kit.run(&steps, &["--only", "probe,check,conformance,oracles"]);
@@ -174,13 +176,19 @@ fn a_step_that_hangs_is_stopped_with_all_its_processes() {
 #[test]
 fn minutes_are_shared_and_what_finds_none_is_left_out() {
     let kit = Kit::new();
-    let hangs = ("conformance", "sleep 1236.1");
-    // Six seconds, of which layers have most even after a step that hangs.
-    let options = ["--only", "conformance,layers", "--minutes", "6"];
-    let (text, code) = kit.run(&[hangs, ("layers", "sleep 1")], &options);
+    // Of its six seconds a step has fewer, so that the one behind it has most of twelve.
+    let options = ["--only", "conformance,layers", "--minutes", "12"];
+    let (text, code) = kit.run(&[("conformance", "sleep 1236.1$tag")], &options);
     assert_eq!(code, Some(1), "{text}");
     kit.holds("conformance", &[" TIME UP "]);
     kit.holds("layers", &[" ok "]);
+    let limit = |file: &str| -> u32 {
+        let text = kit.kept(file);
+        let words: Vec<_> = text.split_whitespace().collect();
+        words[2].parse().unwrap()
+    };
+    assert!(limit("3-conformance.txt") <= 2);
+    assert!((4..=12).contains(&limit("7-layers.txt")));
     let (text, code) = kit.run(&[], &["--only", "check,layers", "--minutes", "0"]);
     assert_eq!(code, Some(2), "{text}");
     assert!(text.contains("check        left out "), "{text}");
@@ -190,7 +198,10 @@ fn minutes_are_shared_and_what_finds_none_is_left_out() {
 /// Starts the script with a step that hangs, sends it signals once that is under way, the last
 /// of which ends it; its exit code.
 fn signalled(kit: &Kit, signals: &[&str]) -> Option<i32> {
-    let steps = [("check", "echo 'one check'; sleep 1237.1 & sleep 1237.2")];
+    let steps = [(
+        "check",
+        "echo 'one check'; sleep 1237.1$tag & sleep 1237.2$tag",
+    )];
     let mut command = kit.command(&steps, &[]);
     command.env("MOESAIC_KIT_MINUTE", "60");
     // A reader that goes away, as the terminal of a connection that drops does.
@@ -308,7 +319,7 @@ fn a_kit_for_another_card_an_old_driver_and_one_that_hangs_are_said_at_once() {
     let part = "this kit is for cuda:sm_80, and the device is another: a stand-in, cuda:sm_90a";
     assert!(text.contains(part), "{text}");
     assert!(!text.contains("probe "), "{text}");
-    let (text, code) = kit.run(&[("facts", "sleep 1238.1")], &probe);
+    let (text, code) = kit.run(&[("facts", "sleep 1238.1$tag")], &probe);
     assert_eq!(code, Some(2), "{text}");
     assert!(text.contains("the device does not answer"), "{text}");
     let (text, code) = kit.run(&[("unpack", "echo 'not a pack'; exit 1")], &probe);

@@ -109,6 +109,11 @@ impl Bench {
         self.target
     }
 
+    /// Whether an earlier failure broke the device for this process.
+    pub fn is_broken(&self) -> bool {
+        self.device.synchronize().is_err()
+    }
+
     /// What the device says of itself, and the compiler's name.
     pub fn description(&self) -> String {
         let (device, compiler) = (&self.device.info().name, self.compiler.name());

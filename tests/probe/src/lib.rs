@@ -39,7 +39,8 @@ pub fn run_some(bench: &Bench, part: &str, mut tell: impl FnMut(&Row)) -> Report
     report
 }
 
-fn try_one(probe: &Probe, bench: &Bench) -> Vec<Row> {
+/// Runs one probe; a row says so when it cannot be run to its end.
+pub fn try_one(probe: &Probe, bench: &Bench) -> Vec<Row> {
     let has = bench.capability();
     if has < probe.capability {
         let needs = probe.capability;

@@ -79,6 +79,11 @@ impl Peers {
         }
     }
 
+    /// Nobody is in the next table.
+    pub fn unload(&mut self) {
+        self.ways.clear();
+    }
+
     pub fn titles(&self) -> String {
         let titles = self
             .ways
