@@ -107,13 +107,13 @@ DEVICE f32 finished(f32 gate, f32 up)
 // Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide.
 DEVICE i32 place(i32 line, i32 chunk) { return line * CHUNKS + (chunk ^ line * CHUNKS / 8 % CHUNKS); }
 
-// The chunk of a row from element k on; zeros beyond INNER.
-DEVICE Chunk load_chunk(const Element *row, i32 k)
+// The chunk of a row from element k on; zeros beyond its end.
+DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
 {
     Chunk chunk = {};
     #pragma unroll
     for (i32 n = 0; n < CHUNK; n += LOADED)
-        if (k + n < INNER)
+        if (k + n < inner)
             store(chunk.at + n, load<LOADED>(row + k + n));
     return chunk;
 }

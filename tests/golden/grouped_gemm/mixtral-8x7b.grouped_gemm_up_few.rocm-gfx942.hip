@@ -82,13 +82,13 @@ DEVICE f32 finished(f32 gate, f32 up)
     return activated(gate, up);
 }
 
-// The chunk of a row from element k on; zeros beyond INNER.
-DEVICE Chunk load_chunk(const Element *row, i32 k)
+// The chunk of a row from element k on; zeros beyond its end.
+DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
 {
     Chunk chunk = {};
     #pragma unroll
     for (i32 n = 0; n < CHUNK; n += LOADED)
-        if (k + n < INNER)
+        if (k + n < inner)
             store(chunk.at + n, load<LOADED>(row + k + n));
     return chunk;
 }

@@ -187,13 +187,13 @@ template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
     }
 };
 
-// The chunk of a row from element k on; zeros beyond INNER.
-DEVICE Chunk load_chunk(const Element *row, i32 k)
+// The chunk of a row from element k on; zeros beyond its end.
+DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
 {
     Chunk chunk = {};
     #pragma unroll
     for (i32 n = 0; n < CHUNK; n += LOADED)
-        if (k + n < INNER)
+        if (k + n < inner)
             store(chunk.at + n, load<LOADED>(row + k + n));
     return chunk;
 }
