@@ -147,13 +147,13 @@ fn zig(target: &Path) -> Result<PathBuf, String> {
     if let Some(zig) = std::env::var_os("MOESAIC_ZIG").map(PathBuf::from) {
         // One without its folder `lib` says so here, and not in the middle of a build.
         let able = Command::new(&zig).arg("env").output();
-        return match able.is_ok_and(|output| output.status.success()) {
-            true => Ok(zig),
-            false => Err(format!(
-                "MOESAIC_ZIG: {} is not all of zig; without it {ZIG} comes by pip",
-                zig.display()
-            )),
-        };
+        if able.is_ok_and(|output| output.status.success()) {
+            return Ok(zig);
+        }
+        return Err(format!(
+            "MOESAIC_ZIG: {} is not all of zig; without it {ZIG} comes by pip",
+            zig.display()
+        ));
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut there = std::env::split_paths(&path).map(|folder| folder.join("zig"));
