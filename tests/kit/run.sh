@@ -23,9 +23,9 @@ usage: ./run.sh [OPTIONS]
   conformance  6 min    small layers beside an f64 reference, smallest first
   oracles      6 min    layers and gradients of Hugging Face and Tutel
   training     6 min    gradients beside the reference, and Tutel's example
+  sanitize     8 min    compute-sanitizer's four tools over small layers, if it is here
   launches     4 min    the host's time for a call, plain and as a graph
   layers       25 min   layers of known models beside the card's limits and torch
-  sanitize     8 min    compute-sanitizer's four tools over small layers, if it is here
 
 Each step writes DIR/N-STEP.txt as it goes, and the next one follows after a failure;
 DIR/summary.txt has all outcomes. A connection that drops stops nothing; Ctrl-C or a TERM does,
@@ -34,7 +34,7 @@ itself, 2 when nothing could run or results cannot be written, 130 when it was s
 END
 }
 
-STEPS='probe:3 check:3 conformance:6 oracles:6 training:6 launches:4 layers:25 sanitize:8'
+STEPS='probe:3 check:3 conformance:6 oracles:6 training:6 sanitize:8 launches:4 layers:25'
 # Seconds of a minute: tests have shorter ones. A step may always take one, if it is left, since
 # the driver alone needs seconds to load.
 minute=${MOESAIC_KIT_MINUTE:-60}

@@ -90,6 +90,7 @@ fn every_step(kit: &Path, out: &Path) {
             "ok",
             "0 fail, 0 chose other experts, 0 did not run",
         ),
+        ("sanitize", "absent", "compute-sanitizer is not here"),
         (
             "launches",
             "ok",
@@ -100,7 +101,6 @@ fn every_step(kit: &Path, out: &Path) {
             "ok",
             "0 lines failed, 0 found too little memory, 0 were not begun",
         ),
-        ("sanitize", "absent", "compute-sanitizer is not here"),
     ];
     for (number, (step, expected, part)) in steps.into_iter().enumerate() {
         assert_eq!(outcome(&summary, step), expected, "{summary}");

@@ -277,7 +277,7 @@ fn what_is_no_option_is_refused_before_anything_runs() {
         assert!(!kit.path("out").exists());
     };
     let steps = "there is no step layer; the steps are probe check conformance oracles training \
-                 launches layers sanitize";
+                 sanitize launches layers";
     refused(&["--only", "probe,layer"], steps);
     refused(
         &["--minutes", "ten"],
