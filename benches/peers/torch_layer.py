@@ -1,7 +1,7 @@
 """PyTorch's MoE layers as a peer of `cargo bench --bench layer` and of the kit of GPUs.
 
 The bench starts this with `--threads N`, the kit with `--device cuda`, and talks to it
-in lines; README.md has the protocol. Six ways to run the layer, all on the same weights:
+in lines; README.md has the protocol. Ways to run the layer, all on the same weights:
 
     eager    transformers' block of that model, its own loop over experts
     grouped  the same block over torch's grouped matrix product
@@ -9,10 +9,15 @@ in lines; README.md has the protocol. Six ways to run the layer, all on the same
     loop     rows sorted by expert once, one fused gate-up product per expert
     packed   as loop, weights reordered for oneDNN beforehand; forward only, on CPUs
     products as loop, but torch's grouped product for all experts at once; on GPUs, without bias
+    vllm, flashinfer
+             their experts for serving, between our router and our sum with shared experts;
+             forward only, on GPUs, gated by silu without bias
 """
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -90,7 +95,10 @@ def combined(layer, weights, x, order, scores, out):
     """Rows in the order of experts, back to tokens; and shared experts."""
     slots = torch.empty_like(out).index_copy(0, order, out)
     slots = slots.view(len(x), layer["top_k"], -1) * scores.unsqueeze(-1).to(x.dtype)
-    y = slots.sum(1)
+    return with_shared(layer, weights, x, slots.sum(1))
+
+
+def with_shared(layer, weights, x, y):
     if layer["shared_dim"]:
         hidden = F.linear(x, weights["shared.0.gate_up.weight"])
         y = y + F.linear(activate(layer, hidden), weights["shared.0.down.weight"])
@@ -110,6 +118,60 @@ def products(layer, weights):
         hidden = activate(layer, torch._grouped_mm(rows, first.transpose(1, 2), offs=ends))
         out = torch._grouped_mm(hidden, second.transpose(1, 2), offs=ends)
         return combined(layer, weights, x, order, scores, out)
+
+    return forward
+
+
+def vllm(weights):
+    """vLLM's Triton kernels, or whichever it chooses for these weights."""
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    first, second = weights["experts.gate_up.weight"], weights["experts.down.weight"]
+    return lambda x, ids, scores: fused_experts(x, first, second, scores, ids)
+
+
+def flashinfer(weights):
+    """FlashInfer's CUTLASS kernels, whose up rows lie before the gate rows."""
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    first = torch.cat(weights["experts.gate_up.weight"].chunk(2, dim=1)[::-1], dim=1)
+    second = weights["experts.down.weight"]
+
+    def experts(x, ids, scores):
+        y = cutlass_fused_moe(x, ids, scores, first, second, x.dtype, quant_scales=None)
+        return y[0] if isinstance(y, (list, tuple)) else y
+
+    return experts
+
+
+SERVING = {"vllm": vllm, "flashinfer": flashinfer}
+PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
+
+
+def installed():
+    return [name for name in SERVING if importlib.util.find_spec(name)]
+
+
+def version(name):
+    try:
+        return importlib.metadata.version(PACKAGES[name])
+    except importlib.metadata.PackageNotFoundError:
+        return "of no version"
+
+
+def serving(layer, weights):
+    """Those that are installed and take the layer."""
+    takes = layer["activation"] == "silu" and "experts.down.bias" not in weights
+    return installed() if takes else []
+
+
+def served(name, layer, weights):
+    experts = SERVING[name](weights)
+
+    def forward(x):
+        ids, scores = route(layer, weights, x)
+        y = experts(x, ids.to(torch.int32), scores.float())
+        return with_shared(layer, weights, x, y)
 
     return forward
 
@@ -244,7 +306,8 @@ class Peer:
         both = [name for name in both if name != "compiled"]  # it compiles for minutes
         if "experts.down.bias" not in self.weights:
             both.append("products")
-        return [f"{name}:both" for name in both]
+        forward = serving(self.layer, self.weights)
+        return [f"{name}:both" for name in both] + [f"{name}:forward" for name in forward]
 
     def input(self, path):
         with safe_open(path, "pt") as file:
@@ -256,6 +319,8 @@ class Peer:
             layer, weights = self.layer, self.weights
             if name in IMPLEMENTATIONS:
                 self.made[name] = block(layer["name"], layer, weights, name)
+            elif name in SERVING:
+                self.made[name] = served(name, layer, weights)
             else:
                 ways = {"loop": loop, "packed": packed, "products": products}
                 self.made[name] = ways[name](layer, weights)
@@ -378,8 +443,10 @@ def main():
     DEVICE = arguments.device
     if DEVICE == "cuda" and not torch.cuda.is_available():
         return answer("no", "torch sees no GPU")
-    others = f", transformers {transformers.__version__}" if transformers else ""
-    answer("ready", f"torch {torch.__version__}{others}")
+    others = [f"transformers {transformers.__version__}"] if transformers else []
+    if DEVICE == "cuda":
+        others += [f"{name} {version(name)}" for name in installed()]
+    answer("ready", ", ".join([f"torch {torch.__version__}", *others]))
     peer = Peer()
     for line in sys.stdin:
         try:
