@@ -112,7 +112,7 @@ fn every_step(kit: &Path, out: &Path) {
             "{file}"
         );
     }
-    let layers = read("7-layers.txt");
+    let layers = read("8-layers.txt");
     for table in [
         "## qwen3, forward",
         "share of one device of 8), both",

@@ -188,7 +188,7 @@ fn minutes_are_shared_and_what_finds_none_is_left_out() {
         words[2].parse().unwrap()
     };
     assert!(limit("3-conformance.txt") <= 2);
-    assert!((4..=12).contains(&limit("7-layers.txt")));
+    assert!((4..=12).contains(&limit("8-layers.txt")));
     let (text, code) = kit.run(&[], &["--only", "check,layers", "--minutes", "0"]);
     assert_eq!(code, Some(2), "{text}");
     assert!(text.contains("check        left out "), "{text}");
