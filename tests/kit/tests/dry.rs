@@ -1,23 +1,15 @@
 //! The whole kit on the simulator: made, carried to another folder, run without a compiler.
 
+mod said;
+
 use moesaic_toolchain::{Kind, testing};
+use said::said;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moesaic-kit");
 const DEVICE: &str = "sim:sm_90a";
-
-/// What a command prints, and its exit code.
-fn said(command: &mut Command) -> (String, Option<i32>) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = command.output().expect("it starts");
-    let text = [stdout, stderr].concat();
-    (String::from_utf8_lossy(&text).into_owned(), status.code())
-}
 
 fn make(folder: &Path) {
     let mut xtask = Command::new(env!("CARGO"));

@@ -1,10 +1,13 @@
 //! What `run.sh` does when steps fail, hang or are stopped: with a stand-in for the program, and
 //! minutes of a second.
 
+mod said;
+
+use said::said;
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
-use std::process::{self, Command, Output, Stdio};
+use std::process::{self, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -54,7 +57,7 @@ impl Kit {
     }
 
     fn run(&self, steps: &[(&str, &str)], options: &[&str]) -> (String, Option<i32>) {
-        said(self.command(steps, options))
+        said(&mut self.command(steps, options))
     }
 
     fn kept(&self, name: &str) -> String {
@@ -77,16 +80,6 @@ impl Kit {
             assert!(line.contains(part), "{part:?} is not in {line:?}");
         }
     }
-}
-
-fn said(mut command: Command) -> (String, Option<i32>) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = command.output().expect("it starts");
-    let text = [stdout, stderr].concat();
-    (String::from_utf8_lossy(&text).into_owned(), status.code())
 }
 
 /// Whether a process that sleeps so long is there, of those that this program's scripts start.
