@@ -2,6 +2,84 @@
 
 use moesaic_plan::{Cut, Parallel, Piece};
 
+/// Experts that tokens of a rank choose evenly.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Choices {
+    /// Of the rank.
+    pub tokens: f64,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// All there are.
+    pub experts: f64,
+    /// Of one node.
+    pub here: f64,
+}
+
+/// Places among the tokens at which chances are taken.
+const PLACES: usize = 32;
+
+impl Choices {
+    /// In how many of `pieces` pieces of a node's rows a token is that has some there, on
+    /// average; [`Cut::Rows`] cuts the rows for each expert by their number. Rows lie in the
+    /// order of tokens, so that a token is about as far into the rows of one of its experts
+    /// as into those of another: by how much they differ is the spread of a bridge, a walk
+    /// over the tokens whose end is known.
+    pub fn pieces_touched(&self, pieces: usize) -> f64 {
+        if pieces < 2 {
+            return 1.0;
+        }
+        let hits = self.hits();
+        let some: f64 = hits.iter().skip(1).sum();
+        let place = |at: usize| (at as f64 + 0.5) / PLACES as f64;
+        let at = |u: f64| -> f64 {
+            let chances = self.chances(u, pieces);
+            let of = |(n, hit): (usize, &f64)| {
+                let missed = |chance: &f64| (1.0 - chance).powi(n as i32);
+                hit * chances
+                    .iter()
+                    .map(|chance| 1.0 - missed(chance))
+                    .sum::<f64>()
+            };
+            hits.iter().enumerate().map(of).sum()
+        };
+        let touched: f64 = (0..PLACES).map(|i| at(place(i))).sum();
+        touched / PLACES as f64 / some.max(f64::MIN_POSITIVE)
+    }
+
+    /// How likely so many of a token's experts are of the node, from none on.
+    fn hits(&self) -> Vec<f64> {
+        let mut hits = vec![0.0; self.top_k + 1];
+        hits[0] = 1.0;
+        for drawn in 0..self.top_k {
+            let left = (self.experts - drawn as f64).max(1.0);
+            for n in (0..=drawn).rev() {
+                let hit = ((self.here - n as f64) / left).clamp(0.0, 1.0);
+                hits[n + 1] += hits[n] * hit;
+                hits[n] *= 1.0 - hit;
+            }
+        }
+        hits
+    }
+
+    /// How likely the row of a token at `u` of all tokens is in each piece of an expert's.
+    fn chances(&self, u: f64, pieces: usize) -> Vec<f64> {
+        let part = (self.top_k as f64 / self.experts).min(1.0);
+        let rows = (self.tokens * part).max(1.0);
+        let spread = (u * (1.0 - u) * (1.0 - part) / rows).sqrt().max(1e-9);
+        let before = |piece: usize| match piece {
+            0 => 0.0,
+            last if last == pieces => 1.0,
+            _ => below((piece as f64 / pieces as f64 - u) / spread),
+        };
+        (0..pieces).map(|i| before(i + 1) - before(i)).collect()
+    }
+}
+
+/// The normal distribution, by a logistic curve that is within 0.01 of it.
+fn below(x: f64) -> f64 {
+    1.0 / (1.0 + (-1.702 * x).exp())
+}
+
 /// Parts of what a whole pass has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Part {
@@ -74,6 +152,68 @@ impl Part {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Against tokens that are drawn: each of `experts`, with `top_k` of them, `here` of which
+    /// are of the node.
+    fn drawn(choices: Choices, pieces: usize) -> f64 {
+        let (tokens, experts) = (choices.tokens as usize, choices.experts as usize);
+        let mut state = 1u64;
+        let mut random = |n: usize| {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (state >> 33) as usize % n
+        };
+        let (mut touched, mut with) = (0, 0);
+        for _ in 0..200 {
+            let ids: Vec<Vec<usize>> = (0..tokens)
+                .map(|_| {
+                    let mut all: Vec<usize> = (0..experts).collect();
+                    (0..choices.top_k)
+                        .map(|_| all.swap_remove(random(all.len())))
+                        .collect()
+                })
+                .collect();
+            let count = |expert: usize| ids.iter().flatten().filter(|id| **id == expert).count();
+            let counts: Vec<usize> = (0..experts).map(count).collect();
+            let mut before = vec![0; experts];
+            for own in &ids {
+                let mut of = std::collections::BTreeSet::new();
+                for &id in own.iter().filter(|id| **id < choices.here as usize) {
+                    let cut = |i: usize| i * counts[id] / pieces;
+                    of.extend((0..pieces).filter(|i| (cut(*i)..cut(i + 1)).contains(&before[id])));
+                }
+                own.iter().for_each(|id| before[*id] += 1);
+                touched += of.len();
+                with += usize::from(!of.is_empty());
+            }
+        }
+        touched as f64 / with as f64
+    }
+
+    #[test]
+    fn a_token_is_in_as_many_pieces_as_drawn_ones_are() {
+        for (tokens, experts, top_k, here) in [
+            (64, 8, 4, 2),
+            (64, 16, 2, 4),
+            (256, 16, 4, 4),
+            (512, 32, 8, 16),
+            (256, 4, 4, 1),
+            (256, 4, 4, 2),
+        ] {
+            let choices = Choices {
+                tokens: tokens as f64,
+                top_k,
+                experts: experts as f64,
+                here: here as f64,
+            };
+            for pieces in [1, 2, 4, 8] {
+                let (found, real) = (choices.pieces_touched(pieces), drawn(choices, pieces));
+                assert!(
+                    (found / real - 1.0).abs() < 0.03,
+                    "{choices:?}, {pieces}: {found} {real}"
+                );
+            }
+        }
+    }
 
     #[test]
     fn parts_make_up_the_whole() {

@@ -2,7 +2,7 @@
 
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
-use crate::pieces::Part;
+use crate::pieces::{Choices, Part};
 use crate::question::{PlannerError, Prediction, Question, Simulated};
 use crate::routing::Routing;
 use crate::run::Run;
@@ -150,8 +150,26 @@ impl<'q> Simulator<'q> {
             degree,
             launched,
             cut: strategy.cut,
+            repeats: self.repeats(mesh, strategy.route, degree),
             piece: Part::WHOLE,
         }
+    }
+
+    /// In how many of `degree` pieces a token is that crosses to a node, where it crosses once.
+    fn repeats(&self, mesh: Parallel, route: Route, degree: usize) -> f64 {
+        if route != Route::Once {
+            return 1.0;
+        }
+        let Question { spec, machine, .. } = self.question;
+        let experts = spec.shape.experts as f64;
+        let nodes = mesh.group() as f64 / machine.per_node() as f64;
+        let choices = Choices {
+            tokens: self.routing.most_tokens(),
+            top_k: spec.shape.top_k,
+            experts,
+            here: experts / nodes.max(1.0),
+        };
+        choices.pieces_touched(degree)
     }
 
     /// Bytes of a message between nodes in forward, as a mean of ranks: what

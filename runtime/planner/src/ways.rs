@@ -1,7 +1,7 @@
 //! What each exchange of a plan takes a rank.
 
 use crate::Machine;
-use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, touched};
+use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
 use crate::geometry::{Rank, Share};
 use crate::pieces::Part;
 use crate::shadows::times;
@@ -56,6 +56,9 @@ pub(crate) struct Travel<'a> {
     /// For how many pieces products are launched.
     pub launched: usize,
     pub cut: Cut,
+    /// How many times as many rows cross in pieces where a token crosses once: once in each
+    /// piece that it has rows in.
+    pub repeats: f64,
     /// Of which piece exchanges of rows are.
     pub piece: Part,
 }
@@ -326,8 +329,8 @@ impl Travel<'_> {
         // of the answer there, of which one is what `back` has.
         let crossing = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
-            (true, true) => self.apart() * row * self.piece.others,
-            (true, false) => self.apart() * self.mesh.shards as f64 * row * self.piece.others,
+            (true, true) => self.repeats * row * self.piece.others,
+            (true, false) => self.repeats * self.mesh.shards as f64 * row * self.piece.others,
         };
         Carried {
             row: rows * row,
@@ -339,18 +342,6 @@ impl Travel<'_> {
             once,
             side_by_side: self.route == Route::Concurrent,
         }
-    }
-
-    /// How many more rows cross in pieces where a token crosses once: once in each piece. Which
-    /// piece a row is in has nothing to do with its token, so that a piece of a node's experts
-    /// is as good as a node with so many fewer.
-    fn apart(&self) -> f64 {
-        let shape = &self.plan.tokens.spec.shape;
-        let nodes = self.mesh.group() as f64 / self.machine.per_node() as f64;
-        let mass = shape.experts as f64 / nodes.max(1.0);
-        let of = |mass| touched(shape.experts as f64, shape.top_k, mass);
-        let degree = self.degree as f64;
-        degree * of(mass / degree) / of(mass)
     }
 
     fn own(&self, bytes: f64) -> Taken {
