@@ -1,6 +1,7 @@
 //! MPI as an engine: non-blocking messages between two ranks, and nothing else.
 
 use super::abi::{Abi, Handle, Status};
+use super::messages::{joined, messages};
 use super::table::{Calls, Message, TagBound};
 use crate::engine::{Engine, LETTER_BYTES, Part, Ticket};
 use std::collections::HashMap;
@@ -13,8 +14,6 @@ const LETTERS: c_int = 0;
 const CHUNK: usize = 1 << 30;
 /// Parcels between two ranks at one time are fewer.
 const MOST_TAGS: u32 = 1 << 20;
-/// Bytes from which parts of a parcel, on average, are messages of their own.
-const APART: usize = 64 << 10;
 /// How long the end waits for letters to leave.
 const CLOSING: Duration = Duration::from_secs(10);
 
@@ -281,41 +280,6 @@ impl Mpi {
     }
 }
 
-/// The messages of a parcel, which follow from its sizes alone. Large parts are messages of
-/// their own, at most so large, since libraries copy what lies apart through small buffers;
-/// small ones go together.
-fn messages(parts: &[Part], most: usize) -> Vec<Vec<Part>> {
-    let total = Part::total(parts);
-    if parts.len() > 1 && total / parts.len() < APART && total <= most {
-        return vec![parts.to_vec()];
-    }
-    let mut list = Vec::new();
-    for part in parts {
-        let mut offset = 0;
-        while offset < part.bytes {
-            let bytes = (part.bytes - offset).min(most);
-            let address = part.address.wrapping_add(offset);
-            list.push(vec![Part { address, bytes }]);
-            offset += bytes;
-        }
-    }
-    list
-}
-
-/// Those that follow each other as one.
-fn joined(parts: &[Part]) -> Vec<Part> {
-    let mut list: Vec<Part> = Vec::new();
-    for part in parts {
-        match list.last_mut() {
-            Some(last) if last.address.wrapping_add(last.bytes) == part.address => {
-                last.bytes += part.bytes;
-            }
-            _ => list.push(*part),
-        }
-    }
-    list
-}
-
 /// What the library calls itself, its first line.
 pub fn version(calls: &dyn Calls) -> Result<String, String> {
     let mut text = [0 as c_char; 8192 + 1];
@@ -486,39 +450,6 @@ impl Drop for Mpi {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn large_parts_are_messages_and_small_ones_go_together() {
-        let part = |at: usize, bytes| Part {
-            address: std::ptr::without_provenance_mut(at),
-            bytes,
-        };
-        let read = |list: &[Part]| -> Vec<(usize, usize)> {
-            let one = |part: &Part| (part.address.addr(), part.bytes);
-            list.iter().map(one).collect()
-        };
-        let cut = |parts: &[Part], most| -> Vec<Vec<(usize, usize)>> {
-            messages(parts, most)
-                .iter()
-                .map(|list| read(list))
-                .collect()
-        };
-        assert_eq!(
-            cut(&[part(100, 25)], 10),
-            [[(100, 10)], [(110, 10)], [(120, 5)]]
-        );
-        let small = [part(7, 4), part(90, 16), part(106, 5)];
-        assert_eq!(cut(&small, 1 << 30), [read(&small)]);
-        assert_eq!(cut(&small, 24).len(), 3);
-        assert_eq!(read(&joined(&small)), [(7, 4), (90, 21)]);
-        let large = [part(0, APART), part(1 << 40, 3 * APART)];
-        let expected = [
-            [(0, APART)],
-            [(1 << 40, 2 * APART)],
-            [((1 << 40) + 2 * APART, APART)],
-        ];
-        assert_eq!(cut(&large, 2 * APART), expected);
-    }
 
     #[test]
     fn versions_are_short() {

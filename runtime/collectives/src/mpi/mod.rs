@@ -9,6 +9,7 @@
 mod abi;
 mod engine;
 mod find;
+mod messages;
 mod table;
 
 use crate::world::World;
