@@ -1,5 +1,5 @@
 //! What each stage brings over dispatch by one-hot products: the layout of rows, kernels,
-//! routes, pieces, and ways, one after the other, as forward passes of ranks with nodes.
+//! routes, pieces, and ways, one after the other, as passes of ranks with nodes.
 //!
 //! ```sh
 //! cargo bench --bench stages
@@ -13,7 +13,8 @@
 //! about the speed of large products. A stage with choices has the fastest of them, and
 //! never less than the stage before it had.
 //!
-//! All outputs are compared with those of the first stage before anything is timed.
+//! All outputs, and with `--training` gradients of tokens, are compared with those of the first
+//! stage before anything is timed.
 
 #[path = "stages/baseline.rs"]
 mod baseline;
@@ -21,13 +22,16 @@ mod baseline;
 #[allow(dead_code, reason = "the bench of routing uses the rest")]
 mod one_hot;
 
-use baseline::{Baseline, Layout};
+use baseline::{Baseline, Layout, named};
 use moesaic::collectives::{self, Call, Collectives, Communicator, World, mpi, threads};
 use moesaic::cpu::CpuDevice;
 use moesaic::mesh::{Among, Ranks};
 use moesaic::reference::{self, Random};
 use moesaic::target::Device;
-use moesaic::{Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, Strategy};
+use moesaic::{
+    Counters, Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
+    Training,
+};
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,6 +49,7 @@ Ranks are those that mpiexec has started, or threads.
   --hidden H      of experts (512)
   --experts N     of each rank (2)
   --rounds N      of which the median counts (7)
+  --training      steps, forward and backward, instead of forward passes
 ";
 
 /// What is asked for.
@@ -56,6 +61,7 @@ struct Options {
     hidden: usize,
     experts: usize,
     rounds: usize,
+    training: bool,
 }
 
 impl Options {
@@ -67,12 +73,17 @@ impl Options {
             hidden: 512,
             experts: 2,
             rounds: 7,
+            training: false,
         };
         let mut args = args.filter(|arg| arg != "--bench" && arg != "nodes");
         while let Some(name) = args.next() {
             if name == "--help" || name == "--list" {
                 print!("{}", if name == "--help" { HELP } else { "" });
                 return Ok(None);
+            }
+            if name == "--training" {
+                options.training = true;
+                continue;
             }
             let value = args.next().ok_or_else(|| format!("{name} wants a value"))?;
             match name.as_str() {
@@ -149,23 +160,30 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
             let spec = options.spec(size)?;
             let weights = reference::Weights::random(&spec, 7);
             let tensors = baseline::tensors(&weights, 0..spec.shape.experts);
-            let layer = engine.mesh_layer(&mesh, &spec, &tensors, None)?;
+            let training = options.training.then(Training::default);
+            let layer = engine.mesh_layer(&mesh, &spec, &tensors, training)?;
             let mut party = Party {
                 first: own == 0,
                 ranks: engine.ranks(&mesh),
                 layer,
-                baseline: Baseline::new(engine, &spec, &weights, (own, size))?,
+                baseline: Baseline::new(engine, &spec, &weights, (own, size), options.training)?,
                 rounds: options.rounds,
+                training: options.training,
             };
             if party.first {
                 println!(
-                    "# {size} ranks by {}, {} experts each of {} x {}, top 2, f32, forward; ms, \
+                    "# {size} ranks by {}, {} experts each of {} x {}, top 2, f32, {}; ms, \
                      medians of {} rounds, the slowest rank's; in brackets what the fastest \
                      choice was",
                     world.engine(),
                     options.experts,
                     options.width,
                     options.hidden,
+                    if options.training {
+                        "forward and backward"
+                    } else {
+                        "forward"
+                    },
                     options.rounds
                 );
             }
@@ -241,22 +259,41 @@ struct Party {
     layer: MeshLayer,
     baseline: Baseline,
     rounds: usize,
+    training: bool,
+}
+
+/// What a rank is given.
+struct Given {
+    tokens: usize,
+    /// `[tokens, width]`.
+    x: Vec<f32>,
+    /// The same, of gradients.
+    dy: Vec<f32>,
+}
+
+impl Given {
+    fn new(rank: usize, tokens: usize, width: usize) -> Given {
+        let noise = |seed: u64| -> Vec<f32> {
+            let values = Random::new(seed + rank as u64).vec(tokens * width);
+            values.into_iter().map(|v| v as f32).collect()
+        };
+        Given {
+            tokens,
+            x: noise(11),
+            dy: noise(1 << 20),
+        }
+    }
 }
 
 impl Party {
     fn stages(&mut self, world: &mut Communicator, tokens: usize) -> Result {
         let width = self.layer.plan().tokens.spec.shape.model_dim;
-        let seed = 11 + world.rank() as u64;
-        let x: Vec<f32> = Random::new(seed)
-            .vec(tokens * width)
-            .into_iter()
-            .map(|v| v as f32)
-            .collect();
+        let given = Given::new(world.rank(), tokens, width);
         let stages = stages();
         let ways: Vec<Way> = stages.iter().flat_map(|stage| stage.ways.clone()).collect();
-        let expected = self.forward(world, ways[0], &x, tokens)?;
+        let expected = self.prepared(world, ways[0], &given)?;
         for &way in &ways[1..] {
-            let y = self.forward(world, way, &x, tokens)?;
+            let y = self.prepared(world, way, &given)?;
             self.compare(&expected, &y)?;
         }
         let mut times = vec![Vec::new(); ways.len()];
@@ -265,7 +302,7 @@ impl Party {
                 self.prepare(*way)?;
                 world.barrier(&Call::new("round"))?.wait()?;
                 let start = Instant::now();
-                self.pass(world, *way, &x, tokens)?;
+                self.pass(world, *way, &given)?;
                 times.push(start.elapsed().as_secs_f64());
             }
         }
@@ -287,29 +324,26 @@ impl Party {
         Ok(())
     }
 
-    fn forward(
-        &mut self,
-        world: &mut Communicator,
-        way: Way,
-        x: &[f32],
-        tokens: usize,
-    ) -> Result<Vec<f32>> {
+    fn prepared(&mut self, world: &mut Communicator, way: Way, given: &Given) -> Result<Vec<f32>> {
         self.prepare(way)?;
-        self.pass(world, way, x, tokens)
+        self.pass(world, way, given)
     }
 
-    fn pass(
-        &mut self,
-        world: &mut Communicator,
-        way: Way,
-        x: &[f32],
-        tokens: usize,
-    ) -> Result<Vec<f32>> {
-        match way {
-            Way::OneHot(layout) => self.baseline.forward(world, x, layout),
-            Way::Ours(_) => {
-                let output = self.layer.forward(&Input::new(tokens, x))?;
-                Ok(output.get("y").ok_or("the layer has no y")?.to_f32())
+    /// `y`, and of a step `dx` behind it.
+    fn pass(&mut self, world: &mut Communicator, way: Way, given: &Given) -> Result<Vec<f32>> {
+        let Given { tokens, x, dy } = given;
+        match (way, self.training) {
+            (Way::OneHot(layout), false) => self.baseline.forward(world, x, layout),
+            (Way::OneHot(layout), true) => self.baseline.step(world, [x, dy], layout),
+            (Way::Ours(_), false) => named(&self.layer.forward(&Input::new(*tokens, x))?, "y"),
+            (Way::Ours(_), true) => {
+                let input = Input::new(*tokens, x);
+                let (output, saved) =
+                    self.layer
+                        .forward_train(&input, &["y"], Counters::default())?;
+                let dy = Tensor::new(&[*tokens, dy.len() / tokens], dy);
+                let back = self.layer.backward(&saved, &dy, false)?;
+                Ok([named(&output, "y")?, named(&back, "dx")?].concat())
             }
         }
     }

@@ -172,26 +172,39 @@ impl OneHot {
 
     /// From `dy`, for which `dy` itself serves, through three dense products.
     pub fn backward(&self, state: &State, dy: &[f32], d: usize) -> Gradients {
-        let (t, slots) = (self.tokens, self.slots());
-        let dcombine = product((dy, [d, 1]), (&state.expert_rows, [1, d]), [t, d, slots]);
-        let dexperts = product(
-            (&state.masks.combine, [1, slots]),
-            (dy, [d, 1]),
-            [slots, t, d],
-        );
-        let x = product(
-            (&state.masks.dispatch, [slots, 1]),
-            (&dexperts, [d, 1]),
-            [t, slots, d],
-        );
+        let (rows, logits) = self.combine_backward(&state.masks, &state.expert_rows, dy, d);
         Gradients {
-            x,
-            logits: self.gate_backward(state, &dcombine),
+            x: self.dispatch_backward(&state.masks, &rows, d),
+            logits,
         }
     }
 
-    fn gate_backward(&self, state: &State, dcombine: &[f32]) -> Vec<f32> {
-        let (e, slots, state) = (self.experts, self.slots(), &state.masks);
+    /// Gradients of what experts made of the rows, `[E·C, d]`, and of the logits.
+    pub fn combine_backward(
+        &self,
+        masks: &Masks,
+        rows: &[f32],
+        dy: &[f32],
+        d: usize,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let (t, slots) = (self.tokens, self.slots());
+        let dcombine = product((dy, [d, 1]), (rows, [1, d]), [t, d, slots]);
+        let drows = product((&masks.combine, [1, slots]), (dy, [d, 1]), [slots, t, d]);
+        (drows, self.gate_backward(masks, &dcombine))
+    }
+
+    /// Gradients of tokens, from those of the rows that experts got.
+    pub fn dispatch_backward(&self, masks: &Masks, drows: &[f32], d: usize) -> Vec<f32> {
+        let (t, slots) = (self.tokens, self.slots());
+        product(
+            (&masks.dispatch, [slots, 1]),
+            (drows, [d, 1]),
+            [t, slots, d],
+        )
+    }
+
+    fn gate_backward(&self, masks: &Masks, dcombine: &[f32]) -> Vec<f32> {
+        let (e, slots, state) = (self.experts, self.slots(), masks);
         let mut dlogits = vec![0.0; self.tokens * e];
         let rows = dlogits.par_chunks_mut(e).enumerate();
         rows.for_each(|(t, row)| {

@@ -2,10 +2,12 @@
 //! equal parts.
 
 use crate::Result;
-use crate::one_hot::OneHot;
+use crate::one_hot::{Masks, OneHot, product};
 use moesaic::collectives::{Algorithm, Call, Collectives, Communicator, Element, Slice};
 use moesaic::target::Device;
-use moesaic::{Engine, Input, Layer, LayerSpec, Tensor, Tensors, reference};
+use moesaic::{
+    Counters, Engine, Input, Layer, LayerSpec, Output, Saved, Tensor, Tensors, Training, reference,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,6 +18,15 @@ pub enum Layout {
     BySource,
     /// `[experts, ranks * slots]`: a product for each expert.
     ByExpert,
+}
+
+/// What forward keeps for backward.
+struct Kept {
+    gate: OneHot,
+    masks: Masks,
+    saved: Option<Saved>,
+    /// What experts made of the rows, `[experts, slots, width]`.
+    back: Vec<f32>,
 }
 
 /// A rank's part.
@@ -61,6 +72,7 @@ impl Baseline {
         spec: &LayerSpec,
         weights: &reference::Weights,
         (rank, ranks): (usize, usize),
+        trains: bool,
     ) -> Result<Baseline> {
         let own = spec.shape.experts / ranks;
         let first = rank * own;
@@ -74,7 +86,12 @@ impl Baseline {
                 spec.shape.hidden_dim,
                 experts.len()
             ))?;
-            Ok(engine.layer(&alone, &repeated(weights, experts))?)
+            let weights = repeated(weights, experts);
+            Ok(if trains {
+                engine.training_layer(&alone, &weights, Training::default())?
+            } else {
+                engine.layer(&alone, &weights)?
+            })
         };
         let router = weights.0.iter().find(|(name, _)| *name == "router.weight");
         let (_, router) = router.ok_or("a spec with a router")?;
@@ -92,7 +109,57 @@ impl Baseline {
 
     /// `y` of this rank's tokens `x`, `[tokens, width]`.
     pub fn forward(&self, world: &mut Communicator, x: &[f32], layout: Layout) -> Result<Vec<f32>> {
-        let logits = crate::one_hot::product(
+        Ok(self.pass(world, x, layout, false)?.0)
+    }
+
+    /// `y` and `dx`, one after the other, of tokens and of `dy`; gradients of weights are made,
+    /// and stay here.
+    pub fn step(
+        &self,
+        world: &mut Communicator,
+        [x, dy]: [&[f32]; 2],
+        layout: Layout,
+    ) -> Result<Vec<f32>> {
+        let (y, kept) = self.pass(world, x, layout, true)?;
+        let Kept {
+            gate, masks, back, ..
+        } = &kept;
+        let (drows, dlogits) = gate.combine_backward(masks, back, dy, self.width);
+        let came = self.exchange(world, &drows)?;
+        let done = self.at_experts(layout, &came, |layer, dy| {
+            let saved = kept.saved.as_ref().ok_or("a pass that trains")?;
+            let rows = dy.len() / self.width;
+            let dy = Tensor::new(&[rows, self.width], dy);
+            named(&layer.backward(saved, &dy, false)?, "dx")
+        })?;
+        let drows = self.exchange(world, &done)?;
+        let mut dx = gate.dispatch_backward(masks, &drows, self.width);
+        let [tokens, width, experts] = [x.len() / self.width, self.width, self.experts];
+        let through_router = product(
+            (&dlogits, [experts, 1]),
+            (&self.router, [width, 1]),
+            [tokens, experts, width],
+        );
+        dx.iter_mut()
+            .zip(through_router)
+            .for_each(|(sum, own)| *sum += own);
+        // What an optimizer of the router would take.
+        std::hint::black_box(product(
+            (&dlogits, [1, experts]),
+            (x, [width, 1]),
+            [experts, tokens, width],
+        ));
+        Ok([y, dx].concat())
+    }
+
+    fn pass(
+        &self,
+        world: &mut Communicator,
+        x: &[f32],
+        layout: Layout,
+        trains: bool,
+    ) -> Result<(Vec<f32>, Kept)> {
+        let logits = product(
             (x, [self.width, 1]),
             (&self.router, [1, self.width]),
             [x.len() / self.width, self.width, self.experts],
@@ -101,15 +168,42 @@ impl Baseline {
         let masks = gate.masks();
         let rows = gate.dispatch(&masks, x, self.width);
         let came = self.exchange(world, &rows)?;
-        let done = match layout {
-            Layout::BySource => self.run(&self.by_source, &came)?,
-            Layout::ByExpert => {
-                let rows = self.turned(&came, [self.ranks, self.own]);
-                self.turned(&self.run(&self.by_expert, &rows)?, [self.own, self.ranks])
+        let mut saved = None;
+        let done = self.at_experts(layout, &came, |layer, rows| {
+            let (ids, weights) = self.routing(layer, rows);
+            let input = Input::new(ids.len(), rows).with_routing(1, &ids, &weights);
+            if !trains {
+                return named(&layer.forward(&input)?, "y");
             }
-        };
+            let (output, kept) = layer.forward_train(&input, &["y"], Counters::default())?;
+            saved = Some(kept);
+            named(&output, "y")
+        })?;
         let back = self.exchange(world, &done)?;
-        Ok(gate.combine(&masks, &back, self.width))
+        let y = gate.combine(&masks, &back, self.width);
+        let kept = Kept {
+            gate,
+            masks,
+            saved,
+            back,
+        };
+        Ok((y, kept))
+    }
+
+    /// Experts over rows that have come, from where and to where they lie by source.
+    fn at_experts(
+        &self,
+        layout: Layout,
+        came: &[f32],
+        run: impl FnOnce(&Layer, &[f32]) -> Result<Vec<f32>>,
+    ) -> Result<Vec<f32>> {
+        match layout {
+            Layout::BySource => run(&self.by_source, came),
+            Layout::ByExpert => {
+                let rows = self.turned(came, [self.ranks, self.own]);
+                Ok(self.turned(&run(&self.by_expert, &rows)?, [self.own, self.ranks]))
+            }
+        }
     }
 
     /// `[a, b, slots, width]` as `[b, a, slots, width]`.
@@ -120,15 +214,12 @@ impl Baseline {
         parts.concat()
     }
 
-    /// Experts over rows that lie expert after expert, as many for each.
-    fn run(&self, layer: &Layer, rows: &[f32]) -> Result<Vec<f32>> {
+    /// The expert of each row, as many for each, and weights of 1.
+    fn routing(&self, layer: &Layer, rows: &[f32]) -> (Vec<i32>, Vec<f32>) {
         let count = rows.len() / self.width;
         let each = count / layer.spec().shape.experts;
-        let ids: Vec<i32> = (0..count).map(|row| (row / each) as i32).collect();
-        let weights = vec![1.0f32; count];
-        let input = Input::new(count, rows).with_routing(1, &ids, &weights);
-        let output = layer.forward(&input)?;
-        Ok(output.get("y").ok_or("the layer has no y")?.to_f32())
+        let ids = (0..count).map(|row| (row / each) as i32).collect();
+        (ids, vec![1.0; count])
     }
 
     /// Equal parts, directly.
@@ -149,4 +240,12 @@ impl Baseline {
         self.device.download(output.buffer(), 0, bytes)?;
         Ok(came)
     }
+}
+
+/// A tensor of a pass.
+pub fn named(output: &Output, name: &str) -> Result<Vec<f32>> {
+    let tensor = output
+        .get(name)
+        .ok_or_else(|| format!("a pass has no {name}"))?;
+    Ok(tensor.to_f32())
 }
