@@ -128,18 +128,17 @@ impl Sum {
             }
         };
         for slot in token * d.top_k..(token + 1) * d.top_k {
-            let weight = match d.weighted || d.identity > 0 {
-                true => value("topk_weights")[slot],
-                false => 1.0,
+            let weight = if d.weighted {
+                value("topk_weights")[slot]
+            } else {
+                1.0
             };
+            // Ids beyond the experts are those of identity experts, then of zero experts.
             let identity = d.experts..d.experts + d.identity;
+            let is_identity = || identity.contains(&(value("topk_ids")[slot] as usize));
             match value("slot_rows")[slot] {
-                row if row >= 0.0 => {
-                    add(if d.weighted { weight } else { 1.0 }, "out", row as usize)
-                }
-                _ if d.identity > 0 && identity.contains(&(value("topk_ids")[slot] as usize)) => {
-                    add(weight, "x", token)
-                }
+                row if row >= 0.0 => add(weight, "out", row as usize),
+                _ if d.identity > 0 && is_identity() => add(weight, "x", token),
                 _ => {}
             }
         }
@@ -207,9 +206,7 @@ fn layers() -> Vec<LayerSpec> {
         (s.experts.identity, s.experts.zero) = (2, 1);
     });
     nobody.shared = vec![shared(SharedGate::None)];
-    let mut input = with(layer([264, 8, 264], [5, 2], F16), |s| {
-        s.experts.identity = 1
-    });
+    let mut input = of_width(264, 2, F16);
     input.router.weight_on = WeightSite::Input;
     vec![
         of_width(768, 2, Bf16),

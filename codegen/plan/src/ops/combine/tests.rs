@@ -38,10 +38,13 @@ fn blocks(entry: &Entry, tokens: &[u64]) -> Vec<u64> {
 fn few_tokens_have_blocks_for_many_multiprocessors() {
     let calls = [0, 1, 4, 5, 8, 64, 65, 4096];
     let mut spec = deepseek();
-    let training = PlanOptions::training(Training::default());
+    let options = [
+        PlanOptions::default(),
+        PlanOptions::training(Training::default()),
+    ];
     for target in GPUS {
-        for options in [PlanOptions::default(), training] {
-            let entries = combines(&spec, target, &options);
+        for options in &options {
+            let entries = combines(&spec, target, options);
             assert_eq!(entries.len(), 1, "{target}");
             let expected = [0, 28, 28, 56, 56, 448, 65, 4096];
             assert_eq!(blocks(&entries[0], &calls), expected, "{target}");
