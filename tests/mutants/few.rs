@@ -198,4 +198,22 @@ pub const MUTANTS: &[Mutant] = &[
         caught: "y of",
         ..BESIDE
     },
+    Mutant {
+        mistake: "every slice of a token is its first",
+        kernel: "combine",
+        from: "begin = (i32)block_y() * slice;",
+        to: "begin = 0;",
+        caught: "race in global memory",
+        ..FEW
+    },
+    Mutant {
+        mistake: "the last slice goes on beyond the end of the token",
+        target: GFX942,
+        kernel: "combine",
+        from: "const i32 end = lesser(begin + slice, PACKS);",
+        to: "const i32 end = begin + slice;",
+        tokens: 1,
+        caught: "beyond its end",
+        ..FEW
+    },
 ];

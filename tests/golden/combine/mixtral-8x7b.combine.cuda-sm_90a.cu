@@ -5,9 +5,13 @@
 // A block owns 2 tokens, 128 adjacent threads one at a time, each some packs of adjacent
 // columns. Sums are f32 and rounded once. A slot without a row adds nothing.
 //
+// In calls of up to 64 tokens blocks of whole tokens are too few for all multiprocessors. There
+// a block owns slices of 4 tokens, 32 packs of each, a thread one: block_x counts tokens,
+// block_y slices.
+//
 // Shared memory:
-//   sources  i32 [2][2]   the row of each slot, or that there is none
-//   weights  f32 [2][2]
+//   sources  i32 [LISTED][2]   the row of each slot, or that there is none
+//   weights  f32 [LISTED][2]
 //
 // Baked in: output dim 4096, top_k 2, shared experts, types. Not the tokens.
 
@@ -17,6 +21,9 @@
 
 constexpr int OUTPUT_DIM = 4096, TOP_K = 2;
 constexpr int THREADS = 128, TILE_TOKENS = 2, TOKEN_THREADS = 128;
+constexpr int FEW_TOKENS = 64, FEW_TILE = 4, FEW_THREADS = 32;
+// Tokens whose slots a block has room for.
+constexpr int LISTED = TILE_TOKENS > FEW_TILE ? TILE_TOKENS : FEW_TILE;
 // Rows of this many slots are on their way to a thread before it adds the first.
 constexpr int HELD = lesser(TOP_K, 8);
 // What a slot adds when it has no row: nothing.
@@ -40,10 +47,12 @@ KERNEL(THREADS) combine(
     i64 tokens)
 {
     await_launches();
-    __shared__ i32 sources[TILE_TOKENS * TOP_K];
-    __shared__ f32 weights[TILE_TOKENS * TOP_K];
-    const i64 first = block_x() * TILE_TOKENS;
-    for (i32 i = thread_index(); i < TILE_TOKENS * TOP_K; i += THREADS) {
+    __shared__ i32 sources[LISTED * TOP_K];
+    __shared__ f32 weights[LISTED * TOP_K];
+    const bool few = tokens <= FEW_TOKENS;
+    const i32 tile = few ? FEW_TILE : TILE_TOKENS, adjacent = few ? FEW_THREADS : TOKEN_THREADS;
+    const i64 first = block_x() * tile;
+    for (i32 i = thread_index(); i < tile * TOP_K; i += THREADS) {
         const i64 slot = first * TOP_K + i;
         if (slot >= tokens * TOP_K)
             break;
@@ -53,10 +62,13 @@ KERNEL(THREADS) combine(
     }
     block_sync();
 
-    for (i32 turn = thread_index() / TOKEN_THREADS; turn < TILE_TOKENS && first + turn < tokens;
-         turn += THREADS / TOKEN_THREADS) {
+    // A slice of few tokens has a pack for each thread; many have one slice each, with all packs.
+    const i32 slice = few ? FEW_THREADS : PACKS, begin = (i32)block_y() * slice;
+    const i32 end = lesser(begin + slice, PACKS);
+    for (i32 turn = thread_index() / adjacent; turn < tile && first + turn < tokens;
+         turn += THREADS / adjacent) {
         const i64 token = first + turn;
-        for (i32 i = thread_index() % TOKEN_THREADS; i < PACKS; i += TOKEN_THREADS) {
+        for (i32 i = begin + thread_index() % adjacent; i < end; i += adjacent) {
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {

@@ -2,6 +2,7 @@
 //! computes, here and on simulated GPUs, beside the f64 reference.
 
 mod activation;
+mod combine;
 mod cpu_backward;
 mod cpu_compile;
 mod cpu_kernels;

@@ -12,6 +12,10 @@ const BLOCK_BYTES: usize = 32 << 10;
 /// Slots whose sources a block of `combine` lists: 32 KB.
 const BLOCK_SOURCES: usize = 4096;
 
+/// Adjacent threads that sum a slice of a token where there are few tokens, a pack each: with
+/// packs of 16 bytes they read 512 bytes of a row, in whole sectors.
+const FEW_THREADS: u32 = 32;
+
 /// Rows of a block that copies them, and threads per row.
 pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
     let row_threads = (packs(width, dtype).next_power_of_two() as u32).min(wave);
@@ -22,12 +26,32 @@ pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) 
 
 /// Tokens of a block that sums `rows` rows into each, and threads per token.
 pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
-    let most = 1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2();
+    let most = most_tokens(top_k);
     let packs = packs(width, dtype).next_power_of_two() as u32;
     let token_threads = packs.clamp(COPY_THREADS / most as u32, COPY_THREADS);
     let at_once = (COPY_THREADS / token_threads) as usize;
     let tokens = BLOCK_BYTES.div_ceil(rows * width * dtype.size());
     (tokens.min(most).next_multiple_of(at_once), token_threads)
+}
+
+/// The same where there are few tokens, which are cut into slices of a pack for each thread, and
+/// how many slices there are.
+pub(crate) fn slice_tiling(
+    width: usize,
+    dtype: DType,
+    top_k: usize,
+    token_threads: u32,
+) -> (usize, u32, usize) {
+    let least = COPY_THREADS / most_tokens(top_k) as u32;
+    let threads = token_threads.min(FEW_THREADS.max(least));
+    let tokens = (COPY_THREADS / threads) as usize;
+    let slices = packs(width, dtype).div_ceil(threads as usize);
+    (tokens, threads, slices)
+}
+
+/// Tokens whose sources a block has room for, a power of two.
+fn most_tokens(top_k: usize) -> usize {
+    1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2()
 }
 
 /// Accesses a row takes: each of the widest pack, at most 16 bytes, that

@@ -19,7 +19,7 @@ mod wire;
 
 pub(crate) use calls::Calls;
 pub use calls::FEW_TOKENS;
-pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc};
+pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc, CombineFew};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};

@@ -5,13 +5,13 @@ mod bwd;
 pub(crate) use bwd::CombineBwd;
 pub use bwd::{CombineBwdConfig, CombineBwdDesc};
 
-use super::copies::{COPY_THREADS, token_tiling};
+use super::copies::{COPY_THREADS, slice_tiling, token_tiling};
 use super::params::{entry, one, some, tokens_by, when};
 use super::shared::{SharedDesc, adds_later, apart, shared};
-use super::{Machine, Op, Operator};
+use super::{FEW_TOKENS, Machine, Op, Operator};
 use crate::layer::{Builder, borrowed, owned};
 use moesaic_kernel::DType::{self, F32, I32};
-use moesaic_kernel::{Entry, Param};
+use moesaic_kernel::{Entry, Param, Size};
 use moesaic_spec::{LayerSpec, WeightSite};
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +45,22 @@ pub struct CombineConfig {
     pub tile_tokens: usize,
     /// Adjacent threads that sum one token.
     pub token_threads: u32,
+    /// Tiling of calls of few tokens, on GPUs.
+    pub few: Option<CombineFew>,
+}
+
+/// Tiling of `combine` in calls of few tokens. A token is cut into slices of adjacent columns,
+/// so that there are blocks for many multiprocessors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CombineFew {
+    /// The most tokens of such a call.
+    pub tokens: u64,
+    /// Tokens per block.
+    pub tile_tokens: usize,
+    /// Adjacent threads that sum one slice of a token, a pack each.
+    pub token_threads: u32,
+    /// Slices of a token.
+    pub slices: usize,
 }
 
 /// The sum over the routed experts, and the shared ones unless a projection or
@@ -111,17 +127,45 @@ fn on_cpu() -> CombineConfig {
         threads: 1,
         tile_tokens: 32,
         token_threads: 1,
+        few: None,
     }
 }
 
 fn on_gpu(d: &CombineDesc) -> CombineConfig {
-    let rows = d.top_k + 1 + d.shared.len();
-    let (tile_tokens, token_threads) = token_tiling(d.output_dim, d.activations, d.top_k, rows);
+    let (width, k) = (d.output_dim, d.top_k);
+    let rows = k + 1 + d.shared.len();
+    let (tile_tokens, token_threads) = token_tiling(width, d.activations, k, rows);
     CombineConfig {
         threads: COPY_THREADS,
         tile_tokens,
         token_threads,
+        few: Some(few(d, token_threads)),
     }
+}
+
+fn few(d: &CombineDesc, token_threads: u32) -> CombineFew {
+    let (tile_tokens, token_threads, slices) =
+        slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
+    CombineFew {
+        tokens: FEW_TOKENS,
+        tile_tokens,
+        token_threads,
+        slices,
+    }
+}
+
+/// Blocks of tokens, and of a token's slices where there are any.
+fn grid(c: &CombineConfig) -> [Size; 2] {
+    let many = [tokens_by(c.tile_tokens), one()];
+    let Some(few) = &c.few else {
+        return many;
+    };
+    let [tokens, whole] = many;
+    let slices = Size::Const(few.slices as u64);
+    [
+        Size::up_to(few.tokens, tokens_by(few.tile_tokens), tokens),
+        Size::up_to(few.tokens, slices, whole),
+    ]
 }
 
 fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
@@ -154,12 +198,11 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
         params.extend(when(shared.gated, logit));
     }
     params.push(Param::write("y", d.activations, &per_token));
-    let grid = [tokens_by(c.tile_tokens), one()];
     vec![entry(
         "combine",
         "sums the weighted expert rows of each token",
         params,
-        grid,
+        grid(c),
         c.threads,
     )]
 }
@@ -184,3 +227,6 @@ impl Builder {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
