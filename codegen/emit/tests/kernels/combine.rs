@@ -80,9 +80,9 @@ impl Sum {
                 .collect(),
             // Of slots without a row, some were dropped; others name an expert without any.
             "topk_ids" => slots
-                .map(|slot| match absent(slot) {
-                    true => d.experts - 1 + slot / 4 % (1 + d.identity + d.zero),
-                    false => slot % d.experts,
+                .map(|slot| match slot {
+                    _ if absent(slot) => d.experts - 1 + slot / 4 % (1 + d.identity + d.zero),
+                    _ => slot % d.experts,
                 } as f64)
                 .collect(),
             _ => {
