@@ -401,6 +401,23 @@ fn a_simulator_counts_what_is_asked_for() {
     }
 }
 
+/// A kernel for few tokens and one for many have the same symbol, and one of them has blocks.
+#[test]
+fn a_simulator_names_the_kernel_that_ran() {
+    let small = Small::new();
+    let named = |tokens: &str| -> Vec<String> {
+        let args = ["inspect", "--json", "--target", "rocm:gfx942"];
+        let args = [&args[..], &["--simulate", tokens]].concat();
+        let json = with_spec(&args, &small.spec).json();
+        let kernels = json["counted"]["kernels"].as_array().unwrap().clone();
+        let up = kernels.iter().filter(|k| k["symbol"] == "grouped_gemm_up");
+        up.map(|k| k["kernel"].as_str().unwrap().to_string())
+            .collect()
+    };
+    assert_eq!(named("9"), ["grouped_gemm_up_few"]);
+    assert_eq!(named("65"), ["grouped_gemm_up"]);
+}
+
 #[test]
 fn doctor_says_what_a_simulator_lacks() {
     let nothing = scratch();

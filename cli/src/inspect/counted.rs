@@ -1,5 +1,6 @@
 //! What a simulator counts while it runs the layer once on random tokens.
 
+use super::model::Inspection;
 use crate::failure::{Failure, Result};
 use crate::random;
 use crate::table::Table;
@@ -32,7 +33,16 @@ pub struct Counted {
     /// Tokens of the call.
     pub tokens: usize,
     /// One per symbol, in the order of first launches.
-    pub kernels: Vec<KernelCounters>,
+    pub kernels: Vec<Kernel>,
+}
+
+/// What was counted of the launches of a symbol.
+pub struct Kernel {
+    /// The launch's, if it is one: kernels for few tokens and for many have one symbol, and
+    /// those of one kind have no blocks. Else the symbol.
+    pub name: String,
+    /// By symbol.
+    pub counters: KernelCounters,
 }
 
 impl Counted {
@@ -64,16 +74,28 @@ impl Counted {
                 layer.backward(&saved, &dy, false)?;
             }
         }
+        let kernels = engine.device().take_counters().into_iter();
+        let kernels = kernels.map(|counters| Kernel {
+            name: counters.symbol.clone(),
+            counters,
+        });
         Ok(Counted {
             target: simulator,
             tokens,
-            kernels: engine.device().take_counters(),
+            kernels: kernels.collect(),
         })
     }
 
-    /// Forgets the other kernels.
-    pub fn keep(&mut self, wanted: impl Fn(&str) -> bool) {
-        self.kernels.retain(|kernel| wanted(&kernel.symbol));
+    /// Those of the launches that were asked for, by their names.
+    #[must_use]
+    pub fn of(mut self, inspection: &Inspection) -> Counted {
+        self.kernels
+            .retain(|kernel| inspection.shows(&kernel.counters.symbol));
+        for kernel in &mut self.kernels {
+            let only = inspection.only(&kernel.counters.symbol, self.tokens as u64);
+            kernel.name = only.map_or_else(|| kernel.name.clone(), |launch| launch.label.clone());
+        }
+        self
     }
 
     /// The heading of the table.
@@ -116,8 +138,9 @@ impl Counted {
     }
 
     /// The counters; null for what this simulator cannot know.
-    fn kernel_json(&self, kernel: &KernelCounters) -> Value {
-        let mut json = json!(kernel);
+    fn kernel_json(&self, kernel: &Kernel) -> Value {
+        let mut json = json!(kernel.counters);
+        json["kernel"] = json!(kernel.name);
         let unknown = UNKNOWN_TO_THREADS.iter().filter(|_| !self.sees_warps());
         for place in unknown {
             if let Some(value) = json.pointer_mut(place) {
@@ -147,10 +170,14 @@ const UNKNOWN_TO_THREADS: [&str; 15] = [
     "/async_store_bytes",
 ];
 
-fn seen_by_warps(kernel: &KernelCounters) -> [String; TITLES.len()] {
+fn seen_by_warps(kernel: &Kernel) -> [String; TITLES.len()] {
+    let Kernel {
+        name,
+        counters: kernel,
+    } = kernel;
     let (loads, stores) = (&kernel.global_loads, &kernel.global_stores);
     [
-        kernel.symbol.clone(),
+        name.clone(),
         kernel.blocks.to_string(),
         kernel.warp_instructions().to_string(),
         units::bytes(loads.bytes),
@@ -164,10 +191,14 @@ fn seen_by_warps(kernel: &KernelCounters) -> [String; TITLES.len()] {
     ]
 }
 
-fn seen_by_threads(kernel: &KernelCounters) -> [String; TITLES.len()] {
+fn seen_by_threads(kernel: &Kernel) -> [String; TITLES.len()] {
+    let Kernel {
+        name,
+        counters: kernel,
+    } = kernel;
     let unknown = || "-".to_string();
     [
-        kernel.symbol.clone(),
+        name.clone(),
         kernel.blocks.to_string(),
         unknown(),
         units::bytes(kernel.global_loads.bytes),
@@ -235,7 +266,10 @@ mod tests {
         Counted {
             target: target.parse().unwrap(),
             tokens: 1,
-            kernels: vec![kernel],
+            kernels: vec![Kernel {
+                name: "combine".to_string(),
+                counters: kernel,
+            }],
         }
     }
 

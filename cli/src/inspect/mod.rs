@@ -126,15 +126,14 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     if let (Some(simulator), Some(tokens)) = (simulator, args.simulate) {
         progress.next("running on the simulator");
         let store = args.store.open(console);
-        let mut counted = Counted::run(
+        let counted = Counted::run(
             &spec,
             args.training.get(),
             simulator,
             tokens as usize,
             store,
         )?;
-        counted.keep(|symbol| inspection.shows(symbol));
-        inspection.counted = Some(counted);
+        inspection.counted = Some(counted.of(&inspection));
     }
     drop(progress);
     if let Some(trouble) = &inspection.trouble {

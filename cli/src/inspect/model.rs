@@ -136,6 +136,16 @@ impl Inspection {
         self.launches.iter().any(|l| self.entry(l).symbol == symbol)
     }
 
+    /// The launch of this symbol that has blocks in a call of so many tokens, if it is one.
+    pub fn only(&self, symbol: &str, tokens: u64) -> Option<&Launch> {
+        let has_blocks = |launch: &&Launch| {
+            let entry = self.entry(launch);
+            entry.symbol == symbol && entry.launch.blocks(tokens) > 0
+        };
+        let mut launches = self.launches.iter().filter(has_blocks);
+        launches.next().filter(|_| launches.next().is_none())
+    }
+
     /// The entry of a launch.
     pub fn entry(&self, launch: &Launch) -> &Entry {
         &self.plan[launch.entry]

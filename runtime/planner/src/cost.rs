@@ -20,6 +20,15 @@ impl Cost {
     pub fn seconds(&self) -> f64 {
         self.compute + self.memory + self.launch
     }
+
+    /// The same on a processor that is so many times as slow; a launch costs what it does.
+    pub(crate) fn slowed(self, by: f64) -> Cost {
+        Cost {
+            compute: self.compute * by,
+            memory: self.memory * by,
+            ..self
+        }
+    }
 }
 
 /// The launches of one pass of one side, as costs of any number of rows.

@@ -133,8 +133,20 @@ pub struct Compute {
     pub multiprocessors: usize,
     /// Fixed time of a launch, in microseconds.
     pub launch_us: f64,
+    /// Ranks for each processor that they share, where they do; rates are those of a rank
+    /// while all are at work. A rank with more to do than others has more of it to itself.
+    #[serde(default = "alone", skip_serializing_if = "is_alone")]
+    pub ranks_per_processor: f64,
     /// Where the figures come from.
     pub source: String,
+}
+
+fn alone() -> f64 {
+    1.0
+}
+
+fn is_alone(ranks: &f64) -> bool {
+    *ranks == alone()
 }
 
 /// What happens where transfers and arithmetic meet.
@@ -247,6 +259,11 @@ impl Machine {
                 let (key, value) = (format!("{}.hidden", level.name), level.hidden.to_string());
                 return wrong(key, value, "a part: from 0 to 1");
             }
+        }
+        let shared = self.compute.ranks_per_processor;
+        if !(shared.is_finite() && shared >= 1.0) {
+            let key = "compute.ranks_per_processor".to_string();
+            return wrong(key, shared.to_string(), "1, or more where ranks share one");
         }
         for (key, value, positive) in self.figures() {
             let fits = value.is_finite() && value >= 0.0 && (value > 0.0 || !positive);

@@ -14,6 +14,8 @@ pub(crate) struct Sides {
     experts: Rc<Launches>,
     shared: Option<Rc<Launches>>,
     shadows: Option<Rc<Launches>>,
+    /// Rows at the experts of each rank, where ranks share processors.
+    beside: Vec<f64>,
 }
 
 /// Costs of the launches of a plan's passes, for a range of rows each.
@@ -47,10 +49,13 @@ pub(crate) fn sides(
         Rc::clone(costs.entry(key).or_insert_with(make))
     };
     let tokens = range(&|rank| rank.tokens);
-    let (few, many) = range(&|rank| rows_of(travel, rank).iter().sum::<f64>());
+    let (few, many) = range(&|rank| all_rows(travel, rank));
     let shards = travel.mesh.shards as f64;
     let neighbours = (tokens.0 * shards, tokens.1 * shards);
+    let shares = travel.machine.compute.ranks_per_processor > 1.0;
+    let beside = ranks.iter().filter(|_| shares);
     Sides {
+        beside: beside.map(|rank| all_rows(travel, rank)).collect(),
         tokens: made(Side::Tokens, tokens),
         experts: made(Side::Experts, (few * least, many)),
         shared: plan
@@ -62,6 +67,23 @@ pub(crate) fn sides(
             .is_some()
             .then(|| made(Side::Shadows, range(&|rank| rank.stay.iter().sum()))),
     }
+}
+
+/// Rows at a rank's experts.
+fn all_rows(travel: &Travel, rank: &Rank) -> f64 {
+    rows_of(travel, rank).iter().sum()
+}
+
+/// What a rank's launches at its experts take, of what they take while all ranks that share
+/// its processor are at work: those with fewer rows are done before it, and at the end it is
+/// alone. Each has the same part of what is left.
+fn of_shared(beside: &[f64], own: f64, ranks_per_processor: f64) -> f64 {
+    if beside.is_empty() || own == 0.0 {
+        return 1.0;
+    }
+    let until_own: f64 = beside.iter().map(|rows| rows.min(own)).sum();
+    let part = until_own / (beside.len() as f64 * own);
+    part.clamp(1.0 / ranks_per_processor, 1.0)
 }
 
 /// Rows of a rank by expert.
@@ -113,7 +135,9 @@ pub(crate) fn cost(
         Side::Experts => {
             let rows: Vec<f64> = rows_of(travel, rank).iter().map(|n| n * part).collect();
             let rows = by_expert(&rows, multiprocessors);
-            sides.experts.cost(step, machine, rows)
+            let whole = all_rows(travel, rank);
+            let part = of_shared(&sides.beside, whole, machine.compute.ranks_per_processor);
+            sides.experts.cost(step, machine, rows).slowed(part)
         }
     }
 }
@@ -142,5 +166,27 @@ pub(crate) fn whose(side: Side) -> &'static str {
         Side::Experts => "experts",
         Side::Shared => "shared",
         Side::Shadows => "shadows",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Four ranks on one processor, a quarter of it each while all are at work.
+    #[test]
+    fn a_rank_with_more_rows_has_the_processor_to_itself_at_the_end() {
+        let of = |beside: &[f64], own| of_shared(beside, own, 4.0);
+        assert_eq!(of(&[8.0; 4], 8.0), 1.0);
+        // Until 2 all are at work; then two have half each, until one is alone.
+        let rows = [2.0, 2.0, 4.0, 8.0];
+        assert_eq!(of(&rows, 2.0), 1.0);
+        assert_eq!(of(&rows, 4.0), (2.0 + 2.0 + 4.0 + 4.0) / 16.0);
+        assert_eq!(of(&rows, 8.0), 0.5);
+        assert_eq!(of(&[0.0, 0.0, 0.0, 8.0], 8.0), 0.25);
+        // Two processors: one rank cannot have both.
+        assert_eq!(of_shared(&[0.0, 0.0, 0.0, 8.0], 8.0, 2.0), 0.5);
+        assert_eq!(of(&[], 8.0), 1.0);
+        assert_eq!(of(&[0.0; 4], 0.0), 1.0);
     }
 }

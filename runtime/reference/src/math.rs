@@ -78,8 +78,41 @@ fn erfc_fraction(x: f64) -> f64 {
 pub fn round_to(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(value as f32),
-        DType::F16 => f16::from_f64(value).to_f64(),
-        DType::Bf16 => bf16::from_f64(value).to_f64(),
+        DType::F16 => f16::from_f64(seen(value)).to_f64(),
+        DType::Bf16 => bf16::from_f64(seen(value)).to_f64(),
         DType::I32 | DType::I64 => value.round(),
+    }
+}
+
+/// As [`half`] has to be given a value. It rounds to an f32 first, or looks at the upper half of
+/// the bits alone: what is only just beside the middle of two numbers would be taken for the
+/// middle. So the lower half becomes one bit, which an f32 keeps.
+fn seen(value: f64) -> f64 {
+    let bits = value.to_bits();
+    let below = u64::from(bits as u32 != 0) << 32;
+    f64::from_bits(bits >> 32 << 32 | below)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In the middle the even one; above it by as little as an f64 can say, the one above.
+    #[test]
+    fn the_nearest_number_is_taken() {
+        for (dtype, digits) in [(DType::F16, 10), (DType::Bf16, 7), (DType::F32, 23)] {
+            let step = 0.5f64.powi(digits);
+            let middle = 1.0 + 0.5 * step;
+            let least = f64::EPSILON;
+            assert_eq!(round_to(dtype, middle), 1.0, "{dtype}");
+            assert_eq!(round_to(dtype, middle + least), 1.0 + step, "{dtype}");
+            assert_eq!(round_to(dtype, middle - least), 1.0, "{dtype}");
+            let next = middle + step;
+            assert_eq!(round_to(dtype, next), 1.0 + 2.0 * step, "{dtype}");
+            assert_eq!(round_to(dtype, next - least), 1.0 + step, "{dtype}");
+            assert_eq!(round_to(dtype, -middle - least), -1.0 - step, "{dtype}");
+            assert!(round_to(dtype, f64::NAN).is_nan(), "{dtype}");
+            assert_eq!(round_to(dtype, f64::INFINITY), f64::INFINITY, "{dtype}");
+        }
     }
 }

@@ -146,7 +146,9 @@ impl Sum {
             assert!(!shared.gated, "its logistic function is not exact");
             add(1.0, &format!("shared_{i}_out"), token);
         }
-        sums.iter().map(|&v| nearest(d.activations, v)).collect()
+        sums.iter()
+            .map(|&v| round_to(d.activations, f64::from(v)))
+            .collect()
     }
 
     /// A token alone, and in calls of few and of many.
@@ -173,17 +175,6 @@ impl Sum {
         let own = &all[tokens.start * width..tokens.end * width];
         let found = self.call(tokens.clone());
         assert!(own == found, "{tokens:?}, {what}: {:?}", self.desc());
-    }
-}
-
-/// The nearest value of a type. The conversion from f64 looks at the upper half of its bits
-/// alone, so what lies below leaves a trace there.
-fn nearest(dtype: DType, value: f32) -> f64 {
-    let value = f64::from(value);
-    let below = u64::from(value.to_bits() as u32 != 0) << 32;
-    match dtype {
-        F32 => value,
-        _ => round_to(dtype, f64::from_bits(value.to_bits() | below)),
     }
 }
 
