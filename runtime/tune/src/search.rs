@@ -41,8 +41,8 @@ pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy>
 }
 
 /// Next to what is the fastest so far: the same with half or twice as many pieces, of those that
-/// are predicted the one that is predicted less. Predictions have the best number of pieces
-/// wrong by one step more often than the rest.
+/// are predicted the one that is predicted less, or the fewer where hardly more. Predictions
+/// have the best number of pieces wrong by one step more often than the rest.
 pub(crate) fn neighbour(
     predictions: &[Prediction],
     fastest: Strategy,
@@ -57,8 +57,7 @@ pub(crate) fn neighbour(
     let mut others: Vec<&Prediction> = predictions.iter().collect();
     others.retain(|p| p.strategy.shared() == fastest.shared() && next(p.strategy));
     others.retain(|p| !measured(p.strategy));
-    let least = |a: &&&Prediction, b: &&&Prediction| a.seconds.total_cmp(&b.seconds);
-    others.iter().min_by(least).map(|p| p.strategy)
+    Strategy::simplest(others.iter().map(|p| (p.strategy, p.seconds)))
 }
 
 /// All that Tutel's search chooses from.
@@ -188,6 +187,28 @@ mod tests {
             }
         }
         (count, measured.best(1).expect("something was tried").0)
+    }
+
+    #[test]
+    fn of_two_neighbours_the_one_with_fewer_pieces_is_tried_where_it_takes_hardly_more() {
+        let next = |seconds: [f64; 3], tried: &str| {
+            let texts = ["default", "degree=2", "degree=4"];
+            let predictions: Vec<Prediction> = (texts.iter().zip(seconds))
+                .map(|(text, seconds)| Prediction {
+                    strategy: text.parse().unwrap(),
+                    seconds,
+                })
+                .collect();
+            let fastest: Strategy = "degree=2".parse().unwrap();
+            neighbour(&predictions, fastest, |s| s.to_string() == tried)
+                .map(|s: Strategy| s.to_string())
+        };
+        assert_eq!(next([1.01, 0.9, 1.0], "").as_deref(), Some("default"));
+        assert_eq!(next([1.1, 0.9, 1.0], "").as_deref(), Some("degree=4"));
+        assert_eq!(
+            next([1.0, 0.9, 1.0], "default").as_deref(),
+            Some("degree=4")
+        );
     }
 
     /// The curve of ways is r A + P / r between the ends, and less at both ends.
