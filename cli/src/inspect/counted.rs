@@ -92,8 +92,9 @@ impl Counted {
         self.kernels
             .retain(|kernel| inspection.shows(&kernel.counters.symbol));
         for kernel in &mut self.kernels {
-            let only = inspection.only(&kernel.counters.symbol, self.tokens as u64);
-            kernel.name = only.map_or_else(|| kernel.name.clone(), |launch| launch.label.clone());
+            if let Some(launch) = inspection.only(&kernel.name, self.tokens as u64) {
+                kernel.name = launch.label.clone();
+            }
         }
         self
     }
@@ -112,14 +113,14 @@ impl Counted {
 
     /// The cells under [`TITLES`]; `-` for what this simulator cannot know.
     pub fn rows(&self) -> Vec<[String; TITLES.len()]> {
-        let rows = self.kernels.iter().map(|kernel| {
-            if self.sees_warps() {
-                seen_by_warps(kernel)
-            } else {
-                seen_by_threads(kernel)
-            }
-        });
-        rows.collect()
+        let seen = if self.sees_warps() {
+            seen_by_warps
+        } else {
+            seen_by_threads
+        };
+        let rows = self.kernels.iter();
+        rows.map(|kernel| seen(&kernel.name, &kernel.counters))
+            .collect()
     }
 
     /// Whether the simulator runs whole warps. The one for AMD runs threads as
@@ -170,14 +171,10 @@ const UNKNOWN_TO_THREADS: [&str; 15] = [
     "/async_store_bytes",
 ];
 
-fn seen_by_warps(kernel: &Kernel) -> [String; TITLES.len()] {
-    let Kernel {
-        name,
-        counters: kernel,
-    } = kernel;
+fn seen_by_warps(name: &str, kernel: &KernelCounters) -> [String; TITLES.len()] {
     let (loads, stores) = (&kernel.global_loads, &kernel.global_stores);
     [
-        name.clone(),
+        name.to_string(),
         kernel.blocks.to_string(),
         kernel.warp_instructions().to_string(),
         units::bytes(loads.bytes),
@@ -191,14 +188,10 @@ fn seen_by_warps(kernel: &Kernel) -> [String; TITLES.len()] {
     ]
 }
 
-fn seen_by_threads(kernel: &Kernel) -> [String; TITLES.len()] {
-    let Kernel {
-        name,
-        counters: kernel,
-    } = kernel;
+fn seen_by_threads(name: &str, kernel: &KernelCounters) -> [String; TITLES.len()] {
     let unknown = || "-".to_string();
     [
-        name.clone(),
+        name.to_string(),
         kernel.blocks.to_string(),
         unknown(),
         units::bytes(kernel.global_loads.bytes),

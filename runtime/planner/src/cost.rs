@@ -21,8 +21,8 @@ impl Cost {
         self.compute + self.memory + self.launch
     }
 
-    /// The same on a processor that is so many times as slow; a launch costs what it does.
-    pub(crate) fn slowed(self, by: f64) -> Cost {
+    /// So many times as long but for the launch itself.
+    pub(crate) fn times(self, by: f64) -> Cost {
         Cost {
             compute: self.compute * by,
             memory: self.memory * by,

@@ -1,5 +1,6 @@
 //! What of a pass is in one piece of it.
 
+use crate::exchange::touched;
 use moesaic_plan::{Cut, Parallel, Piece};
 
 /// Experts that tokens of a rank choose evenly.
@@ -29,21 +30,15 @@ impl Choices {
             return 1.0;
         }
         let hits = self.hits();
-        let some: f64 = hits.iter().skip(1).sum();
-        let place = |at: usize| (at as f64 + 0.5) / PLACES as f64;
-        let at = |u: f64| -> f64 {
-            let chances = self.chances(u, pieces);
-            let of = |(n, hit): (usize, &f64)| {
-                let missed = |chance: &f64| (1.0 - chance).powi(n as i32);
-                hit * chances
-                    .iter()
-                    .map(|chance| 1.0 - missed(chance))
-                    .sum::<f64>()
-            };
-            hits.iter().enumerate().map(of).sum()
+        let in_piece = |chance: f64| -> f64 {
+            let some_of = |n: i32| 1.0 - (1.0 - chance).powi(n);
+            hits.iter().zip(0..).map(|(hit, n)| hit * some_of(n)).sum()
         };
-        let touched: f64 = (0..PLACES).map(|i| at(place(i))).sum();
-        touched / PLACES as f64 / some.max(f64::MIN_POSITIVE)
+        let places = (0..PLACES).map(|at| (at as f64 + 0.5) / PLACES as f64);
+        let chances = places.flat_map(|u| self.chances(u, pieces));
+        let sum: f64 = chances.map(in_piece).sum();
+        let crosses = touched(self.experts, self.top_k, self.here);
+        sum / PLACES as f64 / crosses.max(f64::MIN_POSITIVE)
     }
 
     /// How likely so many of a token's experts are of the node, from none on.

@@ -133,11 +133,12 @@ pub(crate) fn cost(
             })
         }
         Side::Experts => {
-            let rows: Vec<f64> = rows_of(travel, rank).iter().map(|n| n * part).collect();
+            let mut rows = rows_of(travel, rank);
+            let own = rows.iter().sum();
+            let by = of_shared(&sides.beside, own, machine.compute.ranks_per_processor);
+            rows.iter_mut().for_each(|n| *n *= part);
             let rows = by_expert(&rows, multiprocessors);
-            let whole = all_rows(travel, rank);
-            let part = of_shared(&sides.beside, whole, machine.compute.ranks_per_processor);
-            sides.experts.cost(step, machine, rows).slowed(part)
+            sides.experts.cost(step, machine, rows).times(by)
         }
     }
 }
