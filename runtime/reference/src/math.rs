@@ -1,7 +1,7 @@
 //! Small functions on numbers.
 
-use half::{bf16, f16};
 use moesaic_kernel::DType;
+use moesaic_tensor::round_float;
 use std::cmp::Ordering;
 
 /// Larger values first, NaN after everything.
@@ -77,20 +77,9 @@ fn erfc_fraction(x: f64) -> f64 {
 /// The value after storage as `dtype`: nearest, ties to even.
 pub fn round_to(dtype: DType, value: f64) -> f64 {
     match dtype {
-        DType::F32 => f64::from(value as f32),
-        DType::F16 => f16::from_f64(seen(value)).to_f64(),
-        DType::Bf16 => bf16::from_f64(seen(value)).to_f64(),
+        DType::F32 | DType::F16 | DType::Bf16 => round_float(dtype, value),
         DType::I32 | DType::I64 => value.round(),
     }
-}
-
-/// As [`half`] has to be given a value. It rounds to an f32 first, or looks at the upper half of
-/// the bits alone: what is only just beside the middle of two numbers would be taken for the
-/// middle. So the lower half becomes one bit, which an f32 keeps.
-fn seen(value: f64) -> f64 {
-    let bits = value.to_bits();
-    let below = u64::from(bits as u32 != 0) << 32;
-    f64::from_bits(bits >> 32 << 32 | below)
 }
 
 #[cfg(test)]

@@ -49,9 +49,29 @@ pub fn read_int(dtype: DType, b: &[u8]) -> i64 {
 pub fn write_float(dtype: DType, value: f64, out: &mut [u8]) {
     match dtype {
         DType::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
-        DType::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
-        DType::Bf16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+        DType::F16 => out.copy_from_slice(&f16::from_f64(seen(value)).to_le_bytes()),
+        DType::Bf16 => out.copy_from_slice(&bf16::from_f64(seen(value)).to_le_bytes()),
         DType::I32 => out.copy_from_slice(&(value as i32).to_le_bytes()),
         DType::I64 => out.copy_from_slice(&(value as i64).to_le_bytes()),
     }
+}
+
+/// The value of a float after it was stored: the nearest, ties to even. Of an integer type the
+/// value itself.
+pub fn round_float(dtype: DType, value: f64) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(value as f32),
+        DType::F16 => f16::from_f64(seen(value)).to_f64(),
+        DType::Bf16 => bf16::from_f64(seen(value)).to_f64(),
+        DType::I32 | DType::I64 => value,
+    }
+}
+
+/// As [`half`] has to be given a value. It rounds to an f32 first, or looks at the upper half of
+/// the bits alone: what is only just beside the middle of two numbers would be taken for the
+/// middle. So the lower half becomes one bit, which an f32 keeps.
+fn seen(value: f64) -> f64 {
+    let bits = value.to_bits();
+    let below = u64::from(bits as u32 != 0) << 32;
+    f64::from_bits(bits >> 32 << 32 | below)
 }

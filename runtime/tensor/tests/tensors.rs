@@ -2,7 +2,9 @@
 
 use half::{bf16, f16};
 use moesaic_kernel::DType;
-use moesaic_tensor::{Bytes, Map, Tensor, Tensors, WeightSource};
+use moesaic_tensor::{
+    Bytes, Map, Tensor, Tensors, WeightSource, read_float, round_float, write_float,
+};
 use std::io::Write;
 use std::sync::Arc;
 
@@ -114,4 +116,27 @@ fn tensors_by_name_are_a_source_of_weights() {
     assert_eq!(weights.rows("a", 1..2).unwrap().to_f32(), values[2..4]);
     let missing = weights.rows("b", 0..1).expect_err("there is none");
     assert_eq!(missing.to_string(), "there is no tensor `b`");
+}
+
+/// An f32 that is just above the middle of two bf16s, by less than the upper half of an f64's
+/// bits can say; one in the middle, and one just below.
+#[test]
+fn the_nearest_number_is_stored() {
+    for (bits, expected) in [
+        (0x3f80_8001, 0x3f81u16),
+        (0x3f80_8000, 0x3f80),
+        (0x3f80_7fff, 0x3f80),
+        (0x3f81_7fff, 0x3f81),
+        (0x3f81_8000, 0x3f82),
+    ] {
+        let value = f64::from(f32::from_bits(bits));
+        let mut stored = [0; 2];
+        write_float(DType::Bf16, value, &mut stored);
+        assert_eq!(u16::from_le_bytes(stored), expected, "{bits:x}");
+        assert_eq!(
+            read_float(DType::Bf16, &stored),
+            round_float(DType::Bf16, value)
+        );
+        assert_eq!(bf16::from_f32(value as f32).to_bits(), expected, "{bits:x}");
+    }
 }
