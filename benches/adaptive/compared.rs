@@ -28,6 +28,8 @@ struct Point {
     strategy: String,
     measured: f64,
     predicted: f64,
+    /// See [`Drawn::exchanged`].
+    exchanged: usize,
 }
 
 impl Point {
@@ -81,11 +83,12 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
         let layer = layers.entry(line.layer).or_default();
         if let Some(strategy) = line.strategy {
             let drawn = Drawn::new(line.layer);
-            let predicted = predict(&drawn, strategy.parse()?, machine)?;
+            let parsed = strategy.parse()?;
             layer.points.push(Point {
                 strategy,
                 measured,
-                predicted,
+                predicted: predict(&drawn, parsed, machine)?,
+                exchanged: drawn.exchanged(&parsed),
             });
         } else if let Some(strategy) = line.again {
             layer.finals.push((strategy, measured));
@@ -99,6 +102,7 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
             strategy,
             measured,
             predicted,
+            ..
         } in &layer.points
         {
             let off = 100.0 * (predicted / measured - 1.0);
@@ -234,11 +238,31 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
         100.0 * mean,
         layers.len()
     );
+    by_size(layers);
     statics(layers);
     if worst_adaptive.is_finite() {
         println!(
             "adaptive, at most behind the best: {:.1} %",
             100.0 * worst_adaptive
+        );
+    }
+}
+
+/// Exchanges of so many bytes a rank are bound by links, and smaller ones by what each costs.
+const BOUND_BY_LINKS: usize = 64 << 10;
+
+/// The mean errors of steps with exchanges that links bound, and of the others.
+fn by_size(layers: &BTreeMap<u64, Layer>) {
+    let points = layers.values().flat_map(|layer| &layer.points);
+    let (large, small): (Vec<&Point>, Vec<&Point>) =
+        points.partition(|point| point.exchanged >= BOUND_BY_LINKS);
+    for (points, which) in [(large, "from"), (small, "below")] {
+        let sum: f64 = points.iter().map(|point| point.error().abs()).sum();
+        let mean = 100.0 * sum / points.len().max(1) as f64;
+        let kib = BOUND_BY_LINKS >> 10;
+        println!(
+            "{} with exchanges {which} {kib} KiB a rank: {mean:.1} %",
+            points.len()
         );
     }
 }

@@ -3,7 +3,7 @@
 use crate::Result;
 use moesaic::plan::Wire;
 use moesaic::reference::{Random, Skew};
-use moesaic::{Input, LayerSpec, Parallel, Tensor};
+use moesaic::{Input, LayerSpec, Parallel, Strategy, Tensor};
 use std::fmt;
 
 /// Ranks of all layers: four nodes of four.
@@ -61,6 +61,17 @@ impl Drawn {
             wire: one(random, &[Wire::Exact, Wire::Exact, Wire::Bf16, Wire::Fp8]),
             skew: one(random, &[Skew::Uniform, Skew::Uniform, Skew::Zipf(0.8)]),
         }
+    }
+
+    /// Bytes of the rows of a rank that one exchange of a forward pass takes along, in as many
+    /// pieces as a strategy has.
+    pub fn exchanged(&self, strategy: &Strategy) -> usize {
+        let element = match strategy.wire.forward {
+            Wire::Exact => 4,
+            Wire::F16 | Wire::Bf16 => 2,
+            Wire::Fp8 => 1,
+        };
+        self.tokens * self.top_k * self.model_dim * element / strategy.degree.forward
     }
 
     /// The exponent of Zipf's law that loads of experts follow; 0 where they are alike.

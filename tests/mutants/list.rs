@@ -230,7 +230,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "rows beyond the matrix are copied",
         kernel: "grouped_gemm_up",
-        from: "const i32 wanted = k < INNER ? rows - copied_row(0) : 0;",
+        from: "const i32 wanted = k < inner ? rows - copied_row(0) : 0;",
         to: "const i32 wanted = k < INNER ? ROWS : 0;",
         caught: "out of bounds",
         ..MUTANT
@@ -238,8 +238,8 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "a row beyond the tile is stored",
         kernel: "grouped_gemm_down",
-        from: "        if (row < rows && first_pack + pack < ROW_PACKS)",
-        to: "        if (row <= rows && first_pack + pack < ROW_PACKS)",
+        from: "        if (row < rows && first_pack + pack < row_packs)",
+        to: "        if (row <= rows && first_pack + pack < row_packs)",
         caught: "global memory",
         ..MUTANT
     },

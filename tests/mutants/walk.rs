@@ -20,6 +20,14 @@ const WALK: Mutant = Mutant {
     ..MUTANT
 };
 
+/// With a shared expert, whose hidden rows are longer than the others': its tiles come first.
+const BESIDE: Mutant = Mutant {
+    layer: "shape = { model_dim = 136, hidden_dim = 72, experts = 5, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }
+shared = [{ hidden_dim = 264 }]",
+    ..WALK
+};
+
 /// The list.
 pub const MUTANTS: &[Mutant] = &[
     Mutant {
@@ -81,5 +89,45 @@ pub const MUTANTS: &[Mutant] = &[
         to: "const bool accumulate = at.number != (i32)block_x() || k > 0 || step > 0;",
         caught: "y of",
         ..WALK
+    },
+    Mutant {
+        mistake: "tiles after the shared expert's are counted from the first on",
+        target: "sim:sm_80",
+        from: "return shared() ? number : number - shared_tiles();",
+        to: "return number;",
+        caught: "uninitialised global memory",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "every tile of the shared expert has its first rows",
+        target: "sim:sm_80",
+        from: "first = (i64)at.row() * TILE_ROWS;",
+        to: "first = 0;",
+        caught: "race in global memory",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "tokens of the shared expert are those of routed rows",
+        from: "at.shared() ? (i32)tile.first + row : row_slots",
+        to: "row_slots",
+        caught: "y of",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "the shared expert's rows are multiplied by a routed one's weights",
+        kernel: "grouped_gemm_down",
+        from: "at.shared() ? shared_down_map : down_map;",
+        to: "down_map;",
+        caught: "y of",
+        ..BESIDE
+    },
+    Mutant {
+        mistake: "rows of the shared expert are summed as far as routed ones",
+        target: GFX942,
+        kernel: "grouped_gemm_down",
+        from: "depth < here.inner; depth",
+        to: "depth < INNER; depth",
+        caught: "y of",
+        ..BESIDE
     },
 ];

@@ -164,18 +164,18 @@ DEVICE Element *in_corner(Element (&corner)[16][64], i32 row, i32 column)
     return &corner[row][(column / 8 ^ row % 8) * 8 + column % 8];
 }
 
-// Copies what of a corner lies within `rows` and OUTER to rows of the output, from column
+// Copies what of a corner lies within `rows` and `outer` to rows of the output, from column
 // `first` on; eight lanes take a row.
-DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 first)
+DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 first, i32 outer = OUTER)
 {
     #pragma unroll
     for (i32 i = 0; i < 16; i += WARP / 8) {
         const i32 row = i + lane_index() / 8, chunk = lane_index() % 8 * 8;
         #pragma unroll
         for (i32 column = chunk; column < chunk + 8; column += STORED)
-            if (row < rows && first + column < OUTER) {
+            if (row < rows && first + column < outer) {
                 const Pack<Element, STORED> pack = load<STORED>(in_corner(corner, row, column));
-                store(to + (i64)row * OUTER, (first + column) / STORED, pack);
+                store(to + (i64)row * outer, (first + column) / STORED, pack);
             }
     }
 }

@@ -137,12 +137,12 @@ template <int LINES> struct Stage {
             rows[i] = begin(line_of(i));
     }
 
-    // Reads from element `depth` on.
-    DEVICE void fetch(i32 depth)
+    // Reads from element `depth` on; zeros from `inner` on.
+    DEVICE void fetch(i32 depth, i32 inner = INNER)
     {
         #pragma unroll
         for (i32 i = 0; i < HELD; i++)
-            held[i] = rows[i] ? load_chunk(rows[i], depth + chunk_of() * CHUNK) : Chunk{};
+            held[i] = rows[i] ? load_chunk(rows[i], depth + chunk_of() * CHUNK, inner) : Chunk{};
     }
 
     DEVICE void put(Chunk *tile) const
@@ -208,7 +208,6 @@ KERNEL(THREADS) grouped_gemm_up(
 {
     await_launches();
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][MATRICES * TILE_COLUMNS * CHUNKS];
-
     (void)tokens;
     const Walk at = {row_tiles[EXPERTS]};
     if (!at.goes_on())

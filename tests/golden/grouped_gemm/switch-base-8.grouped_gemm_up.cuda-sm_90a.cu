@@ -108,11 +108,12 @@ DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_T
 DEVICE i32 copied_element() { return thread_index() % LINE_THREADS * COPIED; }
 
 // Copies elements `depth` and on of ROWS rows to lines of the ring; zeros for rows from
-// `rows` on and elements from INNER on. `row_at(i)` is where the row of turn i begins.
-template <int ROWS, class RowAt> DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at)
+// `rows` on and elements from `inner` on. `row_at(i)` is where the row of turn i begins.
+template <int ROWS, class RowAt>
+DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at, i32 inner = INNER)
 {
     const i32 k = depth + copied_element(), byte = copied_element() * (i32)sizeof(Element);
-    const i32 wanted = k < INNER ? rows - copied_row(0) : 0;
+    const i32 wanted = k < inner ? rows - copied_row(0) : 0;
     #pragma unroll
     for (i32 i = 0; i < ROWS / COPIED_LINES; i++) {
         const u32 to = lines + copied_row(i) * LINE + (byte ^ (copied_row(i) & 7) * CHUNK);
@@ -199,14 +200,14 @@ DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 }
 
 // Moves the tile of hidden from shared memory to its rows, as far as there are any.
-DEVICE void store_tile(Element *hidden, const Element *tile, i64 first_row, i32 first_column, i32 rows)
+DEVICE void store_tile(Element *hidden, const Element *tile, i64 first_row, i32 first_column, i32 rows, i32 outer = OUTER)
 {
-    constexpr int PACKS = TILE_COLUMNS / STORED, ROW_PACKS = OUTER / STORED;
-    const i32 first_pack = first_column / STORED;
+    constexpr int PACKS = TILE_COLUMNS / STORED;
+    const i32 first_pack = first_column / STORED, row_packs = outer / STORED;
     for (i32 n = thread_index(); n < TILE_ROWS * PACKS; n += THREADS) {
         const i32 row = n / PACKS, pack = n % PACKS;
-        if (row < rows && first_pack + pack < ROW_PACKS)
-            store(hidden, (first_row + row) * ROW_PACKS + first_pack + pack, load<STORED>(tile + row * PITCH, pack));
+        if (row < rows && first_pack + pack < row_packs)
+            store(hidden, (first_row + row) * row_packs + first_pack + pack, load<STORED>(tile + row * PITCH, pack));
     }
 }
 
@@ -221,7 +222,6 @@ KERNEL(THREADS) grouped_gemm_up(
 {
     await_launches();
     alignas(LINE) extern __shared__ Element ring[];
-
     (void)tokens;
     const Walk at = {row_tiles[EXPERTS]};
     if (!at.goes_on())

@@ -217,12 +217,12 @@ template <int LINES> struct Stage {
             rows[i] = begin(line_of(i));
     }
 
-    // Reads from element `depth` on.
-    DEVICE void fetch(i32 depth)
+    // Reads from element `depth` on; zeros from `inner` on.
+    DEVICE void fetch(i32 depth, i32 inner = INNER)
     {
         #pragma unroll
         for (i32 i = 0; i < HELD; i++)
-            held[i] = rows[i] ? load_chunk(rows[i], depth + chunk_of() * CHUNK) : Chunk{};
+            held[i] = rows[i] ? load_chunk(rows[i], depth + chunk_of() * CHUNK, inner) : Chunk{};
     }
 
     DEVICE void put(Chunk *tile) const

@@ -80,11 +80,12 @@ DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_T
 DEVICE i32 copied_element() { return thread_index() % LINE_THREADS * COPIED; }
 
 // Copies elements `depth` and on of ROWS rows to lines of the ring; zeros for rows from
-// `rows` on and elements from INNER on. `row_at(i)` is where the row of turn i begins.
-template <int ROWS, class RowAt> DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at)
+// `rows` on and elements from `inner` on. `row_at(i)` is where the row of turn i begins.
+template <int ROWS, class RowAt>
+DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at, i32 inner = INNER)
 {
     const i32 k = depth + copied_element(), byte = copied_element() * (i32)sizeof(Element);
-    const i32 wanted = k < INNER ? rows - copied_row(0) : 0;
+    const i32 wanted = k < inner ? rows - copied_row(0) : 0;
     #pragma unroll
     for (i32 i = 0; i < ROWS / COPIED_LINES; i++) {
         const u32 to = lines + copied_row(i) * LINE + (byte ^ (copied_row(i) & 7) * CHUNK);

@@ -65,7 +65,7 @@ pub struct GroupedGemmDesc {
     /// Up: what enters the activation is kept for backward, biases included,
     /// before any clamp.
     pub keep: bool,
-    /// For few rows: the shared expert whose product is in the same launch.
+    /// The shared expert whose product is in the same launch.
     pub beside: Option<Beside>,
 }
 

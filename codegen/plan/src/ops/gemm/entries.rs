@@ -62,14 +62,10 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    let mut tiles = tiles_of(d.dense, d.top_k, e, c);
-    let mut columns = column_tiles(d, c);
     if let Some(shared) = d.beside {
-        params.extend(beside_params(d, shared));
-        tiles = tiles + tokens_by(c.tile_rows);
-        columns = Size::Const(d.outer.max(shared.outer).div_ceil(c.tile_columns) as u64);
+        params.extend(beside_params(d, c, shared));
     }
-    let mut grid = Follow::forward(c).grid(tiles, columns);
+    let mut grid = grid(d, c);
     if walks(d, c) {
         let [tiles, one] = grid;
         grid = [tiles.min(MOST_BLOCKS), one];
@@ -81,15 +77,41 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
     entries
 }
 
+/// A block for each tile.
+fn grid(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> [Size; 2] {
+    let routed = tiles_of(d.dense, d.top_k, d.experts, c);
+    let follow = Follow::forward(c);
+    let Some(shared) = d.beside else {
+        return follow.grid(routed, column_tiles(d.outer, c));
+    };
+    let tokens = tokens_by(c.tile_rows);
+    match follow {
+        // Shared tiles come first, in rows of their own length.
+        Follow::Groups => {
+            let of_shared = tokens * column_tiles(shared.outer, c);
+            [of_shared + routed * column_tiles(d.outer, c), one()]
+        }
+        _ => follow.grid(routed + tokens, column_tiles(d.outer.max(shared.outer), c)),
+    }
+}
+
 /// What a shared expert in the same launch reads and writes: all tokens.
-fn beside_params(d: &GroupedGemmDesc, shared: Beside) -> Vec<Param> {
+fn beside_params(d: &GroupedGemmDesc, c: &GroupedGemmConfig, shared: Beside) -> Vec<Param> {
     let tokens = |width: usize| format!("[tokens, {width}]");
-    let matrix = format!("[{}, {}]", shared.outer, shared.inner);
-    let weight = |name: &str| Param::read(name, d.weights, &matrix);
+    let matrix = format!("[1, {}, {}]", shared.outer, shared.inner);
+    let weight_tile = [c.tile_depth, c.tile_columns, 1];
+    let weight = |name: &str| operand(c, name, d.weights, &matrix, &weight_tile);
     let bias = |name: &str| Param::read(name, d.weights, format!("[{}]", shared.outer));
     let (up, down) = (d.half == Half::Up, d.half == Half::Down);
     let matrix = d.half.name();
-    let hidden = Param::read("shared_hidden", d.activations, tokens(shared.inner));
+    let hidden_tile = [c.tile_depth, c.tile_rows];
+    let hidden = operand(
+        c,
+        "shared_hidden",
+        d.activations,
+        &tokens(shared.inner),
+        &hidden_tile,
+    );
     let output = if up { "shared_hidden" } else { "shared_out" };
     some([
         when(down, hidden),
@@ -171,9 +193,9 @@ impl Follow {
     }
 }
 
-/// Blocks next to each other, narrower ones in a call of few tokens.
-fn column_tiles(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Size {
-    let of = |columns: usize| Size::Const(d.outer.div_ceil(columns) as u64);
+/// Blocks next to each other over a width, narrower ones in a call of few tokens.
+fn column_tiles(outer: usize, c: &GroupedGemmConfig) -> Size {
+    let of = |columns: usize| Size::Const(outer.div_ceil(columns) as u64);
     match c.family.cpu() {
         Some(cpu) if cpu.few_tokens > 0 => {
             let few = of(cpu.few_columns);

@@ -12,6 +12,7 @@
 //! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
 //! moved to the left factor).
 
+mod beside;
 mod config;
 pub(crate) mod desc;
 pub(crate) mod dgrad;

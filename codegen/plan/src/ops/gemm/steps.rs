@@ -57,21 +57,12 @@ impl Builder {
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
         let packed = format!("{owner}.{}.packed", half.name());
         let names = self.expert_names(shared);
-        let few = self.few(&desc);
         let beside = match shared {
             None => self.beside(half),
+            Some(0) if self.has_beside(half) => return,
             Some(_) => None,
         };
-        if let Some(config) = &few
-            && !(shared == Some(0) && self.has_beside(half))
-        {
-            let desc = GroupedGemmDesc {
-                beside,
-                ..desc.clone()
-            };
-            self.few_rows(name, desc, config.clone(), &names);
-        }
-        self.many_rows(name, desc, few.is_some(), names, packed);
+        self.gemm(name, GroupedGemmDesc { beside, ..desc }, names, packed);
     }
 
     /// A product whose matrices may be packed. Where a machine has kernels for few rows,
@@ -80,28 +71,18 @@ impl Builder {
         &mut self,
         name: &str,
         desc: GroupedGemmDesc,
-        names: Vec<(String, String)>,
-        packed: String,
-    ) {
-        let few = self.few(&desc);
-        if let Some(config) = &few {
-            self.few_rows(name, desc.clone(), config.clone(), &names);
-        }
-        self.many_rows(name, desc, few.is_some(), names, packed);
-    }
-
-    /// The product of many rows, or of any where there is no other.
-    fn many_rows(
-        &mut self,
-        name: &str,
-        desc: GroupedGemmDesc,
-        few: bool,
         mut names: Vec<(String, String)>,
         packed: String,
     ) {
+        let calls = match self.few(&desc) {
+            Some(config) => {
+                self.few_rows(name, desc.clone(), config, &names);
+                Calls::Many
+            }
+            None => Calls::All,
+        };
         names.push(("packed".to_string(), packed.clone()));
         let bind = borrowed(&names);
-        let calls = if few { Calls::Many } else { Calls::All };
         let op = self.tiled(desc);
         let kernel = self.kernel_for(name, op, calls);
         let product = self.plan.kernels[kernel].entries.len() - 1;
