@@ -10,12 +10,14 @@ use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
 const LAYERS: u64 = 300;
 
 /// Seeds of layers with kernels that a sweep found to spill, each with its target.
-const FOUND: [(u64, &str); 3] = [
+const FOUND: [(u64, &str); 4] = [
     // A thread kept the tokens of 32 rows, which it gathers four bytes at a time, or what it
     // made of them.
     (50535, "cuda:sm_103a"),
     (50561, "cuda:sm_90"),
     (51879, "cuda:sm_90"),
+    // It kept distances of rows whose width depends on whose they are.
+    (94481, "cuda:sm_103"),
 ];
 
 #[test]
