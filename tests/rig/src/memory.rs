@@ -1,8 +1,8 @@
 //! Tensors in a device's memory, and their values on the host as f64.
 
-use half::{bf16, f16};
 use moesaic_kernel::DType;
 use moesaic_target::Buffer;
+use moesaic_tensor::{read_float, write_float};
 use std::collections::BTreeMap;
 
 /// Values by tensor or parameter.
@@ -50,34 +50,15 @@ impl Given {
 
 /// Values as a device stores them.
 pub fn to_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
-    let each = |f: &dyn Fn(f64) -> Vec<u8>| values.iter().flat_map(|&v| f(v)).collect();
-    match dtype {
-        DType::F32 => each(&|v| (v as f32).to_le_bytes().to_vec()),
-        DType::F16 => each(&|v| f16::from_f64(v).to_le_bytes().to_vec()),
-        DType::Bf16 => each(&|v| bf16::from_f64(v).to_le_bytes().to_vec()),
-        DType::I32 => each(&|v| (v as i32).to_le_bytes().to_vec()),
-        DType::I64 => each(&|v| (v as i64).to_le_bytes().to_vec()),
+    let mut bytes = vec![0; values.len() * dtype.size()];
+    for (&value, to) in values.iter().zip(bytes.chunks_exact_mut(dtype.size())) {
+        write_float(dtype, value, to);
     }
+    bytes
 }
 
 /// Values that a device stored.
 pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f64> {
-    let chunks = bytes.chunks_exact(dtype.size());
-    match dtype {
-        DType::F32 => chunks
-            .map(|c| f32::from_le_bytes(c.try_into().unwrap()).into())
-            .collect(),
-        DType::F16 => chunks
-            .map(|c| f16::from_le_bytes(c.try_into().unwrap()).into())
-            .collect(),
-        DType::Bf16 => chunks
-            .map(|c| bf16::from_le_bytes(c.try_into().unwrap()).into())
-            .collect(),
-        DType::I32 => chunks
-            .map(|c| i32::from_le_bytes(c.try_into().unwrap()).into())
-            .collect(),
-        DType::I64 => chunks
-            .map(|c| i64::from_le_bytes(c.try_into().unwrap()) as f64)
-            .collect(),
-    }
+    let elements = bytes.chunks_exact(dtype.size());
+    elements.map(|element| read_float(dtype, element)).collect()
 }
