@@ -166,6 +166,7 @@ pub const GPU: &[Template] = index![
     "gpu/gemm_tiles.cu",
     "gpu/gemm_here.cu",
     "gpu/gemm_here_of_block.cu",
+    "gpu/tile_groups.cu",
     "gpu/tile_walk.cu",
     "gpu/tile_walk_beside.cu",
     "gpu/tile_of_block.cu",

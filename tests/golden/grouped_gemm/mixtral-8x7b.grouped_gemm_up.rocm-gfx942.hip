@@ -208,6 +208,7 @@ KERNEL(THREADS) grouped_gemm_up(
 {
     await_launches();
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][MATRICES * TILE_COLUMNS * CHUNKS];
+
     (void)tokens;
     const Walk at = {row_tiles[EXPERTS]};
     if (!at.goes_on())

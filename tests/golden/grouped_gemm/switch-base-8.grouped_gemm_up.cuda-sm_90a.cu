@@ -222,6 +222,7 @@ KERNEL(THREADS) grouped_gemm_up(
 {
     await_launches();
     alignas(LINE) extern __shared__ Element ring[];
+
     (void)tokens;
     const Walk at = {row_tiles[EXPERTS]};
     if (!at.goes_on())
