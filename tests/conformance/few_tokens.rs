@@ -4,7 +4,7 @@
 use super::Case;
 use super::case::floats;
 use super::cases::{of_type, small};
-use super::simulated::open;
+use super::simulated::{SIMULATORS, open};
 use moesaic::plan::FEW_TOKENS;
 use moesaic::spec::{LayerSpec, SharedExpert, SharedGate};
 use moesaic::{DType, Engine};
@@ -88,4 +88,34 @@ fn sm_90a_gives_a_token_the_same_bytes_in_any_company() {
 #[test]
 fn gfx942_gives_a_token_the_same_bytes_in_any_company() {
     on("sim:gfx942");
+}
+
+/// The gate of a shared expert, of one logit or of two with biases, is made with the router's
+/// logits, which have biases or none; experts fill their tiles, or do not.
+#[test]
+fn a_shared_gate_comes_along() {
+    for target in SIMULATORS {
+        let engine = open(target);
+        for (i, gate) in [SharedGate::Sigmoid, SharedGate::Residual]
+            .into_iter()
+            .enumerate()
+        {
+            for (j, (experts, bias)) in [(5, true), (33, false), (64, i == 0)]
+                .into_iter()
+                .enumerate()
+            {
+                let mut spec = of_type(DType::Bf16, small(70, 24, experts, 2));
+                spec.router.bias = bias;
+                spec.shared = vec![SharedExpert {
+                    gate,
+                    ..shared_of(24)
+                }];
+                let seed = (3 * i + j) as u64;
+                same_bytes(&engine, &spec, seed);
+                for tokens in [1, 33, MANY] {
+                    Case::random(&spec, tokens, seed).check(&engine);
+                }
+            }
+        }
+    }
 }

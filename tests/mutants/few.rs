@@ -27,6 +27,13 @@ shared = [{ hidden_dim = 136 }]",
     ..FEW
 };
 
+/// With a shared expert that has two logits with biases.
+const GATED: Mutant = Mutant {
+    layer: "shape = { model_dim = 70, hidden_dim = 72, experts = 5, top_k = 2 }
+shared = [{ hidden_dim = 72, gate = \"residual\" }]",
+    ..FEW
+};
+
 /// The list.
 pub const MUTANTS: &[Mutant] = &[
     Mutant {
@@ -197,6 +204,32 @@ pub const MUTANTS: &[Mutant] = &[
         to: "depth < INNER; depth += AHEAD",
         caught: "y of",
         ..BESIDE
+    },
+    Mutant {
+        mistake: "the logits of the shared expert's gate are no block's",
+        kernel: "route",
+        from: "block_y() == EXPERT_BLOCKS;",
+        to: "block_y() > EXPERT_BLOCKS;",
+        caught: "uninitialised",
+        ..GATED
+    },
+    Mutant {
+        mistake: "the router has the biases of the shared expert's gate",
+        target: GFX942,
+        kernel: "route",
+        from: "is_shared ? shared_bias : nullptr;",
+        to: "shared_bias;",
+        caught: "nobody has written",
+        ..GATED
+    },
+    Mutant {
+        mistake: "the columns of the shared expert's gate follow the experts'",
+        kernel: "gate_topk",
+        from: "is_shared ? 0 : (i32)block_y() * TILE_EXPERTS",
+        to: "(i32)block_y() * TILE_EXPERTS",
+        tokens: 70,
+        caught: "uninitialised",
+        ..GATED
     },
     Mutant {
         mistake: "every slice of a token is its first",

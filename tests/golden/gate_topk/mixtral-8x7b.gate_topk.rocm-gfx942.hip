@@ -49,7 +49,7 @@ KERNEL(LOGITS_THREADS) gate_logits(
     i64 tokens)
 {
     await_launches();
-    constexpr int COLUMNS = EXPERTS;
+    const i32 width = EXPERTS;
     const f32 *matrix = weight;
     f32 *out = logits;
     alignas(16) __shared__ f32 left[2][TILE_DEPTH][TILE_TOKENS + PAD];
@@ -57,7 +57,7 @@ KERNEL(LOGITS_THREADS) gate_logits(
     __shared__ f32 parts[SLICES][TILE_TOKENS][TILE_EXPERTS];
     const i64 first_token = block_x() * TILE_TOKENS;
     const i32 rows = (i32)(tokens - first_token);
-    const i32 first_column = (i32)block_y() * TILE_EXPERTS, columns = COLUMNS - first_column;
+    const i32 first_column = (i32)block_y() * TILE_EXPERTS, columns = width - first_column;
     x += first_token * MODEL_DIM;
     matrix += (i64)first_column * MODEL_DIM;
 
@@ -105,7 +105,7 @@ KERNEL(LOGITS_THREADS) gate_logits(
         for (i32 s = 0; s < SLICES; s++)
             sum += parts[s][row][column];
         if (row < rows && column < columns)
-            out[(first_token + row) * COLUMNS + first_column + column] =
+            out[(first_token + row) * width + first_column + column] =
                 sum;
     }
 }

@@ -48,6 +48,9 @@ KERNEL(LOGITS_THREADS) route_logits(
     i64 tokens)
 {
     await_launches();
+    const i32 width = EXPERTS;
+    const f32 *matrix = weight;
+    f32 *out = logits;
     alignas(16) __shared__ f32 panel[LOGITS_EXPERTS][PANEL_END];
     const i64 first_token = block_x() * LOGITS_TOKENS;
     const i32 first_expert = (i32)block_y() * LOGITS_EXPERTS;
@@ -61,8 +64,8 @@ KERNEL(LOGITS_THREADS) route_logits(
         for (i32 i = thread_index(); i < LOGITS_EXPERTS * PANEL_END / ROW_PACK; i += LOGITS_THREADS) {
             const i32 row = i / (PANEL_END / ROW_PACK), k = i % (PANEL_END / ROW_PACK) * ROW_PACK;
             Pack<f32, ROW_PACK> pack = {};
-            if (first_expert + row < EXPERTS && depth + k < MODEL_DIM)
-                pack = load<ROW_PACK>(weight + (i64)(first_expert + row) * MODEL_DIM + depth + k);
+            if (first_expert + row < width && depth + k < MODEL_DIM)
+                pack = load<ROW_PACK>(matrix + (i64)(first_expert + row) * MODEL_DIM + depth + k);
             store(&panel[row][k], pack);
         }
         block_sync();
@@ -108,9 +111,9 @@ KERNEL(LOGITS_THREADS) route_logits(
             for (i32 p = 0; p < PARTS; p++)
                 sum += shuffle(sums[round][e], lane_index() / PARTS * PARTS + p);
             const i64 token = first_token + round * ROUND + own;
-            const bool exists = round * ROUND + own < LOGITS_TOKENS && token < tokens && first_expert + e < EXPERTS;
+            const bool exists = round * ROUND + own < LOGITS_TOKENS && token < tokens && first_expert + e < width;
             if (part == 0 && exists)
-                logits[token * EXPERTS + first_expert + e] = sum;
+                out[token * width + first_expert + e] = sum;
         }
 }
 

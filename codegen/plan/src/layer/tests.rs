@@ -97,8 +97,8 @@ fn launches_are_few_whatever_the_tokens() {
     }
 }
 
-/// A shared expert that is like the routed ones adds no launch; its gate is one in any call. One
-/// that is not adds two.
+/// A shared expert that is like the routed ones adds no launch, nor does its gate. One that is
+/// not adds two.
 #[test]
 fn a_shared_expert_comes_along() {
     let launches = |target: &str, hidden_dim, gate| {
@@ -116,8 +116,13 @@ fn a_shared_expert_comes_along() {
     };
     for target in ["cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"] {
         for hidden in [2048, 5632] {
-            assert_eq!(launches(target, hidden, SharedGate::None), [5, 5, 7]);
-            assert_eq!(launches(target, hidden, SharedGate::Sigmoid), [6, 6, 8]);
+            for gate in [SharedGate::None, SharedGate::Sigmoid, SharedGate::Residual] {
+                assert_eq!(
+                    launches(target, hidden, gate),
+                    [5, 5, 7],
+                    "{target}, {gate:?}"
+                );
+            }
         }
         assert_eq!(
             launches(target, 2044, SharedGate::None),

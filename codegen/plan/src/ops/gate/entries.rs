@@ -217,12 +217,15 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
                 input_scale,
                 Some(logits),
             ];
+            let params = some(params).into_iter().chain(shared_params(d)).collect();
+            let [tokens, columns] = grid(e);
+            let of_shared = d.shared.div_ceil(c.logits_tile_experts) as u64;
             let summary = "projects tokens to router logits";
             vec![entry(
                 "gate_logits",
                 summary,
-                some(params),
-                grid(e),
+                params,
+                [tokens, columns + of_shared],
                 c.logits_threads,
             )]
         }
@@ -261,6 +264,23 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
             ]
         }
     }
+}
+
+/// The gate of the shared expert, and its logits, where they are made beside the experts'.
+fn shared_params(d: &GateTopkDesc) -> Vec<Param> {
+    let shared = d.shared;
+    let weight = Param::read("shared_weight", F32, format!("[{shared}, {}]", d.model_dim));
+    some([
+        when(shared > 0, weight),
+        when(
+            d.shared_bias(),
+            Param::read("shared_bias", F32, format!("[{shared}]")),
+        ),
+        when(
+            shared > 0,
+            Param::write("shared_logits", F32, format!("[tokens, {shared}]")),
+        ),
+    ])
 }
 
 fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {

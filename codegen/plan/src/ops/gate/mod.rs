@@ -10,7 +10,8 @@ pub(crate) use steps::selection_tensors;
 use super::{Core, Machine, Op, Operator};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
-    CapacityOrder, LayerSpec, Loss, LossKind, NoiseKind, Router, RouterKind, Select, SharedGate,
+    CapacityOrder, LayerSpec, Loss, LossKind, NoiseKind, Router, RouterInput, RouterKind, Select,
+    SharedGate,
 };
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +54,9 @@ pub struct GateTopkDesc {
     pub training: bool,
     /// Whether a loss has a gradient by the scale of learned noise itself.
     pub scale_loss: bool,
+    /// Logits of the first shared expert's gate that are made beside the experts': none,
+    /// one, or two with a bias.
+    pub shared: usize,
 }
 
 /// Tiling of `gate_topk`.
@@ -121,6 +125,7 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         order: spec.capacity.order,
         training,
         scale_loss: training && scale_loss(spec),
+        shared: 0,
     })
 }
 
@@ -142,6 +147,20 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
         order: CapacityOrder::SlotMajor,
         training: false,
         scale_loss: false,
+        shared: 0,
+    }
+}
+
+/// Logits of the first shared expert's gate, where they can be made beside the experts':
+/// by the same product, of the tokens as they are.
+pub(crate) fn shared_beside(spec: &LayerSpec) -> usize {
+    let alike = |gate: GateTopkDesc| {
+        let plain = gate.logits == Logits::Linear && !gate.draws_input();
+        plain && gate.router.input == RouterInput::Token
+    };
+    match spec.shared.first() {
+        Some(shared) if gate_topk(spec, true).is_some_and(alike) => shared.gate.logits(),
+        _ => 0,
     }
 }
 
@@ -176,6 +195,11 @@ impl GateTopkDesc {
         let r = &self.router;
         let keys = r.noise > 0.0 && !self.noisy() && self.logits != Logits::None;
         self.training && self.select && (keys || r.random_second)
+    }
+
+    /// Whether logits of a shared expert that come along have a bias: a pair does.
+    pub fn shared_bias(&self) -> bool {
+        self.shared == SharedGate::Residual.logits()
     }
 
     /// The tokens per expert, times T / E, of an expert choice.
@@ -257,7 +281,9 @@ impl Operator for GateTopkDesc {
         match (symbol, self.logits) {
             ("gate_project", Logits::Cosine(p)) => 2.0 * tokens * (p * self.model_dim) as f64,
             ("gate_logits", Logits::Cosine(p)) => 2.0 * tokens * (p * self.experts) as f64,
-            ("gate_logits", _) => 2.0 * tokens * (self.model_dim * self.experts) as f64,
+            ("gate_logits", _) => {
+                2.0 * tokens * (self.model_dim * (self.experts + self.shared)) as f64
+            }
             _ => tokens * (self.experts * 4) as f64,
         }
     }

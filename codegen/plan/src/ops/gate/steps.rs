@@ -1,6 +1,6 @@
 //! From tokens to experts and weights, and what training draws on the way.
 
-use super::{GateTopkDesc, gate_topk, noise_gate, shared_gate};
+use super::{GateTopkDesc, gate_topk, noise_gate, shared_beside, shared_gate};
 use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
 use crate::ops::gemm::{dgrad, wgrad};
 use crate::ops::route::{Routed, gate_calls};
@@ -10,7 +10,7 @@ use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
 
 /// Parameters that are called otherwise than their tensors.
-const NAMES: [(&str, &str); 22] = [
+const NAMES: [(&str, &str); 25] = [
     ("logits", "router.logits"),
     ("clean_logits", "router.clean_logits"),
     ("noise_logits", "router.noise_logits"),
@@ -33,6 +33,9 @@ const NAMES: [(&str, &str); 22] = [
     ("table", "router.table"),
     ("load", "router.load"),
     ("columns", "router.columns"),
+    ("shared_weight", "shared.0.router.weight"),
+    ("shared_bias", "shared.0.router.bias"),
+    ("shared_logits", "shared.0.router.logits"),
 ];
 
 /// What selection beyond top-k, and training, put between logits and ids.
@@ -105,10 +108,11 @@ impl Builder {
         routed
     }
 
-    /// The gate of a shared expert, where it has one.
+    /// The gate of a shared expert, where it has one that the router has not seen to.
     pub(crate) fn shared_gate(&mut self, index: usize) {
         let spec = &self.plan.spec;
-        if spec.shared[index].gate == SharedGate::None {
+        let beside = index == 0 && self.shared_beside() > 0;
+        if beside || spec.shared[index].gate == SharedGate::None {
             return;
         }
         let desc = shared_gate(spec, index);
@@ -142,7 +146,20 @@ impl Builder {
 
     /// The gate of this pass.
     fn gate_desc(&self) -> Option<GateTopkDesc> {
-        gate_topk(&self.plan.spec, self.trains())
+        let gate = gate_topk(&self.plan.spec, self.trains())?;
+        Some(GateTopkDesc {
+            shared: self.shared_beside(),
+            ..gate
+        })
+    }
+
+    /// Logits of the first shared expert's gate that the router's product makes: on GPUs,
+    /// where that is a launch less.
+    fn shared_beside(&self) -> usize {
+        match self.machine {
+            Machine::Gpu(_) => shared_beside(&self.plan.spec),
+            Machine::Cpu(_) => 0,
+        }
     }
 
     /// A step of this entry, if the kernel has it; `first` wins over the names.

@@ -172,11 +172,13 @@ impl RouteDesc {
         let entries = self.gate.entries(gate).into_iter();
         let mut known = entries.filter(|entry| entry.symbol == "gate_logits");
         let mut logits = known.next().expect("few logits are those of a gate");
+        let of_experts = self.gate.experts.div_ceil(few.tile_experts);
+        let blocks = of_experts + self.gate.shared.div_ceil(few.tile_experts);
         logits.symbol = LOGITS.to_string();
         logits.launch.threads = few.threads;
         logits.launch.grid = [
             Size::Tokens.ceil_div(few.tile_tokens as u64),
-            Size::Const(self.gate.experts.div_ceil(few.tile_experts) as u64),
+            Size::Const(blocks as u64),
         ];
         logits
     }
