@@ -97,8 +97,8 @@ fn launches_are_few_whatever_the_tokens() {
     }
 }
 
-/// A shared expert that is like the routed ones adds no launch, nor does its gate. One that is
-/// not adds two.
+/// A shared expert that is like the routed ones adds no launch, nor does its gate; a pair of
+/// logits weighs what the routed ones add up to, which is a launch. One that is not adds two.
 #[test]
 fn a_shared_expert_comes_along() {
     let launches = |target: &str, hidden_dim, gate| {
