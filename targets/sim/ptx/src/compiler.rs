@@ -58,7 +58,32 @@ impl PtxCompiler {
         let found = found.collect::<Result<Vec<_>, _>>()?;
         KernelReport::of_entries(source, found).map_err(bad)
     }
+
+    /// Nothing is assembled here, so what the assembler would not take is refused in its place.
+    fn refuse_shared(
+        &self,
+        source: &KernelSource,
+        kernels: &[KernelReport],
+    ) -> Result<(), CompileError> {
+        let declared = |kernel: &KernelReport| kernel.shared_bytes.unwrap_or(0);
+        let Some(kernel) = kernels.iter().find(|k| declared(k) > DECLARED_SHARED) else {
+            return Ok(());
+        };
+        Err(CompileError::Rejected {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            target: source.target.to_string(),
+            log: format!(
+                "entry `{}` declares {} bytes of shared memory, {DECLARED_SHARED} are allowed",
+                kernel.symbol,
+                declared(kernel)
+            ),
+        })
+    }
 }
+
+/// Bytes of shared memory that the assembler lets a kernel declare.
+const DECLARED_SHARED: u32 = 48 << 10;
 
 fn names(targets: &[Target]) -> Vec<String> {
     targets.iter().map(Target::to_string).collect()
@@ -112,6 +137,7 @@ impl Compiler for PtxCompiler {
         let ptx = self.nvrtc.ptx_with_lines(&hardware)?;
         let compile_ms = start.elapsed().as_secs_f64() * 1e3;
         let kernels = self.reports(source, &ptx)?;
+        self.refuse_shared(source, &kernels)?;
         let texts = Texts {
             ptx,
             source: source.text.clone(),

@@ -1,7 +1,7 @@
 //! The emitted kernels of whole layers, in the machine, against the reference.
 
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{CudaArch, DType, SimArch, Target};
+use moesaic_kernel::{CudaArch, DType, KernelSource, SimArch, Target};
 use moesaic_plan::{PlanOptions, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_rig::{Rig, check};
@@ -44,7 +44,7 @@ fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
         &PlanOptions::default(),
     )
     .unwrap();
-    let load = |source: &moesaic_kernel::KernelSource| {
+    let load = |source: &KernelSource| {
         let artifact = compiler().compile(source, &CompileOptions::default());
         let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
         device.load(&artifact, &source.entries).unwrap()
@@ -82,4 +82,22 @@ fn a_layer_of_f16() {
 #[test]
 fn a_layer_of_f32_with_odd_sizes() {
     run(&spec(31, 23, 7, 2), "sm_75", &[19]);
+}
+
+/// As the assembler would.
+#[test]
+fn more_shared_memory_than_may_be_declared_is_refused() {
+    let target = Target::Sim(SimArch::Cuda(arch("sm_80")));
+    let plan = plan(&spec(8, 8, 2, 1), target, &PlanOptions::default()).unwrap();
+    let mut sources = emit_layer(&plan).unwrap().into_iter();
+    let mut source = sources.find(|source| source.name == "combine").unwrap();
+    let compile = |source: &KernelSource| compiler().compile(source, &CompileOptions::default());
+    compile(&source).unwrap_or_else(|error| panic!("{error}"));
+    let text = source
+        .text
+        .replace("sources[LISTED * TOP_K]", "sources[12289]");
+    assert_ne!(text, source.text);
+    source.text = text;
+    let says = compile(&source).unwrap_err().to_string();
+    assert!(says.contains("49152 are allowed"), "{says}");
 }
