@@ -83,7 +83,7 @@ impl NvrtcCompiler {
     fn ptx_with(&self, source: &KernelSource, flag: Option<&str>) -> Result<String, CompileError> {
         let arch = self.arch(source)?.to_string();
         // Of a virtual architecture nothing is assembled: the same PTX in half the time.
-        let mut flags = self.flags(&arch.replace("sm_", "compute_"));
+        let mut flags = self.flags(arch.replace("sm_", "compute_"));
         flags.retain(|flag| !flag.starts_with("--ptxas"));
         flags.extend(flag.map(str::to_string));
         self.nvrtc
@@ -144,7 +144,7 @@ impl NvrtcCompiler {
 
     /// Of a real architecture (`sm_`) for machine code: a virtual one (`compute_`) succeeds with
     /// no bytes.
-    fn flags(&self, arch: &str) -> Vec<String> {
+    fn flags(&self, arch: impl fmt::Display) -> Vec<String> {
         let cache = (self.version >= HAS_CACHE).then_some("--no-cache");
         std::iter::once(format!("--gpu-architecture={arch}"))
             .chain(FLAGS.into_iter().chain(cache).map(str::to_string))
@@ -207,7 +207,7 @@ impl Compiler for NvrtcCompiler {
 
     fn fingerprint(&self, target: Target) -> String {
         match target {
-            Target::Cuda(arch) => format!("{} {}", self.name(), self.flags(&arch.to_string()).join(" ")),
+            Target::Cuda(arch) => format!("{} {}", self.name(), self.flags(arch).join(" ")),
             _ => format!("{} (not for {target})", self.name()),
         }
     }
@@ -225,7 +225,7 @@ impl Compiler for NvrtcCompiler {
         let start = Instant::now();
         let compiled = self
             .nvrtc
-            .compile(&source.file_name(), &source.text, &self.flags(&arch.to_string()))
+            .compile(&source.file_name(), &source.text, &self.flags(arch))
             .map_err(|failure| self.error(source, failure))?;
         let compile_ms = start.elapsed().as_secs_f64() * 1e3;
         let kernels = self.kernels(source, &compiled)?;
