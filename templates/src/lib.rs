@@ -151,6 +151,7 @@ pub const GPU: &[Template] = index![
     "gpu/gate_topk.cu",
     "gpu/gate_logits.cu",
     "gpu/gate_logits_few.cu",
+    "gpu/logits_of_block.cu",
     "gpu/gate_select.cu",
     "gpu/gate_scores.cu",
     "gpu/gate_draw.cu",

@@ -269,17 +269,24 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
 /// The gate of the shared expert, and its logits, where they are made beside the experts'.
 fn shared_params(d: &GateTopkDesc) -> Vec<Param> {
     let shared = d.shared;
-    let weight = Param::read("shared_weight", F32, format!("[{shared}, {}]", d.model_dim));
+    if shared == 0 {
+        return Vec::new();
+    }
     some([
-        when(shared > 0, weight),
+        Some(Param::read(
+            "shared_weight",
+            F32,
+            format!("[{shared}, {}]", d.model_dim),
+        )),
         when(
             d.shared_bias(),
             Param::read("shared_bias", F32, format!("[{shared}]")),
         ),
-        when(
-            shared > 0,
-            Param::write("shared_logits", F32, format!("[tokens, {shared}]")),
-        ),
+        Some(Param::write(
+            "shared_logits",
+            F32,
+            format!("[tokens, {shared}]"),
+        )),
     ])
 }
 

@@ -154,12 +154,9 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
 /// Logits of the first shared expert's gate, where they can be made beside the experts':
 /// by the same product, of the tokens as they are.
 pub(crate) fn shared_beside(spec: &LayerSpec) -> usize {
-    let alike = |gate: GateTopkDesc| {
-        let plain = gate.logits == Logits::Linear && !gate.draws_input();
-        plain && gate.router.input == RouterInput::Token
-    };
+    let alike = gate_topk(spec, true).is_some_and(|gate| gate.multiplies_tokens());
     match spec.shared.first() {
-        Some(shared) if gate_topk(spec, true).is_some_and(alike) => shared.gate.logits(),
+        Some(shared) if alike => shared.gate.logits(),
         _ => 0,
     }
 }
@@ -175,6 +172,12 @@ impl GateTopkDesc {
     pub fn draws_input(&self) -> bool {
         let r = &self.router;
         self.training && self.logits != Logits::None && (r.jitter > 0.0 || r.input_dropout > 0.0)
+    }
+
+    /// Whether logits are a product of the tokens as they are.
+    pub fn multiplies_tokens(&self) -> bool {
+        let plain = self.logits == Logits::Linear && self.router.input == RouterInput::Token;
+        plain && !self.draws_input()
     }
 
     /// Whether noise is added to the logits themselves.

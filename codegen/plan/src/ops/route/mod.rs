@@ -13,7 +13,6 @@ use super::params::{entry, one};
 use super::scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
 use super::{Calls, FEW_TOKENS, Machine, Op, Operator};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
-use moesaic_spec::RouterInput;
 use serde::{Deserialize, Serialize};
 
 /// `route`: x `[T, d]` to ids, weights and rows, of few tokens.
@@ -191,10 +190,9 @@ fn is_alone(entry: &Entry) -> bool {
 
 /// The tiling of logits that are a plain product of the tokens.
 fn few_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<FewLogits> {
-    let plain = d.logits == Logits::Linear && d.router.input == RouterInput::Token;
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
-    (plain && !d.training).then(|| FewLogits {
+    (d.multiplies_tokens() && !d.training).then(|| FewLogits {
         threads: c.logits_threads,
         tile_tokens: FEW_TOKENS as usize,
         tile_experts: 2,
