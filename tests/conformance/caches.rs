@@ -3,6 +3,7 @@
 
 use super::Case;
 use super::case::floats;
+use super::quick;
 use super::trained::Results;
 use moesaic::ahead::{Job, precompile};
 use moesaic::cache::Store;
@@ -29,7 +30,10 @@ fn engine(target: &str, caches: Option<CpuCaches>, options: EngineOptions) -> Op
         tuned: false,
         ..options
     };
-    Engine::open(target, options).ok()
+    match target {
+        "cpu" => Engine::open(target, options).ok(),
+        _ => quick::open(target, options).ok(),
+    }
 }
 
 /// What both passes give, and `y` of inference.

@@ -5,24 +5,32 @@ use super::Case;
 use super::case::{ints, longs};
 use super::cases::{self, small};
 use super::layers::engine as cpu;
+use super::quick;
 use moesaic::toolchain::testing::{Tool, needed};
-use moesaic::{Engine, EngineOptions, Output, resolve_target};
+use moesaic::{Engine, EngineOptions, OpenError, Output, resolve_target};
 
 /// One of each family of kernels: `mma`, `wgmma`, matrix cores.
 pub const SIMULATORS: [&str; 3] = ["sim:sm_80", "sim:sm_90a", "sim:gfx942"];
 
+/// Kernels of CPUs are compiled in a hurry.
 pub fn open(target: &str) -> Engine {
+    opened(target, quick::open)
+}
+
+type Open = fn(&str, EngineOptions) -> Result<Engine, OpenError>;
+
+fn opened(target: &str, open: Open) -> Engine {
     let options = EngineOptions {
         poison: true,
         ..EngineOptions::default()
     };
     let tool = Tool::of(resolve_target(target).expect("a target"));
-    needed(tool, Engine::open(target, options))
+    needed(tool, open(target, options))
 }
 
-/// Random layers of every kind, the same on each simulator.
+/// Random layers of every kind, the same on each simulator; kernels as people get them.
 pub fn random_specs(target: &str) {
-    check(cases::random(), target);
+    check_on(cases::random(), &opened(target, Engine::open));
 }
 
 /// Sizes that fit no tile, and sizes that matrix units take.
@@ -36,8 +44,11 @@ pub fn crowded(target: &str) {
 }
 
 fn check(cases: Vec<Case>, target: &str) {
-    let engine = open(target);
-    cases.iter().for_each(|case| case.check(&engine));
+    check_on(cases, &open(target));
+}
+
+fn check_on(cases: Vec<Case>, engine: &Engine) {
+    cases.iter().for_each(|case| case.check(engine));
 }
 
 /// Rounded factors only where they are asked for.
