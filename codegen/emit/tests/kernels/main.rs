@@ -26,6 +26,7 @@ mod grads_wgmma;
 mod includes;
 mod long_expressions;
 mod many_experts_compile;
+mod narrower;
 mod router_bwd_cpu;
 mod router_bwd_gpu;
 mod routing_options;
