@@ -1,0 +1,23 @@
+//! Instruction sets that add to another: most of their texts are the same, and what gcc makes
+//! of those is looked at once.
+
+use moesaic_kernel::{CpuIsa, Target};
+
+/// The set that this one adds products of bf16 or tiles to.
+pub fn narrower(isa: CpuIsa) -> Option<CpuIsa> {
+    match isa {
+        CpuIsa::Avx512Bf16 => Some(CpuIsa::Avx512),
+        CpuIsa::Amx => Some(CpuIsa::Avx512Bf16),
+        CpuIsa::NeonBf16 => Some(CpuIsa::Neon),
+        _ => None,
+    }
+}
+
+/// A text of one set as the other would have it, where it names nothing but the set.
+pub fn renamed(text: &str, from: CpuIsa, to: CpuIsa) -> String {
+    let [from, to] = [from, to].map(|isa| Target::Cpu(isa).to_string());
+    text.replace(
+        from.trim_start_matches("cpu:"),
+        to.trim_start_matches("cpu:"),
+    )
+}
