@@ -39,7 +39,8 @@ nodes() {
 }
 
 nodes "$target/release/moesaic" bench --spec "$out/layer.toml" --target cpu \
-    --tokens 64,128,256,512 --seconds 3 --ranks 16 --machine mpi-emulated --calibration "$out/calibration.toml"
+    --tokens 16,32,64,128,256,512 --seconds 3 --ranks 16 --machine mpi-emulated \
+    --calibration "$out/calibration.toml"
 nodes "$bench" measure "$first" "$last" "$rounds" "$out/calibration.toml" | tee "$out/measured.txt"
 nodes "$bench" hot "$rounds" "$out/calibration.toml" | tee "$out/hot.txt"
 "$bench" compare "$out/measured.txt" "$out/calibration.toml" | tee "$out/compared.txt"
