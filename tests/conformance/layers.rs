@@ -2,9 +2,9 @@
 
 use super::{Case, quick};
 use moesaic::spec::{LayerSpec, testing};
-use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute};
+use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute, Target};
 
-/// The instruction sets of CPUs, the widest of each architecture last.
+/// The instruction sets of CPUs.
 const ISAS: [&str; 6] = [
     "cpu:portable",
     "cpu:avx2",
@@ -25,27 +25,26 @@ fn poisoned() -> EngineOptions {
 /// GPU if there is one. Kernels of the widest set are compiled as people get them, those of
 /// the others in a hurry.
 pub fn engines() -> Vec<Engine> {
-    let widest = shipped().pop().expect("a CPU").target();
-    let open = |name: &&str| {
-        let engine = quick::open(name, poisoned()).ok()?;
-        if engine.target() == widest {
-            return Engine::open(name, poisoned()).ok();
+    let widest = engine().target();
+    let hurried = |engine: Engine| match engine.target() {
+        target @ Target::Cpu(_) if target != widest => {
+            quick::open(&target.to_string(), poisoned()).expect("it was open")
         }
-        Some(engine)
+        _ => engine,
     };
-    let cuda = Engine::open("cuda", poisoned()).ok();
-    ISAS.iter().filter_map(open).chain(cuda).collect()
+    shipped().into_iter().map(hurried).collect()
 }
 
-/// The engines of this CPU as people get them.
+/// The same engines, all as people get them.
 pub fn shipped() -> Vec<Engine> {
     let open = |name: &&str| Engine::open(name, poisoned()).ok();
-    let engines: Vec<Engine> = ISAS.iter().filter_map(open).collect();
+    let mut engines: Vec<Engine> = ISAS.iter().filter_map(open).collect();
     assert!(
         !engines.is_empty(),
         "no CPU engine: {:?}",
         Engine::cpu().err()
     );
+    engines.extend(Engine::open("cuda", poisoned()).ok());
     engines
 }
 
@@ -204,7 +203,7 @@ fn no_token_count_compiles_anything() {
     let layer = case.layer(&engine);
     let before = engine.stats();
     let x = vec![0.5f32; 4096 * 37];
-    // All that fit a tile or two, and some of the others.
+    // All up to a few tiles, and some of the others.
     for tokens in (0..=300).chain((301..=4096).step_by(97)) {
         layer
             .forward(&Input::new(tokens, &x[..tokens * 37]))
