@@ -24,6 +24,7 @@ fn sizes(class: CacheClass) -> CpuCaches {
     }
 }
 
+/// Kernels of `cpu` are compiled as people get them, the others in a hurry.
 fn engine(target: &str, caches: Option<CpuCaches>, options: EngineOptions) -> Option<Engine> {
     let options = EngineOptions {
         caches,

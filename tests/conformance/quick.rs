@@ -3,7 +3,7 @@
 //! [`engines`](super::layers::engines) do for the widest instruction set, and the oracles.
 
 use moesaic::cpu::CpuCompiler;
-use moesaic::kernel::{KernelSource, Target};
+use moesaic::kernel::{CpuIsa, KernelSource, SimArch, Target};
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
 use moesaic::{Engine, EngineOptions, OpenError, resolve_target};
 use moesaic_emulated::EmulatedCompiler;
@@ -25,7 +25,7 @@ struct Quick<C> {
 pub fn open(target: &str, options: EngineOptions) -> Result<Engine, OpenError> {
     let compiler = match resolve_target(target)? {
         Target::Cpu(_) => Some(compiler()),
-        Target::Sim(_) if target.starts_with("sim:neon") => aarch64(),
+        Target::Sim(SimArch::Cpu(CpuIsa::Neon | CpuIsa::NeonBf16)) => aarch64(),
         _ => None,
     };
     match compiler {
@@ -35,7 +35,7 @@ pub fn open(target: &str, options: EngineOptions) -> Result<Engine, OpenError> {
 }
 
 /// One for all tests, so that its version is asked once.
-pub fn compiler() -> Arc<dyn Compiler> {
+fn compiler() -> Arc<dyn Compiler> {
     static QUICK: OnceLock<Arc<dyn Compiler>> = OnceLock::new();
     let make = || quick(&CpuCompiler::find(None).expect("a C compiler"), |c| c);
     QUICK.get_or_init(make).clone()

@@ -4,7 +4,7 @@
 use super::Case;
 use super::case::{ints, longs};
 use super::cases::{self, small};
-use super::layers::engine as cpu;
+use super::layers::{engine as cpu, poisoned};
 use super::quick;
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::{Engine, EngineOptions, OpenError, Output, resolve_target};
@@ -20,12 +20,8 @@ pub fn open(target: &str) -> Engine {
 type Open = fn(&str, EngineOptions) -> Result<Engine, OpenError>;
 
 fn opened(target: &str, open: Open) -> Engine {
-    let options = EngineOptions {
-        poison: true,
-        ..EngineOptions::default()
-    };
     let tool = Tool::of(resolve_target(target).expect("a target"));
-    needed(tool, open(target, options))
+    needed(tool, open(target, poisoned()))
 }
 
 /// Random layers of every kind, the same on each simulator; kernels as people get them.

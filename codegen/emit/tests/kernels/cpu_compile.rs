@@ -1,7 +1,7 @@
 //! Emitted C is clean for every compiler on this machine, for every
 //! instruction set, whether or not this machine could run it.
 
-use super::narrower::{narrower, renamed};
+use super::narrower::own;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, Target};
 use moesaic_plan::{PlanOptions, Training, plan};
@@ -106,21 +106,6 @@ fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
     sources.filter(is_new).collect()
 }
 
-/// Those that the narrower set does not have.
-fn own_texts(isa: CpuIsa) -> BTreeMap<String, String> {
-    let mut own = texts(isa);
-    if let Some(less) = narrower(isa) {
-        let known = texts(less);
-        let is_known = |file: &str, text: &str| {
-            known
-                .get(file)
-                .is_some_and(|known| *known == renamed(text, isa, less))
-        };
-        own.retain(|file, text| !is_known(file, text));
-    }
-    own
-}
-
 fn compile((compiler, machine): &(String, &str), isa: CpuIsa, dir: &Path, files: &[&String]) {
     // What gcc warns of follows from what it optimizes; clang warns before it does.
     let effort = if compiler.starts_with("clang") {
@@ -142,13 +127,14 @@ fn compile((compiler, machine): &(String, &str), isa: CpuIsa, dir: &Path, files:
 
 fn check(isa: CpuIsa) {
     let dir = tempfile::tempdir().unwrap();
-    let texts = own_texts(isa);
+    let all = |isa| texts(isa).into_iter().collect();
+    let texts = own(isa, all, |(_, text): &(String, String)| text);
     assert!(!texts.is_empty(), "{isa:?} has nothing of its own");
     for (file, text) in &texts {
         assert!(!text.contains("#include"), "{file} includes a header");
         std::fs::write(dir.path().join(file), text).unwrap();
     }
-    let files: Vec<&String> = texts.keys().collect();
+    let files: Vec<&String> = texts.iter().map(|(file, _)| file).collect();
     let compilers = compilers(isa);
     assert!(
         !compilers.is_empty() || is_foreign_x86(isa),

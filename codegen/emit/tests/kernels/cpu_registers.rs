@@ -2,7 +2,7 @@
 //! the flags that kernels are compiled with, has no loop of multiply-adds that
 //! also goes to the stack with a vector. A spill there costs up to half the speed.
 
-use super::narrower::{narrower, renamed};
+use super::narrower::own;
 use moesaic_cpu::compile_flags;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, DType, KernelSource, Target};
@@ -114,19 +114,6 @@ fn products(isa: CpuIsa, dtype: DType) -> Vec<KernelSource> {
     sources.into_iter().flatten().filter(is_product).collect()
 }
 
-/// Those whose text the narrower set does not have.
-fn own_products(isa: CpuIsa, dtype: DType) -> Vec<KernelSource> {
-    let mut own = products(isa, dtype);
-    if let Some(less) = narrower(isa) {
-        let known = products(less, dtype);
-        own.retain(|source| {
-            let text = renamed(&source.text, isa, less);
-            !known.iter().any(|known| known.text == text)
-        });
-    }
-    own
-}
-
 fn assembly(gcc: &str, isa: CpuIsa, text: &str) -> String {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("kernel.c"), text).unwrap();
@@ -171,7 +158,7 @@ fn check(isa: CpuIsa) {
     };
     let mut looked_at = 0;
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
-        for source in own_products(isa, dtype) {
+        for source in own(isa, |isa| products(isa, dtype), |source| &source.text) {
             looked_at += 1;
             let found = loops(&assembly(gcc, isa, &source.text));
             let found: Vec<Loop> = { found.into_iter() }

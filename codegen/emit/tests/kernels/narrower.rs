@@ -3,8 +3,21 @@
 
 use moesaic_kernel::{CpuIsa, Target};
 
+/// What an instruction set has whose text the narrower one does not have.
+pub fn own<T>(isa: CpuIsa, of: impl Fn(CpuIsa) -> Vec<T>, text: impl Fn(&T) -> &str) -> Vec<T> {
+    let mut own = of(isa);
+    if let Some(less) = narrower(isa) {
+        let known = of(less);
+        own.retain(|it| {
+            let renamed = renamed(text(it), isa, less);
+            !known.iter().any(|known| text(known) == renamed)
+        });
+    }
+    own
+}
+
 /// The set that this one adds products of bf16 or tiles to.
-pub fn narrower(isa: CpuIsa) -> Option<CpuIsa> {
+fn narrower(isa: CpuIsa) -> Option<CpuIsa> {
     match isa {
         CpuIsa::Avx512Bf16 => Some(CpuIsa::Avx512),
         CpuIsa::Amx => Some(CpuIsa::Avx512Bf16),
@@ -14,7 +27,7 @@ pub fn narrower(isa: CpuIsa) -> Option<CpuIsa> {
 }
 
 /// A text of one set as the other would have it, where it names nothing but the set.
-pub fn renamed(text: &str, from: CpuIsa, to: CpuIsa) -> String {
+fn renamed(text: &str, from: CpuIsa, to: CpuIsa) -> String {
     let [from, to] = [from, to].map(|isa| Target::Cpu(isa).to_string());
     text.replace(
         from.trim_start_matches("cpu:"),
