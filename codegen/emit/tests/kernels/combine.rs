@@ -223,7 +223,14 @@ fn on(target: &str) {
     let residual = with(layer([520, 8, 520], [5, 2], Bf16), |s| {
         s.shared = vec![shared(SharedGate::Residual)];
     });
-    Sum::new(&residual, target, "combine_later").check_company();
+    Sum::new(&residual, target, "combine").check_company();
+    let latent = with(residual, |s| {
+        s.latent = Some(Latent {
+            dim: 24,
+            bias: false,
+        });
+    });
+    Sum::new(&latent, target, "combine_later").check_company();
 }
 
 #[test]

@@ -7,7 +7,7 @@ pub use bwd::{CombineBwdConfig, CombineBwdDesc};
 
 use super::copies::{COPY_THREADS, slice_tiling, token_tiling};
 use super::params::{entry, one, some, tokens_by, when};
-use super::shared::{SharedDesc, adds_later, apart, shared};
+use super::shared::{SharedDesc, adds_later, shared};
 use super::{FEW_TOKENS, Machine, Op, Operator};
 use crate::layer::{Builder, borrowed, owned};
 use moesaic_kernel::DType::{self, F32, I32};
@@ -34,6 +34,17 @@ pub struct CombineDesc {
     pub weighted: bool,
     /// Shared experts, added with f32 weights.
     pub shared: Vec<SharedDesc>,
+    /// What the routed experts add up to, where it has a weight.
+    pub routed: Option<RoutedDesc>,
+}
+
+/// What the routed experts of a layer with a residual gate add up to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoutedDesc {
+    /// The shared expert whose pair of logits weighs it: by the first of their softmax.
+    pub shared: usize,
+    /// It is written, too, since a backward pass reads it.
+    pub kept: bool,
 }
 
 /// Tiling of `combine`.
@@ -63,10 +74,12 @@ pub struct CombineFew {
     pub slices: usize,
 }
 
-/// The sum over the routed experts, and the shared ones unless a projection or
-/// a weight comes between.
-fn desc(spec: &LayerSpec) -> CombineDesc {
-    let experts = if apart(spec) { &[] } else { &*spec.shared };
+/// The sum over the routed experts, and the shared ones unless a projection comes between.
+/// A layer that trains keeps what has a weight.
+fn desc(spec: &LayerSpec, trains: bool) -> CombineDesc {
+    let projected = spec.latent.is_some();
+    let experts = if projected { &[] } else { &*spec.shared };
+    let residual = spec.residual().filter(|_| !projected);
     CombineDesc {
         output_dim: spec.expert_output_dim(),
         experts: spec.shape.experts,
@@ -76,10 +89,14 @@ fn desc(spec: &LayerSpec) -> CombineDesc {
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Output,
         shared: shared(experts),
+        routed: residual.map(|shared| RoutedDesc {
+            shared,
+            kept: trains,
+        }),
     }
 }
 
-/// Where that [is so](adds_later): what the routed experts add up to as the
+/// Where they are added [later](adds_later): what the routed experts add up to as the
 /// first shared expert, then the others.
 fn later(spec: &LayerSpec) -> CombineDesc {
     let weighted = spec.residual().is_some();
@@ -96,6 +113,7 @@ fn later(spec: &LayerSpec) -> CombineDesc {
         activations: spec.precision.activations,
         weighted: false,
         shared: [vec![routed], shared(&spec.shared)].concat(),
+        routed: None,
     }
 }
 
@@ -197,6 +215,11 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
         let logit = Param::read(&format!("shared_{i}_logit"), F32, shape);
         params.extend(when(shared.gated, logit));
     }
+    let kept = d.routed.as_ref().is_some_and(|routed| routed.kept);
+    params.extend(when(
+        kept,
+        Param::write("routed", d.activations, &per_token),
+    ));
     params.push(Param::write("y", d.activations, &per_token));
     vec![entry(
         "combine",
@@ -210,12 +233,14 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
 impl Builder {
     /// The sum of routed and shared experts, in one step or around a projection.
     pub(crate) fn combine(&mut self) {
-        let desc = desc(&self.plan.spec);
+        let desc = desc(&self.plan.spec, self.plan.training.is_some());
         let mut bind = self.shared_outputs(0);
-        bind.extend(owned(&self.around()));
+        if self.plan.spec.latent.is_some() {
+            bind.extend(owned(&self.around()));
+        }
         self.launch("combine", desc, &borrowed(&bind));
         self.latent_up();
-        if adds_later(&self.plan.spec) {
+        if self.plan.spec.latent.is_some() && adds_later(&self.plan.spec) {
             let desc = later(&self.plan.spec);
             let mut bind = self.shared_outputs(1);
             bind.push(("shared_0_out".to_string(), "routed".to_string()));

@@ -2,7 +2,7 @@
 
 use crate::{LayerPlan, PlanOptions, Training, plan};
 use moesaic_kernel::{DType, Entry, Stem, Target};
-use moesaic_spec::{LayerSpec, SharedExpert, SharedGate};
+use moesaic_spec::{Latent, LayerSpec, SharedExpert, SharedGate};
 
 const GPUS: [&str; 4] = ["cuda:sm_75", "cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"];
 
@@ -50,11 +50,16 @@ fn few_tokens_have_blocks_for_many_multiprocessors() {
             assert_eq!(blocks(&entries[0], &calls), expected, "{target}");
         }
     }
+    // A pair of logits weighs what the routed experts add up to, in the same kernel. Behind a
+    // projection it is another's.
     spec.shared[0].gate = SharedGate::Residual;
-    let entries = combines(&spec, "cuda:sm_90a", &PlanOptions::default());
-    assert_eq!(entries.len(), 2);
-    for entry in entries {
-        assert_eq!(blocks(&entry, &[0, 1, 8, 64]), [0, 28, 56, 448]);
+    for latent in [None, Some(7168)] {
+        spec.latent = latent.map(|dim| Latent { dim, bias: false });
+        let entries = combines(&spec, "cuda:sm_90a", &PlanOptions::default());
+        assert_eq!(entries.len(), if latent.is_some() { 2 } else { 1 });
+        for entry in entries {
+            assert_eq!(blocks(&entry, &[0, 1, 8, 64]), [0, 28, 56, 448]);
+        }
     }
 }
 
