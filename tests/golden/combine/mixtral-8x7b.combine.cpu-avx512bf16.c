@@ -20,17 +20,15 @@ typedef struct {
     f32 weight;
 } source;
 
-INLINE vec weighted_sum(const source *sources, int count, i64 column)
+INLINE vec weighted_sum(vec sum, const source *sources, int count, i64 column)
 {
-    vec sum = {0};
     for (int s = 0; s < count; s++)
         sum += load_bf16(sources[s].row + column) * sources[s].weight;
     return sum;
 }
 
-INLINE vec weighted_sum_part(const source *sources, int count, i64 column)
+INLINE vec weighted_sum_part(vec sum, const source *sources, int count, i64 column)
 {
-    vec sum = {0};
     for (int s = 0; s < count; s++)
         sum += load_part_bf16(sources[s].row + column, OUTPUT_DIM - column) * sources[s].weight;
     return sum;
@@ -40,9 +38,9 @@ static void combine_row(bf16 *restrict to, const source *sources, int count)
 {
     i64 column = 0;
     for (; column + LANES <= OUTPUT_DIM; column += LANES)
-        store_bf16(to + column, weighted_sum(sources, count, column));
+        store_bf16(to + column, weighted_sum((vec){0}, sources, count, column));
     if (column < OUTPUT_DIM) {
-        vec rest = weighted_sum_part(sources, count, column);
+        vec rest = weighted_sum_part((vec){0}, sources, count, column);
         store_part_bf16(to + column, rest, OUTPUT_DIM - column);
     }
 }
