@@ -83,13 +83,13 @@ pub(crate) fn ranks(
             [] => Cow::Borrowed(routing),
             stay => Cow::Owned(routing.clone().without(stay)),
         };
-        let group = Group::new(machine, mesh, at * mesh.group(), &travels, experts);
+        let group = Group::new(machine, mesh, at * mesh.group(), &travels, experts).at_ways(ways);
         let traffic = group.traffic(route);
         // In two dimensions answers of slices are taken to be spread evenly over them.
         let each = (route == Route::Once && traffic.steps.len() > 1)
             .then(|| group.traffic(Route::InterFirst));
-        let straight = traffic.steps.len() == 1 && mesh.shards > 1 && ways > 0;
-        let answers = straight.then(|| group.answers(mesh.shards / ways));
+        let straight = group.is_straight(route) && mesh.shards > 1 && ways > 0;
+        let answers = straight.then(|| group.answers());
         for place in 0..group.ranks() {
             let mut rank = one(&group, &traffic, place, at);
             rank.stay_with(&shadows, all.counts(place), place);

@@ -7,6 +7,7 @@ use crate::question::{PlannerError, Prediction, Question, Simulated};
 use crate::routing::Routing;
 use crate::run::Run;
 use crate::sides::Costs;
+use crate::traffic;
 use crate::ways::Travel;
 use moesaic_plan::{
     Both, Cut, Parallel, PlanOptions, RankPlan, Route, ShadowModel, Sharing, Strategy, Wire,
@@ -238,11 +239,10 @@ impl<'q> Simulator<'q> {
     }
 
     fn ranks(&self, (mesh, route, ways, shadows): Kind) -> Rc<Vec<Rank>> {
-        // The number of ways changes answers alone, and those of two dimensions are spread.
-        let ways = match route {
-            Route::Linear => ways,
-            _ => 1,
-        };
+        // What goes in two dimensions is spread, however many slices get it.
+        let node = self.question.machine.units()[0];
+        let straight = traffic::straight(route, node, traffic::block(mesh, ways));
+        let ways = if straight { ways } else { mesh.shards };
         let question = self.question;
         let model = ShadowModel {
             most: question.shadow_model.most.min(shadows),

@@ -48,6 +48,8 @@ pub(crate) struct Group<'a> {
     shared: Vec<usize>,
     routing: &'a Routing,
     experts: usize,
+    /// Ranks in a row that have the same slice, of which a row has the one of its own place.
+    block: usize,
 }
 
 impl<'a> Group<'a> {
@@ -65,7 +67,14 @@ impl<'a> Group<'a> {
             shared: machine.levels.iter().map(|level| level.shared).collect(),
             routing,
             experts,
+            block: 1,
         }
+    }
+
+    /// The same where rows go to so many slices; 0, where they stay, is taken for all.
+    pub fn at_ways(self, ways: usize) -> Group<'a> {
+        let block = block(self.mesh, ways);
+        Group { block, ..self }
     }
 
     pub fn ranks(&self) -> usize {
@@ -148,87 +157,52 @@ impl<'a> Group<'a> {
         })
     }
 
-    pub fn traffic(&self, route: Route) -> Traffic {
-        let one = self.routing.is_alike();
-        let to: Vec<Vec<f64>> = if one {
-            vec![self.rows_to(0)]
+    fn all(&self) -> All<'_> {
+        let sources = 0..if self.routing.is_alike() {
+            1
         } else {
-            (0..self.ranks()).map(|from| self.rows_to(from)).collect()
+            self.ranks()
         };
-        let all = All { group: self, to };
-        let own = (0..self.ranks()).map(|rank| all.rows(rank, rank)).collect();
+        All {
+            group: self,
+            to: sources.map(|from| self.rows_to(from)).collect(),
+        }
+    }
+
+    /// Whether a route is one exchange of the ranks of equal place in their blocks.
+    pub fn is_straight(&self, route: Route) -> bool {
+        !self.has_nodes() || straight(route, self.units[0], self.block)
+    }
+
+    pub fn traffic(&self, route: Route) -> Traffic {
+        let all = self.all();
+        let straight = self.is_straight(route);
+        let each = if straight { self.block as f64 } else { 1.0 };
+        let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
+        let own = own.collect();
         let mut steps = match route {
-            _ if !self.has_nodes() => vec![all.linear()],
-            Route::Linear => vec![all.linear()],
-            Route::Concurrent => all.concurrent(),
-            Route::IntraFirst => all.intra_first(),
-            Route::InterFirst => all.inter_first(),
-            Route::Once => all.once(),
+            Route::Concurrent if !straight => all.concurrent(),
+            Route::IntraFirst if !straight => all.intra_first(),
+            Route::InterFirst if !straight => all.inter_first(),
+            Route::Once if !straight => all.once(),
+            _ => vec![all.linear(self.block, each)],
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }
     }
 
-    /// The way back where a rank is answered by the slices of its own block of `block` ones,
-    /// of whom each has an equal part of the rows: linear messages, and rows of a rank for
-    /// itself. With blocks of one slice those are the slices of its own number.
-    pub fn answers(&self, block: usize) -> Traffic {
-        let shards = self.mesh.shards;
-        let place = |rank: usize| rank % shards / block;
-        let all = All {
-            group: self,
-            to: if self.routing.is_alike() {
-                vec![self.rows_to(0)]
-            } else {
-                (0..self.ranks()).map(|from| self.rows_to(from)).collect()
-            },
-        };
-        // Ranks of a range that are in the block of this number of their expert.
-        let inside = |ep: usize, number: usize, range: &std::ops::Range<usize>| {
-            let first = ep * shards + number * block;
-            let last = (first + block).min(range.end);
-            last.saturating_sub(first.max(range.start)) as f64
-        };
-        let part = 1.0 / block as f64;
-        let load = |rank: usize| {
-            let number = place(rank);
-            let own = all.rows(rank, rank) * part;
-            let mut loads = Rows::default();
-            let mut before = (1.0, own, own);
-            for (level, load) in loads.iter_mut().enumerate().take(self.units.len()) {
-                let unit = self.unit(rank, level);
-                let (mut peers, mut comes, mut goes) = (0.0, 0.0, 0.0);
-                let first = unit.start / shards;
-                for ep in first..unit.end.div_ceil(shards) {
-                    let ranks = inside(ep, number, &unit);
-                    peers += ranks;
-                    comes += ranks * part * all.rows(rank, ep * shards);
-                    if self.routing.is_alike() {
-                        goes += ranks * part * all.rows(0, rank);
-                    }
-                }
-                if !self.routing.is_alike() {
-                    let same = unit.filter(|from| place(*from) == number);
-                    goes = same.map(|from| part * all.rows(from, rank)).sum();
-                }
-                *load = Load {
-                    messages: peers - before.0,
-                    peers: peers - before.0,
-                    sent: (goes - before.1).max(0.0),
-                    received: (comes - before.2).max(0.0),
-                };
-                before = (peers, goes, comes);
-            }
-            loads
-        };
-        let mut step = Step::of((0..self.ranks()).map(load).collect());
+    /// The way back: a rank is answered by the slice of its own number of each expert. Linear
+    /// messages, and rows of a rank for itself.
+    pub fn answers(&self) -> Traffic {
+        let all = self.all();
+        let mut step = all.linear(self.mesh.shards, 1.0);
+        for load in step.loads.iter_mut().flatten() {
+            (load.sent, load.received) = (load.received, load.sent);
+        }
         self.share(&mut step);
-        let own = (0..self.ranks())
-            .map(|rank| all.rows(rank, rank) * part)
-            .collect();
         Traffic {
+            own: (0..self.ranks()).map(|rank| all.rows(rank, rank)).collect(),
             steps: vec![step],
-            own,
         }
     }
 
@@ -267,26 +241,43 @@ impl All<'_> {
     }
 
     /// Sums over sources, of which equal ones are counted once.
-    fn over(&self, sources: std::ops::Range<usize>, to: usize) -> f64 {
+    fn over(&self, sources: impl ExactSizeIterator<Item = usize>, to: usize) -> f64 {
         match self.to.len() {
             1 => sources.len() as f64 * self.to[0][to],
             _ => sources.map(|from| self.to[from][to]).sum(),
         }
     }
 
-    fn linear(&self) -> Step {
-        let sums: Vec<Vec<f64>> = self.to.iter().map(|rows| running(rows)).collect();
+    /// One exchange of the ranks of each place of so many in a row, with `each` row for a rank
+    /// that often.
+    fn linear(&self, places: usize, each: f64) -> Step {
+        let of_place = |rows: &[f64], place: usize| {
+            let own = |(to, n): (usize, &f64)| if to % places == place { n * each } else { 0.0 };
+            let own: Vec<f64> = rows.iter().enumerate().map(own).collect();
+            running(&own)
+        };
+        let one = self.to.len() == 1;
+        let sums: Vec<Vec<f64>> = if one {
+            let places = 0..places;
+            places.map(|place| of_place(&self.to[0], place)).collect()
+        } else {
+            let sources = self.to.iter().enumerate();
+            let of = |(from, rows): (usize, &Vec<f64>)| of_place(rows, from % places);
+            sources.map(of).collect()
+        };
         let sent = |rank: usize, range: &std::ops::Range<usize>| {
-            let sums = &sums[if sums.len() == 1 { 0 } else { rank }];
+            let sums = &sums[if one { rank % places } else { rank }];
             sums[range.end] - sums[range.start]
         };
         let load = |rank: usize| {
             let mut loads = Rows::default();
-            let (mut peers, mut out, mut inward) =
-                (1.0, self.rows(rank, rank), self.rows(rank, rank));
+            let own = each * self.rows(rank, rank);
+            let (mut peers, mut out, mut inward) = (1.0, own, own);
             for (level, load) in loads.iter_mut().enumerate().take(self.group.units.len()) {
                 let unit = self.group.unit(rank, level);
-                let here = (unit.len() as f64, sent(rank, &unit), self.over(unit, rank));
+                let alike = of_its_place(&unit, rank, places);
+                let received = each * self.over(alike.clone(), rank);
+                let here = (alike.len() as f64, sent(rank, &unit), received);
                 *load = Load {
                     messages: here.0 - peers,
                     peers: here.0 - peers,
@@ -464,6 +455,31 @@ fn halves(a: &Rows, b: &Rows) -> Rows {
         sent: (a[level].sent + b[level].sent) / 2.0,
         received: (a[level].received + b[level].received) / 2.0,
     })
+}
+
+/// Ranks in a row that have the same slice where rows go to so many.
+pub(crate) fn block(mesh: Parallel, ways: usize) -> usize {
+    mesh.shards.checked_div(ways).unwrap_or(1)
+}
+
+/// Whether a route is one exchange of the ranks of equal place in blocks of so many. In two
+/// dimensions rows are taken to be spread over a block, unless a node has one rank of each place.
+pub(crate) fn straight(route: Route, node: usize, block: usize) -> bool {
+    match route {
+        Route::Linear => true,
+        Route::Once => false,
+        Route::IntraFirst | Route::InterFirst | Route::Concurrent => node <= block,
+    }
+}
+
+/// The ranks of a range that have a rank's place of so many in a row.
+fn of_its_place(
+    range: &std::ops::Range<usize>,
+    rank: usize,
+    places: usize,
+) -> std::iter::StepBy<std::ops::Range<usize>> {
+    let before = (rank + places - range.start % places) % places;
+    (range.start + before..range.end).step_by(places)
 }
 
 /// `running(list)[i]`: the sum of the first `i`.

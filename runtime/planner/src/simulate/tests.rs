@@ -257,7 +257,8 @@ fn fewer_ways_send_fewer_rows_and_gather_weights() {
         rows.map(|p| p.sent.iter().sum::<f64>()).sum::<f64>()
     };
     let (all, two, none) = (found("default"), found("ways=2"), found("ways=0"));
-    assert!((rows(&all) / rows(&two) - 4.0).abs() < 1e-6);
+    // What a rank sends is that for all slices less that for its own, half: 7.5 and 1.5 times.
+    assert!((rows(&all) / rows(&two) - 5.0).abs() < 1e-6);
     assert_eq!(rows(&none), 0.0);
     assert!(all.memory.gathered == 0.0 && two.memory.gathered > 0.0);
     assert!(none.memory.gathered > two.memory.gathered);

@@ -98,6 +98,61 @@ fn every_row_takes_the_messages_that_are_counted() {
     }
 }
 
+/// A row for fewer slices than there are goes to those ranks of its expert's blocks that have
+/// the place of its own rank, and comes back from the slice of that rank's number.
+#[test]
+fn a_row_stays_with_ranks_of_its_place() {
+    let experts = 9;
+    for (ep, shards, ways, node) in [(3, 4, 1, 4), (3, 4, 2, 4), (2, 6, 3, 4), (4, 2, 1, 2)] {
+        let mesh = Parallel {
+            ep,
+            shards,
+            ..Parallel::default()
+        };
+        let block = shards / ways;
+        let machine = published("h800").unwrap().with_per_node(node);
+        let count = |rank: usize, e: usize| ((rank * 7 + e * 5) % 11 * (1 + rank % 3)) as u64;
+        let counts: Vec<Vec<u64>> = (0..mesh.ranks())
+            .map(|rank| (0..experts).map(|e| count(rank, e)).collect())
+            .collect();
+        let alike = vec![counts[1].clone(); mesh.ranks()];
+        for counts in [&counts, &alike] {
+            let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
+            let group = Group::new(&machine, mesh, 0, &routing, experts).at_ways(ways);
+            let rows = |from: usize, to: usize| {
+                let own = mesh.experts(to / shards, experts);
+                counts[from][own].iter().sum::<u64>() as f64
+            };
+            let there = |from: usize, to: usize| {
+                let same = from % block == to % block;
+                if same {
+                    block as f64 * rows(from, to)
+                } else {
+                    0.0
+                }
+            };
+            let back = |from: usize, to: usize| {
+                let same = from % shards == to % shards;
+                if same { rows(to, from) } else { 0.0 }
+            };
+            let check = |found: &Traffic, expected: Vec<[f64; 4]>, peers: usize| {
+                let found_sums = sums(found);
+                for (found, expected) in found_sums.iter().flatten().zip(expected.iter().flatten())
+                {
+                    assert!((found - expected).abs() < 1e-6, "{mesh:?} {ways} {node}");
+                }
+                for loads in &found.steps[0].loads {
+                    let all: f64 = loads.iter().map(|load| load.peers).sum();
+                    assert_eq!(all, peers as f64 - 1.0, "{mesh:?} {ways} {node}");
+                }
+            };
+            let linear = followed(&group, Route::Linear, there);
+            check(&group.traffic(Route::Linear), linear, ep * ways);
+            check(&group.answers(), followed(&group, Route::Linear, back), ep);
+        }
+    }
+}
+
 #[test]
 fn a_token_crosses_to_a_node_once() {
     let machine = published("h800").unwrap().with_per_node(4);
