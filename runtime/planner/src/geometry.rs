@@ -86,8 +86,8 @@ pub(crate) fn ranks(
         let group = Group::new(machine, mesh, at * mesh.group(), &travels, experts).at_ways(ways);
         let traffic = group.traffic(route);
         // In two dimensions answers of slices are taken to be spread evenly over them.
-        let each = (route == Route::Once && traffic.steps.len() > 1)
-            .then(|| group.traffic(Route::InterFirst));
+        let each =
+            (route == Route::Once && group.has_nodes()).then(|| group.traffic(Route::InterFirst));
         let straight = group.is_straight(route) && mesh.shards > 1 && ways > 0;
         let answers = straight.then(|| group.answers());
         for place in 0..group.ranks() {

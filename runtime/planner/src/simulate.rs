@@ -241,8 +241,8 @@ impl<'q> Simulator<'q> {
     fn ranks(&self, (mesh, route, ways, shadows): Kind) -> Rc<Vec<Rank>> {
         // What goes in two dimensions is spread, however many slices get it.
         let node = self.question.machine.units()[0];
-        let straight = traffic::straight(route, node, traffic::block(mesh, ways));
-        let ways = if straight { ways } else { mesh.shards };
+        let by_place = traffic::by_place(route, node, traffic::block(mesh, ways));
+        let ways = if by_place { ways } else { mesh.shards };
         let question = self.question;
         let model = ShadowModel {
             most: question.shadow_model.most.min(shadows),

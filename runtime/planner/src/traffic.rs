@@ -169,15 +169,21 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Whether a route is one exchange of the ranks of equal place in their blocks.
+    /// Whether a route's messages are between ranks of equal place in their blocks.
+    fn is_by_place(&self, route: Route) -> bool {
+        !self.has_nodes() || by_place(route, self.units[0], self.block)
+    }
+
+    /// Whether a route is one exchange of those.
     pub fn is_straight(&self, route: Route) -> bool {
-        !self.has_nodes() || straight(route, self.units[0], self.block)
+        self.is_by_place(route) && !(route == Route::Once && self.has_nodes())
     }
 
     pub fn traffic(&self, route: Route) -> Traffic {
         let all = self.all();
         let straight = self.is_straight(route);
-        let each = if straight { self.block as f64 } else { 1.0 };
+        let by_place = self.is_by_place(route);
+        let each = if by_place { self.block as f64 } else { 1.0 };
         let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
         let own = own.collect();
         let mut steps = match route {
@@ -426,12 +432,14 @@ impl All<'_> {
         let kept: Vec<Vec<f64>> = (0..self.to.len()).map(crossing).collect();
         let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
         let mut network = self.between(false, |from, to| of(from)[to / m]);
-        let inside = self.spread();
         let brought: Vec<f64> = (0..self.ranks())
             .map(|rank| of(rank).iter().sum())
             .collect();
         self.passing(&mut network, 1.0, |rank| brought[rank]);
-        vec![network, inside]
+        if self.group.is_by_place(Route::Once) {
+            return vec![network];
+        }
+        vec![network, self.spread()]
     }
 
     /// Rows of a rank for the experts of a node, each slice's counted once.
@@ -462,12 +470,12 @@ pub(crate) fn block(mesh: Parallel, ways: usize) -> usize {
     mesh.shards.checked_div(ways).unwrap_or(1)
 }
 
-/// Whether a route is one exchange of the ranks of equal place in blocks of so many. In two
+/// Whether a route's messages are between ranks of equal place in blocks of so many. In two
 /// dimensions rows are taken to be spread over a block, unless a node has one rank of each place.
-pub(crate) fn straight(route: Route, node: usize, block: usize) -> bool {
+pub(crate) fn by_place(route: Route, node: usize, block: usize) -> bool {
     match route {
         Route::Linear => true,
-        Route::Once => false,
+        Route::Once => node == block,
         Route::IntraFirst | Route::InterFirst | Route::Concurrent => node <= block,
     }
 }
