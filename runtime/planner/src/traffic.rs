@@ -257,23 +257,15 @@ impl All<'_> {
     /// One exchange of the ranks of each place of so many in a row, with `each` row for a rank
     /// that often.
     fn linear(&self, places: usize, each: f64) -> Step {
-        let of_place = |rows: &[f64], place: usize| {
-            let own = |(to, n): (usize, &f64)| if to % places == place { n * each } else { 0.0 };
-            let own: Vec<f64> = rows.iter().enumerate().map(own).collect();
-            running(&own)
-        };
         let one = self.to.len() == 1;
-        let sums: Vec<Vec<f64>> = if one {
-            let places = 0..places;
-            places.map(|place| of_place(&self.to[0], place)).collect()
-        } else {
-            let sources = self.to.iter().enumerate();
-            let of = |(from, rows): (usize, &Vec<f64>)| of_place(rows, from % places);
-            sources.map(of).collect()
-        };
+        let sums: Vec<Vec<f64>> = self.to.iter().map(|rows| running(rows, places)).collect();
         let sent = |rank: usize, range: &std::ops::Range<usize>| {
-            let sums = &sums[if one { rank % places } else { rank }];
-            sums[range.end] - sums[range.start]
+            let sums = &sums[if one { 0 } else { rank }];
+            let below = |bound: usize| match bound.checked_sub(rank % places + 1) {
+                Some(behind) => sums[behind / places * places + rank % places],
+                None => 0.0,
+            };
+            each * (below(range.end) - below(range.start))
         };
         let load = |rank: usize| {
             let mut loads = Rows::default();
@@ -490,14 +482,14 @@ fn of_its_place(
     (range.start + before..range.end).step_by(places)
 }
 
-/// `running(list)[i]`: the sum of the first `i`.
-fn running(list: &[f64]) -> Vec<f64> {
-    let mut sum = 0.0;
-    let sums = list.iter().map(|n| {
-        sum += n;
-        sum
-    });
-    std::iter::once(0.0).chain(sums).collect()
+/// `running(list, places)[i]`: the sum of the number of `i` and of those before it that are
+/// a multiple of `places` away.
+fn running(list: &[f64], places: usize) -> Vec<f64> {
+    let mut sums = list.to_vec();
+    for i in places..sums.len() {
+        sums[i] += sums[i - places];
+    }
+    sums
 }
 
 /// Equal bytes from a rank to each of some ranks next to each other, by level.
