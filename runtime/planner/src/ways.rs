@@ -6,7 +6,7 @@ use crate::geometry::{Rank, Share};
 use crate::pieces::Part;
 use crate::shadows::times;
 use crate::sides::Costs;
-use crate::traffic::to_range;
+use crate::traffic::{self, to_range};
 use moesaic_kernel::DType;
 use moesaic_plan::{
     Cut, Exchange, LayerPlan, Parallel, RankPlan, RankStep, Role, Route, Side, TensorPlan, Way,
@@ -182,14 +182,13 @@ impl Travel<'_> {
     /// back as sums of gradients; `bytes` are all of it.
     fn block(&self, rank: &Rank, bytes: f64) -> Taken {
         let own = bytes * self.owned();
-        let shards = self.mesh.shards;
         match self.ways {
             0 => {
                 let first = rank.group * self.mesh.group();
                 self.each(rank, first..first + self.mesh.group(), 1, own)
             }
             ways => {
-                let block = shards / ways;
+                let block = traffic::block(self.mesh, ways);
                 let first = rank.rank - rank.rank % block;
                 self.each(rank, first..first + block, 1, own)
             }
@@ -229,7 +228,7 @@ impl Travel<'_> {
 
     /// The ranks that multiplied the same rows with the slices of an expert.
     fn slices(&self, rank: &Rank) -> (std::ops::Range<usize>, usize) {
-        let block = self.mesh.shards / self.ways.max(1);
+        let block = traffic::block(self.mesh, self.ways);
         let first = rank.rank - rank.rank % self.mesh.shards + rank.rank % block;
         (first..first + self.ways * block, block)
     }

@@ -49,6 +49,16 @@ const ROUTES: [Route; 4] = [
     Route::Concurrent,
 ];
 
+/// Rows of each rank by expert: unequal ones, some ranks with none, and the same for all.
+fn counts(ranks: usize, experts: usize) -> [Vec<Vec<u64>>; 2] {
+    let count = |rank: usize, e: usize| ((rank * 7 + e * 5) % 11 * (rank % 3)) as u64;
+    let unequal: Vec<Vec<u64>> = (0..ranks)
+        .map(|rank| (0..experts).map(|e| count(rank, e)).collect())
+        .collect();
+    let alike = vec![unequal[1].clone(); ranks];
+    [unequal, alike]
+}
+
 #[test]
 fn every_row_takes_the_messages_that_are_counted() {
     let experts = 9;
@@ -60,12 +70,7 @@ fn every_row_takes_the_messages_that_are_counted() {
             ..Parallel::default()
         };
         let machine = published("h800").unwrap().with_per_node(node);
-        let count = |rank: usize, e: usize| ((rank * 7 + e * 5) % 11 * (rank % 3)) as u64;
-        let counts: Vec<Vec<u64>> = (0..mesh.ranks())
-            .map(|rank| (0..experts).map(|e| count(rank, e)).collect())
-            .collect();
-        let alike = vec![counts[1].clone(); mesh.ranks()];
-        for counts in [&counts, &alike] {
+        for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
             for start in [0, mesh.group()] {
                 let group = Group::new(&machine, mesh, start, &routing, experts);
@@ -111,12 +116,7 @@ fn a_row_stays_with_ranks_of_its_place() {
         };
         let block = shards / ways;
         let machine = published("h800").unwrap().with_per_node(node);
-        let count = |rank: usize, e: usize| ((rank * 7 + e * 5) % 11 * (1 + rank % 3)) as u64;
-        let counts: Vec<Vec<u64>> = (0..mesh.ranks())
-            .map(|rank| (0..experts).map(|e| count(rank, e)).collect())
-            .collect();
-        let alike = vec![counts[1].clone(); mesh.ranks()];
-        for counts in [&counts, &alike] {
+        for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
             let group = Group::new(&machine, mesh, 0, &routing, experts).at_ways(ways);
             let rows = |from: usize, to: usize| {
