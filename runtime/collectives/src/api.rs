@@ -260,7 +260,17 @@ pub trait Collectives: Send {
     /// As the trait says.
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError>;
 
-    /// Bytes of every rank, of any sizes, in the order of ranks. Waits.
+    /// Numbers of every rank, as many of each, in the order of ranks. Waits.
+    ///
+    /// # Errors
+    /// As the trait and its handles.
+    fn gather_numbers(
+        &mut self,
+        own: &[u64],
+        call: &Call,
+    ) -> Result<Vec<Vec<u64>>, CollectiveError>;
+
+    /// Bytes of every rank, of any sizes, in the order of ranks: their sizes first. Waits.
     ///
     /// # Errors
     /// As the trait and its handles.

@@ -4,6 +4,7 @@ use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::checks::{self, Counted};
 use crate::core::{Core, Shared};
 use crate::engine::Engine;
+use crate::groups::numbers;
 use crate::handle::{Handle, lock};
 use crate::letter::{Kind, Signature};
 use crate::memory::Region;
@@ -476,14 +477,19 @@ impl Collectives for Communicator {
         self.start(Kind::Barrier, call, job)
     }
 
+    fn gather_numbers(
+        &mut self,
+        own: &[u64],
+        call: &Call,
+    ) -> Result<Vec<Vec<u64>>, CollectiveError> {
+        let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let all = self.gather_host(&bytes, &vec![bytes.len(); self.size()], call)?;
+        Ok(numbers(&all, own.len(), self.size()))
+    }
+
     fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let lengths = self.gather_host(
-            &(own.len() as u64).to_le_bytes(),
-            &[8].repeat(self.size()),
-            call,
-        )?;
-        let lengths = lengths.as_chunks::<8>().0.iter();
-        let sizes: Vec<usize> = lengths.map(|n| u64::from_le_bytes(*n) as usize).collect();
+        let lengths = self.gather_numbers(&[own.len() as u64], call)?;
+        let sizes: Vec<usize> = lengths.concat().into_iter().map(|n| n as usize).collect();
         let all = self.gather_host(own, &sizes, call)?;
         let starts = plan::offsets(&sizes);
         Ok(starts

@@ -69,3 +69,13 @@ pub(crate) fn chosen(numbers: &[i64], color: i64) -> Vec<usize> {
     chosen.sort_unstable();
     chosen.into_iter().map(|(_, rank)| rank).collect()
 }
+
+/// Of so many numbers of each rank those of each.
+pub(crate) fn numbers(all: &[u8], each: usize, ranks: usize) -> Vec<Vec<u64>> {
+    let (numbers, _) = all.as_chunks::<8>();
+    let of = |rank: usize| {
+        let own = numbers[rank * each..].iter().take(each);
+        own.map(|n| u64::from_le_bytes(*n)).collect()
+    };
+    (0..ranks).map(of).collect()
+}

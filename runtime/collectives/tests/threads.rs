@@ -238,6 +238,12 @@ fn other_sizes_types_and_reductions_are_named() {
     assert!(text.contains("the element type differs: "), "{text}");
     let text = wrong([4, 4], f32s, [Reduction::Sum, Reduction::Max]);
     assert!(text.contains("the reduction differs: "), "{text}");
+    let numbers = errors(2, |mut world| {
+        let own = vec![7; 2 + world.rank()];
+        world.gather_numbers(&own, &call("loads")).map(drop)
+    });
+    let text: String = numbers.into_iter().flatten().collect();
+    assert!(text.contains("differs: 24 here, 16 on rank 0"), "{text}");
 }
 
 /// Rank 2 expects one element more of rank 0 than that sends. Ranks that have done their

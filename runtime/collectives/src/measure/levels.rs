@@ -23,7 +23,7 @@ pub struct LevelOptions {
 impl Default for LevelOptions {
     fn default() -> LevelOptions {
         LevelOptions {
-            smallest: 512,
+            smallest: 8,
             largest: 64 << 20,
             patience: Duration::from_millis(250),
             rounds: 12,

@@ -10,6 +10,7 @@ use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::checks::{self, Counted};
 use crate::communicator::{Communicator, Job};
 use crate::error::At;
+use crate::groups::numbers;
 use crate::handle::Handle;
 use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
@@ -538,6 +539,24 @@ impl Collectives for Nccl {
         })
     }
 
+    fn gather_numbers(
+        &mut self,
+        own: &[u64],
+        call: &Call,
+    ) -> Result<Vec<Vec<u64>>, CollectiveError> {
+        if self.control.is_some() {
+            self.usable(Kind::Agree)?;
+        }
+        if let Some(control) = &mut self.control {
+            self.sequence += 1;
+            let gathered = control.gather_numbers(own, call);
+            return gathered.inspect_err(|error| self.world.board.fail(None, error.clone()));
+        }
+        let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let all = self.gather_equal(&bytes, call)?;
+        Ok(numbers(&all, own.len(), self.size()))
+    }
+
     fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
         if self.control.is_some() {
             self.usable(Kind::Agree)?;
@@ -547,9 +566,8 @@ impl Collectives for Nccl {
             let gathered = control.gather_bytes(own, call);
             return gathered.inspect_err(|error| self.world.board.fail(None, error.clone()));
         }
-        let lengths = self.gather_equal(&(own.len() as u64).to_le_bytes(), call)?;
-        let lengths = lengths.as_chunks::<8>().0.iter();
-        let lengths: Vec<usize> = lengths.map(|n| u64::from_le_bytes(*n) as usize).collect();
+        let lengths = self.gather_numbers(&[own.len() as u64], call)?.concat();
+        let lengths: Vec<usize> = lengths.into_iter().map(|n| n as usize).collect();
         let most = lengths.iter().copied().max().unwrap_or(0).max(1);
         let mut padded = own.to_vec();
         padded.resize(most, 0);

@@ -217,6 +217,7 @@ fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, b
         .wait()
         .unwrap();
     assert!(read(device, &place) == expected, "{bytes} bytes in place");
+    gather_to_hosts(world, bytes);
     for root in 0..ranks {
         let data = slice(device, Element::U8, &part(rank, 9, bytes));
         world
@@ -226,6 +227,19 @@ fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, b
             .unwrap();
         assert!(read(device, &data) == part(root, 9, bytes), "root {root}");
     }
+}
+
+/// As many numbers of each, and bytes of any sizes.
+fn gather_to_hosts(world: &mut dyn Collectives, most: usize) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let numbers = |rank: usize| (0..most as u64).map(|i| i << 40 | rank as u64).collect();
+    let all: Vec<Vec<u64>> = (0..ranks).map(numbers).collect();
+    let found = world.gather_numbers(&all[rank], &call("numbers")).unwrap();
+    assert!(found == all, "{most} numbers");
+    let bytes = |rank: usize| part(rank, 3, most * rank / ranks);
+    let all: Vec<Vec<u8>> = (0..ranks).map(bytes).collect();
+    let found = world.gather_bytes(&all[rank], &call("bytes")).unwrap();
+    assert!(found == all, "at most {most} bytes");
 }
 
 /// Values whose sum depends on the order.

@@ -3,7 +3,6 @@
 use super::layer::MeshLayer;
 use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
-use super::ranks::Among;
 use super::rows::Rows;
 use super::run::Run;
 use super::side::Side;
@@ -13,6 +12,7 @@ use crate::call::{Counters, Input, Output};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use crate::training::Saved;
+use moesaic_collectives::Call;
 use moesaic_plan::{Both, SATURATED, Wire};
 use moesaic_tensor::Tensor;
 use std::sync::Arc;
@@ -116,15 +116,9 @@ impl MeshLayer {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
         let travel = own.take(self.tokens.spec().shape.experts);
-        let bytes: Vec<u8> = travel.flat_map(i64::to_le_bytes).collect();
-        let all = self
-            .ranks()
-            .gather_bytes(&bytes, Among::World, "rows for experts")?;
-        let rows = |rank: Vec<u8>| {
-            let each = rank.as_chunks::<8>().0.iter().copied();
-            each.map(u64::from_le_bytes).collect()
-        };
-        Ok(all.into_iter().map(rows).collect())
+        let rows: Vec<u64> = travel.map(|rows| rows as u64).collect();
+        let call = Call::new("rows for experts");
+        Ok(self.mesh.groups().world.gather_numbers(&rows, &call)?)
     }
 
     fn decide(

@@ -68,12 +68,10 @@ impl Run<'_> {
         call: &Call,
     ) -> Result<Vec<Vec<usize>>, EngineError> {
         let group = self.groups.between(between);
-        let all = group.gather_bytes(cast_slice(own), call)?;
-        let numbers = |bytes: &Vec<u8>| {
-            let numbers = bytes.as_chunks::<8>().0.iter();
-            numbers.map(|n| u64::from_ne_bytes(*n) as usize).collect()
-        };
-        Ok(all.iter().map(numbers).collect())
+        let all = group.gather_numbers(own, call)?.into_iter();
+        Ok(all
+            .map(|own| own.into_iter().map(|n| n as usize).collect())
+            .collect())
     }
 
     /// Everybody learns how many rows come from where.

@@ -264,9 +264,8 @@ impl Mesh {
     ) -> Result<Option<Vec<Vec<u8>>>, EngineError> {
         let world = &mut self.groups().world;
         let call = Call::new("collected by the first rank");
-        let sizes = world.gather_bytes(&(own.len() as u64).to_le_bytes(), &call)?;
-        let size = |bytes: &Vec<u8>| bytes.as_slice().try_into().map_or(0, u64::from_le_bytes);
-        let sizes: Vec<usize> = sizes.iter().map(|bytes| size(bytes) as usize).collect();
+        let sizes = world.gather_numbers(&[own.len() as u64], &call)?.concat();
+        let sizes: Vec<usize> = sizes.into_iter().map(|size| size as usize).collect();
         let buffer = |bytes: usize| Ok::<_, EngineError>(Arc::new(device.alloc(bytes.max(64))?));
         let slice =
             |buffer: &Arc<Buffer>, first, bytes| Slice::new(buffer, Element::U8, first, bytes);

@@ -227,15 +227,11 @@ impl Ranks {
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
         let told: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
-        let told = self.gather_bytes(cast_slice(&told), among, what)?;
         let mut groups = self.mesh.groups();
         let group = groups.among(among);
-        let first = 8 * group.rank();
-        let size = |bytes: &Vec<u8>| {
-            let size = bytes.get(first..first + 8).unwrap_or_default();
-            u64::from_ne_bytes(size.try_into().unwrap_or_default()) as usize
-        };
-        let receives: Vec<usize> = told.iter().map(size).collect();
+        let told = group.gather_numbers(&told, &Call::new(what))?;
+        let here = |to: &Vec<u64>| to.get(group.rank()).map_or(0, |size| *size as usize);
+        let receives: Vec<usize> = told.iter().map(here).collect();
         let mut all = vec![0.0f32; receives.iter().sum()];
         let sent = parts.concat();
         let (from, to) = (
