@@ -23,7 +23,7 @@ const ROUTES: [Route; 5] = [
 ];
 
 /// In how many pieces: what lies between is interpolated.
-const DEGREES: [usize; 2] = [1, 4];
+const DEGREES: [usize; 3] = [1, 2, 4];
 
 /// Steps of a layer whose experts are spread over all ranks.
 pub struct Steps {
@@ -131,8 +131,9 @@ fn strategies(routes: &[Route]) -> Vec<Strategy> {
         ..Strategy::default()
     };
     let each = |&route: &Route| DEGREES.map(|degree| of(route, degree, Cut::Rows));
-    let by_ranks = of(Route::Linear, DEGREES[1], Cut::Ranks);
-    routes.iter().flat_map(each).chain([by_ranks]).collect()
+    let pieces = DEGREES.into_iter().filter(|degree| *degree > 1);
+    let by_ranks = pieces.map(|degree| of(Route::Linear, degree, Cut::Ranks));
+    routes.iter().flat_map(each).chain(by_ranks).collect()
 }
 
 /// Seconds of a step with each strategy, all in turns: the lower quartile of the slowest rank's.

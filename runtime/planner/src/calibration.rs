@@ -131,6 +131,7 @@ impl LevelFit {
                     peers: one.messages,
                     kib: one.bytes / one.messages / 1024.0,
                     by: one.sustained() / model(&found.constants, &point(one).terms),
+                    again: one.again.map(|seconds| seconds / one.sustained()),
                 })
                 .collect(),
         };
@@ -198,9 +199,16 @@ impl Calibration {
                 level.half_size_kib,
                 level.hidden
             );
-            for Factor { peers, kib, by } in &level.factors {
+            for Factor {
+                peers,
+                kib,
+                by,
+                again,
+            } in &level.factors
+            {
                 text +=
                     &format!("[[level.factors]]\npeers = {peers:?}\nkib = {kib:?}\nby = {by:?}\n");
+                text += &again.map_or_else(String::new, |part| format!("again = {part:?}\n"));
             }
         }
         if let Some(compute) = &self.compute {
@@ -315,6 +323,7 @@ mod tests {
                         peers: 1.0,
                         kib: 0.5,
                         by: 1.25,
+                        again: Some(0.5),
                     };
                     2
                 ],

@@ -29,6 +29,11 @@ impl Load {
         }
     }
 
+    /// Bytes of a message.
+    pub fn each(&self) -> f64 {
+        self.sent.max(self.received) / self.messages.max(1.0)
+    }
+
     /// What goes out comes in.
     #[must_use]
     pub fn turned(self) -> Load {
@@ -88,9 +93,9 @@ pub struct PhaseTime {
     pub seconds: f64,
     /// Fixed times and messages, whatever their size.
     pub fixed: f64,
-    /// What of it can be hidden where an exchange follows another at once: the shorter of its
-    /// transfers and of all that has no size. Messages inside nodes beside those between them
-    /// hide each other already.
+    /// What of it is hidden where an exchange follows another at once: as it was measured, or
+    /// a part of the shorter of its transfers and of all that has no size. Messages inside nodes
+    /// beside those between them hide each other already.
     pub skipped: f64,
     /// Seconds of what goes out and of what comes in over the busiest level.
     pub directions: [f64; 2],
@@ -124,7 +129,7 @@ impl Machine {
     pub fn phase(&self, phase: &Phase) -> PhaseTime {
         let mut time = PhaseTime::default();
         let (mut longest, mut sum) = (0.0f64, 0.0);
-        let mut messages = 0.0f64;
+        let (mut messages, mut again) = (0.0f64, None);
         for (at, level) in self.levels.iter().enumerate() {
             let load = &phase.loads[at];
             if load.peers == 0.0 {
@@ -137,6 +142,7 @@ impl Machine {
             if each + moved > longest {
                 let part = moved / load.sent.max(load.received).max(1.0);
                 time.directions = [load.sent * part, load.received * part];
+                again = level.again(load.peers, load.each());
             }
             messages += each;
             longest = longest.max(each + moved);
@@ -153,7 +159,10 @@ impl Machine {
         time.fixed += messages.min(moving);
         if !phase.side_by_side {
             let [out, inward] = time.directions;
-            time.skipped = time.fixed.min(out.max(inward));
+            time.skipped = match again {
+                Some(part) => (1.0 - part) * (time.seconds - time.copies),
+                None => self.hidden() * time.fixed.min(out.max(inward)),
+            };
         }
         time
     }
@@ -162,7 +171,7 @@ impl Machine {
 /// Seconds of messages as such, and of their bytes; and the factor that is in both.
 fn transfer(level: &Level, load: &Load) -> (f64, f64, f64) {
     let bytes = load.sent.max(load.received);
-    let factor = level.factor(load.peers, bytes / load.messages.max(1.0));
+    let factor = level.factor(load.peers, load.each());
     (
         load.messages * level.per_message() * factor,
         bytes / level.rate(load.peers) * factor,
@@ -218,9 +227,16 @@ mod tests {
             peers: 8.0,
             kib: 1.0,
             by: 2.0,
+            again: Some(0.75),
         }];
         let time = machine.phase(&phase);
         assert!((time.seconds - 12.02e-3).abs() < 1e-9, "{time:?}");
+        assert_eq!(time.skipped, 0.0, "levels hide each other");
+        phase.side_by_side = false;
+        let time = machine.phase(&phase);
+        let moved = 12.02e-3 + 1e-3;
+        assert!((time.seconds - moved).abs() < 1e-9, "{time:?}");
+        assert!((time.skipped - moved / 4.0).abs() < 1e-9, "{time:?}");
         let [out, inward] = time.directions;
         assert!(
             (out - 6e-3).abs() < 1e-9 && (inward - 12e-3).abs() < 1e-9,

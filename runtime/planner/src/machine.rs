@@ -61,7 +61,8 @@ pub struct Level {
     pub fanout: Fanout,
     /// What of fixed times and messages transfers hide where exchanges follow each other at
     /// once, as those of pieces do: ranks do not wait for each other then, and links carry both
-    /// ways. A part from 0, nothing, to 1; that of the outermost level counts.
+    /// ways. A part from 0, nothing, to 1; that of the outermost level counts, and of fixed times
+    /// and messages only where `factors` do not say it for each size.
     #[serde(default)]
     pub hidden: f64,
     /// How much longer measured exchanges took than the figures above say. What lies between
@@ -95,6 +96,9 @@ pub struct Factor {
     pub kib: f64,
     /// So many times as long.
     pub by: f64,
+    /// The part of that which it takes where it follows another at once, if that was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub again: Option<f64>,
 }
 
 /// How much longer rows took by a route, in so many pieces, than links say.
@@ -326,6 +330,8 @@ impl Machine {
                 list.push((of("factors.peers"), factor.peers, true));
                 list.push((of("factors.kib"), factor.kib, true));
                 list.push((of("factors.by"), factor.by, true));
+                let again = factor.again.map(|part| (of("factors.again"), part, true));
+                list.extend(again);
             }
         }
         list
@@ -338,6 +344,11 @@ impl Machine {
             level.radix = ranks.max(1);
         }
         self
+    }
+
+    /// See [`Level::hidden`]: that of the outermost level.
+    pub(crate) fn hidden(&self) -> f64 {
+        self.levels.last().map_or(0.0, |level| level.hidden)
     }
 
     /// Ranks of an innermost unit.
@@ -423,6 +434,15 @@ impl Level {
     /// other figures say.
     pub fn factor(&self, peers: f64, bytes: f64) -> f64 {
         factor(&self.factors, peers, bytes / 1024.0)
+    }
+
+    /// The part of their time that such messages take where they follow others at once, if that
+    /// was measured.
+    pub fn again(&self, peers: f64, bytes: f64) -> Option<f64> {
+        let timed = self.factors.iter().filter_map(|own| Some((own, own.again?)));
+        let points = timed.map(|(own, part)| [own.peers, own.kib, part]);
+        points.clone().next()?;
+        Some(interpolated(points, peers, bytes / 1024.0).min(1.0))
     }
 }
 
@@ -533,7 +553,12 @@ mod tests {
 
     #[test]
     fn factors_are_met_and_interpolated() {
-        let of = |peers, kib, by| Factor { peers, kib, by };
+        let of = |peers, kib, by| Factor {
+            peers,
+            kib,
+            by,
+            again: None,
+        };
         let all = [
             of(4.0, 64.0, 1.0),
             of(1.0, 1.0, 1.0),
@@ -544,7 +569,7 @@ mod tests {
             let found = factor(&all, peers, kib);
             assert!((found / by - 1.0).abs() < 1e-9, "{peers} {kib}: {found}");
         };
-        for Factor { peers, kib, by } in all {
+        for Factor { peers, kib, by, .. } in all {
             near(peers, kib, by);
         }
         near(1.0, 4.0, 2.0);

@@ -387,7 +387,6 @@ impl Work<'_> {
         let machine = travel.machine;
         let all = machine.compute.multiprocessors as f64;
         let left = all - machine.overlap.multiprocessors as f64;
-        let hidden = machine.levels.last().map_or(0.0, |level| level.hidden);
         let (there, back) = (
             taken_by(&self.there, travel, rank),
             taken_by(&self.back, travel, rank),
@@ -412,8 +411,8 @@ impl Work<'_> {
         let slowed = product * (1.0 + machine.overlap.compute_slowdown);
         let piece = Piece {
             there: there.time.seconds,
-            skipped: [there.time, rows_back].map(|time| hidden * time.skipped),
-            beside: hidden * both_ways(there.time.directions, rows_back.directions),
+            skipped: [there.time.skipped, rows_back.skipped],
+            beside: machine.hidden() * both_ways(there.time.directions, rows_back.directions),
             product,
             // Passes over memory take their time from products.
             hindered: sum(&fewer).max(slowed) + there.time.copies + back.time.copies,

@@ -289,10 +289,10 @@ impl Travel<'_> {
         if self.machine.routes.is_empty() {
             return Taken { time, sent };
         }
-        let message = carried.message(rank);
+        // Steps are timed as a whole: what is smaller beside rows is in their factor.
         let by = self
             .machine
-            .route(self.route, self.cut, self.degree, message);
+            .route(self.route, self.cut, self.degree, self.message(rank));
         let time = time.times(by);
         Taken { time, sent }
     }
