@@ -25,8 +25,9 @@ cargo build --quiet --release -p moesaic-cli
 cargo bench --quiet --bench adaptive --no-run
 bench=$(ls -t "$target"/release/deps/adaptive-* | grep -v '\.' | head -n 1)
 
+# Narrow rows, so that small pieces have some for each rank.
 cat >"$out/layer.toml" <<'LAYER'
-shape = { model_dim = 256, hidden_dim = 64, experts = 16, top_k = 2 }
+shape = { model_dim = 64, hidden_dim = 64, experts = 16, top_k = 2 }
 LAYER
 
 # Links may be ahead by little, so that a transfer takes what its bytes say. Ranks compile
@@ -39,7 +40,7 @@ nodes() {
 }
 
 nodes "$target/release/moesaic" bench --spec "$out/layer.toml" --target cpu \
-    --tokens 16,32,64,128,256,512 --seconds 3 --ranks 16 --machine mpi-emulated \
+    --tokens 16,32,64,128,256,512,1024 --seconds 3 --ranks 16 --machine mpi-emulated \
     --calibration "$out/calibration.toml"
 nodes "$bench" measure "$first" "$last" "$rounds" "$out/calibration.toml" | tee "$out/measured.txt"
 nodes "$bench" hot "$rounds" "$out/calibration.toml" | tee "$out/hot.txt"

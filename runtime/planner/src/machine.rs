@@ -439,8 +439,8 @@ impl Level {
     /// The part of their time that such messages take where they follow others at once, if that
     /// was measured.
     pub fn again(&self, peers: f64, bytes: f64) -> Option<f64> {
-        let timed = self.factors.iter().filter_map(|own| Some((own, own.again?)));
-        let points = timed.map(|(own, part)| [own.peers, own.kib, part]);
+        let point = |own: &Factor| Some([own.peers, own.kib, own.again?]);
+        let points = self.factors.iter().filter_map(point);
         points.clone().next()?;
         Some(interpolated(points, peers, bytes / 1024.0).min(1.0))
     }
