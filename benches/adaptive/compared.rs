@@ -3,7 +3,7 @@
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::Passes;
 use crate::{Result, quartile};
-use moesaic::plan::ShadowModel;
+use moesaic::plan::{Both, ShadowModel, Wire};
 use moesaic::planner::{Machine, Question, Routing, Simulator};
 use moesaic::{LayerSpec, Strategy, Training};
 use serde::Deserialize;
@@ -269,20 +269,16 @@ fn by_size(layers: &BTreeMap<u64, Layer>) {
 
 /// By how much each strategy that all layers could have is slower than the best of each.
 fn statics(layers: &BTreeMap<u64, Layer>) {
-    let mut each: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    let mut each: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for layer in layers.values() {
         let Some(best) = least(&layer.points, |point| point.measured) else {
             continue;
         };
         for point in &layer.points {
-            let without = point.strategy.split(",wire").next().unwrap_or_default();
-            let name = if without.starts_with("wire") {
-                "default"
-            } else {
-                without
-            };
             let behind = point.measured / best.measured - 1.0;
-            each.entry(name).or_default().push(behind);
+            each.entry(unpacked(&point.strategy))
+                .or_default()
+                .push(behind);
         }
     }
     println!("\nstatic choice              layers  behind the best of each: mean  most");
@@ -296,4 +292,14 @@ fn statics(layers: &BTreeMap<u64, Layer>) {
             100.0 * most
         );
     }
+}
+
+/// The strategy as it would be where nothing is packed between nodes.
+fn unpacked(strategy: &str) -> String {
+    let wire = Both::same(Wire::Exact);
+    let parsed = strategy.parse();
+    parsed.map_or_else(
+        |_| strategy.to_string(),
+        |parsed: Strategy| Strategy { wire, ..parsed }.to_string(),
+    )
 }
