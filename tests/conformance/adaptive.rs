@@ -111,9 +111,12 @@ fn a_layer_that_tries_strategies_learns_the_same() {
     };
     let fixed = learned(&[default]);
     let searched = learned(&[]);
-    // All ways, and all numbers of pieces of each, by all ranks at the same steps.
+    // All ways, and all numbers of pieces of each, by all ranks at the same steps; then two
+    // passes together that were the fastest apart, if they were.
     let events = &searched[0].events;
-    assert_eq!(tried(events).len(), 3 * 2, "{events:?}");
+    let mut all = tried(events);
+    all.retain(|strategy| strategy.degree.forward == strategy.degree.backward);
+    assert_eq!(all.len(), 3 * 2, "{events:?}");
     let kept = |event: &Event| matches!(event.what, What::Kept { .. });
     assert!(events.iter().any(kept), "{events:?}");
     let most = shares(TOKENS, 4).iter().map(|tokens| tokens.len()).max();

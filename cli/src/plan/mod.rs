@@ -94,7 +94,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
         wires: args.wires.clone(),
         ..Space::default()
     };
-    let ranked = planner::search(&simulator, &space).map_err(|error| args.failure(error))?;
+    let ranked = planner::search(&question, &space).map_err(|error| args.failure(error))?;
     let Some(best) = ranked.best.first() else {
         return Err(Failure::work("no configuration was found"));
     };

@@ -6,7 +6,7 @@
 //! ```
 
 use moesaic_plan::{ShadowModel, Training, Wire};
-use moesaic_planner::{Question, Routing, Simulator, Space, published, search};
+use moesaic_planner::{Question, Routing, Space, published, search};
 use moesaic_spec::LayerSpec;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -27,12 +27,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .map_or(Ok(2048), |world| world.parse())?,
         training: Some(Training::default()),
     };
-    let simulator = Simulator::new(&question);
     let space = Space {
         wires: vec![Wire::Exact, Wire::Fp8],
         ..Space::default()
     };
-    let ranked = search(&simulator, &space)?;
+    let ranked = search(&question, &space)?;
     println!("{} configurations", ranked.simulated);
     for best in ranked.best.iter().take(5) {
         let ms = best.seconds * 1e3;

@@ -49,11 +49,10 @@ mod tests {
     use moesaic_plan::{ShadowModel, Training};
     use moesaic_spec::LayerSpec;
 
-    #[test]
-    fn a_factor_makes_a_step_take_what_was_measured() {
+    fn asked() -> (Question, Parallel) {
         let text = "shape = { model_dim = 256, hidden_dim = 128, experts = 16, top_k = 2 }";
         let spec = LayerSpec::from_toml(text).unwrap();
-        let mut question = Question {
+        let question = Question {
             routing: Routing::even(512, 16, 2),
             shadow_model: ShadowModel::of(&spec),
             spec,
@@ -65,6 +64,33 @@ mod tests {
             ep: 16,
             ..Parallel::default()
         };
+        (question, mesh)
+    }
+
+    /// The weights of rows, in messages of their own, are in what was timed.
+    #[test]
+    fn what_is_beside_rows_has_their_factor() {
+        let (mut question, mesh) = asked();
+        let strategy = Strategy::default();
+        let passes = |question: &Question| {
+            let found = Simulator::new(question).predict(mesh, strategy);
+            found.unwrap().both_passes()
+        };
+        let own = passes(&question);
+        let of_rows = route_factor(&question, mesh, strategy, own).unwrap();
+        let of_less = RouteFactor {
+            message_kib: of_rows.message_kib / 64.0,
+            by: 4.0,
+            ..of_rows
+        };
+        question.machine.routes = vec![of_rows, of_less];
+        let found = passes(&question) / own;
+        assert!((found - 1.0).abs() < 1e-6, "{found}");
+    }
+
+    #[test]
+    fn a_factor_makes_a_step_take_what_was_measured() {
+        let (mut question, mesh) = asked();
         for text in [
             "default",
             "route=inter-first",

@@ -1,9 +1,10 @@
 //! Which configurations a machine would do best.
 
 use crate::question::PlannerError;
-use crate::{Prediction, Simulator};
+use crate::{Prediction, Question, Simulator};
 use moesaic_plan::{Both, Cut, Parallel, Route, SharedExperts, Strategy, Wire};
 use moesaic_spec::LayerSpec;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Which configurations are looked at.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,7 +36,7 @@ impl Default for Space {
 }
 
 /// What a search found.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Ranked {
     /// Those that fit into memory, the fastest first; before them the simplest of those that
     /// are as good as equal ([`Strategy::simplest`], of the mesh that is the fastest).
@@ -56,26 +57,13 @@ pub struct Ranked {
 /// # Errors
 /// [`PlannerError::Nothing`] where nothing fits into memory, and what a mesh or strategy
 /// that was asked for by itself cannot be.
-pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerError> {
-    let question = simulator.question();
-    let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
-    let mut ranked = Ranked {
-        best: Vec::new(),
-        simulated: 0,
-        too_large: 0,
-    };
-    for mesh in meshes(question.world, &question.spec, space) {
-        let all = space.strategies(mesh, simulator.has_nodes(mesh));
-        let asked = space.strategy.is_some() || !question.routing.is_even();
-        for strategy in all.into_iter().filter(|s| asked || s.shadows == 0) {
-            let prediction = simulator.brief(mesh, strategy)?;
-            ranked.simulated += 1;
-            if prediction.memory.bytes() <= limit || space.strategy.is_some() {
-                ranked.best.push(prediction)
-            } else {
-                ranked.too_large += 1
-            }
-        }
+pub fn search(question: &Question, space: &Space) -> Result<Ranked, PlannerError> {
+    let mut ranked = Ranked::default();
+    for found in of_each(question, space) {
+        let found = found?;
+        ranked.simulated += found.simulated;
+        ranked.too_large += found.too_large;
+        ranked.best.extend(found.best);
     }
     if ranked.best.is_empty() {
         return Err(PlannerError::Nothing {
@@ -83,7 +71,6 @@ pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerErr
             gib: question.machine.compute.memory_gib,
         });
     }
-    combine(simulator, &mut ranked)?;
     // A nanosecond is no reason to be complicated.
     let key = |p: &Prediction| ((p.seconds * 1e9).round() as u64, p.mesh.shards, p.strategy);
     ranked.best.sort_by_key(key);
@@ -91,6 +78,53 @@ pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerErr
     if let Some(simplest) = simplest(&ranked.best) {
         ranked.best[..=simplest].rotate_right(1);
     }
+    Ok(ranked)
+}
+
+/// What is found of each mesh, in their order: as many at once as there are processors.
+fn of_each(question: &Question, space: &Space) -> Vec<Result<Ranked, PlannerError>> {
+    let meshes = meshes(question.world, &question.spec, space);
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let simulator = Simulator::new(question);
+        let taken = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
+        let taken = taken.take_while(|at| *at < meshes.len());
+        taken
+            .map(|at| (at, of_mesh(&simulator, space, meshes[at])))
+            .collect::<Vec<_>>()
+    };
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut found: Vec<(usize, _)> = std::thread::scope(|scope| {
+        let others = processors.min(meshes.len()).saturating_sub(1);
+        let others: Vec<_> = (0..others).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        let others = others.into_iter().flat_map(|thread| {
+            let found = thread.join();
+            found.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        own.into_iter().chain(others).collect()
+    });
+    found.sort_by_key(|(at, _)| *at);
+    found.into_iter().map(|(_, found)| found).collect()
+}
+
+/// All configurations of a mesh, in no order.
+fn of_mesh(simulator: &Simulator, space: &Space, mesh: Parallel) -> Result<Ranked, PlannerError> {
+    let question = simulator.question();
+    let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
+    let mut ranked = Ranked::default();
+    let all = space.strategies(mesh, simulator.has_nodes(mesh));
+    let asked = space.strategy.is_some() || !question.routing.is_even();
+    for strategy in all.into_iter().filter(|s| asked || s.shadows == 0) {
+        let prediction = simulator.brief(mesh, strategy)?;
+        ranked.simulated += 1;
+        if prediction.memory.bytes() <= limit || space.strategy.is_some() {
+            ranked.best.push(prediction)
+        } else {
+            ranked.too_large += 1
+        }
+    }
+    combine(simulator, &mut ranked)?;
     Ok(ranked)
 }
 

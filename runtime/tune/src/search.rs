@@ -20,19 +20,30 @@ const MOST: usize = 5;
 
 /// What is worth a measurement: what is done now, and the best predictions; the simplest of
 /// those first. Strategies that differ in pieces and wire alone are predicted too long or too
-/// short alike, so that of each kind the best comes before the second best of any.
+/// short alike, so that of each kind the simplest of the best ([`Strategy::simplest`]) comes
+/// before others of any.
 pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy> {
-    let mut sorted = predictions.to_vec();
-    sorted.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-    let simplest = Strategy::simplest(sorted.iter().map(|p| (p.strategy, p.seconds)));
-    let best = sorted.first().map_or(0.0, |best| best.seconds);
-    let near = sorted.iter().filter(|p| p.seconds <= best * (1.0 + NEAR));
-    let near: Vec<Strategy> = near.map(|p| p.strategy).collect();
-    let place = |(at, strategy): (usize, &Strategy)| {
-        let alike = |other: &&Strategy| other.shared() == strategy.shared();
-        (near[..at].iter().filter(alike).count(), *strategy)
+    let mut sorted: Vec<(Strategy, f64)> = predictions
+        .iter()
+        .map(|p| (p.strategy, p.seconds))
+        .collect();
+    sorted.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let simplest = Strategy::simplest(sorted.iter().copied());
+    let best = sorted.first().map_or(0.0, |(_, seconds)| *seconds);
+    sorted.retain(|(_, seconds)| *seconds <= best * (1.0 + NEAR));
+    let place = |(at, &(strategy, _)): (usize, &(Strategy, f64))| {
+        let alike = |(other, _): &&(Strategy, f64)| other.shared() == strategy.shared();
+        let first = Strategy::simplest(sorted.iter().filter(alike).copied());
+        let before = sorted[..at].iter().filter(alike);
+        let before = before.filter(|(other, _)| Some(*other) != first).count();
+        let place = if first == Some(strategy) {
+            0
+        } else {
+            1 + before
+        };
+        (place, strategy)
     };
-    let mut others: Vec<(usize, Strategy)> = near.iter().enumerate().map(place).collect();
+    let mut others: Vec<(usize, Strategy)> = sorted.iter().enumerate().map(place).collect();
     others.sort_by_key(|(place, _)| *place);
     let others = others.into_iter().map(|(_, strategy)| strategy);
     let others = others.filter(|s| Some(*s) != simplest);
@@ -293,6 +304,17 @@ mod tests {
         };
         let list = shortlist(&[of(2, 1.1), of(3, 1.0), other], strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), once, strategy(2)]);
+        // So does one piece before two that are predicted hardly less.
+        let twice = Prediction {
+            strategy: Strategy {
+                degree: Both::same(2),
+                ..once
+            },
+            seconds: 1.18,
+        };
+        let list = shortlist(&[of(2, 1.1), of(3, 1.0), other, twice], strategy(1));
+        let wanted = [strategy(1), strategy(3), once, strategy(2), twice.strategy];
+        assert_eq!(list, wanted);
         let next = neighbour(&all, strategy(2), |s| s == strategy(1));
         assert_eq!(next, Some(strategy(4)));
         assert_eq!(neighbour(&all, strategy(2), |_| true), None);

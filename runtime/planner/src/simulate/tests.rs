@@ -135,8 +135,7 @@ fn one_rank_exchanges_nothing() {
 fn no_tokens_are_no_trouble() {
     for world in [1, 16] {
         let question = question(world, 0, true);
-        let simulator = Simulator::new(&question);
-        let ranked = search(&simulator, &Space::default()).unwrap();
+        let ranked = search(&question, &Space::default()).unwrap();
         assert!(
             ranked
                 .best
@@ -339,7 +338,7 @@ fn what_cannot_be_says_what_can() {
 fn the_best_that_is_found_is_the_best_of_all() {
     let question = question(16, 8192, true);
     let simulator = Simulator::new(&question);
-    let ranked = search(&simulator, &Space::default()).unwrap();
+    let ranked = search(&question, &Space::default()).unwrap();
     // The simplest of those that are as good as equal comes before the fastest.
     let all = ranked.best.iter();
     let best = all.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).unwrap();
@@ -407,7 +406,7 @@ fn a_search_looks_for_shadows_where_an_expert_is_hot() {
         ..Space::default()
     };
     let shadowed = |question: &Question| {
-        let ranked = search(&Simulator::new(question), &space).unwrap();
+        let ranked = search(question, &space).unwrap();
         let shadows = ranked.best.iter().map(|found| found.strategy.shadows);
         shadows.filter(|most| *most > 0).count()
     };
