@@ -357,10 +357,10 @@ pub enum StrategyError {
 pub const MOST_PIECES: usize = 64;
 
 /// Predictions that differ by no more than this are as good as equal.
-const ALIKE: f64 = 0.03;
+const ALIKE: f64 = 0.02;
 
 impl Strategy {
-    /// The simplest of those that take hardly longer than the fastest (3 %): rows in one hop
+    /// The simplest of those that take hardly longer than the fastest (2 %): rows in one hop
     /// before two, and those before two ways at once; then fewer pieces. What a prediction
     /// leaves out makes what is complicated slower. `timed`: strategies and what they take.
     pub fn simplest(timed: impl Iterator<Item = (Strategy, f64)> + Clone) -> Option<Strategy> {
