@@ -17,13 +17,10 @@ impl Nccl {
         call: &Call,
     ) -> Result<Passage, CollectiveError> {
         let kind = Kind::Agree;
-        if self.control.is_some() {
-            self.usable(kind)?;
-        }
-        if let Some(control) = &mut self.control {
-            self.sequence += 1;
-            let told = control.tell(algorithm, pieces, units, call);
-            return told.inspect_err(|error| self.world.board.fail(None, error.clone()));
+        if let Some(told) =
+            self.by_control(1, |control| control.tell(algorithm, pieces, units, call))
+        {
+            return told;
         }
         checks::units(kind, pieces, units.len(), self.size())?;
         let telling = by_way::Telling::new(algorithm, self.size(), kind)?;

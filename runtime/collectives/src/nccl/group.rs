@@ -544,13 +544,8 @@ impl Collectives for Nccl {
         own: &[u64],
         call: &Call,
     ) -> Result<Vec<Vec<u64>>, CollectiveError> {
-        if self.control.is_some() {
-            self.usable(Kind::Agree)?;
-        }
-        if let Some(control) = &mut self.control {
-            self.sequence += 1;
-            let gathered = control.gather_numbers(own, call);
-            return gathered.inspect_err(|error| self.world.board.fail(None, error.clone()));
+        if let Some(gathered) = self.by_control(1, |control| control.gather_numbers(own, call)) {
+            return gathered;
         }
         let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
         let all = self.gather_equal(&bytes, call)?;
@@ -558,13 +553,8 @@ impl Collectives for Nccl {
     }
 
     fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        if self.control.is_some() {
-            self.usable(Kind::Agree)?;
-        }
-        if let Some(control) = &mut self.control {
-            self.sequence += 2;
-            let gathered = control.gather_bytes(own, call);
-            return gathered.inspect_err(|error| self.world.board.fail(None, error.clone()));
+        if let Some(gathered) = self.by_control(2, |control| control.gather_bytes(own, call)) {
+            return gathered;
         }
         let lengths = self.gather_numbers(&[own.len() as u64], call)?.concat();
         let lengths: Vec<usize> = lengths.into_iter().map(|n| n as usize).collect();

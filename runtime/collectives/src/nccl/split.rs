@@ -19,6 +19,21 @@ struct Part {
 }
 
 impl Nccl {
+    /// What so many operations of the group give that carries what is small, if there is one.
+    pub(super) fn by_control<T>(
+        &mut self,
+        operations: u64,
+        gather: impl FnOnce(&mut Communicator) -> Result<T, CollectiveError>,
+    ) -> Option<Result<T, CollectiveError>> {
+        self.control.as_ref()?;
+        if let Err(error) = self.usable(Kind::Agree) {
+            return Some(Err(error));
+        }
+        self.sequence += operations;
+        let gathered = gather(self.control.as_mut()?);
+        Some(gathered.inspect_err(|error| self.world.board.fail(None, error.clone())))
+    }
+
     /// Bytes of all ranks, as many of each, through the device: where nothing else carries
     /// them.
     pub(super) fn gather_equal(
