@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub struct Key {
     /// Devices and libraries: choices of one machine are not another's.
     pub machine: String,
-    /// Layer, mesh, and ranks of a node.
+    /// Layer, mesh, placement of experts and nodes: `MeshLayer::identity`.
     pub layer: String,
     /// How many rows there are, roughly.
     pub rows: Rows,

@@ -56,13 +56,11 @@ impl AdaptiveLayer {
     /// A layer with a tuner. `machine` says what devices and libraries ranks have, so that
     /// choices of one machine are not taken on another. All ranks give the same.
     pub fn new(layer: MeshLayer, tuner: Tuner, machine: &str, predict: Predict) -> AdaptiveLayer {
-        let plan = layer.plan();
-        let name = format!("{} on {:?}", plan.tokens.spec.name, plan.mesh);
         AdaptiveLayer {
-            layer,
             tuner,
             machine: machine.to_string(),
-            name,
+            name: layer.identity(),
+            layer,
             predict,
             untold: Vec::new(),
         }

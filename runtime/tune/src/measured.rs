@@ -23,8 +23,9 @@ impl Times {
         [self.forward, self.sum()]
     }
 
-    /// Of when the last rank ended each pass: the largest of [`Times::ends`]. Nobody waits between the two: a rank that is done
-    /// early with one takes longer for the other, so that the longest of each are not one step.
+    /// Of when the last rank ended each pass: the largest of [`Times::ends`]. Nobody waits
+    /// between the two: a rank that is done early with one takes longer for the other, so that
+    /// the longest of each are not one step.
     pub fn of_last([forward, end]: [f64; 2]) -> Times {
         Times {
             forward,
@@ -68,6 +69,11 @@ impl Measured {
             samples.times.push(times);
         }
         samples.runs += 1;
+    }
+
+    /// How many strategies there were steps with.
+    pub fn len(&self) -> usize {
+        self.0.len()
     }
 
     /// Whether there was a step with a strategy.

@@ -14,8 +14,7 @@ pub struct Prediction {
 
 /// Predictions within this share of the best are measured,
 const NEAR: f64 = 0.3;
-/// but not more of them than these. A sixth candidate is next to the best of them
-/// ([`neighbour`]).
+/// but not more of them than these. A sixth candidate is what they suggest.
 const MOST: usize = 5;
 
 /// What is worth a measurement: what is done now, and the best predictions; the simplest of

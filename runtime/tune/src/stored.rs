@@ -18,7 +18,7 @@ pub struct Record {
 }
 
 /// The form of the file. Files of another one are refused.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
 struct File {
@@ -142,8 +142,8 @@ mod tests {
         );
         for (text, says) in [
             ("", "not choices"),
-            ("{\"version\": 1}", "not choices"),
-            ("{\"version\": 2, \"choices\": 3}", "version 2"),
+            ("{\"version\": 2}", "not choices"),
+            ("{\"version\": 1, \"choices\": 3}", "version 1"),
             ("[]", "not choices"),
         ] {
             std::fs::write(&path, text).expect("written");

@@ -22,6 +22,8 @@ pub enum Mode {
 pub const CLOSE: f64 = 0.1;
 /// and so many of them are measured again.
 const FINALISTS: usize = 3;
+/// Of what is predicted so many are measured at most.
+const CANDIDATES: usize = 6;
 
 /// When a choice is made, and when it is made again.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -109,8 +111,8 @@ impl fmt::Display for Event {
 /// Where candidates come from.
 #[derive(Clone, Debug)]
 enum Candidates {
-    /// Of predictions those that are worth it; and one next to the best of them, when these
-    /// are measured.
+    /// Of predictions those that are worth it; and, when these are measured, the passes of two
+    /// of them together, and one next to the best, as far as there is room ([`CANDIDATES`]).
     Listed {
         list: Vec<Strategy>,
         predictions: Vec<Prediction>,
@@ -294,22 +296,30 @@ impl Entry {
     }
 
     fn next(&mut self, space: &Space, options: &Options) -> Option<Strategy> {
-        let missing = |s: &Strategy| self.measured.seconds(*s, options.samples).is_none();
+        let wanted = options.samples;
+        let together = self.measured.together(wanted);
+        let missing = |s: &Strategy| self.measured.seconds(*s, wanted).is_none();
         let next = match &mut self.candidates {
             Candidates::Listed {
                 list,
                 predictions,
                 next,
-            } => list.iter().copied().find(missing).or_else(|| {
-                let (fastest, _) = self.measured.best(options.samples)?;
+            } => {
                 let tried = |s: Strategy| self.measured.is_tried(s);
-                *next = next.or_else(|| neighbour(predictions, fastest, tried));
-                next.filter(missing)
-            }),
-            Candidates::Searched => space.next(&self.measured, options.samples),
+                let room = |s: &Strategy| tried(*s) || self.measured.len() < CANDIDATES;
+                let mut beside = || {
+                    let (fastest, _) = self.measured.best(wanted)?;
+                    *next = next.or_else(|| neighbour(predictions, fastest, tried));
+                    next.filter(missing)
+                };
+                let listed = list.iter().copied().find(missing);
+                // What was measured of two passes says more than what was predicted of one.
+                let last = || together.filter(room).or_else(|| beside().filter(room));
+                listed.or_else(last)
+            }
+            Candidates::Searched => space.next(&self.measured, wanted).or(together),
         };
-        next.or_else(|| self.measured.together(options.samples))
-            .or_else(|| self.measured.closest(options.finals, CLOSE, FINALISTS))
+        next.or_else(|| self.measured.closest(options.finals, CLOSE, FINALISTS))
     }
 
     fn settle(&mut self, options: &Options) {

@@ -11,6 +11,7 @@ use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
 use crate::texts::Texts;
 use crate::trace::Recorder;
+use moesaic_cache::hash_source;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{Both, Pieces, Role, ShadowModel, Sharing, StrategyError, Ways, Wire};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training, plan_rank};
@@ -184,6 +185,20 @@ impl MeshLayer {
         let view = self.view();
         let packing = self.packing(view, self.strategy.wire);
         packing.map_or(&view.plan, |packing| &packing.plan)
+    }
+
+    /// What tells the layer from others whose steps may take another time, the same on all
+    /// ranks: its name, how many ranks there are, and a hash of spec, training, target, mesh,
+    /// placement of experts, and how many ranks each node has.
+    pub fn identity(&self) -> String {
+        let (own, mesh) = (self.tokens.plan(), &self.mesh);
+        let (parallel, placement) = (mesh.parallel(), mesh.placement());
+        let nodes = mesh.hosts().chunk_by(|a, b| a == b);
+        let nodes: Vec<usize> = nodes.map(<[String]>::len).collect();
+        let (spec, target) = (&own.spec, own.target);
+        let all = (spec, own.training, target, parallel, placement, nodes);
+        let hash = &hash_source(&format!("{all:?}"))[..16];
+        format!("{}, {} ranks, {hash}", spec.name, parallel.ranks())
     }
 
     /// The mesh.
