@@ -3,7 +3,7 @@
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::Passes;
 use crate::{Result, quartile};
-use moesaic::plan::{Both, ShadowModel, Wire};
+use moesaic::plan::{Both, Placement, ShadowModel, Wire};
 use moesaic::planner::{Machine, Question, Routing, Simulator};
 use moesaic::{LayerSpec, Strategy, Training};
 use serde::Deserialize;
@@ -142,30 +142,32 @@ pub fn measured(lines: &str) -> Result<BTreeMap<u64, Vec<(Strategy, f64)>>> {
 
 /// Forward and backward, of the rows that ranks have.
 pub fn predict(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<f64> {
-    predict_with(drawn, strategy, machine, ShadowModel::of)
-}
-
-/// The same where experts with shadows are chosen by another model.
-pub fn predict_with(
-    drawn: &Drawn,
-    strategy: Strategy,
-    machine: &Machine,
-    model: fn(&LayerSpec) -> ShadowModel,
-) -> Result<f64> {
-    let question = question(drawn, machine, model)?;
+    let question = question(drawn, machine)?;
     let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
     Ok(found.both_passes())
 }
 
-fn question(
+/// The same with the sums of gradients, of experts where a placement has them, of which those
+/// with shadows are chosen by another model.
+pub fn predict_placed(
     drawn: &Drawn,
+    strategy: Strategy,
     machine: &Machine,
-    model: fn(&LayerSpec) -> ShadowModel,
-) -> Result<Question> {
+    (placement, model): (&Placement, fn(&LayerSpec) -> ShadowModel),
+) -> Result<f64> {
+    let mut question = question(drawn, machine)?;
+    question.placement = Some(placement.clone());
+    question.shadow_model = model(&question.spec);
+    let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
+    Ok(found.seconds)
+}
+
+fn question(drawn: &Drawn, machine: &Machine) -> Result<Question> {
     let spec = drawn.spec()?;
     Ok(Question {
         routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
-        shadow_model: model(&spec),
+        placement: None,
+        shadow_model: ShadowModel::of(&spec),
         spec,
         machine: machine.clone(),
         world: RANKS,
@@ -181,7 +183,7 @@ pub fn part(together: bool, name: &str) -> String {
 
 /// Seconds of each [`part`] of both passes of the slowest rank, and of the passes.
 pub fn phases(drawn: &Drawn, strategy: Strategy, machine: &Machine) -> Result<Vec<(String, f64)>> {
-    let question = question(drawn, machine, ShadowModel::of)?;
+    let question = question(drawn, machine)?;
     let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
     let mut all = Vec::new();
     for pass in &found.passes {

@@ -91,9 +91,10 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
             shadowed[kind]
         ));
         rank.say(&json!({ "placement": name, "rounds": slowest }).to_string());
-        if let Some(machine) = machine.filter(|_| placement.is_contiguous()) {
-            let seconds = compared::predict_with(&drawn, strategy.parse()?, machine, links)?;
-            rank.say(&format!("{name}: predicted {:.1} ms a step", 1e3 * seconds));
+        if let Some(machine) = machine {
+            let strategy = strategy.parse()?;
+            let found = compared::predict_placed(&drawn, strategy, machine, (placement, links))?;
+            rank.say(&format!("{name}: predicted {:.1} ms a step", 1e3 * found));
         }
     }
     rank.finish()

@@ -240,7 +240,7 @@ fn shard(args: &ShardArgs, console: &Console) -> Result {
 }
 
 /// Reads a placement from a file.
-fn placement(path: Option<&Path>) -> Result<Option<Placement>> {
+pub fn placement(path: Option<&Path>) -> Result<Option<Placement>> {
     let Some(path) = path else {
         return Ok(None);
     };

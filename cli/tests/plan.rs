@@ -35,7 +35,7 @@ impl Plan {
     }
 }
 
-const JOB: [&str; 4] = ["--world", "16", "--machine", "dgx-h100-ib"];
+const JOB: [&str; 4] = ["--world", "16", "--machine", "h100-ib"];
 
 #[test]
 fn configurations_are_ranked_and_the_best_is_shown_in_phases() {
@@ -44,7 +44,7 @@ fn configurations_are_ranked_and_the_best_is_shown_in_phases() {
         .with(&[&JOB[..], &["--tokens", "1024", "--training", "--top", "3"]].concat())
         .ok();
     for part in [
-        "16 ranks of dgx-h100-ib",
+        "16 ranks of h100-ib",
         "1024 tokens a rank, forward and backward",
         "simulated, not measured: ",
         "\n  3  ",
@@ -60,9 +60,7 @@ fn configurations_are_ranked_and_the_best_is_shown_in_phases() {
         !text.contains("\n  4  ") && !text.contains("warning:"),
         "{text}"
     );
-    let text = plan
-        .with(&["--world", "2048", "--machine", "dgx-h100-ib"])
-        .ok();
+    let text = plan.with(&["--world", "2048", "--machine", "h100-ib"]).ok();
     assert!(
         text.contains("warning: 2048 ranks are more than that"),
         "{text}"
@@ -169,9 +167,9 @@ fn rows_can_be_those_that_were_counted() {
 #[test]
 fn machines_are_files_and_measurements_replace_their_figures() {
     let plan = Plan::new();
-    let shipped = repository("runtime/planner/machines/dgx-h100-ib.toml");
+    let shipped = repository("runtime/planner/machines/h100-ib.toml");
     let text = std::fs::read_to_string(shipped).unwrap();
-    plan.file("own.toml", &text.replace("\"dgx-h100-ib\"", "\"ours\""));
+    plan.file("own.toml", &text.replace("\"h100-ib\"", "\"ours\""));
     let one = ["--json", "--mesh", "ep=16", "--strategy", "default"];
     let own = [&["--world", "16", "--machine", "own.toml"][..], &one].concat();
     let found = plan.with(&own).json();
@@ -199,9 +197,9 @@ fn what_cannot_be_says_what_can() {
     let plan = Plan::new();
     let fails = |more: &[&str], parts: &[&str]| plan.with(more).fails(2, parts);
     fails(
-        &["--world", "16", "--machine", "dgx-h100"],
+        &["--world", "16", "--machine", "h100ib"],
         &[
-            "unknown machine `dgx-h100`; did you mean `dgx-h100-ib`?",
+            "unknown machine `h100ib`; did you mean `h100-ib`?",
             "known machines: ",
         ],
     );

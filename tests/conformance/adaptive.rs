@@ -5,13 +5,13 @@ use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_nodes, on_ranks, part, shares, spec};
 use super::trained::COUNTERS;
 use moesaic::mesh::Among;
-use moesaic::plan::Strategy;
+use moesaic::plan::{Placement, Strategy};
 use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
 use moesaic::tune::{
-    AdaptiveLayer, Event, Mode, Options, Planned, Predict, Prediction, Rows, Space, Tuner, What,
-    shortlist,
+    AdaptiveLayer, Event, Key, Mode, Options, Planned, Predict, Prediction, Rows, Space, Tuner,
+    What, read, shortlist, write,
 };
 use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
 
@@ -202,6 +202,76 @@ fn the_planner_says_what_is_worth_a_measurement() {
         seconds: 1.0,
     };
     learned_alike(&ranks, &learned(&[default]));
+}
+
+/// What one run has found the next one does from its first step, if its layer is the same.
+#[test]
+fn choices_in_a_file_are_those_of_a_layer() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("choices.json");
+    let run = |width: usize, steps: usize, tuner: &Tuner| {
+        let text =
+            format!("shape = {{ model_dim = {width}, hidden_dim = 8, experts = 2, top_k = 1 }}");
+        let case = Case::random(&spec(&text), TOKENS, 5);
+        let ranks = on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
+            let layer = layer_on(&cpu(), mesh, &case, Some(Training::default()));
+            let predict: Predict = Box::new(|_, _| Vec::new());
+            let mut layer = AdaptiveLayer::new(layer, tuner.clone(), "this machine", predict);
+            let tokens = &shares(TOKENS, 4)[mesh.rank()];
+            let own = part(&case, tokens);
+            let dy = &case.dy(0)[tokens.start * width..tokens.end * width];
+            let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
+            for _ in 0..steps {
+                let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+                layer.backward(&saved, &dy, false).unwrap();
+            }
+            (layer.records(), tried(layer.tuner().events()))
+        });
+        ranks.into_iter().next().unwrap()
+    };
+    let (records, first) = run(12, STEPS as usize, &tuner(Mode::Measure));
+    assert!(
+        records.len() == 1 && first.len() >= 6,
+        "{records:?} {first:?}"
+    );
+    write(&path, records.clone()).unwrap();
+    let mut tuner = tuner(Mode::Measure);
+    tuner.recall(read(&path).unwrap());
+    let (kept, again) = run(12, 2, &tuner);
+    assert_eq!((kept, again), (records, Vec::new()));
+    // One of the same name that is wider is another.
+    let (_, other) = run(13, 2, &tuner);
+    assert!(!other.is_empty());
+}
+
+/// Replicas that keep the rows of a hot expert where they are take less time, and what is
+/// chosen for one placement is not chosen for another.
+#[test]
+fn experts_are_predicted_where_they_are_placed() {
+    let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 1 }";
+    let case = Case::random(&spec(text), TOKENS, 5);
+    let replicas: Placement = "near: 0 | 1,+0 | 2,+0 | 3,+0".parse().unwrap();
+    let hot = vec![vec![1_000_000, 10, 10, 10]; 4];
+    let ranks = on_ranks(&cpu(), mesh(4, 1, 1), |mesh| {
+        let of = |mesh: &Mesh| {
+            let layer = layer_on(&cpu(), mesh, &case, Some(Training::default()));
+            let planned = Planned::of(published("h100-ib").unwrap());
+            let key = Key {
+                machine: String::new(),
+                layer: layer.identity(),
+                rows: Rows::of(1_000_030, None),
+            };
+            let predicted = planned.predict(&layer).unwrap()(&key, &hot);
+            let default = |p: &&Prediction| p.strategy == Strategy::default();
+            (key, predicted.iter().find(default).unwrap().seconds)
+        };
+        (of(mesh), of(&mesh.placed(&replicas).unwrap()))
+    });
+    for (order, placed) in &ranks {
+        assert!(placed.1 < 0.5 * order.1, "{placed:?} {order:?}");
+        assert_ne!(order.0, placed.0);
+        assert_eq!((order, placed), (&ranks[0].0, &ranks[0].1));
+    }
 }
 
 /// The reproducible mode: nothing is measured, and each run does the same from its first step.

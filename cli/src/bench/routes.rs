@@ -113,6 +113,7 @@ impl Steps {
         let routing = Routing::counted(ranks, shape.experts, shape.top_k, &timed.counts);
         Ok(Question {
             routing: routing.map_err(Failure::work)?,
+            placement: None,
             shadow_model: ShadowModel::of(&self.spec),
             spec: self.spec.clone(),
             machine: machine.clone(),

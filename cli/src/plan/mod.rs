@@ -6,7 +6,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::spec_source::LayerArgs;
 use crate::training::TrainingArgs;
-use crate::{emit, mesh};
+use crate::{emit, experts, mesh};
 use clap::Args;
 use moesaic::plan::{ShadowModel, Strategy, Wire};
 use moesaic::planner::{
@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
-  moesaic plan --spec layer.toml --world 2048 --machine dgx-h100-ib
+  moesaic plan --spec layer.toml --world 2048 --machine h100-ib
   moesaic plan --spec layer.toml --world 64 --machine h800 --training --skew zipf=1.2
   moesaic plan --spec layer.toml --world 16 --machine rack.toml --calibrate measured.toml --json
   moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy degree=4 --trace out.json
@@ -66,6 +66,9 @@ pub struct PlanArgs {
     /// Measurements that replace figures of the machine
     #[arg(long, value_name = "FILE")]
     calibrate: Option<PathBuf>,
+    /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if not said
+    #[arg(long, value_name = "FILE")]
+    placement: Option<PathBuf>,
     /// This mesh alone
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
@@ -140,6 +143,7 @@ impl PlanArgs {
         }
         Ok(Question {
             routing: self.routing(&spec, world)?,
+            placement: experts::placement(self.placement.as_deref())?,
             machine,
             world,
             training: self.training.get(),

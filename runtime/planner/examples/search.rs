@@ -19,9 +19,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .map_or(Ok(0.0), |skew| skew.parse())?;
     let question = Question {
         routing: Routing::zipf(4096, 256, 8, skew)?,
+        placement: None,
         shadow_model: ShadowModel::of(&spec),
         spec,
-        machine: published("dgx-h100-ib")?,
+        machine: published("h100-ib")?,
         world: std::env::args()
             .nth(2)
             .map_or(Ok(2048), |world| world.parse())?,

@@ -4,7 +4,7 @@ use crate::exchange::{Load, MOST_LEVELS};
 use crate::shadows::Shadows;
 use crate::traffic::{Group, Rows, Step, Traffic};
 use crate::{Machine, Routing};
-use moesaic_plan::{Parallel, Route, ShadowModel};
+use moesaic_plan::{Parallel, Placement, Route, ShadowModel};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -39,8 +39,10 @@ pub(crate) struct Rank {
     pub shadows: Rc<Shadows>,
     /// Rows that stay, by shadow.
     pub stay: Vec<f64>,
-    /// What it moves where gradients of shadows are summed ([`Shadows::sums`]).
+    /// What it moves where gradients of shadows are summed ([`Shadows::sums`]),
     pub sums: Rows,
+    /// and where those of replicas are ([`Group::sums_of_replicas`]).
+    pub replicas: Rows,
 }
 
 /// A rank's part of one phase, in rows.
@@ -67,8 +69,7 @@ impl Share {
 pub(crate) fn ranks(
     machine: &Machine,
     mesh: Parallel,
-    routing: &Routing,
-    experts: usize,
+    (routing, placement): (&Routing, &Placement),
     (route, ways): (Route, usize),
     model: Option<&ShadowModel>,
 ) -> Vec<Rank> {
@@ -77,13 +78,15 @@ pub(crate) fn ranks(
     let mut seen = HashMap::new();
     let mut list: Vec<Rank> = Vec::new();
     for at in 0..groups {
-        let all = Group::new(machine, mesh, at * mesh.group(), routing, experts);
+        let start = at * mesh.group();
+        let all = Group::new(machine, mesh, start, routing, placement);
         let shadows = model.map_or_else(Rc::default, |model| Rc::new(Shadows::of(model, &all)));
         let travels = match &*shadows.experts {
             [] => Cow::Borrowed(routing),
             stay => Cow::Owned(routing.clone().without(stay)),
         };
-        let group = Group::new(machine, mesh, at * mesh.group(), &travels, experts).at_ways(ways);
+        let group = Group::new(machine, mesh, start, &travels, placement).at_ways(ways);
+        let replicas = group.sums_of_replicas();
         let traffic = group.traffic(route);
         // In two dimensions answers of slices are taken to be spread evenly over them.
         let each =
@@ -93,6 +96,7 @@ pub(crate) fn ranks(
         for place in 0..group.ranks() {
             let mut rank = one(&group, &traffic, place, at);
             rank.stay_with(&shadows, all.counts(place), place);
+            rank.replicas = replicas[place];
             if let Some(answers) = &answers {
                 rank.back = vec![share(&answers.steps[0], place)];
                 rank.own_back = answers.own[place];
@@ -113,7 +117,8 @@ pub(crate) fn ranks(
 
 /// Whether a route in two dimensions is there in a mesh.
 pub(crate) fn has_nodes(machine: &Machine, mesh: Parallel, routing: &Routing) -> bool {
-    Group::new(machine, mesh, 0, routing, 1).has_nodes()
+    let placement = Placement::contiguous(1, 1);
+    Group::new(machine, mesh, 0, routing, &placement).has_nodes()
 }
 
 fn share(step: &Step, place: usize) -> Share {
@@ -146,6 +151,7 @@ fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
         shadows: Rc::default(),
         stay: Vec::new(),
         sums: Rows::default(),
+        replicas: Rows::default(),
         phases,
     }
 }
@@ -166,7 +172,7 @@ fn key(rank: &Rank) -> Vec<u32> {
         let copied = [phase.copied];
         phase.loads.iter().flat_map(of).chain(copied)
     });
-    let shadows = rank.sums.iter().flat_map(of);
+    let sums = rank.sums.iter().chain(&rank.replicas).flat_map(of);
     let numbers = rank
         .arriving
         .iter()
@@ -174,6 +180,6 @@ fn key(rank: &Rank) -> Vec<u32> {
         .chain([rank.own, rank.tokens, rank.rows])
         .chain(loads)
         .chain(rank.stay.iter().copied())
-        .chain(shadows);
+        .chain(sums);
     numbers.map(|n| (n as f32).to_bits()).collect()
 }

@@ -188,7 +188,7 @@ const fn one() -> usize {
 /// Files of machines that ship, by name.
 const PUBLISHED: &[(&str, &str)] = &[
     ("ndm-a100-v4", include_str!("../machines/ndm-a100-v4.toml")),
-    ("dgx-h100-ib", include_str!("../machines/dgx-h100-ib.toml")),
+    ("h100-ib", include_str!("../machines/h100-ib.toml")),
     ("h800", include_str!("../machines/h800.toml")),
     ("gb200-nvl72", include_str!("../machines/gb200-nvl72.toml")),
     ("mi300x-cx7", include_str!("../machines/mi300x-cx7.toml")),
@@ -508,8 +508,8 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named() {
-        let error = published("dgx-h100").unwrap_err().to_string();
-        assert!(error.contains("did you mean `dgx-h100-ib`?"), "{error}");
+        let error = published("h100ib").unwrap_err().to_string();
+        assert!(error.contains("did you mean `h100-ib`?"), "{error}");
         let text = include_str!("../machines/h800.toml");
         let read = |from: &str, to: &str| Machine::from_toml(&text.replacen(from, to, 1));
         let error = read("alpha_us", "alhpa_us").unwrap_err().to_string();

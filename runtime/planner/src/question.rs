@@ -3,7 +3,9 @@
 use crate::exchange::LevelTime;
 use crate::memory::Memory;
 use crate::{Machine, Routing, RoutingError};
-use moesaic_plan::{Parallel, PlanError, ShadowModel, Strategy, StrategyError, Training};
+use moesaic_plan::{
+    Parallel, Placement, PlanError, ShadowModel, Strategy, StrategyError, Training,
+};
 use moesaic_spec::LayerSpec;
 
 /// A layer on a machine.
@@ -19,6 +21,8 @@ pub struct Question {
     pub training: Option<Training>,
     /// Rows of ranks for experts.
     pub routing: Routing,
+    /// Which groups have which experts, for meshes of so many groups; `None`: in order.
+    pub placement: Option<Placement>,
     /// By what experts with shadows are chosen, as the layer does it: [`ShadowModel::of`] if
     /// it was told no other.
     pub shadow_model: ShadowModel,
@@ -42,6 +46,14 @@ pub enum PlannerError {
     World {
         /// Of the mesh.
         wanted: usize,
+        /// Of the job.
+        world: usize,
+    },
+    /// A placement on groups of ranks that there cannot be.
+    #[error("the placement is on {groups} groups of ranks, which {world} ranks cannot make")]
+    Groups {
+        /// Of the placement.
+        groups: usize,
         /// Of the job.
         world: usize,
     },

@@ -54,9 +54,10 @@ mod tests {
         let spec = LayerSpec::from_toml(text).unwrap();
         let question = Question {
             routing: Routing::even(512, 16, 2),
+            placement: None,
             shadow_model: ShadowModel::of(&spec),
             spec,
-            machine: published("dgx-h100-ib").unwrap(),
+            machine: published("h100-ib").unwrap(),
             world: 16,
             training: Some(Training::default()),
         };

@@ -8,7 +8,7 @@ use crate::pieces::Part;
 use crate::question::{Bound, PassTime, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Piece, Timeline, meet, pipeline};
 use crate::sides::{Sides, StepsOf, cost, name, sides, whose};
-use crate::ways::{Taken, Travel};
+use crate::ways::{SUMS, Taken, Travel};
 use moesaic_plan::{Exchange, Parallel, RankStep, Side, Strategy, Way};
 
 /// Ranks on their way through a step.
@@ -76,18 +76,11 @@ impl<'r> Run<'r> {
     /// What comes after a backward pass, before an optimizer: gradients are added up over
     /// ranks.
     pub fn gradients(&mut self, travel: &Travel) {
-        for at in 0..3 {
-            let name = self
-                .ranks
-                .first()
-                .map_or("", |rank| travel.gradients(rank)[at].0);
-            let all = self.world.clone();
-            if self
-                .ranks
-                .iter()
-                .any(|rank| travel.gradients(rank)[at].1.time.seconds > 0.0)
-            {
-                self.together(name, &all, |rank| travel.gradients(rank)[at].1);
+        let world = self.world.clone();
+        for (at, name) in SUMS.into_iter().enumerate() {
+            let taken = |rank: &Rank| travel.gradients(rank)[at];
+            if self.ranks.iter().any(|rank| taken(rank).time.seconds > 0.0) {
+                self.together(name, &world, taken);
             }
         }
         let end = self.now.iter().copied().fold(0.0, f64::max);

@@ -2,8 +2,7 @@
 
 use crate::question::PlannerError;
 use crate::{Prediction, Question, Simulator};
-use moesaic_plan::{Both, Cut, Parallel, Route, SharedExperts, Strategy, Wire};
-use moesaic_spec::LayerSpec;
+use moesaic_plan::{Both, Cut, Parallel, Placement, Route, SharedExperts, Strategy, Wire};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Which configurations are looked at.
@@ -58,6 +57,12 @@ pub struct Ranked {
 /// [`PlannerError::Nothing`] where nothing fits into memory, and what a mesh or strategy
 /// that was asked for by itself cannot be.
 pub fn search(question: &Question, space: &Space) -> Result<Ranked, PlannerError> {
+    if let Some(groups) = question.placement.as_ref().map(Placement::groups)
+        && !question.world.is_multiple_of(groups)
+    {
+        let world = question.world;
+        return Err(PlannerError::Groups { groups, world });
+    }
     let mut ranked = Ranked::default();
     for found in of_each(question, space) {
         let found = found?;
@@ -83,7 +88,7 @@ pub fn search(question: &Question, space: &Space) -> Result<Ranked, PlannerError
 
 /// What is found of each mesh, in their order: as many at once as there are processors.
 fn of_each(question: &Question, space: &Space) -> Vec<Result<Ranked, PlannerError>> {
-    let meshes = meshes(question.world, &question.spec, space);
+    let meshes = meshes(question, space);
     let next = AtomicUsize::new(0);
     let work = || {
         let simulator = Simulator::new(question);
@@ -167,8 +172,10 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
     Ok(())
 }
 
-/// Every mesh of so many ranks that the layer can have.
-fn meshes(world: usize, spec: &LayerSpec, space: &Space) -> Vec<Parallel> {
+/// Every mesh of so many ranks that the layer and its placement can have.
+fn meshes(question: &Question, space: &Space) -> Vec<Parallel> {
+    let (world, spec) = (question.world, &question.spec);
+    let groups = question.placement.as_ref().map(Placement::groups);
     if let Some(mesh) = space.mesh {
         return vec![mesh];
     }
@@ -182,7 +189,9 @@ fn meshes(world: usize, spec: &LayerSpec, space: &Space) -> Vec<Parallel> {
         })
     };
     let all = divisors(world).flat_map(of);
-    all.filter(|mesh| mesh.check(spec).is_ok()).collect()
+    all.filter(|mesh| groups.is_none_or(|groups| groups == mesh.ep))
+        .filter(|mesh| mesh.check(spec).is_ok())
+        .collect()
 }
 
 impl Space {

@@ -2,8 +2,8 @@
 //! come, and how its gradients go back (docs/adaptive/placement.md).
 
 use crate::exchange::{Load, MOST_LEVELS};
-use crate::traffic::{Group, Rows, Step};
-use moesaic_plan::{Placement, ShadowModel, shadows};
+use crate::traffic::{Group, Rows};
+use moesaic_plan::{ShadowModel, shadows};
 
 /// The shadows of one group of ranks.
 #[derive(Clone, Debug, Default)]
@@ -21,12 +21,12 @@ pub(crate) struct Shadows {
 impl Shadows {
     /// Those that a call chooses where ranks have such rows.
     pub fn of(model: &ShadowModel, group: &Group) -> Shadows {
-        let placement = Placement::contiguous(group.mesh.ep, group.experts());
+        let placement = group.placement;
         let counts: Vec<Vec<usize>> = (0..group.ranks())
             .map(|rank| group.counts(rank).iter().map(|n| n.round() as usize))
             .map(Iterator::collect)
             .collect();
-        let mut experts = shadows(model, &placement, group.mesh.shards, &counts);
+        let mut experts = shadows(model, placement, group.mesh.shards, &counts);
         experts.sort_by_key(|&expert| (placement.owner(expert), expert));
         let owners: Vec<usize> = experts.iter().map(|e| placement.owner(*e)).collect();
         Shadows {
@@ -48,10 +48,10 @@ fn tree(group: &Group, owner: usize) -> Vec<Vec<Rows>> {
 /// owner, sends to the one `2^k` further.
 fn round(group: &Group, owner: usize, number: u32) -> Vec<Rows> {
     let (ranks, distance) = (group.ranks(), 1 << number);
-    let mut step = nothing(group);
+    let mut step = group.nothing();
     for place in 0..distance.min(ranks - distance) {
-        let [from, to] = [place, place + distance].map(|place| (place + owner) % ranks);
-        sends(group, &mut step, (from, to), 1.0);
+        let between = [place, place + distance].map(|place| (place + owner) % ranks);
+        group.sends(&mut step, between, 1.0);
     }
     group.share(&mut step);
     step.loads
@@ -59,34 +59,14 @@ fn round(group: &Group, owner: usize, number: u32) -> Vec<Rows> {
 
 /// Every rank sends its part of a sum to those that own it.
 fn sums(group: &Group, owners: &[usize]) -> Vec<Rows> {
-    let mut step = nothing(group);
+    let mut step = group.nothing();
     for of_one in owners.chunk_by(|a, b| a == b) {
         for from in (0..group.ranks()).filter(|from| *from != of_one[0]) {
-            sends(group, &mut step, (from, of_one[0]), of_one.len() as f64);
+            group.sends(&mut step, [from, of_one[0]], of_one.len() as f64);
         }
     }
     group.share(&mut step);
     step.loads
-}
-
-fn nothing(group: &Group) -> Step {
-    Step::of(vec![Rows::default(); group.ranks()])
-}
-
-/// A message more from one rank to another.
-fn sends(group: &Group, step: &mut Step, (from, to): (usize, usize), bytes: f64) {
-    let Some(level) = group.level(from, to) else {
-        return;
-    };
-    let mut add = |rank: usize, sent: f64, received: f64| {
-        let load: &mut Load = &mut step.loads[rank][level];
-        load.messages += 1.0;
-        load.peers += 1.0;
-        load.sent += sent;
-        load.received += received;
-    };
-    add(from, bytes, 0.0);
-    add(to, 0.0, bytes);
 }
 
 fn different(loads: Vec<Rows>) -> Vec<Rows> {
@@ -109,10 +89,10 @@ pub(crate) fn times(rows: &Rows, bytes: f64) -> [Load; MOST_LEVELS] {
 mod tests {
     use super::*;
     use crate::{Machine, Routing, published};
-    use moesaic_plan::Parallel;
+    use moesaic_plan::{Parallel, Placement};
 
     fn machine(per_node: usize) -> Machine {
-        published("dgx-h100-ib").unwrap().with_per_node(per_node)
+        published("h100-ib").unwrap().with_per_node(per_node)
     }
 
     fn mesh(ep: usize) -> Parallel {
@@ -127,7 +107,8 @@ mod tests {
     fn a_tree_reaches_every_rank_once() {
         let (machine, routing) = (machine(4), Routing::even(8, 16, 1));
         for ranks in [1, 2, 3, 4, 7, 8, 16] {
-            let group = Group::new(&machine, mesh(ranks), 0, &routing, 16);
+            let placement = Placement::contiguous(ranks, 16);
+            let group = Group::new(&machine, mesh(ranks), 0, &routing, &placement);
             for owner in [0, ranks - 1] {
                 let rounds = tree(&group, owner);
                 assert_eq!(rounds.len(), (ranks as f64).log2().ceil() as usize);
@@ -155,7 +136,8 @@ mod tests {
         let mut rows = vec![10u64; 8];
         rows[5] = 1000;
         let routing = Routing::counted(8, 8, 1, &vec![rows; 8]).unwrap();
-        let group = Group::new(&machine, mesh(8), 0, &routing, 8);
+        let placement = Placement::contiguous(8, 8);
+        let group = Group::new(&machine, mesh(8), 0, &routing, &placement);
         let model = ShadowModel {
             most: 2,
             ..ShadowModel::fastmoe(64)

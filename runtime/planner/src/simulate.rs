@@ -10,8 +10,8 @@ use crate::sides::Costs;
 use crate::traffic;
 use crate::ways::Travel;
 use moesaic_plan::{
-    Both, Cut, Parallel, PlanOptions, RankPlan, Route, ShadowModel, Sharing, Strategy, Wire,
-    most_rows, plan_rank,
+    Both, Cut, Parallel, Placement, PlanError, PlanOptions, RankPlan, Route, ShadowModel, Sharing,
+    Strategy, Wire, most_rows, plan_rank,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -192,8 +192,12 @@ impl<'q> Simulator<'q> {
     fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
         let world = self.question.world;
         let wanted = mesh.ranks();
-        mesh.check(&self.question.spec)
-            .map_err(moesaic_plan::PlanError::from)?;
+        let spec = &self.question.spec;
+        mesh.check(spec).map_err(PlanError::from)?;
+        if let Some(placement) = &self.question.placement {
+            let fits = placement.check(&mesh, spec.shape.experts);
+            fits.map_err(PlanError::from)?;
+        }
         if wanted != world {
             return Err(PlannerError::World { wanted, world });
         }
@@ -212,8 +216,14 @@ impl<'q> Simulator<'q> {
         Ok(())
     }
 
-    /// The plan of the first rank where a row goes to so many slices, and so many experts may
-    /// have shadows.
+    /// Where experts are in a mesh.
+    fn placement(&self, mesh: Parallel) -> Placement {
+        let in_order = || Placement::contiguous(mesh.ep, self.question.spec.shape.experts);
+        self.question.placement.clone().unwrap_or_else(in_order)
+    }
+
+    /// The plan of the first rank of those with the most experts, where a row goes to so many
+    /// slices, and so many experts may have shadows.
     fn plan(
         &self,
         mesh: Parallel,
@@ -229,9 +239,13 @@ impl<'q> Simulator<'q> {
         let question = self.question;
         let options = PlanOptions::training(question.training);
         let target = question.machine.target;
+        let placement = self.placement(mesh);
+        let most = (0..mesh.ep).rev().max_by_key(|ep| placement.count(*ep));
+        let rank = most.unwrap_or(0) * mesh.shards;
         let sharing = Sharing::from(mesh).at_ways(ways).shadowing(shadows);
+        let sharing = sharing.placed(question.placement.as_ref());
         let plan = Rc::new(Planned {
-            plan: plan_rank(&question.spec, target, &options, sharing, 0)?,
+            plan: plan_rank(&question.spec, target, &options, sharing, rank)?,
             costs: Costs::default(),
         });
         self.plans.borrow_mut().insert(key, Rc::clone(&plan));
@@ -252,8 +266,7 @@ impl<'q> Simulator<'q> {
             Rc::new(geometry::ranks(
                 &question.machine,
                 mesh,
-                &self.routing,
-                question.spec.shape.experts,
+                (&self.routing, &self.placement(mesh)),
                 (route, ways),
                 (shadows > 0).then_some(&model),
             ))

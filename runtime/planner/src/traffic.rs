@@ -6,7 +6,7 @@
 use crate::Machine;
 use crate::exchange::{Load, MOST_LEVELS, touched};
 use crate::routing::Routing;
-use moesaic_plan::{Parallel, Route};
+use moesaic_plan::{Parallel, Placement, Route};
 
 /// What a rank does in one phase, in rows.
 pub(crate) type Rows = [Load; MOST_LEVELS];
@@ -47,7 +47,9 @@ pub(crate) struct Group<'a> {
     units: Vec<usize>,
     shared: Vec<usize>,
     routing: &'a Routing,
-    experts: usize,
+    pub placement: &'a Placement,
+    /// Whether all ranks send the same rows to the same groups.
+    alike: bool,
     /// Ranks in a row that have the same slice, of which a row has the one of its own place.
     block: usize,
 }
@@ -58,7 +60,7 @@ impl<'a> Group<'a> {
         mesh: Parallel,
         start: usize,
         routing: &'a Routing,
-        experts: usize,
+        placement: &'a Placement,
     ) -> Group<'a> {
         Group {
             mesh,
@@ -66,7 +68,8 @@ impl<'a> Group<'a> {
             units: machine.units(),
             shared: machine.levels.iter().map(|level| level.shared).collect(),
             routing,
-            experts,
+            placement,
+            alike: routing.is_alike() && placement.is_for_all(),
             block: 1,
         }
     }
@@ -89,10 +92,6 @@ impl<'a> Group<'a> {
         self.units.len() > 1 && node > 1 && self.ranks() > node && whole
     }
 
-    pub fn experts(&self) -> usize {
-        self.experts
-    }
-
     pub fn tokens(&self, rank: usize) -> f64 {
         self.routing.tokens(self.start + rank)
     }
@@ -109,10 +108,9 @@ impl<'a> Group<'a> {
     /// Rows of a rank of the group for each rank of it.
     fn rows_to(&self, from: usize) -> Vec<f64> {
         let rows = self.routing.rows(self.start + from);
-        let of = |ep| {
-            rows[self.mesh.experts(ep, self.experts)]
-                .iter()
-                .sum::<f64>()
+        let of = |ep| -> f64 {
+            let own = self.placement.of(ep);
+            own.iter().map(|&e| rows[e] * self.part(from, e, ep)).sum()
         };
         let by_ep: Vec<f64> = (0..self.mesh.ep).map(of).collect();
         (0..self.ranks())
@@ -122,17 +120,73 @@ impl<'a> Group<'a> {
 
     /// Rows that arrive at a rank, by its experts.
     pub fn arriving(&self, rank: usize) -> Vec<f64> {
-        let experts = self.mesh.experts(rank / self.mesh.shards, self.experts);
-        if self.routing.is_alike() {
-            let rows = &self.routing.rows(0)[experts];
-            return rows.iter().map(|n| n * self.ranks() as f64).collect();
-        }
+        let ep = rank / self.mesh.shards;
+        let experts = self.placement.of(ep);
+        let sources = 0..if self.alike { 1 } else { self.ranks() };
+        let times = self.ranks() as f64 / sources.len() as f64;
         let mut sums = vec![0.0; experts.len()];
-        for from in 0..self.ranks() {
-            let rows = &self.routing.rows(self.start + from)[experts.clone()];
-            sums.iter_mut().zip(rows).for_each(|(sum, n)| *sum += n);
+        for from in sources {
+            let rows = self.routing.rows(self.start + from);
+            for (sum, &expert) in sums.iter_mut().zip(&*experts) {
+                *sum += times * rows[expert] * self.part(from, expert, ep);
+            }
         }
         sums
+    }
+
+    /// The part of a rank's rows for an expert that goes to a group that has it.
+    fn part(&self, from: usize, expert: usize, ep: usize) -> f64 {
+        let near = from / self.mesh.shards;
+        self.placement.part((from, near), expert, ep)
+    }
+
+    /// The replicas of an expert that a rank's group has and does not own, as the groups that
+    /// own them.
+    fn copies(&self, ep: usize) -> impl Iterator<Item = usize> {
+        let experts = self.placement.of(ep).into_owned().into_iter();
+        experts
+            .map(|expert| self.placement.owner(expert))
+            .filter(move |owner| *owner != ep)
+    }
+
+    /// What each rank moves where gradients of replicas are summed at their owners; an
+    /// expert's are one byte.
+    pub fn sums_of_replicas(&self) -> Vec<Rows> {
+        let mut step = self.nothing();
+        let shards = self.mesh.shards;
+        for ep in 0..self.mesh.ep {
+            let mut owners: Vec<usize> = self.copies(ep).collect();
+            owners.sort_unstable();
+            for same in owners.chunk_by(|a, b| a == b) {
+                for shard in 0..shards {
+                    let between = [ep, same[0]].map(|group| group * shards + shard);
+                    self.sends(&mut step, between, same.len() as f64);
+                }
+            }
+        }
+        self.share(&mut step);
+        step.loads
+    }
+
+    /// No message of any rank.
+    pub fn nothing(&self) -> Step {
+        Step::of(vec![Rows::default(); self.ranks()])
+    }
+
+    /// A message more from one rank to another.
+    pub fn sends(&self, step: &mut Step, [from, to]: [usize; 2], bytes: f64) {
+        let Some(level) = self.level(from, to) else {
+            return;
+        };
+        let mut add = |rank: usize, sent: f64, received: f64| {
+            let load: &mut Load = &mut step.loads[rank][level];
+            load.messages += 1.0;
+            load.peers += 1.0;
+            load.sent += sent;
+            load.received += received;
+        };
+        add(from, bytes, 0.0);
+        add(to, 0.0, bytes);
     }
 
     /// The ranks of a rank's unit of a level, of the group.
@@ -158,11 +212,7 @@ impl<'a> Group<'a> {
     }
 
     fn all(&self) -> All<'_> {
-        let sources = 0..if self.routing.is_alike() {
-            1
-        } else {
-            self.ranks()
-        };
+        let sources = 0..if self.alike { 1 } else { self.ranks() };
         All {
             group: self,
             to: sources.map(|from| self.rows_to(from)).collect(),
@@ -412,7 +462,7 @@ impl All<'_> {
     /// As [`All::inter_first`], and a token of a rank once to each node.
     fn once(&self) -> Vec<Step> {
         let m = self.node();
-        let experts = self.group.experts as f64;
+        let experts = self.group.placement.experts() as f64;
         let tokens = |rank: usize| self.group.routing.tokens(self.group.start + rank);
         let crossing = |rank: usize| -> Vec<f64> {
             let parts = (0..self.nodes()).map(|v| self.of_node(rank, v * m..(v + 1) * m));

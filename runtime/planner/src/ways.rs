@@ -14,6 +14,14 @@ use moesaic_plan::{
 };
 use moesaic_spec::WeightSite;
 
+/// Sums of gradients after a backward pass.
+pub(crate) const SUMS: [&str; 4] = [
+    "gradients of experts",
+    "other gradients",
+    "gradients of slices",
+    "gradients of replicas",
+];
+
 /// An exchange of one rank: what it takes, and what it sends by level.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Taken {
@@ -202,8 +210,9 @@ impl Travel<'_> {
 
     /// Gradients are added up over the ranks that have the same of a weight: those of experts
     /// over the groups that hold all of them, others over all ranks, or those with slices of
-    /// the same number.
-    pub fn gradients(&self, rank: &Rank) -> [(&'static str, Taken); 3] {
+    /// the same number, and those of replicas at the owners of their experts. [`SUMS`] has
+    /// their names.
+    pub fn gradients(&self, rank: &Rank) -> [Taken; SUMS.len()] {
         let world = self.mesh.ranks();
         let group = self.mesh.group();
         let own = self.expert_gradients() * self.owned();
@@ -212,13 +221,21 @@ impl Travel<'_> {
         let shared = self.plan.shared.as_ref().map_or(0.0, gradient_bytes);
         let slices = rank.rank % self.mesh.shards..world;
         [
-            ("gradients of experts", self.sum(rank, replicas, group, own)),
-            ("other gradients", self.sum(rank, 0..world, 1, whole)),
-            (
-                "gradients of slices",
-                self.sum(rank, slices, self.mesh.shards, shared),
-            ),
+            self.sum(rank, replicas, group, own),
+            self.sum(rank, 0..world, 1, whole),
+            self.sum(rank, slices, self.mesh.shards, shared),
+            self.of_replicas(rank, own),
         ]
+    }
+
+    /// Gradients of replicas go to the owners of their experts, and the sums back; `own` are the
+    /// bytes of all that a rank has.
+    fn of_replicas(&self, rank: &Rank, own: f64) -> Taken {
+        let experts = self.plan.experts.spec.shape.experts as f64;
+        let there = times(&rank.replicas, own / experts);
+        let mut both = self.over(there);
+        both += self.over(there.map(Load::turned));
+        both
     }
 
     fn neighbours(&self, rank: &Rank, bytes: f64) -> Taken {

@@ -100,6 +100,7 @@ impl Config {
             world: self.world,
             training: Some(Training::default()),
             routing: Routing::zipf(self.tokens, ep, self.top_k, self.zipf).expect("counts"),
+            placement: None,
         }
     }
 

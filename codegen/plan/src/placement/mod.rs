@@ -313,12 +313,28 @@ impl Placement {
                 let part = (replica + all - source % all) % all;
                 even(rows, all, part)
             }
-            Split::Near => {
-                let own = holders.binary_search(&near);
-                let chosen = own.unwrap_or(source % all);
-                if chosen == replica { 0..rows } else { 0..0 }
-            }
+            Split::Near if nearest(holders, (source, near)) == replica => 0..rows,
+            Split::Near => 0..0,
         }
+    }
+
+    /// The part of a rank's rows for an expert that goes to a group, were there many:
+    /// [`Placement::share`].
+    pub fn part(&self, from: (usize, usize), expert: usize, group: usize) -> f64 {
+        let Form::Listed(lists) = &self.0 else {
+            return f64::from(u8::from(self.owner(expert) == group));
+        };
+        let holders = &lists.holders[expert];
+        match (holders.binary_search(&group), lists.split) {
+            (Err(_), _) => 0.0,
+            (Ok(_), Split::Even) => 1.0 / holders.len() as f64,
+            (Ok(replica), Split::Near) => f64::from(u8::from(nearest(holders, from) == replica)),
+        }
+    }
+
+    /// Whether ranks with the same rows send them to the same groups, in the same parts.
+    pub fn is_for_all(&self) -> bool {
+        self.split() == Split::Even || self.replicated().is_empty()
     }
 
     /// Rows that each group gets, from the rows of each rank of a group of ranks for each
@@ -411,6 +427,12 @@ impl Placement {
         };
         mesh.experts(group, self.experts())
     }
+}
+
+/// The replica that gets all rows of a rank, where rows stay near.
+fn nearest(holders: &[usize], (source, near): (usize, usize)) -> usize {
+    let own = holders.binary_search(&near);
+    own.unwrap_or(source % holders.len())
 }
 
 /// Part `part` of `parts` of some rows, the first ones with one more.

@@ -12,9 +12,10 @@ fn question(world: usize, tokens: u64, training: bool) -> Question {
     let spec = LayerSpec::from_toml(LAYER).unwrap();
     Question {
         routing: Routing::even(tokens, spec.shape.experts, spec.shape.top_k),
+        placement: None,
         shadow_model: ShadowModel::of(&spec),
         spec,
-        machine: published("dgx-h100-ib").unwrap().with_per_node(4),
+        machine: published("h100-ib").unwrap().with_per_node(4),
         world,
         training: training.then(Training::default),
     }
@@ -455,4 +456,70 @@ fn a_route_takes_as_much_longer_as_was_measured() {
     assert!(double > before && double < 2.0 * before);
     assert!(((triple - double) / (double - before) - 1.0).abs() < 1e-9);
     assert_eq!(seconds(&question, "route=inter-first"), other);
+}
+
+fn placed(question: Question, text: &str) -> Question {
+    let placement = Some(text.parse().expect("a placement"));
+    Question {
+        placement,
+        ..question
+    }
+}
+
+/// Replicas have less to multiply than one rank had, and gradients to sum.
+#[test]
+fn replicas_take_rows_of_a_hot_expert() {
+    let mesh = mesh(16, 1, 1);
+    let predict = |question: &Question| {
+        let simulator = Simulator::new(question);
+        simulator.predict(mesh, Strategy::default()).unwrap()
+    };
+    let hottest = |question: &Question| {
+        let rows = question.routing.rows(0);
+        let most = |a: &usize, b: &usize| rows[*a].total_cmp(&rows[*b]);
+        (0..16).max_by(most).unwrap()
+    };
+    let plain = hot(16384, 1.5);
+    let expert = hottest(&plain);
+    let everywhere: Vec<String> = (0..16)
+        .map(|own| match own == expert {
+            true => own.to_string(),
+            false => format!("{own},+{expert}"),
+        })
+        .collect();
+    let everywhere = everywhere.join(" | ");
+    let even = predict(&placed(plain.clone(), &everywhere));
+    let near = predict(&placed(plain.clone(), &format!("near: {everywhere}")));
+    let in_order = (0..16).map(|e: usize| e.to_string());
+    let in_order = in_order.collect::<Vec<_>>().join(" | ");
+    let same = predict(&placed(plain.clone(), &in_order));
+    let plain = predict(&plain);
+    assert_eq!(same, plain);
+    let passes = |found: &Prediction| found.passes[0].seconds + found.passes[1].seconds;
+    assert!(passes(&even) < passes(&plain));
+    // Rows of the hot expert stay where they are: fewer bytes, and no rank has more of them.
+    assert!(passes(&near) < passes(&even));
+    let sums = |found: &Prediction| -> f64 {
+        let phases = found.passes[2].phases.iter();
+        let of = phases.filter(|phase| phase.name == "gradients of replicas");
+        of.map(|phase| phase.seconds).sum()
+    };
+    assert_eq!(sums(&plain), 0.0);
+    assert!(sums(&even) > 0.0 && sums(&even) == sums(&near));
+    assert!(even.memory.weights > plain.memory.weights);
+}
+
+#[test]
+fn a_placement_has_to_fit_the_ranks_and_the_layer() {
+    let asked = |text: &str| search(&placed(question(16, 64, false), text), &Space::default());
+    let error = asked("0-4 | 5-9 | 10-15").unwrap_err().to_string();
+    assert!(error.contains("on 3 groups of ranks, which 16"), "{error}");
+    let error = asked("0-3 | 4-7").unwrap_err().to_string();
+    assert!(error.contains("8 experts on 2 groups"), "{error}");
+    let found = asked("8-15 | 0-7").unwrap();
+    assert!(found.best.iter().all(|p| p.mesh.ep == 2));
+    let mesh = mesh(16, 1, 1);
+    let question = placed(question(16, 64, false), "8-15 | 0-7");
+    let wrong = Simulator::new(&question).predict(mesh, Strategy::default());
+    assert!(matches!(wrong, Err(PlannerError::Plan(_))), "{wrong:?}");
 }

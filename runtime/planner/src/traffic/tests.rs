@@ -70,10 +70,11 @@ fn every_row_takes_the_messages_that_are_counted() {
             ..Parallel::default()
         };
         let machine = published("h800").unwrap().with_per_node(node);
+        let placement = Placement::contiguous(ep, experts);
         for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
             for start in [0, mesh.group()] {
-                let group = Group::new(&machine, mesh, start, &routing, experts);
+                let group = Group::new(&machine, mesh, start, &routing, &placement);
                 for route in ROUTES {
                     if route != Route::Linear && !group.has_nodes() {
                         continue;
@@ -116,9 +117,10 @@ fn a_row_stays_with_ranks_of_its_place() {
         };
         let block = shards / ways;
         let machine = published("h800").unwrap().with_per_node(node);
+        let placement = Placement::contiguous(ep, experts);
         for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
-            let group = Group::new(&machine, mesh, 0, &routing, experts).at_ways(ways);
+            let group = Group::new(&machine, mesh, 0, &routing, &placement).at_ways(ways);
             let rows = |from: usize, to: usize| {
                 let own = mesh.experts(to / shards, experts);
                 counts[from][own].iter().sum::<u64>() as f64
@@ -161,7 +163,8 @@ fn a_token_crosses_to_a_node_once() {
         ..Parallel::default()
     };
     let routing = Routing::even(1000, 64, 8);
-    let group = Group::new(&machine, mesh, 0, &routing, 64);
+    let placement = Placement::contiguous(16, 64);
+    let group = Group::new(&machine, mesh, 0, &routing, &placement);
     let once = sums(&group.traffic(Route::Once));
     let each = 1000.0 * crate::expected_groups(64.0, 8, 4.0) / 4.0;
     assert!((once[0][1] - 3.0 * each).abs() < 1e-6);
@@ -179,7 +182,8 @@ fn links_that_are_shared_carry_what_all_send() {
         ep: 4,
         ..Parallel::default()
     };
-    let group = Group::new(&machine, mesh, 0, &routing, 4);
+    let placement = Placement::contiguous(mesh.ep, 4);
+    let group = Group::new(&machine, mesh, 0, &routing, &placement);
     let step = &group.traffic(Route::Linear).steps[0];
     let sent = |rank: usize| step.loads[rank][1].sent;
     assert_eq!([sent(0), sent(1), sent(2)], [4.5, 4.5, 0.0]);
@@ -202,4 +206,74 @@ fn ranges_are_counted_by_level() {
             assert_eq!(loads[1].sent, 10.0 * far.len() as f64);
         }
     }
+}
+
+/// Rows of experts that lie anywhere, some on several groups, against the rule by which ranks
+/// share them out.
+#[test]
+fn replicas_get_what_ranks_send_them() {
+    let (experts, shards) = (9, 2);
+    let mesh = Parallel {
+        ep: 4,
+        shards,
+        ..Parallel::default()
+    };
+    let machine = published("h800").unwrap().with_per_node(4);
+    for text in [
+        "8,0,3 | 1,+8 | 2,4-5,+8 | 6-7,+3",
+        "near: 8,0,3 | 1,+8 | 2,4-5,+8 | 6-7,+3",
+    ] {
+        let placement: Placement = text.parse().unwrap();
+        for counts in &counts(mesh.ranks(), experts) {
+            // Six of each row: what two or three replicas share evenly.
+            let counts: Vec<Vec<u64>> = (counts.iter())
+                .map(|rows| rows.iter().map(|n| 6 * n).collect())
+                .collect();
+            let routing = Routing::counted(mesh.ranks(), experts, 2, &counts).unwrap();
+            let group = Group::new(&machine, mesh, 0, &routing, &placement);
+            let share = |from: usize, to: usize| {
+                let (source, ep) = ((from, from / shards), to / shards);
+                let of = |(e, n): (usize, &u64)| placement.share(source, e, *n as usize, ep).len();
+                counts[from].iter().enumerate().map(of).sum::<usize>() as f64
+            };
+            for route in ROUTES
+                .into_iter()
+                .filter(|route| *route != Route::Concurrent)
+            {
+                let found = sums(&group.traffic(route));
+                let expected = followed(&group, route, share);
+                for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+                    assert!((found - expected).abs() < 1e-6, "{text} {route}");
+                }
+            }
+            for rank in 0..group.ranks() {
+                let arriving: f64 = group.arriving(rank).iter().sum();
+                let expected: f64 = (0..group.ranks()).map(|from| share(from, rank)).sum();
+                assert!((arriving - expected).abs() < 1e-6, "{text} {rank}");
+            }
+        }
+    }
+}
+
+/// A replica sends the gradient of its expert to the owner, slice by slice.
+#[test]
+fn sums_of_replicas_go_to_owners() {
+    let mesh = Parallel {
+        ep: 3,
+        shards: 2,
+        ..Parallel::default()
+    };
+    let machine = published("h800").unwrap().with_per_node(2);
+    let routing = Routing::even(8, 4, 1);
+    let placement: Placement = "0-1 | 2,+0,+1 | 3,+0".parse().unwrap();
+    let group = Group::new(&machine, mesh, 0, &routing, &placement);
+    let moved = |rows: &Rows| {
+        rows.iter().fold((0.0, 0.0), |(sent, got), load| {
+            (sent + load.sent, got + load.received)
+        })
+    };
+    let found: Vec<(f64, f64)> = group.sums_of_replicas().iter().map(moved).collect();
+    let expected = [(0.0, 3.0), (2.0, 0.0), (1.0, 0.0)];
+    let expected: Vec<(f64, f64)> = expected.into_iter().flat_map(|of| [of; 2]).collect();
+    assert_eq!(found, expected);
 }

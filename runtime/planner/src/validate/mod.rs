@@ -14,7 +14,7 @@ use crate::exchange::MOST_LEVELS;
 use crate::geometry;
 use crate::ways::{Carried, Taken};
 use crate::{Machine, Routing};
-use moesaic_plan::{Parallel, Route};
+use moesaic_plan::{Parallel, Placement, Route};
 use serde::Deserialize;
 use std::fmt::Write;
 
@@ -186,7 +186,8 @@ fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f6
         ep: ranks,
         ..Parallel::default()
     };
-    let mut all = geometry::ranks(machine, mesh, &routing, ranks, (route, 1), None);
+    let placed = Placement::contiguous(ranks, ranks);
+    let mut all = geometry::ranks(machine, mesh, (&routing, &placed), (route, 1), None);
     let mut rank = all.swap_remove(0);
     for phase in &mut rank.phases {
         for level in 0..MOST_LEVELS {
