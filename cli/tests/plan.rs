@@ -165,6 +165,28 @@ fn rows_can_be_those_that_were_counted() {
 }
 
 #[test]
+fn experts_can_be_where_a_placement_has_them() {
+    let plan = Plan::new();
+    let order = plan.file("order.txt", "0-7 | 8-15");
+    let all = |experts: std::ops::Range<u32>| -> String {
+        experts.map(|expert| format!(",+{expert}")).collect()
+    };
+    let near = format!("near: 0-7{} | 8-15{}", all(8..16), all(0..8));
+    let near = plan.file("near.txt", &near);
+    let hot = ["--skew", "zipf=1.5", "--tokens", "65536"];
+    let seconds = |file: &str| {
+        let more = ["--json", "--placement", file];
+        let found = plan.with(&[&JOB[..], &hot, &more].concat()).json();
+        assert_eq!(found["ranked"][0]["mesh"]["ep"], 2);
+        found["ranked"][0]["seconds"].as_f64().unwrap()
+    };
+    assert!(seconds(&near) < seconds(&order));
+    let odd = plan.file("odd.txt", "0-4 | 5-9 | 10-15");
+    plan.with(&[&JOB[..], &["--placement", &odd]].concat())
+        .fails(2, &["3 groups of ranks, which 16 ranks cannot make"]);
+}
+
+#[test]
 fn machines_are_files_and_measurements_replace_their_figures() {
     let plan = Plan::new();
     let shipped = repository("runtime/planner/machines/h100-ib.toml");
