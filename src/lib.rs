@@ -76,14 +76,77 @@ pub use moesaic_collectives as collectives;
 #[doc(inline)]
 #[cfg(feature = "reference")]
 pub use moesaic_reference as reference;
+/// The spec of a layer, key by key, and where it may come from.
+///
+/// ```
+/// use moesaic::spec::{LayerSpec, canonical_tensors};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let text = "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }";
+/// let spec = LayerSpec::from_toml(text)?;
+/// let weights = canonical_tensors(&spec);
+/// assert_eq!(weights[0].name, "router.weight");
+/// # Ok(())
+/// # }
+/// ```
+///
 #[doc(inline)]
 pub use moesaic_spec as spec;
 #[doc(inline)]
 pub use moesaic_train as train;
+/// Which strategy ranks carry out a layer with, measured in its own steps.
+///
+/// ```
+/// use moesaic::Parallel;
+/// use moesaic::tune::{Key, Options, Rows, Space, Times, Tuner};
+///
+/// let mesh = Parallel { ep: 16, ..Parallel::default() };
+/// let mut tuner = Tuner::new(Options::default(), Space::of(mesh, 8));
+/// let key = Key {
+///     machine: "our rack".to_string(),
+///     layer: "mixtral".to_string(),
+///     rows: Rows::of(1000, None),
+/// };
+/// // A layer does this in each step: nothing is predicted here, so Tutel's search says what next.
+/// let strategy = tuner.choose(&key, Vec::new);
+/// tuner.observe(&key, strategy, Times { forward: 0.002, backward: 0.004 });
+/// assert_eq!(tuner.events().len(), 1);
+/// ```
+///
 #[doc(inline)]
 pub use moesaic_tune as tune;
+/// What layers of `layer!` are made of: arrays as tensors, typed device memory.
+///
+/// ```
+/// use moesaic::typed::tensor;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let flat = vec![0.5f32; 8 * 64];
+/// let weight: &[[f32; 64]; 8] = tensor(&flat)?;
+/// assert_eq!(weight[7][63], 0.5);
+/// # Ok(())
+/// # }
+/// ```
+///
 #[doc(inline)]
 pub use moesaic_typed as typed;
+/// Checkpoints: safetensors of this and other libraries, read a piece at a time, and written.
+///
+/// ```
+/// use moesaic::weights::{Checkpoint, write_safetensors};
+/// use moesaic::Tensors;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("layer.safetensors");
+/// let router = vec![0.5f32; 8 * 64];
+/// write_safetensors(&path, &Tensors::new().with("router.weight", &[8, 64], &router))?;
+/// let found = Checkpoint::open(&path)?.read("router.weight")?; // mapped, not copied
+/// assert_eq!(found.shape, [8, 64]);
+/// # Ok(())
+/// # }
+/// ```
+///
 #[doc(inline)]
 pub use moesaic_weights as weights;
 

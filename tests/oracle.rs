@@ -19,17 +19,20 @@ use crate::conformance::SIMULATORS;
 use layers::{Tutel, fixtures, import};
 
 /// Poisoned memory shows what was never written.
+fn options() -> EngineOptions {
+    EngineOptions {
+        poison: true,
+        ..EngineOptions::default()
+    }
+}
+
 fn engine() -> Engine {
     open("cpu")
 }
 
 fn open(target: &str) -> Engine {
-    let options = EngineOptions {
-        poison: true,
-        ..EngineOptions::default()
-    };
     let tool = Tool::of(resolve_target(target).expect("a target"));
-    needed(tool, Engine::open(target, options))
+    needed(tool, Engine::open(target, options()))
 }
 
 /// The entries of a folder of `tests/oracle`, in order.

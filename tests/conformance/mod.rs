@@ -37,7 +37,7 @@ mod orders;
 mod pieces;
 mod pipelined;
 mod precision;
-mod quick;
+pub mod quick;
 mod random;
 mod routing;
 mod sampled;

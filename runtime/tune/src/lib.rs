@@ -14,6 +14,9 @@
 //! [`Tuner`] decides: plain data in, plain data out, no clock and no ranks, so that all
 //! ranks that are told the same numbers decide alike. [`AdaptiveLayer`] measures, and
 //! tells all ranks the largest time of any. [`Planned`] predicts, by the planner.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod key;
 mod layer;

@@ -1,8 +1,8 @@
 //! A plan's kernels on this CPU.
 
-use crate::Loaded;
 use crate::kept::Kept;
-use moesaic_cpu::{CpuCompiler, CpuDevice};
+use crate::{Loaded, quick};
+use moesaic_cpu::CpuDevice;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
 use moesaic_plan::LayerPlan;
@@ -51,10 +51,10 @@ pub fn load(plan: &LayerPlan, threads: usize) -> Loaded {
     (Arc::new(device), modules)
 }
 
-/// As users get it; for what is chosen on this machine, and where nothing else is, without a
-/// word of warning.
+/// In a hurry; for what is chosen on this machine, and where nothing else is, without a word of
+/// warning.
 pub fn compiled(source: &KernelSource) -> Artifact {
-    static COMPILER: LazyLock<Kept> = LazyLock::new(|| Kept::new(CpuCompiler::find(None).unwrap()));
+    static COMPILER: LazyLock<Kept> = LazyLock::new(|| Kept(quick::cpu()));
     let artifact = COMPILER.compile(source, &CompileOptions::default());
     let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
     if [host(), CpuIsa::Portable]

@@ -13,6 +13,7 @@ pub mod memory;
 pub mod pass;
 pub mod plans;
 pub mod ptx;
+pub mod quick;
 pub mod router_bwd;
 pub mod rows;
 pub mod specs;

@@ -1,0 +1,64 @@
+//! C compilers in a hurry: for tests that need kernels and not their speed, and compile many.
+
+use moesaic_cpu::CpuCompiler;
+use moesaic_kernel::{KernelSource, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
+use std::os::unix::fs::PermissionsExt;
+use std::sync::{Arc, LazyLock};
+use tempfile::TempDir;
+
+/// Takes a third of the time: `-Og` behind the flags of everybody.
+struct Quick<C> {
+    compiler: C,
+    _script: TempDir,
+}
+
+/// This machine's C compiler: one for all, so that its version is asked once.
+pub fn cpu() -> Arc<dyn Compiler> {
+    static QUICK: LazyLock<Arc<dyn Compiler>> =
+        LazyLock::new(|| of(&CpuCompiler::find(None).expect("a C compiler"), |c| c));
+    QUICK.clone()
+}
+
+/// A C compiler in a hurry, inside of what `around` makes of it.
+pub fn of<C: Compiler + 'static>(
+    usual: &CpuCompiler,
+    around: impl FnOnce(CpuCompiler) -> C,
+) -> Arc<dyn Compiler> {
+    let folder = tempfile::tempdir().unwrap();
+    // Its name says what it compiles for.
+    let script = folder.path().join(usual.program().file_name().unwrap());
+    let program = usual.program().display();
+    std::fs::write(&script, format!("#!/bin/sh\nexec '{program}' \"$@\" -Og\n")).unwrap();
+    std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
+    Arc::new(Quick {
+        compiler: around(CpuCompiler::at(&script)),
+        _script: folder,
+    })
+}
+
+impl<C: Compiler> Compiler for Quick<C> {
+    fn backend(&self) -> &'static str {
+        self.compiler.backend()
+    }
+
+    fn name(&self) -> String {
+        self.compiler.name()
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        format!("{} -Og", self.compiler.fingerprint(target))
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        self.compiler.targets()
+    }
+
+    fn compile(
+        &self,
+        source: &KernelSource,
+        options: &CompileOptions,
+    ) -> Result<Artifact, CompileError> {
+        self.compiler.compile(source, options)
+    }
+}
