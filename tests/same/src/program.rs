@@ -21,7 +21,7 @@ pub enum Outcome {
     Done,
     /// Both refused, with the same exit code.
     Refused,
-    /// Exit codes that differ.
+    /// Exit codes that differ, or that a signal left none of.
     Different([Option<i32>; 2]),
     /// One was stopped after the limit.
     Stopped,
@@ -54,7 +54,9 @@ impl Pair {
         let codes = [before, after].map(|child| self.wait(child, started));
         Ok(match codes {
             [Err(Late), _] | [_, Err(Late)] => Outcome::Stopped,
-            [Ok(before), Ok(after)] if before != after => Outcome::Different([before, after]),
+            [Ok(before), Ok(after)] if before != after || before.is_none() => {
+                Outcome::Different([before, after])
+            }
             [Ok(Some(0)), _] => Outcome::Done,
             _ => Outcome::Refused,
         })
@@ -113,5 +115,7 @@ mod tests {
         let different = Outcome::Different([Some(0), Some(1)]);
         assert_eq!(run("true", "false", &[]), different);
         assert_eq!(run("sleep", "sleep", &["9"]), Outcome::Stopped);
+        let killed = Outcome::Different([None, None]);
+        assert_eq!(run("sh", "sh", &["-c", "kill -9 $$"]), killed);
     }
 }

@@ -1,5 +1,6 @@
 //! What was compared.
 
+use crate::Only;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use std::time::Duration;
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     rows: BTreeMap<String, Row>,
-    left: Vec<String>,
+    left: Vec<(String, usize)>,
 }
 
 /// The comparisons of a kind.
@@ -37,17 +38,21 @@ impl Table {
 
     /// Notes how many layers there was no time for.
     pub fn left(&mut self, what: &str, layers: usize) {
-        self.left
-            .push(format!("{what}: no time for {layers} layers"));
+        self.left.push((what.to_string(), layers));
     }
 
-    /// Whether text and results of some layers were the same.
-    pub fn has_both(&self) -> bool {
-        let some = |text: bool| {
-            let mut rows = self.rows.iter();
-            rows.any(|(kind, row)| kind.starts_with("text") == text && row.same > 0)
-        };
-        some(true) && some(false)
+    /// Whether text, or results, of some layers were the same.
+    pub fn has(&self, only: Only) -> bool {
+        let text = only == Only::Text;
+        let mut rows = self.rows.iter();
+        rows.any(|(kind, row)| kind.starts_with("text") == text && row.same > 0)
+    }
+
+    /// How many comparisons were stopped, and layers that there was no time for.
+    pub fn unknown(&self) -> usize {
+        let stopped = self.rows.values().map(|row| row.stopped);
+        let left = self.left.iter().map(|(_, layers)| layers);
+        stopped.sum::<usize>() + left.sum::<usize>()
     }
 }
 
@@ -70,6 +75,8 @@ impl fmt::Display for Table {
             counts.iter().try_for_each(|n| write!(f, "{n:>10}"))?;
             writeln!(f, "{:>10.1}", row.time.as_secs_f64())?;
         }
-        self.left.iter().try_for_each(|line| writeln!(f, "{line}"))
+        let left =
+            |(what, layers): &(String, usize)| writeln!(f, "{what}: no time for {layers} layers");
+        self.left.iter().try_for_each(left)
     }
 }
