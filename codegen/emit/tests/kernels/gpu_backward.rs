@@ -49,9 +49,12 @@ fn types_and_awkward_widths() {
         (F32, Bf16),
         (F16, F32),
     ];
-    for ((d, h), (weights, activations)) in widths.into_iter().zip(types) {
+    // One text for warps of 32, by both simulators in turn.
+    let [fibers, waves, ptx] = TARGETS;
+    let warps = [fibers, ptx].into_iter().cycle();
+    for (((d, h), (weights, activations)), warps) in widths.into_iter().zip(types).zip(warps) {
         let spec = typed(spec(d, h, 5, 2), weights, activations);
-        for target in TARGETS {
+        for target in [warps, waves] {
             run(target, &spec, &[0, 33, 150]);
         }
     }
