@@ -1,6 +1,7 @@
 //! The template engine, behind two functions.
 
 use crate::expression::{self, Notation};
+use crate::gate::GateText;
 use crate::gemm::GemmText;
 use crate::signature::EntryText;
 use crate::{Prelude, language};
@@ -115,6 +116,9 @@ pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> 
     let mut context = context(&kernel.op);
     if let Some(product) = GemmText::new(&kernel.op, target) {
         context.insert("g", &product);
+    }
+    if let Some(gate) = GateText::new(&kernel.op) {
+        context.insert("g", &gate);
     }
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);

@@ -174,6 +174,26 @@ impl Conflict<'_> {
     }
 }
 
+/// Pushes the clash of two options, the first of which can be removed.
+fn clash(
+    problems: &mut Vec<Problem>,
+    key: &str,
+    value: String,
+    with: (&str, String),
+    because: &str,
+) {
+    let name = key.rsplit('.').next().unwrap_or(key);
+    let conflict = Conflict {
+        key,
+        value,
+        with: with.0,
+        with_value: with.1,
+        because,
+        change: format!("remove one of the two: `{name}` is not needed by default"),
+    };
+    problems.push(conflict.problem());
+}
+
 /// A value of a plain enum as written in TOML.
 fn quoted(value: &impl Serialize) -> String {
     format!("\"{}\"", word(value))

@@ -1,6 +1,6 @@
 //! The router: which options go together.
 
-use super::{Conflict, Range, Real, quoted};
+use super::{Conflict, Range, Real, clash, quoted};
 use crate::{
     GroupStat, Groups, LayerSpec, MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router,
     RouterInput, RouterKind, Score, Select,
@@ -15,6 +15,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         RouterKind::Table => looked_up(spec, problems),
         RouterKind::Linear | RouterKind::Cosine => selection(spec, problems),
     }
+    random_second(spec, problems);
     renormalization(&spec.router, problems);
 }
 
@@ -23,6 +24,7 @@ fn numbers(router: &Router, problems: &mut Vec<Problem>) {
     Real::Positive.check("router.norm_order", router.norm_order, problems);
     Real::NotNegative.check("router.renormalize_eps", router.renormalize_eps, problems);
     Real::Fraction.check("router.jitter", router.jitter, problems);
+    Real::Fraction.check("router.input_dropout", router.input_dropout, problems);
     Real::NotNegative.check("router.noise", router.noise, problems);
     if let Select::SparseMixer(epsilon) = router.select {
         Real::NotNegative.check("router.select", epsilon, problems);
@@ -364,6 +366,32 @@ fn sparse_mixer(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     if router.groups.is_some() {
         clash("router.groups", "{ ... }".to_string(), because);
+    }
+}
+
+/// The value of `router.select` as in TOML, without its number.
+pub(super) fn select_word(select: Select) -> &'static str {
+    match select {
+        Select::TopK => "\"top-k\"",
+        Select::SparseMixer(_) => "{ sparse-mixer }",
+        Select::ExpertChoice(_) => "{ expert-choice }",
+        Select::Sinkhorn(_) => "{ sinkhorn }",
+    }
+}
+
+fn random_second(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (key, value) = ("router.random_second", "true".to_string());
+    if !spec.router.random_second {
+        return;
+    }
+    if spec.shape.top_k != 2 {
+        let with = ("shape.top_k", spec.shape.top_k.to_string());
+        let because = "defined for two experts per token";
+        clash(problems, key, value, with, because);
+    } else if spec.router.select != Select::TopK {
+        let with = ("router.select", select_word(spec.router.select).to_string());
+        let because = "defined for the two best experts";
+        clash(problems, key, value, with, because);
     }
 }
 

@@ -1,6 +1,7 @@
 //! The router's rules for selection beyond top-k, and for training.
 
-use super::{Conflict, Range, Real, quoted};
+use super::router::select_word;
+use super::{Range, Real, clash, quoted};
 use crate::{
     CapacityMode, LayerSpec, LossKind, MAX_BALANCED_EXPERTS, MAX_SINKHORN_ROUNDS, NoiseKind,
     Problem, Router, RouterKind, Select,
@@ -10,7 +11,6 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(&spec.router, problems);
     noise(spec, problems);
     entropy(spec, problems);
-    random_second(spec, problems);
     match spec.router.select {
         Select::ExpertChoice(_) => {
             few_experts(spec, problems);
@@ -40,7 +40,6 @@ fn few_experts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 }
 
 fn numbers(router: &Router, problems: &mut Vec<Problem>) {
-    Real::Fraction.check("router.input_dropout", router.input_dropout, problems);
     if let Some(entropy) = &router.entropy {
         let temperature = entropy.temperature;
         Real::Any.check("router.entropy.temperature", temperature, problems);
@@ -57,36 +56,6 @@ fn selects_by_noise(router: &Router) -> bool {
         router.noise_kind,
         NoiseKind::Gumbel | NoiseKind::GumbelSecond
     )
-}
-
-/// The value of `router.select` as in TOML, without its number.
-fn select_word(select: Select) -> &'static str {
-    match select {
-        Select::TopK => "\"top-k\"",
-        Select::SparseMixer(_) => "{ sparse-mixer }",
-        Select::ExpertChoice(_) => "{ expert-choice }",
-        Select::Sinkhorn(_) => "{ sinkhorn }",
-    }
-}
-
-/// Pushes the clash of two options, the first of which can be removed.
-fn clash(
-    problems: &mut Vec<Problem>,
-    key: &str,
-    value: String,
-    with: (&str, String),
-    because: &str,
-) {
-    let name = key.rsplit('.').next().unwrap_or(key);
-    let conflict = Conflict {
-        key,
-        value,
-        with: with.0,
-        with_value: with.1,
-        because,
-        change: format!("remove one of the two: `{name}` is not needed by default"),
-    };
-    problems.push(conflict.problem());
 }
 
 fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -148,22 +117,6 @@ fn entropy(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     } else if spec.scored_experts() == 1 {
         let with = ("shape.experts", "1".to_string());
         let because = "a choice of one has no entropy";
-        clash(problems, key, value, with, because);
-    }
-}
-
-fn random_second(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    let (key, value) = ("router.random_second", "true".to_string());
-    if !spec.router.random_second {
-        return;
-    }
-    if spec.shape.top_k != 2 {
-        let with = ("shape.top_k", spec.shape.top_k.to_string());
-        let because = "defined for two experts per token";
-        clash(problems, key, value, with, because);
-    } else if spec.router.select != Select::TopK {
-        let with = ("router.select", select_word(spec.router.select).to_string());
-        let because = "defined for the two best experts";
         clash(problems, key, value, with, because);
     }
 }

@@ -193,11 +193,20 @@ impl GateTopkDesc {
         self.noisy() && self.router.noise_kind == NoiseKind::Learned
     }
 
+    /// Whether noise is added to what selection looks at.
+    pub fn key_noise(&self) -> bool {
+        let noise = self.router.noise > 0.0 && self.logits != Logits::None;
+        self.training && self.select && noise && !self.noisy()
+    }
+
+    /// Whether a token's second expert goes by chance.
+    pub fn draws_second(&self) -> bool {
+        self.training && self.select && self.router.random_second
+    }
+
     /// Whether selection draws random numbers.
     pub fn draws_selection(&self) -> bool {
-        let r = &self.router;
-        let keys = r.noise > 0.0 && !self.noisy() && self.logits != Logits::None;
-        self.training && self.select && (keys || r.random_second)
+        self.key_noise() || self.draws_second()
     }
 
     /// Whether logits of a shared expert that come along have a bias: a pair does.

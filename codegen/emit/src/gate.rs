@@ -1,0 +1,71 @@
+//! What templates of gates see as `g`: what follows from a desc, as its own methods say
+//! it, so that text and parameter lists cannot differ.
+
+use moesaic_plan::{GateTopkDesc, Logits, Op};
+use moesaic_spec::{RouterInput, RouterKind, Select};
+use serde::Serialize;
+
+/// A gate, for its templates, forward and backward.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct GateText {
+    /// There are logits.
+    has_logits: bool,
+    /// Logits are a cosine similarity.
+    cosine: bool,
+    /// The router reads tokens divided by their root mean square.
+    rms: bool,
+    /// The experts of a token come from a table.
+    table: bool,
+    /// One expert after the other, each by a softmax of its own.
+    mixer: bool,
+    /// Experts choose their tokens.
+    choice: bool,
+    /// Sinkhorn's iteration balances logits.
+    sinkhorn: bool,
+    /// Entropy sets a temperature, load a bias.
+    guided: bool,
+    /// Random numbers are drawn, for whatever follows.
+    draws: bool,
+    /// The router reads tokens times random factors.
+    draws_input: bool,
+    /// Noise is added to logits.
+    noisy: bool,
+    /// The scale of that noise is learned.
+    learned: bool,
+    /// Noise is added to what selection looks at.
+    key_noise: bool,
+    /// The second expert of a token goes by chance.
+    second: bool,
+}
+
+impl GateText {
+    /// Of an operator; `None` where it has no gate.
+    pub(crate) fn new(op: &Op) -> Option<GateText> {
+        match op {
+            Op::GateTopk { desc, .. } => Some(gate(desc)),
+            Op::GateTopkBwd { desc, .. } => Some(gate(&desc.gate)),
+            Op::Route { desc, .. } => Some(gate(&desc.gate)),
+            _ => None,
+        }
+    }
+}
+
+fn gate(d: &GateTopkDesc) -> GateText {
+    let has_logits = d.logits != Logits::None;
+    GateText {
+        has_logits,
+        cosine: matches!(d.logits, Logits::Cosine(_)),
+        rms: has_logits && d.router.input == RouterInput::RmsScaled,
+        table: d.router.kind == RouterKind::Table,
+        mixer: matches!(d.router.select, Select::SparseMixer(_)),
+        choice: d.expert_choice().is_some(),
+        sinkhorn: d.sinkhorn().is_some(),
+        guided: d.router.entropy.is_some(),
+        draws: d.draws_input() || d.noisy() || d.draws_selection(),
+        draws_input: d.draws_input(),
+        noisy: d.noisy(),
+        learned: d.learned_noise(),
+        key_noise: d.key_noise(),
+        second: d.draws_second(),
+    }
+}
