@@ -2,7 +2,7 @@
 //! experts have shadows.
 
 use super::arranged::{added_gradients, grid, near_everywhere, ranks};
-use super::case::Case;
+use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, spec, specs};
 use super::mesh_placed::{hot, scattered};
@@ -10,7 +10,7 @@ use super::simulated::open;
 use super::trained::COUNTERS;
 use moesaic::mesh::Split;
 use moesaic::plan::{Placement, ShadowModel};
-use moesaic::{Engine, Mesh, MeshLayer, Parallel, Recompute, Training};
+use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Recompute, Training};
 
 /// A training layer on a mesh with some strategy.
 fn layer(engine: &Engine, mesh: &Mesh, case: &Case, strategy: &str) -> MeshLayer {
@@ -98,6 +98,45 @@ fn gradients_of_shadows_add_up() {
         assert!(added(strategies) == found, "another run");
         near_everywhere(&format!("{strategies:?}"), &case, &found, &want);
     }
+}
+
+/// A step has the weights of its shadows until its backward pass, whatever comes between; where
+/// backward computes again what forward had they are sent again.
+#[test]
+fn weights_of_shadows_are_those_of_the_step() {
+    let text = "shape = { model_dim = 24, hidden_dim = 24, experts = 6, top_k = 2 }";
+    let [case, other] = [2, 3].map(|seed| Case::random(&spec(text), 40, seed));
+    let gradients = |recompute, between: bool| {
+        on_ranks(&cpu(), mesh(2, 1, 1), |mesh| {
+            let mut layer = layer_on(&cpu(), mesh, &case, Some(Training { recompute }));
+            layer.set_strategy("shadows=2".parse().unwrap()).unwrap();
+            eager(&mut layer);
+            let own = 20 * mesh.rank()..20 * (mesh.rank() + 1);
+            let step = |case: &Case| {
+                let part = part(case, &own);
+                let call = layer.forward_train(&part.input(), &["y"], COUNTERS);
+                call.unwrap().1
+            };
+            let saved = step(&case);
+            let later = between.then(|| [step(&other), step(&other)]);
+            for later in later.iter().flatten() {
+                assert_ne!(later.shadowed(), saved.shadowed());
+            }
+            let dy = host(
+                DType::F32,
+                &[20, 24],
+                &case.dy(1)[own.start * 24..own.end * 24],
+            );
+            let passes = if between { 2 } else { 1 };
+            for _ in 0..passes {
+                layer.backward(&saved, &dy, false).unwrap();
+            }
+            layer.gradients().unwrap()
+        })
+    };
+    let sent_again = gradients(Recompute::All, false);
+    assert!(gradients(Recompute::None, false) == sent_again);
+    assert!(gradients(Recompute::None, true) == sent_again);
 }
 
 /// All ranks choose the same experts, those with the most rows, as many as the model wants and

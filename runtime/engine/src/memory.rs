@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 /// Device memory of tensors of one plan. What other ranks are sent from or into it
 /// keeps a buffer until it is done.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Buffers(Vec<(TensorId, Arc<Buffer>)>);
 
 impl Buffers {

@@ -230,6 +230,13 @@ pub enum Way {
 }
 
 impl RankPlan {
+    /// Whether weights of shadows stay from a forward pass to its backward pass: none is sent
+    /// in that.
+    pub fn keeps_shadow_weights(&self) -> bool {
+        let mut exchanges = self.backward.iter().filter_map(RankStep::exchange);
+        !exchanges.any(|exchange| matches!(exchange.way, Way::ShadowWeight { .. }))
+    }
+
     /// The steps of a pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[RankStep] {
         match self.tokens.training {

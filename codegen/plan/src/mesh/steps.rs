@@ -3,7 +3,7 @@
 use super::ways::cut_of;
 use super::{BROUGHT_BACK, Exchange, RankPlan, RankStep, Side, Way, shared_part};
 use crate::layer::around::Places;
-use crate::{LayerPlan, Role, Step, TensorId, TensorPlan};
+use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::ops::Range;
 
@@ -84,7 +84,13 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     list.extend(gathered_weights(plan, &plan.experts.backward));
     if let Some(shadows) = &plan.shadows {
         let sent = &[("dout", "dout")];
-        list.extend(of_shadows(plan, shadows, (&shadows.backward, sent)));
+        // What is computed again instead of being kept is sent again, too.
+        let training = plan.tokens.training.unwrap_or_default();
+        let weights_of = match training.recompute {
+            Recompute::None => &[],
+            Recompute::Hidden | Recompute::All => &shadows.backward[..],
+        };
+        list.extend(of_shadows(plan, shadows, (weights_of, sent)));
     }
     list.extend(to_experts(plan, "dout", "dout"));
     if let Some(shadows) = &plan.shadows {
@@ -148,8 +154,8 @@ fn of_blocks(
     tensors.filter_map(step).collect()
 }
 
-/// Weights and rows of experts with shadows, of a pass whose products are these steps of the
-/// shadows' side; of each tensor that is sent the name on both sides.
+/// Weights that these steps of the shadows' side multiply with, and rows, of experts with
+/// shadows; of each tensor that is sent the name on both sides.
 fn of_shadows(
     plan: &RankPlan,
     shadows: &LayerPlan,

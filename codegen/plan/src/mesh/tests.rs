@@ -1,7 +1,7 @@
 //! Rank plans, held against what each side needs.
 
 use super::*;
-use crate::{Step, Training};
+use crate::{Recompute, Role, Step, TensorId, Training};
 use moesaic_spec::testing::sample;
 use std::collections::BTreeSet;
 
@@ -119,6 +119,41 @@ fn shadows_have_their_steps_in_this_order() {
         .shadows,
         None
     );
+}
+
+/// Weights of shadows are sent once a step, or once more where backward computes again what
+/// forward had; forward has all that backward multiplies with.
+#[test]
+fn weights_of_shadows_stay_where_what_they_make_is_kept() {
+    let sent = |steps: &[RankStep]| -> Vec<TensorId> {
+        let exchanges = steps.iter().filter_map(RankStep::exchange);
+        let weight = |exchange: &Exchange| match exchange.way {
+            Way::ShadowWeight { to, .. } => Some(to),
+            _ => None,
+        };
+        exchanges.filter_map(weight).collect()
+    };
+    for seed in 0..40 {
+        let (spec, mesh) = layer(seed);
+        if mesh.ep == 1 || mesh.shards > 1 || spec.shape.experts == 1 {
+            continue;
+        }
+        for recompute in [Recompute::None, Recompute::Hidden, Recompute::All] {
+            let options = PlanOptions::training(Training { recompute });
+            let sharing = Sharing::from(mesh).shadowing(2);
+            let target = "cpu:avx2".parse().unwrap();
+            let plan = plan_rank(&spec, target, &options, sharing, 0).unwrap();
+            let (there, again) = (sent(&plan.steps), sent(&plan.backward));
+            assert_eq!(plan.keeps_shadow_weights(), recompute == Recompute::None);
+            assert!(again.iter().all(|weight| there.contains(weight)), "{seed}");
+            let shadows = plan.shadows.unwrap();
+            for step in &shadows.backward {
+                let weights = step.tensors().iter();
+                let mut weights = weights.filter(|id| shadows[**id].role == Role::Weight);
+                assert!(weights.all(|weight| there.contains(weight)), "{seed}");
+            }
+        }
+    }
 }
 
 /// What travels in pieces is what travels at once, of any numbers of pieces.

@@ -5,6 +5,7 @@ use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
 use super::rows::Rows;
 use super::run::Run;
+use super::shadows::ShadowWeights;
 use super::side::Side;
 use super::view::{Form, View};
 use super::wire::{Packing, counted};
@@ -29,6 +30,8 @@ pub struct MeshSaved {
     rows: Rows,
     /// Where experts may have shadows.
     shadows: Option<Saved>,
+    /// Their weights, where they stay.
+    shadow_weights: Option<ShadowWeights>,
     /// Where shared experts are sliced.
     shared: Option<(Saved, Neighbours)>,
 }
@@ -152,6 +155,7 @@ impl MeshLayer {
         let view = self.view();
         let wire = self.strategy.wire;
         let mut run = self.call(view, wire)?;
+        run.idle_weights = Some(&view.idle_weights);
         let forward = &view.passes.forward;
         run.begin(Pass::Train, forward, input, names, counters)?;
         run.lend(false)?;
@@ -164,6 +168,7 @@ impl MeshLayer {
             tokens,
             experts,
             shadows,
+            shadow_weights,
             shared,
             rows,
             neighbours,
@@ -180,6 +185,7 @@ impl MeshLayer {
             experts,
             rows,
             shadows: shadows.and_then(Side::into_saved),
+            shadow_weights,
             shared: shared.and_then(Side::into_saved).zip(neighbours),
         };
         Ok((output, saved))
@@ -211,7 +217,7 @@ impl MeshLayer {
         let mut run = self.call(view, saved.wire)?;
         run.own = Arc::clone(&saved.rows.own);
         run.lend(true)?;
-        run.lend_shadows(true)?;
+        run.lend_shadows_back(saved.shadow_weights.as_ref())?;
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
         if let (Some(side), Some(kept)) = (&mut run.shadows, &saved.shadows) {
@@ -252,6 +258,8 @@ impl MeshLayer {
             owned: &self.experts,
             shadows: sides.shadows.map(Side::new),
             model: &self.shadow_model,
+            idle_weights: None,
+            shadow_weights: None,
             shared: sides.shared.map(Side::new),
             own: Arc::default(),
             rows: None,

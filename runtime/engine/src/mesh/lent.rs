@@ -59,18 +59,17 @@ impl Run<'_> {
     /// gathers them; with gradients for a pass back.
     pub fn lend(&mut self, gradients: bool) -> Result<(), EngineError> {
         if !self.plan.by().own_alone() {
-            self.experts.lent = self.borrowed(&self.plan.experts, gradients)?;
+            let roles = &[Role::Weight, Role::WeightGradient][..1 + usize::from(gradients)];
+            self.experts.lent = self.borrowed(&self.plan.experts, roles)?;
         }
         Ok(())
     }
 
-    /// Memory for the weights of a side, and for their gradients.
-    pub fn borrowed(&mut self, of: &LayerPlan, gradients: bool) -> Result<Buffers, EngineError> {
-        let wanted =
-            |role: Role| role == Role::Weight || (gradients && role == Role::WeightGradient);
+    /// Memory for the weights of a side, or their gradients, or both.
+    pub fn borrowed(&mut self, of: &LayerPlan, roles: &[Role]) -> Result<Buffers, EngineError> {
         let mut lent = Buffers::default();
         for (at, tensor) in of.tensors.iter().enumerate() {
-            if wanted(tensor.role) {
+            if roles.contains(&tensor.role) {
                 lent.push(TensorId(at), self.spare(tensor.bytes(0) as usize)?);
             }
         }

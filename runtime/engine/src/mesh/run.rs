@@ -5,6 +5,7 @@ use super::neighbours::Neighbours;
 use super::passes::{SHADOWED, SLICED, Segment, pieces};
 use super::route::{Course, Load};
 use super::rows::{OwnRows, Piece, Rows};
+use super::shadows::{IdleWeights, ShadowWeights};
 use super::side::{Part, Side};
 use super::under_way::{Started, UnderWay, Written};
 use super::wire::Hop;
@@ -44,6 +45,10 @@ pub(super) struct Run<'l> {
     pub shadows: Option<Side<'l>>,
     /// By what shadows are chosen.
     pub model: &'l ShadowModel,
+    /// Where memory for their weights comes from in a pass that trains.
+    pub idle_weights: Option<&'l Arc<IdleWeights>>,
+    /// Weights of shadows that stay for backward.
+    pub shadow_weights: Option<ShadowWeights>,
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
     /// Rows of this rank's tokens, once they are known.

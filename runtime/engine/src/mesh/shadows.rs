@@ -12,14 +12,58 @@ use super::run::{Run, element};
 use super::side::Side;
 use super::under_way::Started;
 use crate::error::EngineError;
+use crate::memory::Buffers;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Call, Element, Reduction, Slice};
-use moesaic_plan::{self as plan, LayerPlan, RankStep, ShadowModel, TensorId, Way, shadows};
-use moesaic_target::{Buffer, RowCopy};
-use std::sync::Arc;
+use moesaic_plan::{self as plan, LayerPlan, RankStep, Role, ShadowModel, TensorId, Way, shadows};
+use moesaic_target::{Buffer, Device, RowCopy};
+use std::sync::{Arc, Mutex};
 
 /// A part of a buffer, in bytes.
 type Bytes<'b> = (&'b Arc<Buffer>, usize);
+
+/// Weights of shadows, from a forward pass that trains until what it saved is dropped; their
+/// memory is then for the next such pass.
+pub(super) struct ShadowWeights {
+    buffers: Buffers,
+    idle: Arc<IdleWeights>,
+}
+
+/// Memory for weights of shadows that no call has.
+pub(super) type IdleWeights = Mutex<Vec<Buffers>>;
+
+impl ShadowWeights {
+    fn take(
+        of: &LayerPlan,
+        idle: &Arc<IdleWeights>,
+        device: &dyn Device,
+    ) -> Result<ShadowWeights, EngineError> {
+        let free = idle.lock().ok().and_then(|mut idle| idle.pop());
+        let buffers = match free {
+            Some(buffers) => buffers,
+            None => memory_of_weights(of, device)?,
+        };
+        let idle = Arc::clone(idle);
+        Ok(ShadowWeights { buffers, idle })
+    }
+}
+
+impl Drop for ShadowWeights {
+    fn drop(&mut self) {
+        if let Ok(mut idle) = self.idle.lock() {
+            idle.push(std::mem::take(&mut self.buffers));
+        }
+    }
+}
+
+fn memory_of_weights(of: &LayerPlan, device: &dyn Device) -> Result<Buffers, EngineError> {
+    let mut buffers = Buffers::default();
+    let tensors = of.tensors.iter().enumerate();
+    for (at, tensor) in tensors.filter(|(_, tensor)| tensor.role == Role::Weight) {
+        buffers.push(TensorId(at), device.alloc(tensor.bytes(0) as usize)?);
+    }
+    Ok(buffers)
+}
 
 impl Run<'_> {
     /// Chooses the experts with shadows and borrows memory for their weights; how many rows of
@@ -39,19 +83,42 @@ impl Run<'_> {
         // One owner's after the other's: their gradients are parts of a sum, rank after rank.
         chosen.sort_by_key(|&expert| (placement.owner(expert), expert));
         Arc::make_mut(&mut self.own).shadowed = chosen;
-        self.lend_shadows(false)?;
+        self.lend_shadows()?;
         let stay = self.own.shadowed.iter().map(|&expert| self.own.of(expert));
         Ok(stay.sum())
     }
 
-    /// Borrows memory for weights of shadows, if some expert has one; with gradients for a
-    /// pass back.
-    pub fn lend_shadows(&mut self, gradients: bool) -> Result<(), EngineError> {
+    /// Memory for weights of shadows, if some expert has one: borrowed, or of their own where
+    /// they stay for backward.
+    fn lend_shadows(&mut self) -> Result<(), EngineError> {
         let plan = self.plan;
-        if let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) {
-            let lent = self.borrowed(of, gradients)?;
+        let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
+            return Ok(());
+        };
+        let Some(idle) = self.idle_weights.filter(|_| plan.keeps_shadow_weights()) else {
+            let lent = self.borrowed(of, &[Role::Weight])?;
             self.shadows.as_mut().expect(SHADOWED).lent = lent;
-        }
+            return Ok(());
+        };
+        let weights = ShadowWeights::take(of, idle, &*self.owned.device)?;
+        self.shadows.as_mut().expect(SHADOWED).staying = weights.buffers.clone();
+        self.shadow_weights = Some(weights);
+        Ok(())
+    }
+
+    /// The same of a pass back: the weights that stayed, and memory for gradients, and for
+    /// weights that did not.
+    pub fn lend_shadows_back(&mut self, stayed: Option<&ShadowWeights>) -> Result<(), EngineError> {
+        let plan = self.plan;
+        let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
+            return Ok(());
+        };
+        let both = [Role::WeightGradient, Role::Weight];
+        let roles = &both[..both.len() - usize::from(stayed.is_some())];
+        let lent = self.borrowed(of, roles)?;
+        let side = self.shadows.as_mut().expect(SHADOWED);
+        side.lent = lent;
+        side.staying = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
         Ok(())
     }
 

@@ -17,6 +17,8 @@ pub(super) struct Side<'l> {
     scalars: Option<Scalars>,
     /// What the call has of the layer's weights and gradients, where it holds none itself.
     pub lent: Buffers,
+    /// Weights of shadows that stay from forward to backward.
+    pub staying: Buffers,
     /// Room for the addresses of some of the rows.
     piece: Addresses,
     /// Whether gradients of weights of some of the rows are there.
@@ -48,6 +50,7 @@ impl<'l> Side<'l> {
             kept: Kept::Nothing,
             scalars: None,
             lent: Buffers::default(),
+            staying: Buffers::default(),
             piece: Addresses::default(),
             begun: false,
         }
@@ -69,6 +72,7 @@ impl<'l> Side<'l> {
         let saved = layer.saved(tokens, scalars)?;
         layer.lay_saved(&mut self.workspaces, &saved);
         self.workspaces.addresses.lay(&self.lent);
+        self.workspaces.addresses.lay(&self.staying);
         (self.scalars, self.kept) = (Some(scalars), Kept::Now(saved));
         Ok(())
     }
@@ -81,6 +85,7 @@ impl<'l> Side<'l> {
         layer.gradient_buffers()?;
         layer.lay_saved(&mut self.workspaces, saved);
         self.workspaces.addresses.lay(&self.lent);
+        self.workspaces.addresses.lay(&self.staying);
         self.scalars = Some(saved.scalars().accumulating(accumulate));
         self.kept = Kept::Before(saved);
         Ok(())
@@ -153,5 +158,6 @@ impl<'l> Side<'l> {
         kept.or_else(|| self.workspaces.every.buffers.handle(tensor))
             .or_else(|| self.layer.weights.handle(tensor))
             .or_else(|| self.lent.handle(tensor))
+            .or_else(|| self.staying.handle(tensor))
     }
 }

@@ -1,6 +1,7 @@
 //! What a rank runs in a form: at a number of ways, with so many shadows.
 
 use super::passes::{Launched, Passes, SHADOWED, SLICED, Segment, segments};
+use super::shadows::IdleWeights;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
@@ -24,6 +25,8 @@ pub(super) struct View {
     pub experts: Option<Layer>,
     /// Where experts may have shadows.
     pub shadows: Option<Layer>,
+    /// Memory for weights of shadows that no call has.
+    pub idle_weights: Arc<IdleWeights>,
     /// Of the strategy that was chosen last.
     pub passes: Arc<Passes>,
     /// Of an evaluation, and of a pass that trains.
@@ -67,6 +70,7 @@ impl View {
             tokens: None,
             experts: None,
             shadows: None,
+            idle_weights: Arc::default(),
             plan,
         })
     }
