@@ -93,10 +93,10 @@ pub(crate) fn ranks(
             (route == Route::Once && group.has_nodes()).then(|| group.traffic(Route::InterFirst));
         let straight = group.is_straight(route) && mesh.shards > 1 && ways > 0;
         let answers = straight.then(|| group.answers());
-        for place in 0..group.ranks() {
+        for (place, replicas) in replicas.into_iter().enumerate() {
             let mut rank = one(&group, &traffic, place, at);
             rank.stay_with(&shadows, all.counts(place), place);
-            rank.replicas = replicas[place];
+            rank.replicas = replicas;
             if let Some(answers) = &answers {
                 rank.back = vec![share(&answers.steps[0], place)];
                 rank.own_back = answers.own[place];

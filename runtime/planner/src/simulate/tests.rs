@@ -482,9 +482,12 @@ fn replicas_take_rows_of_a_hot_expert() {
     let plain = hot(16384, 1.5);
     let expert = hottest(&plain);
     let everywhere: Vec<String> = (0..16)
-        .map(|own| match own == expert {
-            true => own.to_string(),
-            false => format!("{own},+{expert}"),
+        .map(|own| {
+            if own == expert {
+                own.to_string()
+            } else {
+                format!("{own},+{expert}")
+            }
         })
         .collect();
     let everywhere = everywhere.join(" | ");
