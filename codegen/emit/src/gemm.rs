@@ -196,7 +196,7 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
 }
 
 fn forward_formula(d: &GroupedGemmDesc) -> String {
-    let activation = activation(&d.activation);
+    let activation = activation(&d.nonlinearity.activation);
     match (d.half, d.gated) {
         (Half::Down, _) => "out = hidden * down".to_string(),
         (Half::Up, false) => format!("hidden = {activation}(rows * up)"),

@@ -70,15 +70,19 @@ pub fn biased(biases: Biases, part: &str) -> bool {
 /// `φ(gate) · up` of a gated expert, `φ(up)` of a plain one, with clamp and
 /// offset.
 pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
+    match limited(experts, gate, up) {
+        (Some(gate), up) => phi(experts, gate) * up,
+        (None, up) => phi(experts, up),
+    }
+}
+
+/// `gate` and `up` clamped, and `up` with its offset.
+pub(crate) fn limited(experts: &Experts, gate: Option<f64>, up: f64) -> (Option<f64>, f64) {
     let limit = experts.clamp.unwrap_or(f64::INFINITY);
     // Comparisons instead of min and max, which would swallow a NaN.
     let below = |v: f64| if v > limit { limit } else { v };
     let above = |v: f64| if v < -limit { -limit } else { v };
-    let up = above(below(up)) + experts.up_offset;
-    match gate {
-        Some(gate) => phi(experts, below(gate)) * up,
-        None => phi(experts, up),
-    }
+    (gate.map(below), above(below(up)) + experts.up_offset)
 }
 
 fn phi(experts: &Experts, x: f64) -> f64 {

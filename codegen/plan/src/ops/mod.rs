@@ -24,7 +24,7 @@ pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchD
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
 pub use gemm::{Beside, CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
-pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
+pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
 pub use route::{FewLogits, RouteConfig, RouteDesc};
 pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, most_rows, row_limit};

@@ -1,7 +1,7 @@
 //! Gradients of experts: two or three products and an activation.
 
 use super::{Pass, add, dot};
-use crate::expert::{biased, residual_weights};
+use crate::expert::{biased, limited, residual_weights};
 use crate::math::{erf, sigmoid};
 use crate::{activate, expression};
 use moesaic_spec::{Activation, Biases, Experts, SharedGate};
@@ -193,19 +193,19 @@ struct Slopes {
 /// Of [`activate`]; a clamp that holds has slope zero.
 fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
     let limit = experts.clamp.unwrap_or(f64::INFINITY);
-    let within = f64::from(up.abs() <= limit);
-    let up = up.clamp(-limit, limit) + experts.up_offset;
-    match gate {
-        Some(gate) => {
-            let (value, slope) = phi(experts, gate.min(limit));
+    let up_within = f64::from(up.abs() <= limit);
+    let gate_within = f64::from(gate.is_some_and(|gate| gate <= limit));
+    match limited(experts, gate, up) {
+        (Some(gate), up) => {
+            let (value, slope) = phi(experts, gate);
             Slopes {
-                gate: slope * up * f64::from(gate <= limit),
-                up: value * within,
+                gate: slope * up * gate_within,
+                up: value * up_within,
             }
         }
-        None => Slopes {
+        (None, up) => Slopes {
             gate: 0.0,
-            up: phi(experts, up).1 * within,
+            up: phi(experts, up).1 * up_within,
         },
     }
 }

@@ -2,7 +2,7 @@
 
 use super::GroupedGemmConfig;
 use moesaic_kernel::DType;
-use moesaic_spec::{Activation, Biases, ExpertForm, LayerSpec, WeightSite};
+use moesaic_spec::{Activation, Biases, ExpertForm, Experts, LayerSpec, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// Which product of an expert.
@@ -42,14 +42,9 @@ pub struct GroupedGemmDesc {
     pub outer: usize,
     /// Two matrices, gate and up.
     pub gated: bool,
-    /// φ of the up half.
-    pub activation: Activation,
-    /// See [`moesaic_spec::Experts`].
-    pub alpha: f64,
-    /// See [`moesaic_spec::Experts`].
-    pub clamp: Option<f64>,
-    /// See [`moesaic_spec::Experts`].
-    pub up_offset: f64,
+    /// Of the up half.
+    #[serde(flatten)]
+    pub nonlinearity: Nonlinearity,
     /// Whether biases are added.
     pub bias: bool,
     /// Up: the activation is multiplied by the row's weight. Down: the bias is.
@@ -67,6 +62,40 @@ pub struct GroupedGemmDesc {
     pub keep: bool,
     /// The shared expert whose product is in the same launch.
     pub beside: Option<Beside>,
+}
+
+/// What an expert does between its products: φ, and what is done to numbers that enter it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Nonlinearity {
+    /// φ.
+    pub activation: Activation,
+    /// See [`moesaic_spec::Experts`].
+    pub alpha: f64,
+    /// See [`moesaic_spec::Experts`].
+    pub clamp: Option<f64>,
+    /// See [`moesaic_spec::Experts`].
+    pub up_offset: f64,
+}
+
+impl Nonlinearity {
+    fn of(experts: &Experts) -> Nonlinearity {
+        Nonlinearity {
+            activation: experts.activation.clone(),
+            alpha: experts.alpha,
+            clamp: experts.clamp,
+            up_offset: experts.up_offset,
+        }
+    }
+
+    /// Of a product that is no expert's; nothing reads it.
+    pub(super) fn unused() -> Nonlinearity {
+        Nonlinearity {
+            activation: Activation::Relu,
+            alpha: 1.0,
+            clamp: None,
+            up_offset: 0.0,
+        }
+    }
 }
 
 /// The product of a shared expert in the launch of the routed ones'. It has types, epilogue
@@ -155,10 +184,7 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         inner,
         outer,
         gated: half == Half::Up && experts.form == ExpertForm::Gated,
-        activation: experts.activation.clone(),
-        alpha: experts.alpha,
-        clamp: experts.clamp,
-        up_offset: experts.up_offset,
+        nonlinearity: Nonlinearity::of(experts),
         bias: match half {
             Half::Up => biases.up(),
             Half::Down => biases.down(),

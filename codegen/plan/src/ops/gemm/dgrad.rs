@@ -1,12 +1,12 @@
 //! `grouped_gemm_dgrad`: gradients of what expert products read.
 
 use super::entries::{Follow, PANEL, operand, tiles_of};
-use super::{GroupedGemmConfig, GroupedGemmDesc, Half, desc, tiles};
+use super::{GroupedGemmConfig, GroupedGemmDesc, Half, Nonlinearity, desc, tiles};
 use crate::ops::params::{edges, entry, per_slot, some, when};
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
-use moesaic_spec::{Activation, LayerSpec, SharedGate, WeightSite};
+use moesaic_spec::{LayerSpec, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// `grouped_gemm_dgrad`: gradients of what a half reads.
@@ -30,14 +30,9 @@ pub struct GroupedGemmDgradDesc {
     pub outer: usize,
     /// Down: two pre-activations. Up: two products are added.
     pub gated: bool,
-    /// φ, for the down half.
-    pub activation: Activation,
-    /// See [`moesaic_spec::Experts`].
-    pub alpha: f64,
-    /// See [`moesaic_spec::Experts`].
-    pub clamp: Option<f64>,
-    /// See [`moesaic_spec::Experts`].
-    pub up_offset: f64,
+    /// For the down half.
+    #[serde(flatten)]
+    pub nonlinearity: Nonlinearity,
     /// Down: rows have weights, which multiply `hidden`, `dgate` and `dup`, and
     /// whose gradient is summed in parts.
     pub weighted: bool,
@@ -61,10 +56,7 @@ impl GroupedGemmDgradDesc {
             inner,
             outer,
             gated: self.gated && self.half == Half::Up,
-            activation: self.activation.clone(),
-            alpha: self.alpha,
-            clamp: self.clamp,
-            up_offset: self.up_offset,
+            nonlinearity: self.nonlinearity.clone(),
             bias: false,
             weighted: false,
             plain_rows: false,
@@ -99,10 +91,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec, weighted: bool) -> GroupedGem
         inner: forward.outer,
         outer: forward.inner,
         gated: spec.gated(),
-        activation: forward.activation.clone(),
-        alpha: forward.alpha,
-        clamp: forward.clamp,
-        up_offset: forward.up_offset,
+        nonlinearity: forward.nonlinearity.clone(),
         weighted,
         weights: forward.weights,
         activations: forward.activations,
@@ -120,10 +109,7 @@ pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
         inner: width,
         outer: spec.shape.model_dim,
         gated: false,
-        activation: Activation::Relu,
-        alpha: 1.0,
-        clamp: None,
-        up_offset: 0.0,
+        nonlinearity: Nonlinearity::unused(),
         weighted: false,
         weights: DType::F32,
         activations: DType::F32,

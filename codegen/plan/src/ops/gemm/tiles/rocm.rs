@@ -124,7 +124,7 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
         ..d.forward()
     };
     let chosen = forward(&one_matrix, arch);
-    let crowded = d.half == Half::Down && is_long(&d.activation);
+    let crowded = d.half == Half::Down && is_long(&d.nonlinearity.activation);
     match chosen.family {
         GemmFamily::Simt { .. } => simt_product(chosen.tile_rows),
         GemmFamily::Wmma { .. } if crowded => simt_product(chosen.tile_rows),
