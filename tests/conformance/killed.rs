@@ -134,7 +134,9 @@ fn loses(folder: &Folder, engine: &Engine, mut world: Communicator, in_commit: b
             if in_commit {
                 meet_the_end(folder, ep);
             }
-            let not = ready.commit().expect_err("one is dead");
+            let Err(not) = ready.commit() else {
+                panic!("one is dead, and rank {ep} was told by all")
+            };
             both(&whole, (&held, &before), (&to.of(ep), &not.after)).unwrap()
         }
     };

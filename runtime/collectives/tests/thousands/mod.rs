@@ -12,31 +12,50 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// 64 threads, or `MOESAIC_RANKS=4096`. Prints how long it took, and how much memory the
-/// process had.
-#[test]
-fn many_threads_exchange_by_every_way() {
+/// 64 threads, or `MOESAIC_RANKS=4096`, as nodes of 8.
+fn asked() -> NodeShape {
     let asked = std::env::var("MOESAIC_RANKS").ok();
     let ranks = asked.map_or(64, |ranks| ranks.parse().expect("a number of ranks"));
-    let (nodes, per_node) = (ranks / 8, 8);
-    let shape = NodeShape { nodes, per_node };
-    // Pods of 16 nodes, or of 4.
-    let pod = if nodes < 32 { 4 } else { 16 };
-    let levels = Levels::new(&[nodes / pod, pod, per_node]).unwrap();
+    NodeShape {
+        nodes: ranks / 8,
+        per_node: 8,
+    }
+}
+
+#[test]
+fn many_threads_exchange_in_two_dimensions() {
+    let shape = asked();
     for algorithm in [
         Algorithm::Hierarchical(shape),
         Algorithm::InterFirst(shape),
         Algorithm::Concurrent(shape),
-        Algorithm::Levels(levels),
     ] {
-        on_threads(ranks, &format!("{algorithm:?}"), &|world| {
-            equal_parts(world, algorithm)
-        });
+        by(shape, algorithm);
     }
-    on_threads(ranks, "once", &|world| tokens_once(world, shape));
 }
 
-/// Whether it was right on all ranks.
+/// Pods of 16 nodes, or of 4.
+#[test]
+fn many_threads_exchange_in_levels() {
+    let NodeShape { nodes, per_node } = asked();
+    let pod = if nodes < 32 { 4 } else { 16 };
+    let levels = Levels::new(&[nodes / pod, pod, per_node]).unwrap();
+    by(asked(), Algorithm::Levels(levels));
+}
+
+#[test]
+fn many_threads_send_tokens_once_to_a_node() {
+    let shape = asked();
+    let body = |world: &mut Communicator| tokens_once(world, shape);
+    on_threads(shape.ranks(), "once", &body);
+}
+
+fn by(shape: NodeShape, algorithm: Algorithm) {
+    let body = |world: &mut Communicator| equal_parts(world, algorithm);
+    on_threads(shape.ranks(), &format!("{algorithm:?}"), &body);
+}
+
+/// It has to be right on all ranks. Prints how long it took, and how much memory the process had.
 fn on_threads(ranks: usize, name: &str, body: &(dyn Fn(&mut Communicator) -> bool + Sync)) {
     let device: Arc<dyn Device> = Arc::new(CpuDevice::with_threads(1).unwrap());
     let start = Instant::now();
