@@ -23,14 +23,14 @@ use std::path::Path;
 use std::sync::Barrier;
 
 /// The first parameters of a rank.
-fn start(mesh: &Mesh, case: &Case) -> Tensors<'static> {
+pub fn start(mesh: &Mesh, case: &Case) -> Tensors<'static> {
     let whole = case.host_weights();
     let names = whole.keys().map(String::as_str);
     masters(&parts(mesh, &whole, names).unwrap())
 }
 
 /// Steps of AdamW from a rank's parameters and optimizer state to the same.
-fn train(mesh: &Mesh, case: &Case, from: &Tensors<'_>, steps: Range<u64>) -> Tensors<'static> {
+pub fn train(mesh: &Mesh, case: &Case, from: &Tensors<'_>, steps: Range<u64>) -> Tensors<'static> {
     let (engine, all) = (cpu(), from.clone().into_iter());
     let (state, parameters): (Vec<_>, Vec<_>) = all
         .map(|(name, tensor)| (name, tensor.into_static()))
@@ -63,7 +63,7 @@ fn train(mesh: &Mesh, case: &Case, from: &Tensors<'_>, steps: Range<u64>) -> Ten
 }
 
 /// Four steps of one rank.
-fn four_steps(case: &Case) -> Tensors<'static> {
+pub fn four_steps(case: &Case) -> Tensors<'static> {
     let ranks = on_ranks(&cpu(), mesh(1, 1, 1), |mesh| {
         train(mesh, case, &start(mesh, case), 0..4)
     });
@@ -71,7 +71,7 @@ fn four_steps(case: &Case) -> Tensors<'static> {
 }
 
 /// Holds what ranks have against that of one.
-fn check(want: &Tensors<'_>, ranks: &[Tensors<'static>], parallel: Parallel, to: &Placement) {
+pub fn check(want: &Tensors<'_>, ranks: &[Tensors<'static>], parallel: Parallel, to: &Placement) {
     for (name, want) in want {
         let of = |place| ranks[parallel.rank(place)][name].lend();
         let found = match Among::of(parallel, name) {

@@ -20,6 +20,7 @@ mod evaluation;
 mod few_tokens;
 mod gates;
 mod global_loss;
+mod killed;
 pub mod layers;
 pub mod mesh;
 mod mesh_placed;

@@ -1,17 +1,16 @@
 //! Nodes, agreement, and devices whose memory the host does not see.
 
 mod support;
+mod thousands;
 
 use moesaic_collectives::{
-    Algorithm, Call, Collectives, Communicator, Element, NodeShape, Reduction, Topology, agree,
-    threads,
+    Algorithm, Collectives, Communicator, Element, NodeShape, Reduction, Topology, agree, threads,
 };
 use moesaic_cpu::CpuDevice;
 use moesaic_kernel::Entry;
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 use support::{call, every_operation, part, read, room, slice};
 
 fn cpu(_rank: usize) -> Result<Arc<dyn Device>, DeviceError> {
@@ -225,43 +224,5 @@ fn every_type_is_reduced_by_every_rule() {
                 assert_eq!(got, expected, "{reduction} of {element}");
             }
         }
-    }
-}
-
-/// 64 threads, or `MOESAIC_RANKS=4096`. Prints how long it took, and how much memory the
-/// process had.
-#[test]
-fn many_threads_exchange_by_every_way() {
-    let asked = std::env::var("MOESAIC_RANKS").ok();
-    let ranks = asked.map_or(64, |ranks| ranks.parse().expect("a number of ranks"));
-    let (nodes, per_node) = (ranks / 8, 8);
-    let shape = NodeShape { nodes, per_node };
-    let device = cpu(0).unwrap();
-    let call = Call::new("").within(Duration::from_secs(1800));
-    for algorithm in [
-        Algorithm::Hierarchical(shape),
-        Algorithm::InterFirst(shape),
-        Algorithm::Concurrent(shape),
-    ] {
-        let start = Instant::now();
-        let right = threads::run(
-            ranks,
-            |_| Ok(Arc::clone(&device)),
-            |mut world| {
-                let rank = world.rank();
-                let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, 3)).collect();
-                let from = slice(&device, Element::U8, &input);
-                let to = room(&device, Element::U8, 3 * ranks);
-                let begun = world.all_to_all(&from, &to, algorithm, &call);
-                begun.unwrap().wait().unwrap();
-                let output = read(&device, &to);
-                (0..ranks).all(|p| output[3 * p..3 * p + 3] == part(p, rank, 3))
-            },
-        );
-        assert!(right.unwrap().into_iter().all(|right| right.unwrap()));
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let most = status.lines().find(|line| line.starts_with("VmHWM"));
-        let seconds = start.elapsed().as_secs_f64();
-        println!("{ranks} threads, {algorithm:?}: {seconds:.1} s, {most:?}");
     }
 }

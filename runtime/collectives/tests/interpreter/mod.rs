@@ -77,6 +77,51 @@ pub fn replay(plans: &[Plan], memories: &mut [Memory]) {
     );
 }
 
+/// What a rank sends, and what it gets: the other rank, and the bytes.
+pub type Ends = [Vec<(usize, Vec<u8>)>; 2];
+
+type Sizes<'a> = &'a [(usize, usize)];
+
+fn sizes(list: &[(usize, Vec<u8>)]) -> Vec<(usize, usize)> {
+    list.iter()
+        .map(|(peer, data)| (*peer, data.len()))
+        .collect()
+}
+
+/// Carries out the plans that ranks make of the sizes of their messages. What is sent is left
+/// alone; what each rank has got is the result, with the plans.
+pub fn carry(
+    ends: &[Ends],
+    plan: &dyn Fn(usize, Sizes<'_>, Sizes<'_>) -> Plan,
+) -> (Vec<Plan>, Vec<Vec<Vec<u8>>>) {
+    let planned = |(rank, [sends, gets]): (usize, &Ends)| plan(rank, &sizes(sends), &sizes(gets));
+    let plans: Vec<Plan> = ends.iter().enumerate().map(planned).collect();
+    let memory = |[sends, gets]: &Ends| Memory {
+        inputs: sends.iter().map(|(_, data)| data.clone()).collect(),
+        outputs: gets
+            .iter()
+            .map(|(_, data)| vec![0xDD; data.len()])
+            .collect(),
+        scratch: Vec::new(),
+    };
+    let mut memories: Vec<Memory> = ends.iter().map(memory).collect();
+    replay(&plans, &mut memories);
+    for (memory, [sends, _]) in memories.iter().zip(ends) {
+        let sent = sends.iter().map(|(_, data)| data);
+        assert!(memory.inputs.iter().eq(sent), "the input was written");
+    }
+    (plans, memories.into_iter().map(|m| m.outputs).collect())
+}
+
+/// Whether every rank has got what it was to get.
+pub fn delivered(ends: &[Ends], found: &[Vec<Vec<u8>>]) -> bool {
+    let same = |([_, gets], found): (&Ends, &Vec<Vec<u8>>)| {
+        let expected = gets.iter().map(|(_, data)| data);
+        expected.eq(found)
+    };
+    ends.len() == found.len() && ends.iter().zip(found).all(same)
+}
+
 /// Whether the step is complete.
 pub fn advance(
     rank: usize,

@@ -1,0 +1,146 @@
+//! Rows for the experts of each rank, in as many parts as a degree says, go there and come back:
+//! each time from where they lie to where they belong.
+
+use crate::interpreter::{Ends, carry, delivered};
+use crate::{algorithms, bytes, carried, hops, shapes, size, told};
+use moesaic_collectives::Algorithm;
+use moesaic_collectives::plan::{self, Leg, Passage};
+use std::ops::Range;
+
+const DEGREES: [usize; 5] = [1, 2, 3, 4, 8];
+
+/// Bytes of a row: no multiple of a word, and one byte.
+const ROWS: [usize; 4] = [1, 3, 5, 67];
+
+/// All of these numbers of experts and parts, on few ranks.
+#[test]
+fn rows_of_experts_go_in_parts_and_come_back() {
+    for (nodes, per_node) in shapes(4) {
+        for algorithm in algorithms(nodes, per_node) {
+            for experts in 1..=4 {
+                for (i, degree) in DEGREES.into_iter().enumerate() {
+                    let row = ROWS[(experts + i) % ROWS.len()];
+                    Drawn::new(algorithm, [experts, degree, row, i]).check();
+                }
+            }
+        }
+    }
+}
+
+/// Some of them for every number of ranks and of ranks a node; on more than 16 ranks by half of
+/// the algorithms.
+#[test]
+fn rows_drawn_on_any_nodes_go_in_parts_and_come_back() {
+    for (nodes, per_node) in shapes(32) {
+        let few = nodes * per_node <= 16;
+        let all = algorithms(nodes, per_node).into_iter().enumerate();
+        for (i, algorithm) in all.filter(|(i, _)| few || (i + nodes).is_multiple_of(2)) {
+            let mut seed = (nodes * 1009 + per_node * 31 + i) as u64;
+            let mut draw = |most: usize| {
+                seed = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(7);
+                (seed >> 33) as usize % most
+            };
+            let experts = 1 + draw(5);
+            let (degree, row) = (DEGREES[draw(5)], ROWS[draw(3)]);
+            Drawn::new(algorithm, [experts, degree, row, draw(4)]).check();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Drawn {
+    algorithm: Algorithm,
+    ranks: usize,
+    experts: usize,
+    degree: usize,
+    /// Bytes of a row.
+    row: usize,
+    /// Which counts are zero beside a third of all: those of nobody, of the rows from one rank,
+    /// to one, or all.
+    empty: usize,
+}
+
+impl Drawn {
+    fn new(algorithm: Algorithm, [experts, degree, row, empty]: [usize; 4]) -> Drawn {
+        Drawn {
+            algorithm,
+            ranks: hops(algorithm).levels.ranks(),
+            experts,
+            degree,
+            row,
+            empty,
+        }
+    }
+
+    /// Rows of a rank for an expert of another.
+    fn rows(&self, p: usize, q: usize, e: usize) -> usize {
+        let (last, none) = (self.ranks - 1, self.empty);
+        let empty = (none == 1 && p == last) || (none == 2 && q == last) || none == 3;
+        if empty { 0 } else { size(p, q, e) % 11 }
+    }
+
+    /// Which of so many rows are in a part.
+    fn cut(&self, number: usize, rows: usize) -> Range<usize> {
+        number * rows / self.degree..(number + 1) * rows / self.degree
+    }
+
+    fn check(&self) {
+        let passages = told(&hops(self.algorithm), self.experts, &|p, q, e| {
+            self.rows(p, q, e)
+        });
+        // Parts one by one, on many ranks one of them, and two that are under way at once.
+        let single = (0..self.degree).filter(|number| self.ranks <= 8 || number % 4 == 1);
+        let single = single.map(|number| number..number + 1);
+        for parts in single.chain([0..self.degree.min(2)]) {
+            let cut = |number: usize, leg: Leg| self.cut(number, leg.units as usize);
+            let passages = passages.iter().map(|all| all.in_parts(parts.clone(), &cut));
+            let passages: Vec<Passage> = passages.collect();
+            for back in [false, true] {
+                self.check_parts(&passages, &parts, back);
+            }
+        }
+    }
+
+    fn check_parts(&self, passages: &[Passage], parts: &Range<usize>, back: bool) {
+        // Answers may be of another width.
+        let row = self.row + usize::from(back);
+        let scale = |leg: Leg| leg.units as usize * row;
+        let ends: Vec<Ends> = (0..self.ranks)
+            .map(|rank| [back, !back].map(|gets| self.messages(rank, gets, parts, row)))
+            .collect();
+        let plan = |rank: usize, sends: &[_], gets: &[_]| {
+            let journey = match back {
+                true => passages[rank].back(&scale),
+                false => passages[rank].there(&scale),
+            };
+            let plan = plan::exchange_by(&journey, sends, gets);
+            carried(plan, self.degree.is_multiple_of(2))
+        };
+        let (_, found) = carry(&ends, &plan);
+        let (_, straight) = carry(&ends, &plan::exchange);
+        let right = found == straight && delivered(&ends, &found);
+        assert!(right, "{self:?}, parts {parts:?}, back: {back}");
+    }
+
+    /// The messages for what a rank has for experts, or what comes to its own, part by part.
+    fn messages(
+        &self,
+        rank: usize,
+        gets: bool,
+        parts: &Range<usize>,
+        row: usize,
+    ) -> Vec<(usize, Vec<u8>)> {
+        let experts = 0..self.experts;
+        let pieces = parts
+            .clone()
+            .flat_map(|n| experts.clone().map(move |e| (n, e)));
+        let message = |(number, e): (usize, usize), peer: usize| {
+            let (p, q) = if gets { (peer, rank) } else { (rank, peer) };
+            let rows = self.cut(number, self.rows(p, q, e));
+            let whole = bytes(p, q, e, self.rows(p, q, e) * row);
+            (peer, whole[rows.start * row..rows.end * row].to_vec())
+        };
+        let all = pieces.flat_map(|piece| (0..self.ranks).map(move |peer| message(piece, peer)));
+        all.filter(|(_, data)| !data.is_empty()).collect()
+    }
+}
