@@ -111,8 +111,8 @@ impl fmt::Display for Event {
 /// Where candidates come from.
 #[derive(Clone, Debug)]
 enum Candidates {
-    /// Of predictions those that are worth it; and, when these are measured, the passes of two
-    /// of them together, and one next to the best, as far as there is room ([`CANDIDATES`]).
+    /// Of predictions those that are worth it; and, when these are measured, one next to the
+    /// best, and the passes of two of them together, as far as there is room ([`CANDIDATES`]).
     Listed {
         list: Vec<Strategy>,
         predictions: Vec<Prediction>,
@@ -313,9 +313,8 @@ impl Entry {
                     next.filter(missing)
                 };
                 let listed = list.iter().copied().find(missing);
-                // What was measured of two passes says more than what was predicted of one.
-                let last = || together.filter(room).or_else(|| beside().filter(room));
-                listed.or_else(last)
+                let suggested = || beside().filter(room).or(together.filter(room));
+                listed.or_else(suggested)
             }
             Candidates::Searched => space.next(&self.measured, wanted).or(together),
         };
