@@ -425,10 +425,12 @@ fn report(tokens: usize, stages: &[Stage], ways: &[Way], medians: &[f64]) {
         // Up to our kernels a stage is what it is; what can be chosen can be left.
         let chooses = index > 2;
         let kept = if chooses { time.min(before) } else { time };
-        let choice = match chooses {
-            true if time >= before => " [as before]".to_string(),
-            true => format!(" [{}]", ways[fastest].name()),
-            false => String::new(),
+        let choice = if !chooses {
+            String::new()
+        } else if time >= before {
+            " [as before]".to_string()
+        } else {
+            format!(" [{}]", ways[fastest].name())
         };
         if index == 0 {
             (before, first) = (time, time);

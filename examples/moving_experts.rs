@@ -33,6 +33,7 @@ const SPEC: &str = "
 /// A step, of all ranks together.
 #[derive(Debug)]
 pub struct Step {
+    /// The sum of squares.
     pub loss: f64,
     /// Rows of the busiest rank.
     pub busiest: f64,
