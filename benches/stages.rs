@@ -11,7 +11,11 @@
 //! for each pair of ranks, and a product for each expert and source rank
 //! (`stages/baseline.rs`). Its experts are this compiler's kernels, so that no stage is
 //! about the speed of large products. A stage with choices has the fastest of them, and
-//! never less than the stage before it had.
+//! never less than the stage before it had: what adapts has the best static choice at best,
+//! and what a tuner loses to it is not in here (docs/ADAPTIVE.md).
+//!
+//! Ways between none and one need experts in slices. The last stage has a second layer of the
+//! same weights, whose experts are shared by half as many groups of two ranks.
 //!
 //! All outputs, and with `--training` gradients of tokens, are compared with those of the first
 //! stage before anything is timed.
@@ -162,10 +166,21 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
             let tensors = baseline::tensors(&weights, 0..spec.shape.experts);
             let training = options.training.then(Training::default);
             let layer = engine.mesh_layer(&mesh, &spec, &tensors, training)?;
+            let mut sliced = None;
+            if size.is_multiple_of(SLICES) && options.hidden.is_multiple_of(SLICES) {
+                let parallel = Parallel {
+                    ep: size / SLICES,
+                    shards: SLICES,
+                    ..Parallel::default()
+                };
+                let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_ways();
+                sliced = Some(engine.mesh_layer(&mesh, &spec, &tensors, training)?);
+            }
             let mut party = Party {
                 first: own == 0,
                 ranks: engine.ranks(&mesh),
                 layer,
+                sliced,
                 baseline: Baseline::new(engine, &spec, &weights, (own, size), options.training)?,
                 rounds: options.rounds,
                 training: options.training,
@@ -173,8 +188,8 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
             if party.first {
                 println!(
                     "# {size} ranks by {}, {} experts each of {} x {}, top 2, f32, {}; ms, \
-                     medians of {} rounds, the slowest rank's; in brackets what the fastest \
-                     choice was",
+                     medians of {} rounds, the slowest rank's; a stage with choices has the \
+                     fastest static one, in brackets: no tuner chooses here",
                     world.engine(),
                     options.experts,
                     options.width,
@@ -200,7 +215,24 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
 enum Way {
     OneHot(Layout),
     Ours(Strategy),
+    /// The same with experts in slices.
+    Sliced(Strategy),
 }
+
+impl Way {
+    fn name(self) -> String {
+        match self {
+            Way::OneHot(Layout::BySource) => "one-hot, a product for each source".to_string(),
+            Way::OneHot(Layout::ByExpert) => "one-hot, a product for each expert".to_string(),
+            Way::Ours(strategy) if strategy == Strategy::default() => "linear".to_string(),
+            Way::Ours(strategy) => strategy.to_string(),
+            Way::Sliced(strategy) => format!("{SLICES} slices, {strategy}"),
+        }
+    }
+}
+
+/// Of an expert, in the second layer.
+const SLICES: usize = 2;
 
 /// One stage: what it adds, and what it may choose from.
 struct Stage {
@@ -210,7 +242,7 @@ struct Stage {
 
 /// Stages in the order in which they are added. What a stage chooses from contains what the
 /// stages of our kernels before it could choose.
-fn stages() -> Vec<Stage> {
+fn stages(sliced: bool) -> Vec<Stage> {
     let ours = |texts: &[&str]| -> Vec<Way> {
         let parsed = texts.iter().filter_map(|text| text.parse().ok());
         parsed.map(Way::Ours).collect()
@@ -224,6 +256,11 @@ fn stages() -> Vec<Stage> {
         "degree=2,cut=ranks",
         "degree=4,cut=ranks",
     ]);
+    let mut ways = ours(&["ways=0"]);
+    if sliced {
+        let inner = ["ways=0", "ways=1", "ways=2"].map(str::parse);
+        ways.extend(inner.into_iter().flatten().map(Way::Sliced));
+    }
     vec![
         Stage {
             name: "one-hot products, equal parts, linear",
@@ -247,7 +284,7 @@ fn stages() -> Vec<Stage> {
         },
         Stage {
             name: "+ adaptive parallelism",
-            ways: ours(&["ways=0"]),
+            ways,
         },
     ]
 }
@@ -257,6 +294,8 @@ struct Party {
     first: bool,
     ranks: Ranks,
     layer: MeshLayer,
+    /// Where ranks can have slices.
+    sliced: Option<MeshLayer>,
     baseline: Baseline,
     rounds: usize,
     training: bool,
@@ -289,7 +328,7 @@ impl Party {
     fn stages(&mut self, world: &mut Communicator, tokens: usize) -> Result {
         let width = self.layer.plan().tokens.spec.shape.model_dim;
         let given = Given::new(world.rank(), tokens, width);
-        let stages = stages();
+        let stages = stages(self.sliced.is_some());
         let ways: Vec<Way> = stages.iter().flat_map(|stage| stage.ways.clone()).collect();
         let expected = self.prepared(world, ways[0], &given)?;
         for &way in &ways[1..] {
@@ -316,12 +355,20 @@ impl Party {
     }
 
     fn prepare(&mut self, way: Way) -> Result {
-        if let Way::Ours(strategy) = way
-            && self.layer.strategy() != strategy
-        {
-            self.layer.set_strategy(strategy)?;
+        let (layer, strategy) = match way {
+            Way::OneHot(_) => return Ok(()),
+            Way::Ours(strategy) => (Some(&mut self.layer), strategy),
+            Way::Sliced(strategy) => (self.sliced.as_mut(), strategy),
+        };
+        let other = layer.filter(|layer| layer.strategy() != strategy);
+        other.map_or(Ok(()), |layer| Ok(layer.set_strategy(strategy)?))
+    }
+
+    fn layer_of(&self, way: Way) -> &MeshLayer {
+        match (way, &self.sliced) {
+            (Way::Sliced(_), Some(sliced)) => sliced,
+            _ => &self.layer,
         }
-        Ok(())
     }
 
     fn prepared(&mut self, world: &mut Communicator, way: Way, given: &Given) -> Result<Vec<f32>> {
@@ -335,14 +382,12 @@ impl Party {
         match (way, self.training) {
             (Way::OneHot(layout), false) => self.baseline.forward(world, x, layout),
             (Way::OneHot(layout), true) => self.baseline.step(world, [x, dy], layout),
-            (Way::Ours(_), false) => named(&self.layer.forward(&Input::new(*tokens, x))?, "y"),
-            (Way::Ours(_), true) => {
-                let input = Input::new(*tokens, x);
-                let (output, saved) =
-                    self.layer
-                        .forward_train(&input, &["y"], Counters::default())?;
+            (_, false) => named(&self.layer_of(way).forward(&Input::new(*tokens, x))?, "y"),
+            (_, true) => {
+                let (layer, input) = (self.layer_of(way), Input::new(*tokens, x));
+                let (output, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
                 let dy = Tensor::new(&[*tokens, dy.len() / tokens], dy);
-                let back = self.layer.backward(&saved, &dy, false)?;
+                let back = layer.backward(&saved, &dy, false)?;
                 Ok([named(&output, "y")?, named(&back, "dx")?].concat())
             }
         }
@@ -380,10 +425,12 @@ fn report(tokens: usize, stages: &[Stage], ways: &[Way], medians: &[f64]) {
         // Up to our kernels a stage is what it is; what can be chosen can be left.
         let chooses = index > 2;
         let kept = if chooses { time.min(before) } else { time };
-        let choice = match (ways[fastest], chooses && time >= before) {
-            (_, true) => " [as before]".to_string(),
-            (Way::Ours(strategy), false) if chooses => format!(" [{strategy}]"),
-            _ => String::new(),
+        let choice = if !chooses {
+            String::new()
+        } else if time >= before {
+            " [as before]".to_string()
+        } else {
+            format!(" [{}]", ways[fastest].name())
         };
         if index == 0 {
             (before, first) = (time, time);
@@ -399,12 +446,7 @@ fn report(tokens: usize, stages: &[Stage], ways: &[Way], medians: &[f64]) {
     }
     println!("  all:");
     for (way, time) in ways.iter().zip(medians) {
-        let name = match way {
-            Way::OneHot(Layout::BySource) => "one-hot, a product for each source".to_string(),
-            Way::OneHot(Layout::ByExpert) => "one-hot, a product for each expert".to_string(),
-            Way::Ours(strategy) if *strategy == Strategy::default() => "linear".to_string(),
-            Way::Ours(strategy) => strategy.to_string(),
-        };
+        let name = way.name();
         println!("    {name:40} {:9.2} ms", time * 1e3);
     }
 }

@@ -307,6 +307,7 @@ struct Drawn {
     parallel: Parallel,
     per_node: usize,
     placement: Option<Placement>,
+    steps: usize,
 }
 
 /// Meshes with ranks on nodes so that every route is there at any number of ways.
@@ -321,7 +322,7 @@ const GRIDS: [(Parallel, usize); 8] = [
     (mesh(8, 1, 1), 4),
 ];
 
-fn layer(draw: &mut Counter) -> LayerSpec {
+fn layer(seed: u64, draw: &mut Counter) -> LayerSpec {
     let experts = draw.between(8, 10);
     let top_k = draw.between(1, 3);
     let of = |draw: &mut Counter, texts: &[&str]| {
@@ -342,23 +343,36 @@ fn layer(draw: &mut Counter) -> LayerSpec {
             ],
         ),
         of(draw, &["", "shared = [{ hidden_dim = 8 }]"]),
-        of(
-            draw,
-            &[
-                "",
-                "capacity = { mode = 'fixed', rows = 2 }",
-                "capacity = { mode = 'factor', factor = 2.5 }",
-            ],
-        ),
+        capacity(seed),
     ];
     spec(&text.join("\n"))
 }
 
+/// None, or one of three; whose rows come first, and what becomes of the weights of the others.
+fn capacity(seed: u64) -> String {
+    let draw = &mut Counter::new(seed ^ 0xCA9A);
+    let modes = [
+        "mode = 'fixed', rows = 2",
+        "mode = 'fixed', rows = 1",
+        "mode = 'factor', factor = 2.5",
+    ];
+    let at = (seed + seed / GRIDS.len() as u64) % 4;
+    let order = ["batch-prioritized", "slot-major", "token-major"][draw.between(0, 4) / 2];
+    let more = format!(
+        "order = '{order}', renormalize_after_drop = {}",
+        draw.one_in(2)
+    );
+    let mode = modes.get(at as usize);
+    mode.map_or(String::new(), |mode| {
+        format!("capacity = {{ {mode}, {more} }}")
+    })
+}
+
 impl Drawn {
-    fn new(seed: u64) -> Drawn {
+    fn new(seed: u64, steps: usize) -> Drawn {
         let draw = &mut Counter::new(seed);
         let (parallel, per_node) = GRIDS[seed as usize % GRIDS.len()];
-        let spec = layer(draw);
+        let spec = layer(seed, draw);
         let experts = spec.shape.experts;
         let split = [Split::Even, Split::Near][draw.between(0, 1)];
         let placement = scattered(parallel.ep, experts, seed, split);
@@ -367,10 +381,12 @@ impl Drawn {
             placement: draw.one_in(2).then_some(placement),
             parallel,
             per_node,
+            steps,
         }
     }
 
-    /// Losses of the steps of a run whose strategies are drawn from `wires`, if there are any.
+    /// Losses of the steps of a run whose strategies are drawn from `wires`; without any, of one
+    /// whose rows go to one slice of each expert and in one piece.
     fn learned(&self, seed: u64, wires: &[Wire]) -> Vec<f64> {
         let engine = cpu();
         let ranks = Arranged {
@@ -382,7 +398,7 @@ impl Drawn {
         let of_ranks = ranks.each(self.parallel, |engine, mesh| {
             self.learn(engine, mesh, &mut Counter::new(seed), wires)
         });
-        (0..STEPS)
+        (0..self.steps)
             .map(|step| of_ranks.iter().map(|losses| losses[step]).sum())
             .collect()
     }
@@ -400,12 +416,13 @@ impl Drawn {
         let tokens = &shares(case.input.tokens, self.parallel.ranks())[mesh.rank()];
         let (own, width) = (part(case, tokens), case.spec.output_dim());
         let mut losses = Vec::new();
-        for _ in 0..STEPS {
-            if !wires.is_empty() {
-                let strategy = strategy(self.parallel, draw, wires);
-                let set = layer.set_strategy(strategy);
-                set.unwrap_or_else(|e| panic!("{strategy}: {e}"));
-            }
+        for _ in 0..self.steps {
+            let strategy = match wires {
+                [] => "ways=1,degree=1,route=linear,wire=exact".parse().unwrap(),
+                _ => strategy(self.parallel, draw, wires),
+            };
+            let set = layer.set_strategy(strategy);
+            set.unwrap_or_else(|e| panic!("{strategy}: {e}"));
             let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
             let (output, saved) = call.unwrap();
             let y = floats(&output, "y");
@@ -431,8 +448,6 @@ impl Drawn {
         losses
     }
 }
-
-const STEPS: usize = 4;
 
 /// Gradients are longer, and made so long.
 const MOST: f32 = 1e-3;
@@ -470,34 +485,46 @@ fn strategy(parallel: Parallel, draw: &mut Counter, wires: &[Wire]) -> Strategy 
     }
 }
 
+/// Holds runs whose strategies are drawn against the one whose strategy stays.
+fn learn_the_same(seed: u64, steps: usize, bounds: &[(&[Wire], f64)]) {
+    let drawn = Drawn::new(seed, steps);
+    let want = drawn.learned(seed, &[]);
+    let (grid, case) = (drawn.parallel, drawn.case.describe());
+    let what = format!("seed {seed}: {grid:?}, {case}");
+    let last = want[steps - 1];
+    println!("{what}\n{want:?}");
+    assert!((last - want[0]).abs() > 1e-2 * want[0], "{what}: {want:?}");
+    for &(wires, most) in bounds {
+        let found = drawn.learned(seed, wires);
+        // What is done to a step counts against the loss that it had to lower, at least a tenth
+        // of the first; what formats do may send tokens to other experts.
+        let lowered = [&want[..1], &want[..steps - 1]].concat();
+        let lowered = lowered.iter().map(|before| before.max(want[0] / 10.0));
+        for ((found, want), before) in found.iter().zip(&want).zip(lowered) {
+            let off = (found - want).abs() / before;
+            assert!(
+                off < most,
+                "{what}, {wires:?}: a loss is {found}, not {want}"
+            );
+        }
+    }
+}
+
+const PACKED: [Wire; 4] = [Wire::Exact, Wire::F16, Wire::Bf16, Wire::Fp8];
+
 /// `MOESAIC_SEEDS=0..200` draws more of them.
 #[test]
 fn strategies_drawn_anew_at_every_step_learn_the_same() {
     for seed in seeds(0..4) {
-        let drawn = Drawn::new(seed);
-        let want = drawn.learned(seed, &[]);
-        let what = format!(
-            "seed {seed}: {:?}, {}",
-            drawn.parallel,
-            drawn.case.describe()
-        );
-        assert!(
-            (want[STEPS - 1] - want[0]).abs() > 1e-2 * want[0],
-            "{what}: {want:?}"
-        );
-        let packed = [Wire::Exact, Wire::F16, Wire::Bf16, Wire::Fp8];
-        for (wires, most) in [(&[Wire::Exact][..], 1e-4), (&packed, 0.1)] {
-            let found = drawn.learned(seed, wires);
-            // What formats do to a step counts against the loss that it had to lower; it may
-            // send tokens to other experts.
-            let lowered = [&want[..1], &want[..STEPS - 1]].concat();
-            for ((found, want), before) in found.iter().zip(&want).zip(lowered) {
-                let off = (found - want).abs() / before;
-                assert!(
-                    off < most,
-                    "{what}, {wires:?}: a loss is {found}, not {want}"
-                );
-            }
-        }
+        learn_the_same(seed, 4, &[(&[Wire::Exact], 1e-4), (&PACKED, 0.2)]);
+    }
+}
+
+/// What rounding differs in grows from step to step.
+#[test]
+#[ignore = "a long run"]
+fn strategies_drawn_anew_at_forty_steps_learn_the_same() {
+    for seed in seeds(0..16) {
+        learn_the_same(seed, 40, &[(&[Wire::Exact], 1e-2)]);
     }
 }

@@ -22,6 +22,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Barrier;
 
+#[path = "../../examples/moving_experts.rs"]
+#[allow(dead_code)]
+mod moving_experts;
+
 /// The first parameters of a rank.
 pub fn start(mesh: &Mesh, case: &Case) -> Tensors<'static> {
     let whole = case.host_weights();
@@ -326,5 +330,26 @@ fn any_mix_of_before_and_after_is_enough() {
             let [a, b] = [&checkpoint, &found].map(|file| file.read(name).unwrap());
             assert!(a == b, "{heard:03b}: `{name}`");
         }
+    }
+}
+
+/// A balancer, moves and new layers, on the way of a run: examples/moving_experts.rs.
+#[test]
+fn a_run_whose_busy_experts_move_learns_the_same() {
+    let [stay, moves] = [false, true].map(|moves| moving_experts::run(&cpu(), moves).unwrap());
+    assert_eq!(stay.len(), moves.len());
+    let placed = |at: usize| &moves[at].placement;
+    let changes = (1..moves.len())
+        .filter(|at| placed(*at) != placed(at - 1))
+        .count();
+    assert!(changes > 0, "nothing has moved: {moves:?}");
+    assert!(stay.iter().all(|step| step.placement == stay[0].placement));
+    let [one, two] = [&stay, &moves].map(|steps| steps.last().unwrap());
+    assert!(two.busiest < 0.75 * one.busiest, "{two:?}, not {one:?}");
+    let fall = stay[0].loss - one.loss;
+    assert!(fall > 0.02 * stay[0].loss, "{stay:?}");
+    for (one, two) in stay.iter().zip(&moves) {
+        let off = (one.loss - two.loss).abs();
+        assert!(off < 1e-4 * fall, "{two:?}, not {one:?}");
     }
 }

@@ -2,12 +2,12 @@
 //! `mpiexec -n N`, or on threads with the number of ranks as the argument.
 //!
 //! With `nodes` as the first argument, and the sizes to measure after it, all algorithms
-//! that the nodes of the ranks allow take turns: `benches/nodes/links.sh` does so on nodes
-//! with slow links between them.
+//! that the nodes of the ranks allow take turns, with four nodes or more in three levels, too:
+//! `benches/nodes/links.sh` does so on nodes with slow links between them.
 
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, mpi,
-    threads,
+    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Levels, NodeShape, Slice,
+    Topology, mpi, threads,
 };
 use moesaic_cpu::CpuDevice;
 use moesaic_target::Device;
@@ -91,26 +91,37 @@ fn timed(
     Ok(start.elapsed())
 }
 
+/// What takes turns: where nodes are two pods, in three levels, too.
+fn algorithms(shape: NodeShape) -> Vec<(&'static str, Algorithm)> {
+    let mut list = vec![
+        ("direct", Algorithm::Direct),
+        ("intra-first", Algorithm::Hierarchical(shape)),
+        ("inter-first", Algorithm::InterFirst(shape)),
+        ("concurrent", Algorithm::Concurrent(shape)),
+    ];
+    let pods = Levels::new(&[2, shape.nodes / 2, shape.per_node]);
+    if let Some(levels) = pods.filter(|_| shape.nodes >= 4 && shape.nodes.is_multiple_of(2)) {
+        list.push(("levels", Algorithm::Levels(levels)));
+    }
+    list
+}
+
 fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), CollectiveError> {
     let topology = Topology::gather(&mut world, &Call::new("hosts"))?;
     let shape = topology.shape.ok_or_else(|| CollectiveError::Setup {
         reason: format!("ranks are not evenly on nodes: {:?}", topology.hosts),
     })?;
-    let algorithms = [
-        Algorithm::Direct,
-        Algorithm::Hierarchical(shape),
-        Algorithm::InterFirst(shape),
-        Algorithm::Concurrent(shape),
-    ];
+    let algorithms = algorithms(shape);
     if world.rank() == 0 {
         let (nodes, each) = (shape.nodes, shape.per_node);
         println!("# {nodes} nodes of {each} ranks, {}", world.engine());
         println!("# medians in us, each round that of its slowest rank; then direct / other");
-        let names = ["direct", "intra-first", "inter-first", "concurrent"];
-        let names = names.map(|name| format!("{name:>12}")).concat();
+        let name = |(name, _): &(&str, Algorithm)| format!("{name:>12}");
+        let names: Vec<String> = algorithms.iter().map(name).collect();
         println!(
-            "# bytes per pair, rounds{names}{:>8}{:>8}{:>8}",
-            "intra", "inter", "both"
+            "# bytes per pair, rounds{}{}",
+            names.concat(),
+            names[1..].concat()
         );
     }
     for &bytes in sizes {
@@ -121,10 +132,10 @@ fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), Collective
         let (begun, mut rounds, mut own) = (Instant::now(), 0, Vec::new());
         loop {
             // Whoever comes first finds other queues than those after.
-            let mut times = [0u64; 4];
+            let mut times = vec![0u64; algorithms.len()];
             for turn in 0..algorithms.len() {
                 let kind = (rounds + turn) % algorithms.len();
-                let time = timed(&mut world, &from, &to, algorithms[kind])?;
+                let time = timed(&mut world, &from, &to, algorithms[kind].1)?;
                 times[kind] = time.as_nanos() as u64;
             }
             if rounds > 0 {
@@ -157,14 +168,15 @@ fn check(world: &Communicator, to: &Slice, bytes: usize) -> Result<(), Collectiv
     }
 }
 
-fn report(world: &mut Communicator, bytes: usize, own: &[[u64; 4]]) -> Result<(), CollectiveError> {
+fn report(world: &mut Communicator, bytes: usize, own: &[Vec<u64>]) -> Result<(), CollectiveError> {
     let numbers: Vec<u8> = own.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
     let all = world.gather_bytes(&numbers, &Call::default())?;
     if world.rank() > 0 {
         return Ok(());
     }
+    let kinds = own.first().map_or(0, Vec::len);
     let slowest = |round: usize, kind: usize| -> f64 {
-        let number = |times: &Vec<u8>| times.as_chunks::<8>().0[4 * round + kind];
+        let number = |times: &Vec<u8>| times.as_chunks::<8>().0[kinds * round + kind];
         let nanos = all.iter().map(|times| u64::from_le_bytes(number(times)));
         nanos.max().unwrap_or_default() as f64 / 1e3
     };
@@ -173,10 +185,13 @@ fn report(world: &mut Communicator, bytes: usize, own: &[[u64; 4]]) -> Result<()
         list.sort_by(f64::total_cmp);
         list[list.len() / 2]
     };
-    let times = [0, 1, 2, 3].map(|kind| median(&|round| slowest(round, kind)));
-    let ratios = [1, 2, 3].map(|kind| median(&|round| slowest(round, 0) / slowest(round, kind)));
-    let times = times.map(|time| format!("{time:>12.0}")).concat();
-    let ratios = ratios.map(|ratio| format!("{ratio:>8.2}")).concat();
+    let time = |kind: usize| format!("{:>12.0}", median(&|round| slowest(round, kind)));
+    let ratio = |kind: usize| {
+        let ratio = median(&|round| slowest(round, 0) / slowest(round, kind));
+        format!("{ratio:>12.2}")
+    };
+    let times: String = (0..kinds).map(time).collect();
+    let ratios: String = (1..kinds).map(ratio).collect();
     println!("{bytes:>16} {:>7}{times}{ratios}", own.len());
     Ok(())
 }

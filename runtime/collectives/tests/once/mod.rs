@@ -110,9 +110,9 @@ impl Rows {
     /// What all ranks send and get, of the data from a rank to another for one expert.
     fn ends(&self, data: &dyn Fn(usize, usize, usize) -> Vec<u8>) -> Vec<Ends> {
         let list = |rank: usize, gets: bool| {
-            let piece = |(peer, e): (usize, usize)| match gets {
-                true => (peer, data(peer, rank, e)),
-                false => (peer, data(rank, peer, e)),
+            let piece = |(peer, e): (usize, usize)| {
+                let (p, q) = if gets { (peer, rank) } else { (rank, peer) };
+                (peer, data(p, q, e))
             };
             let all = self.peers().map(piece);
             all.filter(|(_, data)| !data.is_empty()).collect()

@@ -91,7 +91,7 @@ impl Drawn {
         // Parts one by one, on many ranks one of them, and two that are under way at once.
         let single = (0..self.degree).filter(|number| self.ranks <= 8 || number % 4 == 1);
         let single = single.map(|number| number..number + 1);
-        for parts in single.chain([0..self.degree.min(2)]) {
+        for parts in single.chain(std::iter::once(0..self.degree.min(2))) {
             let cut = |number: usize, leg: Leg| self.cut(number, leg.units as usize);
             let passages = passages.iter().map(|all| all.in_parts(parts.clone(), &cut));
             let passages: Vec<Passage> = passages.collect();
@@ -109,9 +109,10 @@ impl Drawn {
             .map(|rank| [back, !back].map(|gets| self.messages(rank, gets, parts, row)))
             .collect();
         let plan = |rank: usize, sends: &[_], gets: &[_]| {
-            let journey = match back {
-                true => passages[rank].back(&scale),
-                false => passages[rank].there(&scale),
+            let journey = if back {
+                passages[rank].back(&scale)
+            } else {
+                passages[rank].there(&scale)
             };
             let plan = plan::exchange_by(&journey, sends, gets);
             carried(plan, self.degree.is_multiple_of(2))
