@@ -3,11 +3,11 @@
 use crate::choice::{active_k, balanced, expert_choice, exponentials, guided, live};
 use crate::math::{dot, rank, sigmoid, softmax, softplus};
 use crate::noise::{input_factors, key_noise, logit_noise, noise_scale};
+use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, Renormalize, RouterInput, RouterKind,
-    Score, Select,
+    GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, RouterInput, RouterKind, Score, Select,
 };
 
 /// The gate's whole result.
@@ -264,7 +264,7 @@ fn maybe_drop_second(
         return;
     };
     let u = f64::from(uniform(Stream::new(draw, Purpose::Second).word(t, 1)));
-    let share = chosen[1] / denominator(spec, chosen);
+    let share = chosen[1] / denominator(&spec.router, chosen);
     // Written so that a NaN stays.
     if u >= 2.0 * share {
         ids[1] = -2 - ids[1];
@@ -336,25 +336,10 @@ pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> 
     .collect()
 }
 
-/// What renormalisation divides chosen scores by.
-fn denominator(spec: &LayerSpec, scores: &[f64]) -> f64 {
-    let r = &spec.router;
-    let sum: f64 = scores.iter().sum();
-    match r.renormalize {
-        Renormalize::None => 1.0,
-        Renormalize::Sum => sum + r.renormalize_eps,
-        Renormalize::Clamp => clamp_below(sum, r.renormalize_eps),
-        Renormalize::PNorm => {
-            let sum: f64 = scores.iter().map(|s| s.abs().powf(r.norm_order)).sum();
-            sum.powf(1.0 / r.norm_order)
-        }
-    }
-}
-
 /// Renormalisation, scale and learned factors.
 fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> Vec<f64> {
     let r = &spec.router;
-    let denominator = denominator(spec, scores);
+    let denominator = denominator(r, scores);
     let factor = |e: i32| match (r.expert_scale, usize::try_from(e)) {
         (true, Ok(e)) => weights.get("router.expert_scale").data[e],
         _ => 1.0,
@@ -367,11 +352,6 @@ fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> V
         }
     };
     ids.iter().zip(scores).map(weigh).collect()
-}
-
-/// `max(value, floor)` that keeps a NaN.
-fn clamp_below(value: f64, floor: f64) -> f64 {
-    if value < floor { floor } else { value }
 }
 
 /// Keys with the experts of dropped groups masked.

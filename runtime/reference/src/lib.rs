@@ -25,6 +25,7 @@ mod gate;
 mod losses;
 mod math;
 mod noise;
+mod norm;
 mod place;
 pub mod rng;
 mod skew;

@@ -249,13 +249,27 @@ INLINE void gather_scores(f32 *weights, const i32 *ids, const candidates *c)
         weights[k] = ids[k] >= 0 ? c->score[ids[k]] : 0;
 }
 
-// From selected scores to weights.
-INLINE void finish_weights(f32 *weights, const i32 *ids)
+static const f32 RENORMALIZE_EPS = 0.0f;
+
+// The sum of chosen scores.
+INLINE f32 sum_chosen(const f32 *chosen)
 {
     f32 sum = 0;
     for (int k = 0; k < TOP_K; k++)
-        sum += weights[k];
-    f32 whole = sum + 0.0f;
+        sum += chosen[k];
+    return sum;
+}
+
+// What chosen scores are divided by.
+INLINE f32 denominator(f32 sum)
+{
+    return sum + RENORMALIZE_EPS;
+}
+
+// From selected scores to weights.
+INLINE void finish_weights(f32 *weights, const i32 *ids)
+{
+    const f32 whole = denominator(sum_chosen(weights));
     for (int k = 0; k < TOP_K; k++) {
         if (ids[k] < 0)
             continue;

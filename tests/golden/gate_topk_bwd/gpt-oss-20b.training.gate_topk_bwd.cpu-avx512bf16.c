@@ -102,11 +102,8 @@ static void gather_scores(f32 *chosen, const i32 *ids, const f32 *z)
 // Renormalisation, scale and learned factors, backward.
 static void weigh_back(f32 *dchosen, const f32 *chosen, const i32 *ids, const f32 *dweights)
 {
-    f32 sum = 0, along = 0;
-    for (int k = 0; k < TOP_K; k++)
-        sum += chosen[k];
     const f32 whole = 1, slope = 0;
-    (void)sum;
+    f32 along = 0;
     for (int k = 0; k < TOP_K; k++) {
         dchosen[k] = 0;
         if (ids[k] < 0)

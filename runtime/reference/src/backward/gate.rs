@@ -5,8 +5,9 @@ use crate::choice::{guided, guided_back};
 use crate::gate::{considered, gather, mixer, router_input, scores_row, unit};
 use crate::math::{sigmoid, softmax, softplus};
 use crate::noise::{deviate, input_factors, noise_logits};
+use crate::norm::{denominator, denominator_slopes};
 use crate::{Gate, LossValue, Routed};
-use moesaic_spec::{Renormalize, RouterInput, RouterKind, Score, Select};
+use moesaic_spec::{RouterInput, RouterKind, Score, Select};
 
 impl Pass<'_> {
     /// From the gradient of the gate's weights to the router's tensors and x.
@@ -89,7 +90,7 @@ impl Pass<'_> {
     /// Renormalisation, scale and learned factors, backward.
     fn finish(&mut self, ids: &[i32], chosen: &[f64], dweights: &[f64]) -> Vec<f64> {
         let (r, weights) = (&self.spec.router, self.weights);
-        let norm = Norm::of(r.renormalize, r.renormalize_eps, r.norm_order, chosen);
+        let (norm, slopes) = (denominator(r, chosen), denominator_slopes(r, chosen));
         let factor = |e: i32| {
             if r.expert_scale {
                 weights.get("router.expert_scale").data[e as usize]
@@ -105,15 +106,15 @@ impl Pass<'_> {
         }
         if r.expert_scale {
             for i in (0..ids.len()).filter(live) {
-                let weight = chosen[i] / norm.value * r.scale;
+                let weight = chosen[i] / norm * r.scale;
                 self.of("router.expert_scale")[ids[i] as usize] += dweights[i] * weight;
             }
         }
-        let dvalue = -dot(&dratio, chosen) / (norm.value * norm.value);
+        let dvalue = -dot(&dratio, chosen) / (norm * norm);
         // A masked slot has no score, and no part in the denominator.
         let of = |i: usize| match considered(ids[i]) {
             -1 => 0.0,
-            _ => dratio[i] / norm.value + dvalue * norm.slopes[i],
+            _ => dratio[i] / norm + dvalue * slopes[i],
         };
         (0..ids.len()).map(of).collect()
     }
@@ -249,41 +250,6 @@ impl Pass<'_> {
         let dprojected = unit_back(&projected, &ddirection);
         add(self.of("router.projector.bias"), &dprojected, 1.0);
         self.linear_back("router.projector.weight", x, &dprojected)
-    }
-}
-
-/// The denominator of renormalisation and its derivative by each score.
-struct Norm {
-    value: f64,
-    slopes: Vec<f64>,
-}
-
-impl Norm {
-    fn of(kind: Renormalize, eps: f64, order: f64, scores: &[f64]) -> Norm {
-        let sum: f64 = scores.iter().sum();
-        let constant = |value| Norm {
-            value,
-            slopes: vec![0.0; scores.len()],
-        };
-        let linear = |value| Norm {
-            value,
-            slopes: vec![1.0; scores.len()],
-        };
-        match kind {
-            Renormalize::None => constant(1.0),
-            Renormalize::Sum => linear(sum + eps),
-            Renormalize::Clamp if sum < eps => constant(eps),
-            Renormalize::Clamp => linear(sum),
-            Renormalize::PNorm => {
-                let powers: f64 = scores.iter().map(|s| s.abs().powf(order)).sum();
-                let value = powers.powf(1.0 / order);
-                let slope = |s: &f64| (s.abs() / value).powf(order - 1.0) * s.signum();
-                Norm {
-                    value,
-                    slopes: scores.iter().map(slope).collect(),
-                }
-            }
-        }
     }
 }
 
