@@ -8,6 +8,8 @@ use serde::Serialize;
 /// A gate, for its templates, forward and backward.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct GateText {
+    /// Gradients are computed, not choices.
+    backward: bool,
     /// There are logits.
     has_logits: bool,
     /// Logits are a cosine similarity.
@@ -43,7 +45,10 @@ impl GateText {
     pub(crate) fn new(op: &Op) -> Option<GateText> {
         match op {
             Op::GateTopk { desc, .. } => Some(gate(desc)),
-            Op::GateTopkBwd { desc, .. } => Some(gate(&desc.gate)),
+            Op::GateTopkBwd { desc, .. } => Some(GateText {
+                backward: true,
+                ..gate(&desc.gate)
+            }),
             Op::Route { desc, .. } => Some(gate(&desc.gate)),
             _ => None,
         }
@@ -53,6 +58,7 @@ impl GateText {
 fn gate(d: &GateTopkDesc) -> GateText {
     let has_logits = d.logits != Logits::None;
     GateText {
+        backward: false,
         has_logits,
         cosine: matches!(d.logits, Logits::Cosine(_)),
         rms: has_logits && d.router.input == RouterInput::RmsScaled,
