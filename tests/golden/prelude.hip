@@ -166,6 +166,28 @@ DEVICE f32x4 mfma_16x16x16(Pack<bf16, 4> a, Pack<bf16, 4> b, f32x4 sums)
     return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(vector_of(a), vector_of(b), sums, 0, 0, 0);
 }
 
+// ==== prelude/hip/along.hpp ====
+
+// ---- loads that nobody waits for before their use ----
+
+// 16 bytes of elements. What comes as words stays in them until it is used; elements of 16
+// bits the compiler takes apart at once, for which it waits for each load.
+typedef u32 Words __attribute__((ext_vector_type(4)));
+
+template <class To, class From> DEVICE To as(const From &from) { return __builtin_bit_cast(To, from); }
+
+// A lane that needs no words, to which they are not `own`, reads along: with the same request,
+// what another lane reads, or what is in a cache. A branch around a load, which some lanes may
+// not take, would make the compiler wait for all loads that are on their way.
+DEVICE Words load_along(const void *from, bool own)
+{
+    (void)own;
+    return *reinterpret_cast<const Words *>(from);
+}
+
+// Loads before this are asked for before those that follow, so that they come in the order of use.
+DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
+
 // ==== prelude/warp.hpp ====
 
 // ---- warps ----

@@ -167,8 +167,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "a wave reads weights beyond the last expert's",
         target: GFX942,
         kernel: "grouped_gemm_up_few",
-        from: "sum < USED && own < columns ?",
-        to: "sum < USED ?",
+        from: "(first_weight + (brings ? own : 0))",
+        to: "(first_weight + own)",
         caught: "beyond its end",
         ..FEW
     },
@@ -200,10 +200,28 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "the shared expert's hidden rows end where those of the others do",
         target: GFX942,
         kernel: "grouped_gemm_down_few",
-        from: "depth < inner; depth += AHEAD",
-        to: "depth < INNER; depth += AHEAD",
+        from: "if (depth + turn * TURN < inner)",
+        to: "if (depth + turn * TURN < INNER)",
         caught: "y of",
         ..BESIDE
+    },
+    Mutant {
+        mistake: "a turn is asked for again before it has been multiplied",
+        target: GFX942,
+        kernel: "grouped_gemm_up_few",
+        from: "            multiply(turn, depth + turn * TURN, false);\n            fetch(turn, depth + (TURNS + turn) * TURN);",
+        to: "            fetch(turn, depth + (TURNS + turn) * TURN);\n            multiply(turn, depth + turn * TURN, false);",
+        caught: "y of",
+        ..FEW
+    },
+    Mutant {
+        mistake: "what lanes read along beyond the end of a line is multiplied",
+        target: GFX942,
+        kernel: "grouped_gemm_up_few",
+        from: "if (last && !WHOLE && k + n >= INNER)",
+        to: "if (false)",
+        caught: "y of",
+        ..FEW
     },
     Mutant {
         mistake: "the logits of the shared expert's gate are no block's",

@@ -1,13 +1,13 @@
 // route for rocm:gfx942, of few tokens
 //
-// route_logits: a block owns 2 experts and up to 64 tokens, so that the weights are read by
+// route_logits: a block owns 1 expert and up to 16 tokens, so that the weights are read by
 // many multiprocessors. A thread sums one of 16 parts of the inner dimension in f32; the parts
 // are added in order. Both are as in the kernel for many tokens, to the bit.
 // route: one block scores, selects and weighs the experts of each token, 8 adjacent lanes one
 // at a time, and counts them; sums the counts to offsets; gives every assignment its row.
 //
 // Shared memory of route_logits:
-//   panel   f32 [2][2048]   rows of the matrix, a part of their length at a time
+//   panel   f32 [1][2048]   rows of the matrix, a part of their length at a time
 //
 // Shared memory of route:
 //   counts    i32 [2][8]   how many tokens chose each expert, by slot
@@ -26,7 +26,7 @@ typedef u64 LaneMask;
 // ---- logits ----
 
 constexpr int MODEL_DIM = 4096, EXPERTS = 8;
-constexpr int LOGITS_THREADS = 256, LOGITS_TOKENS = 64, LOGITS_EXPERTS = 2;
+constexpr int LOGITS_THREADS = 256, LOGITS_TOKENS = 16, LOGITS_EXPERTS = 1;
 // The matrix is in shared memory PANEL elements of its rows at a time.
 constexpr int PANEL = 2048, PANEL_END = lesser(PANEL, ceil_div(MODEL_DIM, 32) * 32);
 // Of every 32 elements each part of a sum has PART adjacent ones.

@@ -2,16 +2,17 @@
 //
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
-// With few rows a product is a reading of weights. A block is one wave, which reads 8
+// With few rows a product is a reading of weights. A block is one wave, which reads 16
 // columns of gate and of up of one expert from end to end, once, and multiplies them by 32 or 64 rows at
 // a time, as there are. So work is cut into equal numbers of bytes, small enough for every
 // compute unit to have its share. block_x counts row tiles, block_y columns.
 // There are at most as many row tiles as blocks; the blocks beyond them return.
 //
 // A lane loads what it brings to a product from where it lies: chunks of 16 bytes of one line
-// of weights, and of rows. The next of them are on their way while some are multiplied.
-// Weights are the left operand, 16 of its 32 lines; rows are the right one, so that a lane's sums
-// are of one row, and of adjacent columns, gate and up of the same ones.
+// of weights, and of rows. They come in turns of 128 bytes of each line; while one turn is
+// multiplied the others are on their way, and it is then asked for what follows the last of them.
+// Weights are the left operand, rows the right one, so that a lane's sums are of one row, and of
+// adjacent columns, gate and up of the same ones.
 //
 // Sums are f32, and in the order of the kernel for many rows: a row has the same sums in any company.
 //
@@ -19,7 +20,7 @@
 //
 // Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
 
-// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, hip/mfma.hpp, math/exp.hpp, activation.hpp]
+// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, hip/mfma.hpp, hip/along.hpp, math/exp.hpp, activation.hpp]
 
 // ---- the kernel ----
 
@@ -28,21 +29,21 @@ typedef bf16 Element;
 constexpr int INNER = 4096, OUTER = 14336;
 constexpr int EXPERTS = 8, TOP_K = 2;
 constexpr int WAVE = 64, MATRICES = 2;
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 8, MOST = 64;  // rows at a time
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 16, MOST = 64;  // rows at a time
 
-// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each. Of these the
-// first USED are of columns of this wave: RUN adjacent ones of each matrix.
-constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS;
-constexpr int RUN = TILE_COLUMNS / GROUPS, USED = MATRICES * RUN;
+// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each: of RUN adjacent
+// columns of each matrix.
+constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS, RUN = TILE_COLUMNS / GROUPS;
 
-// A chunk is 16 bytes. A step of the inner dimension is a chunk of every group.
-constexpr int CHUNK = 16 / sizeof(Element), STEP = GROUPS * CHUNK;
+// A chunk is 16 bytes. A step of the inner dimension is a chunk of every group, and a turn as
+// many steps as there are in 128 bytes, which memory gives at a time.
+constexpr int CHUNK = 16 / sizeof(Element), STEP = GROUPS * CHUNK, STEPS = 8 / GROUPS, TURN = STEPS * STEP;
 typedef Pack<Element, CHUNK> Chunk;
 
 // Elements loaded and stored at a time.
 constexpr int LOADED = pack_width<Element>(INNER), STORED = lesser(pack_width<Element>(OUTER), RUN);
 
-static_assert(RUN * GROUPS == TILE_COLUMNS && USED <= SUMS, "a wave has room for its columns");
+static_assert(MATRICES * RUN == SUMS && RUN * GROUPS == TILE_COLUMNS, "a wave has weights for a whole product");
 
 typedef f32x16 Sums;
 
@@ -102,42 +103,76 @@ DEVICE void add_product(Sums &sums, const Chunk &weights, const Chunk &row)
         sums = mfma_32x32x8(load<4>(weights.at + k), load<4>(row.at + k), sums);
 }
 
-// Sums of PARTS times EDGE rows with the columns of a wave. `line` is where this lane's line
-// of weights begins, `rows` where its rows do; null for zeros.
-template <int PARTS>
-DEVICE void multiply_rows(Sums (&sums)[MOST / EDGE], const Element *line, const Element *const (&rows)[MOST / EDGE])
+// Whether no turn goes beyond the end of a line.
+constexpr bool WHOLE = INNER % TURN == 0;
+
+// The chunk of a line from element k on. Lanes to which it is not `own`, or which are beyond the
+// end, read along, whatever that is.
+DEVICE Words load_words(const Element *line, i32 k, bool own)
 {
-    constexpr int AHEAD = 8 / PARTS;  // steps on their way
-    const i32 own = thread_index() / EDGE * CHUNK;
-    Chunk weights[AHEAD], factors[AHEAD][PARTS];
-    auto fetch = [&](i32 depth) {
+    const bool within = WHOLE || k < INNER;
+    if constexpr (LOADED == CHUNK)
+        return load_along(line + (within ? k : 0), own && within);
+    else
+        return as<Words>(own ? load_chunk(line, k) : Chunk{});
+}
+
+// Sums of PARTS times EDGE rows with the columns of a wave. `line` is where this lane's line
+// of weights begins, `rows` where its rows do: it has those below `count`, and a line if it `brings` one.
+template <int PARTS>
+DEVICE void multiply_rows(Sums (&sums)[MOST / EDGE], const Element *line, bool brings, const Element *const (&rows)[MOST / EDGE], i32 count)
+{
+    // As many turns as registers hold beside the sums, of 256 that two waves leave each other.
+    constexpr int ROOM = (208 - PARTS * SUMS) / (4 * STEPS * (1 + PARTS)), TURNS = lesser(ROOM, ceil_div(INNER, TURN));
+    const i32 lane = thread_index(), own = lane / EDGE * CHUNK;
+    Words weights[TURNS][STEPS], factors[TURNS][STEPS][PARTS];
+    auto fetch = [&](i32 turn, i32 depth) {
+        const bool more = depth < INNER;
         #pragma unroll
-        for (i32 n = 0; n < AHEAD; n++) {
-            const i32 k = depth + n * STEP + own;
-            weights[n] = line ? load_chunk(line, k) : Chunk{};
+        for (i32 n = 0; n < STEPS; n++) {
+            const i32 k = (more ? depth : 0) + n * STEP + own;
+            weights[turn][n] = load_words(line, k, more && brings);
             #pragma unroll
             for (i32 p = 0; p < PARTS; p++)
-                factors[n][p] = rows[p] ? load_chunk(rows[p], k) : Chunk{};
+                factors[turn][n][p] = load_words(rows[p], k, more && p * EDGE + lane % EDGE < count);
         }
+        keep_order();
     };
-    fetch(0);
-    #pragma unroll 1
-    for (i32 depth = 0; depth < INNER; depth += AHEAD * STEP) {
-        Chunk left[AHEAD], right[AHEAD][PARTS];
+    // The chunk in some words; of the last turns there are zeros beyond the end.
+    auto chunk_of = [&](const Words &words, i32 k, bool last) {
+        Chunk chunk = as<Chunk>(words);
         #pragma unroll
-        for (i32 n = 0; n < AHEAD; n++) {
-            left[n] = weights[n];
+        for (i32 n = 0; n < CHUNK; n++)
+            if (last && !WHOLE && k + n >= INNER)
+                chunk.at[n] = Element{};
+        return chunk;
+    };
+    auto multiply = [&](i32 turn, i32 depth, bool last) {
+        #pragma unroll
+        for (i32 n = 0; n < STEPS; n++) {
+            const i32 k = depth + n * STEP + own;
+            const Chunk left = chunk_of(weights[turn][n], k, last);
             #pragma unroll
             for (i32 p = 0; p < PARTS; p++)
-                right[n][p] = factors[n][p];
+                add_product(sums[p], left, chunk_of(factors[turn][n][p], k, last));
         }
-        fetch(depth + AHEAD * STEP);
+        keep_order();
+    };
+    #pragma unroll
+    for (i32 turn = 0; turn < TURNS; turn++)
+        fetch(turn, turn * TURN);
+    i32 depth = 0;
+    #pragma unroll 1
+    for (; depth + TURNS * TURN < INNER; depth += TURNS * TURN)
         #pragma unroll
-        for (i32 n = 0; n < AHEAD; n++)
-            #pragma unroll
-            for (i32 p = 0; p < PARTS; p++)
-                add_product(sums[p], left[n], right[n][p]);
-    }
+        for (i32 turn = 0; turn < TURNS; turn++) {
+            multiply(turn, depth + turn * TURN, false);
+            fetch(turn, depth + (TURNS + turn) * TURN);
+        }
+    #pragma unroll
+    for (i32 turn = 0; turn < TURNS; turn++)
+        if (depth + turn * TURN < INNER)
+            multiply(turn, depth + turn * TURN, true);
 }
 
 KERNEL(WAVE) grouped_gemm_up(
@@ -157,10 +192,11 @@ KERNEL(WAVE) grouped_gemm_up(
     const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = tile.expert * OUTER + first_column;
 
-    // The line of weights that this lane brings.
+    // The line of weights that this lane brings; beyond the last, the first one once more.
     const i32 sum = sum_of(lane % EDGE), own = group_of(lane % EDGE) * RUN + sum % RUN;
     const Element *const matrix = sum < RUN ? gate : up;
-    const Element *const line = sum < USED && own < columns ? matrix + (first_weight + own) * INNER : nullptr;
+    const bool brings = own < columns;
+    const Element *const line = matrix + (first_weight + (brings ? own : 0)) * INNER;
 
     #pragma unroll 1
     for (i32 first = 0; first < count; first += MOST) {
@@ -169,14 +205,15 @@ KERNEL(WAVE) grouped_gemm_up(
         const Element *lines[MOST / EDGE];
         #pragma unroll
         for (i32 p = 0; p < MOST / EDGE; p++) {
-            const i32 row = p * EDGE + lane % EDGE;
-            lines[p] = row < left ? x + (i64)(row_slots[first_row + row] / TOP_K) * INNER : nullptr;
+            // Beyond the last row, the first one once more.
+            const i32 row = p * EDGE + lane % EDGE < left ? p * EDGE + lane % EDGE : 0;
+            lines[p] = x + (i64)(row_slots[first_row + row] / TOP_K) * INNER;
         }
         Sums sums[MOST / EDGE] = {};
         if (left <= 32)
-            multiply_rows<1>(sums, line, lines);
+            multiply_rows<1>(sums, line, brings, lines, left);
         else
-            multiply_rows<2>(sums, line, lines);
+            multiply_rows<2>(sums, line, brings, lines, left);
 
         #pragma unroll
         for (i32 p = 0; p < MOST / EDGE; p++) {

@@ -15,10 +15,16 @@ use std::collections::BTreeSet;
 
 /// The products of a layer on a simulated A100, each in two kernels.
 fn gemms(spec: &LayerSpec) -> Gemms {
+    cuda(spec, "sim:sm_80")
+}
+
+fn cuda(spec: &LayerSpec, target: &str) -> Gemms {
     let options = PlanOptions::default();
-    let gemms = Gemms::planned(spec, "sim:sm_80", &options, Rig::of);
+    let gemms = Gemms::planned(spec, target, &options, Rig::of);
     let pairs = gemms.rig.families();
-    let few = pairs.chunks(2).all(|pair| pair == ["mma_few", "mma"]);
+    let few = pairs
+        .chunks(2)
+        .all(|pair| pair[0] == "mma_few" && ["mma", "wgmma"].contains(&pair[1]));
     assert!(few, "{pairs:?} of {spec:?}");
     gemms
 }
@@ -159,29 +165,34 @@ fn weights_are_read_once() {
     // A line of 128 bytes is copied by eight lanes.
     let reader = Reader {
         threads: 32,
-        row_lanes: 8,
+        lines: 16,
+        slots: Slots::OfRow(8),
     };
     for (i, dtype) in TYPES.into_iter().enumerate() {
         for (experts, form) in [(2, form(i)), (8, form(i + 1))] {
-            let gemms = gemms(&whole(experts, dtype, form));
-            for tokens in COUNTS {
-                reader.check(&gemms, tokens, &check_requests);
+            for target in ["sim:sm_80", "sim:sm_90a"] {
+                let gemms = cuda(&whole(experts, dtype, form), target);
+                for tokens in COUNTS {
+                    reader.check(&gemms, tokens, &check_requests);
+                }
             }
         }
     }
 }
 
-/// The same of AMD's waves, with both products: one of 32 rows and one of 16. Fibers see bytes.
+/// The same of AMD's waves, with both products: one of 32 lines and rows and one of 16. Fibers
+/// see bytes, but of lanes that only read along.
 #[test]
 fn amd_weights_are_read_once() {
     for target in MFMA {
         for (i, dtype) in TYPES.into_iter().enumerate() {
             for (experts, edge, form) in [(4, 32, form(i)), (64, 16, form(i + 1))] {
                 let gemms = amd(&whole(experts, dtype, form), target);
-                // Of `edge` rows each is in as many lanes as there are groups of `edge`.
+                // Every lane takes the rows of its place in each `edge` of 64.
                 let reader = Reader {
                     threads: 64,
-                    row_lanes: 64 / edge,
+                    lines: edge,
+                    slots: Slots::OfTile(64 * 64 / edge),
                 };
                 for tokens in COUNTS {
                     reader.check(&gemms, tokens, &|_, _| ());
@@ -198,18 +209,29 @@ fn check_requests(counters: &KernelCounters, bytes: u64) {
     assert_eq!(counters.shared.bank_conflicts(), 0, "{counters:?}");
 }
 
-/// What every block has: threads, and those of them that ask for the same row.
+/// What every block has: threads and lines of weights, and how often they ask for slots.
 struct Reader {
     threads: u64,
-    row_lanes: u64,
+    lines: u64,
+    slots: Slots,
 }
 
-/// What is multiplied: rows of `inner` elements by as many of `lines` of each expert's weights.
+/// How often a block asks which slot a row is of.
+enum Slots {
+    /// For each of its rows.
+    OfRow(u64),
+    /// Whatever its rows.
+    OfTile(u64),
+}
+
+/// What is multiplied: rows of `inner` elements by as many of `lines` of each expert's weights,
+/// a `tile` of them by each block.
 struct Product<'a> {
     spec: &'a LayerSpec,
     rows: &'a Rows,
     inner: u64,
     lines: u64,
+    tile: u64,
     gathers: bool,
 }
 
@@ -223,7 +245,9 @@ impl Reader {
             let rows = Rows::new(spec, tokens, spread);
             let counters = gemms.rig.take_counters();
             assert_eq!(counters.len(), 2, "kernels of many are not launched");
-            for (counters, (product, columns)) in counters.iter().zip(products(spec, &rows)) {
+            for (counters, (product, columns)) in
+                counters.iter().zip(products(spec, &rows, self.lines))
+            {
                 let target = gemms.rig.plan.target;
                 let what = format!("{target}, {tokens} tokens {spread:?}, {spec:?}");
                 let read = product.factors() + self.indices(&product, counters.blocks);
@@ -243,21 +267,24 @@ impl Reader {
         let steps = u64::from(product.spec.shape.experts.ilog2());
         let with_tile = product.experts() * product.column_tiles();
         let found = self.threads * (4 * grid + (4 * steps + 4 + 2 * 8) * with_tile);
-        // Every lane that asks for a row that is gathered reads for itself which slot it is of.
-        let slots = 4 * self.row_lanes * product.count() * product.column_tiles();
+        // A lane that asks for a row that is gathered reads for itself which slot it is of.
+        let slots = match self.slots {
+            Slots::OfRow(times) => 4 * times * product.count() * product.column_tiles(),
+            Slots::OfTile(times) => 4 * times * with_tile,
+        };
         found + if product.gathers { slots } else { 0 }
     }
 }
 
 impl Product<'_> {
-    /// Bytes of weights, each once, and of rows, each once for a column tile: 16 lines.
+    /// Bytes of weights, each once, and of rows, each once for a column tile.
     fn factors(&self) -> u64 {
         let lines = self.experts() * self.lines + self.column_tiles() * self.count();
         lines * self.inner * size(self.spec)
     }
 
     fn column_tiles(&self) -> u64 {
-        self.lines / 16
+        self.lines / self.tile
     }
 
     fn count(&self) -> u64 {
@@ -272,7 +299,7 @@ impl Product<'_> {
 }
 
 /// Both products of a layer, and the columns of their results.
-fn products<'a>(spec: &'a LayerSpec, rows: &'a Rows) -> [(Product<'a>, u64); 2] {
+fn products<'a>(spec: &'a LayerSpec, rows: &'a Rows, tile: u64) -> [(Product<'a>, u64); 2] {
     let shape = &spec.shape;
     let [d, h, out] = [shape.model_dim, shape.hidden_dim, spec.output_dim()].map(|n| n as u64);
     let matrices = match spec.experts.form {
@@ -284,6 +311,7 @@ fn products<'a>(spec: &'a LayerSpec, rows: &'a Rows) -> [(Product<'a>, u64); 2] 
         rows,
         inner,
         lines,
+        tile,
         gathers,
     };
     [

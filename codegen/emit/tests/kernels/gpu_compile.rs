@@ -368,6 +368,50 @@ fn clang_compiles_every_matrix_gemm() {
     }
 }
 
+/// How many loads from memory each wait leaves under way, and whether it follows a load of 16
+/// bytes at once, in a code object of gfx9. A load is two words; a wait has its count in bits 0 to
+/// 3, 14 and 15.
+fn waits(code: &[u8]) -> Vec<(u32, bool)> {
+    let words: Vec<u32> = code
+        .chunks_exact(4)
+        .map(|word| u32::from_le_bytes(word.try_into().unwrap()))
+        .collect();
+    let is_load = |word: u32| word & 0xffff_c000 == 0xdc5c_8000;
+    (2..words.len())
+        .filter(|&i| words[i] >> 16 == 0xbf8c)
+        .map(|i| (words[i] & 15 | words[i] >> 10 & 48, is_load(words[i - 2])))
+        .collect()
+}
+
+/// Products of few rows live from what is under way: no load is waited for at once, and of the 48
+/// that fit most are there while some are multiplied.
+#[test]
+fn few_rows_keep_loads_under_way() {
+    let compiler = Kept::new(testing::rocm());
+    for arch in ["gfx90a", "gfx942", "gfx950"] {
+        let target: Target = format!("rocm:{arch}").parse().unwrap();
+        for spec in [mixtral(), qwen3(), deepseek_v3()] {
+            let plan = plan(&spec, target, &PlanOptions::default()).unwrap();
+            let few = |kernel: &&KernelPlan| kernel.family() == Some("mfma_few");
+            let kernels: Vec<_> = plan.kernels.iter().filter(few).collect();
+            assert_eq!(kernels.len(), 2, "{target}");
+            for kernel in kernels {
+                let source = emit(kernel, target).unwrap();
+                let artifact = compiler.compile(&source, &CompileOptions::default());
+                let waits = waits(&artifact.unwrap_or_else(|error| panic!("{error}")).binary);
+                let at_once = waits.iter().any(|&(left, loaded)| loaded && left == 0);
+                assert!(!at_once, "{} for {target}: {waits:?}", source.name);
+                let ahead = waits.iter().filter(|(left, _)| (36..48).contains(left));
+                assert!(
+                    ahead.count() >= 8,
+                    "{} for {target}: {waits:?}",
+                    source.name
+                );
+            }
+        }
+    }
+}
+
 /// Forward with what it keeps, and backward; every type on every architecture.
 #[test]
 fn clang_compiles_every_matrix_gemm_of_training() {

@@ -159,6 +159,8 @@ extern "C" fn access(address: *const c_void, bytes: u64, kind: i32, from: *const
     let (address, bytes) = (address as usize, bytes as usize);
     let free = kind & 2 != 0 || bytes > 16;
     let aligned = free || address.is_multiple_of(bytes.max(1));
+    // A lane that reads what others read in the same request adds nothing to it.
+    let along = kind & 4 != 0;
     let kind = if kind & 1 != 0 {
         Kind::Write
     } else {
@@ -175,6 +177,10 @@ extern "C" fn access(address: *const c_void, bytes: u64, kind: i32, from: *const
         fail(Fault::Memory(access, Problem::Misaligned));
     }
     check(address, bytes, kind, from as usize);
+    if along {
+        // SAFETY: called by a kernel; the reference ends at once.
+        unsafe { current().counts.global_read_bytes -= bytes as u64 };
+    }
 }
 
 extern "C" fn defect(kind: i32, facts: *const u8, value: u64) {

@@ -35,7 +35,7 @@ pub struct RouteConfig {
     pub logits: Option<FewLogits>,
 }
 
-/// Logits of few tokens: a block owns a few experts and all tokens.
+/// Logits of few tokens: a block owns one expert or two, and some tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FewLogits {
     /// Threads per block.
@@ -188,16 +188,28 @@ fn is_alone(entry: &Entry) -> bool {
     entry.launch.blocks(FEW_TOKENS) == 1
 }
 
-/// The tiling of logits that are a plain product of the tokens.
+/// Up to so many experts have blocks of their own.
+const LONE_EXPERTS: usize = 64;
+
+/// The most tokens of a block.
+const TILE_TOKENS: usize = 32;
+
+/// The tiling of logits that are a plain product of the tokens. A block reads its tokens
+/// once: with half the experts of a block they are read twice as often, with half the tokens
+/// the matrix is, which is less. So few experts have a block each, and more go by twos.
 fn few_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<FewLogits> {
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
+    let parts = threads / grid;
+    let tile_tokens = (threads / parts).min(TILE_TOKENS);
+    let least = if d.experts <= LONE_EXPERTS { 1 } else { 2 };
     (d.multiplies_tokens() && !d.training).then(|| FewLogits {
-        threads: c.logits_threads,
-        tile_tokens: FEW_TOKENS as usize,
-        tile_experts: 2,
+        threads: (tile_tokens * parts) as u32,
+        tile_tokens,
+        // One block has all logits of a shared expert's gate.
+        tile_experts: least.max(d.shared),
         panel: 2048,
-        parts: threads / grid,
+        parts,
     })
 }
 

@@ -59,20 +59,20 @@ fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     }
 }
 
-/// Lines of weights that a wave of the kernel for few rows reads.
-const FEW_LINES: usize = 16;
-
 /// A product of few rows: a block is a wave, which reads a few columns' weights from end to
-/// end. It multiplies as waves of the kernel for many rows do, in the same row tiles.
+/// end. It multiplies as waves of the kernel for many rows do, in the same row tiles, and has
+/// as many lines of weights as one product takes.
 pub fn few(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
     let many = forward(d, arch);
     let GemmFamily::Mfma { gather } = many.family else {
         return None;
     };
+    // Waves of 64 rows have the larger product.
+    let lines = if many.thread_rows >= 64 { 32 } else { 16 };
     Some(GroupedGemmConfig {
         threads: arch.wave,
-        tile_columns: FEW_LINES / d.matrices(),
-        thread_columns: FEW_LINES / d.matrices(),
+        tile_columns: lines / d.matrices(),
+        thread_columns: lines / d.matrices(),
         family: GemmFamily::MfmaFew { gather },
         ..many
     })
