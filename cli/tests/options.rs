@@ -281,6 +281,7 @@ const TABLE: &[(&str, &[Row])] = &[
                 NotWith(&["--skew=zipf=1", "--counts=none"], "cannot be used with"),
             ),
             ("counts", Always),
+            ("placement", Always),
             (
                 "top",
                 NotWith(
