@@ -213,8 +213,8 @@ fn resumes(folder: &Folder, engine: &Engine, mut world: Communicator) {
     world.finish(&Call::new("end")).unwrap();
 }
 
-/// What is left is of these experts and maybe others, and what comes of it is what one rank learns that nothing
-/// happens to.
+/// What is left is of these experts and maybe others, and what comes of it is what one rank
+/// learns that nothing happens to.
 fn check_case(name: &str, left: [&[usize]; 3]) {
     let scratch = tempfile::tempdir().unwrap();
     let folder = Folder(scratch.path().to_path_buf());

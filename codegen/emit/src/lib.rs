@@ -1,10 +1,10 @@
 //! From a kernel plan to source text.
 //!
-//! A template sees five things: `d`, the desc; `c`, the config; `g`, of a product on a
-//! CPU what follows from both, of a gate what follows from its desc; `target`, facts of the
-//! target; and `entry`, one record per entry with its parameter list already written in the
-//! target's language, so that a template cannot disagree with the signature it is launched by. Values go into a block of
-//! named constants; logic stays in the kernel language.
+//! A template sees five things: `d`, the desc; `c`, the config; `g`, of a product on a CPU what
+//! follows from both, of a gate what follows from its desc; `target`, facts of the target; and
+//! `entry`, one record per entry with its parameter list already written in the target's
+//! language, so that a template cannot disagree with the signature it is launched by. Values go
+//! into a block of named constants; logic stays in the kernel language.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.

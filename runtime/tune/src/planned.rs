@@ -26,12 +26,12 @@ impl Planned {
         }
     }
 
-    /// Predictions for a layer: of all that its ranks can do ([`MeshLayer::check_strategy`])
-    /// and its machine has the memory for, with the rows of the step that is about to begin; of
-    /// more than 64 ranks each is taken to have the mean. Experts are where the layer's
-    /// placement has them, and may have shadows where some have more rows than others. Forward and backward are simulated apart, and the best of
-    /// each together is one more. Sums of gradients over ranks are not in them, since no step of
-    /// an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
+    /// Predictions for a layer: of all that its ranks can do ([`MeshLayer::check_strategy`]) and
+    /// its machine has the memory for, with the rows of the step that is about to begin; of more
+    /// than 64 ranks each is taken to have the mean. Experts are where the layer's placement has
+    /// them, and may have shadows where some have more rows than others. Forward and backward are
+    /// simulated apart, and the best of each together is one more. Sums of gradients over ranks are
+    /// not in them, since no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
     ///
     /// # Errors
     /// [`PlannerError`] where not even the default strategy can be simulated.
