@@ -188,17 +188,16 @@ impl MeshLayer {
     }
 
     /// What tells the layer from others whose steps may take another time, the same on all
-    /// ranks: its name, how many ranks there are, and a hash of spec, training, target, mesh,
-    /// placement of experts, and how many ranks each node has.
+    /// ranks, whose targets may differ: its name, how many ranks there are, and a hash of spec,
+    /// training, mesh, placement of experts, and how many ranks each node has.
     pub fn identity(&self) -> String {
         let (own, mesh) = (self.tokens.plan(), &self.mesh);
         let (parallel, placement) = (mesh.parallel(), mesh.placement());
         let nodes = mesh.hosts().chunk_by(|a, b| a == b);
         let nodes: Vec<usize> = nodes.map(<[String]>::len).collect();
-        let (spec, target) = (&own.spec, own.target);
-        let all = (spec, own.training, target, parallel, placement, nodes);
+        let all = (&own.spec, own.training, parallel, placement, nodes);
         let hash = &hash_source(&format!("{all:?}"))[..16];
-        format!("{}, {} ranks, {hash}", spec.name, parallel.ranks())
+        format!("{}, {} ranks, {hash}", own.spec.name, parallel.ranks())
     }
 
     /// The mesh.
