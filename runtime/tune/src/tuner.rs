@@ -297,7 +297,7 @@ impl Entry {
 
     fn next(&mut self, space: &Space, options: &Options) -> Option<Strategy> {
         let wanted = options.samples;
-        let together = self.measured.together(wanted);
+        let together = || self.measured.together(wanted);
         let missing = |s: &Strategy| self.measured.seconds(*s, wanted).is_none();
         let next = match &mut self.candidates {
             Candidates::Listed {
@@ -313,10 +313,10 @@ impl Entry {
                     next.filter(missing)
                 };
                 let listed = list.iter().copied().find(missing);
-                let suggested = || beside().filter(room).or(together.filter(room));
+                let suggested = || beside().filter(room).or_else(|| together().filter(room));
                 listed.or_else(suggested)
             }
-            Candidates::Searched => space.next(&self.measured, wanted).or(together),
+            Candidates::Searched => space.next(&self.measured, wanted).or_else(together),
         };
         next.or_else(|| self.measured.closest(options.finals, CLOSE, FINALISTS))
     }
