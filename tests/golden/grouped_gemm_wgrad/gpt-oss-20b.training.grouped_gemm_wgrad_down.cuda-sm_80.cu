@@ -224,11 +224,11 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     const i32 row = first_row + warp_row() % TILE_ROWS + lane_index() / 4;
     const i32 column = first_column + warp_column() + lane_index() % 4 * 2;
     f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
-    // All that is there has been asked for before anything is stored.
     #pragma unroll
-    for (i32 stores = 0; stores < 2; stores++)
+    for (i32 i = 0; i < ROW_PARTS; i++)
+        // All that is there has been asked for before any of these is stored.
         #pragma unroll
-        for (i32 i = 0; i < ROW_PARTS; i++)
+        for (i32 stores = 0; stores < 2; stores++)
             #pragma unroll
             for (i32 j = 0; j < COLUMN_PARTS; j++)
                 #pragma unroll
