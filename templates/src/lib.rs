@@ -100,6 +100,7 @@ pub const CPU: &[Template] = index![
 /// Templates of GPU kernels: those for CUDA and HIP alike, then each vendor's own.
 pub const GPU: &[Template] = index![
     "prelude/base.hpp",
+    "prelude/fetch.hpp",
     "prelude/bf16_bits.hpp",
     "prelude/cuda/base.cuh",
     "prelude/cuda/async_copy.cuh",
@@ -171,6 +172,8 @@ pub const GPU: &[Template] = index![
     "gpu/dispatch.cu",
     "gpu/grouped_gemm.cu",
     "gpu/gemm_tiles.cu",
+    "gpu/row_tile.cu",
+    "gpu/warp_tile.cu",
     "gpu/gemm_here.cu",
     "gpu/gemm_here_of_block.cu",
     "gpu/tile_groups.cu",

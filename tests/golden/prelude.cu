@@ -60,6 +60,27 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
+// ==== prelude/fetch.hpp ====
+
+// ---- packs that not every thread wants ----
+
+// A pack for a thread that wants it; nobody may use another's.
+template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
+{
+    return wanted ? load<N>(from) : Pack<T, N>{};
+}
+
+DEVICE void all_fetched() {}
+
+// These were loaded before this. Constant ones NVVM puts off until each is used, one after the
+// other where there is a division between.
+template <int N> DEVICE void all_fetched(f32 (&values)[N])
+{
+    #pragma unroll
+    for (i32 n = 0; n < N; n++)
+        asm volatile("" : "+f"(values[n]));
+}
+
 // ==== prelude/cuda/base.cuh ====
 
 #define DEVICE __device__ __forceinline__

@@ -60,6 +60,24 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
+// ==== prelude/fetch.hpp ====
+
+// ---- packs that not every thread wants ----
+
+// A pack for a thread that wants it; nobody may use another's.
+// All read, so that there has to be something for all: where some threads leave out a load, the
+// compiler waits for all that are under way.
+template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
+{
+    (void)wanted;
+    return load<N>(from);
+}
+
+// What was fetched before this is under way; without it, a load whose result some threads use
+// waits until it is known which.
+DEVICE void all_fetched() { asm volatile("" ::: "memory"); }
+template <int N> DEVICE void all_fetched(const f32 (&)[N]) {}
+
 // ==== prelude/bf16_bits.hpp ====
 
 // No instruction here: adding just under half of the last place kept rounds to

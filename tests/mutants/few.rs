@@ -267,4 +267,24 @@ pub const MUTANTS: &[Mutant] = &[
         caught: "beyond its end",
         ..FEW
     },
+    Mutant {
+        mistake: "a slot without a row adds what its thread has read along",
+        target: GFX942,
+        kernel: "combine",
+        layer: "shape = { model_dim = 72, hidden_dim = 8, experts = 5, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }
+capacity = { mode = \"factor\", factor = 0.5 }",
+        from: "held[n], sources[slot] != NOTHING);",
+        to: "held[n]);",
+        caught: "y of",
+        ..FEW
+    },
+    Mutant {
+        mistake: "an expert that begins with a tile is not counted for it",
+        kernel: "grouped_gemm_down_few",
+        from: "firsts[n] <= tile",
+        to: "firsts[n] < tile",
+        caught: "out of bounds",
+        ..FEW
+    },
 ];

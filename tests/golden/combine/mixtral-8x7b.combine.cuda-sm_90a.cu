@@ -15,7 +15,7 @@
 //
 // Baked in: output dim 4096, top_k 2, shared experts, types. Not the tokens.
 
-// [prelude: base.hpp, cuda/base.cuh, base.hpp]
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, fetch.hpp]
 
 // ---- the kernel ----
 
@@ -32,11 +32,11 @@ constexpr i32 NOTHING = -1;
 typedef bf16 Activation;
 constexpr int WIDTH = pack_width<Activation>(OUTPUT_DIM), PACKS = OUTPUT_DIM / WIDTH;
 
-DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<Activation, WIDTH> &pack)
+DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<Activation, WIDTH> &pack, bool exists = true)
 {
     #pragma unroll
     for (i32 j = 0; j < WIDTH; j++)
-        sums[j] = fused(weight, to_f32(pack.at[j]), sums[j]);
+        sums[j] = exists ? fused(weight, to_f32(pack.at[j]), sums[j]) : sums[j];
 }
 
 KERNEL(THREADS) combine(
@@ -68,22 +68,25 @@ KERNEL(THREADS) combine(
     for (i32 turn = thread_index() / adjacent; turn < tile && first + turn < tokens;
          turn += THREADS / adjacent) {
         const i64 token = first + turn;
+        const Activation *there = y + token * OUTPUT_DIM;  // for slots without a row
         for (i32 i = begin + thread_index() % adjacent; i < end; i += adjacent) {
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
-                Pack<Activation, WIDTH> held[HELD] = {};
+                Pack<Activation, WIDTH> held[HELD];
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {
                     const i32 source = start + n < TOP_K ? sources[turn * TOP_K + start + n] : NOTHING;
-                    if (source >= 0)
-                        held[n] = load<WIDTH>(out + (i64)source * OUTPUT_DIM, i);
+                    const Activation *row = source >= 0 ? out + (i64)source * OUTPUT_DIM : there;
+                    held[n] = fetch<WIDTH>(source != NOTHING, row + i * WIDTH);
                 }
+                all_fetched();
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {
+                    if (start + n >= TOP_K)
+                        break;
                     const i32 slot = turn * TOP_K + start + n;
-                    if (start + n < TOP_K && sources[slot] != NOTHING)
-                        add(sums, weights[slot], held[n]);
+                    add(sums, weights[slot], held[n], sources[slot] != NOTHING);
                 }
             }
             Pack<Activation, WIDTH> pack;

@@ -11,7 +11,7 @@
 //
 // Baked in: model dim 2880, top_k 4, shared experts, types. Not the tokens.
 
-// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp]
+// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, fetch.hpp]
 
 // ---- the kernel ----
 
@@ -25,11 +25,11 @@ constexpr i32 NOTHING = -1;
 typedef bf16 Activation;
 constexpr int WIDTH = pack_width<Activation>(MODEL_DIM), PACKS = MODEL_DIM / WIDTH;
 
-template <class T> DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<T, WIDTH> &pack)
+template <class T> DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<T, WIDTH> &pack, bool exists = true)
 {
     #pragma unroll
     for (i32 j = 0; j < WIDTH; j++)
-        sums[j] = fused(weight, to_f32(pack.at[j]), sums[j]);
+        sums[j] = exists ? fused(weight, to_f32(pack.at[j]), sums[j]) : sums[j];
 }
 
 KERNEL(THREADS) dispatch_bwd(
@@ -55,24 +55,27 @@ KERNEL(THREADS) dispatch_bwd(
          turn += THREADS / TOKEN_THREADS) {
         const i64 token = first + turn, at = token * MODEL_DIM;
         for (i32 i = thread_index() % TOKEN_THREADS; i < PACKS; i += TOKEN_THREADS) {
+            const auto of_router = load<WIDTH>(router_dx + at, i);
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
-                Pack<Activation, WIDTH> held[HELD] = {};
+                Pack<Activation, WIDTH> held[HELD];
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {
                     const i32 source = start + n < TOP_K ? sources[turn * TOP_K + start + n] : NOTHING;
-                    if (source >= 0)
-                        held[n] = load<WIDTH>(drows + (i64)source * MODEL_DIM, i);
+                    const Activation *row = source >= 0 ? drows + (i64)source * MODEL_DIM : dx + at;
+                    held[n] = fetch<WIDTH>(source != NOTHING, row + i * WIDTH);
                 }
+                all_fetched();
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {
+                    if (start + n >= TOP_K)
+                        break;
                     const i32 slot = turn * TOP_K + start + n;
-                    if (start + n < TOP_K && sources[slot] != NOTHING)
-                        add(sums, 1.0f, held[n]);
+                    add(sums, 1.0f, held[n], sources[slot] != NOTHING);
                 }
             }
-            add(sums, 1.0f, load<WIDTH>(router_dx + at, i));
+            add(sums, 1.0f, of_router);
             Pack<Activation, WIDTH> pack;
             #pragma unroll
             for (i32 j = 0; j < WIDTH; j++)

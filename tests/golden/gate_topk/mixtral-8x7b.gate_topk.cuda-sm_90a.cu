@@ -18,7 +18,7 @@
 //
 // Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
 
-// [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp, product.hpp, stage.hpp, multiply.hpp]
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, fetch.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp, product.hpp, stage.hpp, multiply.hpp]
 
 // ---- logits ----
 
@@ -249,7 +249,11 @@ KERNEL(SELECT_THREADS) gate_topk(
         f32 values[SLOTS];
         #pragma unroll
         for (i32 s = 0; s < SLOTS; s++)
-            values[s] = expert_at(s) < EXPERTS ? logits[token * EXPERTS + expert_at(s)] : -infinity();
+            values[s] = logits[token * EXPERTS + lesser(expert_at(s), EXPERTS - 1)];
+        all_fetched(values);
+        #pragma unroll
+        for (i32 s = 0; s < SLOTS; s++)
+            values[s] = expert_at(s) < EXPERTS ? values[s] : -infinity();
         // The order of logits is the order of scores, and finer.
         u32 keys[SLOTS];
         #pragma unroll

@@ -18,7 +18,7 @@
 //
 // Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
 
-// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
+// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, fetch.hpp, warp.hpp]
 
 constexpr i32 WARP = 64;
 typedef u64 LaneMask;
@@ -254,7 +254,11 @@ KERNEL(SELECT_THREADS) gate_topk(
         f32 values[SLOTS];
         #pragma unroll
         for (i32 s = 0; s < SLOTS; s++)
-            values[s] = expert_at(s) < EXPERTS ? logits[token * EXPERTS + expert_at(s)] : -infinity();
+            values[s] = logits[token * EXPERTS + lesser(expert_at(s), EXPERTS - 1)];
+        all_fetched(values);
+        #pragma unroll
+        for (i32 s = 0; s < SLOTS; s++)
+            values[s] = expert_at(s) < EXPERTS ? values[s] : -infinity();
         // The order of logits is the order of scores, and finer.
         u32 keys[SLOTS];
         #pragma unroll

@@ -16,7 +16,7 @@
 //
 // Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
 
-// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
+// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, fetch.hpp, warp.hpp]
 
 constexpr i32 WARP = 64;
 typedef u64 LaneMask;
@@ -39,7 +39,10 @@ typedef bf16 Activation;
 constexpr int TOKEN_PACK = lesser(pack_width<Activation>(MODEL_DIM), PART), ROW_PACK = pack_width<f32>(MODEL_DIM);
 constexpr int TOKEN_PACKS = PART / TOKEN_PACK;
 // Parts of a token that are on their way to a thread together.
-constexpr int AHEAD = 16;
+constexpr int AHEAD = lesser(PANEL_END / 32, 16);
+constexpr bool WHOLE = MODEL_DIM % (32 * AHEAD) == 0;  // a token ends with the last of them
+// Packs of a panel, and those of them that are on their way to a thread together.
+constexpr int ROW_PACKS = LOGITS_EXPERTS * PANEL_END / ROW_PACK, HELD = lesser(ceil_div(ROW_PACKS, LOGITS_THREADS), 8);
 
 KERNEL(LOGITS_THREADS) route_logits(
     const bf16 *__restrict__ x,     // [tokens, 4096]
@@ -60,13 +63,25 @@ KERNEL(LOGITS_THREADS) route_logits(
     #pragma unroll 1
     for (i32 depth = 0; depth < MODEL_DIM; depth += PANEL) {
         block_sync();  // the panel before has been used
-        #pragma unroll 8
-        for (i32 i = thread_index(); i < LOGITS_EXPERTS * PANEL_END / ROW_PACK; i += LOGITS_THREADS) {
-            const i32 row = i / (PANEL_END / ROW_PACK), k = i % (PANEL_END / ROW_PACK) * ROW_PACK;
-            Pack<f32, ROW_PACK> pack = {};
-            if (first_expert + row < width && depth + k < MODEL_DIM)
-                pack = load<ROW_PACK>(matrix + (i64)(first_expert + row) * MODEL_DIM + depth + k);
-            store(&panel[row][k], pack);
+        const auto row_of = [&](i32 i) { return first_expert + i / (PANEL_END / ROW_PACK); };
+        const auto element_of = [&](i32 i) { return depth + i % (PANEL_END / ROW_PACK) * ROW_PACK; };
+        const auto exists = [&](i32 i) { return i < ROW_PACKS && row_of(i) < width && element_of(i) < MODEL_DIM; };
+        // What does not exist is read elsewhere: a branch around a load would wait for those before.
+        #pragma unroll 1
+        for (i32 start = thread_index(); start < ROW_PACKS; start += LOGITS_THREADS * HELD) {
+            Pack<f32, ROW_PACK> held[HELD];
+            #pragma unroll
+            for (i32 n = 0; n < HELD; n++) {
+                const i32 i = start + n * LOGITS_THREADS;
+                held[n] = load<ROW_PACK>(matrix + (exists(i) ? (i64)row_of(i) * MODEL_DIM + element_of(i) : 0));
+            }
+            all_fetched();
+            #pragma unroll
+            for (i32 n = 0; n < HELD; n++) {
+                const i32 i = start + n * LOGITS_THREADS;
+                if (i < ROW_PACKS)
+                    store(&panel[0][0], i, exists(i) ? held[n] : Pack<f32, ROW_PACK>{});
+            }
         }
         block_sync();
         #pragma unroll
@@ -74,25 +89,27 @@ KERNEL(LOGITS_THREADS) route_logits(
             const i64 token = first_token + round * ROUND + own;
             if (token >= tokens || round * ROUND + own >= LOGITS_TOKENS)
                 break;
-            const Activation *const from = x + token * MODEL_DIM + depth + part * PART;
+            const Activation *const from = x + token * MODEL_DIM;
             #pragma unroll 1
             for (i32 start = 0; start < PANEL_END && depth + start < MODEL_DIM; start += 32 * AHEAD) {
+                const i32 first = depth + start + part * PART;
+                const auto exists = [&](i32 k) { return WHOLE || (first + k < MODEL_DIM && start + k < PANEL_END); };
                 Pack<Activation, TOKEN_PACK> held[AHEAD][TOKEN_PACKS];
                 #pragma unroll
                 for (i32 n = 0; n < AHEAD; n++)
                     #pragma unroll
                     for (i32 j = 0; j < TOKEN_PACKS; j++) {
-                        const i32 k = start + n * 32 + j * TOKEN_PACK;
-                        held[n][j] = Pack<Activation, TOKEN_PACK>{};
-                        if (depth + part * PART + k < MODEL_DIM && k < PANEL_END)
-                            held[n][j] = load<TOKEN_PACK>(from + k);
+                        const i32 k = n * 32 + j * TOKEN_PACK;
+                        held[n][j] = load<TOKEN_PACK>(from + (exists(k) ? first + k : 0));
                     }
+                all_fetched();
                 #pragma unroll
                 for (i32 n = 0; n < AHEAD; n++)
                     #pragma unroll
                     for (i32 i = 0; i < PART; i++) {
                         const i32 k = start + n * 32 + part * PART + i;
-                        const f32 value = to_f32(held[n][i / TOKEN_PACK].at[i % TOKEN_PACK]);
+                        const Activation element = held[n][i / TOKEN_PACK].at[i % TOKEN_PACK];
+                        const f32 value = exists(n * 32 + i / TOKEN_PACK * TOKEN_PACK) ? to_f32(element) : 0.0f;
                         #pragma unroll
                         for (i32 e = 0; e < LOGITS_EXPERTS; e++)
                             if (start + n * 32 < PANEL_END)
@@ -260,7 +277,11 @@ static DEVICE void gate_topk(
         f32 values[SLOTS];
         #pragma unroll
         for (i32 s = 0; s < SLOTS; s++)
-            values[s] = expert_at(s) < EXPERTS ? logits[token * EXPERTS + expert_at(s)] : -infinity();
+            values[s] = logits[token * EXPERTS + lesser(expert_at(s), EXPERTS - 1)];
+        all_fetched(values);
+        #pragma unroll
+        for (i32 s = 0; s < SLOTS; s++)
+            values[s] = expert_at(s) < EXPERTS ? values[s] : -infinity();
         // The order of logits is the order of scores, and finer.
         u32 keys[SLOTS];
         #pragma unroll

@@ -20,7 +20,12 @@
 //
 // Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
 
-// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, hip/mfma.hpp, hip/along.hpp, math/exp.hpp, activation.hpp]
+// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
+
+constexpr i32 WARP = 64;
+typedef u64 LaneMask;
+
+// [prelude: hip/warp.hpp, warp_max.hpp, warp.hpp, hip/mfma.hpp, hip/along.hpp, math/exp.hpp, activation.hpp]
 
 // ---- the kernel ----
 
@@ -57,18 +62,28 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
+// The row tile of a warp, which all its lanes look for: each compares with some experts' first
+// tiles, for which it waits once. Halves of the experts would be waited for in turn.
+DEVICE RowTile row_tile_of_warp(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
-    if (tile >= row_tiles[EXPERTS])
-        return {0, 0, 0};
-    i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
-    while (beyond - expert > 1) {
-        i32 middle = (expert + beyond) / 2;
-        bool right = row_tiles[middle] <= tile;
-        expert = right ? middle : expert;
-        beyond = right ? beyond : middle;
+    constexpr int HELD = lesser(ceil_div(EXPERTS, WARP), 8);
+    const i32 tiles = row_tiles[EXPERTS];
+    i32 begun = 0;  // experts whose first tile is this one or before it; the end is after all tiles
+    #pragma unroll 1
+    for (i32 start = 0; start < EXPERTS; start += HELD * WARP) {
+        const i32 own = start + thread_index();
+        i32 firsts[HELD];
+        #pragma unroll
+        for (i32 n = 0; n < HELD; n++)
+            firsts[n] = row_tiles[lesser(own + n * WARP, EXPERTS)];
+        #pragma unroll
+        for (i32 n = 0; n < HELD; n++)
+            begun += population(ballot(firsts[n] <= tile));
     }
-    i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
+    if (tile >= tiles)
+        return {0, 0, 0};
+    const i32 expert = begun - 1;
+    const i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
@@ -187,7 +202,7 @@ KERNEL(WAVE) grouped_gemm_up(
 {
     await_launches();
     (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
+    const RowTile tile = row_tile_of_warp(offsets, row_tiles);
     const i32 count = lesser(tile.rows, TILE_ROWS), lane = thread_index();
     const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = tile.expert * OUTER + first_column;

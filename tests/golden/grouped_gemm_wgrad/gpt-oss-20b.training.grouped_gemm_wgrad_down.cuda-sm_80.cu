@@ -137,23 +137,38 @@ DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
     }
 }
 
-// Stores two adjacent sums where the matrix has them, or adds them to what is there.
-DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second, bool accumulate)
+// Whether tiles end where the matrix does.
+constexpr bool WHOLE_TILES = HEIGHT % TILE_ROWS == 0 && WIDTH % TILE_COLUMNS == 0;
+
+// Adds what the matrix has to two adjacent sums.
+DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &second)
 {
-    if (row >= HEIGHT || column >= WIDTH)
+    if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
+        return;
+    const f32 *const from = grad + (i64)row * WIDTH + column;
+    if constexpr (WIDTH % 2 == 0) {
+        const Pack<f32, 2> old = load<2>(from);
+        first = old.at[0] + first;
+        second = old.at[1] + second;
+    } else {
+        first = from[0] + first;
+        if (column + 1 < WIDTH)
+            second = from[1] + second;
+    }
+}
+
+// Stores two adjacent sums where the matrix has them.
+DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
+{
+    if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
         return;
     f32 *const to = grad + (i64)row * WIDTH + column;
     if constexpr (WIDTH % 2 == 0) {
-        Pack<f32, 2> pair = {first, second};
-        if (accumulate) {
-            const Pack<f32, 2> old = load<2>(to);
-            pair = {old.at[0] + first, old.at[1] + second};
-        }
-        store(to, pair);
+        store(to, Pack<f32, 2>{first, second});
     } else {
-        to[0] = accumulate ? to[0] + first : first;
+        to[0] = first;
         if (column + 1 < WIDTH)
-            to[1] = accumulate ? to[1] + second : second;
+            to[1] = second;
     }
 }
 
@@ -211,11 +226,19 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
     #pragma unroll
     for (i32 i = 0; i < ROW_PARTS; i++)
+        // All that is there has been asked for before any of these is stored.
         #pragma unroll
-        for (i32 j = 0; j < COLUMN_PARTS; j++)
+        for (i32 stores = 0; stores < 2; stores++)
             #pragma unroll
-            for (i32 half = 0; half < 2; half++)
-                store_pair(grad, row + 16 * i + 8 * half, column + 8 * j, sums[i][j][2 * half], sums[i][j][2 * half + 1], accumulate != 0);
+            for (i32 j = 0; j < COLUMN_PARTS; j++)
+                #pragma unroll
+                for (i32 half = 0; half < 2; half++) {
+                    f32 &first = sums[i][j][2 * half], &second = sums[i][j][2 * half + 1];
+                    if (stores)
+                        store_pair(grad, row + 16 * i + 8 * half, column + 8 * j, first, second);
+                    else if (accumulate != 0)
+                        add_old_pair(grad, row + 16 * i + 8 * half, column + 8 * j, first, second);
+                }
 }
 
 // ---- the bias ----

@@ -122,23 +122,38 @@ struct Turn {
     }
 };
 
-// Stores two adjacent sums where the matrix has them, or adds them to what is there.
-DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second, bool accumulate)
+// Whether tiles end where the matrix does.
+constexpr bool WHOLE_TILES = HEIGHT % TILE_ROWS == 0 && WIDTH % TILE_COLUMNS == 0;
+
+// Adds what the matrix has to two adjacent sums.
+DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &second)
 {
-    if (row >= HEIGHT || column >= WIDTH)
+    if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
+        return;
+    const f32 *const from = grad + (i64)row * WIDTH + column;
+    if constexpr (WIDTH % 2 == 0) {
+        const Pack<f32, 2> old = load<2>(from);
+        first = old.at[0] + first;
+        second = old.at[1] + second;
+    } else {
+        first = from[0] + first;
+        if (column + 1 < WIDTH)
+            second = from[1] + second;
+    }
+}
+
+// Stores two adjacent sums where the matrix has them.
+DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
+{
+    if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
         return;
     f32 *const to = grad + (i64)row * WIDTH + column;
     if constexpr (WIDTH % 2 == 0) {
-        Pack<f32, 2> pair = {first, second};
-        if (accumulate) {
-            const Pack<f32, 2> old = load<2>(to);
-            pair = {old.at[0] + first, old.at[1] + second};
-        }
-        store(to, pair);
+        store(to, Pack<f32, 2>{first, second});
     } else {
-        to[0] = accumulate ? to[0] + first : first;
+        to[0] = first;
         if (column + 1 < WIDTH)
-            to[1] = accumulate ? to[1] + second : second;
+            to[1] = second;
     }
 }
 
@@ -237,9 +252,14 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     settle(sums);
     f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
     const i32 row = first_row + 64 * consumer + warp_index() % 4 * 16;
+    // All that is there has been asked for before anything is stored.
+    if (accumulate != 0)
+        #pragma unroll
+        for (i32 i = 0; i < SUMS; i += 2)
+            add_old_pair(grad, row + sum_row(i), first_column + sum_column(i), sums[i], sums[i + 1]);
     #pragma unroll
     for (i32 i = 0; i < SUMS; i += 2)
-        store_pair(grad, row + sum_row(i), first_column + sum_column(i), sums[i], sums[i + 1], accumulate != 0);
+        store_pair(grad, row + sum_row(i), first_column + sum_column(i), sums[i], sums[i + 1]);
 }
 
 // ---- the bias ----

@@ -151,8 +151,7 @@ fn amd_rows_lie_anywhere() {
 const TYPES: [DType; 3] = [Bf16, F16, F32];
 const COUNTS: [usize; 4] = [1, 8, 30, 64];
 
-/// Widths of whole chunks. The number of experts is a power of two, so that every search for
-/// one has as many steps.
+/// Widths of whole chunks.
 fn whole(experts: usize, dtype: DType, form: ExpertForm) -> LayerSpec {
     let spec = layer([256, 96, 160], [experts, 1], dtype);
     with(spec, |s| s.experts.form = form)
@@ -261,12 +260,12 @@ impl Reader {
 
     /// Bytes read to find out which rows and weights a block has, in a grid of so many blocks.
     fn indices(&self, product: &Product<'_>, grid: u64) -> u64 {
-        // Every thread reads the number of row tiles, a word. One that has a tile takes a word
-        // for each step of its search for the expert, then the expert's first tile, and where
-        // its rows begin and end, 8 bytes each.
-        let steps = u64::from(product.spec.shape.experts.ilog2());
+        // Every thread reads the number of row tiles, and the first tiles of its share of the
+        // experts: a word each. One that has a tile takes its expert's first tile, and where its
+        // rows begin and end, 8 bytes each.
+        let share = (product.spec.shape.experts as u64).div_ceil(self.threads);
         let with_tile = product.experts() * product.column_tiles();
-        let found = self.threads * (4 * grid + (4 * steps + 4 + 2 * 8) * with_tile);
+        let found = self.threads * (4 * (1 + share) * grid + (4 + 2 * 8) * with_tile);
         // A lane that asks for a row that is gathered reads for itself which slot it is of.
         let slots = match self.slots {
             Slots::OfRow(times) => 4 * times * product.count() * product.column_tiles(),

@@ -412,6 +412,51 @@ fn few_rows_keep_loads_under_way() {
     }
 }
 
+/// The most loads that are asked for one after the other before a wait, in a code object of gfx9.
+fn asked_together(code: &[u8]) -> usize {
+    let words = code.chunks_exact(4);
+    let words = words.map(|word| u32::from_le_bytes(word.try_into().unwrap()));
+    let (mut most, mut here) = (0, 0);
+    for word in words {
+        // Loads from global memory, of a byte to 16; a wait that leaves 63 is for something else.
+        let is_load = word & 0xfc00_c000 == 0xdc00_8000 && (16..24).contains(&(word >> 18 & 127));
+        let is_wait = word >> 16 == 0xbf8c && (word & 15 | word >> 10 & 48) < 63;
+        here = if is_wait {
+            0
+        } else {
+            here + usize::from(is_load)
+        };
+        most = most.max(here);
+    }
+    most
+}
+
+/// What few tokens wait for besides: the rows that a token adds up, and the tokens that the router
+/// multiplies.
+#[test]
+fn rows_of_a_token_are_under_way_together() {
+    let compiler = Kept::new(testing::rocm());
+    // Rows of eight slots, and sixteen parts of a token.
+    let kernels = [("combine", 8), ("dispatch_bwd", 8), ("route", 16)];
+    for arch in ["gfx90a", "gfx942", "gfx950"] {
+        let target: Target = format!("rocm:{arch}").parse().unwrap();
+        for spec in [qwen3(), deepseek_v3()] {
+            let forward = plan(&spec, target, &PlanOptions::default()).unwrap();
+            let training = PlanOptions::training(Training::default());
+            let both = [forward, plan(&spec, target, &training).unwrap()];
+            for (name, least) in kernels {
+                let mut all = both.iter().flat_map(|plan| &plan.kernels);
+                let kernel = all.find(|kernel| kernel.name == name);
+                let source = emit(kernel.expect("the layer has it"), target).unwrap();
+                let artifact = compiler.compile(&source, &CompileOptions::default());
+                let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+                let together = asked_together(&artifact.binary);
+                assert!(together >= least, "{name} for {target}: {together}");
+            }
+        }
+    }
+}
+
 /// Forward with what it keeps, and backward; every type on every architecture.
 #[test]
 fn clang_compiles_every_matrix_gemm_of_training() {

@@ -159,27 +159,28 @@ extern "C" fn access(address: *const c_void, bytes: u64, kind: i32, from: *const
     let (address, bytes) = (address as usize, bytes as usize);
     let free = kind & 2 != 0 || bytes > 16;
     let aligned = free || address.is_multiple_of(bytes.max(1));
-    // A lane that reads what others read in the same request adds nothing to it.
     let along = kind & 4 != 0;
     let kind = if kind & 1 != 0 {
         Kind::Write
     } else {
         Kind::Read
     };
+    let from = from as usize;
+    let access = Access {
+        address,
+        bytes,
+        kind,
+        from,
+    };
     if !aligned {
-        let from = from as usize;
-        let access = Access {
-            address,
-            bytes,
-            kind,
-            from,
-        };
         fail(Fault::Memory(access, Problem::Misaligned));
     }
-    check(address, bytes, kind, from as usize);
-    if along {
-        // SAFETY: called by a kernel; the reference ends at once.
-        unsafe { current().counts.global_read_bytes -= bytes as u64 };
+    if !along {
+        return check(address, bytes, kind, from);
+    }
+    // SAFETY: called by a kernel; the reference ends before `fail`.
+    if let Some(fault) = unsafe { current().read_along(access) } {
+        fail(fault);
     }
 }
 

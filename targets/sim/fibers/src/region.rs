@@ -36,13 +36,21 @@ impl Region {
         address.wrapping_sub(self.start) < self.bytes
     }
 
+    /// Whether an access that starts in the region ends in it.
+    #[inline]
+    pub(crate) fn bounds(&self, access: Access) -> Option<Fault> {
+        let end = access.address - self.start + access.bytes;
+        (end > self.bytes).then_some(Fault::Memory(access, Problem::Outside))
+    }
+
     /// Checks and notes an access that starts in the region.
     #[inline]
     pub(crate) fn touch(&self, access: Access, now: Stamp, shift: u32) -> Option<Fault> {
-        let first = access.address - self.start;
-        if first + access.bytes > self.bytes {
-            return Some(Fault::Memory(access, Problem::Outside));
+        let outside = self.bounds(access);
+        if outside.is_some() {
+            return outside;
         }
+        let first = access.address - self.start;
         let grains = first / GRAIN..(first + access.bytes).div_ceil(GRAIN);
         if access.kind == Kind::Write {
             if !self.writable {

@@ -221,6 +221,17 @@ impl Worker {
         self.elsewhere(access)
     }
 
+    /// Checks a read of global memory that nobody uses: it may be there for the sake of other
+    /// lanes, so that it is not counted, and nobody need have written what it reads.
+    pub(crate) fn read_along(&mut self, access: Access) -> Option<Fault> {
+        // SAFETY: the job is borrowed while its blocks run.
+        let regions = unsafe { &*self.job.regions };
+        match find(regions, access.address) {
+            Some(i) => regions[i].bounds(access),
+            None => self.elsewhere(access),
+        }
+    }
+
     #[cold]
     fn elsewhere(&self, access: Access) -> Option<Fault> {
         let image = self.job.image;
