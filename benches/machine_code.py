@@ -13,13 +13,18 @@ import re
 import subprocess
 import sys
 
-INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?);")
-LOAD = re.compile(r"\bLDG\S*\s+R(\d+)")
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\S+)\s*(.*?);")
 
 
-def registers_of_load(text, first):
-    words = 4 if ".128" in text else 2 if ".64" in text else 1
-    return range(first, first + words)
+def words_of(opcode):
+    return 4 if ".128" in opcode else 2 if ".64" in opcode else 1
+
+
+def registers(opcode, operands):
+    """What an instruction reads: addresses are pairs, and stores read as much as they write."""
+    for name, pair in re.findall(r"\bR(\d+)\b(\.64)?", operands):
+        wide = words_of(opcode) if opcode.startswith("ST") and not pair else 2 if pair else 1
+        yield from range(int(name), int(name) + wide)
 
 
 def count(lines):
@@ -30,18 +35,17 @@ def count(lines):
         found = INSTRUCTION.match(line)
         if not found:
             continue
-        text = found[1]
-        used = [int(name) for name in re.findall(r"\bR(\d+)\b", text)]
-        load = LOAD.search(text)
-        if load:
-            used = used[1:]
-        waited = [filled_by[name] for name in used if name in filled_by]
+        opcode, operands = found.groups()
+        is_load = opcode.startswith("LDG.")
+        filled, _, read = operands.partition(",") if is_load else ("", "", operands)
+        waited = [filled_by[name] for name in registers(opcode, read) if name in filled_by]
         if waited:
             alone += len(set(filled_by.values())) == 1
             filled_by = {name: n for name, n in filled_by.items() if n > max(waited)}
-        if load:
+        if is_load:
             loads += 1
-            filled_by.update((name, loads) for name in registers_of_load(text, int(load[1])))
+            first = int(filled.strip().removeprefix("R"))
+            filled_by.update((first + n, loads) for n in range(words_of(opcode)))
             most = max(most, len(set(filled_by.values())))
     return loads, most, alone
 

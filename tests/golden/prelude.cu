@@ -62,9 +62,9 @@ COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
 // ==== prelude/fetch.hpp ====
 
-// ---- packs that not every thread wants ----
+// ---- loads that not every thread wants ----
 
-// A pack for a thread that wants it; nobody may use another's.
+// A pack for a thread that wants it. What others get must not be used.
 template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 {
     return wanted ? load<N>(from) : Pack<T, N>{};
@@ -72,8 +72,8 @@ template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 
 DEVICE void all_fetched() {}
 
-// These were loaded before this. Constant ones NVVM puts off until each is used, one after the
-// other where there is a division between.
+// These were loaded before this. Loads of what nobody writes NVVM puts off until each is used, one
+// after the other where there is a division between.
 template <int N> DEVICE void all_fetched(f32 (&values)[N])
 {
     #pragma unroll

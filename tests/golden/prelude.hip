@@ -62,10 +62,10 @@ COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
 // ==== prelude/fetch.hpp ====
 
-// ---- packs that not every thread wants ----
+// ---- loads that not every thread wants ----
 
-// A pack for a thread that wants it; nobody may use another's.
-// All read, so that there has to be something for all: where some threads leave out a load, the
+// A pack for a thread that wants it. What others get must not be used. All
+// load, so that there has to be something for all: where some threads leave out a load, the
 // compiler waits for all that are under way.
 template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 {
@@ -76,6 +76,8 @@ template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 // What was fetched before this is under way; without it, a load whose result some threads use
 // waits until it is known which.
 DEVICE void all_fetched() { asm volatile("" ::: "memory"); }
+
+// There are no branches before the use of these, and they stay where they are.
 template <int N> DEVICE void all_fetched(const f32 (&)[N]) {}
 
 // ==== prelude/bf16_bits.hpp ====

@@ -287,4 +287,14 @@ capacity = { mode = \"factor\", factor = 0.5 }",
         caught: "out of bounds",
         ..FEW
     },
+    Mutant {
+        mistake: "experts beyond those that a warp sees at once have no tiles",
+        kernel: "grouped_gemm_up_few",
+        layer: "shape = { model_dim = 8, hidden_dim = 8, experts = 300, top_k = 5 }
+precision = { weights = \"bf16\", activations = \"bf16\" }",
+        from: "start < EXPERTS; start += HELD * WARP",
+        to: "start < HELD * WARP; start += HELD * WARP",
+        caught: "uninitialised",
+        ..FEW
+    },
 ];

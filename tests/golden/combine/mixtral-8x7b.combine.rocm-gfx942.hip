@@ -34,6 +34,7 @@ constexpr int WIDTH = pack_width<Activation>(OUTPUT_DIM), PACKS = OUTPUT_DIM / W
 
 DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<Activation, WIDTH> &pack, bool exists = true)
 {
+    // The compiler would move a load into a branch.
     #pragma unroll
     for (i32 j = 0; j < WIDTH; j++)
         sums[j] = exists ? fused(weight, to_f32(pack.at[j]), sums[j]) : sums[j];
@@ -68,16 +69,16 @@ KERNEL(THREADS) combine(
     for (i32 turn = thread_index() / adjacent; turn < tile && first + turn < tokens;
          turn += THREADS / adjacent) {
         const i64 token = first + turn;
-        const Activation *there = y + token * OUTPUT_DIM;  // for slots without a row
         for (i32 i = begin + thread_index() % adjacent; i < end; i += adjacent) {
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
+                // A slot without a row has what is in the token's own place, for who reads along.
                 Pack<Activation, WIDTH> held[HELD];
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {
                     const i32 source = start + n < TOP_K ? sources[turn * TOP_K + start + n] : NOTHING;
-                    const Activation *row = source >= 0 ? out + (i64)source * OUTPUT_DIM : there;
+                    const Activation *row = source >= 0 ? out + (i64)source * OUTPUT_DIM : y + token * OUTPUT_DIM;
                     held[n] = fetch<WIDTH>(source != NOTHING, row + i * WIDTH);
                 }
                 all_fetched();

@@ -27,9 +27,11 @@ constexpr int WIDTH = pack_width<Activation>(MODEL_DIM), PACKS = MODEL_DIM / WID
 
 template <class T> DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<T, WIDTH> &pack, bool exists = true)
 {
+    if (!exists)
+        return;
     #pragma unroll
     for (i32 j = 0; j < WIDTH; j++)
-        sums[j] = exists ? fused(weight, to_f32(pack.at[j]), sums[j]) : sums[j];
+        sums[j] = fused(weight, to_f32(pack.at[j]), sums[j]);
 }
 
 KERNEL(THREADS) dispatch_bwd(
@@ -59,6 +61,7 @@ KERNEL(THREADS) dispatch_bwd(
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
+                // A slot without a row has what is in the token's own place, for who reads along.
                 Pack<Activation, WIDTH> held[HELD];
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {

@@ -38,9 +38,10 @@ typedef bf16 Activation;
 // Elements of a part of a token, or of a row of the matrix, moved at a time.
 constexpr int TOKEN_PACK = lesser(pack_width<Activation>(MODEL_DIM), PART), ROW_PACK = pack_width<f32>(MODEL_DIM);
 constexpr int TOKEN_PACKS = PART / TOKEN_PACK;
-// Parts of a token that are on their way to a thread together.
+// Parts of a token that a thread asks for before it multiplies the first.
 constexpr int AHEAD = lesser(PANEL_END / 32, 16);
 constexpr bool WHOLE = MODEL_DIM % (32 * AHEAD) == 0;  // a token ends with the last of them
+static_assert(PANEL_END < PANEL || PANEL % (32 * AHEAD) == 0, "and so does a panel");
 // Packs of a panel, and those of them that are on their way to a thread together.
 constexpr int ROW_PACKS = LOGITS_EXPERTS * PANEL_END / ROW_PACK, HELD = lesser(ceil_div(ROW_PACKS, LOGITS_THREADS), 8);
 
@@ -65,7 +66,7 @@ KERNEL(LOGITS_THREADS) route_logits(
         block_sync();  // the panel before has been used
         const auto row_of = [&](i32 i) { return first_expert + i / (PANEL_END / ROW_PACK); };
         const auto element_of = [&](i32 i) { return depth + i % (PANEL_END / ROW_PACK) * ROW_PACK; };
-        const auto exists = [&](i32 i) { return i < ROW_PACKS && row_of(i) < width && element_of(i) < MODEL_DIM; };
+        const auto in_matrix = [&](i32 i) { return i < ROW_PACKS && row_of(i) < width && element_of(i) < MODEL_DIM; };
         // What does not exist is read elsewhere: a branch around a load would wait for those before.
         #pragma unroll 1
         for (i32 start = thread_index(); start < ROW_PACKS; start += LOGITS_THREADS * HELD) {
@@ -73,14 +74,14 @@ KERNEL(LOGITS_THREADS) route_logits(
             #pragma unroll
             for (i32 n = 0; n < HELD; n++) {
                 const i32 i = start + n * LOGITS_THREADS;
-                held[n] = load<ROW_PACK>(matrix + (exists(i) ? (i64)row_of(i) * MODEL_DIM + element_of(i) : 0));
+                held[n] = load<ROW_PACK>(matrix + (in_matrix(i) ? (i64)row_of(i) * MODEL_DIM + element_of(i) : 0));
             }
             all_fetched();
             #pragma unroll
             for (i32 n = 0; n < HELD; n++) {
                 const i32 i = start + n * LOGITS_THREADS;
                 if (i < ROW_PACKS)
-                    store(&panel[0][0], i, exists(i) ? held[n] : Pack<f32, ROW_PACK>{});
+                    store(&panel[0][0], i, in_matrix(i) ? held[n] : Pack<f32, ROW_PACK>{});
             }
         }
         block_sync();

@@ -57,8 +57,8 @@ struct RowTile {
     i32 rows;
 };
 
-// The row tile of a warp, which all its lanes look for: each compares with some experts' first
-// tiles, for which it waits once. Halves of the experts would be waited for in turn.
+// The row tile of a warp. Each lane compares it with the first tiles of some experts, which come all
+// at once; a search by halves would wait for one after the other.
 DEVICE RowTile row_tile_of_warp(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
     constexpr int HELD = lesser(ceil_div(EXPERTS, WARP), 8);
@@ -66,7 +66,7 @@ DEVICE RowTile row_tile_of_warp(const i64 *offsets, const i32 *row_tiles, i32 ti
     i32 begun = 0;  // experts whose first tile is this one or before it; the end is after all tiles
     #pragma unroll 1
     for (i32 start = 0; start < EXPERTS; start += HELD * WARP) {
-        const i32 own = start + thread_index();
+        const i32 own = start + thread_index();  // a block is a warp
         i32 firsts[HELD];
         #pragma unroll
         for (i32 n = 0; n < HELD; n++)

@@ -226,7 +226,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
     #pragma unroll
     for (i32 i = 0; i < ROW_PARTS; i++)
-        // All that is there has been asked for before any of these is stored.
+        // What is there of these rows has been asked for before any of them is stored.
         #pragma unroll
         for (i32 stores = 0; stores < 2; stores++)
             #pragma unroll

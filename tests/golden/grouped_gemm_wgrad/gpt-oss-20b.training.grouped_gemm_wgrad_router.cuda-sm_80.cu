@@ -37,20 +37,21 @@ constexpr int STORED = lesser(pack_width<f32>(WIDTH), lesser(THREAD_COLUMNS, 4))
 static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
 static_assert(MATRICES == 1 || THREAD_ROWS % 4 == 0, "a thread has the same part of both matrices");
 
-// Stores sums, or adds to them what is there.
+// Adds what is there to sums, or stores them.
 DEVICE void put_sums(f32 *row, i32 at, f32 *sums, bool stores)
 {
-    Pack<f32, STORED> pack = {};
+    Pack<f32, STORED> pack;
     if (!stores)
         pack = load<STORED>(row, at);
     #pragma unroll
-    for (i32 n = 0; n < STORED; n++)
-        pack.at[n] += sums[n];
+    for (i32 n = 0; n < STORED; n++) {
+        if (stores)
+            pack.at[n] = sums[n];
+        else
+            sums[n] = pack.at[n] + sums[n];
+    }
     if (stores)
         store(row, at, pack);
-    #pragma unroll
-    for (i32 n = 0; n < STORED; n++)
-        sums[n] = pack.at[n];
 }
 
 KERNEL(THREADS) grouped_gemm_wgrad_up(

@@ -40,6 +40,8 @@ fn widths_and_heights() {
         ([66, 38, 6], [7, 2], F16),
         ([65, 41, 7], [3, 2], F32),
         ([264, 40, 264], [8, 8], F32),
+        // More experts than a warp compares a tile with at once.
+        ([16, 8, 8], [300, 2], Bf16),
     ];
     for (shape, experts, dtype) in cases {
         let gemms = gemms(&layer(shape, experts, dtype));
@@ -111,18 +113,26 @@ fn amd_widths_and_heights() {
         ([65, 41, 7], [7, 2]),
         ([264, 63, 10], [60, 1]),
         ([66, 38, 65], [7, 2]),
+        // More experts than a wave compares a tile with at once.
+        ([16, 8, 8], [600, 2]),
     ];
     let calls = [0, 1, 8, 30, 64].map(|tokens| (tokens, Spread::Random));
     let one = [1, 16, 17, 32, 33, 64].map(|tokens| (tokens, Spread::One));
     let calls = [&calls[..], &one[..]].concat();
     for (i, target) in MFMA.into_iter().enumerate() {
         for (j, dtype) in [Bf16, F16, F32].into_iter().enumerate() {
-            let (shape, experts) = cases[(3 * i + j) % cases.len()];
+            let (shape, experts) = cases[(3 * i + j) % 5];
             let spec = with(layer(shape, experts, dtype), |s| {
                 s.experts.form = form(i + j)
             });
             run_amd(&spec, target, &calls);
         }
+        let (shape, experts) = cases[5];
+        run_amd(
+            &layer(shape, experts, Bf16),
+            target,
+            &[(33, Spread::Random)],
+        );
     }
 }
 

@@ -16,6 +16,7 @@ mod gemm_mma;
 mod gemm_wgmma;
 mod gpu_backward;
 mod gpu_compile;
+mod gpu_loads;
 mod gpu_math;
 mod gpu_routing;
 mod gpu_run;
