@@ -130,15 +130,15 @@ DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
         return;
-    const f32 *const from = grad + (i64)row * WIDTH + column;
+    const f32 *const line = grad + (i64)row * WIDTH;
     if constexpr (WIDTH % 2 == 0) {
-        const Pack<f32, 2> old = load<2>(from);
+        const Pack<f32, 2> old = load<2>(line, column / 2);
         first = old.at[0] + first;
         second = old.at[1] + second;
     } else {
-        first = from[0] + first;
+        first = line[column] + first;
         if (column + 1 < WIDTH)
-            second = from[1] + second;
+            second = line[column + 1] + second;
     }
 }
 
@@ -147,13 +147,13 @@ DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
         return;
-    f32 *const to = grad + (i64)row * WIDTH + column;
+    f32 *const line = grad + (i64)row * WIDTH;
     if constexpr (WIDTH % 2 == 0) {
-        store(to, Pack<f32, 2>{first, second});
+        store(line, column / 2, Pack<f32, 2>{first, second});
     } else {
-        to[0] = first;
+        line[column] = first;
         if (column + 1 < WIDTH)
-            to[1] = second;
+            line[column + 1] = second;
     }
 }
 
