@@ -82,7 +82,7 @@ impl<'a> Comparison<'a> {
         let started = Instant::now();
         let small = |case: &&Case| tensors::weight_bytes(&case.spec) <= self.arguments.largest;
         let cases: Vec<&Case> = cases.iter().filter(small).collect();
-        for (i, case) in cases.iter().enumerate() {
+        for (i, case) in cases.iter().enumerate().skip(self.arguments.skip) {
             if self.is_over(started) {
                 self.table.left("results", cases.len() - i);
                 break;

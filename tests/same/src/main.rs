@@ -56,6 +56,9 @@ struct Arguments {
     /// On how many simulated GPUs each layer runs, others for each.
     #[arg(long, value_name = "N", default_value_t = 2)]
     each: usize,
+    /// Runs no layer of the first so many, to go on where a comparison had no more time.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    skip: usize,
     /// Begins no layer after so many seconds, half of them for text.
     #[arg(long)]
     seconds: Option<u64>,
