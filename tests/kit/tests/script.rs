@@ -48,7 +48,9 @@ impl Kit {
 
     /// The script, with what steps are to do.
     fn command(&self, steps: &[(&str, &str)], options: &[&str]) -> Command {
-        let mut command = Command::new(self.path("run.sh"));
+        // Tests in the background of a shell ignore SIGINT, and what ignores it cannot trap it.
+        let mut command = Command::new("env");
+        command.arg("--default-signal").arg(self.path("run.sh"));
         command.arg("--out").arg(self.path("out")).args(options);
         command.env("MOESAIC_KIT_MINUTE", "1");
         command.env("tag", process::id().to_string());
