@@ -37,21 +37,16 @@ constexpr int STORED = lesser(pack_width<f32>(WIDTH), lesser(THREAD_COLUMNS, 4))
 static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
 static_assert(MATRICES == 1 || THREAD_ROWS % 4 == 0, "a thread has the same part of both matrices");
 
-// Adds what is there to sums, or stores them.
-DEVICE void put_sums(f32 *row, i32 at, f32 *sums, bool stores)
+// Overwrites elements of a gradient, or adds to them.
+DEVICE void put_sums(f32 *row, i32 at, const f32 *sums, bool accumulate)
 {
-    Pack<f32, STORED> pack;
-    if (!stores)
+    Pack<f32, STORED> pack = {};
+    if (accumulate)
         pack = load<STORED>(row, at);
     #pragma unroll
-    for (i32 n = 0; n < STORED; n++) {
-        if (stores)
-            pack.at[n] = sums[n];
-        else
-            sums[n] = pack.at[n] + sums[n];
-    }
-    if (stores)
-        store(row, at, pack);
+    for (i32 n = 0; n < STORED; n++)
+        pack.at[n] += sums[n];
+    store(row, at, pack);
 }
 
 KERNEL(THREADS) grouped_gemm_wgrad_up(
@@ -95,23 +90,20 @@ KERNEL(THREADS) grouped_gemm_wgrad_up(
     }
     multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left_tile[buffer], right_tile[buffer], thread_index(), 0);
 
-    // All that is there has been asked for before anything is stored.
     #pragma unroll
-    for (i32 stores = 0; stores < 2; stores++)
+    for (i32 i = 0; i < THREAD_ROWS; i++) {
+        const i32 row = first_row + dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
+        if (row >= HEIGHT)
+            continue;
+        const i64 line = ((i64)expert * HEIGHT + row) * WIDTH;
         #pragma unroll
-        for (i32 i = 0; i < THREAD_ROWS; i++) {
-            const i32 row = first_row + dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
-            if (row >= HEIGHT || (stores == 0 && accumulate == 0))
+        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
+            const i32 column = first_column + dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
+            if (column >= WIDTH)
                 continue;
-            const i64 line = ((i64)expert * HEIGHT + row) * WIDTH;
-            #pragma unroll
-            for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-                const i32 column = first_column + dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
-                if (column >= WIDTH)
-                    continue;
-                put_sums(grad_up + line, column / STORED, sums[i] + j, stores);
-            }
+            put_sums(grad_up + line, column / STORED, sums[i] + j, accumulate != 0);
         }
+    }
 }
 // ---- the bias ----
 
