@@ -12,6 +12,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\S+)\s*(.*?);")
 
@@ -55,15 +56,19 @@ def functions(disassembly):
     return zip(parts[1::2], parts[2::2])
 
 
+def disassembled(nvdisasm, kernel):
+    stored = kernel.read_bytes()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(stored[stored.index(b"\x7fELF"):])
+        cubin.flush()
+        return subprocess.run([nvdisasm, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+
+
 def main(nvdisasm, *stores):
     for store in stores:
         for kernel in sorted(pathlib.Path(store).glob("v1/*/*.kernel")):
-            stored = kernel.read_bytes()
-            cubin = pathlib.Path("/tmp/machine_code.cubin")
-            cubin.write_bytes(stored[stored.index(b"\x7fELF"):])
             about = kernel.with_suffix(".cu").read_text().split("\n")[0].removeprefix("// ")
-            text = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
-            for name, part in functions(text):
+            for name, part in functions(disassembled(nvdisasm, kernel)):
                 loads, most, alone = count(part.split("\n"))
                 if loads:
                     print(f"{about:64} {name:28} loads {loads:3}, under way {most:2}, alone {alone:2}")
