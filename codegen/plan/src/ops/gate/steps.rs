@@ -3,7 +3,7 @@
 use super::{GateTopkDesc, gate_topk, noise_gate, shared_beside, shared_gate};
 use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
 use crate::ops::gemm::{dgrad, wgrad};
-use crate::ops::route::{Routed, gate_calls};
+use crate::ops::route::{RouteDesc, Routed, gate_calls};
 use crate::ops::{Machine, Operator};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
@@ -81,8 +81,11 @@ impl Builder {
             return Routed::Nothing;
         };
         let rounds = desc.sinkhorn().unwrap_or(0);
-        let scan = self.scan_desc();
-        let routed = self.route_few("route", desc.clone(), Some(scan), &NAMES);
+        let whole = RouteDesc {
+            gate: desc.clone(),
+            scan: Some(self.scan_desc()),
+        };
+        let routed = self.route_few("route", whole, &NAMES);
         let op = self.tiled(desc.clone());
         let kernel = self.kernel_by("gate_topk", op, |symbol| gate_calls(routed, symbol));
         self.gate_step(kernel, "gate_draw", &[]);
@@ -120,7 +123,11 @@ impl Builder {
         let (weight, bias, logits) = (name("weight"), name("bias"), name("logits"));
         let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
         let few = format!("route_shared_{index}");
-        let routed = self.route_few(&few, desc.clone(), None, &bind);
+        let logits = RouteDesc {
+            gate: desc.clone(),
+            scan: None,
+        };
+        let routed = self.route_few(&few, logits, &bind);
         let (name, op) = (format!("gate_topk_shared_{index}"), self.tiled(desc));
         let kernel = self.kernel_by(&name, op, |symbol| gate_calls(routed, symbol));
         self.launch_all(kernel, &bind);

@@ -2,8 +2,6 @@
 
 use super::RouteDesc;
 use crate::layer::{Bind, Builder};
-use crate::ops::gate::GateTopkDesc;
-use crate::ops::scan::ExpertScanDesc;
 use crate::ops::{Calls, Machine, Op, Operator};
 
 /// What of the routing few tokens have kernels of their own for.
@@ -18,27 +16,15 @@ pub(crate) enum Routed {
 
 impl Builder {
     /// Adds what routes few tokens, where a machine has that.
-    pub(crate) fn route_few(
-        &mut self,
-        name: &str,
-        gate: GateTopkDesc,
-        scan: Option<ExpertScanDesc>,
-        bind: Bind,
-    ) -> Routed {
+    pub(crate) fn route_few(&mut self, name: &str, mut desc: RouteDesc, bind: Bind) -> Routed {
         if !matches!(self.machine, Machine::Gpu(_)) || !self.few {
             return Routed::Nothing;
         }
-        let whole = RouteDesc { gate, scan };
-        let (desc, routed) = if whole.is_one_block(self.machine) {
-            (whole, Routed::Whole)
+        let routed = if desc.is_one_block(self.machine) {
+            Routed::Whole
         } else {
-            (
-                RouteDesc {
-                    scan: None,
-                    ..whole
-                },
-                Routed::Logits,
-            )
+            desc.scan = None;
+            Routed::Logits
         };
         let mut config = desc.tiling(self.machine);
         if let Some(scan) = &mut config.scan {
