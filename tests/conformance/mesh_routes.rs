@@ -1,15 +1,17 @@
 //! Rows that go over other ranks: what arrives is the same.
 
 use super::arranged::Arranged;
-use super::case::Case;
+use super::case::{Case, host};
 use super::layers::engine as cpu;
-use super::mesh::{compare_on, evaluated, layer_on, mesh, specs, trained};
+use super::mesh::{compare_on, evaluated, layer_on, mesh, part, shares, specs, trained};
 use super::mesh_ways::at_ways;
 use super::simulated::open;
-use super::trained::near;
+use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::spec::WeightSite;
-use moesaic::{Engine, Mesh, Parallel, Recompute, Strategy, Training};
+use moesaic::trace::{Lane, Trace};
+use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Training};
+use std::sync::Arc;
 
 const ROUTES: [&str; 4] = [
     "route=intra-first",
@@ -170,4 +172,50 @@ fn rows_go_by_routes_at_other_ways() {
     }
     let once = by(&engine, 4, "route=once");
     compare_on(&engine, &once, grid, &case, Recompute::None);
+}
+
+/// Exchanges of a training step of each rank of two, with the bytes that it sends.
+fn exchanged(strategy: &str, case: &Case) -> Vec<Vec<(String, u64)>> {
+    let engine = cpu();
+    let dy = case.dy(1);
+    super::mesh::on_ranks(&engine, mesh(2, 1, 1), |mesh| {
+        let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
+        layer.set_strategy(strategy.parse().unwrap()).unwrap();
+        let trace = Arc::new(Trace::default());
+        layer.record(Some(trace.clone()));
+        let tokens = &shares(case.input.tokens, 2)[mesh.rank()];
+        let own = part(case, tokens);
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let width = case.spec.output_dim();
+        let dy = &dy[tokens.start * width..tokens.end * width];
+        let dy = host(DType::F32, &[tokens.len(), width], dy);
+        layer.backward(&saved, &dy, false).unwrap();
+        let recorded = trace.recorded().into_iter();
+        let exchanges = recorded.filter(|it| it.activity.lane == Lane::Exchange);
+        let sent = exchanges.map(|it| (it.activity.name, it.activity.bytes));
+        sent.collect()
+    })
+}
+
+/// Weights of rows go with the rows, and their gradients with those of the rows: a rank sends
+/// another both in one message, in pieces, too.
+#[test]
+fn what_goes_the_same_way_goes_together() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
+    let case = Case::random(&super::mesh::spec(text), 32, 5);
+    let of_ranks = |strategy: &str, name: &str| -> (usize, u64) {
+        let all = exchanged(strategy, &case).into_iter().flatten();
+        let named: Vec<u64> = all.filter(|it| it.0 == name).map(|it| it.1).collect();
+        (named.len(), named.iter().sum())
+    };
+    let rows = 2 * 32;
+    for (strategy, pieces) in [("default", 1), ("degree=2", 2)] {
+        let of = |name: &str| of_ranks(strategy, name);
+        assert_eq!(of("rows"), (2 * pieces, rows * (4 * 8 + 4)), "{strategy}");
+        assert_eq!(of("drows").0, 2 * pieces, "{strategy}");
+        assert!(of("drows").1 > rows * 4 * 8, "{strategy}");
+        for gone in ["row_weights", "dweight_parts"] {
+            assert_eq!(of(gone), (0, 0), "{strategy}: {gone}");
+        }
+    }
 }

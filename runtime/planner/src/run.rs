@@ -92,20 +92,32 @@ impl<'r> Run<'r> {
         let least = parts.iter().map(Part::launched).fold(1.0, f64::min);
         let sides = sides(self.ranks, travel, name, of, least);
         let (first, last) = travelling(steps);
-        for step in &steps[..first] {
-            self.step(travel, &sides, step);
-        }
+        self.steps(travel, &sides, &steps[..first]);
         match parts[..] {
-            [Part { launches: 1, .. }] => steps[first..last]
-                .iter()
-                .for_each(|step| self.step(travel, &sides, step)),
+            [Part { launches: 1, .. }] => self.steps(travel, &sides, &steps[first..last]),
             _ => self.pieces(travel, &sides, &steps[first..last], &parts),
         }
-        for step in &steps[last..] {
-            self.step(travel, &sides, step);
-        }
+        self.steps(travel, &sides, &steps[last..]);
         let end = self.now.iter().copied().fold(0.0, f64::max);
         self.passes.push((name, end, self.events.len()));
+    }
+
+    fn steps(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep]) {
+        let together = |a: &RankStep, b: &RankStep| match (a.exchange(), b.exchange()) {
+            (Some(a), Some(b)) => travel.is_straight() && a.goes_with(b),
+            _ => false,
+        };
+        for steps in steps.chunk_by(together) {
+            let exchanges: Vec<&Exchange> = steps.iter().filter_map(RankStep::exchange).collect();
+            match exchanges[..] {
+                [first, _, ..] => {
+                    let groups = self.groups.clone();
+                    let taken = |rank: &Rank| travel.taken_together(&exchanges, rank);
+                    self.together(&first.name, &groups, taken);
+                }
+                _ => self.step(travel, sides, &steps[0]),
+            }
+        }
     }
 
     fn step(&mut self, travel: &Travel, sides: &Sides, step: &RankStep) {
@@ -423,8 +435,9 @@ impl Work<'_> {
 /// Exchanges of a rank, one after the other.
 fn taken_by(list: &[&Exchange], travel: &Travel, rank: &Rank) -> Taken {
     let mut sum = Taken::default();
-    list.iter()
-        .for_each(|exchange| sum += travel.taken(exchange, rank));
+    for together in list.chunk_by(|a, b| a.goes_with(b)) {
+        sum += travel.taken_together(together, rank);
+    }
     sum
 }
 

@@ -101,6 +101,46 @@ impl Travel<'_> {
         }
     }
 
+    /// What exchanges that [go together](Exchange::goes_with) take a rank: where rows go straight
+    /// and as they are, one message has those of all tensors.
+    pub fn taken_together(&self, exchanges: &[&Exchange], rank: &Rank) -> Taken {
+        let first = match exchanges {
+            [first, _, ..] if self.is_straight() => first,
+            _ => return self.sum_of(exchanges, rank),
+        };
+        let rows = exchanges
+            .iter()
+            .filter_map(|exchange| self.row_of(exchange));
+        let (bytes, element) = rows.fold((0.0, 0), |(bytes, element), (row, size)| {
+            (bytes + row, element.max(size))
+        });
+        let there = matches!(first.way, Way::ToExperts { .. });
+        self.rows(rank, (bytes, element), there, false)
+    }
+
+    /// Whether rows go straight to other ranks, as they are.
+    pub fn is_straight(&self) -> bool {
+        self.ways > 0 && self.route == Route::Linear && self.wire == Wire::Exact
+    }
+
+    fn sum_of(&self, exchanges: &[&Exchange], rank: &Rank) -> Taken {
+        let mut sum = Taken::default();
+        let each = exchanges.iter();
+        each.for_each(|exchange| sum += self.taken(exchange, rank));
+        sum
+    }
+
+    /// Bytes of a row that goes to experts or back, and of an element of it.
+    fn row_of(&self, exchange: &Exchange) -> Option<(f64, usize)> {
+        let (side, tensor) = match exchange.way {
+            Way::ToExperts { from, .. } => (Side::Tokens, from),
+            Way::ToTokens { from, .. } => (Side::Experts, from),
+            _ => return None,
+        };
+        let element = self.plan.side(side)[tensor].dtype.size();
+        Some((self.plan.row_bytes(side, tensor) as f64, element))
+    }
+
     /// What an exchange takes a rank.
     pub fn taken(&self, exchange: &Exchange, rank: &Rank) -> Taken {
         let world = 0..self.mesh.ranks();
@@ -117,8 +157,8 @@ impl Travel<'_> {
             }
             Way::Counts if self.ways == 0 => Taken::default(),
             Way::Counts => self.each(rank, group, 1, 8.0 * rank.arriving.len() as f64),
-            Way::ToExperts { from, .. } => {
-                let wide = (row(Side::Tokens, from), tokens[from].dtype.size());
+            Way::ToExperts { .. } => {
+                let wide = self.row_of(exchange).unwrap_or_default();
                 let mut taken = self.rows(rank, wide, true, self.crosses_once(&exchange.name));
                 if self.route == Route::Once && exchange.name == "rows" {
                     // Which rows are of one token.
@@ -126,8 +166,8 @@ impl Travel<'_> {
                 }
                 taken
             }
-            Way::ToTokens { from, .. } => {
-                let wide = (row(Side::Experts, from), experts[from].dtype.size());
+            Way::ToTokens { .. } => {
+                let wide = self.row_of(exchange).unwrap_or_default();
                 self.rows(rank, wide, false, self.comes_summed(&exchange.name))
             }
             Way::OverShards { tensor } => {

@@ -101,6 +101,19 @@ pub struct Exchange {
     pub piece: Option<Piece>,
 }
 
+impl Exchange {
+    /// Whether it moves rows of the same tokens between the same ranks as another, so that
+    /// both can be one operation.
+    pub fn goes_with(&self, other: &Exchange) -> bool {
+        let alike = match self.way {
+            Way::ToExperts { .. } => matches!(other.way, Way::ToExperts { .. }),
+            Way::ToTokens { .. } => matches!(other.way, Way::ToTokens { .. }),
+            _ => false,
+        };
+        alike && self.piece == other.piece
+    }
+}
+
 /// What goes where. Tensors are of the side that the name says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "way", rename_all = "snake_case")]

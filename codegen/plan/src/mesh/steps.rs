@@ -58,7 +58,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         list.extend(from_shadows(plan, shadows, "out"));
     }
     launch(&mut list, Side::Experts, 0..multiply.len());
-    list.extend(to_tokens(plan, "out"));
+    list.extend(to_tokens(plan, &["out"]));
     if let Some(shared) = &plan.shared {
         list.push(exchange("tokens of slices", Way::Neighbours));
         list.extend(to_slices(plan, shared, "x"));
@@ -99,8 +99,7 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
         list.extend(back.filter_map(|name| from_shadows(plan, shadows, name)));
     }
     launch(&mut list, Side::Experts, 0..plan.experts.backward.len());
-    list.extend(to_tokens(plan, "drows"));
-    list.extend(to_tokens(plan, "dweight_parts"));
+    list.extend(to_tokens(plan, &["drows", "dweight_parts"]));
     list.extend(scattered_gradients(plan));
     list.extend(
         plan.shadows
@@ -278,12 +277,17 @@ fn from_slices(plan: &RankPlan, shared: &LayerPlan, of: impl Fn(&str) -> bool) -
 }
 
 /// Back to the tokens, summed over slices first: each has only a part.
-fn to_tokens(plan: &RankPlan, name: &str) -> Vec<RankStep> {
-    let (Some(tensor), Some(to)) = (plan.experts.id(name), plan.tokens.id(name)) else {
-        return Vec::new();
-    };
-    let sum = exchange(&format!("{name} of slices"), Way::OverShards { tensor });
-    let back = exchange(name, Way::ToTokens { from: tensor, to });
-    let sliced = plan.by().mesh().shards > 1;
-    sliced.then_some(sum).into_iter().chain([back]).collect()
+fn to_tokens(plan: &RankPlan, names: &[&str]) -> Vec<RankStep> {
+    let (mut sums, mut back) = (Vec::new(), Vec::new());
+    for name in names {
+        let (Some(tensor), Some(to)) = (plan.experts.id(name), plan.tokens.id(name)) else {
+            continue;
+        };
+        if plan.by().mesh().shards > 1 {
+            let way = Way::OverShards { tensor };
+            sums.push(exchange(&format!("{name} of slices"), way));
+        }
+        back.push(exchange(name, Way::ToTokens { from: tensor, to }));
+    }
+    [sums, back].concat()
 }

@@ -17,6 +17,8 @@ pub(super) enum Segment {
     /// Of a side, for all rows or for a piece of them.
     Launches(plan::Side, Arc<Bound>, Option<plan::Piece>),
     Exchange(Exchange),
+    /// Rows of several tensors that [go together](Exchange::goes_with).
+    Together(Vec<Exchange>),
 }
 
 /// The steps of a pass, launches of a side that follow each other together. The same
@@ -29,10 +31,17 @@ pub(super) fn segments(
         RankStep::Launch { side, piece, .. } => Some((*side, *piece)),
         RankStep::Exchange(_) => None,
     };
-    let together = |a: &RankStep, b: &RankStep| whose(a).is_some() && whose(a) == whose(b);
+    let together = |a: &RankStep, b: &RankStep| match (a.exchange(), b.exchange()) {
+        (Some(a), Some(b)) => a.goes_with(b),
+        _ => whose(a) == whose(b),
+    };
     let mut known: HashMap<(plan::Side, Vec<usize>), Arc<Bound>> = HashMap::new();
     let parts = steps.chunk_by(together).map(|part| match &part[0] {
-        RankStep::Exchange(exchange) => Ok(Segment::Exchange(exchange.clone())),
+        RankStep::Exchange(exchange) if part.len() == 1 => Ok(Segment::Exchange(exchange.clone())),
+        RankStep::Exchange(_) => {
+            let exchanges = part.iter().filter_map(RankStep::exchange);
+            Ok(Segment::Together(exchanges.cloned().collect()))
+        }
         RankStep::Launch { side, piece, .. } => {
             let numbers = part.iter().filter_map(|step| match step {
                 RankStep::Launch { step, .. } => Some(*step),

@@ -104,6 +104,7 @@ impl Run<'_> {
                     }
                     _ => self.exchange(exchange)?,
                 },
+                Segment::Together(exchanges) => self.together(exchanges)?,
             }
         }
         self.finish_all()?;
@@ -152,19 +153,78 @@ impl Run<'_> {
 
     /// Begins an exchange, and waits for it unless it is of a piece.
     fn exchange(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
-        let written = self.written(exchange);
-        if let Way::ToTokens { from, .. } = exchange.way {
-            let sums = (plan::Side::Experts, from);
-            let sums = |other: &Written| (other.side, other.tensor) == sums;
-            let pieces = self.rows().numbers(exchange.piece);
-            self.wait_for(|other| sums(other) && other.shares(&pieces))?;
-        }
+        let written = self.written(exchange).into_iter().collect();
+        self.wait_for_sums(exchange)?;
         let recorded = self.begins(exchange);
         match self.start(exchange)? {
             None => self.ended(recorded, Instant::now()),
             Some(started) => self.keep(exchange, started, written, recorded)?,
         }
         Ok(())
+    }
+
+    /// Rows of several tensors: where they go straight and as they are, a rank sends another
+    /// all of them in one message.
+    fn together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
+        let packed = |one: &Exchange| self.packed(&one.name).is_some();
+        if self.rows().passage.is_some() || exchanges.iter().any(packed) {
+            return exchanges.iter().try_for_each(|one| self.exchange(one));
+        }
+        let recorded = self.begins(&exchanges[0]);
+        let (mut sends, mut receives, mut written) = (Vec::new(), Vec::new(), Vec::new());
+        for exchange in exchanges {
+            self.wait_for_sums(exchange)?;
+            let Some((_, sent, came)) = self.moved(exchange) else {
+                continue;
+            };
+            sends.extend(self.transfers(sent.0, sent.1, &sent.2)?);
+            receives.extend(self.transfers(came.0, came.1, &came.2)?);
+            written.extend(self.written(exchange));
+        }
+        let names: Vec<&str> = exchanges.iter().map(|one| &*one.name).collect();
+        let call = self.call_of(&names.join(" and "), exchanges[0].piece);
+        let started = self.send_by(None, &sends, &receives, &call)?;
+        self.keep(&exchanges[0], started, written, recorded)
+    }
+
+    /// What goes back to the tokens is first summed over slices.
+    fn wait_for_sums(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
+        let Way::ToTokens { from, .. } = exchange.way else {
+            return Ok(());
+        };
+        let sums = (plan::Side::Experts, from);
+        let pieces = self.rows().numbers(exchange.piece);
+        self.wait_for(|other| (other.side, other.tensor) == sums && other.shares(&pieces))
+    }
+
+    fn call_of(&self, name: &str, piece: Option<plan::Piece>) -> Call {
+        match piece {
+            None => self.call(name),
+            Some(piece) => self.call(&format!("{name}, piece {piece},")).beside(),
+        }
+    }
+
+    /// What the rows of tokens that an exchange moves are, those that this rank sends, and those
+    /// that come.
+    fn moved(&self, exchange: &Exchange) -> Option<(Load, Moved, Moved)> {
+        let (tokens, experts) = (plan::Side::Tokens, plan::Side::Experts);
+        match exchange.way {
+            Way::ToExperts { from, to } => {
+                let rows = self.rows();
+                let pieces = rows.numbers(exchange.piece);
+                let sent = (tokens, from, rows.sent(&pieces));
+                let arrived = (experts, to, rows.arrived(&pieces));
+                Some((self.load(from), sent, arrived))
+            }
+            Way::ToTokens { from, to } => {
+                let rows = self.rows();
+                let pieces = rows.numbers(exchange.piece);
+                let answers = (experts, from, rows.answers(&pieces));
+                let answered = (tokens, to, rows.answered(&pieces));
+                Some((self.load_back(from), answers, answered))
+            }
+            _ => None,
+        }
     }
 
     /// What an exchange of rows writes.
@@ -184,13 +244,7 @@ impl Run<'_> {
 
     /// Begins an exchange; `None` if it is over then.
     fn start(&mut self, exchange: &Exchange) -> Result<Option<Started>, EngineError> {
-        let call = match exchange.piece {
-            None => self.call(&exchange.name),
-            Some(piece) => {
-                let call = self.call(&format!("{}, piece {piece},", exchange.name));
-                call.beside()
-            }
-        };
+        let call = self.call_of(&exchange.name, exchange.piece);
         let started = match exchange.way {
             Way::ToShadows { .. }
             | Way::FromShadows { .. }
@@ -202,21 +256,12 @@ impl Run<'_> {
             }
             // Done when the call begins, or by [`Run::run`].
             Way::Tokens | Way::Loads | Way::Counts | Way::Neighbours => return Ok(None),
-            Way::ToExperts { from, to } => {
-                let rows = self.rows();
-                let pieces = rows.numbers(exchange.piece);
-                let sent = (plan::Side::Tokens, from, rows.sent(&pieces));
-                let arrived = (plan::Side::Experts, to, rows.arrived(&pieces));
-                let load = (self.load(from), pieces);
-                self.send_rows(&exchange.name, load, sent, arrived, &call)
-            }
-            Way::ToTokens { from, to } => {
-                let rows = self.rows();
-                let pieces = rows.numbers(exchange.piece);
-                let answers = (plan::Side::Experts, from, rows.answers(&pieces));
-                let answered = (plan::Side::Tokens, to, rows.answered(&pieces));
-                let load = (self.load_back(from), pieces);
-                self.send_rows(&exchange.name, load, answers, answered, &call)
+            Way::ToExperts { .. } | Way::ToTokens { .. } => {
+                let Some((load, sent, came)) = self.moved(exchange) else {
+                    return Ok(None);
+                };
+                let pieces = self.rows().numbers(exchange.piece);
+                self.send_rows(&exchange.name, (load, pieces), sent, came, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows();
@@ -297,8 +342,7 @@ impl Run<'_> {
         came: Moved,
         call: &Call,
     ) -> Result<Started, EngineError> {
-        let packing = self.hop.as_ref().map(|hop| hop.packing);
-        if let Some(packed) = packing.and_then(|packing| packing.packed(name)) {
+        if let Some(packed) = self.packed(name) {
             return self.send_packed(packed, load, sent, came, call);
         }
         let bytes = RowBytes::same(self.plan.row_bytes(sent.0, sent.1));

@@ -60,7 +60,8 @@ pub(super) type Recording = Option<(Activity, Instant)>;
 /// An exchange that is not waited for yet.
 pub(super) struct UnderWay {
     handle: Handle,
-    writes: Option<Written>,
+    /// Of each tensor.
+    writes: Vec<Written>,
     recorded: Recording,
     /// What is unpacked when it has ended.
     coming: Option<Coming>,
@@ -87,7 +88,7 @@ impl Run<'_> {
         &mut self,
         exchange: &Exchange,
         started: Started,
-        writes: Option<Written>,
+        writes: Vec<Written>,
         recorded: Recording,
     ) -> Result<(), EngineError> {
         let Started {
@@ -123,7 +124,7 @@ impl Run<'_> {
         }
         self.under_way.push(UnderWay {
             handle,
-            writes: None,
+            writes: Vec::new(),
             recorded: None,
             coming: None,
         });
@@ -136,8 +137,7 @@ impl Run<'_> {
         &mut self,
         needed: impl Fn(&Written) -> bool,
     ) -> Result<(), EngineError> {
-        let needed =
-            |one: &UnderWay| !one.handle.is_in_stream() && one.writes.as_ref().is_some_and(&needed);
+        let needed = |one: &UnderWay| !one.handle.is_in_stream() && one.writes.iter().any(&needed);
         while let Some(at) = self.under_way.iter().position(needed) {
             if !self.under_way[at].handle.is_beside() {
                 let one = self.under_way.remove(at);
@@ -146,7 +146,7 @@ impl Run<'_> {
             }
             let one = &mut self.under_way[at];
             one.handle.join()?;
-            one.writes = None;
+            one.writes.clear();
             let coming = one.coming.take();
             self.unpack(coming)?;
         }

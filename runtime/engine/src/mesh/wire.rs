@@ -214,6 +214,11 @@ impl Room {
 }
 
 impl<'l> Run<'l> {
+    /// How rows of an exchange are packed for other nodes, if they are.
+    pub(super) fn packed(&self, name: &str) -> Option<&'l Packed> {
+        self.hop.as_ref()?.packing.packed(name)
+    }
+
     /// As [`Run::send_rows`], with rows for other nodes packed, and unpacked when they came.
     pub(super) fn send_packed(
         &mut self,

@@ -508,7 +508,7 @@ fn replicas_take_rows_of_a_hot_expert() {
         of.map(|phase| phase.seconds).sum()
     };
     assert_eq!(sums(&plain), 0.0);
-    assert!(sums(&even) > 0.0 && sums(&even) == sums(&near));
+    assert!(sums(&even) > 0.0 && (sums(&even) / sums(&near) - 1.0).abs() < 1e-9);
     assert!(even.memory.weights > plain.memory.weights);
 }
 
