@@ -176,6 +176,7 @@ pub const GPU: &[Template] = index![
     "gpu/warp_tile.cu",
     "gpu/gemm_here.cu",
     "gpu/gemm_here_of_block.cu",
+    "gpu/tile_dies.cu",
     "gpu/tile_groups.cu",
     "gpu/tile_walk.cu",
     "gpu/tile_walk_beside.cu",

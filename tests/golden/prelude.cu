@@ -95,7 +95,8 @@ DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
 // Lets the blocks of the next launch start, then waits until all launches before this one
-// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+// have ended, and for what they wrote. Nothing happens where launches do not overlap. No
+// pointer is `__restrict__`: the assembler would read through it before it waits.
 DEVICE void await_launches()
 {
     asm volatile("griddepcontrol.launch_dependents;");

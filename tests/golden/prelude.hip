@@ -117,7 +117,12 @@ DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 DEVICE f32 square_root(f32 value) { return __builtin_sqrtf(value); }
 
 DEVICE f32 to_f32(f16 value) { return __builtin_bit_cast(_Float16, value.bits); }
-DEVICE f16 to_f16(f32 value) { return f16{__builtin_bit_cast(u16, (_Float16)value)}; }
+
+// Of a product clang would make a mixed fma with +0 instead, which turns -0 into +0: hence `canonicalize`.
+DEVICE f16 to_f16(f32 value)
+{
+    return f16{__builtin_bit_cast(u16, (_Float16)__builtin_canonicalizef(value))};
+}
 
 // ==== prelude/hip/warp.hpp ====
 

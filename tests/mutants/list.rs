@@ -396,6 +396,15 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
+        mistake: "a kernel that may begin early takes what it reads for constant",
+        target: SM_90A,
+        kernel: "combine",
+        from: "*slot_rows,",
+        to: "*__restrict__ slot_rows,",
+        caught: "order of launches",
+        ..MUTANT
+    },
+    Mutant {
         mistake: "a kernel looks for its tile before the launches before it have ended",
         target: SM_90A,
         kernel: "grouped_gemm_up",

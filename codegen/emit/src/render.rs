@@ -102,6 +102,7 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
 /// All that the template of a kernel may use.
 pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Context {
     let parts = parts(&kernel.op);
+    let overlaps = kernel.entries.iter().any(|entry| entry.launch.dependent);
     let entries: BTreeMap<&str, EntryText> = kernel
         .entries
         .iter()
@@ -109,7 +110,7 @@ pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> 
         .map(|entry| {
             (
                 entry.symbol.as_str(),
-                EntryText::new(entry, language(target)),
+                EntryText::new(entry, language(target), overlaps),
             )
         })
         .collect();

@@ -21,13 +21,14 @@ pub struct EntryText {
 }
 
 impl EntryText {
-    /// The texts of `entry`.
-    pub fn new(entry: &Entry, language: Language) -> EntryText {
+    /// The texts of `entry`, of a kernel that may begin before the launches before it have ended
+    /// or of one that does not.
+    pub fn new(entry: &Entry, language: Language, overlaps: bool) -> EntryText {
         EntryText {
             symbol: entry.symbol.clone(),
             summary: entry.summary.clone(),
             threads: entry.launch.threads,
-            params: params(&entry.params, language),
+            params: params(&entry.params, language, pointer(language, overlaps)),
             args: args(entry),
             export: if language == Language::C {
                 export(entry)
@@ -38,8 +39,18 @@ impl EntryText {
     }
 }
 
-fn params(params: &[Param], language: Language) -> String {
-    let declarations: Vec<String> = params.iter().map(|p| declaration(p, language)).collect();
+/// How a tensor's pointer is declared. Where launches overlap it is plain: what a `__restrict__`
+/// one reads is constant for the compiler, which then reads it before the wait for its writer.
+fn pointer(language: Language, overlaps: bool) -> &'static str {
+    match language {
+        Language::C => "*restrict ",
+        _ if overlaps => "*",
+        _ => "*__restrict__ ",
+    }
+}
+
+fn params(params: &[Param], language: Language, pointer: &str) -> String {
+    let declarations: Vec<String> = params.iter().map(|p| declaration(p, pointer)).collect();
     let width = declarations.iter().map(String::len).max().unwrap_or(0) + 1;
     let last = params.len() - 1;
     let lines = params
@@ -62,16 +73,11 @@ fn params(params: &[Param], language: Language) -> String {
 }
 
 /// `const f32 *restrict logits`.
-fn declaration(param: &Param, language: Language) -> String {
-    let restrict = if language == Language::C {
-        "restrict"
-    } else {
-        "__restrict__"
-    };
+fn declaration(param: &Param, pointer: &str) -> String {
     match param.ty {
         ParamType::Tensor(dtype, access) => {
             let constness = if access == Access::Read { "const " } else { "" };
-            format!("{constness}{dtype} *{restrict} {}", param.name)
+            format!("{constness}{dtype} {pointer}{}", param.name)
         }
         ParamType::Scalar(scalar) => format!("{} {}", scalar_name(scalar), param.name),
         ParamType::TensorMap(_) => format!("const __grid_constant__ TensorMap {}", param.name),

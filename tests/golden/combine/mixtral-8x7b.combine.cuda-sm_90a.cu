@@ -42,10 +42,10 @@ DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<Activation, WIDTH> &p
 }
 
 KERNEL(THREADS) combine(
-    const bf16 *__restrict__ out,         // [rows, 4096]
-    const i32 *__restrict__ slot_rows,    // [tokens, 2]
-    const f32 *__restrict__ topk_weights, // [tokens, 2]
-    bf16 *__restrict__ y,                 // [tokens, 4096]
+    const bf16 *out,         // [rows, 4096]
+    const i32 *slot_rows,    // [tokens, 2]
+    const f32 *topk_weights, // [tokens, 2]
+    bf16 *y,                 // [tokens, 4096]
     i64 tokens)
 {
     await_launches();

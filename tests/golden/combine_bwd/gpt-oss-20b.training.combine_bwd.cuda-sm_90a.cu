@@ -27,10 +27,10 @@ constexpr int WIDTH = pack_width<Activation>(OUTPUT_DIM), PACKS = OUTPUT_DIM / W
 constexpr int HELD = lesser(ceil_div(PACKS, ROW_THREADS), 8);
 
 KERNEL(THREADS) combine_bwd(
-    const bf16 *__restrict__ dy,       // [tokens, 2880]
-    const i32 *__restrict__ row_slots, // [rows]
-    const i64 *__restrict__ offsets,   // [33]
-    bf16 *__restrict__ dout,           // [rows, 2880]
+    const bf16 *dy,       // [tokens, 2880]
+    const i32 *row_slots, // [rows]
+    const i64 *offsets,   // [33]
+    bf16 *dout,           // [rows, 2880]
     i64 tokens)
 {
     await_launches();
@@ -83,12 +83,12 @@ DEVICE f32 warp_total(const f32 *parts, i32 count)
 static_assert(TILE_TOKENS == THREADS / WARP, "every warp has a token");
 
 KERNEL(THREADS) combine_bwd_weights(
-    const i32 *__restrict__ topk_ids,      // [tokens, 4]
-    const i32 *__restrict__ slot_rows,     // [tokens, 4]
-    const f32 *__restrict__ dweight_parts, // [rows, 12]
-    const bf16 *__restrict__ dout,         // [rows, 2880]
-    const bf16 *__restrict__ down_bias,    // [32, 2880]
-    f32 *__restrict__ grad_topk_weights,   // [tokens, 4]
+    const i32 *topk_ids,      // [tokens, 4]
+    const i32 *slot_rows,     // [tokens, 4]
+    const f32 *dweight_parts, // [rows, 12]
+    const bf16 *dout,         // [rows, 2880]
+    const bf16 *down_bias,    // [32, 2880]
+    f32 *grad_topk_weights,   // [tokens, 4]
     i64 tokens)
 {
     await_launches();

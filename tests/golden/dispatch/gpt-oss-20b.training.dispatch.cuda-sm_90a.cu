@@ -22,10 +22,10 @@ constexpr int WIDTH = pack_width<Activation>(MODEL_DIM), PACKS = MODEL_DIM / WID
 constexpr int HELD = lesser(ceil_div(PACKS, ROW_THREADS), 8);
 
 KERNEL(THREADS) dispatch(
-    const bf16 *__restrict__ x,        // [tokens, 2880]
-    const i32 *__restrict__ row_slots, // [rows]
-    const i64 *__restrict__ offsets,   // [33]
-    bf16 *__restrict__ rows,           // [rows, 2880]
+    const bf16 *x,        // [tokens, 2880]
+    const i32 *row_slots, // [rows]
+    const i64 *offsets,   // [33]
+    bf16 *rows,           // [rows, 2880]
     i64 tokens)
 {
     await_launches();

@@ -35,10 +35,10 @@ template <class T> DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<T,
 }
 
 KERNEL(THREADS) dispatch_bwd(
-    const bf16 *__restrict__ drows,    // [rows, 2880]
-    const i32 *__restrict__ slot_rows, // [tokens, 4]
-    const f32 *__restrict__ router_dx, // [tokens, 2880]
-    bf16 *__restrict__ dx,             // [tokens, 2880]
+    const bf16 *drows,    // [rows, 2880]
+    const i32 *slot_rows, // [tokens, 4]
+    const f32 *router_dx, // [tokens, 2880]
+    bf16 *dx,             // [tokens, 2880]
     i64 tokens)
 {
     await_launches();

@@ -90,8 +90,8 @@ DEVICE void scan_runs(i32 *sums, i32 &before)
 }
 
 KERNEL(SCAN_THREADS) expert_scan_sum(
-    i32 *__restrict__ tile_counts, // [tiles, 8]
-    i64 *__restrict__ counts,      // [8]
+    i32 *tile_counts, // [tiles, 8]
+    i64 *counts,      // [8]
     i64 tokens)
 {
     await_launches();
@@ -171,14 +171,14 @@ struct Placement {
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 KERNEL(THREADS) expert_scan_place(
-    const i32 *__restrict__ topk_ids,    // [tokens, 2]
-    const i32 *__restrict__ tile_counts, // [tiles, 8]
-    const i64 *__restrict__ counts,      // [8]
-    i64 *__restrict__ offsets,           // [9]
-    i32 *__restrict__ row_tiles,         // [9]
-    i32 *__restrict__ locations,         // [tokens, 2]
-    i32 *__restrict__ slot_rows,         // [tokens, 2]
-    i32 *__restrict__ row_slots,         // [rows]
+    const i32 *topk_ids,    // [tokens, 2]
+    const i32 *tile_counts, // [tiles, 8]
+    const i64 *counts,      // [8]
+    i64 *offsets,           // [9]
+    i32 *row_tiles,         // [9]
+    i32 *locations,         // [tokens, 2]
+    i32 *slot_rows,         // [tokens, 2]
+    i32 *row_slots,         // [rows]
     i64 tokens)
 {
     await_launches();

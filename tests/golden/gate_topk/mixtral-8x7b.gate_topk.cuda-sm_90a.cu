@@ -38,9 +38,9 @@ typedef Stage<Activation, TILE_TOKENS, TILE_DEPTH, MODEL_DIM, LOGITS_THREADS> To
 typedef Stage<f32, TILE_EXPERTS, TILE_DEPTH, MODEL_DIM, LOGITS_THREADS> MatrixStage;
 
 KERNEL(LOGITS_THREADS) gate_logits(
-    const bf16 *__restrict__ x,     // [tokens, 4096]
-    const f32 *__restrict__ weight, // [8, 4096]
-    f32 *__restrict__ logits,       // [tokens, 8]
+    const bf16 *x,     // [tokens, 4096]
+    const f32 *weight, // [8, 4096]
+    f32 *logits,       // [tokens, 8]
     i64 tokens)
 {
     await_launches();
@@ -219,10 +219,10 @@ DEVICE void weigh(Choices &choices)
 constexpr int COUNT_ROWS = TOP_K, COUNTERS = COUNT_ROWS * EXPERTS;
 
 KERNEL(SELECT_THREADS) gate_topk(
-    const f32 *__restrict__ logits, // [tokens, 8]
-    i32 *__restrict__ topk_ids,     // [tokens, 2]
-    f32 *__restrict__ topk_weights, // [tokens, 2]
-    i32 *__restrict__ tile_counts,  // [tiles, 8]
+    const f32 *logits, // [tokens, 8]
+    i32 *topk_ids,     // [tokens, 2]
+    f32 *topk_weights, // [tokens, 2]
+    i32 *tile_counts,  // [tiles, 8]
     i64 tokens)
 {
     await_launches();

@@ -41,9 +41,9 @@ static_assert(PANEL_END < PANEL || PANEL % (32 * AHEAD) == 0, "and so does a pan
 constexpr int ROW_PACKS = LOGITS_EXPERTS * PANEL_END / ROW_PACK, HELD = lesser(ceil_div(ROW_PACKS, LOGITS_THREADS), 8);
 
 KERNEL(LOGITS_THREADS) route_logits(
-    const bf16 *__restrict__ x,     // [tokens, 4096]
-    const f32 *__restrict__ weight, // [8, 4096]
-    f32 *__restrict__ logits,       // [tokens, 8]
+    const bf16 *x,     // [tokens, 4096]
+    const f32 *weight, // [8, 4096]
+    f32 *logits,       // [tokens, 8]
     i64 tokens)
 {
     await_launches();
@@ -244,10 +244,10 @@ DEVICE void weigh(Choices &choices)
 constexpr int COUNT_ROWS = TOP_K, COUNTERS = COUNT_ROWS * EXPERTS;
 
 static DEVICE void gate_topk(
-    const f32 *__restrict__ logits, // [tokens, 8]
-    i32 *__restrict__ topk_ids,     // [tokens, 2]
-    f32 *__restrict__ topk_weights, // [tokens, 2]
-    i32 *__restrict__ tile_counts,  // [tiles, 8]
+    const f32 *logits, // [tokens, 8]
+    i32 *topk_ids,     // [tokens, 2]
+    f32 *topk_weights, // [tokens, 2]
+    i32 *tile_counts,  // [tiles, 8]
     i64 tokens)
 {
     const i64 first = block_x() * SELECT_TOKENS;
@@ -367,8 +367,8 @@ DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
 // Makes the counts of each tile those of all tiles before it, and writes the sum over all
 // tiles. There are few.
 static DEVICE void expert_scan_sum(
-    i32 *__restrict__ tile_counts, // [tiles, 8]
-    i64 *__restrict__ counts,      // [8]
+    i32 *tile_counts, // [tiles, 8]
+    i64 *counts,      // [8]
     i64 tokens)
 {
     const i64 tiles = tiles_of(tokens);
@@ -427,14 +427,14 @@ struct Placement {
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 static DEVICE void expert_scan_place(
-    const i32 *__restrict__ topk_ids,    // [tokens, 2]
-    const i32 *__restrict__ tile_counts, // [tiles, 8]
-    const i64 *__restrict__ counts,      // [8]
-    i64 *__restrict__ offsets,           // [9]
-    i32 *__restrict__ row_tiles,         // [9]
-    i32 *__restrict__ locations,         // [tokens, 2]
-    i32 *__restrict__ slot_rows,         // [tokens, 2]
-    i32 *__restrict__ row_slots,         // [rows]
+    const i32 *topk_ids,    // [tokens, 2]
+    const i32 *tile_counts, // [tiles, 8]
+    const i64 *counts,      // [8]
+    i64 *offsets,           // [9]
+    i32 *row_tiles,         // [9]
+    i32 *locations,         // [tokens, 2]
+    i32 *slot_rows,         // [tokens, 2]
+    i32 *row_slots,         // [rows]
     i64 tokens)
 {
     __shared__ i32 counters[WARPS][ROUTED], starts[EXPERTS + 1];
@@ -494,16 +494,16 @@ static DEVICE void expert_scan_place(
 // ---- all of it ----
 
 KERNEL(SELECT_THREADS) route(
-    const f32 *__restrict__ logits, // [tokens, 8]
-    i32 *__restrict__ topk_ids,     // [tokens, 2]
-    f32 *__restrict__ topk_weights, // [tokens, 2]
-    i32 *__restrict__ tile_counts,  // [tiles, 8]
-    i64 *__restrict__ counts,       // [8]
-    i64 *__restrict__ offsets,      // [9]
-    i32 *__restrict__ row_tiles,    // [9]
-    i32 *__restrict__ locations,    // [tokens, 2]
-    i32 *__restrict__ slot_rows,    // [tokens, 2]
-    i32 *__restrict__ row_slots,    // [rows]
+    const f32 *logits, // [tokens, 8]
+    i32 *topk_ids,     // [tokens, 2]
+    f32 *topk_weights, // [tokens, 2]
+    i32 *tile_counts,  // [tiles, 8]
+    i64 *counts,       // [8]
+    i64 *offsets,      // [9]
+    i32 *row_tiles,    // [9]
+    i32 *locations,    // [tokens, 2]
+    i32 *slot_rows,    // [tokens, 2]
+    i32 *row_slots,    // [rows]
     i64 tokens)
 {
     await_launches();

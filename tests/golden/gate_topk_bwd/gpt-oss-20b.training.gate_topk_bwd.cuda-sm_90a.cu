@@ -241,10 +241,10 @@ DEVICE void weights_back(PerExpert &d, const PerExpert &z, const Ids &ids, const
 }
 
 KERNEL(THREADS) gate_topk_bwd(
-    const f32 *__restrict__ logits,            // [tokens, 32]
-    const i32 *__restrict__ topk_ids,          // [tokens, 4]
-    const f32 *__restrict__ grad_topk_weights, // [tokens, 4]
-    f32 *__restrict__ dlogits,                 // [tokens, 32]
+    const f32 *logits,            // [tokens, 32]
+    const i32 *topk_ids,          // [tokens, 4]
+    const f32 *grad_topk_weights, // [tokens, 4]
+    f32 *dlogits,                 // [tokens, 32]
     i64 tokens)
 {
     await_launches();

@@ -181,13 +181,13 @@ DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 f
 }
 
 KERNEL(THREADS) grouped_gemm_up(
-    const bf16 *__restrict__ x,                 // [tokens, 4096]
+    const bf16 *x,                              // [tokens, 4096]
     const __grid_constant__ TensorMap gate_map, // [8, 14336, 4096]
     const __grid_constant__ TensorMap up_map,   // [8, 14336, 4096]
-    const i64 *__restrict__ offsets,            // [9]
-    const i32 *__restrict__ row_tiles,          // [9]
-    const i32 *__restrict__ row_slots,          // [rows]
-    bf16 *__restrict__ hidden,                  // [rows, 14336]
+    const i64 *offsets,                         // [9]
+    const i32 *row_tiles,                       // [9]
+    const i32 *row_slots,                       // [rows]
+    bf16 *hidden,                               // [rows, 14336]
     i64 tokens)
 {
     Shared &shared = dynamic_shared<Shared>();

@@ -79,10 +79,20 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
 // Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
+// Blocks go to the dies of the GPU in turn, and each die has a level-2 cache of its own. So the
+// tiles of a die follow each other. With fewer dies than these, each has several such runs.
+constexpr int DIES = 8;
+
+DEVICE i32 of_die(i32 block, i32 tiles)
+{
+    const i32 die = block % DIES, each = tiles / DIES, longer = lesser(die, tiles % DIES);
+    return block < tiles ? die * each + longer + block / DIES : block;
+}
+
 // The tile of this block, of `row_tiles` x COLUMN_TILES.
 struct Walk {
     const i32 row_tiles;
-    i32 number = (i32)block_x();
+    i32 number = of_die((i32)block_x(), row_tiles * COLUMN_TILES);
 
     DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
     DEVICE void next() { number = 0x7fffffff; }

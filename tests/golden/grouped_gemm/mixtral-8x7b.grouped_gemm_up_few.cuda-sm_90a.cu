@@ -183,13 +183,13 @@ DEVICE void multiply_rows(f32 *ring, LeftAt left_at, const Element *right, RowAt
 }
 
 KERNEL(WARP) grouped_gemm_up(
-    const bf16 *__restrict__ x,        // [tokens, 4096]
-    const bf16 *__restrict__ gate,     // [8, 14336, 4096]
-    const bf16 *__restrict__ up,       // [8, 14336, 4096]
-    const i64 *__restrict__ offsets,   // [9]
-    const i32 *__restrict__ row_tiles, // [9]
-    const i32 *__restrict__ row_slots, // [rows]
-    bf16 *__restrict__ hidden,         // [rows, 14336]
+    const bf16 *x,        // [tokens, 4096]
+    const bf16 *gate,     // [8, 14336, 4096]
+    const bf16 *up,       // [8, 14336, 4096]
+    const i64 *offsets,   // [9]
+    const i32 *row_tiles, // [9]
+    const i32 *row_slots, // [rows]
+    bf16 *hidden,         // [rows, 14336]
     i64 tokens)
 {
     await_launches();

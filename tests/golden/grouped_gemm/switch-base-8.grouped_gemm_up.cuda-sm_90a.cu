@@ -212,12 +212,12 @@ DEVICE void store_tile(Element *hidden, const Element *tile, i64 first_row, i32 
 }
 
 KERNEL(THREADS) grouped_gemm_up(
-    const f32 *__restrict__ x,         // [tokens, 768]
-    const f32 *__restrict__ up,        // [8, 3072, 768]
-    const i64 *__restrict__ offsets,   // [9]
-    const i32 *__restrict__ row_tiles, // [9]
-    const i32 *__restrict__ row_slots, // [rows]
-    f32 *__restrict__ hidden,          // [rows, 3072]
+    const f32 *x,         // [tokens, 768]
+    const f32 *up,        // [8, 3072, 768]
+    const i64 *offsets,   // [9]
+    const i32 *row_tiles, // [9]
+    const i32 *row_slots, // [rows]
+    f32 *hidden,          // [rows, 3072]
     i64 tokens)
 {
     await_launches();

@@ -287,16 +287,16 @@ struct Turn {
 KERNEL(THREADS) grouped_gemm_dgrad_down(
     const __grid_constant__ TensorMap dout_map, // [rows, 2880]
     const __grid_constant__ TensorMap down_map, // [32, 2880, 2880]
-    const bf16 *__restrict__ gate_pre,          // [rows, 2880]
-    const bf16 *__restrict__ up_pre,            // [rows, 2880]
-    const i64 *__restrict__ offsets,            // [33]
-    const i32 *__restrict__ row_tiles,          // [33]
-    const i32 *__restrict__ row_slots,          // [rows]
-    const f32 *__restrict__ topk_weights,       // [tokens, 4]
-    bf16 *__restrict__ hidden,                  // [rows, 2880]
-    bf16 *__restrict__ dgate,                   // [rows, 2880]
-    bf16 *__restrict__ dup,                     // [rows, 2880]
-    f32 *__restrict__ dweight_parts,            // [rows, 12]
+    const bf16 *gate_pre,                       // [rows, 2880]
+    const bf16 *up_pre,                         // [rows, 2880]
+    const i64 *offsets,                         // [33]
+    const i32 *row_tiles,                       // [33]
+    const i32 *row_slots,                       // [rows]
+    const f32 *topk_weights,                    // [tokens, 4]
+    bf16 *hidden,                               // [rows, 2880]
+    bf16 *dgate,                                // [rows, 2880]
+    bf16 *dup,                                  // [rows, 2880]
+    f32 *dweight_parts,                         // [rows, 12]
     i64 tokens)
 {
     await_launches();

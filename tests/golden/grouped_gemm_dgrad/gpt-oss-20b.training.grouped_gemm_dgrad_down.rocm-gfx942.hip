@@ -69,10 +69,20 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
 // Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
+// Blocks go to the dies of the GPU in turn, and each die has a level-2 cache of its own. So the
+// tiles of a die follow each other. With fewer dies than these, each has several such runs.
+constexpr int DIES = 8;
+
+DEVICE i32 of_die(i32 block, i32 tiles)
+{
+    const i32 die = block % DIES, each = tiles / DIES, longer = lesser(die, tiles % DIES);
+    return block < tiles ? die * each + longer + block / DIES : block;
+}
+
 // The tile of this block, of `row_tiles` x COLUMN_TILES.
 struct Walk {
     const i32 row_tiles;
-    i32 number = (i32)block_x();
+    i32 number = of_die((i32)block_x(), row_tiles * COLUMN_TILES);
 
     DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
     DEVICE void next() { number = 0x7fffffff; }
@@ -112,13 +122,13 @@ DEVICE ActivationBwd activation_bwd(f32 gate_pre, f32 up_pre, f32 product, f32 w
 }
 
 // Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide, and
-// eight adjacent lanes meet in none of them: not when each writes to every second line, nor when
-// they read the lines of a product, which are runs of four or single ones, RUN lines apart.
+// the eight lanes of which chunks are moved at once meet in none of them: not when each writes to
+// every second line, nor when they read the lines of a product, which are runs of four or single
+// ones, RUN lines apart.
 DEVICE i32 place(i32 line, i32 chunk)
 {
     const i32 at = line * CHUNKS + chunk;
-    const i32 twist = line / 8 % 2 ^ (line / 16 ^ line / 32) % 2 * (CHUNKS / 2);
-    return at ^ (at / 8 ^ twist) % 8;
+    return at ^ line / 2 % 8 ^ line / 32 % 2 * 2;
 }
 
 typedef Pack<Element, 2> Pair;

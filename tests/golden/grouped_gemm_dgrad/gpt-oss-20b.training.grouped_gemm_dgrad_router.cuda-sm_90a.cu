@@ -284,9 +284,9 @@ DEVICE void store_corner(Element *drows, Corner &corner, i32 rows, i32 first)
 static_assert(THREADS / WARP * sizeof(Corner) + COLUMN_WARPS * TILE_ROWS * sizeof(f32) <= STAGES * STAGE, "the ring can hold the corners");
 
 KERNEL(THREADS) grouped_gemm_dgrad_up(
-    const f32 *__restrict__ dup, // [tokens, 32]
-    const f32 *__restrict__ up,  // [1, 32, 2880]
-    f32 *__restrict__ drows,     // [tokens, 2880]
+    const f32 *dup, // [tokens, 32]
+    const f32 *up,  // [1, 32, 2880]
+    f32 *drows,     // [tokens, 2880]
     i64 tokens)
 {
     await_launches();

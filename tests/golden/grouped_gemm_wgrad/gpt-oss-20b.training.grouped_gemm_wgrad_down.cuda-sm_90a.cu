@@ -173,8 +173,8 @@ DEVICE void clear_tail(Stage &stage, i32 rows)
 KERNEL(THREADS) grouped_gemm_wgrad_down(
     const __grid_constant__ TensorMap dout_map,   // [rows, 2880]
     const __grid_constant__ TensorMap hidden_map, // [rows, 2880]
-    const i64 *__restrict__ offsets,              // [33]
-    f32 *__restrict__ grad_down,                  // [32, 2880, 2880]
+    const i64 *offsets,                           // [33]
+    f32 *grad_down,                               // [32, 2880, 2880]
     i64 accumulate,
     i64 tokens)
 {
@@ -275,11 +275,11 @@ template <class Weight> DEVICE f32 column_sum(const bf16 *matrix, i64 first, i64
 }
 
 KERNEL(384) grouped_gemm_wgrad_down_bias(
-    const bf16 *__restrict__ dout,        // [rows, 2880]
-    const i64 *__restrict__ offsets,      // [33]
-    const i32 *__restrict__ row_slots,    // [rows]
-    const f32 *__restrict__ topk_weights, // [tokens, 4]
-    f32 *__restrict__ grad_down_bias,     // [32, 2880]
+    const bf16 *dout,        // [rows, 2880]
+    const i64 *offsets,      // [33]
+    const i32 *row_slots,    // [rows]
+    const f32 *topk_weights, // [tokens, 4]
+    f32 *grad_down_bias,     // [32, 2880]
     i64 accumulate,
     i64 tokens)
 {

@@ -46,13 +46,13 @@ constexpr int STORED = lesser(pack_width<f32>(WIDTH), RUN);
 static_assert(MATRICES * TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
 
 // Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide, and
-// eight adjacent lanes meet in none of them: not when each writes to every second line, nor when
-// they read the lines of a product, which are runs of four or single ones, RUN lines apart.
+// the eight lanes of which chunks are moved at once meet in none of them: not when each writes to
+// every second line, nor when they read the lines of a product, which are runs of four or single
+// ones, RUN lines apart.
 DEVICE i32 place(i32 line, i32 chunk)
 {
     const i32 at = line * CHUNKS + chunk;
-    const i32 twist = line / 8 % 2 ^ (line / 16 ^ line / 32) % 2 * (CHUNKS / 2);
-    return at ^ (at / 8 ^ twist) % 8;
+    return at ^ line / 2 % 8 ^ line / 32 % 2 * 2;
 }
 
 typedef Pack<Element, 2> Pair;

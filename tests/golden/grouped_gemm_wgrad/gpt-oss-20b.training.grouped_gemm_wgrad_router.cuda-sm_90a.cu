@@ -50,9 +50,9 @@ DEVICE void put_sums(f32 *row, i32 at, const f32 *sums, bool accumulate)
 }
 
 KERNEL(THREADS) grouped_gemm_wgrad_up(
-    const f32 *__restrict__ dup,   // [tokens, 32]
-    const bf16 *__restrict__ rows, // [tokens, 2880]
-    f32 *__restrict__ grad_up,     // [1, 32, 2880]
+    const f32 *dup,   // [tokens, 32]
+    const bf16 *rows, // [tokens, 2880]
+    f32 *grad_up,     // [1, 32, 2880]
     i64 accumulate,
     i64 tokens)
 {
@@ -118,8 +118,8 @@ template <class Weight> DEVICE f32 column_sum(const f32 *matrix, i64 first, i64 
 }
 
 KERNEL(128) grouped_gemm_wgrad_up_bias(
-    const f32 *__restrict__ dup,    // [tokens, 32]
-    f32 *__restrict__ grad_up_bias, // [1, 32]
+    const f32 *dup,    // [tokens, 32]
+    f32 *grad_up_bias, // [1, 32]
     i64 accumulate,
     i64 tokens)
 {

@@ -63,9 +63,9 @@ struct Part {
 // [prelude: warp_max.hpp]
 
 KERNEL(THREADS) wire_pack(
-    const bf16 *__restrict__ rows,  // [rows, 7168]
-    const i32 *__restrict__ places, // [tokens]
-    i32 *__restrict__ wire,         // [tokens, 1848]
+    const bf16 *rows,  // [rows, 7168]
+    const i32 *places, // [tokens]
+    i32 *wire,         // [tokens, 1848]
     i64 tokens)
 {
     await_launches();
@@ -107,9 +107,9 @@ KERNEL(THREADS) wire_pack(
 }
 
 KERNEL(THREADS) wire_unpack(
-    const i32 *__restrict__ wire,   // [tokens, 1848]
-    const i32 *__restrict__ places, // [tokens]
-    bf16 *__restrict__ rows,        // [rows, 7168]
+    const i32 *wire,   // [tokens, 1848]
+    const i32 *places, // [tokens]
+    bf16 *rows,        // [rows, 7168]
     i64 tokens)
 {
     await_launches();

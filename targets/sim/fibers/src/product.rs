@@ -34,7 +34,11 @@ impl std::fmt::Display for Shape {
 
 /// An instruction.
 #[derive(Clone, Copy)]
-pub(crate) struct Product(MfmaKind);
+pub(crate) struct Product {
+    kind: MfmaKind,
+    /// Halves that are subnormal count as zero, as gfx90a has it.
+    flushes: bool,
+}
 
 impl Shape {
     /// The instruction, if the architecture has it.
@@ -56,7 +60,9 @@ impl Shape {
         // Twice the terms came with gfx950, bf16 in this form with gfx90a.
         let wide = edge * k > 256 && arch.name != "gfx950";
         let old = arch.name == "gfx908" && element == Element::Bf16;
-        kind.filter(|_| !wide && !old).map(Product)
+        let flushes = arch.name == "gfx90a" && element != Element::F32;
+        let kind = kind.filter(|_| !wide && !old)?;
+        Some(Product { kind, flushes })
     }
 }
 
@@ -67,7 +73,7 @@ const SUMS: usize = 16;
 impl Product {
     /// Multiplications of one instruction.
     pub(crate) fn multiply_adds(self) -> u64 {
-        (self.0.edge() * self.0.edge() * self.0.k()) as u64
+        (self.kind.edge() * self.kind.edge() * self.kind.k()) as u64
     }
 
     /// `sums += a b` for all lanes; false when lanes that have to bring the
@@ -88,7 +94,7 @@ impl Product {
     /// # Safety
     /// As [`Product::run`], with `L` lanes.
     unsafe fn of_wave<const L: usize>(self, lanes: &[u64]) -> bool {
-        let (inputs, outputs) = (self.0.a_registers(), self.0.d_registers());
+        let (inputs, outputs) = (self.kind.a_registers(), self.kind.d_registers());
         let (mut a, mut b) = ([[0; L]; OPERAND], [[0; L]; OPERAND]);
         let (mut c, mut d) = ([[0; L]; SUMS], [[0; L]; SUMS]);
         for (lane, &brought) in lanes.iter().enumerate() {
@@ -104,8 +110,18 @@ impl Product {
         if L == 32 && !a[..inputs].iter().chain(&b[..inputs]).all(halves) {
             return false;
         }
+        if self.flushes {
+            let exponent = match self.kind.element() {
+                Element::F16 => 0x7c00,
+                _ => 0x7f80,
+            };
+            let registers = a[..inputs].iter_mut().chain(&mut b[..inputs]);
+            registers
+                .flatten()
+                .for_each(|pair| *pair = flushed(*pair, exponent));
+        }
         execute::<L>(
-            self.0,
+            self.kind,
             &a[..inputs],
             &b[..inputs],
             &c[..outputs],
@@ -120,4 +136,17 @@ impl Product {
         }
         true
     }
+}
+
+/// A pair of halves with zeros of the same signs for what is subnormal; `exponent` are the bits
+/// of a half's exponent.
+fn flushed(pair: u32, exponent: u32) -> u32 {
+    let half = |half: u32| {
+        if half & exponent == 0 {
+            half & 0x8000
+        } else {
+            half
+        }
+    };
+    half(pair & 0xffff) | half(pair >> 16) << 16
 }

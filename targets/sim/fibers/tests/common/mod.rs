@@ -209,6 +209,7 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
     context.insert("d", &DescFacts { activations });
     // The type of a kernel's products, which its template names before it includes a prelude.
     context.insert("element", activations);
+    context.insert("multiplied", activations);
     tera.render(name, &context).unwrap()
 }
 

@@ -315,6 +315,9 @@ impl Machine<'_> {
         self.tally.global(false, addresses, mask, bytes as u64);
         let mut values = [[0; 32]; 8];
         let constant = access.constant && access.order == Order::Weak;
+        if constant && self.launch.dependent {
+            return Err(movable(mask));
+        }
         let run = contiguous(addresses, mask, bytes as u64);
         let mut places = [(0, 0); 32];
         for lane in lanes_of(mask) {
@@ -448,6 +451,14 @@ pub fn misaligned(lanes: u32, verb: &str, bytes: usize, space: Space, address: u
             space.name()
         ),
     )
+}
+
+#[cold]
+fn movable(lanes: u32) -> Box<Fault> {
+    let text = "reads with ld.global.nc, which nobody may write during the launch: the assembler \
+                may have it before `griddepcontrol.wait`, when its writer still runs; pointers of \
+                such a kernel are not `__restrict__`";
+    Fault::new(FindingKind::LaunchOrder, lanes, text.to_string())
 }
 
 #[cold]
