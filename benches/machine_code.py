@@ -5,7 +5,8 @@
     python3 benches/machine_code.py nvidia/cu13/bin/nvdisasm STORE
 
 A load is under way until an instruction reads a register that it, or a later load, fills: counted along
-the text, as if no branch were taken. `alone` are loads that are waited for while no other is under way.
+the text, as if no branch were taken. `alone` are loads that are waited for while no other is under way,
+and `early` what touches global memory before a kernel has waited for the launches before it: there may be none.
 """
 
 import pathlib
@@ -15,6 +16,8 @@ import sys
 import tempfile
 
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\S+)\s*(.*?);")
+
+ACCESSES = ("LDG", "STG", "LDGSTS", "ATOM", "RED.", "UTMALDG", "UTMASTG", "UBLKCP")
 
 
 def words_of(opcode):
@@ -29,14 +32,18 @@ def registers(opcode, operands):
 
 
 def count(lines):
-    """Loads, the most of them under way, and those that are waited for alone."""
-    loads = most = alone = 0
+    """Loads, the most of them under way, those that are waited for alone, and accesses that do not wait for
+    the launches before (`griddepcontrol.wait` is ACQBULK)."""
+    loads = most = alone = early = 0
+    waits = any("ACQBULK" in line for line in lines)
     filled_by = {}
     for line in lines:
         found = INSTRUCTION.match(line)
         if not found:
             continue
         opcode, operands = found.groups()
+        waits = waits and opcode != "ACQBULK"
+        early += waits and opcode.startswith(ACCESSES)
         is_load = opcode.startswith("LDG.")
         filled, _, read = operands.partition(",") if is_load else ("", "", operands)
         waited = [filled_by[name] for name in registers(opcode, read) if name in filled_by]
@@ -48,7 +55,7 @@ def count(lines):
             first = int(filled.strip().removeprefix("R"))
             filled_by.update((first + n, loads) for n in range(words_of(opcode)))
             most = max(most, len(set(filled_by.values())))
-    return loads, most, alone
+    return loads, most, alone, early
 
 
 def functions(disassembly):
@@ -69,9 +76,9 @@ def main(nvdisasm, *stores):
         for kernel in sorted(pathlib.Path(store).glob("v1/*/*.kernel")):
             about = kernel.with_suffix(".cu").read_text().split("\n")[0].removeprefix("// ")
             for name, part in functions(disassembled(nvdisasm, kernel)):
-                loads, most, alone = count(part.split("\n"))
+                loads, most, alone, early = count(part.split("\n"))
                 if loads:
-                    print(f"{about:64} {name:28} loads {loads:3}, under way {most:2}, alone {alone:2}")
+                    print(f"{about:64} {name:28} loads {loads:3}, under way {most:2}, alone {alone:2}, early {early}")
 
 
 main(*sys.argv[1:])

@@ -20,6 +20,8 @@ pub struct BackwardGemms {
     /// With nothing but them.
     pub rig: Rig,
     tile_rows: usize,
+    /// The size of made-up gradients.
+    gradients: f64,
 }
 
 impl BackwardGemms {
@@ -34,7 +36,17 @@ impl BackwardGemms {
         let plan = planned(spec, target.parse().unwrap(), &options);
         BackwardGemms {
             tile_rows: scan_tile_rows(&plan),
+            gradients: 1.0,
             rig: load(only(plan, |kernel| trains(kernel) && wanted(kernel))),
+        }
+    }
+
+    /// The same with gradients of another size.
+    #[must_use]
+    pub fn with_gradients(self, size: f64) -> BackwardGemms {
+        BackwardGemms {
+            gradients: size,
+            ..self
         }
     }
 
@@ -134,7 +146,12 @@ impl BackwardGemms {
         if by_row(name) {
             count = count / (rows.tokens * shape.top_k).max(1) * rows.count();
         }
-        random(name, tensor.dtype, count)
+        let size = if ["dout", "dgate", "dup"].contains(&name) {
+            self.gradients
+        } else {
+            1.0
+        };
+        random(name, tensor.dtype, count, size)
     }
 }
 
@@ -178,8 +195,9 @@ fn by_row(name: &str) -> bool {
 }
 
 /// The same values for a name every time.
-fn random(name: &str, dtype: DType, count: usize) -> Vec<f64> {
+fn random(name: &str, dtype: DType, count: usize, size: f64) -> Vec<f64> {
     let hash = |sum: u64, byte| sum.rotate_left(7) ^ u64::from(byte);
     let values = Random::new(name.bytes().fold(5, hash)).vec(count);
-    values.into_iter().map(|v| round_to(dtype, v)).collect()
+    let values = values.into_iter();
+    values.map(|v| round_to(dtype, v * size)).collect()
 }
