@@ -2,6 +2,7 @@
 //! computes, here and on simulated GPUs, beside the f64 reference.
 
 mod activation;
+mod amd_banks;
 mod combine;
 mod cpu_backward;
 mod cpu_compile;
