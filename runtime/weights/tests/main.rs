@@ -3,6 +3,7 @@
 mod files;
 mod keys;
 mod oracle;
+mod quantized;
 mod reader;
 mod support;
 mod writer;
