@@ -18,12 +18,12 @@ pub(crate) static E2M1: [f32; 16] = [
 ];
 
 const fn e4m3(code: u32) -> f32 {
-    let (sign, exponent, mantissa) = (code >> 7, code >> 3 & 15, code & 7);
+    let (sign, exponent, mantissa) = (code >> 7, (code >> 3) & 15, code & 7);
     let size = match (exponent, mantissa) {
         (15, 7) => f32::NAN,
         // Steps of 2^-9 below the smallest normal number, 2^-6.
         (0, _) => mantissa as f32 / 512.0,
-        _ => f32::from_bits(exponent + 120 << 23 | mantissa << 20),
+        _ => f32::from_bits(((exponent + 120) << 23) | (mantissa << 20)),
     };
     if sign == 1 { -size } else { size }
 }
@@ -60,7 +60,7 @@ mod tests {
                 assert!(found.is_nan(), "{code:#x}");
                 continue;
             }
-            let wanted = defined(code >> 7, i32::from(code >> 3 & 15), code & 7, 3, 7);
+            let wanted = defined(code >> 7, i32::from((code >> 3) & 15), code & 7, 3, 7);
             assert_eq!(f64::from(found).to_bits(), wanted.to_bits(), "{code:#x}");
         }
         assert_eq!(E4M3.iter().fold(0f32, |most, v| most.max(*v)), 448.0);
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn every_code_of_e2m1() {
         for code in 0..16u8 {
-            let wanted = defined(code >> 3, i32::from(code >> 1 & 3), code & 1, 1, 1);
+            let wanted = defined(code >> 3, i32::from((code >> 1) & 3), code & 1, 1, 1);
             let found = f64::from(E2M1[usize::from(code)]);
             assert_eq!(found.to_bits(), wanted.to_bits(), "{code:#x}");
         }

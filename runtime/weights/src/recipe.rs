@@ -87,15 +87,16 @@ impl<'a> Finder<'a, '_> {
         }
         if layout.shape != shape {
             let moves = |step: &Step| !matches!(step, Step::Dequantize(_));
-            let numbers = codes.map_or("", |_| "numbers of shape ");
-            let after = match steps.iter().any(moves) {
-                true => " after rearranging",
-                false => "",
+            let numbers = codes.as_ref().map_or("", |_| "numbers of shape ");
+            let after = if steps.iter().any(moves) {
+                " after rearranging"
+            } else {
+                ""
             };
             return Err(wrong(format!("{numbers}{shape:?}{after}")));
         }
         let elements = match codes {
-            Some(codes) => Elements::Codes(codes),
+            Some(codes) => Elements::Codes(Box::new(codes)),
             None => Elements::Numbers(self.convertible(&from)?),
         };
         Ok(Part {

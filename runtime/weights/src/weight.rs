@@ -36,7 +36,7 @@ pub(crate) enum Elements<'a> {
     /// Elements of one of our types.
     Numbers(DType),
     /// Codes and scales.
-    Codes(Quantized<'a>),
+    Codes(Box<Quantized<'a>>),
 }
 
 impl Weight<'_> {

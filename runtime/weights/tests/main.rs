@@ -4,6 +4,7 @@ mod files;
 mod keys;
 mod oracle;
 mod quantized;
+mod quantizer;
 mod reader;
 mod support;
 mod writer;

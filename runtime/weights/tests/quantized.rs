@@ -1,7 +1,7 @@
 //! Layers of quantized checkpoints: the same bytes as those of their twins, which hold in bf16
 //! what the codes stand for.
 
-use crate::support::quantizer::{By, Fp8, In, Tensors, e2m1, e4m3, fp4, random};
+use crate::quantizer::{By, Fp8, In, Tensors, e2m1, e4m3, fp4, random};
 use crate::support::relative_error;
 use moesaic_kernel::DType;
 use moesaic_reference::{Input, Weights, forward};
@@ -231,7 +231,7 @@ fn fused_experts_of_fp8_are_turned_with_their_scales() {
         let mut grid = [0, 0];
         for _ in 0..experts {
             let numbers = random(&mut rng, &size);
-            let made = crate::support::quantizer::fp8(&numbers, size, By::Block(block), In::F32);
+            let made = crate::quantizer::fp8(&numbers, size, By::Block(block), In::F32);
             all.extend(made.codes);
             scales.extend(made.scales);
             values.extend(made.values);

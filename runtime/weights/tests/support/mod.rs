@@ -1,8 +1,6 @@
 //! Checks of a directory with config.json, model.safetensors, case.json and
 //! block.safetensors against the reference.
 
-pub mod quantizer;
-
 use moesaic_reference::{Input, Output, Weights, forward};
 use moesaic_spec::{LayerSpec, hf};
 use moesaic_tensor::Tensor;
