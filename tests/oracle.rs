@@ -13,6 +13,7 @@ mod backward;
 mod families;
 mod gradients;
 mod layers;
+mod quantized;
 mod ranks;
 
 use crate::conformance::SIMULATORS;

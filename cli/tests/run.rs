@@ -2,6 +2,7 @@
 
 use crate::common::*;
 use moesaic::{DType, Tensor};
+use std::path::Path;
 
 /// A case of tests/oracle/hf: y within 2e-5 of the largest element, and the
 /// same experts. The oracle lists the experts of a token in ascending order.
@@ -75,6 +76,71 @@ fn gpt_oss() {
 #[test]
 fn deepseek_v3() {
     oracle("deepseek_v3", "1");
+}
+
+/// `moesaic run` on layer 1 of a model.
+fn of_model(dir: &Path, input: &Path, output: &Path, more: &[&str]) -> Finished {
+    let mut call = command();
+    call.args(["run", "--target", "cpu", "--layer", "1", "--hf"])
+        .arg(dir);
+    call.arg("--input").arg(input).arg("--output").arg(output);
+    finish(call.args(more))
+}
+
+/// A quantized model's output is, to the byte, that of the model which transformers dequantized
+/// to bf16; in f32, which MXFP4 loses nothing in, it is what transformers' block gave.
+#[test]
+fn quantized_models() {
+    for model in ["deepseek_v3", "gpt_oss", "qwen3_moe"] {
+        let (quantized, scratch) = (repository("tests/oracle/quantized").join(model), scratch());
+        let [input, weights, config] = [
+            "block.safetensors",
+            "dequantized.safetensors",
+            "config.json",
+        ]
+        .map(|name| quantized.join(name));
+        let plain = scratch.path().join("model");
+        std::fs::create_dir(&plain).unwrap();
+        std::fs::copy(weights, plain.join("model.safetensors")).unwrap();
+        let text = std::fs::read_to_string(config).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config
+            .as_object_mut()
+            .unwrap()
+            .remove("quantization_config");
+        write(&plain, "config.json", &config.to_string());
+        let [ours, theirs] = [(&quantized, "ours"), (&plain, "theirs")].map(|(dir, name)| {
+            let output = scratch.path().join(name);
+            let finished = of_model(dir, &input, &output, &[]);
+            let note = finished
+                .stderr
+                .contains("the checkpoint's weights are quantized");
+            assert_eq!(note, name == "ours", "{}", finished.stderr);
+            finished.ok();
+            std::fs::read(output).unwrap()
+        });
+        assert!(ours == theirs, "{model}");
+        if model == "gpt_oss" {
+            let output = scratch.path().join("f32");
+            of_model(&quantized, &input, &output, &["--precision", "f32"]).ok();
+            let (found, wanted) = (load(&output, "y").2, load(&input, "y").2);
+            let scale = wanted.iter().fold(0f64, |most, v| most.max(v.abs()));
+            let near = |(f, w): (&f64, &f64)| (f - w).abs() <= 2e-5 * scale;
+            assert!(found.iter().zip(&wanted).all(near));
+        }
+    }
+}
+
+/// What is not read is one line with the exit code of an input that is wrong.
+#[test]
+fn other_quantizations_are_refused() {
+    let dir = scratch();
+    let config = r#"{"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}}"#;
+    write(dir.path(), "config.json", config);
+    let [input, output] = ["x", "y"].map(|name| dir.path().join(name));
+    let expected =
+        "mixtral: the checkpoint is quantized in a way that is not read (gptq); read are fp8";
+    of_model(dir.path(), &input, &output, &[]).fails(2, &[expected]);
 }
 
 #[test]

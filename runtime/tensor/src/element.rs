@@ -56,6 +56,23 @@ pub fn write_float(dtype: DType, value: f64, out: &mut [u8]) {
     }
 }
 
+/// Stores values in `dtype.size()` bytes each: as [`write_float`], of many faster.
+pub fn write_f32s(dtype: DType, values: &[f32], out: &mut [u8]) {
+    let pairs = values.iter().zip(out.chunks_exact_mut(dtype.size()));
+    match dtype {
+        DType::F32 => pairs.for_each(|(v, out)| out.copy_from_slice(&v.to_le_bytes())),
+        DType::F16 => {
+            pairs.for_each(|(v, out)| out.copy_from_slice(&f16::from_f32(*v).to_le_bytes()))
+        }
+        DType::Bf16 => {
+            pairs.for_each(|(v, out)| out.copy_from_slice(&bf16::from_f32(*v).to_le_bytes()))
+        }
+        DType::I32 | DType::I64 => {
+            pairs.for_each(|(v, out)| write_float(dtype, f64::from(*v), out))
+        }
+    }
+}
+
 /// The value of a float after it was stored: the nearest, ties to even. Of an integer type the
 /// value itself.
 pub fn round_float(dtype: DType, value: f64) -> f64 {

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use moesaic_kernel::DType;
 use moesaic_tensor::{
-    Bytes, Map, Tensor, Tensors, WeightSource, read_float, round_float, write_float,
+    Bytes, Map, Tensor, Tensors, WeightSource, read_float, round_float, write_f32s, write_float,
 };
 use std::io::Write;
 use std::sync::Arc;
@@ -138,5 +138,25 @@ fn the_nearest_number_is_stored() {
             round_float(DType::Bf16, value)
         );
         assert_eq!(bf16::from_f32(value as f32).to_bits(), expected, "{bits:x}");
+    }
+}
+
+/// Many floats are stored as each of them is: halves of a step, what is too large, not normal
+/// or no number.
+#[test]
+fn many_floats_are_stored_as_one() {
+    let some = (0..u32::MAX).step_by(65_537 * 3).map(f32::from_bits);
+    let halves = (0..1000u32).map(|i| f32::from_bits(0x3f80_0000 + (i << 11)));
+    let values: Vec<f32> = some.chain(halves).collect();
+    for dtype in [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64] {
+        let mut stored = vec![0; values.len() * dtype.size()];
+        write_f32s(dtype, &values, &mut stored);
+        for (value, found) in values.iter().zip(stored.chunks(dtype.size())) {
+            let mut one = vec![0; dtype.size()];
+            write_float(dtype, f64::from(*value), &mut one);
+            let [found, one] = [found, &one].map(|bytes| read_float(dtype, bytes));
+            let same = found.to_bits() == one.to_bits() || found.is_nan() && one.is_nan();
+            assert!(same, "{value:e} as {dtype}: {found:e}, {one:e}");
+        }
     }
 }

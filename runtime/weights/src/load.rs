@@ -9,7 +9,7 @@ use moesaic_tensor::Tensors;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Round values to the spec's element type where it cannot hold those of
-    /// the file; otherwise that is an error.
+    /// the file; otherwise that is an error. What was quantized is rounded in any case.
     pub narrow: bool,
 }
 

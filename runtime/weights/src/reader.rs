@@ -16,7 +16,8 @@ use std::ops::Range;
 /// a piece at a time, by [`LayerReader::load`] all at once.
 ///
 /// What lies in the file as the layer wants it is lent from there and not copied;
-/// what has another type or another order is converted.
+/// what has another type or another order is converted, and codes with scales become
+/// numbers, so far as they are asked for.
 pub struct LayerReader<'a> {
     weights: BTreeMap<String, Weight<'a>>,
 }

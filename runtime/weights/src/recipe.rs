@@ -1,13 +1,15 @@
 //! Recipes looked up in a checkpoint: which of its tensors make a weight, and how.
 
 use crate::checkpoint::{Checkpoint, TensorRef};
+use crate::quantized::Quantized;
 use crate::view::Layout;
-use crate::weight::{Part, Weight};
+use crate::weight::{Elements, Part, Weight};
 use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Alternative, Parts, Step};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec};
 use moesaic_tensor::read_float;
+use safetensors::Dtype;
 
 /// What is needed to find one weight.
 pub(crate) struct Finder<'a, 's> {
@@ -77,24 +79,45 @@ impl<'a> Finder<'a, '_> {
             found: from.shape.to_vec(),
             expected,
         };
-        let mut layout = Layout::dense(from.shape);
+        let codes = self.codes(from, steps)?;
+        let held = codes.as_ref().map_or(from.shape, |codes| &codes.shape);
+        let mut layout = Layout::dense(held);
         for step in steps {
             layout = layout.apply(step).map_err(&wrong)?;
         }
         if layout.shape != shape {
-            let after = if steps.is_empty() {
-                ""
-            } else {
+            let moves = |step: &Step| !matches!(step, Step::Dequantize(_));
+            let numbers = codes.as_ref().map_or("", |_| "numbers of shape ");
+            let after = if steps.iter().any(moves) {
                 " after rearranging"
+            } else {
+                ""
             };
-            return Err(wrong(format!("{shape:?}{after}")));
+            return Err(wrong(format!("{numbers}{shape:?}{after}")));
         }
-        let found = self.convertible(&from)?;
+        let elements = match codes {
+            Some(codes) => Elements::Codes(Box::new(codes)),
+            None => Elements::Numbers(self.convertible(&from)?),
+        };
         Ok(Part {
             from,
-            found,
+            elements,
             layout,
         })
+    }
+
+    /// The tensor as one of codes, if the recipe says that it may be and it is.
+    fn codes(
+        &self,
+        from: TensorRef<'a>,
+        steps: &[Step],
+    ) -> Result<Option<Quantized<'a>>, WeightsError> {
+        match steps.first() {
+            Some(Step::Dequantize(codes)) if self.tensor.dtype.is_float() => {
+                Quantized::find(self, *codes, from)
+            }
+            _ => Ok(None),
+        }
     }
 
     fn find(&self, name: &str) -> Result<TensorRef<'a>, WeightsError> {
@@ -113,10 +136,13 @@ impl<'a> Finder<'a, '_> {
         let wanted = self.tensor.dtype;
         let file = from.file.to_path_buf();
         let tensor = from.name.to_string();
-        let expected = if wanted.is_float() {
-            "f32, f16 or bf16"
-        } else {
-            "i32 or i64"
+        let expected = match (wanted.is_float(), from.dtype) {
+            (true, Err(Dtype::F8_E4M3)) => {
+                "f32, f16 or bf16, or a quantization_config in config.json, which says how \
+                 numbers of 8 bits were made"
+            }
+            (true, _) => "f32, f16 or bf16",
+            (false, _) => "i32 or i64",
         };
         let found = match from.dtype {
             Ok(found) if found.is_float() == wanted.is_float() => found,
@@ -163,7 +189,9 @@ impl<'a> Finder<'a, '_> {
                 Step::DivColumns(name) => {
                     self.nonzero(name, width)?.iter().map(|v| 1.0 / v).collect()
                 }
-                Step::Reshape(_) | Step::Transpose | Step::Take { .. } => continue,
+                Step::Dequantize(_) | Step::Reshape(_) | Step::Transpose | Step::Take { .. } => {
+                    continue;
+                }
             };
             let product = columns.get_or_insert_with(|| vec![1.0; width]);
             product.iter_mut().zip(factors).for_each(|(p, f)| *p *= f);

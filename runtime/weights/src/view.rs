@@ -64,7 +64,9 @@ impl Layout {
                 self.shape[*axis] = *count;
                 Ok(self)
             }
-            Step::Factor(_) | Step::MulColumns(_) | Step::DivColumns(_) => Ok(self),
+            Step::Dequantize(_) | Step::Factor(_) | Step::MulColumns(_) | Step::DivColumns(_) => {
+                Ok(self)
+            }
         }
     }
 

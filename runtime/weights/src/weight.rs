@@ -3,9 +3,10 @@
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
 use crate::copy::{copy, dense};
+use crate::quantized::Quantized;
 use crate::view::Layout;
 use moesaic_kernel::DType;
-use moesaic_tensor::{Bytes, Tensor, read_float, read_int, write_float};
+use moesaic_tensor::{Bytes, Tensor, read_float, read_int, write_f32s, write_float};
 use std::ops::Range;
 
 /// A weight that was found; nothing of it was read.
@@ -26,8 +27,16 @@ pub(crate) struct Weight<'a> {
 /// A tensor of the file as a recipe wants it.
 pub(crate) struct Part<'a> {
     pub from: TensorRef<'a>,
-    pub found: DType,
+    pub elements: Elements<'a>,
     pub layout: Layout,
+}
+
+/// What a tensor of the file has.
+pub(crate) enum Elements<'a> {
+    /// Elements of one of our types.
+    Numbers(DType),
+    /// Codes and scales.
+    Codes(Box<Quantized<'a>>),
 }
 
 impl Weight<'_> {
@@ -106,7 +115,8 @@ impl Weight<'_> {
 
     /// Whether the elements are in the file as the layer wants them.
     fn as_it_is(&self, part: &Part<'_>) -> bool {
-        part.found == self.dtype && self.columns.is_none()
+        let same = matches!(part.elements, Elements::Numbers(found) if found == self.dtype);
+        same && self.columns.is_none()
     }
 
     /// Writes a part, or rows of it, to its place: from this element of the weight on.
@@ -117,27 +127,55 @@ impl Weight<'_> {
         first: usize,
         out: &mut [u8],
     ) -> Result<(), WeightsError> {
-        part.from.check_length()?;
-        let size = part.found.size();
-        if self.as_it_is(part) {
-            copy(layout, part.from.bytes, size, out)
-        } else {
-            self.convert(part, layout, first, out)?
-        }
         let span = layout.span();
-        part.from.data(span.start * size..span.end * size).release();
+        let read = match &part.elements {
+            Elements::Codes(codes) => {
+                codes.check_length()?;
+                self.decode(codes, layout, first, out);
+                codes.bytes(&span)
+            }
+            Elements::Numbers(found) => {
+                part.from.check_length()?;
+                let size = found.size();
+                if self.as_it_is(part) {
+                    copy(layout, part.from.bytes, size, out)
+                } else {
+                    self.convert(part, *found, layout, first, out)?
+                }
+                span.start * size..span.end * size
+            }
+        };
+        part.from.data(read).release();
         self.check_table(&part.from, out)
+    }
+
+    /// Codes as numbers: their products with the scales in f32, which are rounded once. That is
+    /// how checkpoints are dequantized elsewhere, to the bit.
+    fn decode(&self, codes: &Quantized<'_>, layout: &Layout, first: usize, out: &mut [u8]) {
+        let (wanted, size) = (self.dtype, self.dtype.size());
+        codes.read(layout, |before, values| {
+            let out = &mut out[before * size..(before + values.len()) * size];
+            let Some(factors) = &self.columns else {
+                return write_f32s(wanted, values, out);
+            };
+            let pairs = values.iter().zip(out.chunks_exact_mut(size));
+            for (i, (value, out)) in pairs.enumerate() {
+                let factor = factors[(first + before + i) % factors.len()];
+                write_float(wanted, f64::from(*value) * factor, out);
+            }
+        });
     }
 
     /// Elements converted one by one.
     fn convert(
         &self,
         part: &Part<'_>,
+        found: DType,
         layout: &Layout,
         first: usize,
         out: &mut [u8],
     ) -> Result<(), WeightsError> {
-        let (found, wanted) = (part.found, self.dtype);
+        let wanted = self.dtype;
         let dense = dense(layout, part.from.bytes, found.size());
         let pairs = dense
             .chunks_exact(found.size())

@@ -3,6 +3,8 @@
 mod files;
 mod keys;
 mod oracle;
+mod quantized;
+mod quantizer;
 mod reader;
 mod support;
 mod writer;

@@ -1,6 +1,7 @@
 //! Typed access to a configuration.
 
 use super::HfError;
+use super::codes::Codes;
 use moesaic_kernel::DType;
 use serde_json::{Map, Value};
 
@@ -11,8 +12,10 @@ pub(super) struct Config {
     values: Map<String, Value>,
     /// What stood around a nested configuration.
     around: Map<String, Value>,
-    /// Element type of the checkpoint.
-    pub dtype: DType,
+    /// Element type that the checkpoint names.
+    dtype: Option<DType>,
+    /// What it holds in place of numbers, if it is quantized.
+    pub codes: Option<Codes>,
 }
 
 /// More layers than any model has.
@@ -22,7 +25,7 @@ const MAX_LAYERS: usize = 100_000;
 const NESTED: &str = "text_config";
 
 impl Config {
-    /// Reads the text. Refuses quantized checkpoints.
+    /// Reads the text. Refuses checkpoints that are quantized in a way that is not read.
     pub fn parse(text: &str) -> Result<Config, HfError> {
         let value: Value = serde_json::from_str(text).map_err(|e| HfError::Json(e.to_string()))?;
         let Value::Object(outer) = value else {
@@ -33,15 +36,14 @@ impl Config {
             model: named(&outer).unwrap_or_default(),
             values: outer,
             around: Map::new(),
-            dtype: DType::F32,
+            dtype: None,
+            codes: None,
         };
-        config.read_dtype()?;
-        config.refuse_quantized()?;
+        config.read_types()?;
         if let Some(Value::Object(inner)) = config.values.remove(NESTED) {
             config.model = named(&inner).unwrap_or(config.model);
             config.around = std::mem::replace(&mut config.values, inner);
-            config.read_dtype()?;
-            config.refuse_quantized()?;
+            config.read_types()?;
         }
         if config.model.is_empty() {
             return Err(HfError::NoModelType);
@@ -49,32 +51,31 @@ impl Config {
         Ok(config)
     }
 
-    fn read_dtype(&mut self) -> Result<(), HfError> {
-        let Some((key, value)) = self.find(&["dtype", "torch_dtype"]) else {
-            return Ok(());
+    /// Element type of weights and activations: f32 where none is named, and bf16 in a quantized
+    /// checkpoint, which is what codes are made of.
+    pub fn dtype(&self) -> DType {
+        let default = match self.codes {
+            Some(_) => DType::Bf16,
+            None => DType::F32,
         };
-        let name = value.as_str().unwrap_or_default();
-        self.dtype = match name.trim_start_matches("torch.") {
-            "float32" | "float" => DType::F32,
-            "float16" | "half" => DType::F16,
-            "bfloat16" => DType::Bf16,
-            _ => return Err(self.bad(key, value, "float32, float16 or bfloat16")),
-        };
-        Ok(())
+        self.dtype.unwrap_or(default)
     }
 
-    fn refuse_quantized(&self) -> Result<(), HfError> {
-        let Some((_, value)) = self.find(&["quantization_config"]) else {
-            return Ok(());
-        };
-        let method = value
-            .get("quant_method")
-            .and_then(Value::as_str)
-            .unwrap_or("unknown method");
-        Err(HfError::Quantized {
-            model: self.model.clone(),
-            method: method.to_string(),
-        })
+    /// What this configuration says of types; else that of the one around it holds.
+    fn read_types(&mut self) -> Result<(), HfError> {
+        if let Some((key, value)) = self.find(&["dtype", "torch_dtype"]) {
+            let name = value.as_str().unwrap_or_default();
+            self.dtype = match name.trim_start_matches("torch.") {
+                "float32" | "float" => Some(DType::F32),
+                "float16" | "half" => Some(DType::F16),
+                "bfloat16" => Some(DType::Bf16),
+                _ => return Err(self.bad(key, value, "float32, float16 or bfloat16")),
+            };
+        }
+        if let Some((_, value)) = self.find(&["quantization_config"]) {
+            self.codes = Some(Codes::read(&self.model, value)?);
+        }
+        Ok(())
     }
 
     /// The first of `keys` with a value; null counts as absent.
@@ -248,9 +249,9 @@ impl Config {
             values,
             around: Map::new(),
             dtype: self.dtype,
+            codes: self.codes,
         };
-        nested.read_dtype()?;
-        nested.refuse_quantized()?;
+        nested.read_types()?;
         Ok(nested)
     }
 
@@ -265,6 +266,7 @@ impl Config {
             values: self.around.clone(),
             around: Map::new(),
             dtype: self.dtype,
+            codes: self.codes,
         };
         let there = around.find(&[key]).is_some();
         there.then(|| around.nested(key)).transpose()

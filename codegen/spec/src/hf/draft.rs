@@ -1,5 +1,6 @@
 //! A spec and its recipes in the making.
 
+use super::codes::Codes;
 use super::config::Config;
 use super::source::half_of;
 use super::{Alternative, HfError, Import, Parts, Step, TensorSource};
@@ -50,14 +51,16 @@ pub(super) struct Draft {
     pub notes: Vec<String>,
     /// Where the block's tensors are, ending in a dot: alternatives.
     pub roots: Vec<String>,
+    /// What the checkpoint holds in place of numbers, if it is quantized.
+    codes: Option<Codes>,
 }
 
 impl Draft {
     /// A dropless layer with a linear softmax router and gated silu experts.
     pub fn new(config: &Config, sizes: Sizes) -> Draft {
         let precision = Precision {
-            weights: config.dtype,
-            activations: config.dtype,
+            weights: config.dtype(),
+            activations: config.dtype(),
             ..Precision::default()
         };
         let spec = LayerSpec {
@@ -82,6 +85,7 @@ impl Draft {
             sources: Vec::new(),
             notes: Vec::new(),
             roots: Vec::new(),
+            codes: config.codes,
         }
     }
 
@@ -199,6 +203,49 @@ impl Draft {
         self.stepped("experts.down.weight", &[down], &flip);
     }
 
+    /// Experts in MXFP4, where the checkpoint has that. Its rows are the columns of the fused
+    /// tensors that are not quantized.
+    pub fn mxfp4_experts(&mut self, fused: Fused) {
+        if self.codes != Some(Codes::Mxfp4) {
+            return;
+        }
+        let (hidden, numbers) = (self.spec.shape.hidden_dim, Step::Dequantize(Codes::Mxfp4));
+        for (half, part) in ["gate", "up"].into_iter().enumerate() {
+            let half = half_of(1, half, hidden, fused == Fused::InterleavedColumns);
+            let (name, steps) = (format!("experts.{part}.weight"), [numbers.clone(), half]);
+            self.stepped(&name, &["experts.gate_up_proj_blocks"], &steps);
+        }
+        self.stepped(
+            "experts.down.weight",
+            &["experts.down_proj_blocks"],
+            &[numbers],
+        );
+    }
+
+    /// What the checkpoint has that no recipe reads: MXFP4 of families that are not published so.
+    pub fn unread(&self) -> Option<&'static str> {
+        let alternatives = self.sources.iter().flat_map(|source| &source.alternatives);
+        let mut steps = alternatives.flat_map(|alternative| &alternative.steps);
+        let unread = self.codes == Some(Codes::Mxfp4)
+            && !steps.any(|step| *step == Step::Dequantize(Codes::Mxfp4));
+        unread.then_some("mxfp4")
+    }
+
+    /// Lets every tensor be FP8 with scales beside it, where the checkpoint is quantized so.
+    fn dequantize(&mut self) {
+        let Some(codes) = self.codes else {
+            return;
+        };
+        let note = "the checkpoint's weights are quantized and become the layer's type when they \
+                    are read; activations are not quantized";
+        self.notes.push(note.to_string());
+        if codes == Codes::Mxfp4 {
+            return;
+        }
+        let alternatives = self.sources.iter_mut().flat_map(|s| &mut s.alternatives);
+        alternatives.for_each(|a| a.steps.insert(0, Step::Dequantize(codes)));
+    }
+
     /// Adds a shared expert whose tensors are under `{root}{module}.` of one of
     /// `modules`.
     pub fn shared(&mut self, modules: &[&str], hidden_dim: usize, gate: SharedGate) {
@@ -301,7 +348,8 @@ impl Draft {
     }
 
     /// The import, with one recipe per canonical tensor, in their order.
-    pub fn finish(self) -> Import {
+    pub fn finish(mut self) -> Import {
+        self.dequantize();
         let Draft {
             spec,
             mut sources,

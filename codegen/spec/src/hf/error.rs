@@ -119,15 +119,16 @@ pub enum HfError {
         problems: String,
     },
 
-    /// The weights are stored quantized.
+    /// The weights are quantized in a way that is not read.
     #[error(
-        "{model}: the checkpoint is quantized ({method}); weights must be f32, f16 or bf16: \
-         use an unquantized checkpoint, or dequantize it and remove `quantization_config`"
+        "{model}: the checkpoint is quantized in a way that is not read ({method}); read are fp8 \
+         and compressed-tensors' float-quantized, both e4m3 with a scale for each tensor, row or \
+         block, and gpt_oss's mxfp4: use such a checkpoint, or one in f32, f16 or bf16"
     )]
     Quantized {
         /// The model type.
         model: String,
-        /// `quant_method`.
+        /// `quant_method`, and what of it is not read.
         method: String,
     },
 }

@@ -8,12 +8,14 @@
 //! Keys may have the spelling of the hub or that of a model saved by
 //! transformers; absent keys have the defaults of transformers.
 
+mod codes;
 mod config;
 mod draft;
 mod error;
 mod families;
 mod source;
 
+pub use codes::Codes;
 pub use error::HfError;
 pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
 
@@ -24,7 +26,8 @@ use config::Config;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Import {
     /// What the layer computes. Weights and activations have the checkpoint's
-    /// element type, f32 when the configuration names none.
+    /// element type; when the configuration names none, f32, or bf16 where the checkpoint is
+    /// quantized.
     pub spec: LayerSpec,
     /// One recipe per canonical tensor of `spec`, in their order.
     pub sources: Vec<TensorSource>,
@@ -41,14 +44,18 @@ pub struct Import {
 /// # Errors
 ///
 /// [`HfError`] says what is wrong with the configuration: text that is not
-/// JSON, a model type that is not supported, a quantized checkpoint, a layer
-/// that is dense or does not exist, a value no axis of the spec can express.
+/// JSON, a model type that is not supported, a checkpoint that is quantized in a
+/// way that is not read, a layer that is dense or does not exist, a value no axis
+/// of the spec can express.
 pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     let config = Config::parse(config_json)?;
     let family = families::find(&config)?;
     let layers = (family.layers)(&config)?;
     layers.check(&config, layer)?;
     let mut draft = (family.build)(&config, layer)?;
+    if let Some(method) = draft.unread() {
+        return Err(codes::refused(&config.model, method));
+    }
     draft.spec.name += &format!("-layer{layer}");
     if let Err(problems) = draft.spec.validate() {
         let problems: Vec<String> = problems.iter().map(|p| p.to_string()).collect();

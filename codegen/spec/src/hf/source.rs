@@ -1,5 +1,6 @@
 //! Recipes: how a canonical tensor is put together from a checkpoint.
 
+use super::Codes;
 use crate::{GateLayout, LayerSpec, TensorSpec, canonical_tensors};
 
 /// How one canonical tensor is put together.
@@ -50,6 +51,9 @@ pub enum Parts {
 /// What is done to a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
+    /// Codes become numbers, where the tensor has codes; one of floats stays as it is, since
+    /// no checkpoint has all of its tensors quantized. It stands first.
+    Dequantize(Codes),
     /// The same elements in another row-major shape.
     Reshape(Vec<usize>),
     /// The last two dimensions are swapped.
@@ -103,7 +107,8 @@ impl Alternative {
         }
     }
 
-    /// Every tensor name that this way reads.
+    /// Every tensor name that this way reads, scales of codes aside: only a tensor says whether
+    /// it has any.
     pub fn names(&self) -> Vec<String> {
         let mut names = self.parts.names();
         names.dedup();

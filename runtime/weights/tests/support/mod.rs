@@ -43,7 +43,7 @@ fn ints(tensor: &Tensor<'_>) -> Vec<i32> {
     tensor.to_f64().iter().map(|v| *v as i32).collect()
 }
 
-fn relative_error(got: &[f64], want: &[f64]) -> f64 {
+pub fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f64, |m, v| m.max(v.abs()));
     let off = got.iter().zip(want).fold(

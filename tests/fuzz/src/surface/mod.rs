@@ -3,6 +3,7 @@
 mod cache;
 mod call;
 mod pack;
+mod quantized;
 mod text;
 mod weights;
 mod words;
@@ -47,6 +48,7 @@ pub fn surfaces() -> Vec<Box<dyn Surface>> {
         Box::new(text::Activation::new()),
         Box::new(weights::File::new()),
         Box::new(weights::Index::new()),
+        Box::new(quantized::Quantized::new()),
         Box::new(cache::EntryFile::new()),
         Box::new(cache::Tuning::new()),
         Box::new(cache::Fact::new()),

@@ -128,6 +128,10 @@ const CONFIG_WORDS: &[&str] = &[
     "\"decoder_sparse_step\": 0,",
     "\"first_k_dense_replace\": 1000,",
     "\"torch_dtype\": \"float8\",",
+    "\"quantization_config\": {\"quant_method\": \"fp8\"},",
+    "\"quantization_config\": {\"quant_method\": \"mxfp4\"},",
+    "\"weight_block_size\": [0, 128],",
+    "\"strategy\": \"block\",",
 ];
 
 impl Config {
@@ -141,7 +145,8 @@ impl Config {
             )
         };
         let mut seeds: Vec<String> = hf::supported_models().into_iter().map(least).collect();
-        for folder in ["tests/oracle/hf", "tests/oracle/hf_more"] {
+        let folders = ["hf", "hf_more", "quantized"];
+        for folder in folders.map(|name| format!("tests/oracle/{name}")) {
             let entries = fs::read_dir(root().join(folder))
                 .into_iter()
                 .flatten()

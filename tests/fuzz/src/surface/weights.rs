@@ -179,7 +179,7 @@ impl Surface for File {
     }
 
     fn share(&self) -> u64 {
-        160
+        120
     }
 
     fn input(&mut self, rng: &mut Counter) -> Vec<u8> {

@@ -230,6 +230,7 @@ fn gpt_oss(c: &Config, layer: usize, sizes: Sizes, fused: Fused) -> Result<Draft
     d.decoder(layer, &["mlp."]);
     d.plain("router.weight", &["router.weight"]);
     d.plain("router.bias", &["router.bias"]);
+    d.mxfp4_experts(fused);
     d.fused_experts(fused, "experts.gate_up_proj", "experts.down_proj");
     for (half, part) in ["gate", "up"].into_iter().enumerate() {
         let name = format!("experts.{part}.bias");

@@ -1,0 +1,145 @@
+//! Layers of quantized checkpoints, run as they were read: by one process and by ranks that read
+//! their own experts, to the bit what transformers' dequantized weights give.
+
+use super::{engine, entries};
+use crate::conformance::mesh::on_ranks;
+use moesaic::mesh::SharedExperts;
+use moesaic::spec::hf::{self, Import};
+use moesaic::tensor::SourceError;
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
+use moesaic::{DType, Input, Parallel, Tensor, WeightSource};
+use serde_json::Value;
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Mutex;
+
+/// A layer's two checkpoints and how each is read.
+struct Case {
+    name: String,
+    quantized: (Import, Checkpoint),
+    plain: (Import, Checkpoint),
+    x: Tensor<'static>,
+}
+
+impl Case {
+    fn open(dir: &Path) -> Case {
+        let text = fs::read_to_string(dir.join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        config
+            .as_object_mut()
+            .unwrap()
+            .remove("quantization_config");
+        let import = |text: &str| hf::import(text, 1).unwrap();
+        let dequantized = Checkpoint::open(dir.join("dequantized.safetensors")).unwrap();
+        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
+        let x = block.read("x").unwrap();
+        Case {
+            name: dir.display().to_string(),
+            quantized: (import(&text), Checkpoint::open(dir).unwrap()),
+            plain: (import(&config.to_string()), dequantized),
+            x: Tensor::rounded(DType::Bf16, &x.shape, &x.to_f32()).into_static(),
+        }
+    }
+
+    fn input(&self, tokens: Range<usize>) -> Input<'_> {
+        let mut input = Input {
+            tokens: tokens.len(),
+            ..Input::default()
+        };
+        input.insert("x", self.x.rows(tokens).unwrap());
+        input
+    }
+}
+
+fn reader<'a>((import, file): &'a (Import, Checkpoint)) -> LayerReader<'a> {
+    LayerReader::of_import(import, file, LoadOptions::default()).unwrap()
+}
+
+/// A source that notes which experts are read.
+struct Noted<'a> {
+    source: LayerReader<'a>,
+    experts: Mutex<Vec<Range<usize>>>,
+}
+
+impl WeightSource for Noted<'_> {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        self.source.describe(name)
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        if name.starts_with("experts.") {
+            self.experts.lock().unwrap().push(rows.clone());
+        }
+        self.source.rows(name, rows)
+    }
+}
+
+const fn mesh(ep: usize, shards: usize) -> Parallel {
+    Parallel {
+        ep,
+        shards,
+        dp: 1,
+        shared: SharedExperts::Whole,
+    }
+}
+
+#[test]
+fn quantized_layers_run_as_their_dequantized_weights() {
+    let engine = engine();
+    let cases = entries("quantized");
+    assert_eq!(cases.len(), 3);
+    for case in cases.iter().map(|dir| Case::open(dir)) {
+        let tokens = case.x.shape[0];
+        let one = |from: &(Import, Checkpoint)| {
+            let layer = engine.layer(&from.0.spec, &reader(from)).unwrap();
+            layer
+                .forward(&case.input(0..tokens))
+                .unwrap()
+                .y()
+                .clone()
+                .into_static()
+        };
+        let y = one(&case.quantized);
+        assert!(y.to_f64().iter().any(|v| *v != 0.0), "{}", case.name);
+        assert!(y == one(&case.plain), "{}", case.name);
+        for parallel in [mesh(2, 1), mesh(4, 1), mesh(2, 2)] {
+            check_ranks(&case, &engine, parallel, &y);
+        }
+    }
+}
+
+/// Each rank of a mesh gives its tokens' rows of `y`, and reads no other rank's experts.
+fn check_ranks(case: &Case, engine: &moesaic::Engine, parallel: Parallel, y: &Tensor<'_>) {
+    let share = case.x.shape[0] / parallel.ranks();
+    let spec = &case.quantized.0.spec;
+    on_ranks(engine, parallel, |mesh| {
+        let what = format!("{} on {parallel:?}", case.name);
+        let tokens = mesh.rank() * share..(mesh.rank() + 1) * share;
+        let run = |source: &dyn WeightSource| {
+            let layer = engine.mesh_layer(mesh, spec, source, None).unwrap();
+            layer
+                .forward(&case.input(tokens.clone()))
+                .unwrap()
+                .y()
+                .clone()
+                .into_static()
+        };
+        let noted = Noted {
+            source: reader(&case.quantized),
+            experts: Mutex::default(),
+        };
+        let found = run(&noted);
+        assert!(found == run(&reader(&case.plain)), "{what}");
+        if parallel.shards == 1 {
+            assert!(found == y.rows(tokens.clone()).unwrap(), "{what}");
+        }
+        let read = noted.experts.into_inner().unwrap();
+        let (first, last) = (
+            read.iter().map(|rows| rows.start).min().expect("experts"),
+            read.iter().map(|rows| rows.end).max().expect("experts"),
+        );
+        let own = spec.shape.experts / parallel.ep;
+        assert!(first % own == 0 && last == first + own, "{what}: {read:?}");
+    });
+}
