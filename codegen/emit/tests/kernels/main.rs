@@ -21,6 +21,7 @@ mod gpu_loads;
 mod gpu_math;
 mod gpu_routing;
 mod gpu_run;
+mod gpu_waits;
 mod grads_compile;
 mod grads_layers;
 mod grads_mma;
