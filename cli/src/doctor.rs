@@ -52,7 +52,7 @@ pub struct DoctorArgs {
 }
 
 /// Variables that change what is found.
-const VARIABLES: [&str; 18] = [
+const VARIABLES: [&str; 19] = [
     "MOESAIC_CACHE",
     "MOESAIC_CC",
     "MOESAIC_CC_AARCH64",
@@ -60,6 +60,7 @@ const VARIABLES: [&str; 18] = [
     "MOESAIC_CXX",
     "MOESAIC_NVRTC",
     "MOESAIC_CLANG",
+    "MOESAIC_HIPRTC",
     "MOESAIC_MPI",
     "MOESAIC_NCCL",
     "MOESAIC_LOG",

@@ -3,15 +3,16 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
+use crate::rank::{self, OfRank, OneRankArgs};
 use crate::spec_source::LayerArgs;
-use crate::targets;
 use crate::training::TrainingArgs;
+use crate::{mesh, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::KernelSource;
 use moesaic::plan::plan;
 use moesaic::weights::write_whole;
-use moesaic::{EngineError, LayerSpec, PlanOptions, Target};
+use moesaic::{EngineError, LayerSpec, Parallel, PlanOptions, Target};
 use moesaic_rustgen::{GenerateOptions, generate_source};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 Examples:
   moesaic emit --spec layer.toml --target cpu
   moesaic emit --spec layer.toml --target cuda:sm_80,cuda:sm_90a,rocm:gfx942 -o kernels
+  moesaic emit --spec layer.toml --target cuda:sm_90a --mesh ep=8 --strategy wire=fp8 -o kernels
 
 Without -o the sources go to stdout, each below a line that names it. The text for sim:sm_80 is
 that for cuda:sm_80 to the byte; sim:gfx942 has the text of rocm:gfx942 over another prelude.")]
@@ -44,8 +46,21 @@ pub struct EmitArgs {
     rust: Option<PathBuf>,
     #[command(flatten)]
     training: TrainingArgs,
+    /// The kernels of a rank instead, where ranks share the layer so: of its tokens, of its experts and
+    /// of what else it has, one folder each
+    #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
+    mesh: Option<Parallel>,
+    #[command(flatten)]
+    rank: OneRankArgs,
     #[command(flatten)]
     caches: CacheArgs,
+}
+
+/// A file of the output.
+struct File {
+    /// Its folders and name, below the output's.
+    name: String,
+    text: String,
 }
 
 /// Emits every kernel for every target.
@@ -62,13 +77,13 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
         caches: args.caches.assumed(),
         ..PlanOptions::default()
     };
-    let mut sources = Vec::new();
+    let mut files = Vec::new();
     for target in targets {
-        sources.extend(layer_sources(&spec, target, &options)?);
+        files.extend(args.files(&spec, target, &options)?);
     }
     match args.output.as_deref() {
-        Some(dir) if dir.as_os_str() != "-" => write_all(dir, &sources, console)?,
-        _ => console.print(&listing(&sources, console))?,
+        Some(dir) if dir.as_os_str() != "-" => write_all(dir, &files, console)?,
+        _ => console.print(&listing(&files, console))?,
     }
     match &args.rust {
         Some(file) => write_rust(&spec, file, console),
@@ -77,11 +92,24 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
 }
 
 impl EmitArgs {
+    /// The kernels of the layer, or of a rank, for a target.
+    fn files(&self, spec: &LayerSpec, target: Target, options: &PlanOptions) -> Result<Vec<File>> {
+        let Some(mesh) = self.mesh else {
+            let sources = layer_sources(spec, target, options)?.into_iter();
+            return Ok(sources.map(|s| File::of(&s.file_name(), &s)).collect());
+        };
+        let plan = self.rank.plan(spec, target, options, mesh)?;
+        let kernels = rank::kernels(&plan)?.into_iter();
+        let file = |kernel: OfRank| File::of(&kernel.file_name(), &kernel.source);
+        Ok(kernels.map(file).collect())
+    }
+
     /// Refuses what is about kernels where none are written.
     fn only_rust(&self) -> Result {
         let given = [
             self.output.is_some().then_some("--output"),
             self.training.get().map(|_| "--training"),
+            self.mesh.map(|_| "--mesh"),
             self.caches.option(),
         ];
         let Some(option) = given.into_iter().flatten().next() else {
@@ -95,6 +123,15 @@ impl EmitArgs {
     }
 }
 
+impl File {
+    fn of(name: &str, source: &KernelSource) -> File {
+        File {
+            name: format!("{}/{name}", source.target.file_name()),
+            text: source.text.clone(),
+        }
+    }
+}
+
 /// The kernels of a layer for a target.
 fn layer_sources(
     spec: &LayerSpec,
@@ -105,20 +142,15 @@ fn layer_sources(
     Ok(emit_layer(&plan).map_err(EngineError::from)?)
 }
 
-fn listing(sources: &[KernelSource], console: &Console) -> String {
-    let one = |source: &KernelSource| {
-        let title = format!(
-            "// ===== {}/{} =====",
-            source.target.file_name(),
-            source.file_name()
-        );
-        let text = source.text.trim_end();
-        format!("{}\n{text}\n", console.out.bold(&title))
+fn listing(files: &[File], console: &Console) -> String {
+    let one = |file: &File| {
+        let title = format!("// ===== {} =====", file.name);
+        format!("{}\n{}\n", console.out.bold(&title), file.text.trim_end())
     };
-    sources.iter().map(one).collect::<Vec<_>>().join("\n")
+    files.iter().map(one).collect::<Vec<_>>().join("\n")
 }
 
-fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result {
+fn write_all(dir: &Path, files: &[File], console: &Console) -> Result {
     if dir.is_file() {
         return Err(Failure::input(format!(
             "{} is a file, not a directory",
@@ -126,11 +158,11 @@ fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result 
         )));
     }
     let mut text = String::new();
-    for source in sources {
-        let folder = dir.join(source.target.file_name());
-        fs::create_dir_all(&folder).map_err(|error| unwritable(&folder, &error))?;
-        let path = folder.join(source.file_name());
-        write_whole(&path, source.text.as_bytes()).map_err(|error| unwritable(&path, &error))?;
+    for file in files {
+        let path = dir.join(&file.name);
+        let folder = path.parent().unwrap_or(dir);
+        fs::create_dir_all(folder).map_err(|error| unwritable(folder, &error))?;
+        write_whole(&path, file.text.as_bytes()).map_err(|error| unwritable(&path, &error))?;
         text += &format!("{}\n", path.display());
     }
     console.print(&text)

@@ -24,6 +24,7 @@ mod plan;
 mod precompile;
 mod progress;
 mod random;
+mod rank;
 #[cfg(test)]
 mod reference;
 mod run;

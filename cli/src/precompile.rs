@@ -3,17 +3,16 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use crate::mesh;
 use crate::spec_source::{LayerArgs, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
-use crate::{targets, units};
+use crate::{experts, mesh, targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::ahead::{Event, Job, MeshJob, Outcome, Row};
 use moesaic::cache::Tuned;
-use moesaic::plan::{Tuning, plan};
+use moesaic::plan::{Placement, Tuning, plan, stacked};
 use moesaic::target::{CompileOptions, Report};
 use moesaic::tools::{TunedPlans, Untuned, precompile_on};
 use moesaic::{Compilers, EngineError, LayerSpec, Parallel, PlanOptions, Store, Strategy, Target};
@@ -31,6 +30,7 @@ Examples:
   moesaic precompile --spec layer.toml --target cuda:sm_90a --training
   moesaic precompile --spec a.toml,b.toml --target cuda:sm_80,rocm:gfx942 -o pack.tar.gz
   moesaic precompile --hf ~/models/qwen3-30b-a3b --target cuda:sm_90a -o pack.tar.gz
+  moesaic precompile --spec layer.toml --target cuda:sm_90a --mesh ep=8 --placement experts.txt
   moesaic precompile --spec layer.toml --target cpu:avx512 --l1 32KiB --l2 1MiB -o pack.tar.gz
 
 No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or
@@ -66,6 +66,14 @@ pub struct PrecompileArgs {
     /// kernels of their own; may be given several times
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
     strategy: Vec<Strategy>,
+    /// Those of ranks that have experts so, instead of in order, as for `plan`; may be given several
+    /// times. A placement stands for all that give ranks as many experts
+    #[arg(long, value_name = "FILE", requires = "mesh")]
+    placement: Vec<PathBuf>,
+    /// Those by which `Engine::multi_gate` runs several routers over the same experts in one pass,
+    /// too
+    #[arg(long, conflicts_with = "mesh")]
+    multi_gate: bool,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
@@ -83,15 +91,12 @@ pub struct PrecompileArgs {
 
 /// Compiles everything, then shows what happened.
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
-    let specs = args.specs(console)?;
+    let specs = args.with_stacks(args.specs(console)?)?;
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;
-    for (mesh, strategy) in args
-        .mesh
-        .iter()
-        .flat_map(|mesh| args.strategy.iter().map(move |s| (mesh, s)))
-    {
-        strategy.check(mesh).map_err(Failure::input)?;
+    let ranks = args.mesh.map(|mesh| args.over_ranks(mesh)).transpose()?;
+    if let Some(ranks) = &ranks {
+        args.check_ranks(ranks, &specs)?;
     }
     if let Some(pack) = &args.output {
         check_pack(pack)?;
@@ -103,7 +108,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     if let Some(dir) = &temporary {
         store = Arc::new(Store::open(dir.path()));
     }
-    let (jobs, tunings) = args.all_jobs(&specs, &targets, &store)?;
+    let (jobs, tunings) = args.all_jobs(&specs, &targets, ranks.as_ref(), &store)?;
     let options = CompileOptions::default();
     let started = Instant::now();
     let rows =
@@ -154,6 +159,7 @@ impl PrecompileArgs {
         &self,
         specs: &[LayerSpec],
         targets: &[Target],
+        ranks: Option<&MeshJob>,
         store: &Arc<Store>,
     ) -> Result<(Vec<Job>, Vec<Tuned>)> {
         let compilers = Compilers::new(Some(store.clone()));
@@ -173,11 +179,11 @@ impl PrecompileArgs {
                     tuning,
                     ..options.clone()
                 },
-                mesh: self.mesh.map(|mesh| self.over_ranks(mesh)),
+                mesh: ranks.cloned(),
                 compiler: compiler.clone(),
             };
             jobs.push(job(Tuning::default()));
-            if self.mesh.is_some() {
+            if ranks.is_some() {
                 continue; // tunings are of one process
             }
             for kept in kept(spec, target, &options, store)? {
@@ -190,16 +196,52 @@ impl PrecompileArgs {
     }
 
     /// The kernels of ranks.
-    fn over_ranks(&self, mesh: Parallel) -> MeshJob {
+    fn over_ranks(&self, mesh: Parallel) -> Result<MeshJob> {
+        let files = self.placement.iter();
+        let placements = files.map(|file| experts::placement(Some(file)));
+        let placements: Vec<Option<Placement>> = placements.collect::<Result<_>>()?;
         let wires: Vec<_> = self.strategy.iter().map(|strategy| strategy.wire).collect();
-        if self.any_ways {
+        let ranks = if self.any_ways {
             MeshJob::for_any_ways(mesh, &wires)
         } else {
             MeshJob {
                 strategies: self.strategy.clone(),
                 ..MeshJob::from(mesh)
             }
+        };
+        Ok(MeshJob {
+            placements: placements.into_iter().flatten().collect(),
+            ..ranks
+        })
+    }
+
+    /// Whether ranks can share each layer so, before anything is compiled.
+    fn check_ranks(&self, ranks: &MeshJob, specs: &[LayerSpec]) -> Result {
+        for strategy in &self.strategy {
+            strategy.check(&ranks.parallel).map_err(Failure::input)?;
         }
+        for spec in specs {
+            for placement in &ranks.placements {
+                let checked = placement.check(&ranks.parallel, spec.shape.experts);
+                checked.map_err(|error| Failure::input(format!("{}: {error}", spec.name)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The layers, each with the one by which several routers share its experts where that is
+    /// asked for.
+    fn with_stacks(&self, specs: Vec<LayerSpec>) -> Result<Vec<LayerSpec>> {
+        if !self.multi_gate {
+            return Ok(specs);
+        }
+        let stacks: Vec<LayerSpec> = specs.iter().filter_map(stacked).collect();
+        if stacks.is_empty() {
+            let message = "--multi-gate does nothing here: routers over experts with a capacity, \
+                           or with a latent projection, and routing from outside run one by one";
+            return Err(Failure::input(message).hint("leave it out"));
+        }
+        Ok([specs, stacks].concat())
     }
 
     /// Whether weights may be gathered.

@@ -325,3 +325,40 @@ fn colours_only_where_they_are_wanted() {
         painted.stderr
     );
 }
+
+#[test]
+fn a_target_is_refused_before_weights_are_read() {
+    let mut small = Small::new();
+    small.weights = small.dir.path().join("none.safetensors");
+    let run = |target: &str| {
+        let mut call = command();
+        call.args(["run", "--target", target, "--spec"])
+            .arg(&small.spec);
+        call.arg("--weights").arg(&small.weights);
+        call.arg("--input").arg(&small.input);
+        finish(call.arg("--output").arg(&small.output))
+    };
+    run("cuda:sm90a").fails(
+        2,
+        &["unknown target `cuda:sm90a`", "did you mean `cuda:sm_90a`?"],
+    );
+    run("rocm").fails(2, &["no `rocm` device is available"]);
+    run("cpu").fails(2, &["none.safetensors"]);
+}
+
+#[test]
+fn a_model_directory_has_names_of_its_own() {
+    let mut call = command();
+    call.args(["run", "--hf"])
+        .arg(repository("tests/oracle/hf/mixtral"));
+    call.args(["--input=none", "--output=y", "--keys=tutel"]);
+    let finished = finish(&mut call);
+    assert_eq!(finished.code, 2);
+    assert!(
+        finished
+            .stderr
+            .contains("error: --keys does nothing with --hf"),
+        "{}",
+        finished.stderr
+    );
+}

@@ -61,6 +61,11 @@ const TABLE: &[(&str, &[Row])] = &[
                 "strategy",
                 NotWith(&["--strategy=ways=0"], "there is one process"),
             ),
+            ("placement", Always),
+            (
+                "placement",
+                NotWith(&["--placement=x"], "there is one process"),
+            ),
             (
                 "exchange",
                 NotWith(&["--exchange=mpi", "--ranks=2"], "is for processes"),
@@ -106,6 +111,20 @@ const TABLE: &[(&str, &[Row])] = &[
                 "training",
                 NotWith(&["--rust=x", "--training"], "--training does nothing"),
             ),
+            ("mesh", Always),
+            (
+                "mesh",
+                NotWith(&["--rust=x", "--mesh=ep=1"], "--mesh does nothing"),
+            ),
+            ("rank", NotWith(&["--rank=1", "--target=cpu"], "--mesh")),
+            (
+                "strategy",
+                NotWith(&["--strategy=ways=0", "--target=cpu"], "--mesh"),
+            ),
+            (
+                "placement",
+                NotWith(&["--placement=x", "--target=cpu"], "--mesh"),
+            ),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             (
@@ -143,20 +162,16 @@ const TABLE: &[(&str, &[Row])] = &[
             ("simulate", NotWith(&["--simulate=1"], "has no simulator")),
             (
                 "mesh",
-                NotWith(&["--mesh=ep=1", "--source"], "cannot be used with"),
+                NotWith(&["--mesh=ep=1", "--html=x"], "cannot be used with"),
             ),
             (
-                "strategy",
-                NotWith(
-                    &["--strategy=ways=0", "--mesh=ep=1", "--source"],
-                    "cannot be used with",
-                ),
+                "kernel",
+                NotWith(&["--mesh=ep=1"], "--kernel none does nothing here"),
             ),
-            ("rank", NotWith(&["--rank=1"], "cannot be used with")),
-            (
-                "per-node",
-                NotWith(&["--per-node=1"], "cannot be used with"),
-            ),
+            ("strategy", NotWith(&["--strategy=ways=0"], "--mesh")),
+            ("rank", NotWith(&["--rank=1"], "--mesh")),
+            ("placement", NotWith(&["--placement=x"], "--mesh")),
+            ("per-node", NotWith(&["--per-node=1"], "--mesh")),
             ("training", Always),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
@@ -186,6 +201,17 @@ const TABLE: &[(&str, &[Row])] = &[
             (
                 "strategy",
                 NotWith(&["--strategy=degree=2", "--target=cpu"], "--mesh"),
+            ),
+            (
+                "placement",
+                NotWith(&["--placement=x", "--target=cpu"], "--mesh"),
+            ),
+            (
+                "multi-gate",
+                NotWith(
+                    &["--multi-gate", "--mesh=ep=1", "--target=cpu"],
+                    "cannot be used with",
+                ),
             ),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
@@ -551,43 +577,6 @@ fn what_json_has_anyway_is_there() {
     call.args(["inspect", "--source", "--json"]);
     let shown = finish(call.arg("--spec").arg(&small.spec)).json();
     assert!(shown["kernels"][0]["source"].as_str().unwrap().len() > 200);
-}
-
-#[test]
-fn a_target_is_refused_before_weights_are_read() {
-    let mut small = Small::new();
-    small.weights = small.dir.path().join("none.safetensors");
-    let run = |target: &str| {
-        let mut call = common::command();
-        call.args(["run", "--target", target, "--spec"])
-            .arg(&small.spec);
-        call.arg("--weights").arg(&small.weights);
-        call.arg("--input").arg(&small.input);
-        finish(call.arg("--output").arg(&small.output))
-    };
-    run("cuda:sm90a").fails(
-        2,
-        &["unknown target `cuda:sm90a`", "did you mean `cuda:sm_90a`?"],
-    );
-    run("rocm").fails(2, &["no `rocm` device is available"]);
-    run("cpu").fails(2, &["none.safetensors"]);
-}
-
-#[test]
-fn a_model_directory_has_names_of_its_own() {
-    let mut call = common::command();
-    call.args(["run", "--hf"])
-        .arg(repository("tests/oracle/hf/mixtral"));
-    call.args(["--input=none", "--output=y", "--keys=tutel"]);
-    let finished = finish(&mut call);
-    assert_eq!(finished.code, 2);
-    assert!(
-        finished
-            .stderr
-            .contains("error: --keys does nothing with --hf"),
-        "{}",
-        finished.stderr
-    );
 }
 
 #[test]

@@ -124,3 +124,21 @@ fn precompile_covers_the_layers_of_a_model() {
     let hint = "--layer N compiles one layer";
     config(step).fails(2, &["a clamp behind the activation", hint]);
 }
+
+/// The kernels by which several routers share experts, which are none of the layer's.
+#[test]
+fn precompile_covers_several_routers() {
+    let small = Small::new();
+    let cache = small.dir.path().join("cache").display().to_string();
+    let words = ["precompile", "--target", "cpu", "--json", "--cache", &cache];
+    let kernels = |more: &[&str]| {
+        let json = with_spec(&[&words, more].concat(), &small.spec).json();
+        json["kernels"].as_array().unwrap().len()
+    };
+    let one = kernels(&[]);
+    assert!(kernels(&["--multi-gate"]) > one);
+    let limited = format!("{SMALL}capacity = {{ mode = \"factor\" }}\n");
+    let limited = write(small.dir.path(), "limited.toml", &limited);
+    let refused = with_spec(&[&words, &["--multi-gate"][..]].concat(), &limited);
+    refused.fails(2, &["--multi-gate does nothing here", "run one by one"]);
+}

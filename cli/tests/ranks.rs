@@ -194,7 +194,8 @@ fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     compile(&[]);
     strict("degree=2,wire=fp8/f16").ok();
     strict("ways=1,wire=fp8/f16").ok();
-    strict("wire=bf16/fp8,ways=1").fails(1, &["wire_rows_bf16"]);
+    let adds = "--mesh ep=2,shards=2 --strategy ways=1,wire=bf16/fp8";
+    strict("wire=bf16/fp8,ways=1").fails(1, &["wire_rows_bf16", adds]);
     for ways in ["ways=1", "ways=0"] {
         strict(ways).ok();
         let mut inspect = command();
@@ -206,6 +207,172 @@ fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     }
     let refused = ["--mesh", "ep=2,shards=2", "--strategy", "ways=3"];
     run(&file("y"), &refused).fails(2, &["a divisor of 2"]);
+}
+
+/// A file that says where experts are.
+fn placed(scratch: &tempfile::TempDir, text: &str) -> String {
+    let file = write(scratch.path(), "experts.txt", text);
+    file.display().to_string()
+}
+
+/// The number of experts is in kernels: those for experts in order are not enough.
+#[test]
+fn kernels_of_placed_experts_are_compiled_ahead() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    let cache = file("cache");
+    let model = repository("tests/oracle/hf/mixtral");
+    let at = placed(&scratch, "0-4 | 5-7,+0 # of eight");
+    let mesh = ["--mesh", "ep=2"];
+    let compile = |more: &[&str]| {
+        let mut ahead = command();
+        ahead.args(["precompile", "--target", "cpu", "--layer", "1"]);
+        ahead.args(mesh).args(more).arg("--hf").arg(&model);
+        finish(ahead.env("MOESAIC_CACHE", &cache))
+    };
+    let strict = |more: &[&str]| {
+        let mut strict = command();
+        strict
+            .env("MOESAIC_CACHE", &cache)
+            .args(["run", "--strict"]);
+        strict.args(mesh).args(["--placement", &at]);
+        call(&mut strict, &file("y"), more)
+    };
+    compile(&[]).ok();
+    strict(&[]).fails(1, &["grouped_gemm", " --mesh ep=2 --placement <file>, and"]);
+    // Another placement that gives ranks as many.
+    let alike = write(scratch.path(), "alike.txt", "7,6,5,+4 | 0-4")
+        .display()
+        .to_string();
+    compile(&["--placement", &alike]).ok();
+    let report = strict(&["--json"]).json();
+    assert_eq!(report["kernels"]["compiled"], 0, "{report}");
+    assert_eq!(report["placement"]["groups"][1][3], 0, "{report}");
+    run(&file("one"), &[]).ok();
+    assert!(fs::read(file("y")).unwrap() == fs::read(file("one")).unwrap());
+    compile(&["--placement", &at, "--training"]).ok();
+    strict(&["--training"]).ok();
+    strict(&["--training", "--strategy", "ways=0"]).fails(1, &["grouped_gemm"]);
+    let other = write(scratch.path(), "other.txt", "0-3 | 4-6")
+        .display()
+        .to_string();
+    compile(&["--placement", &other]).fails(2, &["the placement is of 7 experts on 2 groups"]);
+}
+
+/// What experts learn comes from their owners, in the order of their numbers.
+#[test]
+fn gradients_of_placed_experts_are_those_of_one_process() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    let at = placed(&scratch, "7,0,2,4 | 1,3,5,6,+7");
+    run(&file("one"), &["--grad"]).ok();
+    let more = ["--grad", "--ranks", "2", "--placement", &at];
+    let text = run(&file("ranks"), &more).ok();
+    assert!(text.contains("experts placed"), "{text}");
+    for name in [
+        "grad.experts.up.weight",
+        "grad.experts.down.weight",
+        "grad.router.weight",
+        "dx",
+    ] {
+        let [found, wanted] = ["ranks", "one"].map(|run| load(&file(run), name));
+        assert_eq!(found.1, wanted.1, "{name}");
+        let pairs = found.2.iter().zip(&wanted.2);
+        let worst = pairs.fold(0f64, |most, (f, w)| most.max((f - w).abs()));
+        let scale = wanted.2.iter().fold(0f64, |most, w| most.max(w.abs()));
+        assert!(worst <= 1e-5 * scale, "{name}: {worst} of {scale}");
+    }
+}
+
+/// Ranks decide as they do in the whole pass: by the most tokens of all and by the
+/// token's number among all.
+#[test]
+fn ranks_may_only_route() {
+    let small = Small::of(
+        "name = \"small\"
+         shape = { model_dim = 20, hidden_dim = 12, experts = 5, top_k = 2 }
+         router = { jitter = 0.3, noise = 2.0 }
+         capacity = { mode = \"max-count\", align = 2 }",
+    );
+    let ranks = ["--ranks", "3"];
+    for pass in [&[][..], &["--training", "--seed", "3"]] {
+        small.run(&[pass, &ranks].concat()).ok();
+        let names = [
+            "topk_ids",
+            "topk_weights",
+            "counts",
+            "capacity",
+            "locations",
+        ];
+        let whole = names.map(|name| load(&small.output, name));
+        small
+            .run(&[pass, &ranks, &["--routing-only", "--stats"]].concat())
+            .ok();
+        assert_eq!(names.map(|name| load(&small.output, name)), whole);
+        let kept = moesaic::weights::Checkpoint::open(&small.output).unwrap();
+        assert!(!kept.names().any(|name| name == "y"));
+    }
+}
+
+/// The kernels of all sides of a rank can be read, written and looked for.
+#[test]
+fn sources_of_ranks_can_be_read() {
+    let scratch = scratch();
+    let folder = scratch.path().join("kernels");
+    let model = repository("tests/oracle/hf/qwen2_moe");
+    let mesh = [
+        "--mesh",
+        "ep=2,shards=2,shared=sliced",
+        "--strategy",
+        "wire=fp8",
+    ];
+    let of = |words: &[&str]| {
+        let mut call = command();
+        let layer = ["--target", "cpu:portable", "--layer", "1", "--rank", "3"];
+        call.args(words).args(layer).args(mesh);
+        finish(call.arg("--hf").arg(&model))
+    };
+    let listed = of(&["emit", "-o", &folder.display().to_string()]).ok();
+    let files: BTreeSet<&str> = listed.lines().collect();
+    let target = folder.join("cpu-portable");
+    for name in [
+        "tokens/gate_topk.c",
+        "experts/grouped_gemm_up.c",
+        "shared/grouped_gemm_up_shared_0.c",
+        "nodes/wire_rows_fp8.c",
+    ] {
+        let path = target.join(name).display().to_string();
+        assert!(files.contains(&*path), "{path} is not in {listed}");
+    }
+    let text = |name: &str| fs::read_to_string(target.join(name)).unwrap();
+    let shown = of(&["inspect", "--kernel", "wire_pack", "--source"]).ok();
+    let wire = "nodes/wire_rows_fp8.c";
+    for part in [wire, text(wire).trim_end()] {
+        assert!(shown.contains(part), "{shown}");
+    }
+    assert!(!shown.contains("experts/grouped_gemm_up.c"), "{shown}");
+    of(&["inspect", "--kernel", "no_kernel", "--source"]).fails(2, &["no kernel `no_kernel`"]);
+    let up = of(&["inspect", "--kernel", "grouped_gemm_up", "--json"]).json();
+    let up = &up["kernels"][0];
+    assert_eq!(up["source"], text("experts/grouped_gemm_up.c"));
+    assert_eq!(up["side"], "experts");
+    let stdout = of(&["emit"]).ok();
+    assert!(stdout.contains("nodes/wire_rows_fp8.c ====="), "{stdout}");
+    let mut shadows = command();
+    let words = [
+        "--target",
+        "cuda:sm_90a",
+        "--layer",
+        "1",
+        "--mesh",
+        "ep=4",
+        "--strategy",
+    ];
+    shadows.arg("emit").args(words).args(["shadows=1", "--hf"]);
+    let stdout = finish(shadows.arg(&model)).ok();
+    for name in ["shadows/grouped_gemm_up.cu", "sums/fold_ranks.cu"] {
+        assert!(stdout.contains(name), "{name}");
+    }
 }
 
 /// Its own kernels, its steps, and results that the reference finds right.
@@ -282,13 +449,17 @@ fn nccl_is_for_gpus() {
 fn meshes_that_cannot_be_say_what_can() {
     let scratch = scratch();
     let output = scratch.path().join("y");
+    let placement = placed(&scratch, "0-4 | 5-7,+0");
     for (more, part) in [
         (&["--ranks", "2", "--mesh", "ep=3"][..], "there are 2"),
         (&["--mesh", "ep=9"], "9 groups cannot share 8 experts"),
         (&["--mesh", "ep=2,shards=3"], "take a divisor"),
         (&["--mesh", "pp=2"], "none of ep, shards, dp, shared"),
         (&["--mesh", "ep=2,shared=2"], "whole or sliced, not `2`"),
-        (&["--ranks", "2", "--routing-only"], "needs no ranks"),
+        (
+            &["--mesh", "ep=3", "--placement", &placement],
+            "the placement is of 8 experts on 2 groups, the layer has 8 on 3",
+        ),
         (
             &["--ranks", "2", "--exchange", "nccl"],
             "--exchange is for processes",

@@ -7,10 +7,13 @@ use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
 use super::trained::COUNTERS;
 use super::user::{external, random_dy};
+use moesaic::ahead::{Job, precompile};
 use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{Counters, Engine, Input, Output, Recompute, Tensor, Tensors, Training};
+use moesaic::{Compilers, Counters, Engine, EngineOptions, Input, Output, Parallel, Recompute};
+use moesaic::{Store, Tensor, Tensors, Training};
+use std::sync::Arc;
 
 /// The weights of a case whose names begin with `router.`, or the others.
 fn weights_of(case: &Case, router: bool) -> Tensors<'static> {
@@ -355,4 +358,53 @@ fn what_one_pass_left_is_not_for_other_gates() {
     assert!(error.is_err_and(|e| e.to_string().contains("made for inference")));
     let error = one.forward(&cases[0].input(), &["nothing"]);
     assert!(error.is_err_and(|e| e.to_string().contains("no output `nothing`")));
+}
+
+/// The kernels of one pass are none of the layer's. A strict engine that lacks them runs gate by
+/// gate, with the same bytes.
+#[test]
+fn kernels_of_one_pass_are_compiled_ahead() {
+    let cases = three_gates(SMALL, 9);
+    let dir = tempfile::tempdir().unwrap_or_else(|e| panic!("{e}"));
+    let store = Arc::new(Store::open(dir.path()));
+    let compilers = Compilers::new(None);
+    let compile = |job: Job| {
+        precompile(&[job], &store, &Default::default(), &|_| {}).unwrap_or_else(|e| panic!("{e}"));
+    };
+    let job = || {
+        let job = compilers.job(&cases[0].spec, engine().target(), Some(Training::default()));
+        job.unwrap_or_else(|e| panic!("{e}"))
+    };
+    let strict = || {
+        let options = EngineOptions {
+            store: Some(Arc::clone(&store)),
+            strict: true,
+            ..EngineOptions::default()
+        };
+        Engine::open("cpu", options).unwrap_or_else(|e| panic!("{e}"))
+    };
+    let run = |together: bool| {
+        let engine = strict();
+        let gates = multi_gate(&engine, &cases, Some(Training::default()));
+        assert_eq!(gates.in_one_pass(), together);
+        let outputs = gates.forward(&cases[0].input(), &["y"]);
+        let outputs = outputs.unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(engine.stats().compiled, 0);
+        outputs
+    };
+    compile(job());
+    let alone = run(false);
+    compile(
+        job()
+            .multi_gate()
+            .unwrap_or_else(|| panic!("they can be one pass")),
+    );
+    for (together, alone) in run(true).iter().zip(&alone) {
+        equal("y", &together.y().data, &alone.y().data);
+    }
+    let with_mesh = Job {
+        mesh: Some(Parallel::default().into()),
+        ..job()
+    };
+    assert!(with_mesh.multi_gate().is_none());
 }

@@ -13,6 +13,7 @@ use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Machine};
 use crate::progress::Progress;
+use crate::rank::OneRankArgs;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::training::TrainingArgs;
@@ -22,9 +23,8 @@ use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
-use moesaic::plan::{Sharing, plan_rank};
 use moesaic::weights::write_whole;
-use moesaic::{LayerSpec, Parallel, PlanOptions, Strategy, Target};
+use moesaic::{LayerSpec, Parallel, PlanOptions, Target};
 use std::path::{Path, PathBuf};
 pub use text::roofs;
 
@@ -37,6 +37,7 @@ Examples:
   moesaic inspect --spec layer.toml --target rocm:gfx942 --machine MI300X --tokens 1,128,8192
   moesaic inspect --spec layer.toml --target cuda:sm_90a --simulate 64
   moesaic inspect --spec layer.toml --target cpu --html report.html
+  moesaic inspect --spec layer.toml --mesh ep=8 --strategy wire=fp8 --kernel wire_pack --source
 
 Kernels are compiled through the cache; no GPU is needed. Limits are measured for this
 machine's CPU and taken from data sheets for GPUs.")]
@@ -67,17 +68,12 @@ pub struct InspectArgs {
     training: TrainingArgs,
     /// Show what a rank does instead, where ranks share the layer so: launches and exchanges, and the
     /// bytes that it sends to other ranks of its node and to other nodes
-    #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "html", "machine"])]
     mesh: Option<Parallel>,
-    /// How ranks carry out calls, as in `run`: ways, degree, cut, wire and shadows change
-    /// steps
-    #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
-    strategy: Strategy,
-    /// Which rank
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
-    rank: usize,
+    #[command(flatten)]
+    rank: OneRankArgs,
     /// Ranks of a node, one node's after the other's; all ranks are on one node if not given
-    #[arg(long, value_name = "N", requires = "mesh", value_parser = clap::value_parser!(u16).range(1..), conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    #[arg(long, value_name = "N", requires = "mesh", value_parser = clap::value_parser!(u16).range(1..))]
     per_node: Option<u16>,
     #[command(flatten)]
     caches: CacheArgs,
@@ -103,7 +99,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let target = targets::resolve_one(&args.target)?;
     args.caches.check(&[target])?;
     if let Some(mesh) = args.mesh {
-        return args.rank(&spec, target, mesh, console);
+        return args.of_rank(&spec, target, mesh, console);
     }
     let simulator = args.simulate.map(|_| counted::simulator(target));
     let simulator = simulator.transpose()?;
@@ -153,25 +149,38 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
 
 impl InspectArgs {
     /// What a rank does.
-    fn rank(&self, spec: &LayerSpec, target: Target, mesh: Parallel, console: &Console) -> Result {
+    fn of_rank(
+        &self,
+        spec: &LayerSpec,
+        target: Target,
+        mesh: Parallel,
+        console: &Console,
+    ) -> Result {
+        let shows = self.source || self.asm || self.json;
+        if let (Some(kernel), false) = (&self.kernel, shows) {
+            let message =
+                format!("--kernel {kernel} does nothing here: the steps of a rank are shown whole");
+            let hint = "add --source or --asm, which show its kernels, or leave it out";
+            return Err(Failure::input(message).hint(hint));
+        }
         let options = PlanOptions {
             training: self.training.get(),
             caches: self.caches.here(target),
             ..PlanOptions::default()
         };
-        self.strategy.check(&mesh).map_err(Failure::input)?;
-        let sharing = Sharing::from(mesh).at_ways(self.strategy.ways(&mesh));
-        let sharing = sharing.shadowing(self.strategy.shadows);
-        let plan = plan_rank(spec, target, &options, sharing, self.rank);
-        let plan = plan.map_err(moesaic::EngineError::from)?;
-        let plan = plan.in_wire(self.strategy.wire);
-        let plan = plan.in_pieces(self.strategy.pieces());
+        let plan = self.rank.plan(spec, target, &options, mesh)?;
+        let mut kernels = ranks::chosen(crate::rank::kernels(&plan)?, self.kernel.as_deref())?;
+        if self.asm {
+            let _progress = Progress::start("compiling kernels");
+            ranks::disassemble(&mut kernels, target, &self.store.open(console))?;
+        }
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         if self.json {
-            console.json(&ranks::json(&plan, &self.tokens, per_node))
-        } else {
-            console.print(&ranks::text(&plan, &self.tokens, per_node, &console.out))
+            return console.json(&ranks::json(&plan, &kernels, &self.tokens, per_node));
         }
+        let mut text = ranks::text(&plan, &self.tokens, per_node, &console.out);
+        text += &ranks::listing(&kernels, self.source, &console.out);
+        console.print(&text)
     }
 
     fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<Machine>> {

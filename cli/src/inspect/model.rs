@@ -208,14 +208,15 @@ fn choose(kernels: &[KernelPlan], wanted: Option<&str>) -> Result<Vec<usize>> {
     let fits = |kernel: &KernelPlan| kernel.name == wanted || kernel.stem().name() == wanted;
     let chosen: Vec<usize> = (0..kernels.len()).filter(|&i| fits(&kernels[i])).collect();
     if chosen.is_empty() {
-        Err(unknown_kernel(kernels, wanted))
+        let names: Vec<&str> = kernels.iter().map(|kernel| kernel.name.as_str()).collect();
+        Err(unknown_kernel(&names, wanted))
     } else {
         Ok(chosen)
     }
 }
 
-fn unknown_kernel(kernels: &[KernelPlan], wanted: &str) -> Failure {
-    let names: Vec<&str> = kernels.iter().map(|kernel| kernel.name.as_str()).collect();
+/// None of the kernels of these names was meant.
+pub fn unknown_kernel(names: &[&str], wanted: &str) -> Failure {
     let message = format!(
         "the layer has no kernel `{wanted}`\nits kernels: {}",
         names.join(", ")

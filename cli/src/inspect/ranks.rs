@@ -1,10 +1,81 @@
 //! What a rank does and sends.
 
+use super::model::unknown_kernel;
 use crate::console::Palette;
+use crate::disassemble;
+use crate::failure::{Failure, Result};
+use crate::rank::OfRank;
 use crate::table::Table;
 use crate::units;
+use moesaic::kernel::KernelSource;
 use moesaic::plan::{RankPlan, RankStep, Sent};
+use moesaic::target::CompileOptions;
+use moesaic::tools::compile_all;
+use moesaic::{Compilers, Store, Target};
 use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// A kernel of a rank that is shown.
+pub struct Shown {
+    kernel: OfRank,
+    /// Its machine code, where that was asked for.
+    asm: Option<String>,
+}
+
+/// The kernels that a stem or name asks for, or that of an entry, as steps name it.
+pub fn chosen(all: Vec<OfRank>, wanted: Option<&str>) -> Result<Vec<Shown>> {
+    let names: Vec<String> = all.iter().map(|one| one.source.name.clone()).collect();
+    let fits = |one: &OfRank| wanted.is_none_or(|wanted| is_called(&one.source, wanted));
+    let show = |kernel| Shown { kernel, asm: None };
+    let chosen: Vec<Shown> = all.into_iter().filter(fits).map(show).collect();
+    match wanted {
+        Some(wanted) if chosen.is_empty() => {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            Err(unknown_kernel(&names, wanted))
+        }
+        _ => Ok(chosen),
+    }
+}
+
+fn is_called(source: &KernelSource, wanted: &str) -> bool {
+    let mut entries = source.entries.iter();
+    source.name == wanted
+        || source.stem.name() == wanted
+        || entries.any(|entry| entry.symbol == wanted)
+}
+
+/// Compiles kernels and reads their machine code.
+pub fn disassemble(kernels: &mut [Shown], target: Target, store: &Arc<Store>) -> Result {
+    let compiler = Compilers::new(Some(store.clone())).get(target);
+    let compiler = compiler.map_err(|error| Failure::from(&error))?;
+    let sources: Vec<_> = kernels.iter().map(|shown| &shown.kernel.source).collect();
+    let built = compile_all(&sources, &compiler, store, &CompileOptions::default());
+    for (shown, artifact) in kernels.iter_mut().zip(built) {
+        shown.asm = Some(disassemble::disassemble(target, &artifact?)?);
+    }
+    Ok(())
+}
+
+/// Kernels for people: their source, their machine code, or how to see them.
+pub fn listing(kernels: &[Shown], source: bool, palette: &Palette) -> String {
+    let mut text = String::new();
+    for shown in kernels {
+        let name = shown.kernel.file_name();
+        if source {
+            let source = shown.kernel.source.text.trim_end();
+            text += &format!("\n{}\n{source}\n", palette.bold(&name));
+        }
+        if let Some(asm) = &shown.asm {
+            let title = format!("{name} machine code");
+            text += &format!("\n{}\n{asm}", palette.bold(&title));
+        }
+    }
+    if text.is_empty() {
+        let how = "--source shows the source of its kernels, --asm the machine code";
+        text = format!("\n{}\n", palette.dim(how));
+    }
+    text
+}
 
 /// The passes that a plan has.
 fn passes(plan: &RankPlan) -> Vec<(&'static str, &[RankStep])> {
@@ -94,7 +165,7 @@ fn ways(plan: &RankPlan) -> String {
 }
 
 /// For scripts.
-pub fn json(plan: &RankPlan, tokens: &[u64], per_node: usize) -> Value {
+pub fn json(plan: &RankPlan, kernels: &[Shown], tokens: &[u64], per_node: usize) -> Value {
     let bytes =
         |sent: Sent| json!({ "here": sent.here, "node": sent.node, "network": sent.network });
     let of_pass = |(name, steps): &(&str, &[RankStep])| {
@@ -103,12 +174,28 @@ pub fn json(plan: &RankPlan, tokens: &[u64], per_node: usize) -> Value {
         });
         json!({ "pass": name, "steps": steps, "bytes": sent.collect::<Vec<_>>() })
     };
-    let own = plan.own_experts(); // without a placement a range
+    let own = plan.own_experts();
+    let in_order = plan.placement.is_none();
     json!({
         "mesh": plan.mesh,
         "place": plan.place,
         "ways": plan.ways,
-        "experts": [own[0], own[own.len() - 1] + 1],
+        "experts": in_order.then(|| [own[0], own[own.len() - 1] + 1]),
+        "own": own,
+        "placement": plan.placement,
         "passes": passes(plan).iter().map(of_pass).collect::<Vec<_>>(),
+        "kernels": kernels.iter().map(one_kernel).collect::<Vec<_>>(),
+    })
+}
+
+fn one_kernel(shown: &Shown) -> Value {
+    let OfRank { side, source } = &shown.kernel;
+    json!({
+        "side": side,
+        "name": source.name,
+        "stem": source.stem.name(),
+        "file": shown.kernel.file_name(),
+        "source": source.text,
+        "asm": shown.asm,
     })
 }

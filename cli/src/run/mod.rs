@@ -188,7 +188,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
         spec: &source.spec,
         tokens: tokens.count,
         outcome: &outcome,
-        mesh: shared.map(|shared| shared.mesh),
+        shared: shared.as_ref(),
         comparison,
         routing,
         path: &args.output,
@@ -233,10 +233,6 @@ impl RunArgs {
 
     /// What ranks cannot be asked.
     fn check_shared(&self, spec: &LayerSpec) -> Result {
-        if self.pass.routes_only() {
-            let message = "--routing-only needs no ranks: routing does not depend on experts";
-            return Err(Failure::input(message).hint("leave out --ranks and --mesh"));
-        }
         if self.reference && spec.may_drop() {
             let message = "--reference knows one process, but each rank has a capacity of its own";
             return Err(Failure::input(message).hint("leave out one of --reference and --ranks"));

@@ -104,10 +104,23 @@ impl PassArgs {
     /// Runs the pass for a rank's tokens; gradients of weights are those of all ranks.
     pub fn run_on_rank(&self, layer: &MeshLayer, tokens: &Tokens<'_>) -> Result<Tensors<'static>> {
         let (input, names) = (tokens.input(), self.outputs(layer.replicated()));
-        if self.training().is_none() {
-            return Ok(layer.forward_with(&input, &names)?.into_tensors());
-        }
-        let (output, saved) = layer.forward_train(&input, &names, self.counters())?;
+        let output = match (self.training().is_some(), self.routing_only) {
+            (false, false) => layer.forward_with(&input, &names)?,
+            (false, true) => layer.route(&input, &names)?,
+            (true, false) => return self.train_on_rank(layer, tokens, &names),
+            (true, true) => layer.route_train(&input, &names, self.counters())?,
+        };
+        Ok(output.into_tensors())
+    }
+
+    fn train_on_rank(
+        &self,
+        layer: &MeshLayer,
+        tokens: &Tokens<'_>,
+        names: &[&str],
+    ) -> Result<Tensors<'static>> {
+        let input = tokens.input();
+        let (output, saved) = layer.forward_train(&input, names, self.counters())?;
         let mut results = output.into_tensors();
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
             results.extend(layer.backward(&saved, dy, false)?.into_tensors());
@@ -119,11 +132,6 @@ impl PassArgs {
             }
         }
         Ok(results)
-    }
-
-    /// Whether only routing runs.
-    pub fn routes_only(&self) -> bool {
-        self.routing_only
     }
 
     /// The results that the pass gives.

@@ -4,14 +4,14 @@ use super::input::Tokens;
 use super::outcome::Outcome;
 use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
-use crate::mesh;
+use crate::{experts, mesh};
 use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
 use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
 use moesaic::kernel::Target;
-use moesaic::mesh::Among;
+use moesaic::mesh::{Among, Placement};
 use moesaic::toolchain::{self, Registry};
-use moesaic::tools::joined;
+use moesaic::tools::joined_placed;
 use moesaic::trace::{Recorder, Trace};
 use moesaic::weights::LayerReader;
 use moesaic::{
@@ -19,6 +19,7 @@ use moesaic::{
 };
 use serde_json::Value;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -35,9 +36,13 @@ pub struct RankArgs {
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
     /// How ranks carry out the call: ways=N,degree=N,cut=C,route=R,wire=W,shadows=N; what is not
-    /// named is as without this option. docs/DISTRIBUTED.md says what each is
+    /// named is as without this option. docs/ADAPTIVE.md says what each is
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
     strategy: Strategy,
+    /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if
+    /// not said
+    #[arg(long, value_name = "FILE")]
+    placement: Option<PathBuf>,
     /// What processes exchange rows by
     #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
     exchange: Exchange,
@@ -75,11 +80,13 @@ pub struct Job<'j> {
 }
 
 /// Ranks of a run, and how they share the layer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Shared {
     ranks: Ranks,
     exchange: Exchange,
     pub mesh: Parallel,
+    /// Where experts are, if not in order.
+    pub placement: Option<Placement>,
     strategy: Strategy,
 }
 
@@ -100,11 +107,7 @@ impl RankArgs {
             (Some(world), ..) => Ranks::Processes(world),
             (None, Some(asked), _) => Ranks::Threads(asked),
             (None, None, Some(mesh)) => Ranks::Threads(mesh.ranks()),
-            (None, None, None) if self.strategy != Strategy::default() => {
-                let message = "--strategy is for layers over ranks, and there is one process";
-                return Err(Failure::input(message).hint("add --ranks N or --mesh"));
-            }
-            (None, None, None) => return Ok(None),
+            (None, None, None) => return self.check_one_process().map(|()| None),
         };
         let count = match ranks {
             Ranks::Threads(count) => count,
@@ -113,6 +116,11 @@ impl RankArgs {
         let mesh = self.mesh.unwrap_or_else(|| Parallel::of(count, spec));
         mesh.check(spec).map_err(Failure::input)?;
         self.strategy.check(&mesh).map_err(Failure::input)?;
+        let placement = experts::placement(self.placement.as_deref())?;
+        if let Some(placement) = &placement {
+            let checked = placement.check(&mesh, spec.shape.experts);
+            checked.map_err(Failure::input)?;
+        }
         if mesh.ranks() != count {
             let (ranks, words) = (mesh.ranks(), mesh::words(mesh));
             let message = format!("--mesh is for {ranks} ranks ({words}), there are {count}");
@@ -128,8 +136,23 @@ impl RankArgs {
             ranks,
             exchange,
             mesh,
+            placement,
             strategy: self.strategy,
         }))
+    }
+
+    /// Refuses what is about ranks where there are none.
+    fn check_one_process(&self) -> Result {
+        let strategy = self.strategy != Strategy::default();
+        let given = [
+            strategy.then_some("--strategy"),
+            self.placement.as_ref().map(|_| "--placement"),
+        ];
+        let Some(option) = given.into_iter().flatten().next() else {
+            return Ok(());
+        };
+        let message = format!("{option} is for layers over ranks, and there is one process");
+        Err(Failure::input(message).hint("add --ranks N or --mesh"))
     }
 }
 
@@ -198,6 +221,9 @@ impl Shared {
         if self.strategy.gathers(&self.mesh) {
             mesh = mesh.for_any_ways();
         }
+        if let Some(placement) = &self.placement {
+            mesh = mesh.placed(placement)?;
+        }
         let training = job.pass.training();
         let (engine, spec) = (job.engine, job.spec);
         let mut layer = engine.mesh_layer(&mesh, spec, job.weights, training)?;
@@ -265,7 +291,7 @@ fn gather(
             .into_iter()
             .map(|data| of_rank(&tensor, data))
             .collect();
-        let whole = whole(&name, job, mesh.parallel(), &parts);
+        let whole = whole(&name, job, mesh, &parts);
         outputs.insert(name, whole);
     }
     Ok((mesh.rank() == 0).then_some(outputs))
@@ -297,15 +323,16 @@ fn of_rank(like: &Tensor<'_>, data: Vec<u8>) -> Tensor<'static> {
     }
 }
 
-fn whole(name: &str, job: &Job<'_>, mesh: Parallel, parts: &[Tensor<'static>]) -> Tensor<'static> {
+fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> Tensor<'static> {
+    let placed = (mesh.parallel(), mesh.placement());
     let first = || parts[0].clone();
     match name {
         "counts" | "overflow" => sums(parts),
         "capacity" => first(),
         _ if name.starts_with("loss.") => losses(name, job, parts),
         _ => match name.strip_prefix("grad.") {
-            Some(weight) if Among::of(mesh, weight) != Among::World => {
-                joined(weight, mesh, |place| parts[mesh.rank(place)].lend())
+            Some(weight) if mesh.among(weight) != Among::World => {
+                joined_placed(weight, placed, |place| parts[placed.0.rank(place)].lend())
             }
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),
             _ => beside(parts),

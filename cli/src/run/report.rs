@@ -2,10 +2,11 @@
 
 use super::check::Comparison;
 use super::outcome::Outcome;
+use super::ranks::Shared;
 use crate::console::Palette;
 use crate::mesh::words;
 use crate::units;
-use moesaic::{Engine, LayerSpec, Parallel, Statistics, Tensor};
+use moesaic::{Engine, LayerSpec, Statistics, Tensor};
 use serde_json::{Value, json};
 use std::io::IsTerminal;
 use std::path::Path;
@@ -16,7 +17,7 @@ pub struct Report<'a> {
     pub spec: &'a LayerSpec,
     pub tokens: usize,
     pub outcome: &'a Outcome,
-    pub mesh: Option<Parallel>,
+    pub shared: Option<&'a Shared>,
     pub comparison: Option<Comparison>,
     pub routing: Option<Statistics>,
     pub path: &'a Path,
@@ -44,11 +45,16 @@ impl Report<'_> {
     }
 
     fn ranks(&self) -> String {
-        let of = |mesh: Parallel| {
-            let ranks = units::count(mesh.ranks(), "rank");
-            format!(", {ranks} ({}),", words(mesh))
+        let of = |shared: &Shared| {
+            let ranks = units::count(shared.mesh.ranks(), "rank");
+            let placed = shared.placement.as_ref().map(|_| ", experts placed");
+            format!(
+                ", {ranks} ({}{}),",
+                words(shared.mesh),
+                placed.unwrap_or_default()
+            )
         };
-        self.mesh.map(of).unwrap_or_default()
+        self.shared.map(of).unwrap_or_default()
     }
 
     fn tensors(&self) -> Vec<String> {
@@ -101,7 +107,8 @@ impl Report<'_> {
             "target": self.engine.target().to_string(),
             "device": self.engine.device_info().name,
             "tokens": self.tokens,
-            "mesh": self.mesh,
+            "mesh": self.shared.map(|shared| shared.mesh),
+            "placement": self.shared.and_then(|shared| shared.placement.as_ref()),
             "output": self.path.display().to_string(),
             "tensors": tensors.collect::<Vec<_>>(),
             "kernels": { "compiled": stats.compiled, "from_cache": stats.from_store },

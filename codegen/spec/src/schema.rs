@@ -107,6 +107,13 @@ const REQUIRED: &[(&str, &str)] = &[
 /// The types that a spec may choose; tensors have integer types, too.
 const DTYPES: &[&str] = &["f32", "f16", "bf16"];
 
+/// Keys that a text may have and a spec has not, since they are f32 always; and what is. Nothing
+/// is written of them, so texts of equal specs stay equal.
+pub(crate) const ALWAYS_F32: &[(&str, &str)] = &[
+    ("precision.router", "weights, logits and scores of routers"),
+    ("precision.accumulate", "sums of products"),
+];
+
 /// The rules of `router.select` that have a number, and an example of it.
 pub(crate) const SELECTIONS: &[(&str, &str)] = &[
     ("sparse-mixer", "0.01"),

@@ -8,7 +8,7 @@
 
 mod scalar;
 
-use crate::schema::{Key, Kind, ROOT, Section, join};
+use crate::schema::{ALWAYS_F32, Key, Kind, ROOT, Section, join};
 use crate::{LayerSpec, Problem, SpecError, suggest};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -124,6 +124,7 @@ impl Reader {
                     let value = self.value(value, key, &path, name.span());
                     result.insert(key.name.to_string(), value);
                 }
+                None if self.is_f32(name.get_ref(), value, path) => {}
                 None => self.unknown(name, section, path),
             }
         }
@@ -164,6 +165,26 @@ impl Reader {
             self.notes.tainted.insert(path.to_string());
             placeholder(&key.kind)
         })
+    }
+
+    /// Whether a key is one that states what is f32 always; that its value says anything else is
+    /// a problem.
+    fn is_f32(&mut self, name: &str, value: &Spanned<DeValue<'_>>, path: &str) -> bool {
+        let own = join(path, name);
+        let Some((key, what)) = ALWAYS_F32.iter().find(|(key, _)| *key == own) else {
+            return false;
+        };
+        let problem = match value.get_ref() {
+            DeValue::String(word) if word == "f32" => return true,
+            DeValue::String(word) => {
+                let message = format!("`{key}` = \"{}\" is not possible", word.escape_debug());
+                Problem::new(*key, message).label(format!("{what} are f32 always"))
+            }
+            other => scalar::mistyped(key, "\"f32\"", other),
+        };
+        let help = "write \"f32\" or leave it out; weights and activations have types to choose";
+        self.problems.push(problem.help(help).at(value.span()));
+        true
     }
 
     fn list(

@@ -51,6 +51,19 @@ fn examples_are_valid_and_read_back() {
     }
 }
 
+/// What is f32 always may be said, changes nothing, and is not written.
+#[test]
+fn what_is_always_f32_may_be_said() {
+    let shape = "shape = { model_dim = 8, hidden_dim = 8, experts = 4, top_k = 2 }\n";
+    let said = "precision = { weights = \"bf16\", activations = \"bf16\"";
+    let read =
+        |more: &str| LayerSpec::from_toml(&format!("{shape}{said}{more} }}")).expect("valid");
+    let plain = read("");
+    let both = read(", router = \"f32\", accumulate = \"f32\"");
+    assert_eq!(both, plain);
+    assert_eq!(both.to_toml(), plain.to_toml());
+}
+
 #[test]
 fn examples_hold_only_what_is_not_a_default() {
     for (name, text) in examples() {

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 )]
 pub struct NoHome;
 
-/// The one directory moesaic writes to: `MOESAIC_CACHE`, else
+/// The one directory where moesaic keeps what it makes: `MOESAIC_CACHE`, else
 /// `XDG_CACHE_HOME/moesaic`, else `HOME/.cache/moesaic`. It may not exist yet.
 ///
 /// A relative `MOESAIC_CACHE` is taken from the working directory; a relative

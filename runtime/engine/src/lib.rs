@@ -55,7 +55,8 @@ pub use mesh::{
     part_of, part_of_placed, part_shape, part_shape_placed,
 };
 pub use multi_gate::{MultiGate, MultiSaved};
-pub use precompile::{Event, Job, MeshJob, Outcome, Row, precompile, precompile_on};
+pub use precompile::{Event, Job, MeshJob, Outcome, Row};
+pub use precompile::{compile_all, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
 pub use trace::{Activity, Lane, Recorded, Recorder, Trace, chrome_trace};
 pub use training::Saved;

@@ -19,7 +19,9 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// A call runs all of them in one pass over the experts, whose weights are read
 /// once. Where experts have a capacity, which is that of each layer, or where
-/// routing is `external`, it runs them one by one.
+/// routing is `external`, it runs them one by one. So does an engine that compiles
+/// nothing and does not have the kernels for it ([`Job::multi_gate`](crate::Job::multi_gate)),
+/// with a warning; [`MultiGate::in_one_pass`] says which it is.
 pub struct MultiGate {
     layers: Vec<Layer>,
     stack: Option<Stack>,
@@ -77,6 +79,7 @@ impl Engine {
                 if self.may_load(&texts) {
                     Some(Stack::new(first, layer(&texts, &Tensors::new())?)?)
                 } else {
+                    one_by_one(&spec.name);
                     None
                 }
             }
@@ -95,6 +98,11 @@ impl MultiGate {
     /// are its own; those of experts are every layer's, so their calls take turns.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
+    }
+
+    /// Whether a call runs all layers in one pass over the experts, or one by one.
+    pub fn in_one_pass(&self) -> bool {
+        self.stack.is_some()
     }
 
     /// Evaluates every layer on the same tokens; `y` has the bytes that the layer
@@ -179,6 +187,15 @@ impl MultiGate {
             })
             .collect()
     }
+}
+
+/// Says why calls take longer than they might.
+fn one_by_one(layer: &str) {
+    tracing::warn!(
+        layer,
+        "routers over the same experts run one by one: the kernels of one pass are not cached and \
+         nothing may be compiled; `moesaic precompile --multi-gate` adds them"
+    );
 }
 
 /// Whether a tensor is one router's.

@@ -9,11 +9,11 @@ use moesaic_cache::{Key, Store};
 use moesaic_collectives::nccl::Kernels;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{Both, Parallel, Place, PlanError, PlanOptions, Sharing, Strategy, Ways, Wire};
-use moesaic_plan::{plan, plan_rank};
+use moesaic_plan::{Both, Parallel, Place, Placement, PlanError, PlanOptions, Sharing, Strategy};
+use moesaic_plan::{Ways, Wire, plan, plan_rank, stacked};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{CompileOptions, Compiler, Report};
-use std::collections::{BTreeSet, HashSet};
+use moesaic_target::{Artifact, CompileOptions, Compiler, Report};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 /// One layer for one target.
@@ -30,11 +30,31 @@ pub struct Job {
     pub compiler: Arc<dyn Compiler>,
 }
 
+impl Job {
+    /// The job of the kernels by which a [`MultiGate`](crate::MultiGate) of the layer runs all
+    /// its routers in one pass over the experts: beside those of the layer itself, which each
+    /// router has. `None` where it runs them one by one, and over ranks, where there is none.
+    pub fn multi_gate(&self) -> Option<Job> {
+        let experts = stacked(&self.spec).filter(|_| self.mesh.is_none())?;
+        Some(Job {
+            spec: experts,
+            target: self.target,
+            options: self.options.clone(),
+            mesh: None,
+            compiler: Arc::clone(&self.compiler),
+        })
+    }
+}
+
 /// Ranks that share a layer, and what they may do.
 #[derive(Clone, Debug)]
 pub struct MeshJob {
     /// How they share it.
     pub parallel: Parallel,
+    /// Where experts are: in order if nothing is said, else as each of these says. Of where they
+    /// are, kernels depend on how many a rank has alone, so one placement stands for all that
+    /// give ranks as many.
+    pub placements: Vec<Placement>,
     /// What they may do beside the default. On a CPU a layer that does not train may have
     /// other numbers of ways with [`PlanOptions::unpacked`].
     pub strategies: Vec<Strategy>,
@@ -45,6 +65,7 @@ impl From<Parallel> for MeshJob {
     fn from(parallel: Parallel) -> MeshJob {
         MeshJob {
             parallel,
+            placements: Vec::new(),
             strategies: Vec::new(),
         }
     }
@@ -62,8 +83,8 @@ impl MeshJob {
         let all = Ways::all(parallel).into_iter();
         let strategies = all.flat_map(|ways| wires.iter().map(move |wire| strategy(ways, wire)));
         MeshJob {
-            parallel,
             strategies: strategies.collect(),
+            ..MeshJob::from(parallel)
         }
     }
 }
@@ -161,15 +182,32 @@ pub fn precompile_on(
     ))
 }
 
+/// These kernels, from the store or compiled into it, on all cores.
+pub fn compile_all(
+    sources: &[&KernelSource],
+    compiler: &Arc<dyn Compiler>,
+    store: &Arc<Store>,
+    options: &CompileOptions,
+) -> Vec<Result<Artifact, EngineError>> {
+    let builder = Builder::new(Some(compiler.clone()), Some(store.clone()), options.clone());
+    parallel_on(cores(), sources, |source| {
+        let key = builder.key(source, &builder.fingerprint(source.target));
+        builder.build(source, &key).map(|(artifact, _)| artifact)
+    })
+}
+
 /// The kernels of a job; some more than once.
 fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
-    let (spec, target, options) = (&job.spec, job.target, &job.options);
-    let Some(job) = &job.mesh else {
-        return Ok(emit_layer(&plan(spec, target, options)?)?);
-    };
-    let mesh = job.parallel;
+    match &job.mesh {
+        None => Ok(emit_layer(&plan(&job.spec, job.target, &job.options)?)?),
+        Some(mesh) => sources_of_ranks(job, mesh),
+    }
+}
+
+fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, EngineError> {
+    let (spec, mesh) = (&job.spec, ranks.parallel);
     mesh.check(spec).map_err(PlanError::from)?;
-    let strategies = [&[Strategy::default()], &*job.strategies].concat();
+    let strategies = [&[Strategy::default()], &*ranks.strategies].concat();
     // Pieces and routes have the kernels that there are.
     let kernels: BTreeSet<_> = (strategies.iter())
         .map(|strategy| {
@@ -177,24 +215,42 @@ fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
             Ok::<_, PlanError>((strategy.ways(&mesh), strategy.shadows, strategy.wire))
         })
         .collect::<Result<_, _>>()?;
-    // Ranks differ in how many experts they have: the first have the most, the last the
-    // fewest. Slices are equal.
-    let last = mesh.ep - 1;
     let mut all = Vec::new();
-    for ep in if last > 0 { vec![0, last] } else { vec![0] } {
+    for (placement, ep) in kinds(spec, ranks)? {
         let (dp, shard) = (0, 0);
         let rank = mesh.rank(Place { dp, ep, shard });
         for &(ways, shadows, wire) in &kernels {
-            let sharing = Sharing::from(mesh).at_ways(ways).shadowing(shadows);
-            let plan = plan_rank(spec, target, options, sharing, rank)?.in_wire(wire);
+            let sharing = Sharing::from(mesh).placed(Some(&placement));
+            let sharing = sharing.at_ways(ways).shadowing(shadows);
+            let plan = plan_rank(spec, job.target, &job.options, sharing, rank)?.in_wire(wire);
             for side in plan.sides() {
                 all.extend(emit_layer(side)?);
             }
         }
     }
     // Ranks with GPUs add up by a kernel.
-    all.extend(Kernels::source(target));
+    all.extend(Kernels::source(job.target));
     Ok(all)
+}
+
+/// For each number of experts that a rank may have, a placement and one of its groups that has
+/// so many: ranks differ in nothing else, since slices are equal.
+fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, EngineError> {
+    let (mesh, experts) = (ranks.parallel, spec.shape.experts);
+    let in_order = [Placement::contiguous(mesh.ep, experts)];
+    let placements = match &*ranks.placements {
+        [] => &in_order,
+        placements => placements,
+    };
+    let mut kinds = BTreeMap::new();
+    for placement in placements {
+        placement.check(&mesh, experts).map_err(PlanError::from)?;
+        for ep in 0..mesh.ep {
+            let kind = || (placement.clone(), ep);
+            kinds.entry(placement.count(ep)).or_insert_with(kind);
+        }
+    }
+    Ok(kinds.into_values().collect())
 }
 
 fn outcome(builder: &Builder, source: &KernelSource, key: &Key) -> Outcome {

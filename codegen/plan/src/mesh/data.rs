@@ -57,6 +57,21 @@ pub enum Side {
     Shared,
 }
 
+/// What launches of [`RankPlan::wire`] are called.
+pub(super) const NODES: &str = "nodes";
+
+impl Side {
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Tokens => "tokens",
+            Side::Experts => "experts",
+            Side::Shadows => "shadows",
+            Side::Shared => "shared",
+        }
+    }
+}
+
 /// One thing that a rank does.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -294,11 +309,21 @@ impl RankPlan {
 
     /// The sides that there are.
     pub fn sides(&self) -> impl Iterator<Item = &LayerPlan> {
-        [&self.tokens, &self.experts]
-            .into_iter()
-            .chain(&self.shadows)
-            .chain(&self.shared)
-            .chain(&self.wire)
+        self.named_sides().map(|(_, side)| side)
+    }
+
+    /// The sides that there are, with what [`RankPlan::text`] calls them.
+    pub fn named_sides(&self) -> impl Iterator<Item = (&'static str, &LayerPlan)> {
+        let named = |side: Side, plan| (side.name(), plan);
+        [
+            Some(named(Side::Tokens, &self.tokens)),
+            Some(named(Side::Experts, &self.experts)),
+            (self.shadows.as_ref()).map(|plan| named(Side::Shadows, plan)),
+            (self.shared.as_ref()).map(|plan| named(Side::Shared, plan)),
+            self.wire.as_ref().map(|plan| (NODES, plan)),
+        ]
+        .into_iter()
+        .flatten()
     }
 
     /// Bytes of one row of a tensor.

@@ -1,5 +1,6 @@
 //! What a rank does, in lines for people.
 
+use super::data::NODES;
 use super::{Exchange, RankPlan, RankStep, Side, Way};
 use crate::{LayerPlan, Step, TensorId};
 use std::fmt::Write;
@@ -37,12 +38,7 @@ impl RankPlan {
     }
 
     fn launch(&self, side: Side, step: &Step) -> String {
-        let whose = match side {
-            Side::Tokens => "tokens",
-            Side::Experts => "experts",
-            Side::Shadows => "shadows",
-            Side::Shared => "shared",
-        };
+        let whose = side.name();
         format!("{whose:<9}{}", self.side(side).symbol(step))
     }
 
@@ -53,7 +49,7 @@ impl RankPlan {
             return vec![line];
         };
         let symbol = |step: &usize| wire.symbol(&wire.steps[*step]).to_string();
-        let launch = |step: &usize| format!("{:<9}{}", "nodes", symbol(step));
+        let launch = |step: &usize| format!("{NODES:<9}{}", symbol(step));
         let (name, bytes) = (packed.wire, packed.row_bytes);
         let line = format!("{line}; between nodes {name}, {bytes} bytes a row");
         let before = packed.pack.iter().map(launch);

@@ -1,6 +1,7 @@
 //! What a rank runs of a layer.
 
 use super::groups::Mesh;
+use super::missing::for_ranks;
 use super::part::Around;
 use super::route::Course;
 use super::shard::Shard;
@@ -105,7 +106,8 @@ impl Engine {
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
         let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
-            self.layer_of(&Texts::of(plan.clone().into())?, weights)
+            let layer = self.layer_of(&Texts::of(plan.clone().into())?, weights);
+            layer.map_err(|error| for_ranks(error, mesh, Strategy::default()))
         };
         let tokens = side(&plan.tokens, weights.0)?;
         let experts = side(&plan.experts, weights.1)?;
@@ -226,10 +228,13 @@ impl MeshLayer {
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let (by, course) = self.checked(strategy)?;
         let form = self.form(strategy);
-        if !self.views.contains_key(&form) {
-            self.add(by, strategy)?;
-        }
-        self.pack(form, strategy.wire)?;
+        let made = if self.views.contains_key(&form) {
+            Ok(())
+        } else {
+            self.add(by, strategy)
+        };
+        let made = made.and_then(|()| self.pack(form, strategy.wire));
+        made.map_err(|error| for_ranks(error, &self.mesh, strategy))?;
         self.take_pieces(form, strategy.pieces())?;
         self.course = course;
         self.strategy = strategy;

@@ -12,6 +12,7 @@ mod gpus;
 mod groups;
 mod layer;
 mod lent;
+mod missing;
 mod neighbours;
 mod part;
 mod passes;

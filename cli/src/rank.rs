@@ -1,0 +1,76 @@
+//! What one rank does and has, as arguments: for commands that show it and run nothing.
+
+use crate::experts;
+use crate::failure::{Failure, Result};
+use clap::Args;
+use moesaic::collectives::nccl::Kernels;
+use moesaic::emit::emit_layer;
+use moesaic::kernel::KernelSource;
+use moesaic::plan::{RankPlan, Sharing, plan_rank};
+use moesaic::{EngineError, LayerSpec, Parallel, PlanOptions, Strategy, Target};
+use std::path::PathBuf;
+
+/// What `--mesh` takes beside it.
+#[derive(Args, Debug)]
+pub struct OneRankArgs {
+    /// How ranks carry out calls, as in `run`: ways, degree, cut, wire and shadows change
+    /// steps; ways, wire and shadows have kernels of their own
+    #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh")]
+    strategy: Strategy,
+    /// Which rank
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh")]
+    rank: usize,
+    /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if
+    /// not said
+    #[arg(long, value_name = "FILE", requires = "mesh")]
+    placement: Option<PathBuf>,
+}
+
+impl OneRankArgs {
+    /// What the rank does.
+    pub fn plan(
+        &self,
+        spec: &LayerSpec,
+        target: Target,
+        options: &PlanOptions,
+        mesh: Parallel,
+    ) -> Result<RankPlan> {
+        self.strategy.check(&mesh).map_err(Failure::input)?;
+        let placement = experts::placement(self.placement.as_deref())?;
+        let sharing = Sharing::from(mesh).placed(placement.as_ref());
+        let sharing = sharing.at_ways(self.strategy.ways(&mesh));
+        let sharing = sharing.shadowing(self.strategy.shadows);
+        let plan = plan_rank(spec, target, options, sharing, self.rank);
+        let plan = plan.map_err(EngineError::from)?;
+        let plan = plan.in_wire(self.strategy.wire);
+        Ok(plan.in_pieces(self.strategy.pieces()))
+    }
+}
+
+/// A kernel of a rank, and whose of its sides it is.
+pub struct OfRank {
+    pub side: &'static str,
+    pub source: KernelSource,
+}
+
+impl OfRank {
+    /// `experts/grouped_gemm_up.c`.
+    pub fn file_name(&self) -> String {
+        format!("{}/{}", self.side, self.source.file_name())
+    }
+}
+
+/// The kernels of every side of a rank, and for GPUs the one that adds up what ranks have.
+pub fn kernels(plan: &RankPlan) -> Result<Vec<OfRank>> {
+    let mut all = Vec::new();
+    for (side, plan) in plan.named_sides() {
+        let sources = emit_layer(plan).map_err(EngineError::from)?;
+        all.extend(sources.into_iter().map(|source| OfRank { side, source }));
+    }
+    let sums = Kernels::source(plan.tokens.target).into_iter();
+    all.extend(sums.map(|source| OfRank {
+        side: "sums",
+        source,
+    }));
+    Ok(all)
+}
