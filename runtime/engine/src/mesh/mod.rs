@@ -16,6 +16,7 @@ mod neighbours;
 mod part;
 mod passes;
 mod ranks;
+mod raw;
 mod reduce;
 mod replicas;
 mod route;
