@@ -1,6 +1,6 @@
 //! Calls of ranks on device memory of their callers: the bytes of calls on host memory.
 
-use super::arranged::{grid, ranks};
+use super::arranged::{grid, near_everywhere, ranks};
 use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, shares, sliced, spec};
@@ -10,8 +10,9 @@ use super::trained::COUNTERS;
 use moesaic::mesh::{MeshSaved, Split, Wire};
 use moesaic::plan::{Role, SATURATED};
 use moesaic::target::{Buffer, Ptr};
+use moesaic::tune::{AdaptiveLayer, Calls, Event, Options, Predict, Space, Tuner, What};
 use moesaic::{Engine, EngineError, Input, MeshLayer, Output, RawBackward, RawCall};
-use moesaic::{Tensor, Tensors, Training};
+use moesaic::{Parallel, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
 /// Tensors by name, as bytes.
@@ -100,14 +101,19 @@ impl<'a> Asked<'a> {
         Memory::holding(engine, all.iter().map(|(name, bytes)| (*name, &**bytes)))
     }
 
+    fn call<'c>(&self, tensors: &'c [(&'c str, Ptr)]) -> RawCall<'c> {
+        RawCall {
+            tokens: self.input.tokens,
+            tensors,
+            capacity_factor: self.input.capacity_factor,
+        }
+    }
+
     /// A pass that trains on memory that stays with the result.
     fn train(&self, engine: &Engine) -> Result<(MeshSaved, [Memory; 2]), EngineError> {
         let memory = [self.inputs(engine), self.results(engine, 2)];
-        let call = RawCall {
-            tokens: self.input.tokens,
-            tensors: &memory[0].and(&memory[1]),
-            capacity_factor: self.input.capacity_factor,
-        };
+        let tensors = memory[0].and(&memory[1]);
+        let call = self.call(&tensors);
         // SAFETY: memory is of the plan's sizes, ids are those that host calls have checked, and
         // memory outlives downloads of results, which wait.
         let saved = unsafe { self.layer.forward_train_raw(&call, COUNTERS)? };
@@ -133,15 +139,10 @@ impl<'a> Asked<'a> {
         let inputs = self.inputs(engine);
         let [evaluated, routed] = [0, 1].map(|pass| self.results(engine, pass));
         let [evaluation, routing] = [&evaluated, &routed].map(|results| inputs.and(results));
-        let call = |tensors| RawCall {
-            tokens: self.input.tokens,
-            tensors,
-            capacity_factor: self.input.capacity_factor,
-        };
         // SAFETY: as above.
         unsafe {
-            self.layer.forward_raw(&call(&evaluation))?;
-            self.layer.route_raw(&call(&routing))?;
+            self.layer.forward_raw(&self.call(&evaluation))?;
+            self.layer.route_raw(&self.call(&routing))?;
         }
         let (saved, trained) = self.train(engine)?;
         let back = self.back(engine, &saved)?;
@@ -406,4 +407,76 @@ fn what_cannot_be_is_said_before_ranks_exchange() {
             }
         }
     }
+}
+
+/// Steps and evaluations of ranks that choose how they carry them out, on device memory: `y`,
+/// `dx` and gradients of a layer that chooses nothing.
+pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner: &Tuner) {
+    ranks.each(parallel, |engine, mesh| {
+        let training = Some(Training::default());
+        let plain = layer_on(engine, mesh, case, training);
+        let asked = Asked::new(&plain, case);
+        let want = asked.by_host().unwrap();
+        let predict: Predict = Box::new(|_, _| Vec::new());
+        let layer = layer_on(engine, mesh, case, training);
+        let mut layer = AdaptiveLayer::new(layer, tuner.clone(), "this machine", predict);
+        let inputs = asked.inputs(engine);
+        let dy = Memory::holding(engine, [("dy", &*asked.dy.data)]);
+        for step in 0..8 {
+            let [evaluated, trained, back] = [0, 2, 3].map(|pass| asked.results(engine, pass));
+            let (evaluation, train) = (inputs.and(&evaluated), inputs.and(&trained));
+            let call = RawBackward {
+                tensors: &dy.and(&back),
+                accumulate: false,
+            };
+            // SAFETY: memory is of the plan's sizes, ids are those that host calls have
+            // checked, and downloads wait before anything is freed.
+            let chosen = unsafe {
+                layer.forward_raw(&asked.call(&evaluation)).unwrap();
+                let saved = layer.forward_train_raw(&asked.call(&train), COUNTERS);
+                let saved = saved.unwrap();
+                layer.backward_raw(&saved, &call).unwrap();
+                saved.strategy()
+            };
+            let found = [&evaluated, &trained, &back].map(|memory| memory.bytes(engine));
+            let want = [0, 2, 3].map(|pass| want.passes[pass].clone());
+            assert!(found == want, "step {step} with {chosen}");
+            assert_eq!(layer.layer().strategy(), chosen);
+        }
+        // Sums of gradients over pieces are in another order.
+        let gradients = [layer.layer().gradients().unwrap()];
+        near_everywhere("a step", case, &gradients, &want.gradients[..1]);
+        let key = |event: &Event| event.key.calls;
+        for calls in [Calls::Training, Calls::Evaluation] {
+            let events = layer.tuner().events().iter();
+            let tried = events.filter(|event| key(event) == calls && is_tried(event));
+            assert_eq!(tried.count(), 2, "{:?}", layer.tuner().events());
+        }
+    });
+}
+
+fn is_tried(event: &Event) -> bool {
+    matches!(event.what, What::Tried(_))
+}
+
+#[test]
+fn ranks_choose_how_they_carry_out_calls_on_device_memory() {
+    let case = Case::random(&spec(PLAIN), 41, 2);
+    check_adaptive(&cpu(), mesh(2, 1, 1), &case, &two_strategies());
+}
+
+/// Of a tuner that tries two strategies, with the same bytes.
+pub fn two_strategies() -> Tuner {
+    let options = Options {
+        samples: 1,
+        finals: 1,
+        drift: f64::INFINITY,
+        ..Options::default()
+    };
+    let space = Space {
+        ways: vec![1],
+        degrees: vec![1, 3],
+        ..Space::of(mesh(2, 1, 1), 0)
+    };
+    Tuner::new(options, space)
 }

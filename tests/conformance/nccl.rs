@@ -87,6 +87,10 @@ fn calls_on_device_memory_go_over_nccl() {
         let grid = Grid { parallel, strategy };
         mesh_raw::check(&Gpus(Lab::new()), grid, &case);
     }
+    // Timed by events of the stream.
+    let case = Case::random(&spec(PIECES), 41, 2);
+    let (gpus, tuner) = (Gpus(Lab::new()), mesh_raw::two_strategies());
+    mesh_raw::check_adaptive(&gpus, mesh(2, 1, 1), &case, &tuner);
 }
 
 const PIECES: &str = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }

@@ -22,11 +22,12 @@ mod key;
 mod layer;
 mod measured;
 mod planned;
+mod raw;
 mod search;
 mod stored;
 mod tuner;
 
-pub use key::{Key, Rows};
+pub use key::{Calls, Key, Rows};
 pub use layer::{AdaptiveLayer, AdaptiveSaved, Loads, Predict};
 pub use measured::Times;
 pub use planned::Planned;

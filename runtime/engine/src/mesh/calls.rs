@@ -166,7 +166,7 @@ impl MeshLayer {
     }
 
     /// Of every rank, from this one's `counts`.
-    fn loads_of(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
+    pub(super) fn loads_of(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
         let travel = own.take(self.tokens.spec().shape.experts);
@@ -405,7 +405,7 @@ impl<'l> Run<'l> {
         }
     }
 
-    fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
+    pub(super) fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
         let tokens = self.tokens.scalars().tokens();
         let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
         let own = of_layer(names);

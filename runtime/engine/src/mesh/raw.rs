@@ -61,6 +61,41 @@ impl MeshLayer {
         run.hand_over()
     }
 
+    /// As [`MeshLayer::loads`] with the tokens of a call on device memory, or without counters as
+    /// [`MeshLayer::evaluation_loads`]. Nothing is written there.
+    ///
+    /// # Safety
+    /// As [`MeshLayer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`MeshLayer::route_raw`] and [`MeshLayer::route_train_raw`].
+    pub unsafe fn loads_raw(
+        &self,
+        call: &RawCall<'_>,
+        counters: Option<Counters>,
+    ) -> Result<Vec<Vec<u64>>, EngineError> {
+        let pass = match counters {
+            Some(_) => Pass::RouteTrain,
+            None => Pass::Route,
+        };
+        if pass.trains() {
+            self.tokens.check_training()?;
+        }
+        let is_input = |(name, _): &&(&str, Ptr)| {
+            let tensor = self.tokens.plan().tensor(name);
+            tensor.is_some_and(|tensor| tensor.role == Role::Input)
+        };
+        let tensors: Vec<(&str, Ptr)> = call.tensors.iter().filter(is_input).copied().collect();
+        let call = RawCall {
+            tensors: &tensors,
+            ..*call
+        };
+        let run = self.decide(pass, &Given::Raw(&call), counters.unwrap_or_default())?;
+        let output = run.read(&["counts"])?;
+        drop(run); // its groups are needed
+        self.loads_of(&output)
+    }
+
     /// As [`MeshLayer::forward_train`], on device memory that the caller owns. Inputs stay where
     /// they are.
     ///
