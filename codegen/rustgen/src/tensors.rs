@@ -239,9 +239,10 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     let addresses = addresses(raw_backward, &about, TokenStream::new(), &tensors, names);
     let pairs = tensors.iter().map(|(tensor, _)| {
         let (name, field) = (&tensor.name, field(&tensor.name));
-        match is_optional(tensor) {
-            true => quote!(self.#field.map(|there| (#name, there.ptr()))),
-            false => quote!(Some((#name, self.#field.ptr()))),
+        if is_optional(tensor) {
+            quote!(self.#field.map(|there| (#name, there.ptr())))
+        } else {
+            quote!(Some((#name, self.#field.ptr())))
         }
     });
     quote! {
@@ -288,9 +289,10 @@ fn addresses(
         let (about, scalar) = (self::about(tensor), scalar(tensor.dtype, facade));
         let field = field(&tensor.name);
         let pointer = quote!(#facade::typed::#pointer<#scalar>);
-        match is_optional(tensor) {
-            true => quote!(#about pub #field: Option<#pointer>,),
-            false => quote!(#about pub #field: #pointer,),
+        if is_optional(tensor) {
+            quote!(#about pub #field: Option<#pointer>,)
+        } else {
+            quote!(#about pub #field: #pointer,)
         }
     });
     let about = doc(about);
