@@ -98,13 +98,14 @@ pub use moesaic_train as train;
 ///
 /// ```
 /// use moesaic::Parallel;
-/// use moesaic::tune::{Key, Options, Rows, Space, Times, Tuner};
+/// use moesaic::tune::{Calls, Key, Options, Rows, Space, Times, Tuner};
 ///
 /// let mesh = Parallel { ep: 16, ..Parallel::default() };
 /// let mut tuner = Tuner::new(Options::default(), Space::of(mesh, 8));
 /// let key = Key {
 ///     machine: "our rack".to_string(),
 ///     layer: "mixtral".to_string(),
+///     calls: Calls::Training,
 ///     rows: Rows::of(1000, None),
 /// };
 /// // A layer does this in each step: nothing is predicted here, so Tutel's search says what next.

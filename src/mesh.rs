@@ -175,6 +175,25 @@ pub use moesaic_engine::MeshSaved;
 #[doc(inline)]
 pub use moesaic_engine::AnySaved;
 
+/// A point between the launches of a rank's device, by which calls on device memory are timed.
+///
+/// ```
+/// use moesaic::{EngineError, MeshLayer, RawCall};
+///
+/// /// Seconds of an evaluation.
+/// ///
+/// /// # Safety
+/// /// As [`MeshLayer::forward_raw`].
+/// unsafe fn timed(layer: &MeshLayer, call: &RawCall) -> Result<f64, EngineError> {
+///     let start = layer.moment()?;
+///     // SAFETY: what the caller vouches for is the same.
+///     unsafe { layer.forward_raw(call)? };
+///     layer.moment()?.seconds_since(&start)
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Moment;
+
 /// Which ranks of a mesh do something together, and who has the same of a parameter.
 ///
 /// ```

@@ -3,15 +3,16 @@
 use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_nodes, on_ranks, part, shares, spec};
+use super::mesh_raw;
 use super::trained::COUNTERS;
-use moesaic::mesh::Among;
+use moesaic::mesh::{Among, Both};
 use moesaic::plan::{Placement, Strategy};
 use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
 use moesaic::tune::{
-    AdaptiveLayer, Event, Key, Mode, Options, Planned, Predict, Prediction, Rows, Space, Tuner,
-    What, read, shortlist, write,
+    AdaptiveLayer, Calls, Event, Key, Mode, Options, Planned, Predict, Prediction, Record, Rows,
+    Space, Tuner, What, read, shortlist, write,
 };
 use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
 
@@ -138,6 +139,110 @@ fn learned_alike(ranks: &[Learned], others: &[Learned]) {
     }
 }
 
+/// Evaluations have choices of their own, for each power of two of tokens: prefill and decode. A
+/// layer for inference has them, too, and every `y` is that of one process.
+#[test]
+fn evaluations_are_tuned_apart_from_steps() {
+    let case = case();
+    let engine = cpu();
+    let whole = case.layer(&engine).forward(&case.input()).unwrap();
+    let row = case.spec.output_dim() * 4;
+    let parallel = mesh(2, 1, 1);
+    for training in [None, Some(Training::default())] {
+        let ranks = on_ranks(&engine, parallel, |mesh| {
+            let layer = layer_on(&engine, mesh, &case, training);
+            let mut tuner = mesh_raw::two_strategies();
+            let before = Key {
+                machine: "this machine".to_string(),
+                layer: layer.identity(),
+                calls: Calls::Training,
+                rows: Rows::of(16, None),
+            };
+            tuner.recall([Record {
+                key: before,
+                strategy: "degree=2".parse().unwrap(),
+                seconds: Some(1.0),
+            }]);
+            let predict: Predict = Box::new(|_, _| Vec::new());
+            let mut layer = AdaptiveLayer::new(layer, tuner, "this machine", predict);
+            // All tokens, two of each rank, none of any.
+            let all = &shares(TOKENS, 2)[mesh.rank()];
+            let few = 2 * mesh.rank()..2 * mesh.rank() + 2;
+            for tokens in [all, &few, &(0..0)].repeat(6) {
+                let y = layer.forward(&part(&case, tokens).input()).unwrap();
+                let want = &whole.y().data[tokens.start * row..tokens.end * row];
+                assert!(*y.y().data == *want, "{tokens:?}");
+            }
+            if training.is_some() {
+                let input = part(&case, all).input();
+                let (_, saved) = layer.forward_train(&input, &["y"], COUNTERS).unwrap();
+                assert_eq!(saved.strategy(), "degree=2".parse().unwrap());
+            }
+            layer.tuner().events().to_vec()
+        });
+        let events = &ranks[0];
+        assert_eq!(*events, ranks[1]);
+        let most = shares(TOKENS, 2).iter().map(ExactSizeIterator::len).max();
+        for tokens in [most.unwrap(), 2, 0] {
+            let of = |event: &&Event| {
+                let key = &event.key;
+                key.calls == Calls::Evaluation && key.rows == Rows::of(tokens, None)
+            };
+            let own: Vec<Event> = events.iter().filter(of).cloned().collect();
+            let kept = own.iter().filter(|e| matches!(e.what, What::Kept { .. }));
+            assert_eq!((tried(&own).len(), kept.count()), (2, 1), "{own:?}");
+        }
+        assert!(events[0].to_string().starts_with("step 0, evaluation, "));
+    }
+}
+
+/// What an evaluation is predicted to take is its forward pass.
+#[test]
+fn evaluations_are_predicted_without_a_pass_back() {
+    let case = case();
+    let ranks = on_nodes(&cpu(), mesh(2, 2, 1), 2, |mesh| {
+        let of = |training, calls| {
+            let layer = layer_on(&cpu(), mesh, &case, training);
+            let planned = Planned::of(published("mpi-emulated").unwrap());
+            let key = Key {
+                machine: String::new(),
+                layer: layer.identity(),
+                calls,
+                rows: Rows::of(TOKENS, None),
+            };
+            let loads = vec![vec![6, 5]; 4];
+            planned.predict(&layer).unwrap()(&key, &loads)
+        };
+        let training = Some(Training::default());
+        let [alone, evaluation, step] = [
+            of(None, Calls::Evaluation),
+            of(training, Calls::Evaluation),
+            of(training, Calls::Training),
+        ];
+        assert_eq!(alone, evaluation);
+        for prediction in &evaluation {
+            let Both { forward, backward } = prediction.strategy.degree;
+            assert_eq!(forward, backward, "one pass has pieces of one kind");
+            let same = |p: &&Prediction| p.strategy == prediction.strategy;
+            let step = step.iter().find(same).unwrap();
+            assert!(prediction.seconds < 0.7 * step.seconds, "{prediction:?}");
+        }
+        let loads = AdaptiveLayer::new(
+            layer_on(&cpu(), mesh, &case, None),
+            tuner(Mode::Predict),
+            "this machine",
+            Box::new(move |key: &Key, loads: &Vec<Vec<u64>>| {
+                let rows: u64 = loads.iter().flatten().sum();
+                assert_eq!((key.calls, rows), (Calls::Evaluation, TOKENS as u64));
+                evaluation.clone()
+            }),
+        )
+        .forward(&part(&case, &shares(TOKENS, 4)[mesh.rank()]).input());
+        loads.map(drop).unwrap();
+    });
+    assert_eq!(ranks.len(), 4);
+}
+
 /// The planner on two nodes of two ranks; what it predicts, and what ranks do with it.
 fn planned(mode: Mode) -> (Vec<Prediction>, Vec<Learned>) {
     let case = case();
@@ -259,6 +364,7 @@ fn experts_are_predicted_where_they_are_placed() {
             let key = Key {
                 machine: String::new(),
                 layer: layer.identity(),
+                calls: Calls::Training,
                 rows: Rows::of(1_000_030, None),
             };
             let predicted = planned.predict(&layer).unwrap()(&key, &hot);

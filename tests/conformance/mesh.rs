@@ -56,7 +56,7 @@ impl From<Parallel> for Grid {
 
 impl Grid {
     /// What ranks do by themselves, at its own number of ways.
-    fn on(self, ranks: &impl Ranks) -> Grid {
+    pub fn on(self, ranks: &impl Ranks) -> Grid {
         let (own, theirs) = (self.strategy, ranks.strategy());
         let strategy = if theirs == Strategy::default() {
             own
@@ -69,7 +69,7 @@ impl Grid {
         Grid { strategy, ..self }
     }
 
-    fn layer(
+    pub fn layer(
         &self,
         engine: &Engine,
         mesh: &Mesh,

@@ -24,6 +24,7 @@ mod killed;
 pub mod layers;
 pub mod mesh;
 mod mesh_placed;
+mod mesh_raw;
 mod mesh_routes;
 mod mesh_shadows;
 mod mesh_shared;

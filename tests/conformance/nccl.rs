@@ -7,6 +7,7 @@ mod nccl_fake;
 
 use super::case::Case;
 use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh_raw;
 use super::mesh_ways::at_ways;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
@@ -70,6 +71,26 @@ fn layers_over_nccl_are_those_over_threads() {
         assert!(found == want, "{parallel:?}");
         compare_on(&engine, &gpus, parallel, &case, Recompute::None);
     }
+}
+
+/// The caller's memory is read and written by launches that wait on the stream.
+#[test]
+fn calls_on_device_memory_go_over_nccl() {
+    let case = Case::random(&spec(GATED), 41, 2);
+    for (parallel, strategy) in [
+        (mesh(2, 1, 1), "default"),
+        (mesh(3, 1, 1), "degree=2"),
+        (mesh(2, 2, 1), "ways=1"),
+        (sliced(2, 2, 1), "degree=2/1"),
+    ] {
+        let strategy = strategy.parse().unwrap();
+        let grid = Grid { parallel, strategy };
+        mesh_raw::check(&Gpus(Lab::new()), grid, &case);
+    }
+    // Timed by events of the stream.
+    let case = Case::random(&spec(PIECES), 41, 2);
+    let (gpus, tuner) = (Gpus(Lab::new()), mesh_raw::two_strategies());
+    mesh_raw::check_adaptive(&gpus, mesh(2, 1, 1), &case, &tuner);
 }
 
 const PIECES: &str = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }

@@ -44,12 +44,14 @@ use std::path::PathBuf;
 ///
 /// * `Tiny`, the layer: `Tiny::new(&engine, &weights)`, `forward(&x)`,
 ///   `forward_all(&x)`, `Tiny::spec()`, and its sizes as constants;
-///   `Tiny::new_over(&engine, &mesh, &weights)`, a rank's part of it with the same calls;
+///   `Tiny::new_over(&engine, &mesh, &weights)`, a rank's part of it with the same calls,
+///   and `set_strategy`;
 /// * `Tiny::training` and `Tiny::training_over`, `forward_train`, `backward`,
 ///   `reduce_gradients`, `gradients`;
 /// * `TinyWeights<'a>`, one field per tensor: `router_weight: &'a [[f32; 64]; 8]`;
 /// * `TinyOutput`, what `forward_all` reads back;
-/// * `TinyRaw`, addresses for `moesaic::typed::TypedLayer::forward_raw`;
+/// * `TinyRaw`, `TinyRawTraining`, `TinyRawBackward`, addresses for `forward_raw`,
+///   `forward_train_raw` and `backward_raw` of `moesaic::typed::TypedLayer`;
 /// * `tiny_kernels`, an argument struct per kernel entry for
 ///   `moesaic::typed::Launcher`.
 ///

@@ -91,6 +91,7 @@ pub(crate) fn meaning(name: &str) -> &'static str {
         "row_slots" => "The assignment of each row",
         "capacity" => "Most rows an expert may take in this call",
         "overflow" => "Assignments that were dropped",
+        "dy" => "The gradient of the result",
         "dx" => "The gradient of the tokens",
         "grad.topk_weights" => "The gradient of the experts' weights",
         "grad.router.logits" => "The gradient of the router logits",

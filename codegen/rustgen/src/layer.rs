@@ -38,7 +38,7 @@ pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) 
             layer: #facade::AnyLayer,
         }
 
-        const _: () = #facade::typed::generated::check_format(3);
+        const _: () = #facade::typed::generated::check_format(4);
 
         #[allow(dead_code)]
         impl #layer {
@@ -205,6 +205,19 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         pub fn forward_all(&self, #(#params),*) -> Result<#output, #facade::EngineError> {
             let output = self.layer.forward_with(&Self::input(#fields), #output::NAMES)?;
             #output::read(&output)
+        }
+
+        /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
+        /// goes as its forward pass did. All ranks call it, and choose the same.
+        ///
+        /// # Errors
+        /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
+        /// ranks choose differently.
+        pub fn set_strategy(
+            &mut self,
+            strategy: #facade::Strategy,
+        ) -> Result<(), #facade::EngineError> {
+            self.layer.set_strategy(strategy)
         }
 
         #at_factor

@@ -104,9 +104,13 @@ pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStre
     );
     let (output, raw) = (tensors::output(&plan, &names), tensors::raw(&plan, &names));
     let routing = tensors::routing(&plan, &names);
+    let raw_training = [
+        tensors::raw_training(&training, &names),
+        tensors::raw_backward(&training, &names),
+    ];
     let kernels = kernels::module(&plan, &names);
     let training = training::training(&training, &names);
-    Ok(quote! { #layer #weights #output #routing #raw #training #kernels })
+    Ok(quote! { #layer #weights #output #routing #raw #(#raw_training)* #training #kernels })
 }
 
 /// The items of a typed layer as the text of a Rust file.

@@ -161,54 +161,45 @@ pub(crate) fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The struct of addresses of a call on device memory: inputs and `y`.
+/// The struct of addresses of an evaluation on device memory: inputs and `y`.
 pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
-    let Names {
-        raw,
-        layer,
-        visibility,
-        facade,
-        ..
-    } = names;
-    let inputs = of_role(plan, Role::Input).map(|tensor| (tensor, quote!(In)));
-    let y = plan.tensor("y").map(|tensor| (tensor, quote!(Out)));
-    let tensors: Vec<_> = inputs.chain(y).collect();
-    let fields = tensors.iter().map(|(tensor, pointer)| {
-        let (about, scalar) = (about(tensor), scalar(tensor.dtype, facade));
-        let field = field(&tensor.name);
-        quote!(#about pub #field: #facade::typed::#pointer<#scalar>,)
-    });
-    let list: Vec<&TensorPlan> = tensors.iter().map(|(tensor, _)| *tensor).collect();
-    let traits = raw_traits(&list, names);
-    let about = doc(&format!(
-        "Addresses of a call of [`{layer}`] on device memory."
-    ));
-    quote! {
-        #about
-        #[derive(Clone, Copy, Debug)]
-        #[allow(dead_code)]
-        #visibility struct #raw {
-            /// Tokens of the call, `T`.
-            pub tokens: usize,
-            #(#fields)*
-        }
-
-        #traits
-    }
+    let about = format!(
+        "Addresses of a call of [`{}`] on device memory.",
+        names.layer
+    );
+    raw_call(&names.raw, &about, plan, names)
 }
 
-/// The names of the addresses, and which layer they are for.
-fn raw_traits(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
-    let Names {
-        raw, layer, facade, ..
-    } = names;
+/// The same of a call that trains, and where its losses go. `plan` runs backward.
+pub(crate) fn raw_training(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let about = format!(
+        "Addresses of a call of [`{}`] in training on device memory.",
+        names.layer
+    );
+    raw_call(&names.raw_training, &about, plan, names)
+}
+
+fn raw_call(name: &Ident, about: &str, plan: &LayerPlan, names: &Names) -> TokenStream {
+    let facade = &names.facade;
+    let inputs = of_role(plan, Role::Input).map(|tensor| (tensor, quote!(In)));
+    let y = plan.tensor("y").into_iter().chain(losses(plan));
+    let tensors: Vec<_> = inputs
+        .chain(y.map(|tensor| (tensor, quote!(Out))))
+        .collect();
+    let tokens = quote! {
+        /// Tokens of the call, `T`.
+        pub tokens: usize,
+    };
+    let addresses = addresses(name, about, tokens, &tensors, names);
     let count = Literal::usize_unsuffixed(tensors.len());
-    let pairs = tensors.iter().map(|tensor| {
+    let pairs = tensors.iter().map(|(tensor, _)| {
         let (name, field) = (&tensor.name, field(&tensor.name));
         quote!((#name, self.#field.ptr()))
     });
     quote! {
-        impl #facade::typed::RawArgs for #raw {
+        #addresses
+
+        impl #facade::typed::RawArgs for #name {
             type Tensors = [(&'static str, #facade::typed::generated::Ptr); #count];
 
             fn tokens(&self) -> usize {
@@ -219,13 +210,99 @@ fn raw_traits(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
                 [#(#pairs),*]
             }
         }
+    }
+}
+
+/// The losses of a plan that runs backward, as named outputs.
+pub(crate) fn losses(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
+    of_role(plan, Role::Output).filter(|tensor| tensor.name.starts_with("loss."))
+}
+
+/// The same of a backward pass: `dy`, `dx`, and other gradients of inputs if they are wanted.
+/// `plan` runs backward.
+pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        raw,
+        raw_training,
+        raw_backward,
+        layer,
+        facade,
+        ..
+    } = names;
+    let dy = of_role(plan, Role::OutputGradient).map(|tensor| (tensor, quote!(In)));
+    let results = of_role(plan, Role::InputGradient).map(|tensor| (tensor, quote!(Out)));
+    let tensors: Vec<_> = dy.chain(results).collect();
+    let about = format!(
+        "Addresses of a backward pass of [`{layer}`] on device memory; `T` is the token count of \
+         its forward pass. What has none stays in the layer's memory."
+    );
+    let addresses = addresses(raw_backward, &about, TokenStream::new(), &tensors, names);
+    let pairs = tensors.iter().map(|(tensor, _)| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        if is_optional(tensor) {
+            quote!(self.#field.map(|there| (#name, there.ptr())))
+        } else {
+            quote!(Some((#name, self.#field.ptr())))
+        }
+    });
+    quote! {
+        #addresses
+
+        impl #facade::typed::RawGradients for #raw_backward {
+            fn tensors(&self) -> Vec<(&'static str, #facade::typed::generated::Ptr)> {
+                [#(#pairs),*].into_iter().flatten().collect()
+            }
+        }
 
         impl #facade::typed::TypedLayer for #layer {
             type Raw = #raw;
+            type RawTraining = #raw_training;
+            type RawBackward = #raw_backward;
 
             fn layer(&self) -> &#facade::AnyLayer {
                 &self.layer
             }
+        }
+    }
+}
+
+/// Whether a caller need not say where a tensor goes.
+fn is_optional(tensor: &TensorPlan) -> bool {
+    tensor.role == Role::InputGradient && tensor.name != "dx"
+}
+
+/// Tensors of a call, each with the type of its address.
+type Addressed<'p> = [(&'p TensorPlan, TokenStream)];
+
+/// A struct of addresses, with fields before them.
+fn addresses(
+    name: &Ident,
+    about: &str,
+    before: TokenStream,
+    tensors: &Addressed<'_>,
+    names: &Names,
+) -> TokenStream {
+    let Names {
+        visibility, facade, ..
+    } = names;
+    let fields = tensors.iter().map(|(tensor, pointer)| {
+        let (about, scalar) = (self::about(tensor), scalar(tensor.dtype, facade));
+        let field = field(&tensor.name);
+        let pointer = quote!(#facade::typed::#pointer<#scalar>);
+        if is_optional(tensor) {
+            quote!(#about pub #field: Option<#pointer>,)
+        } else {
+            quote!(#about pub #field: #pointer,)
+        }
+    });
+    let about = doc(about);
+    quote! {
+        #about
+        #[derive(Clone, Copy, Debug)]
+        #[allow(dead_code)]
+        #visibility struct #name {
+            #before
+            #(#fields)*
         }
     }
 }

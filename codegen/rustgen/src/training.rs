@@ -3,7 +3,7 @@
 use crate::docs::{self, doc};
 use crate::layer::{input, inputs_doc, param};
 use crate::names::{Names, field};
-use crate::tensors::{about, of_role, output_type};
+use crate::tensors::{about, losses, of_role, output_type};
 use crate::types::row;
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use proc_macro2::TokenStream;
@@ -27,11 +27,6 @@ pub(crate) fn training(plan: &LayerPlan, names: &Names) -> TokenStream {
             #calls
         }
     }
-}
-
-/// The losses of a plan, as named outputs.
-fn losses(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
-    of_role(plan, Role::Output).filter(|tensor| tensor.name.starts_with("loss."))
 }
 
 fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {

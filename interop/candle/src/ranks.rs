@@ -6,7 +6,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Error, Result, Tensor};
 use moesaic::mesh::Ranks;
 use moesaic::train::mesh;
-use moesaic::{AnyLayer, Mesh, Tensor as HostTensor, Tensors};
+use moesaic::{AnyLayer, Mesh, Strategy, Tensor as HostTensor, Tensors};
+use std::sync::Arc;
 
 /// This rank's part of a weight of the whole layer, by the weight's name: of experts its own,
 /// of shared experts that the mesh slices its slices, of all else everything. A copy, outside the graph.
@@ -80,6 +81,22 @@ pub fn reduce_gradients<'t>(
 }
 
 impl MoeLayer {
+    /// Chooses how the ranks of its mesh carry out calls from now on; results are the same up to
+    /// the rounding of sums. All ranks call it, and choose the same.
+    ///
+    /// # Errors
+    /// Without a mesh, or for what the mesh cannot do; also while a result of
+    /// [`MoeLayer::forward_train`] is in a graph that is still there.
+    pub fn set_strategy(&mut self, strategy: Strategy) -> Result<()> {
+        let Some(inner) = Arc::get_mut(&mut self.inner) else {
+            candle_core::bail!(
+                "a result of `forward_train` still uses the layer: call `backward`, drop the \
+                 result and what was made of it, then choose a strategy"
+            );
+        };
+        inner.layer.set_strategy(strategy).map_err(Error::wrap)
+    }
+
     /// Adds up the gradients of this layer's variables over the ranks of its mesh, as
     /// [`reduce_gradients`] does for a whole model; nothing without a mesh.
     ///

@@ -51,8 +51,8 @@ pub use error::EngineError;
 pub use jit::{EngineParts, Stats};
 pub use layer::Layer;
 pub use mesh::{
-    Among, AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, Ranks, Shard, joined, joined_placed,
-    part_of, part_of_placed, part_shape, part_shape_placed,
+    Among, AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, Moment, Ranks, Shard, joined,
+    joined_placed, part_of, part_of_placed, part_shape, part_shape_placed,
 };
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, MeshJob, Outcome, Row};

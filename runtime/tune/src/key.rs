@@ -10,8 +10,31 @@ pub struct Key {
     pub machine: String,
     /// Layer, mesh, placement of experts and nodes: `MeshLayer::identity`.
     pub layer: String,
+    /// Steps of training, or evaluations.
+    #[serde(default, skip_serializing_if = "Calls::train")]
+    pub calls: Calls,
     /// How many rows there are, roughly.
     pub rows: Rows,
+}
+
+/// What is timed.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Calls {
+    /// Steps of training: a forward pass and a backward pass.
+    #[default]
+    Training,
+    /// Evaluations: a forward pass alone, which keeps nothing.
+    Evaluation,
+}
+
+impl Calls {
+    /// Whether there is a backward pass.
+    pub fn train(&self) -> bool {
+        *self == Calls::Training
+    }
 }
 
 /// How many rows there are, in steps within which a choice is thought to hold.

@@ -1,9 +1,10 @@
 //! Which [`Strategy`](moesaic_plan::Strategy) ranks carry out a layer with.
 //!
 //! A strategy changes no result and moves no weight, so a layer can try some in its own
-//! training steps and keep what was fastest. What is right depends on how many rows there
-//! are, so there is a choice for each [`Key`]. The way to it is Tutel's search, or, where
-//! there are predictions, a few measurements of what is predicted to be fast:
+//! training steps and evaluations, and keep what was fastest. What is right depends on how
+//! many rows there are, so there is a choice for each [`Key`]. The way to it is Tutel's
+//! search, or, where there are predictions, a few measurements of what is predicted to be
+//! fast:
 //!
 //! ```text
 //! key unknown ──> candidates ──> each in some real steps ──> the fastest, kept
@@ -22,11 +23,12 @@ mod key;
 mod layer;
 mod measured;
 mod planned;
+mod raw;
 mod search;
 mod stored;
 mod tuner;
 
-pub use key::{Key, Rows};
+pub use key::{Calls, Key, Rows};
 pub use layer::{AdaptiveLayer, AdaptiveSaved, Loads, Predict};
 pub use measured::Times;
 pub use planned::Planned;

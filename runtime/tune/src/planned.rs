@@ -1,6 +1,6 @@
 //! Predictions of the planner.
 
-use crate::{Key, Loads, Predict, Prediction, Rows};
+use crate::{Calls, Key, Loads, Predict, Prediction, Rows};
 use moesaic_engine::MeshLayer;
 use moesaic_plan::{Parallel, Strategy, Wire, most_rows};
 use moesaic_planner::{Machine, PlannerError, Question, Routing, Simulator, Space};
@@ -30,17 +30,24 @@ impl Planned {
     /// its machine has the memory for, with the rows of the step that is about to begin; of more
     /// than 64 ranks each is taken to have the mean. Experts are where the layer's placement has
     /// them, and may have shadows where some have more rows than others. Forward and backward are
-    /// simulated apart, and the best of each together is one more. Sums of gradients over ranks are
+    /// simulated apart, and the best of each together is one more; of an evaluation the forward
+    /// pass alone. Sums of gradients over ranks are
     /// not in them, since no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
     ///
     /// # Errors
     /// [`PlannerError`] where not even the default strategy can be simulated.
     pub fn predict(self, layer: &MeshLayer) -> Result<Predict, PlannerError> {
         let forecast = Forecast::new(self, layer);
-        forecast.of(Rows::of(1, None), &forecast.even())?;
+        let calls = match layer.plan().tokens.training {
+            Some(_) => Calls::Training,
+            None => Calls::Evaluation,
+        };
+        forecast.of((calls, Rows::of(1, None)), &forecast.even())?;
         // What was simulated for one number of tokens is for others, too.
         Ok(Box::new(move |key: &Key, loads: &Loads| {
-            forecast.of(key.rows, loads).unwrap_or_default()
+            forecast
+                .of((key.calls, key.rows), loads)
+                .unwrap_or_default()
         }))
     }
 }
@@ -88,18 +95,23 @@ impl Forecast {
         vec![vec![1; self.question.spec.shape.experts]; self.mesh.ranks()]
     }
 
-    /// With the loads of a step, under a key of these rows.
-    fn of(&self, rows: Rows, loads: &Loads) -> Result<Vec<Prediction>, PlannerError> {
+    /// With the loads of a step, under a key of these calls and rows.
+    fn of(
+        &self,
+        (calls, rows): (Calls, Rows),
+        loads: &Loads,
+    ) -> Result<Vec<Prediction>, PlannerError> {
         let (shape, ranks) = (&self.question.spec.shape, self.mesh.ranks());
         let mean = (ranks > MOST_APART).then(|| mean(loads, ranks));
         let loads = mean.as_ref().unwrap_or(loads);
         let routing = Routing::counted(ranks, shape.experts, shape.top_k, loads);
         let mut question = Question {
             routing: routing?,
+            training: self.question.training.filter(|_| calls.train()),
             ..self.question.clone()
         };
         let hot = !question.routing.is_even();
-        set_capacity(&mut question.spec, rows);
+        set_capacity(&mut question.spec, (calls, rows));
         let simulator = Simulator::new(&question);
         simulator.predict(self.mesh, Strategy::default())?;
         let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
@@ -118,7 +130,11 @@ impl Forecast {
             .filter(|strategy| hot || strategy.shadows == 0)
             .filter_map(seconds)
             .collect();
-        let mixed = mixed(&alike, &self.mesh).into_iter().filter_map(seconds);
+        let mixed = match calls {
+            Calls::Training => mixed(&alike, &self.mesh),
+            Calls::Evaluation => Vec::new(), // there is one pass
+        };
+        let mixed = mixed.into_iter().filter_map(seconds);
         let all = alike.iter().copied().chain(mixed);
         Ok(all
             .map(|(strategy, [forward, backward])| Prediction {
@@ -144,11 +160,11 @@ fn mean(loads: &Loads, ranks: usize) -> Loads {
 }
 
 /// A capacity of these rows, where the layer has another by itself: a call has chosen it.
-fn set_capacity(spec: &mut LayerSpec, rows: Rows) {
+fn set_capacity(spec: &mut LayerSpec, (calls, rows): (Calls, Rows)) {
     let Rows::Capped { capacity, .. } = rows else {
         return;
     };
-    let own = most_rows(spec, spec.capacity.factor_of(true), rows.tokens());
+    let own = most_rows(spec, spec.capacity.factor_of(calls.train()), rows.tokens());
     let most = usize::try_from(rows.tokens()).unwrap_or(usize::MAX);
     if Rows::of(most, own) != rows {
         spec.capacity.mode = CapacityMode::Fixed;
@@ -205,7 +221,7 @@ mod tests {
         let spec = LayerSpec::from_toml(text).expect("a layer");
         let with = |rows: Rows| {
             let mut spec = spec.clone();
-            set_capacity(&mut spec, rows);
+            set_capacity(&mut spec, (Calls::Training, rows));
             most_rows(&spec, spec.capacity.factor, rows.tokens())
         };
         // 1,024 tokens, 128 for each expert, two choices.

@@ -118,7 +118,7 @@ fn io(path: &Path, error: std::io::Error) -> StoredError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Rows;
+    use crate::{Calls, Rows};
 
     #[test]
     fn choices_read_back_and_other_files_are_refused() {
@@ -129,6 +129,7 @@ mod tests {
             key: Key {
                 machine: "h100".to_string(),
                 layer: "mixtral, ep 8".to_string(),
+                calls: Calls::Training,
                 rows: Rows::Tokens(12),
             },
             strategy: "ways=2,degree=4/2".parse().expect("a strategy"),

@@ -1,9 +1,9 @@
 //! The choice for each key.
 
-use crate::Key;
 use crate::measured::{Measured, Times, median};
 use crate::search::{Prediction, Space, neighbour, shortlist};
 use crate::stored::Record;
+use crate::{Calls, Key};
 use moesaic_plan::Strategy;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -94,7 +94,11 @@ pub enum What {
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Event { step, key, what } = self;
-        write!(f, "step {step}, {:?}: ", key.rows)?;
+        let calls = match key.calls {
+            Calls::Training => "",
+            Calls::Evaluation => "evaluation, ",
+        };
+        write!(f, "step {step}, {calls}{:?}: ", key.rows)?;
         match what {
             What::Tried(strategy) => write!(f, "tries {strategy}"),
             What::Kept { strategy, seconds } => {
@@ -239,7 +243,8 @@ impl Tuner {
 
     /// What the nearest key with fewer rows, or else more, has.
     fn current(&self, key: &Key) -> Strategy {
-        let alike = |other: &&Key| (&other.machine, &other.layer) == (&key.machine, &key.layer);
+        let own = (&key.machine, &key.layer, key.calls);
+        let alike = |other: &&Key| (&other.machine, &other.layer, other.calls) == own;
         let before = self.entries.range(..key).rev();
         let after = self.entries.range(key..);
         let mut near = before.chain(after).filter(|(other, _)| alike(other));

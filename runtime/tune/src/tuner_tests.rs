@@ -1,5 +1,5 @@
 use super::*;
-use crate::Rows;
+use crate::{Calls, Rows};
 use moesaic_plan::Parallel;
 use std::collections::BTreeSet;
 
@@ -7,6 +7,7 @@ fn key(rows: Rows) -> Key {
     Key {
         machine: "here".to_string(),
         layer: "a layer".to_string(),
+        calls: Calls::Training,
         rows,
     }
 }

@@ -9,7 +9,7 @@
 use moesaic_plan::{Parallel, ShadowModel, Strategy, Training};
 use moesaic_planner::{Machine, Question, Routing, Simulator, published};
 use moesaic_spec::LayerSpec;
-use moesaic_tune::{Key, Options, Prediction, Rows, Space, Times, Tuner, What};
+use moesaic_tune::{Calls, Key, Options, Prediction, Rows, Space, Times, Tuner, What};
 use std::collections::BTreeMap;
 
 /// A layer on ranks of Tutel's machine.
@@ -127,6 +127,7 @@ impl Config {
         let key = Key {
             machine: "simulated".to_string(),
             layer: self.number.to_string(),
+            calls: Calls::Training,
             rows: Rows::of(self.tokens as usize, None),
         };
         let predictions = predicted.iter().map(|(strategy, times)| Prediction {

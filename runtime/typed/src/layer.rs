@@ -2,7 +2,8 @@
 //! instead of types.
 
 use crate::Array;
-use moesaic_engine::{AnyLayer, EngineError, Input, Output, RawCall};
+use moesaic_engine::{AnyLayer, AnySaved, Counters, EngineError};
+use moesaic_engine::{Input, Output, RawBackward, RawCall};
 use moesaic_spec::LayerSpec;
 use moesaic_target::Ptr;
 use moesaic_tensor::{Tensor, Tensors};
@@ -13,30 +14,85 @@ pub trait TypedLayer {
     /// Addresses of the inputs and of `y`.
     type Raw: RawArgs;
 
+    /// Addresses of the inputs of a call that trains, of `y` and of losses.
+    type RawTraining: RawArgs;
+
+    /// Addresses of `dy` and `dx`, and of other gradients of inputs if they are wanted.
+    type RawBackward: RawGradients;
+
     /// The layer without types. [`AnyLayer::one`] is that of one process with its memory
     /// and step times, [`AnyLayer::over_ranks`] a rank's part of one made with a mesh.
     fn layer(&self) -> &AnyLayer;
 
-    /// Runs the layer on device memory that the caller owns, in stream order
-    /// and without waiting.
+    /// Evaluates the layer on device memory that the caller owns, in stream order and
+    /// without waiting; on a mesh all ranks call it, each for its own tokens, and wait for
+    /// what they exchange alone.
     ///
     /// # Safety
     /// Every address must point to memory on the layer's device of the
     /// field's element type and shape, valid until the stream has passed the
-    /// call; ids of experts or tokens in inputs must be in range.
+    /// call, also one that fails; ids of experts or tokens in inputs must be in range.
     ///
     /// # Errors
-    /// When memory runs out, a launch is refused, or the layer is one of a mesh.
+    /// When an address is none or kernels cannot use it, memory runs out, a launch is
+    /// refused, or ranks cannot be reached.
     unsafe fn forward_raw(&self, args: &Self::Raw) -> Result<(), EngineError> {
         let tensors = args.tensors();
-        let call = RawCall {
-            tokens: args.tokens(),
-            tensors: tensors.as_ref(),
-            ..RawCall::default()
-        };
         // SAFETY: the tensors are named after the same plan; the caller
         // vouches for the memory behind them.
-        unsafe { self.layer().one("`forward_raw`")?.forward_raw(&call) }
+        unsafe { self.layer().forward_raw(&call(args, tensors.as_ref())) }
+    }
+
+    /// As [`TypedLayer::forward_raw`], as in training: keeps what backward needs.
+    /// `counters` are what random numbers depend on.
+    ///
+    /// # Safety
+    /// As [`TypedLayer::forward_raw`]; all of it must stay valid and unchanged until the
+    /// stream has passed the last backward of the result.
+    ///
+    /// # Errors
+    /// As [`TypedLayer::forward_raw`]; also when the layer was not made by `training`.
+    unsafe fn forward_train_raw(
+        &self,
+        args: &Self::RawTraining,
+        counters: Counters,
+    ) -> Result<AnySaved, EngineError> {
+        let tensors = args.tensors();
+        let call = call(args, tensors.as_ref());
+        // SAFETY: as above.
+        unsafe { self.layer().forward_train_raw(&call, counters) }
+    }
+
+    /// Runs the layer backward on device memory that the caller owns, with as many rows as
+    /// the forward pass had tokens. Gradients of weights stay with the layer: they are
+    /// overwritten, or with `accumulate` added to.
+    ///
+    /// # Safety
+    /// As [`TypedLayer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`TypedLayer::forward_raw`]; also when `saved` is of another layer.
+    unsafe fn backward_raw(
+        &self,
+        saved: &AnySaved,
+        args: &Self::RawBackward,
+        accumulate: bool,
+    ) -> Result<(), EngineError> {
+        let tensors = args.tensors();
+        let call = RawBackward {
+            tensors: &tensors,
+            accumulate,
+        };
+        // SAFETY: as above.
+        unsafe { self.layer().backward_raw(saved, &call) }
+    }
+}
+
+fn call<'a>(args: &impl RawArgs, tensors: &'a [(&'static str, Ptr)]) -> RawCall<'a> {
+    RawCall {
+        tokens: args.tokens(),
+        tensors,
+        ..RawCall::default()
     }
 }
 
@@ -50,6 +106,12 @@ pub trait RawArgs {
 
     /// Each tensor's name and address.
     fn tensors(&self) -> Self::Tensors;
+}
+
+/// The addresses of a backward pass on device memory. Generated.
+pub trait RawGradients {
+    /// The name and address of each tensor that has one.
+    fn tensors(&self) -> Vec<(&'static str, Ptr)>;
 }
 
 /// The spec that generated code carries as canonical TOML.

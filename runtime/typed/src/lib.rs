@@ -22,7 +22,7 @@ mod pointer;
 
 pub use array::{Array, ShapeError, rows, tensor};
 pub use kernel::{KernelArgs, Launcher, SignatureError};
-pub use layer::{RawArgs, TypedLayer};
+pub use layer::{RawArgs, RawGradients, TypedLayer};
 pub use pointer::{Argument, In, InOut, Out};
 
 /// Called by generated code; nothing here is for people.
@@ -41,7 +41,7 @@ pub mod generated {
 
     /// What generated code and this crate have agreed on. Raised when either
     /// changes so that the other must.
-    pub const FORMAT: u32 = 3;
+    pub const FORMAT: u32 = 4;
 
     /// Makes code that was generated for another format fail to compile.
     pub const fn check_format(format: u32) {

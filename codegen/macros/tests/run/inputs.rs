@@ -174,6 +174,48 @@ fn sequences_and_counts_of_a_group() {
 }
 
 #[test]
+fn losses_on_device_memory() {
+    let layer = told(&Stored::new(&Told::spec(), 4), true);
+    let (x, _) = tokens::<[f32; 11]>(TOKENS, |v| v as f32, f64::from);
+    let sequences = [0i32; TOKENS];
+    let (counts, group) = ([9i64, 0, 4, 7, 1], [21i64]);
+    let (x_there, mask_there, active) = (upload(&x), upload(&mask()), upload(&[2i32]));
+    let (sequences_there, counts_there, group_there) =
+        (upload(&sequences), upload(&counts), upload(&group));
+    let room = |count: usize| ENGINE.device().alloc(4 * count).unwrap();
+    let (y, losses) = (room(TOKENS * 11), [room(1), room(1), room(1)]);
+    let call = ToldRawTraining {
+        tokens: TOKENS,
+        x: In::of(&x_there),
+        token_mask: In::of(&mask_there),
+        active_k: In::of(&active),
+        sequence_ids: In::of(&sequences_there),
+        global_counts: In::of(&counts_there),
+        global_tokens: In::of(&group_there),
+        y: Out::of(&y),
+        loss_sequence: Out::of(&losses[0]),
+        loss_global: Out::of(&losses[1]),
+        loss_importance_load_logits: Out::of(&losses[2]),
+    };
+    // SAFETY: the buffers have what the fields say, and outlive the downloads, which wait.
+    drop(unsafe { layer.forward_train_raw(&call, COUNTERS).unwrap() });
+    let want = layer
+        .forward_train(&x, &mask(), &[2], &sequences, &counts, &group, COUNTERS)
+        .unwrap();
+    assert_eq!(
+        super::download(&y, TOKENS * 11),
+        want.output.y.as_flattened()
+    );
+    let found = losses.each_ref().map(|loss| super::download(loss, 1)[0]);
+    let want = [
+        want.loss_sequence,
+        want.loss_global,
+        want.loss_importance_load_logits,
+    ];
+    assert_eq!(found, want);
+}
+
+#[test]
 fn masked_tokens_of_a_table() {
     let mut stored = Stored::new(&Listed::spec(), 6);
     let table = [[0, 3], [2, 1], [1, 0]];

@@ -1,13 +1,15 @@
 //! A typed layer over two ranks that are threads, against the same layer in one process.
 
-use super::{ENGINE, Looked, Odd, OddRaw, OddWeights, Stored, assert_close, f32s, tokens};
+use super::{ENGINE, Looked, Odd, OddRaw, OddRawBackward, OddRawTraining, OddWeights, Stored};
+use super::{assert_close, download, f32s, tokens, upload};
 use half::f16;
+use moesaic::Training;
 use moesaic::collectives::{Call, threads};
 use moesaic::mesh::SharedExperts;
 use moesaic::reference;
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::typed::{In, Out, TypedLayer, tensor};
-use moesaic::{Counters, DType, EngineError, LayerSpec, Mesh, Parallel, Tensor, Tensors, Training};
+use moesaic::{Counters, DType, EngineError, LayerSpec, Mesh, Parallel, Strategy, Tensor, Tensors};
 use std::error::Error;
 
 type Token = [f32; 19];
@@ -176,6 +178,91 @@ fn capacities_are_those_of_the_rank_with_the_most() {
     assert!((1..12).contains(&most), "the test drops nothing");
 }
 
+/// A call on device memory of every kind, against the same on host memory.
+fn run_raw(layer: &Odd, x: &[Token]) -> Result<()> {
+    let dy = dy_of(x);
+    let trained = layer.forward_train(x, Counters::default())?;
+    let back = layer.backward(&trained.saved, &dy, false)?;
+    let gradients = layer.gradients()?;
+
+    let room = |columns: usize| ENGINE.device().alloc(4 * columns * x.len());
+    let (x_there, dy_there, y, dx) = (upload(x), upload(&dy), room(9)?, room(19)?);
+    let call = OddRaw {
+        tokens: x.len(),
+        x: In::of(&x_there),
+        y: Out::of(&y),
+    };
+    // SAFETY: all hold a row for each token, and outlive the downloads, which wait.
+    unsafe { layer.forward_raw(&call)? };
+    assert_eq!(download(&y, 9 * x.len()), layer.forward(x)?.as_flattened());
+
+    let call = OddRawTraining {
+        tokens: call.tokens,
+        x: call.x,
+        y: call.y,
+    };
+    let call_back = OddRawBackward {
+        dy: In::of(&dy_there),
+        dx: Out::of(&dx),
+        grad_topk_weights: None,
+        grad_router_logits: None,
+    };
+    // SAFETY: as above.
+    unsafe {
+        let saved = layer.forward_train_raw(&call, Counters::default())?;
+        layer.backward_raw(&saved, &call_back, false)?;
+    }
+    assert_eq!(download(&y, 9 * x.len()), trained.output.y.as_flattened());
+    assert_eq!(download(&dx, 19 * x.len()), back.dx.as_flattened());
+    assert_eq!(layer.gradients()?, gradients);
+    Ok(())
+}
+
+#[test]
+fn calls_on_device_memory_are_those_of_ranks() {
+    let stored = Stored::new(&Odd::spec(), 3);
+    let (x, _) = tokens::<Token>(23, |v| v as f32, f64::from);
+    run_raw(&made(None, &stored).unwrap(), &x).unwrap();
+    let device = |_| Ok(ENGINE.device().clone());
+    let ranks = threads::run(2, device, |mut world| {
+        let mesh = Mesh::new(&mut world, MESH)?;
+        let layer = made(Some(&mesh), &stored)?;
+        run_raw(&layer, [&x[..9], &x[9..]][mesh.rank()])?;
+        world.finish(&Call::new("end"))?;
+        Result::Ok(())
+    });
+    for rank in ranks.unwrap() {
+        rank.unwrap().unwrap();
+    }
+}
+
+#[test]
+fn ranks_choose_how_they_carry_out_calls() {
+    let stored = Stored::new(&Odd::spec(), 3);
+    let (x, _) = tokens::<Token>(23, |v| v as f32, f64::from);
+    let strategy: Strategy = "degree=2,shadows=1".parse().unwrap();
+    let mut one = made(None, &stored).unwrap();
+    let want = one.forward(&x).unwrap();
+    let device = |_| Ok(ENGINE.device().clone());
+    let ranks = threads::run(2, device, |mut world| {
+        let mesh = Mesh::new(&mut world, MESH)?;
+        let mut layer = made(Some(&mesh), &stored)?;
+        layer.set_strategy(strategy)?;
+        assert_eq!(layer.layer().over_ranks("a strategy")?.strategy(), strategy);
+        let y = layer.forward([&x[..9], &x[9..]][mesh.rank()])?;
+        let refused = layer.set_strategy("ways=2".parse()?).unwrap_err();
+        assert!(matches!(refused, EngineError::Plan(_)), "{refused}");
+        world.finish(&Call::new("end"))?;
+        Result::Ok(y)
+    });
+    let ranks = ranks.unwrap().into_iter();
+    let found: Vec<_> = ranks.map(|rank| rank.unwrap().unwrap()).collect();
+    assert_eq!(found.concat(), want);
+    let refused = one.set_strategy(strategy).unwrap_err().to_string();
+    let says = "the layer is of one process, a strategy is for a layer over ranks\nmake it with";
+    assert!(refused.starts_with(says), "{refused}");
+}
+
 #[test]
 fn what_needs_one_process_says_so() {
     let stored = Stored::new(&Odd::spec(), 3);
@@ -183,14 +270,7 @@ fn what_needs_one_process_says_so() {
     let ranks = threads::run(2, device, |mut world| {
         let mesh = Mesh::new(&mut world, MESH)?;
         let layer = made(Some(&mesh), &stored)?;
-        let buffer = ENGINE.device().alloc(64)?;
-        let call = OddRaw {
-            tokens: 0,
-            x: In::of(&buffer),
-            y: Out::of(&buffer),
-        };
-        // SAFETY: no tokens, so nothing is read or written.
-        let refused = unsafe { layer.forward_raw(&call) };
+        let refused = layer.layer().one("`time_steps`").map(drop);
         world.finish(&Call::new("end"))?;
         Result::Ok(refused)
     });

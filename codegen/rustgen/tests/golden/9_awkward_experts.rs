@@ -9,7 +9,7 @@ pub struct Layer9AwkwardExperts {
     layer: ::moesaic::AnyLayer,
 }
 
-const _: () = ::moesaic::typed::generated::check_format(3);
+const _: () = ::moesaic::typed::generated::check_format(4);
 #[allow(dead_code)]
 impl Layer9AwkwardExperts {
     /// Width of a token.
@@ -138,6 +138,19 @@ impl Layer9AwkwardExperts {
                 Layer9AwkwardExpertsOutput::NAMES,
             )?;
         Layer9AwkwardExpertsOutput::read(&output)
+    }
+
+    /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
+    /// goes as its forward pass did. All ranks call it, and choose the same.
+    ///
+    /// # Errors
+    /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
+    /// ranks choose differently.
+    pub fn set_strategy(
+        &mut self,
+        strategy: ::moesaic::Strategy,
+    ) -> Result<(), ::moesaic::EngineError> {
+        self.layer.set_strategy(strategy)
     }
 
     /// As `forward_all`, with a capacity factor of this call's own.
@@ -527,8 +540,64 @@ impl ::moesaic::typed::RawArgs for Layer9AwkwardExpertsRaw {
     }
 }
 
+/// Addresses of a call of [`Layer9AwkwardExperts`] in training on device memory.
+#[derive(Clone, Copy, Debug)]
+#[allow(dead_code)]
+pub struct Layer9AwkwardExpertsRawTraining {
+    /// Tokens of the call, `T`.
+    pub tokens: usize,
+    /// The tokens: `x`, f16 `[T, 20]`.
+    pub x: ::moesaic::typed::In<::moesaic::half::f16>,
+    /// The vocabulary id of each token: `token_ids`, i32 `[T]`.
+    pub token_ids: ::moesaic::typed::In<i32>,
+    /// The result: `y`, f16 `[T, 7]`.
+    pub y: ::moesaic::typed::Out<::moesaic::half::f16>,
+}
+
+impl ::moesaic::typed::RawArgs for Layer9AwkwardExpertsRawTraining {
+    type Tensors = [(&'static str, ::moesaic::typed::generated::Ptr); 3];
+    fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    fn tensors(&self) -> Self::Tensors {
+        [("x", self.x.ptr()), ("token_ids", self.token_ids.ptr()), ("y", self.y.ptr())]
+    }
+}
+
+/// Addresses of a backward pass of [`Layer9AwkwardExperts`] on device memory; `T` is the
+/// token count of its forward pass. What has none stays in the layer's memory.
+#[derive(Clone, Copy, Debug)]
+#[allow(dead_code)]
+pub struct Layer9AwkwardExpertsRawBackward {
+    /// The gradient of the result: `dy`, f16 `[T, 7]`.
+    pub dy: ::moesaic::typed::In<::moesaic::half::f16>,
+    /// The gradient of the tokens: `dx`, f16 `[T, 20]`.
+    pub dx: ::moesaic::typed::Out<::moesaic::half::f16>,
+    /// The gradient of the experts' weights: `grad.topk_weights`, f32 `[T, 3]`.
+    pub grad_topk_weights: Option<::moesaic::typed::Out<f32>>,
+    /// The gradient of the router logits: `grad.router.logits`, f32 `[T, 5]`.
+    pub grad_router_logits: Option<::moesaic::typed::Out<f32>>,
+}
+
+impl ::moesaic::typed::RawGradients for Layer9AwkwardExpertsRawBackward {
+    fn tensors(&self) -> Vec<(&'static str, ::moesaic::typed::generated::Ptr)> {
+        [
+            Some(("dy", self.dy.ptr())),
+            Some(("dx", self.dx.ptr())),
+            self.grad_topk_weights.map(|there| ("grad.topk_weights", there.ptr())),
+            self.grad_router_logits.map(|there| ("grad.router.logits", there.ptr())),
+        ]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+}
+
 impl ::moesaic::typed::TypedLayer for Layer9AwkwardExperts {
     type Raw = Layer9AwkwardExpertsRaw;
+    type RawTraining = Layer9AwkwardExpertsRawTraining;
+    type RawBackward = Layer9AwkwardExpertsRawBackward;
     fn layer(&self) -> &::moesaic::AnyLayer {
         &self.layer
     }

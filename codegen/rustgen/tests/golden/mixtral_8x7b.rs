@@ -8,7 +8,7 @@ pub struct Mixtral8x7b {
     layer: ::moesaic::AnyLayer,
 }
 
-const _: () = ::moesaic::typed::generated::check_format(3);
+const _: () = ::moesaic::typed::generated::check_format(4);
 #[allow(dead_code)]
 impl Mixtral8x7b {
     /// Width of a token.
@@ -129,6 +129,19 @@ impl Mixtral8x7b {
     ) -> Result<Mixtral8x7bOutput, ::moesaic::EngineError> {
         let output = self.layer.forward_with(&Self::input(x), Mixtral8x7bOutput::NAMES)?;
         Mixtral8x7bOutput::read(&output)
+    }
+
+    /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
+    /// goes as its forward pass did. All ranks call it, and choose the same.
+    ///
+    /// # Errors
+    /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
+    /// ranks choose differently.
+    pub fn set_strategy(
+        &mut self,
+        strategy: ::moesaic::Strategy,
+    ) -> Result<(), ::moesaic::EngineError> {
+        self.layer.set_strategy(strategy)
     }
 
     /// Decides where tokens go as `forward` does, and nothing else.
@@ -357,8 +370,62 @@ impl ::moesaic::typed::RawArgs for Mixtral8x7bRaw {
     }
 }
 
+/// Addresses of a call of [`Mixtral8x7b`] in training on device memory.
+#[derive(Clone, Copy, Debug)]
+#[allow(dead_code)]
+pub struct Mixtral8x7bRawTraining {
+    /// Tokens of the call, `T`.
+    pub tokens: usize,
+    /// The tokens: `x`, bf16 `[T, 4096]`.
+    pub x: ::moesaic::typed::In<::moesaic::half::bf16>,
+    /// The result: `y`, bf16 `[T, 4096]`.
+    pub y: ::moesaic::typed::Out<::moesaic::half::bf16>,
+}
+
+impl ::moesaic::typed::RawArgs for Mixtral8x7bRawTraining {
+    type Tensors = [(&'static str, ::moesaic::typed::generated::Ptr); 2];
+    fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    fn tensors(&self) -> Self::Tensors {
+        [("x", self.x.ptr()), ("y", self.y.ptr())]
+    }
+}
+
+/// Addresses of a backward pass of [`Mixtral8x7b`] on device memory; `T` is the token
+/// count of its forward pass. What has none stays in the layer's memory.
+#[derive(Clone, Copy, Debug)]
+#[allow(dead_code)]
+pub struct Mixtral8x7bRawBackward {
+    /// The gradient of the result: `dy`, bf16 `[T, 4096]`.
+    pub dy: ::moesaic::typed::In<::moesaic::half::bf16>,
+    /// The gradient of the tokens: `dx`, bf16 `[T, 4096]`.
+    pub dx: ::moesaic::typed::Out<::moesaic::half::bf16>,
+    /// The gradient of the experts' weights: `grad.topk_weights`, f32 `[T, 2]`.
+    pub grad_topk_weights: Option<::moesaic::typed::Out<f32>>,
+    /// The gradient of the router logits: `grad.router.logits`, f32 `[T, 8]`.
+    pub grad_router_logits: Option<::moesaic::typed::Out<f32>>,
+}
+
+impl ::moesaic::typed::RawGradients for Mixtral8x7bRawBackward {
+    fn tensors(&self) -> Vec<(&'static str, ::moesaic::typed::generated::Ptr)> {
+        [
+            Some(("dy", self.dy.ptr())),
+            Some(("dx", self.dx.ptr())),
+            self.grad_topk_weights.map(|there| ("grad.topk_weights", there.ptr())),
+            self.grad_router_logits.map(|there| ("grad.router.logits", there.ptr())),
+        ]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+}
+
 impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
     type Raw = Mixtral8x7bRaw;
+    type RawTraining = Mixtral8x7bRawTraining;
+    type RawBackward = Mixtral8x7bRawBackward;
     fn layer(&self) -> &::moesaic::AnyLayer {
         &self.layer
     }

@@ -4,7 +4,7 @@ use crate::in_candle::{Case, assert_close, floats, step, tensors};
 use candle_core::{Result, Tensor, Var};
 use moesaic::collectives::{Call, threads};
 use moesaic::mesh::SharedExperts;
-use moesaic::{Engine, Mesh, Parallel};
+use moesaic::{Engine, Mesh, Parallel, Strategy};
 use moesaic_candle::{Inputs, MoeLayer, part};
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -192,5 +192,59 @@ fn weights_of_the_whole_layer_are_refused() -> Result<()> {
             "{refused}"
         );
     }
+    Ok(())
+}
+
+#[test]
+fn ranks_choose_how_they_carry_out_calls() -> Result<()> {
+    let mut case = Case::new(SPEC)?;
+    let x = case.draw(&[TOKENS, 24])?.as_detached_tensor();
+    let y = case.layer.forward(&Inputs::new(&x))?.y;
+    let engine = Engine::cpu().expect("a C compiler");
+    let strategy: Strategy = "degree=2".parse().expect("a strategy");
+    let mesh = Parallel {
+        ep: 2,
+        ..Parallel::default()
+    };
+    let ranks = threads::run(
+        2,
+        |_| Ok(engine.device().clone()),
+        |mut world| {
+            let mesh = Mesh::new(&mut world, mesh)?;
+            let mut own = BTreeMap::new();
+            for (name, whole) in &case.vars {
+                own.insert(name.clone(), part(&mesh, name, whole)?);
+            }
+            let mut layer = MoeLayer::new_over(&engine, &mesh, &case.spec, &own)?;
+            let (first, count) = [(0, FIRST), (FIRST, TOKENS - FIRST)][mesh.rank()];
+            let x = Var::from_tensor(&x.narrow(0, first, count)?)?;
+            let trained = layer.forward_train(&Inputs::new(&x), step(0))?;
+            let refused = layer.set_strategy(strategy).err().map(|e| e.to_string());
+            drop(trained);
+            layer.set_strategy(strategy)?;
+            let y = layer.forward(&Inputs::new(&x))?.y;
+            world.finish(&Call::new("end"))?;
+            Ok::<_, Box<dyn Error + Send + Sync>>((y, refused))
+        },
+    );
+    let ranks = ranks.expect("two ranks").into_iter();
+    let found: Vec<_> = ranks
+        .map(|rank| rank.expect("no panic").expect("no error"))
+        .collect();
+    let of_both = Tensor::cat(&[&found[0].0, &found[1].0], 0)?;
+    assert_eq!(floats(&of_both)?, floats(&y)?);
+    for (_, refused) in found {
+        let refused = refused.expect("an error");
+        assert!(
+            refused.starts_with("a result of `forward_train` still"),
+            "{refused}"
+        );
+    }
+    let alone = case.layer.set_strategy(strategy);
+    let alone = alone.expect_err("one process").to_string();
+    assert!(
+        alone.contains("a strategy is for a layer over ranks"),
+        "{alone}"
+    );
     Ok(())
 }

@@ -3,13 +3,13 @@
 use super::calls::MeshSaved;
 use super::groups::Mesh;
 use super::layer::MeshLayer;
-use crate::call::{Counters, Input, Output};
+use crate::call::{Counters, Input, Output, RawBackward, RawCall};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
 use crate::trace::Recorder;
 use crate::training::Saved;
-use moesaic_plan::{LayerPlan, Training};
+use moesaic_plan::{LayerPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::sync::Arc;
@@ -138,6 +138,20 @@ impl AnyLayer {
         }
     }
 
+    /// Chooses how ranks carry out calls from now on: [`MeshLayer::set_strategy`].
+    ///
+    /// # Errors
+    /// As [`MeshLayer::set_strategy`]; [`EngineError::NotOverRanks`] for a layer of one process,
+    /// which has nothing to choose: [`AnyLayer::mesh`] says whether there are ranks.
+    pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
+        match self {
+            AnyLayer::One(_) => Err(EngineError::NotOverRanks {
+                asked: "a strategy",
+            }),
+            AnyLayer::Mesh(layer) => layer.set_strategy(strategy),
+        }
+    }
+
     /// Evaluates the layer and reads back `y`.
     ///
     /// # Errors
@@ -223,6 +237,107 @@ impl AnyLayer {
             (AnyLayer::One(layer), AnySaved::One(saved)) => layer.backward(saved, dy, accumulate),
             (AnyLayer::Mesh(layer), AnySaved::Mesh(saved)) => layer.backward(saved, dy, accumulate),
             _ => Err(EngineError::ForeignSaved),
+        }
+    }
+
+    /// As [`AnyLayer::forward_with`], on device memory that the caller owns, in stream order.
+    /// Without ranks nothing is waited for.
+    ///
+    /// # Safety
+    /// As [`Layer::forward_raw`] and [`MeshLayer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`Layer::forward_raw`] and [`MeshLayer::forward_raw`].
+    pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        unsafe {
+            match self {
+                AnyLayer::One(layer) => layer.forward_raw(call),
+                AnyLayer::Mesh(layer) => layer.forward_raw(call),
+            }
+        }
+    }
+
+    /// As [`AnyLayer::route`], on device memory that the caller owns.
+    ///
+    /// # Safety
+    /// As [`AnyLayer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`AnyLayer::forward_raw`].
+    pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        unsafe {
+            match self {
+                AnyLayer::One(layer) => layer.route_raw(call),
+                AnyLayer::Mesh(layer) => layer.route_raw(call),
+            }
+        }
+    }
+
+    /// As [`AnyLayer::route_train`], on device memory that the caller owns.
+    ///
+    /// # Safety
+    /// As [`AnyLayer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`Layer::route_train_raw`] and [`MeshLayer::route_train_raw`].
+    pub unsafe fn route_train_raw(
+        &self,
+        call: &RawCall<'_>,
+        counters: Counters,
+    ) -> Result<(), EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        unsafe {
+            match self {
+                AnyLayer::One(layer) => layer.route_train_raw(call, counters),
+                AnyLayer::Mesh(layer) => layer.route_train_raw(call, counters),
+            }
+        }
+    }
+
+    /// As [`AnyLayer::forward_train`], on device memory that the caller owns.
+    ///
+    /// # Safety
+    /// As [`Layer::forward_train_raw`] and [`MeshLayer::forward_train_raw`].
+    ///
+    /// # Errors
+    /// As [`Layer::forward_train_raw`] and [`MeshLayer::forward_train_raw`].
+    pub unsafe fn forward_train_raw(
+        &self,
+        call: &RawCall<'_>,
+        counters: Counters,
+    ) -> Result<AnySaved, EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        unsafe {
+            Ok(match self {
+                AnyLayer::One(layer) => AnySaved::One(layer.forward_train_raw(call, counters)?),
+                AnyLayer::Mesh(layer) => {
+                    AnySaved::Mesh(layer.forward_train_raw(call, counters)?.into())
+                }
+            })
+        }
+    }
+
+    /// As [`AnyLayer::backward`], on device memory that the caller owns.
+    ///
+    /// # Safety
+    /// As [`Layer::backward_raw`] and [`MeshLayer::backward_raw`].
+    ///
+    /// # Errors
+    /// As [`Layer::backward_raw`] and [`MeshLayer::backward_raw`].
+    pub unsafe fn backward_raw(
+        &self,
+        saved: &AnySaved,
+        call: &RawBackward<'_>,
+    ) -> Result<(), EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        unsafe {
+            match (self, saved) {
+                (AnyLayer::One(layer), AnySaved::One(saved)) => layer.backward_raw(saved, call),
+                (AnyLayer::Mesh(layer), AnySaved::Mesh(saved)) => layer.backward_raw(saved, call),
+                _ => Err(EngineError::ForeignSaved),
+            }
         }
     }
 

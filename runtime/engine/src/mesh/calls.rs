@@ -3,18 +3,20 @@
 use super::layer::MeshLayer;
 use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
+use super::raw::Beside;
 use super::rows::Rows;
 use super::run::Run;
 use super::shadows::ShadowWeights;
 use super::side::Side;
 use super::view::{Form, View};
-use super::wire::{Packing, counted};
-use crate::call::{Counters, Input, Output};
+use super::wire::{Hop, Packing, counted};
+use crate::call::{Counters, Input, Output, RawCall};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use crate::training::Saved;
 use moesaic_collectives::Call;
-use moesaic_plan::{Both, SATURATED, Wire};
+use moesaic_plan::{Both, Role, SATURATED, Wire};
+use moesaic_target::Ptr;
 use moesaic_tensor::Tensor;
 use std::sync::Arc;
 
@@ -53,23 +55,57 @@ impl MeshSaved {
     }
 }
 
+/// What a call is given, and where its results go.
+pub(super) enum Given<'c> {
+    /// Host memory, and the names of what is read back.
+    Host(&'c Input<'c>, &'c [&'c str]),
+    /// Device memory, for which the caller vouches.
+    Raw(&'c RawCall<'c>),
+}
+
+impl Given<'_> {
+    fn tokens(&self) -> usize {
+        match self {
+            Given::Host(input, _) => input.tokens,
+            Given::Raw(call) => call.tokens,
+        }
+    }
+
+    fn capacity_factor(&self) -> Option<f64> {
+        match self {
+            Given::Host(input, _) => input.capacity_factor,
+            Given::Raw(call) => call.capacity_factor,
+        }
+    }
+}
+
+/// What a backward pass is given.
+pub(super) enum Dy<'c> {
+    Host(&'c Tensor<'c>),
+    /// Where it and results are, for which the caller vouches.
+    Raw(&'c [(&'c str, Ptr)]),
+}
+
 impl MeshLayer {
     /// Evaluates the layer for this rank's tokens and reads back the named outputs.
     ///
     /// # Errors
     /// As [`Layer::forward_with`](crate::Layer::forward_with); [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        self.evaluate(&Given::Host(input, names))?.read(names)
+    }
+
+    pub(super) fn evaluate(&self, given: &Given<'_>) -> Result<Run<'_>, EngineError> {
         let view = self.view();
         let mut run = self.call(view, self.strategy.wire)?;
-        let counters = Counters::default();
         let evaluation = &view.passes.evaluation;
-        run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
+        run.begin(Pass::Evaluate, evaluation, given, Counters::default())?;
         run.lend(false)?;
         run.run(evaluation, |side, rows| {
             let layer = side.layer;
             side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
         })?;
-        run.read(names)
+        Ok(run)
     }
 
     /// Evaluates the layer for this rank's tokens and reads back `y`.
@@ -86,7 +122,9 @@ impl MeshLayer {
     /// # Errors
     /// As [`Layer::route`](crate::Layer::route); [`EngineError::Collective`].
     pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.decide(Pass::Route, input, names, Counters::default())
+        let given = Given::Host(input, names);
+        self.decide(Pass::Route, &given, Counters::default())?
+            .read(names)
     }
 
     /// Decides where this rank's tokens go as [`MeshLayer::forward_train`] does with the
@@ -101,7 +139,8 @@ impl MeshLayer {
         counters: Counters,
     ) -> Result<Output, EngineError> {
         self.tokens.check_training()?;
-        self.decide(Pass::RouteTrain, input, names, counters)
+        let given = Given::Host(input, names);
+        self.decide(Pass::RouteTrain, &given, counters)?.read(names)
     }
 
     /// Rows that each rank's tokens have for each expert with weights, as
@@ -115,7 +154,19 @@ impl MeshLayer {
         input: &Input<'_>,
         counters: Counters,
     ) -> Result<Vec<Vec<u64>>, EngineError> {
-        let output = self.route_train(input, &["counts"], counters)?;
+        self.loads_of(&self.route_train(input, &["counts"], counters)?)
+    }
+
+    /// The same as [`MeshLayer::forward`] would route them.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::route`].
+    pub fn evaluation_loads(&self, input: &Input<'_>) -> Result<Vec<Vec<u64>>, EngineError> {
+        self.loads_of(&self.route(input, &["counts"])?)
+    }
+
+    /// Of every rank, from this one's `counts`.
+    pub(super) fn loads_of(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
         let travel = own.take(self.tokens.spec().shape.experts);
@@ -124,19 +175,18 @@ impl MeshLayer {
         Ok(self.mesh.groups().world.gather_numbers(&rows, &call)?)
     }
 
-    fn decide(
+    pub(super) fn decide(
         &self,
         pass: Pass,
-        input: &Input<'_>,
-        names: &[&str],
+        given: &Given<'_>,
         counters: Counters,
-    ) -> Result<Output, EngineError> {
+    ) -> Result<Run<'_>, EngineError> {
         let view = self.view();
         let segments = &view.routing[usize::from(pass.trains())];
         let mut run = self.call(view, Both::same(Wire::Exact))?;
-        run.begin(pass, segments, input, names, counters)?;
+        run.begin(pass, segments, given, counters)?;
         run.run(segments, |_, _| Ok(()))?;
-        run.read(names)
+        Ok(run)
     }
 
     /// Runs the layer forward as in training, reads back the named outputs, and keeps what
@@ -151,19 +201,32 @@ impl MeshLayer {
         names: &[&str],
         counters: Counters,
     ) -> Result<(Output, MeshSaved), EngineError> {
+        let run = self.train(&Given::Host(input, names), counters)?;
+        let output = run.read(names)?;
+        Ok((output, self.saved(run)))
+    }
+
+    pub(super) fn train(
+        &self,
+        given: &Given<'_>,
+        counters: Counters,
+    ) -> Result<Run<'_>, EngineError> {
         self.tokens.check_training()?;
         let view = self.view();
-        let wire = self.strategy.wire;
-        let mut run = self.call(view, wire)?;
+        let mut run = self.call(view, self.strategy.wire)?;
         run.idle_weights = Some(&view.idle_weights);
         let forward = &view.passes.forward;
-        run.begin(Pass::Train, forward, input, names, counters)?;
+        run.begin(Pass::Train, forward, given, counters)?;
         run.lend(false)?;
         run.run(forward, |side, rows| {
             let layer = side.layer;
             side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
         })?;
-        let output = run.read(names)?;
+        Ok(run)
+    }
+
+    /// What a pass that trains keeps.
+    pub(super) fn saved(&self, run: Run<'_>) -> MeshSaved {
         let Run {
             tokens,
             experts,
@@ -177,8 +240,9 @@ impl MeshLayer {
         let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
-        let saved = MeshSaved {
-            wire,
+        let view = self.view();
+        MeshSaved {
+            wire: self.strategy.wire,
             form: view.form,
             passes: Arc::clone(&view.passes),
             tokens,
@@ -187,8 +251,7 @@ impl MeshLayer {
             shadows: shadows.and_then(Side::into_saved),
             shadow_weights,
             shared: shared.and_then(Side::into_saved).zip(neighbours),
-        };
-        Ok((output, saved))
+        }
     }
 
     /// Runs the layer backward from this rank's `dy`: returns `dx` and
@@ -206,6 +269,20 @@ impl MeshLayer {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
+        let run = self.back(saved, &Dy::Host(dy), accumulate)?;
+        let mut names = self.tokens.input_gradients();
+        if run.hop.as_ref().is_some_and(Hop::counts_backward) {
+            names.push(SATURATED);
+        }
+        run.read(&names)
+    }
+
+    pub(super) fn back<'l>(
+        &'l self,
+        saved: &'l MeshSaved,
+        dy: &Dy<'_>,
+        accumulate: bool,
+    ) -> Result<Run<'l>, EngineError> {
         let view = self
             .views
             .get(&saved.form)
@@ -216,29 +293,10 @@ impl MeshLayer {
         }
         let mut run = self.call(view, saved.wire)?;
         run.own = Arc::clone(&saved.rows.own);
-        run.lend(true)?;
-        run.lend_shadows_back(saved.shadow_weights.as_ref())?;
-        run.tokens.back(&saved.tokens, accumulate)?;
-        run.experts.back(&saved.experts, accumulate)?;
-        if let (Some(side), Some(kept)) = (&mut run.shadows, &saved.shadows) {
-            side.back(kept, accumulate)?;
-        }
-        run.begin_gradients(accumulate)?;
-        run.begin_shadow_gradients(accumulate)?;
-        if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
-            side.back(kept, accumulate)?;
-            run.neighbours = Some(neighbours.clone());
-        }
-        run.tokens.layer.check_dy(saved.tokens(), dy)?;
-        let staged = run.tokens.named("dy").expect("training plans have dy");
-        self.tokens.device.upload(&dy.data, staged, 0)?;
+        run.begin_back(saved, dy, accumulate)?;
         run.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
-        let mut names = self.tokens.input_gradients();
-        if packing.is_some_and(Packing::counts_backward) {
-            names.push(SATURATED);
-        }
-        run.read(&names)
+        Ok(run)
     }
 
     /// A call whose rows are so between nodes.
@@ -264,43 +322,90 @@ impl MeshLayer {
             own: Arc::default(),
             rows: None,
             neighbours: None,
+            exchanged: &view.exchanged,
+            beside: Beside::default(),
             under_way: Vec::new(),
             recorder: self.recorder.as_deref(),
         })
     }
 }
 
-impl Run<'_> {
+impl<'l> Run<'l> {
     /// Puts the inputs of this rank's tokens where kernels read them.
     fn begin(
         &mut self,
         pass: Pass,
         segments: &[Segment],
-        input: &Input<'_>,
-        names: &[&str],
+        given: &Given<'_>,
         counters: Counters,
     ) -> Result<(), EngineError> {
-        let layer = self.tokens.layer;
-        let names = &*of_layer(names);
-        layer.check_outputs(pass, names)?;
-        let census = self.census(segments, input.tokens)?;
-        let most = census.map_or(input.tokens, |census| census.most);
+        let (layer, tokens) = (self.tokens.layer, given.tokens());
+        match given {
+            Given::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
+            Given::Raw(call) => {
+                let ports = [Role::Input, Role::Output];
+                self.take((tokens, call.tensors), layer.inputs(pass), ports)?;
+            }
+        }
+        let census = self.census(segments, tokens)?;
+        let most = census.map_or(tokens, |census| census.most);
         let before = census.map_or(0, |census| census.before) as u64;
         let counters = Counters {
             first_token: counters.first_token + before,
             ..counters
         };
-        let tokens = (input.tokens, most);
-        let scalars = layer.scalars_among(pass, counters, tokens, input.capacity_factor)?;
+        let factor = given.capacity_factor();
+        let scalars = layer.scalars_among(pass, counters, (tokens, most), factor)?;
         match pass {
             Pass::Train => self.tokens.train(scalars)?,
             _ => self.tokens.pass(scalars)?,
         }
-        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
-        layer.stage(pass, input, names, buffer)
+        match given {
+            Given::Host(input, names) => {
+                let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+                layer.stage(pass, input, &of_layer(names), buffer)
+            }
+            Given::Raw(_) => self.bring(),
+        }
     }
 
-    fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
+    /// Makes room on all sides for a pass back, and puts `dy` where kernels read it.
+    fn begin_back(
+        &mut self,
+        saved: &'l MeshSaved,
+        dy: &Dy<'_>,
+        accumulate: bool,
+    ) -> Result<(), EngineError> {
+        let (layer, tokens) = (self.tokens.layer, saved.tokens());
+        layer.check_saved(&saved.tokens)?;
+        if let Dy::Raw(tensors) = dy {
+            let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
+            self.take((tokens, tensors), inputs.as_slice(), ports)?;
+        }
+        self.lend(true)?;
+        self.lend_shadows_back(saved.shadow_weights.as_ref())?;
+        self.tokens.back(&saved.tokens, accumulate)?;
+        self.experts.back(&saved.experts, accumulate)?;
+        if let (Some(side), Some(kept)) = (&mut self.shadows, &saved.shadows) {
+            side.back(kept, accumulate)?;
+        }
+        self.begin_gradients(accumulate)?;
+        self.begin_shadow_gradients(accumulate)?;
+        if let (Some(side), Some((kept, neighbours))) = (&mut self.shared, &saved.shared) {
+            side.back(kept, accumulate)?;
+            self.neighbours = Some(neighbours.clone());
+        }
+        match dy {
+            Dy::Host(dy) => {
+                layer.check_dy(tokens, dy)?;
+                let staged = self.tokens.named("dy").expect("training plans have dy");
+                Ok(layer.device.upload(&dy.data, staged, 0)?)
+            }
+            Dy::Raw(_) => self.bring(),
+        }
+    }
+
+    pub(super) fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
         let tokens = self.tokens.scalars().tokens();
         let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
         let own = of_layer(names);

@@ -3,6 +3,7 @@
 use super::groups::{Between, Groups, Mesh};
 use super::neighbours::Neighbours;
 use super::passes::{SHADOWED, SLICED, Segment, pieces};
+use super::raw::Beside;
 use super::route::{Course, Load};
 use super::rows::{OwnRows, Piece, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
@@ -21,6 +22,7 @@ use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, ShadowMode
 use moesaic_plan::{TensorId, Way};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
@@ -55,6 +57,10 @@ pub(super) struct Run<'l> {
     pub own: Arc<OwnRows>,
     pub rows: Option<Rows>,
     pub neighbours: Option<Neighbours>,
+    /// Tensors of the tokens' side that exchanges move.
+    pub exchanged: &'l BTreeSet<TensorId>,
+    /// What a raw call has of them.
+    pub beside: Beside,
     /// Exchanges that are not waited for yet, in their order.
     pub under_way: Vec<UnderWay>,
     /// Where rows are packed for other nodes.

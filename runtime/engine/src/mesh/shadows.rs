@@ -269,7 +269,12 @@ impl Run<'_> {
         self.plan.shadows.as_ref().expect(SHADOWED)
     }
 
-    fn copy_bytes(&self, from: Bytes<'_>, to: Bytes<'_>, bytes: usize) -> Result<(), EngineError> {
+    pub(super) fn copy_bytes(
+        &self,
+        from: Bytes<'_>,
+        to: Bytes<'_>,
+        bytes: usize,
+    ) -> Result<(), EngineError> {
         let copy = RowCopy {
             from: from.0,
             from_offset: from.1,

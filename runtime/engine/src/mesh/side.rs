@@ -6,7 +6,7 @@ use crate::layer::{Layer, Turn};
 use crate::memory::{Addresses, Buffers};
 use crate::training::Saved;
 use moesaic_plan::{Piece, TensorId};
-use moesaic_target::Buffer;
+use moesaic_target::{Buffer, Ptr};
 use std::sync::Arc;
 
 /// A side of one call. The layer takes no other call meanwhile.
@@ -19,6 +19,8 @@ pub(super) struct Side<'l> {
     pub lent: Buffers,
     /// Weights of shadows that stay from forward to backward.
     pub staying: Buffers,
+    /// Tensors that lie where a raw call has them, of which no exchange moves any.
+    pub given: Vec<(TensorId, Ptr)>,
     /// Room for the addresses of some of the rows.
     piece: Addresses,
     /// Whether gradients of weights of some of the rows are there.
@@ -51,6 +53,7 @@ impl<'l> Side<'l> {
             scalars: None,
             lent: Buffers::default(),
             staying: Buffers::default(),
+            given: Vec::new(),
             piece: Addresses::default(),
             begun: false,
         }
@@ -62,6 +65,7 @@ impl<'l> Side<'l> {
         self.scalars = Some(scalars);
         self.layer.lay_passing(&mut self.workspaces);
         self.workspaces.addresses.lay(&self.lent);
+        self.workspaces.addresses.give(&self.given);
         Ok(())
     }
 
@@ -69,7 +73,8 @@ impl<'l> Side<'l> {
     pub fn train(&mut self, scalars: Scalars) -> Result<(), EngineError> {
         let (layer, tokens) = (self.layer, scalars.tokens());
         layer.reserve_training(&mut self.workspaces.every, tokens)?;
-        let saved = layer.saved(tokens, scalars)?;
+        let mut saved = layer.saved(tokens, scalars)?;
+        saved.kept.given.extend_from_slice(&self.given);
         layer.lay_saved(&mut self.workspaces, &saved);
         self.workspaces.addresses.lay(&self.lent);
         self.workspaces.addresses.lay(&self.staying);
@@ -86,6 +91,7 @@ impl<'l> Side<'l> {
         layer.lay_saved(&mut self.workspaces, saved);
         self.workspaces.addresses.lay(&self.lent);
         self.workspaces.addresses.lay(&self.staying);
+        self.workspaces.addresses.give(&self.given);
         self.scalars = Some(saved.scalars().accumulating(accumulate));
         self.kept = Kept::Before(saved);
         Ok(())

@@ -1,15 +1,17 @@
 //! What a rank runs in a form: at a number of ways, with so many shadows.
 
 use super::passes::{Launched, Passes, SHADOWED, SLICED, Segment, segments};
+use super::raw::exchanged;
 use super::shadows::IdleWeights;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
 use crate::texts::Texts;
 use crate::trace::Recorder;
+use moesaic_plan::TensorId;
 use moesaic_plan::{self as plan, LayerPlan, Pieces, RankPlan, RankStep, Role, Step, Strategy};
 use moesaic_tensor::Tensors;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// A plan and its steps, bound, over the layers of a rank's sides: those that hold its
@@ -31,6 +33,8 @@ pub(super) struct View {
     pub passes: Arc<Passes>,
     /// Of an evaluation, and of a pass that trains.
     pub routing: [Vec<Segment>; 2],
+    /// Tensors of the tokens' side that exchanges move.
+    pub exchanged: BTreeSet<TensorId>,
 }
 
 /// What of a strategy makes other kernels.
@@ -71,6 +75,7 @@ impl View {
             experts: None,
             shadows: None,
             idle_weights: Arc::default(),
+            exchanged: exchanged(&plan),
             plan,
         })
     }

@@ -92,9 +92,9 @@ impl Packing {
         })
     }
 
-    /// Whether a backward pass counts what is too large.
-    pub fn counts_backward(&self) -> bool {
-        self.wire.backward == Wire::F16
+    /// Where [`SATURATED`] of the call lies.
+    pub fn saturated(&self) -> &Arc<Buffer> {
+        &self.saturated
     }
 }
 
@@ -117,6 +117,11 @@ pub(super) struct Coming {
 }
 
 impl Hop<'_> {
+    /// Whether a backward pass counts what is too large.
+    pub fn counts_backward(&self) -> bool {
+        self.packing.wire.backward == Wire::F16
+    }
+
     /// Memory for so many rows on the wire, which nothing under way has.
     pub fn room(&mut self, rows: usize) -> Result<Room, EngineError> {
         let mut room = self.rooms.pop().unwrap_or_default();

@@ -1,0 +1,82 @@
+//! Steps on device memory that someone else owns. They are timed on the device: the next step
+//! waits for the end of this one to learn what it took, and nothing else does.
+
+use crate::layer::Pass;
+use crate::{AdaptiveLayer, AdaptiveSaved, Calls};
+use moesaic_engine::{Counters, EngineError, MeshLayer, RawBackward, RawCall};
+use std::sync::Arc;
+
+impl AdaptiveLayer {
+    /// As [`MeshLayer::forward_raw`], with the strategy that the tuner chooses for evaluations.
+    ///
+    /// # Safety
+    /// As [`MeshLayer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`MeshLayer::forward_raw`].
+    pub unsafe fn forward_raw(&mut self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        let asked = (Calls::Evaluation, call.tokens, call.capacity_factor);
+        // SAFETY: what the caller vouches for is the same.
+        let chosen = self.choose(asked, |layer| unsafe { layer.loads_raw(call, None) })?;
+        // SAFETY: as above.
+        let ((), pass) = timed(&self.layer, |layer| unsafe { layer.forward_raw(call) })?;
+        self.took(chosen, [pass]);
+        Ok(())
+    }
+
+    /// As [`MeshLayer::forward_train_raw`], with the strategy that the tuner chooses.
+    ///
+    /// # Safety
+    /// As [`MeshLayer::forward_train_raw`].
+    ///
+    /// # Errors
+    /// As [`MeshLayer::forward_train_raw`].
+    pub unsafe fn forward_train_raw(
+        &mut self,
+        call: &RawCall<'_>,
+        counters: Counters,
+    ) -> Result<AdaptiveSaved, EngineError> {
+        let asked = (Calls::Training, call.tokens, call.capacity_factor);
+        // SAFETY: what the caller vouches for is the same.
+        let loads = |layer: &MeshLayer| unsafe { layer.loads_raw(call, Some(counters)) };
+        let chosen = self.choose(asked, loads)?;
+        // SAFETY: as above.
+        let train = |layer: &MeshLayer| unsafe { layer.forward_train_raw(call, counters) };
+        let (saved, forward) = timed(&self.layer, train)?;
+        Ok(AdaptiveSaved {
+            saved,
+            chosen,
+            forward,
+        })
+    }
+
+    /// As [`MeshLayer::backward_raw`], of a forward pass of this layer.
+    ///
+    /// # Safety
+    /// As [`MeshLayer::backward_raw`].
+    ///
+    /// # Errors
+    /// As [`MeshLayer::backward_raw`].
+    pub unsafe fn backward_raw(
+        &mut self,
+        saved: &AdaptiveSaved,
+        call: &RawBackward<'_>,
+    ) -> Result<(), EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        let back = |layer: &MeshLayer| unsafe { layer.backward_raw(&saved.saved, call) };
+        let ((), pass) = timed(&self.layer, back)?;
+        self.took(saved.chosen.clone(), [saved.forward.clone(), pass]);
+        Ok(())
+    }
+}
+
+/// A pass, and what it takes the device.
+fn timed<T>(
+    layer: &MeshLayer,
+    pass: impl FnOnce(&MeshLayer) -> Result<T, EngineError>,
+) -> Result<(T, Pass), EngineError> {
+    let start = layer.moment()?;
+    let result = pass(layer)?;
+    let moments = [start, layer.moment()?];
+    Ok((result, Pass::Between(Arc::new(moments))))
+}

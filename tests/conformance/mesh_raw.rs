@@ -1,0 +1,485 @@
+//! Calls of ranks on device memory of their callers: the bytes of calls on host memory.
+
+use super::arranged::{grid, near_everywhere, ranks};
+use super::case::{Case, host};
+use super::layers::engine as cpu;
+use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, shares, sliced, spec};
+use super::mesh_placed::scattered;
+use super::simulated::open;
+use super::trained::COUNTERS;
+use moesaic::mesh::{MeshSaved, Split, Wire};
+use moesaic::plan::{Role, SATURATED};
+use moesaic::target::{Buffer, Ptr};
+use moesaic::tune::{AdaptiveLayer, Calls, Event, Options, Predict, Space, Tuner, What};
+use moesaic::{Engine, EngineError, Input, MeshLayer, Output, RawBackward, RawCall};
+use moesaic::{Parallel, Tensor, Tensors, Training};
+use std::collections::BTreeMap;
+
+/// Tensors by name, as bytes.
+type Bytes = BTreeMap<String, Vec<u8>>;
+
+/// What a rank's calls gave: of an evaluation, of routing, of a pass that trains, of the pass
+/// back; and gradients of weights, before and after ranks add them up.
+#[derive(Debug, PartialEq)]
+struct Found {
+    passes: [Bytes; 4],
+    gradients: [Tensors<'static>; 2],
+}
+
+impl Found {
+    fn new(layer: &MeshLayer, passes: [Bytes; 4]) -> Result<Found, EngineError> {
+        let own = layer.gradients()?;
+        layer.reduce_gradients()?;
+        let gradients = [own, layer.gradients()?];
+        Ok(Found { passes, gradients })
+    }
+}
+
+/// What is asked of a rank.
+struct Asked<'a> {
+    layer: &'a MeshLayer,
+    input: Input<'static>,
+    dy: Tensor<'static>,
+    /// What each pass of [`Found`] is asked for.
+    names: [Vec<String>; 4],
+}
+
+/// What gate and scan decide; exchanges move some of it.
+const DECIDED: [&str; 5] = ["topk_ids", "topk_weights", "counts", "offsets", "capacity"];
+
+impl<'a> Asked<'a> {
+    fn new(layer: &'a MeshLayer, case: &Case) -> Asked<'a> {
+        let tokens = &shares(case.input.tokens, layer.mesh().parallel().ranks());
+        let tokens = &tokens[layer.mesh().rank()];
+        let width = case.spec.output_dim();
+        let dy = &case.dy(5)[tokens.start * width..tokens.end * width];
+        Asked {
+            input: part(case, tokens).input(),
+            dy: host(case.spec.precision.activations, &[tokens.len(), width], dy),
+            names: asked(layer),
+            layer,
+        }
+    }
+
+    fn by_host(&self) -> Result<Found, EngineError> {
+        let (layer, input) = (self.layer, &self.input);
+        let names = |pass: usize| -> Vec<&str> { self.names[pass].iter().map(|n| &**n).collect() };
+        let of = |pass: usize, output: Output| -> Bytes {
+            let bytes = |name: &String| output.get(name).unwrap().data.to_vec();
+            let names = self.names[pass].iter();
+            names.map(|name| (name.clone(), bytes(name))).collect()
+        };
+        let evaluation = layer.forward_with(input, &names(0))?;
+        let routing = layer.route(input, &names(1))?;
+        let (output, saved) = layer.forward_train(input, &names(2), COUNTERS)?;
+        let back = layer.backward(&saved, &self.dy, false)?;
+        let passes = [
+            of(0, evaluation),
+            of(1, routing),
+            of(2, output),
+            of(3, back),
+        ];
+        Found::new(layer, passes)
+    }
+
+    fn inputs(&self, engine: &Engine) -> Memory {
+        let tensors = self.input.tensors.iter();
+        Memory::holding(
+            engine,
+            tensors.map(|(name, tensor)| (&**name, &*tensor.data)),
+        )
+    }
+
+    fn results(&self, engine: &Engine, pass: usize) -> Memory {
+        let bytes = |name: &str| -> Vec<u8> {
+            let tensor = self.layer.plan().tokens.tensor(name);
+            let bytes = tensor.map_or(8, |tensor| tensor.bytes(self.input.tokens as u64));
+            vec![0x7F; bytes as usize]
+        };
+        let names = self.names[pass].iter();
+        let all: Vec<(&str, Vec<u8>)> = names.map(|name| (&**name, bytes(name))).collect();
+        Memory::holding(engine, all.iter().map(|(name, bytes)| (*name, &**bytes)))
+    }
+
+    fn call<'c>(&self, tensors: &'c [(&'c str, Ptr)]) -> RawCall<'c> {
+        RawCall {
+            tokens: self.input.tokens,
+            tensors,
+            capacity_factor: self.input.capacity_factor,
+        }
+    }
+
+    /// A pass that trains on memory that stays with the result.
+    fn train(&self, engine: &Engine) -> Result<(MeshSaved, [Memory; 2]), EngineError> {
+        let memory = [self.inputs(engine), self.results(engine, 2)];
+        let tensors = memory[0].and(&memory[1]);
+        let call = self.call(&tensors);
+        // SAFETY: memory is of the plan's sizes, ids are those that host calls have checked, and
+        // memory outlives downloads of results, which wait.
+        let saved = unsafe { self.layer.forward_train_raw(&call, COUNTERS)? };
+        Ok((saved, memory))
+    }
+
+    /// `dx` and the like of a pass back.
+    fn back(&self, engine: &Engine, saved: &MeshSaved) -> Result<Bytes, EngineError> {
+        let (dy, back) = (
+            Memory::holding(engine, [("dy", &*self.dy.data)]),
+            self.results(engine, 3),
+        );
+        let call = RawBackward {
+            tensors: &dy.and(&back),
+            accumulate: false,
+        };
+        // SAFETY: as above.
+        unsafe { self.layer.backward_raw(saved, &call)? };
+        Ok(back.bytes(engine))
+    }
+
+    fn by_address(&self, engine: &Engine) -> Result<Found, EngineError> {
+        let inputs = self.inputs(engine);
+        let [evaluated, routed] = [0, 1].map(|pass| self.results(engine, pass));
+        let [evaluation, routing] = [&evaluated, &routed].map(|results| inputs.and(results));
+        // SAFETY: as above.
+        unsafe {
+            self.layer.forward_raw(&self.call(&evaluation))?;
+            self.layer.route_raw(&self.call(&routing))?;
+        }
+        let (saved, trained) = self.train(engine)?;
+        let back = self.back(engine, &saved)?;
+        let passes = [&evaluated, &routed, &trained[1]].map(|memory| memory.bytes(engine));
+        let [evaluated, routed, trained] = passes;
+        Found::new(self.layer, [evaluated, routed, trained, back])
+    }
+}
+
+/// What each pass of a layer is asked for.
+fn asked(layer: &MeshLayer) -> [Vec<String>; 4] {
+    let plan = &layer.plan().tokens;
+    let wire = layer.strategy().wire;
+    let f16 = [wire.forward, wire.forward, wire.backward].map(|wire| wire == Wire::F16);
+    let names = |names: &[&str], counts: bool| -> Vec<String> {
+        let given = |name: &str| plan.tensor(name).is_none_or(|t| t.role == Role::Input);
+        let there = names.iter().filter(|name| !given(name));
+        let counted = counts.then_some(&SATURATED);
+        there.chain(counted).map(ToString::to_string).collect()
+    };
+    let of = |role| -> Vec<&str> {
+        let tensors = plan.tensors.iter().filter(|tensor| tensor.role == role);
+        tensors.map(|tensor| &*tensor.name).collect()
+    };
+    let losses = of(Role::Output).into_iter();
+    let losses: Vec<&str> = losses.filter(|name| name.starts_with("loss.")).collect();
+    let evaluated = [&["y"][..], &DECIDED].concat();
+    [
+        names(&evaluated, f16[0]),
+        names(&DECIDED, false),
+        names(&[evaluated, losses].concat(), f16[1]),
+        names(&of(Role::InputGradient), f16[2]),
+    ]
+}
+
+/// A caller's memory.
+struct Memory(Vec<(String, Buffer, usize)>);
+
+impl Memory {
+    fn holding<'t>(
+        engine: &Engine,
+        tensors: impl IntoIterator<Item = (&'t str, &'t [u8])>,
+    ) -> Memory {
+        let held = tensors.into_iter().map(|(name, bytes)| {
+            let buffer = engine.device().alloc(bytes.len()).unwrap();
+            engine.device().upload(bytes, &buffer, 0).unwrap();
+            (name.to_string(), buffer, bytes.len())
+        });
+        Memory(held.collect())
+    }
+
+    /// The addresses of both.
+    fn and<'m>(&'m self, other: &'m Memory) -> Vec<(&'m str, Ptr)> {
+        let all = self.0.iter().chain(&other.0);
+        all.map(|(name, buffer, _)| (&**name, buffer.ptr()))
+            .collect()
+    }
+
+    fn bytes(&self, engine: &Engine) -> Bytes {
+        let read = |(name, buffer, bytes): &(String, Buffer, usize)| {
+            let mut host = vec![0; *bytes];
+            engine.device().download(buffer, 0, &mut host).unwrap();
+            (name.clone(), host)
+        };
+        self.0.iter().map(read).collect()
+    }
+}
+
+/// Holds calls on device memory against calls on host memory, on every rank.
+pub fn check(ranks: &impl Ranks, grid: impl Into<Grid>, case: &Case) {
+    let grid = grid.into();
+    ranks.each(grid.parallel, |engine, mesh| {
+        let layer = grid.layer(engine, mesh, case, Some(Training::default()));
+        let asked = Asked::new(&layer, case);
+        let what = format!("rank {} of {grid:?}, {}", mesh.rank(), case.describe());
+        let failed = |error: EngineError| panic!("{what}: {error}");
+        let want = asked.by_host().unwrap_or_else(failed);
+        let found = asked.by_address(engine).unwrap_or_else(failed);
+        for (pass, (found, want)) in found.passes.iter().zip(&want.passes).enumerate() {
+            assert!(found.keys().eq(want.keys()), "{what}");
+            for (name, want) in want {
+                assert!(found[name] == *want, "`{name}` of pass {pass}, {what}");
+            }
+        }
+        assert!(found.gradients == want.gradients, "gradients of {what}");
+    });
+}
+
+/// A layer with all that ranks do together: shared experts under a gate, a loss over ranks, a
+/// capacity that they agree on.
+const ALL: &str = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
+     router = { renormalize = 'sum' }
+     experts = { bias = true }
+     capacity = { mode = 'max-count' }
+     losses = [{ kind = 'global', coefficient = 0.3 }, { kind = 'switch', coefficient = 0.1 }]
+     shared = [{ hidden_dim = 12, gate = 'sigmoid' }]";
+
+const PLAIN: &str = "shape = { model_dim = 24, hidden_dim = 24, experts = 6, top_k = 3 }
+     experts = { bias = true }
+     shared = [{ hidden_dim = 8, gate = 'sigmoid' }]";
+
+#[test]
+fn calls_on_device_memory_are_calls_on_host_memory() {
+    let engine = cpu();
+    let case = Case::random(&spec(ALL), 41, 2);
+    for parallel in [
+        mesh(1, 1, 1),
+        mesh(3, 1, 1),
+        mesh(2, 2, 1),
+        mesh(2, 1, 2),
+        sliced(1, 2, 1),
+        sliced(2, 2, 1),
+    ] {
+        check(&engine, parallel, &case);
+    }
+    // Two tokens on three ranks, and none.
+    for tokens in [2, 0] {
+        let case = Case::random(&spec(ALL), tokens, 3);
+        check(&engine, mesh(3, 1, 1), &case);
+        check(&engine, sliced(1, 2, 1), &case);
+    }
+}
+
+#[test]
+fn whatever_the_router_is() {
+    let engine = cpu();
+    for text in [
+        "shape = { model_dim = 16, hidden_dim = 12, experts = 7, top_k = 3, output_dim = 9 }
+         router = { kind = 'external' }
+         precision = { weights = 'bf16', activations = 'bf16' }",
+        // The layer rescales the caller's weights where they lie.
+        "shape = { model_dim = 16, hidden_dim = 12, experts = 4, top_k = 2 }
+         router = { kind = 'external' }
+         capacity = { mode = 'factor', factor = 0.75, renormalize_after_drop = true }",
+        "shape = { model_dim = 8, hidden_dim = 8, experts = 4, top_k = 2 }
+         router = { kind = 'table', table_rows = 11 }",
+        "shape = { model_dim = 17, hidden_dim = 8, experts = 6, top_k = 2 }
+         router = { token_mask = true, noise = 1.5, noise_kind = 'gaussian' }
+         losses = [{ kind = 'global', coefficient = 0.5 }]",
+    ] {
+        let case = Case::random(&spec(text), 30, 7);
+        check(&engine, mesh(2, 1, 1), &case);
+        check(&engine, mesh(1, 2, 1), &case);
+    }
+}
+
+#[test]
+fn whatever_the_strategy_is() {
+    let engine = cpu();
+    let case = Case::random(&spec(PLAIN), 41, 2);
+    for (parallel, strategy) in [
+        (mesh(4, 1, 1), "shadows=2"),
+        (mesh(4, 1, 1), "degree=2,route=once,shadows=1"),
+        (mesh(2, 2, 1), "ways=1"),
+        (mesh(2, 2, 1), "ways=0"),
+        (sliced(2, 2, 1), "ways=1,degree=3/2"),
+        (mesh(4, 1, 1), "degree=2/3,route=concurrent,wire=f16"),
+        (mesh(4, 1, 1), "route=once,wire=bf16/f16"),
+        (mesh(4, 1, 1), "wire=f16/exact"),
+    ] {
+        let placement = scattered(parallel.ep, 6, 11, Split::Even);
+        let placement = (parallel.shards == 1).then_some(&placement);
+        check(&ranks(&engine, placement), grid(parallel, strategy), &case);
+    }
+}
+
+#[test]
+fn on_simulated_gpus() {
+    for target in ["sim:sm_90a", "sim:gfx942"] {
+        let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }
+             shared = [{ hidden_dim = 8, gate = 'sigmoid' }]";
+        let case = Case::random(&spec(text), 19, 6);
+        check(&open(target), sliced(1, 2, 1), &case);
+    }
+}
+
+/// What one call keeps the other takes, in either order.
+#[test]
+fn passes_of_both_kinds_go_together() {
+    let engine = cpu();
+    let case = Case::random(&spec(PLAIN), 41, 2);
+    on_ranks(&engine, sliced(1, 2, 1), |mesh| {
+        let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
+        let asked = Asked::new(&layer, &case);
+        let train = || layer.forward_train(&asked.input, &["y"], COUNTERS);
+        let (_, by_host) = train().unwrap();
+        let want = layer.backward(&by_host, &asked.dy, false).unwrap();
+        let gradients = layer.gradients().unwrap();
+        let dx = want.get("dx").unwrap().data.to_vec();
+        assert_eq!(asked.back(&engine, &by_host).unwrap()["dx"], dx);
+        assert_eq!(layer.gradients().unwrap(), gradients);
+
+        let (by_address, _memory) = asked.train(&engine).unwrap();
+        let found = layer.backward(&by_address, &asked.dy, false).unwrap();
+        assert_eq!(found.get("dx"), want.get("dx"));
+        assert_eq!(layer.gradients().unwrap(), gradients);
+    });
+}
+
+/// A call that cannot be is an error on the rank before ranks exchange anything, so that all may
+/// go on that were told the same.
+#[test]
+fn what_cannot_be_is_said_before_ranks_exchange() {
+    for (engine, gpu) in [(cpu(), false), (open("sim:gfx942"), true)] {
+        let case = Case::random(&spec(PLAIN), 12, 2);
+        let errors = on_ranks(&engine, mesh(2, 1, 1), |mesh| {
+            let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
+            let asked = Asked::new(&layer, &case);
+            let (saved, memory) = asked.train(&engine).unwrap();
+            let other = layer_on(&engine, mesh, &case, Some(Training::default()));
+            let at = |name: &str| {
+                let mut held = memory[0].0.iter().chain(&memory[1].0);
+                held.find(|(held, ..)| held == name).unwrap().1.ptr()
+            };
+            let (x, y) = (at("x"), at("y"));
+            let forward = |tensors: &[(&str, Ptr)]| {
+                let call = RawCall {
+                    tokens: asked.input.tokens,
+                    tensors,
+                    ..RawCall::default()
+                };
+                // SAFETY: nothing is launched.
+                unsafe { layer.forward_raw(&call) }.unwrap_err().to_string()
+            };
+            let back = |layer: &MeshLayer, tensors: &[(&str, Ptr)]| {
+                let call = RawBackward {
+                    tensors,
+                    accumulate: false,
+                };
+                // SAFETY: nothing is launched.
+                let error = unsafe { layer.backward_raw(&saved, &call) };
+                error.unwrap_err().to_string()
+            };
+            let errors = [
+                forward(&[("y", y)]),
+                forward(&[("x", Ptr(0)), ("y", y)]),
+                forward(&[("x", Ptr(x.0 + 2)), ("y", y)]),
+                forward(&[("x", x), ("y", y), ("experts.up.weight", y)]),
+                forward(&[("x", x), ("y", y), (SATURATED, Ptr(0))]),
+                back(&layer, &[("dx", y)]),
+                back(&layer, &[("dy", y), ("grad.experts.up.weight", y)]),
+                back(&other, &[("dy", y), ("dx", x)]),
+            ];
+            // Both ranks go on.
+            asked.back(&engine, &saved).unwrap();
+            errors
+        });
+        let alignment = if gpu { 16 } else { 4 };
+        let multiple = format!("is no multiple of {alignment} bytes");
+        for rank in errors {
+            for (error, part) in rank.iter().zip([
+                "input `x`: has no address",
+                "input `x`: lies at address 0",
+                &multiple,
+                "input `experts.up.weight`: stays in the layer's memory on a mesh; leave it out",
+                "input `wire.saturated`: lies at address 0",
+                "input `dy`: has no address",
+                "input `grad.experts.up.weight`: stays in the layer's memory on a mesh, where",
+                "the saved state is of another layer",
+            ]) {
+                assert!(error.contains(part), "{part}: {error}");
+            }
+        }
+    }
+}
+
+/// Steps and evaluations of ranks that choose how they carry them out, on device memory: `y`,
+/// `dx` and gradients of a layer that chooses nothing.
+pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner: &Tuner) {
+    ranks.each(parallel, |engine, mesh| {
+        let training = Some(Training::default());
+        let plain = layer_on(engine, mesh, case, training);
+        let asked = Asked::new(&plain, case);
+        let want = asked.by_host().unwrap();
+        let predict: Predict = Box::new(|_, _| Vec::new());
+        let layer = layer_on(engine, mesh, case, training);
+        let mut layer = AdaptiveLayer::new(layer, tuner.clone(), "this machine", predict);
+        let inputs = asked.inputs(engine);
+        let dy = Memory::holding(engine, [("dy", &*asked.dy.data)]);
+        for step in 0..8 {
+            let [evaluated, trained, back] = [0, 2, 3].map(|pass| asked.results(engine, pass));
+            let (evaluation, train) = (inputs.and(&evaluated), inputs.and(&trained));
+            let call = RawBackward {
+                tensors: &dy.and(&back),
+                accumulate: false,
+            };
+            // SAFETY: memory is of the plan's sizes, ids are those that host calls have
+            // checked, and downloads wait before anything is freed.
+            let chosen = unsafe {
+                layer.forward_raw(&asked.call(&evaluation)).unwrap();
+                let saved = layer.forward_train_raw(&asked.call(&train), COUNTERS);
+                let saved = saved.unwrap();
+                layer.backward_raw(&saved, &call).unwrap();
+                saved.strategy()
+            };
+            let found = [&evaluated, &trained, &back].map(|memory| memory.bytes(engine));
+            let want = [0, 2, 3].map(|pass| want.passes[pass].clone());
+            assert!(found == want, "step {step} with {chosen}");
+            assert_eq!(layer.layer().strategy(), chosen);
+        }
+        // Sums of gradients over pieces are in another order.
+        let gradients = [layer.layer().gradients().unwrap()];
+        near_everywhere("a step", case, &gradients, &want.gradients[..1]);
+        for calls in [Calls::Training, Calls::Evaluation] {
+            let events = layer.tuner().events().iter();
+            let tried = events.filter(|event| event.key.calls == calls && is_whole(event));
+            assert_eq!(tried.count(), 2, "{:?}", layer.tuner().events());
+        }
+    });
+}
+
+/// Whether a strategy is tried, but for the fastest passes of two together.
+fn is_whole(event: &Event) -> bool {
+    let What::Tried(strategy) = event.what else {
+        return false;
+    };
+    strategy.degree.forward == strategy.degree.backward
+}
+
+#[test]
+fn ranks_choose_how_they_carry_out_calls_on_device_memory() {
+    let case = Case::random(&spec(PLAIN), 41, 2);
+    check_adaptive(&cpu(), mesh(2, 1, 1), &case, &two_strategies());
+}
+
+/// Of a tuner that tries two strategies, with the same bytes.
+pub fn two_strategies() -> Tuner {
+    let options = Options {
+        samples: 1,
+        finals: 1,
+        drift: f64::INFINITY,
+        ..Options::default()
+    };
+    let space = Space {
+        ways: vec![1],
+        degrees: vec![1, 3],
+        ..Space::of(mesh(2, 1, 1), 0)
+    };
+    Tuner::new(options, space)
+}
