@@ -3,6 +3,7 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
+use crate::files::{Files, check_output};
 use crate::spec_source::LayerArgs;
 use crate::targets;
 use crate::training::TrainingArgs;
@@ -39,7 +40,7 @@ pub struct EmitArgs {
     /// The directory to write to, one folder per target; `-` is stdout
     #[arg(short, long, value_name = "DIR")]
     output: Option<PathBuf>,
-    /// Also write a typed Rust API of the layer to this file
+    /// Also write a typed Rust API of the layer to this file; `-` is stdout
     #[arg(long, value_name = "FILE")]
     rust: Option<PathBuf>,
     #[command(flatten)]
@@ -66,17 +67,45 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     for target in targets {
         sources.extend(layer_sources(&spec, target, &options)?);
     }
-    match args.output.as_deref() {
-        Some(dir) if dir.as_os_str() != "-" => write_all(dir, &sources, console)?,
-        _ => console.print(&listing(&sources, console))?,
+    let output = args.output.as_deref().filter(|dir| !is_stdout(dir));
+    args.check_files(output, &sources)?;
+    match output {
+        Some(dir) => write_all(dir, &sources, console)?,
+        None => console.print(&listing(&sources, console))?,
     }
     match &args.rust {
+        Some(file) if is_stdout(file) => console.print(&rust_source(&spec)?),
         Some(file) => write_rust(&spec, file, console),
         None => Ok(()),
     }
 }
 
+fn is_stdout(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// Where a kernel's text goes.
+fn place(dir: &Path, source: &KernelSource) -> PathBuf {
+    dir.join(source.target.file_name()).join(source.file_name())
+}
+
 impl EmitArgs {
+    /// Refuses outputs that are each other, or what the layer is read from.
+    fn check_files(&self, output: Option<&Path>, sources: &[KernelSource]) -> Result {
+        let rust = self.rust.iter().filter(|file| !is_stdout(file));
+        let kernels = output.into_iter();
+        let kernels = kernels.flat_map(|dir| sources.iter().map(|source| place(dir, source)));
+        if self.rust.as_deref().is_some_and(is_stdout) && output.is_none() && !sources.is_empty() {
+            let message = "--rust - and the kernels would both go to stdout";
+            return Err(Failure::input(message).hint("-o DIR writes kernels to files"));
+        }
+        for file in rust.clone() {
+            check_output("--rust", file)?;
+        }
+        let files = Files::new().layer(&self.layer).written("--rust", rust);
+        files.written("--output", kernels).check()
+    }
+
     /// Refuses what is about kernels where none are written.
     fn only_rust(&self) -> Result {
         let given = [
@@ -127,9 +156,9 @@ fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result 
     }
     let mut text = String::new();
     for source in sources {
-        let folder = dir.join(source.target.file_name());
-        fs::create_dir_all(&folder).map_err(|error| unwritable(&folder, &error))?;
-        let path = folder.join(source.file_name());
+        let path = place(dir, source);
+        let folder = path.parent().unwrap_or(dir);
+        fs::create_dir_all(folder).map_err(|error| unwritable(folder, &error))?;
         write_whole(&path, source.text.as_bytes()).map_err(|error| unwritable(&path, &error))?;
         text += &format!("{}\n", path.display());
     }

@@ -3,6 +3,7 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::files::Files;
 use crate::mesh;
 use crate::spec_source::{LayerArgs, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
@@ -83,6 +84,11 @@ pub struct PrecompileArgs {
 
 /// Compiles everything, then shows what happened.
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
+    Files::new()
+        .read("--spec", &args.spec)
+        .model(args.hf.as_deref())
+        .written("--output", &args.output)
+        .check()?;
     let specs = args.specs(console)?;
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;
