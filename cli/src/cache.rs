@@ -2,6 +2,7 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::files::check_output;
 use crate::precompile::most_registers;
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::Table;
@@ -11,6 +12,7 @@ use moesaic::cache::{Listed, OnBad, PruneRule, Verified};
 use moesaic::{Store, Target};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 /// List, check, prune, import or export cached kernels
@@ -113,8 +115,18 @@ pub fn execute(args: &CacheArgs, console: &Console) -> Result {
     }
 }
 
+/// The store, if it can be looked into: that a directory has no kernels is no news of one that
+/// is none.
+fn usable(args: &StoreArgs) -> Result<Arc<Store>> {
+    let store = args.find();
+    match store.trouble() {
+        Some(trouble) => Err(Failure::work(trouble)),
+        None => Ok(store),
+    }
+}
+
 fn list(args: &ListArgs, console: &Console) -> Result {
-    let store = args.store.open(console);
+    let store = usable(&args.store)?;
     let (kernels, tunings) = (store.list(), store.tunings());
     if args.json {
         let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
@@ -187,7 +199,7 @@ fn as_json(kernel: &Listed) -> Value {
 }
 
 fn verify(args: &VerifyArgs, console: &Console) -> Result {
-    let store = args.store.open(console);
+    let store = usable(&args.store)?;
     let on_bad = if args.remove {
         OnBad::Remove
     } else {
@@ -201,7 +213,6 @@ fn verify(args: &VerifyArgs, console: &Console) -> Result {
     }
     let left = verified.bad.iter().filter(|bad| !bad.removed).count();
     match left {
-        0 if store.trouble().is_some() => Err(Failure::work("nothing could be verified")),
         0 => Ok(()),
         n => Err(
             Failure::work(format!("{} damaged", units::count(n, "kernel"))).hint(
@@ -237,7 +248,7 @@ fn verified_json(verified: &Verified) -> Value {
 }
 
 fn prune(args: &PruneArgs, console: &Console) -> Result {
-    let store = args.store.open(console);
+    let store = usable(&args.store)?;
     let rule = PruneRule {
         max_bytes: args.max_bytes,
         max_age: args.older_than,
@@ -258,6 +269,26 @@ fn prune(args: &PruneArgs, console: &Console) -> Result {
         units::count(pruned.kept, "kernel"),
         units::bytes(pruned.kept_bytes)
     ))
+}
+
+impl ExportArgs {
+    /// Why there is nothing to export: the kernels are for other targets, or there are none.
+    fn nothing(&self, store: &Store) -> Failure {
+        let there = store.list().into_iter().map(|kernel| kernel.info.target);
+        let mut there: Vec<String> = there.map(|target| target.to_string()).collect();
+        there.sort();
+        there.dedup();
+        let of = match self.target.as_slice() {
+            [] => String::new(),
+            targets => format!(" for {}", targets.join(", ")),
+        };
+        let what = format!("no kernels{of} to export in {}", place(store));
+        let there = match there.as_slice() {
+            [] => String::new(),
+            targets => format!("; it has some for {}", targets.join(", ")),
+        };
+        Failure::input(what + &there).hint("`moesaic precompile` adds some")
+    }
 }
 
 fn import(args: &ImportArgs, console: &Console) -> Result {
@@ -288,12 +319,12 @@ fn check_pack(pack: &Path) -> Result {
 }
 
 fn export(args: &ExportArgs, console: &Console) -> Result {
-    let store = args.store.open(console);
+    let store = usable(&args.store)?;
+    check_output("the pack", &args.pack)?;
     let targets: Vec<Target> = targets::resolve(&args.target)?;
     let chosen = |kernel: &Listed| targets.is_empty() || targets.contains(&kernel.info.target);
     if !store.list().iter().any(chosen) {
-        let what = format!("no kernels to export in {}", place(&store));
-        return Err(Failure::input(what).hint("`moesaic precompile` adds some"));
+        return Err(args.nothing(&store));
     }
     let exported = store.export(&args.pack, chosen)?;
     if args.json {

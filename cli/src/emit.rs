@@ -3,6 +3,7 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
+use crate::files::{Files, check_output};
 use crate::rank::{self, OfRank, OneRankArgs};
 use crate::spec_source::LayerArgs;
 use crate::training::TrainingArgs;
@@ -41,7 +42,7 @@ pub struct EmitArgs {
     /// The directory to write to, one folder per target; `-` is stdout
     #[arg(short, long, value_name = "DIR")]
     output: Option<PathBuf>,
-    /// Also write a typed Rust API of the layer to this file
+    /// Also write a typed Rust API of the layer to this file; `-` is stdout
     #[arg(long, value_name = "FILE")]
     rust: Option<PathBuf>,
     #[command(flatten)]
@@ -81,14 +82,21 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     for target in targets {
         files.extend(args.files(&spec, target, &options)?);
     }
-    match args.output.as_deref() {
-        Some(dir) if dir.as_os_str() != "-" => write_all(dir, &files, console)?,
-        _ => console.print(&listing(&files, console))?,
+    let output = args.output.as_deref().filter(|dir| !is_stdout(dir));
+    args.check_files(output, &files)?;
+    match output {
+        Some(dir) => write_all(dir, &files, console)?,
+        None => console.print(&listing(&files, console))?,
     }
     match &args.rust {
+        Some(file) if is_stdout(file) => console.print(&rust_source(&spec)?),
         Some(file) => write_rust(&spec, file, console),
         None => Ok(()),
     }
+}
+
+fn is_stdout(path: &Path) -> bool {
+    path.as_os_str() == "-"
 }
 
 impl EmitArgs {
@@ -102,6 +110,27 @@ impl EmitArgs {
         let kernels = rank::kernels(&plan)?.into_iter();
         let file = |kernel: OfRank| File::of(&kernel.file_name(), &kernel.source);
         Ok(kernels.map(file).collect())
+    }
+
+    /// Refuses outputs that are each other, or what the layer is read from.
+    fn check_files(&self, output: Option<&Path>, kernels: &[File]) -> Result {
+        let rust = self.rust.iter().filter(|file| !is_stdout(file));
+        if self.rust.as_deref().is_some_and(is_stdout) && output.is_none() && !kernels.is_empty() {
+            let message = "--rust - and the kernels would both go to stdout";
+            return Err(Failure::input(message).hint("-o DIR writes kernels to files"));
+        }
+        let places = output.into_iter();
+        let places = places.flat_map(|dir| kernels.iter().map(|kernel| dir.join(&kernel.name)));
+        for file in rust.clone() {
+            check_output("--rust", file)?;
+        }
+        let files = Files::new()
+            .layer(&self.layer)
+            .read("--placement", self.rank.placement());
+        files
+            .written("--rust", rust)
+            .written("--output", places)
+            .check()
     }
 
     /// Refuses what is about kernels where none are written.

@@ -1,17 +1,21 @@
 //! `moesaic experts`: checkpoints whose number of experts changes.
 
 use crate::console::Console;
+use crate::emit;
 use crate::failure::{Failure, Result};
+use crate::files::{self, Files, check_output};
 use crate::keys::KeysArgs;
 use crate::mesh::parse_shared;
+use crate::shards::{self, Cut, Ordered};
 use crate::spec_source::read_spec;
 use clap::{Args, Subcommand};
 use moesaic::mesh::{Placement, PlacementError, SharedExperts};
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
-use moesaic::weights::{load_keys, write_safetensors, write_whole};
+use moesaic::weights::{load_keys, write_safetensors, write_safetensors_noted, write_whole};
 use moesaic::{LayerSpec, Parallel, Tensors};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
@@ -61,7 +65,7 @@ struct AddArgs {
     #[arg(long)]
     zero_down: bool,
     /// Let tokens come: new logits lie this far below those of the experts they copy
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_margin)]
     margin: Option<f32>,
     /// Tokens of a call for which a capacity by a factor is kept; no factor keeps it for all
     #[arg(long, value_name = "N")]
@@ -109,7 +113,7 @@ struct ShardArgs {
     /// Which ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if not said
     #[arg(long, value_name = "FILE")]
     placement: Option<PathBuf>,
-    /// Where rank-0.safetensors and so on go
+    /// Where rank-0.safetensors and so on go; rank-00.safetensors with more than ten ranks
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
 }
@@ -119,7 +123,7 @@ struct UnshardArgs {
     /// The spec of the whole layer (TOML)
     #[arg(long, value_name = "FILE")]
     spec: PathBuf,
-    /// Tensors of the ranks, in their order
+    /// Tensors of the ranks, which say whose they are; in the order of ranks if they do not
     #[arg(required = true, value_name = "FILE")]
     ranks: Vec<PathBuf>,
     /// Ranks among them that share each expert, along its hidden width
@@ -166,13 +170,27 @@ pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
     }
 }
 
+/// The output that no option names.
+const BESIDE: &str = "the spec beside --output";
+
 impl WholeArgs {
+    fn files(&self) -> Files {
+        Files::new()
+            .read("--spec", [&self.spec])
+            .checkpoint("--weights", Some(&self.weights))
+    }
+
     fn load(&self, console: &Console) -> Result<(LayerSpec, Tensors<'static>)> {
         Ok((read_spec(&self.spec, console)?, tensors(&self.weights)?))
     }
 }
 
 fn add(args: &AddArgs, console: &Console) -> Result {
+    args.whole
+        .files()
+        .written("--output", [&args.output])
+        .written(BESIDE, [beside(&args.output)?])
+        .check()?;
     let (spec, weights) = args.whole.load(console)?;
     let growth = Growth {
         sources: &args.copy,
@@ -181,7 +199,7 @@ fn add(args: &AddArgs, console: &Console) -> Result {
         tokens: args.tokens,
     };
     let grown = elastic::add_experts(&spec, &weights, &growth)?;
-    save_layer(&args.output, &grown.spec, &grown.tensors)?;
+    save_layers(&[(&args.output, &grown.spec, &grown.tensors)])?;
     let same = match (grown.exact, &grown.tokens) {
         (true, None) => "the layer computes the same".to_string(),
         (true, Some(tokens)) => format!(
@@ -199,12 +217,19 @@ fn add(args: &AddArgs, console: &Console) -> Result {
 }
 
 fn split(args: &SplitArgs, console: &Console) -> Result {
+    let file = |index: usize| args.output.join(format!("part-{index}.safetensors"));
+    let names: Vec<PathBuf> = (0..args.counts.len()).map(file).collect();
+    args.whole
+        .files()
+        .written("--output", names.iter().chain(&besides(&names)?))
+        .check()?;
     let (spec, weights) = args.whole.load(console)?;
     let parts = elastic::split_experts(&spec, &weights, &args.counts)?;
-    std::fs::create_dir_all(&args.output)?;
-    for (index, (spec, tensors)) in parts.iter().enumerate() {
-        let file = args.output.join(format!("part-{index}.safetensors"));
-        save_layer(&file, spec, tensors)?;
+    files::make_output_dir("--output", &args.output)?;
+    let layers = names.iter().zip(&parts);
+    let layers = layers.map(|(file, (spec, tensors))| (file.as_path(), spec, tensors));
+    save_layers(&layers.collect::<Vec<_>>())?;
+    for (file, (spec, _)) in names.iter().zip(&parts) {
         let experts = spec.shape.experts;
         console.print(&format!("{}: {experts} experts\n", file.display()))?;
     }
@@ -212,13 +237,19 @@ fn split(args: &SplitArgs, console: &Console) -> Result {
 }
 
 fn merge(args: &MergeArgs, console: &Console) -> Result {
+    Files::new()
+        .read("<FILE>", &args.parts)
+        .read("<FILE>", besides(&args.parts)?)
+        .written("--output", [&args.output])
+        .written(BESIDE, [beside(&args.output)?])
+        .check()?;
     let part = |file: &PathBuf| {
         let spec = read_spec(&file.with_extension("toml"), console)?;
         Ok((spec, tensors(file)?))
     };
     let parts = args.parts.iter().map(part).collect::<Result<Vec<_>>>()?;
     let (spec, whole) = elastic::merge_experts(&parts)?;
-    save_layer(&args.output, &spec, &whole)?;
+    save_layers(&[(&args.output, &spec, &whole)])?;
     let experts = spec.shape.experts;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }
@@ -226,13 +257,22 @@ fn merge(args: &MergeArgs, console: &Console) -> Result {
 fn shard(args: &ShardArgs, console: &Console) -> Result {
     let (spec, weights) = args.whole.load(console)?;
     let mesh = mesh(args.ranks, args.shards, args.shared)?;
+    mesh.check(&spec).map_err(Failure::input)?;
+    let file = |rank| args.output.join(shards::file_name(rank, mesh.ranks()));
+    let names: Vec<PathBuf> = (0..mesh.ranks()).map(file).collect();
+    args.whole
+        .files()
+        .read("--placement", &args.placement)
+        .written("--output", &names)
+        .check()?;
     let placement = placement(args.placement.as_deref())?;
     let parts = elastic::shard_placed(&spec, &weights, (mesh, placement.as_ref()))?;
     let placed = placement.unwrap_or_else(|| Placement::contiguous(mesh.ep, spec.shape.experts));
-    std::fs::create_dir_all(&args.output)?;
-    for (rank, tensors) in parts.iter().enumerate() {
-        let file = args.output.join(format!("rank-{rank}.safetensors"));
-        write_safetensors(&file, tensors)?;
+    let cut = Cut::new(mesh, placed.to_string());
+    files::make_output_dir("--output", &args.output)?;
+    for (rank, (file, tensors)) in names.iter().zip(&parts).enumerate() {
+        let note = (shards::KEY, &*cut.text(rank));
+        write_safetensors_noted(file, tensors, note).map_err(files::unwritable)?;
         let experts = placed.count(rank / mesh.shards);
         console.print(&format!("{}: {experts} experts\n", file.display()))?;
     }
@@ -244,7 +284,7 @@ pub fn placement(path: Option<&Path>) -> Result<Option<Placement>> {
     let Some(path) = path else {
         return Ok(None);
     };
-    let text = std::fs::read_to_string(path)
+    let text = fs::read_to_string(path)
         .map_err(|error| Failure::input(format!("{}: {error}", path.display())))?;
     let read = if text.trim_start().starts_with('{') {
         serde_json::from_str(&text).map_err(|error| error.to_string())
@@ -254,6 +294,12 @@ pub fn placement(path: Option<&Path>) -> Result<Option<Placement>> {
     };
     let named = |error: String| Failure::input(format!("{}: {error}", path.display()));
     read.map(Some).map_err(named)
+}
+
+fn parse_margin(text: &str) -> std::result::Result<f32, String> {
+    let margin: Option<f32> = text.parse().ok();
+    let margin = margin.filter(|margin| margin.is_finite() && *margin >= 0.0);
+    margin.ok_or_else(|| "a margin is a number, 0 or more, that an f32 can be".to_string())
 }
 
 /// The mesh of ranks of which some share each expert.
@@ -271,18 +317,59 @@ fn mesh(ranks: usize, shards: usize, shared: SharedExperts) -> Result<Parallel> 
 }
 
 fn unshard(args: &UnshardArgs, console: &Console) -> Result {
+    check_output("--output", &args.output)?;
+    Files::new()
+        .read("--spec", [&args.spec])
+        .read("<FILE>", &args.ranks)
+        .read("--placement", &args.placement)
+        .written("--output", [&args.output])
+        .check()?;
     let spec = read_spec(&args.spec, console)?;
-    let mesh = mesh(args.ranks.len(), args.shards, args.shared)?;
-    let ranks = args.ranks.iter().map(|file| tensors(file));
-    let ranks = ranks.collect::<Result<Vec<_>>>()?;
+    let Ordered { files, said } = shards::in_order(&args.ranks, console)?;
+    let mesh = mesh(files.len(), args.shards, args.shared);
     let placement = placement(args.placement.as_deref())?;
-    let whole = elastic::unshard_placed(&spec, &ranks, (mesh, placement.as_ref()))?;
-    write_safetensors(&args.output, &whole)?;
+    if let Some((file, said)) = &said {
+        args.check_cut(&spec, placement.as_ref(), file, said)?;
+    }
+    let ranks = files.iter().map(|file| tensors(file));
+    let ranks = ranks.collect::<Result<Vec<_>>>()?;
+    let whole = elastic::unshard_placed(&spec, &ranks, (mesh?, placement.as_ref()))?;
+    write_safetensors(&args.output, &whole).map_err(files::unwritable)?;
     let experts = spec.shape.experts;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }
 
+impl UnshardArgs {
+    /// Refuses files that were cut otherwise than these arguments say.
+    fn check_cut(
+        &self,
+        spec: &LayerSpec,
+        placement: Option<&Placement>,
+        file: &Path,
+        said: &Cut,
+    ) -> Result {
+        let groups = said.ranks / self.shards.max(1);
+        let placed = match placement {
+            Some(placement) => placement.to_string(),
+            None => Placement::contiguous(groups.max(1), spec.shape.experts).to_string(),
+        };
+        let own = Cut {
+            ranks: said.ranks,
+            shards: self.shards,
+            sliced: self.shared == SharedExperts::Sliced && self.shards > 1,
+            placement: placed,
+        };
+        own.check(file, said)
+    }
+}
+
 fn import(args: &ImportArgs, console: &Console) -> Result {
+    check_output("--output", &args.output)?;
+    Files::new()
+        .read("--spec", [&args.spec])
+        .read("<FILE>", &args.ranks)
+        .written("--output", [&args.output])
+        .check()?;
     let keys = args.keys.required()?;
     let spec = read_spec(&args.spec, console)?;
     let (experts, ranks) = (spec.shape.experts, args.ranks.len());
@@ -298,7 +385,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
     };
     let parts = args.ranks.iter().map(load).collect::<Result<Vec<_>>>()?;
     let whole = elastic::unshard_experts(&spec, &parts, mesh(ranks, 1, SharedExperts::Whole)?)?;
-    write_safetensors(&args.output, &whole)?;
+    write_safetensors(&args.output, &whole).map_err(files::unwritable)?;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }
 
@@ -310,16 +397,42 @@ fn tensors(file: &Path) -> Result<Tensors<'static>> {
     names.map(read).collect()
 }
 
-/// Tensors, and the spec beside them.
-fn save_layer(file: &Path, spec: &LayerSpec, tensors: &Tensors<'_>) -> Result {
-    let beside = file.with_extension("toml");
-    if beside == file {
-        return Err(Failure::input(
-            "the output holds tensors: name it .safetensors",
-        ));
+/// The spec that lies beside a layer's tensors.
+fn beside(tensors: &Path) -> Result<PathBuf> {
+    let beside = tensors.with_extension("toml");
+    if beside == tensors {
+        let message = format!("{} holds tensors: name it .safetensors", tensors.display());
+        return Err(Failure::input(message));
     }
-    write_safetensors(file, tensors)?;
-    write_whole(&beside, spec.to_toml().as_bytes())?;
+    Ok(beside)
+}
+
+fn besides(tensors: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    tensors.iter().map(|file| beside(file)).collect()
+}
+
+/// Tensors, and the spec beside them. Specs are written by hand, and nobody has named this one:
+/// another's stays, and nothing is written. The same command may run again.
+fn save_layers(layers: &[(&Path, &LayerSpec, &Tensors<'_>)]) -> Result {
+    for (file, spec, _) in layers {
+        let beside = beside(file)?;
+        check_output("--output", file)?;
+        check_output(BESIDE, &beside)?;
+        let there = fs::read(&beside);
+        if beside.exists() && there.ok().as_deref() != Some(spec.to_toml().as_bytes()) {
+            let message = format!(
+                "{BESIDE} would overwrite {}, which is another spec",
+                beside.display()
+            );
+            return Err(Failure::input(message).hint("name another --output, or move that file"));
+        }
+    }
+    for (file, spec, tensors) in layers {
+        let beside = beside(file)?;
+        write_safetensors(file, tensors).map_err(files::unwritable)?;
+        write_whole(&beside, spec.to_toml().as_bytes())
+            .map_err(|error| emit::unwritable(&beside, &error))?;
+    }
     Ok(())
 }
 

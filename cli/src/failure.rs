@@ -3,7 +3,6 @@
 use crate::console::Palette;
 use moesaic::cache::{PackError, StoreError};
 use moesaic::spec::SpecError;
-use moesaic::spec::hf::HfError;
 use moesaic::target::{CompileError, DeviceError};
 use moesaic::toolchain::ToolchainError;
 use moesaic::weights::WeightsError;
@@ -196,12 +195,6 @@ impl From<WeightsError> for Failure {
         } else {
             failure
         }
-    }
-}
-
-impl From<HfError> for Failure {
-    fn from(error: HfError) -> Failure {
-        Failure::input(error)
     }
 }
 

@@ -12,6 +12,7 @@ mod doctor;
 mod emit;
 mod experts;
 mod failure;
+mod files;
 mod inspect;
 mod keys;
 #[cfg(target_os = "linux")]
@@ -28,6 +29,7 @@ mod rank;
 #[cfg(test)]
 mod reference;
 mod run;
+mod shards;
 mod simulators;
 mod spec;
 mod spec_source;

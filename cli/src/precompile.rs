@@ -3,6 +3,7 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::files::Files;
 use crate::spec_source::{LayerArgs, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
@@ -91,6 +92,12 @@ pub struct PrecompileArgs {
 
 /// Compiles everything, then shows what happened.
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
+    Files::new()
+        .read("--spec", &args.spec)
+        .read("--placement", &args.placement)
+        .model(args.hf.as_deref())
+        .written("--output", &args.output)
+        .check()?;
     let specs = args.with_stacks(args.specs(console)?)?;
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;

@@ -8,7 +8,7 @@ use moesaic::emit::emit_layer;
 use moesaic::kernel::KernelSource;
 use moesaic::plan::{RankPlan, Sharing, plan_rank};
 use moesaic::{EngineError, LayerSpec, Parallel, PlanOptions, Strategy, Target};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What `--mesh` takes beside it.
 #[derive(Args, Debug)]
@@ -27,6 +27,11 @@ pub struct OneRankArgs {
 }
 
 impl OneRankArgs {
+    /// The file that says which groups have which experts.
+    pub fn placement(&self) -> Option<&Path> {
+        self.placement.as_deref()
+    }
+
     /// What the rank does.
     pub fn plan(
         &self,

@@ -4,7 +4,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::units;
 use clap::{Args, ValueEnum};
-use moesaic::spec::hf::{self, Import, TensorSource};
+use moesaic::spec::hf::{self, HfError, Import, TensorSource};
 use moesaic::{DType, LayerSpec};
 use std::fs;
 use std::io::Read;
@@ -84,16 +84,16 @@ impl LayerArgs {
     }
 
     fn import(&self, path: &Path, console: &Console) -> Result<Source> {
-        let (directory, text) = read_config(path)?;
+        let config = Config::read(path)?;
         let layer = match self.layer {
             Some(layer) => layer,
-            None => first_layer(&text, console)?,
+            None => first_layer(&config, console)?,
         };
         let Import {
             spec,
             sources,
             notes,
-        } = hf::import(&text, layer)?;
+        } = config.import(layer)?;
         for note in notes {
             console.note(&note);
         }
@@ -101,13 +101,13 @@ impl LayerArgs {
         Ok(Source {
             spec,
             recipes: Some(sources),
-            directory: Some(directory),
+            directory: Some(config.directory),
         })
     }
 }
 
-fn first_layer(config: &str, console: &Console) -> Result<usize> {
-    let layers = hf::moe_layers(config)?;
+fn first_layer(config: &Config, console: &Console) -> Result<usize> {
+    let layers = config.moe_layers()?;
     let first = *layers
         .first()
         .ok_or_else(|| Failure::input("the model has no MoE layer"))?;
@@ -123,16 +123,16 @@ fn first_layer(config: &str, console: &Console) -> Result<usize> {
 /// The layers with experts of a Hugging Face model. Those that differ in nothing
 /// but their number are one, by the name of the first.
 pub fn read_model(path: &Path, console: &Console) -> Result<Vec<LayerSpec>> {
-    let (_, text) = read_config(path)?;
-    let layers = hf::moe_layers(&text)?;
+    let config = Config::read(path)?;
+    let layers = config.moe_layers()?;
     if layers.is_empty() {
-        hf::import(&text, 0)?;
+        config.import(0)?;
     }
     let mut specs: Vec<LayerSpec> = Vec::new();
     let mut said: Vec<String> = Vec::new();
     for &layer in &layers {
-        let import = hf::import(&text, layer)
-            .map_err(|error| Failure::from(error).hint("--layer N compiles one layer"))?;
+        let import = config.import(layer);
+        let import = import.map_err(|failure| failure.hint("--layer N compiles one layer"))?;
         let alike = |spec: &LayerSpec| LayerSpec {
             name: spec.name.clone(),
             ..import.spec.clone()
@@ -154,20 +154,45 @@ pub fn read_model(path: &Path, console: &Console) -> Result<Vec<LayerSpec>> {
     Ok(specs)
 }
 
-/// The directory, and the text of its config.json. The file itself will do.
-fn read_config(path: &Path) -> Result<(PathBuf, String)> {
-    let (directory, file) = if path.is_file() {
-        (
-            path.parent().unwrap_or(Path::new("")).to_path_buf(),
-            path.to_path_buf(),
-        )
-    } else {
-        (path.to_path_buf(), path.join("config.json"))
-    };
-    let text = read_text("the model configuration", &file).map_err(|failure| {
-        failure.hint("--hf takes the directory of a model, with its config.json")
-    })?;
-    Ok((directory, text))
+/// The config.json of a model.
+struct Config {
+    directory: PathBuf,
+    file: PathBuf,
+    text: String,
+}
+
+impl Config {
+    /// Reads that of a directory. The file itself will do.
+    fn read(path: &Path) -> Result<Config> {
+        let (directory, file) = if path.is_file() {
+            (
+                path.parent().unwrap_or(Path::new("")).to_path_buf(),
+                path.to_path_buf(),
+            )
+        } else {
+            (path.to_path_buf(), path.join("config.json"))
+        };
+        let text = read_text("the model configuration", &file).map_err(|failure| {
+            failure.hint("--hf takes the directory of a model, with its config.json")
+        })?;
+        Ok(Config {
+            directory,
+            file,
+            text,
+        })
+    }
+
+    fn moe_layers(&self) -> Result<Vec<usize>> {
+        hf::moe_layers(&self.text).map_err(|error| self.failure(&error))
+    }
+
+    fn import(&self, layer: usize) -> Result<Import> {
+        hf::import(&self.text, layer).map_err(|error| self.failure(&error))
+    }
+
+    fn failure(&self, error: &HfError) -> Failure {
+        Failure::input(format!("{}: {error}", self.file.display()))
+    }
 }
 
 /// Reads and validates a TOML spec.

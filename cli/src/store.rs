@@ -19,16 +19,21 @@ pub struct StoreArgs {
 impl StoreArgs {
     /// Opens the store. One that cannot be used is told of and does no harm.
     pub fn open(&self, console: &Console) -> Arc<Store> {
-        let store = match &self.cache {
-            Some(dir) => Store::open(dir),
-            None => Store::open_default(),
-        };
+        let store = self.find();
         if let Some(trouble) = store.trouble() {
             console.warn(&trouble.to_string().replace('\n', "\n  "));
             // The store says so again for every kernel.
             crate::log::given("going on without the kernel cache");
         }
-        Arc::new(store)
+        store
+    }
+
+    /// The same without a word about it.
+    pub fn find(&self) -> Arc<Store> {
+        Arc::new(match &self.cache {
+            Some(dir) => Store::open(dir),
+            None => Store::open_default(),
+        })
     }
 }
 

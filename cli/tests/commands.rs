@@ -245,6 +245,13 @@ fn a_cache_is_listed_checked_and_pruned() {
     assert!(on(&["cache", "list"]).ok().contains("0 kernels"));
     on(&["cache", "export", "/tmp/none.tar.gz"])
         .fails(2, &["no kernels to export", "moesaic precompile"]);
+    let one = [
+        "cache",
+        "export",
+        "/tmp/none.tar.gz",
+        "--target",
+        "cuda:sm_80",
+    ];
     with_spec(
         &["precompile", "--target", "cpu", "--cache", &cache],
         &small.spec,
@@ -253,6 +260,10 @@ fn a_cache_is_listed_checked_and_pruned() {
     let list = on(&["cache", "list", "--json"]).json();
     let kernels = list["kernels"].as_array().unwrap();
     assert_eq!(kernels.len(), 5);
+    on(&one).fails(
+        2,
+        &["no kernels for cuda:sm_80 to export", "it has some for cpu"],
+    );
     assert!(
         on(&["cache", "verify"])
             .ok()

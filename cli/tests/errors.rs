@@ -240,8 +240,44 @@ fn a_compiler_that_fails_is_a_failure_of_the_work() {
             .arg("--cache")
             .arg(empty.path()),
     )
-    .fails(1, &["false"]);
+    .fails(
+        1,
+        &["false", "exit status: 1 and said nothing", "MOESAIC_CC"],
+    );
     assert!(!small.output.exists());
+}
+
+#[test]
+fn a_cache_that_is_a_file_is_none() {
+    let small = Small::new();
+    let cache = small.input.display().to_string();
+    for action in [
+        &["list"][..],
+        &["verify"],
+        &["prune", "--older-than", "1d"],
+        &["export", "p.tar.gz"],
+    ] {
+        let words = [&["cache"], action, &["--cache", &cache]].concat();
+        moesaic(words).fails(1, &["x.safetensors is not a directory"]);
+    }
+    let doctor = moesaic(["doctor", "--cache", &cache]);
+    assert!(
+        doctor.stderr.contains("is not a directory"),
+        "{}",
+        doctor.stderr
+    );
+}
+
+#[test]
+fn ids_are_named_as_they_are() {
+    let small = Small::of(&format!("{}router = {{ kind = \"external\" }}\n", SMALL));
+    let mut input = small_input();
+    let mut ids = [0i64; 14];
+    ids[3] = 4_294_967_296;
+    input.insert("topk_ids".to_string(), Tensor::copied(&[7, 2], &ids));
+    input.insert("topk_weights".to_string(), tensor(&[7, 2], 3));
+    save(small.dir.path(), "x.safetensors", &input);
+    small.refuses(&[], &["`topk_ids` in", "has 4294967296 at element 3"]);
 }
 
 #[test]
@@ -284,7 +320,9 @@ fn hugging_face_directories_without_a_layer() {
         finish(&mut call)
     };
     run("{}", "0").fails(2, &["has no `model_type`"]);
-    run("nonsense", "0").fails(2, &["not a JSON object"]);
+    run("nonsense", "0").fails(2, &["config.json: ", "not a JSON object"]);
+    let deep = "{\"model_type\": \"mixtral\", \"num_hidden_layers\": 100000}";
+    run(deep, "0").fails(2, &["`num_hidden_layers` is 100000", "below 100000"]);
     run("{\"model_type\": \"mixtrall\"}", "0").fails(2, &["did you mean `mixtral`?"]);
     let config =
         std::fs::read_to_string(repository("tests/oracle/hf/mixtral/config.json")).unwrap();

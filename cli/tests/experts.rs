@@ -76,6 +76,10 @@ fn a_layer_with_more_experts_runs_the_same() {
         &more,
     ];
     experts(&wrong).fails(2, &["no expert 5 to copy, there are 5"]);
+    for margin in ["nan", "inf", "1e300", "-1"] {
+        let margin = ["--margin", margin];
+        experts(&[&wrong[..], &margin].concat()).fails(2, &["a margin is a number, 0 or more"]);
+    }
 }
 
 /// The weights of the small layer as two ranks of Tutel hold them.

@@ -6,6 +6,7 @@ mod commands;
 mod common;
 mod errors;
 mod experts;
+mod files;
 mod grad;
 #[cfg(target_os = "linux")]
 mod launch;

@@ -159,6 +159,21 @@ fn counts_of_a_group_come_from_routing() {
     group(&mut input, &counts, 7);
     save(small.dir.path(), "x.safetensors", &input);
     small.run(&["--training"]).ok();
+    for (counts, tokens, part) in [
+        ([4, 3, -1, 3, 2], 7, "`global_counts`: has -1 at element 2"),
+        ([4, 3, 2, 3, 2], 0, "`global_tokens`: has 0 at element 0"),
+        ([4, 3, 2, 3, 2], -7, "expected 1 or more"),
+    ] {
+        let mut input = small_input();
+        group(&mut input, &counts, tokens);
+        save(small.dir.path(), "wrong.safetensors", &input);
+        let wrong = small.dir.path().join("wrong.safetensors");
+        let mut call = command();
+        call.args(["run", "--target", "cpu", "--training", "--spec"]);
+        call.arg(&small.spec).arg("--weights").arg(&small.weights);
+        call.arg("--input").arg(wrong).arg("--output");
+        finish(call.arg(small.dir.path().join("none"))).fails(2, &[part]);
+    }
     let loss = load(&small.output, "loss.global").2[0];
     assert!(loss > 0.5 && loss < 5.0, "{loss}");
 }

@@ -209,6 +209,22 @@ fn machines_are_files_and_measurements_replace_their_figures() {
     plan.file("wrong.toml", &calibration.replace("alpha_us", "alpa_us"));
     plan.with(&[&own[..], &["--calibrate", "wrong.toml"]].concat())
         .fails(2, &["wrong.toml: ", "did you mean `alpha_us`?"]);
+    let measured = |name: &str, from: &str, to: &str| {
+        plan.file(name, &calibration.replace(from, to));
+        plan.with(&[&own[..], &["--calibrate", name]].concat())
+    };
+    let theirs = measured("theirs.toml", "\"ours\"", "\"our rack\"");
+    let note = "note: --calibrate theirs.toml is of machine `our rack`, --machine is `ours`";
+    assert!(theirs.stderr.contains(note), "{}", theirs.stderr);
+    theirs.ok();
+    measured("h800.toml", "\"ours\"", "\"h800\"").fails(
+        2,
+        &[
+            "h800.toml is of machine `h800`, --machine is `ours`",
+            "--machine h800",
+        ],
+    );
+    measured("none.toml", "ranks = 16", "ranks = 0").fails(2, &["none.toml: ", "ranks = 0"]);
     plan.file("bad.toml", &text.replace("radix = 8", "radx = 8"));
     plan.with(&["--world", "16", "--machine", "bad.toml"])
         .fails(2, &["bad.toml: ", "did you mean `radix`?"]);

@@ -4,6 +4,7 @@ use super::BenchArgs;
 use super::routes::{ByRoute, Steps};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::files::{Files, check_output};
 use crate::progress::Progress;
 use crate::table::Table;
 use crate::timing::Call;
@@ -71,6 +72,12 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         let what = "--ranks measures a machine of `moesaic plan` for a file";
         return Err(Failure::input(what).hint("add --machine NAME|FILE and --calibration FILE"));
     };
+    check_output("--calibration", path)?;
+    Files::new()
+        .layer(&args.layer)
+        .read("--machine", plan::is_file(name))
+        .written("--calibration", [path])
+        .check()?;
     let machine = plan::machine(name)?;
     let spec = args.layer.load(console)?.spec;
     let ranks = args.who()?;

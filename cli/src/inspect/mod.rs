@@ -11,6 +11,7 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
+use crate::files::{Files, check_output};
 use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::rank::OneRankArgs;
@@ -25,7 +26,7 @@ use model::Inspection;
 pub use model::arithmetic;
 use moesaic::weights::write_whole;
 use moesaic::{LayerSpec, Parallel, PlanOptions, Target};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 pub use text::roofs;
 
 /// Show a layer's plan, kernels, resources, launches and roofline
@@ -95,6 +96,13 @@ pub struct InspectArgs {
 
 /// Plans, emits, compiles, and shows.
 pub fn execute(args: &InspectArgs, console: &Console) -> Result {
+    if let Some(page) = &args.html {
+        check_output("--html", page)?;
+        Files::new()
+            .layer(&args.layer)
+            .written("--html", [page])
+            .check()?;
+    }
     let spec = args.layer.load(console)?.spec;
     let target = targets::resolve_one(&args.target)?;
     args.caches.check(&[target])?;
@@ -139,7 +147,8 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     if args.json {
         console.json(&json::render(&inspection, asm.as_deref()))?;
     } else if let Some(path) = &args.html {
-        write_page(path, &html::render(&inspection, asm.as_deref()))?;
+        let page = html::render(&inspection, asm.as_deref());
+        write_whole(path, page.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
         console.print(&format!("{}\n", path.display()))?;
     } else {
         console.print(&args.text(&inspection, asm.as_deref(), console))?;
@@ -255,15 +264,4 @@ fn failures(inspection: &Inspection) -> Result {
         Some(first) => Err(Failure::work(first)),
         None => Ok(()),
     }
-}
-
-/// Whole or not at all.
-fn write_page(path: &Path, page: &str) -> Result {
-    if path.is_dir() {
-        return Err(Failure::input(format!(
-            "{} is a directory, not a file",
-            path.display()
-        )));
-    }
-    write_whole(path, page.as_bytes()).map_err(|error| emit::unwritable(path, &error))
 }

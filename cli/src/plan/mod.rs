@@ -4,6 +4,7 @@ mod report;
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::files::{Files, check_output};
 use crate::spec_source::LayerArgs;
 use crate::training::TrainingArgs;
 use crate::{emit, experts, mesh};
@@ -88,8 +89,9 @@ const MOST_COUNTED: usize = 512;
 
 /// Simulates, ranks and shows.
 pub fn execute(args: &PlanArgs, console: &Console) -> Result {
+    args.check_files()?;
     let spec = args.layer.load(console)?.spec;
-    let question = args.question(spec)?;
+    let question = args.question(spec, console)?;
     let simulator = Simulator::new(&question);
     let space = Space {
         mesh: args.mesh,
@@ -131,8 +133,23 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
 }
 
 impl PlanArgs {
-    fn question(&self, spec: LayerSpec) -> Result<Question> {
-        let mut machine = self.machine()?;
+    fn check_files(&self) -> Result {
+        let Some(trace) = &self.trace else {
+            return Ok(());
+        };
+        check_output("--trace", trace)?;
+        Files::new()
+            .layer(&self.layer)
+            .read("--machine", is_file(&self.machine))
+            .read("--counts", &self.counts)
+            .read("--calibrate", &self.calibrate)
+            .read("--placement", &self.placement)
+            .written("--trace", [trace])
+            .check()
+    }
+
+    fn question(&self, spec: LayerSpec, console: &Console) -> Result<Question> {
+        let mut machine = self.machine(console)?;
         if let Some(ranks) = self.per_node {
             machine = machine.with_per_node(usize::from(ranks));
         }
@@ -152,14 +169,41 @@ impl PlanArgs {
         })
     }
 
-    fn machine(&self) -> Result<Machine> {
+    fn machine(&self, console: &Console) -> Result<Machine> {
         let machine = machine(&self.machine)?;
         let Some(path) = &self.calibrate else {
             return Ok(machine);
         };
         let calibration = Calibration::from_toml(&read("the calibration", path)?);
-        let machine = calibration.and_then(|calibration| calibration.apply(machine));
+        let calibration = calibration.map_err(|error| in_file(&error, path))?;
+        self.check_calibrated(&calibration.machine, &machine.name, path, console)?;
+        let machine = calibration.apply(machine);
         machine.map_err(|error| in_file(&error, path))
+    }
+
+    /// Whether measurements are of this machine: an owner may call it what he likes, but not
+    /// by the name of another that ships.
+    fn check_calibrated(
+        &self,
+        measured: &str,
+        machine: &str,
+        file: &Path,
+        console: &Console,
+    ) -> Result {
+        let stem = Path::new(&self.machine).file_stem();
+        if measured == machine || stem.is_some_and(|stem| stem == measured) {
+            return Ok(());
+        }
+        let what = format!(
+            "--calibrate {} is of machine `{measured}`, --machine is `{machine}`",
+            file.display()
+        );
+        if planner::published(measured).is_ok() {
+            let hint = format!("--machine {measured}, or a calibration of {machine}");
+            return Err(Failure::input(what).hint(hint));
+        }
+        console.note(&format!("{what}: taken to be the same machine"));
+        Ok(())
     }
 
     fn routing(&self, spec: &LayerSpec, world: usize) -> Result<Routing> {
@@ -197,13 +241,18 @@ impl PlanArgs {
 
 /// A machine that ships, or one in a file.
 pub fn machine(name: &str) -> Result<Machine> {
-    let path = Path::new(name);
-    if path.extension().is_some_and(|end| end == "toml") {
+    if let Some(path) = is_file(name) {
         let machine = Machine::from_toml(&read("the machine", path)?);
         machine.map_err(|error| in_file(&error, path))
     } else {
         planner::published(name).map_err(Failure::input)
     }
+}
+
+/// The file that the name of a machine is, if it is one.
+pub fn is_file(machine: &str) -> Option<&Path> {
+    let path = Path::new(machine);
+    path.extension().filter(|end| *end == "toml").map(|_| path)
 }
 
 fn in_file(error: &ReadError, path: &Path) -> Failure {

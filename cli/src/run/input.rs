@@ -75,7 +75,7 @@ impl<'a> Tokens<'a> {
         if spec.router.token_mask {
             let mask = find(file, "token_mask")?;
             expect_shape(&mask, &[Some(self.count)], "[tokens]")?;
-            self.insert("token_mask", integers(&mask)?);
+            self.insert("token_mask", mask_of(&mask)?);
         }
         if spec.router.active_k {
             let active = find(file, "active_k")?;
@@ -271,16 +271,35 @@ fn counts<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     }
 }
 
-/// Integers as i32; a larger one is out of every range of ids.
+/// A mask as i32: of its values only zero is told from others.
+fn mask_of<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
+    let held = tensor.tensor().ok();
+    let wide = held.as_ref().and_then(|held| held.values::<i64>());
+    let Some(wide) = wide else {
+        return integers(tensor);
+    };
+    let bits = wide.iter().map(|value| i32::from(*value != 0)).collect();
+    Ok(Tensor::owned(tensor.shape, bits))
+}
+
+/// Integers as i32, which all of them are in the layer.
 fn integers<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     let wrong = || wrong_dtype(tensor, "i32 or i64");
     let held = tensor.tensor().map_err(|_| wrong())?;
     match (held.dtype, held.values::<i64>()) {
         (DType::I32, _) => Ok(held),
         (_, Some(values)) => {
-            let narrow = |v: &i64| i32::try_from(*v).unwrap_or(i32::MAX);
-            let values = values.iter().map(narrow).collect();
-            Ok(Tensor::owned(&held.shape, values))
+            let narrow = |(at, value): (usize, &i64)| {
+                i32::try_from(*value).map_err(|_| {
+                    Failure::input(format!(
+                        "`{}` in {} has {value} at element {at}, which no i32 can be",
+                        tensor.name,
+                        tensor.file.display()
+                    ))
+                })
+            };
+            let values = values.iter().enumerate().map(narrow);
+            Ok(Tensor::owned(&held.shape, values.collect::<Result<_>>()?))
         }
         _ => Err(wrong()),
     }

@@ -11,6 +11,7 @@ mod report;
 use crate::console::Console;
 use crate::emit;
 use crate::failure::{Failure, Result};
+use crate::files::{Files, check_output, unwritable};
 use crate::keys::KeysArgs;
 use crate::progress::Progress;
 use crate::spec_source::{LayerArgs, Source};
@@ -22,14 +23,14 @@ use clap::Args;
 use input::Tokens;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
-use moesaic::weights::{WeightsError, write_safetensors, write_whole};
+use moesaic::weights::{write_safetensors, write_whole};
 use moesaic::{Engine, EngineOptions, LayerSpec};
 use outcome::Outcome;
 use pass::PassArgs;
 use ranks::{Job, RankArgs};
 use record::Routing;
 use report::Report;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -104,13 +105,7 @@ pub struct RunArgs {
 /// Checks everything that can be checked, weights last since they may be large;
 /// then compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
-    check_output("--output", &args.output)?;
-    if let Some(path) = &args.record {
-        check_output("--record", path)?;
-    }
-    if let Some(path) = &args.trace {
-        check_output("--trace", path)?;
-    }
+    args.check_files()?;
     let mut source = args.layer.load(console)?;
     if source.recipes.is_some() && args.keys.get().is_some() {
         let message = "--keys does nothing with --hf: the model's own names are read";
@@ -201,6 +196,26 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 }
 
 impl RunArgs {
+    /// Whether outputs can be written, and none of them over what is read.
+    fn check_files(&self) -> Result {
+        let outputs = [
+            ("--output", Some(&self.output)),
+            ("--record", self.record.as_ref()),
+            ("--trace", self.trace.as_ref()),
+        ];
+        let mut files = Files::new()
+            .layer(&self.layer)
+            .checkpoint("--weights", self.weights.as_deref())
+            .read("--input", [&self.input])
+            .read("--replay", &self.replay)
+            .read("--placement", &self.ranks.placement);
+        for (option, path) in outputs {
+            path.map_or(Ok(()), |path| check_output(option, path))?;
+            files = files.written(option, path);
+        }
+        files.check()
+    }
+
     /// Makes the layer and runs it, in this process alone.
     fn alone(
         &self,
@@ -265,32 +280,5 @@ impl RunArgs {
             strict: self.strict,
             ..EngineOptions::default()
         })
-    }
-}
-
-fn unwritable(error: WeightsError) -> Failure {
-    match error {
-        WeightsError::Io { path, source } => emit::unwritable(&path, &source),
-        other => Failure::work(format!("cannot write the output: {other}")),
-    }
-}
-
-/// Better now than after the work.
-fn check_output(option: &str, path: &Path) -> Result {
-    let dir = path
-        .parent()
-        .filter(|dir| !dir.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    match (path.is_dir(), dir.is_dir()) {
-        (true, _) => Err(Failure::input(format!(
-            "{option} {} is a directory, not a file",
-            path.display()
-        ))),
-        (_, false) => Err(Failure::input(format!(
-            "{option} {}: there is no directory {}",
-            path.display(),
-            dir.display()
-        ))),
-        _ => Ok(()),
     }
 }

@@ -42,7 +42,7 @@ pub struct RankArgs {
     /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if
     /// not said
     #[arg(long, value_name = "FILE")]
-    placement: Option<PathBuf>,
+    pub placement: Option<PathBuf>,
     /// What processes exchange rows by
     #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
     exchange: Exchange,

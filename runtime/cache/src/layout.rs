@@ -99,7 +99,9 @@ fn children(dir: &Path) -> Vec<PathBuf> {
 
 fn found(path: PathBuf) -> Option<Found> {
     let kind = kind(&path)?;
-    let meta = path.symlink_metadata().ok().filter(Metadata::is_file)?;
+    // A directory under a kernel's name is a damaged entry: nothing else puts one there.
+    let own = |meta: &Metadata| meta.is_file() || meta.is_dir() && matches!(kind, Kind::Kernel(_));
+    let meta = path.symlink_metadata().ok().filter(own)?;
     Some(Found { path, kind, meta })
 }
 

@@ -36,7 +36,8 @@ impl Store {
     /// loaded as code; see [`Store::trouble`].
     pub fn open(dir: impl Into<PathBuf>) -> Store {
         let layout = Layout::new(dir.into());
-        let off = unsafe_dir(&layout).or_else(|| closed_dir(&layout));
+        let off = no_dir(&layout).or_else(|| unsafe_dir(&layout));
+        let off = off.or_else(|| closed_dir(&layout));
         Store {
             layout,
             counters: Counters::default(),
@@ -180,7 +181,14 @@ impl Store {
         for language in LANGUAGES {
             let _ = std::fs::remove_file(self.layout.source(key, language));
         }
-        std::fs::remove_file(self.layout.kernel(key)).is_ok()
+        let path = self.layout.kernel(key);
+        // A damaged disk, or a person, can put a directory in its place.
+        std::fs::remove_file(&path)
+            .or_else(|error| match path.symlink_metadata() {
+                Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(&path),
+                _ => Err(error),
+            })
+            .is_ok()
     }
 
     /// Counts a failure that does not matter to the caller, and tells it.
@@ -219,6 +227,17 @@ fn open_and_read(path: &Path) -> io::Result<(Vec<u8>, File)> {
     let mut bytes = Vec::with_capacity(length as usize + 1);
     file.read_to_end(&mut bytes)?;
     Ok((bytes, file))
+}
+
+/// A file where the directory should be.
+fn no_dir(layout: &Layout) -> Option<String> {
+    let dirs = [layout.cache(), layout.version()];
+    let is_file = |dir: &&Path| dir.metadata().is_ok_and(|meta| !meta.is_dir());
+    let dir = dirs.into_iter().find(is_file)?;
+    Some(format!(
+        "{} is not a directory\nset MOESAIC_CACHE to one, or to a name that is free",
+        dir.display()
+    ))
 }
 
 #[cfg(unix)]

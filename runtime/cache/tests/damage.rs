@@ -163,3 +163,31 @@ fn a_directory_in_the_place_of_a_kernel_fails_softly() {
     fs::create_dir_all(kernel_path(dir.path(), &key(&source)).join("x")).unwrap();
     works_without(&Store::open(dir.path()), "cannot write");
 }
+
+#[test]
+fn a_directory_under_a_kernels_name_is_found_and_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, _) = one(dir.path());
+    let path = kernel_path(dir.path(), &key(&source("dispatch")));
+    fs::remove_file(&path).unwrap();
+    fs::create_dir_all(path.join("inside")).unwrap();
+    assert_eq!(store.verify(OnBad::Report).bad.len(), 1);
+    let verified = store.verify(OnBad::Remove);
+    assert!(verified.bad[0].removed && !path.exists());
+    assert!(store.verify(OnBad::Report).bad.is_empty());
+}
+
+#[test]
+fn a_file_is_no_store() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let trouble = Store::open(file.path()).trouble().unwrap().to_string();
+    assert!(trouble.contains("is not a directory"), "{trouble}");
+    if cfg!(unix) {
+        let trouble = Store::open("/dev/null").trouble().unwrap().to_string();
+        assert!(
+            trouble.contains("/dev/null is not a directory"),
+            "{trouble}"
+        );
+        assert!(!trouble.contains("chmod"), "{trouble}");
+    }
+}

@@ -155,6 +155,7 @@ impl Layer {
             host.check(tensor.dtype, &shape)
                 .map_err(|problem| input_error(&tensor.name, problem))?;
         }
+        check_counts(&tensor.name, host, input.tokens)?;
         let Some((least, most)) = self.range(&tensor.name) else {
             return Ok(host.lend());
         };
@@ -180,6 +181,27 @@ impl Layer {
             "active_k" => (0, spec.shape.top_k as i32),
             _ => return None,
         })
+    }
+}
+
+/// Refuses numbers of tokens that cannot be: a group has those of this call at least, of which
+/// losses divide by how many there are.
+fn check_counts(name: &str, host: &Tensor<'_>, tokens: usize) -> Result<(), EngineError> {
+    let least = match name {
+        "global_counts" => 0,
+        "global_tokens" => i64::from(tokens > 0),
+        _ => return Ok(()),
+    };
+    let counts: Vec<i64> = host.to_vec().unwrap_or_default();
+    match counts.iter().position(|count| *count < least) {
+        Some(at) => {
+            let problem = format!(
+                "has {} at element {at}, expected {least} or more",
+                counts[at]
+            );
+            Err(input_error(name, problem))
+        }
+        None => Ok(()),
     }
 }
 

@@ -244,6 +244,14 @@ impl Calibration {
     /// # Errors
     /// [`ReadError`] for a level that the machine has not, and figures that cannot be.
     pub fn apply(&self, mut machine: Machine) -> Result<Machine, ReadError> {
+        if self.ranks == 0 {
+            return Err(ReadError::Value {
+                what: format!("the calibration of {}", self.machine),
+                key: "ranks".to_string(),
+                value: "0".to_string(),
+                possible: "at least the one rank that measured",
+            });
+        }
         let names: Vec<String> = machine.levels.iter().map(|l| l.name.clone()).collect();
         let said = format!("{} of {}", self.source, self.date);
         for fit in &self.levels {
@@ -435,5 +443,11 @@ mod tests {
         own = sample();
         own.levels[0].bandwidth_gbs = 0.0;
         assert!(own.apply(published("h800").unwrap()).is_err());
+        own = Calibration {
+            ranks: 0,
+            ..sample()
+        };
+        let error = own.apply(published("h800").unwrap()).unwrap_err();
+        assert!(error.to_string().contains("ranks = 0; at least"), "{error}");
     }
 }

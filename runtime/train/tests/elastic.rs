@@ -185,6 +185,14 @@ fn a_margin_lets_new_experts_in() {
     wake_experts(&mut woken.tensors, &[(4, 1)], 2.0).expect("it has a bias");
     assert_eq!(woken.tensors, near.tensors);
     assert!(wake_experts(&mut woken.tensors, &[(9, 1)], 2.0).is_err());
+    for margin in [f32::NAN, f32::INFINITY, -1.0] {
+        let error = add_experts(&spec, &set, &growth(Some(margin))).expect_err("no distance");
+        assert!(
+            error.to_string().contains("finite, and not below 0"),
+            "{error}"
+        );
+        assert!(wake_experts(&mut woken.tensors, &[(4, 1)], margin).is_err());
+    }
 }
 
 #[test]

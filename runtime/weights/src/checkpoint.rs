@@ -4,7 +4,7 @@ use crate::WeightsError;
 use moesaic_kernel::DType;
 use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
@@ -114,6 +114,30 @@ impl Checkpoint {
             return Err(no_weights(path));
         }
         Ok(checkpoint)
+    }
+
+    /// The files that [`Checkpoint::open`] reads of a path, or would read if they were there:
+    /// who writes one of them changes the checkpoint.
+    pub fn files_of(path: &Path) -> Vec<PathBuf> {
+        if !path.is_dir() {
+            return vec![path.to_path_buf()];
+        }
+        let index = path.join(INDEX);
+        let named = read_index(&index).unwrap_or_default().into_iter();
+        let named: BTreeSet<PathBuf> = named
+            .filter_map(|(_, file)| inside(path, &index, &file).ok())
+            .collect();
+        [path.join(SINGLE), index]
+            .into_iter()
+            .chain(named)
+            .collect()
+    }
+
+    /// The text that a file's metadata has under a key, of the first file where there are
+    /// several: what [`write_safetensors_noted`](crate::write_safetensors_noted) wrote.
+    pub fn noted(&self, key: &str) -> Option<&str> {
+        let all = self.shards.first()?.metadata.metadata().as_ref()?;
+        all.get(key).map(String::as_str)
     }
 
     /// The file or directory that was opened.

@@ -4,6 +4,7 @@ use crate::WeightsError;
 use moesaic_kernel::DType;
 use moesaic_tensor::Tensors;
 use safetensors::tensor::TensorView;
+use std::collections::HashMap;
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::path::Path;
@@ -19,8 +20,31 @@ pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &Tensors<'_>,
 ) -> Result<(), WeightsError> {
-    let path = path.as_ref();
-    let bytes = serialized(path, tensors)?;
+    write_serialized(path.as_ref(), tensors, None)
+}
+
+/// The same with a text in the file's metadata, which [`Checkpoint::noted`](crate::Checkpoint::noted)
+/// gives back. It is one text, not many, since the format keeps no order among them, and the same
+/// tensors are to be the same bytes.
+///
+/// # Errors
+///
+/// As [`write_safetensors`].
+pub fn write_safetensors_noted(
+    path: impl AsRef<Path>,
+    tensors: &Tensors<'_>,
+    (key, text): (&str, &str),
+) -> Result<(), WeightsError> {
+    let note = HashMap::from([(key.to_string(), text.to_string())]);
+    write_serialized(path.as_ref(), tensors, Some(note))
+}
+
+fn write_serialized(
+    path: &Path,
+    tensors: &Tensors<'_>,
+    note: Option<HashMap<String, String>>,
+) -> Result<(), WeightsError> {
+    let bytes = serialized(path, tensors, note)?;
     write_whole(path, &bytes).map_err(|source| WeightsError::Io {
         path: path.to_path_buf(),
         source,
@@ -66,7 +90,11 @@ pub(crate) fn permitted(dir: &Path) -> io::Result<NamedTempFile> {
     builder.tempfile_in(dir)
 }
 
-fn serialized(path: &Path, tensors: &Tensors<'_>) -> Result<Vec<u8>, WeightsError> {
+fn serialized(
+    path: &Path,
+    tensors: &Tensors<'_>,
+    note: Option<HashMap<String, String>>,
+) -> Result<Vec<u8>, WeightsError> {
     let invalid = |name: &str, error: safetensors::SafeTensorError| WeightsError::Corrupt {
         file: path.to_path_buf(),
         reason: format!("`{name}` cannot be written ({error})"),
@@ -76,7 +104,7 @@ fn serialized(path: &Path, tensors: &Tensors<'_>) -> Result<Vec<u8>, WeightsErro
         let view = TensorView::new(theirs(tensor.dtype), tensor.shape.clone(), &tensor.data);
         views.push((name.as_str(), view.map_err(|e| invalid(name, e))?));
     }
-    safetensors::serialize(views, None).map_err(|e| WeightsError::Io {
+    safetensors::serialize(views, note).map_err(|e| WeightsError::Io {
         path: path.to_path_buf(),
         source: io::Error::other(e.to_string()),
     })

@@ -395,3 +395,43 @@ fn a_spec_larger_than_memory_is_refused_by_a_small_file() {
     let said = refusal(&spec, &path);
     assert!(said.contains("[3, 65535, 6]"), "{said}");
 }
+
+#[test]
+fn a_note_comes_back_and_leaves_the_tensors_as_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, weights) = (dir.path().join("a"), numbered(&spec(GateLayout::Split)));
+    write_safetensors_noted(&path, &weights, ("ours", "rank 3")).unwrap();
+    let file = Checkpoint::open(&path).unwrap();
+    assert_eq!(
+        (file.noted("ours"), file.noted("theirs")),
+        (Some("rank 3"), None)
+    );
+    assert!(
+        weights
+            .iter()
+            .all(|(name, tensor)| file.read(name).unwrap() == *tensor)
+    );
+    let bytes = fs::read(&path).unwrap();
+    write_safetensors_noted(&path, &weights, ("ours", "rank 3")).unwrap();
+    assert_eq!(fs::read(&path).unwrap(), bytes);
+    write_safetensors(&path, &weights).unwrap();
+    assert_eq!(Checkpoint::open(&path).unwrap().noted("ours"), None);
+}
+
+#[test]
+fn the_files_of_a_checkpoint_are_those_that_opening_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let index = r#"{ "weight_map": { "a": "one.safetensors", "b": "../two.safetensors" } }"#;
+    fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+    let files = Checkpoint::files_of(dir.path());
+    let names: Vec<_> = files.iter().map(|file| file.file_name().unwrap()).collect();
+    // The first is not there, and would be read instead of the others.
+    let expected = [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "one.safetensors",
+    ];
+    assert_eq!(names, expected);
+    let one = dir.path().join("one.safetensors");
+    assert_eq!(Checkpoint::files_of(&one), vec![one]);
+}

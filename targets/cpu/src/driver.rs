@@ -236,6 +236,10 @@ impl Failure {
                         advice,
                     }
                 }
+                Verdict::Silent => failed(format!(
+                    "it ended with {status} and said nothing; is that a C compiler? MOESAIC_CC, \
+                     then CC, name another"
+                )),
                 Verdict::Rejected => {
                     let kernel = kernel.to_string();
                     CompileError::Rejected {
@@ -255,6 +259,7 @@ enum Verdict {
     Crashed(String),
     NoRoom,
     UnknownFlag,
+    Silent,
     Rejected,
 }
 
@@ -284,6 +289,8 @@ impl Verdict {
             "unsupported option",
         ]) {
             Verdict::UnknownFlag
+        } else if log.trim().is_empty() {
+            Verdict::Silent
         } else {
             Verdict::Rejected
         }
@@ -305,13 +312,26 @@ fn both_streams(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Enough of a log to act on: a wrong macro can repeat itself thousands of times.
+/// Enough of a log to act on: a wrong macro can repeat itself thousands of times, also in one
+/// line.
 pub(crate) fn trim(log: &str) -> String {
-    const LINES: usize = 60;
-    let lines: Vec<&str> = log.trim().lines().collect();
+    const LINES: usize = 40;
+    let lines: Vec<String> = log.trim().lines().map(short).collect();
     match lines.len() {
         n if n <= LINES => lines.join("\n"),
         n => format!("{}\n… {} more lines", lines[..LINES].join("\n"), n - LINES),
+    }
+}
+
+/// A line of a log; of one that is very long its beginning.
+fn short(line: &str) -> String {
+    const COLUMNS: usize = 500;
+    match line.char_indices().nth(COLUMNS) {
+        None => line.to_string(),
+        Some((end, _)) => {
+            let left = line[end..].chars().count();
+            format!("{}… {left} more characters", &line[..end])
+        }
     }
 }
 
@@ -347,7 +367,9 @@ mod tests {
     #[test]
     fn long_logs_are_cut() {
         let log = "line\n".repeat(100);
-        assert!(trim(&log).ends_with("… 40 more lines"));
+        assert!(trim(&log).ends_with("… 60 more lines"));
+        let one = trim(&"é".repeat(10_000));
+        assert!(one.ends_with("é… 9500 more characters"), "{}", one.len());
         assert_eq!(trim("\n one\n"), "one");
     }
 }

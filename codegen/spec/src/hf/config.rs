@@ -108,7 +108,10 @@ impl Config {
     /// A number of layers: small enough to list them.
     pub fn layers(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
         match (self.size(keys, default)?, self.find(keys)) {
-            (MAX_LAYERS.., Some((key, value))) => Err(self.bad(key, value, "a number of layers")),
+            (MAX_LAYERS.., Some((key, value))) => {
+                let expected = format!("a number of layers below {MAX_LAYERS}");
+                Err(self.bad(key, value, &expected))
+            }
             (count, _) => Ok(count),
         }
     }

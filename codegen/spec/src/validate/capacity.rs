@@ -58,7 +58,15 @@ fn factor(capacity: &Capacity, key: &str, value: Option<f64>, problems: &mut Vec
     }
     let before = problems.len();
     Real::Any.check(key, value, problems);
-    if problems.len() == before && value.abs() > MAX_CAPACITY_FACTOR {
+    if problems.len() > before {
+        // Its range is narrower than that of other numbers.
+        let possible =
+            format!("use 0, or a number from 1.2e-38 to {MAX_CAPACITY_FACTOR}, of either sign");
+        let own = problems.pop().map(|problem| problem.help(possible));
+        problems.extend(own);
+        return;
+    }
+    if value.abs() > MAX_CAPACITY_FACTOR {
         let message = format!("`{key}` = {value:?} is out of range");
         let help = "a factor equal to the number of experts already gives every assignment a row; \
                     for no limit use mode = \"dropless\"";

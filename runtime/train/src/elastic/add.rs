@@ -54,7 +54,7 @@ pub struct Grown {
 /// [`TrainError::NotPreserved`] for layers whose function depends on the number
 /// of experts: expert choice, Sinkhorn, entropy, groups that the new experts do
 /// not fill, a cosine router with a softmax, and capacity by a factor without
-/// [`Growth::tokens`].
+/// [`Growth::tokens`]; for a margin below 0 or not finite, too.
 /// [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn add_experts(
     spec: &LayerSpec,
@@ -65,6 +65,7 @@ pub fn add_experts(
     let layout = Layout::new(spec);
     layout.check(tensors)?;
     check_sources(spec, growth.sources)?;
+    check_margin(growth.margin)?;
     let quiet = Quiet::of(spec, growth.margin)?;
     let mut larger = larger_spec(spec, growth.sources.len(), &quiet)?;
     let tokens = keep_capacity(spec, &mut larger, growth.tokens)?;
@@ -88,17 +89,30 @@ pub fn add_experts(
     Ok(layer)
 }
 
+/// A distance that a bias can hold, and that does not put copies above their sources.
+fn check_margin(margin: Option<f32>) -> Result<(), TrainError> {
+    match margin {
+        Some(margin) if !(margin.is_finite() && margin >= 0.0) => {
+            let reason = format!("a margin of {margin} is no distance: finite, and not below 0");
+            Err(TrainError::NotPreserved(reason))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Gives experts that were added the biases of the experts they are copies of,
 /// less `margin`, so that tokens come to them. `pairs` are new expert and
 /// source.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] when there is no bias, or no such expert.
+/// [`TrainError::NotPreserved`] for a margin below 0 or not finite; [`TrainError::Tensor`] when
+/// there is no bias, or no such expert.
 pub fn wake_experts(
     tensors: &mut Tensors<'_>,
     pairs: &[(usize, usize)],
     margin: f32,
 ) -> Result<(), TrainError> {
+    check_margin(Some(margin))?;
     let names = ["router.bias", "router.select_bias"];
     if !names.iter().any(|name| tensors.contains_key(*name)) {
         return Err(TrainError::tensor(names[0], "is missing"));

@@ -200,9 +200,14 @@ fn check_part(
     if tensor.dtype == first.dtype && shape.as_deref() == Some(&tensor.shape) {
         return Ok(());
     }
+    let shape = shape.map_or("no part of it".to_string(), |shape| {
+        format!("{} of shape {shape:?}", first.dtype)
+    });
     let problem = format!(
-        "has {:?} of shape {:?}, rank {rank} has {:?} of shape {shape:?}",
-        tensor.dtype, tensor.shape, first.dtype
+        "is {} of shape {:?} in the part of rank {rank} of {}, expected {shape}",
+        tensor.dtype,
+        tensor.shape,
+        mesh.ranks()
     );
     Err(TrainError::tensor(name, problem))
 }
