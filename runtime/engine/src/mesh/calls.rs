@@ -5,6 +5,7 @@ use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
 use super::rows::Rows;
 use super::run::Run;
+use super::settings::Settings;
 use super::shadows::ShadowWeights;
 use super::side::Side;
 use super::view::{Form, View};
@@ -283,7 +284,12 @@ impl Run<'_> {
         let layer = self.tokens.layer;
         let names = &*of_layer(names);
         layer.check_outputs(pass, names)?;
-        let census = self.census(segments, input.tokens)?;
+        let settings = Settings {
+            trains: pass.trains(),
+            counters,
+            capacity_factor: input.capacity_factor,
+        };
+        let census = self.census(segments, input.tokens, &settings)?;
         let most = census.map_or(input.tokens, |census| census.most);
         let before = census.map_or(0, |census| census.before) as u64;
         let counters = Counters {

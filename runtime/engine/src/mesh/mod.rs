@@ -21,6 +21,7 @@ mod replicas;
 mod route;
 mod rows;
 mod run;
+mod settings;
 mod shadows;
 mod shard;
 mod share;
