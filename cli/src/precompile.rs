@@ -66,6 +66,9 @@ pub struct PrecompileArgs {
     /// kernels of their own; may be given several times
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
     strategy: Vec<Strategy>,
+    /// Those of `run --replay`, too, which has the layer without its router
+    #[arg(long)]
+    replay: bool,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
@@ -83,7 +86,11 @@ pub struct PrecompileArgs {
 
 /// Compiles everything, then shows what happened.
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
-    let specs = args.specs(console)?;
+    let mut specs = args.specs(console)?;
+    if args.replay {
+        let replayed: Vec<_> = specs.iter().map(LayerSpec::decided_elsewhere).collect();
+        specs.extend(replayed);
+    }
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;
     for (mesh, strategy) in args

@@ -187,6 +187,7 @@ const TABLE: &[(&str, &[Row])] = &[
                 "strategy",
                 NotWith(&["--strategy=degree=2", "--target=cpu"], "--mesh"),
             ),
+            ("replay", Always),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             ("output", Always),
@@ -472,8 +473,7 @@ fn the_table_has_every_option_of_every_command() {
     }
 }
 
-/// A call that is refused, if for nothing else, right after its options were
-/// checked: no kernel is compiled.
+/// A call that is refused right after its options were checked, at the latest: nothing is compiled.
 fn base(command: &str, small: &Small) -> std::process::Command {
     let mut call = common::command();
     call.current_dir(small.dir.path()).args(command.split(' '));
