@@ -75,6 +75,9 @@ pub struct PrecompileArgs {
     /// too
     #[arg(long, conflicts_with = "mesh")]
     multi_gate: bool,
+    /// Those of `run --replay`, too, which has the layer without its router
+    #[arg(long)]
+    replay: bool,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
@@ -98,7 +101,11 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         .model(args.hf.as_deref())
         .written("--output", &args.output)
         .check()?;
-    let specs = args.with_stacks(args.specs(console)?)?;
+    let mut specs = args.specs(console)?;
+    let replayed = specs.iter().filter(|_| args.replay);
+    let replayed: Vec<_> = replayed.map(LayerSpec::decided_elsewhere).collect();
+    specs = args.with_stacks(specs)?;
+    specs.extend(replayed);
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;
     let ranks = args.mesh.map(|mesh| args.over_ranks(mesh)).transpose()?;

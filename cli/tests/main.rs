@@ -1,6 +1,8 @@
 //! Tests of the built binary, one binary: each that is linked costs seconds.
 
 #[cfg(target_os = "linux")]
+mod agreement;
+#[cfg(target_os = "linux")]
 mod cluster;
 mod commands;
 mod common;

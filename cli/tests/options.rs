@@ -213,6 +213,7 @@ const TABLE: &[(&str, &[Row])] = &[
                     "cannot be used with",
                 ),
             ),
+            ("replay", Always),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             ("output", Always),
@@ -498,8 +499,7 @@ fn the_table_has_every_option_of_every_command() {
     }
 }
 
-/// A call that is refused, if for nothing else, right after its options were
-/// checked: no kernel is compiled.
+/// A call that is refused right after its options were checked, at the latest: nothing is compiled.
 fn base(command: &str, small: &Small) -> std::process::Command {
     let mut call = common::command();
     call.current_dir(small.dir.path()).args(command.split(' '));

@@ -278,3 +278,39 @@ fn ranks_hand_out_parts_of_any_sizes() {
         assert_eq!(*sum, [of(2 * rank), of(2 * rank + 1)]);
     }
 }
+
+/// Compared in the message that says how many tokens each rank has.
+#[test]
+fn ranks_that_call_with_other_settings_are_told_which() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }\n\
+                router = { noise = 1.0 }\n\
+                capacity = { mode = 'factor', factor = 1.5 }";
+    let case = Case::random(&spec(text), 8, 4);
+    let shares = shares(8, 2);
+    for (at, words) in [
+        (0, "`seed` is `1` on rank 0 and `2` on rank 1"),
+        (1, "`step` is `1` on rank 0 and `2` on rank 1"),
+        (
+            2,
+            "`capacity_factor` is `the spec's` on rank 0 and `2` on rank 1",
+        ),
+    ] {
+        let errors = on_ranks(&engine, mesh(2, 1, 1), |mesh| {
+            let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
+            let own = part(&case, &shares[mesh.rank()]);
+            let (mut input, mut counters) = (own.input(), COUNTERS);
+            let number = 1 + mesh.rank() as u64;
+            match at {
+                0 => counters.seed = number,
+                1 => counters.step = number,
+                _ => input.capacity_factor = (number > 1).then_some(2.0),
+            }
+            let called = layer.forward_train(&input, &["y"], counters);
+            called.err().expect("they differ").to_string()
+        });
+        for error in errors {
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

@@ -40,6 +40,8 @@ pub struct Job {
     /// When what is left is ended by force.
     limit: Option<Instant>,
     outcome: Option<u8>,
+    /// Whether it is a rank's, which was named.
+    named: bool,
     out: Queue,
     err: Queue,
 }
@@ -109,6 +111,7 @@ impl Job {
             grace: style.grace,
             limit: None,
             outcome: None,
+            named: false,
             out: Queue::default(),
             err: Queue::default(),
         })
@@ -290,13 +293,28 @@ impl Job {
 
     fn failed(&mut self, rank: usize, code: u8, what: &str) {
         if self.outcome.is_none() {
+            self.named = true;
             let others = match self.ranks.len() {
                 1 => "",
                 _ => "; the others are ended",
             };
-            self.err.say(&format!("error: rank {rank} {what}{others}"));
+            let before = self.ended_before(rank);
+            self.err
+                .say(&format!("error: rank {rank} {what}{before}{others}"));
         }
         self.finish(code);
+    }
+
+    /// Who had ended well by then: the failed rank may have waited for one of these.
+    fn ended_before(&self, rank: usize) -> String {
+        let ranks = self.ranks.iter().enumerate();
+        let ended = ranks.filter(|(other, state)| *other != rank && **state == Rank::Ended);
+        let list: Vec<String> = ended.map(|(other, _)| other.to_string()).collect();
+        match list.len() {
+            0 => String::new(),
+            1 => format!("; rank {} had ended before it", list[0]),
+            _ => format!("; ranks {} had ended before it", list.join(", ")),
+        }
     }
 
     fn write(&mut self) {
@@ -320,7 +338,7 @@ impl Job {
         let nobody = self.ranks.iter().all(|rank| *rank != Rank::Started);
         let said = String::from_utf8_lossy(&self.said).trim().to_string();
         let code = self.outcome.unwrap_or(0);
-        let unknown = code != 0 && nobody && !said.is_empty();
+        let unknown = code != 0 && nobody && !self.named && !said.is_empty();
         Outcome {
             code,
             starter: unknown.then_some(said),

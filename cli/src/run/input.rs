@@ -148,6 +148,11 @@ impl<'a> Tokens<'a> {
         self.tensors.get(name)
     }
 
+    /// All tensors of the call.
+    pub fn all(&self) -> &Tensors<'a> {
+        &self.tensors
+    }
+
     /// Some of the tokens.
     pub fn share(&self, tokens: &Range<usize>) -> Result<Tokens<'_>> {
         let part = |(name, tensor): (&String, &'_ Tensor<'a>)| {

@@ -1,5 +1,6 @@
 //! `moesaic run`.
 
+mod agreement;
 mod check;
 mod input;
 mod outcome;
@@ -147,9 +148,12 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
             engine: &engine,
             spec: &source.spec,
             weights: &weights,
+            checkpoint: &checkpoint,
+            reading: args.reading(&source),
             pass: &args.pass,
             tokens: &tokens,
             traced: args.trace.is_some(),
+            ahead: args.ahead(),
         })?,
     };
     let Some(mut outcome) = outcome else {
@@ -226,10 +230,11 @@ impl RunArgs {
         progress: &Progress,
     ) -> Result<Outcome> {
         let started = Instant::now();
-        let mut layer = match self.pass.training() {
-            Some(training) => engine.training_layer(spec, weights, training)?,
-            None => engine.layer(spec, weights)?,
+        let layer = match self.pass.training() {
+            Some(training) => engine.training_layer(spec, weights, training),
+            None => engine.layer(spec, weights),
         };
+        let mut layer = layer.map_err(|error| error.needing(self.ahead()))?;
         let built = started.elapsed();
         progress.next("running");
         let trace = self.trace.as_ref().map(|_| Arc::new(Trace::default()));
@@ -272,6 +277,22 @@ impl RunArgs {
             (None, Some(keys)) => LayerReader::of_keys(spec, all, &keys, file, options)?,
             (None, None) => LayerReader::canonical(spec, file, options)?,
         })
+    }
+
+    /// What decides which weights are read, besides their file and the spec.
+    fn reading(&self, source: &Source) -> String {
+        let (keys, narrow) = (self.keys.get(), self.narrow);
+        format!("{:?}, {keys:?}, {narrow}", source.recipes)
+    }
+
+    /// What `precompile` has to be told besides what an engine knows: a replay has the layer
+    /// without its router.
+    fn ahead(&self) -> &'static str {
+        if self.replay.is_some() {
+            " --replay"
+        } else {
+            ""
+        }
     }
 
     fn options(&self, console: &Console) -> EngineOptions {

@@ -59,6 +59,29 @@ impl PassArgs {
         self.training().is_some() && !self.routing_only
     }
 
+    /// What ranks have to have been told the same, by the names of options.
+    pub fn words(&self) -> [(&'static str, String); 5] {
+        let pass = match (self.grad, self.training) {
+            (true, _) => "--grad",
+            (false, true) => "--training",
+            (false, false) => "evaluation",
+        };
+        let factor = self.capacity_factor.map(|factor| factor.to_string());
+        [
+            ("the pass", pass.to_string()),
+            (
+                "--recompute",
+                format!("{:?}", self.recompute).to_lowercase(),
+            ),
+            ("--seed", self.seed.to_string()),
+            ("--step", self.step.to_string()),
+            (
+                "--capacity-factor",
+                factor.unwrap_or("the spec's".to_string()),
+            ),
+        ]
+    }
+
     /// Whether the layer can have the capacity factor.
     pub fn check_factor(&self, capacity: &Capacity) -> Result {
         let Some(factor) = self.capacity_factor else {

@@ -1,5 +1,6 @@
 //! A layer that ranks share: threads of this process, or processes under a launcher.
 
+use super::agreement::{self, Plan};
 use super::input::Tokens;
 use super::outcome::Outcome;
 use super::pass::PassArgs;
@@ -13,9 +14,10 @@ use moesaic::mesh::{Among, Placement};
 use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined_placed;
 use moesaic::trace::{Recorder, Trace};
-use moesaic::weights::LayerReader;
+use moesaic::weights::{Checkpoint, LayerReader};
 use moesaic::{
-    Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors,
+    Engine, EngineError, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
+    Tensors,
 };
 use serde_json::Value;
 use std::ops::Range;
@@ -73,10 +75,15 @@ pub struct Job<'j> {
     pub engine: &'j Engine,
     pub spec: &'j LayerSpec,
     pub weights: &'j LayerReader<'j>,
+    /// The file they are in, and what else decides which are read.
+    pub checkpoint: &'j Checkpoint,
+    pub reading: String,
     pub pass: &'j PassArgs,
     pub tokens: &'j Tokens<'j>,
     /// Whether a trace is wanted.
     pub traced: bool,
+    /// What `precompile` has to be told besides what the engine knows.
+    pub ahead: &'static str,
 }
 
 /// Ranks of a run, and how they share the layer.
@@ -99,10 +106,13 @@ impl RankArgs {
         let ranks = match (launched, asked, self.mesh) {
             (Some(world), Some(asked), _) if asked != world.size => {
                 let message = format!(
-                    "--ranks {asked} contradicts the launcher, which has started {} processes",
-                    world.size
+                    "--ranks {asked} contradicts the launcher, which has started {} processes{}",
+                    world.size,
+                    said(&world)
                 );
-                return Err(Failure::input(message).hint("leave --ranks out"));
+                let hint = "leave --ranks out; where no launcher has started this process, unset \
+                            these variables";
+                return Err(Failure::input(message).hint(hint));
             }
             (Some(world), ..) => Ranks::Processes(world),
             (None, Some(asked), _) => Ranks::Threads(asked),
@@ -122,9 +132,15 @@ impl RankArgs {
             checked.map_err(Failure::input)?;
         }
         if mesh.ranks() != count {
-            let (ranks, words) = (mesh.ranks(), mesh::words(mesh));
+            let (who, ranks, words) = (ranks, mesh.ranks(), mesh::words(mesh));
             let message = format!("--mesh is for {ranks} ranks ({words}), there are {count}");
-            return Err(Failure::input(message));
+            return Err(match who {
+                Ranks::Threads(_) => Failure::input(message).hint("leave --ranks out"),
+                Ranks::Processes(world) => Failure::input(message + &said(&world)).hint(format!(
+                    "start {ranks} processes, or take a mesh of {count}; where no launcher has \
+                     started this process, unset these variables"
+                )),
+            });
         }
         let exchange = self.exchange;
         if let (Ranks::Threads(_), Exchange::Mpi | Exchange::Nccl) = (ranks, exchange) {
@@ -210,9 +226,39 @@ impl Shared {
         job: &Job<'_>,
         finish: fn(W, &Call) -> std::result::Result<(), CollectiveError>,
     ) -> Result<Option<Outcome>> {
+        if let Err(error) = self.check(&mut world, job) {
+            // Launchers end the others when the first ends: by then all have found it.
+            if matches!(error, CollectiveError::Disagreement { .. }) {
+                let _ = finish(world, &Call::new("nothing has run"));
+            }
+            return Err(agreement::failure(error));
+        }
         let outcome = self.rank(&mut world, job)?;
         finish(world, &Call::new("end of the run")).map_err(Failure::work)?;
         Ok(outcome)
+    }
+
+    /// Threads have been told the same.
+    fn check(
+        &self,
+        world: &mut dyn Collectives,
+        job: &Job<'_>,
+    ) -> std::result::Result<(), CollectiveError> {
+        let Ranks::Processes(_) = self.ranks else {
+            return Ok(());
+        };
+        let (mesh, strategy) = (self.mesh, self.strategy);
+        agreement::check(world, job, &Plan { mesh, strategy })
+    }
+
+    /// Of a kernel that is not cached, with all that `precompile` has to be told.
+    fn ahead(&self, error: EngineError, job: &Job<'_>) -> EngineError {
+        if self.strategy == Strategy::default() {
+            error.needing(job.ahead)
+        } else {
+            let strategy = format!(" --strategy {}", self.strategy);
+            error.needing(&strategy).needing(job.ahead)
+        }
     }
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
@@ -226,8 +272,10 @@ impl Shared {
         }
         let training = job.pass.training();
         let (engine, spec) = (job.engine, job.spec);
-        let mut layer = engine.mesh_layer(&mesh, spec, job.weights, training)?;
-        layer.set_strategy(self.strategy)?;
+        let layer = engine.mesh_layer(&mesh, spec, job.weights, training);
+        let mut layer = layer.map_err(|error| self.ahead(error, job))?;
+        let chosen = layer.set_strategy(self.strategy);
+        chosen.map_err(|error| self.ahead(error, job))?;
         let trace = job.traced.then(|| Arc::new(Trace::default()));
         layer.record(trace.clone().map(|trace| trace as Arc<dyn Recorder>));
         let built = started.elapsed();
@@ -246,6 +294,12 @@ impl Shared {
             trace,
         }))
     }
+}
+
+/// Which variables say so.
+fn said(world: &World) -> String {
+    let variables = world.said_by();
+    variables.map_or(String::new(), |words| format!(" ({words})"))
 }
 
 /// A rank's tokens: as many as the others', the first ranks one more.

@@ -84,7 +84,8 @@ impl World {
 
     /// What these variables say: those of torchrun, Open MPI, PMI, and SLURM, in that
     /// order. SLURM's count only alone, since they stay set where `srun` has started
-    /// another launcher on each node.
+    /// another launcher on each node, and only in tasks of `srun`: a batch script has them
+    /// too, and is no rank.
     ///
     /// # Errors
     /// [`CollectiveError::Setup`] for variables that are no numbers, lack their
@@ -104,10 +105,19 @@ impl World {
                 Some(first) => return Err(contradiction(&first, &world)),
             }
         }
-        match found {
-            Some(world) => Ok(Some(world)),
-            None => read(Launcher::Slurm, &variable),
+        if found.is_some() {
+            return Ok(found);
         }
+        let task = read(Launcher::Slurm, &variable)?;
+        Ok(task.filter(|task| task.rank > 0 || is_step(&variable)))
+    }
+
+    /// The variables that say so, in words: `SLURM's SLURM_PROCID=0 and SLURM_NTASKS=4`.
+    pub fn said_by(&self) -> Option<String> {
+        let launcher = self.launcher?;
+        let [rank, size, ..] = launcher.variables();
+        let (own, all) = (self.rank, self.size);
+        Some(format!("{launcher}'s {rank}={own} and {size}={all}"))
     }
 
     fn checked(self) -> Result<World, CollectiveError> {
@@ -130,11 +140,11 @@ impl World {
         library: &str,
     ) -> Result<(), CollectiveError> {
         let (rank, size) = (communicator.rank(), communicator.size());
-        // SLURM's variables are also those of a script, with rank 0, that starts others.
+        // A task of SLURM may have started ranks by another launcher.
         let loose = self
             .launcher
             .is_none_or(|launcher| launcher == Launcher::Slurm);
-        let alone = size == 1 && self.rank > 0;
+        let alone = size == 1 && self.size > 1;
         if (rank, size) == (self.rank, self.size) || (loose && !alone) {
             return Ok(());
         }
@@ -149,11 +159,18 @@ impl World {
             });
         }
         let launcher = self.launcher.map_or(String::new(), |l| l.to_string());
+        let advice = match self.launcher {
+            Some(Launcher::Slurm) => {
+                "\nsrun has to speak the library's process manager: --mpi=pmix for Open MPI, \
+                 --mpi=pmi2 for MPICH and Intel MPI"
+            }
+            _ => "",
+        };
         Err(CollectiveError::Setup {
             reason: format!(
                 "the launcher ({launcher}) says rank {} of {}, but the library {library} ({}) says \
                  rank {rank} of {size}: it is not the launcher's\n\
-                 set MOESAIC_MPI to the library of the MPI whose launcher is used",
+                 set MOESAIC_MPI to the library of the MPI whose launcher is used{advice}",
                 self.rank,
                 self.size,
                 communicator.engine()
@@ -194,17 +211,23 @@ fn read(
     }
 }
 
+/// Whether SLURM's variables are those of a task that `srun` has started. A batch script and
+/// the shell of an allocation have rank and size, too; their steps have numbers from the
+/// upper end, if any.
+fn is_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
+    const SPECIAL: u32 = 0xffff_fff0;
+    let step = variable("SLURM_STEP_ID").or_else(|| variable("SLURM_STEPID"));
+    match step {
+        Some(step) => step.trim().parse().is_ok_and(|step: u32| step < SPECIAL),
+        None => {
+            let by_srun = ["SLURM_LAUNCH_NODE_IPADDR", "SRUN_COMM_HOST"];
+            by_srun.iter().any(|name| variable(name).is_some())
+        }
+    }
+}
+
 fn contradiction(first: &World, second: &World) -> CollectiveError {
-    let says = |world: &World| {
-        let Some(launcher) = world.launcher else {
-            return String::new();
-        };
-        let [rank, size, ..] = launcher.variables();
-        format!(
-            "{launcher}'s {rank}={} and {size}={}",
-            world.rank, world.size
-        )
-    };
+    let says = |world: &World| world.said_by().unwrap_or_default();
     CollectiveError::Setup {
         reason: format!(
             "{} contradict {}; unset those of the launcher that did not start this process",
@@ -249,6 +272,28 @@ mod tests {
             Ok(Some((5, 6, None)))
         );
         assert_eq!(world("SLURM_NTASKS=6"), Ok(None));
+    }
+
+    #[test]
+    fn a_batch_script_is_no_rank() {
+        let script = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0";
+        let with = |more: &str| world(&format!("{script} {more}")).unwrap();
+        // Steps of the script itself, and of the shell of an allocation.
+        for more in [
+            "",
+            "SLURM_STEP_ID=4294967291",
+            "SLURM_STEPID=4294967290 SRUN_COMM_HOST=10.0.0.1",
+        ] {
+            assert_eq!(with(more), None, "{more}");
+        }
+        for more in [
+            "SLURM_STEP_ID=0",
+            "SLURM_STEPID=3",
+            "SLURM_LAUNCH_NODE_IPADDR=10.0.0.1",
+            "SRUN_COMM_HOST=10.0.0.1",
+        ] {
+            assert_eq!(with(more), Some((0, 4, Some(0))), "{more}");
+        }
     }
 
     #[test]

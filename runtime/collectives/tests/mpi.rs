@@ -155,6 +155,23 @@ fn another_launchers_library_is_refused() {
     assert!(text.contains("it is not the launcher's"), "{text}");
 }
 
+/// MPICH's library ends the process itself there, so it is never asked to begin.
+#[test]
+fn under_open_mpi_another_library_is_refused_before_it_begins() {
+    let wrong = Launcher {
+        library: mpich().library,
+        ..open_mpi()
+    };
+    let text = wrong.fail(2, "operations", &[]);
+    for words in [
+        "Open MPI's mpirun has started this process",
+        "OMPI_COMM_WORLD_SIZE=2",
+        "set MOESAIC_MPI to Open MPI's libmpi.so.40",
+    ] {
+        assert!(text.contains(words), "{words:?} is not in: {text}");
+    }
+}
+
 /// The interface of MPICH 4, which the wheel's other library has.
 #[test]
 fn every_operation_by_the_interface_of_mpich_4() {

@@ -10,7 +10,7 @@ use crate::tuned::Untuned;
 use moesaic_cache::Machine;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
-use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan};
+use moesaic_plan::{CacheClass, PlanOptions, Recompute, Tilings, Training, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, DeviceInfo, Module};
 use moesaic_tensor::WeightSource;
@@ -201,7 +201,10 @@ impl Engine {
     /// The kernels of each plan, loaded.
     pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Modules>, EngineError> {
         let sources: Vec<&KernelSource> = texts.each.iter().flatten().map(|s| &**s).collect();
-        let mut modules = self.load(&sources)?.into_iter();
+        let training = texts.tilings.first().training.map_or("", option_of);
+        let modules = self.load(&sources);
+        let modules = modules.map_err(|error| error.needing(training))?;
+        let mut modules = modules.into_iter();
         let each = texts.each.iter();
         let own = each.map(|sources| modules.by_ref().take(sources.len()).collect());
         Ok(own.collect())
@@ -212,13 +215,13 @@ impl Engine {
     pub(crate) fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
         let assumed = self.caches == CacheClass::default();
         let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
-        self.jit.modules(sources).map_err(|error| match error {
-            EngineError::NotCached { kernel, target, .. } if !assumed => EngineError::NotCached {
-                kernel,
-                target,
-                options: format!(" --l1 {l1}KiB --l2 {l2}KiB"),
-            },
-            error => error,
+        let modules = self.jit.modules(sources);
+        modules.map_err(|error| {
+            if assumed {
+                error
+            } else {
+                error.needing(&format!(" --l1 {l1}KiB --l2 {l2}KiB"))
+            }
         })
     }
 
@@ -255,5 +258,14 @@ impl Engine {
         Ok(pairs
             .map(|(source, module)| LoadedKernel { source, module })
             .collect())
+    }
+}
+
+/// What `precompile` has to be told for kernels of training.
+fn option_of(training: Training) -> &'static str {
+    match training.recompute {
+        Recompute::None => " --training",
+        Recompute::Hidden => " --training hidden",
+        Recompute::All => " --training all",
     }
 }

@@ -26,7 +26,7 @@ pub enum EngineError {
     /// The kernel is not cached and compiling is not allowed.
     #[error(
         "kernel `{kernel}` for `{target}` is not in the cache and compiling is off\n\
-         add it with: moesaic precompile --spec <file> --target {target}{options}, and --training if it is trained"
+         add it with: moesaic precompile --spec <file> --target {target}{options}"
     )]
     NotCached {
         /// The kernel's name.
@@ -169,4 +169,19 @@ fn lines(errors: &[EngineError]) -> String {
 
 fn gigabytes(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+impl EngineError {
+    /// The same error; of a kernel that is not cached, `precompile` is to be told these
+    /// options, too.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn needing(mut self, more: &str) -> EngineError {
+        if let EngineError::NotCached { options, .. } = &mut self
+            && !options.contains(more)
+        {
+            options.push_str(more);
+        }
+        self
+    }
 }

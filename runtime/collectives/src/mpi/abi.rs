@@ -41,6 +41,9 @@ const STANDARD: Abi = Abi {
     tag_ub: 501,
 };
 
+/// What Open MPI's is called.
+pub const OPEN_MPIS_ABI: &str = "Open MPI's ABI";
+
 /// `int` handles.
 const MPICH: Abi = Abi {
     name: "MPICH's ABI",
@@ -57,7 +60,7 @@ fn open_mpi(library: &Library) -> Result<Abi, DlError> {
     // SAFETY: only the symbol's address is taken.
     let address = |symbol: &str| unsafe { library.symbol::<*const c_void>(symbol) };
     Ok(Abi {
-        name: "Open MPI's ABI",
+        name: OPEN_MPIS_ABI,
         comm_world: Handle(address("ompi_mpi_comm_world")?.addr()),
         byte: Handle(address("ompi_mpi_byte")?.addr()),
         errors_return: Handle(address("ompi_mpi_errors_return")?.addr()),

@@ -3,6 +3,7 @@
 use super::abi::{Abi, Handle, Status};
 use super::messages::{joined, messages};
 use super::table::{Calls, Message, TagBound};
+use super::watch::Watch;
 use crate::engine::{Engine, LETTER_BYTES, Part, Ticket};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -59,7 +60,7 @@ impl Mpi {
             closed: true,
         };
         mpi.version = version(&*mpi.calls)?;
-        mpi.initialize()?;
+        mpi.initialize(deadline)?;
         let number = |function: &dyn Fn(*mut c_int) -> c_int| {
             let mut value = 0;
             let code = function(&mut value);
@@ -79,7 +80,7 @@ impl Mpi {
         Ok(mpi)
     }
 
-    fn initialize(&mut self) -> Result<(), String> {
+    fn initialize(&mut self, deadline: Duration) -> Result<(), String> {
         let (mut flag, mut provided) = (0, 0);
         // SAFETY: allowed at any time; the pointer is to an int.
         let code = unsafe { self.calls.initialized(&mut flag) };
@@ -87,6 +88,7 @@ impl Mpi {
         let wanted = self.abi.thread_serialized;
         self.owner = flag == 0;
         let code = if self.owner {
+            let _watched = Watch::begin(deadline, &self.version)?;
             // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
             unsafe { self.calls.init_thread(wanted, &mut provided) }
         } else {

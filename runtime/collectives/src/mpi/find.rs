@@ -1,6 +1,8 @@
 //! Which MPI library to open.
 
+use super::abi::OPEN_MPIS_ABI;
 use crate::CollectiveError;
+use crate::world::{Launcher, World};
 use moesaic_dl::{DlError, Library};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -25,6 +27,29 @@ pub fn setup(error: &DlError) -> CollectiveError {
              to the path of its libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12"
         ),
     }
+}
+
+/// Whether Open MPI's `mpirun` has started this process for a library, named by path and
+/// version, that is another MPI's: such a library may end the process where it begins. The
+/// other way round it is a world of one, which is found when MPI has begun.
+pub fn fits(
+    launched: Option<&World>,
+    interface: &str,
+    (path, version): (&str, &str),
+) -> Result<(), CollectiveError> {
+    let by_open_mpi = launched.filter(|world| world.launcher == Some(Launcher::OpenMpi));
+    let (Some(world), false) = (by_open_mpi, interface == OPEN_MPIS_ABI) else {
+        return Ok(());
+    };
+    let says = world.said_by().unwrap_or_default();
+    Err(CollectiveError::Setup {
+        reason: format!(
+            "Open MPI's mpirun has started this process ({says}), but the library {path} \
+             ({version}) is not Open MPI's: it is not the launcher's\n\
+             set MOESAIC_MPI to Open MPI's libmpi.so.40, or start the ranks by the launcher of \
+             that library"
+        ),
+    })
 }
 
 /// A library that was asked for is the only one; else that of the launcher comes first.
@@ -52,6 +77,28 @@ mod tests {
         assert_eq!(list(true)[0], OPEN_MPI);
         let given = candidates(Some(Path::new("/opt/libmpi.so")), Some(installed), true);
         assert_eq!(given, ["/opt/libmpi.so"].map(OsString::from));
+    }
+
+    #[test]
+    fn under_open_mpi_another_library_is_refused_before_it_begins() {
+        let by = |launcher| World {
+            launcher: Some(launcher),
+            ..World::new(0, 2).unwrap()
+        };
+        let library = ("/mpich/libmpi_abi.so.1", "MPICH Version: 5.0.2");
+        let fits = |launcher, abi| fits(Some(&by(launcher)), abi, library);
+        assert_eq!(fits(Launcher::OpenMpi, OPEN_MPIS_ABI), Ok(()));
+        assert_eq!(fits(Launcher::Slurm, "MPICH's ABI"), Ok(()));
+        let error = fits(Launcher::OpenMpi, "MPICH's ABI").unwrap_err();
+        let error = error.to_string();
+        for words in [
+            "OMPI_COMM_WORLD_SIZE=2",
+            library.0,
+            library.1,
+            "MOESAIC_MPI",
+        ] {
+            assert!(error.contains(words), "{error}");
+        }
     }
 
     #[test]

@@ -3,14 +3,16 @@
 //! The library is opened when it is needed, by the standard ABI of MPI 5 or those of Open
 //! MPI and MPICH; nothing is needed at build time. Only messages between two ranks are
 //! used, none of which waits. The two calls that may wait by themselves are those that
-//! begin and end MPI, `MPI_Init_thread` and `MPI_Finalize`; the latter is called when a
-//! barrier with a deadline has shown that all ranks are there.
+//! begin and end MPI, `MPI_Init_thread` and `MPI_Finalize`; the former is watched
+//! (`watch.rs`), the latter is called when a barrier with a deadline has shown that all
+//! ranks are there.
 
 mod abi;
 mod engine;
 mod find;
 mod messages;
 mod table;
+mod watch;
 
 use crate::world::World;
 use crate::{CollectiveError, Communicator, DEADLINE};
@@ -62,6 +64,11 @@ pub(crate) fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
 /// # Errors
 /// [`CollectiveError::Setup`] when no library is found, when it is not the launcher's, or
 /// when ranks do not come together in time.
+///
+/// # When a rank never comes
+/// `MPI_Init` waits for all processes of the launcher, and nothing can call it back. When it
+/// has not returned by the deadline (5 seconds at least), the process says so on standard
+/// error and ends with exit code [`NOT_TOGETHER`].
 pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator, CollectiveError> {
     let launched = World::from_environment()?;
     let deadline = options.deadline()?;
@@ -69,6 +76,8 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
     let path = calls.library().to_string();
     let setup = |reason| CollectiveError::Setup { reason };
+    let version = engine::version(&*calls).map_err(setup)?;
+    find::fits(launched.as_ref(), abi.name, (&path, &version))?;
     let mpi = engine::Mpi::start(calls, abi, deadline).map_err(setup)?;
     let communicator = Communicator::new(Box::new(mpi), device).with_deadline(deadline);
     match launched {
@@ -76,6 +85,9 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
         None => Ok(communicator),
     }
 }
+
+/// What a process exits with whose `MPI_Init` does not return in time: see [`start`].
+pub const NOT_TOGETHER: i32 = watch::CODE;
 
 /// What a library calls itself, and which binary interface it has: `Open MPI v4.1.4, by
 /// Open MPI's ABI`. MPI is not initialised.

@@ -6,6 +6,7 @@ use super::passes::{Passes, Segment};
 use super::raw::Beside;
 use super::rows::Rows;
 use super::run::Run;
+use super::settings::Settings;
 use super::shadows::ShadowWeights;
 use super::side::Side;
 use super::view::{Form, View};
@@ -347,7 +348,12 @@ impl<'l> Run<'l> {
                 self.take((tokens, call.tensors), layer.inputs(pass), ports)?;
             }
         }
-        let census = self.census(segments, tokens)?;
+        let settings = Settings {
+            trains: pass.trains(),
+            counters,
+            capacity_factor: given.capacity_factor(),
+        };
+        let census = self.census(segments, tokens, &settings)?;
         let most = census.map_or(tokens, |census| census.most);
         let before = census.map_or(0, |census| census.before) as u64;
         let counters = Counters {

@@ -6,9 +6,10 @@ use super::passes::Segment;
 use super::route::Course;
 use super::rows::{OwnRows, Rows};
 use super::run::Run;
+use super::settings::Settings;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Algorithm, Call, Element, Slice};
+use moesaic_collectives::{Algorithm, Call, Element, Slice, agree};
 use moesaic_plan::{Exchange, TensorId, Way};
 use moesaic_target::Buffer;
 use std::sync::Arc;
@@ -23,11 +24,12 @@ pub(super) struct Census {
 }
 
 impl Run<'_> {
-    /// What every rank has, if a pass asks.
+    /// What every rank has, if a pass asks; settings of the call are then compared, too.
     pub fn census(
         &mut self,
         segments: &[Segment],
         tokens: usize,
+        settings: &Settings,
     ) -> Result<Option<Census>, EngineError> {
         let asks = |segment: &Segment| {
             matches!(
@@ -41,11 +43,27 @@ impl Run<'_> {
         if !segments.iter().any(asks) {
             return Ok(None);
         }
-        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
+        let call = self.call("tokens");
+        let own = settings.with(tokens) as usize;
+        let told = self.each_has(own, Between::World, &call)?;
+        let (all, hashes): (Vec<usize>, Vec<u64>) = told
+            .into_iter()
+            .map(|told| Settings::parted(told as u64))
+            .unzip();
+        if hashes.iter().any(|hash| *hash != hashes[0]) {
+            self.compare(settings, &call)?;
+        }
         Ok(Some(Census {
             before: all[..self.mesh.rank()].iter().sum(),
             most: all.iter().copied().max().unwrap_or(0),
         }))
+    }
+
+    /// The error that names which settings differ.
+    fn compare(&mut self, settings: &Settings, call: &Call) -> Result<(), EngineError> {
+        let named = settings.named();
+        let values: Vec<(&str, &str)> = named.iter().map(|(name, v)| (*name, &**v)).collect();
+        Ok(agree(self.groups.between(Between::World), &values, call)?)
     }
 
     /// A number of every rank of a group.

@@ -1,7 +1,6 @@
 //! What a rank runs of a layer.
 
 use super::groups::Mesh;
-use super::missing::for_ranks;
 use super::part::Around;
 use super::route::Course;
 use super::shard::Shard;
@@ -14,7 +13,9 @@ use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_cache::hash_source;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Pieces, Role, ShadowModel, Sharing, StrategyError, Ways, Wire};
+use moesaic_plan::{
+    Both, Pieces, Role, ShadowModel, SharedExperts, Sharing, StrategyError, Ways, Wire,
+};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
@@ -105,9 +106,10 @@ impl Engine {
         };
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
+        let options = options(mesh);
         let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
             let layer = self.layer_of(&Texts::of(plan.clone().into())?, weights);
-            layer.map_err(|error| for_ranks(error, mesh, Strategy::default()))
+            layer.map_err(|error| error.needing(&options))
         };
         let tokens = side(&plan.tokens, weights.0)?;
         let experts = side(&plan.experts, weights.1)?;
@@ -180,6 +182,31 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
     Ok(agree(&mut *mesh.groups().world, &values, &call)?)
 }
 
+/// What `precompile` has to be told for the kernels of a mesh's ranks.
+fn options(mesh: &Mesh) -> String {
+    let parallel = mesh.parallel();
+    let named = [
+        ("ep", parallel.ep),
+        ("shards", parallel.shards),
+        ("dp", parallel.dp),
+    ];
+    let mut parts: Vec<String> = named
+        .iter()
+        .filter(|(name, size)| *name == "ep" || *size > 1)
+        .map(|(name, size)| format!("{name}={size}"))
+        .collect();
+    if parallel.shared == SharedExperts::Sliced {
+        parts.push("shared=sliced".to_string());
+    }
+    let any_ways = if mesh.keeps_unpacked() {
+        " --any-ways"
+    } else {
+        ""
+    };
+    let placement = mesh.placement().map_or("", |_| " --placement <file>");
+    format!(" --mesh {}{placement}{any_ways}", parts.join(","))
+}
+
 impl MeshLayer {
     /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
     /// [`Strategy::pieces`] is what it does.
@@ -228,13 +255,12 @@ impl MeshLayer {
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let (by, course) = self.checked(strategy)?;
         let form = self.form(strategy);
-        let made = if self.views.contains_key(&form) {
-            Ok(())
-        } else {
-            self.add(by, strategy)
-        };
-        let made = made.and_then(|()| self.pack(form, strategy.wire));
-        made.map_err(|error| for_ranks(error, &self.mesh, strategy))?;
+        let options = format!("{} --strategy {strategy}", options(&self.mesh));
+        let needing = |error: EngineError| error.needing(&options);
+        if !self.views.contains_key(&form) {
+            self.add(by, strategy).map_err(needing)?;
+        }
+        self.pack(form, strategy.wire).map_err(needing)?;
         self.take_pieces(form, strategy.pieces())?;
         self.course = course;
         self.strategy = strategy;

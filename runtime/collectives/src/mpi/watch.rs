@@ -1,0 +1,81 @@
+//! A deadline for `MPI_Init`, which waits for every process of the launcher, and which
+//! nothing calls back.
+
+use crate::world::World;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::Duration;
+
+/// What the process exits with: as for everything else that keeps ranks from beginning.
+pub const CODE: i32 = 2;
+/// Libraries take a while to begin where ranks outnumber processors, whatever operations get.
+const LEAST: Duration = Duration::from_secs(5);
+/// Launchers end the others when one ends: until then all that have come say so.
+const TOGETHER: Duration = Duration::from_secs(1);
+
+unsafe extern "C" {
+    /// C's: the process ends at once, and no library's last words are waited for.
+    fn _exit(code: i32) -> !;
+}
+
+/// Ends the process unless it is dropped in time.
+pub struct Watch {
+    _alive: Sender<()>,
+}
+
+impl Watch {
+    /// `version` is the library's.
+    pub fn begin(deadline: Duration, version: &str) -> Result<Watch, String> {
+        let limit = deadline.max(LEAST);
+        let words = words(limit, version, World::from_environment().ok().flatten());
+        let (alive, ended) = mpsc::channel::<()>();
+        let watch = move || {
+            if ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{words}");
+                thread::sleep(TOGETHER);
+                // SAFETY: a number only.
+                unsafe { _exit(CODE) }
+            }
+        };
+        let thread = thread::Builder::new().name("moesaic-mpi-init".to_string());
+        let spawned = thread.spawn(watch);
+        spawned.map_err(|error| format!("no thread can watch over MPI_Init: {error}"))?;
+        Ok(Watch { _alive: alive })
+    }
+}
+
+fn words(limit: Duration, version: &str, world: Option<World>) -> String {
+    let (limit, who) = (
+        limit.as_secs_f64(),
+        world.map_or("this process".to_string(), |world| {
+            format!("rank {} of {}", world.rank, world.size)
+        }),
+    );
+    format!(
+        "error: cannot set up the ranks: MPI_Init ({version}) has not returned on {who} after \
+         {limit:.1} s: some rank has not called it\n  \
+         ranks that say this have come; each of the others has ended, is stopped, is late, or \
+         does not use MPI\n  \
+         MPI_Init cannot be called back, so this process ends; MOESAIC_DEADLINE=SECONDS gives \
+         late ranks more time"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_come_and_what_helps_is_said() {
+        let words = words(LEAST, "MPICH Version: 5.0.2", World::new(0, 2).ok());
+        for part in ["on rank 0 of 2 after 5.0 s", "MPICH", "MOESAIC_DEADLINE"] {
+            assert!(words.contains(part), "{words}");
+        }
+    }
+
+    /// The thread ends with what it watches over.
+    #[test]
+    fn what_has_returned_is_left_alone() {
+        drop(Watch::begin(Duration::ZERO, "").unwrap());
+    }
+}
