@@ -14,7 +14,7 @@ use std::process::Command;
 const LANES: usize = 64;
 
 /// Groups of lanes that are served at once: all that differ from one of them by sums of these.
-fn served(basis: &[usize]) -> Vec<Vec<usize>> {
+fn served(basis: &[usize]) -> Served {
     let mut sums = vec![0];
     for lanes in basis {
         sums.extend(sums.clone().iter().map(|sum| sum ^ lanes));
@@ -28,13 +28,30 @@ fn served(basis: &[usize]) -> Vec<Vec<usize>> {
     groups
 }
 
-/// What an architecture serves at once: by reads, in each way that it may be, and by writes; and how
-/// many chunks of 16 bytes the banks are wide.
-fn banks(arch: &str) -> (Vec<Vec<Vec<usize>>>, Vec<Vec<usize>>, usize) {
-    let adjacent = served(&[1, 2, 4]);
-    match arch {
-        "gfx950" => (vec![served(&[1, 2, 4 | 8, 4 | 16])], adjacent, 16),
-        _ => (vec![served(&[1, 2, 4 | 16]), adjacent.clone()], adjacent, 8),
+/// Groups of lanes.
+type Served = Vec<Vec<usize>>;
+
+/// LDS of an architecture.
+struct Banks {
+    /// What reads serve at once, in each way that it may be.
+    reads: Vec<Served>,
+    writes: Served,
+    /// Chunks of 16 bytes that the banks are wide.
+    width: usize,
+}
+
+impl Banks {
+    fn of(arch: &str) -> Banks {
+        let adjacent = served(&[1, 2, 4]);
+        let (reads, width) = match arch {
+            "gfx950" => (vec![served(&[1, 2, 4 | 8, 4 | 16])], 16),
+            _ => (vec![served(&[1, 2, 4 | 16]), adjacent.clone()], 8),
+        };
+        Banks {
+            reads,
+            writes: adjacent,
+            width,
+        }
     }
 }
 
@@ -178,7 +195,11 @@ fn tiles(arch: &str) -> Vec<Tile> {
 #[test]
 fn lanes_meet_in_no_bank() {
     for arch in ["gfx90a", "gfx942", "gfx950"] {
-        let (reads, writes, width) = banks(arch);
+        let Banks {
+            reads,
+            writes,
+            width,
+        } = Banks::of(arch);
         let tiles = tiles(arch);
         for edge in [16, 32] {
             let of_edge = tiles.iter().filter(|tile| tile.edge == edge);
