@@ -1,7 +1,7 @@
 //! Kernels whose launches overlap, in their machine code: nothing touches global memory before the
 //! wait for the launches before, whose writes it may read.
 
-use crate::gpu_compile::{deepseek_v3, mixtral, qwen3};
+use crate::gpu_compile::{deepseek_v3, mixtral};
 use moesaic_emit::emit;
 use moesaic_kernel::Target;
 use moesaic_plan::{PlanOptions, Training, plan};
@@ -51,9 +51,9 @@ fn early(code: &[u8]) -> Vec<&'static str> {
 #[test]
 fn nothing_is_touched_before_the_wait() {
     let compiler = Kept::new(testing::nvrtc());
-    for arch in ["sm_90a", "sm_100a", "sm_120a"] {
+    for arch in ["sm_90a", "sm_120a"] {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        for spec in [mixtral(), qwen3(), deepseek_v3()] {
+        for spec in [mixtral(), deepseek_v3()] {
             let forward = plan(&spec, target, &PlanOptions::default()).unwrap();
             let training = PlanOptions::training(Training::default());
             let both = [forward, plan(&spec, target, &training).unwrap()];
