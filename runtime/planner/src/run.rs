@@ -103,10 +103,7 @@ impl<'r> Run<'r> {
     }
 
     fn steps(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep]) {
-        let together = |a: &RankStep, b: &RankStep| match (a.exchange(), b.exchange()) {
-            (Some(a), Some(b)) => travel.is_straight() && a.goes_with(b),
-            _ => false,
-        };
+        let together = |a: &RankStep, b: &RankStep| travel.is_straight() && a.goes_with(b);
         for steps in steps.chunk_by(together) {
             let exchanges: Vec<&Exchange> = steps.iter().filter_map(RankStep::exchange).collect();
             match exchanges[..] {

@@ -98,6 +98,12 @@ impl RankStep {
             RankStep::Launch { .. } => None,
         }
     }
+
+    /// Whether both are exchanges that [go together](Exchange::goes_with).
+    pub fn goes_with(&self, other: &RankStep) -> bool {
+        let both = self.exchange().zip(other.exchange());
+        both.is_some_and(|(one, other)| one.goes_with(other))
+    }
 }
 
 /// What ranks do together. Sizes follow from counts: see [`RankPlan::bytes`].

@@ -31,10 +31,8 @@ pub(super) fn segments(
         RankStep::Launch { side, piece, .. } => Some((*side, *piece)),
         RankStep::Exchange(_) => None,
     };
-    let together = |a: &RankStep, b: &RankStep| match (a.exchange(), b.exchange()) {
-        (Some(a), Some(b)) => a.goes_with(b),
-        _ => whose(a) == whose(b),
-    };
+    let together =
+        |a: &RankStep, b: &RankStep| a.goes_with(b) || (whose(a).is_some() && whose(a) == whose(b));
     let mut known: HashMap<(plan::Side, Vec<usize>), Arc<Bound>> = HashMap::new();
     let parts = steps.chunk_by(together).map(|part| match &part[0] {
         RankStep::Exchange(exchange) if part.len() == 1 => Ok(Segment::Exchange(exchange.clone())),
