@@ -1,7 +1,7 @@
 //! A layer whose shapes are types: what does not fit does not compile.
 //!
 //! ```sh
-//! cargo run --example typed_layer
+//! cargo run --features macros --example typed_layer
 //! ```
 
 use moesaic::Engine;

@@ -42,6 +42,7 @@
 //! # Features
 //! None is on by default; each adds and changes no result.
 //!
+//! * `macros`: [`layer!`].
 //! * `cuda`, `rocm`: devices of this machine. Compiling for them needs no feature.
 //! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs here.
 //! * `reference`: the whole layer in f64 as plain loops, to hold results against.
@@ -68,6 +69,7 @@ use missing::simulators;
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use engine::{Engine, EngineOptions, OpenError};
 pub use face::*;
+#[cfg(feature = "macros")]
 #[doc(inline)]
 pub use moesaic_macros::layer;
 
@@ -181,6 +183,6 @@ pub use moesaic_toolchain as toolchain;
 pub mod example;
 
 /// The README's example, so that it keeps compiling.
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "macros"))]
 #[doc = include_str!("../README.md")]
 pub struct Readme;

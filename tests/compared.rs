@@ -12,7 +12,7 @@ const REORDERED: &str = "torch-packed";
 type Lines = BTreeMap<(String, String, String), Vec<(String, f64)>>;
 
 fn read(path: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let path = Path::new(crate::ROOT).join(path);
     fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 

@@ -64,7 +64,7 @@ const X86: [&str; 5] = [
 const AARCH64: [&str; 2] = ["cpu:neon", "cpu:neonbf16"];
 
 fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+    PathBuf::from(crate::ROOT)
 }
 
 fn spec(name: &str) -> LayerSpec {

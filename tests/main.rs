@@ -12,3 +12,6 @@ mod oracle;
 mod pages;
 mod tidy;
 mod training;
+
+/// The repository.
+const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");

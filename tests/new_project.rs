@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+    PathBuf::from(crate::ROOT)
 }
 
 /// Runs cargo in a folder and gives what it prints. What is built is kept for
@@ -34,7 +34,7 @@ fn new_project(folder: &Path) -> PathBuf {
     cargo(folder, &["new", "--quiet", "--vcs", "none", "experts"]);
     let project = folder.join("experts");
     let add = ["add", "--quiet", "--offline", "moesaic", "--path", path];
-    cargo(&project, &add);
+    cargo(&project, &[&add[..], &["--features", "macros"]].concat());
     cargo(&project, &[&add[..], &["--build"]].concat());
     fs::copy(root.join("Cargo.lock"), project.join("Cargo.lock")).expect("it can be copied");
     project

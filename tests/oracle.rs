@@ -38,7 +38,7 @@ fn open(target: &str) -> Engine {
 
 /// The entries of a folder of `tests/oracle`, in order.
 fn entries(folder: &str) -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/oracle");
+    let root = Path::new(crate::ROOT).join("tests/oracle");
     fixtures(&root.join(folder))
 }
 

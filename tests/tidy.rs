@@ -69,7 +69,7 @@ const PURE: [&str; 5] = [
 ];
 
 fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+    PathBuf::from(crate::ROOT)
 }
 
 /// Every file below `folder` with one of the extensions, build output aside.

@@ -47,7 +47,7 @@ fn start(name: &str, python: &str, threads: usize) -> Result<(Peer, String)> {
 }
 
 fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/peers")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("peers")
 }
 
 /// Builds the peers that are written in Rust, for this machine; quick when

@@ -232,7 +232,7 @@ fn commands(kind: Kind, ranks: usize, python: &str, folder: &Path) -> Result<Vec
 /// Processes that meet at a port of this machine, as under torchrun.
 fn tutel(ranks: usize, python: &str, folder: &Path) -> Result<Vec<Command>> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/peers/tutel_layer.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/tutel_layer.py");
     let one = |rank: usize| {
         let mut command = Command::new(python);
         command.arg(&script).arg(folder);

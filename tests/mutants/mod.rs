@@ -181,7 +181,7 @@ fn every_mistake_is_caught_on_gfx942() {
 /// The table of the document is that of the list.
 #[test]
 fn the_document_lists_them() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/SIMULATOR.md");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/SIMULATOR.md");
     let text = std::fs::read_to_string(path).expect("the document");
     for (i, m) in mutants().enumerate() {
         let row = format!(

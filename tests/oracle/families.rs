@@ -17,7 +17,7 @@ struct Row {
 }
 
 fn text(path: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let path = Path::new(crate::ROOT).join(path);
     fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
@@ -80,7 +80,7 @@ fn every_family_that_is_read_has_a_fixture() {
         let names = names.map(|dir| dir.file_name().unwrap().to_string_lossy().to_string());
         left.extend(names.map(|name| format!("{folder}/{name}")));
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/oracle");
+    let root = Path::new(crate::ROOT).join("tests/oracle");
     for row in rows(&text("docs/FAMILIES.md")).iter().filter(|r| r.read) {
         let fixtures = quoted(&row.last);
         assert!(!fixtures.is_empty(), "{} has no fixture", row.folder);
