@@ -2,7 +2,7 @@
 //! told the rows of each step, and says when to move which experts where. Beside it a run whose
 //! experts stay learns the same.
 //!
-//! `cargo run --release --example moving_experts`
+//! `cargo run --release --features train --example moving_experts`
 
 use moesaic::collectives::{Call, threads};
 use moesaic::mesh::{Balancer, Balancing, Eplb, Placement};

@@ -1,7 +1,7 @@
 //! One set of experts behind four routers: what a call takes in one pass over the
 //! experts, and router by router.
 //!
-//! `cargo run --release --example multi_gate`
+//! `cargo run --release --features train --example multi_gate`
 
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;

@@ -43,6 +43,8 @@
 //! None is on by default; each adds and changes no result.
 //!
 //! * `macros`: [`layer!`].
+//! * `train`: [`train`], optimizers and what else training needs beside a layer.
+//! * `tune`: [`tune`], strategies of ranks, chosen from call to call.
 //! * `cuda`, `rocm`: devices of this machine. Compiling for them needs no feature.
 //! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs here.
 //! * `reference`: the whole layer in f64 as plain loops, to hold results against.
@@ -94,8 +96,10 @@ pub use moesaic_reference as reference;
 ///
 #[doc(inline)]
 pub use moesaic_spec as spec;
+#[cfg(feature = "train")]
 #[doc(inline)]
 pub use moesaic_train as train;
+#[cfg(feature = "tune")]
 /// Which strategy ranks carry out a layer with, measured in its own steps.
 ///
 /// ```
@@ -168,6 +172,7 @@ pub use moesaic_engine as tools;
 pub use moesaic_kernel as kernel;
 #[doc(hidden)]
 pub use moesaic_plan as plan;
+#[cfg(feature = "tune")]
 #[doc(hidden)]
 pub use moesaic_planner as planner;
 #[doc(hidden)]

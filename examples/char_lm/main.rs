@@ -8,7 +8,7 @@
 //! weights and see the same batches.
 //!
 //! ```sh
-//! cargo run --release --example char_lm -- --plot curves.svg
+//! cargo run --release --features train --example char_lm -- --plot curves.svg
 //! ```
 //!
 //! On many ranks the model with experts learns alone, with the losses that it has on one:

@@ -1,7 +1,7 @@
 //! Handwritten digits, read by two residual Mixture-of-Experts layers.
 //!
 //! ```sh
-//! cargo run --release --example digits
+//! cargo run --release --features train --example digits
 //! ```
 
 #[path = "../common/mod.rs"]

@@ -3,7 +3,7 @@
 //!
 //! ```sh
 //! cargo new experts && cd experts
-//! cargo add moesaic --path MOESAIC --features macros
+//! cargo add moesaic --path MOESAIC --features macros,train
 //! cargo add moesaic --path MOESAIC --build
 //! cp -r MOESAIC/examples/new_project/* .
 //! cargo run
