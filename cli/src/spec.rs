@@ -31,6 +31,9 @@ enum Action {
 struct ShowArgs {
     #[command(flatten)]
     layer: LayerArgs,
+    /// Print every key with its value, defaults included
+    #[arg(long)]
+    all: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -56,14 +59,15 @@ fn check(files: &[PathBuf], console: &Console) -> Result {
 fn show(args: &ShowArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let tensors = canonical_tensors(&spec);
+    let toml = if args.all { spec.to_toml_all() } else { spec.to_toml() };
     if args.json {
         let tensors: Vec<Value> = tensors
             .iter()
             .map(|t| json!({ "name": t.name, "dtype": t.dtype.name(), "shape": t.shape, "meaning": t.meaning }))
             .collect();
-        return console.json(&json!({ "toml": spec.to_toml(), "tensors": tensors }));
+        return console.json(&json!({ "toml": toml, "tensors": tensors }));
     }
-    let mut text = spec.to_toml().trim_end().to_string() + "\n\n# Its tensors:\n";
+    let mut text = toml.trim_end().to_string() + "\n\n# Its tensors:\n";
     for t in tensors {
         text += &format!("#   {} {:?} {}: {}\n", t.name, t.shape, t.dtype, t.meaning);
     }

@@ -118,6 +118,7 @@ fn bless() -> Result<(), String> {
         ["moesaic", "--test=main", "golden::emitted"],
         ["moesaic-rustgen", "--test=golden", ""],
         ["moesaic-spec", "--test=main", "ui"],
+        ["moesaic-spec", "--lib", "reference::"],
         ["moesaic-cli", "--lib", "reference::"],
     ];
     made.iter().try_for_each(|[package, target, test]| {

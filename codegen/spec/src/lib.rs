@@ -16,6 +16,8 @@ pub mod hf;
 pub mod keys;
 mod limits;
 mod loss;
+#[cfg(test)]
+mod reference;
 mod schema;
 mod suggest;
 mod tensors;

@@ -51,6 +51,13 @@ pub(crate) enum Kind {
     List(Section),
 }
 
+impl Kind {
+    /// Whether the TOML has a header for it.
+    pub fn is_table(&self) -> bool {
+        matches!(self, Kind::Table(_) | Kind::List(_))
+    }
+}
+
 impl Section {
     /// The key of that name.
     pub fn key(&self, name: &str) -> Option<&Key> {

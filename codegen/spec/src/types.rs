@@ -53,7 +53,7 @@ pub struct Shape {
     pub hidden_dim: usize,
     /// Experts with weights, `E`.
     pub experts: usize,
-    /// Experts per token, `K`.
+    /// Experts per token, `K`: from 1 to the number of experts that the router scores.
     pub top_k: usize,
     /// Width of the output; `model_dim` when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -263,9 +263,9 @@ pub enum NoiseKind {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Groups {
-    /// Groups of equal size.
+    /// Groups of equal size: a divisor of the number of experts that the router scores.
     pub count: usize,
-    /// Groups kept per token.
+    /// Groups kept per token: from 1 to `count`, with at least `top_k` experts in all.
     pub keep: usize,
     /// The score of a group.
     pub stat: GroupStat,

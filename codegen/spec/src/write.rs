@@ -37,6 +37,73 @@ impl LayerSpec {
     }
 }
 
+impl LayerSpec {
+    /// The spec as TOML with every key of [`LayerSpec`], the defaults included.
+    ///
+    /// A key without a value stands in a comment that says so. [`LayerSpec::from_toml`] reads the
+    /// text back equal.
+    pub fn to_toml_all(&self) -> String {
+        let whole = value(self);
+        let mut text = String::new();
+        for key in ROOT.keys.iter().filter(|key| !key.kind.is_table()) {
+            text += &(every_line(key, &whole).join("\n") + "\n");
+        }
+        for key in ROOT.keys.iter().filter(|key| key.kind.is_table()) {
+            match (&key.kind, &whole[key.name]) {
+                (Kind::Table(section), table @ Value::Object(_)) => {
+                    add(
+                        &format!("[{}]", key.name),
+                        &every_key(section, table),
+                        &mut text,
+                    );
+                }
+                (Kind::List(section), Value::Array(list)) if !list.is_empty() => {
+                    for item in list {
+                        add(
+                            &format!("[[{}]]", key.name),
+                            &every_key(section, item),
+                            &mut text,
+                        );
+                    }
+                }
+                (kind, _) => {
+                    let line = absent(key.name, kind);
+                    text.push_str(&format!("\n{line}\n"));
+                }
+            }
+        }
+        text
+    }
+}
+
+/// The lines of a table with every key.
+fn every_key(section: &Section, table: &Value) -> Vec<String> {
+    let keys = section.keys.iter();
+    keys.flat_map(|key| every_line(key, table)).collect()
+}
+
+/// One key of a table, as a line of its own.
+fn every_line(key: &Key, table: &Value) -> Vec<String> {
+    let line = match (&key.kind, table.get(key.name)) {
+        (kind, None | Some(Value::Null)) => absent(key.name, kind),
+        (Kind::Table(section), Some(inner)) => {
+            let inner = every_key(section, inner).join(", ");
+            format!("{} = {{ {inner} }}", key.name)
+        }
+        (_, Some(value)) => format!("{} = {}", key.name, written(value)),
+    };
+    vec![line]
+}
+
+/// A comment for a key without a value; of a table it names the keys inside.
+fn absent(name: &str, kind: &Kind) -> String {
+    match kind {
+        Kind::Table(section) => format!("# {name} is not set; its keys: {}", section.names()),
+        Kind::List(section) => format!("# no [[{name}]]; its keys: {}", section.names()),
+        _ => format!("# {name} is not set"),
+    }
+}
+
 /// A value as JSON, whose numbers have no sign and all 64 bits; NaN is null.
 fn value(spec: &LayerSpec) -> Value {
     serde_json::to_value(spec).unwrap_or_default()
@@ -89,7 +156,7 @@ fn add(header: &str, lines: &[String], text: &mut String) {
 /// What stands behind an equals sign. Every JSON string is a TOML basic string; of a number
 /// that is no count these are the shortest digits that read back equal, always with a point
 /// or an exponent.
-fn written(value: &Value) -> String {
+pub(crate) fn written(value: &Value) -> String {
     match value {
         Value::Null => "nan".to_string(),
         Value::Number(number) if number.is_f64() => {

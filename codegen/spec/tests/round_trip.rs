@@ -27,6 +27,12 @@ fn reads_back(spec: &LayerSpec) {
         Ok(read) => assert_eq!(&read, spec, "{text}"),
         Err(error) => panic!("{text}\n{}", error.render("written.toml", false)),
     }
+    // A text with every key may say what is idle, but means the same.
+    let all = spec.to_toml_all();
+    match LayerSpec::from_toml(&all) {
+        Ok(read) => assert_eq!(&read, spec, "{all}"),
+        Err(error) => panic!("{all}\n{}", error.render("all.toml", false)),
+    }
 }
 
 #[test]

@@ -1,0 +1,185 @@
+//! `docs/SPEC.md`: every key of a spec, made of the structs, the validator and the fixtures.
+//!
+//! Meanings are the doc comments of the fields, types come from [`ROOT`], ranges are what
+//! validation answers to numbers that are out of range, defaults are those of the plainest spec,
+//! and models are the configurations in `tests/oracle`. A page that differs fails the test;
+//! `cargo xtask bless` writes it anew.
+
+mod docs;
+mod models;
+mod ranges;
+
+use crate::LayerSpec;
+use crate::schema::{Key, Kind, ROOT, Section, join};
+use docs::Docs;
+use models::Models;
+use serde_json::Value;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+const BEGIN: &str = "<!-- `cargo xtask bless` writes what follows from the structs. -->\n";
+
+/// The plainest spec, whose other values are the defaults.
+const PLAINEST: &str = "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }\n";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Everything that a row is made of.
+struct Sources {
+    docs: Docs,
+    models: Models,
+    /// The plainest spec as JSON.
+    plain: Value,
+}
+
+impl Sources {
+    fn read() -> Sources {
+        let plain = LayerSpec::from_toml(PLAINEST).expect("it is valid");
+        Sources {
+            docs: Docs::read(),
+            models: Models::read(),
+            plain: serde_json::to_value(plain).expect("a spec is JSON"),
+        }
+    }
+
+    /// The default of a key, in TOML.
+    fn default(&self, path: &str, key: &Key, in_list: bool) -> String {
+        if key.required.is_some() {
+            return "required".to_string();
+        }
+        if key.kind.is_table() {
+            let optional = self.docs.is_optional(path);
+            return if optional { "not set" } else { "its own" }.to_string();
+        }
+        match self.docs.default(path) {
+            Some(default) => format!("`{default}`"),
+            None if in_list => "not set".to_string(),
+            None => match path
+                .split('.')
+                .try_fold(&self.plain, |at, name| at.get(name))
+            {
+                Some(value) => format!("`{}`", crate::write::written(value)),
+                None => "not set".to_string(),
+            },
+        }
+    }
+}
+
+/// The type of a key, and its range where it is a number.
+fn typed(path: &str, kind: &Kind, listed: bool) -> String {
+    let range = || ranges::range(path).map_or(String::new(), |range| format!(": {range}"));
+    match kind {
+        Kind::Count => format!("whole number{}", range()),
+        Kind::Number => format!("number{}", range()),
+        Kind::Flag => "`true` or `false`".to_string(),
+        Kind::Text => "text".to_string(),
+        Kind::Choice(_) if listed => format!("[a word](#{})", anchor(path)),
+        Kind::Choice(words) => quoted(words),
+        Kind::Select => format!("[a word, or a rule with a number](#{})", anchor(path)),
+        Kind::Biases => format!("[a flag, or a word](#{})", anchor(path)),
+        Kind::Activation(_) => format!("[a word, or an expression](#{})", anchor(path)),
+        Kind::Table(_) => format!("[table](#{})", anchor(path)),
+        Kind::List(_) => format!("[array of tables](#{})", anchor(path)),
+    }
+}
+
+/// The anchor of the heading of a path.
+fn anchor(path: &str) -> String {
+    path.replace('.', "")
+}
+
+fn quoted(words: &[&str]) -> String {
+    let words = words.iter().map(|word| format!("`\"{word}\"`"));
+    words.collect::<Vec<_>>().join(", ")
+}
+
+/// A table ends a cell at a bar.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|")
+}
+
+/// The rows of a table of the spec, then the tables inside it.
+fn describe(section: &Section, path: &str, in_list: bool, sources: &Sources, page: &mut String) {
+    let header = match (path, in_list) {
+        ("", _) => "Top level".to_string(),
+        (path, true) => format!("`[[{path}]]`"),
+        (path, false) => format!("`[{path}]`"),
+    };
+    // Writing to a string does not fail.
+    let _ = write!(page, "\n## {header}\n\n");
+    let _ = writeln!(page, "{}\n", sources.docs.of_table(path));
+    let _ = writeln!(
+        page,
+        "| Key | Value | Default | Meaning | Models |\n|---|---|---|---|---|"
+    );
+    for key in &section.keys {
+        let full = join(path, key.name);
+        let default = sources.default(&full, key, in_list);
+        let meaning = sources.docs.of_key(&full);
+        let models = sources.models.of_key(&full);
+        let cells = [
+            format!("`{}`", key.name),
+            typed(&full, &key.kind, !sources.docs.words(&full).is_empty()),
+            default,
+            meaning,
+            models,
+        ];
+        let _ = writeln!(page, "| {} |", cells.map(|text| cell(&text)).join(" | "));
+    }
+    for key in &section.keys {
+        values(&join(path, key.name), &key.kind, sources, page);
+    }
+    for key in &section.keys {
+        let full = join(path, key.name);
+        match &key.kind {
+            Kind::Table(inner) => describe(inner, &full, in_list, sources, page),
+            Kind::List(inner) => describe(inner, &full, true, sources, page),
+            _ => {}
+        }
+    }
+}
+
+/// The words of a key that has some, each with its meaning.
+fn values(path: &str, kind: &Kind, sources: &Sources, page: &mut String) {
+    let listed = matches!(
+        kind,
+        Kind::Choice(_) | Kind::Select | Kind::Activation(_) | Kind::Biases
+    );
+    let words = sources.docs.words(path);
+    if !listed || words.is_empty() {
+        return;
+    }
+    let _ = write!(
+        page,
+        "\n### `{path}`\n\n| Value | Meaning | Models |\n|---|---|---|\n"
+    );
+    for word in words {
+        let models = sources.models.of_word(path, &word.name);
+        let cells = [format!("`{}`", word.name), word.meaning.clone(), models];
+        let _ = writeln!(page, "| {} |", cells.map(|text| cell(&text)).join(" | "));
+    }
+}
+
+#[test]
+fn the_page_lists_every_key() {
+    let path = root().join("docs/SPEC.md");
+    let page = std::fs::read_to_string(&path).expect("the page");
+    let (before, listed) = page.split_once(BEGIN).expect("where the tables begin");
+    let mut wanted = String::new();
+    describe(&ROOT, "", false, &Sources::read(), &mut wanted);
+    if std::env::var_os("BLESS").is_some() {
+        let page = [before, BEGIN, &wanted].concat();
+        return std::fs::write(&path, page).expect("a writable tree");
+    }
+    let missing: Vec<&str> = wanted
+        .lines()
+        .filter(|line| !listed.contains(line))
+        .collect();
+    assert!(
+        listed == wanted,
+        "docs/SPEC.md is not what the structs say: cargo xtask bless; it lacks\n{}",
+        missing.join("\n")
+    );
+}
