@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! benches/nodes/planned.sh          # all of it, on emulated nodes: docs/SCALE.md
-//! cargo bench --bench adaptive -- compare measured.txt calibration.toml
+//! cargo bench -p moesaic-benches --bench adaptive -- compare measured.txt calibration.toml
 //! ```
 //!
 //! `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI: layers that are drawn by number,

@@ -2,7 +2,7 @@
 //! `MPI_Alltoallv` of the same bytes, between threads beside copying them.
 //!
 //! ```sh
-//! cargo bench --bench exchange
+//! cargo bench -p moesaic-benches --bench exchange
 //! ```
 //!
 //! It starts itself under the `mpiexec` of `moesaic toolchain install mpi`, with 2 and 4

@@ -2,7 +2,7 @@
 //! nothing, and through the CUDA device with a driver that does nothing.
 //!
 //! ```sh
-//! cargo bench --bench launch
+//! cargo bench -p moesaic-benches --bench launch
 //! ```
 
 #[path = "launch/specs.rs"]

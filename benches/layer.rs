@@ -2,9 +2,9 @@
 //! same weights and inputs, in pairs: ours, theirs, ours, theirs.
 //!
 //! ```sh
-//! cargo bench --bench layer -- --python ~/peers/bin/python
-//! cargo bench --bench layer -- --shape qwen3 --tokens 1,8 --dtype bf16 --threads 2 --peers torch,gemm --backward
-//! cargo bench --bench layer -- --shape qwen3 --tokens 4096 --skew uniform --threads 1,2 --products
+//! cargo bench -p moesaic-benches --bench layer -- --python ~/peers/bin/python
+//! cargo bench -p moesaic-benches --bench layer -- --shape qwen3 --tokens 1,8 --dtype bf16 --threads 2 --peers torch,gemm --backward
+//! cargo bench -p moesaic-benches --bench layer -- --shape qwen3 --tokens 4096 --skew uniform --threads 1,2 --products
 //! ```
 //!
 //! `--help` lists the options; benches/peers/README.md says who the peers are
@@ -63,7 +63,7 @@ fn main() -> Result {
         return Ok(());
     };
     println!("# {}", table::machine());
-    println!("# cargo bench --bench layer -- {}", selection.command);
+    println!("# cargo bench -p moesaic-benches --bench layer -- {}", selection.command);
     if selection.products {
         println!("{}", products::LEGEND)
     } else {

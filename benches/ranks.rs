@@ -2,8 +2,8 @@
 //! Tutel on as many processes: outputs compared first, then pairs in turn.
 //!
 //! ```sh
-//! cargo bench --bench ranks
-//! cargo bench --bench ranks -- --shape tutel-8 --kinds mpi,tutel --ranks 2,4 --dtype f32 --python ~/peers/bin/python
+//! cargo bench -p moesaic-benches --bench ranks
+//! cargo bench -p moesaic-benches --bench ranks -- --shape tutel-8 --kinds mpi,tutel --ranks 2,4 --dtype f32 --python ~/peers/bin/python
 //! ```
 //!
 //! `--help` lists the options. Every party is a process or several, which wait for orders
@@ -71,7 +71,7 @@ fn main() -> Result {
         return Ok(());
     };
     println!("# {}", machine());
-    println!("# cargo bench --bench ranks -- {}", selection.command);
+    println!("# cargo bench -p moesaic-benches --bench ranks -- {}", selection.command);
     print!("{LEGEND}");
     for shape in &selection.shapes {
         for &dtype in &selection.dtypes {

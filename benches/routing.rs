@@ -3,8 +3,8 @@
 //! use, and at the size that Tutel's routing was measured at.
 //!
 //! ```sh
-//! cargo bench --bench routing
-//! cargo bench --bench routing -- --share  # of a whole layer; takes 10 GB
+//! cargo bench -p moesaic-benches --bench routing
+//! cargo bench -p moesaic-benches --bench routing -- --share  # of a whole layer; takes 10 GB
 //! ```
 
 #[path = "routing/one_hot.rs"]

@@ -2,7 +2,7 @@
 //! routes, pieces, and ways, one after the other, as passes of ranks with nodes.
 //!
 //! ```sh
-//! cargo bench --bench stages
+//! cargo bench -p moesaic-benches --bench stages
 //! benches/nodes/stages.sh 4 2 200   # 4 nodes of 2 ranks, links of 200 Mbit/s
 //! ```
 //!
@@ -43,7 +43,7 @@ use std::time::Instant;
 type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 const HELP: &str = "\
-cargo bench --bench stages -- [OPTIONS]
+cargo bench -p moesaic-benches --bench stages -- [OPTIONS]
 
 Ranks are those that mpiexec has started, or threads.
 

@@ -5,7 +5,7 @@
 //! CPU time includes the compilers that the process started.
 //!
 //! ```sh
-//! cargo bench --bench start
+//! cargo bench -p moesaic-benches --bench start
 //! ```
 
 use moesaic::{Engine, EngineOptions, LayerSpec, Store};

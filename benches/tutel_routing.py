@@ -1,6 +1,6 @@
 """Tutel's routing, encode and decode on a CPU, forward and backward, one thread.
 
-The same size as the second part of `cargo bench --bench routing`: 8192 tokens of
+The same size as the second part of `cargo bench -p moesaic-benches --bench routing`: 8192 tokens of
 1024, 256 experts, top-8, capacity factor 1, from scores on. Needs Tutel 0.3.2,
 built with NO_CUDA=1, and PyTorch.
 

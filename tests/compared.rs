@@ -16,7 +16,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// What a run of `cargo bench --bench layer` printed, routed evenly.
+/// What a run of `cargo bench -p moesaic-benches --bench layer` printed, routed evenly.
 fn measured(file: &str) -> Lines {
     let (mut lines, mut layer, mut ways) = (Lines::new(), String::new(), Vec::new());
     for line in read(&format!("benches/results/{file}")).lines() {

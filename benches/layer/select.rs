@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// The options.
 pub const HELP: &str = "\
-cargo bench --bench layer -- [OPTIONS]
+cargo bench -p moesaic-benches --bench layer -- [OPTIONS]
 
   --shape NAME,…    qwen3, mixtral, deepseek-v3, gpt-oss, olmoe, olmoe-half,
                     tutel; all                                            [qwen3,tutel]

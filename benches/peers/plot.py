@@ -1,4 +1,4 @@
-"""A plot of what `cargo bench --bench layer` printed: how many times longer each
+"""A plot of what `cargo bench -p moesaic-benches --bench layer` printed: how many times longer each
 peer takes than moesaic, by number of tokens. One panel per layer and type, of all runs
 in the file.
 

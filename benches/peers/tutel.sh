@@ -4,7 +4,7 @@
 #     sh benches/peers/tutel.sh DIR [REPOSITORY]
 #
 # DIR gets the Python environment, with PyTorch; DIR/bin/python is for
-# `cargo bench --bench ranks -- --kinds tutel --python DIR/bin/python`. REPOSITORY is where Tutel's
+# `cargo bench -p moesaic-benches --bench ranks -- --kinds tutel --python DIR/bin/python`. REPOSITORY is where Tutel's
 # source comes from, a clone or an address. Needs git, Python 3 with venv, and a C++ compiler;
 # 3 GB of disk more where the registry has PyTorch with CUDA alone.
 set -eu

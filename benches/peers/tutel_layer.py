@@ -1,4 +1,4 @@
-"""Tutel's MoE layer on several CPU processes (gloo), a party of `cargo bench --bench ranks`.
+"""Tutel's MoE layer on several CPU processes (gloo), a party of `cargo bench -p moesaic-benches --bench ranks`.
 
 The bench starts as many as there are ranks, with torchrun's variables, and gives orders
 through a named pipe each; README.md has them, and tutel.sh makes a Python that has Tutel.

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 const HELP: &str = "\
-cargo bench --bench ranks -- [OPTIONS]
+cargo bench -p moesaic-benches --bench ranks -- [OPTIONS]
 
   --shape NAME,…    those of the bench of layers; tutel-8, Tutel's with 8 experts [olmoe-half,qwen3]
   --tokens N,…      of all ranks together                               [0,1,8,64,512,4096]

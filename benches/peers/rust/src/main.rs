@@ -1,5 +1,5 @@
 //! MoE layers out of the `gemm` crate and out of candle, as peers of
-//! `cargo bench --bench layer`. `../README.md` has the protocol.
+//! `cargo bench -p moesaic-benches --bench layer`. `../README.md` has the protocol.
 
 mod candle_block;
 mod gemm_loop;
