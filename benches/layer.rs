@@ -63,7 +63,10 @@ fn main() -> Result {
         return Ok(());
     };
     println!("# {}", table::machine());
-    println!("# cargo bench -p moesaic-benches --bench layer -- {}", selection.command);
+    println!(
+        "# cargo bench -p moesaic-benches --bench layer -- {}",
+        selection.command
+    );
     if selection.products {
         println!("{}", products::LEGEND)
     } else {

@@ -71,7 +71,10 @@ fn main() -> Result {
         return Ok(());
     };
     println!("# {}", machine());
-    println!("# cargo bench -p moesaic-benches --bench ranks -- {}", selection.command);
+    println!(
+        "# cargo bench -p moesaic-benches --bench ranks -- {}",
+        selection.command
+    );
     print!("{LEGEND}");
     for shape in &selection.shapes {
         for &dtype in &selection.dtypes {

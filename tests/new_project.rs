@@ -34,7 +34,10 @@ fn new_project(folder: &Path) -> PathBuf {
     cargo(folder, &["new", "--quiet", "--vcs", "none", "experts"]);
     let project = folder.join("experts");
     let add = ["add", "--quiet", "--offline", "moesaic", "--path", path];
-    cargo(&project, &[&add[..], &["--features", "macros,train"]].concat());
+    cargo(
+        &project,
+        &[&add[..], &["--features", "macros,train"]].concat(),
+    );
     cargo(&project, &[&add[..], &["--build"]].concat());
     fs::copy(root.join("Cargo.lock"), project.join("Cargo.lock")).expect("it can be copied");
     project

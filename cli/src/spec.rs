@@ -59,7 +59,11 @@ fn check(files: &[PathBuf], console: &Console) -> Result {
 fn show(args: &ShowArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let tensors = canonical_tensors(&spec);
-    let toml = if args.all { spec.to_toml_all() } else { spec.to_toml() };
+    let toml = if args.all {
+        spec.to_toml_all()
+    } else {
+        spec.to_toml()
+    };
     if args.json {
         let tensors: Vec<Value> = tensors
             .iter()

@@ -154,7 +154,18 @@ fn package() -> Result<(), String> {
     published.extend(UNPUBLISHED.iter().flat_map(|name| ["--exclude", name]));
     let packed = [&["package", "--no-verify", "--allow-dirty"], &published[..]];
     silent(&packed.concat())?;
-    silent(&[&["doc", "--no-deps", "--features", "moesaic/macros,moesaic/train,moesaic/tune"], &published[..]].concat())
+    silent(
+        &[
+            &[
+                "doc",
+                "--no-deps",
+                "--features",
+                "moesaic/macros,moesaic/train,moesaic/tune",
+            ],
+            &published[..],
+        ]
+        .concat(),
+    )
 }
 
 /// Runs cargo; a warning of it is a failure.
