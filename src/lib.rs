@@ -191,3 +191,8 @@ pub mod example;
 #[cfg(all(doctest, feature = "macros"))]
 #[doc = include_str!("../README.md")]
 pub struct Readme;
+
+/// The guide's examples, likewise.
+#[cfg(all(doctest, feature = "macros", feature = "train"))]
+#[doc = include_str!("../docs/GUIDE.md")]
+pub struct Guide;

@@ -100,7 +100,7 @@ fn construct(names: &Names) -> TokenStream {
         pub fn new(
             engine: &#facade::Engine,
             weights: &#weights<'_>,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, None, &weights.named(), None)
         }
 
@@ -116,7 +116,7 @@ fn construct(names: &Names) -> TokenStream {
             engine: &#facade::Engine,
             mesh: &#facade::Mesh,
             weights: &#weights<'_>,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, Some(mesh), &weights.named(), None)
         }
 
@@ -128,7 +128,7 @@ fn construct(names: &Names) -> TokenStream {
         pub fn from_named(
             engine: &#facade::Engine,
             weights: &dyn #facade::WeightSource,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, None, weights, None)
         }
 
@@ -141,7 +141,7 @@ fn construct(names: &Names) -> TokenStream {
             engine: &#facade::Engine,
             mesh: &#facade::Mesh,
             weights: &dyn #facade::WeightSource,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, Some(mesh), weights, None)
         }
 
@@ -150,7 +150,7 @@ fn construct(names: &Names) -> TokenStream {
             mesh: Option<&#facade::Mesh>,
             weights: &dyn #facade::WeightSource,
             training: Option<#facade::Training>,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
             Ok(Self { layer })
         }
@@ -172,7 +172,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
                 &self,
                 capacity_factor: f64,
                 #(#params),*
-            ) -> Result<#output, #facade::EngineError> {
+            ) -> ::std::result::Result<#output, #facade::EngineError> {
                 let input = Self::input(#fields).with_capacity_factor(capacity_factor);
                 let output = self.layer.forward_with(&input, #output::NAMES)?;
                 #output::read(&output)
@@ -193,7 +193,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         /// # Errors
         /// When inputs differ in length or hold ids out of range, memory runs
         /// out, or a launch fails.
-        pub fn forward(&self, #(#params),*) -> Result<Vec<#y>, #facade::EngineError> {
+        pub fn forward(&self, #(#params),*) -> ::std::result::Result<Vec<#y>, #facade::EngineError> {
             let output = self.layer.forward(&Self::input(#fields))?;
             #facade::typed::generated::read_rows(&output, "y")
         }
@@ -202,7 +202,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         ///
         /// # Errors
         /// As `forward`.
-        pub fn forward_all(&self, #(#params),*) -> Result<#output, #facade::EngineError> {
+        pub fn forward_all(&self, #(#params),*) -> ::std::result::Result<#output, #facade::EngineError> {
             let output = self.layer.forward_with(&Self::input(#fields), #output::NAMES)?;
             #output::read(&output)
         }
@@ -216,7 +216,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         pub fn set_strategy(
             &mut self,
             strategy: #facade::Strategy,
-        ) -> Result<(), #facade::EngineError> {
+        ) -> ::std::result::Result<(), #facade::EngineError> {
             self.layer.set_strategy(strategy)
         }
 
@@ -242,7 +242,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
         ///
         /// # Errors
         /// As `forward`.
-        pub fn route(&self, #(#params),*) -> Result<#routing, #facade::EngineError> {
+        pub fn route(&self, #(#params),*) -> ::std::result::Result<#routing, #facade::EngineError> {
             let input = Self::routing_input(#fields);
             #routing::read(&self.layer.route(&input, #routing::NAMES)?)
         }
@@ -256,7 +256,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
             &self,
             #(#params,)*
             counters: #facade::Counters,
-        ) -> Result<#routing, #facade::EngineError> {
+        ) -> ::std::result::Result<#routing, #facade::EngineError> {
             let input = Self::routing_input(#fields);
             #routing::read(&self.layer.route_train(&input, #routing::NAMES, counters)?)
         }

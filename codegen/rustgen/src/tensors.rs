@@ -126,7 +126,7 @@ fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -
             /// The tensors, by the names of the layer.
             pub const NAMES: &'static [&'static str] = &[#(#list),*];
 
-            fn read(output: &#facade::Output) -> Result<Self, #facade::EngineError> {
+            fn read(output: &#facade::Output) -> ::std::result::Result<Self, #facade::EngineError> {
                 Ok(#name { #(#reads)* })
             }
         }

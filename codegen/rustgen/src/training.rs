@@ -86,7 +86,7 @@ fn input_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         #visibility struct #input_gradients { #(#fields)* }
 
         impl #input_gradients {
-            fn read(output: &#facade::Output) -> Result<Self, #facade::EngineError> {
+            fn read(output: &#facade::Output) -> ::std::result::Result<Self, #facade::EngineError> {
                 Ok(#input_gradients { #(#reads)* })
             }
         }
@@ -134,7 +134,7 @@ fn construct(names: &Names) -> TokenStream {
             engine: &#facade::Engine,
             weights: &#weights<'_>,
             training: #facade::Training,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, None, &weights.named(), Some(training))
         }
 
@@ -147,7 +147,7 @@ fn construct(names: &Names) -> TokenStream {
             mesh: &#facade::Mesh,
             weights: &#weights<'_>,
             training: #facade::Training,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, Some(mesh), &weights.named(), Some(training))
         }
 
@@ -161,7 +161,7 @@ fn construct(names: &Names) -> TokenStream {
             mesh: Option<&#facade::Mesh>,
             weights: &dyn #facade::WeightSource,
             training: #facade::Training,
-        ) -> Result<Self, #facade::EngineError> {
+        ) -> ::std::result::Result<Self, #facade::EngineError> {
             Self::made(engine, mesh, weights, Some(training))
         }
     }
@@ -192,7 +192,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
                 capacity_factor: f64,
                 #(#params,)*
                 counters: #facade::Counters,
-            ) -> Result<#trained, #facade::EngineError> {
+            ) -> ::std::result::Result<#trained, #facade::EngineError> {
                 let input = Self::training_input(#fields);
                 self.train(&input.with_capacity_factor(capacity_factor), counters)
             }
@@ -223,7 +223,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             &self,
             #(#params,)*
             counters: #facade::Counters,
-        ) -> Result<#trained, #facade::EngineError> {
+        ) -> ::std::result::Result<#trained, #facade::EngineError> {
             self.train(&Self::training_input(#fields), counters)
         }
 
@@ -233,7 +233,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             &self,
             input: &#facade::Input<'_>,
             counters: #facade::Counters,
-        ) -> Result<#trained, #facade::EngineError> {
+        ) -> ::std::result::Result<#trained, #facade::EngineError> {
             let names = [#output::NAMES, &[#(#loss_names),*]].concat();
             let (output, saved) = self.layer.forward_train(input, &names, counters)?;
             Ok(#trained {
@@ -255,7 +255,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             saved: &#facade::mesh::AnySaved,
             dy: &[#dy],
             accumulate: bool,
-        ) -> Result<#input_gradients, #facade::EngineError> {
+        ) -> ::std::result::Result<#input_gradients, #facade::EngineError> {
             let dy = #facade::typed::generated::host_rows(dy);
             #input_gradients::read(&self.layer.backward(saved, &dy, accumulate)?)
         }
@@ -265,7 +265,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         ///
         /// # Errors
         /// When the layer was not made by `training`, or ranks cannot be reached.
-        pub fn reduce_gradients(&self) -> Result<(), #facade::EngineError> {
+        pub fn reduce_gradients(&self) -> ::std::result::Result<(), #facade::EngineError> {
             self.layer.reduce_gradients()
         }
 
@@ -276,7 +276,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         ///
         /// # Errors
         /// When the layer was not made by `training`.
-        pub fn gradients(&self) -> Result<#gradients, #facade::EngineError> {
+        pub fn gradients(&self) -> ::std::result::Result<#gradients, #facade::EngineError> {
             Ok(#gradients { #(#reads)* })
         }
 

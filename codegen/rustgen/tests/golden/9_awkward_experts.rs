@@ -49,7 +49,7 @@ impl Layer9AwkwardExperts {
     pub fn new(
         engine: &::moesaic::Engine,
         weights: &Layer9AwkwardExpertsWeights<'_>,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, None, &weights.named(), None)
     }
 
@@ -65,7 +65,7 @@ impl Layer9AwkwardExperts {
         engine: &::moesaic::Engine,
         mesh: &::moesaic::Mesh,
         weights: &Layer9AwkwardExpertsWeights<'_>,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
@@ -77,7 +77,7 @@ impl Layer9AwkwardExperts {
     pub fn from_named(
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, None, weights, None)
     }
 
@@ -90,7 +90,7 @@ impl Layer9AwkwardExperts {
         engine: &::moesaic::Engine,
         mesh: &::moesaic::Mesh,
         weights: &dyn ::moesaic::WeightSource,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, Some(mesh), weights, None)
     }
 
@@ -99,7 +99,7 @@ impl Layer9AwkwardExperts {
         mesh: Option<&::moesaic::Mesh>,
         weights: &dyn ::moesaic::WeightSource,
         training: Option<::moesaic::Training>,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
         Ok(Self { layer })
     }
@@ -117,7 +117,7 @@ impl Layer9AwkwardExperts {
         &self,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-    ) -> Result<Vec<[::moesaic::half::f16; 7]>, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Vec<[::moesaic::half::f16; 7]>, ::moesaic::EngineError> {
         let output = self.layer.forward(&Self::input(x, token_ids))?;
         ::moesaic::typed::generated::read_rows(&output, "y")
     }
@@ -130,7 +130,7 @@ impl Layer9AwkwardExperts {
         &self,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-    ) -> Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
         let output = self
             .layer
             .forward_with(
@@ -149,7 +149,7 @@ impl Layer9AwkwardExperts {
     pub fn set_strategy(
         &mut self,
         strategy: ::moesaic::Strategy,
-    ) -> Result<(), ::moesaic::EngineError> {
+    ) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.set_strategy(strategy)
     }
 
@@ -162,7 +162,7 @@ impl Layer9AwkwardExperts {
         capacity_factor: f64,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-    ) -> Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
         let input = Self::input(x, token_ids).with_capacity_factor(capacity_factor);
         let output = self.layer.forward_with(&input, Layer9AwkwardExpertsOutput::NAMES)?;
         Layer9AwkwardExpertsOutput::read(&output)
@@ -179,7 +179,7 @@ impl Layer9AwkwardExperts {
         &self,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-    ) -> Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x, token_ids);
         Layer9AwkwardExpertsRouting::read(
             &self.layer.route(&input, Layer9AwkwardExpertsRouting::NAMES)?,
@@ -196,7 +196,7 @@ impl Layer9AwkwardExperts {
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
         counters: ::moesaic::Counters,
-    ) -> Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x, token_ids);
         Layer9AwkwardExpertsRouting::read(
             &self
@@ -428,7 +428,9 @@ impl Layer9AwkwardExpertsOutput {
         "capacity",
         "overflow",
     ];
-    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+    fn read(
+        output: &::moesaic::Output,
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Ok(Layer9AwkwardExpertsOutput {
             y: ::moesaic::typed::generated::read_rows(output, "y")?,
             topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
@@ -493,7 +495,9 @@ impl Layer9AwkwardExpertsRouting {
         "capacity",
         "overflow",
     ];
-    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+    fn read(
+        output: &::moesaic::Output,
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Ok(Layer9AwkwardExpertsRouting {
             topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
             topk_weights: ::moesaic::typed::generated::read_rows(
@@ -626,7 +630,9 @@ pub struct Layer9AwkwardExpertsInputGradients {
 }
 
 impl Layer9AwkwardExpertsInputGradients {
-    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+    fn read(
+        output: &::moesaic::Output,
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Ok(Layer9AwkwardExpertsInputGradients {
             dx: ::moesaic::typed::generated::read_rows(output, "dx")?,
             grad_topk_weights: ::moesaic::typed::generated::read_rows(
@@ -702,7 +708,7 @@ impl Layer9AwkwardExperts {
         engine: &::moesaic::Engine,
         weights: &Layer9AwkwardExpertsWeights<'_>,
         training: ::moesaic::Training,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, None, &weights.named(), Some(training))
     }
 
@@ -715,7 +721,7 @@ impl Layer9AwkwardExperts {
         mesh: &::moesaic::Mesh,
         weights: &Layer9AwkwardExpertsWeights<'_>,
         training: ::moesaic::Training,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, Some(mesh), &weights.named(), Some(training))
     }
 
@@ -729,7 +735,7 @@ impl Layer9AwkwardExperts {
         mesh: Option<&::moesaic::Mesh>,
         weights: &dyn ::moesaic::WeightSource,
         training: ::moesaic::Training,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, mesh, weights, Some(training))
     }
 
@@ -746,7 +752,7 @@ impl Layer9AwkwardExperts {
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
         counters: ::moesaic::Counters,
-    ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         self.train(&Self::training_input(x, token_ids), counters)
     }
 
@@ -760,7 +766,7 @@ impl Layer9AwkwardExperts {
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
         counters: ::moesaic::Counters,
-    ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         let input = Self::training_input(x, token_ids);
         self.train(&input.with_capacity_factor(capacity_factor), counters)
     }
@@ -769,7 +775,7 @@ impl Layer9AwkwardExperts {
         &self,
         input: &::moesaic::Input<'_>,
         counters: ::moesaic::Counters,
-    ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         let names = [Layer9AwkwardExpertsOutput::NAMES, &[]].concat();
         let (output, saved) = self.layer.forward_train(input, &names, counters)?;
         Ok(Layer9AwkwardExpertsTrained {
@@ -790,7 +796,10 @@ impl Layer9AwkwardExperts {
         saved: &::moesaic::mesh::AnySaved,
         dy: &[[::moesaic::half::f16; 7]],
         accumulate: bool,
-    ) -> Result<Layer9AwkwardExpertsInputGradients, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<
+        Layer9AwkwardExpertsInputGradients,
+        ::moesaic::EngineError,
+    > {
         let dy = ::moesaic::typed::generated::host_rows(dy);
         Layer9AwkwardExpertsInputGradients::read(
             &self.layer.backward(saved, &dy, accumulate)?,
@@ -802,7 +811,7 @@ impl Layer9AwkwardExperts {
     ///
     /// # Errors
     /// When the layer was not made by `training`, or ranks cannot be reached.
-    pub fn reduce_gradients(&self) -> Result<(), ::moesaic::EngineError> {
+    pub fn reduce_gradients(&self) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.reduce_gradients()
     }
 
@@ -815,7 +824,7 @@ impl Layer9AwkwardExperts {
     /// When the layer was not made by `training`.
     pub fn gradients(
         &self,
-    ) -> Result<Layer9AwkwardExpertsGradients, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Layer9AwkwardExpertsGradients, ::moesaic::EngineError> {
         Ok(Layer9AwkwardExpertsGradients {
             router_weight: self.layer.gradient("router.weight")?.to_f32(),
             router_bias: self.layer.gradient("router.bias")?.to_f32(),

@@ -48,7 +48,7 @@ impl Mixtral8x7b {
     pub fn new(
         engine: &::moesaic::Engine,
         weights: &Mixtral8x7bWeights<'_>,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, None, &weights.named(), None)
     }
 
@@ -64,7 +64,7 @@ impl Mixtral8x7b {
         engine: &::moesaic::Engine,
         mesh: &::moesaic::Mesh,
         weights: &Mixtral8x7bWeights<'_>,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
@@ -76,7 +76,7 @@ impl Mixtral8x7b {
     pub fn from_named(
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, None, weights, None)
     }
 
@@ -89,7 +89,7 @@ impl Mixtral8x7b {
         engine: &::moesaic::Engine,
         mesh: &::moesaic::Mesh,
         weights: &dyn ::moesaic::WeightSource,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, Some(mesh), weights, None)
     }
 
@@ -98,7 +98,7 @@ impl Mixtral8x7b {
         mesh: Option<&::moesaic::Mesh>,
         weights: &dyn ::moesaic::WeightSource,
         training: Option<::moesaic::Training>,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
         Ok(Self { layer })
     }
@@ -114,7 +114,10 @@ impl Mixtral8x7b {
     pub fn forward(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
-    ) -> Result<Vec<[::moesaic::half::bf16; 4096]>, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<
+        Vec<[::moesaic::half::bf16; 4096]>,
+        ::moesaic::EngineError,
+    > {
         let output = self.layer.forward(&Self::input(x))?;
         ::moesaic::typed::generated::read_rows(&output, "y")
     }
@@ -126,7 +129,7 @@ impl Mixtral8x7b {
     pub fn forward_all(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
-    ) -> Result<Mixtral8x7bOutput, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Mixtral8x7bOutput, ::moesaic::EngineError> {
         let output = self.layer.forward_with(&Self::input(x), Mixtral8x7bOutput::NAMES)?;
         Mixtral8x7bOutput::read(&output)
     }
@@ -140,7 +143,7 @@ impl Mixtral8x7b {
     pub fn set_strategy(
         &mut self,
         strategy: ::moesaic::Strategy,
-    ) -> Result<(), ::moesaic::EngineError> {
+    ) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.set_strategy(strategy)
     }
 
@@ -153,7 +156,7 @@ impl Mixtral8x7b {
     pub fn route(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
-    ) -> Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x);
         Mixtral8x7bRouting::read(&self.layer.route(&input, Mixtral8x7bRouting::NAMES)?)
     }
@@ -167,7 +170,7 @@ impl Mixtral8x7b {
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
         counters: ::moesaic::Counters,
-    ) -> Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x);
         Mixtral8x7bRouting::read(
             &self.layer.route_train(&input, Mixtral8x7bRouting::NAMES, counters)?,
@@ -270,7 +273,9 @@ impl Mixtral8x7bOutput {
         "slot_rows",
         "row_slots",
     ];
-    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+    fn read(
+        output: &::moesaic::Output,
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Ok(Mixtral8x7bOutput {
             y: ::moesaic::typed::generated::read_rows(output, "y")?,
             topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
@@ -327,7 +332,9 @@ impl Mixtral8x7bRouting {
         "slot_rows",
         "row_slots",
     ];
-    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+    fn read(
+        output: &::moesaic::Output,
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Ok(Mixtral8x7bRouting {
             topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
             topk_weights: ::moesaic::typed::generated::read_rows(
@@ -454,7 +461,9 @@ pub struct Mixtral8x7bInputGradients {
 }
 
 impl Mixtral8x7bInputGradients {
-    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+    fn read(
+        output: &::moesaic::Output,
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Ok(Mixtral8x7bInputGradients {
             dx: ::moesaic::typed::generated::read_rows(output, "dx")?,
             grad_topk_weights: ::moesaic::typed::generated::read_rows(
@@ -493,7 +502,7 @@ impl Mixtral8x7b {
         engine: &::moesaic::Engine,
         weights: &Mixtral8x7bWeights<'_>,
         training: ::moesaic::Training,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, None, &weights.named(), Some(training))
     }
 
@@ -506,7 +515,7 @@ impl Mixtral8x7b {
         mesh: &::moesaic::Mesh,
         weights: &Mixtral8x7bWeights<'_>,
         training: ::moesaic::Training,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, Some(mesh), &weights.named(), Some(training))
     }
 
@@ -520,7 +529,7 @@ impl Mixtral8x7b {
         mesh: Option<&::moesaic::Mesh>,
         weights: &dyn ::moesaic::WeightSource,
         training: ::moesaic::Training,
-    ) -> Result<Self, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
         Self::made(engine, mesh, weights, Some(training))
     }
 
@@ -535,7 +544,7 @@ impl Mixtral8x7b {
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
         counters: ::moesaic::Counters,
-    ) -> Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
         self.train(&Self::training_input(x), counters)
     }
 
@@ -543,7 +552,7 @@ impl Mixtral8x7b {
         &self,
         input: &::moesaic::Input<'_>,
         counters: ::moesaic::Counters,
-    ) -> Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
         let names = [Mixtral8x7bOutput::NAMES, &[]].concat();
         let (output, saved) = self.layer.forward_train(input, &names, counters)?;
         Ok(Mixtral8x7bTrained {
@@ -564,7 +573,7 @@ impl Mixtral8x7b {
         saved: &::moesaic::mesh::AnySaved,
         dy: &[[::moesaic::half::bf16; 4096]],
         accumulate: bool,
-    ) -> Result<Mixtral8x7bInputGradients, ::moesaic::EngineError> {
+    ) -> ::std::result::Result<Mixtral8x7bInputGradients, ::moesaic::EngineError> {
         let dy = ::moesaic::typed::generated::host_rows(dy);
         Mixtral8x7bInputGradients::read(&self.layer.backward(saved, &dy, accumulate)?)
     }
@@ -574,7 +583,7 @@ impl Mixtral8x7b {
     ///
     /// # Errors
     /// When the layer was not made by `training`, or ranks cannot be reached.
-    pub fn reduce_gradients(&self) -> Result<(), ::moesaic::EngineError> {
+    pub fn reduce_gradients(&self) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.reduce_gradients()
     }
 
@@ -585,7 +594,9 @@ impl Mixtral8x7b {
     ///
     /// # Errors
     /// When the layer was not made by `training`.
-    pub fn gradients(&self) -> Result<Mixtral8x7bGradients, ::moesaic::EngineError> {
+    pub fn gradients(
+        &self,
+    ) -> ::std::result::Result<Mixtral8x7bGradients, ::moesaic::EngineError> {
         Ok(Mixtral8x7bGradients {
             router_weight: self.layer.gradient("router.weight")?.to_f32(),
             experts_gate_weight: self.layer.gradient("experts.gate.weight")?.to_f32(),
