@@ -88,13 +88,18 @@ pub fn drawn(seed: u64, engine: &Engine) -> bool {
 /// Trains once with what is drawn; holds losses and gradients against the
 /// reference.
 pub fn gradients_of(spec: &LayerSpec, engine: &Engine) {
-    let target = engine.target();
-    let mut case = Case::random(spec, 29, 5);
+    gradients_of_case(Case::random(spec, 29, 5), engine);
+}
+
+/// The same of a case; its dy is the seed's.
+pub fn gradients_of_case(mut case: Case, engine: &Engine) {
+    let (target, tokens) = (engine.target(), case.input.tokens);
     case.input.draw = Some(draw(COUNTERS));
+    let spec = &case.spec;
     let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
     let layer = engine.training_layer(spec, &case.host_weights(), Training::default());
     let layer = layer.unwrap_or_else(|e| panic!("{}: {e}", what("the plan")));
-    let dy = Random::new(9).vec(29 * spec.output_dim());
+    let dy = Random::new(9).vec(tokens * spec.output_dim());
     let losses = reference::losses(spec, &case.weights, &case.input);
     let names: Vec<&str> = losses.keys().map(String::as_str).collect();
     let names = [&["y", "topk_ids"], &names[..]].concat();
@@ -105,7 +110,11 @@ pub fn gradients_of(spec: &LayerSpec, engine: &Engine) {
     for (name, value) in &losses {
         close(&what(name), &floats(&output, name), &[*value], 2e-5);
     }
-    let given = host(DType::F32, &[29, spec.output_dim()], &dy);
+    let given = host(
+        spec.precision.activations,
+        &[tokens, spec.output_dim()],
+        &dy,
+    );
     let back = layer.backward(&saved, &given, false);
     let back = back.unwrap_or_else(|e| panic!("{}: {e}", what("backward")));
     let expected = reference::backward(spec, &case.weights, &case.input, &dy);

@@ -1,6 +1,6 @@
 //! Gradients of experts: two or three products and an activation.
 
-use super::{Pass, add, dot};
+use super::{Pass, add, all_zero, dot};
 use crate::expert::{biased, limited, residual_weights};
 use crate::math::{erf, sigmoid};
 use crate::{activate, expression};
@@ -135,11 +135,15 @@ impl Pass<'_> {
     }
 
     /// Backward of the projection before or after the routed experts: adds the
-    /// gradients of W and b, returns that of x.
+    /// gradients of W and b, returns that of x. A gradient of zeros adds nothing, even
+    /// where x is NaN.
     pub(super) fn project_latent_back(&mut self, part: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let Some(latent) = &self.spec.latent else {
             return dout.to_vec();
         };
+        if all_zero(dout) {
+            return vec![0.0; x.len()];
+        }
         if latent.bias {
             add(self.of(&format!("latent.{part}.bias")), dout, 1.0);
         }
