@@ -278,8 +278,10 @@ impl Pass<'_> {
     }
 }
 
+/// Of each score by its own logit. One that nobody chose has no gradient, whatever it is.
 fn zip(logits: &[f64], d: &[f64], slope: impl Fn(f64) -> f64) -> Vec<f64> {
-    logits.iter().zip(d).map(|(&z, d)| slope(z) * d).collect()
+    let of = |(&z, &d): (&f64, &f64)| if d == 0.0 { 0.0 } else { slope(z) * d };
+    logits.iter().zip(d).map(of).collect()
 }
 
 /// Of [`relative`]. The unit cancels in what scores are divided by, so it has no gradient.
