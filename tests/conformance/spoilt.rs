@@ -3,12 +3,12 @@
 
 use super::Case;
 use super::cases::{changed, drawing, of_type, selecting};
-use super::sampled::gradients_of_case;
+use super::sampled::{empty_tokens, gradients_of_case};
 use super::simulated::open;
 use super::trained::{COUNTERS, draw};
 use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::{DType, Engine};
+use moesaic::{DType, Engine, Recompute};
 
 const NOT_NUMBERS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 
@@ -77,16 +77,6 @@ fn with_empty_tokens() -> Vec<LayerSpec> {
     list
 }
 
-/// Tokens that no routed expert computes anything for.
-fn empty_tokens(case: &Case) -> Vec<usize> {
-    let (spec, k) = (&case.spec, case.spec.shape.top_k);
-    let decision = reference::gate(spec, &case.weights, &case.drawing()).decision;
-    let placed = reference::scan(spec, &decision, &case.drawing());
-    let slots = |t: &usize| t * k..(t + 1) * k;
-    let empty = |t: &usize| placed.locations[slots(t)].iter().all(|at| *at < 0);
-    (0..case.input.tokens).filter(empty).collect()
-}
-
 /// A call in which tokens without experts are no numbers; `None` where there are none.
 fn padded(spec: &LayerSpec) -> Option<Case> {
     let mut case = Case::random(spec, 29, 5);
@@ -121,7 +111,7 @@ fn padding_adds_nothing(engine: &Engine) {
         if spec.precision.activations == DType::F32 {
             gradients_of_case(case, engine);
         } else {
-            case.check_training(engine, moesaic::Recompute::None);
+            case.check_training(engine, Recompute::None);
         }
         held += 1;
     }
@@ -202,6 +192,23 @@ fn a_nan_token_spoils_only_itself(engine: &Engine) {
     }
 }
 
+/// Rows of experts are summed in slices, whose last one has rows of the next expert behind it:
+/// those add nothing, even where they are NaN.
+fn a_nan_row_spoils_no_other_expert(engine: &Engine) {
+    let spec = of_type(
+        DType::Bf16,
+        changed(|s| {
+            (s.shape.model_dim, s.shape.hidden_dim) = (64, 64);
+            (s.router.kind, s.shape.experts) = (RouterKind::External, 5);
+        }),
+    );
+    let mut case = Case::random(&spec, 23, 6);
+    case.input.x[4 * 64..5 * 64].fill(f64::NAN);
+    let (ids, weights) = case.input.routing.as_mut().expect("it is given");
+    (ids[8], ids[9], weights[8], weights[9]) = (3, -1, 0.5, 0.0);
+    case.check_training(engine, Recompute::None);
+}
+
 /// Logits so low that f32 has no scores for them.
 fn scores_of_next_to_nothing(engine: &Engine) {
     let spec = |score, renormalize, change: &dyn Fn(&mut LayerSpec)| {
@@ -269,6 +276,11 @@ macro_rules! on_each {
             #[test]
             fn a_nan_token_spoils_only_itself() {
                 super::a_nan_token_spoils_only_itself(&super::open($target));
+            }
+
+            #[test]
+            fn a_nan_row_spoils_no_other_expert() {
+                super::a_nan_row_spoils_no_other_expert(&super::open($target));
             }
 
             #[test]
