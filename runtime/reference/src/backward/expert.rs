@@ -217,6 +217,7 @@ fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
 /// φ and its derivative.
 fn phi(experts: &Experts, x: f64) -> (f64, f64) {
     let positive = f64::from(x > 0.0);
+    let relu = if x < 0.0 { 0.0 } else { x };
     match &experts.activation {
         Activation::Silu => {
             let s = sigmoid(experts.alpha * x);
@@ -234,8 +235,8 @@ fn phi(experts: &Experts, x: f64) -> (f64, f64) {
             let half = 0.5 * (1.0 + tanh);
             (x * half, half + 0.5 * x * (1.0 - tanh * tanh) * inner)
         }
-        Activation::Relu => (x * positive, positive),
-        Activation::Relu2 => (x * x * positive, 2.0 * x * positive),
+        Activation::Relu => (relu, positive),
+        Activation::Relu2 => (relu * relu, if x > 0.0 { 2.0 * x } else { 0.0 }),
         Activation::Custom(expression) => expression::evaluate(expression, x),
     }
 }
