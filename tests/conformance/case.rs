@@ -6,6 +6,7 @@ use moesaic::spec::{LayerSpec, RouterKind};
 use moesaic::{DType, Engine, Input, Layer, Output, Tensor, Tensors};
 
 /// One layer with one input.
+#[derive(Clone)]
 pub struct Case {
     pub spec: LayerSpec,
     pub weights: reference::Weights,

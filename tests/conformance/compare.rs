@@ -12,7 +12,7 @@ pub fn close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
         let fine = if e.is_nan() {
             f.is_nan()
         } else {
-            (f - e).abs() <= tolerance * scale
+            f == e || (f - e).abs() <= tolerance * scale
         };
         let error = (f - e).abs() / scale;
         assert!(

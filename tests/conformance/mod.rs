@@ -46,6 +46,7 @@ mod sampled;
 mod saved;
 pub mod simulated;
 mod simulated_training;
+mod spoilt;
 mod tiles;
 mod trained;
 mod training;

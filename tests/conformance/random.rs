@@ -52,6 +52,7 @@ macro_rules! on_each {
 }
 
 on_each! {
+    cpu_agrees_on_random_layers: "cpu",
     sm_80_agrees_on_random_layers: "sim:sm_80",
     sm_90a_agrees_on_random_layers: "sim:sm_90a",
     gfx942_agrees_on_random_layers: "sim:gfx942",

@@ -137,6 +137,7 @@ pub fn agrees(case: &Case, engine: &Engine) -> bool {
     let largest = want
         .values()
         .flatten()
+        .filter(|v| v.is_finite())
         .fold(0.0, |most: f64, v| most.max(v.abs()));
     for (name, want) in &want {
         let what = || format!("gradient `{name}` of {}", case.describe());
@@ -150,11 +151,16 @@ pub fn agrees(case: &Case, engine: &Engine) -> bool {
 
 /// Errors in root mean square, relative to the tensor's. Pre-activations,
 /// hidden, dout, dgate, dup and drows are each rounded once to storage; a sum
-/// that cancels keeps the errors of its terms.
+/// that cancels keeps the errors of its terms. NaN only where NaN is due.
 pub fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: f64) {
     assert_eq!(found.len(), want.len(), "{what}: length");
+    let wrong = (0..found.len()).find(|&i| found[i].is_nan() != want[i].is_nan());
+    if let Some(i) = wrong {
+        panic!("{what}\nelement {i} is {}, expected {}", found[i], want[i]);
+    }
     let rms = |values: &mut dyn Iterator<Item = f64>| {
-        (values.map(|v| v * v).sum::<f64>() / want.len().max(1) as f64).sqrt()
+        let squares = values.filter(|v| !v.is_nan()).map(|v| v * v);
+        (squares.sum::<f64>() / want.len().max(1) as f64).sqrt()
     };
     let error = rms(&mut found.iter().zip(want).map(|(f, w)| f - w));
     let size = rms(&mut want.iter().copied());

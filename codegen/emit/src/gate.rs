@@ -22,6 +22,8 @@ pub(crate) struct GateText {
     mixer: bool,
     /// Experts choose their tokens.
     choice: bool,
+    /// Chosen scores that are next to nothing are taken relative to the largest.
+    relative: bool,
     /// Sinkhorn's iteration balances logits.
     sinkhorn: bool,
     /// Entropy sets a temperature, load a bias.
@@ -65,6 +67,7 @@ fn gate(d: &GateTopkDesc) -> GateText {
         table: d.router.kind == RouterKind::Table,
         mixer: matches!(d.router.select, Select::SparseMixer(_)),
         choice: d.expert_choice().is_some(),
+        relative: d.relative_scores(),
         sinkhorn: d.sinkhorn().is_some(),
         guided: d.router.entropy.is_some(),
         draws: d.draws_input() || d.noisy() || d.draws_selection(),

@@ -289,7 +289,7 @@ pub enum GroupStat {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupMask {
-    /// Negative infinity: never selected before an expert of a kept group.
+    /// Left out: never selected.
     #[default]
     Exclude,
     /// Zero, as some checkpoints were trained: beats negative scores.

@@ -102,7 +102,8 @@ pub(crate) fn expert_choice(
 }
 
 /// What `exp(z - max)` is multiplied by, per expert, after `rounds` rounds of
-/// Sinkhorn's iteration: rows to 1 / tokens, columns to 1 / E (Megatron).
+/// Sinkhorn's iteration: rows to 1 / tokens, columns to 1 / E (Megatron). Masked tokens and
+/// those whose exponentials are no numbers are none of its rows.
 pub(crate) fn balanced(spec: &LayerSpec, input: &Input, logits: &[f64], rounds: usize) -> Vec<f64> {
     const FLOOR: f64 = 1e-8;
     let experts = spec.routed_experts();
@@ -111,6 +112,7 @@ pub(crate) fn balanced(spec: &LayerSpec, input: &Input, logits: &[f64], rounds: 
         .enumerate()
         .filter(|(t, _)| live(spec, input, *t))
         .map(|(_, row)| exponentials(row))
+        .filter(|row| row.iter().all(|v| !v.is_nan()))
         .collect();
     let mut columns = vec![1.0; experts];
     for _ in 0..rounds {

@@ -7,7 +7,8 @@ use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, RouterInput, RouterKind, Score, Select,
+    GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, Renormalize, RouterInput, RouterKind,
+    Score, Select,
 };
 
 /// The gate's whole result.
@@ -171,6 +172,7 @@ pub fn decide(
         let scores = row.map_or(vec![1.0; width], |row| scores_row(spec, row));
         let chosen = match (spec.router.select, row) {
             (Select::SparseMixer(eps), Some(row)) => mixer(row, ids, eps).0,
+            (_, Some(row)) if underflows(spec, &scores, ids) => relative(spec, row, ids),
             _ => gather(spec, &scores, ids),
         };
         let mut ids = ids.to_vec();
@@ -293,10 +295,10 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
         let bias = &weights.get("router.select_bias").data;
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
     }
-    if let Some(groups) = &spec.router.groups {
-        keys = mask_groups(&keys, groups);
-    }
-    let ids: Vec<i32> = rank(&keys).into_iter().take(k).map(|e| e as i32).collect();
+    let ids = match &spec.router.groups {
+        Some(groups) => best_of_groups(&keys, groups, k),
+        None => best(&keys, k),
+    };
     let chosen = gather(spec, &scores, &ids);
     (ids, chosen)
 }
@@ -336,6 +338,44 @@ pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> 
     .collect()
 }
 
+/// Whether chosen scores are so small that f64 may have lost their ratio, which
+/// renormalisation without an epsilon is all about.
+pub(crate) fn underflows(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> bool {
+    let r = &spec.router;
+    let relative = match r.renormalize {
+        Renormalize::None => false,
+        Renormalize::Sum | Renormalize::Clamp => r.renormalize_eps == 0.0,
+        Renormalize::PNorm => true,
+    };
+    let of_logits = matches!(
+        r.score,
+        Score::Softmax | Score::Sigmoid | Score::SqrtSoftplus
+    );
+    let chosen = gather(spec, scores, ids);
+    relative && of_logits && chosen.iter().all(|s| *s < 1e-60)
+}
+
+/// The logarithm of a score changes so much with its logit, where the score is next to nothing.
+pub(crate) fn slope_of_log(score: Score) -> f64 {
+    match score {
+        Score::SqrtSoftplus => 0.5,
+        _ => 1.0,
+    }
+}
+
+/// Chosen scores in units of the largest one, from their logits; each is next to nothing.
+pub(crate) fn relative(spec: &LayerSpec, logits: &[f64], ids: &[i32]) -> Vec<f64> {
+    let chosen = ids
+        .iter()
+        .filter_map(|&e| usize::try_from(considered(e)).ok());
+    let top = chosen.map(|e| logits[e]).fold(f64::NEG_INFINITY, f64::max);
+    let of = |&e: &i32| match usize::try_from(considered(e)) {
+        Ok(e) => ((logits[e] - top) * slope_of_log(spec.router.score)).exp(),
+        Err(_) => 0.0,
+    };
+    ids.iter().map(of).collect()
+}
+
 /// Renormalisation, scale and learned factors.
 fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> Vec<f64> {
     let r = &spec.router;
@@ -354,26 +394,21 @@ fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> V
     ids.iter().zip(scores).map(weigh).collect()
 }
 
-/// Keys with the experts of dropped groups masked.
-fn mask_groups(keys: &[f64], groups: &Groups) -> Vec<f64> {
+/// The K best experts, those of dropped groups masked. Where no group has a number for its
+/// score, they are left out in either way, so that a NaN token chooses the lowest ids.
+fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
     let size = keys.len() / groups.count;
     let stats: Vec<f64> = keys
         .chunks(size)
         .map(|group| group_stat(group, groups.stat))
         .collect();
-    let kept: Vec<usize> = rank(&stats).into_iter().take(groups.keep).collect();
-    let masked = match groups.mask {
-        GroupMask::Exclude => f64::NEG_INFINITY,
-        GroupMask::Zero => 0.0,
-    };
-    let keep = |e: usize| {
-        if kept.contains(&(e / size)) {
-            keys[e]
-        } else {
-            masked
-        }
-    };
-    (0..keys.len()).map(keep).collect()
+    let ranked = rank(&stats);
+    let left_out = groups.mask == GroupMask::Exclude || stats[ranked[0]].is_nan();
+    let keeps = |e: usize| ranked[..groups.keep].contains(&(e / size));
+    let masked = (0..keys.len()).map(|e| if keeps(e) { keys[e] } else { 0.0 });
+    let order = rank(&masked.collect::<Vec<f64>>()).into_iter();
+    let order = order.filter(|&e| keeps(e) || !left_out);
+    order.take(k).map(|e| e as i32).collect()
 }
 
 fn group_stat(group: &[f64], stat: GroupStat) -> f64 {
@@ -392,13 +427,8 @@ pub(crate) fn far_from(top: f64, z: f64, eps: f64) -> bool {
 /// Sequential argmaxes; each weight is a softmax over the logits near the
 /// maximum, with earlier choices left out.
 fn sparse_mixer(logits: &[f64], k: usize, eps: f64) -> (Vec<i32>, Vec<f64>) {
-    let mut left = logits.to_vec();
-    let mut ids = Vec::new();
-    for _ in 0..k {
-        let best = rank(&left)[0];
-        ids.push(best as i32);
-        left[best] = f64::NEG_INFINITY;
-    }
+    // A maximum without those before it: the next best.
+    let ids = best(logits, k);
     let weights = mixer(logits, &ids, eps).0;
     (ids, weights)
 }

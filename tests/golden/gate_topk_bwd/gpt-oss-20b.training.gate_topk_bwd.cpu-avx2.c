@@ -23,6 +23,16 @@ INLINE int has_choice(const i32 *ids)
     return some;
 }
 
+// Whether an expert of the token computed anything. Where none did, what its logits are
+// does not matter: 0 times NaN would be NaN.
+INLINE int has_gradient(const f32 *dweights)
+{
+    int some = 0;
+    for (int k = 0; k < TOP_K; k++)
+        some |= dweights[k] != 0;
+    return some;
+}
+
 // The expert of a slot that was drawn out by chance, -2 - id, still has its
 // part in what weights are divided by.
 INLINE i32 considered(i32 id) { return id < -1 ? -2 - id : id; }
@@ -141,7 +151,7 @@ static void gate_topk_bwd_block(
         const f32 *dweights = grad_topk_weights + token * TOP_K;
         f32 d[PADDED_EXPERTS] ALIGNED = {0}, z[PADDED_EXPERTS] ALIGNED;
         load_logits(z, logits, token);
-        if (has_choice(ids)) {
+        if (has_choice(ids) && has_gradient(dweights)) {
             weights_back(d, z, ids, dweights);
         }
         for (int e = 0; e < EXPERTS; e++)

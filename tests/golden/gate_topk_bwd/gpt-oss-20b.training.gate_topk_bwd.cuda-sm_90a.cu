@@ -240,6 +240,16 @@ DEVICE void weights_back(PerExpert &d, const PerExpert &z, const Ids &ids, const
     }
 }
 
+// Whether an expert of the token computed anything. Where none did, what its logits are does not
+// matter: 0 times NaN would be NaN.
+DEVICE bool has_gradient(const f32 *dweights)
+{
+    bool some = false;
+    for (i32 k = team_lane(); k < TOP_K; k += LANES)
+        some = some || dweights[k] != 0.0f;
+    return team_max(some) != 0;
+}
+
 KERNEL(THREADS) gate_topk_bwd(
     const f32 *logits,            // [tokens, 32]
     const i32 *topk_ids,          // [tokens, 4]
@@ -257,7 +267,7 @@ KERNEL(THREADS) gate_topk_bwd(
         PerExpert z, d;
         clear(d);
         load_row(z, logits, token, -infinity());
-        if (live) {
+        if (live && has_gradient(dweights)) {
             weights_back(d, z, ids, dweights);
         }
         #pragma unroll

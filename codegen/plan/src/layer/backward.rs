@@ -8,7 +8,7 @@ use crate::ops::combine::CombineBwd;
 use crate::ops::gemm::{Half, LATENT_DOWN, dgrad};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
-use moesaic_spec::{LayerSpec, RouterKind, canonical_tensors};
+use moesaic_spec::{LayerSpec, RouterInput, RouterKind, canonical_tensors};
 
 /// The tensors that only a backward pass names.
 pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
@@ -37,6 +37,10 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let of = |name: &str, dtype: DType, width: Size, role: Role| {
         tensor(name, dtype, &[tokens.clone(), width], role)
     };
+    let router = match spec.router.input {
+        RouterInput::Token => activations,
+        RouterInput::RmsScaled => F32,
+    };
     let experts = constant(spec.routed_experts());
     let projection = constant(spec.router.projection_dim.unwrap_or(1));
     vec![
@@ -51,6 +55,7 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         ),
         of("grad.router.projected", F32, projection, Role::Scratch),
         of("router.input", F32, model.clone(), Role::Scratch),
+        of("router.rows", router, model.clone(), Role::Scratch),
         of("router.dx", F32, model.clone(), Role::Scratch),
         of("router.noise_dx", F32, model, Role::Scratch),
         of(
@@ -63,12 +68,13 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     ]
 }
 
-fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 4] {
+fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 5] {
     [
         ("drouted", spec.output_dim()),
         ("latent.dsum", spec.expert_output_dim()),
         ("latent.dx", spec.expert_input_dim()),
         ("latent.drows", spec.shape.model_dim),
+        ("latent.rows", spec.shape.model_dim),
     ]
     .map(|(name, width)| {
         let shape = [Size::Tokens, constant(width)];

@@ -1,6 +1,6 @@
 //! Gradients of experts: two or three products and an activation.
 
-use super::{Pass, add, dot};
+use super::{Pass, add, all_zero, dot};
 use crate::expert::{biased, limited, residual_weights};
 use crate::math::{erf, sigmoid};
 use crate::{activate, expression};
@@ -135,11 +135,15 @@ impl Pass<'_> {
     }
 
     /// Backward of the projection before or after the routed experts: adds the
-    /// gradients of W and b, returns that of x.
+    /// gradients of W and b, returns that of x. A gradient of zeros adds nothing, even
+    /// where x is NaN.
     pub(super) fn project_latent_back(&mut self, part: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let Some(latent) = &self.spec.latent else {
             return dout.to_vec();
         };
+        if all_zero(dout) {
+            return vec![0.0; x.len()];
+        }
         if latent.bias {
             add(self.of(&format!("latent.{part}.bias")), dout, 1.0);
         }
@@ -213,6 +217,7 @@ fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
 /// φ and its derivative.
 fn phi(experts: &Experts, x: f64) -> (f64, f64) {
     let positive = f64::from(x > 0.0);
+    let relu = if x < 0.0 { 0.0 } else { x };
     match &experts.activation {
         Activation::Silu => {
             let s = sigmoid(experts.alpha * x);
@@ -230,8 +235,8 @@ fn phi(experts: &Experts, x: f64) -> (f64, f64) {
             let half = 0.5 * (1.0 + tanh);
             (x * half, half + 0.5 * x * (1.0 - tanh * tanh) * inner)
         }
-        Activation::Relu => (x * positive, positive),
-        Activation::Relu2 => (x * x * positive, 2.0 * x * positive),
+        Activation::Relu => (relu, positive),
+        Activation::Relu2 => (relu * relu, if x > 0.0 { 2.0 * x } else { 0.0 }),
         Activation::Custom(expression) => expression::evaluate(expression, x),
     }
 }

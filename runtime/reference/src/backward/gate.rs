@@ -1,13 +1,14 @@
 //! Gradients of routing weights: finish, gather, score, logits.
 
-use super::{Pass, add, dot};
+use super::{Pass, add, all_zero, dot};
 use crate::choice::{guided, guided_back};
-use crate::gate::{considered, gather, mixer, router_input, scores_row, unit};
+use crate::gate::{considered, gather, mixer, relative, router_input, scores_row, unit};
+use crate::gate::{slope_of_log, underflows};
 use crate::math::{sigmoid, softmax, softplus};
 use crate::noise::{deviate, input_factors, noise_logits};
 use crate::norm::{denominator, denominator_slopes};
 use crate::{Gate, LossValue, Routed};
-use moesaic_spec::{RouterInput, RouterKind, Score, Select};
+use moesaic_spec::{LayerSpec, RouterInput, RouterKind, Score, Select};
 
 impl Pass<'_> {
     /// From the gradient of the gate's weights to the router's tensors and x.
@@ -54,29 +55,48 @@ impl Pass<'_> {
         dweights: &[f64],
         losses: Option<&LossValue>,
     ) {
-        let guided = match logits {
-            Some(logits) => guided(self.spec, self.weights, logits),
-            None => vec![0.0; self.spec.routed_experts()],
-        };
-        let chosen = match self.spec.router.select {
-            Select::SparseMixer(eps) => mixer(&guided, ids, eps).0,
-            _ => gather(self.spec, &self.scores(&guided), ids),
-        };
-        let dchosen = self.finish(ids, &chosen, dweights);
-        let Some(logits) = logits else {
+        let from_weights = self.weights_back(ids, logits, dweights);
+        let Some(mut dlogits) = from_weights else {
             return;
         };
-        let dguided = match self.spec.router.select {
-            Select::SparseMixer(eps) => mixer_back(&guided, ids, eps, &dchosen),
-            _ => self.score_back(&guided, ids, &chosen, &dchosen),
-        };
-        let mut dlogits = guided_back(self.spec, logits, &dguided);
         if let Some(losses) = losses {
             let row = t * dlogits.len()..(t + 1) * dlogits.len();
             add(&mut dlogits, &losses.dlogits[row], 1.0);
         }
         self.gradients.logits.extend(&dlogits);
         self.logits_back(t, &dlogits, losses);
+    }
+
+    /// From the gradient of a token's weights to that of its logits. A token none of whose
+    /// experts computed anything has zeros, whatever its logits are: 0 · NaN is no 0.
+    fn weights_back(
+        &mut self,
+        ids: &[i32],
+        logits: Option<&[f64]>,
+        dweights: &[f64],
+    ) -> Option<Vec<f64>> {
+        if all_zero(dweights) {
+            return logits.map(|logits| vec![0.0; logits.len()]);
+        }
+        let guided = match logits {
+            Some(logits) => guided(self.spec, self.weights, logits),
+            None => vec![0.0; self.spec.routed_experts()],
+        };
+        let scores = self.scores(&guided);
+        let tiny = logits.is_some() && underflows(self.spec, &scores, ids);
+        let chosen = match self.spec.router.select {
+            Select::SparseMixer(eps) => mixer(&guided, ids, eps).0,
+            _ if tiny => relative(self.spec, &guided, ids),
+            _ => gather(self.spec, &scores, ids),
+        };
+        let dchosen = self.finish(ids, &chosen, dweights);
+        let logits = logits?;
+        let dguided = match self.spec.router.select {
+            Select::SparseMixer(eps) => mixer_back(&guided, ids, eps, &dchosen),
+            _ if tiny => relative_back(self.spec, logits.len(), ids, &chosen, &dchosen),
+            _ => self.score_back(&guided, ids, &chosen, &dchosen),
+        };
+        Some(guided_back(self.spec, logits, &dguided))
     }
 
     fn scores(&self, logits: &[f64]) -> Vec<f64> {
@@ -138,8 +158,13 @@ impl Pass<'_> {
         }
     }
 
-    /// From logits to the router's tensors and the token.
+    /// From logits to the router's tensors and the token. A token whose gradients are all
+    /// zero adds nothing, even where it is NaN.
     fn logits_back(&mut self, t: usize, dlogits: &[f64], losses: Option<&LossValue>) {
+        let scales = |l: &LossValue| all_zero(&l.dscale[t * dlogits.len()..][..dlogits.len()]);
+        if all_zero(dlogits) && losses.is_none_or(scales) {
+            return;
+        }
         if self.spec.router.bias {
             add(self.of("router.bias"), dlogits, 1.0);
         }
@@ -253,8 +278,27 @@ impl Pass<'_> {
     }
 }
 
+/// Of each score by its own logit. One that nobody chose has no gradient, whatever it is.
 fn zip(logits: &[f64], d: &[f64], slope: impl Fn(f64) -> f64) -> Vec<f64> {
-    logits.iter().zip(d).map(|(&z, d)| slope(z) * d).collect()
+    let of = |(&z, &d): (&f64, &f64)| if d == 0.0 { 0.0 } else { slope(z) * d };
+    logits.iter().zip(d).map(of).collect()
+}
+
+/// Of [`relative`]. The unit cancels in what scores are divided by, so it has no gradient.
+fn relative_back(
+    spec: &LayerSpec,
+    experts: usize,
+    ids: &[i32],
+    chosen: &[f64],
+    dchosen: &[f64],
+) -> Vec<f64> {
+    let mut d = vec![0.0; experts];
+    for ((&id, c), dc) in ids.iter().zip(chosen).zip(dchosen) {
+        if let Ok(e) = usize::try_from(considered(id)) {
+            d[e] += slope_of_log(spec.router.score) * c * dc;
+        }
+    }
+    d
 }
 
 fn softmax_back(values: &[f64], d: &[f64]) -> Vec<f64> {

@@ -213,6 +213,11 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     crate::math::dot(a, b)
 }
 
+/// Whether a row of gradients adds nothing to a sum over tokens. NaN is not zero.
+fn all_zero(row: &[f64]) -> bool {
+    row.iter().all(|v| *v == 0.0)
+}
+
 /// `sum += factor · row`.
 fn add(sum: &mut [f64], row: &[f64], factor: f64) {
     assert_eq!(sum.len(), row.len());

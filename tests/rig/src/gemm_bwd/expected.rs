@@ -56,6 +56,9 @@ pub fn check(rig: &Rig, step: &LaunchStep, rows: &Rows, given: &Values, got: &Va
         Op::GroupedGemmWgrad { desc: d, .. } if symbol.ends_with("_bias") => {
             check(d.dense).bias(d);
         }
+        Op::GroupedGemmWgrad { desc: d, .. } if symbol.ends_with("_rows") => {
+            check(d.dense).cleared(d);
+        }
         Op::GroupedGemmWgrad { desc: d, .. } => check(d.dense).wgrad(d),
         Op::GroupedGemm { desc: d, .. } => check(d.dense).kept(d),
         other => panic!("{other:?} is no backward GEMM"),
@@ -355,6 +358,21 @@ impl Check<'_> {
             }
             let got = self.got[name][first + at];
             self.near(name, &[group, at], got, want, DType::F32);
+        }
+    }
+
+    /// Rows whose gradients are all zeros are zeros, the others as they were given.
+    fn cleared(&self, d: &GroupedGemmWgradDesc) {
+        let pairs = self.given["dup"]
+            .chunks(d.height)
+            .zip(self.given["given"].chunks(d.width));
+        for (row, (gradient, given)) in pairs.enumerate() {
+            let adds = gradient.iter().any(|v| *v != 0.0);
+            for (i, &given) in given.iter().enumerate() {
+                let want = if adds { given } else { 0.0 };
+                let got = self.got["rows"][row * d.width + i];
+                assert_eq!(got, want, "rows[{row}, {i}], {}", self.what);
+            }
         }
     }
 

@@ -10,8 +10,8 @@ pub(crate) use steps::selection_tensors;
 use super::{Core, Machine, Op, Operator};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
-    CapacityOrder, LayerSpec, Loss, LossKind, NoiseKind, Router, RouterInput, RouterKind, Select,
-    SharedGate,
+    CapacityOrder, LayerSpec, Loss, LossKind, NoiseKind, Renormalize, Router, RouterInput,
+    RouterKind, Score, Select, SharedGate,
 };
 use serde::{Deserialize, Serialize};
 
@@ -197,6 +197,30 @@ impl GateTopkDesc {
     pub fn key_noise(&self) -> bool {
         let noise = self.router.noise > 0.0 && self.logits != Logits::None;
         self.training && self.select && noise && !self.noisy()
+    }
+
+    /// Whether renormalisation, which has no epsilon, may meet chosen scores that are all next to
+    /// nothing: f32 has lost their ratio then, which their logits still have.
+    pub fn relative_scores(&self) -> bool {
+        let router = &self.router;
+        let divides = match router.renormalize {
+            Renormalize::None => false,
+            Renormalize::Sum | Renormalize::Clamp => router.renormalize_eps as f32 == 0.0,
+            Renormalize::PNorm => true,
+        };
+        // The best of all softmax scores is 1 / E at least.
+        let best_chosen = router.kind != RouterKind::Table
+            && router.select == Select::TopK
+            && !router.select_bias
+            && router.groups.is_none()
+            && !self.key_noise();
+        let reaches_nothing = match router.score {
+            Score::Sigmoid | Score::SqrtSoftplus => true,
+            Score::Softmax => !best_chosen,
+            Score::SoftmaxSelected | Score::One => false,
+        };
+        let mixes = matches!(router.select, Select::SparseMixer(_));
+        self.select && self.logits != Logits::None && divides && reaches_nothing && !mixes
     }
 
     /// Whether a token's second expert goes by chance.

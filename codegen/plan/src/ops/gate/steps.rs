@@ -203,20 +203,22 @@ impl Builder {
             RouterInput::Token => (self.routed_tokens(), desc.activations),
             RouterInput::RmsScaled => ("router.input", DType::F32),
         };
+        let (spec, experts) = (self.plan.spec.clone(), desc.experts);
+        let wgrad = wgrad::router(&spec, experts, false, dtype);
+        let factor = if wgrad.clears { "router.rows" } else { input };
         let bind: Bind = &[
             ("dup", "grad.router.noise_logits"),
             ("dup_map", "grad.router.noise_logits"),
             ("up", "router.noise.weight"),
             ("up_map", "router.noise.weight"),
             ("drows", "router.noise_dx"),
-            ("rows", input),
-            ("rows_map", input),
+            ("given", input),
+            ("rows", factor),
+            ("rows_map", factor),
             ("grad_up", "grad.router.noise.weight"),
         ];
-        let (spec, experts) = (self.plan.spec.clone(), desc.experts);
         let dgrad = dgrad::router(&spec, experts);
         self.launch("grouped_gemm_dgrad_noise", dgrad, bind);
-        let wgrad = wgrad::router(&spec, experts, false, dtype);
         self.launch("grouped_gemm_wgrad_noise", wgrad, bind);
         self.gate_step(kernel, "gate_noise_add", &[]);
     }

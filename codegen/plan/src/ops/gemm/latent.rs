@@ -82,19 +82,21 @@ impl Builder {
         let (matrix, name) = (format!("latent.{}", way.name()), way.name());
         let weight = format!("{matrix}.weight");
         let (grad, grad_bias) = (format!("grad.{weight}"), format!("grad.{matrix}.bias"));
+        let wgrad = wgrad::latent(&self.plan.spec, way);
+        let factor = if wgrad.clears { "latent.rows" } else { rows };
         let bind: Bind = &[
             ("dup", dout),
             ("dup_map", dout),
             ("up", &weight),
             ("up_map", &weight),
             ("drows", drows),
-            ("rows", rows),
-            ("rows_map", rows),
+            ("given", rows),
+            ("rows", factor),
+            ("rows_map", factor),
             ("grad_up", &grad),
             ("grad_up_bias", &grad_bias),
         ];
         let dgrad = dgrad::latent(&self.plan.spec, way);
-        let wgrad = wgrad::latent(&self.plan.spec, way);
         let kernel = |pass: &str| format!("grouped_gemm_{pass}_latent_{name}");
         self.launch(&kernel("dgrad"), dgrad, bind);
         self.launch(&kernel("wgrad"), wgrad, bind);

@@ -2,11 +2,11 @@
 
 use super::entries::{Follow, PANEL, operand};
 use super::{GroupedGemmConfig, GroupedGemmDesc, Half, desc, tiles};
-use crate::ops::params::{edges, entry, gradient, per_slot, when};
+use crate::ops::params::{edges, entry, gradient, one, per_slot, tokens_by, when};
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
-use moesaic_spec::{LayerSpec, SharedGate, WeightSite};
+use moesaic_spec::{CapacityMode, LayerSpec, RouterKind, Select, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// `grouped_gemm_wgrad`: `grad[e] = Σ over rows of e of leftᵀ · right`, f32.
@@ -35,6 +35,9 @@ pub struct GroupedGemmWgradDesc {
     pub weighted_bias: bool,
     /// Up: right is x at the rows' tokens, so it can be read from there.
     pub plain_rows: bool,
+    /// Up, dense: right is copied first, with zeros for the rows whose left is all zeros. Those
+    /// are of tokens that nothing was computed for, which may hold NaN, and 0 · NaN is no 0.
+    pub clears: bool,
     /// Element type of left.
     pub left: DType,
     /// Element type of right.
@@ -76,6 +79,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec) -> GroupedGemmWgradDesc {
         bias: forward.bias,
         weighted_bias: false,
         plain_rows: false,
+        clears: false,
         left: forward.activations,
         right: forward.activations,
         tf32: forward.tf32,
@@ -101,6 +105,7 @@ pub(crate) fn router(
         bias,
         weighted_bias: false,
         plain_rows: false,
+        clears: has_empty_tokens(spec),
         left: DType::F32,
         right,
         tf32: false,
@@ -111,15 +116,32 @@ pub(crate) fn router(
 pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GroupedGemmWgradDesc {
     let gate = spec.shared[index].gate;
     let bias = gate == SharedGate::Residual;
-    router(spec, gate.logits(), bias, spec.precision.activations)
+    GroupedGemmWgradDesc {
+        // A shared expert computes something for every token.
+        clears: false,
+        ..router(spec, gate.logits(), bias, spec.precision.activations)
+    }
 }
 
 /// Gradients of its matrix and bias.
 pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
     GroupedGemmWgradDesc {
         half: Half::Up,
+        // The way up reads sums, which are zeros where nothing was computed.
+        clears: way == Half::Down && has_empty_tokens(spec),
         ..of(&desc::latent(spec, way), spec)
     }
+}
+
+/// Whether a call may have tokens that no routed expert computes anything for: masked ones, and
+/// those whose assignments are all dropped.
+fn has_empty_tokens(spec: &LayerSpec) -> bool {
+    use CapacityMode::{Dropless, MaxCount};
+    let r = &spec.router;
+    let given = matches!(r.kind, RouterKind::External | RouterKind::Table);
+    let chosen = matches!(r.select, Select::ExpertChoice(_));
+    let drops = !matches!(spec.capacity.mode, Dropless | MaxCount);
+    r.token_mask || r.active_k || given || chosen || drops
 }
 
 impl Operator for GroupedGemmWgradDesc {
@@ -134,7 +156,12 @@ impl Operator for GroupedGemmWgradDesc {
     }
 
     fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
-        let mut list = vec![matrices(self, config)];
+        let mut list: Vec<Entry> = self
+            .clears
+            .then(|| cleared(self, config))
+            .into_iter()
+            .collect();
+        list.push(matrices(self, config));
         list.extend(self.bias.then(|| bias(self, config)));
         list
     }
@@ -152,6 +179,9 @@ impl Operator for GroupedGemmWgradDesc {
     }
 
     fn flops(&self, symbol: &str, tokens: f64) -> f64 {
+        if symbol.ends_with("_rows") {
+            return tokens * self.height as f64;
+        }
         if symbol.ends_with("_bias") {
             return tokens * (self.top_k * self.height) as f64;
         }
@@ -207,6 +237,29 @@ fn matrices(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     let mut entry = entry(symbol, summary, params, grid, c.threads);
     entry.launch.shared_bytes = c.shared_bytes();
     entry
+}
+
+/// Tokens that a block of [`cleared`] copies.
+const CLEARED_ROWS: usize = 16;
+
+/// Copies right, and clears what is to add nothing: once, so that the products have no
+/// condition.
+fn cleared(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
+    let right = format!("[tokens, {}]", d.width);
+    let params = vec![
+        Param::read("dup", d.left, format!("[tokens, {}]", d.height)),
+        Param::read("given", d.right, &right),
+        Param::write("rows", d.right, &right),
+    ];
+    let summary = "copies rows, with zeros for those whose gradients are all zeros";
+    let grid = [tokens_by(CLEARED_ROWS), one()];
+    entry(
+        "grouped_gemm_wgrad_up_rows",
+        summary,
+        params,
+        grid,
+        c.threads,
+    )
 }
 
 fn bias(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {

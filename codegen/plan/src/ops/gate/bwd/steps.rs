@@ -172,20 +172,22 @@ impl Builder {
         let bias = spec.router.bias || spec.router.kind == RouterKind::Cosine;
         let weight = format!("{matrix}.weight");
         let (grad, grad_bias) = (format!("grad.{weight}"), format!("grad.{matrix}.bias"));
+        let wgrad = wgrad::router(&spec, width, bias, dtype);
+        let factor = if wgrad.clears { "router.rows" } else { input };
         let bind: Bind = &[
             ("dup", rows),
             ("dup_map", rows),
             ("up", &weight),
             ("up_map", &weight),
             ("drows", "router.dx"),
-            ("rows", input),
-            ("rows_map", input),
+            ("given", input),
+            ("rows", factor),
+            ("rows_map", factor),
             ("grad_up", &grad),
             ("grad_up_bias", &grad_bias),
         ];
         let dgrad = dgrad::router(&spec, width);
         self.launch("grouped_gemm_dgrad_router", dgrad, bind);
-        let wgrad = wgrad::router(&spec, width, bias, dtype);
         self.launch("grouped_gemm_wgrad_router", wgrad, bind);
     }
 
