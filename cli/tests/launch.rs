@@ -160,9 +160,16 @@ fn a_signal_ends_the_job() {
         ("off", "INT", 130),
         ("off", "TERM", 143),
         ("on", "TERM", 143),
+        // Open MPI says much about ranks that end, none of which is the job's failure.
+        ("open", "INT", 130),
+        ("open", "TERM", 143),
     ] {
         let script = "echo ready; sleep 7000.14 & wait";
-        let mut command = with_mpi(launch(&["-n", "2", "--mpi", mpi], script));
+        let options = ["-n", "2", "--mpi", if mpi == "off" { "off" } else { "on" }];
+        let mut command = with_mpi(launch(&options, script));
+        if mpi == "open" {
+            by_open_mpi(&mut command);
+        }
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut out = BufReader::new(child.stdout.take().unwrap());
         until(&mut out, 2, "ready");
@@ -333,14 +340,26 @@ fn contradictions_are_refused() {
     assert_eq!(own.code, 0);
     let mut missing = command();
     missing.args(["launch", "-n", "2", "--", "/no/such/program"]);
-    finish(&mut missing).fails(2, &["there is no program /no/such/program"]);
+    finish(&mut missing).fails(127, &["there is no program /no/such/program"]);
     let dir = scratch();
     let text = write(dir.path(), "text", "no program");
-    let mut plain = command();
-    plain
-        .args(["launch", "-n", "2", "--mpi", "off", "--"])
-        .arg(&text);
-    finish(&mut plain).fails(2, &["there is no program"]);
+    let options = ["launch", "-n", "2", "--mpi", "off", "--"];
+    for (program, words) in [
+        (text.as_path(), "text is not executable"),
+        (dir.path(), "is a folder, and no program"),
+    ] {
+        finish(command().args(options).arg(program)).fails(126, &[words]);
+    }
+    // By the search path, too, where a folder has the name and no program does.
+    let mut found = command();
+    found.args(options).arg("text").env("PATH", dir.path());
+    finish(&mut found).fails(126, &["/text is not executable", "hint: chmod +x"]);
+    // Executable, but its interpreter is not.
+    let odd = write(dir.path(), "odd", &format!("#!{}\n", text.display()));
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&odd, mode).unwrap();
+    let done = finish(command().args(options).arg(&odd));
+    assert_eq!(done.code, 126, "{}", done.stderr);
     let broken = write(dir.path(), "broken", "#!/no/such/interpreter\n");
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(&broken, mode).unwrap();
@@ -371,6 +390,58 @@ fn an_mpiexec_that_fails_says_why() {
     let mut command = launch(&["-n", "2"], "true");
     command.env("MOESAIC_MPI", dir.path().join("libmpi_abi.so.1"));
     finish(&mut command).fails(1, &["mpiexec failed:", "no hosts today"]);
+}
+
+/// The machine's Open MPI, which root may use.
+fn by_open_mpi(command: &mut Command) -> &mut Command {
+    let library = moesaic::toolchain::testing::open_mpi().library;
+    command
+        .env("MOESAIC_MPI", library)
+        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+}
+
+/// Open MPI refuses root, as in every container, unless it is told otherwise.
+#[test]
+fn root_says_so_or_has_ranks_without_open_mpi() {
+    // SAFETY: takes nothing.
+    let root = unsafe { libc::geteuid() } == 0;
+    let dir = scratch();
+    let text = "#!/bin/sh\n[ \"$1\" = --version ] && echo 'mpiexec (OpenRTE) 4.1.4' && exit\n\
+                echo \"allowed: $OMPI_ALLOW_RUN_AS_ROOT $PRTE_ALLOW_RUN_AS_ROOT_CONFIRM\" >&2; exit 9\n";
+    let fake = write(dir.path(), "mpiexec", text);
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(fake, mode).unwrap();
+    let start = |options: &[&str], named: bool| {
+        let mut command = launch(options, "echo rank $RANK");
+        for name in ["OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"] {
+            command.env_remove(name);
+        }
+        let path = std::env::var("PATH").unwrap();
+        command.env("PATH", format!("{}:{path}", dir.path().display()));
+        // No MPI is installed in this cache.
+        command.env("MOESAIC_CACHE", dir.path().join("cache"));
+        // Empty is as if it were not set.
+        let library = if named {
+            dir.path().join("libmpi.so.99")
+        } else {
+            "".into()
+        };
+        finish(command.env("MOESAIC_MPI", library))
+    };
+    let allowed = start(&["-n", "1", "--allow-run-as-root"], true);
+    allowed.fails(1, &[if root { "allowed: 1 1" } else { "allowed:" }]);
+    if root {
+        start(&["-n", "1"], true).fails(2, &["starts no ranks as root", "--allow-run-as-root"]);
+        let plain = start(&["-n", "2"], false);
+        assert!(
+            plain.stderr.contains("ranks are plain processes"),
+            "{}",
+            plain.stderr
+        );
+        assert_eq!(plain.ok().matches("rank ").count(), 2);
+    }
+    start(&["-n", "1", "--mpi", "off", "--allow-run-as-root"], false).fails(2, &["leave one"]);
 }
 
 /// Installed, if it is not yet, where `launch` looks for it: in the user's cache.
@@ -451,11 +522,8 @@ fn ranks_exchange_data_by_the_machines_open_mpi() {
     let tool = moesaic::toolchain::testing::Tool::OpenMpi;
     let found = found.then_some(()).ok_or("mpirun.openmpi is not on PATH");
     moesaic::toolchain::testing::needed(tool, found);
-    let mut ranks = ranks(&["-n", "3"]);
-    ranks
-        .env("MOESAIC_MPI", "libmpi.so.40")
-        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
-        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    let mut ranks = ranks(&["-n", "3", "--allow-run-as-root"]);
+    ranks.env("MOESAIC_MPI", "libmpi.so.40");
     let text = finish(&mut ranks).ok();
     assert!(text.contains("by MPI (Open MPI"), "{text}");
     assert_eq!(text.matches(", with 0/3 1/3 2/3\n").count(), 3, "{text}");

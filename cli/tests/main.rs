@@ -18,4 +18,6 @@ mod plan;
 mod precompile;
 mod ranks;
 mod run;
+#[cfg(target_os = "linux")]
+mod slurm;
 mod tune;
