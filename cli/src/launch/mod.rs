@@ -13,6 +13,7 @@ use crate::failure::{Code, Failure, Result};
 use clap::Args;
 use desk::{Desk, Terms};
 use job::{Job, Style};
+use moesaic::target::Scratch;
 use mpi::{Choice, Mpiexec};
 use place::{Bind, Machine, Place};
 pub use rank::{RankArgs, execute as execute_rank};
@@ -86,9 +87,7 @@ pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
         grace: Duration::from_secs_f64(args.grace),
         processors: processors(args, ranks),
     };
-    let folder = tempfile::Builder::new()
-        .prefix("moesaic-launch-")
-        .tempdir()?;
+    let folder = Scratch::new()?;
     let desk = Desk::at(folder.path());
     desk.furnish(&terms)?;
     let style = Style {
