@@ -244,7 +244,7 @@ mod tests {
         let both = "MASTER_PORT=1 PMI_RANK=1 PMI_SIZE=4";
         assert_eq!(meeting(torch, both), Ok(Meeting::Mpi));
         assert_eq!(meeting("RANK=0 WORLD_SIZE=1", ""), Ok(Meeting::Alone));
-        let empty = "MASTER_PORT=29500 MOESAIC_RENDEZVOUS= PMI_SIZE=";
+        let empty = "MASTER_PORT=29500 MOESAIC_RENDEZVOUS=";
         assert_eq!(meeting(torch, empty), address(29500));
         let nothing = meeting("RANK=0 WORLD_SIZE=2", "").unwrap_err();
         assert!(
