@@ -63,11 +63,14 @@ if [ -n "${LAYER:-}" ]; then
     if [ -n "${TRAINING-none}" ]; then
         options+=(--training "${TRAINING-none}")
     fi
-    read -ra more <<<"${PRECOMPILE:-}"
+    if [ -n "${PRECOMPILE:-}" ]; then
+        read -ra more <<<"$PRECOMPILE"
+        options+=("${more[@]}")
+    fi
     # One task with all processors of a node, and no part of an MPI world.
     srun --mpi=none --nodes=1 --ntasks=1 --ntasks-per-node=1 \
         --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" \
-        moesaic precompile --spec "$LAYER" --target "${TARGET:-cuda}" "${options[@]}" "${more[@]}"
+        moesaic precompile --spec "$LAYER" --target "${TARGET:-cuda}" "${options[@]}"
 fi
 
 ranks=(srun --kill-on-bad-exit=1 --cpu-bind=cores --mpi="$MPI_TYPE")
