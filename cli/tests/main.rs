@@ -12,6 +12,8 @@ mod files;
 mod grad;
 #[cfg(target_os = "linux")]
 mod launch;
+#[cfg(target_os = "linux")]
+mod launch_refused;
 mod options;
 mod passes;
 mod plan;
