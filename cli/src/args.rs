@@ -79,3 +79,15 @@ pub enum Command {
     /// Print shell completions
     Completions(crate::completions::CompletionsArgs),
 }
+
+impl Command {
+    /// Whether it waits for signals itself, and has its ranks end in good order.
+    #[cfg(unix)]
+    pub fn hears_signals(&self) -> bool {
+        match self {
+            #[cfg(target_os = "linux")]
+            Command::Launch(_) | Command::LaunchRank(_) => true,
+            _ => false,
+        }
+    }
+}

@@ -3,6 +3,8 @@
 use crate::failure::{Failure, Result};
 use clap::ValueEnum;
 use std::io::{IsTerminal, Write, stderr, stdout};
+#[cfg(unix)]
+use std::os::fd::AsRawFd;
 
 /// When to colour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -35,8 +37,8 @@ impl Console {
     /// The process's streams.
     pub fn new(choice: ColorChoice) -> Console {
         Console {
-            out: Palette::new(choice, stdout().is_terminal()),
-            err: Palette::new(choice, stderr().is_terminal()),
+            out: Palette::new(choice, is_screen(&stdout())),
+            err: Palette::new(choice, is_screen(&stderr())),
         }
     }
 
@@ -69,6 +71,22 @@ impl Console {
     pub fn tell(&self, line: &str) {
         let _ = writeln!(stderr().lock(), "{line}");
     }
+}
+
+/// Whether a stream goes to the terminal that this process is run from.
+///
+/// Open MPI's `mpirun` gives ranks a pseudo-terminal of its own as stdout, and writes what comes
+/// out of it into a pipe or a file as it is. Such a terminal controls no session of ours.
+#[cfg(unix)]
+pub fn is_screen(stream: &(impl IsTerminal + AsRawFd)) -> bool {
+    // SAFETY: both take and return numbers; the descriptor is open while it is borrowed.
+    stream.is_terminal() && unsafe { libc::tcgetsid(stream.as_raw_fd()) == libc::getsid(0) }
+}
+
+/// Whether a stream goes to a terminal.
+#[cfg(not(unix))]
+pub fn is_screen(stream: &impl IsTerminal) -> bool {
+    stream.is_terminal()
 }
 
 impl Palette {

@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use moesaic::Target;
-use moesaic::target::Artifact;
+use moesaic::target::{Artifact, Scratch};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -24,10 +24,12 @@ pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
         let message = format!("`{target}` is a simulator: its kernels have no machine code");
         return Err(Failure::input(message).hint(advice(target)));
     }
-    let file = write(artifact)?;
+    let folder = Scratch::new().map_err(unwritten)?;
+    let file = folder.path().join("kernel");
+    std::fs::write(&file, &artifact.binary).map_err(unwritten)?;
     let mut tried = Vec::new();
     for tool in tools(target) {
-        match tool.run(file.path()) {
+        match tool.run(&file) {
             Ok(text) => return Ok(tidy(&text)),
             Err(reason) => tried.push(format!("{} ({reason})", tool.program)),
         }
@@ -40,14 +42,8 @@ pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
     Err(Failure::input(message).hint(advice(target)))
 }
 
-fn write(artifact: &Artifact) -> Result<tempfile::NamedTempFile> {
-    let failed = |error| Failure::work(format!("cannot write a temporary file: {error}"));
-    let file = tempfile::Builder::new()
-        .prefix("moesaic-")
-        .tempfile()
-        .map_err(failed)?;
-    std::fs::write(file.path(), &artifact.binary).map_err(failed)?;
-    Ok(file)
+fn unwritten(error: std::io::Error) -> Failure {
+    Failure::work(format!("cannot write a temporary file: {error}"))
 }
 
 fn advice(target: Target) -> &'static str {

@@ -20,6 +20,10 @@ pub enum Code {
     /// The input, the usage or the machine does not allow what was asked;
     /// nothing was done.
     BadInput = 2,
+    /// The program to be started is there and cannot be run, as shells say it.
+    NotExecutable = 126,
+    /// There is no program to be started, as shells say it.
+    NoProgram = 127,
 }
 
 /// Why a command did not do what was asked.
@@ -52,6 +56,11 @@ impl Failure {
     /// Bad input or usage.
     pub fn input(message: impl Display) -> Failure {
         Failure::new(Code::BadInput, message)
+    }
+
+    /// A program that cannot be started.
+    pub fn program(code: Code, message: impl Display) -> Failure {
+        Failure::new(code, message)
     }
 
     /// Something failed while working.

@@ -30,6 +30,8 @@ mod rank;
 mod reference;
 mod run;
 mod shards;
+#[cfg(unix)]
+mod signals;
 mod simulators;
 mod spec;
 mod spec_source;
@@ -95,7 +97,13 @@ pub fn start() -> ExitCode {
     let console = Console::new(cli.color);
     log::start(console);
     report_defects(console);
+    #[cfg(unix)]
+    if !cli.command.hears_signals() {
+        signals::clean_up_at_the_end();
+    }
     let result = std::panic::catch_unwind(|| execute(&cli.command, &console));
+    #[cfg(unix)]
+    signals::leave_to_the_end();
     match result {
         Ok(Ok(code)) => code,
         Ok(Err(failure)) => give_up(&failure, &console),

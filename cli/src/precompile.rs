@@ -14,7 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::ahead::{Event, Job, MeshJob, Outcome, Row};
 use moesaic::cache::Tuned;
 use moesaic::plan::{Placement, Tuning, plan, stacked};
-use moesaic::target::{CompileOptions, Report};
+use moesaic::target::{CompileOptions, Report, Scratch};
 use moesaic::tools::{TunedPlans, Untuned, precompile_on};
 use moesaic::{Compilers, EngineError, LayerSpec, Parallel, PlanOptions, Store, Strategy, Target};
 use serde_json::{Value, json};
@@ -321,10 +321,8 @@ fn check_pack(pack: &Path) -> Result {
     }
 }
 
-fn temporary_dir() -> Result<tempfile::TempDir> {
-    tempfile::Builder::new()
-        .prefix("moesaic-pack-")
-        .tempdir()
+fn temporary_dir() -> Result<Scratch> {
+    Scratch::new()
         .map_err(|error| Failure::work(format!("cannot make a temporary directory: {error}")))
 }
 

@@ -529,3 +529,53 @@ fn help_has_examples_and_exit_codes() {
         );
     }
 }
+
+/// A compiler that takes its time, started and then left alone.
+#[cfg(unix)]
+#[test]
+fn a_signal_leaves_no_temporary_folder() {
+    use std::os::unix::process::ExitStatusExt;
+    let (small, temporary) = (Small::new(), scratch());
+    let script =
+        "#!/bin/sh\ncase \" $* \" in *' -c '*|*' -o '*) exec sleep 3;; esac\nexec cc \"$@\"\n";
+    let compiler = write(small.dir.path(), "slow-cc", script);
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&compiler, mode).unwrap();
+    let folders = || std::fs::read_dir(temporary.path()).unwrap().count();
+    for (signal, number) in [("INT", 2), ("TERM", 15), ("HUP", 1)] {
+        let mut command = command();
+        command.args(["precompile", "--target", "cpu:portable", "--spec"]);
+        command
+            .arg(&small.spec)
+            .arg("--cache")
+            .arg(small.dir.path().join("cache"));
+        command
+            .env("MOESAIC_CC", &compiler)
+            .env("TMPDIR", temporary.path());
+        command.stderr(Stdio::null()).stdout(Stdio::null());
+        // What runs the tests may ignore them.
+        let heard = || {
+            for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+                // SAFETY: numbers only.
+                unsafe { libc::signal(signal, libc::SIG_DFL) };
+            }
+            Ok(())
+        };
+        // SAFETY: between fork and exec only system calls are made.
+        unsafe { std::os::unix::process::CommandExt::pre_exec(&mut command, heard) };
+        let mut child = command.spawn().unwrap();
+        let start = std::time::Instant::now();
+        while folders() == 0 {
+            assert!(start.elapsed().as_secs() < 60, "no compile has begun");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        let pid = child.id().to_string();
+        let sent = std::process::Command::new("kill")
+            .args([&format!("-{signal}"), &pid])
+            .status();
+        assert!(sent.unwrap().success());
+        let ended = child.wait().unwrap();
+        assert_eq!(ended.signal(), Some(number), "{ended}");
+        assert_eq!(folders(), 0, "after SIG{signal}");
+    }
+}

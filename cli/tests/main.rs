@@ -12,10 +12,14 @@ mod files;
 mod grad;
 #[cfg(target_os = "linux")]
 mod launch;
+#[cfg(target_os = "linux")]
+mod launch_refused;
 mod options;
 mod passes;
 mod plan;
 mod precompile;
 mod ranks;
 mod run;
+#[cfg(target_os = "linux")]
+mod slurm;
 mod tune;

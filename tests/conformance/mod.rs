@@ -28,6 +28,7 @@ mod mesh_raw;
 mod mesh_routes;
 mod mesh_shadows;
 mod mesh_shared;
+mod mesh_slow;
 mod mesh_training;
 mod mesh_ways;
 mod mesh_weights;

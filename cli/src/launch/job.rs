@@ -2,6 +2,7 @@
 
 use super::desk::{Desk, Pipe};
 use super::lines::{Line, Queue};
+use super::rank::NOT_FOUND;
 use super::system::{self, Pid, Watch};
 use crate::console::Console;
 use std::fs::File;
@@ -40,8 +41,8 @@ pub struct Job {
     /// When what is left is ended by force.
     limit: Option<Instant>,
     outcome: Option<u8>,
-    /// Whether it is a rank's, which was named.
-    named: bool,
+    /// Whether the cause is known: a rank that was named, or a signal to the launcher.
+    known: bool,
     out: Queue,
     err: Queue,
 }
@@ -111,7 +112,7 @@ impl Job {
             grace: style.grace,
             limit: None,
             outcome: None,
-            named: false,
+            known: false,
             out: Queue::default(),
             err: Queue::default(),
         })
@@ -204,6 +205,8 @@ impl Job {
             // Asked twice: at once.
             self.limit = Some(Instant::now());
         }
+        // What `mpiexec` says of ranks that end now is no failure of its own.
+        self.known |= self.outcome.is_none();
         self.finish(128 + signal as u8);
     }
 
@@ -278,7 +281,8 @@ impl Job {
                 }
                 _ => {
                     self.ranks[rank] = Rank::Ended;
-                    self.failed(rank, 127, rest);
+                    let (code, words) = rest.split_once(' ').unwrap_or(("", rest));
+                    self.failed(rank, code.parse().unwrap_or(NOT_FOUND), words);
                 }
             }
         }
@@ -293,7 +297,7 @@ impl Job {
 
     fn failed(&mut self, rank: usize, code: u8, what: &str) {
         if self.outcome.is_none() {
-            self.named = true;
+            self.known = true;
             let others = match self.ranks.len() {
                 1 => "",
                 _ => "; the others are ended",
@@ -338,7 +342,7 @@ impl Job {
         let nobody = self.ranks.iter().all(|rank| *rank != Rank::Started);
         let said = String::from_utf8_lossy(&self.said).trim().to_string();
         let code = self.outcome.unwrap_or(0);
-        let unknown = code != 0 && nobody && !self.named && !said.is_empty();
+        let unknown = code != 0 && nobody && !self.known && !said.is_empty();
         Outcome {
             code,
             starter: unknown.then_some(said),

@@ -9,16 +9,17 @@ mod rank;
 mod system;
 
 use crate::console::Console;
-use crate::failure::{Failure, Result};
+use crate::failure::{Code, Failure, Result};
 use clap::Args;
 use desk::{Desk, Terms};
 use job::{Job, Style};
+use moesaic::target::Scratch;
 use mpi::{Choice, Mpiexec};
 use place::{Bind, Machine, Place};
 pub use rank::{RankArgs, execute as execute_rank};
 use std::env;
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
@@ -45,6 +46,9 @@ pub struct LaunchArgs {
     /// Whether ranks are an MPI world, started by its mpiexec
     #[arg(long, value_name = "WHEN", default_value = "auto")]
     mpi: Choice,
+    /// As root, let Open MPI start the ranks, which it refuses otherwise; for containers
+    #[arg(long)]
+    allow_run_as_root: bool,
     /// What a rank's threads are bound to
     #[arg(long, value_name = "TO", default_value = "numa")]
     bind: Bind,
@@ -76,16 +80,14 @@ pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
     refuse_contradictions()?;
     let mut program = args.program.clone();
     program[0] = find_program(&program[0])?.into_os_string();
-    let mpiexec = choose_mpi(args.mpi, console)?;
+    let mpiexec = choose_mpi(args, console)?;
     let ranks = usize::from(args.ranks);
     let terms = Terms {
         port: args.port.map_or_else(free_port, Ok)?,
         grace: Duration::from_secs_f64(args.grace),
         processors: processors(args, ranks),
     };
-    let folder = tempfile::Builder::new()
-        .prefix("moesaic-launch-")
-        .tempdir()?;
+    let folder = Scratch::new()?;
     let desk = Desk::at(folder.path());
     desk.furnish(&terms)?;
     let style = Style {
@@ -133,7 +135,7 @@ fn refuse_contradictions() -> Result {
             )),
         );
     }
-    let Some(address) = env::var_os("MASTER_ADDR") else {
+    let Some(address) = env::var_os("MASTER_ADDR").filter(|value| !value.is_empty()) else {
         return Ok(());
     };
     let address = address.to_string_lossy();
@@ -149,31 +151,75 @@ fn refuse_contradictions() -> Result {
 
 /// The program by the search path, before anything is started.
 fn find_program(name: &OsStr) -> Result<PathBuf> {
-    let runs = |path: &Path| {
-        let meta = path.metadata().ok();
-        meta.is_some_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
-    };
     let path = Path::new(name);
-    let found = if path.components().count() > 1 || name.to_string_lossy().contains('/') {
-        Some(path.to_path_buf()).filter(|path| runs(path))
+    let places: Vec<PathBuf> = if name.to_string_lossy().contains('/') {
+        vec![path.to_path_buf()]
     } else {
-        env::var_os("PATH").and_then(|list| {
-            let mut all = env::split_paths(&list).map(|folder| folder.join(name));
-            all.find(|path| runs(path))
-        })
+        let list = env::var_os("PATH").unwrap_or_default();
+        env::split_paths(&list)
+            .map(|folder| folder.join(name))
+            .collect()
     };
-    found.ok_or_else(|| {
-        Failure::input(format!("there is no program {}", path.display()))
-            .hint("the program comes after `--`: moesaic launch -n 2 -- ./program")
+    let there = || {
+        places
+            .iter()
+            .filter_map(|path| Some((path, path.metadata().ok()?)))
+    };
+    let runs = |meta: &Metadata| meta.is_file() && meta.permissions().mode() & 0o111 != 0;
+    if let Some((path, _)) = there().find(|(_, meta)| runs(meta)) {
+        return Ok(path.clone());
+    }
+    let Some((path, meta)) = there().next() else {
+        let message = format!("there is no program {}", path.display());
+        let hint = "the program comes after `--`: moesaic launch -n 2 -- ./program";
+        return Err(Failure::program(Code::NoProgram, message).hint(hint));
+    };
+    let path = path.display();
+    Err(if meta.is_dir() {
+        let message = format!("{path} is a folder, and no program");
+        Failure::program(Code::NotExecutable, message)
+    } else {
+        let message = format!("{path} is not executable");
+        let hint = format!("chmod +x {path}, or name its interpreter: python {path}");
+        Failure::program(Code::NotExecutable, message).hint(hint)
     })
 }
 
-fn choose_mpi(choice: Choice, console: &Console) -> Result<Option<Mpiexec>> {
-    let found = match choice {
+fn choose_mpi(args: &LaunchArgs, console: &Console) -> Result<Option<Mpiexec>> {
+    let found = match args.mpi {
+        Choice::Off if args.allow_run_as_root => {
+            let message = "--allow-run-as-root is for Open MPI, and --mpi off starts none";
+            return Err(Failure::input(message).hint("leave one of them out"));
+        }
         Choice::Off => return Ok(None),
         Choice::Auto | Choice::On => mpi::find()?,
     };
-    match (&found, choice) {
+    // SAFETY: takes nothing, and always succeeds.
+    let root = unsafe { libc::geteuid() } == 0;
+    let refused = found.as_ref().is_some_and(|mpiexec| {
+        root && !args.allow_run_as_root && mpiexec.is_open_mpi() && !mpi::root_is_allowed()
+    });
+    if let (true, Some(mpiexec)) = (refused, &found) {
+        let message = format!(
+            "{} is Open MPI's, which starts no ranks as root",
+            mpiexec.program.display()
+        );
+        if args.mpi == Choice::On || mpiexec.is_asked_for {
+            let hint = "--allow-run-as-root allows it, as in a container; --mpi off starts plain \
+                        processes; `moesaic toolchain install mpi` brings an MPI that asks nothing";
+            return Err(Failure::input(message).hint(hint));
+        }
+        console.note(&format!(
+            "{message}: ranks are plain processes, with torchrun's variables; \
+             --allow-run-as-root makes them an MPI world"
+        ));
+        return Ok(None);
+    }
+    let found = found.map(|mpiexec| Mpiexec {
+        as_root: root && args.allow_run_as_root,
+        ..mpiexec
+    });
+    match (&found, args.mpi) {
         (None, Choice::On) => Err(Failure::input("no mpiexec was found")
             .hint("`moesaic toolchain install mpi` brings one")),
         (None, _) => {

@@ -24,6 +24,22 @@ pub struct Mpiexec {
     pub program: PathBuf,
     /// What ranks are told to open; `None` leaves it to them.
     pub library: Option<PathBuf>,
+    /// Whether `MOESAIC_MPI` names its library.
+    pub is_asked_for: bool,
+    /// Whether it is told that root may start ranks.
+    pub as_root: bool,
+}
+
+/// What Open MPI 4 and 5 want to see, both of a pair, before they run as root.
+const ROOT: [[&str; 2]; 2] = [
+    ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"],
+    ["PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"],
+];
+
+/// Whether the environment says to Open MPI that root may start ranks.
+pub fn root_is_allowed() -> bool {
+    let set = |name: &&str| env::var_os(name).is_some_and(|value| value == "1");
+    ROOT.iter().any(|pair| pair.iter().all(set))
 }
 
 /// The launcher that belongs to `MOESAIC_MPI`, else the installed one, else the machine's.
@@ -33,21 +49,16 @@ pub fn find() -> Result<Option<Mpiexec>> {
     if let Some(library) = named {
         let program = of_library(Path::new(&library), &path);
         return Ok(program.map(|program| Mpiexec {
-            program,
-            library: None,
+            is_asked_for: true,
+            ..Mpiexec::at(program, None)
         }));
     }
     let registry = Registry::open()?;
-    let installed = mpi(&registry).map(|found| Mpiexec {
-        program: found.launcher,
-        library: Some(found.library),
-    });
+    let installed = mpi(&registry);
+    let installed = installed.map(|found| Mpiexec::at(found.launcher, Some(found.library)));
     let of_machine = || {
         let program = on_path(&["mpiexec", "mpirun"], &path)?;
-        Some(Mpiexec {
-            program,
-            library: None,
-        })
+        Some(Mpiexec::at(program, None))
     };
     Ok(installed.or_else(of_machine))
 }
@@ -82,6 +93,26 @@ fn on_path(names: &[&str], path: &OsString) -> Option<PathBuf> {
 }
 
 impl Mpiexec {
+    fn at(program: PathBuf, library: Option<PathBuf>) -> Mpiexec {
+        Mpiexec {
+            program,
+            library,
+            is_asked_for: false,
+            as_root: false,
+        }
+    }
+
+    /// Whether it is Open MPI's, by what it says of itself: distributors give it many names.
+    pub fn is_open_mpi(&self) -> bool {
+        let said = Command::new(&self.program).arg("--version").output();
+        said.is_ok_and(|said| {
+            let text = String::from_utf8_lossy(&said.stdout);
+            ["Open MPI", "OpenRTE", "PRRTE"]
+                .iter()
+                .any(|name| text.contains(name))
+        })
+    }
+
     /// `mpiexec -n ranks`, on this machine alone, also within a cluster's job, with as many
     /// ranks as were asked for, bound by nobody but us.
     pub fn command(&self, ranks: usize) -> Command {
@@ -102,6 +133,9 @@ impl Mpiexec {
         }
         if let Some(library) = &self.library {
             command.env("MOESAIC_MPI", library);
+        }
+        if self.as_root {
+            command.envs(ROOT.into_iter().flatten().map(|name| (name, "1")));
         }
         command
     }

@@ -35,8 +35,10 @@ const LOOK: Duration = Duration::from_millis(20);
 const LONGEST: Duration = Duration::from_secs(5);
 /// What a rank listens to.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
-/// What a shell gives for a program that cannot be started.
-const NOT_STARTED: u8 = 127;
+/// What a shell gives for a program that is not there, or whose interpreter is not.
+pub const NOT_FOUND: u8 = 127;
+/// What a shell gives for a program that is there and cannot be started.
+const NOT_STARTED: u8 = 126;
 
 /// A rank, from its start to its end; the program's exit code.
 pub fn execute(args: &RankArgs) -> Result<ExitCode> {
@@ -89,11 +91,13 @@ fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
         Err(error) => {
             let name = args.program[0].to_string_lossy();
             let reason = crate::failure::reason(&error);
-            say(
-                &mut status,
-                &format!("failed cannot start {name}: {reason}"),
-            )?;
-            NOT_STARTED
+            let code = match error.kind() {
+                io::ErrorKind::NotFound => NOT_FOUND,
+                _ => NOT_STARTED,
+            };
+            let words = format!("failed {code} cannot start {name}: {reason}");
+            say(&mut status, &words)?;
+            code
         }
     };
     Ok(ExitCode::from(code))

@@ -3,12 +3,11 @@
 use super::check::Comparison;
 use super::outcome::Outcome;
 use super::ranks::Shared;
-use crate::console::Palette;
+use crate::console::{Palette, is_screen};
 use crate::mesh::words;
 use crate::units;
 use moesaic::{Engine, LayerSpec, Statistics, Tensor};
 use serde_json::{Value, json};
-use std::io::IsTerminal;
 use std::path::Path;
 
 /// A finished run.
@@ -158,7 +157,7 @@ fn routed(found: &Statistics, spec: &LayerSpec) -> String {
         text += &format!("masked: {}\n", units::count(found.masked as usize, "slot"));
     }
     let columns = std::env::var("COLUMNS").ok().and_then(|c| c.parse().ok());
-    let blocks = std::io::stdout().is_terminal();
+    let blocks = is_screen(&std::io::stdout());
     text + &found.chart(columns.unwrap_or(80), 64, blocks)
 }
 

@@ -42,6 +42,6 @@ pub use home::{NoHome, home};
 pub use key::{Key, KeyParts};
 pub use pack::{Exported, Imported};
 pub use stats::Stats;
-pub use store::Store;
+pub use store::{PATIENCE, Store};
 pub use tuned::{Bucket, Machine, Tuned};
 pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};

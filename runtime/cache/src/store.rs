@@ -23,8 +23,10 @@ pub struct Store {
     off: Option<String>,
 }
 
-/// How long a process waits for another that compiles the same kernel.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a process waits for another that compiles the same kernel, unless
+/// [`Store::patience`] says otherwise: a third of the deadline that ranks have for each other,
+/// so that a rank which waits in vain compiles and is still in time.
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Hits refresh a file's time at most this often, to know what is in use
 /// without a write for every read.

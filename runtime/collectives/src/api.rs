@@ -125,6 +125,9 @@ pub trait Collectives: Send {
     /// The number that the next operation will have.
     fn sequence(&self) -> u64;
 
+    /// The deadline of operations whose call names none.
+    fn deadline(&self) -> Duration;
+
     /// Part `q` of the input goes to rank `q`, and what comes from rank `p` becomes part
     /// `p` of the output. Both have as many elements, a multiple of the number of ranks.
     ///

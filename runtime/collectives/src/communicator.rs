@@ -214,6 +214,10 @@ impl Collectives for Communicator {
         self.sequence
     }
 
+    fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     fn all_to_all(
         &mut self,
         input: &Slice,

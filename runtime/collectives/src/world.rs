@@ -101,15 +101,35 @@ impl World {
             };
             match found {
                 None => found = Some(world),
-                Some(first) if (first.rank, first.size) == (world.rank, world.size) => {}
+                Some(first) if first.is_same_as(&world) => {}
                 Some(first) => return Err(contradiction(&first, &world)),
             }
         }
-        if found.is_some() {
-            return Ok(found);
+        let task = read(Launcher::Slurm, &variable);
+        let Some(mut world) = found else {
+            return Ok(task?.filter(|task| task.rank > 0 || is_step(&variable)));
+        };
+        // SLURM's PMI names no rank within the node, SLURM itself does. Its variables are not
+        // looked at more closely than that: they may be of a task that started this launcher.
+        if let (None, Ok(Some(task))) = (world.local_rank, task) {
+            world.local_rank = task.local_rank.filter(|_| task.is_same_as(&world));
         }
-        let task = read(Launcher::Slurm, &variable)?;
-        Ok(task.filter(|task| task.rank > 0 || is_step(&variable)))
+        Ok(Some(world))
+    }
+
+    /// Whether SLURM's PMIx has started this process, as `srun --mpi=pmix` does: it is the task
+    /// that SLURM's variables name. `torchrun` in such a task starts ranks that find the task's
+    /// variables and are not it.
+    pub(crate) fn is_task_of_pmix(&self, variable: impl Fn(&str) -> Option<String>) -> bool {
+        let set = |name: &str| variable(name).is_some_and(|value| !value.is_empty());
+        let task = read(Launcher::Slurm, &variable).ok().flatten();
+        set("PMIX_NAMESPACE")
+            && !set("TORCHELASTIC_RUN_ID")
+            && task.is_some_and(|task| task.is_same_as(self))
+    }
+
+    fn is_same_as(&self, other: &World) -> bool {
+        (self.rank, self.size) == (other.rank, other.size)
     }
 
     /// The variables that say so, in words: `SLURM's SLURM_PROCID=0 and SLURM_NTASKS=4`.
@@ -272,6 +292,18 @@ mod tests {
             Ok(Some((5, 6, None)))
         );
         assert_eq!(world("SLURM_NTASKS=6"), Ok(None));
+    }
+
+    #[test]
+    fn slurms_pmi_leaves_the_rank_within_the_node_to_slurm() {
+        let pmi = "PMI_RANK=9 PMI_SIZE=16 PMI_FD=7";
+        let slurm = "SLURM_PROCID=9 SLURM_NTASKS=16 SLURM_LOCALID=1";
+        assert_eq!(world(&format!("{pmi} {slurm}")), Ok(Some((9, 16, Some(1)))));
+        // Ranks that another launcher has started in a task are not the task.
+        let task = "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0";
+        assert_eq!(world(&format!("{pmi} {task}")), Ok(Some((9, 16, None))));
+        let odd = "SLURM_PROCID=x SLURM_NTASKS=2";
+        assert_eq!(world(&format!("{pmi} {odd}")), Ok(Some((9, 16, None))));
     }
 
     #[test]

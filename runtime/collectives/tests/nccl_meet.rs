@@ -5,7 +5,7 @@ mod nccl_fake;
 mod support;
 
 use moesaic_collectives::nccl::{self, Meeting, Nccl, Options};
-use moesaic_collectives::{Collectives, World};
+use moesaic_collectives::{CollectiveError, Collectives, World, with_heartbeat};
 use nccl_fake::Lab;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -79,7 +79,15 @@ fn ranks_meet_in_a_folder_whatever_an_earlier_run_has_left() {
     assert!(folder.path().read_dir().unwrap().count() >= 2);
     run(&[0, 1, 2], |rank| {
         let options = options(&lab, rank, 3, &meeting, "a job");
-        use_it(nccl::start(lab.device(rank), &options).unwrap());
+        let world = nccl::start(lab.device(rank), &options).unwrap();
+        // A rank that compiles is waited for also where no letters compare operations.
+        let mut world = world.with_deadline(Duration::from_millis(600));
+        let compile = || {
+            std::thread::sleep(Duration::from_millis(700 * rank as u64));
+            Ok::<_, CollectiveError>(())
+        };
+        with_heartbeat(&mut world, &call("kernels"), compile).unwrap();
+        use_it(world.with_deadline(Duration::from_secs(20)));
     });
     assert_eq!(
         folder.path().read_dir().unwrap().count(),

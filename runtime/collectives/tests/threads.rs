@@ -1,5 +1,6 @@
 //! Ranks that are threads.
 
+mod heartbeat;
 mod support;
 
 use moesaic_collectives::{

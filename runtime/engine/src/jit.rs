@@ -392,6 +392,12 @@ mod tests {
         assert!(Jit::new(parts(true), target()).may_load([&source].into_iter()));
     }
 
+    /// A rank that waits in vain for a lock, and then compiles, is not late for the others.
+    #[test]
+    fn another_processs_lock_is_waited_for_less_than_a_deadline() {
+        assert!(moesaic_cache::PATIENCE * 2 < moesaic_collectives::DEADLINE);
+    }
+
     #[test]
     fn nothing_is_compiled_while_a_graph_is_captured() {
         let jit = Jit::new(parts(true), target());

@@ -18,6 +18,7 @@ mod device;
 mod error;
 #[cfg(feature = "gpu")]
 pub mod gpu;
+pub mod scratch;
 mod stream;
 
 pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
@@ -27,4 +28,5 @@ pub use counters::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts
 pub use device::{Arg, Buffer, Device, DeviceInfo, FunctionId, LaunchDims, Module, Ptr};
 pub use device::{RowCopy, RowSpan};
 pub use error::{CompileError, DeviceError};
+pub use scratch::Scratch;
 pub use stream::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, StreamDevice};

@@ -4,7 +4,7 @@ use crate::driver::{self, Driver, Form};
 use crate::find::{self, Process};
 use crate::{Identity, flags, report};
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report, Scratch};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -153,7 +153,7 @@ impl CpuCompiler {
                 temp.display()
             ))
         };
-        let dir = tempfile::Builder::new().prefix("moesaic-").tempdir();
+        let dir = Scratch::new();
         let dir = dir.map_err(|error| room("making a temporary directory", error))?;
         std::fs::write(dir.path().join(driver::SOURCE), text)
             .and_then(|()| std::fs::write(dir.path().join(driver::MAIN), main))

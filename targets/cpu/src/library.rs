@@ -1,6 +1,7 @@
 //! Loading a shared object from bytes.
 
 use moesaic_dl::Library;
+use moesaic_target::Scratch;
 use std::io::{self, Write};
 use std::path::PathBuf;
 
@@ -17,7 +18,7 @@ pub struct Loaded {
 enum Backing {
     #[cfg(target_os = "linux")]
     Memory(#[expect(dead_code, reason = "held open, never read")] std::fs::File),
-    Disk(#[expect(dead_code, reason = "removed on drop")] tempfile::TempPath),
+    Disk(#[expect(dead_code, reason = "removed on drop")] Scratch),
 }
 
 /// Loads `binary`, from memory if the system can, else from a temporary file:
@@ -64,14 +65,11 @@ fn in_memory(_: &[u8]) -> io::Result<(PathBuf, Backing)> {
 }
 
 fn on_disk(binary: &[u8]) -> io::Result<(PathBuf, Backing)> {
-    let mut file = tempfile::Builder::new()
-        .prefix("moesaic-")
-        .suffix(".so")
-        .tempfile()?;
-    file.write_all(binary)?;
+    let folder = Scratch::new()?;
+    let path = folder.path().join("kernel.so");
     // Closed before it is loaded: a file open for writing cannot be run.
-    let path = file.into_temp_path();
-    Ok((path.to_path_buf(), Backing::Disk(path)))
+    std::fs::write(&path, binary)?;
+    Ok((path, Backing::Disk(folder)))
 }
 
 #[cfg(test)]

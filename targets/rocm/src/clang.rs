@@ -2,6 +2,7 @@
 
 use crate::child;
 use moesaic_kernel::RocmArch;
+use moesaic_target::Scratch;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -129,7 +130,7 @@ impl ClangTool {
     }
 
     fn ask(&self, args: &[&str]) -> Result<String, String> {
-        let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let folder = Scratch::new().map_err(|error| error.to_string())?;
         let done = child::run(self.command().args(args), folder.path(), ASK)?;
         let text = done.stdout + &done.stderr;
         if done.status.success() {

@@ -7,7 +7,9 @@ use crate::find::{self, Refused};
 use crate::hiprtc::Hiprtc;
 use crate::tool::Tool;
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
+use moesaic_target::{
+    Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report, Scratch,
+};
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -124,9 +126,7 @@ impl RocmCompiler {
         source: &KernelSource,
         arch: RocmArch,
     ) -> Result<(Vec<u8>, String), CompileError> {
-        let folder = tempfile::Builder::new()
-            .prefix("moesaic-")
-            .tempdir()
+        let folder = Scratch::new()
             .map_err(|error| self.failed(source, format!("no temporary folder: {error}")))?;
         let file = source.file_name();
         std::fs::write(folder.path().join(&file), &source.text)

@@ -8,6 +8,7 @@ use crate::child;
 use crate::clang::{COMMON, OUTPUT, UNROLL};
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_kernel::RocmArch;
+use moesaic_target::Scratch;
 use object::{Object, ObjectSection};
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::path::PathBuf;
@@ -116,7 +117,7 @@ impl Hiprtc {
             return Err("this program does not call `maybe_run_child` first".to_string());
         }
         let program = std::env::current_exe().map_err(|error| error.to_string())?;
-        let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let folder = Scratch::new().map_err(|error| error.to_string())?;
         let done = child::run(Command::new(&program).env(ROLE, "name"), folder.path(), ASK)?;
         if !done.status.success() {
             return Err(format!(

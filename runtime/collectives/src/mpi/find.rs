@@ -13,10 +13,10 @@ const OPEN_MPI: &str = "libmpi.so.40";
 
 /// The first library of [`candidates`] that loads.
 pub fn open(given: Option<&Path>, installed: Option<&Path>) -> Result<Library, CollectiveError> {
-    let variable = std::env::var_os("MOESAIC_MPI").map(PathBuf::from);
-    let given = given.map(Path::to_path_buf).or(variable);
-    let open_mpi = std::env::var_os("OMPI_COMM_WORLD_SIZE").is_some();
-    let list = candidates(given.as_deref(), installed, open_mpi);
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    let given = given.map(Path::to_path_buf);
+    let given = given.or_else(|| variable("MOESAIC_MPI").map(PathBuf::from));
+    let list = candidates(given.as_deref(), installed, prefers_open_mpi(variable));
     Library::open("an MPI library", &list).map_err(|error| setup(&error))
 }
 
@@ -52,6 +52,12 @@ pub fn fits(
     })
 }
 
+/// Whether the process manager is Open MPI's own, or SLURM's of the kind that Open MPI speaks.
+fn prefers_open_mpi(variable: impl Fn(&str) -> Option<OsString>) -> bool {
+    let set = |name: &str| variable(name).is_some();
+    set("OMPI_COMM_WORLD_SIZE") || (set("PMIX_NAMESPACE") && !set("PMI_SIZE"))
+}
+
 /// A library that was asked for is the only one; else that of the launcher comes first.
 fn candidates(given: Option<&Path>, installed: Option<&Path>, open_mpi: bool) -> Vec<OsString> {
     if let Some(path) = given {
@@ -77,6 +83,16 @@ mod tests {
         assert_eq!(list(true)[0], OPEN_MPI);
         let given = candidates(Some(Path::new("/opt/libmpi.so")), Some(installed), true);
         assert_eq!(given, ["/opt/libmpi.so"].map(OsString::from));
+    }
+
+    #[test]
+    fn srun_with_pmix_is_for_open_mpi() {
+        let prefers = |names: &[&str]| {
+            prefers_open_mpi(|name| names.contains(&name).then(|| OsString::from("1")))
+        };
+        assert!(prefers(&["OMPI_COMM_WORLD_SIZE"]) && prefers(&["PMIX_NAMESPACE"]));
+        assert!(!prefers(&[]) && !prefers(&["PMI_SIZE"]));
+        assert!(!prefers(&["PMI_SIZE", "PMIX_NAMESPACE"]));
     }
 
     #[test]

@@ -37,12 +37,18 @@ impl Options {
     fn deadline(&self) -> Result<Duration, CollectiveError> {
         match self.deadline {
             Some(deadline) => Ok(deadline),
-            None => seconds(std::env::var("MOESAIC_DEADLINE").ok().as_deref()),
+            None => deadline_of_environment(),
         }
     }
 }
 
-pub(crate) fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
+/// `MOESAIC_DEADLINE`; empty, as a script may leave it, is unset.
+pub(crate) fn deadline_of_environment() -> Result<Duration, CollectiveError> {
+    let text = std::env::var("MOESAIC_DEADLINE").ok();
+    seconds(text.as_deref().filter(|text| !text.is_empty()))
+}
+
+fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
     let Some(text) = text else {
         return Ok(DEADLINE);
     };

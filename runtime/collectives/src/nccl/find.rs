@@ -20,7 +20,8 @@ pub struct Api {
 impl Api {
     /// The library for a device's target.
     pub fn open(given: Option<&Path>, target: Target) -> Result<Api, CollectiveError> {
-        let variable = std::env::var_os("MOESAIC_NCCL").map(PathBuf::from);
+        let variable = std::env::var_os("MOESAIC_NCCL").filter(|value| !value.is_empty());
+        let variable = variable.map(PathBuf::from);
         let given = given.map(Path::to_path_buf).or(variable);
         let (family, names) = match target {
             Target::Rocm(_) => ("RCCL", RCCL),

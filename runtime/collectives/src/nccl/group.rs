@@ -310,6 +310,10 @@ impl Collectives for Nccl {
         self.sequence
     }
 
+    fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     fn all_to_all(
         &mut self,
         input: &Slice,

@@ -90,10 +90,9 @@ pub struct Options {
 
 impl Options {
     fn deadline(&self) -> Result<Duration, CollectiveError> {
-        let variable = || std::env::var("MOESAIC_DEADLINE").ok();
         match self.deadline {
             Some(deadline) => Ok(deadline),
-            None => crate::mpi::seconds(variable().as_deref()),
+            None => crate::mpi::deadline_of_environment(),
         }
     }
 }
@@ -123,6 +122,12 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
                 installed: options.installed_mpi.clone(),
                 ..crate::mpi::Options::default()
             };
+            crate::mpi::probe(&mpi).map_err(|error| {
+                find::setup(format!(
+                    "the launcher is MPI's: {error}\n\
+                     or set MOESAIC_RENDEZVOUS to a folder that all ranks see, to meet without MPI"
+                ))
+            })?;
             let control = crate::mpi::start(&mpi, Arc::clone(&device))?;
             over(control, device, options)
         }

@@ -2,9 +2,10 @@
 
 use crate::engine::Engine;
 use crate::error::EngineError;
-use moesaic_collectives::Communicator;
-use moesaic_collectives::nccl::{self, Fold, Kernels, Nccl};
-use std::sync::Arc;
+use moesaic_collectives::nccl::{self, Fold, Folding, Kernels, Nccl};
+use moesaic_collectives::{Call, CollectiveError, Communicator, Element, with_heartbeat};
+use moesaic_target::DeviceError;
+use std::sync::{Arc, OnceLock};
 
 impl Engine {
     /// The ranks that a launcher has started, this process one of them, with a GPU each,
@@ -14,8 +15,9 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Collective`] as [`nccl::start`]; those of a kernel that cannot be had.
     pub fn nccl(&self, options: nccl::Options) -> Result<Nccl, EngineError> {
-        let options = self.folding(options)?;
-        Ok(nccl::start(self.device().clone(), &options)?)
+        self.folding(options, |options| {
+            nccl::start(self.device().clone(), options)
+        })
     }
 
     /// The same out of ranks that can already talk to each other: by MPI, or because they
@@ -28,26 +30,52 @@ impl Engine {
         control: Communicator,
         options: nccl::Options,
     ) -> Result<Nccl, EngineError> {
-        let options = self.folding(options)?;
-        Ok(nccl::over(control, self.device().clone(), &options)?)
+        self.folding(options, |options| {
+            nccl::over(control, self.device().clone(), options)
+        })
     }
 
-    fn folding(&self, options: nccl::Options) -> Result<nccl::Options, EngineError> {
-        let fold = match options.fold {
-            Some(fold) => Some(fold),
-            None => self.fold()?,
+    /// Starts ranks, and compiles the kernels that fold their rows when all have come: a rank
+    /// that compiled before would keep the others waiting where they meet.
+    fn folding(
+        &self,
+        mut options: nccl::Options,
+        start: impl FnOnce(&nccl::Options) -> Result<Nccl, CollectiveError>,
+    ) -> Result<Nccl, EngineError> {
+        let source = Kernels::source(self.target()).filter(|_| options.fold.is_none());
+        let Some(source) = source else {
+            return Ok(start(&options)?);
         };
-        Ok(nccl::Options { fold, ..options })
+        let fold = Arc::new(LateFold::default());
+        options.fold = Some(fold.clone());
+        let mut ranks = start(&options)?;
+        let call = Call::new("kernels of sums");
+        with_heartbeat(&mut ranks, &call, || {
+            if let Some(module) = self.load(&[&source])?.pop() {
+                let _ = fold.0.set(Kernels::of(self.device(), module)?);
+            }
+            Ok::<_, EngineError>(())
+        })?;
+        Ok(ranks)
+    }
+}
+
+/// Kernels that are compiled after the ranks have met, and before anybody folds.
+#[derive(Default)]
+struct LateFold(OnceLock<Kernels>);
+
+impl Fold for LateFold {
+    fn fold(&self, folding: &Folding) -> Result<(), DeviceError> {
+        match self.0.get() {
+            Some(kernels) => kernels.fold(folding),
+            None => Err(DeviceError::Unsupported {
+                backend: "nccl".to_string(),
+                asked: "sums of ranks before their kernels are loaded".to_string(),
+            }),
+        }
     }
 
-    /// The kernels that fold rows of ranks; `None` where a device has none.
-    fn fold(&self) -> Result<Option<Arc<dyn Fold>>, EngineError> {
-        let Some(source) = Kernels::source(self.target()) else {
-            return Ok(None);
-        };
-        let Some(module) = self.load(&[&source])?.pop() else {
-            return Ok(None);
-        };
-        Ok(Some(Arc::new(Kernels::of(self.device(), module)?)))
+    fn waits(&self, element: Element) -> bool {
+        self.0.get().is_none_or(|kernels| kernels.waits(element))
     }
 }

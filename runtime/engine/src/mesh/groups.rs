@@ -3,7 +3,9 @@
 use super::lent::Spare;
 use crate::error::EngineError;
 use moesaic_collectives::topology::host_name;
-use moesaic_collectives::{Call, Collectives, Element, Helper, Slice, Topology, Transfer};
+use moesaic_collectives::{
+    Call, Collectives, Element, Helper, Slice, Topology, Transfer, with_heartbeat,
+};
 use moesaic_plan::{Parallel, Place, Placement, PlanError, Ways};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
@@ -299,6 +301,16 @@ impl Mesh {
             .map(part)
             .collect::<Result<_, _>>()
             .map(Some)
+    }
+
+    /// Runs work of each rank's own time, such as compiling, at whose end all ranks meet. Ranks
+    /// that are done wait as long as the others are alive, whatever their deadline is.
+    pub(super) fn with_heartbeat<T>(
+        &self,
+        call: &Call,
+        work: impl FnOnce() -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        with_heartbeat(&mut *self.groups().world, call, work)
     }
 
     /// A panic in an exchange has ended the groups, which say so themselves.

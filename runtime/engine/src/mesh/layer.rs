@@ -111,10 +111,13 @@ impl Engine {
             let layer = self.layer_of(&Texts::of(plan.clone().into())?, weights);
             layer.map_err(|error| error.needing(&options))
         };
-        let tokens = side(&plan.tokens, weights.0)?;
-        let experts = side(&plan.experts, weights.1)?;
-        let shared = plan.shared.as_ref().map(|plan| side(plan, weights.1));
-        let shared = shared.transpose()?;
+        let call = Call::new("kernels and weights of a layer");
+        let (tokens, experts, shared) = mesh.with_heartbeat(&call, || {
+            let tokens = side(&plan.tokens, weights.0)?;
+            let experts = side(&plan.experts, weights.1)?;
+            let shared = plan.shared.as_ref().map(|plan| side(plan, weights.1));
+            Ok((tokens, experts, shared.transpose()?))
+        })?;
         let sides = Sides {
             tokens: &tokens,
             experts: &experts,
@@ -313,7 +316,10 @@ impl MeshLayer {
     fn pack(&mut self, form: Form, wire: Both<Wire>) -> Result<(), EngineError> {
         let key = (form, wire);
         if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&key) {
-            let packing = Packing::new(&self.engine, &self.views[&form].plan, wire)?;
+            let call = Call::new("kernels of packed rows");
+            let packing = self.mesh.with_heartbeat(&call, || {
+                Packing::new(&self.engine, &self.views[&form].plan, wire)
+            })?;
             self.packings.insert(key, packing);
         }
         Ok(())
@@ -352,11 +358,14 @@ impl MeshLayer {
         let (spec, training) = (self.tokens.spec(), self.tokens.plan().training);
         let plan = self.engine.plan_of(&self.mesh, spec, training, form)?;
         check_same(&self.mesh, &plan, training)?;
-        let mut view = if by.own_alone() {
-            View::shadowed(&self.engine, (form, plan), self.held())?
-        } else {
-            View::beside(&self.engine, (form, plan), self.held())?
-        };
+        let call = Call::new("kernels of a strategy");
+        let mut view = self.mesh.with_heartbeat(&call, || {
+            if by.own_alone() {
+                View::shadowed(&self.engine, (form, plan), self.held())
+            } else {
+                View::beside(&self.engine, (form, plan), self.held())
+            }
+        })?;
         view.record(self.recorder.as_ref());
         self.mesh.groups().add(by)?;
         self.views.insert(form, view);

@@ -3,19 +3,26 @@
 use crate::device::Shared;
 use crate::program::Request;
 use moesaic_kernel::Entry;
-use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, Module};
+use moesaic_target::{
+    Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, Module, Scratch,
+};
 use object::{Object, ObjectSymbol};
 use std::fs::Permissions;
-use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 use std::sync::Arc;
-use tempfile::TempPath;
+
+/// A program's file, and the folder that it is in.
+struct Program {
+    path: PathBuf,
+    _folder: Scratch,
+}
 
 /// A program of kernels, started when one of them is launched.
 pub(crate) struct EmulatedModule {
     entries: Vec<(Entry, u64)>,
     device: Arc<Shared>,
-    program: TempPath,
+    program: Program,
 }
 
 impl EmulatedModule {
@@ -49,7 +56,7 @@ impl EmulatedModule {
 
 impl Drop for EmulatedModule {
     fn drop(&mut self) {
-        self.device.stop(&self.program);
+        self.device.stop(&self.program.path);
     }
 }
 
@@ -60,12 +67,15 @@ fn address(file: &object::File<'_>, symbol: &str) -> Option<u64> {
 }
 
 /// A program cannot be run while it is open for writing, hence closed.
-fn on_disk(binary: &[u8]) -> std::io::Result<TempPath> {
-    let mut file = tempfile::Builder::new().prefix("moesaic-").tempfile()?;
-    file.write_all(binary)?;
-    file.as_file()
-        .set_permissions(Permissions::from_mode(0o700))?;
-    Ok(file.into_temp_path())
+fn on_disk(binary: &[u8]) -> std::io::Result<Program> {
+    let folder = Scratch::new()?;
+    let path = folder.path().join("program");
+    std::fs::write(&path, binary)?;
+    std::fs::set_permissions(&path, Permissions::from_mode(0o700))?;
+    Ok(Program {
+        path,
+        _folder: folder,
+    })
 }
 
 impl Module for EmulatedModule {
@@ -101,7 +111,9 @@ impl Module for EmulatedModule {
             scratch: scratch.as_ref().map_or(0, |owner| owner.address),
             values: &values,
         };
-        self.device.run(&self.program, &request).map_err(refuse)
+        self.device
+            .run(&self.program.path, &request)
+            .map_err(refuse)
     }
 }
 

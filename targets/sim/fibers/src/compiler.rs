@@ -3,7 +3,7 @@
 use crate::image;
 use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
 use moesaic_kernel::{KernelSource, SimArch, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report, Scratch};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -104,7 +104,7 @@ impl FiberCompiler {
             let reason = format!("{what} in {} failed: {error}\n{advice}", temp.display());
             self.failed(source, reason)
         };
-        let dir = tempfile::Builder::new().prefix("moesaic-").tempdir();
+        let dir = Scratch::new();
         let dir = dir.map_err(|error| room("making a temporary directory", error))?;
         std::fs::write(dir.path().join(SOURCE), &source.text)
             .map_err(|error| room("writing the source", error))?;

@@ -32,8 +32,9 @@ const CARD_BYTES: usize = 1 << 16;
 const PER_RANK: Duration = Duration::from_millis(20);
 
 impl Meeting {
-    /// What variables say: `MOESAIC_RENDEZVOUS`, a folder; else MPI under its launchers;
-    /// else torchrun's `MASTER_ADDR` and `MASTER_PORT`.
+    /// What variables say: `MOESAIC_RENDEZVOUS`, a folder; else MPI under its launchers,
+    /// `srun --mpi=pmix` and `--mpi=pmi2` among them; else torchrun's `MASTER_ADDR` and
+    /// `MASTER_PORT`. Empty ones count as unset.
     ///
     /// # Errors
     /// [`CollectiveError::Setup`] when nothing is said, or a port is no number.
@@ -44,12 +45,13 @@ impl Meeting {
         if world.size == 1 {
             return Ok(Meeting::Alone);
         }
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         if let Some(folder) = variable("MOESAIC_RENDEZVOUS") {
             return Ok(Meeting::Folder(folder.into()));
         }
         // Also where torchrun's are set beside them.
         let mpi = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
-        if mpi.into_iter().any(|name| variable(name).is_some()) {
+        if mpi.into_iter().any(|name| variable(name).is_some()) || world.is_task_of_pmix(variable) {
             return Ok(Meeting::Mpi);
         }
         let (address, port) = (variable("MASTER_ADDR"), variable("MASTER_PORT"));
@@ -242,6 +244,8 @@ mod tests {
         let both = "MASTER_PORT=1 PMI_RANK=1 PMI_SIZE=4";
         assert_eq!(meeting(torch, both), Ok(Meeting::Mpi));
         assert_eq!(meeting("RANK=0 WORLD_SIZE=1", ""), Ok(Meeting::Alone));
+        let empty = "MASTER_PORT=29500 MOESAIC_RENDEZVOUS=";
+        assert_eq!(meeting(torch, empty), address(29500));
         let nothing = meeting("RANK=0 WORLD_SIZE=2", "").unwrap_err();
         assert!(
             nothing.contains("nothing says where ranks meet"),
@@ -249,6 +253,25 @@ mod tests {
         );
         let port = meeting(torch, "MASTER_PORT=high").unwrap_err();
         assert!(port.contains("MASTER_PORT is `high`"), "{port}");
+    }
+
+    /// Open MPI's variables are not there before `MPI_Init` when `srun` has started the ranks.
+    #[test]
+    fn tasks_of_pmix_meet_by_mpi() {
+        let task = "SLURM_PROCID=1 SLURM_NTASKS=16 SLURM_STEP_ID=0";
+        let pmix = "PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.7.0 MASTER_ADDR=node7 MASTER_PORT=29500";
+        assert_eq!(meeting(task, pmix), Ok(Meeting::Mpi));
+        // A wrapper may give each task torchrun's variables.
+        let wrapped = format!("{task} RANK=1 WORLD_SIZE=16");
+        assert_eq!(meeting(&wrapped, pmix), Ok(Meeting::Mpi));
+        let address = Ok(Meeting::Address("node7".to_string(), 29500));
+        let none = pmix.replace("PMIX_NAMESPACE", "OTHER");
+        assert_eq!(meeting(task, &none), address);
+        // torchrun in a task: its ranks are not SLURM's.
+        let inside = "SLURM_PROCID=1 SLURM_NTASKS=2 RANK=8 WORLD_SIZE=16";
+        assert_eq!(meeting(inside, pmix), address);
+        let one = "SLURM_PROCID=1 SLURM_NTASKS=2 RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x";
+        assert_eq!(meeting(one, pmix), address);
     }
 
     #[test]
