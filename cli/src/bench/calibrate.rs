@@ -304,7 +304,9 @@ impl Job<'_> {
             .apply(self.machine.clone().with_per_node(per_node))
             .map_err(Failure::input)?;
         machine.target = self.engine.target();
-        let steps = measured.steps.map_or(Ok(Vec::new()), |steps| steps.on(&machine))?;
+        let steps = measured
+            .steps
+            .map_or(Ok(Vec::new()), |steps| steps.on(&machine))?;
         calibration.routes = steps.iter().map(|step| step.factor).collect();
         Ok(Found {
             calibration,
@@ -538,6 +540,51 @@ fn date(mut days: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic::plan::{Cut, Route};
+    use moesaic::planner::RouteFactor;
+
+    #[test]
+    fn factors_that_met_their_bound_are_not_written() {
+        let of = |degree, by| ByRoute {
+            tokens: 8,
+            strategy: format!("degree={degree}").parse().unwrap(),
+            seconds: 1.0,
+            factor: RouteFactor {
+                name: Route::Linear,
+                cut: Cut::Rows,
+                degree,
+                message_kib: 1.0,
+                by,
+            },
+        };
+        let found = |steps| Found {
+            calibration: Calibration {
+                machine: String::new(),
+                date: String::new(),
+                source: String::new(),
+                ranks: 2,
+                levels: Vec::new(),
+                compute: None,
+                band: None,
+                routes: Vec::new(),
+            },
+            exchanges: Vec::new(),
+            steps,
+        };
+        let path = Path::new("m.toml");
+        let quiet = found(vec![of(1, 3.9), of(2, 0.3)]);
+        assert!(quiet.at_bound() == 0 && quiet.check_quiet(path).is_ok());
+        let noisy = found(vec![of(1, 1.0), of(2, 4.0), of(4, 0.25)]);
+        assert_eq!(noisy.at_bound(), 2);
+        let error = noisy.check_quiet(path).unwrap_err().to_string();
+        for part in [
+            "in 2 of 3 steps",
+            "8 tokens, degree=2",
+            "m.toml is not written",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
 
     #[test]
     fn days_have_dates() {

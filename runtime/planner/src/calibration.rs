@@ -454,7 +454,10 @@ mod tests {
             let mut own = sample();
             own.routes[1].by = by;
             let error = own.apply(published("h800").unwrap()).unwrap_err();
-            let parts = ["route.linear.by = ", "measure again, or remove every `[[route]]`"];
+            let parts = [
+                "route.linear.by = ",
+                "measure again, or remove every `[[route]]`",
+            ];
             for part in parts {
                 assert!(error.to_string().contains(part), "{error}");
             }

@@ -48,7 +48,9 @@ impl Choices {
         for alike in &self.nodes {
             let own = alike.reach.hits(self.top_k, self.top_k);
             let part = alike.nodes / all;
-            hits.iter_mut().zip(own).for_each(|(sum, n)| *sum += part * n);
+            hits.iter_mut()
+                .zip(own)
+                .for_each(|(sum, n)| *sum += part * n);
         }
         hits
     }

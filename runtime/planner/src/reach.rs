@@ -129,7 +129,10 @@ impl Reach {
             (here - hits as f64).max(0.0),
             (elsewhere - (drawn - hits) as f64).max(0.0),
         ));
-        let all: f64 = fresh.iter().map(|(_, here, elsewhere)| here + elsewhere).sum();
+        let all: f64 = fresh
+            .iter()
+            .map(|(_, here, elsewhere)| here + elsewhere)
+            .sum();
         if all <= 0.0 {
             // No expert is left.
             return to(state, hits, 1.0);
@@ -225,6 +228,7 @@ pub fn expected_groups(experts: f64, top_k: usize, groups: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Routing;
 
     /// Random numbers in [0, 1).
     struct Draw(u64);
@@ -248,7 +252,12 @@ mod tests {
     impl Grouped {
         /// The experts of a token whose scores are random, by the rule of SEMANTICS.md.
         fn chosen(&self, draw: &mut Draw, best: usize) -> Vec<usize> {
-            let scores: Vec<f64> = (0..self.count * self.size).map(|_| draw.next()).collect();
+            let scores = (0..self.count * self.size).map(|_| draw.next());
+            self.best(&scores.collect::<Vec<f64>>(), best)
+        }
+
+        /// The experts of a token with these scores.
+        fn best(&self, scores: &[f64], best: usize) -> Vec<usize> {
             let stat = |group: usize| {
                 let mut own = scores[group * self.size..(group + 1) * self.size].to_vec();
                 own.sort_by(|a, b| b.total_cmp(a));
@@ -303,8 +312,7 @@ mod tests {
                 keep,
                 top_k,
             };
-            let tokens: Vec<Vec<usize>> =
-                (0..TOKENS).map(|_| layer.chosen(&mut draw, 1)).collect();
+            let tokens: Vec<Vec<usize>> = (0..TOKENS).map(|_| layer.chosen(&mut draw, 1)).collect();
             for nodes in [1, 2, 3, 4, 8] {
                 let each = count * size / nodes;
                 if each * nodes != count * size {
@@ -321,9 +329,9 @@ mod tests {
                 assert!((all - nodes as f64).abs() < 1e-9);
                 for number in 0..=top_k {
                     let drawn = hits.iter().filter(|n| **n == number).count() as f64;
-                    let chance = found.iter().map(|alike| {
-                        alike.nodes / all * alike.reach.hits(top_k, top_k)[number]
-                    });
+                    let chance = found
+                        .iter()
+                        .map(|alike| alike.nodes / all * alike.reach.hits(top_k, top_k)[number]);
                     let (chance, drawn) = (chance.sum::<f64>(), drawn / hits.len() as f64);
                     // Four times the spread of so many draws.
                     let most = 4.0 * (chance * (1.0 - chance) / TOKENS as f64).sqrt() + 1e-9;
@@ -367,6 +375,64 @@ mod tests {
         assert!((drawn / found - 1.0).abs() < 0.01, "{found} {drawn}");
     }
 
+    /// Experts of unequal popularity, on nodes that have them in any order, and with a capacity.
+    #[test]
+    fn unequal_experts_reach_about_as_many_nodes_as_drawn_ones_do() {
+        let mut draw = Draw(5);
+        let (experts, top_k) = (64, 6);
+        for keep in [2, 4, 8] {
+            let layer = Grouped {
+                count: 8,
+                size: 8,
+                keep,
+                top_k,
+            };
+            // An expert is the first of all in proportion to its weight.
+            let weights: Vec<f64> = (0..experts).map(|_| 0.2 + 3.0 * draw.next()).collect();
+            let tokens: Vec<Vec<usize>> = (0..TOKENS)
+                .map(|_| {
+                    let scores = weights.iter().map(|weight| draw.next().powf(1.0 / weight));
+                    layer.best(&scores.collect::<Vec<f64>>(), 1)
+                })
+                .collect();
+            let mut counts = vec![0; experts];
+            tokens
+                .iter()
+                .flatten()
+                .for_each(|expert| counts[*expert] += 1);
+            let routing = Routing::counted(1, experts, top_k, &[counts]).unwrap();
+            let routing = routing.limited(&layer.spec());
+            let capped = routing.clone().capped(100.0);
+            for (nodes, stride) in [(8, 1), (4, 1), (16, 1), (8, 13)] {
+                // Where an expert is: in order, or far from its neighbours.
+                let node = |expert: usize| expert * stride % experts / (experts / nodes);
+                let reached = |routing: &Routing| -> f64 {
+                    let of = |at: usize| {
+                        let own = (0..experts).filter(|expert| node(*expert) == at);
+                        let rows = own.map(|expert| (expert, routing.rows(0)[expert]));
+                        routing.reach(0, rows).touched(top_k)
+                    };
+                    (0..nodes).map(of).sum()
+                };
+                let drawn: usize = (tokens.iter())
+                    .map(|token| {
+                        let mut own: Vec<usize> = token.iter().map(|e| node(*e)).collect();
+                        own.sort_unstable();
+                        own.dedup();
+                        own.len()
+                    })
+                    .sum();
+                let drawn = drawn as f64 / TOKENS as f64;
+                let found = reached(&routing);
+                assert!(
+                    (found / drawn - 1.0).abs() < 0.03,
+                    "{keep} groups, {nodes} nodes, {stride}: {found}, drawn {drawn}"
+                );
+                assert!(reached(&capped) < found);
+            }
+        }
+    }
+
     /// Groups that all differ are told apart as far as there are kinds, and no chance is lost.
     #[test]
     fn many_unlike_groups_are_as_likely_as_few() {
@@ -384,7 +450,13 @@ mod tests {
         }
         assert!((b.iter().sum::<f64>() - 1.0).abs() < 1e-9);
         // A group without rows is one that nobody draws from.
-        let nothing = Reach::new(1, [kind(8.0), kind(0.0)].map(|of| Kind { elsewhere: 0.0, ..of }));
+        let nothing = Reach::new(
+            1,
+            [kind(8.0), kind(0.0)].map(|of| Kind {
+                elsewhere: 0.0,
+                ..of
+            }),
+        );
         assert_eq!(nothing.touched(4), 1.0);
     }
 

@@ -3,8 +3,8 @@
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::pieces::{Choices, Part};
-use crate::reach;
 use crate::question::{PlannerError, Prediction, Question, Simulated};
+use crate::reach;
 use crate::routing::Routing;
 use crate::run::Run;
 use crate::sides::Costs;
