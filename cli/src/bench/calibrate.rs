@@ -576,7 +576,7 @@ mod tests {
         assert!(quiet.at_bound() == 0 && quiet.check_quiet(path).is_ok());
         let noisy = found(vec![of(1, 1.0), of(2, 4.0), of(4, 0.25)]);
         assert_eq!(noisy.at_bound(), 2);
-        let error = noisy.check_quiet(path).unwrap_err().to_string();
+        let error = noisy.check_quiet(path).unwrap_err().message;
         for part in [
             "in 2 of 3 steps",
             "8 tokens, degree=2",

@@ -426,3 +426,24 @@ impl Inspection {
             .fold((moesaic::plan::Work::default(), Some(0.0)), add)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scalar_registers_that_are_spilled_are_shown() {
+        let of = |bytes, scalar| {
+            spills(Some(&KernelReport {
+                spill_bytes: bytes,
+                scalar_spills: scalar,
+                ..KernelReport::default()
+            }))
+        };
+        assert_eq!(of(Some(0), Some(38)), "0 38s");
+        assert_eq!(of(Some(0), Some(0)), "0");
+        assert_eq!(of(Some(16), None), "16");
+        assert_eq!(of(None, None), "-");
+        assert_eq!(spills(None), "-");
+    }
+}
