@@ -264,6 +264,10 @@ const TABLE: &[(&str, &[Row])] = &[
                     "the following required arguments",
                 ),
             ),
+            (
+                "without-steps",
+                NotWith(&["--without-steps"], "the following required arguments"),
+            ),
             ("json", Always),
             ("cache", Always),
         ],

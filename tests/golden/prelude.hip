@@ -213,6 +213,14 @@ DEVICE Words load_along(const void *from, bool own)
 // Loads before this are asked for before those that follow, so that they come in the order of use.
 DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 
+// The same number, as one that the compiler knows nothing of: what follows from it is computed
+// where it is used, not once before a loop and kept.
+DEVICE i32 renewed(i32 value)
+{
+    asm volatile("" : "+v"(value));
+    return value;
+}
+
 // ==== prelude/warp.hpp ====
 
 // ---- warps ----

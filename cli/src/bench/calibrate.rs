@@ -15,7 +15,7 @@ use moesaic::plan::{Step, Work};
 use moesaic::planner::{Calibration, LevelFit, Machine, Measured, Timed};
 use moesaic::toolchain::{self, Registry};
 use moesaic::weights::write_whole;
-use moesaic::{DType, Engine, Layer, LayerSpec, Target, Training};
+use moesaic::{DType, Engine, Layer, LayerSpec, Target, Tensors, Training};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
@@ -35,13 +35,54 @@ struct Job<'j> {
     /// Of steps by each route.
     all_tokens: &'j [usize],
     budget: Duration,
+    /// Whether steps over all ranks are timed.
+    steps: bool,
 }
+
+/// How often a machine that is not quiet is measured at most.
+const ATTEMPTS: usize = 3;
 
 /// What the first rank has in the end.
 struct Found {
     calibration: Calibration,
     exchanges: Vec<Compared>,
     steps: Vec<ByRoute>,
+}
+
+/// What every rank has measured, once.
+struct Attempt {
+    rates: Rates,
+    exchanges: Vec<Exchanged>,
+    steps: Option<Steps>,
+}
+
+impl Found {
+    /// Number of steps that no factor of their route explains.
+    fn at_bound(&self) -> usize {
+        let at_bound = |step: &&ByRoute| step.factor.is_at_bound();
+        self.steps.iter().filter(at_bound).count()
+    }
+
+    /// Refuses to write what would mislead `moesaic plan`.
+    fn check_quiet(&self, path: &Path) -> Result {
+        let Some(step) = self.steps.iter().find(|step| step.factor.is_at_bound()) else {
+            return Ok(());
+        };
+        let (number, all) = (self.at_bound(), self.steps.len());
+        let what = format!(
+            "the machine was not quiet, or steps are too short: rows took {:.2} times as long as \
+             links say, or beyond, in {number} of {all} steps, such as {} tokens, {}; measured \
+             {ATTEMPTS} times, {} is not written",
+            step.factor.by,
+            step.tokens,
+            step.strategy,
+            path.display()
+        );
+        Err(Failure::work(what).hint(
+            "stop what else runs on the machine, or ask for more --tokens; --without-steps \
+             measures links and launches alone",
+        ))
+    }
 }
 
 /// An exchange, and how far off the figures of its level are for it: without factors, and
@@ -97,10 +138,12 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         tokens,
         all_tokens: &args.tokens,
         budget,
+        steps: !args.without_steps,
     };
     let Some(found) = ranks.measure(&job)? else {
         return Ok(());
     };
+    found.check_quiet(path)?;
     write_whole(path, found.calibration.to_toml().as_bytes())
         .map_err(|error| emit::unwritable(path, &error))?;
     if args.json {
@@ -183,25 +226,62 @@ impl Job<'_> {
         let layer = self
             .engine
             .training_layer(self.spec, &weights, Training::default())?;
-        let next = |what: &str| {
+        for attempt in 1.. {
+            let measured = self.attempt(world, &topology, (&layer, &weights), progress.as_ref())?;
+            let found = match world.rank() {
+                0 => Some(self.found(world.size(), &topology, measured)),
+                _ => None,
+            };
+            let noisy = matches!(&found, Some(Ok(found)) if found.at_bound() > 0);
+            if !first_says(world, noisy && attempt < ATTEMPTS)? {
+                return found.transpose();
+            }
             if let Some(progress) = &progress {
+                let next = attempt + 1;
+                progress.next(format!(
+                    "the machine was not quiet: measuring again ({next} of {ATTEMPTS})"
+                ));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Measures everything once, on every rank.
+    fn attempt(
+        &self,
+        world: &mut dyn Collectives,
+        topology: &Topology,
+        (layer, weights): (&Layer, &Tensors<'_>),
+        progress: Option<&Progress>,
+    ) -> Result<Attempt> {
+        let next = |what: &str| {
+            if let Some(progress) = progress {
                 progress.next(what);
             }
         };
         next("timing its launches on all ranks at once");
-        let rates = self.rates(&layer, world)?;
+        let rates = self.rates(layer, world)?;
         next("timing exchanges");
         let options = LevelOptions::default();
-        let timed = over_levels(world, self.engine.device(), &topology, &options);
-        let timed = timed.map_err(Failure::work)?;
-        next("timing steps by each route and in pieces");
-        let given = (&weights, self.all_tokens);
-        let steps = Steps::time(self.engine, self.spec, given, (world, &topology))?;
-        drop(progress);
-        if world.rank() > 0 {
-            return Ok(None);
-        }
-        let (levels, exchanges) = self.levels(&topology, &timed)?;
+        let timed = over_levels(world, self.engine.device(), topology, &options);
+        let exchanges = timed.map_err(Failure::work)?;
+        let steps = if self.steps {
+            next("timing steps by each route and in pieces");
+            let given = (weights, self.all_tokens);
+            Steps::time(self.engine, self.spec, given, (world, topology))?
+        } else {
+            None
+        };
+        Ok(Attempt {
+            rates,
+            exchanges,
+            steps,
+        })
+    }
+
+    /// Makes the file's figures of what was measured on so many ranks.
+    fn found(&self, ranks: usize, topology: &Topology, measured: Attempt) -> Result<Found> {
+        let (levels, exchanges) = self.levels(topology, &measured.exchanges)?;
         let errors = exchanges.iter().map(|one| one.others.abs());
         let mut calibration = Calibration {
             machine: self.machine.name.clone(),
@@ -209,28 +289,30 @@ impl Job<'_> {
             source: format!(
                 "moesaic bench of {} tokens on {} ranks of {} by {}",
                 self.tokens,
-                world.size(),
+                ranks,
                 topology.shape.map_or(1, |shape| shape.nodes),
                 self.engine.device_info().name
             ),
-            ranks: world.size(),
+            ranks,
             levels,
-            compute: Some(rates.measured(self.spec.precision.activations)),
+            compute: Some(measured.rates.measured(self.spec.precision.activations)),
             band: errors.reduce(f64::max),
             routes: Vec::new(),
         };
-        let per_node = topology.shape.map_or(world.size(), |shape| shape.per_node);
+        let per_node = topology.shape.map_or(ranks, |shape| shape.per_node);
         let mut machine = calibration
             .apply(self.machine.clone().with_per_node(per_node))
             .map_err(Failure::input)?;
         machine.target = self.engine.target();
-        let steps = steps.map_or(Ok(Vec::new()), |steps| steps.on(&machine))?;
+        let steps = measured
+            .steps
+            .map_or(Ok(Vec::new()), |steps| steps.on(&machine))?;
         calibration.routes = steps.iter().map(|step| step.factor).collect();
-        Ok(Some(Found {
+        Ok(Found {
             calibration,
             exchanges,
             steps,
-        }))
+        })
     }
 
     /// What launches of a training step take while all ranks run some: means, since a
@@ -333,6 +415,13 @@ impl Job<'_> {
         }
         Ok((levels, compared))
     }
+}
+
+/// What the first rank says, on every rank.
+fn first_says(world: &mut dyn Collectives, own: bool) -> Result<bool> {
+    let all = world.gather_bytes(&[u8::from(own)], &collectives::Call::new("another attempt"));
+    let all = all.map_err(Failure::work)?;
+    Ok(all.first().is_some_and(|first| first == &[1]))
 }
 
 fn point(one: &Exchanged) -> Timed {
@@ -451,6 +540,51 @@ fn date(mut days: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic::plan::{Cut, Route};
+    use moesaic::planner::RouteFactor;
+
+    #[test]
+    fn factors_that_met_their_bound_are_not_written() {
+        let of = |degree, by| ByRoute {
+            tokens: 8,
+            strategy: format!("degree={degree}").parse().unwrap(),
+            seconds: 1.0,
+            factor: RouteFactor {
+                name: Route::Linear,
+                cut: Cut::Rows,
+                degree,
+                message_kib: 1.0,
+                by,
+            },
+        };
+        let found = |steps| Found {
+            calibration: Calibration {
+                machine: String::new(),
+                date: String::new(),
+                source: String::new(),
+                ranks: 2,
+                levels: Vec::new(),
+                compute: None,
+                band: None,
+                routes: Vec::new(),
+            },
+            exchanges: Vec::new(),
+            steps,
+        };
+        let path = Path::new("m.toml");
+        let quiet = found(vec![of(1, 3.9), of(2, 0.3)]);
+        assert!(quiet.at_bound() == 0 && quiet.check_quiet(path).is_ok());
+        let noisy = found(vec![of(1, 1.0), of(2, 4.0), of(4, 0.25)]);
+        assert_eq!(noisy.at_bound(), 2);
+        let error = noisy.check_quiet(path).unwrap_err().message;
+        for part in [
+            "in 2 of 3 steps",
+            "8 tokens, degree=2",
+            "m.toml is not written",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
 
     #[test]
     fn days_have_dates() {

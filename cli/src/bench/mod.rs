@@ -67,6 +67,10 @@ pub struct BenchArgs {
     /// With --ranks: the file that is written
     #[arg(long, value_name = "FILE", requires = "ranks")]
     calibration: Option<PathBuf>,
+    /// With --ranks: time no steps of the layer over all ranks, so that the file has no factors
+    /// of routes
+    #[arg(long, requires = "ranks")]
+    without_steps: bool,
     /// Time forward as in training and backward
     #[arg(long)]
     training: bool,

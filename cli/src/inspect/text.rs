@@ -9,6 +9,7 @@ use moesaic::cache::{Bucket, Tuned};
 use moesaic::kernel::Access;
 use moesaic::plan::{LayerPlan, Role};
 use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
+use moesaic::target::KernelReport;
 use std::iter;
 
 /// Every table.
@@ -203,8 +204,11 @@ fn kernels(inspection: &Inspection) -> Table {
     for (launch, kernel) in inspection.launched() {
         let (report, entry) = (kernel.report(launch), kernel.entry(launch));
         let number = |n: Option<u64>| n.map_or("-".to_string(), |n| n.to_string());
-        let spills = report.and_then(|r| r.spill_bytes);
-        let spill_style = if spills.unwrap_or(0) > 0 { "31" } else { "" };
+        let spill_style = if report.is_some_and(KernelReport::spills) {
+            "31"
+        } else {
+            ""
+        };
         let shared = report
             .and_then(|r| r.shared_bytes)
             .map(|n| u64::from(n + entry.launch.shared_bytes));
@@ -213,7 +217,7 @@ fn kernels(inspection: &Inspection) -> Table {
             kernel.label(&kernel.source.name).into(),
             launch.label.as_str().into(),
             registers(report).into(),
-            Cell::styled(&number(spills.map(u64::from)), spill_style),
+            Cell::styled(&spills(report), spill_style),
             number(report.and_then(|r| r.stack_bytes).map(u64::from)).into(),
             number(shared).into(),
             number(report.and_then(|r| r.code_bytes)).into(),
@@ -241,13 +245,24 @@ pub fn role_name(role: Role) -> &'static str {
 }
 
 /// Registers per thread; for AMD vector and scalar ones.
-pub fn registers(report: Option<&moesaic::target::KernelReport>) -> String {
+pub fn registers(report: Option<&KernelReport>) -> String {
     let Some(registers) = report.and_then(|r| r.registers) else {
         return "-".to_string();
     };
     match report.and_then(|r| r.scalar_registers) {
         Some(scalar) => format!("{registers}v {scalar}s"),
         None => registers.to_string(),
+    }
+}
+
+/// Bytes that are spilled to memory; for AMD also scalar registers that are spilled to lanes of
+/// vector registers.
+pub fn spills(report: Option<&KernelReport>) -> String {
+    let bytes = report.and_then(|r| r.spill_bytes);
+    let bytes = bytes.map_or("-".to_string(), |bytes| bytes.to_string());
+    match report.and_then(|r| r.scalar_spills) {
+        Some(scalar) if scalar > 0 => format!("{bytes} {scalar}s"),
+        _ => bytes,
     }
 }
 
@@ -409,5 +424,26 @@ impl Inspection {
         self.launches
             .iter()
             .fold((moesaic::plan::Work::default(), Some(0.0)), add)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scalar_registers_that_are_spilled_are_shown() {
+        let of = |bytes, scalar| {
+            spills(Some(&KernelReport {
+                spill_bytes: bytes,
+                scalar_spills: scalar,
+                ..KernelReport::default()
+            }))
+        };
+        assert_eq!(of(Some(0), Some(38)), "0 38s");
+        assert_eq!(of(Some(0), Some(0)), "0");
+        assert_eq!(of(Some(16), None), "16");
+        assert_eq!(of(None, None), "-");
+        assert_eq!(spills(None), "-");
     }
 }

@@ -274,6 +274,13 @@ pub struct Groups {
     pub mask: GroupMask,
 }
 
+impl Groups {
+    /// Returns the scored experts of a group: those with weights in order, then those without.
+    pub fn size(&self, spec: &LayerSpec) -> usize {
+        (spec.routed_experts() / self.count.max(1)).max(1)
+    }
+}
+
 /// The score of a group of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -108,7 +108,8 @@ fn kernels_compile_for_gpus_of_both_vendors() {
             .unwrap();
         assert_eq!(artifact.report.kernels.len(), 5, "{target}");
         for kernel in &artifact.report.kernels {
-            assert_eq!(kernel.spill_bytes, Some(0), "{target}: {}", kernel.symbol);
+            let known = kernel.spill_bytes.is_some();
+            assert!(known && !kernel.spills(), "{target}: {kernel:?}");
         }
     };
     let (cuda, rocm) = (testing::nvrtc(), testing::rocm());

@@ -449,5 +449,18 @@ mod tests {
         };
         let error = own.apply(published("h800").unwrap()).unwrap_err();
         assert!(error.to_string().contains("ranks = 0; at least"), "{error}");
+        // A factor that met its bound would put another route first by chance.
+        for by in [4.0, 0.25, 3.999_999_7, 9.0] {
+            let mut own = sample();
+            own.routes[1].by = by;
+            let error = own.apply(published("h800").unwrap()).unwrap_err();
+            let parts = [
+                "route.linear.by = ",
+                "measure again, or remove every `[[route]]`",
+            ];
+            for part in parts {
+                assert!(error.to_string().contains(part), "{error}");
+            }
+        }
     }
 }

@@ -179,26 +179,6 @@ fn transfer(level: &Level, load: &Load) -> (f64, f64, f64) {
     )
 }
 
-/// How many of `groups` equal groups of experts a token with `top_k` of `experts` experts
-/// touches on average, where every choice is equally likely.
-pub fn expected_groups(experts: f64, top_k: usize, groups: f64) -> f64 {
-    groups * touched(experts, top_k, experts / groups)
-}
-
-/// How likely a token with `top_k` of `experts` experts has one among `mass` of them, as
-/// likely as the others; of unequal ones `mass` is their part of the rows, times `experts`.
-pub(crate) fn touched(experts: f64, top_k: usize, mass: f64) -> f64 {
-    let missed = |i: usize| {
-        let left = experts - i as f64;
-        ((left - mass) / left).max(0.0)
-    };
-    let none: f64 = (0..top_k)
-        .filter(|i| (*i as f64) < experts)
-        .map(missed)
-        .product();
-    1.0 - none
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -243,21 +223,5 @@ mod tests {
             "{time:?}"
         );
         assert_eq!(machine.phase(&Phase::default()).seconds, 0.0);
-    }
-
-    #[test]
-    fn tokens_touch_as_many_groups_as_a_count_of_all_choices_says() {
-        // All 3-subsets of 8 experts in 4 groups of 2.
-        let mut touched = 0;
-        let mut choices = 0;
-        for set in 0u32..1 << 8 {
-            if set.count_ones() == 3 {
-                choices += 1;
-                touched += (0..4).filter(|g| set >> (2 * g) & 3 != 0).count();
-            }
-        }
-        let counted = touched as f64 / f64::from(choices);
-        assert!((expected_groups(8.0, 3, 4.0) - counted).abs() < 1e-12);
-        assert_eq!(expected_groups(8.0, 8, 4.0), 4.0);
     }
 }

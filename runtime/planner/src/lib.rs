@@ -22,6 +22,7 @@ mod machine;
 mod memory;
 mod pieces;
 mod question;
+mod reach;
 mod read;
 mod routes;
 mod routing;
@@ -38,13 +39,14 @@ mod ways;
 
 pub use calibration::{Calibration, LevelFit, Measured, Timed};
 pub use cost::Cost;
-pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, expected_groups};
+pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
     Band, Compute, Factor, Fanout, Level, Machine, Overlap, RouteFactor, published, published_names,
 };
 pub use memory::Memory;
 pub use question::{Bound, PassTime, PhaseOf, PlannerError, Prediction, Question, Simulated};
+pub use reach::expected_groups;
 pub use read::ReadError;
 pub use routes::route_factor;
 pub use routing::{Routing, RoutingError};

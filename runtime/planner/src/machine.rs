@@ -264,6 +264,13 @@ impl Machine {
                 return wrong(key, value, "a part: from 0 to 1");
             }
         }
+        if let Some(route) = self.routes.iter().find(|route| route.is_at_bound()) {
+            let key = format!("route.{}.by", route.name);
+            let possible = "between 0.25 and 4: at these bounds it says nothing about the route, \
+                            because the machine was busy or the steps were too short; measure \
+                            again, or remove every `[[route]]`";
+            return wrong(key, route.by.to_string(), possible);
+        }
         let shared = self.compute.ranks_per_processor;
         if !(shared.is_finite() && shared >= 1.0) {
             let key = "compute.ranks_per_processor".to_string();

@@ -1,10 +1,10 @@
 //! What of a pass is in one piece of it.
 
-use crate::exchange::touched;
+use crate::reach::Alike;
 use moesaic_plan::{Cut, Parallel, Piece};
 
 /// Experts that tokens of a rank choose evenly.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Choices {
     /// Of the rank.
     pub tokens: f64,
@@ -12,8 +12,8 @@ pub(crate) struct Choices {
     pub top_k: usize,
     /// All there are.
     pub experts: f64,
-    /// Of one node.
-    pub here: f64,
+    /// The nodes that have them.
+    pub nodes: Vec<Alike>,
 }
 
 /// Places among the tokens at which chances are taken.
@@ -37,21 +37,20 @@ impl Choices {
         let places = (0..PLACES).map(|at| (at as f64 + 0.5) / PLACES as f64);
         let chances = places.flat_map(|u| self.chances(u, pieces));
         let sum: f64 = chances.map(in_piece).sum();
-        let crosses = touched(self.experts, self.top_k, self.here);
+        let crosses = 1.0 - hits[0];
         sum / PLACES as f64 / crosses.max(f64::MIN_POSITIVE)
     }
 
-    /// How likely so many of a token's experts are of the node, from none on.
+    /// How likely so many of a token's experts are of a node, from none on: the mean of nodes.
     fn hits(&self) -> Vec<f64> {
+        let all: f64 = self.nodes.iter().map(|alike| alike.nodes).sum();
         let mut hits = vec![0.0; self.top_k + 1];
-        hits[0] = 1.0;
-        for drawn in 0..self.top_k {
-            let left = (self.experts - drawn as f64).max(1.0);
-            for n in (0..=drawn).rev() {
-                let hit = ((self.here - n as f64) / left).clamp(0.0, 1.0);
-                hits[n + 1] += hits[n] * hit;
-                hits[n] *= 1.0 - hit;
-            }
+        for alike in &self.nodes {
+            let own = alike.reach.hits(self.top_k, self.top_k);
+            let part = alike.nodes / all;
+            hits.iter_mut()
+                .zip(own)
+                .for_each(|(sum, n)| *sum += part * n);
         }
         hits
     }
@@ -147,10 +146,11 @@ impl Part {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reach::Reach;
 
     /// Against tokens that are drawn: each of `experts`, with `top_k` of them, `here` of which
     /// are of the node.
-    fn drawn(choices: Choices, pieces: usize) -> f64 {
+    fn drawn(choices: &Choices, here: usize, pieces: usize) -> f64 {
         let (tokens, experts) = (choices.tokens as usize, choices.experts as usize);
         let mut state = 1u64;
         let mut random = |n: usize| {
@@ -172,7 +172,7 @@ mod tests {
             let mut before = vec![0; experts];
             for own in &ids {
                 let mut of = std::collections::BTreeSet::new();
-                for &id in own.iter().filter(|id| **id < choices.here as usize) {
+                for &id in own.iter().filter(|id| **id < here) {
                     let cut = |i: usize| i * counts[id] / pieces;
                     of.extend((0..pieces).filter(|i| (cut(*i)..cut(i + 1)).contains(&before[id])));
                 }
@@ -195,13 +195,19 @@ mod tests {
             (256, 4, 4, 2),
         ] {
             let choices = Choices {
-                tokens: tokens as f64,
+                tokens: f64::from(tokens),
                 top_k,
-                experts: experts as f64,
-                here: here as f64,
+                experts: f64::from(experts),
+                nodes: vec![Alike {
+                    reach: Reach::ungrouped(f64::from(here), f64::from(experts - here)),
+                    nodes: 1.0,
+                }],
             };
             for pieces in [1, 2, 4, 8] {
-                let (found, real) = (choices.pieces_touched(pieces), drawn(choices, pieces));
+                let (found, real) = (
+                    choices.pieces_touched(pieces),
+                    drawn(&choices, here as usize, pieces),
+                );
                 assert!(
                     (found / real - 1.0).abs() < 0.03,
                     "{choices:?}, {pieces}: {found} {real}"

@@ -8,6 +8,19 @@ use moesaic_plan::{Parallel, Strategy};
 /// What a factor may be: beyond it something else than the route is not understood.
 const POSSIBLE: [f64; 2] = [0.25, 4.0];
 
+/// A factor this near to a bound was stopped by it.
+const AT_BOUND: f64 = 1e-3;
+
+impl RouteFactor {
+    /// Whether no factor that may be explains what was timed: another job ran beside, or the
+    /// steps are so short that other things than rows fill them. Factors of other routes cannot
+    /// be compared with it.
+    pub fn is_at_bound(&self) -> bool {
+        let [least, most] = POSSIBLE;
+        self.by <= least * (1.0 + AT_BOUND) || self.by >= most * (1.0 - AT_BOUND)
+    }
+}
+
 /// Which leaves less than a millionth of a factor.
 const HALVINGS: usize = 24;
 
@@ -114,6 +127,10 @@ mod tests {
             let of = |seconds| route_factor(&question, mesh, strategy, seconds).unwrap().by;
             assert!((of(1e3) / 4.0 - 1.0).abs() < 1e-6);
             assert!((of(0.0) / 0.25 - 1.0).abs() < 1e-6);
+            for (seconds, at_bound) in [(own, false), (1e3, true), (0.0, true)] {
+                let found = route_factor(&question, mesh, strategy, seconds).unwrap();
+                assert_eq!(found.is_at_bound(), at_bound, "{text} {found:?}");
+            }
         }
     }
 }

@@ -1,5 +1,8 @@
 //! How many rows each rank has for each expert.
 
+use crate::reach::{Kind, Reach};
+use moesaic_spec::LayerSpec;
+
 /// Rows of every rank for every expert. Ranks with the same rows are one class, so that
 /// thousands of equal ones cost no more than one.
 #[derive(Clone, Debug, PartialEq)]
@@ -12,6 +15,19 @@ pub struct Routing {
     class: Vec<usize>,
     /// Choices of a token.
     top_k: usize,
+    /// Groups of experts that limit them.
+    limit: Option<Limit>,
+}
+
+/// Groups of experts of which a token's are of a few.
+#[derive(Clone, Debug, PartialEq)]
+struct Limit {
+    /// Groups of a token at most.
+    keep: usize,
+    /// Experts of a group.
+    size: usize,
+    /// Rows by group of each class's ranks, before a capacity drops some or some stay.
+    rows: Vec<Vec<f64>>,
 }
 
 /// Counts that cannot be.
@@ -115,7 +131,50 @@ impl Routing {
                 (0..ranks).collect()
             },
             top_k,
+            limit: None,
         })
+    }
+
+    /// The same where a token's experts are of a few groups of the layer's.
+    #[must_use]
+    pub(crate) fn limited(mut self, spec: &LayerSpec) -> Routing {
+        self.limit = spec.router.groups.as_ref().map(|groups| {
+            let size = groups.size(spec);
+            let of = |rows: &Vec<f64>| rows.chunks(size).map(|of| of.iter().sum()).collect();
+            Limit {
+                keep: groups.keep,
+                size,
+                rows: self.rows.iter().map(of).collect(),
+            }
+        });
+        self
+    }
+
+    /// How a node sees the groups of experts that a rank's tokens choose from; `rows`: those
+    /// that the rank has for the node, by expert.
+    pub(crate) fn reach(&self, rank: usize, rows: impl Iterator<Item = (usize, f64)>) -> Reach {
+        let experts = self.rows(rank).len() as f64;
+        // All choices of a token, whatever a capacity leaves of them.
+        let all = self.tokens(rank) * self.top_k as f64;
+        let mass = |rows: f64| experts * (rows / all.max(f64::MIN_POSITIVE)).min(1.0);
+        let Some(Limit {
+            keep,
+            size,
+            rows: groups,
+        }) = &self.limit
+        else {
+            let here = mass(rows.map(|(_, rows)| rows).sum());
+            return Reach::ungrouped(here, experts - here);
+        };
+        let groups = &groups[self.class_of(rank)];
+        let mut here = vec![0.0; groups.len()];
+        rows.for_each(|(expert, rows)| here[expert / size] += rows);
+        let kind = |(rows, here): (&f64, f64)| Kind {
+            groups: 1,
+            here: mass(here),
+            elsewhere: (mass(*rows) - mass(here)).max(0.0),
+        };
+        Reach::new(*keep, groups.iter().zip(here).map(kind))
     }
 
     /// The same with at most so many rows of each rank for an expert.
@@ -152,6 +211,7 @@ impl Routing {
             rows: vec![rows],
             class: Vec::new(),
             top_k,
+            limit: None,
         }
     }
 

@@ -4,6 +4,7 @@ use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::pieces::{Choices, Part};
 use crate::question::{PlannerError, Prediction, Question, Simulated};
+use crate::reach;
 use crate::routing::Routing;
 use crate::run::Run;
 use crate::sides::Costs;
@@ -162,13 +163,12 @@ impl<'q> Simulator<'q> {
             return 1.0;
         }
         let Question { spec, machine, .. } = self.question;
-        let experts = spec.shape.experts as f64;
         let nodes = mesh.group() as f64 / machine.per_node() as f64;
         let choices = Choices {
             tokens: self.routing.most_tokens(),
             top_k: spec.shape.top_k,
-            experts,
-            here: experts / nodes.max(1.0),
+            experts: spec.shape.experts as f64,
+            nodes: reach::of_nodes(spec, nodes.max(1.0)),
         };
         choices.pieces_touched(degree)
     }
@@ -279,7 +279,7 @@ impl<'q> Simulator<'q> {
 
 /// What is routed, but for what a layer with a capacity drops.
 fn taken(question: &Question) -> Routing {
-    let routing = question.routing.clone();
+    let routing = question.routing.clone().limited(&question.spec);
     let factor = question
         .spec
         .capacity

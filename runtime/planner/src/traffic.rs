@@ -4,7 +4,7 @@
 //! other numbers of ways and widths of rows only scale it.
 
 use crate::Machine;
-use crate::exchange::{Load, MOST_LEVELS, touched};
+use crate::exchange::{Load, MOST_LEVELS};
 use crate::routing::Routing;
 use moesaic_plan::{Parallel, Placement, Route};
 
@@ -462,14 +462,14 @@ impl All<'_> {
     /// As [`All::inter_first`], and a token of a rank once to each node.
     fn once(&self) -> Vec<Step> {
         let m = self.node();
-        let experts = self.group.placement.experts() as f64;
-        let tokens = |rank: usize| self.group.routing.tokens(self.group.start + rank);
+        let routing = self.group.routing;
         let crossing = |rank: usize| -> Vec<f64> {
-            let parts = (0..self.nodes()).map(|v| self.of_node(rank, v * m..(v + 1) * m));
-            let top_k = self.group.routing.top_k();
-            let all = (tokens(rank) * top_k as f64).max(f64::MIN_POSITIVE);
-            let touch = |rows: f64| touched(experts, top_k, experts * (rows / all).min(1.0));
-            parts.map(|rows| tokens(rank) * touch(rows)).collect()
+            let place = self.group.start + rank;
+            let touched = |node: usize| {
+                let rows = self.of_node(rank, node * m..(node + 1) * m);
+                routing.tokens(place) * routing.reach(place, rows).touched(routing.top_k())
+            };
+            (0..self.nodes()).map(touched).collect()
         };
         let kept: Vec<Vec<f64>> = (0..self.to.len()).map(crossing).collect();
         let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
@@ -484,16 +484,22 @@ impl All<'_> {
         vec![network, self.spread()]
     }
 
-    /// Rows of a rank for the experts of a node, each slice's counted once.
-    fn of_node(&self, rank: usize, node: std::ops::Range<usize>) -> f64 {
-        let shards = self.group.mesh.shards;
-        let first = node.start.div_ceil(shards) * shards;
-        let cut = (first != node.start).then_some(node.start);
-        let heads = (first..node.end).step_by(shards);
-        cut.into_iter()
-            .chain(heads)
-            .map(|to| self.rows(rank, to))
-            .sum()
+    /// Rows of a rank for the experts of a node, by expert: each slice's once.
+    fn of_node(
+        &self,
+        rank: usize,
+        node: std::ops::Range<usize>,
+    ) -> impl Iterator<Item = (usize, f64)> {
+        let group = self.group;
+        let shards = group.mesh.shards;
+        // A node may begin between the slices of an expert.
+        let first = node.start / shards;
+        let last = node.end.div_ceil(shards);
+        let rows = group.routing.rows(group.start + rank);
+        (first..last).flat_map(move |ep| {
+            let own = group.placement.of(ep).into_owned().into_iter();
+            own.map(move |expert| (expert, rows[expert] * group.part(rank, expert, ep)))
+        })
     }
 }
 

@@ -41,6 +41,10 @@ pub struct KernelReport {
     pub scalar_registers: Option<u32>,
     /// Bytes spilled to local memory per thread.
     pub spill_bytes: Option<u32>,
+    /// Scalar registers that the kernel spills, to lanes of vector registers where it can; AMD
+    /// only. No memory is touched then, so that `spill_bytes` does not count them.
+    #[serde(default)]
+    pub scalar_spills: Option<u32>,
     /// Bytes of stack per thread.
     pub stack_bytes: Option<u32>,
     /// Bytes of static shared memory (LDS) per block.
@@ -70,6 +74,11 @@ impl Report {
 }
 
 impl KernelReport {
+    /// Whether any register is spilled, wherever to.
+    pub fn spills(&self) -> bool {
+        self.spill_bytes.unwrap_or(0) > 0 || self.scalar_spills.unwrap_or(0) > 0
+    }
+
     /// Picks the source's entries out of what a binary holds, in their order,
     /// and compares the signatures. A source without entries gets everything.
     ///

@@ -133,6 +133,7 @@ fn read_kernel(elf: &object::File, kernel: &Value) -> Result<CodeObjectKernel, C
         accumulator_registers: number(kernel, ".agpr_count"),
         scalar_registers: number(kernel, ".sgpr_count"),
         spill_bytes: spill_bytes(kernel, scratch),
+        scalar_spills: number(kernel, ".sgpr_spill_count"),
         stack_bytes: scratch,
         shared_bytes: number(kernel, ".group_segment_fixed_size"),
         max_threads: number(kernel, ".max_flat_workgroup_size"),

@@ -131,8 +131,8 @@ fn check_scale(target: &str, scale: &KernelReport) {
     assert_eq!(scale.shared_bytes, Some(1024), "{target}");
     assert_eq!(scale.max_threads, Some(256), "{target}");
     assert_eq!(
-        (scale.spill_bytes, scale.stack_bytes),
-        (Some(0), Some(0)),
+        (scale.spill_bytes, scale.scalar_spills, scale.stack_bytes),
+        (Some(0), Some(0), Some(0)),
         "{target}"
     );
     assert!(

@@ -139,10 +139,14 @@ DEVICE void multiply_rows(Sums (&sums)[MOST / EDGE], const Element *line, bool b
 {
     // As many turns as registers hold beside the sums, of 256 that two waves leave each other.
     constexpr int ROOM = (208 - PARTS * SUMS) / (4 * STEPS * (1 + PARTS)), TURNS = lesser(ROOM, ceil_div(INNER, TURN));
-    const i32 lane = thread_index(), own = lane / EDGE * CHUNK;
+    const i32 lane = thread_index(), group = lane / EDGE * CHUNK;
+    // Where lines end in the middle of a turn, each element asks whether it is within. Answers are
+    // pairs of scalar registers; computed once for all turns there are more than a wave has.
+    auto own_of = [&](bool asks) { return asks && !WHOLE ? renewed(group) : group; };
     Words weights[TURNS][STEPS], factors[TURNS][STEPS][PARTS];
     auto fetch = [&](i32 turn, i32 depth) {
         const bool more = depth < INNER;
+        const i32 own = own_of(true);
         #pragma unroll
         for (i32 n = 0; n < STEPS; n++) {
             const i32 k = (more ? depth : 0) + n * STEP + own;
@@ -163,6 +167,7 @@ DEVICE void multiply_rows(Sums (&sums)[MOST / EDGE], const Element *line, bool b
         return chunk;
     };
     auto multiply = [&](i32 turn, i32 depth, bool last) {
+        const i32 own = own_of(last);
         #pragma unroll
         for (i32 n = 0; n < STEPS; n++) {
             const i32 k = depth + n * STEP + own;

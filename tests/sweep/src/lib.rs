@@ -11,7 +11,7 @@ use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{CompileOptions, Compiler, Report};
+use moesaic_target::{CompileOptions, Compiler, KernelReport, Report};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::sync::Mutex;
@@ -200,11 +200,21 @@ fn family(kernel: &KernelPlan) -> String {
 fn compile(compiler: &dyn Compiler, source: &KernelSource) -> Result<Report, String> {
     let artifact = compiler.compile(source, &CompileOptions::default());
     let report = artifact.map_err(|error| describe(source, &error))?.report;
-    let stack = |k: &&moesaic_target::KernelReport| k.stack_bytes.unwrap_or(0) > 0;
-    match report.kernels.iter().find(stack) {
-        Some(kernel) => Err(format!("`{}` has a stack", kernel.symbol)),
+    match report.kernels.iter().find_map(fault) {
+        Some(fault) => Err(format!("{fault} [{}]", source.config)),
         None if report.log.is_empty() => Ok(report),
         None => Err(format!("`{}`: {}", source.name, report.log)),
+    }
+}
+
+/// What a kernel keeps elsewhere than in its own registers.
+fn fault(kernel: &KernelReport) -> Option<String> {
+    let symbol = &kernel.symbol;
+    match kernel.scalar_spills {
+        _ if kernel.stack_bytes.unwrap_or(0) > 0 => Some(format!("`{symbol}` has a stack")),
+        Some(spills) if spills > 0 => Some(format!("`{symbol}` spills {spills} scalar registers")),
+        _ if kernel.spills() => Some(format!("`{symbol}` spills")),
+        _ => None,
     }
 }
 

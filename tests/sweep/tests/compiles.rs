@@ -10,7 +10,7 @@ use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
 const LAYERS: u64 = 300;
 
 /// Seeds of layers with kernels that a sweep found to spill, each with its target.
-const FOUND: [(u64, &str); 4] = [
+const FOUND: [(u64, &str); 6] = [
     // A thread kept the tokens of 32 rows, which it gathers four bytes at a time, or what it
     // made of them.
     (50535, "cuda:sm_103a"),
@@ -18,6 +18,9 @@ const FOUND: [(u64, &str); 4] = [
     (51879, "cuda:sm_90"),
     // It kept distances of rows whose width depends on whose they are.
     (94481, "cuda:sm_103"),
+    // It kept whether elements are within their lines, for every turn, in scalar registers.
+    (14, "rocm:gfx942"),
+    (41, "rocm:gfx90a"),
 ];
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::super::counted::{Counted, TITLES};
 use super::super::model::{Inspection, Kernel, Launch};
-use super::super::text::{compile_time, grid, grid_formula, registers, role_name};
+use super::super::text::{compile_time, grid, grid_formula, registers, role_name, spills};
 use super::escape;
 use moesaic::plan::Role;
 use moesaic::target::KernelReport;
@@ -119,7 +119,7 @@ fn facts(launch: &Launch, kernel: &Kernel) -> [String; 7] {
     let shared = of(|r| r.shared_bytes).map(|n| n + u64::from(entry.launch.shared_bytes));
     [
         registers(report).replace('-', "–"),
-        bytes(of(|r| r.spill_bytes)),
+        spills(report).replace('-', "–"),
         bytes(of(|r| r.stack_bytes)),
         bytes(shared),
         bytes(report.and_then(|r| r.code_bytes)),
@@ -130,7 +130,7 @@ fn facts(launch: &Launch, kernel: &Kernel) -> [String; 7] {
 
 fn resource(launch: &Launch, kernel: &Kernel, facts: &[String; 7], columns: &[usize]) -> String {
     let class = |i: usize| match (FACTS[i], facts[i].as_str()) {
-        ("Spills", "0 B") => "n good",
+        ("Spills", "0") => "n good",
         ("Spills", spills) if spills != "–" => "n bad",
         _ => "n",
     };

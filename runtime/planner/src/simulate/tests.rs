@@ -292,6 +292,62 @@ fn what_crosses_once_does_so_at_any_number_of_ways() {
     }
 }
 
+/// A token's experts are in `keep` groups at most, each of which is on one node here, on two or
+/// beside another.
+#[test]
+fn groups_limit_the_nodes_that_tokens_cross_to() {
+    let sent = |groups: &str, per_node: usize, text: &str| {
+        let layer = format!(
+            "shape = {{ model_dim = 256, hidden_dim = 512, experts = 256, top_k = 8 }}
+             precision = {{ weights = \"bf16\", activations = \"bf16\" }}
+             {groups}"
+        );
+        let spec = LayerSpec::from_toml(&layer).unwrap();
+        let question = Question {
+            routing: Routing::even(4096, 256, 8),
+            machine: published("h100-ib").unwrap().with_per_node(per_node),
+            shadow_model: ShadowModel::of(&spec),
+            placement: None,
+            world: 64,
+            training: None,
+            spec,
+        };
+        let found = Simulator::new(&question).predict(mesh(64, 1, 1), strategy(text));
+        let phases = &found.unwrap().passes[0].phases;
+        let rows = phases.iter().filter(|phase| phase.name == "rows");
+        let bytes: f64 = rows.map(|phase| phase.sent[1]).sum();
+        let away = 1.0 - per_node as f64 / 64.0;
+        bytes / (4096.0 * 512.0 * away)
+    };
+    let kept = |keep: usize| {
+        format!("router = {{ groups = {{ count = 8, keep = {keep}, stat = \"max\" }} }}")
+    };
+    let all = |nodes: f64| crate::expected_groups(256.0, 8, nodes);
+    for (groups, per_node, nodes) in [
+        ("", 8, all(8.0)),
+        (&*kept(8), 8, all(8.0)),
+        // Drawn tokens reach 3.98 and 2.00, as a test of `reach` says.
+        (&*kept(4), 8, 3.98),
+        (&*kept(2), 8, 2.0),
+        (&*kept(1), 8, 1.0),
+        (&*kept(1), 4, crate::expected_groups(32.0, 8, 2.0)),
+        (&*kept(1), 16, 1.0),
+    ] {
+        let found = sent(groups, per_node, "route=once");
+        // Which rows are of one token goes with the rows.
+        let off = found - nodes;
+        assert!(
+            (-0.01..0.07).contains(&off),
+            "{groups}, {per_node}: {found}, not {nodes}"
+        );
+        // In pieces a token crosses more than once, but never more often than it has experts.
+        let pieces = sent(groups, per_node, "route=once,degree=4");
+        assert!(pieces >= found && pieces <= 8.1, "{groups}: {pieces}");
+        let linear = sent(groups, per_node, "default");
+        assert!((linear - 8.0).abs() < 0.2, "{linear}");
+    }
+}
+
 #[test]
 fn what_is_smaller_between_nodes_is_smaller_there_alone() {
     let question = question(16, 4096, false);

@@ -1,0 +1,478 @@
+//! How many nodes a token's experts lie on, where every order of the experts' scores is equally
+//! likely.
+//!
+//! A router with `groups` keeps the `keep` groups whose best experts score highest, and the token
+//! goes to the `top_k` best experts of these. Walk down the experts by score: an expert is chosen
+//! unless it would be the first of one group too many. So the choices are draws without
+//! replacement, from all experts until `keep` groups have one, and from these groups afterwards
+//! (the statistic `max` exactly; under `top2-sum` a few tokens in a hundred reach a node less).
+//! Until the last draw it matters only which groups have been drawn from and how many draws were
+//! of the node: a Markov chain of few states, evaluated exactly. Without groups, which is one
+//! group that is always kept, it is the hypergeometric distribution.
+
+use moesaic_spec::LayerSpec;
+
+/// Groups of experts that one node sees in the same way.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Kind {
+    /// Number of these groups.
+    pub groups: usize,
+    /// Experts of such a group that the node has; of unequally popular ones their part of all
+    /// rows, times the number of all experts.
+    pub here: f64,
+    /// The group's other experts, counted in the same way.
+    pub elsewhere: f64,
+}
+
+/// The groups of experts as one node sees them, and how many of them a token's experts are of.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Reach {
+    keep: usize,
+    kinds: Vec<Kind>,
+}
+
+/// Kinds of groups that are told apart at most: the states grow with the product of their
+/// numbers.
+const MOST_KINDS: usize = 5;
+
+/// Kinds are the same whose experts differ by rounding alone.
+const SAME: f64 = 1e-6;
+
+impl Reach {
+    /// Groups one by one, each as a [`Kind`] of one. Those without an expert of the node count as
+    /// their mean, and so do neighbours where there are too many kinds.
+    pub fn new(keep: usize, groups: impl IntoIterator<Item = Kind>) -> Reach {
+        let (mut kinds, away): (Vec<Kind>, Vec<Kind>) =
+            groups.into_iter().partition(|kind| kind.here > 0.0);
+        kinds.sort_by(|a, b| (a.here.total_cmp(&b.here)).then(a.elsewhere.total_cmp(&b.elsewhere)));
+        let mut kinds = kinds.into_iter().fold(Vec::new(), with_its_like);
+        while kinds.len() >= MOST_KINDS {
+            kinds = kinds.chunks(2).filter_map(mean).collect();
+        }
+        kinds.extend(mean(&away));
+        Reach { keep, kinds }
+    }
+
+    /// Experts that are not in groups, of which the node has a part.
+    pub fn ungrouped(here: f64, elsewhere: f64) -> Reach {
+        let all = Kind {
+            groups: 1,
+            here,
+            elsewhere,
+        };
+        Reach::new(1, [all])
+    }
+
+    /// Whether nodes that see groups so are the same but for rounding.
+    fn is_like(&self, other: &Reach) -> bool {
+        let near = |a: f64, b: f64| (a - b).abs() < SAME;
+        let like = |(a, b): (&Kind, &Kind)| {
+            a.groups == b.groups && near(a.here, b.here) && near(a.elsewhere, b.elsewhere)
+        };
+        let kinds = self.kinds.iter().zip(&other.kinds);
+        self.kinds.len() == other.kinds.len() && kinds.map(like).all(|same| same)
+    }
+
+    /// Returns how likely a token with `top_k` experts has at least one on the node.
+    pub fn touched(&self, top_k: usize) -> f64 {
+        (1.0 - self.hits(top_k, 0)[0]).clamp(0.0, 1.0)
+    }
+
+    /// Returns how likely 0, 1, … `most` of a token's `top_k` experts are on the node.
+    pub fn hits(&self, top_k: usize, most: usize) -> Vec<f64> {
+        let states: usize = self.kinds.iter().map(|kind| kind.groups + 1).product();
+        let width = most + 1;
+        let mut chances = vec![0.0; states * width];
+        chances[0] = 1.0;
+        for drawn in 0..top_k {
+            let mut next = vec![0.0; chances.len()];
+            for (at, chance) in chances.iter().enumerate().filter(|(_, c)| **c > 0.0) {
+                self.draw(drawn, (at / width, at % width), |state, hits, part| {
+                    if hits <= most {
+                        next[state * width + hits] += chance * part;
+                    }
+                });
+            }
+            chances = next;
+        }
+        let of = |hits: usize| chances.iter().skip(hits).step_by(width).sum();
+        (0..=most).map(of).collect()
+    }
+
+    /// Calls `to` with each state after one more draw, its hits, and how likely it comes. A state
+    /// is the number of groups of each kind that were drawn from, as digits.
+    fn draw(
+        &self,
+        drawn: usize,
+        (state, hits): (usize, usize),
+        mut to: impl FnMut(usize, usize, f64),
+    ) {
+        let (mut digits, mut step) = (state, 1);
+        let (mut begun, mut here, mut elsewhere) = (0, 0.0, 0.0);
+        let mut fresh = Vec::with_capacity(self.kinds.len());
+        for kind in &self.kinds {
+            let number = digits % (kind.groups + 1);
+            digits /= kind.groups + 1;
+            begun += number;
+            here += number as f64 * kind.here;
+            elsewhere += number as f64 * kind.elsewhere;
+            let others = (kind.groups - number) as f64;
+            fresh.push((state + step, others * kind.here, others * kind.elsewhere));
+            step *= kind.groups + 1;
+        }
+        if begun >= self.keep {
+            fresh.clear();
+        }
+        // What was drawn is of these groups, and cannot be drawn again.
+        fresh.push((
+            state,
+            (here - hits as f64).max(0.0),
+            (elsewhere - (drawn - hits) as f64).max(0.0),
+        ));
+        let all: f64 = fresh
+            .iter()
+            .map(|(_, here, elsewhere)| here + elsewhere)
+            .sum();
+        if all <= 0.0 {
+            // No expert is left.
+            return to(state, hits, 1.0);
+        }
+        for (state, here, elsewhere) in fresh {
+            if here > 0.0 {
+                to(state, hits + 1, here / all);
+            }
+            if elsewhere > 0.0 {
+                to(state, hits, elsewhere / all);
+            }
+        }
+    }
+}
+
+/// Nodes that see the groups in the same way.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Alike {
+    /// How they see them.
+    pub reach: Reach,
+    /// Number of these nodes.
+    pub nodes: f64,
+}
+
+/// Returns how each of `nodes` nodes sees the groups of a layer's equally popular experts, which
+/// lie in order and in equal parts on them.
+pub(crate) fn of_nodes(spec: &LayerSpec, nodes: f64) -> Vec<Alike> {
+    let experts = spec.shape.experts as f64;
+    let (size, keep) = match &spec.router.groups {
+        Some(groups) => (groups.size(spec) as f64, groups.keep),
+        None => (experts, 1),
+    };
+    let each = experts / nodes;
+    let mut list: Vec<Alike> = Vec::new();
+    for node in 0..nodes.ceil() as usize {
+        let own = node as f64 * each..((node + 1) as f64 * each).min(experts);
+        let groups = (0..(experts / size).ceil() as usize).map(|group| {
+            let all = group as f64 * size..((group + 1) as f64 * size).min(experts);
+            let here = own.end.min(all.end) - own.start.max(all.start);
+            // Of bounds that differ by rounding alone no node has anything.
+            let here = if here > SAME { here } else { 0.0 };
+            let elsewhere = (all.end - all.start - here).max(0.0);
+            Kind {
+                groups: 1,
+                here,
+                elsewhere,
+            }
+        });
+        let reach = Reach::new(keep, groups);
+        let part = (own.end - own.start) / each;
+        match list.iter_mut().find(|of| of.reach.is_like(&reach)) {
+            Some(alike) => alike.nodes += part,
+            None => list.push(Alike { reach, nodes: part }),
+        }
+    }
+    list
+}
+
+fn with_its_like(mut kinds: Vec<Kind>, next: Kind) -> Vec<Kind> {
+    match kinds.last_mut() {
+        Some(last)
+            if (last.here - next.here).abs() < SAME
+                && (last.elsewhere - next.elsewhere).abs() < SAME =>
+        {
+            last.groups += next.groups;
+        }
+        _ => kinds.push(next),
+    }
+    kinds
+}
+
+/// All groups as the mean of them; `None` for none.
+fn mean(kinds: &[Kind]) -> Option<Kind> {
+    let groups: usize = kinds.iter().map(|kind| kind.groups).sum();
+    let sum = |of: fn(&Kind) -> f64| {
+        let each = kinds.iter().map(|kind| kind.groups as f64 * of(kind));
+        each.sum::<f64>() / groups as f64
+    };
+    (groups > 0).then(|| Kind {
+        groups,
+        here: sum(|kind| kind.here),
+        elsewhere: sum(|kind| kind.elsewhere),
+    })
+}
+
+/// How many of `groups` equal sets of experts, such as nodes, a token with `top_k` of `experts`
+/// experts reaches on average, where every choice is equally likely and nothing limits it.
+pub fn expected_groups(experts: f64, top_k: usize, groups: f64) -> f64 {
+    let here = experts / groups;
+    groups * Reach::ungrouped(here, experts - here).touched(top_k)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Routing;
+
+    /// Random numbers in [0, 1).
+    struct Draw(u64);
+
+    impl Draw {
+        fn next(&mut self) -> f64 {
+            self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (self.0 >> 33) as f64 / (1u64 << 31) as f64
+        }
+    }
+
+    /// Layers of `count` groups of `size` experts.
+    #[derive(Clone, Copy, Debug)]
+    struct Grouped {
+        count: usize,
+        size: usize,
+        keep: usize,
+        top_k: usize,
+    }
+
+    impl Grouped {
+        /// The experts of a token whose scores are random, by the rule of SEMANTICS.md.
+        fn chosen(&self, draw: &mut Draw, best: usize) -> Vec<usize> {
+            let scores = (0..self.count * self.size).map(|_| draw.next());
+            self.best(&scores.collect::<Vec<f64>>(), best)
+        }
+
+        /// The experts of a token with these scores.
+        fn best(&self, scores: &[f64], best: usize) -> Vec<usize> {
+            let stat = |group: usize| {
+                let mut own = scores[group * self.size..(group + 1) * self.size].to_vec();
+                own.sort_by(|a, b| b.total_cmp(a));
+                own[..best].iter().sum::<f64>()
+            };
+            let stats: Vec<f64> = (0..self.count).map(stat).collect();
+            let mut groups: Vec<usize> = (0..self.count).collect();
+            groups.sort_by(|a, b| stats[*b].total_cmp(&stats[*a]));
+            let kept = &groups[..self.keep];
+            let mut experts: Vec<usize> = (0..scores.len())
+                .filter(|expert| kept.contains(&(expert / self.size)))
+                .collect();
+            experts.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+            experts.truncate(self.top_k);
+            experts
+        }
+
+        fn spec(&self) -> LayerSpec {
+            let text = format!(
+                "shape = {{ model_dim = 64, hidden_dim = 64, experts = {}, top_k = {} }}
+                 router.groups = {{ count = {}, keep = {}, stat = \"max\" }}",
+                self.count * self.size,
+                self.top_k,
+                self.count,
+                self.keep
+            );
+            LayerSpec::from_toml(&text).unwrap()
+        }
+    }
+
+    const TOKENS: usize = 2000;
+
+    /// Groups that are nodes, that span nodes, of which a node has several, and that begin in the
+    /// middle of a node.
+    #[test]
+    fn tokens_reach_as_many_nodes_as_drawn_ones_do() {
+        let mut draw = Draw(7);
+        let layers = [
+            (8, 32, 4, 8),
+            (8, 32, 2, 8),
+            (8, 8, 3, 6),
+            (4, 6, 1, 4),
+            (4, 6, 2, 2),
+            (6, 4, 3, 5),
+            (4, 6, 4, 3),
+            (1, 24, 1, 4),
+        ];
+        for (count, size, keep, top_k) in layers {
+            let layer = Grouped {
+                count,
+                size,
+                keep,
+                top_k,
+            };
+            let tokens: Vec<Vec<usize>> = (0..TOKENS).map(|_| layer.chosen(&mut draw, 1)).collect();
+            for nodes in [1, 2, 3, 4, 8] {
+                let each = count * size / nodes;
+                if each * nodes != count * size {
+                    continue;
+                }
+                let of = |token: &Vec<usize>| -> Vec<usize> {
+                    let mut hits = vec![0; nodes];
+                    token.iter().for_each(|expert| hits[expert / each] += 1);
+                    hits
+                };
+                let hits: Vec<usize> = tokens.iter().flat_map(of).collect();
+                let found = of_nodes(&layer.spec(), nodes as f64);
+                let all: f64 = found.iter().map(|alike| alike.nodes).sum();
+                assert!((all - nodes as f64).abs() < 1e-9);
+                for number in 0..=top_k {
+                    let drawn = hits.iter().filter(|n| **n == number).count() as f64;
+                    let chance = found
+                        .iter()
+                        .map(|alike| alike.nodes / all * alike.reach.hits(top_k, top_k)[number]);
+                    let (chance, drawn) = (chance.sum::<f64>(), drawn / hits.len() as f64);
+                    // Four times the spread of so many draws.
+                    let most = 4.0 * (chance * (1.0 - chance) / TOKENS as f64).sqrt() + 1e-9;
+                    assert!(
+                        (chance - drawn).abs() <= most,
+                        "{layer:?}, {number} on one of {nodes} nodes: {chance}, drawn {drawn}"
+                    );
+                }
+                for alike in &found {
+                    let hits = alike.reach.hits(top_k, top_k);
+                    assert!((hits.iter().sum::<f64>() - 1.0).abs() < 1e-9);
+                    let touched = alike.reach.touched(top_k);
+                    assert!((touched - (1.0 - hits[0])).abs() < 1e-12);
+                }
+            }
+        }
+    }
+
+    /// The sum of the two best leads to a group whose best expert is not among the token's a
+    /// little more often.
+    #[test]
+    fn another_statistic_reaches_hardly_fewer_nodes() {
+        let mut draw = Draw(11);
+        let layer = Grouped {
+            count: 8,
+            size: 32,
+            keep: 4,
+            top_k: 8,
+        };
+        let nodes = |token: Vec<usize>| {
+            let mut groups: Vec<usize> = token.iter().map(|expert| expert / 32).collect();
+            groups.sort_unstable();
+            groups.dedup();
+            groups.len()
+        };
+        let drawn: usize = (0..TOKENS).map(|_| nodes(layer.chosen(&mut draw, 2))).sum();
+        let drawn = drawn as f64 / TOKENS as f64;
+        let found = &of_nodes(&layer.spec(), 8.0)[0];
+        let found = found.nodes * found.reach.touched(8);
+        assert!((found - 3.98).abs() < 0.01, "{found}");
+        assert!((drawn / found - 1.0).abs() < 0.01, "{found} {drawn}");
+    }
+
+    /// Experts of unequal popularity, on nodes that have them in any order, and with a capacity.
+    #[test]
+    fn unequal_experts_reach_about_as_many_nodes_as_drawn_ones_do() {
+        let mut draw = Draw(5);
+        let (experts, top_k) = (64, 6);
+        for keep in [2, 4, 8] {
+            let layer = Grouped {
+                count: 8,
+                size: 8,
+                keep,
+                top_k,
+            };
+            // An expert is the first of all in proportion to its weight.
+            let weights: Vec<f64> = (0..experts).map(|_| 0.2 + 3.0 * draw.next()).collect();
+            let tokens: Vec<Vec<usize>> = (0..TOKENS)
+                .map(|_| {
+                    let scores = weights.iter().map(|weight| draw.next().powf(1.0 / weight));
+                    layer.best(&scores.collect::<Vec<f64>>(), 1)
+                })
+                .collect();
+            let mut counts = vec![0; experts];
+            tokens
+                .iter()
+                .flatten()
+                .for_each(|expert| counts[*expert] += 1);
+            let routing = Routing::counted(1, experts, top_k, &[counts]).unwrap();
+            let routing = routing.limited(&layer.spec());
+            let capped = routing.clone().capped(100.0);
+            for (nodes, stride) in [(8, 1), (4, 1), (16, 1), (8, 13)] {
+                // Where an expert is: in order, or far from its neighbours.
+                let node = |expert: usize| expert * stride % experts / (experts / nodes);
+                let reached = |routing: &Routing| -> f64 {
+                    let of = |at: usize| {
+                        let own = (0..experts).filter(|expert| node(*expert) == at);
+                        let rows = own.map(|expert| (expert, routing.rows(0)[expert]));
+                        routing.reach(0, rows).touched(top_k)
+                    };
+                    (0..nodes).map(of).sum()
+                };
+                let drawn: usize = (tokens.iter())
+                    .map(|token| {
+                        let mut own: Vec<usize> = token.iter().map(|e| node(*e)).collect();
+                        own.sort_unstable();
+                        own.dedup();
+                        own.len()
+                    })
+                    .sum();
+                let drawn = drawn as f64 / TOKENS as f64;
+                let found = reached(&routing);
+                assert!(
+                    (found / drawn - 1.0).abs() < 0.03,
+                    "{keep} groups, {nodes} nodes, {stride}: {found}, drawn {drawn}"
+                );
+                assert!(reached(&capped) < found);
+            }
+        }
+    }
+
+    /// Groups that all differ are told apart as far as there are kinds, and no chance is lost.
+    #[test]
+    fn many_unlike_groups_are_as_likely_as_few() {
+        let kind = |here: f64| Kind {
+            groups: 1,
+            here,
+            elsewhere: 8.0 - here,
+        };
+        let alike = Reach::new(3, (0..32).map(|_| kind(4.0)));
+        let unlike = Reach::new(3, (0..32).map(|at| kind(3.0 + at as f64 / 15.5)));
+        assert!(unlike.kinds.len() <= MOST_KINDS);
+        let [a, b] = [alike, unlike].map(|reach| reach.hits(6, 6));
+        for (a, b) in a.iter().zip(&b) {
+            assert!((a - b).abs() < 0.01, "{a} {b}");
+        }
+        assert!((b.iter().sum::<f64>() - 1.0).abs() < 1e-9);
+        // A group without rows is one that nobody draws from.
+        let nothing = Reach::new(
+            1,
+            [kind(8.0), kind(0.0)].map(|of| Kind {
+                elsewhere: 0.0,
+                ..of
+            }),
+        );
+        assert_eq!(nothing.touched(4), 1.0);
+    }
+
+    #[test]
+    fn tokens_touch_as_many_groups_as_a_count_of_all_choices_says() {
+        // All 3-subsets of 8 experts in 4 groups of 2.
+        let mut touched = 0;
+        let mut choices = 0;
+        for set in 0u32..1 << 8 {
+            if set.count_ones() == 3 {
+                choices += 1;
+                touched += (0..4).filter(|g| set >> (2 * g) & 3 != 0).count();
+            }
+        }
+        let counted = touched as f64 / f64::from(choices);
+        assert!((expected_groups(8.0, 3, 4.0) - counted).abs() < 1e-12);
+        assert_eq!(expected_groups(8.0, 8, 4.0), 4.0);
+    }
+}
