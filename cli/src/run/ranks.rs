@@ -14,6 +14,7 @@ use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, Wor
 use moesaic::kernel::Target;
 use moesaic::mesh::{Among, Placement, TokenScope};
 use moesaic::spec::LossKind;
+use moesaic::tensor::WeightSource;
 use moesaic::tools::{Shard, joined_placed};
 use moesaic::trace::{Recorder, Trace};
 use moesaic::weights::{Checkpoint, LayerReader};
@@ -312,7 +313,11 @@ impl Shared {
         let own = Shard::new(spec, mesh.parallel(), mesh.place(), job.weights);
         let own = own.placed(mesh.placement());
         let read = Hashed::new(&own);
-        let layer = engine.mesh_layer_of_part(&mesh, spec, &read, training);
+        let part: &dyn WeightSource = match self.ranks {
+            Ranks::Threads(_) => &own, // they read one file
+            Ranks::Processes(_) => &read,
+        };
+        let layer = engine.mesh_layer_of_part(&mesh, spec, part, training);
         let mut layer = layer.map_err(|error| self.ahead(error, job))?;
         if let Ranks::Processes(_) = self.ranks {
             read.compare(world, &layer)?;
