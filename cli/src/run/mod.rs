@@ -156,19 +156,21 @@ impl RunArgs {
         let progress = Progress::start("getting kernels, loading weights");
         let outcome = match &shared {
             None => Some(args.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
-            Some(shared) => shared.run(&Job {
-                engine: &engine,
-                spec: &source.spec,
-                weights: &weights,
-                checkpoint: &checkpoint,
-                reading: args.reading(&source),
-                pass: &args.pass,
-                tokens: &tokens,
+            Some(shared) => shared.run(
+                &Job {
+                    engine: &engine,
+                    spec: &source.spec,
+                    weights: &weights,
+                    checkpoint: &checkpoint,
+                    reading: args.reading(&source),
+                    pass: &args.pass,
+                    tokens: &tokens,
+                    traced: args.trace.is_some(),
+                    recorded: args.record.is_some(),
+                    ahead: args.ahead(),
+                },
                 meeting,
-                traced: args.trace.is_some(),
-                recorded: args.record.is_some(),
-                ahead: args.ahead(),
-            })?,
+            )?,
         };
         let Some(mut outcome) = outcome else {
             return Ok(()); // the first rank speaks

@@ -91,8 +91,6 @@ pub struct Job<'j> {
     pub reading: String,
     pub pass: &'j PassArgs,
     pub tokens: &'j Tokens<'j>,
-    /// Where processes have met, if they have done so before they read files.
-    pub meeting: Option<&'j Meeting>,
     /// Whether a trace is wanted.
     pub traced: bool,
     /// Whether a routing record is.
@@ -217,8 +215,9 @@ impl Shared {
         }
     }
 
-    /// Runs the pass; the first rank, or the only process, has the results.
-    pub fn run(&self, job: &Job<'_>) -> Result<Option<Outcome>> {
+    /// Runs the pass; the first rank, or the only process, has the results. `meeting` is
+    /// where processes have met, if they have done so before they read files.
+    pub fn run(&self, job: &Job<'_>, meeting: Option<&Meeting>) -> Result<Option<Outcome>> {
         let device = job.engine.device();
         let Ranks::Processes(_) = self.ranks else {
             let device = |_| Ok(device.clone());
@@ -228,7 +227,7 @@ impl Shared {
             return first(ranks.map_err(Failure::work)?);
         };
         let gpus = matches!(job.engine.target(), Target::Cuda(_) | Target::Rocm(_));
-        let met = job.meeting.map(Meeting::all_ready).transpose()?;
+        let met = meeting.map(Meeting::all_ready).transpose()?;
         let options = meeting::options()?;
         match (self.exchange, gpus) {
             (Exchange::Nccl, false) => {
