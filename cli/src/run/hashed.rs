@@ -86,11 +86,16 @@ impl<'w> Hashed<'w> {
             .map_err(EngineError::from)?;
         let all = all.iter().map(|text| String::from_utf8_lossy(text));
         let all: Vec<String> = all.map(|text| text.into_owned()).collect();
-        match differences(&all) {
-            None => Ok(()),
-            Some(text) => Err(Failure::input(format!("the ranks do not agree: {text}"))
-                .hint("start all ranks with the same files of weights")),
-        }
+        let Some(text) = differences(&all) else {
+            return Ok(());
+        };
+        // Launchers end the others when the first ends: by then all have found it.
+        let together = world.barrier(&Call::new("weights differ"));
+        together
+            .and_then(|end| end.wait())
+            .map_err(EngineError::from)?;
+        let failure = Failure::input(format!("the ranks do not agree: {text}"));
+        Err(failure.hint("start all ranks with the same files of weights"))
     }
 }
 
