@@ -17,6 +17,30 @@
 #[doc(inline)]
 pub use moesaic_plan::SharedExperts;
 
+/// Whose tokens auxiliary losses, capacities, and selections over tokens look at: a rank's
+/// own, or those of all ranks as one process has them.
+///
+/// ```
+/// use moesaic::collectives::threads;
+/// use moesaic::mesh::TokenScope;
+/// use moesaic::target::Device;
+/// use moesaic::{EngineError, Mesh, Parallel};
+/// # use moesaic::cpu::CpuDevice;
+/// # use std::sync::Arc;
+/// # let device: Arc<dyn Device> = Arc::new(CpuDevice::new());
+/// let ranks = threads::run(2, |_| Ok(device.clone()), |mut world| {
+///     let mesh = Mesh::new(&mut world, Parallel { ep: 2, ..Parallel::default() })?;
+///     assert_eq!(mesh.scope(), TokenScope::Rank);
+///     Ok::<_, EngineError>(mesh.over(TokenScope::World).scope())
+/// });
+/// for scope in ranks? {
+///     assert_eq!(scope.unwrap()?, TokenScope::World);
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::TokenScope;
+
 /// Which groups of ranks have which experts, some of them on several.
 ///
 /// ```

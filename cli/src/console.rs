@@ -2,9 +2,12 @@
 
 use crate::failure::{Failure, Result};
 use clap::ValueEnum;
+use moesaic::collectives::World;
+use moesaic::collectives::topology::host_name;
 use std::io::{IsTerminal, Write, stderr, stdout};
 #[cfg(unix)]
 use std::os::fd::AsRawFd;
+use std::sync::OnceLock;
 
 /// When to colour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -67,9 +70,13 @@ impl Console {
         self.tell(&format!("{} {text}", self.err.yellow("warning:")));
     }
 
-    /// A line on stderr. Nobody can be told when stderr is gone.
-    pub fn tell(&self, line: &str) {
-        let _ = writeln!(stderr().lock(), "{line}");
+    /// Lines on stderr, in one write, so that lines of ranks do not mix; each names the rank
+    /// and its host where a launcher has started several. Nobody can be told when stderr is
+    /// gone.
+    pub fn tell(&self, lines: &str) {
+        let who = who();
+        let lines: String = lines.lines().map(|line| format!("{who}{line}\n")).collect();
+        let _ = stderr().lock().write_all(lines.as_bytes());
     }
 }
 
@@ -87,6 +94,18 @@ pub fn is_screen(stream: &(impl IsTerminal + AsRawFd)) -> bool {
 #[cfg(not(unix))]
 pub fn is_screen(stream: &impl IsTerminal) -> bool {
     stream.is_terminal()
+}
+
+/// What lines of a rank begin with; nothing where there is one process.
+fn who() -> &'static str {
+    static WHO: OnceLock<String> = OnceLock::new();
+    WHO.get_or_init(|| {
+        let world = World::from_environment().ok().flatten();
+        let world = world.filter(|world| world.size > 1);
+        world.map_or(String::new(), |world| {
+            format!("rank {} on {}: ", world.rank, host_name())
+        })
+    })
 }
 
 impl Palette {

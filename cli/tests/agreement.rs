@@ -158,6 +158,66 @@ fn ranks_that_were_told_different_things_say_what_differs() {
     two(&launcher, [&one, &other]).ok();
 }
 
+/// Weights that differ where no sample of them is taken are found by the ranks that read the
+/// same of them: replicas of an expert here.
+#[test]
+fn weights_of_replicas_that_differ_anywhere_are_named() {
+    let small = Small::of(
+        "name = \"small\"\nshape = { model_dim = 64, hidden_dim = 32, experts = 2, top_k = 1 }\n",
+    );
+    let mut weights = Tensors::from([("router.weight".to_string(), tensor(&[2, 64], 1))]);
+    for (name, shape) in [
+        ("gate", [2, 32, 64]),
+        ("up", [2, 32, 64]),
+        ("down", [2, 64, 32]),
+    ] {
+        weights.insert(format!("experts.{name}.weight"), tensor(&shape, 2));
+    }
+    save(small.dir.path(), "w.safetensors", &weights);
+    let x = Tensors::from([("x".to_string(), tensor(&[7, 64], 5))]);
+    save(small.dir.path(), "x.safetensors", &x);
+    let other = Told {
+        weights: changed(&small, "w2", &weights, "experts.up.weight"),
+        ..Told::new(&small, "--mesh dp=2")
+    };
+    let done = two(&mpich(), [&Told::new(&small, "--mesh dp=2"), &other]);
+    assert_eq!(done.code, 2, "{}", done.stderr);
+    let says = "`experts.up.weight` of expert 1, slice 0 on rank 1 is not that of rank 0";
+    assert_eq!(done.stderr.matches(says).count(), 2, "{}", done.stderr);
+    assert!(!small.output.exists());
+}
+
+/// It tells the others, which would wait for it until the deadline.
+#[test]
+fn a_rank_that_lacks_a_file_ends_all_with_its_reason() {
+    let small = Small::new();
+    let missing = Told {
+        input: small.dir.path().join("none.safetensors"),
+        ..Told::new(&small, "")
+    };
+    let started = std::time::Instant::now();
+    let done = two(&mpich(), [&Told::new(&small, ""), &missing]);
+    assert!(
+        started.elapsed().as_secs() < 25,
+        "they waited for the deadline"
+    );
+    assert_eq!(done.code, 2, "{}", done.stderr);
+    let host = moesaic::collectives::topology::host_name();
+    for part in [
+        format!("rank 0 on {host}: error: rank 1 on {host} cannot take part: "),
+        format!("rank 0 on {host}: hint: nothing has run"),
+        format!("rank 1 on {host}: error: "),
+    ] {
+        assert!(done.stderr.contains(&part), "{part:?}: {}", done.stderr);
+    }
+    assert_eq!(
+        done.stderr.matches("none.safetensors").count(),
+        2,
+        "{}",
+        done.stderr
+    );
+}
+
 #[test]
 fn so_they_do_under_open_mpi() {
     let small = with_factor();

@@ -2,6 +2,7 @@
 
 #[cfg(target_os = "linux")]
 mod agreement;
+mod as_one;
 #[cfg(target_os = "linux")]
 mod cluster;
 mod commands;

@@ -2,7 +2,9 @@
 
 mod agreement;
 mod check;
+mod hashed;
 mod input;
+mod meeting;
 mod outcome;
 mod pass;
 mod ranks;
@@ -22,6 +24,7 @@ use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
+use meeting::Meeting;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
 use moesaic::weights::{write_safetensors, write_whole};
@@ -106,100 +109,112 @@ pub struct RunArgs {
 /// Checks everything that can be checked, weights last since they may be large;
 /// then compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
-    args.check_files()?;
-    let mut source = args.layer.load(console)?;
-    if source.recipes.is_some() && args.keys.get().is_some() {
-        let message = "--keys does nothing with --hf: the model's own names are read";
-        return Err(Failure::input(message).hint("leave it out, or take --spec"));
+    let meeting = args.ranks.meet(&args.target)?;
+    let done = args.carry_out(meeting.as_ref(), console);
+    if let (Err(failure), Some(meeting)) = (&done, &meeting) {
+        meeting.give_up(failure);
     }
-    if args.replay.is_some() {
-        // What a capacity dropped is masked in the record, and not dropped again.
-        source.spec = source.spec.decided_elsewhere();
-    }
-    args.pass.check_factor(&source.spec.capacity)?;
-    let shared = args.ranks.get(&source.spec)?;
-    if shared.is_some() {
-        args.check_shared(&source.spec)?;
-    }
-    let mut options = args.options(console);
-    if let Some(shared) = &shared {
-        options = shared.options(&args.target, options);
-    }
-    let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
-    let file = input::open(&args.input)?;
-    engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
-    let checkpoint = args.checkpoint(&source)?;
-    let weights = args.weights(&source, &checkpoint)?;
-    let mut tokens = match &args.replay {
-        None => Tokens::read(&file, &source.spec, console)?,
-        Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
-    };
-    tokens.capacity_factor = args.pass.capacity_factor;
-    if args.pass.has_losses() {
-        tokens.read_groups(&file, &source.spec, shared.is_some())?;
-    }
-    if args.pass.grad {
-        tokens.read_dy(&file, &source.spec)?;
-    }
-    let progress = Progress::start("getting kernels, loading weights");
-    let outcome = match &shared {
-        None => Some(args.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
-        Some(shared) => shared.run(&Job {
-            engine: &engine,
-            spec: &source.spec,
-            weights: &weights,
-            checkpoint: &checkpoint,
-            reading: args.reading(&source),
-            pass: &args.pass,
-            tokens: &tokens,
-            traced: args.trace.is_some(),
-            ahead: args.ahead(),
-        })?,
-    };
-    let Some(mut outcome) = outcome else {
-        return Ok(()); // the first rank speaks
-    };
-    progress.next("finishing");
-    let outputs = &outcome.outputs;
-    let comparison = if args.reference {
-        let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
-        Some(check::compare(spec, &weights, &tokens, draw, outputs))
-    } else {
-        None
-    };
-    let limited = outcome.limited;
-    let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
-    if let (Some(path), Some(statistics)) = (&args.record, &routing) {
-        let record = record::tensors(outputs, statistics);
-        write_safetensors(path, &record).map_err(unwritable)?;
-    }
-    if let Some(path) = &args.trace {
-        let trace = chrome_trace(std::mem::take(&mut outcome.trace)).to_string();
-        write_whole(path, trace.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
-    }
-    if !limited {
-        outcome.outputs.remove("locations");
-    }
-    write_safetensors(&args.output, &outcome.outputs).map_err(unwritable)?;
-    drop(progress);
-    let report = Report {
-        engine: &engine,
-        spec: &source.spec,
-        tokens: tokens.count,
-        outcome: &outcome,
-        shared: shared.as_ref(),
-        comparison,
-        routing,
-        path: &args.output,
-    };
-    if args.json {
-        console.json(&report.json())
-    } else {
-        console.print(&report.text(args.stats, &console.out))
-    }
+    done
 }
 
 impl RunArgs {
+    /// What [`execute`] does once the processes of a launcher have met.
+    fn carry_out(&self, meeting: Option<&Meeting>, console: &Console) -> Result {
+        let args = self;
+        args.check_files()?;
+        let mut source = args.layer.load(console)?;
+        if source.recipes.is_some() && args.keys.get().is_some() {
+            let message = "--keys does nothing with --hf: the model's own names are read";
+            return Err(Failure::input(message).hint("leave it out, or take --spec"));
+        }
+        if args.replay.is_some() {
+            // What a capacity dropped is masked in the record, and not dropped again.
+            source.spec = source.spec.decided_elsewhere();
+        }
+        args.pass.check_factor(&source.spec.capacity)?;
+        let shared = args.ranks.get(&source.spec)?;
+        let mut options = args.options(console);
+        if let Some(shared) = &shared {
+            options = shared.options(&args.target, options);
+        }
+        let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
+        let file = input::open(&args.input)?;
+        engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
+        let checkpoint = args.checkpoint(&source)?;
+        let weights = args.weights(&source, &checkpoint)?;
+        let mut tokens = match &args.replay {
+            None => Tokens::read(&file, &source.spec, console)?,
+            Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
+        };
+        tokens.capacity_factor = args.pass.capacity_factor;
+        if args.pass.has_losses() {
+            tokens.read_groups(&file, &source.spec, shared.is_some())?;
+        }
+        if args.pass.grad {
+            tokens.read_dy(&file, &source.spec)?;
+        }
+        let progress = Progress::start("getting kernels, loading weights");
+        let outcome = match &shared {
+            None => Some(args.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
+            Some(shared) => shared.run(
+                &Job {
+                    engine: &engine,
+                    spec: &source.spec,
+                    weights: &weights,
+                    checkpoint: &checkpoint,
+                    reading: args.reading(&source),
+                    pass: &args.pass,
+                    tokens: &tokens,
+                    traced: args.trace.is_some(),
+                    recorded: args.record.is_some(),
+                    ahead: args.ahead(),
+                },
+                meeting,
+            )?,
+        };
+        let Some(mut outcome) = outcome else {
+            return Ok(()); // the first rank speaks
+        };
+        progress.next("finishing");
+        let outputs = &outcome.outputs;
+        let comparison = if args.reference {
+            let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
+            Some(check::compare(spec, &weights, &tokens, draw, outputs))
+        } else {
+            None
+        };
+        let limited = outcome.limited;
+        let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
+        if let (Some(path), Some(statistics)) = (&args.record, &routing) {
+            let record = record::tensors(outputs, statistics);
+            write_safetensors(path, &record).map_err(unwritable)?;
+        }
+        if let Some(path) = &args.trace {
+            let trace = chrome_trace(std::mem::take(&mut outcome.trace)).to_string();
+            write_whole(path, trace.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
+        }
+        if !limited {
+            outcome.outputs.remove("locations");
+        }
+        write_safetensors(&args.output, &outcome.outputs).map_err(unwritable)?;
+        drop(progress);
+        let report = Report {
+            engine: &engine,
+            spec: &source.spec,
+            tokens: tokens.count,
+            outcome: &outcome,
+            shared: shared.as_ref(),
+            comparison,
+            routing,
+            path: &args.output,
+        };
+        if args.json {
+            console.json(&report.json())
+        } else {
+            console.print(&report.text(args.stats, &console.out))
+        }
+    }
+
     /// Whether outputs can be written, and none of them over what is read.
     fn check_files(&self) -> Result {
         let outputs = [
@@ -249,15 +264,6 @@ impl RunArgs {
             limited: layer.plan().tensor("capacity").is_some(),
             workspace: layer.workspace_bytes(),
         })
-    }
-
-    /// What ranks cannot be asked.
-    fn check_shared(&self, spec: &LayerSpec) -> Result {
-        if self.reference && spec.may_drop() {
-            let message = "--reference knows one process, but each rank has a capacity of its own";
-            return Err(Failure::input(message).hint("leave out one of --reference and --ranks"));
-        }
-        Ok(())
     }
 
     fn checkpoint(&self, source: &Source) -> Result<Checkpoint> {

@@ -125,8 +125,18 @@ impl PassArgs {
     }
 
     /// Runs the pass for a rank's tokens; gradients of weights are those of all ranks.
-    pub fn run_on_rank(&self, layer: &MeshLayer, tokens: &Tokens<'_>) -> Result<Tensors<'static>> {
-        let (input, names) = (tokens.input(), self.outputs(layer.replicated()));
+    /// Locations of a layer that drops nothing take a pass over the tokens of all ranks: they
+    /// are computed where they are `recorded`.
+    pub fn run_on_rank(
+        &self,
+        layer: &MeshLayer,
+        tokens: &Tokens<'_>,
+        recorded: bool,
+    ) -> Result<Tensors<'static>> {
+        let (input, mut names) = (tokens.input(), self.outputs(layer.replicated()));
+        if !recorded && layer.replicated().plan().tensor("capacity").is_none() {
+            names.retain(|name| *name != "locations");
+        }
         let output = match (self.training().is_some(), self.routing_only) {
             (false, false) => layer.forward_with(&input, &names)?,
             (false, true) => layer.route(&input, &names)?,

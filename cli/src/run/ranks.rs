@@ -1,7 +1,9 @@
 //! A layer that ranks share: threads of this process, or processes under a launcher.
 
 use super::agreement::{self, Plan};
+use super::hashed::Hashed;
 use super::input::Tokens;
+use super::meeting::{self, Meeting};
 use super::outcome::Outcome;
 use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
@@ -10,9 +12,10 @@ use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
 use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
 use moesaic::kernel::Target;
-use moesaic::mesh::{Among, Placement};
-use moesaic::toolchain::{self, Registry};
-use moesaic::tools::joined_placed;
+use moesaic::mesh::{Among, Placement, TokenScope};
+use moesaic::spec::LossKind;
+use moesaic::tensor::WeightSource;
+use moesaic::tools::{Shard, joined_placed};
 use moesaic::trace::{Recorder, Trace};
 use moesaic::weights::{Checkpoint, LayerReader};
 use moesaic::{
@@ -20,7 +23,6 @@ use moesaic::{
     Tensors,
 };
 use serde_json::Value;
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -70,6 +72,15 @@ enum Ranks {
     Processes(World),
 }
 
+impl Ranks {
+    fn count(self) -> usize {
+        match self {
+            Ranks::Threads(count) => count,
+            Ranks::Processes(world) => world.size,
+        }
+    }
+}
+
 /// What ranks do together.
 pub struct Job<'j> {
     pub engine: &'j Engine,
@@ -82,6 +93,8 @@ pub struct Job<'j> {
     pub tokens: &'j Tokens<'j>,
     /// Whether a trace is wanted.
     pub traced: bool,
+    /// Whether a routing record is.
+    pub recorded: bool,
     /// What `precompile` has to be told besides what the engine knows.
     pub ahead: &'static str,
 }
@@ -98,8 +111,23 @@ pub struct Shared {
 }
 
 impl RankArgs {
-    /// How the layer is shared, if it is: as these arguments and the launcher's variables say.
-    pub fn get(&self, spec: &LayerSpec) -> Result<Option<Shared>> {
+    /// Begins MPI where a launcher has started several processes that exchange by it: before
+    /// anything is read that may be missing on one of them. `target` is as it was asked for.
+    pub fn meet(&self, target: &str) -> Result<Option<Meeting>> {
+        let Some(Ranks::Processes(world)) = self.ranks()? else {
+            return Ok(None);
+        };
+        let host = target.starts_with("cpu") || target.starts_with("sim");
+        let variable = |name: &str| std::env::var(name).ok();
+        let by_mpi = self.exchange == Exchange::Mpi
+            || host
+            || nccl::Meeting::from_variables(&world, variable) == Ok(nccl::Meeting::Mpi);
+        by_mpi.then(Meeting::start).transpose()
+    }
+
+    /// Who the ranks are, if there are any: as these arguments and the launcher's variables
+    /// say. No layer is needed for that.
+    fn ranks(&self) -> Result<Option<Ranks>> {
         let world = World::from_environment().map_err(Failure::input)?;
         let launched = world.filter(|world| world.size > 1);
         let asked = self.ranks.map(usize::from);
@@ -119,19 +147,8 @@ impl RankArgs {
             (None, None, Some(mesh)) => Ranks::Threads(mesh.ranks()),
             (None, None, None) => return self.check_one_process().map(|()| None),
         };
-        let count = match ranks {
-            Ranks::Threads(count) => count,
-            Ranks::Processes(world) => world.size,
-        };
-        let mesh = self.mesh.unwrap_or_else(|| Parallel::of(count, spec));
-        mesh.check(spec).map_err(Failure::input)?;
-        self.strategy.check(&mesh).map_err(Failure::input)?;
-        let placement = experts::placement(self.placement.as_deref())?;
-        if let Some(placement) = &placement {
-            let checked = placement.check(&mesh, spec.shape.experts);
-            checked.map_err(Failure::input)?;
-        }
-        if mesh.ranks() != count {
+        let count = ranks.count();
+        if let Some(mesh) = self.mesh.filter(|mesh| mesh.ranks() != count) {
             let (who, ranks, words) = (ranks, mesh.ranks(), mesh::words(mesh));
             let message = format!("--mesh is for {ranks} ranks ({words}), there are {count}");
             return Err(match who {
@@ -142,15 +159,32 @@ impl RankArgs {
                 )),
             });
         }
-        let exchange = self.exchange;
-        if let (Ranks::Threads(_), Exchange::Mpi | Exchange::Nccl) = (ranks, exchange) {
+        if let (Ranks::Threads(_), Exchange::Mpi | Exchange::Nccl) = (ranks, self.exchange) {
             let message = "--exchange is for processes; ranks that are threads need none";
             let hint = "start them by mpirun, srun or `moesaic launch`, or leave it out";
             return Err(Failure::input(message).hint(hint));
         }
+        Ok(Some(ranks))
+    }
+
+    /// How the layer is shared, if it is.
+    pub fn get(&self, spec: &LayerSpec) -> Result<Option<Shared>> {
+        let Some(ranks) = self.ranks()? else {
+            return Ok(None);
+        };
+        let mesh = self
+            .mesh
+            .unwrap_or_else(|| Parallel::of(ranks.count(), spec));
+        mesh.check(spec).map_err(Failure::input)?;
+        self.strategy.check(&mesh).map_err(Failure::input)?;
+        let placement = experts::placement(self.placement.as_deref())?;
+        if let Some(placement) = &placement {
+            let checked = placement.check(&mesh, spec.shape.experts);
+            checked.map_err(Failure::input)?;
+        }
         Ok(Some(Shared {
             ranks,
-            exchange,
+            exchange: self.exchange,
             mesh,
             placement,
             strategy: self.strategy,
@@ -181,8 +215,9 @@ impl Shared {
         }
     }
 
-    /// Runs the pass; the first rank, or the only process, has the results.
-    pub fn run(&self, job: &Job<'_>) -> Result<Option<Outcome>> {
+    /// Runs the pass; the first rank, or the only process, has the results. `meeting` is
+    /// where processes have met, if they have done so before they read files.
+    pub fn run(&self, job: &Job<'_>, meeting: Option<&Meeting>) -> Result<Option<Outcome>> {
         let device = job.engine.device();
         let Ranks::Processes(_) = self.ranks else {
             let device = |_| Ok(device.clone());
@@ -192,8 +227,8 @@ impl Shared {
             return first(ranks.map_err(Failure::work)?);
         };
         let gpus = matches!(job.engine.target(), Target::Cuda(_) | Target::Rocm(_));
-        let registry = Registry::open()?;
-        let installed = toolchain::mpi(&registry).map(|found| found.library);
+        let met = meeting.map(Meeting::all_ready).transpose()?;
+        let options = meeting::options()?;
         match (self.exchange, gpus) {
             (Exchange::Nccl, false) => {
                 let target = job.engine.target();
@@ -201,19 +236,21 @@ impl Shared {
                 Err(Failure::input(message).hint("take --exchange mpi, or leave it out"))
             }
             (Exchange::Mpi, _) | (Exchange::Auto, false) => {
-                let options = mpi::Options {
-                    installed,
-                    ..mpi::Options::default()
+                let world = match met {
+                    Some(world) => world.on_device(device.clone()),
+                    None => mpi::start(&options, device.clone()).map_err(Failure::input)?,
                 };
-                let world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
                 self.rank_of(world, job, Communicator::finish)
             }
             (Exchange::Nccl | Exchange::Auto, true) => {
                 let options = nccl::Options {
-                    installed_mpi: installed,
+                    installed_mpi: options.installed,
                     ..nccl::Options::default()
                 };
-                let world = job.engine.nccl(options)?;
+                let world = match met {
+                    Some(control) => job.engine.nccl_over(control, options)?,
+                    None => job.engine.nccl(options)?,
+                };
                 self.rank_of(world, job, Nccl::finish)
             }
         }
@@ -263,7 +300,7 @@ impl Shared {
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
         let started = Instant::now();
-        let mut mesh = Mesh::new(world, self.mesh)?;
+        let mut mesh = Mesh::new(world, self.mesh)?.over(TokenScope::World);
         if self.strategy.gathers(&self.mesh) {
             mesh = mesh.for_any_ways();
         }
@@ -272,16 +309,29 @@ impl Shared {
         }
         let training = job.pass.training();
         let (engine, spec) = (job.engine, job.spec);
-        let layer = engine.mesh_layer(&mesh, spec, job.weights, training);
+        let own = Shard::new(spec, mesh.parallel(), mesh.place(), job.weights);
+        let own = own.placed(mesh.placement());
+        let read = Hashed::new(&own);
+        let part: &dyn WeightSource = match self.ranks {
+            Ranks::Threads(_) => &own, // they read one file
+            Ranks::Processes(_) => &read,
+        };
+        let layer = engine.mesh_layer_of_part(&mesh, spec, part, training);
         let mut layer = layer.map_err(|error| self.ahead(error, job))?;
+        if let Ranks::Processes(_) = self.ranks {
+            read.compare(world, &layer)?;
+        }
         let chosen = layer.set_strategy(self.strategy);
         chosen.map_err(|error| self.ahead(error, job))?;
         let trace = job.traced.then(|| Arc::new(Trace::default()));
         layer.record(trace.clone().map(|trace| trace as Arc<dyn Recorder>));
         let built = started.elapsed();
         let started = Instant::now();
-        let own = job.tokens.share(&share(job.tokens.count, &mesh))?;
-        let results = job.pass.run_on_rank(&layer, &own)?;
+        let edges = edges(job, mesh.parallel().ranks());
+        let own = job
+            .tokens
+            .share(&(edges[mesh.rank()]..edges[mesh.rank() + 1]))?;
+        let results = job.pass.run_on_rank(&layer, &own, job.recorded)?;
         let ran = started.elapsed();
         let outputs = gather(&layer, job, results)?;
         let trace = gather_trace(&mesh, job, trace.as_deref())?;
@@ -302,10 +352,38 @@ fn said(world: &World) -> String {
     variables.map_or(String::new(), |words| format!(" ({words})"))
 }
 
-/// A rank's tokens: as many as the others', the first ranks one more.
-fn share(tokens: usize, mesh: &Mesh) -> Range<usize> {
-    let (ranks, rank) = (mesh.parallel().ranks(), mesh.rank());
-    rank * tokens / ranks..(rank + 1) * tokens / ranks
+/// Where the tokens of each rank begin, and the end: as many for each, but for a sequence that
+/// a loss looks at as a whole, which one rank has.
+fn edges(job: &Job<'_>, ranks: usize) -> Vec<usize> {
+    let starts = if job.pass.has_losses() {
+        sequences(job.spec, job.tokens)
+    } else {
+        None
+    };
+    let edge = |rank: usize| {
+        let even = rank * job.tokens.count / ranks;
+        match &starts {
+            None => even,
+            Some(starts) => starts[starts.partition_point(|start| *start < even)],
+        }
+    };
+    (0..=ranks).map(edge).collect()
+}
+
+/// The tokens at which ranks may begin, and the number of all, where a loss looks at
+/// sequences.
+fn sequences(spec: &LayerSpec, tokens: &Tokens<'_>) -> Option<Vec<usize>> {
+    let losses = spec.losses.iter();
+    let mut losses = losses.filter(|loss| loss.kind == LossKind::Sequence);
+    let length = losses.next()?.sequence_length;
+    let ids = tokens.get("sequence_ids").and_then(Tensor::to_vec::<i32>);
+    let starts = |token: usize| match (length, &ids) {
+        (Some(length), _) => token.is_multiple_of(length),
+        (None, Some(ids)) => token == 0 || ids[token] != ids[token - 1],
+        (None, None) => token == 0,
+    };
+    let starts = (0..tokens.count).filter(|token| starts(*token));
+    Some(starts.chain([tokens.count]).collect())
 }
 
 /// What the first rank has, or why some rank failed.
@@ -383,7 +461,7 @@ fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> T
     match name {
         "counts" | "overflow" => sums(parts),
         "capacity" => first(),
-        _ if name.starts_with("loss.") => losses(name, job, parts),
+        _ if name.starts_with("loss.") => loss(job, parts),
         _ => match name.strip_prefix("grad.") {
             Some(weight) if mesh.among(weight) != Among::World => {
                 joined_placed(weight, placed, |place| parts[placed.0.rank(place)].lend())
@@ -403,18 +481,11 @@ fn sums(parts: &[Tensor<'static>]) -> Tensor<'static> {
     Tensor::owned(&parts[0].shape, all)
 }
 
-/// Parts of a loss of all tokens add up; any other is each rank's own, and their mean by
-/// tokens is shown.
-fn losses(name: &str, job: &Job<'_>, parts: &[Tensor<'static>]) -> Tensor<'static> {
-    let (tokens, ranks) = (job.tokens.count, parts.len());
-    let of = |rank: usize| (rank + 1) * tokens / ranks - rank * tokens / ranks;
-    let weight = |rank: usize| match name {
-        "loss.global" => 1.0,
-        _ => of(rank) as f32 / tokens.max(1) as f32,
-    };
-    let values = parts.iter().enumerate();
-    let values = values.map(|(rank, part)| part.to_f32()[0] * weight(rank));
-    Tensor::owned(&[1], vec![values.sum::<f32>()])
+/// A loss of all tokens, which every rank has that has tokens.
+fn loss(job: &Job<'_>, parts: &[Tensor<'static>]) -> Tensor<'static> {
+    let edges = edges(job, parts.len());
+    let with_tokens = edges.windows(2).position(|edge| edge[0] < edge[1]);
+    parts[with_tokens.unwrap_or(0)].clone()
 }
 
 fn beside(parts: &[Tensor<'static>]) -> Tensor<'static> {

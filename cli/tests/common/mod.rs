@@ -92,7 +92,11 @@ impl Finished {
         let all = format!("exit code {}\n{}", self.code, self.stderr);
         assert_eq!(self.code, code, "{all}");
         assert_eq!(self.stdout, "", "{all}");
-        assert!(self.stderr.starts_with("error: "), "{all}");
+        // Lines of a rank begin with who it is.
+        let rank = self.stderr.starts_with("rank ");
+        let who = self.stderr.split_once(": ").filter(|_| rank);
+        let error = who.map_or(&*self.stderr, |(_, error)| error);
+        assert!(error.starts_with("error: "), "{all}");
         for part in parts {
             assert!(self.stderr.contains(part), "{part:?} is not in:\n{all}");
         }

@@ -47,7 +47,7 @@ use std::path::PathBuf;
 ///   `Tiny::new_over(&engine, &mesh, &weights)`, a rank's part of it with the same calls,
 ///   and `set_strategy`;
 /// * `Tiny::training` and `Tiny::training_over`, `forward_train`, `backward`,
-///   `reduce_gradients`, `gradients`;
+///   `reduce_gradients`, `average_gradients`, `gradients`;
 /// * `TinyWeights<'a>`, one field per tensor: `router_weight: &'a [[f32; 64]; 8]`;
 /// * `TinyOutput`, what `forward_all` reads back;
 /// * `TinyRaw`, `TinyRawTraining`, `TinyRawBackward`, addresses for `forward_raw`,

@@ -30,7 +30,7 @@ pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{Both, Cut, Distance, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
 pub use mesh::{Lane, Packed, SATURATED};
-pub use mesh::{MeshError, Parallel, Place, SharedExperts};
+pub use mesh::{MeshError, Parallel, Place, SharedExperts, TokenScope};
 pub use mesh::{Piece, Pieces, Sharing, Strip, Ways};
 pub use mesh::{experts_of, plan_rank, slices_of_shared};
 pub use ops::*;

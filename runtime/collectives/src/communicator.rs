@@ -51,6 +51,12 @@ impl Communicator {
         Communicator { deadline, ..self }
     }
 
+    /// The same group, whose later operations use buffers of another device.
+    #[must_use]
+    pub fn on_device(self, device: Arc<dyn Device>) -> Communicator {
+        Communicator { device, ..self }
+    }
+
     /// What carries the messages, with its version.
     pub fn engine(&self) -> String {
         lock(&self.core).engine().name()

@@ -131,9 +131,12 @@ impl<'r> Run<'r> {
             }
             RankStep::Exchange(exchange) => {
                 let over = match exchange.way {
-                    Way::Tokens | Way::Live { .. } | Way::Most { .. } | Way::Sum { .. } => {
-                        self.world.clone()
-                    }
+                    Way::Tokens
+                    | Way::Live { .. }
+                    | Way::Most { .. }
+                    | Way::Placed
+                    | Way::LossParts { .. }
+                    | Way::Sum { .. } => self.world.clone(),
                     _ => self.groups.clone(),
                 };
                 self.together(&exchange.name, &over, |rank| travel.taken(exchange, rank));

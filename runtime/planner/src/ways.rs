@@ -151,6 +151,8 @@ impl Travel<'_> {
         match exchange.way {
             Way::Tokens | Way::Live { .. } => self.each(rank, world, 1, 8.0),
             Way::Most { tensor } => self.sum(rank, world, 1, tokens[tensor].bytes(0) as f64),
+            Way::Placed => Taken::default(),
+            Way::LossParts { tensor } => self.sum(rank, world, 1, row(Side::Tokens, tensor)),
             Way::Sum { from, .. } => {
                 let bytes = tokens[from].bytes(rank.tokens.ceil() as u64);
                 self.sum(rank, world, 1, bytes as f64)

@@ -105,6 +105,9 @@ impl RankPlan {
             }
             Way::OfFirst { .. } => Sent::default(),
             Way::Sum { from, .. } => summed(&world, self.tokens[from].bytes(tokens)),
+            // Each rank has gathered the inputs of all before.
+            Way::Placed => Sent::default(),
+            Way::LossParts { tensor } => summed(&world, row(Side::Tokens, tensor)),
             Way::Most { tensor } => summed(&world, self.tokens[tensor].bytes(tokens)),
             Way::GatherWeight { weight, cut } => {
                 let bytes = self.strip_bytes(weight, cut, own - block[0]);

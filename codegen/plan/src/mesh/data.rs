@@ -1,6 +1,6 @@
 //! What one rank does, as data.
 
-use super::{Packed, Parallel, Piece, Place};
+use super::{Packed, Parallel, Piece, Place, TokenScope};
 use crate::{LayerPlan, Placement, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +29,9 @@ pub struct RankPlan {
     /// slices of the same experts; `None` where shared experts are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared: Option<LayerPlan>,
+    /// Whose tokens losses, capacities and selections look at.
+    #[serde(default, skip_serializing_if = "TokenScope::is_rank")]
+    pub scope: TokenScope,
     /// What is done with rows that go to other nodes or come from there, where they are packed
     /// for that ([`RankPlan::in_wire`]). Its tokens are such rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -238,6 +241,15 @@ pub enum Way {
         /// Of the tokens' side; every rank has it afterwards.
         tensor: TensorId,
     },
+    /// Where the assignments of this rank's tokens go becomes what routing the tokens of all
+    /// ranks has decided, where a call needs that.
+    Placed,
+    /// What each tile of this rank's tokens adds to losses becomes the sum over all tiles of
+    /// all ranks, in the first tile; the others have zeros.
+    LossParts {
+        /// Of the tokens' side, a row for each tile.
+        tensor: TensorId,
+    },
     /// The parts of a weight that the ranks of a block own become the weight of the experts'
     /// side of each.
     GatherWeight {
@@ -287,7 +299,7 @@ impl RankPlan {
         let decides = |step: &&RankStep| match step {
             RankStep::Launch { side, step, .. } => *side == Side::Tokens && *step < scanned,
             RankStep::Exchange(Exchange { way, .. }) => {
-                matches!(way, Way::Tokens | Way::Most { .. })
+                matches!(way, Way::Tokens | Way::Most { .. } | Way::Placed)
             }
         };
         steps.iter().filter(decides).cloned().collect()

@@ -40,6 +40,7 @@ mod bytes;
 mod data;
 mod parallel;
 mod pieces;
+mod scope;
 mod steps;
 mod strategy;
 mod text;
@@ -50,6 +51,7 @@ pub use bytes::Sent;
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use pieces::{Cut, Distance, Piece, Pieces};
+pub use scope::TokenScope;
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use ways::{Strip, Ways};
 pub use wire::{Lane, Packed, SATURATED};
@@ -66,6 +68,7 @@ pub struct Sharing<'p> {
     placement: Option<&'p Placement>,
     ways: usize,
     shadows: usize,
+    scope: TokenScope,
 }
 
 impl From<Parallel> for Sharing<'_> {
@@ -76,6 +79,7 @@ impl From<Parallel> for Sharing<'_> {
             placement: None,
             ways: mesh.shards,
             shadows: 0,
+            scope: TokenScope::Rank,
         }
     }
 }
@@ -95,6 +99,7 @@ impl<'p> Sharing<'p> {
             mesh,
             ways,
             shadows,
+            scope,
             ..
         } = self;
         Sharing {
@@ -102,7 +107,14 @@ impl<'p> Sharing<'p> {
             placement,
             ways,
             shadows,
+            scope,
         }
+    }
+
+    /// The same where losses, capacities and selections look at these tokens.
+    #[must_use]
+    pub fn over(self, scope: TokenScope) -> Sharing<'p> {
+        Sharing { scope, ..self }
     }
 
     /// The same with at most so many experts that every group has for one call
@@ -131,6 +143,7 @@ pub fn plan_rank<'p>(
         placement,
         ways,
         shadows,
+        scope,
     } = sharing.into();
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
@@ -173,6 +186,7 @@ pub fn plan_rank<'p>(
         experts,
         shadows,
         shared,
+        scope,
         wire: None,
     };
     Ok(steps::in_order(plan, &places))

@@ -1,7 +1,7 @@
 //! Launches of both sides and what ranks do together, in one order.
 
 use super::ways::cut_of;
-use super::{BROUGHT_BACK, Exchange, RankPlan, RankStep, Side, Way, shared_part};
+use super::{BROUGHT_BACK, Exchange, RankPlan, RankStep, Side, TokenScope, Way, shared_part};
 use crate::layer::around::Places;
 use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
@@ -30,6 +30,10 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     }
     let scanned = plan.tokens.routing_of(steps).len();
     launch(&mut list, Side::Tokens, 0..scanned);
+    let together = plan.scope == TokenScope::World;
+    if together {
+        list.push(exchange("routing of all tokens", Way::Placed));
+    }
     if let (Some(from), Some(to)) = (named("counts"), named("global_counts")) {
         list.push(exchange("counts of all tokens", Way::Sum { from, to }));
     }
@@ -39,7 +43,20 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     if let Some(tensor) = named("capacity").filter(|_| counted_capacity(&plan.tokens.spec)) {
         list.push(exchange("capacity", Way::Most { tensor }));
     }
-    launch(&mut list, Side::Tokens, scanned..at);
+    let summed = if together {
+        sums_losses(plan, steps)
+    } else {
+        None
+    };
+    let first = summed.unwrap_or(scanned);
+    launch(&mut list, Side::Tokens, scanned..first);
+    if summed.is_some() {
+        list.extend(LOSS_PARTS.into_iter().filter_map(|name| {
+            let tensor = named(name)?;
+            Some(exchange(name, Way::LossParts { tensor }))
+        }));
+    }
+    launch(&mut list, Side::Tokens, first..at);
     let multiply = pass_of(&plan.experts, trains);
     list.extend(gathered_weights(plan, multiply));
     let weights = named("row_weights").map(|_| ("row_weights", "topk_weights"));
@@ -69,6 +86,17 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     list
 }
 
+/// What losses are made of, a row for each tile of tokens.
+const LOSS_PARTS: [&str; 3] = ["loss_parts", "token_parts", "sequence_parts"];
+
+/// The step that makes losses of sums over tiles of tokens, if a pass has one.
+fn sums_losses(plan: &RankPlan, steps: &[Step]) -> Option<usize> {
+    let slopes = plan.tokens.id("loss_slopes")?;
+    steps
+        .iter()
+        .position(|step| step.tensors().contains(&slopes))
+}
+
 /// The steps of a side in a forward pass.
 fn pass_of(side: &LayerPlan, trains: bool) -> &[Step] {
     if trains {
@@ -80,7 +108,12 @@ fn pass_of(side: &LayerPlan, trains: bool) -> &[Step] {
 
 fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let mut list = Vec::new();
-    launch(&mut list, Side::Tokens, 0..at);
+    let again = plan.tokens.routing_of(&plan.tokens.backward).len();
+    launch(&mut list, Side::Tokens, 0..again);
+    if again > 0 && plan.scope == TokenScope::World {
+        list.push(exchange("routing of all tokens", Way::Placed));
+    }
+    launch(&mut list, Side::Tokens, again..at);
     list.extend(gathered_weights(plan, &plan.experts.backward));
     if let Some(shadows) = &plan.shadows {
         let sent = &[("dout", "dout")];

@@ -149,6 +149,12 @@ impl RankPlan {
                     name(tokens, ids)
                 )
             }
+            Way::Placed => "where tokens go, as routing those of all ranks says".to_string(),
+            Way::LossParts { tensor } => format!(
+                "{} summed over tiles and ranks: {} bytes",
+                name(tokens, tensor),
+                self.row_bytes(Side::Tokens, tensor)
+            ),
             Way::Most { tensor } => {
                 format!(
                     "{} is the largest of all ranks: 8 bytes",

@@ -587,6 +587,15 @@ impl Mixtral8x7b {
         self.layer.reduce_gradients()
     }
 
+    /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
+    /// means over each rank's own tokens.
+    ///
+    /// # Errors
+    /// As `reduce_gradients`.
+    pub fn average_gradients(&self) -> Result<(), ::moesaic::EngineError> {
+        self.layer.average_gradients()
+    }
+
     /// Reads back the gradients of all weights. On a mesh those of experts are
     /// of this rank's own experts, one after the other, those of sliced shared
     /// experts of its slices, and all others of this rank's tokens until

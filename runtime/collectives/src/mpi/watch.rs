@@ -1,7 +1,9 @@
 //! A deadline for `MPI_Init`, which waits for every process of the launcher, and which
 //! nothing calls back.
 
+use crate::topology::host_name;
 use crate::world::World;
+use std::io::Write;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
@@ -27,11 +29,19 @@ impl Watch {
     /// `version` is the library's.
     pub fn begin(deadline: Duration, version: &str) -> Result<Watch, String> {
         let limit = deadline.max(LEAST);
-        let words = words(limit, version, World::from_environment().ok().flatten());
+        let world = World::from_environment().ok().flatten();
+        let rank = world.map(|world| format!("rank {} on {}: ", world.rank, host_name()));
+        let rank = rank.unwrap_or_default();
+        let words = words(limit, version, world);
+        let words: String = words
+            .lines()
+            .map(|line| format!("{rank}{line}\n"))
+            .collect();
         let (alive, ended) = mpsc::channel::<()>();
         let watch = move || {
             if ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-                eprintln!("{words}");
+                // One write: other ranks say the same at the same time.
+                let _ = std::io::stderr().write_all(words.as_bytes());
                 thread::sleep(TOGETHER);
                 // SAFETY: a number only.
                 unsafe { _exit(CODE) }

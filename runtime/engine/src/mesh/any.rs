@@ -353,6 +353,17 @@ impl AnyLayer {
         }
     }
 
+    /// As [`AnyLayer::reduce_gradients`], divided by the number of ranks.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::average_gradients`].
+    pub fn average_gradients(&self) -> Result<(), EngineError> {
+        match self {
+            AnyLayer::One(layer) => layer.check_training(),
+            AnyLayer::Mesh(layer) => layer.average_gradients(),
+        }
+    }
+
     /// The gradient of a weight: on a mesh of this rank's part of it, and zeros where the
     /// weight is another rank's to move.
     ///

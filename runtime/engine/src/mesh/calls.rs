@@ -4,6 +4,7 @@ use super::layer::MeshLayer;
 use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
 use super::raw::Beside;
+use super::routing::Routing;
 use super::rows::Rows;
 use super::run::Run;
 use super::settings::Settings;
@@ -31,6 +32,8 @@ pub struct MeshSaved {
     tokens: Saved,
     experts: Saved,
     rows: Rows,
+    /// What routing the tokens of all ranks had decided.
+    routing: Option<Arc<Routing>>,
     /// Where experts may have shadows.
     shadows: Option<Saved>,
     /// Their weights, where they stay.
@@ -98,7 +101,9 @@ impl MeshLayer {
 
     pub(super) fn evaluate(&self, given: &Given<'_>) -> Result<Run<'_>, EngineError> {
         let view = self.view();
+        let routing = self.routing_of_all(Pass::Evaluate, given, Counters::default())?;
         let mut run = self.call(view, self.strategy.wire)?;
+        run.routing = routing;
         let evaluation = &view.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, Counters::default())?;
         run.lend(false)?;
@@ -184,7 +189,9 @@ impl MeshLayer {
     ) -> Result<Run<'_>, EngineError> {
         let view = self.view();
         let segments = &view.routing[usize::from(pass.trains())];
+        let routing = self.routing_of_all(pass, given, counters)?;
         let mut run = self.call(view, Both::same(Wire::Exact))?;
+        run.routing = routing;
         run.begin(pass, segments, given, counters)?;
         run.run(segments, |_, _| Ok(()))?;
         Ok(run)
@@ -214,7 +221,9 @@ impl MeshLayer {
     ) -> Result<Run<'_>, EngineError> {
         self.tokens.check_training()?;
         let view = self.view();
+        let routing = self.routing_of_all(Pass::Train, given, counters)?;
         let mut run = self.call(view, self.strategy.wire)?;
+        run.routing = routing;
         run.idle_weights = Some(&view.idle_weights);
         let forward = &view.passes.forward;
         run.begin(Pass::Train, forward, given, counters)?;
@@ -235,6 +244,7 @@ impl MeshLayer {
             shadow_weights,
             shared,
             rows,
+            routing,
             neighbours,
             ..
         } = run;
@@ -249,6 +259,7 @@ impl MeshLayer {
             tokens,
             experts,
             rows,
+            routing,
             shadows: shadows.and_then(Side::into_saved),
             shadow_weights,
             shared: shared.and_then(Side::into_saved).zip(neighbours),
@@ -294,6 +305,7 @@ impl MeshLayer {
         }
         let mut run = self.call(view, saved.wire)?;
         run.own = Arc::clone(&saved.rows.own);
+        run.routing = saved.routing.clone();
         run.begin_back(saved, dy, accumulate)?;
         run.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
@@ -320,6 +332,7 @@ impl MeshLayer {
             idle_weights: None,
             shadow_weights: None,
             shared: sides.shared.map(Side::new),
+            routing: None,
             own: Arc::default(),
             rows: None,
             neighbours: None,

@@ -10,7 +10,7 @@ use super::settings::Settings;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Algorithm, Call, Element, Slice, agree};
-use moesaic_plan::{Exchange, TensorId, Way};
+use moesaic_plan::{Exchange, TensorId, TokenScope, Way};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use std::sync::Arc;
 pub(super) struct Census {
     /// Tokens of ranks before this one.
     pub before: usize,
-    /// Of the rank with the most.
+    /// Those that a capacity follows from: of the rank with the most, or of all ranks.
     pub most: usize,
 }
 
@@ -55,7 +55,10 @@ impl Run<'_> {
         }
         Ok(Some(Census {
             before: all[..self.mesh.rank()].iter().sum(),
-            most: all.iter().copied().max().unwrap_or(0),
+            most: match self.mesh.scope() {
+                TokenScope::Rank => all.iter().copied().max().unwrap_or(0),
+                TokenScope::World => all.iter().sum(),
+            },
         }))
     }
 

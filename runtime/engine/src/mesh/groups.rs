@@ -6,7 +6,7 @@ use moesaic_collectives::topology::host_name;
 use moesaic_collectives::{
     Call, Collectives, Element, Helper, Slice, Topology, Transfer, with_heartbeat,
 };
-use moesaic_plan::{Parallel, Place, Placement, PlanError, Ways};
+use moesaic_plan::{Parallel, Place, Placement, PlanError, TokenScope, Ways};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -24,6 +24,7 @@ pub struct Mesh {
     hosts: Arc<[String]>,
     /// Whether layers keep experts' weights as other ranks can gather them.
     unpacked: bool,
+    scope: TokenScope,
 }
 
 /// Which groups of a mesh have which of so many experts, if they can.
@@ -190,6 +191,7 @@ impl Mesh {
             groups: Arc::new(Mutex::new(groups)),
             hosts: hosts.into(),
             unpacked: false,
+            scope: TokenScope::Rank,
         })
     }
 
@@ -227,6 +229,21 @@ impl Mesh {
             unpacked: true,
             ..self.clone()
         }
+    }
+
+    /// The same mesh for layers whose losses, capacities, and selections over tokens look at
+    /// these tokens. All ranks choose alike.
+    #[must_use]
+    pub fn over(&self, scope: TokenScope) -> Mesh {
+        Mesh {
+            scope,
+            ..self.clone()
+        }
+    }
+
+    /// Whose tokens losses, capacities, and selections over tokens look at.
+    pub fn scope(&self) -> TokenScope {
+        self.scope
     }
 
     /// Whether weights of experts stay as they are.

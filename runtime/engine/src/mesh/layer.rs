@@ -28,8 +28,9 @@ use std::sync::Arc;
 /// Every call is made by all ranks of the mesh, in the same order, also by those that
 /// have no tokens. What ranks get together is what one process gets for the tokens of
 /// all, rank after rank: dropless and with whole experts (`shards = 1`) the same bytes.
-/// Capacities are agreed on: that of each rank's own tokens, as if it had as many as the
-/// rank with the most.
+/// Whether losses, capacities, and selections over tokens look at a rank's own tokens or at
+/// those of all ranks is said by the mesh ([`Mesh::over`]). Where they look at a rank's own,
+/// capacities are agreed on: as if each rank had as many tokens as the rank with the most.
 pub struct MeshLayer {
     engine: Engine,
     pub(super) mesh: Mesh,
@@ -154,6 +155,7 @@ impl Engine {
         };
         let sharing = Sharing::from(mesh.parallel()).at_ways(form.ways);
         let sharing = sharing.placed(mesh.placement()).shadowing(form.shadows);
+        let sharing = sharing.over(mesh.scope());
         Ok(plan_rank(
             spec,
             self.target(),
@@ -179,6 +181,7 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
         ("placement", &placement),
         ("spec", &spec),
         ("training", &training),
+        ("token scope", &format!("{:?}", mesh.scope())),
         ("columns of dweight_parts", &parts),
     ];
     let call = Call::new("a layer of a mesh");

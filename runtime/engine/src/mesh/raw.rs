@@ -282,10 +282,11 @@ fn of_tokens(way: &Way) -> [Option<TensorId>; 2] {
         | Way::OfFirst { to, .. }
         | Way::Gather { to, .. } => [Some(to), None],
         Way::Sum { from, to } | Way::Live { ids: from, to } => [Some(from), Some(to)],
-        Way::Most { tensor } => [Some(tensor), None],
+        Way::Most { tensor } | Way::LossParts { tensor } => [Some(tensor), None],
         Way::Tokens
         | Way::Loads
         | Way::Counts
+        | Way::Placed
         | Way::Neighbours
         | Way::OverShards { .. }
         | Way::ShadowWeight { .. }

@@ -5,6 +5,7 @@ use super::ranks::Among;
 use super::replicas::OnDevice;
 use crate::error::EngineError;
 use crate::layer::Layer;
+use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 use moesaic_plan::TensorId;
 
@@ -16,8 +17,9 @@ impl MeshLayer {
     /// one process that had the tokens of all ranks, and the same bytes on every rank that
     /// has them. After any number of backward passes that add.
     ///
-    /// A loss that is the mean over each rank's own tokens wants them divided by the
-    /// number of ranks afterwards, those of experts too.
+    /// Right for a loss that is a sum over tokens, as `dy` of a mean over all ranks' tokens is,
+    /// with auxiliary losses of [`TokenScope::World`](moesaic_plan::TokenScope). A loss that
+    /// is a mean over each rank's own tokens wants [`MeshLayer::average_gradients`].
     ///
     /// # Errors
     /// [`EngineError::NotTraining`], [`EngineError::Collective`].
@@ -31,6 +33,21 @@ impl MeshLayer {
         }
         drop(groups);
         self.sum_replicas()
+    }
+
+    /// As [`MeshLayer::reduce_gradients`], and divides all sums by the number of ranks, those of
+    /// experts too: the gradients of the mean over ranks of what each rank's loss is, as
+    /// data-parallel training has them. Right for losses that are means over a rank's own
+    /// tokens, auxiliary ones of [`TokenScope::Rank`](moesaic_plan::TokenScope) included;
+    /// those of [`TokenScope::World`](moesaic_plan::TokenScope) and the `global` loss become
+    /// one of so many parts. The division is by way of the host.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::reduce_gradients`].
+    pub fn average_gradients(&self) -> Result<(), EngineError> {
+        self.reduce_gradients()?;
+        let ranks = self.mesh().parallel().ranks() as f32;
+        self.parts().try_for_each(|part| divide(part, ranks))
     }
 
     /// Of experts that several groups of ranks have, by way of the host.
@@ -70,6 +87,20 @@ fn sum(layer: &Layer, group: &mut dyn Collectives) -> Result<(), EngineError> {
     }
     for handle in handles {
         handle.wait()?;
+    }
+    Ok(())
+}
+
+fn divide(layer: &Layer, by: f32) -> Result<(), EngineError> {
+    let buffers = layer.gradient_buffers()?;
+    let _turn = layer.lock_workspaces();
+    for (tensor, buffer) in buffers.iter() {
+        let mut values = vec![0.0f32; layer.plan()[tensor].elements(0) as usize];
+        layer
+            .device
+            .download(buffer, 0, cast_slice_mut(&mut values))?;
+        values.iter_mut().for_each(|value| *value /= by);
+        layer.device.upload(cast_slice(&values), buffer, 0)?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use super::neighbours::Neighbours;
 use super::passes::{SHADOWED, SLICED, Segment, pieces};
 use super::raw::Beside;
 use super::route::{Course, Load};
+use super::routing::Routing;
 use super::rows::{OwnRows, Piece, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
 use super::side::{Part, Side};
@@ -53,6 +54,8 @@ pub(super) struct Run<'l> {
     pub shadow_weights: Option<ShadowWeights>,
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
+    /// What routing the tokens of all ranks has decided, where the call needs that.
+    pub routing: Option<Arc<Routing>>,
     /// Rows of this rank's tokens, once they are known.
     pub own: Arc<OwnRows>,
     pub rows: Option<Rows>,
@@ -291,6 +294,8 @@ impl Run<'_> {
             Way::OfFirst { from, to } => self.take_of_first(from, to, &call),
             Way::Sum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
             Way::Live { ids, to } => return self.count_live(ids, to, &call).map(|()| None),
+            Way::Placed => return self.place_as_of_all().map(|()| None),
+            Way::LossParts { tensor } => return self.sum_loss_parts(tensor, &call).map(|()| None),
             Way::Most { tensor } => self.reduce(tensor, tensor, Reduction::Max, &call),
             Way::GatherWeight { weight, cut } => {
                 return self.gather_weight(weight, cut, &call).map(|()| None);

@@ -1,0 +1,161 @@
+//! Hashes of all weights that a rank reads, compared among the ranks that read the same.
+
+use crate::failure::{Failure, Result};
+use blake3::Hasher;
+use moesaic::collectives::{Call, Collectives};
+use moesaic::kernel::DType;
+use moesaic::mesh::Among;
+use moesaic::tensor::{SourceError, WeightSource};
+use moesaic::{EngineError, MeshLayer, Tensor};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Weights that are hashed as they are read: their bytes come from the file anyway, and no
+/// more of them.
+pub struct Hashed<'w> {
+    weights: &'w dyn WeightSource,
+    /// By name and, of weights of experts, the row; of others the whole tensor.
+    hashes: Mutex<BTreeMap<(String, usize), Hasher>>,
+}
+
+impl<'w> Hashed<'w> {
+    /// `weights` are what this rank has of the layer's.
+    pub fn new(weights: &'w dyn WeightSource) -> Hashed<'w> {
+        Hashed {
+            weights,
+            hashes: Mutex::default(),
+        }
+    }
+
+    /// Rows come in order, from the first on.
+    fn add(&self, name: &str, first: usize, tensor: &Tensor<'_>) {
+        let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let rows = tensor.shape.first().copied().unwrap_or(1).max(1);
+        if is_of_experts(name) {
+            let row = tensor.data.len() / rows;
+            for (at, bytes) in tensor.data.chunks(row.max(1)).enumerate() {
+                let mut hasher = Hasher::new();
+                hasher.update(bytes);
+                hashes.insert((name.to_string(), first + at), hasher);
+            }
+            return;
+        }
+        let key = (name.to_string(), 0);
+        if first == 0 {
+            hashes.insert(key.clone(), Hasher::new());
+        }
+        hashes.entry(key).or_default().update(&tensor.data);
+    }
+
+    /// A line for each tensor or expert's row, and its hash: the same line on ranks that have
+    /// the same of it.
+    fn lines(&self, layer: &MeshLayer) -> Vec<(String, String)> {
+        let (mesh, experts) = (layer.mesh(), layer.plan().own_experts());
+        let slice = mesh.place().shard;
+        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = |((name, row), hasher): (&(String, usize), &Hasher)| {
+            let what = match mesh.among(name) {
+                Among::World => format!("`{name}`"),
+                Among::Replicas => match experts.get(*row) {
+                    Some(expert) => format!("`{name}` of expert {expert}, slice {slice}"),
+                    None => format!("`{name}`, slice {slice}"),
+                },
+                Among::Group | Among::Slices | Among::SameSlice => {
+                    format!("`{name}`, slice {slice}")
+                }
+            };
+            (what, hasher.finalize().to_hex().to_string())
+        };
+        hashes.iter().map(line).collect()
+    }
+
+    /// Compares what this rank has read of a layer with what the others have.
+    ///
+    /// # Errors
+    /// On every rank: the weights that are not the same, and on which ranks.
+    pub fn compare(&self, world: &mut dyn Collectives, layer: &MeshLayer) -> Result {
+        let own = self.lines(layer);
+        let own: Vec<String> = own
+            .iter()
+            .map(|(what, hash)| format!("{hash} {what}"))
+            .collect();
+        let call = Call::new("hashes of weights");
+        let all = world
+            .gather_bytes(own.join("\n").as_bytes(), &call)
+            .map_err(EngineError::from)?;
+        let all = all.iter().map(|text| String::from_utf8_lossy(text));
+        let all: Vec<String> = all.map(|text| text.into_owned()).collect();
+        let Some(text) = differences(&all) else {
+            return Ok(());
+        };
+        // Launchers end the others when the first ends: by then all have found it.
+        let together = world.barrier(&Call::new("weights differ"));
+        together
+            .and_then(|end| end.wait())
+            .map_err(EngineError::from)?;
+        let failure = Failure::input(format!("the ranks do not agree: {text}"));
+        Err(failure.hint("start all ranks with the same files of weights"))
+    }
+}
+
+/// The first few weights that another rank had otherwise before.
+fn differences(all: &[String]) -> Option<String> {
+    const SHOWN: usize = 4;
+    let mut known: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
+    let mut found = Vec::new();
+    for (rank, text) in all.iter().enumerate() {
+        for (hash, what) in text.lines().filter_map(|line| line.split_once(' ')) {
+            let (first, expected) = *known.entry(what).or_insert((rank, hash));
+            if expected != hash {
+                found.push(format!("{what} on rank {rank} is not that of rank {first}"));
+            }
+        }
+    }
+    let more = found.len().saturating_sub(SHOWN);
+    found.truncate(SHOWN);
+    if more > 0 {
+        found.push(format!("and {more} more"));
+    }
+    let first = found.first().cloned()?;
+    let rest: String = found
+        .iter()
+        .skip(1)
+        .map(|line| format!("\n{line}"))
+        .collect();
+    Some(first + &rest)
+}
+
+/// Whether a row of the first dimension is an expert.
+fn is_of_experts(name: &str) -> bool {
+    name.starts_with("experts.")
+}
+
+impl WeightSource for Hashed<'_> {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        self.weights.describe(name)
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> std::result::Result<Tensor<'_>, SourceError> {
+        let first = rows.start;
+        let tensor = self.weights.rows(name, rows)?;
+        self.add(name, first, &tensor);
+        Ok(tensor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::differences;
+
+    #[test]
+    fn weights_that_differ_are_named_with_both_ranks() {
+        let all = ["1 `a`\n2 `b`", "1 `a`\n3 `b`\n4 `c`", "4 `c`\n9 `b`"].map(str::to_string);
+        let text = differences(&all).unwrap();
+        assert_eq!(
+            text,
+            "`b` on rank 1 is not that of rank 0\n`b` on rank 2 is not that of rank 0"
+        );
+        assert_eq!(differences(&all[..1]), None);
+    }
+}

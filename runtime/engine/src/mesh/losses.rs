@@ -1,0 +1,49 @@
+//! What auxiliary losses are made of, over the tokens of all ranks.
+
+use super::run::Run;
+use crate::error::EngineError;
+use bytemuck::{cast_slice, cast_slice_mut};
+use moesaic_collectives::{Call, Element, Reduction, Slice};
+use moesaic_plan::{Side, TensorId};
+use std::sync::Arc;
+
+impl Run<'_> {
+    /// Sums a tensor with a row for each tile of tokens over tiles and ranks. The first tile
+    /// has the sum afterwards, and the others zeros, so that the kernel that sums over tiles
+    /// finds the sums of all ranks. A rank without tokens has no tile, and no loss.
+    pub(super) fn sum_loss_parts(
+        &mut self,
+        tensor: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let device = Arc::clone(&self.tokens.layer.device);
+        let width = self.plan.row_bytes(Side::Tokens, tensor) / size_of::<f32>();
+        let tokens = self.tokens.scalars().tokens() as u64;
+        let plan = &self.plan.tokens[tensor];
+        // Some have a row more, which is no tile's.
+        let tiles = (plan.elements(tokens) - plan.elements(0)) as usize / width.max(1);
+        let mut parts = vec![0.0f32; tiles * width];
+        if !parts.is_empty() {
+            let bytes = cast_slice_mut(&mut parts);
+            device.download(self.tokens.buffer(tensor), 0, bytes)?;
+        }
+        let mut sums = vec![0.0f32; width];
+        for tile in parts.chunks(width.max(1)) {
+            sums.iter_mut().zip(tile).for_each(|(sum, n)| *sum += n);
+        }
+        let room = Arc::new(device.alloc((4 * width).max(64))?);
+        device.upload(cast_slice(&sums), &room, 0)?;
+        let data = Slice::new(&room, Element::F32, 0, width)?;
+        let world = &mut self.groups.world;
+        world
+            .all_reduce(&data, &data, Reduction::Sum, call)?
+            .wait()?;
+        if parts.is_empty() {
+            return Ok(());
+        }
+        parts.fill(0.0);
+        device.download(&room, 0, cast_slice_mut(&mut parts[..width]))?;
+        device.upload(cast_slice(&parts), self.tokens.buffer(tensor), 0)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,253 @@
+//! Routing of the tokens of all ranks, where rules of the layer look at them together
+//! ([`TokenScope::World`]).
+//!
+//! Each rank gathers what the router reads of all ranks, routes it by the kernels of its own
+//! tokens' part, and takes its own tokens' rows of the result: any order of placement and
+//! any selection over tokens is then that of one process, to the bit.
+
+use super::calls::Given;
+use super::layer::MeshLayer;
+use super::run::Run;
+use crate::call::{Counters, Input, Output};
+use crate::error::EngineError;
+use crate::pass::Pass;
+use bytemuck::cast_slice;
+use moesaic_collectives::Call;
+use moesaic_kernel::Size;
+use moesaic_plan::TokenScope;
+use moesaic_spec::{CapacityMode, LayerSpec, Select};
+use moesaic_tensor::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What routing the tokens of all ranks has decided for those of this rank.
+pub(super) struct Routing {
+    ids: Vec<i32>,
+    weights: Vec<f32>,
+    locations: Vec<i32>,
+    capacity: Option<i64>,
+}
+
+/// Where the rows of this rank's kept assignments lie.
+struct Layout {
+    counts: Vec<i64>,
+    offsets: Vec<i64>,
+    slot_rows: Vec<i32>,
+    row_slots: Vec<i32>,
+    dropped: i64,
+}
+
+/// Whether a pass decides by all tokens of the call what happens to one of them.
+fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
+    let selects = match spec.router.select {
+        Select::ExpertChoice(_) => true,
+        Select::Sinkhorn(_) => trains,
+        Select::TopK | Select::SparseMixer(_) => false,
+    };
+    selects || spec.capacity.mode != CapacityMode::Dropless
+}
+
+impl MeshLayer {
+    /// Routes the tokens of all ranks, if the mesh is for that and the call needs it: also
+    /// where `locations` are asked for, which count the rows of other ranks.
+    pub(super) fn routing_of_all(
+        &self,
+        pass: Pass,
+        given: &Given<'_>,
+        counters: Counters,
+    ) -> Result<Option<Arc<Routing>>, EngineError> {
+        if self.mesh.scope() == TokenScope::Rank {
+            return Ok(None);
+        }
+        let needs = looks_at_all(self.tokens.spec(), pass.trains());
+        let (input, names) = match given {
+            Given::Host(input, names) => (input, names),
+            Given::Raw(_) if needs => {
+                return Err(EngineError::Input {
+                    name: "x".to_string(),
+                    problem: "is in device memory, but this mesh routes the tokens of all ranks \
+                              together; give it in host memory, or make the layer on a mesh of \
+                              TokenScope::Rank"
+                        .to_string(),
+                });
+            }
+            Given::Raw(_) => return Ok(None),
+        };
+        if !needs && !names.contains(&"locations") {
+            return Ok(None);
+        }
+        let route = if pass.trains() {
+            Pass::RouteTrain
+        } else {
+            Pass::Route
+        };
+        let (all, own) = self.inputs_of_all(route, input)?;
+        let limited = self.tokens.id("capacity").map(|_| "capacity");
+        let names = ["topk_ids", "topk_weights", "locations"];
+        let names: Vec<&str> = names.into_iter().chain(limited).collect();
+        let output = self.tokens.pass(route, &all, &names, counters)?;
+        Ok(Some(Arc::new(Routing::of(
+            &output,
+            &own,
+            self.tokens.spec().shape.top_k,
+        ))))
+    }
+
+    /// What the router reads of the tokens of all ranks, and which of them are this rank's.
+    fn inputs_of_all(
+        &self,
+        route: Pass,
+        input: &Input<'_>,
+    ) -> Result<(Input<'static>, Range<usize>), EngineError> {
+        let call = Call::new(&format!(
+            "inputs of the router of {}",
+            self.tokens.spec().name
+        ));
+        let mut groups = self.mesh.groups();
+        let tokens = groups.world.gather_numbers(&[input.tokens as u64], &call)?;
+        let tokens: Vec<usize> = tokens.concat().into_iter().map(|n| n as usize).collect();
+        let before: usize = tokens[..self.mesh.rank()].iter().sum();
+        let mut all = Input {
+            tokens: tokens.iter().sum(),
+            capacity_factor: input.capacity_factor,
+            ..Input::default()
+        };
+        for id in self.tokens.inputs(route) {
+            let plan = &self.tokens.plan()[*id];
+            let Some(own) = input.tensors.get(&plan.name) else {
+                return Err(EngineError::Input {
+                    name: plan.name.clone(),
+                    problem: "is missing".to_string(),
+                });
+            };
+            let tensor = if plan.shape.first() == Some(&Size::Tokens) {
+                let parts = groups.world.gather_bytes(&own.data, &call)?;
+                let mut shape = own.shape.clone();
+                if let Some(rows) = shape.first_mut() {
+                    *rows = all.tokens;
+                }
+                Tensor {
+                    dtype: own.dtype,
+                    shape,
+                    data: parts.concat().into(),
+                }
+            } else {
+                own.clone().into_static()
+            };
+            all.insert(&plan.name, tensor);
+        }
+        Ok((all, before..before + input.tokens))
+    }
+}
+
+impl Routing {
+    /// Those of some tokens.
+    fn of(output: &Output, tokens: &Range<usize>, top_k: usize) -> Routing {
+        let slots = tokens.start * top_k..tokens.end * top_k;
+        let whole = |name: &str| {
+            let values = output.get(name).and_then(Tensor::to_vec::<i32>);
+            values.unwrap_or_default()[slots.clone()].to_vec()
+        };
+        let weights = output.get("topk_weights").and_then(Tensor::to_vec::<f32>);
+        let capacity = output.get("capacity").and_then(Tensor::to_vec::<i64>);
+        Routing {
+            ids: whole("topk_ids"),
+            weights: weights.unwrap_or_default()[slots.clone()].to_vec(),
+            locations: whole("locations"),
+            capacity: capacity.and_then(|rows| rows.first().copied()),
+        }
+    }
+
+    /// Rows by expert, and inside an expert in the order of all ranks' rows.
+    fn layout(&self, spec: &LayerSpec) -> Layout {
+        let experts = spec.shape.experts;
+        let mut counts = vec![0; spec.routed_experts()];
+        let mut kept: Vec<(i32, i32, usize)> = Vec::new();
+        let mut dropped = 0;
+        for (slot, (&expert, &location)) in self.ids.iter().zip(&self.locations).enumerate() {
+            let Ok(number) = usize::try_from(expert) else {
+                continue; // masked
+            };
+            counts[number] += 1;
+            match (number < experts, location >= 0) {
+                (true, true) => kept.push((expert, location, slot)),
+                (true, false) => dropped += 1,
+                (false, _) => {} // without rows
+            }
+        }
+        kept.sort_unstable();
+        let mut slot_rows = vec![-1; self.ids.len()];
+        for (row, (_, _, slot)) in kept.iter().enumerate() {
+            slot_rows[*slot] = row as i32;
+        }
+        let before = |expert: usize| kept.partition_point(|(of, ..)| (*of as usize) < expert);
+        Layout {
+            offsets: (0..=experts).map(|expert| before(expert) as i64).collect(),
+            row_slots: kept.iter().map(|(_, _, slot)| *slot as i32).collect(),
+            counts,
+            slot_rows,
+            dropped,
+        }
+    }
+
+    /// What weights were divided by where those of kept assignments are renormalised. `weights`
+    /// and `sums` are as this rank's own scan left them: it drops fewer, so all that is kept
+    /// still has its weight.
+    fn kept_sums(&self, spec: &LayerSpec, weights: &[f32], sums: &[f32]) -> Vec<f32> {
+        let (top_k, experts) = (spec.shape.top_k, spec.shape.experts as i32);
+        let scale = spec.router.scale as f32;
+        let kept = |slot: usize| self.locations[slot] >= 0 || self.ids[slot] >= experts;
+        let tokens = sums.iter().enumerate();
+        let sum_of = |(token, &sum): (usize, &f32)| {
+            let slots = (token * top_k..(token + 1) * top_k).filter(|slot| kept(*slot));
+            let own: f32 = slots.map(|slot| weights[slot]).sum();
+            if sum == 0.0 { 0.0 } else { own * sum / scale }
+        };
+        tokens.map(sum_of).collect()
+    }
+}
+
+impl Run<'_> {
+    /// Puts what routing all tokens has decided in the place of what this rank's scan has.
+    pub(super) fn place_as_of_all(&mut self) -> Result<(), EngineError> {
+        let Some(routing) = self.routing.clone() else {
+            return Ok(());
+        };
+        let spec = &self.plan.tokens.spec;
+        if spec.capacity.renormalize_after_drop && self.tokens.named("kept_sums").is_some() {
+            let weights = self.floats("topk_weights", routing.weights.len())?;
+            let sums = self.floats("kept_sums", self.tokens.scalars().tokens())?;
+            let sums = routing.kept_sums(spec, &weights, &sums);
+            self.tell("kept_sums", cast_slice(&sums))?;
+        }
+        let layout = routing.layout(spec);
+        self.tell("topk_ids", cast_slice(&routing.ids))?;
+        self.tell("topk_weights", cast_slice(&routing.weights))?;
+        self.tell("locations", cast_slice(&routing.locations))?;
+        self.tell("counts", cast_slice(&layout.counts))?;
+        self.tell("offsets", cast_slice(&layout.offsets))?;
+        self.tell("slot_rows", cast_slice(&layout.slot_rows))?;
+        self.tell("row_slots", cast_slice(&layout.row_slots))?;
+        self.tell("overflow", &layout.dropped.to_le_bytes())?;
+        match routing.capacity {
+            Some(rows) => self.tell("capacity", &rows.to_le_bytes()),
+            None => Ok(()),
+        }
+    }
+
+    fn tell(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.tokens.tell(name, bytes)
+    }
+
+    fn floats(&self, name: &str, count: usize) -> Result<Vec<f32>, EngineError> {
+        let mut values = vec![0.0f32; count];
+        if let (Some(buffer), true) = (self.tokens.named(name), count > 0) {
+            let bytes = bytemuck::cast_slice_mut(&mut values);
+            self.tokens.layer.device.download(buffer, 0, bytes)?;
+        }
+        Ok(values)
+    }
+}
