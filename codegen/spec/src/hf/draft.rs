@@ -42,6 +42,10 @@ pub(super) const DECODER: &[&str] = &[
     "model.language_model.layers.",
     "language_model.model.layers.",
     "language_model.layers.",
+    "language.model.layers.",
+    "thinker.model.layers.",
+    "llm.model.layers.",
+    "model.llm.layers.",
 ];
 
 /// A spec and its recipes in the making.
@@ -51,6 +55,13 @@ pub(super) struct Draft {
     pub notes: Vec<String>,
     /// Where the block's tensors are, ending in a dot: alternatives.
     pub roots: Vec<String>,
+    /// What all names of the block begin with. A root right under the layer, beside attention,
+    /// owns its experts alone.
+    pub block: Vec<String>,
+    /// What the names of tensors in there begin with that are another layer's, or of no use.
+    pub beside: Vec<String>,
+    /// Whether the keys about routing were checked.
+    pub checked: bool,
     /// What the checkpoint holds in place of numbers, if it is quantized.
     codes: Option<Codes>,
 }
@@ -85,6 +96,9 @@ impl Draft {
             sources: Vec::new(),
             notes: Vec::new(),
             roots: Vec::new(),
+            block: Vec::new(),
+            beside: Vec::new(),
+            checked: false,
             codes: config.codes,
         }
     }
@@ -102,6 +116,23 @@ impl Draft {
                 .map(move |block| format!("{prefix}{layer}.{block}"))
         });
         self.roots = all.collect();
+        let bare = |root: &str| {
+            root.trim_end_matches('.')
+                .ends_with(|c: char| c.is_ascii_digit())
+        };
+        let owned = self.roots.iter().map(|root| match bare(root) {
+            true => format!("{root}experts."),
+            false => root.clone(),
+        });
+        self.block.extend(owned);
+    }
+
+    /// Says that experts of these numbers, in tensors of their own, are not the layer's.
+    pub fn not_ours(&mut self, experts: std::ops::Range<usize>) {
+        let roots = self.roots.iter();
+        let names =
+            roots.flat_map(|root| experts.clone().map(move |e| format!("{root}experts.{e}.")));
+        self.beside.extend(names);
     }
 
     /// A tensor taken as it is from one of `names` under one of the roots.
@@ -354,6 +385,8 @@ impl Draft {
             spec,
             mut sources,
             notes,
+            block,
+            beside,
             ..
         } = self;
         let wanted = canonical_tensors(&spec);
@@ -367,6 +400,8 @@ impl Draft {
             spec,
             sources,
             notes,
+            block,
+            beside,
         }
     }
 }

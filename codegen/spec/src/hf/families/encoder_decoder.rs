@@ -60,6 +60,10 @@ impl Stacks {
 fn switch_stacks(c: &Config) -> Result<Stacks, HfError> {
     let depth = c.layers(&["num_layers", "num_hidden_layers"], 12)?;
     let decoder = c.layers(&["num_decoder_layers"], depth)?;
+    // transformers writes these beside, and computes them from the numbers of sparse layers.
+    for derived in ["encoder_sparse_step", "decoder_sparse_step"] {
+        c.find(&[derived]);
+    }
     let step = |layers: usize, sparse: usize| layers.checked_div(sparse).unwrap_or(layers);
     Ok(Stacks {
         encoder: (
