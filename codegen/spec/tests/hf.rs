@@ -632,6 +632,11 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("moe_k", "mixtral", "3, \"num_experts_per_tok\": 2"),
     ("top_k_experts", "mixtral", "3, \"num_experts_per_tok\": 2"),
     ("moe_top_k", "mixtral", "3, \"num_experts_per_tok\": 2"),
+    (
+        "experts_per_token",
+        "gpt_oss",
+        "3, \"num_experts_per_tok\": 4",
+    ),
     ("n_shared_experts", "mixtral", "1"),
     ("num_shared_experts", "qwen3_moe", "2"),
     ("moe_num_shared_experts", "mixtral", "1"),
@@ -644,6 +649,7 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("share_expert_dims", "mixtral", "[1024]"),
     ("use_mixed_mlp_moe", "hunyuan_v1_moe", "false"),
     ("moe_router_enable_shared_expert", "bailing_hybrid", "false"),
+    ("shared_moe_mode", "qwen2_moe", "\"none\""),
     ("moe_router_logit_softcapping", "mixtral", "30.0"),
     ("router_logit_softcapping", "mixtral", "30.0"),
     ("moe_apply_router_weight_on_input", "mixtral", "true"),
@@ -671,6 +677,7 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("moe_drop_tokens", "mixtral", "true"),
     ("add_router_probs", "switch_transformers", "true"),
     ("uniform_expert_assignment", "mixtral", "true"),
+    ("multi_gate", "bailing_moe", "true"),
 ];
 
 /// No key about routing is passed over: each of the table is refused where it disagrees, or
@@ -688,6 +695,10 @@ fn every_routing_key_that_disagrees_is_refused() {
         let config = |pair: &str| format!(r#"{{"model_type": "{model}"{pair}}}"#);
         let least = match *model {
             "deepseek_v2" => ", \"num_experts_per_tok\": 2",
+            "bailing_moe" => {
+                ", \"hidden_size\": 8, \"num_experts\": 8, \"num_experts_per_tok\": 2, \
+                 \"moe_intermediate_size\": 4"
+            }
             _ => "",
         };
         let first = moe_layers(&config(least)).unwrap()[0];

@@ -137,9 +137,12 @@ impl<'a> LayerReader<'a> {
         let alternatives = sources.iter().flat_map(|source| &source.alternatives);
         let known: BTreeSet<String> = alternatives.flat_map(|a| a.names()).collect();
         // Ids and weights that come with each call take the place of a router: it may be there.
-        let replaced =
-            |name: &str| spec.router.kind == RouterKind::External && name.starts_with("router.");
-        let strays = judged.filter(|name| !known.contains(*name) && !replaced(name));
+        // So may an optimizer's state, which trained layers have beside their weights.
+        let external = spec.router.kind == RouterKind::External;
+        let beside = |name: &str| {
+            name.starts_with("optimizer.") || (external && name.starts_with("router."))
+        };
+        let strays = judged.filter(|name| !known.contains(*name) && !beside(name));
         let tensors: Vec<String> = strays.map(|name| stray(name, spec)).collect();
         if tensors.is_empty() {
             return Ok(self);

@@ -293,7 +293,7 @@ fn nothing_of_the_layer_is_left_out() {
     TUTEL.refuses(
         &without,
         &dict,
-        "the layer has `experts.batched_fc1_bias`, the spec has no",
+        "the layer has `experts.batched_fc1_bias`, `experts.batched_fc2_bias`, the spec has no",
     );
     let gate = spec("", PLAIN);
     FASTMOE.refuses(

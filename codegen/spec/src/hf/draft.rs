@@ -8,6 +8,7 @@ use crate::{
     Activation, Capacity, Experts, Groups, LayerSpec, Precision, Renormalize, Router, Score, Shape,
     SharedExpert, SharedGate, canonical_tensors,
 };
+use std::ops::Range;
 
 /// The widths and counts that every family has.
 pub(super) struct Sizes {
@@ -60,6 +61,8 @@ pub(super) struct Draft {
     pub block: Vec<String>,
     /// What the names of tensors in there begin with that are another layer's, or of no use.
     pub beside: Vec<String>,
+    /// Numbers of experts that are neither.
+    pub others: Range<usize>,
     /// Whether the keys about routing were checked.
     pub checked: bool,
     /// What the checkpoint holds in place of numbers, if it is quantized.
@@ -98,6 +101,7 @@ impl Draft {
             roots: Vec::new(),
             block: Vec::new(),
             beside: Vec::new(),
+            others: 0..0,
             checked: false,
             codes: config.codes,
         }
@@ -125,14 +129,6 @@ impl Draft {
             false => root.clone(),
         });
         self.block.extend(owned);
-    }
-
-    /// Says that experts of these numbers, in tensors of their own, are not the layer's.
-    pub fn not_ours(&mut self, experts: std::ops::Range<usize>) {
-        let roots = self.roots.iter();
-        let names =
-            roots.flat_map(|root| experts.clone().map(move |e| format!("{root}experts.{e}.")));
-        self.beside.extend(names);
     }
 
     /// A tensor taken as it is from one of `names` under one of the roots.
@@ -387,6 +383,7 @@ impl Draft {
             notes,
             block,
             beside,
+            others,
             ..
         } = self;
         let wanted = canonical_tensors(&spec);
@@ -402,6 +399,7 @@ impl Draft {
             notes,
             block,
             beside,
+            others,
         }
     }
 }

@@ -25,6 +25,7 @@ pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
 
 use crate::LayerSpec;
 use config::Config;
+use std::ops::Range;
 
 /// One MoE layer of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,6 +42,8 @@ pub struct Import {
     pub block: Vec<String>,
     /// What the names of tensors in there begin with that are another layer's, or of no use.
     pub beside: Vec<String>,
+    /// Numbers of experts in tensors of their own that are another layer's, or of no use.
+    pub others: Range<usize>,
 }
 
 impl Import {
@@ -51,7 +54,12 @@ impl Import {
         let leaf = name.rsplit('.').next().unwrap_or(name);
         let codes = ["scale", "zero_point", "g_idx", "weight_shape", "observer"];
         let begins = |list: &[String]| list.iter().any(|part| name.starts_with(part.as_str()));
-        let ours = begins(&self.block) && !begins(&self.beside);
+        let number = name
+            .split_once(".experts.")
+            .map(|(_, rest)| rest.split('.').next());
+        let number = number.flatten().and_then(|digits| digits.parse().ok());
+        let other = number.is_some_and(|number| self.others.contains(&number));
+        let ours = begins(&self.block) && !begins(&self.beside) && !other;
         ours && !codes.iter().any(|part| leaf.contains(part))
     }
 }

@@ -7,7 +7,7 @@
 use super::HfError;
 use super::config::Config;
 use super::draft::Draft;
-use crate::{GroupStat, LayerSpec, Renormalize, RouterKind, Score, WeightSite};
+use crate::{GroupStat, LayerSpec, Renormalize, RouterKind, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
 /// Keys of one meaning.
@@ -147,6 +147,7 @@ const TABLE: &[Keys] = &[
             "moe_k",
             "top_k_experts",
             "moe_top_k",
+            "experts_per_token",
         ],
         about: "the number of experts per token",
         rule: Rule::Same(|s| s.numbers(|n| n == s.spec.shape.top_k as f64)),
@@ -177,6 +178,14 @@ const TABLE: &[Keys] = &[
         names: &["use_mixed_mlp_moe", "moe_router_enable_shared_expert"],
         about: "shared experts",
         rule: Rule::Same(|s| s.is(!s.spec.shared.is_empty())),
+    },
+    Keys {
+        names: &["shared_moe_mode"],
+        about: "the gate of shared experts",
+        rule: Rule::Same(|s| {
+            let mut gates = s.spec.shared.iter().map(|expert| expert.gate);
+            gates.all(|gate| (gate == SharedGate::Sigmoid) == (s.value == "sigmoid"))
+        }),
     },
     Keys {
         names: &["moe_router_logit_softcapping", "router_logit_softcapping"],
@@ -267,7 +276,11 @@ const TABLE: &[Keys] = &[
         }),
     },
     Keys {
-        names: &["add_router_probs", "uniform_expert_assignment"],
+        names: &[
+            "add_router_probs",
+            "uniform_expert_assignment",
+            "multi_gate",
+        ],
         about: "what the router chooses",
         rule: Rule::Same(|s| s.is(false)),
     },

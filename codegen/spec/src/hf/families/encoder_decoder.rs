@@ -183,6 +183,8 @@ fn nllb_capacity(c: &Config, d: &mut Draft) -> Result<(), HfError> {
         let remedy = "set it to 1 (nothing is dropped) or 0 (expert_capacity rows)";
         return Err(c.unsupported("moe_eval_capacity_token_fraction", axis, remedy));
     }
+    // Read only where the fraction is off.
+    c.find(&["expert_capacity"]);
     if fraction <= 0.0 {
         capacity.mode = CapacityMode::Fixed;
         capacity.rows = Some(c.size(&["expert_capacity"], 64)?);

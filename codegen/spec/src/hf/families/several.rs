@@ -83,7 +83,7 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.single_experts(kind * experts);
     // The other kind's are beside.
     let other = (1 - kind.min(1)) * experts;
-    d.not_ours(other..other + experts.min(1 << 16));
+    d.others = other..other + experts;
     let names = [
         ["vision_moe.", "gate.weight_1"],
         ["text_moe.", "gate.weight"],
