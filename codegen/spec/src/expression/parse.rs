@@ -112,9 +112,10 @@ impl Parser<'_> {
                 let next = self.text[exponent_start..].chars().next();
                 let least = exponent_start + next.map_or(0, char::len_utf8);
                 let end = digits.end.max(least);
-                let message = match fraction || digits.is_empty() {
-                    true => "an exponent must be a whole number",
-                    false => "this exponent is too large",
+                let message = if fraction || digits.is_empty() {
+                    "an exponent must be a whole number"
+                } else {
+                    "this exponent is too large"
                 };
                 let error = ExpressionError::new(exponent_start..end, message)
                     .label(format!("from -{MAX_POWER} to {MAX_POWER}"))

@@ -124,9 +124,9 @@ impl Draft {
             root.trim_end_matches('.')
                 .ends_with(|c: char| c.is_ascii_digit())
         };
-        let owned = self.roots.iter().map(|root| match bare(root) {
-            true => format!("{root}experts."),
-            false => root.clone(),
+        let owned = self.roots.iter().map(|root| {
+            let only = if bare(root) { "experts." } else { "" };
+            format!("{root}{only}")
         });
         self.block.extend(owned);
     }
