@@ -303,7 +303,10 @@ fn a_layer_is_in_memory_once_while_it_is_made() {
         let (file, mut import) = checkpoint(dir.path(), stored);
         import.spec.precision.weights = wanted;
         import.spec.precision.activations = wanted;
-        let options = LoadOptions { narrow: true };
+        let options = LoadOptions {
+            narrow: true,
+            ..LoadOptions::default()
+        };
         let reader = LayerReader::of_import(&import, &file, options).expect("its weights");
         let layers: [&dyn Fn() -> Layer; 2] = [
             &|| engine.layer(&import.spec, &reader).expect("a layer"),

@@ -13,7 +13,7 @@ use moesaic::mesh::{Placement, PlacementError, SharedExperts};
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
-use moesaic::weights::{load_keys, write_safetensors, write_safetensors_noted, write_whole};
+use moesaic::weights::{LayerReader, write_safetensors, write_safetensors_noted, write_whole};
 use moesaic::{LayerSpec, Parallel, Tensors};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -156,6 +156,12 @@ struct ImportArgs {
     /// Round weights that the layer's precision cannot hold exactly
     #[arg(long)]
     narrow: bool,
+    /// Let --narrow make values infinite that the precision has no room for
+    #[arg(long, requires = "narrow")]
+    allow_infinite: bool,
+    /// Ignore tensors of the layer that the spec has no use for
+    #[arg(long)]
+    allow_extra: bool,
 }
 
 /// Does one of them.
@@ -377,11 +383,19 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
         let message = format!("{experts} experts cannot lie evenly in {ranks} files");
         return Err(Failure::input(message));
     }
-    let narrow = args.narrow;
+    let options = LoadOptions {
+        narrow: args.narrow,
+        allow_infinite: args.allow_infinite,
+        allow_extra: args.allow_extra,
+    };
+    let share = experts / ranks;
     let load = |file: &PathBuf| {
-        let (share, options) = (experts / ranks, LoadOptions { narrow });
         let file = Checkpoint::open(file)?;
-        Ok(load_keys(&spec, share, &keys, &file, options)?)
+        let layer = LayerReader::of_keys(&spec, share, &keys, &file, options)?;
+        let tensors = layer.load()?;
+        let rounded = layer.rounded();
+        rounded.iter().for_each(|r| console.note(&r.to_string()));
+        Ok(tensors)
     };
     let parts = args.ranks.iter().map(load).collect::<Result<Vec<_>>>()?;
     let whole = elastic::unshard_experts(&spec, &parts, mesh(ranks, 1, SharedExperts::Whole)?)?;

@@ -142,6 +142,14 @@ impl From<&EngineError> for Failure {
             EngineError::Compile(error) => Failure::from(&**error),
             EngineError::Device(error) => Failure::from(error),
             EngineError::Emit(_) | EngineError::NotCached { .. } => Failure::work(error),
+            EngineError::Source { source, .. } => {
+                let hint = source.downcast_ref().and_then(weights_hint);
+                let failure = Failure::input(error);
+                match hint {
+                    Some(hint) => failure.hint(hint),
+                    None => failure,
+                }
+            }
             _ => Failure::input(error),
         }
     }
@@ -195,14 +203,23 @@ impl From<TargetNameError> for Failure {
     }
 }
 
+/// The option that lets weights be read as they are.
+fn weights_hint(error: &WeightsError) -> Option<&'static str> {
+    match error {
+        WeightsError::Narrowing { .. } => Some("--narrow rounds the values"),
+        WeightsError::Overflow { .. } => Some("--allow-infinite lets them become infinite"),
+        WeightsError::Extra { .. } => Some("--allow-extra ignores such tensors"),
+        _ => None,
+    }
+}
+
 impl From<WeightsError> for Failure {
     fn from(error: WeightsError) -> Failure {
-        let narrowing = matches!(error, WeightsError::Narrowing { .. });
+        let hint = weights_hint(&error);
         let failure = Failure::input(error);
-        if narrowing {
-            failure.hint("--narrow rounds the values")
-        } else {
-            failure
+        match hint {
+            Some(hint) => failure.hint(hint),
+            None => failure,
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::units;
 use clap::{Args, ValueEnum};
-use moesaic::spec::hf::{self, HfError, Import, TensorSource};
+use moesaic::spec::hf::{self, HfError, Import};
 use moesaic::{DType, LayerSpec};
 use std::fs;
 use std::io::Read;
@@ -54,8 +54,9 @@ impl From<Precision> for DType {
 pub struct Source {
     /// The layer.
     pub spec: LayerSpec,
-    /// For a Hugging Face layer, how its tensors are put together.
-    pub recipes: Option<Vec<TensorSource>>,
+    /// For a Hugging Face layer, how its tensors are put together. Its spec is the one of the
+    /// file; `spec` may have another precision.
+    pub import: Option<Import>,
     /// The directory of a Hugging Face model.
     pub directory: Option<PathBuf>,
 }
@@ -68,7 +69,7 @@ impl LayerArgs {
                 let spec = read_spec(path, console)?;
                 Source {
                     spec,
-                    recipes: None,
+                    import: None,
                     directory: None,
                 }
             }
@@ -89,18 +90,14 @@ impl LayerArgs {
             Some(layer) => layer,
             None => first_layer(&config, console)?,
         };
-        let Import {
-            spec,
-            sources,
-            notes,
-        } = config.import(layer)?;
-        for note in notes {
-            console.note(&note);
+        let import = config.import(layer)?;
+        for note in &import.notes {
+            console.note(note);
         }
-        check(&spec)?;
+        check(&import.spec)?;
         Ok(Source {
-            spec,
-            recipes: Some(sources),
+            spec: import.spec.clone(),
+            import: Some(import),
             directory: Some(config.directory),
         })
     }

@@ -75,6 +75,8 @@ const TABLE: &[(&str, &[Row])] = &[
             ("pin", CPU),
             ("strict", Always),
             ("narrow", Always),
+            ("allow-infinite", NotWith(&["--allow-infinite"], "--narrow")),
+            ("allow-extra", Always),
             ("reference", Always),
             ("stats", Always),
             ("record", Always),
@@ -419,6 +421,8 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gate", Always),
             ("output", Always),
             ("narrow", Always),
+            ("allow-infinite", NotWith(&["--allow-infinite"], "--narrow")),
+            ("allow-extra", Always),
         ],
     ),
     (

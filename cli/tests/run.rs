@@ -187,6 +187,36 @@ fn y_comes_in_the_type_of_the_activations_and_weights_round_only_when_asked() {
     assert_eq!(load(&small.output, "y").0, DType::Bf16);
 }
 
+/// What the weights hold beside, and beyond, what the layer can: said, and taken when asked.
+#[test]
+fn weights_without_a_use_or_out_of_range_are_refused() {
+    let small = Small::new();
+    let mut weights = small_weights();
+    weights.insert("experts.down.bias".to_string(), tensor(&[5, 20], 6));
+    let up = weights.get_mut("experts.up.weight").unwrap();
+    let mut values: Vec<f32> = up.to_f64().iter().map(|v| *v as f32).collect();
+    (values[0], values[1], values[2]) = (1e5, -1e5, 1e-9);
+    *up = Tensor::copied(&[5, 12, 20], &values);
+    save(small.weights.parent().unwrap(), "w.safetensors", &weights);
+    small.refuses(
+        &[],
+        &[
+            "`experts.down.bias` (`bias = true` under [experts] uses it)",
+            "hint: --allow-extra ignores such tensors",
+        ],
+    );
+    let f16 = ["--precision", "f16", "--narrow", "--allow-extra"];
+    for part in [
+        "to f16 makes 2 of its finite values infinite and 1 of its others zero",
+        "hint: --allow-infinite lets them become infinite",
+    ] {
+        small.run(&f16).fails_after_warning(2, part);
+    }
+    let finished = small.run(&[&f16[..], &["--allow-infinite"]].concat());
+    let note = "rounded to f16: 2 values became infinite, 1 value became zero";
+    assert!(finished.stderr.contains(note), "{}", finished.stderr);
+}
+
 #[test]
 fn a_capacity_adds_places() {
     let spec = format!("{SMALL}capacity = {{ mode = \"bounded\", factor = 0.5 }}\n");

@@ -94,6 +94,35 @@ fn every_family_that_is_read_has_a_fixture() {
     assert!(left.is_empty(), "no family names {left:?}");
 }
 
+/// The page's table of keys is that of the code, and no fixture has a key that it lacks.
+#[test]
+fn every_key_about_routing_has_a_rule() {
+    let page = text("docs/FAMILIES.md");
+    let rows = hf::routing_keys().into_iter().map(|keys| {
+        let names: Vec<String> = keys.names.iter().map(|name| format!("`{name}`")).collect();
+        let done = match keys.ignored {
+            Some(why) => format!("ignored: {why}"),
+            None => "must agree".to_string(),
+        };
+        format!("| {} | {} | {done} |\n", names.join(", "), keys.about)
+    });
+    let table: String = rows.collect();
+    let end = "|---|---|---|\n";
+    let said = page.rsplit(end).next().unwrap();
+    assert_eq!(said, table, "the last table of docs/FAMILIES.md");
+    for folder in ["hf", "hf_more", "families", "quantized"] {
+        for dir in entries(folder) {
+            let Ok(config) = fs::read_to_string(dir.join("config.json")) else {
+                continue;
+            };
+            let layer = hf::moe_layers(&config).unwrap()[0];
+            let notes = hf::import(&config, layer).unwrap().notes;
+            let unknown = notes.iter().find(|note| note.contains("no rule is known"));
+            assert_eq!(unknown, None, "{}", dir.display());
+        }
+    }
+}
+
 /// Numbers in words are counted here.
 #[test]
 fn the_documents_count_as_the_code_does() {

@@ -39,15 +39,24 @@ impl<'a> Tokens<'a> {
     pub fn read(file: &'a Checkpoint, spec: &LayerSpec, console: &Console) -> Result<Tokens<'a>> {
         let (x, count) = (find(file, "x")?, count(file, spec)?);
         let wanted = spec.precision.activations;
-        if x.dtype == Ok(DType::F32) && wanted != DType::F32 {
-            console.note(&format!("x is f32 and is rounded to the layer's {wanted}"));
-        }
         let mut tokens = Tokens {
             count,
             capacity_factor: None,
             tensors: Tensors::new(),
         };
-        tokens.insert("x", floats(&x, wanted)?);
+        let rounded = floats(&x, wanted)?;
+        if x.dtype == Ok(DType::F32) && wanted != DType::F32 {
+            let (before, after) = (infinite(&floats(&x, DType::F32)?), infinite(&rounded));
+            let lost = match after.saturating_sub(before) {
+                0 => String::new(),
+                1 => "; 1 value becomes infinite".to_string(),
+                lost => format!("; {lost} values become infinite"),
+            };
+            console.note(&format!(
+                "x is f32 and is rounded to the layer's {wanted}{lost}"
+            ));
+        }
+        tokens.insert("x", rounded);
         match spec.router.kind {
             RouterKind::Table => {
                 let ids = find(file, "token_ids")?;
@@ -251,9 +260,10 @@ fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<Tensor<'a>> {
     }
 }
 
-/// In pieces: a file may be much larger than the memory to spare.
+/// Values that are converted at a time: a file may be much larger than the memory to spare.
+const PIECE: usize = 1 << 20;
+
 fn convert(tensor: &Tensor<'_>, wanted: DType) -> Tensor<'static> {
-    const PIECE: usize = 1 << 20;
     let mut converted = Tensor::zeros(wanted, &tensor.shape);
     let from = tensor.data.chunks(PIECE * tensor.dtype.size());
     let to = converted.data.to_mut().chunks_mut(PIECE * wanted.size());
@@ -266,6 +276,20 @@ fn convert(tensor: &Tensor<'_>, wanted: DType) -> Tensor<'static> {
         to.copy_from_slice(&Tensor::rounded(wanted, &piece.shape, &piece.to_f32()).data);
     }
     converted
+}
+
+/// How many values are infinite.
+fn infinite(tensor: &Tensor<'_>) -> usize {
+    let pieces = tensor.data.chunks(PIECE * tensor.dtype.size());
+    let piece = |from: &[u8]| {
+        let piece = Tensor {
+            dtype: tensor.dtype,
+            shape: vec![from.len() / tensor.dtype.size()],
+            data: from.into(),
+        };
+        piece.to_f32().iter().filter(|v| v.is_infinite()).count()
+    };
+    pieces.map(piece).sum()
 }
 
 /// Numbers of tokens, which are i64.

@@ -25,6 +25,7 @@ pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
 use meeting::Meeting;
+use moesaic::spec::hf::Import;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
 use moesaic::weights::{write_safetensors, write_whole};
@@ -78,6 +79,12 @@ pub struct RunArgs {
     /// Round weights that the layer's precision cannot hold exactly
     #[arg(long)]
     narrow: bool,
+    /// Let --narrow make values infinite that the precision has no room for
+    #[arg(long, requires = "narrow")]
+    allow_infinite: bool,
+    /// Ignore tensors of the layer that the spec has no use for
+    #[arg(long)]
+    allow_extra: bool,
     /// Also compare with the slow f64 reference
     #[arg(long)]
     reference: bool,
@@ -123,7 +130,7 @@ impl RunArgs {
         let args = self;
         args.check_files()?;
         let mut source = args.layer.load(console)?;
-        if source.recipes.is_some() && args.keys.get().is_some() {
+        if source.import.is_some() && args.keys.get().is_some() {
             let message = "--keys does nothing with --hf: the model's own names are read";
             return Err(Failure::input(message).hint("leave it out, or take --spec"));
         }
@@ -183,6 +190,9 @@ impl RunArgs {
         } else {
             None
         };
+        for rounded in weights.rounded() {
+            console.note(&rounded.to_string());
+        }
         let limited = outcome.limited;
         let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
         if let (Some(path), Some(statistics)) = (&args.record, &routing) {
@@ -276,10 +286,19 @@ impl RunArgs {
     fn weights<'c>(&self, source: &Source, file: &'c Checkpoint) -> Result<LayerReader<'c>> {
         let options = LoadOptions {
             narrow: self.narrow,
+            allow_infinite: self.allow_infinite,
+            allow_extra: self.allow_extra,
         };
         let (spec, all) = (&source.spec, source.spec.shape.experts);
-        Ok(match (&source.recipes, self.keys.get()) {
-            (Some(recipes), _) => LayerReader::of_sources(spec, recipes, file, options)?,
+        Ok(match (&source.import, self.keys.get()) {
+            (Some(import), _) => {
+                let spec = spec.clone();
+                let import = Import {
+                    spec,
+                    ..import.clone()
+                };
+                LayerReader::of_import(&import, file, options)?
+            }
             (None, Some(keys)) => LayerReader::of_keys(spec, all, &keys, file, options)?,
             (None, None) => LayerReader::canonical(spec, file, options)?,
         })
@@ -288,7 +307,8 @@ impl RunArgs {
     /// What decides which weights are read, besides their file and the spec.
     fn reading(&self, source: &Source) -> String {
         let (keys, narrow) = (self.keys.get(), self.narrow);
-        format!("{:?}, {keys:?}, {narrow}", source.recipes)
+        let recipes = source.import.as_ref().map(|import| &import.sources);
+        format!("{recipes:?}, {keys:?}, {narrow}")
     }
 
     /// What `precompile` has to be told besides what an engine knows: a replay has the layer

@@ -143,6 +143,8 @@ impl Keys {
     fn tutel(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
         let gated = spec.gated();
         let swapped = || vec![Step::Transpose];
+        // The oldest versions keep biases as [E, 1, h].
+        let flat = || vec![Step::Reshape(tensor.shape.clone())];
         // Parameters of llama_ffn are flat where ranks may share them.
         let turned = || {
             let [experts, columns, rows] = [0, 1, 2].map(|axis| tensor.shape[axis]);
@@ -158,9 +160,9 @@ impl Keys {
             ("experts.up.weight", true) => self.named("experts.W_fc2", turned()),
             ("experts.down.weight", true) => self.named("experts.W_fc3", turned()),
             ("experts.up.weight", false) => self.named("experts.batched_fc1_w", vec![]),
-            ("experts.up.bias", false) => self.named("experts.batched_fc1_bias", vec![]),
+            ("experts.up.bias", false) => self.named("experts.batched_fc1_bias", flat()),
             ("experts.down.weight", false) => self.named("experts.batched_fc2_w", swapped()),
-            ("experts.down.bias", false) => self.named("experts.batched_fc2_bias", vec![]),
+            ("experts.down.bias", false) => self.named("experts.batched_fc2_bias", flat()),
             _ => return Vec::new(),
         }]
     }

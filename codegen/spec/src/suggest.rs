@@ -4,7 +4,7 @@
 use strsim::osa_distance as distance;
 
 /// The closest of `known`, if it is close enough to be what was meant.
-pub(crate) fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = plain(word);
     let letters = word.chars().count();
     let allowed = allowed(letters);

@@ -2,29 +2,39 @@
 
 use crate::WeightsError;
 use moesaic_kernel::DType;
+use moesaic_spec::hf::parse_json;
 use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a file or a model directory, mapped into memory.
 ///
-/// Opening reads headers only. The files must not be cut short while a
+/// Opening reads the header of a single file, or the index of several: a shard is opened when a
+/// tensor in it is asked for, so the shards of other layers need not be there. The files must not be cut short while a
 /// checkpoint is open, or a tensor that it lent is there: the system would end the
 /// process on the next access. That a file has its length is looked at before each
 /// read, which then is an error; what happens during a read nothing can catch. A file that is replaced by another of its name stays.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
-    shards: Vec<Shard>,
+    shards: Vec<LazyShard>,
     /// From name to shard.
     names: BTreeMap<String, usize>,
+}
+
+/// A file that is opened when a tensor in it is asked for.
+#[derive(Debug)]
+struct LazyShard {
+    file: PathBuf,
+    /// Only success is kept: an error is found again when asked again.
+    opened: OnceLock<Shard>,
 }
 
 #[derive(Debug)]
@@ -95,7 +105,8 @@ impl Checkpoint {
     ///
     /// [`WeightsError::NotFound`], [`WeightsError::NoWeights`],
     /// [`WeightsError::Io`], and [`WeightsError::Corrupt`] for a file that is
-    /// cut short or whose header makes no sense.
+    /// cut short or whose header makes no sense. What is wrong with one of several shards
+    /// [`Checkpoint::find`] says.
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, WeightsError> {
         let path = path.as_ref();
         let about = fs::metadata(path).map_err(WeightsError::io(path))?;
@@ -136,7 +147,8 @@ impl Checkpoint {
     /// The text that a file's metadata has under a key, of the first file where there are
     /// several: what [`write_safetensors_noted`](crate::write_safetensors_noted) wrote.
     pub fn noted(&self, key: &str) -> Option<&str> {
-        let all = self.shards.first()?.metadata.metadata().as_ref()?;
+        let all = self.shards.first()?.open().ok()?.metadata.metadata();
+        let all = all.as_ref()?;
         all.get(key).map(String::as_str)
     }
 
@@ -150,14 +162,45 @@ impl Checkpoint {
         self.names.keys().map(String::as_str)
     }
 
-    /// The tensor of that name, without copying it.
+    /// Whether there is a tensor of that name. Opens no shard.
+    pub fn has(&self, name: &str) -> bool {
+        self.names.contains_key(name)
+    }
+
+    /// The tensor of that name, without copying it; `None` also where its shard cannot be read.
+    /// [`Checkpoint::find`] says why.
     pub fn tensor(&self, name: &str) -> Option<TensorRef<'_>> {
-        let (name, shard) = self.names.get_key_value(name)?;
-        let shard = &self.shards[*shard];
-        let info = shard.metadata.info(name)?;
+        self.find(name).ok().flatten()
+    }
+
+    /// The tensor of that name, without copying it; `None` if no tensor has the name.
+    ///
+    /// # Errors
+    ///
+    /// [`WeightsError::MissingShard`] when the index names a file that is not there,
+    /// [`WeightsError::Io`], and [`WeightsError::Corrupt`] for a shard that is cut short, makes
+    /// no sense, or lacks the tensor.
+    pub fn find(&self, name: &str) -> Result<Option<TensorRef<'_>>, WeightsError> {
+        let Some((name, shard)) = self.names.get_key_value(name) else {
+            return Ok(None);
+        };
+        let shard = self.shards[*shard].open().map_err(|error| match error {
+            WeightsError::NotFound { path } => WeightsError::MissingShard {
+                tensor: name.clone(),
+                file: path,
+            },
+            other => other,
+        })?;
+        let Some(info) = shard.metadata.info(name) else {
+            let reason = format!("the index says it has `{name}`, but it has not");
+            return Err(WeightsError::Corrupt {
+                file: shard.file.clone(),
+                reason,
+            });
+        };
         let (start, end) = info.data_offsets;
         let (start, end) = (shard.data + start, shard.data + end);
-        Some(TensorRef {
+        Ok(Some(TensorRef {
             name,
             file: &shard.file,
             dtype: ours(info),
@@ -165,18 +208,18 @@ impl Checkpoint {
             bytes: &shard.map[start..end],
             map: &shard.map,
             start,
-        })
+        }))
     }
 
     /// The tensor of that name, whose bytes stay in the file.
     ///
     /// # Errors
     ///
-    /// [`WeightsError::MissingTensor`], and [`WeightsError::WrongDType`] for an
-    /// element type that is none of ours.
+    /// As [`Checkpoint::find`]; [`WeightsError::MissingTensor`], and
+    /// [`WeightsError::WrongDType`] for an element type that is none of ours.
     pub fn read(&self, name: &str) -> Result<Tensor<'static>, WeightsError> {
         let from = self
-            .tensor(name)
+            .find(name)?
             .ok_or_else(|| WeightsError::MissingTensor {
                 tensor: name.to_string(),
                 path: self.path.clone(),
@@ -194,41 +237,52 @@ impl Checkpoint {
 
     fn add_whole(&mut self, file: PathBuf) -> Result<(), WeightsError> {
         let shard = Shard::open(file)?;
-        let at = self.shards.len();
-        self.names.extend(
-            shard
-                .metadata
-                .offset_keys()
-                .into_iter()
-                .map(|name| (name, at)),
-        );
-        self.shards.push(shard);
+        let names = shard.metadata.offset_keys().into_iter();
+        self.names
+            .extend(names.map(|name| (name, self.shards.len())));
+        self.shards.push(LazyShard::opened(shard));
         Ok(())
     }
 
     fn add_indexed(&mut self, dir: &Path) -> Result<(), WeightsError> {
         let index = dir.join(INDEX);
-        let mut opened: BTreeMap<String, usize> = BTreeMap::new();
+        let mut known: BTreeMap<String, usize> = BTreeMap::new();
         for (name, file) in read_index(&index)? {
-            let at = match opened.get(&file) {
+            let at = match known.get(&file) {
                 Some(at) => *at,
                 None => {
-                    self.shards.push(Shard::open(inside(dir, &index, &file)?)?);
-                    opened.insert(file, self.shards.len() - 1);
+                    self.shards
+                        .push(LazyShard::closed(inside(dir, &index, &file)?));
+                    known.insert(file, self.shards.len() - 1);
                     self.shards.len() - 1
                 }
             };
-            let shard = &self.shards[at];
-            if shard.metadata.info(&name).is_none() {
-                let reason = format!("the index says it has `{name}`, but it has not");
-                return Err(WeightsError::Corrupt {
-                    file: shard.file.clone(),
-                    reason,
-                });
-            }
             self.names.insert(name, at);
         }
         Ok(())
+    }
+}
+
+impl LazyShard {
+    fn closed(file: PathBuf) -> LazyShard {
+        let opened = OnceLock::new();
+        LazyShard { file, opened }
+    }
+
+    fn opened(shard: Shard) -> LazyShard {
+        LazyShard {
+            file: shard.file.clone(),
+            opened: OnceLock::from(shard),
+        }
+    }
+
+    fn open(&self) -> Result<&Shard, WeightsError> {
+        if let Some(shard) = self.opened.get() {
+            return Ok(shard);
+        }
+        // Two threads may both open it; the second's is let go of.
+        let shard = Shard::open(self.file.clone())?;
+        Ok(self.opened.get_or_init(|| shard))
     }
 }
 
@@ -242,7 +296,7 @@ impl WeightSource for Checkpoint {
 
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
         let from = self
-            .tensor(name)
+            .find(name)?
             .ok_or_else(|| format!("there is no tensor `{name}`"))?;
         let dtype = from
             .dtype
@@ -319,8 +373,7 @@ pub(crate) fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsE
         file: index.to_path_buf(),
         reason,
     };
-    let json: serde_json::Value =
-        serde_json::from_str(&text).map_err(|e| corrupt(format!("not JSON ({e})")))?;
+    let json = parse_json(&text).map_err(|e| corrupt(format!("not JSON ({e})")))?;
     let map = json
         .get("weight_map")
         .and_then(serde_json::Value::as_object);

@@ -1,5 +1,6 @@
 //! What can go wrong with weight files.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
@@ -13,6 +14,18 @@ pub enum WeightsError {
     NotFound {
         /// The path.
         path: PathBuf,
+    },
+
+    /// A shard that the index names is not in the directory.
+    #[error(
+        "`{tensor}` is in {file}, which is not there: put this shard beside the index (those of \
+         other layers are not needed)", file = .file.display()
+    )]
+    MissingShard {
+        /// The name in the index.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
     },
 
     /// The directory holds no weights that can be read.
@@ -53,6 +66,34 @@ pub enum WeightsError {
         tried: String,
         /// Similar names that are there.
         near: String,
+    },
+
+    /// There are tensors that the spec has no use for: the layer would compute something else
+    /// than the file means.
+    #[error(
+        "{path} has {}: remove {}, change the spec, or allow extra tensors, which ignores them", strays(.tensors),
+        if .tensors.len() == 1 { "it" } else { "them" }, path = .path.display()
+    )]
+    Extra {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Each name, and what it may mean: `` `router.bias` (used with …) ``.
+        tensors: Vec<String>,
+    },
+
+    /// A tensor fits in two orders of its dimensions, and nothing tells which one it has.
+    #[error(
+        "`{tensor}` in {file} has shape {found:?}, which fits both as it is and transposed, and no \
+         other tensor of the layer tells which one it is: store the experts one by one, or in \
+         canonical names", file = .file.display()
+    )]
+    Ambiguous {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// Its shape.
+        found: Vec<usize>,
     },
 
     /// A state dictionary of another library is not the layer.
@@ -119,6 +160,25 @@ pub enum WeightsError {
         wanted: String,
     },
 
+    /// Rounding to the spec's type makes finite values infinite.
+    #[error(
+        "rounding `{tensor}` in {file} to {wanted} makes {infinite} of its finite values infinite \
+         and {zero} of its others zero: set the spec's precision to one with a wider range \
+         (bf16, f32), or allow infinities", file = .file.display()
+    )]
+    Overflow {
+        /// The name in the file; of several that make a weight, the first.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// The spec's type.
+        wanted: String,
+        /// Finite values of the weight that become infinite.
+        infinite: u64,
+        /// Values of the weight other than zero that become zero.
+        zero: u64,
+    },
+
     /// Several tensors do not fit, so that all can be mended at once.
     #[error("several tensors do not fit:{}", lines(.errors))]
     Several {
@@ -143,6 +203,18 @@ pub enum WeightsError {
 /// Errors that are shown one by one.
 const SHOWN: usize = 8;
 
+fn strays(tensors: &[String]) -> String {
+    let shown = tensors[..tensors.len().min(SHOWN)].join(", ");
+    let more = match tensors.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    match tensors.len() {
+        1 => format!("a tensor that the layer does not use, {shown}"),
+        count => format!("{count} tensors that the layer does not use, {shown}{more}"),
+    }
+}
+
 fn lines(errors: &[WeightsError]) -> String {
     let shown = errors.iter().take(SHOWN);
     let mut text: String = shown.map(|error| format!("\n  {error}")).collect();
@@ -162,10 +234,11 @@ impl WeightsError {
         } else {
             errors.truncate(1)
         }
-        let mut missing = 0;
-        errors.retain(|error| {
-            missing += usize::from(matches!(error, WeightsError::MissingTensor { .. }));
-            missing <= 1 || !matches!(error, WeightsError::MissingTensor { .. })
+        let mut causes = BTreeSet::new();
+        errors.retain(|error| match error {
+            WeightsError::MissingTensor { .. } => causes.insert(None),
+            WeightsError::MissingShard { file, .. } => causes.insert(Some(file.clone())),
+            _ => true,
         });
         // Both halves of a fused tensor say the same.
         errors.dedup_by_key(|error| error.to_string());

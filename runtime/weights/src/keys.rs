@@ -1,5 +1,6 @@
 //! Layers of other libraries.
 
+use crate::recipe::listed;
 use crate::{Checkpoint, LayerReader, LoadOptions, WeightsError};
 use moesaic_spec::hf::TensorSource;
 use moesaic_spec::keys::{Keys, Library, rank_tensors};
@@ -66,8 +67,10 @@ impl<'a> LayerReader<'a> {
         finder.check_names(&sources)?;
         finder.check_count(&keys, spec.shape.experts)?;
         let layer = LayerReader::of_tensors(spec, &tensors, &sources, checkpoint, options)?;
-        let read = sources.iter().flat_map(|source| &source.alternatives);
-        finder.check_all_read(&keys, spec, read.flat_map(|a| a.names()).collect())?;
+        if !options.allow_extra {
+            let read = sources.iter().flat_map(|source| &source.alternatives);
+            finder.check_all_read(&keys, spec, read.flat_map(|a| a.names()).collect())?;
+        }
         Ok(layer)
     }
 }
@@ -145,9 +148,7 @@ impl Finder<'_> {
 
     /// Whether the layer has as many experts as the spec says.
     fn check_count(&self, keys: &Keys, whole: usize) -> Result<(), WeightsError> {
-        let name = keys
-            .count()
-            .filter(|name| self.checkpoint.tensor(name).is_some());
+        let name = keys.count().filter(|name| self.checkpoint.has(name));
         let Some(name) = name else { return Ok(()) };
         let found = self.checkpoint.read(&name)?.to_f64();
         match found.as_slice() {
@@ -168,13 +169,16 @@ impl Finder<'_> {
     ) -> Result<(), WeightsError> {
         let owned = keys.owned(spec);
         let own = |name: &&str| owned.iter().any(|part| name.starts_with(part.as_str()));
-        let mut names = self.checkpoint.names().filter(own);
-        match names.find(|name| !read.contains(*name)) {
-            None => Ok(()),
-            Some(name) => {
-                let problem = format!("the layer has `{name}`, the spec has no such tensor");
-                Err(self.error(problem))
-            }
+        let names = self.checkpoint.names().filter(own);
+        let strays = names.filter(|name| !read.contains(*name));
+        let strays: Vec<String> = strays.map(str::to_string).collect();
+        if strays.is_empty() {
+            return Ok(());
         }
+        Err(self.error(format!(
+            "the layer has {}, the spec has no such tensor: change the spec (`bias = true` under \
+             [experts] or [router] for biases), or allow extra tensors",
+            listed(&strays)
+        )))
     }
 }

@@ -11,6 +11,13 @@ pub struct LoadOptions {
     /// Round values to the spec's element type where it cannot hold those of
     /// the file; otherwise that is an error. What was quantized is rounded in any case.
     pub narrow: bool,
+    /// Let finite values become infinite where the spec's element type has a smaller range;
+    /// otherwise that is an error. What becomes zero is counted, and no error:
+    /// [`LayerReader::rounded`].
+    pub allow_infinite: bool,
+    /// Ignore tensors of the layer that the spec has no use for; otherwise they are an error,
+    /// because a bias that is not added, for one, changes what the layer computes.
+    pub allow_extra: bool,
 }
 
 /// All tensors of a file with canonical names: [`LayerReader::canonical`], loaded.

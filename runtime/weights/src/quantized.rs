@@ -56,7 +56,8 @@ impl<'a> Quantized<'a> {
             return Ok(None);
         };
         let names = codes.scales(from.name);
-        let found = names.iter().find_map(|name| finder.checkpoint.tensor(name));
+        let found = names.iter().find(|name| finder.checkpoint.has(name));
+        let found = found.map_or(Ok(None), |name| finder.checkpoint.find(name))?;
         let Some(scales) = found else {
             return Err(no_scales(finder, &from, &names));
         };
@@ -159,9 +160,11 @@ impl<'a> Scales<'a> {
         };
         let wide = |last: [usize; 2]| [outer, &last].concat();
         let Some([down, across]) = block else {
-            // Ones in a shape say nothing: rows are [rows] or [rows, 1].
+            // Rows are [rows] or [rows, 1]; [1, rows] would be scales of columns, which are
+            // as many in a square matrix.
             let bare = |shape: &[usize]| -> Vec<usize> {
-                shape.iter().copied().filter(|size| *size != 1).collect()
+                let ones = shape.iter().rev().take_while(|size| **size == 1).count();
+                shape[..shape.len() - ones].to_vec()
             };
             let is = |last| bare(from.shape) == bare(&wide(last));
             return match [[rows, 1], [1, 1]].into_iter().find(|grid| is(*grid)) {

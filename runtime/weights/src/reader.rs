@@ -1,13 +1,14 @@
 //! A layer of a checkpoint, read when its weights are asked for.
 
-use crate::recipe::Finder;
-use crate::weight::Weight;
+use crate::recipe::{Finder, Fits};
+use crate::stray::stray;
+use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Import, TensorSource, canonical_sources};
-use moesaic_spec::{LayerSpec, TensorSpec, canonical_tensors};
+use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// The weights of one layer of a checkpoint, in canonical shape and the spec's
@@ -31,32 +32,46 @@ impl<'a> LayerReader<'a> {
     /// # Errors
     ///
     /// [`WeightsError`] names the tensor, what it is and what was expected;
-    /// [`WeightsError::Several`] all of them, where several do not fit.
+    /// [`WeightsError::Several`] all of them, where several do not fit;
+    /// [`WeightsError::Extra`] tensors of the file that the spec has no use for.
     pub fn canonical(
         spec: &LayerSpec,
         checkpoint: &'a Checkpoint,
         options: LoadOptions,
     ) -> Result<LayerReader<'a>, WeightsError> {
-        LayerReader::of_sources(spec, &canonical_sources(spec), checkpoint, options)
+        let sources = canonical_sources(spec);
+        let reader = LayerReader::of_sources(spec, &sources, checkpoint, options)?;
+        if options.allow_extra {
+            return Ok(reader);
+        }
+        reader.check_extra(spec, &sources, checkpoint, checkpoint.names())
     }
 
-    /// One layer of a Hugging Face checkpoint.
+    /// One layer of a Hugging Face checkpoint. You may change the precision of the import's spec
+    /// before.
     ///
     /// # Errors
     ///
-    /// As [`LayerReader::canonical`].
+    /// As [`LayerReader::canonical`]; extra are tensors in the layer's own MoE block that
+    /// config.json has no use for.
     pub fn of_import(
         import: &Import,
         checkpoint: &'a Checkpoint,
         options: LoadOptions,
     ) -> Result<LayerReader<'a>, WeightsError> {
-        LayerReader::of_sources(&import.spec, &import.sources, checkpoint, options)
+        let (spec, sources) = (&import.spec, &import.sources);
+        let reader = LayerReader::of_sources(spec, sources, checkpoint, options)?;
+        if options.allow_extra {
+            return Ok(reader);
+        }
+        let judged = checkpoint.names().filter(|name| import.owns(name));
+        reader.check_extra(spec, sources, checkpoint, judged)
     }
 
     /// The weights of `spec`, each put together by its recipe in `sources`.
     ///
-    /// Use this instead of [`LayerReader::of_import`] when the spec's precision was
-    /// changed after the import.
+    /// Other tensors of the checkpoint are ignored: only [`LayerReader::canonical`] and
+    /// [`LayerReader::of_import`] know which of them are the layer's.
     ///
     /// # Errors
     ///
@@ -78,7 +93,7 @@ impl<'a> LayerReader<'a> {
         checkpoint: &'a Checkpoint,
         options: LoadOptions,
     ) -> Result<LayerReader<'a>, WeightsError> {
-        let find = |tensor: &TensorSpec| -> Result<Weight<'a>, WeightsError> {
+        let find = |tensor: &TensorSpec| -> Result<Fits<'a>, WeightsError> {
             let source = sources.iter().find(|source| source.name == tensor.name);
             let alternatives = source.map_or(&[][..], |source| &source.alternatives);
             let finder = Finder {
@@ -89,10 +104,18 @@ impl<'a> LayerReader<'a> {
             };
             finder.weight(alternatives)
         };
-        let (mut weights, mut wrong) = (BTreeMap::new(), Vec::new());
+        let (mut found, mut wrong) = (Vec::new(), Vec::new());
         for tensor in tensors {
             match find(tensor) {
-                Ok(weight) => drop(weights.insert(tensor.name.clone(), weight)),
+                Ok(fits) => found.push((tensor.name.clone(), fits)),
+                Err(error) => wrong.push(error),
+            }
+        }
+        let transposed = orientation(found.iter().map(|(_, fits)| fits));
+        let mut weights = BTreeMap::new();
+        for (name, fits) in found {
+            match fits.decide(transposed) {
+                Ok(weight) => drop(weights.insert(name, weight)),
                 Err(error) => wrong.push(error),
             }
         }
@@ -101,6 +124,39 @@ impl<'a> LayerReader<'a> {
         } else {
             Err(WeightsError::all(wrong))
         }
+    }
+
+    /// Refuses tensors of the file that are `judged` and that no recipe knows.
+    fn check_extra<'n>(
+        self,
+        spec: &LayerSpec,
+        sources: &[TensorSource],
+        checkpoint: &Checkpoint,
+        judged: impl Iterator<Item = &'n str>,
+    ) -> Result<LayerReader<'a>, WeightsError> {
+        let alternatives = sources.iter().flat_map(|source| &source.alternatives);
+        let known: BTreeSet<String> = alternatives.flat_map(|a| a.names()).collect();
+        // Ids and weights that come with each call take the place of a router: it may be there.
+        // So may an optimizer's state, which trained layers have beside their weights.
+        let external = spec.router.kind == RouterKind::External;
+        let beside = |name: &str| {
+            name.starts_with("optimizer.") || (external && name.starts_with("router."))
+        };
+        let strays = judged.filter(|name| !known.contains(*name) && !beside(name));
+        let tensors: Vec<String> = strays.map(|name| stray(name, spec)).collect();
+        if tensors.is_empty() {
+            return Ok(self);
+        }
+        let path = checkpoint.path().to_path_buf();
+        Err(WeightsError::Extra { path, tensors })
+    }
+
+    /// The weights whose values became zero or infinite because the layer's element type has a
+    /// smaller range than the file's, as far as they were read.
+    pub fn rounded(&self) -> Vec<Rounded> {
+        let each = self.weights.iter();
+        each.filter_map(|(name, weight)| weight.rounded(name))
+            .collect()
     }
 
     /// All weights. Those that the file has as they should be stay there; see
@@ -115,6 +171,14 @@ impl<'a> LayerReader<'a> {
         each.map(|(name, weight)| Ok((name.clone(), weight.whole()?)))
             .collect()
     }
+}
+
+/// Whether the file's experts are transposed, as the tensors say whose shapes tell: nothing if
+/// none tells or they disagree.
+fn orientation<'a: 'f, 'f>(found: impl Iterator<Item = &'f Fits<'a>>) -> Option<bool> {
+    let mut said = found.filter_map(Fits::says_transposed);
+    let first = said.next()?;
+    said.all(|other| other == first).then_some(first)
 }
 
 impl WeightSource for LayerReader<'_> {

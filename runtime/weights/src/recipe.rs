@@ -7,9 +7,10 @@ use crate::weight::{Elements, Part, Weight};
 use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Alternative, Parts, Step};
-use moesaic_spec::{LayerSpec, RouterKind, TensorSpec};
+use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
+use std::sync::Mutex;
 
 /// What is needed to find one weight.
 pub(crate) struct Finder<'a, 's> {
@@ -19,26 +20,88 @@ pub(crate) struct Finder<'a, 's> {
     pub tensor: &'s TensorSpec,
 }
 
+/// A weight as one alternative has it.
+pub(crate) struct Fit<'a> {
+    pub weight: Weight<'a>,
+    /// Whether the recipe transposes what the file has.
+    pub transposed: bool,
+}
+
+/// The ways in which a weight can be read, most usual first; at least one.
+pub(crate) struct Fits<'a> {
+    pub fits: Vec<Fit<'a>>,
+    /// Whether the recipes know the tensor both as it is and transposed.
+    pub either: bool,
+}
+
+impl<'a> Fits<'a> {
+    /// What this tensor says of the order that the file's experts are in: nothing if the recipes
+    /// know one order, or if both fit.
+    pub fn says_transposed(&self) -> Option<bool> {
+        let known = self.either && self.fits.len() == 1;
+        known.then(|| self.fits[0].transposed)
+    }
+
+    /// The weight, given what the other tensors say.
+    pub fn decide(mut self, transposed: Option<bool>) -> Result<Weight<'a>, WeightsError> {
+        if self.fits.len() > 1 {
+            let Some(transposed) = transposed else {
+                return Err(self.ambiguous());
+            };
+            self.fits.retain(|fit| fit.transposed == transposed);
+        }
+        Ok(self.fits.swap_remove(0).weight)
+    }
+
+    fn ambiguous(&self) -> WeightsError {
+        let from = &self.fits[0].weight.parts[0].from;
+        WeightsError::Ambiguous {
+            tensor: from.name.to_string(),
+            file: from.file.to_path_buf(),
+            found: from.shape.to_vec(),
+        }
+    }
+}
+
 impl<'a> Finder<'a, '_> {
-    /// The first alternative that is there and whose shape fits.
-    pub fn weight(&self, alternatives: &[Alternative]) -> Result<Weight<'a>, WeightsError> {
-        let mut misfit = None;
-        for alternative in alternatives.iter().filter(|a| self.present(a)) {
+    /// The first alternative that is there and whose shape fits, and where the same tensors fit
+    /// transposed as well, that.
+    pub fn weight(&self, alternatives: &[Alternative]) -> Result<Fits<'a>, WeightsError> {
+        let (mut misfit, mut fits) = (None, Vec::<(&Alternative, Fit<'a>)>::new());
+        let mut present = alternatives.iter().filter(|a| self.present(a));
+        let first = |fits: &[(&Alternative, _)]| fits.first().map(|(a, _)| a.parts.clone());
+        for alternative in &mut present {
+            if first(&fits).is_some_and(|parts| parts != alternative.parts) {
+                continue;
+            }
             match self.look_up(alternative) {
+                Ok(weight) => {
+                    let transposed = alternative.transposes();
+                    let known = |(_, fit): &(_, Fit<'_>)| fit.transposed == transposed;
+                    if !fits.iter().any(known) {
+                        fits.push((alternative, Fit { weight, transposed }));
+                    }
+                }
                 Err(error @ WeightsError::WrongShape { .. }) => misfit = misfit.or(Some(error)),
-                done => return done,
+                // Another reading of a tensor that fits already is not asked for.
+                Err(error) if fits.is_empty() => return Err(error),
+                Err(_) => {}
             }
         }
-        Err(misfit.unwrap_or_else(|| self.missing(alternatives)))
+        let Some(parts) = first(&fits) else {
+            return Err(misfit.unwrap_or_else(|| self.missing(alternatives)));
+        };
+        let same = alternatives.iter().filter(|a| a.parts == parts);
+        let either = same.clone().any(|a| a.transposes()) && same.clone().any(|a| !a.transposes());
+        let fits = fits.into_iter().map(|(_, fit)| fit).collect();
+        Ok(Fits { fits, either })
     }
 
     /// Whether the checkpoint has the alternative's first tensor. One that
     /// lacks a later one is damaged, which reading it will say.
     fn present(&self, alternative: &Alternative) -> bool {
         let names = alternative.names();
-        names
-            .first()
-            .is_none_or(|name| self.checkpoint.tensor(name).is_some())
+        names.first().is_none_or(|name| self.checkpoint.has(name))
     }
 
     fn look_up(&self, alternative: &Alternative) -> Result<Weight<'a>, WeightsError> {
@@ -67,6 +130,8 @@ impl<'a> Finder<'a, '_> {
             stacked,
             columns: self.columns(steps, shape)?,
             experts: table.then(|| self.spec.routed_experts()),
+            allow_infinite: self.options.allow_infinite,
+            tally: Mutex::default(),
         })
     }
 
@@ -122,7 +187,7 @@ impl<'a> Finder<'a, '_> {
 
     fn find(&self, name: &str) -> Result<TensorRef<'a>, WeightsError> {
         self.checkpoint
-            .tensor(name)
+            .find(name)?
             .ok_or_else(|| WeightsError::MissingTensor {
                 tensor: self.tensor.name.clone(),
                 path: self.checkpoint.path().to_path_buf(),
@@ -261,6 +326,9 @@ impl<'a> Finder<'a, '_> {
                 "; it has `{fused}`: say layout = \"concat\" or \"interleaved\" under [experts]"
             );
         }
+        if let Some(name) = self.misspelt() {
+            return format!("; it has `{name}`: is that the one?");
+        }
         let end = |name: &str| {
             let parts: Vec<&str> = name.rsplit('.').take(2).collect();
             parts.join(".")
@@ -279,6 +347,14 @@ impl<'a> Finder<'a, '_> {
         }
     }
 
+    /// The name in the file that is close to the canonical one and no tensor of the spec: the
+    /// one that is missing, misspelt.
+    fn misspelt(&self) -> Option<&'a str> {
+        let known = canonical_tensors(self.spec);
+        let stray = |name: &&str| known.iter().all(|tensor| tensor.name != *name);
+        closest(&self.tensor.name, self.checkpoint.names().filter(stray))
+    }
+
     /// The fused tensor of the checkpoint that holds the one looked for, where
     /// the spec says that gate and up are apart.
     fn fused(&self, tried: &[String]) -> Option<String> {
@@ -287,12 +363,12 @@ impl<'a> Finder<'a, '_> {
             .iter()
             .filter(|part| name.contains(*part))
             .map(|part| name.replacen(part, ".gate_up.", 1))
-            .find(|fused| self.checkpoint.tensor(fused).is_some())
+            .find(|fused| self.checkpoint.has(fused))
     }
 }
 
 /// The first few, and how many more.
-fn listed(names: &[String]) -> String {
+pub(crate) fn listed(names: &[String]) -> String {
     let shown: Vec<String> = names.iter().take(4).map(|n| format!("`{n}`")).collect();
     let more = names.len().saturating_sub(4);
     let tail = if more > 0 {

@@ -32,8 +32,8 @@ impl Layout {
                 };
                 let same = count(shape) == count(&self.shape);
                 let moved = self.strides != dense_strides(&self.shape);
-                if !same || moved {
-                    return Err(format!("one of as many elements as {shape:?}"));
+                if !same || moved || !regroups(&self.shape, shape) {
+                    return Err(format!("{shape:?}, flat or not"));
                 }
                 Ok(Layout {
                     start: self.start,
@@ -126,6 +126,29 @@ impl Layout {
         }
         starts
     }
+}
+
+/// Whether two shapes of as many elements differ in dimensions that were joined or parted, and
+/// not in their order: `[E·h, d]` is `[E, h, d]`, `[d, E·h]` is another tensor.
+fn regroups(a: &[usize], b: &[usize]) -> bool {
+    let bare = |shape: &[usize]| -> Vec<usize> {
+        let sizes = shape.iter().copied();
+        sizes.filter(|size| *size != 1).collect()
+    };
+    let (a, b) = (bare(a), bare(b));
+    let (fine, coarse) = if a.len() < b.len() { (b, a) } else { (a, b) };
+    let mut fine = fine.into_iter();
+    coarse.into_iter().all(|size| {
+        let mut product = 1usize;
+        while product < size {
+            match fine.next() {
+                Some(part) if part > 0 => product = product.saturating_mul(part),
+                _ => return false,
+            }
+        }
+        // An empty dimension holds nothing whose order could be wrong.
+        product == size || size == 0
+    })
 }
 
 fn dense_strides(shape: &[usize]) -> Vec<usize> {

@@ -7,7 +7,10 @@ use crate::quantized::Quantized;
 use crate::view::Layout;
 use moesaic_kernel::DType;
 use moesaic_tensor::{Bytes, Tensor, read_float, read_int, write_f32s, write_float};
+use std::collections::BTreeSet;
+use std::fmt;
 use std::ops::Range;
+use std::sync::Mutex;
 
 /// A weight that was found; nothing of it was read.
 pub(crate) struct Weight<'a> {
@@ -22,6 +25,86 @@ pub(crate) struct Weight<'a> {
     pub columns: Option<Vec<f64>>,
     /// The weight is a table of ids below this number.
     pub experts: Option<usize>,
+    /// Finite values may become infinite.
+    pub allow_infinite: bool,
+    /// What rounding did, of the rows that were read.
+    pub tally: Mutex<Tally>,
+}
+
+/// Values of a weight that left the range of the layer's element type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rounded {
+    /// The canonical name.
+    pub tensor: String,
+    /// The layer's element type.
+    pub dtype: DType,
+    /// Finite values that became infinite.
+    pub infinite: u64,
+    /// Values other than zero that became zero.
+    pub zero: u64,
+}
+
+impl fmt::Display for Rounded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let values = |n: u64| if n == 1 { "value" } else { "values" };
+        let (tensor, dtype) = (&self.tensor, self.dtype);
+        let counts = [(self.infinite, "infinite"), (self.zero, "zero")];
+        let said = counts.into_iter().filter(|(count, _)| *count > 0);
+        let said = said.map(|(n, what)| format!("{n} {} became {what}", values(n)));
+        let said: Vec<String> = said.collect();
+        write!(f, "{tensor}, rounded to {dtype}: {}", said.join(", "))
+    }
+}
+
+/// Counts of values, each row of the weight once, however often it is read.
+#[derive(Default)]
+pub(crate) struct Tally {
+    lost: Lost,
+    rows: BTreeSet<usize>,
+}
+
+/// Values that left the range of an element type.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Lost {
+    infinite: u64,
+    zero: u64,
+}
+
+impl Lost {
+    fn add(&mut self, other: Lost) {
+        self.infinite += other.infinite;
+        self.zero += other.zero;
+    }
+}
+
+/// From which magnitude on values of an element type are infinite, and up to which they are
+/// zero, when they are rounded to the nearest, ties to even.
+#[derive(Clone, Copy)]
+struct Range64 {
+    infinite: f64,
+    zero: f64,
+}
+
+impl Range64 {
+    fn of(dtype: DType) -> Range64 {
+        // Half a step above the largest number; half of the smallest.
+        let (largest, step, smallest) = match dtype {
+            DType::F16 => (65504.0, 5, -24),
+            DType::Bf16 => (f64::from_bits(0x47ef_e000_0000_0000), 120, -133),
+            _ => (f64::from(f32::MAX), 104, -149),
+        };
+        Range64 {
+            infinite: largest + 2f64.powi(step - 1),
+            zero: 2f64.powi(smallest - 1),
+        }
+    }
+
+    /// Counts one value.
+    fn count(self, value: f64, lost: &mut Lost) {
+        let size = value.abs();
+        lost.infinite += u64::from(size >= self.infinite && size < f64::INFINITY);
+        lost.zero += u64::from(size <= self.zero && size > 0.0);
+    }
 }
 
 /// A tensor of the file as a recipe wants it.
@@ -86,19 +169,59 @@ impl Weight<'_> {
         let row = self.shape.iter().skip(1).product::<usize>() * self.dtype.size();
         // Only now: a spec can promise more than a file has and memory holds.
         let mut data = Bytes::zeros(rows.len() * row);
-        let elements = row / self.dtype.size();
-        if self.stacked {
-            let out = data.to_mut().chunks_mut(row.max(1));
-            for (index, out) in rows.clone().zip(out) {
-                let part = &self.parts[index];
-                self.fill(part, &part.layout, index * elements, out)?;
-            }
-        } else {
-            let (part, first) = (&self.parts[0], rows.start * elements);
-            let layout = part.layout.rows(rows.clone());
-            self.fill(part, &layout, first, data.to_mut())?;
+        let lost = self.make(rows.clone(), row, data.to_mut())?;
+        if lost.infinite > 0 && !self.allow_infinite {
+            return Err(self.overflow(row)?);
+        }
+        if let Ok(mut tally) = self.tally.lock()
+            && rows.clone().all(|row| !tally.rows.contains(&row))
+        {
+            tally.rows.extend(rows.clone());
+            tally.lost.add(lost);
         }
         Ok(self.tensor(rows.len(), data))
+    }
+
+    /// Writes rows of so many bytes each; counts the values that the element type cannot hold.
+    fn make(&self, rows: Range<usize>, row: usize, out: &mut [u8]) -> Result<Lost, WeightsError> {
+        let elements = row / self.dtype.size();
+        if !self.stacked {
+            let (part, first) = (&self.parts[0], rows.start * elements);
+            return self.fill(part, &part.layout.rows(rows), first, out);
+        }
+        let mut lost = Lost::default();
+        for (index, out) in rows.zip(out.chunks_mut(row.max(1))) {
+            let part = &self.parts[index];
+            lost.add(self.fill(part, &part.layout, index * elements, out)?);
+        }
+        Ok(lost)
+    }
+
+    /// The error that counts all values of the weight, not of some rows alone.
+    fn overflow(&self, row: usize) -> Result<WeightsError, WeightsError> {
+        let (mut lost, mut out) = (Lost::default(), vec![0; row]);
+        for index in 0..self.shape.first().copied().unwrap_or(1) {
+            lost.add(self.make(index..index + 1, row, &mut out)?);
+        }
+        let from = &self.parts[0].from;
+        Ok(WeightsError::Overflow {
+            tensor: from.name.to_string(),
+            file: from.file.to_path_buf(),
+            wanted: self.dtype.to_string(),
+            infinite: lost.infinite,
+            zero: lost.zero,
+        })
+    }
+
+    /// What rounding did to the rows that were read, if anything.
+    pub fn rounded(&self, name: &str) -> Option<Rounded> {
+        let Lost { infinite, zero } = self.tally.lock().ok()?.lost;
+        (infinite + zero > 0).then(|| Rounded {
+            tensor: name.to_string(),
+            dtype: self.dtype,
+            infinite,
+            zero,
+        })
     }
 
     fn tensor(&self, rows: usize, data: Bytes<'static>) -> Tensor<'static> {
@@ -126,12 +249,13 @@ impl Weight<'_> {
         layout: &Layout,
         first: usize,
         out: &mut [u8],
-    ) -> Result<(), WeightsError> {
+    ) -> Result<Lost, WeightsError> {
         let span = layout.span();
+        let mut lost = Lost::default();
         let read = match &part.elements {
             Elements::Codes(codes) => {
                 codes.check_length()?;
-                self.decode(codes, layout, first, out);
+                lost = self.decode(codes, layout, first, out);
                 codes.bytes(&span)
             }
             Elements::Numbers(found) => {
@@ -140,30 +264,37 @@ impl Weight<'_> {
                 if self.as_it_is(part) {
                     copy(layout, part.from.bytes, size, out)
                 } else {
-                    self.convert(part, *found, layout, first, out)?
+                    lost = self.convert(part, *found, layout, first, out)?
                 }
                 span.start * size..span.end * size
             }
         };
         part.from.data(read).release();
-        self.check_table(&part.from, out)
+        self.check_table(&part.from, out)?;
+        Ok(lost)
     }
 
     /// Codes as numbers: their products with the scales in f32, which are rounded once. That is
     /// how checkpoints are dequantized elsewhere, to the bit.
-    fn decode(&self, codes: &Quantized<'_>, layout: &Layout, first: usize, out: &mut [u8]) {
+    fn decode(&self, codes: &Quantized<'_>, layout: &Layout, first: usize, out: &mut [u8]) -> Lost {
         let (wanted, size) = (self.dtype, self.dtype.size());
+        let (range, mut lost) = (Range64::of(wanted), Lost::default());
         codes.read(layout, |before, values| {
             let out = &mut out[before * size..(before + values.len()) * size];
             let Some(factors) = &self.columns else {
+                let all = values.iter();
+                all.for_each(|value| range.count(f64::from(*value), &mut lost));
                 return write_f32s(wanted, values, out);
             };
             let pairs = values.iter().zip(out.chunks_exact_mut(size));
             for (i, (value, out)) in pairs.enumerate() {
                 let factor = factors[(first + before + i) % factors.len()];
-                write_float(wanted, f64::from(*value) * factor, out);
+                let value = f64::from(*value) * factor;
+                range.count(value, &mut lost);
+                write_float(wanted, value, out);
             }
         });
+        lost
     }
 
     /// Elements converted one by one.
@@ -174,8 +305,9 @@ impl Weight<'_> {
         layout: &Layout,
         first: usize,
         out: &mut [u8],
-    ) -> Result<(), WeightsError> {
+    ) -> Result<Lost, WeightsError> {
         let wanted = self.dtype;
+        let (range, mut lost) = (Range64::of(wanted), Lost::default());
         let dense = dense(layout, part.from.bytes, found.size());
         let pairs = dense
             .chunks_exact(found.size())
@@ -184,13 +316,15 @@ impl Weight<'_> {
             if wanted.is_float() {
                 let column = |c: &Vec<f64>| c[(first + i) % c.len()];
                 let factor = self.columns.as_ref().map_or(1.0, column);
-                write_float(wanted, read_float(found, b) * factor, out);
+                let value = read_float(found, b) * factor;
+                range.count(value, &mut lost);
+                write_float(wanted, value, out);
             } else {
                 let value = self.int(&part.from, read_int(found, b))?;
                 out.copy_from_slice(&value.to_le_bytes());
             }
         }
-        Ok(())
+        Ok(lost)
     }
 
     /// An integer that fits into 32 bits.

@@ -124,7 +124,15 @@ fn widening_is_exact_and_narrowing_is_asked_for() {
          values: set the spec's precision to f32, or allow narrowing"
     );
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let narrow = load_canonical(&spec, &checkpoint, LoadOptions { narrow: true }).unwrap();
+    let narrow = load_canonical(
+        &spec,
+        &checkpoint,
+        LoadOptions {
+            narrow: true,
+            ..LoadOptions::default()
+        },
+    )
+    .unwrap();
     assert_eq!(narrow["experts.up.weight"].to_f64(), exact);
     assert_eq!(narrow["experts.gate.weight"].dtype, DType::Bf16);
     assert_eq!(narrow["router.weight"].dtype, DType::F32);
@@ -233,7 +241,7 @@ fn shards_and_their_index() {
     index("gone.safetensors");
     assert!(matches!(
         load(&spec, dir.path()),
-        Err(WeightsError::NotFound { .. })
+        Err(WeightsError::MissingShard { .. })
     ));
 }
 

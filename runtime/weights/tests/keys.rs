@@ -160,6 +160,22 @@ fn tutel_layers_by_their_own_names() {
     assert_eq!(TUTEL.load(&spec, &legacy).unwrap(), weights);
 }
 
+/// The oldest versions keep a bias as a row of its own for each expert.
+#[test]
+fn tutels_oldest_biases_have_a_dimension_more() {
+    let spec = spec("", PLAIN);
+    let weights = numbered(&spec);
+    let mut dict = tutel(&weights, "");
+    for name in ["experts.batched_fc1_bias", "experts.batched_fc2_bias"] {
+        let bias = dict.get_mut(name).unwrap();
+        bias.shape.insert(1, 1);
+    }
+    assert_eq!(TUTEL.load(&spec, &dict).unwrap(), weights);
+    let bias = dict.get_mut("experts.batched_fc1_bias").unwrap();
+    bias.shape.swap(0, 2);
+    TUTEL.refuses(&spec, &dict, "`experts.batched_fc1_bias`");
+}
+
 #[test]
 fn tutel_cosine_gates_and_gated_experts() {
     let spec = spec("kind = \"cosine\"\nprojection_dim = 3", "");
@@ -277,7 +293,7 @@ fn nothing_of_the_layer_is_left_out() {
     TUTEL.refuses(
         &without,
         &dict,
-        "the layer has `experts.batched_fc1_bias`, the spec has no",
+        "the layer has `experts.batched_fc1_bias`, `experts.batched_fc2_bias`, the spec has no",
     );
     let gate = spec("", PLAIN);
     FASTMOE.refuses(

@@ -6,5 +6,6 @@ mod oracle;
 mod quantized;
 mod quantizer;
 mod reader;
+mod strict;
 mod support;
 mod writer;

@@ -142,7 +142,10 @@ fn other_types_are_converted_piece_by_piece() {
     spec.precision.weights = DType::Bf16;
     let strict = LayerReader::canonical(&spec, &file, LoadOptions::default());
     assert!(matches!(strict, Err(WeightsError::Narrowing { .. })));
-    let options = LoadOptions { narrow: true };
+    let options = LoadOptions {
+        narrow: true,
+        ..LoadOptions::default()
+    };
     let reader = LayerReader::canonical(&spec, &file, options).unwrap();
     let name = "experts.down.weight";
     let read = reader.rows(name, 1..3).unwrap();

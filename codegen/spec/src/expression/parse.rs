@@ -112,7 +112,11 @@ impl Parser<'_> {
                 let next = self.text[exponent_start..].chars().next();
                 let least = exponent_start + next.map_or(0, char::len_utf8);
                 let end = digits.end.max(least);
-                let message = "an exponent must be a whole number";
+                let message = if fraction || digits.is_empty() {
+                    "an exponent must be a whole number"
+                } else {
+                    "this exponent is too large"
+                };
                 let error = ExpressionError::new(exponent_start..end, message)
                     .label(format!("from -{MAX_POWER} to {MAX_POWER}"))
                     .help("for other powers write exp(p * log(x)) or sqrt(x)");

@@ -2,8 +2,11 @@
 
 use super::HfError;
 use super::codes::Codes;
+use super::json::parse_json;
 use moesaic_kernel::DType;
 use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 
 /// A parsed configuration: that of the text model where several are nested.
 pub(super) struct Config {
@@ -16,18 +19,28 @@ pub(super) struct Config {
     dtype: Option<DType>,
     /// What it holds in place of numbers, if it is quantized.
     pub codes: Option<Codes>,
+    /// Keys that a value was taken from.
+    read: RefCell<BTreeSet<String>>,
 }
 
 /// More layers than any model has.
 const MAX_LAYERS: usize = 100_000;
 
-/// The key that nests the language model's configuration.
-const NESTED: &str = "text_config";
+/// Keys that nest the language model's configuration; several may, one in another.
+const NESTED: &[&str] = &[
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "language_model_config",
+    "text_model_config",
+];
 
 impl Config {
     /// Reads the text. Refuses checkpoints that are quantized in a way that is not read.
-    pub fn parse(text: &str) -> Result<Config, HfError> {
-        let value: Value = serde_json::from_str(text).map_err(|e| HfError::Json(e.to_string()))?;
+    /// `known` says which model types are read as they are, whatever they nest but a `text_config`.
+    pub fn parse(text: &str, known: impl Fn(&str) -> bool + Copy) -> Result<Config, HfError> {
+        let value = parse_json(text).map_err(|e| HfError::Json(e.to_string()))?;
         let Value::Object(outer) = value else {
             return Err(HfError::Json(format!("it is {}", kind(&value))));
         };
@@ -38,9 +51,10 @@ impl Config {
             around: Map::new(),
             dtype: None,
             codes: None,
+            read: RefCell::default(),
         };
         config.read_types()?;
-        if let Some(Value::Object(inner)) = config.values.remove(NESTED) {
+        while let Some(inner) = config.nested_model(known) {
             config.model = named(&inner).unwrap_or(config.model);
             config.around = std::mem::replace(&mut config.values, inner);
             config.read_types()?;
@@ -49,6 +63,21 @@ impl Config {
             return Err(HfError::NoModelType);
         }
         Ok(config)
+    }
+
+    /// The language model's configuration, taken out of this one.
+    fn nested_model(&mut self, known: impl Fn(&str) -> bool) -> Option<Map<String, Value>> {
+        let keys = if known(&self.model) {
+            &NESTED[..1]
+        } else {
+            NESTED
+        };
+        let object = |key: &&&str| self.values.get(**key).is_some_and(Value::is_object);
+        let key = keys.iter().find(object)?;
+        match self.values.remove(*key) {
+            Some(Value::Object(inner)) => Some(inner),
+            _ => None,
+        }
     }
 
     /// Element type of weights and activations: f32 where none is named, and bf16 in a quantized
@@ -80,10 +109,21 @@ impl Config {
 
     /// The first of `keys` with a value; null counts as absent.
     pub fn find<'k>(&self, keys: &[&'k str]) -> Option<(&'k str, &Value)> {
-        let present = |key: &&'k str| Some((*key, self.values.get(*key)?));
-        keys.iter()
-            .filter_map(present)
-            .find(|(_, value)| !value.is_null())
+        let found = keys.iter().find_map(|key| Some((*key, self.peek(key)?)))?;
+        self.read.borrow_mut().insert(found.0.to_string());
+        Some(found)
+    }
+
+    /// The value of a key, which stays unread; null counts as absent.
+    pub fn peek(&self, key: &str) -> Option<&Value> {
+        self.values.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Keys with a value that nothing was taken from.
+    pub fn unread(&self) -> impl Iterator<Item = (&str, &Value)> {
+        let read = self.read.borrow().clone();
+        let each = self.values.iter().map(|(key, value)| (key.as_str(), value));
+        each.filter(move |(key, value)| !value.is_null() && !read.contains(*key))
     }
 
     /// Whether the key is there with the value null.
@@ -118,10 +158,15 @@ impl Config {
 
     /// A whole number without a default.
     pub fn need(&self, keys: &[&str]) -> Result<usize, HfError> {
-        self.size_opt(keys)?.ok_or_else(|| HfError::MissingKey {
+        self.size_opt(keys)?.ok_or_else(|| self.missing(keys))
+    }
+
+    /// The error for a key without a value.
+    pub fn missing(&self, keys: &[&str]) -> HfError {
+        HfError::MissingKey {
             model: self.model.clone(),
             keys: keys.iter().map(|k| k.to_string()).collect(),
-        })
+        }
     }
 
     /// A whole number, or a list with one for each layer.
@@ -253,6 +298,7 @@ impl Config {
             around: Map::new(),
             dtype: self.dtype,
             codes: self.codes,
+            read: RefCell::default(),
         };
         nested.read_types()?;
         Ok(nested)
@@ -270,6 +316,7 @@ impl Config {
             around: Map::new(),
             dtype: self.dtype,
             codes: self.codes,
+            read: RefCell::default(),
         };
         let there = around.find(&[key]).is_some();
         there.then(|| around.nested(key)).transpose()
@@ -282,6 +329,16 @@ impl Config {
             key: key.to_string(),
             found: short(found),
             expected: expected.to_string(),
+        }
+    }
+
+    /// The error for a key that asks for another routing than the family computes.
+    pub fn other_routing(&self, key: &str, about: &str) -> HfError {
+        HfError::Routing {
+            model: self.model.clone(),
+            key: key.to_string(),
+            value: self.values.get(key).map_or(String::new(), short),
+            about: about.to_string(),
         }
     }
 

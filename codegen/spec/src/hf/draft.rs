@@ -8,6 +8,7 @@ use crate::{
     Activation, Capacity, Experts, Groups, LayerSpec, Precision, Renormalize, Router, Score, Shape,
     SharedExpert, SharedGate, canonical_tensors,
 };
+use std::ops::Range;
 
 /// The widths and counts that every family has.
 pub(super) struct Sizes {
@@ -42,6 +43,10 @@ pub(super) const DECODER: &[&str] = &[
     "model.language_model.layers.",
     "language_model.model.layers.",
     "language_model.layers.",
+    "language.model.layers.",
+    "thinker.model.layers.",
+    "llm.model.layers.",
+    "model.llm.layers.",
 ];
 
 /// A spec and its recipes in the making.
@@ -51,6 +56,15 @@ pub(super) struct Draft {
     pub notes: Vec<String>,
     /// Where the block's tensors are, ending in a dot: alternatives.
     pub roots: Vec<String>,
+    /// What all names of the block begin with. A root right under the layer, beside attention,
+    /// owns its experts alone.
+    pub block: Vec<String>,
+    /// What the names of tensors in there begin with that are another layer's, or of no use.
+    pub beside: Vec<String>,
+    /// Numbers of experts that are neither.
+    pub others: Range<usize>,
+    /// Whether the keys about routing were checked.
+    pub checked: bool,
     /// What the checkpoint holds in place of numbers, if it is quantized.
     codes: Option<Codes>,
 }
@@ -85,6 +99,10 @@ impl Draft {
             sources: Vec::new(),
             notes: Vec::new(),
             roots: Vec::new(),
+            block: Vec::new(),
+            beside: Vec::new(),
+            others: 0..0,
+            checked: false,
             codes: config.codes,
         }
     }
@@ -102,6 +120,15 @@ impl Draft {
                 .map(move |block| format!("{prefix}{layer}.{block}"))
         });
         self.roots = all.collect();
+        let bare = |root: &str| {
+            root.trim_end_matches('.')
+                .ends_with(|c: char| c.is_ascii_digit())
+        };
+        let owned = self.roots.iter().map(|root| {
+            let only = if bare(root) { "experts." } else { "" };
+            format!("{root}{only}")
+        });
+        self.block.extend(owned);
     }
 
     /// A tensor taken as it is from one of `names` under one of the roots.
@@ -354,6 +381,9 @@ impl Draft {
             spec,
             mut sources,
             notes,
+            block,
+            beside,
+            others,
             ..
         } = self;
         let wanted = canonical_tensors(&spec);
@@ -367,6 +397,9 @@ impl Draft {
             spec,
             sources,
             notes,
+            block,
+            beside,
+            others,
         }
     }
 }

@@ -47,6 +47,22 @@ pub enum HfError {
         expected: String,
     },
 
+    /// A key that this family does not read asks for another routing than the family computes.
+    #[error(
+        "{model}: `{key}` = {value} asks for something else than layers of this type compute \
+         ({about}): remove the key if the model was not trained with it, or write the spec by hand"
+    )]
+    Routing {
+        /// The model type.
+        model: String,
+        /// The key.
+        key: String,
+        /// Its value.
+        value: String,
+        /// What it is about.
+        about: String,
+    },
+
     /// The layer has no experts.
     #[error("layer {layer} of this {model} model is dense; its MoE layers are {moe}")]
     DenseLayer {

@@ -13,14 +13,19 @@ mod config;
 mod draft;
 mod error;
 mod families;
+mod json;
+mod routing;
 mod source;
 
 pub use codes::Codes;
 pub use error::HfError;
+pub use json::parse_json;
+pub use routing::{RoutingKeys, routing_keys};
 pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
 
 use crate::LayerSpec;
 use config::Config;
+use std::ops::Range;
 
 /// One MoE layer of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +38,30 @@ pub struct Import {
     pub sources: Vec<TensorSource>,
     /// What a user should know: what is not taken over, what `x` is.
     pub notes: Vec<String>,
+    /// What the names of the layer's own MoE block begin with.
+    pub block: Vec<String>,
+    /// What the names of tensors in there begin with that are another layer's, or of no use.
+    pub beside: Vec<String>,
+    /// Numbers of experts in tensors of their own that are another layer's, or of no use.
+    pub others: Range<usize>,
+}
+
+impl Import {
+    /// Whether a tensor of that name is part of this layer's MoE block, so that one without a
+    /// recipe is something the configuration does not speak of. Scales of quantized tensors and
+    /// what quantizers keep of activations are not.
+    pub fn owns(&self, name: &str) -> bool {
+        let leaf = name.rsplit('.').next().unwrap_or(name);
+        let codes = ["scale", "zero_point", "g_idx", "weight_shape", "observer"];
+        let begins = |list: &[String]| list.iter().any(|part| name.starts_with(part.as_str()));
+        let number = name
+            .split_once(".experts.")
+            .map(|(_, rest)| rest.split('.').next());
+        let number = number.flatten().and_then(|digits| digits.parse().ok());
+        let other = number.is_some_and(|number| self.others.contains(&number));
+        let ours = begins(&self.block) && !begins(&self.beside) && !other;
+        ours && !codes.iter().any(|part| leaf.contains(part))
+    }
 }
 
 /// The spec and tensor recipes of layer `layer` of the model that
@@ -48,11 +77,12 @@ pub struct Import {
 /// way that is not read, a layer that is dense or does not exist, a value no axis
 /// of the spec can express.
 pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
-    let config = Config::parse(config_json)?;
+    let config = Config::parse(config_json, families::is_known)?;
     let family = families::find(&config)?;
     let layers = (family.layers)(&config)?;
     layers.check(&config, layer)?;
     let mut draft = (family.build)(&config, layer)?;
+    routing::check(&config, &mut draft, Some(layer))?;
     if let Some(method) = draft.unread() {
         return Err(codes::refused(&config.model, method));
     }
@@ -73,7 +103,7 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
 ///
 /// As [`import`].
 pub fn moe_layers(config_json: &str) -> Result<Vec<usize>, HfError> {
-    let config = Config::parse(config_json)?;
+    let config = Config::parse(config_json, families::is_known)?;
     Ok((families::find(&config)?.layers)(&config)?.moe)
 }
 

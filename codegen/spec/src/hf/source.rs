@@ -9,7 +9,8 @@ pub struct TensorSource {
     /// The canonical name: `experts.gate.weight`.
     pub name: String,
     /// The ways checkpoints hold it; the first whose tensors are all there and
-    /// whose shapes fit is taken.
+    /// whose shapes fit is taken. Where the same tensor fits both as it is and transposed, the
+    /// layer's other tensors decide: a checkpoint transposes all of its experts or none.
     pub alternatives: Vec<Alternative>,
 }
 
@@ -105,6 +106,11 @@ impl Alternative {
             parts: Parts::One(name.into()),
             steps: Vec::new(),
         }
+    }
+
+    /// Whether the last two dimensions of the tensor in the file are swapped.
+    pub fn transposes(&self) -> bool {
+        self.steps.contains(&Step::Transpose)
     }
 
     /// Every tensor name that this way reads, scales of codes aside: only a tensor says whether

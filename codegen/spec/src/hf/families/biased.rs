@@ -94,6 +94,8 @@ fn longcat(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.plain("router.weight", &["router.classifier.weight"]);
     d.select_bias(&["router.e_score_correction_bias"]);
     d.gated_experts(Fused::Rows);
+    // transformers writes those of identity experts, too.
+    d.others = experts..experts.saturating_add(d.spec.experts.identity);
     // In memory transformers also has gate and up rows for identity experts.
     let of = experts + d.spec.experts.identity;
     let real = Step::Take {

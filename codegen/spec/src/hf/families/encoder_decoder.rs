@@ -60,6 +60,10 @@ impl Stacks {
 fn switch_stacks(c: &Config) -> Result<Stacks, HfError> {
     let depth = c.layers(&["num_layers", "num_hidden_layers"], 12)?;
     let decoder = c.layers(&["num_decoder_layers"], depth)?;
+    // transformers writes these beside, and computes them from the numbers of sparse layers.
+    for derived in ["encoder_sparse_step", "decoder_sparse_step"] {
+        c.find(&[derived]);
+    }
     let step = |layers: usize, sparse: usize| layers.checked_div(sparse).unwrap_or(layers);
     Ok(Stacks {
         encoder: (
@@ -179,6 +183,8 @@ fn nllb_capacity(c: &Config, d: &mut Draft) -> Result<(), HfError> {
         let remedy = "set it to 1 (nothing is dropped) or 0 (expert_capacity rows)";
         return Err(c.unsupported("moe_eval_capacity_token_fraction", axis, remedy));
     }
+    // Read only where the fraction is off.
+    c.find(&["expert_capacity"]);
     if fraction <= 0.0 {
         capacity.mode = CapacityMode::Fixed;
         capacity.rows = Some(c.size(&["expert_capacity"], 64)?);

@@ -64,6 +64,11 @@ pub(super) fn find(config: &Config) -> Result<&'static Family, HfError> {
     known.ok_or_else(|| refused::error(&config.model).unwrap_or_else(|| unknown(&config.model)))
 }
 
+/// Whether a family has that `model_type`.
+pub(super) fn is_known(model: &str) -> bool {
+    all().any(|family| family.names.contains(&model))
+}
+
 /// Every `model_type` that is known and refused, and what its block does.
 pub(super) fn refused() -> impl Iterator<Item = (&'static str, &'static str)> {
     refused::names()

@@ -3,6 +3,7 @@
 
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft};
+use super::super::routing;
 use super::super::source::half_of;
 use super::super::{HfError, Step};
 use super::biased::clamped_router;
@@ -34,10 +35,12 @@ pub(super) const FAMILIES: &[Family] = &[
         },
         build: |c, layer| {
             let [thinker, talker] = omni(c)?;
-            match layer.checked_sub(depth(&thinker, 28)?) {
-                Some(index) => omni_talker(&talker, index),
-                None => omni_thinker(&thinker, layer),
-            }
+            let (half, index, mut d) = match layer.checked_sub(depth(&thinker, 28)?) {
+                Some(index) => (&talker, index, omni_talker(&talker, index)?),
+                None => (&thinker, layer, omni_thinker(&thinker, layer)?),
+            };
+            routing::check(half, &mut d, Some(index))?;
+            Ok(d)
         },
     },
     // The parts of it, as models of their own.
@@ -68,7 +71,7 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = Sizes {
         model: c.size(MODEL, 2560)?,
         hidden: c.size_at(keys, kind, [1536, 512][kind.min(1)])?,
-        experts: c.size(EXPERTS, 64)?,
+        experts: c.size_at(EXPERTS, kind, 64)?,
         top_k: c.size(TOP_K, 6)?,
     };
     let experts = sizes.experts;
@@ -78,6 +81,16 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     // Published checkpoints have both kinds in each tensor.
     d.decoder(index, &["mlp."]);
     d.single_experts(kind * experts);
+    // The other kind's are beside.
+    let other = (1 - kind.min(1)) * experts;
+    d.others = other..other + experts;
+    let names = [
+        ["vision_moe.", "gate.weight_1"],
+        ["text_moe.", "gate.weight"],
+    ][kind.min(1)];
+    for root in d.roots.clone() {
+        d.beside.extend(names.map(|name| format!("{root}{name}")));
+    }
     let gate = ["gate.weight", "gate.weight_1"][kind.min(1)];
     d.stepped("router.weight", &[gate], &[Step::Transpose]);
     let row = [half_of(0, kind, 1, false), Step::Reshape(vec![experts])];
@@ -162,6 +175,9 @@ fn dots3_eyes(c: &Config, index: usize) -> Result<Draft, HfError> {
     d.select_bias(&[BIAS, &["router_bias"]].concat());
     d.renormalize(true, deepseek::EPS);
     d.spec.router.scale = c.number(&["router_scaling_factor", "router_scale"], 1.0)?;
+    // An older name of the number of experts per token.
+    c.find(&["capacity_factor"]);
+    routing::check(c, &mut d, None)?;
     Ok(d)
 }
 

@@ -4,6 +4,7 @@ use super::super::config::Config;
 use super::super::draft::{Draft, Fused, Sizes};
 use super::super::source::half_of;
 use super::super::{HfError, Step};
+use super::deepseek::{self, GLM4};
 use super::layers::{self, Layers};
 use super::softmax::{granite, plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
@@ -35,6 +36,21 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &["deepseek_v2"],
         layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 32),
         build: |c, layer| deepseek_v2(c, layer, [4096, 1407, 64, 0]),
+    },
+    Family {
+        names: &["deepseek"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 28),
+        build: deepseek_v1,
+    },
+    Family {
+        names: &["deepseek_ref"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 32),
+        build: deepseek_ref,
+    },
+    Family {
+        names: &["bailing_moe", "bailing_moe_v2"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 28),
+        build: bailing,
     },
     Family {
         names: &["deepseek_ocr2", "deepseek_ocr2_text"],
@@ -99,7 +115,9 @@ pub(super) fn gated_shared(c: &Config, mut d: Draft, default: usize) -> Result<D
     Ok(d)
 }
 
-/// DeepSeek-V2 as transformers computes it: `norm_topk_prob` is not read.
+/// DeepSeek-V2. transformers computes softmax scores and reads neither `scoring_func` nor
+/// `norm_topk_prob`; a file that asks for the router of DeepSeek-V3 (DeepSeek-VL2 is one) gets
+/// that, as in the model's own code.
 fn deepseek_v2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, HfError> {
     let mut sizes = sizes(c, NARROW, defaults)?;
     if sizes.top_k == 0 {
@@ -107,25 +125,112 @@ fn deepseek_v2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, 
     }
     let hidden = sizes.hidden;
     let mut d = plain(c, layer, sizes)?;
+    deepseek_router(c, &mut d)?;
+    merged_shared(c, &mut d, SHARED, 2, hidden)?;
+    Ok(d)
+}
+
+/// The router that `topk_method` names.
+fn deepseek_router(c: &Config, d: &mut Draft) -> Result<(), HfError> {
     d.spec.router.scale = c.number(&["routed_scaling_factor"], 1.0)?;
-    match c.text(&["topk_method"], "greedy")?.as_str() {
-        "greedy" => {}
-        "group_limited_greedy" => d.groups(Groups {
+    let by = |stat, mask| -> Result<Groups, HfError> {
+        Ok(Groups {
             count: c.need(&["n_group"])?,
             keep: c.need(&["topk_group"])?,
-            stat: GroupStat::Max,
-            mask: GroupMask::Zero,
-        }),
+            stat,
+            mask,
+        })
+    };
+    match c.text(&["topk_method"], "greedy")?.as_str() {
+        "greedy" => Ok(()),
+        "group_limited_greedy" => {
+            d.groups(by(GroupStat::Max, GroupMask::Zero)?);
+            Ok(())
+        }
+        "noaux_tc" => {
+            if c.text(&["scoring_func"], "sigmoid")? == "softmax" {
+                let axis = "a bias for selection on softmax scores";
+                return Err(c.unsupported("scoring_func", axis, "known with noaux_tc is sigmoid"));
+            }
+            deepseek::router(c, d, &GLM4)
+        }
         _ => {
-            let remedy = "known are greedy and group_limited_greedy";
-            return Err(c.unsupported("topk_method", "this selection", remedy));
+            let remedy = "known are greedy, group_limited_greedy and noaux_tc";
+            Err(c.unsupported("topk_method", "this selection", remedy))
         }
     }
-    if c.flag(&["norm_topk_prob"], false)? {
-        let note = "norm_topk_prob is set, but transformers does not read it for deepseek_v2";
-        d.notes.push(note.to_string());
+}
+
+/// DeepSeek-MoE, before V2: `norm_topk_prob` is read, and there is no factor.
+fn deepseek_v1(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = sizes(c, NARROW, [2048, 1408, 64, 6])?;
+    let hidden = sizes.hidden;
+    let mut d = plain(c, layer, sizes)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, deepseek::EPS);
+    merged_shared(c, &mut d, SHARED, 0, hidden)?;
+    Ok(d)
+}
+
+/// A block of DeepSeek's under a name that says nothing of its version: its keys must say all.
+fn deepseek_ref(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = Sizes {
+        model: c.need(MODEL)?,
+        hidden: c.need(NARROW)?,
+        experts: c.need(EXPERTS)?,
+        top_k: c.need(TOP_K)?,
+    };
+    for key in ["topk_method", "scoring_func", "norm_topk_prob"] {
+        if c.peek(key).is_none() {
+            return Err(c.missing(&[key]));
+        }
     }
-    merged_shared(c, &mut d, SHARED, 2, hidden)?;
+    let hidden = sizes.hidden;
+    let mut d = plain(c, layer, sizes)?;
+    deepseek_router(c, &mut d)?;
+    merged_shared(c, &mut d, SHARED, 0, hidden)?;
+    Ok(d)
+}
+
+/// BailingMoE (Ling, Ring): softmax scores, or from its second version on the router of
+/// DeepSeek-V3, with a width of its own for shared experts.
+fn bailing(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = Sizes {
+        model: c.need(MODEL)?,
+        hidden: c.need(NARROW)?,
+        experts: c.need(EXPERTS)?,
+        top_k: c.need(TOP_K)?,
+    };
+    let hidden = sizes.hidden;
+    let mut d = plain(c, layer, sizes)?;
+    let biased = c.flag(&["moe_router_enable_expert_bias"], false)?;
+    match c.text(&["score_function"], "softmax")?.as_str() {
+        "softmax" if biased => {
+            let key = "moe_router_enable_expert_bias";
+            let axis = "a bias for selection on softmax scores";
+            return Err(c.unsupported(key, axis, "known with it is score_function sigmoid"));
+        }
+        "softmax" => {
+            d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+        }
+        "sigmoid" => {
+            deepseek::router(c, &mut d, &GLM4)?;
+            d.spec.router.select_bias = biased;
+        }
+        _ => {
+            let remedy = "known are softmax and sigmoid";
+            return Err(c.unsupported("score_function", "this score", remedy));
+        }
+    }
+    let count = c.size(SHARED, 0)?;
+    if count > 0 {
+        let width = c.size(&["moe_shared_expert_intermediate_size"], hidden)?;
+        let modules = ["shared_experts"];
+        d.shared(&modules, width.saturating_mul(count), SharedGate::None);
+    }
+    if c.flag(&["use_bias"], false)? {
+        let axis = "biases of routed experts";
+        return Err(c.unsupported("use_bias", axis, "only false, as published, can be read"));
+    }
     Ok(d)
 }
 

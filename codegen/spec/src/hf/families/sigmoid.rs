@@ -50,7 +50,7 @@ pub(super) const FAMILIES: &[Family] = &[
         build: laguna,
     },
     Family {
-        names: &["minimax_m3_vl", "minimax_m3_vl_text"],
+        names: &["minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"],
         layers: |c| layers::typed(c, 0, 60),
         build: minimax_m3,
     },

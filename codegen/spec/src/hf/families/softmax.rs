@@ -2,6 +2,7 @@
 
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
+use super::super::routing;
 use super::super::source::half_of;
 use super::super::{Alternative, HfError, Parts, Step};
 use super::layers::{self, Layers, depth};
@@ -174,6 +175,7 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.spec.router.renormalize = Renormalize::PNorm;
         d.spec.router.norm_order = ffn.number(&["moe_normalize_expert_weights"], 1.0)?;
     }
+    routing::check_part(&ffn, &mut d, None)?;
     d.rooted(&["transformer.blocks.", "blocks."], layer, &["ffn."]);
     d.plain("router.weight", &["router.layer.weight"]);
     d.stepped(

@@ -1,0 +1,571 @@
+//! Keys of a configuration that say how tokens are routed, and what is done about each.
+//!
+//! A family reads the keys that transformers reads for it. Every other key of this table must
+//! say what the layer computes anyway, or does not change a layer's outputs: a key that asks for
+//! something else is an error, and none is passed over.
+
+use super::HfError;
+use super::config::Config;
+use super::draft::Draft;
+use crate::{GroupStat, LayerSpec, Renormalize, RouterKind, Score, SharedGate, WeightSite};
+use serde_json::Value;
+
+/// Keys of one meaning.
+struct Keys {
+    names: &'static [&'static str],
+    /// What they are about, for messages.
+    about: &'static str,
+    rule: Rule,
+}
+
+/// What is done with a key that the family does not read.
+enum Rule {
+    /// It must say what the layer computes.
+    Same(fn(&Said<'_>) -> bool),
+    /// It changes no output of a layer, for this reason.
+    Ignored(&'static str),
+}
+
+/// A key with its value, beside what the layer computes.
+struct Said<'a> {
+    value: &'a Value,
+    config: &'a Config,
+    spec: &'a LayerSpec,
+    /// The layer's index in the stack that the configuration describes, where that is known.
+    layer: Option<usize>,
+}
+
+const TABLE: &[Keys] = &[
+    Keys {
+        names: &[
+            "scoring_func",
+            "score_func",
+            "score_function",
+            "moe_router_activation_func",
+            "moe_router_activation",
+            "router_activation",
+            "moe_router_score_function",
+            "expert_selection_fn",
+            "moe_gate_act",
+        ],
+        about: "the scores of experts",
+        rule: Rule::Same(|s| s.score()),
+    },
+    Keys {
+        names: &["moe_router_use_sigmoid", "use_sigmoid_gating"],
+        about: "the scores of experts",
+        rule: Rule::Same(|s| s.is(s.spec.router.score == Score::Sigmoid)),
+    },
+    Keys {
+        names: &["topk_method"],
+        about: "the choice of experts",
+        rule: Rule::Same(|s| s.method()),
+    },
+    Keys {
+        names: &[
+            "norm_topk_prob",
+            "moe_renormalize",
+            "route_norm",
+            "norm_expert_weight",
+            "moe_router_norm_topk_prob",
+        ],
+        about: "whether the chosen weights are divided by their sum",
+        rule: Rule::Same(|s| s.normalised()),
+    },
+    Keys {
+        names: &["n_group", "num_expert_group", "num_expert_groups"],
+        about: "groups of experts",
+        rule: Rule::Same(|s| s.grouped(|groups| groups.count)),
+    },
+    Keys {
+        names: &["topk_group", "num_limited_groups"],
+        about: "groups of experts",
+        rule: Rule::Same(|s| s.grouped(|groups| groups.keep)),
+    },
+    Keys {
+        names: &["group_limited_greedy", "use_grouped_topk"],
+        about: "groups of experts",
+        // With one group, or all of them kept, both ways are the same.
+        rule: Rule::Same(|s| {
+            s.value.as_bool() == Some(s.spec.router.groups.is_some()) || s.one_group()
+        }),
+    },
+    Keys {
+        names: &[
+            "routed_scaling_factor",
+            "router_scaling_factor",
+            "moe_routed_scaling_factor",
+            "moe_router_scaling_factor",
+            "moe_router_topk_scaling_factor",
+            "route_scale",
+            "router_scale",
+        ],
+        about: "the factor on all weights",
+        rule: Rule::Same(|s| s.value.as_f64() == Some(s.spec.router.scale)),
+    },
+    Keys {
+        names: &["moe_router_enable_routed_scaling"],
+        about: "the factor on all weights",
+        rule: Rule::Same(|s| s.value.as_bool() == Some(true) || s.spec.router.scale == 1.0),
+    },
+    Keys {
+        names: &[
+            "router_bias",
+            "moe_router_bias",
+            "use_router_bias",
+            "add_router_bias",
+        ],
+        about: "a bias of the router's logits",
+        rule: Rule::Same(|s| s.is(s.spec.router.bias)),
+    },
+    Keys {
+        names: &[
+            "use_routing_bias",
+            "moe_router_enable_expert_bias",
+            "use_expert_bias",
+            "moe_use_aux_free",
+            "use_moe_router_bias",
+        ],
+        about: "a bias for selection",
+        rule: Rule::Same(|s| s.is(s.spec.router.select_bias) || s.by_table()),
+    },
+    Keys {
+        names: &[
+            "num_local_experts",
+            "num_experts",
+            "n_routed_experts",
+            "moe_num_experts",
+        ],
+        about: "the number of experts",
+        rule: Rule::Same(|s| s.numbers(|n| n == s.spec.shape.experts as f64)),
+    },
+    Keys {
+        names: &[
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_topk",
+            "moe_k",
+            "top_k_experts",
+            "moe_top_k",
+            "experts_per_token",
+        ],
+        about: "the number of experts per token",
+        rule: Rule::Same(|s| s.numbers(|n| n == s.spec.shape.top_k as f64)),
+    },
+    Keys {
+        names: &[
+            "n_shared_experts",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+            "num_shared_expert",
+        ],
+        about: "shared experts",
+        rule: Rule::Same(|s| s.numbers(|n| (n > 0.0) != s.spec.shared.is_empty())),
+    },
+    Keys {
+        names: &[
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_experts_intermediate_size",
+            "shared_intermediate_size",
+            "share_expert_dim",
+            "share_expert_dims",
+        ],
+        about: "the width of shared experts",
+        rule: Rule::Same(|s| s.numbers(|n| s.shared_width(n))),
+    },
+    Keys {
+        names: &["use_mixed_mlp_moe", "moe_router_enable_shared_expert"],
+        about: "shared experts",
+        rule: Rule::Same(|s| s.is(!s.spec.shared.is_empty())),
+    },
+    Keys {
+        names: &["shared_moe_mode"],
+        about: "the gate of shared experts",
+        rule: Rule::Same(|s| {
+            let mut gates = s.spec.shared.iter().map(|expert| expert.gate);
+            gates.all(|gate| (gate == SharedGate::Sigmoid) == (s.value == "sigmoid"))
+        }),
+    },
+    Keys {
+        names: &["moe_router_logit_softcapping", "router_logit_softcapping"],
+        about: "a soft cap on logits",
+        rule: Rule::Same(|s| s.value.as_f64() == Some(0.0)),
+    },
+    Keys {
+        names: &[
+            "moe_apply_router_weight_on_input",
+            "apply_router_weight_on_input",
+        ],
+        about: "what the weights multiply",
+        rule: Rule::Same(|s| s.is(s.spec.router.weight_on == WeightSite::Input)),
+    },
+    Keys {
+        names: &["zero_expert_num"],
+        about: "experts that return their input",
+        rule: Rule::Same(|s| s.value.as_u64() == Some(s.spec.experts.identity as u64)),
+    },
+    Keys {
+        names: &["zero_expert_type"],
+        about: "what experts without weights return",
+        rule: Rule::Same(|s| s.value == "identity" || s.spec.experts.identity == 0),
+    },
+    Keys {
+        names: &["moe_latent_size", "routed_expert_hidden_size"],
+        about: "the width that experts work in",
+        rule: Rule::Same(|s| {
+            let dim = s.spec.latent.as_ref().map(|latent| latent.dim as u64);
+            s.value.as_u64() == Some(dim.unwrap_or(s.spec.shape.model_dim as u64))
+        }),
+    },
+    Keys {
+        names: &["latent_moe_use_norm"],
+        about: "a norm around experts",
+        rule: Rule::Same(|s| s.is(false)),
+    },
+    Keys {
+        names: &["swiglu_limit"],
+        about: "the clamp of the activation",
+        rule: Rule::Same(|s| s.value.as_f64() == Some(s.spec.experts.clamp.unwrap_or(0.0))),
+    },
+    Keys {
+        names: &["mlp_bias", "moe_bias"],
+        about: "biases of experts",
+        rule: Rule::Same(|s| s.biased()),
+    },
+    Keys {
+        names: &[
+            "first_k_dense_replace",
+            "num_dense_layers",
+            "moe_layer_num_skipped",
+        ],
+        about: "which layers have experts",
+        rule: Rule::Same(|s| s.placed(|layer, n| n <= layer)),
+    },
+    Keys {
+        names: &[
+            "decoder_sparse_step",
+            "interleave_moe_layer_step",
+            "moe_layer_interval",
+        ],
+        about: "which layers have experts",
+        rule: Rule::Same(|s| s.placed(|layer, n| n > 0 && (layer + 1).is_multiple_of(n))),
+    },
+    Keys {
+        names: &["moe_layer_freq", "moe_every_n_layer"],
+        about: "which layers have experts",
+        rule: Rule::Same(|s| s.frequent()),
+    },
+    Keys {
+        names: &["mlp_only_layers"],
+        about: "which layers have experts",
+        rule: Rule::Same(|s| !s.lists_layer()),
+    },
+    Keys {
+        names: &["moe_layers", "moe_layers_enum"],
+        about: "which layers have experts",
+        rule: Rule::Same(|s| s.layer.is_none() || s.lists_layer()),
+    },
+    Keys {
+        names: &["capacity_factor", "moe_drop_tokens"],
+        about: "a capacity of experts",
+        // Zero and less are no capacity.
+        rule: Rule::Same(|s| {
+            let none = s.value.as_f64().is_some_and(|n| n <= 0.0);
+            s.spec.may_drop() || none || s.is(false)
+        }),
+    },
+    Keys {
+        names: &[
+            "add_router_probs",
+            "uniform_expert_assignment",
+            "multi_gate",
+        ],
+        about: "what the router chooses",
+        rule: Rule::Same(|s| s.is(false)),
+    },
+    Keys {
+        names: &[
+            "router_jitter_noise",
+            "input_jitter_noise",
+            "jitter_noise",
+            "moe_jitter_eps",
+            "moe_random_routing_dropped_token",
+            "moe_dropout",
+            "expert_dropout",
+        ],
+        about: "randomness in training",
+        rule: Rule::Ignored("training only"),
+    },
+    Keys {
+        names: &[
+            "router_aux_loss_coef",
+            "aux_loss_alpha",
+            "aux_loss_coef",
+            "moe_aux_loss_coeff",
+            "moe_loss_weight",
+            "router_z_loss_coef",
+            "z_loss_coef",
+            "seq_aux",
+            "output_router_logits",
+            "load_balance_coeff",
+            "router_bias_update_speed",
+            "moe_router_bias_update_rate",
+            "router_ignore_padding_tokens",
+        ],
+        about: "losses and balancing in training",
+        rule: Rule::Ignored("training only"),
+    },
+    Keys {
+        names: &["moe_capacity"],
+        about: "a capacity of experts in training",
+        rule: Rule::Ignored("inference drops no token"),
+    },
+    Keys {
+        names: &[
+            "router_dtype",
+            "moe_router_dtype",
+            "need_fp32_gate",
+            "moe_router_force_fp32",
+        ],
+        about: "the element type of the router",
+        rule: Rule::Ignored("the router is f32 in any case"),
+    },
+    Keys {
+        names: &[
+            "ep_size",
+            "moe_tp_size",
+            "expert_dtype",
+            "moe_implementation",
+            "moe_shared_expert_overlap",
+            "enable_moe_fp32_combine",
+        ],
+        about: "where and how experts are computed",
+        rule: Rule::Ignored("it changes no result"),
+    },
+];
+
+/// Keys of one meaning, and what is done with them in a family that does not read them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoutingKeys {
+    /// Their spellings.
+    pub names: &'static [&'static str],
+    /// What they are about.
+    pub about: &'static str,
+    /// Why they change no output of a layer; none where they must say what the layer computes.
+    pub ignored: Option<&'static str>,
+}
+
+/// Every key about routing that is known.
+pub fn routing_keys() -> Vec<RoutingKeys> {
+    let each = TABLE.iter().map(|keys| RoutingKeys {
+        names: keys.names,
+        about: keys.about,
+        ignored: match keys.rule {
+            Rule::Same(_) => None,
+            Rule::Ignored(why) => Some(why),
+        },
+    });
+    each.collect()
+}
+
+/// Refuses a configuration that asks for another routing than the draft's; notes keys about
+/// routing that the table does not have. `layer` is the layer's index in the stack that the
+/// configuration describes, where that is known. A draft that was checked against the
+/// configuration of its own stack is not checked against the one around it.
+pub(super) fn check(c: &Config, draft: &mut Draft, layer: Option<usize>) -> Result<(), HfError> {
+    if std::mem::replace(&mut draft.checked, true) {
+        return Ok(());
+    }
+    check_part(c, draft, layer)
+}
+
+/// Likewise a part of the configuration; the whole is checked as well.
+pub(super) fn check_part(
+    c: &Config,
+    draft: &mut Draft,
+    layer: Option<usize>,
+) -> Result<(), HfError> {
+    let mut unknown = Vec::new();
+    for (key, value) in c.unread() {
+        let Some(keys) = TABLE.iter().find(|keys| keys.names.contains(&key)) else {
+            unknown.extend(about_routing(key).then(|| format!("`{key}`")));
+            continue;
+        };
+        let said = Said {
+            value,
+            config: c,
+            spec: &draft.spec,
+            layer,
+        };
+        match keys.rule {
+            Rule::Same(agrees) if !agrees(&said) => {
+                return Err(c.other_routing(key, keys.about));
+            }
+            Rule::Same(_) | Rule::Ignored(_) => {}
+        }
+    }
+    if !unknown.is_empty() {
+        let (list, them) = (
+            unknown.join(", "),
+            if unknown.len() == 1 { "it" } else { "them" },
+        );
+        let note = format!("no rule is known for {list} of config.json: the layer ignores {them}");
+        draft.notes.push(note);
+    }
+    Ok(())
+}
+
+/// Whether a key that is not known sounds like one of a router.
+fn about_routing(key: &str) -> bool {
+    const PARTS: [&str; 6] = ["moe_", "_moe", "router", "routing", "expert", "topk"];
+    // Of attention's index, and of samplers.
+    const OTHERS: [&str; 3] = [
+        "index_topk",
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+    ];
+    PARTS.iter().any(|part| key.contains(part)) && !OTHERS.contains(&key)
+}
+
+impl Said<'_> {
+    /// Whether the flag has this value.
+    fn is(&self, flag: bool) -> bool {
+        self.value.as_bool() == Some(flag)
+    }
+
+    /// Whether a table of token ids chooses the experts.
+    fn by_table(&self) -> bool {
+        self.spec.router.kind == RouterKind::Table
+    }
+
+    /// Whether the number, or each of a list, is as wanted.
+    fn numbers(&self, wanted: impl Fn(f64) -> bool) -> bool {
+        match self.value {
+            Value::Array(list) => list.iter().all(|n| n.as_f64().is_some_and(&wanted)),
+            value => value.as_f64().is_some_and(&wanted),
+        }
+    }
+
+    fn score(&self) -> bool {
+        let score = self.spec.router.score;
+        match self.value.as_str().unwrap_or_default() {
+            "softmax" => matches!(score, Score::Softmax | Score::SoftmaxSelected),
+            "sigmoid" => score == Score::Sigmoid,
+            "sqrtsoftplus" => score == Score::SqrtSoftplus,
+            // Files of some families have the method's name here.
+            "noaux_tc" => score == Score::Sigmoid && self.spec.router.select_bias,
+            _ => false,
+        }
+    }
+
+    fn method(&self) -> bool {
+        let router = &self.spec.router;
+        let groups_by = |stat| {
+            router
+                .groups
+                .as_ref()
+                .is_none_or(|groups| groups.stat == stat)
+        };
+        let method = self.value.as_str().unwrap_or_default();
+        match method {
+            _ if self.by_table() => true,
+            "greedy" => router.groups.is_none() && !router.select_bias,
+            "group_limited_greedy" => !router.select_bias && groups_by(GroupStat::Max),
+            "noaux_tc" => router.select_bias && groups_by(GroupStat::Top2Sum),
+            _ => false,
+        }
+    }
+
+    /// The softmax of the selected logits sums to one, divided or not.
+    fn normalised(&self) -> bool {
+        let router = &self.spec.router;
+        let divided = router.renormalize != Renormalize::None;
+        router.score == Score::SoftmaxSelected || self.is(divided)
+    }
+
+    /// Whether all experts are in one group, or no group is left out.
+    fn one_group(&self) -> bool {
+        let number = |keys: [&str; 3]| keys.into_iter().find_map(|k| self.config.peek(k)?.as_f64());
+        let count = number(["n_group", "num_expert_group", "num_expert_groups"]).unwrap_or(1.0);
+        let keep = number(["topk_group", "num_limited_groups", "topk_group"]).unwrap_or(count);
+        count <= 1.0 || keep >= count
+    }
+
+    fn grouped(&self, of: impl Fn(&crate::Groups) -> usize) -> bool {
+        // The method says so where groups are not looked at.
+        let greedy = self
+            .config
+            .peek("topk_method")
+            .is_some_and(|m| m == "greedy");
+        match &self.spec.router.groups {
+            Some(groups) => self.numbers(|n| n == of(groups) as f64),
+            None => self.one_group() || greedy || self.by_table(),
+        }
+    }
+
+    /// One expert's width or that of several merged; none where there is no shared expert.
+    fn shared_width(&self, width: f64) -> bool {
+        let widths = self
+            .spec
+            .shared
+            .iter()
+            .map(|expert| expert.hidden_dim as f64);
+        let mut widths = widths.peekable();
+        if width == 0.0 || widths.peek().is_none() {
+            return (width == 0.0) == self.spec.shared.is_empty();
+        }
+        let counts = [
+            "n_shared_experts",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+        ];
+        let count = counts
+            .iter()
+            .find_map(|key| self.config.peek(key)?.as_f64());
+        widths.all(|hidden| hidden == width || hidden == width * count.unwrap_or(1.0))
+    }
+
+    fn biased(&self) -> bool {
+        let shared = 0..self.spec.shared.len();
+        let none = self.spec.experts.bias == crate::Biases::None
+            && shared
+                .map(|i| self.spec.shared_bias(i))
+                .all(|b| b == crate::Biases::None);
+        self.is(!none)
+    }
+
+    /// Whether a number leaves this layer its experts; a list of layer types decides alone.
+    fn placed(&self, has: impl Fn(usize, usize) -> bool) -> bool {
+        let Some(layer) = self
+            .layer
+            .filter(|_| self.config.peek("mlp_layer_types").is_none())
+        else {
+            return true;
+        };
+        let number = self.value.as_u64().and_then(|n| usize::try_from(n).ok());
+        number.is_some_and(|n| has(layer, n))
+    }
+
+    fn frequent(&self) -> bool {
+        match (self.value, self.layer) {
+            (Value::Array(list), Some(layer)) => list
+                .get(layer)
+                .and_then(Value::as_u64)
+                .is_some_and(|n| n > 0),
+            _ => self.placed(|layer, n| n > 0 && layer.is_multiple_of(n)),
+        }
+    }
+
+    /// Whether a list of layers, as numbers or as text, has this one.
+    fn lists_layer(&self) -> bool {
+        let Some(layer) = self.layer else {
+            return false;
+        };
+        match self.value {
+            Value::Array(list) => list.iter().any(|n| n.as_u64() == Some(layer as u64)),
+            Value::String(text) => text.split(',').any(|n| n.trim().parse() == Ok(layer)),
+            _ => false,
+        }
+    }
+}
