@@ -430,6 +430,8 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("ranks", Always),
             ("mpi", Always),
+            // Permits; not beside `--mpi off`, in tests/launch_refused.rs.
+            ("allow-run-as-root", Always),
             ("bind", Always),
             ("no-prefix", Always),
             ("grace", Always),

@@ -6,14 +6,14 @@ use super::{Case, quick};
 use moesaic::collectives::{Call, threads};
 use moesaic::kernel::{KernelSource, Target};
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
-use moesaic::{Engine, EngineOptions, Mesh, MeshLayer};
+use moesaic::{Engine, EngineOptions, Mesh};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-const DEADLINE: Duration = Duration::from_millis(800);
+const DEADLINE: Duration = Duration::from_millis(1500);
 /// Longer than the deadline by more than another rank takes to compile.
-const SLOW: Duration = Duration::from_millis(1700);
+const SLOW: Duration = Duration::from_millis(2600);
 
 /// What the next compile does.
 const QUICKLY: u8 = 0;
@@ -79,14 +79,14 @@ impl Rank {
 }
 
 /// What two ranks with a compiler each return.
-fn two<T: Send>(body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
+fn two<T: Send>(deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let inner = moesaic_rig::quick::cpu();
     let device = quick::open("cpu", poisoned()).unwrap().device().clone();
     let ranks = threads::run(
         2,
         |_| Ok(device.clone()),
         |world| {
-            let mut world = world.with_deadline(DEADLINE);
+            let mut world = world.with_deadline(deadline);
             let next = Arc::new(AtomicU8::new(QUICKLY));
             let moody = Arc::new(Moody {
                 inner: inner.clone(),
@@ -112,34 +112,38 @@ const LAYER: &str = "shape = { model_dim = 16, hidden_dim = 16, experts = 4, top
 #[test]
 fn a_rank_that_compiles_for_longer_than_the_deadline_is_not_late() {
     let case = Case::random(&spec(LAYER), 8, 3);
-    two(|rank| {
+    two(DEADLINE, |rank| {
         let own = part(&case, &(4 * rank.mesh.rank()..4 * rank.mesh.rank() + 4));
-        let forward = |layer: &MeshLayer| layer.forward(&own.input()).unwrap();
         rank.second_compiles(SLOWLY);
-        let mut layer = layer_on(&rank.engine, &rank.mesh, &case, None);
-        forward(&layer);
-        // Rows in 8 bits have kernels of their own.
-        rank.second_compiles(SLOWLY);
-        layer.set_strategy("wire=fp8".parse().unwrap()).unwrap();
-        forward(&layer);
+        let layer = layer_on(&rank.engine, &rank.mesh, &case, None);
+        layer.forward(&own.input()).unwrap();
     });
 }
 
+/// A layer's kernels, and those of rows that travel in 8 bits.
 #[test]
 fn a_rank_that_cannot_compile_tells_the_others_why() {
     let case = Case::random(&spec(LAYER), 8, 3);
-    let errors = two(|rank| {
+    let errors = two(moesaic::collectives::DEADLINE, |rank| {
+        let make = || {
+            let weights = case.host_weights();
+            rank.engine
+                .mesh_layer(&rank.mesh, &case.spec, &weights, None)
+        };
         rank.second_compiles(NOT);
-        let layer = rank
-            .engine
-            .mesh_layer(&rank.mesh, &case.spec, &case.host_weights(), None);
-        layer.err().expect("a rank has no kernels").to_string()
+        let layer = make().err().expect("a rank has no kernels").to_string();
+        let mut made = make().unwrap();
+        rank.second_compiles(NOT);
+        let strategy = made.set_strategy("wire=fp8".parse().unwrap());
+        [layer, strategy.unwrap_err().to_string()]
     });
-    assert!(
-        errors[1].contains("its disk is full") && !errors[1].contains("rank"),
-        "{errors:?}"
-    );
-    for words in ["rank 1 failed", "its disk is full", "kernels and weights"] {
-        assert!(errors[0].contains(words), "{errors:?}");
+    for own in &errors[1] {
+        let told = own.contains("its disk is full") && !own.contains("rank");
+        assert!(told, "{errors:?}");
+    }
+    for (theirs, what) in errors[0].iter().zip(["kernels and weights", "packed rows"]) {
+        for words in ["rank 1 failed", "its disk is full", what] {
+            assert!(theirs.contains(words), "{errors:?}");
+        }
     }
 }

@@ -81,7 +81,7 @@ fn ranks_meet_in_a_folder_whatever_an_earlier_run_has_left() {
         let options = options(&lab, rank, 3, &meeting, "a job");
         let world = nccl::start(lab.device(rank), &options).unwrap();
         // A rank that compiles is waited for also where no letters compare operations.
-        let mut world = world.with_deadline(Duration::from_millis(600));
+        let mut world = world.with_deadline(Duration::from_millis(1000));
         let compile = || {
             std::thread::sleep(Duration::from_millis(700 * rank as u64));
             Ok::<_, CollectiveError>(())

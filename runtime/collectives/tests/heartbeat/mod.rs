@@ -9,7 +9,7 @@ fn working(
     world: Communicator,
     work: impl FnOnce(usize) -> Result<usize, CollectiveError>,
 ) -> Result<usize, CollectiveError> {
-    let mut world = world.with_deadline(Duration::from_millis(300));
+    let mut world = world.with_deadline(Duration::from_millis(800));
     let rank = world.rank();
     let done = with_heartbeat(&mut world, &call("kernels"), || work(rank));
     // Only ranks that have failed leave without the others.
@@ -20,7 +20,7 @@ fn working(
 fn a_deadline_limits_how_long_a_rank_is_silent_and_not_how_long_it_works() {
     let results = run(3, |world| {
         working(world, |rank| {
-            std::thread::sleep(Duration::from_millis(400 * rank as u64));
+            std::thread::sleep(Duration::from_millis(600 * rank as u64));
             Ok(rank)
         })
     });
@@ -61,7 +61,7 @@ fn work_that_fails_on_one_rank_is_known_to_all() {
 fn a_rank_that_is_silent_while_others_work_is_late() {
     let errors = errors(3, |world| match world.rank() {
         2 => {
-            std::thread::sleep(Duration::from_millis(700));
+            std::thread::sleep(Duration::from_millis(1200));
             working(world, Ok).map(drop)
         }
         // A panic is told where there is nobody left to answer.
