@@ -419,13 +419,10 @@ pub(super) fn check_part(
 /// Whether a key that is not known sounds like one of a router.
 fn about_routing(key: &str) -> bool {
     const PARTS: [&str; 6] = ["moe_", "_moe", "router", "routing", "expert", "topk"];
-    // Of attention's index, and of samplers.
-    const OTHERS: [&str; 3] = [
-        "index_topk",
-        "moe_intermediate_size",
-        "expert_ffn_hidden_size",
-    ];
-    PARTS.iter().any(|part| key.contains(part)) && !OTHERS.contains(&key)
+    // Widths of experts; no family routes by them.
+    const OTHERS: [&str; 2] = ["moe_intermediate_size", "expert_ffn_hidden_size"];
+    let of_attention = key.starts_with("index_");
+    PARTS.iter().any(|part| key.contains(part)) && !OTHERS.contains(&key) && !of_attention
 }
 
 impl Said<'_> {
