@@ -1,6 +1,6 @@
 //! Hashes of all weights that a rank reads, compared among the ranks that read the same.
 
-use crate::failure::{Failure, Result};
+use crate::failure::Failure;
 use blake3::Hasher;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::kernel::DType;
@@ -70,32 +70,26 @@ impl<'w> Hashed<'w> {
         hashes.iter().map(line).collect()
     }
 
-    /// Compares what this rank has read of a layer with what the others have.
+    /// Compares what this rank has read of a layer with what the others have: the failure of
+    /// every rank, where any weights are not the same, with their names and ranks.
     ///
     /// # Errors
-    /// On every rank: the weights that are not the same, and on which ranks.
-    pub fn compare(&self, world: &mut dyn Collectives, layer: &MeshLayer) -> Result {
-        let own = self.lines(layer);
-        let own: Vec<String> = own
-            .iter()
-            .map(|(what, hash)| format!("{hash} {what}"))
-            .collect();
+    /// Those of the exchange.
+    pub fn differs(
+        &self,
+        world: &mut dyn Collectives,
+        layer: &MeshLayer,
+    ) -> std::result::Result<Option<Failure>, EngineError> {
+        let own = self.lines(layer).into_iter();
+        let own: Vec<String> = own.map(|(what, hash)| format!("{hash} {what}")).collect();
         let call = Call::new("hashes of weights");
-        let all = world
-            .gather_bytes(own.join("\n").as_bytes(), &call)
-            .map_err(EngineError::from)?;
+        let all = world.gather_bytes(own.join("\n").as_bytes(), &call)?;
         let all = all.iter().map(|text| String::from_utf8_lossy(text));
         let all: Vec<String> = all.map(|text| text.into_owned()).collect();
-        let Some(text) = differences(&all) else {
-            return Ok(());
-        };
-        // Launchers end the others when the first ends: by then all have found it.
-        let together = world.barrier(&Call::new("weights differ"));
-        together
-            .and_then(|end| end.wait())
-            .map_err(EngineError::from)?;
-        let failure = Failure::input(format!("the ranks do not agree: {text}"));
-        Err(failure.hint("start all ranks with the same files of weights"))
+        Ok(differences(&all).map(|text| {
+            Failure::input(format!("the ranks do not agree: {text}"))
+                .hint("start all ranks with the same files of weights")
+        }))
     }
 }
 

@@ -127,54 +127,53 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 impl RunArgs {
     /// What [`execute`] does once the processes of a launcher have met.
     fn carry_out(&self, meeting: Option<&Meeting>, console: &Console) -> Result {
-        let args = self;
-        args.check_files()?;
-        let mut source = args.layer.load(console)?;
-        if source.import.is_some() && args.keys.get().is_some() {
+        self.check_files()?;
+        let mut source = self.layer.load(console)?;
+        if source.import.is_some() && self.keys.get().is_some() {
             let message = "--keys does nothing with --hf: the model's own names are read";
             return Err(Failure::input(message).hint("leave it out, or take --spec"));
         }
-        if args.replay.is_some() {
+        if self.replay.is_some() {
             // What a capacity dropped is masked in the record, and not dropped again.
             source.spec = source.spec.decided_elsewhere();
         }
-        args.pass.check_factor(&source.spec.capacity)?;
-        let shared = args.ranks.get(&source.spec)?;
-        let mut options = args.options(console);
+        self.pass.check_factor(&source.spec.capacity)?;
+        let shared = self.ranks.get(&source.spec)?;
+        let mut options = self.options(console);
         if let Some(shared) = &shared {
-            options = shared.options(&args.target, options);
+            options = shared.options(&self.target, options);
         }
-        let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
-        let file = input::open(&args.input)?;
+        let engine = targets::open(&self.target, options, |asked| self.threads.check(asked))?;
+        let file = input::open(&self.input)?;
         engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
-        let checkpoint = args.checkpoint(&source)?;
-        let weights = args.weights(&source, &checkpoint)?;
-        let mut tokens = match &args.replay {
+        let checkpoint = self.checkpoint(&source)?;
+        let weights = self.weights(&source, &checkpoint)?;
+        let mut tokens = match &self.replay {
             None => Tokens::read(&file, &source.spec, console)?,
             Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
         };
-        tokens.capacity_factor = args.pass.capacity_factor;
-        if args.pass.has_losses() {
+        tokens.capacity_factor = self.pass.capacity_factor;
+        if self.pass.has_losses() {
             tokens.read_groups(&file, &source.spec, shared.is_some())?;
         }
-        if args.pass.grad {
+        if self.pass.grad {
             tokens.read_dy(&file, &source.spec)?;
         }
         let progress = Progress::start("getting kernels, loading weights");
         let outcome = match &shared {
-            None => Some(args.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
+            None => Some(self.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
             Some(shared) => shared.run(
                 &Job {
                     engine: &engine,
                     spec: &source.spec,
                     weights: &weights,
                     checkpoint: &checkpoint,
-                    reading: args.reading(&source),
-                    pass: &args.pass,
+                    reading: self.reading(&source),
+                    pass: &self.pass,
                     tokens: &tokens,
-                    traced: args.trace.is_some(),
-                    recorded: args.record.is_some(),
-                    ahead: args.ahead(),
+                    traced: self.trace.is_some(),
+                    recorded: self.record.is_some(),
+                    ahead: self.ahead(),
                 },
                 meeting,
             )?,
@@ -184,8 +183,8 @@ impl RunArgs {
         };
         progress.next("finishing");
         let outputs = &outcome.outputs;
-        let comparison = if args.reference {
-            let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
+        let comparison = if self.reference {
+            let (spec, draw, weights) = (&source.spec, self.pass.draw(), weights.load()?);
             Some(check::compare(spec, &weights, &tokens, draw, outputs))
         } else {
             None
@@ -195,18 +194,18 @@ impl RunArgs {
         }
         let limited = outcome.limited;
         let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
-        if let (Some(path), Some(statistics)) = (&args.record, &routing) {
+        if let (Some(path), Some(statistics)) = (&self.record, &routing) {
             let record = record::tensors(outputs, statistics);
             write_safetensors(path, &record).map_err(unwritable)?;
         }
-        if let Some(path) = &args.trace {
+        if let Some(path) = &self.trace {
             let trace = chrome_trace(std::mem::take(&mut outcome.trace)).to_string();
             write_whole(path, trace.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
         }
         if !limited {
             outcome.outputs.remove("locations");
         }
-        write_safetensors(&args.output, &outcome.outputs).map_err(unwritable)?;
+        write_safetensors(&self.output, &outcome.outputs).map_err(unwritable)?;
         drop(progress);
         let report = Report {
             engine: &engine,
@@ -216,12 +215,12 @@ impl RunArgs {
             shared: shared.as_ref(),
             comparison,
             routing,
-            path: &args.output,
+            path: &self.output,
         };
-        if args.json {
+        if self.json {
             console.json(&report.json())
         } else {
-            console.print(&report.text(args.stats, &console.out))
+            console.print(&report.text(self.stats, &console.out))
         }
     }
 

@@ -119,9 +119,13 @@ impl RankArgs {
         };
         let host = target.starts_with("cpu") || target.starts_with("sim");
         let variable = |name: &str| std::env::var(name).ok();
-        let by_mpi = self.exchange == Exchange::Mpi
-            || host
-            || nccl::Meeting::from_variables(&world, variable) == Ok(nccl::Meeting::Mpi);
+        let gpus_meet = nccl::Meeting::from_variables(&world, variable);
+        let gpus_meet = gpus_meet == Ok(nccl::Meeting::Mpi);
+        let by_mpi = match self.exchange {
+            Exchange::Mpi => true,
+            Exchange::Auto => host || gpus_meet,
+            Exchange::Nccl => !host && gpus_meet,
+        };
         by_mpi.then(Meeting::start).transpose()
     }
 
@@ -270,7 +274,15 @@ impl Shared {
             }
             return Err(agreement::failure(error));
         }
-        let outcome = self.rank(&mut world, job)?;
+        let outcome = match self.rank(&mut world, job) {
+            Ok(outcome) => outcome,
+            Err(stop) => {
+                if stop.by_all {
+                    let _ = finish(world, &Call::new("nothing has run"));
+                }
+                return Err(stop.failure);
+            }
+        };
         finish(world, &Call::new("end of the run")).map_err(Failure::work)?;
         Ok(outcome)
     }
@@ -298,7 +310,11 @@ impl Shared {
         }
     }
 
-    fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
+    fn rank(
+        &self,
+        world: &mut dyn Collectives,
+        job: &Job<'_>,
+    ) -> std::result::Result<Option<Outcome>, Stop> {
         let started = Instant::now();
         let mut mesh = Mesh::new(world, self.mesh)?.over(TokenScope::World);
         if self.strategy.gathers(&self.mesh) {
@@ -319,7 +335,10 @@ impl Shared {
         let layer = engine.mesh_layer_of_part(&mesh, spec, part, training);
         let mut layer = layer.map_err(|error| self.ahead(error, job))?;
         if let Ranks::Processes(_) = self.ranks {
-            read.compare(world, &layer)?;
+            if let Some(failure) = read.differs(world, &layer)? {
+                let by_all = true;
+                return Err(Stop { failure, by_all });
+            }
         }
         let chosen = layer.set_strategy(self.strategy);
         chosen.map_err(|error| self.ahead(error, job))?;
@@ -343,6 +362,22 @@ impl Shared {
             workspace: layer.workspace_bytes(),
             trace,
         }))
+    }
+}
+
+/// Why a rank runs no further.
+struct Stop {
+    failure: Failure,
+    /// Every rank stops here, and has found the same.
+    by_all: bool,
+}
+
+impl<E: Into<Failure>> From<E> for Stop {
+    fn from(error: E) -> Stop {
+        Stop {
+            failure: error.into(),
+            by_all: false,
+        }
     }
 }
 
