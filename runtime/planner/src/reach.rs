@@ -69,8 +69,8 @@ impl Reach {
         let like = |(a, b): (&Kind, &Kind)| {
             a.groups == b.groups && near(a.here, b.here) && near(a.elsewhere, b.elsewhere)
         };
-        let kinds = self.kinds.iter().zip(&other.kinds);
-        self.kinds.len() == other.kinds.len() && kinds.map(like).all(|same| same)
+        let mut kinds = self.kinds.iter().zip(&other.kinds);
+        self.kinds.len() == other.kinds.len() && kinds.all(like)
     }
 
     /// Returns how likely a token with `top_k` experts has at least one on the node.
