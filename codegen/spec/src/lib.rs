@@ -12,6 +12,7 @@ mod biases;
 mod capacity;
 mod diagnostic;
 pub mod expression;
+pub mod format;
 pub mod hf;
 pub mod keys;
 mod limits;

@@ -1,7 +1,8 @@
 //! Import of Hugging Face configurations.
 
+use moesaic_spec::format::Block;
 use moesaic_spec::hf::{
-    Codes, HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
+    HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
 };
 use moesaic_spec::*;
 
@@ -80,15 +81,17 @@ fn published_deepseek_v3_is_quantized() {
     let config = r#"{"model_type": "deepseek_v3",
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}}"#;
     let got = import(config, 5).unwrap();
-    let codes = Codes::Fp8 {
-        block: Some([128, 64]),
+    let Some(Step::Dequantize(codes)) = got.sources[0].alternatives[0].steps.first() else {
+        panic!("{:?}", got.sources[0]);
     };
+    let stored = codes.stored[0];
+    assert_eq!(stored.format.block, Block::Tile([128, 64]));
     let alternatives = got.sources.iter().flat_map(|source| &source.alternatives);
     let first: Vec<_> = alternatives.map(|a| a.steps.first()).collect();
     assert!(
         first
             .iter()
-            .all(|step| *step == Some(&Step::Dequantize(codes)))
+            .all(|step| *step == Some(&Step::Dequantize(codes.clone())))
     );
     assert_eq!(got.spec.precision.weights.name(), "bf16");
     assert_eq!(got.spec.precision.activations.name(), "bf16");
@@ -99,7 +102,7 @@ fn published_deepseek_v3_is_quantized() {
           activations are not quantized"
         ]
     );
-    let scales = codes.scales("a.weight");
+    let scales = stored.names.scales("a.weight");
     let names = [
         "a.weight_scale_inv",
         "a.weight_scale",
@@ -107,7 +110,8 @@ fn published_deepseek_v3_is_quantized() {
         "a.qscale_weight",
     ];
     assert_eq!(scales, names);
-    assert_eq!(Codes::Mxfp4.scales("a_blocks"), ["a_scales"]);
+    let every = codes.names("a.weight");
+    assert!(every.contains(&"a.weight".to_string()) && every.contains(&names[0].to_string()));
 }
 
 /// What `quantization_config` says, and what is made of it.
@@ -124,28 +128,76 @@ fn quantizations_that_are_read() {
             "f32",
             "the type that is named"
         );
-        match got.sources[0].alternatives[0].steps[0] {
-            Step::Dequantize(Codes::Fp8 { block }) => block,
+        match &got.sources[0].alternatives[0].steps[0] {
+            Step::Dequantize(codes) => format!("{codes:?}"),
             _ => panic!("{config}"),
         }
     };
     let fp8 = |rest: &str| codes(&format!(r#"{{"quant_method": "fp8"{rest}}}"#));
-    assert_eq!(fp8(""), Some([128, 128]));
+    let fp4 = "mxfp4, Tile([1, 32])";
     assert_eq!(
-        fp8(r#", "fmt": "float8_e4m3fn", "weight_block_size": null"#),
-        None
+        fp8(""),
+        format!("Codes(fp8-block, Tile([128, 128]); {fp4})")
     );
-    let group = |weights: &str| {
-        format!(
-            r#"{{"quant_method": "compressed-tensors", "format": "float-quantized",
+    let whole = fp8(r#", "fmt": "float8_e4m3fn", "weight_block_size": null"#);
+    assert_eq!(whole, format!("Codes(fp8, MatrixOrRow; {fp4})"));
+    let group = |format: &str, bits: u8, kind: &str, weights: &str| {
+        codes(&format!(
+            r#"{{"quant_method": "compressed-tensors", "format": "{format}",
                 "transform_config": {{}}, "config_groups": {{"a": {{"weights":
-                {{"num_bits": 8, "type": "float", {weights}}}}}, "b": {{"weights": null}}}}}}"#
-        )
+                {{"num_bits": {bits}, "type": "{kind}", {weights}}}}}, "b": {{"weights": null}}}}}}"#
+        ))
     };
-    assert_eq!(codes(&group(r#""strategy": "channel""#)), None);
-    assert_eq!(codes(&group(r#""strategy": "tensor""#)), None);
-    let block = group(r#""strategy": "block", "block_structure": [64, 32]"#);
-    assert_eq!(codes(&block), Some([64, 32]));
+    let float = |weights: &str| group("float-quantized", 8, "float", weights);
+    assert_eq!(float(r#""strategy": "channel""#), "Codes(fp8, MatrixOrRow)");
+    assert_eq!(float(r#""strategy": "tensor""#), "Codes(fp8, MatrixOrRow)");
+    let block = float(r#""strategy": "block", "block_structure": [64, 32]"#);
+    assert_eq!(block, "Codes(fp8, Tile([64, 32]))");
+    let by = r#""strategy": "group", "group_size": 64"#;
+    for (format, bits, kind, expected) in [
+        ("pack-quantized", 4, "int", "pack-quantized of 4 bits"),
+        ("pack-quantized", 8, "int", "pack-quantized of 8 bits"),
+        ("int-quantized", 8, "int", "int-quantized"),
+        ("nvfp4-pack-quantized", 4, "float", "nvfp4-pack-quantized"),
+        ("mxfp4-pack-quantized", 4, "float", "mxfp4"),
+        ("mxfp8-quantized", 8, "float", "mxfp8"),
+    ] {
+        let expected = format!("Codes({expected}, Tile([1, 64]))");
+        assert_eq!(group(format, bits, kind, by), expected);
+    }
+    for (config, expected) in [
+        (
+            r#"{"quant_method": "gptq", "bits": 4, "group_size": -1,
+                "dynamic": {"-:a": {}, "b": {"bits": 8, "group_size": 32}}}"#,
+            "Codes(gptq of 4 bits, Row; gptq of 8 bits, Tile([1, 32]))",
+        ),
+        (
+            r#"{"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_v2"}"#,
+            "Codes(gptq_v2 of 3 bits, Tile([1, 128]))",
+        ),
+        (
+            r#"{"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}"#,
+            "Codes(awq of 4 bits, Tile([1, 64]))",
+        ),
+        (
+            r#"{"quant_method": "auto-round", "bits": 4, "group_size": 32,
+                "packing_format": "auto_round:auto_awq",
+                "extra_config": {"a": {"bits": 16}, "b": {"group_size": 64, "bits": 4}}}"#,
+            "Codes(awq of 4 bits, Tile([1, 32]); awq of 4 bits, Tile([1, 64]))",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}"#,
+            "Codes(nvfp4, Tile([1, 16]))",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "MXFP8"},
+                "c": {"quant_algo": "FP8"}}}}"#,
+            "Codes(fp8, MatrixOrRow; mxfp8, Tile([1, 32]))",
+        ),
+    ] {
+        assert_eq!(codes(config), expected);
+    }
     let nested = r#"{"model_type": "x", "quantization_config": {"quant_method": "fp8"},
                      "text_config": {"model_type": "qwen3_moe"}}"#;
     let steps = &import(nested, 0).unwrap().sources[0].alternatives[0].steps;
@@ -158,9 +210,9 @@ fn quantizations_that_are_refused() {
         let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
         error(&config, 5)
     };
-    let rest = "; read are fp8 and compressed-tensors' float-quantized, both e4m3 with a scale \
-                for each tensor, row or block, and gpt_oss's mxfp4: use such a checkpoint, or one \
-                in f32, f16 or bf16";
+    let rest = "; read are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
+                MXFP8 and NVFP4, and compressed-tensors' float-, int- and pack-quantized, mxfp4, \
+                mxfp8 and nvfp4: use such a checkpoint, or one in f32, f16 or bf16";
     let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
     let weights = |weights: &str| {
         compressed(&format!(
@@ -168,18 +220,43 @@ fn quantizations_that_are_refused() {
         ))
     };
     for (config, method) in [
-        (r#"{"quant_method": "gptq", "bits": 4}"#.to_string(), "gptq"),
-        (r#"{"quant_method": "awq"}"#.to_string(), "awq"),
         (
-            r#"{"quant_method": "fp8", "fmt": "e5m2"}"#.to_string(),
-            "fp8, e5m2",
+            r#"{"quant_method": "gptq", "bits": 5}"#.to_string(),
+            "gptq of 5 bits",
+        ),
+        (
+            r#"{"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}"#.to_string(),
+            "gptq, marlin",
+        ),
+        (
+            r#"{"quant_method": "awq", "bits": 4, "version": "gemv"}"#.to_string(),
+            "awq, version gemv",
+        ),
+        (
+            r#"{"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"}"#
+                .to_string(),
+            "auto-round, auto_round of int",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}"#.to_string(),
+            "modelopt, NVFP4_AWQ",
+        ),
+        (
+            r#"{"quant_method": "bitsandbytes"}"#.to_string(),
+            "bitsandbytes",
+        ),
+        (
+            r#"{"quant_method": "fp8", "fmt": "e3m4"}"#.to_string(),
+            "fp8, e3m4",
         ),
         (r#"{"quant_method": "mxfp4"}"#.to_string(), "mxfp4"),
         (r#"{"bits": 4}"#.to_string(), "no quant_method"),
         (r#""fp8""#.to_string(), "no quant_method"),
         (
-            compressed(r#""format": "nvfp4-pack-quantized""#),
-            "compressed-tensors, nvfp4-pack-quantized",
+            compressed(
+                r#""format": "marlin-24", "config_groups": {"a": {"weights": {"strategy": "channel"}}}"#,
+            ),
+            "compressed-tensors, marlin-24",
         ),
         (
             compressed(r#""format": "float-quantized""#),
@@ -191,11 +268,11 @@ fn quantizations_that_are_refused() {
         ),
         (
             weights(r#"{"num_bits": 8, "type": "int", "strategy": "channel"}"#),
-            "compressed-tensors, weights of 8 bits, int, symmetric, by channel",
+            "compressed-tensors, float-quantized: weights of 8 bits, int, symmetric, by channel",
         ),
         (
             weights(r#"{"num_bits": 8, "type": "float", "strategy": "group", "symmetric": false}"#),
-            "compressed-tensors, weights of 8 bits, float, asymmetric, by group",
+            "compressed-tensors, float-quantized: weights of 8 bits, float, asymmetric, by group",
         ),
     ] {
         let expected = format!(

@@ -32,13 +32,19 @@ impl<'a> Finder<'a, '_> {
         Err(misfit.unwrap_or_else(|| self.missing(alternatives)))
     }
 
-    /// Whether the checkpoint has the alternative's first tensor. One that
-    /// lacks a later one is damaged, which reading it will say.
+    /// Whether the checkpoint has the alternative's first tensor, as floats or as codes. One
+    /// that lacks a later one is damaged, which reading it will say.
     fn present(&self, alternative: &Alternative) -> bool {
         let names = alternative.names();
-        names
-            .first()
-            .is_none_or(|name| self.checkpoint.tensor(name).is_some())
+        let Some(name) = names.first() else {
+            return true;
+        };
+        let there = |name: &str| self.checkpoint.tensor(name).is_some();
+        let apart = match alternative.steps.first() {
+            Some(Step::Dequantize(codes)) => codes.apart(name),
+            _ => Vec::new(),
+        };
+        there(name) || apart.iter().any(|name| there(name))
     }
 
     fn look_up(&self, alternative: &Alternative) -> Result<Weight<'a>, WeightsError> {
@@ -72,14 +78,17 @@ impl<'a> Finder<'a, '_> {
 
     /// One tensor of the file, after the steps; it has the shape.
     fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'a>, WeightsError> {
-        let from = self.find(name)?;
+        let codes = self.codes(name, steps)?;
+        let from = match &codes {
+            Some(codes) => codes.from,
+            None => self.find(name)?,
+        };
         let wrong = |expected: String| WeightsError::WrongShape {
-            tensor: name.to_string(),
+            tensor: from.name.to_string(),
             file: from.file.to_path_buf(),
             found: from.shape.to_vec(),
             expected,
         };
-        let codes = self.codes(from, steps)?;
         let held = codes.as_ref().map_or(from.shape, |codes| &codes.shape);
         let mut layout = Layout::dense(held);
         for step in steps {
@@ -107,14 +116,10 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// The tensor as one of codes, if the recipe says that it may be and it is.
-    fn codes(
-        &self,
-        from: TensorRef<'a>,
-        steps: &[Step],
-    ) -> Result<Option<Quantized<'a>>, WeightsError> {
+    fn codes(&self, name: &str, steps: &[Step]) -> Result<Option<Quantized<'a>>, WeightsError> {
         match steps.first() {
             Some(Step::Dequantize(codes)) if self.tensor.dtype.is_float() => {
-                Quantized::find(self, *codes, from)
+                Quantized::find(self, codes, name)
             }
             _ => Ok(None),
         }

@@ -54,7 +54,7 @@ impl Config {
     /// Element type of weights and activations: f32 where none is named, and bf16 in a quantized
     /// checkpoint, which is what codes are made of.
     pub fn dtype(&self) -> DType {
-        let default = match self.codes {
+        let default = match &self.codes {
             Some(_) => DType::Bf16,
             None => DType::F32,
         };
@@ -252,7 +252,7 @@ impl Config {
             values,
             around: Map::new(),
             dtype: self.dtype,
-            codes: self.codes,
+            codes: self.codes.clone(),
         };
         nested.read_types()?;
         Ok(nested)
@@ -269,7 +269,7 @@ impl Config {
             values: self.around.clone(),
             around: Map::new(),
             dtype: self.dtype,
-            codes: self.codes,
+            codes: self.codes.clone(),
         };
         let there = around.find(&[key]).is_some();
         there.then(|| around.nested(key)).transpose()

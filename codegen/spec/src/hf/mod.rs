@@ -13,10 +13,12 @@ mod config;
 mod draft;
 mod error;
 mod families;
+mod quantization;
 mod source;
 
-pub use codes::Codes;
+pub use codes::{Codes, End, Names, Stored, replaced};
 pub use error::HfError;
+pub use quantization::with_quant_config;
 pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
 
 use crate::LayerSpec;
@@ -54,7 +56,7 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     layers.check(&config, layer)?;
     let mut draft = (family.build)(&config, layer)?;
     if let Some(method) = draft.unread() {
-        return Err(codes::refused(&config.model, method));
+        return Err(quantization::refused(&config.model, method));
     }
     draft.spec.name += &format!("-layer{layer}");
     if let Err(problems) = draft.spec.validate() {
