@@ -13,6 +13,7 @@ mod capacity;
 mod diagnostic;
 pub mod expression;
 pub mod format;
+pub mod gguf;
 pub mod hf;
 pub mod keys;
 mod limits;

@@ -15,6 +15,8 @@
 mod checkpoint;
 mod copy;
 mod error;
+mod gguf;
+mod gguf_header;
 mod keys;
 mod load;
 mod quantized;

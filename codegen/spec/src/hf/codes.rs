@@ -158,7 +158,9 @@ impl Codes {
 
     /// Whether it is gpt-oss' MXFP4, which has recipes of its own.
     pub(super) fn is_blocks(&self) -> bool {
-        self.stored.iter().all(|stored| stored.names.in_blocks())
+        self.stored
+            .first()
+            .is_some_and(|stored| stored.names.in_blocks())
     }
 
     /// The codes that a `quantization_config` speaks of.

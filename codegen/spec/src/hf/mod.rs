@@ -19,6 +19,7 @@ mod source;
 pub use codes::{Codes, End, Names, Stored, replaced};
 pub use error::HfError;
 pub use quantization::with_quant_config;
+pub(crate) use source::half_of;
 pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
 
 use crate::LayerSpec;

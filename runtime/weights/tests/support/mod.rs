@@ -3,7 +3,7 @@
 
 use moesaic_kernel::DType;
 use moesaic_reference::{Input, Output, Weights, forward};
-use moesaic_spec::{LayerSpec, hf};
+use moesaic_spec::{LayerSpec, gguf, hf};
 use moesaic_tensor::Tensor;
 use moesaic_weights::{Checkpoint, LoadOptions, load_import};
 use std::error::Error;
@@ -22,9 +22,16 @@ pub struct Report {
 pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     let case: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("case.json"))?)?;
     let layer = case["layer"].as_u64().ok_or("case.json has no layer")? as usize;
-    let mut import = hf::import(&config(dir)?, layer)?;
+    let (mut import, checkpoint) = match case["file"].as_str() {
+        Some(file) => {
+            let checkpoint = Checkpoint::open(dir.join(file))?;
+            let metadata = checkpoint.gguf().ok_or("no GGUF file")?;
+            (gguf::import(metadata, layer)?, checkpoint)
+        }
+        None => (hf::import(&config(dir)?, layer)?, Checkpoint::open(dir)?),
+    };
     import.spec.precision.weights = DType::F32;
-    let weights = load_import(&import, &Checkpoint::open(dir)?, LoadOptions::default())?;
+    let weights = load_import(&import, &checkpoint, LoadOptions::default())?;
     let block = Checkpoint::open(dir.join("block.safetensors"))?;
     let x = block.read("x")?;
     let input = Input {
