@@ -46,6 +46,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("weights", Always),
@@ -99,6 +100,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("target", Always),
@@ -142,6 +144,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("target", Always),
@@ -190,6 +193,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", NotWith(&["--layer=1", "--target=cpu"], "--hf")),
             ("target", Always),
             ("training", Always),
@@ -227,6 +231,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             (
@@ -273,6 +278,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             (
@@ -293,6 +299,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("world", Always),
@@ -357,6 +364,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("json", Always),
