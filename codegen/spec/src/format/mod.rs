@@ -13,6 +13,8 @@
 mod blocks;
 pub mod code;
 mod matrices;
+#[cfg(test)]
+mod tests;
 
 pub use blocks::{BLOCKS, Blocks, LARGEST, Unpacked};
 pub use matrices::{Matrices, Scales, Zeros};
