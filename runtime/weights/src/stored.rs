@@ -183,7 +183,7 @@ impl<'a> Parts<'a, '_, '_> {
             second,
         };
         let one = from.shape.iter().product::<usize>() == 1;
-        if one && format.element.bits() == 8 && matches!(format.packing, Packing::Rows { .. }) {
+        if one && format.element.bits() == 8 && format.packing == (Packing::Rows { word: 8 }) {
             return Ok(made([rows, columns], None));
         }
         let turned = !matches!(format.packing, Packing::Rows { .. });

@@ -41,9 +41,9 @@ pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
         Some(other) => return Err(refused(model, &shortened(other))),
         None => return Err(refused(model, "no quant_method")),
     };
-    let kept = KEPT
-        .iter()
-        .filter_map(|key| reader.config.get(*key)?.as_array());
+    let nested = reader.config.get("quantization").and_then(Value::as_object);
+    let kept = [Some(reader.config), nested].into_iter().flatten();
+    let kept = kept.flat_map(|config| KEPT.iter().filter_map(|key| config.get(*key)?.as_array()));
     let kept = kept.flatten().filter_map(Value::as_str).map(str::to_string);
     Ok(Codes::new(&stored, kept.collect()))
 }
