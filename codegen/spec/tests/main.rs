@@ -2,6 +2,7 @@
 
 mod expression;
 mod hf;
+mod hf_quantized;
 mod hostile;
 mod round_trip;
 mod ui;
