@@ -142,9 +142,10 @@ impl<'a> Finder<'a, '_> {
             None => String::new(),
         };
         let read: Vec<&str> = BLOCKS.iter().map(|blocks| blocks.name).collect();
-        let expected = match self.tensor.dtype.is_float() {
-            true => format!("F32, F16, BF16, {}", read.join(", ")),
-            false => "I32 or I64".to_string(),
+        let expected = if self.tensor.dtype.is_float() {
+            format!("F32, F16, BF16, {}", read.join(", "))
+        } else {
+            "I32 or I64".to_string()
         };
         Err(WeightsError::WrongDType {
             tensor: from.name.to_string(),

@@ -187,9 +187,12 @@ impl<'a> Parts<'a, '_, '_> {
             return Ok(made([rows, columns], None));
         }
         let turned = !matches!(format.packing, Packing::Rows { .. });
-        let wide = |[down, across]: [usize; 2]| match turned {
-            true => vec![across, down],
-            false => [outer, &[down, across]].concat(),
+        let wide = |[down, across]: [usize; 2]| {
+            if turned {
+                vec![across, down]
+            } else {
+                [outer, &[down, across]].concat()
+            }
         };
         let block = match format.block {
             Block::Tile(block) => block,
@@ -249,9 +252,10 @@ impl<'a> Parts<'a, '_, '_> {
             ..
         } = self.way.format;
         let end = self.way.names.zeros;
-        let from = match element.is_int() {
-            true => self.part(end),
-            false => None,
+        let from = if element.is_int() {
+            self.part(end)
+        } else {
+            None
         };
         let Some(from) = from else {
             return match zero {

@@ -235,9 +235,10 @@ impl Matrices<'_> {
                 let (words, bit) = ((down * bits).div_ceil(32), block * bits);
                 let at = (line.matrix * across + group) * words + bit / 32;
                 let low = u64::from(word(zeros.bytes, at)) >> (bit % 32);
-                match bit % 32 + bits > 32 {
-                    true => low | u64::from(word(zeros.bytes, at + 1)) << (32 - bit % 32),
-                    false => low,
+                if bit % 32 + bits > 32 {
+                    low | u64::from(word(zeros.bytes, at + 1)) << (32 - bit % 32)
+                } else {
+                    low
                 }
             }
             Packing::Interleaved => {

@@ -116,13 +116,14 @@ fn deepseek2(block: &Block<'_>) -> Result<Family, GgufError> {
         return biased(block);
     }
     let groups = block.size("expert_group_count")?.unwrap_or(1);
-    let keys = match groups > 1 {
-        true => json!({
+    let keys = if groups > 1 {
+        json!({
             "topk_method": "group_limited_greedy",
             "n_group": groups,
             "topk_group": block.need("expert_group_used_count")?,
-        }),
-        false => json!({"topk_method": "greedy"}),
+        })
+    } else {
+        json!({"topk_method": "greedy"})
     };
     family("deepseek_v2", shared_count(block, keys))
 }

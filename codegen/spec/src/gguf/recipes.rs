@@ -11,14 +11,15 @@ const OWN: [&str; 3] = ["ffn_gate_inp", "exp_probs_b", "ffn_gate_tid2eid"];
 pub(super) fn sources(spec: &LayerSpec, block: &Block<'_>) -> Result<Vec<TensorSource>, GgufError> {
     let source = |tensor: TensorSpec| {
         let alternatives = alternatives(spec, block, &tensor);
-        match alternatives.is_empty() {
-            true => Err(GgufError::MissingTensor {
+        if alternatives.is_empty() {
+            Err(GgufError::MissingTensor {
                 tensor: format!("{}, as GGUF would have it", tensor.name),
-            }),
-            false => Ok(TensorSource {
+            })
+        } else {
+            Ok(TensorSource {
                 name: tensor.name,
                 alternatives,
-            }),
+            })
         }
     };
     let sources: Result<Vec<TensorSource>, GgufError> =

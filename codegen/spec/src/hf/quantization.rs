@@ -144,9 +144,10 @@ impl Reader<'_> {
                 ways.push(way);
             }
         }
-        match ways.is_empty() {
-            true => Err(refused("no group with weights")),
-            false => Ok(ways),
+        if ways.is_empty() {
+            Err(refused("no group with weights"))
+        } else {
+            Ok(ways)
         }
     }
 
@@ -234,9 +235,10 @@ impl Reader<'_> {
                 found.push(way);
             }
         }
-        match found.is_empty() {
-            true => Err(self.refused("modelopt, no quantized_layers")),
-            false => Ok(found),
+        if found.is_empty() {
+            Err(self.refused("modelopt, no quantized_layers"))
+        } else {
+            Ok(found)
         }
     }
 
