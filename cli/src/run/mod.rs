@@ -53,7 +53,8 @@ and `grad.<name>` of every weight. The output appears whole or not at all.")]
 pub struct RunArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// The weights, a safetensors file or a directory; with --hf and --gguf the model's own if not given
+    /// The weights, a safetensors file or a directory; with --hf and --gguf the model's own if not
+    /// given
     #[arg(long, value_name = "PATH", required_unless_present = "model")]
     weights: Option<PathBuf>,
     #[command(flatten)]
