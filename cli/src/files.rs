@@ -1,7 +1,7 @@
 //! What a command reads and writes, by option: no output is an input, or another output.
 
 use crate::failure::{Failure, Result};
-use crate::spec_source::LayerArgs;
+use crate::spec_source::{LayerArgs, QUANT_CONFIG};
 use moesaic::weights::{Checkpoint, WeightsError};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -70,7 +70,9 @@ impl Files {
     #[must_use]
     pub fn layer(self, layer: &LayerArgs) -> Files {
         let spec = layer.spec.iter().filter(|path| path.as_os_str() != "-");
-        self.read("--spec", spec).model(layer.hf.as_deref())
+        self.read("--spec", spec)
+            .model(layer.hf.as_deref())
+            .checkpoint("--gguf", layer.gguf.as_deref())
     }
 
     /// And those of a Hugging Face model: its configuration, which may be named by itself, and
@@ -85,7 +87,7 @@ impl Files {
         } else {
             (path, path.join("config.json"))
         };
-        self.read("--hf", [config])
+        self.read("--hf", [config, directory.join(QUANT_CONFIG)])
             .checkpoint("--hf", Some(directory))
     }
 

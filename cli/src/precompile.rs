@@ -4,7 +4,7 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
-use crate::spec_source::{LayerArgs, read_model, read_spec};
+use crate::spec_source::{LayerArgs, Model, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
@@ -43,14 +43,17 @@ pub struct PrecompileArgs {
         long,
         value_name = "FILE[,FILE]",
         value_delimiter = ',',
-        required_unless_present = "hf"
+        required_unless_present = "model"
     )]
     spec: Vec<PathBuf>,
     /// A Hugging Face model directory with a config.json
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", group = "model")]
     hf: Option<PathBuf>,
+    /// A GGUF file, or the first of its shards
+    #[arg(long, value_name = "FILE", group = "model")]
+    gguf: Option<PathBuf>,
     /// Which layer of the model; all with experts if not given
-    #[arg(long, value_name = "N", requires = "hf")]
+    #[arg(long, value_name = "N", requires = "model")]
     layer: Option<usize>,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
     #[arg(long, value_name = "T[,T]", value_delimiter = ',', required = true)]
@@ -99,6 +102,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         .read("--spec", &args.spec)
         .read("--placement", &args.placement)
         .model(args.hf.as_deref())
+        .checkpoint("--gguf", args.gguf.as_deref())
         .written("--output", &args.output)
         .check()?;
     let mut specs = args.specs(console)?;
@@ -288,12 +292,14 @@ impl PrecompileArgs {
             .iter()
             .map(|path| read_spec(path, console))
             .collect::<Result<_>>()?;
-        if let (Some(dir), None) = (&self.hf, self.layer) {
-            specs.extend(read_model(dir, console)?);
-        } else if let Some(dir) = &self.hf {
+        let model = Model::read(&self.hf, &self.gguf)?;
+        if let (Some(model), None) = (&model, self.layer) {
+            specs.extend(read_model(model, console)?);
+        } else if model.is_some() {
             let layer = LayerArgs {
                 spec: None,
-                hf: Some(dir.clone()),
+                hf: self.hf.clone(),
+                gguf: self.gguf.clone(),
                 layer: self.layer,
                 precision: None,
             };

@@ -1,14 +1,20 @@
-//! Where a layer spec comes from: a TOML file or a Hugging Face directory.
+//! Where a layer spec comes from: a TOML file, a Hugging Face directory or a GGUF file.
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::units;
 use clap::{Args, ValueEnum};
+use moesaic::spec::gguf::{self, GgufError, Metadata};
 use moesaic::spec::hf::{self, HfError, Import};
+use moesaic::weights::Checkpoint;
 use moesaic::{DType, LayerSpec};
+use std::borrow::Cow;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+
+/// What ModelOpt writes beside a model's config.json.
+pub const QUANT_CONFIG: &str = "hf_quant_config.json";
 
 /// One layer.
 #[derive(Args, Debug)]
@@ -17,15 +23,18 @@ pub struct LayerArgs {
     #[arg(
         long,
         value_name = "FILE",
-        required_unless_present = "hf",
-        conflicts_with = "hf"
+        required_unless_present = "model",
+        conflicts_with = "model"
     )]
     pub spec: Option<PathBuf>,
     /// A Hugging Face model directory with a config.json
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", group = "model")]
     pub hf: Option<PathBuf>,
+    /// A GGUF file, or the first of its shards
+    #[arg(long, value_name = "FILE", group = "model")]
+    pub gguf: Option<PathBuf>,
     /// Which layer of the model; the first with experts if not given
-    #[arg(long, value_name = "N", requires = "hf", conflicts_with = "spec")]
+    #[arg(long, value_name = "N", requires = "model", conflicts_with = "spec")]
     pub layer: Option<usize>,
     /// Element type of weights and activations, instead of the spec's
     #[arg(long, value_name = "DTYPE")]
@@ -54,27 +63,29 @@ impl From<Precision> for DType {
 pub struct Source {
     /// The layer.
     pub spec: LayerSpec,
-    /// For a Hugging Face layer, how its tensors are put together. Its spec is the one of the
+    /// For a layer of a model, how its tensors are put together. Its spec is the one of the
     /// file; `spec` may have another precision.
     pub import: Option<Import>,
-    /// The directory of a Hugging Face model.
-    pub directory: Option<PathBuf>,
+    /// The directory of a Hugging Face model, or the GGUF file.
+    pub model: Option<PathBuf>,
 }
 
 impl LayerArgs {
     /// Reads and validates the layer.
     pub fn load(&self, console: &Console) -> Result<Source> {
-        let mut source = match (&self.spec, &self.hf) {
+        let mut source = match (&self.spec, Model::read(&self.hf, &self.gguf)?) {
             (Some(path), _) => {
                 let spec = read_spec(path, console)?;
                 Source {
                     spec,
                     import: None,
-                    directory: None,
+                    model: None,
                 }
             }
-            (None, Some(path)) => self.import(path, console)?,
-            (None, None) => return Err(Failure::input("a layer is needed: --spec or --hf")),
+            (None, Some(model)) => self.import(&model, console)?,
+            (None, None) => {
+                return Err(Failure::input("a layer is needed: --spec, --hf or --gguf"));
+            }
         };
         if let Some(precision) = self.precision {
             source.spec.precision.weights = precision.into();
@@ -84,13 +95,12 @@ impl LayerArgs {
         Ok(source)
     }
 
-    fn import(&self, path: &Path, console: &Console) -> Result<Source> {
-        let config = Config::read(path)?;
+    fn import(&self, model: &Model, console: &Console) -> Result<Source> {
         let layer = match self.layer {
             Some(layer) => layer,
-            None => first_layer(&config, console)?,
+            None => first_layer(model, console)?,
         };
-        let import = config.import(layer)?;
+        let import = model.import(layer)?;
         for note in &import.notes {
             console.note(note);
         }
@@ -98,13 +108,13 @@ impl LayerArgs {
         Ok(Source {
             spec: import.spec.clone(),
             import: Some(import),
-            directory: Some(config.directory),
+            model: Some(model.path().to_path_buf()),
         })
     }
 }
 
-fn first_layer(config: &Config, console: &Console) -> Result<usize> {
-    let layers = config.moe_layers()?;
+fn first_layer(model: &Model, console: &Console) -> Result<usize> {
+    let layers = model.moe_layers()?;
     let first = *layers
         .first()
         .ok_or_else(|| Failure::input("the model has no MoE layer"))?;
@@ -117,18 +127,17 @@ fn first_layer(config: &Config, console: &Console) -> Result<usize> {
     Ok(first)
 }
 
-/// The layers with experts of a Hugging Face model. Those that differ in nothing
-/// but their number are one, by the name of the first.
-pub fn read_model(path: &Path, console: &Console) -> Result<Vec<LayerSpec>> {
-    let config = Config::read(path)?;
-    let layers = config.moe_layers()?;
+/// The layers with experts of a model. Those that differ in nothing but their number are one, by
+/// the name of the first.
+pub fn read_model(model: &Model, console: &Console) -> Result<Vec<LayerSpec>> {
+    let layers = model.moe_layers()?;
     if layers.is_empty() {
-        config.import(0)?;
+        model.import(0)?;
     }
     let mut specs: Vec<LayerSpec> = Vec::new();
     let mut said: Vec<String> = Vec::new();
     for &layer in &layers {
-        let import = config.import(layer);
+        let import = model.import(layer);
         let import = import.map_err(|failure| failure.hint("--layer N compiles one layer"))?;
         let alike = |spec: &LayerSpec| LayerSpec {
             name: spec.name.clone(),
@@ -151,8 +160,66 @@ pub fn read_model(path: &Path, console: &Console) -> Result<Vec<LayerSpec>> {
     Ok(specs)
 }
 
+/// A model whose layers are read.
+pub enum Model {
+    /// A Hugging Face directory.
+    Hf(Config),
+    /// A GGUF file.
+    Gguf(Box<Checkpoint>),
+}
+
+impl Model {
+    /// Reads what `--hf` or `--gguf` names.
+    pub fn read(hf: &Option<PathBuf>, gguf: &Option<PathBuf>) -> Result<Option<Model>> {
+        match (hf, gguf) {
+            (Some(path), _) => Config::read(path).map(Model::Hf).map(Some),
+            (None, Some(path)) => {
+                let checkpoint = Checkpoint::open(path)?;
+                match checkpoint.gguf() {
+                    Some(_) => Ok(Some(Model::Gguf(Box::new(checkpoint)))),
+                    None => {
+                        let message = format!("{} is no GGUF file", path.display());
+                        Err(Failure::input(message).hint("--hf takes a Hugging Face directory"))
+                    }
+                }
+            }
+            (None, None) => Ok(None),
+        }
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Model::Hf(config) => &config.directory,
+            Model::Gguf(checkpoint) => checkpoint.path(),
+        }
+    }
+
+    fn moe_layers(&self) -> Result<Vec<usize>> {
+        match self {
+            Model::Hf(config) => config.moe_layers(),
+            Model::Gguf(file) => gguf::moe_layers(&metadata(file)).map_err(|e| self.failure(&e)),
+        }
+    }
+
+    fn import(&self, layer: usize) -> Result<Import> {
+        match self {
+            Model::Hf(config) => config.import(layer),
+            Model::Gguf(file) => gguf::import(&metadata(file), layer).map_err(|e| self.failure(&e)),
+        }
+    }
+
+    fn failure(&self, error: &GgufError) -> Failure {
+        Failure::input(format!("{}: {error}", self.path().display()))
+    }
+}
+
+/// What a GGUF file says of its model.
+fn metadata(file: &Checkpoint) -> Cow<'_, Metadata> {
+    file.gguf().map_or_else(Cow::default, Cow::Borrowed)
+}
+
 /// The config.json of a model.
-struct Config {
+pub struct Config {
     directory: PathBuf,
     file: PathBuf,
     text: String,
@@ -172,6 +239,7 @@ impl Config {
         let text = read_text("the model configuration", &file).map_err(|failure| {
             failure.hint("--hf takes the directory of a model, with its config.json")
         })?;
+        let text = with_quant_config(text, &directory)?;
         Ok(Config {
             directory,
             file,
@@ -190,6 +258,17 @@ impl Config {
     fn failure(&self, error: &HfError) -> Failure {
         Failure::input(format!("{}: {error}", self.file.display()))
     }
+}
+
+/// The configuration with what ModelOpt writes beside it.
+fn with_quant_config(config: String, directory: &Path) -> Result<String> {
+    let file = directory.join(QUANT_CONFIG);
+    if !file.is_file() {
+        return Ok(config);
+    }
+    let beside = read_text("the quantization's configuration", &file)?;
+    let both = hf::with_quant_config(&config, &beside);
+    both.map_err(|error| Failure::input(format!("{}: {error}", directory.display())))
 }
 
 /// Reads and validates a TOML spec.

@@ -46,6 +46,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("weights", Always),
@@ -101,6 +102,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("target", Always),
@@ -144,6 +146,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("target", Always),
@@ -192,6 +195,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", NotWith(&["--layer=1", "--target=cpu"], "--hf")),
             ("target", Always),
             ("training", Always),
@@ -229,6 +233,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             (
@@ -279,6 +284,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             (
@@ -299,6 +305,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("world", Always),
@@ -363,6 +370,7 @@ const TABLE: &[(&str, &[Row])] = &[
         &[
             ("spec", Always),
             ("hf", Always),
+            ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
             ("json", Always),

@@ -4,6 +4,7 @@
 use super::{engine, entries};
 use crate::conformance::mesh::on_ranks;
 use moesaic::mesh::SharedExperts;
+use moesaic::spec::gguf;
 use moesaic::spec::hf::{self, Import};
 use moesaic::tensor::SourceError;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
@@ -142,4 +143,70 @@ fn check_ranks(case: &Case, engine: &moesaic::Engine, parallel: Parallel, y: &Te
         let own = spec.shape.experts / parallel.ep;
         assert!(first % own == 0 && last == first + own, "{what}: {read:?}");
     });
+}
+
+/// A layer of `tests/oracle/formats`, with f32 weights and activations.
+fn imported(dir: &Path, case: &Value) -> (Import, Checkpoint) {
+    let layer = case["layer"].as_u64().unwrap() as usize;
+    let (mut import, checkpoint) = match case["file"].as_str() {
+        Some(file) => {
+            let checkpoint = Checkpoint::open(dir.join(file)).unwrap();
+            let import = gguf::import(checkpoint.gguf().unwrap(), layer);
+            (import.unwrap(), checkpoint)
+        }
+        None => {
+            let mut config = fs::read_to_string(dir.join("config.json")).unwrap();
+            if let Ok(beside) = fs::read_to_string(dir.join("hf_quant_config.json")) {
+                config = hf::with_quant_config(&config, &beside).unwrap();
+            }
+            let import = hf::import(&config, layer).unwrap();
+            (import, Checkpoint::open(dir).unwrap())
+        }
+    };
+    import.spec.precision.weights = DType::F32;
+    import.spec.precision.activations = DType::F32;
+    (import, checkpoint)
+}
+
+/// Checkpoints that other libraries packed, run on the CPU: what their weights give, unpacked
+/// by those libraries. `runtime/weights/tests/oracle.rs` holds the f64 reference to the same.
+#[test]
+fn published_formats_run() {
+    let engine = engine();
+    let cases = entries("formats");
+    assert_eq!(cases.len(), 24);
+    for dir in cases {
+        let what = dir.display().to_string();
+        let case = fs::read_to_string(dir.join("case.json")).unwrap();
+        let case: Value = serde_json::from_str(&case).unwrap();
+        let from = imported(&dir, &case);
+        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
+        let [x, y, ids] = ["x", "y", "topk_ids"].map(|name| block.read(name).unwrap());
+        let mut input = Input {
+            tokens: x.shape[0],
+            ..Input::default()
+        };
+        input.insert("x", x);
+        let layer = engine.layer(&from.0.spec, &reader(&from)).unwrap();
+        let outputs = layer.forward_with(&input, &["y", "topk_ids"]).unwrap();
+        let outputs = outputs.into_tensors();
+        let wanted = y.to_f64();
+        let largest = wanted.iter().fold(0f64, |most, v| most.max(v.abs()));
+        let found = outputs["y"].to_f64();
+        let off = found.iter().zip(&wanted).map(|(a, b)| (a - b).abs());
+        // As a maximum would pass over NaN.
+        let most = case["tolerance"]["f32"].as_f64().unwrap() * largest;
+        assert!(off.into_iter().all(|off| off <= most), "{what}");
+        let rows = |ids: Vec<f32>| -> Vec<Vec<i64>> {
+            let rows = ids.chunks(from.0.spec.shape.top_k);
+            rows.map(|row| {
+                let mut row: Vec<i64> = row.iter().map(|id| *id as i64).collect();
+                row.sort_unstable();
+                row
+            })
+            .collect()
+        };
+        let chosen = outputs["topk_ids"].to_f32();
+        assert_eq!(rows(chosen), rows(ids.to_f32()), "{what}");
+    }
 }

@@ -44,6 +44,7 @@ use std::time::Instant;
 #[command(after_help = "\
 Examples:
   moesaic run --hf ~/models/mixtral --layer 3 --input x.safetensors --output y.safetensors
+  moesaic run --gguf qwen3-30b-q4_k_m.gguf --input x.safetensors --output y.safetensors
   moesaic run --spec layer.toml --weights w.safetensors --input x.safetensors --output y.safetensors
 
 The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router needs besides:
@@ -56,8 +57,9 @@ and `grad.<name>` of every weight. The output appears whole or not at all.")]
 pub struct RunArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// The weights, a safetensors file or a directory; with --hf the model's own if not given
-    #[arg(long, value_name = "PATH", required_unless_present = "hf")]
+    /// The weights, a safetensors file or a directory; with --hf and --gguf the model's own if not
+    /// given
+    #[arg(long, value_name = "PATH", required_unless_present = "model")]
     weights: Option<PathBuf>,
     #[command(flatten)]
     keys: KeysArgs,
@@ -130,7 +132,8 @@ impl RunArgs {
         self.check_files()?;
         let mut source = self.layer.load(console)?;
         if source.import.is_some() && self.keys.get().is_some() {
-            let message = "--keys does nothing with --hf: the model's own names are read";
+            let message =
+                "--keys does nothing with --hf and --gguf: the model's own names are read";
             return Err(Failure::input(message).hint("leave it out, or take --spec"));
         }
         if self.replay.is_some() {
@@ -276,7 +279,7 @@ impl RunArgs {
     }
 
     fn checkpoint(&self, source: &Source) -> Result<Checkpoint> {
-        let path = self.weights.as_deref().or(source.directory.as_deref());
+        let path = self.weights.as_deref().or(source.model.as_deref());
         let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;
         Ok(Checkpoint::open(path)?)
     }

@@ -12,6 +12,8 @@ mod biases;
 mod capacity;
 mod diagnostic;
 pub mod expression;
+pub mod format;
+pub mod gguf;
 pub mod hf;
 pub mod keys;
 mod limits;

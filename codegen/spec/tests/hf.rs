@@ -1,11 +1,11 @@
 //! Import of Hugging Face configurations.
 
 use moesaic_spec::hf::{
-    Codes, HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
+    HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
 };
 use moesaic_spec::*;
 
-fn error(config: &str, layer: usize) -> String {
+pub(crate) fn error(config: &str, layer: usize) -> String {
     import(config, layer).unwrap_err().to_string()
 }
 
@@ -85,155 +85,6 @@ fn published_mixtral_spelling() {
         of: 28672,
     };
     assert_eq!(fused.steps, [half]);
-}
-
-/// Every alternative of a quantized checkpoint may be codes, and the type is bf16.
-#[test]
-fn published_deepseek_v3_is_quantized() {
-    let config = r#"{"model_type": "deepseek_v3",
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}}"#;
-    let got = import(config, 5).unwrap();
-    let codes = Codes::Fp8 {
-        block: Some([128, 64]),
-    };
-    let alternatives = got.sources.iter().flat_map(|source| &source.alternatives);
-    let first: Vec<_> = alternatives.map(|a| a.steps.first()).collect();
-    assert!(
-        first
-            .iter()
-            .all(|step| *step == Some(&Step::Dequantize(codes)))
-    );
-    assert_eq!(got.spec.precision.weights.name(), "bf16");
-    assert_eq!(got.spec.precision.activations.name(), "bf16");
-    assert_eq!(
-        got.notes,
-        [
-            "the checkpoint's weights are quantized and become the layer's type when they are read; \
-          activations are not quantized"
-        ]
-    );
-    let scales = codes.scales("a.weight");
-    let names = [
-        "a.weight_scale_inv",
-        "a.weight_scale",
-        "a.scale",
-        "a.qscale_weight",
-    ];
-    assert_eq!(scales, names);
-    assert_eq!(Codes::Mxfp4.scales("a_blocks"), ["a_scales"]);
-}
-
-/// What `quantization_config` says, and what is made of it.
-#[test]
-fn quantizations_that_are_read() {
-    let codes = |config: &str| {
-        let config = format!(
-            r#"{{"model_type": "qwen3_moe", "torch_dtype": "float32",
-                "quantization_config": {config}}}"#
-        );
-        let got = import(&config, 0).unwrap_or_else(|e| panic!("{config}: {e}"));
-        assert_eq!(
-            got.spec.precision.weights.name(),
-            "f32",
-            "the type that is named"
-        );
-        match got.sources[0].alternatives[0].steps[0] {
-            Step::Dequantize(Codes::Fp8 { block }) => block,
-            _ => panic!("{config}"),
-        }
-    };
-    let fp8 = |rest: &str| codes(&format!(r#"{{"quant_method": "fp8"{rest}}}"#));
-    assert_eq!(fp8(""), Some([128, 128]));
-    assert_eq!(
-        fp8(r#", "fmt": "float8_e4m3fn", "weight_block_size": null"#),
-        None
-    );
-    let group = |weights: &str| {
-        format!(
-            r#"{{"quant_method": "compressed-tensors", "format": "float-quantized",
-                "transform_config": {{}}, "config_groups": {{"a": {{"weights":
-                {{"num_bits": 8, "type": "float", {weights}}}}}, "b": {{"weights": null}}}}}}"#
-        )
-    };
-    assert_eq!(codes(&group(r#""strategy": "channel""#)), None);
-    assert_eq!(codes(&group(r#""strategy": "tensor""#)), None);
-    let block = group(r#""strategy": "block", "block_structure": [64, 32]"#);
-    assert_eq!(codes(&block), Some([64, 32]));
-    let nested = r#"{"model_type": "x", "quantization_config": {"quant_method": "fp8"},
-                     "text_config": {"model_type": "qwen3_moe"}}"#;
-    let steps = &import(nested, 0).unwrap().sources[0].alternatives[0].steps;
-    assert_eq!(steps.len(), 1, "said around the text model");
-}
-
-#[test]
-fn quantizations_that_are_refused() {
-    let refused = |model: &str, config: &str| {
-        let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
-        error(&config, 5)
-    };
-    let rest = "; read are fp8 and compressed-tensors' float-quantized, both e4m3 with a scale \
-                for each tensor, row or block, and gpt_oss's mxfp4: use such a checkpoint, or one \
-                in f32, f16 or bf16";
-    let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
-    let weights = |weights: &str| {
-        compressed(&format!(
-            r#""format": "float-quantized", "config_groups": {{"a": {{"weights": {weights}}}}}"#
-        ))
-    };
-    for (config, method) in [
-        (r#"{"quant_method": "gptq", "bits": 4}"#.to_string(), "gptq"),
-        (r#"{"quant_method": "awq"}"#.to_string(), "awq"),
-        (
-            r#"{"quant_method": "fp8", "fmt": "e5m2"}"#.to_string(),
-            "fp8, e5m2",
-        ),
-        (r#"{"quant_method": "mxfp4"}"#.to_string(), "mxfp4"),
-        (r#"{"bits": 4}"#.to_string(), "no quant_method"),
-        (r#""fp8""#.to_string(), "no quant_method"),
-        (
-            compressed(r#""format": "nvfp4-pack-quantized""#),
-            "compressed-tensors, nvfp4-pack-quantized",
-        ),
-        (
-            compressed(r#""format": "float-quantized""#),
-            "compressed-tensors, no group with weights",
-        ),
-        (
-            compressed(r#""format": "float-quantized", "transform_config": {"a": 1}"#),
-            "compressed-tensors, weights that were transformed",
-        ),
-        (
-            weights(r#"{"num_bits": 8, "type": "int", "strategy": "channel"}"#),
-            "compressed-tensors, weights of 8 bits, int, symmetric, by channel",
-        ),
-        (
-            weights(r#"{"num_bits": 8, "type": "float", "strategy": "group", "symmetric": false}"#),
-            "compressed-tensors, weights of 8 bits, float, asymmetric, by group",
-        ),
-    ] {
-        let expected = format!(
-            "qwen3_moe: the checkpoint is quantized in a way that is not read ({method}){rest}"
-        );
-        assert_eq!(refused("qwen3_moe", &config), expected);
-    }
-    for size in [
-        "[128]",
-        "[0, 128]",
-        "128",
-        "[128, 128, 1]",
-        "[1.5, 2]",
-        "[-1, 2]",
-    ] {
-        let config = format!(r#"{{"quant_method": "fp8", "weight_block_size": {size}}}"#);
-        assert_eq!(
-            refused("deepseek_v3", &config),
-            format!(
-                "deepseek_v3: `quantization_config.weight_block_size` is {}, expected rows and \
-                 columns of a block, both above zero",
-                size.replace(", ", ",")
-            )
-        );
-    }
 }
 
 #[test]

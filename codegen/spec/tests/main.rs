@@ -2,6 +2,7 @@
 
 mod expression;
 mod hf;
+mod hf_quantized;
 mod hf_routing;
 mod hostile;
 mod round_trip;

@@ -1,6 +1,7 @@
 //! Safetensors files mapped into memory.
 
 use crate::WeightsError;
+use crate::gguf::{self, Gguf, Kind};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::parse_json;
 use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
@@ -27,6 +28,8 @@ pub struct Checkpoint {
     shards: Vec<LazyShard>,
     /// From name to shard.
     names: BTreeMap<String, usize>,
+    /// In place of both, if these are GGUF files.
+    gguf: Option<Gguf>,
 }
 
 /// A file that is opened when a tensor in it is asked for.
@@ -62,6 +65,8 @@ pub struct TensorRef<'a> {
     map: &'a Arc<Map>,
     /// Where the elements begin in the file.
     start: usize,
+    /// GGUF's type, which then is blocks of codes, or not read.
+    pub(crate) ggml: Option<Kind>,
 }
 
 impl TensorRef<'_> {
@@ -114,8 +119,11 @@ impl Checkpoint {
             path: path.to_path_buf(),
             shards: Vec::new(),
             names: BTreeMap::new(),
+            gguf: None,
         };
-        if !about.is_dir() {
+        if let Some(path) = gguf_of(path) {
+            checkpoint.gguf = Some(Gguf::open(&path)?);
+        } else if !about.is_dir() {
             checkpoint.add_whole(path.to_path_buf())?;
         } else if path.join(SINGLE).exists() {
             checkpoint.add_whole(path.join(SINGLE))?;
@@ -130,6 +138,9 @@ impl Checkpoint {
     /// The files that [`Checkpoint::open`] reads of a path, or would read if they were there:
     /// who writes one of them changes the checkpoint.
     pub fn files_of(path: &Path) -> Vec<PathBuf> {
+        if let Some(path) = gguf_of(path) {
+            return gguf::files_of(&path);
+        }
         if !path.is_dir() {
             return vec![path.to_path_buf()];
         }
@@ -157,14 +168,21 @@ impl Checkpoint {
         &self.path
     }
 
+    /// What the file says of the model, if it is a GGUF file.
+    pub fn gguf(&self) -> Option<&moesaic_spec::gguf::Metadata> {
+        self.gguf.as_ref().map(|gguf| &gguf.metadata)
+    }
+
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.names.keys().map(String::as_str)
+        let gguf = self.gguf.iter().flat_map(Gguf::names);
+        self.names.keys().chain(gguf).map(String::as_str)
     }
 
     /// Whether there is a tensor of that name. Opens no shard.
     pub fn has(&self, name: &str) -> bool {
-        self.names.contains_key(name)
+        let gguf = self.gguf.as_ref();
+        gguf.is_some_and(|gguf| gguf.tensor(name).is_some()) || self.names.contains_key(name)
     }
 
     /// The tensor of that name, without copying it; `None` also where its shard cannot be read.
@@ -181,6 +199,9 @@ impl Checkpoint {
     /// [`WeightsError::Io`], and [`WeightsError::Corrupt`] for a shard that is cut short, makes
     /// no sense, or lacks the tensor.
     pub fn find(&self, name: &str) -> Result<Option<TensorRef<'_>>, WeightsError> {
+        if let Some(gguf) = &self.gguf {
+            return Ok(gguf.tensor(name).map(of_gguf));
+        }
         let Some((name, shard)) = self.names.get_key_value(name) else {
             return Ok(None);
         };
@@ -208,6 +229,7 @@ impl Checkpoint {
             bytes: &shard.map[start..end],
             map: &shard.map,
             start,
+            ggml: None,
         }))
     }
 
@@ -352,6 +374,40 @@ fn explain(error: &safetensors::SafeTensorError, length: u64) -> String {
             format!("its header is longer than its {length} bytes; it may be cut short")
         }
         other => format!("not a safetensors file ({other})"),
+    }
+}
+
+/// The GGUF file that a path leads to: the file itself, or that of a directory which has one
+/// model and no safetensors.
+fn gguf_of(path: &Path) -> Option<PathBuf> {
+    if !path.is_dir() {
+        return gguf::is_gguf(path).then(|| path.to_path_buf());
+    }
+    if path.join(SINGLE).exists() || path.join(INDEX).exists() {
+        return None;
+    }
+    match gguf::models(path).as_slice() {
+        [only] => gguf::is_gguf(only).then(|| only.clone()),
+        _ => None,
+    }
+}
+
+/// A tensor of a GGUF file.
+fn of_gguf(found: gguf::Found<'_>) -> TensorRef<'_> {
+    let info = found.info;
+    let (dtype, ggml) = match info.kind {
+        Kind::Numbers(dtype) => (Ok(dtype), None),
+        other => (Err(safetensors::Dtype::U8), Some(other)),
+    };
+    TensorRef {
+        name: found.name,
+        file: found.file,
+        dtype,
+        shape: &info.shape,
+        bytes: &found.map[info.bytes.clone()],
+        map: found.map,
+        start: info.bytes.start,
+        ggml,
     }
 }
 

@@ -120,6 +120,17 @@ pub enum WeightsError {
         expected: String,
     },
 
+    /// A tensor says something else than the configuration or another tensor.
+    #[error("`{tensor}` in {file} contradicts what is said elsewhere: {problem}", file = .file.display())]
+    Contradiction {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// What is said, and where.
+        problem: String,
+    },
+
     /// A recipe has not as many tensors as the weight has rows.
     #[error("the recipe for `{tensor}` has {found} tensors, one for each of {expected} is needed")]
     WrongCount {

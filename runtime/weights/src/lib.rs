@@ -4,7 +4,7 @@
 //! directory with or without an index. [`LayerReader`] is one layer of it, by
 //! canonical names, by the recipes of a Hugging Face import, or by those of other
 //! libraries, every tensor in canonical shape and in the element type of the spec;
-//! what a published checkpoint has quantized, FP8 or MXFP4, becomes that, too.
+//! what a published checkpoint has quantized, codes with scales, becomes that, too.
 //! An engine reads a weight of it when it puts it on the device; [`load_canonical`],
 //! [`load_import`] and [`load_keys`] read all. [`write_safetensors`] writes results
 //! in one piece or not at all, [`Writer`] what is not in memory all at once.
@@ -13,14 +13,16 @@
 //! notice.
 
 mod checkpoint;
-mod codes;
 mod copy;
 mod error;
+mod gguf;
+mod gguf_header;
 mod keys;
 mod load;
 mod quantized;
 mod reader;
 mod recipe;
+mod stored;
 mod stray;
 mod view;
 mod weight;

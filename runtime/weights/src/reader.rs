@@ -5,7 +5,7 @@ use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, WeightsError};
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Import, TensorSource, canonical_sources};
+use moesaic_spec::hf::{Alternative, Import, Step, TensorSource, canonical_sources};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
@@ -135,7 +135,7 @@ impl<'a> LayerReader<'a> {
         judged: impl Iterator<Item = &'n str>,
     ) -> Result<LayerReader<'a>, WeightsError> {
         let alternatives = sources.iter().flat_map(|source| &source.alternatives);
-        let known: BTreeSet<String> = alternatives.flat_map(|a| a.names()).collect();
+        let known: BTreeSet<String> = alternatives.flat_map(names_read).collect();
         // Ids and weights that come with each call take the place of a router: it may be there.
         // So may an optimizer's state, which trained layers have beside their weights.
         let external = spec.router.kind == RouterKind::External;
@@ -171,6 +171,16 @@ impl<'a> LayerReader<'a> {
         each.map(|(name, weight)| Ok((name.clone(), weight.whole()?)))
             .collect()
     }
+}
+
+/// The names of all tensors that an alternative may read, those of codes and scales included.
+fn names_read(alternative: &Alternative) -> Vec<String> {
+    let mut names = alternative.names();
+    if let Some(Step::Dequantize(codes)) = alternative.steps.first() {
+        let of_codes: Vec<String> = names.iter().flat_map(|name| codes.names(name)).collect();
+        names.extend(of_codes);
+    }
+    names
 }
 
 /// Whether the file's experts are transposed, as the tensors say whose shapes tell: nothing if

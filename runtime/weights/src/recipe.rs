@@ -1,11 +1,13 @@
 //! Recipes looked up in a checkpoint: which of its tensors make a weight, and how.
 
 use crate::checkpoint::{Checkpoint, TensorRef};
+use crate::gguf::{self, Kind};
 use crate::quantized::Quantized;
 use crate::view::Layout;
 use crate::weight::{Elements, Part, Weight};
 use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
+use moesaic_spec::format::BLOCKS;
 use moesaic_spec::hf::{Alternative, Parts, Step};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors, closest};
 use moesaic_tensor::read_float;
@@ -97,11 +99,19 @@ impl<'a> Finder<'a, '_> {
         Ok(Fits { fits, either })
     }
 
-    /// Whether the checkpoint has the alternative's first tensor. One that
-    /// lacks a later one is damaged, which reading it will say.
+    /// Whether the checkpoint has the alternative's first tensor, as floats or as codes. One
+    /// that lacks a later one is damaged, which reading it will say.
     fn present(&self, alternative: &Alternative) -> bool {
         let names = alternative.names();
-        names.first().is_none_or(|name| self.checkpoint.has(name))
+        let Some(name) = names.first() else {
+            return true;
+        };
+        let there = |name: &str| self.checkpoint.has(name);
+        let apart = match alternative.steps.first() {
+            Some(Step::Dequantize(codes)) => codes.apart(name),
+            _ => Vec::new(),
+        };
+        there(name) || apart.iter().any(|name| there(name))
     }
 
     fn look_up(&self, alternative: &Alternative) -> Result<Weight<'a>, WeightsError> {
@@ -137,14 +147,17 @@ impl<'a> Finder<'a, '_> {
 
     /// One tensor of the file, after the steps; it has the shape.
     fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'a>, WeightsError> {
-        let from = self.find(name)?;
+        let codes = self.codes(name, steps)?;
+        let from = match &codes {
+            Some(codes) => codes.from,
+            None => self.find(name)?,
+        };
         let wrong = |expected: String| WeightsError::WrongShape {
-            tensor: name.to_string(),
+            tensor: from.name.to_string(),
             file: from.file.to_path_buf(),
             found: from.shape.to_vec(),
             expected,
         };
-        let codes = self.codes(from, steps)?;
         let held = codes.as_ref().map_or(from.shape, |codes| &codes.shape);
         let mut layout = Layout::dense(held);
         for step in steps {
@@ -162,7 +175,7 @@ impl<'a> Finder<'a, '_> {
         }
         let elements = match codes {
             Some(codes) => Elements::Codes(Box::new(codes)),
-            None => Elements::Numbers(self.convertible(&from)?),
+            None => Elements::Numbers(self.convertible(&from, steps)?),
         };
         Ok(Part {
             from,
@@ -172,17 +185,41 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// The tensor as one of codes, if the recipe says that it may be and it is.
-    fn codes(
-        &self,
-        from: TensorRef<'a>,
-        steps: &[Step],
-    ) -> Result<Option<Quantized<'a>>, WeightsError> {
+    fn codes(&self, name: &str, steps: &[Step]) -> Result<Option<Quantized<'a>>, WeightsError> {
+        if let Some(from) = self.checkpoint.tensor(name).filter(|t| t.ggml.is_some()) {
+            return self.blocks(from).map(Some);
+        }
         match steps.first() {
             Some(Step::Dequantize(codes)) if self.tensor.dtype.is_float() => {
-                Quantized::find(self, *codes, from)
+                Quantized::find(self, codes, name)
             }
             _ => Ok(None),
         }
+    }
+
+    /// A GGUF tensor that has none of our types.
+    fn blocks(&self, from: TensorRef<'a>) -> Result<Quantized<'a>, WeightsError> {
+        let found = match from.ggml {
+            Some(Kind::Blocks(blocks)) if self.tensor.dtype.is_float() => {
+                return Ok(Quantized::of_blocks(from, blocks));
+            }
+            Some(Kind::Blocks(blocks)) => blocks.name.to_string(),
+            Some(Kind::Unread(id)) => gguf::unread(id),
+            Some(Kind::Numbers(dtype)) => dtype.to_string(),
+            None => String::new(),
+        };
+        let read: Vec<&str> = BLOCKS.iter().map(|blocks| blocks.name).collect();
+        let expected = if self.tensor.dtype.is_float() {
+            format!("F32, F16, BF16, {}", read.join(", "))
+        } else {
+            "I32 or I64".to_string()
+        };
+        Err(WeightsError::WrongDType {
+            tensor: from.name.to_string(),
+            file: from.file.to_path_buf(),
+            found,
+            expected,
+        })
     }
 
     fn find(&self, name: &str) -> Result<TensorRef<'a>, WeightsError> {
@@ -197,7 +234,7 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// The element type of the file, if it can become the spec's.
-    fn convertible(&self, from: &TensorRef<'_>) -> Result<DType, WeightsError> {
+    fn convertible(&self, from: &TensorRef<'_>, steps: &[Step]) -> Result<DType, WeightsError> {
         let wanted = self.tensor.dtype;
         let file = from.file.to_path_buf();
         let tensor = from.name.to_string();
@@ -231,7 +268,9 @@ impl<'a> Finder<'a, '_> {
             }
         };
         let exact = found == wanted || wanted == DType::F32 || !wanted.is_float();
-        if exact || self.options.narrow {
+        // What a quantized checkpoint keeps as floats is rounded as its codes are.
+        let quantized = matches!(steps.first(), Some(Step::Dequantize(_)));
+        if exact || quantized || self.options.narrow {
             return Ok(found);
         }
         let (found, wanted) = (found.to_string(), wanted.to_string());
@@ -267,7 +306,7 @@ impl<'a> Finder<'a, '_> {
     /// A vector that scales columns.
     fn vector(&self, name: &str, width: usize) -> Result<Vec<f64>, WeightsError> {
         let from = self.find(name)?;
-        let found = self.convertible(&from)?;
+        let found = self.convertible(&from, &[])?;
         if from.shape != [width] {
             return Err(WeightsError::WrongShape {
                 tensor: name.to_string(),

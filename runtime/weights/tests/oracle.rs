@@ -44,6 +44,24 @@ fn more_families() {
     check_all("hf_more", 30);
 }
 
+/// Checkpoints that other libraries quantised, GGUF files among them.
+#[test]
+fn published_formats() {
+    let mut wrong = Vec::new();
+    for dir in cases("formats") {
+        let name = dir.file_name().unwrap().to_string_lossy().into_owned();
+        match support::check(&dir) {
+            Ok(report) if report.wrong_rows == 0 && report.error < 2e-6 => {}
+            Ok(report) => wrong.push(format!(
+                "{name}: {:e}, {} rows",
+                report.error, report.wrong_rows
+            )),
+            Err(error) => wrong.push(format!("{name}: {error}")),
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn every_other_family() {
     check_all("families", 40);

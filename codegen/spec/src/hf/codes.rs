@@ -1,159 +1,190 @@
-//! Quantized checkpoints: which are read, and what their tensors hold.
+//! What quantised checkpoints hold in place of numbers, and under which names.
 
 use super::HfError;
-use super::config::shortened;
-use serde_json::{Map, Value};
+use super::quantization;
+use crate::format::{Element, Format};
+use serde_json::Value;
+use std::fmt;
+use std::sync::Arc;
 
-/// What a quantized checkpoint holds in place of numbers: codes of 8 or 4 bits, with
-/// scales in a tensor beside them. A number is what its code stands for times its scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Codes {
-    /// FP8 E4M3, a byte each, in matrices; or, in bytes of type I8, FP4 E2M1 as
-    /// [`Codes::Mxfp4`] has it, with the codes of a row side by side.
-    Fp8 {
-        /// Rows and columns of a matrix that share a scale; the last may be fewer. Scales
-        /// are `[…, rows / block, columns / block]`, rounded up. None: they are one for a
-        /// matrix, or one for each of its rows. A single scale is always that of all.
-        block: Option<[usize; 2]>,
-    },
-    /// FP4 E2M1 as `[…, rows, columns / 32, 16]`, bytes of two codes each, the first of them
-    /// in the low half; scales `[…, rows, columns / 32]` are powers of two (E8M0).
-    Mxfp4,
+/// The ways in which a quantised checkpoint may hold a matrix; its tensors say which one
+/// it is, or that the matrix has floats.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Codes {
+    /// The ways; the first that fits is taken.
+    pub stored: Arc<[Stored]>,
+    /// Modules that the configuration says are not quantised.
+    pub kept: Arc<[String]>,
 }
 
-/// The block of FP8 checkpoints that name none.
-const BLOCK: [usize; 2] = [128, 128];
+/// A format, and the tensors that hold its parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// The format.
+    pub format: Format,
+    /// The names of the tensors.
+    pub names: Names,
+}
 
-/// What E4M3 is called.
-const E4M3: [&str; 4] = ["e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3"];
+/// The names of a quantised matrix' tensors: what is cut off the end of the name that the
+/// matrix has as floats, and what is put there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Names {
+    /// The codes.
+    pub codes: End,
+    /// The scales: alternatives.
+    pub scales: &'static [End],
+    /// The second scale.
+    pub second: Option<End>,
+    /// The zero points.
+    pub zeros: Option<End>,
+    /// The group of each column.
+    pub groups: Option<End>,
+    /// Rows and columns of the matrix.
+    pub shape: Option<End>,
+    /// Tensors that tell nothing about the weights, such as the scales of activations.
+    pub unread: &'static [End],
+}
 
-/// Formats of compressed-tensors that have FP8 codes a byte each.
-const FLOAT_QUANTIZED: [&str; 2] = ["float-quantized", "naive-quantized"];
+/// What is cut off the end of a name, and what is put there.
+pub type End = (&'static str, &'static str);
+
+/// Codes where the floats would be, with names of the scales after theirs.
+pub(super) const IN_PLACE: Names = Names {
+    codes: ("", ""),
+    scales: &[
+        ("", "_scale_inv"),
+        ("", "_scale"),
+        (".weight", ".scale"),
+        (".weight", ".qscale_weight"),
+    ],
+    second: Some(("", "_scale_2")),
+    zeros: Some(("", "_zero_point")),
+    groups: Some(("", "_g_idx")),
+    shape: None,
+    unread: &[
+        (".weight", ".input_scale"),
+        (".weight", ".activation_scale"),
+    ],
+};
+
+/// compressed-tensors' names of packed codes.
+pub(super) const PACKED: Names = Names {
+    codes: ("", "_packed"),
+    scales: &[("", "_scale")],
+    second: Some(("", "_global_scale")),
+    shape: Some(("", "_shape")),
+    unread: &[
+        (".weight", ".input_scale"),
+        (".weight", ".input_zero_point"),
+        (".weight", ".input_global_scale"),
+    ],
+    ..IN_PLACE
+};
+
+/// The names of GPTQ, AWQ and AutoRound.
+pub(super) const QWEIGHT: Names = Names {
+    codes: (".weight", ".qweight"),
+    scales: &[(".weight", ".scales")],
+    second: None,
+    zeros: Some((".weight", ".qzeros")),
+    groups: Some((".weight", ".g_idx")),
+    shape: None,
+    unread: &[],
+};
+
+/// gpt-oss' names, whose recipes name the codes.
+pub(super) const BLOCKS: Names = Names {
+    codes: ("", ""),
+    scales: &[("_blocks", "_scales")],
+    second: None,
+    zeros: None,
+    groups: None,
+    shape: None,
+    unread: &[],
+};
+
+impl Names {
+    /// Where the scales of the matrix under `name` may be, most usual first.
+    pub fn scales(&self, name: &str) -> Vec<String> {
+        let ends = self.scales.iter();
+        ends.filter_map(|end| replaced(name, *end)).collect()
+    }
+
+    /// Whether they are gpt-oss', whose codes have a dimension more: groups of 32 in 16 bytes.
+    pub fn in_blocks(&self) -> bool {
+        *self == BLOCKS
+    }
+}
+
+/// Returns a name with another end, if it has the one that is cut off.
+pub fn replaced(name: &str, (cut, put): End) -> Option<String> {
+    Some(name.strip_suffix(cut)?.to_string() + put)
+}
 
 impl Codes {
-    /// Where the scales of the codes under `name` may be, most usual first.
-    pub fn scales(&self, name: &str) -> Vec<String> {
-        // Cut off the end of the name, and put there.
-        let ends: &[(&str, &str)] = match self {
-            Codes::Fp8 { .. } => &[
-                ("", "_scale_inv"),
-                ("", "_scale"),
-                (".weight", ".scale"),
-                (".weight", ".qscale_weight"),
-            ],
-            Codes::Mxfp4 => &[("_blocks", "_scales")],
+    /// Codes of these ways.
+    pub fn new(stored: &[Stored], kept: Vec<String>) -> Codes {
+        Codes {
+            stored: stored.into(),
+            kept: kept.into(),
+        }
+    }
+
+    /// Every name that tensors of the matrix under `name` may have.
+    pub fn names(&self, name: &str) -> Vec<String> {
+        let of = |stored: &Stored| {
+            let names = stored.names;
+            let few = [names.second, names.zeros, names.groups, names.shape];
+            let ends = [names.codes].into_iter().chain(few.into_iter().flatten());
+            let ends = ends.chain(names.scales.iter().chain(names.unread).copied());
+            ends.filter_map(|end| replaced(name, end))
+                .collect::<Vec<String>>()
         };
-        let ends = ends.iter();
-        ends.filter_map(|(cut, put)| Some(name.strip_suffix(cut)?.to_string() + put))
-            .collect()
+        let mut names: Vec<String> = self.stored.iter().flat_map(of).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// The names that codes of the matrix under `name` may have besides its own.
+    pub fn apart(&self, name: &str) -> Vec<String> {
+        let stored = self.stored.iter();
+        let names = stored.filter_map(|stored| replaced(name, stored.names.codes));
+        let mut names: Vec<String> = names.filter(|other| other != name).collect();
+        names.dedup();
+        names
+    }
+
+    /// Whether it is gpt-oss' MXFP4, which has recipes of its own.
+    pub(super) fn is_blocks(&self) -> bool {
+        self.stored
+            .first()
+            .is_some_and(|stored| stored.names.in_blocks())
     }
 
     /// The codes that a `quantization_config` speaks of.
     pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
-        let empty = Map::new();
-        let reader = Reader {
-            model,
-            config: value.as_object().unwrap_or(&empty),
-        };
-        match reader.word("quant_method") {
-            Some("fp8") => reader.fp8(),
-            Some("compressed-tensors") => reader.compressed(),
-            Some("mxfp4") => Ok(Codes::Mxfp4),
-            Some(other) => Err(refused(model, &shortened(other))),
-            None => Err(refused(model, "no quant_method")),
-        }
+        quantization::read(model, value)
     }
 }
 
-/// The error for a quantization that is not read.
-pub(super) fn refused(model: &str, method: &str) -> HfError {
-    HfError::Quantized {
-        model: model.to_string(),
-        method: method.to_string(),
-    }
-}
-
-/// A `quantization_config`.
-struct Reader<'a> {
-    model: &'a str,
-    config: &'a Map<String, Value>,
-}
-
-impl Reader<'_> {
-    fn word(&self, key: &str) -> Option<&str> {
-        self.config.get(key)?.as_str()
-    }
-
-    /// DeepSeek-V3's way, which transformers calls fine-grained.
-    fn fp8(&self) -> Result<Codes, HfError> {
-        let format = self.word("fmt").unwrap_or(E4M3[0]);
-        if !E4M3.contains(&format) {
-            return Err(refused(self.model, &format!("fp8, {}", shortened(format))));
-        }
-        let block = match self.config.get("weight_block_size") {
-            None => Some(BLOCK),
-            Some(Value::Null) => None,
-            Some(size) => Some(self.block("weight_block_size", size)?),
-        };
-        Ok(Codes::Fp8 { block })
-    }
-
-    /// What llm-compressor writes: groups of modules, of which ours may be in any.
-    fn compressed(&self) -> Result<Codes, HfError> {
-        let refused = |what: &str| refused(self.model, &format!("compressed-tensors, {what}"));
-        let format = self.word("format").unwrap_or("no format");
-        if !FLOAT_QUANTIZED.contains(&format) {
-            return Err(refused(&shortened(format)));
-        }
-        let turned = self.config.get("transform_config");
-        if turned.is_some_and(|c| c.as_object().is_some_and(|c| !c.is_empty())) {
-            return Err(refused("weights that were transformed"));
-        }
-        let groups = self.config.get("config_groups").and_then(Value::as_object);
-        let weights = groups.into_iter().flat_map(Map::values);
-        let mut weights = weights.filter_map(|group| group.get("weights")?.as_object());
-        let first = weights.next();
-        let first = first.ok_or_else(|| refused("no group with weights"))?;
-        let codes = self.group(first)?;
-        for other in weights {
-            if self.group(other)? != codes {
-                return Err(refused("groups with other blocks"));
+/// Short, since every recipe of a layer has it.
+impl fmt::Debug for Codes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let way = |stored: &Stored| {
+            let Format {
+                name,
+                element,
+                block,
+                ..
+            } = stored.format;
+            match element {
+                Element::Uint(bits) => format!("{name} of {bits} bits, {block:?}"),
+                _ => format!("{name}, {block:?}"),
             }
-        }
-        Ok(codes)
-    }
-
-    /// One group of compressed-tensors.
-    fn group(&self, weights: &Map<String, Value>) -> Result<Codes, HfError> {
-        let word = |key: &str| weights.get(key).and_then(Value::as_str);
-        let bits = weights.get("num_bits").and_then(Value::as_u64);
-        let skewed = weights.get("symmetric").and_then(Value::as_bool) == Some(false);
-        let strategy = word("strategy").unwrap_or("tensor");
-        let read = ["tensor", "channel", "block"].contains(&strategy);
-        if bits != Some(8) || word("type") != Some("float") || skewed || !read {
-            let bits = bits.map_or("?".to_string(), |bits| bits.to_string());
-            let skew = if skewed { "a" } else { "" };
-            let [kind, strategy] = [word("type").unwrap_or("?"), strategy].map(shortened);
-            let what = format!("weights of {bits} bits, {kind}, {skew}symmetric, by {strategy}");
-            return Err(refused(self.model, &format!("compressed-tensors, {what}")));
-        }
-        let block = match (strategy, weights.get("block_structure")) {
-            ("block", size) => Some(self.block("block_structure", size.unwrap_or(&Value::Null))?),
-            _ => None,
         };
-        Ok(Codes::Fp8 { block })
-    }
-
-    /// Two sizes from one on.
-    fn block(&self, key: &str, value: &Value) -> Result<[usize; 2], HfError> {
-        let size = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|n| *n > 0);
-        let sizes: Option<Vec<usize>> = value.as_array().and_then(|l| l.iter().map(size).collect());
-        let block = sizes.and_then(|sizes| <[usize; 2]>::try_from(sizes).ok());
-        block.ok_or_else(|| HfError::BadKey {
-            model: self.model.to_string(),
-            key: format!("quantization_config.{key}"),
-            found: shortened(&value.to_string()),
-            expected: "rows and columns of a block, both above zero".to_string(),
-        })
+        let ways: Vec<String> = self.stored.iter().map(way).collect();
+        write!(f, "Codes({})", ways.join("; "))
     }
 }

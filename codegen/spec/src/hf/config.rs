@@ -83,7 +83,7 @@ impl Config {
     /// Element type of weights and activations: f32 where none is named, and bf16 in a quantized
     /// checkpoint, which is what codes are made of.
     pub fn dtype(&self) -> DType {
-        let default = match self.codes {
+        let default = match &self.codes {
             Some(_) => DType::Bf16,
             None => DType::F32,
         };
@@ -297,7 +297,7 @@ impl Config {
             values,
             around: Map::new(),
             dtype: self.dtype,
-            codes: self.codes,
+            codes: self.codes.clone(),
             read: RefCell::default(),
         };
         nested.read_types()?;
@@ -315,7 +315,7 @@ impl Config {
             values: self.around.clone(),
             around: Map::new(),
             dtype: self.dtype,
-            codes: self.codes,
+            codes: self.codes.clone(),
             read: RefCell::default(),
         };
         let there = around.find(&[key]).is_some();

@@ -103,7 +103,7 @@ impl Draft {
             beside: Vec::new(),
             others: 0..0,
             checked: false,
-            codes: config.codes,
+            codes: config.codes.clone(),
         }
     }
 
@@ -233,10 +233,10 @@ impl Draft {
     /// Experts in MXFP4, where the checkpoint has that. Its rows are the columns of the fused
     /// tensors that are not quantized.
     pub fn mxfp4_experts(&mut self, fused: Fused) {
-        if self.codes != Some(Codes::Mxfp4) {
+        let Some(codes) = self.blocks() else {
             return;
-        }
-        let (hidden, numbers) = (self.spec.shape.hidden_dim, Step::Dequantize(Codes::Mxfp4));
+        };
+        let (hidden, numbers) = (self.spec.shape.hidden_dim, Step::Dequantize(codes));
         for (half, part) in ["gate", "up"].into_iter().enumerate() {
             let half = half_of(1, half, hidden, fused == Fused::InterleavedColumns);
             let (name, steps) = (format!("experts.{part}.weight"), [numbers.clone(), half]);
@@ -253,24 +253,29 @@ impl Draft {
     pub fn unread(&self) -> Option<&'static str> {
         let alternatives = self.sources.iter().flat_map(|source| &source.alternatives);
         let mut steps = alternatives.flat_map(|alternative| &alternative.steps);
-        let unread = self.codes == Some(Codes::Mxfp4)
-            && !steps.any(|step| *step == Step::Dequantize(Codes::Mxfp4));
+        let unread =
+            self.blocks().is_some() && !steps.any(|step| matches!(step, Step::Dequantize(_)));
         unread.then_some("mxfp4")
     }
 
-    /// Lets every tensor be FP8 with scales beside it, where the checkpoint is quantized so.
+    /// gpt-oss' MXFP4, where the checkpoint has that.
+    fn blocks(&self) -> Option<Codes> {
+        self.codes.clone().filter(Codes::is_blocks)
+    }
+
+    /// Lets every tensor have codes with scales beside it, where the checkpoint is quantized so.
     fn dequantize(&mut self) {
-        let Some(codes) = self.codes else {
+        let Some(codes) = self.codes.clone() else {
             return;
         };
         let note = "the checkpoint's weights are quantized and become the layer's type when they \
                     are read; activations are not quantized";
         self.notes.push(note.to_string());
-        if codes == Codes::Mxfp4 {
+        if codes.is_blocks() {
             return;
         }
         let alternatives = self.sources.iter_mut().flat_map(|s| &mut s.alternatives);
-        alternatives.for_each(|a| a.steps.insert(0, Step::Dequantize(codes)));
+        alternatives.for_each(|a| a.steps.insert(0, Step::Dequantize(codes.clone())));
     }
 
     /// Adds a shared expert whose tensors are under `{root}{module}.` of one of

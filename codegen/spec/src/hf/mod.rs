@@ -14,13 +14,16 @@ mod draft;
 mod error;
 mod families;
 mod json;
+mod quantization;
 mod routing;
 mod source;
 
-pub use codes::Codes;
+pub use codes::{Codes, End, Names, Stored, replaced};
 pub use error::HfError;
 pub use json::parse_json;
+pub use quantization::with_quant_config;
 pub use routing::{RoutingKeys, routing_keys};
+pub(crate) use source::half_of;
 pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
 
 use crate::LayerSpec;
@@ -84,7 +87,7 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     let mut draft = (family.build)(&config, layer)?;
     routing::check(&config, &mut draft, Some(layer))?;
     if let Some(method) = draft.unread() {
-        return Err(codes::refused(&config.model, method));
+        return Err(quantization::refused(&config.model, method));
     }
     draft.spec.name += &format!("-layer{layer}");
     if let Err(problems) = draft.spec.validate() {

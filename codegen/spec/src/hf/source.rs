@@ -163,7 +163,7 @@ fn half_of_gate_up(layout: GateLayout, tensor: &TensorSpec) -> Option<Alternativ
 }
 
 /// Half 0 (gate) or 1 (up) of a fused dimension of `2 * count`.
-pub(super) fn half_of(axis: usize, half: usize, count: usize, interleaved: bool) -> Step {
+pub(crate) fn half_of(axis: usize, half: usize, count: usize, interleaved: bool) -> Step {
     let (start, step) = if interleaved {
         (half, 2)
     } else {

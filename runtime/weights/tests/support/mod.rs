@@ -1,11 +1,13 @@
 //! Checks of a directory with config.json, model.safetensors, case.json and
 //! block.safetensors against the reference.
 
+use moesaic_kernel::DType;
 use moesaic_reference::{Input, Output, Weights, forward};
-use moesaic_spec::{LayerSpec, hf};
+use moesaic_spec::{LayerSpec, gguf, hf};
 use moesaic_tensor::Tensor;
 use moesaic_weights::{Checkpoint, LoadOptions, load_import};
 use std::error::Error;
+use std::fs;
 use std::path::Path;
 
 /// How far the reference is from the oracle.
@@ -18,10 +20,18 @@ pub struct Report {
 
 /// Imports the case, runs it through the reference and compares.
 pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
-    let case: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("case.json"))?)?;
+    let case: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("case.json"))?)?;
     let layer = case["layer"].as_u64().ok_or("case.json has no layer")? as usize;
-    let import = hf::import(&std::fs::read_to_string(dir.join("config.json"))?, layer)?;
-    let weights = load_import(&import, &Checkpoint::open(dir)?, LoadOptions::default())?;
+    let (mut import, checkpoint) = match case["file"].as_str() {
+        Some(file) => {
+            let checkpoint = Checkpoint::open(dir.join(file))?;
+            let metadata = checkpoint.gguf().ok_or("no GGUF file")?;
+            (gguf::import(metadata, layer)?, checkpoint)
+        }
+        None => (hf::import(&config(dir)?, layer)?, Checkpoint::open(dir)?),
+    };
+    import.spec.precision.weights = DType::F32;
+    let weights = load_import(&import, &checkpoint, LoadOptions::default())?;
     let block = Checkpoint::open(dir.join("block.safetensors"))?;
     let x = block.read("x")?;
     let input = Input {
@@ -37,6 +47,15 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
         error: relative_error(&output.y, &want),
         wrong_rows: wrong_rows(&output, &ids, &import.spec),
     })
+}
+
+/// The configuration with ModelOpt's beside it.
+fn config(dir: &Path) -> Result<String, Box<dyn Error>> {
+    let config = fs::read_to_string(dir.join("config.json"))?;
+    match fs::read_to_string(dir.join("hf_quant_config.json")) {
+        Ok(beside) => Ok(hf::with_quant_config(&config, &beside)?),
+        Err(_) => Ok(config),
+    }
 }
 
 fn ints(tensor: &Tensor<'_>) -> Vec<i32> {

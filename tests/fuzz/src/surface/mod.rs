@@ -2,6 +2,7 @@
 
 mod cache;
 mod call;
+mod gguf;
 mod pack;
 mod quantized;
 mod text;
@@ -49,6 +50,7 @@ pub fn surfaces() -> Vec<Box<dyn Surface>> {
         Box::new(weights::File::new()),
         Box::new(weights::Index::new()),
         Box::new(quantized::Quantized::new()),
+        Box::new(gguf::Gguf::new()),
         Box::new(cache::EntryFile::new()),
         Box::new(cache::Tuning::new()),
         Box::new(cache::Fact::new()),

@@ -10,8 +10,8 @@ use std::fs;
 use tempfile::TempDir;
 
 /// Layers that the files are for, the same tensors for all: FP8 in blocks that do not divide
-/// the widths, in rows, and MXFP4.
-const CONFIGS: [&str; 3] = [
+/// the widths, in rows, and MXFP4; integers of compressed-tensors, GPTQ and AWQ, and NVFP4.
+const CONFIGS: [&str; 7] = [
     r#"{"model_type": "qwen3_moe", "hidden_size": 5, "moe_intermediate_size": 3, "num_experts": 2,
         "num_experts_per_tok": 1, "num_hidden_layers": 1,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 4]}}"#,
@@ -21,10 +21,24 @@ const CONFIGS: [&str; 3] = [
     r#"{"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32,
         "num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1,
         "quantization_config": {"quant_method": "mxfp4"}}"#,
+    r#"{"model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 32,
+        "num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 2,
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16}}"#,
+    r#"{"model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 32,
+        "num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 2,
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 16}}"#,
+    r#"{"model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 32,
+        "num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 2,
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group",
+        "group_size": 16, "symmetric": false}}}}}"#,
+    r#"{"model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 32,
+        "num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 2,
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#,
 ];
 
 /// Names and shapes of the tensors of all, and scales for both kinds of FP8.
-const TENSORS: [(&str, &str, &[u64]); 18] = [
+const TENSORS: [(&str, &str, &[u64]); 46] = [
     ("layers.0.mlp.gate.weight", "BF16", &[2, 5]),
     (
         "layers.0.mlp.experts.0.gate_proj.weight",
@@ -71,6 +85,79 @@ const TENSORS: [(&str, &str, &[u64]); 18] = [
         &[2, 64, 1, 16],
     ),
     ("layers.0.mlp.experts.down_proj_scales", "U8", &[2, 64, 1]),
+    // Layer 1 has experts in several forms at once; each configuration reads its own.
+    ("layers.1.mlp.gate.weight", "BF16", &[1, 32]),
+    ("layers.1.mlp.experts.0.gate_proj.qweight", "I32", &[4, 32]),
+    ("layers.1.mlp.experts.0.gate_proj.scales", "F16", &[2, 32]),
+    ("layers.1.mlp.experts.0.gate_proj.qzeros", "I32", &[2, 4]),
+    ("layers.1.mlp.experts.0.gate_proj.g_idx", "I32", &[32]),
+    (
+        "layers.1.mlp.experts.0.gate_proj.weight_packed",
+        "I32",
+        &[32, 4],
+    ),
+    (
+        "layers.1.mlp.experts.0.gate_proj.weight_zero_point",
+        "I32",
+        &[4, 2],
+    ),
+    ("layers.1.mlp.experts.0.gate_proj.weight", "U8", &[32, 16]),
+    (
+        "layers.1.mlp.experts.0.gate_proj.weight_scale",
+        "F8_E4M3",
+        &[32, 2],
+    ),
+    (
+        "layers.1.mlp.experts.0.gate_proj.weight_scale_2",
+        "F32",
+        &[],
+    ),
+    ("layers.1.mlp.experts.0.up_proj.qweight", "I32", &[4, 32]),
+    ("layers.1.mlp.experts.0.up_proj.scales", "F16", &[2, 32]),
+    ("layers.1.mlp.experts.0.up_proj.qzeros", "I32", &[2, 4]),
+    ("layers.1.mlp.experts.0.up_proj.g_idx", "I32", &[32]),
+    (
+        "layers.1.mlp.experts.0.up_proj.weight_packed",
+        "I32",
+        &[32, 4],
+    ),
+    (
+        "layers.1.mlp.experts.0.up_proj.weight_zero_point",
+        "I32",
+        &[4, 2],
+    ),
+    ("layers.1.mlp.experts.0.up_proj.weight", "U8", &[32, 16]),
+    (
+        "layers.1.mlp.experts.0.up_proj.weight_scale",
+        "F8_E4M3",
+        &[32, 2],
+    ),
+    ("layers.1.mlp.experts.0.up_proj.weight_scale_2", "F32", &[]),
+    ("layers.1.mlp.experts.0.down_proj.qweight", "I32", &[4, 32]),
+    ("layers.1.mlp.experts.0.down_proj.scales", "F16", &[2, 32]),
+    ("layers.1.mlp.experts.0.down_proj.qzeros", "I32", &[2, 4]),
+    ("layers.1.mlp.experts.0.down_proj.g_idx", "I32", &[32]),
+    (
+        "layers.1.mlp.experts.0.down_proj.weight_packed",
+        "I32",
+        &[32, 4],
+    ),
+    (
+        "layers.1.mlp.experts.0.down_proj.weight_zero_point",
+        "I32",
+        &[4, 2],
+    ),
+    ("layers.1.mlp.experts.0.down_proj.weight", "U8", &[32, 16]),
+    (
+        "layers.1.mlp.experts.0.down_proj.weight_scale",
+        "F8_E4M3",
+        &[32, 2],
+    ),
+    (
+        "layers.1.mlp.experts.0.down_proj.weight_scale_2",
+        "F32",
+        &[],
+    ),
 ];
 
 /// A layer of a quantized checkpoint.
@@ -82,7 +169,11 @@ pub struct Quantized {
 impl Quantized {
     /// Over small layers of every kind.
     pub fn new() -> Quantized {
-        let imports = CONFIGS.map(|config| import(config, 0).expect("it is read"));
+        // The first three layers are number 0, the others number 1.
+        let layers = [0, 0, 0, 1, 1, 1, 1];
+        let imports = std::array::from_fn::<_, 7, _>(|at| {
+            import(CONFIGS[at], layers[at]).expect("it is read")
+        });
         Quantized {
             folder: folder(),
             imports: imports.to_vec(),

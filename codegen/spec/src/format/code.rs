@@ -1,8 +1,8 @@
-//! What codes of 8 and of 4 bits stand for.
+//! The numbers that codes of up to 8 bits and scales stand for.
 
 /// FP8 E4M3 (OCP, `e4m3fn`): four bits of exponent with bias 7, three of mantissa, no
 /// infinities; all ones is NaN.
-pub(crate) static E4M3: [f32; 256] = {
+pub static E4M3: [f32; 256] = {
     let mut values = [0f32; 256];
     let mut code = 0;
     while code < 256 {
@@ -12,8 +12,19 @@ pub(crate) static E4M3: [f32; 256] = {
     values
 };
 
+/// FP8 E5M2 (OCP): the high byte of an f16, so it has infinities.
+pub static E5M2: [f32; 256] = {
+    let mut values = [0f32; 256];
+    let mut code = 0;
+    while code < 256 {
+        values[code] = f16((code as u16) << 8);
+        code += 1;
+    }
+    values
+};
+
 /// FP4 E2M1 (OCP): the sign is the highest of four bits.
-pub(crate) static E2M1: [f32; 16] = [
+pub static E2M1: [f32; 16] = [
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 ];
 
@@ -28,14 +39,35 @@ const fn e4m3(code: u32) -> f32 {
     if sign == 1 { -size } else { size }
 }
 
-/// E8M0 (OCP): 2^(code - 127); 255 is NaN.
-pub(crate) fn e8m0(code: u8) -> f32 {
+/// Returns 2^(code - 127), E8M0 (OCP); 255 is NaN.
+pub const fn e8m0(code: u8) -> f32 {
     match code {
         // Not a normal number of an f32.
         0 => f32::from_bits(1 << 22),
         255 => f32::NAN,
-        _ => f32::from_bits(u32::from(code) << 23),
+        _ => f32::from_bits((code as u32) << 23),
     }
+}
+
+/// Widens the bits of an f16, exactly.
+pub const fn f16(bits: u16) -> f32 {
+    let (sign, exponent, mantissa) = (
+        (bits as u32 & 0x8000) << 16,
+        (bits as u32 >> 10) & 31,
+        bits as u32 & 0x3ff,
+    );
+    let size = match exponent {
+        // Steps of 2^-24 below the smallest normal number, 2^-14.
+        0 => (mantissa as f32 / 16_777_216.0).to_bits(),
+        31 => 0x7f80_0000 | (mantissa << 13),
+        _ => ((exponent + 112) << 23) | (mantissa << 13),
+    };
+    f32::from_bits(sign | size)
+}
+
+/// Widens the bits of a bf16, exactly.
+pub const fn bf16(bits: u16) -> f32 {
+    f32::from_bits((bits as u32) << 16)
 }
 
 #[cfg(test)]
@@ -67,6 +99,21 @@ mod tests {
     }
 
     #[test]
+    fn every_code_of_e5m2() {
+        for code in 0..=255u8 {
+            let found = E5M2[usize::from(code)];
+            match code & 0x7f {
+                0x7c => assert_eq!(found.abs(), f32::INFINITY),
+                0x7d.. => assert!(found.is_nan(), "{code:#x}"),
+                _ => {
+                    let wanted = defined(code >> 7, i32::from((code >> 2) & 31), code & 3, 2, 15);
+                    assert_eq!(f64::from(found).to_bits(), wanted.to_bits(), "{code:#x}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn every_code_of_e2m1() {
         for code in 0..16u8 {
             let wanted = defined(code >> 3, i32::from((code >> 1) & 3), code & 1, 1, 1);
@@ -82,5 +129,21 @@ mod tests {
             assert_eq!(f64::from(e8m0(code)), wanted, "{code}");
         }
         assert!(e8m0(255).is_nan());
+    }
+
+    #[test]
+    fn scales_of_16_bits_widen_exactly() {
+        for (bits, wanted) in [
+            (0x0001, 5.960_464_5e-8),
+            (0x0400, 6.103_515_6e-5),
+            (0x3c00, 1.0),
+            (0xc000, -2.0),
+            (0x7bff, 65504.0),
+        ] {
+            assert_eq!(f16(bits), wanted);
+        }
+        assert!(f16(0x7e00).is_nan() && f16(0xfc00) == f32::NEG_INFINITY);
+        assert_eq!(f16(0x8000).to_bits(), (-0f32).to_bits());
+        assert_eq!((bf16(0x3f80), bf16(0xc040)), (1.0, -3.0));
     }
 }

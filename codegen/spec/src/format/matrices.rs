@@ -1,0 +1,258 @@
+//! The decoder of formats whose codes and scales are tensors of their own.
+
+use super::{Element, Format, Packing, ScaleType, Second, Zero, code};
+
+/// A stack of quantised matrices of one shape, in borrowed bytes, which whoever makes one has
+/// checked to be as many as the format asks for.
+#[derive(Clone, Debug)]
+pub struct Matrices<'a> {
+    /// The format.
+    pub format: Format,
+    /// Rows and columns of a matrix, of numbers.
+    pub size: [usize; 2],
+    /// The codes.
+    pub codes: &'a [u8],
+    /// Their scales.
+    pub scales: Scales<'a>,
+    /// The zero points; without them the format's own.
+    pub zeros: Option<Zeros<'a>>,
+    /// The group of each column, an i32 that was checked; without it groups are columns that
+    /// follow one another.
+    pub groups: Option<&'a [u8]>,
+}
+
+/// The scales of matrices.
+#[derive(Clone, Debug)]
+pub struct Scales<'a> {
+    /// Their type.
+    pub kind: ScaleType,
+    /// The scales.
+    pub bytes: &'a [u8],
+    /// Rows and columns of a matrix that share one; both above zero.
+    pub block: [usize; 2],
+    /// Rows and columns of scales that a matrix has; none where all matrices have one.
+    pub grid: Option<[usize; 2]>,
+    /// The second scale of each matrix, or one of all; empty where there is none.
+    pub second: Vec<f32>,
+}
+
+/// Zero points, one for each scale.
+#[derive(Clone, Copy, Debug)]
+pub struct Zeros<'a> {
+    /// The zero points, packed as the format says.
+    pub bytes: &'a [u8],
+}
+
+/// The place of each of eight rows in a word of AWQ.
+const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+/// A row of one of the matrices.
+#[derive(Clone, Copy)]
+struct Line {
+    matrix: usize,
+    row: usize,
+}
+
+impl Matrices<'_> {
+    /// Decodes elements from `first` on, counted row by row through all matrices, and returns
+    /// how many: those that share a scale, at most the length of `values`.
+    pub fn run(&self, first: usize, values: &mut [f32]) -> usize {
+        let [rows, columns] = self.size;
+        let (line, column) = (first / columns, first % columns);
+        let line = Line {
+            matrix: line / rows,
+            row: line % rows,
+        };
+        let (group, left) = self.group(column);
+        let count = left.min(columns - column).min(values.len());
+        let values = &mut values[..count];
+        let scale = self.scale(line, group);
+        match self.format.element {
+            Element::E4m3 => self.floats(line, column, values, scale, &code::E4M3),
+            Element::E5m2 => self.floats(line, column, values, scale, &code::E5M2),
+            Element::E2m1 => self.floats(line, column, values, scale, &code::E2M1),
+            Element::Int8 => {
+                let zero = self.zero(line, group);
+                self.each(line, column, values, |code| {
+                    (i32::from(code as i8) - zero) as f32 * scale
+                });
+            }
+            Element::Uint(_) => {
+                let zero = self.zero(line, group);
+                self.each(line, column, values, |code| {
+                    (i32::from(code) - zero) as f32 * scale
+                });
+            }
+        }
+        count
+    }
+
+    /// Returns the bytes of codes that elements of this range need, at least.
+    pub fn bytes(&self, elements: &std::ops::Range<usize>) -> std::ops::Range<usize> {
+        match self.format.packing {
+            Packing::Rows { .. } => {
+                let [_, columns] = self.size;
+                let width = self.row_bytes();
+                let end = elements.end.div_ceil(columns.max(1)) * width;
+                elements.start / columns.max(1) * width..end.min(self.codes.len())
+            }
+            // A row is in words all over the matrix.
+            Packing::Columns | Packing::Interleaved => 0..self.codes.len(),
+        }
+    }
+
+    fn row_bytes(&self) -> usize {
+        match self.format.packing {
+            Packing::Rows { word } => {
+                let word = usize::from(word);
+                (self.size[1] * self.format.element.bits()).div_ceil(word) * word / 8
+            }
+            Packing::Columns | Packing::Interleaved => 0,
+        }
+    }
+
+    /// Returns the group of a column, and how many columns from it on share it.
+    fn group(&self, column: usize) -> (usize, usize) {
+        let width = self.scales.block[1];
+        let Some(groups) = self.groups else {
+            return (column / width, width - column % width);
+        };
+        let words = groups[column * 4..].chunks_exact(4);
+        let mut words = words.map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        let group = words.next().unwrap_or_default();
+        let left = 1 + words.take_while(|other| *other == group).count();
+        (group as usize, left)
+    }
+
+    /// Returns the index of a scale, and of its zero point.
+    fn index(&self, line: Line, group: usize) -> usize {
+        let Some([down, across]) = self.scales.grid else {
+            return 0;
+        };
+        let block = line.row / self.scales.block[0];
+        let at = match self.format.packing {
+            Packing::Rows { .. } => block * across + group,
+            Packing::Columns | Packing::Interleaved => group * down + block,
+        };
+        line.matrix * down * across + at
+    }
+
+    fn scale(&self, line: Line, group: usize) -> f32 {
+        let scales = &self.scales;
+        let scale = scales.kind.read(scales.bytes, self.index(line, group));
+        let second = match scales.second.as_slice() {
+            [] => return scale,
+            [all] => *all,
+            each => each[line.matrix],
+        };
+        match self.format.second {
+            None => scale,
+            Some(Second::Times) => scale * second,
+            Some(Second::Divided) => scale / second,
+        }
+    }
+
+    fn floats(&self, line: Line, column: usize, values: &mut [f32], scale: f32, table: &[f32]) {
+        self.each(line, column, values, |code| {
+            table[usize::from(code)] * scale
+        });
+    }
+
+    /// Writes what `number` makes of each code from a column on.
+    fn each(&self, line: Line, column: usize, values: &mut [f32], number: impl Fn(u8) -> f32) {
+        let [rows, columns] = self.size;
+        let bits = self.format.element.bits();
+        let mask = (1u64 << bits) - 1;
+        match self.format.packing {
+            Packing::Rows { .. } => {
+                let at = (line.matrix * rows + line.row) * self.row_bytes();
+                let row = &self.codes[at..at + self.row_bytes()];
+                let values = values.iter_mut();
+                match bits {
+                    8 => values
+                        .zip(&row[column..])
+                        .for_each(|(v, c)| *v = number(*c)),
+                    // Two, four: a code is in one byte.
+                    _ => values.zip(column..).for_each(|(value, column)| {
+                        let bit = column * bits;
+                        *value = number(row[bit / 8] >> (bit % 8) & mask as u8);
+                    }),
+                }
+            }
+            Packing::Columns => {
+                let words = (columns * bits).div_ceil(32);
+                let first = line.matrix * words * rows + line.row;
+                for (value, column) in values.iter_mut().zip(column..) {
+                    let bit = column * bits;
+                    let word = |at: usize| u64::from(self.word(first + at * rows));
+                    let mut found = word(bit / 32) >> (bit % 32);
+                    if bit % 32 + bits > 32 {
+                        found |= word(bit / 32 + 1) << (32 - bit % 32);
+                    }
+                    *value = number((found & mask) as u8);
+                }
+            }
+            Packing::Interleaved => {
+                let (across, shift) = (rows / 8, PLACES[line.row % 8] * 4);
+                let first = line.matrix * columns * across + line.row / 8;
+                for (value, column) in values.iter_mut().zip(column..) {
+                    let word = self.word(first + column * across);
+                    *value = number((word >> shift & 15) as u8);
+                }
+            }
+        }
+    }
+
+    fn word(&self, at: usize) -> u32 {
+        word(self.codes, at)
+    }
+
+    /// Returns what is taken from the codes of a group.
+    fn zero(&self, line: Line, group: usize) -> i32 {
+        let bits = self.format.element.bits();
+        let middle = match self.format.zero {
+            Zero::None => 0,
+            _ => 1 << (bits - 1),
+        };
+        let Some(zeros) = self.zeros else {
+            return middle;
+        };
+        let Some([down, across]) = self.scales.grid else {
+            return i32::from(zeros.bytes[0] as i8);
+        };
+        let (block, mask) = (line.row / self.scales.block[0], (1u64 << bits) - 1);
+        let stored = match self.format.packing {
+            Packing::Rows { .. } if self.format.element == Element::Int8 => {
+                return i32::from(zeros.bytes[self.index(line, group)] as i8);
+            }
+            Packing::Rows { .. } => {
+                let bit = block * bits;
+                let words = (down * bits).div_ceil(32);
+                let at = line.matrix * words + bit / 32;
+                u64::from(word(zeros.bytes, at * across + group)) >> (bit % 32)
+            }
+            Packing::Columns => {
+                let (words, bit) = ((down * bits).div_ceil(32), block * bits);
+                let at = (line.matrix * across + group) * words + bit / 32;
+                let low = u64::from(word(zeros.bytes, at)) >> (bit % 32);
+                if bit % 32 + bits > 32 {
+                    low | u64::from(word(zeros.bytes, at + 1)) << (32 - bit % 32)
+                } else {
+                    low
+                }
+            }
+            Packing::Interleaved => {
+                let at = (line.matrix * across + group) * (down / 8) + block / 8;
+                u64::from(word(zeros.bytes, at) >> (PLACES[block % 8] * 4))
+            }
+        };
+        // Zero less one is all ones, so that the sum wraps.
+        let more = u64::from(self.format.zero == Zero::LessOne);
+        ((stored + more) & mask) as i32
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    let bytes = &bytes[at * 4..at * 4 + 4];
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}

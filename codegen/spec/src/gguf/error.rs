@@ -1,0 +1,85 @@
+//! What can be wrong with the metadata of a GGUF file.
+
+use crate::hf::HfError;
+use thiserror::Error;
+
+/// Why a layer of a GGUF file cannot be imported.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum GgufError {
+    /// The file names no architecture.
+    #[error("the file has no `general.architecture`; GGUF files of language models have one")]
+    NoArchitecture,
+
+    /// The architecture is not read.
+    #[error("architecture `{name}` is not supported; supported are {}", .supported.join(", "))]
+    UnknownArchitecture {
+        /// What the file says.
+        name: String,
+        /// All supported ones.
+        supported: Vec<&'static str>,
+    },
+
+    /// A key is missing.
+    #[error("the file has no `{key}`, which llama.cpp's convert script writes for such models")]
+    MissingKey {
+        /// The key.
+        key: String,
+    },
+
+    /// A key has a value that cannot be.
+    #[error("`{key}` is {found}, expected {expected}")]
+    BadKey {
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// What it may be.
+        expected: String,
+    },
+
+    /// The layer has no router.
+    #[error(
+        "layer {layer} of this {architecture} model has no experts in the file: there is no \
+         `blk.{layer}.ffn_gate_inp.weight`; {}", those(.layers)
+    )]
+    NoExperts {
+        /// The architecture.
+        architecture: String,
+        /// The layer asked for.
+        layer: usize,
+        /// Those that have experts.
+        layers: Vec<usize>,
+    },
+
+    /// A tensor is missing.
+    #[error("the file has no tensor `{tensor}`")]
+    MissingTensor {
+        /// Its name.
+        tensor: String,
+    },
+
+    /// A tensor of the layer is read by no recipe.
+    #[error(
+        "the layer has `{tensor}`, which {architecture} layers do not compute with here: it would \
+         be another function"
+    )]
+    StrayTensor {
+        /// Its name.
+        tensor: String,
+        /// The architecture.
+        architecture: String,
+    },
+
+    /// The family cannot be expressed, or the numbers make no valid layer.
+    #[error(transparent)]
+    Family(#[from] HfError),
+}
+
+fn those(layers: &[usize]) -> String {
+    match layers {
+        [] => "no layer has one".to_string(),
+        [only] => format!("layer {only} has one"),
+        [first, .., last] => format!("{} layers from {first} to {last} have one", layers.len()),
+    }
+}

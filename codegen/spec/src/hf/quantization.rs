@@ -1,0 +1,386 @@
+//! `quantization_config`: which quantised checkpoints are read.
+
+use super::HfError;
+use super::codes::{BLOCKS, Codes, IN_PLACE, Names, PACKED, QWEIGHT, Stored};
+use super::config::shortened;
+use crate::format::{self, Block, Element, Format, Zero};
+use serde_json::{Map, Value};
+
+/// What E4M3 is called.
+const E4M3: [&str; 4] = ["e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3"];
+
+/// What E5M2 is called.
+const E5M2: [&str; 2] = ["e5m2", "float8_e5m2"];
+
+/// Keys that list modules which are not quantised.
+const KEPT: [&str; 4] = [
+    "ignore",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "exclude_modules",
+];
+
+/// The settings of modules that have none of their own.
+static NOTHING: Value = Value::Null;
+
+/// Reads the codes that a `quantization_config` speaks of.
+pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
+    let empty = Map::new();
+    let reader = Reader {
+        model,
+        config: value.as_object().unwrap_or(&empty),
+    };
+    let stored = match reader.word("quant_method") {
+        Some("fp8") => reader.fp8()?,
+        Some("compressed-tensors") => reader.compressed()?,
+        Some("mxfp4") => vec![stored(format::MXFP4, BLOCKS)],
+        Some("gptq") => reader.gptq()?,
+        Some("awq") => reader.awq()?,
+        Some("auto-round") => reader.auto_round()?,
+        Some(method) if method.starts_with("modelopt") => reader.modelopt()?,
+        Some(other) => return Err(refused(model, &shortened(other))),
+        None => return Err(refused(model, "no quant_method")),
+    };
+    let nested = reader.config.get("quantization").and_then(Value::as_object);
+    let kept = [Some(reader.config), nested].into_iter().flatten();
+    let kept = kept.flat_map(|config| KEPT.iter().filter_map(|key| config.get(*key)?.as_array()));
+    let kept = kept.flatten().filter_map(Value::as_str).map(str::to_string);
+    Ok(Codes::new(&stored, kept.collect()))
+}
+
+/// Puts the contents of a ModelOpt folder's `hf_quant_config.json` into its `config.json`, where
+/// that has no `quantization_config`.
+///
+/// # Errors
+///
+/// [`HfError::Json`] for text that is not a JSON object.
+pub fn with_quant_config(config: &str, beside: &str) -> Result<String, HfError> {
+    let object = |text: &str, file: &str| match serde_json::from_str(text) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(HfError::Json(format!("{file} is something else"))),
+        Err(error) => Err(HfError::Json(format!("{file}: {error}"))),
+    };
+    let mut config = object(config, "config.json")?;
+    let said = config.get("quantization_config");
+    if said.is_none_or(Value::is_null) {
+        let mut beside = object(beside, "hf_quant_config.json")?;
+        let method = Value::from("modelopt");
+        beside.entry("quant_method").or_insert(method);
+        config.insert("quantization_config".to_string(), Value::Object(beside));
+    }
+    Ok(Value::Object(config).to_string())
+}
+
+/// The error for a quantisation that is not read.
+pub(super) fn refused(model: &str, method: &str) -> HfError {
+    HfError::Quantized {
+        model: model.to_string(),
+        method: method.to_string(),
+    }
+}
+
+fn stored(format: Format, names: Names) -> Stored {
+    Stored { format, names }
+}
+
+/// A `quantization_config`.
+struct Reader<'a> {
+    model: &'a str,
+    config: &'a Map<String, Value>,
+}
+
+impl Reader<'_> {
+    fn word(&self, key: &str) -> Option<&str> {
+        self.config.get(key)?.as_str()
+    }
+
+    fn refused(&self, what: &str) -> HfError {
+        refused(self.model, what)
+    }
+
+    /// DeepSeek-V3's way, which transformers calls fine-grained.
+    fn fp8(&self) -> Result<Vec<Stored>, HfError> {
+        let named = self.word("fmt").unwrap_or(E4M3[0]);
+        let element = match named {
+            _ if E4M3.contains(&named) => Element::E4m3,
+            _ if E5M2.contains(&named) => Element::E5m2,
+            _ => return Err(self.refused(&format!("fp8, {}", shortened(named)))),
+        };
+        let of = match self.config.get("weight_block_size") {
+            None => format::FP8_BLOCK,
+            Some(Value::Null) => format::FP8,
+            Some(size) => Format {
+                block: Block::Tile(self.block("weight_block_size", size)?),
+                ..format::FP8_BLOCK
+            },
+        };
+        let bytes = stored(Format { element, ..of }, IN_PLACE);
+        // Experts of such checkpoints may have FP4 in their place.
+        Ok(vec![bytes, stored(format::MXFP4, IN_PLACE)])
+    }
+
+    /// What llm-compressor writes: groups of modules, of which ours may be in any.
+    fn compressed(&self) -> Result<Vec<Stored>, HfError> {
+        let refused = |what: &str| self.refused(&format!("compressed-tensors, {what}"));
+        let turned = self.config.get("transform_config");
+        if turned.is_some_and(|c| c.as_object().is_some_and(|c| !c.is_empty())) {
+            return Err(refused("weights that were transformed"));
+        }
+        let sparse = self.config.get("sparsity_config");
+        match sparse.and_then(|sparse| sparse.get("format")?.as_str()) {
+            None | Some("dense") => {}
+            Some(other) => return Err(refused(&shortened(other))),
+        }
+        let whole = self.word("format").unwrap_or("no format");
+        let groups = self.config.get("config_groups").and_then(Value::as_object);
+        let mut ways = Vec::new();
+        for group in groups.into_iter().flat_map(Map::values) {
+            let Some(weights) = group.get("weights").and_then(Value::as_object) else {
+                continue;
+            };
+            let own = group.get("format").and_then(Value::as_str);
+            let way = self.group(own.unwrap_or(whole), weights)?;
+            if !ways.contains(&way) {
+                ways.push(way);
+            }
+        }
+        if ways.is_empty() {
+            Err(refused("no group with weights"))
+        } else {
+            Ok(ways)
+        }
+    }
+
+    /// One group of compressed-tensors.
+    fn group(&self, named: &str, weights: &Map<String, Value>) -> Result<Stored, HfError> {
+        let word = |key: &str| weights.get(key).and_then(Value::as_str);
+        let bits = weights.get("num_bits").and_then(Value::as_u64);
+        let kind = word("type").unwrap_or("int");
+        let skewed = weights.get("symmetric").and_then(Value::as_bool) == Some(false);
+        let size = weights.get("group_size").and_then(Value::as_i64);
+        let grouped = size.is_some_and(|size| size > 0);
+        let usual = if grouped { "group" } else { "tensor" };
+        let strategy = word("strategy").unwrap_or(usual);
+        let tile = |size: Option<i64>, usual| match usize::try_from(size.unwrap_or(usual)) {
+            Ok(size @ 1..) => Ok(Block::Tile([1, size])),
+            _ => Err(self.bad_group_size(&weights["group_size"])),
+        };
+        let unread = || {
+            let bits = bits.map_or("?".to_string(), |bits| bits.to_string());
+            let skew = if skewed { "a" } else { "" };
+            let [named, kind, strategy] = [named, kind, strategy].map(shortened);
+            let what = format!("weights of {bits} bits, {kind}, {skew}symmetric, by {strategy}");
+            self.refused(&format!("compressed-tensors, {named}: {what}"))
+        };
+        let block = match (strategy, weights.get("block_structure")) {
+            ("tensor" | "channel", _) => Block::MatrixOrRow,
+            ("group" | "tensor_group", _) if size == Some(-1) => Block::MatrixOrRow,
+            ("group" | "tensor_group", _) => tile(size, 128)?,
+            ("block", size) => {
+                Block::Tile(self.block("block_structure", size.unwrap_or(&Value::Null))?)
+            }
+            _ => return Err(unread()),
+        };
+        let (of, names) = match (named, kind, bits) {
+            ("float-quantized" | "naive-quantized", "float", Some(8)) => (format::FP8, IN_PLACE),
+            ("int-quantized" | "naive-quantized", "int", Some(8)) => (format::INT8, IN_PLACE),
+            ("pack-quantized", "int", Some(bits @ (2 | 4 | 8))) => {
+                let element = Element::Uint(bits as u8);
+                let packed = Format {
+                    element,
+                    ..format::INT4
+                };
+                (packed, PACKED)
+            }
+            ("nvfp4-pack-quantized", "float", Some(4)) => (format::NVFP4_DIVIDED, PACKED),
+            ("mxfp4-pack-quantized", "float", Some(4)) => (format::MXFP4, PACKED),
+            ("mxfp8-quantized", "float", Some(8)) => (format::MXFP8, IN_PLACE),
+            (
+                "float-quantized"
+                | "naive-quantized"
+                | "int-quantized"
+                | "pack-quantized"
+                | "nvfp4-pack-quantized"
+                | "mxfp4-pack-quantized"
+                | "mxfp8-quantized",
+                ..,
+            ) => return Err(unread()),
+            (other, ..) => {
+                let other = shortened(other);
+                return Err(self.refused(&format!("compressed-tensors, {other}")));
+            }
+        };
+        if skewed && !of.element.is_int() {
+            return Err(unread());
+        }
+        Ok(stored(Format { block, ..of }, names))
+    }
+
+    /// NVIDIA's TensorRT Model Optimizer: `quant_algo`, alone or for each module.
+    fn modelopt(&self) -> Result<Vec<Stored>, HfError> {
+        let nested = self.config.get("quantization").and_then(Value::as_object);
+        let about = nested.unwrap_or(self.config);
+        let mut found = Vec::new();
+        let mixed = about.get("quantized_layers").and_then(Value::as_object);
+        let each = mixed.into_iter().flat_map(Map::values);
+        let each = each.filter_map(Value::as_object).chain([about]);
+        for layer in each {
+            let algorithm = layer.get("quant_algo").and_then(Value::as_str);
+            let algorithm = algorithm.unwrap_or("no quant_algo");
+            if algorithm == "MIXED_PRECISION" && mixed.is_some() {
+                continue;
+            }
+            let way = self.algorithm(algorithm, layer)?;
+            if !found.contains(&way) {
+                found.push(way);
+            }
+        }
+        if found.is_empty() {
+            Err(self.refused("modelopt, no quantized_layers"))
+        } else {
+            Ok(found)
+        }
+    }
+
+    fn algorithm(&self, named: &str, layer: &Map<String, Value>) -> Result<Stored, HfError> {
+        let of = match named {
+            "FP8" | "FP8_PER_CHANNEL_PER_TOKEN" => format::FP8,
+            "FP8_PB_WO" => format::FP8_BLOCK,
+            "MXFP8" => format::MXFP8,
+            "NVFP4" | "W4A16_NVFP4" | "NVFP4_W4A16" => format::NVFP4,
+            other => return Err(self.refused(&format!("modelopt, {}", shortened(other)))),
+        };
+        let grouped = layer.get("config_groups").and_then(Value::as_object);
+        let grouped = grouped.and_then(|groups| groups.values().next()?.get("weights"));
+        let sizes = [
+            layer.get("group_size"),
+            grouped.and_then(|w| w.get("group_size")),
+        ];
+        let block = match (of.block, sizes.into_iter().flatten().find(|s| !s.is_null())) {
+            (Block::Tile([1, _]), Some(size)) => self.tile(size)?,
+            (block, _) => block,
+        };
+        Ok(stored(Format { block, ..of }, IN_PLACE))
+    }
+
+    /// GPTQ, of AutoGPTQ and GPTQModel.
+    fn gptq(&self) -> Result<Vec<Stored>, HfError> {
+        let named = self.word("checkpoint_format").or(self.word("format"));
+        let of = match named.unwrap_or("gptq") {
+            "gptq" => format::GPTQ,
+            "gptq_v2" => format::GPTQ_V2,
+            other => return Err(self.refused(&format!("gptq, {}", shortened(other)))),
+        };
+        let marlin = self.config.get("is_marlin_format").and_then(Value::as_bool);
+        if marlin == Some(true) {
+            return Err(self.refused("gptq, marlin"));
+        }
+        if let Some(word) = self.word("pack_dtype").filter(|word| *word != "int32") {
+            return Err(self.refused(&format!("gptq, pack_dtype {}", shortened(word))));
+        }
+        // GPTQModel's settings of single modules; those after a minus are not quantised.
+        let own = self.config.get("dynamic").and_then(Value::as_object);
+        let own = own.into_iter().flatten();
+        let own = own.filter(|(name, _)| !name.starts_with('-'));
+        self.integers("gptq", of, own.map(|(_, settings)| settings))
+    }
+
+    /// AWQ, of AutoAWQ.
+    fn awq(&self) -> Result<Vec<Stored>, HfError> {
+        let version = self.word("version").unwrap_or("gemm");
+        if !version.eq_ignore_ascii_case("gemm") {
+            return Err(self.refused(&format!("awq, version {}", shortened(version))));
+        }
+        self.integers("awq", format::AWQ, [])
+    }
+
+    /// Intel's AutoRound, which packs as GPTQ or AWQ do.
+    fn auto_round(&self) -> Result<Vec<Stored>, HfError> {
+        let packing = self.word("packing_format").unwrap_or("no packing_format");
+        let kind = self.word("data_type").unwrap_or("int");
+        let of = match (packing, kind) {
+            ("auto_round:auto_gptq" | "auto_gptq", "int") => format::GPTQ,
+            ("auto_round:auto_awq" | "auto_awq", "int") => format::AWQ,
+            _ => {
+                let [packing, kind] = [packing, kind].map(shortened);
+                return Err(self.refused(&format!("auto-round, {packing} of {kind}")));
+            }
+        };
+        // Settings of single modules; those of 16 bits are not quantised.
+        let own = self.config.get("extra_config").and_then(Value::as_object);
+        let own = own.into_iter().flat_map(Map::values);
+        let own = own.filter(|s| s.get("bits").and_then(Value::as_u64) < Some(16));
+        self.integers("auto-round", of, own)
+    }
+
+    /// Integers of the checkpoint's bits and groups, and of those that single modules have.
+    fn integers<'v>(
+        &self,
+        method: &str,
+        of: Format,
+        own: impl IntoIterator<Item = &'v Value>,
+    ) -> Result<Vec<Stored>, HfError> {
+        let get = |keys: [&str; 2]| keys.iter().find_map(|key| self.config.get(*key));
+        let mut ways = Vec::new();
+        for own in [&NOTHING].into_iter().chain(own) {
+            let bits = own.get("bits").or(get(["bits", "w_bit"]));
+            let size = own
+                .get("group_size")
+                .or(get(["group_size", "q_group_size"]));
+            let element = match (of.packing, bits.and_then(Value::as_u64)) {
+                (_, Some(4)) => Element::Uint(4),
+                (format::Packing::Columns, Some(bits @ (2 | 3 | 8))) => Element::Uint(bits as u8),
+                (_, bits) => {
+                    let bits = bits.map_or("?".to_string(), |bits| bits.to_string());
+                    return Err(self.refused(&format!("{method} of {bits} bits")));
+                }
+            };
+            let block = match size {
+                None => of.block,
+                Some(size) if size.as_i64() == Some(-1) => Block::Row,
+                Some(size) => self.tile(size)?,
+            };
+            let format = Format {
+                element,
+                block,
+                ..of
+            };
+            let way = stored(format, QWEIGHT);
+            if !ways.contains(&way) {
+                ways.push(way);
+            }
+        }
+        debug_assert!(of.zero != Zero::None);
+        Ok(ways)
+    }
+
+    /// Groups of so many columns.
+    fn tile(&self, size: &Value) -> Result<Block, HfError> {
+        match size.as_u64().map(usize::try_from) {
+            Some(Ok(size @ 1..)) => Ok(Block::Tile([1, size])),
+            _ => Err(self.bad_group_size(size)),
+        }
+    }
+
+    fn bad_group_size(&self, found: &Value) -> HfError {
+        HfError::BadKey {
+            model: self.model.to_string(),
+            key: "quantization_config.group_size".to_string(),
+            found: shortened(&found.to_string()),
+            expected: "columns of a group, above zero".to_string(),
+        }
+    }
+
+    /// Two sizes from one on.
+    fn block(&self, key: &str, value: &Value) -> Result<[usize; 2], HfError> {
+        let size = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|n| *n > 0);
+        let sizes: Option<Vec<usize>> = value.as_array().and_then(|l| l.iter().map(size).collect());
+        let block = sizes.and_then(|sizes| <[usize; 2]>::try_from(sizes).ok());
+        block.ok_or_else(|| HfError::BadKey {
+            model: self.model.to_string(),
+            key: format!("quantization_config.{key}"),
+            found: shortened(&value.to_string()),
+            expected: "rows and columns of a block, both above zero".to_string(),
+        })
+    }
+}

@@ -1,0 +1,230 @@
+//! Configurations of quantized checkpoints: what they say is stored, and what is refused.
+
+use crate::hf::error;
+use moesaic_spec::format::Block;
+use moesaic_spec::hf::{Step, import};
+
+/// Every alternative of a quantized checkpoint may be codes, and the type is bf16.
+#[test]
+fn published_deepseek_v3_is_quantized() {
+    let config = r#"{"model_type": "deepseek_v3",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}}"#;
+    let got = import(config, 5).unwrap();
+    let Some(Step::Dequantize(codes)) = got.sources[0].alternatives[0].steps.first() else {
+        panic!("{:?}", got.sources[0]);
+    };
+    let stored = codes.stored[0];
+    assert_eq!(stored.format.block, Block::Tile([128, 64]));
+    let alternatives = got.sources.iter().flat_map(|source| &source.alternatives);
+    let first: Vec<_> = alternatives.map(|a| a.steps.first()).collect();
+    assert!(
+        first
+            .iter()
+            .all(|step| *step == Some(&Step::Dequantize(codes.clone())))
+    );
+    assert_eq!(got.spec.precision.weights.name(), "bf16");
+    assert_eq!(got.spec.precision.activations.name(), "bf16");
+    assert_eq!(
+        got.notes,
+        [
+            "the checkpoint's weights are quantized and become the layer's type when they are read; \
+          activations are not quantized"
+        ]
+    );
+    let scales = stored.names.scales("a.weight");
+    let names = [
+        "a.weight_scale_inv",
+        "a.weight_scale",
+        "a.scale",
+        "a.qscale_weight",
+    ];
+    assert_eq!(scales, names);
+    let every = codes.names("a.weight");
+    assert!(every.contains(&"a.weight".to_string()) && every.contains(&names[0].to_string()));
+}
+
+/// What `quantization_config` says, and what is made of it.
+#[test]
+fn quantizations_that_are_read() {
+    let codes = |config: &str| {
+        let config = format!(
+            r#"{{"model_type": "qwen3_moe", "torch_dtype": "float32",
+                "quantization_config": {config}}}"#
+        );
+        let got = import(&config, 0).unwrap_or_else(|e| panic!("{config}: {e}"));
+        assert_eq!(
+            got.spec.precision.weights.name(),
+            "f32",
+            "the type that is named"
+        );
+        match &got.sources[0].alternatives[0].steps[0] {
+            Step::Dequantize(codes) => format!("{codes:?}"),
+            _ => panic!("{config}"),
+        }
+    };
+    let fp8 = |rest: &str| codes(&format!(r#"{{"quant_method": "fp8"{rest}}}"#));
+    let fp4 = "mxfp4, Tile([1, 32])";
+    assert_eq!(
+        fp8(""),
+        format!("Codes(fp8-block, Tile([128, 128]); {fp4})")
+    );
+    let whole = fp8(r#", "fmt": "float8_e4m3fn", "weight_block_size": null"#);
+    assert_eq!(whole, format!("Codes(fp8, MatrixOrRow; {fp4})"));
+    let group = |format: &str, bits: u8, kind: &str, weights: &str| {
+        codes(&format!(
+            r#"{{"quant_method": "compressed-tensors", "format": "{format}",
+                "transform_config": {{}}, "config_groups": {{"a": {{"weights":
+                {{"num_bits": {bits}, "type": "{kind}", {weights}}}}}, "b": {{"weights": null}}}}}}"#
+        ))
+    };
+    let float = |weights: &str| group("float-quantized", 8, "float", weights);
+    assert_eq!(float(r#""strategy": "channel""#), "Codes(fp8, MatrixOrRow)");
+    assert_eq!(float(r#""strategy": "tensor""#), "Codes(fp8, MatrixOrRow)");
+    let block = float(r#""strategy": "block", "block_structure": [64, 32]"#);
+    assert_eq!(block, "Codes(fp8, Tile([64, 32]))");
+    let by = r#""strategy": "group", "group_size": 64"#;
+    for (format, bits, kind, expected) in [
+        ("pack-quantized", 4, "int", "pack-quantized of 4 bits"),
+        ("pack-quantized", 8, "int", "pack-quantized of 8 bits"),
+        ("int-quantized", 8, "int", "int-quantized"),
+        ("nvfp4-pack-quantized", 4, "float", "nvfp4-pack-quantized"),
+        ("mxfp4-pack-quantized", 4, "float", "mxfp4"),
+        ("mxfp8-quantized", 8, "float", "mxfp8"),
+    ] {
+        let expected = format!("Codes({expected}, Tile([1, 64]))");
+        assert_eq!(group(format, bits, kind, by), expected);
+    }
+    for (config, expected) in [
+        (
+            r#"{"quant_method": "gptq", "bits": 4, "group_size": -1,
+                "dynamic": {"-:a": {}, "b": {"bits": 8, "group_size": 32}}}"#,
+            "Codes(gptq of 4 bits, Row; gptq of 8 bits, Tile([1, 32]))",
+        ),
+        (
+            r#"{"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_v2"}"#,
+            "Codes(gptq_v2 of 3 bits, Tile([1, 128]))",
+        ),
+        (
+            r#"{"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}"#,
+            "Codes(awq of 4 bits, Tile([1, 64]))",
+        ),
+        (
+            r#"{"quant_method": "auto-round", "bits": 4, "group_size": 32,
+                "packing_format": "auto_round:auto_awq",
+                "extra_config": {"a": {"bits": 16}, "b": {"group_size": 64, "bits": 4}}}"#,
+            "Codes(awq of 4 bits, Tile([1, 32]); awq of 4 bits, Tile([1, 64]))",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}"#,
+            "Codes(nvfp4, Tile([1, 16]))",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "MXFP8"},
+                "c": {"quant_algo": "FP8"}}}}"#,
+            "Codes(fp8, MatrixOrRow; mxfp8, Tile([1, 32]))",
+        ),
+    ] {
+        assert_eq!(codes(config), expected);
+    }
+    let nested = r#"{"model_type": "x", "quantization_config": {"quant_method": "fp8"},
+                     "text_config": {"model_type": "qwen3_moe"}}"#;
+    let steps = &import(nested, 0).unwrap().sources[0].alternatives[0].steps;
+    assert_eq!(steps.len(), 1, "said around the text model");
+}
+
+#[test]
+fn quantizations_that_are_refused() {
+    let refused = |model: &str, config: &str| {
+        let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
+        error(&config, 5)
+    };
+    let rest = "; read are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
+                MXFP8 and NVFP4, and compressed-tensors' float-, int- and pack-quantized, mxfp4, \
+                mxfp8 and nvfp4: use such a checkpoint, or one in f32, f16 or bf16";
+    let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
+    let weights = |weights: &str| {
+        compressed(&format!(
+            r#""format": "float-quantized", "config_groups": {{"a": {{"weights": {weights}}}}}"#
+        ))
+    };
+    for (config, method) in [
+        (
+            r#"{"quant_method": "gptq", "bits": 5}"#.to_string(),
+            "gptq of 5 bits",
+        ),
+        (
+            r#"{"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}"#.to_string(),
+            "gptq, marlin",
+        ),
+        (
+            r#"{"quant_method": "awq", "bits": 4, "version": "gemv"}"#.to_string(),
+            "awq, version gemv",
+        ),
+        (
+            r#"{"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"}"#
+                .to_string(),
+            "auto-round, auto_round of int",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}"#.to_string(),
+            "modelopt, NVFP4_AWQ",
+        ),
+        (
+            r#"{"quant_method": "bitsandbytes"}"#.to_string(),
+            "bitsandbytes",
+        ),
+        (
+            r#"{"quant_method": "fp8", "fmt": "e3m4"}"#.to_string(),
+            "fp8, e3m4",
+        ),
+        (r#"{"quant_method": "mxfp4"}"#.to_string(), "mxfp4"),
+        (r#"{"bits": 4}"#.to_string(), "no quant_method"),
+        (r#""fp8""#.to_string(), "no quant_method"),
+        (
+            compressed(
+                r#""format": "marlin-24", "config_groups": {"a": {"weights": {"strategy": "channel"}}}"#,
+            ),
+            "compressed-tensors, marlin-24",
+        ),
+        (
+            compressed(r#""format": "float-quantized""#),
+            "compressed-tensors, no group with weights",
+        ),
+        (
+            compressed(r#""format": "float-quantized", "transform_config": {"a": 1}"#),
+            "compressed-tensors, weights that were transformed",
+        ),
+        (
+            weights(r#"{"num_bits": 8, "type": "int", "strategy": "channel"}"#),
+            "compressed-tensors, float-quantized: weights of 8 bits, int, symmetric, by channel",
+        ),
+        (
+            weights(r#"{"num_bits": 8, "type": "float", "strategy": "group", "symmetric": false}"#),
+            "compressed-tensors, float-quantized: weights of 8 bits, float, asymmetric, by group",
+        ),
+    ] {
+        let expected = format!(
+            "qwen3_moe: the checkpoint is quantized in a way that is not read ({method}){rest}"
+        );
+        assert_eq!(refused("qwen3_moe", &config), expected);
+    }
+    for size in [
+        "[128]",
+        "[0, 128]",
+        "128",
+        "[128, 128, 1]",
+        "[1.5, 2]",
+        "[-1, 2]",
+    ] {
+        let config = format!(r#"{{"quant_method": "fp8", "weight_block_size": {size}}}"#);
+        assert_eq!(
+            refused("deepseek_v3", &config),
+            format!(
+                "deepseek_v3: `quantization_config.weight_block_size` is {}, expected rows and \
+                 columns of a block, both above zero",
+                size.replace(", ", ",")
+            )
+        );
+    }
+}

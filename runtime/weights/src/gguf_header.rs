@@ -1,0 +1,263 @@
+//! Headers of GGUF files: metadata and where tensors lie, all of it checked against the bytes
+//! that are there.
+
+use crate::gguf::Kind;
+use moesaic_spec::gguf::Value;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// A header that was read.
+#[derive(Debug)]
+pub(crate) struct Header {
+    pub values: BTreeMap<String, Value>,
+    pub infos: Vec<Info>,
+    /// `split.count`: of how many shards the file is one.
+    pub split_count: Option<u64>,
+}
+
+/// Where a tensor lies.
+#[derive(Debug)]
+pub(crate) struct Info {
+    pub name: String,
+    /// Outermost first.
+    pub shape: Vec<usize>,
+    pub kind: Kind,
+    /// In the file; empty where the type is not read.
+    pub bytes: Range<usize>,
+}
+
+/// A tensor as the header has it.
+struct Entry {
+    name: String,
+    shape: Vec<usize>,
+    kind: Kind,
+    offset: u64,
+}
+
+/// Dimensions that a tensor may have.
+const MOST_DIMENSIONS: u32 = 4;
+
+/// The alignment of files that say nothing.
+const ALIGNMENT: u64 = 32;
+
+/// Reads a header; the error is the reason.
+pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
+    let mut from = Reader { file, at: 0 };
+    if from.take(4)? != b"GGUF" {
+        return Err("it does not begin as GGUF files do".to_string());
+    }
+    match from.u32()? {
+        2 | 3 => {}
+        other if (2..=3).contains(&other.swap_bytes()) => {
+            return Err("it is of a big-endian machine, which is not read".to_string());
+        }
+        other => {
+            return Err(format!(
+                "it is of version {other} of GGUF; versions 2 and 3 are read"
+            ));
+        }
+    }
+    let (tensors, keys) = (from.u64()?, from.u64()?);
+    let mut values = BTreeMap::new();
+    for _ in 0..keys {
+        let key = from.text()?;
+        let kind = from.u32()?;
+        let value = from.value(kind)?;
+        values.insert(key, value);
+    }
+    let mut entries = Vec::new();
+    for _ in 0..tensors {
+        entries.push(from.entry()?);
+    }
+    let alignment = match values.get("general.alignment") {
+        None => ALIGNMENT,
+        Some(Value::Int(size)) if *size > 0 && size.count_ones() == 1 => *size as u64,
+        Some(other) => return Err(format!("general.alignment is {other}, no power of two")),
+    };
+    let data = (from.at as u64)
+        .checked_next_multiple_of(alignment)
+        .ok_or("its header has no end")?;
+    let infos = entries.into_iter().map(|entry| {
+        let name = entry.name.clone();
+        let placed = place(entry, data, alignment, file.len() as u64);
+        placed.map_err(|reason| format!("tensor `{name}` {reason}"))
+    });
+    let split_count = match values.get("split.count") {
+        Some(Value::Int(count)) => u64::try_from(*count).ok(),
+        _ => None,
+    };
+    Ok(Header {
+        infos: infos.collect::<Result<_, _>>()?,
+        values,
+        split_count,
+    })
+}
+
+/// Where the tensor lies in a file of `length` bytes whose tensors begin at `data`.
+fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, String> {
+    let Entry {
+        name,
+        shape,
+        kind,
+        offset,
+    } = entry;
+    let elements = shape
+        .iter()
+        .try_fold(1u64, |count, size| count.checked_mul(*size as u64));
+    let elements =
+        elements.ok_or_else(|| format!("has shape {shape:?}, more than there can be"))?;
+    let row = shape.last().copied().unwrap_or(1);
+    let size = match kind {
+        Kind::Numbers(dtype) => elements.checked_mul(dtype.size() as u64),
+        Kind::Blocks(blocks) if row % blocks.elements != 0 => {
+            return Err(format!(
+                "has rows of {row} elements, which are no whole blocks of {} ({} elements)",
+                blocks.name, blocks.elements
+            ));
+        }
+        Kind::Blocks(blocks) => {
+            (elements / blocks.elements as u64).checked_mul(blocks.bytes as u64)
+        }
+        Kind::Unread(_) => Some(0),
+    };
+    if offset % alignment != 0 {
+        return Err(format!("is at {offset}, no multiple of {alignment}"));
+    }
+    let start = data.checked_add(offset);
+    let end = start
+        .zip(size)
+        .and_then(|(start, size)| start.checked_add(size));
+    match start.zip(end) {
+        Some((start, end)) if end <= length => Ok(Info {
+            name,
+            shape,
+            kind,
+            // Both are within the file, which is in memory.
+            bytes: start as usize..end as usize,
+        }),
+        _ => Err(format!(
+            "ends behind the file's {length} bytes; it may be cut short"
+        )),
+    }
+}
+
+/// Takes values off the bytes of a file.
+struct Reader<'a> {
+    file: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, count: u64) -> Result<&'a [u8], String> {
+        let left = &self.file[self.at..];
+        match usize::try_from(count)
+            .ok()
+            .and_then(|count| left.get(..count))
+        {
+            Some(bytes) => {
+                self.at += bytes.len();
+                Ok(bytes)
+            }
+            None => Err(format!(
+                "its header asks for {count} bytes where {} are left; it may be cut short",
+                left.len()
+            )),
+        }
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(self.take(N as u64)?);
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, String> {
+        Ok(u32::from_le_bytes(self.bytes()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, String> {
+        Ok(u64::from_le_bytes(self.bytes()?))
+    }
+
+    fn text(&mut self) -> Result<String, String> {
+        let count = self.u64()?;
+        Ok(String::from_utf8_lossy(self.take(count)?).into_owned())
+    }
+
+    fn value(&mut self, kind: u32) -> Result<Value, String> {
+        Ok(match kind {
+            0 => Value::Int(i64::from(u8::from_le_bytes(self.bytes()?))),
+            1 => Value::Int(i64::from(i8::from_le_bytes(self.bytes()?))),
+            2 => Value::Int(i64::from(u16::from_le_bytes(self.bytes()?))),
+            3 => Value::Int(i64::from(i16::from_le_bytes(self.bytes()?))),
+            4 => Value::Int(i64::from(self.u32()?)),
+            5 => Value::Int(i64::from(i32::from_le_bytes(self.bytes()?))),
+            6 => Value::Float(f64::from(f32::from_le_bytes(self.bytes()?))),
+            7 => Value::Bool(self.bytes::<1>()? != [0]),
+            8 => Value::Text(self.text()?),
+            9 => self.list()?,
+            10 => match self.u64()? {
+                value if value <= i64::MAX as u64 => Value::Int(value as i64),
+                value => Value::Float(value as f64),
+            },
+            11 => Value::Int(i64::from_le_bytes(self.bytes()?)),
+            12 => Value::Float(f64::from_le_bytes(self.bytes()?)),
+            other => {
+                return Err(format!(
+                    "its header has a value of type {other}, which is none"
+                ));
+            }
+        })
+    }
+
+    /// A list, which is passed over: vocabularies are long, and no layer needs one.
+    fn list(&mut self) -> Result<Value, String> {
+        let (kind, count) = (self.u32()?, self.u64()?);
+        let size = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            10..=12 => 8,
+            8 => {
+                for _ in 0..count {
+                    let length = self.u64()?;
+                    self.take(length)?;
+                }
+                return Ok(Value::List(count));
+            }
+            other => {
+                return Err(format!(
+                    "its header has a list of type {other}, which is none"
+                ));
+            }
+        };
+        let bytes = count
+            .checked_mul(size)
+            .ok_or("its header has an endless list")?;
+        self.take(bytes)?;
+        Ok(Value::List(count))
+    }
+
+    fn entry(&mut self) -> Result<Entry, String> {
+        let name = self.text()?;
+        let dimensions = self.u32()?;
+        if dimensions > MOST_DIMENSIONS {
+            return Err(format!(
+                "tensor `{name}` has {dimensions} dimensions, more than {MOST_DIMENSIONS}"
+            ));
+        }
+        let mut shape = Vec::new();
+        for _ in 0..dimensions {
+            let size = usize::try_from(self.u64()?);
+            shape.push(size.map_err(|_| format!("tensor `{name}` is larger than memory"))?);
+        }
+        // Innermost first in the file.
+        shape.reverse();
+        Ok(Entry {
+            name,
+            shape,
+            kind: Kind::of(self.u32()?),
+            offset: self.u64()?,
+        })
+    }
+}

@@ -1,0 +1,176 @@
+//! GGUF files: metadata and tensor infos that lie, blocks that are cut short.
+
+use super::{Surface, folder, promise};
+use crate::mutate;
+use moesaic_spec::testing::Counter;
+use moesaic_spec::{canonical_tensors, gguf};
+use moesaic_weights::{Checkpoint, LoadOptions, load_import};
+use std::fs;
+use tempfile::TempDir;
+
+/// Values that keys of the metadata have: small ones, and ones that nothing has.
+const NUMBERS: [u64; 10] = [0, 1, 2, 3, 32, 64, 4096, 1 << 31, 1 << 62, u64::MAX];
+
+/// ggml's numbers of types, with the elements and bytes of a block; the last are not read.
+const TYPES: [(u32, u64, u64); 9] = [
+    (0, 1, 4),
+    (1, 1, 2),
+    (2, 32, 18),
+    (8, 32, 34),
+    (12, 256, 144),
+    (23, 256, 136),
+    (39, 32, 17),
+    (16, 256, 66),
+    (77, 1, 1),
+];
+
+/// A layer of a GGUF file.
+pub struct Gguf {
+    folder: TempDir,
+}
+
+impl Gguf {
+    /// Over small files.
+    pub fn new() -> Gguf {
+        Gguf { folder: folder() }
+    }
+}
+
+/// A file that is a little wrong.
+fn file(rng: &mut Counter) -> Vec<u8> {
+    let (name, gated) = rng.pick(&[("qwen3moe", true), ("deepseek2", true), ("gpt-oss", false)]);
+    let mut keys: Vec<(String, u32, Vec<u8>)> = Vec::new();
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    keys.push(("general.architecture".to_string(), 8, text(name)));
+    for (key, value) in [
+        ("embedding_length", 64),
+        ("expert_count", 2),
+        ("expert_used_count", 1),
+        ("expert_feed_forward_length", 32),
+        ("expert_gating_func", 1),
+    ] {
+        if key == "expert_gating_func" && !gated {
+            continue;
+        }
+        let odd = rng.one_in(60);
+        let value = if odd { rng.pick(&NUMBERS) } else { value };
+        keys.push((format!("{name}.{key}"), 10, value.to_le_bytes().to_vec()));
+    }
+    if rng.one_in(4) {
+        let size = if rng.one_in(4) { 48u32 } else { 64 };
+        let size = size.to_le_bytes().to_vec();
+        keys.push(("general.alignment".to_string(), 4, size));
+    }
+    if rng.one_in(4) {
+        let count = if rng.one_in(4) { rng.pick(&NUMBERS) } else { 2 };
+        let kind = rng.pick(&[0u32, 4, 8, 9, 12, 99]);
+        let list = [&kind.to_le_bytes()[..], &count.to_le_bytes(), &[0; 16]].concat();
+        keys.push(("tokenizer.ggml.tokens".to_string(), 9, list));
+    }
+    let mut tensors = vec![("ffn_gate_inp.weight", vec![64, 2], 0)];
+    let blocks = rng.pick(&[0usize, 2, 3, 6]);
+    tensors.push(("ffn_gate_exps.weight", vec![64, 32, 2], blocks));
+    tensors.push(("ffn_up_exps.weight", vec![64, 32, 2], blocks));
+    tensors.push(("ffn_down_exps.weight", vec![32, 64, 2], blocks));
+    if !gated {
+        tensors.push(("ffn_gate_inp.bias", vec![2], 0));
+        tensors.push(("ffn_gate_exps.bias", vec![32, 2], 0));
+        tensors.push(("ffn_up_exps.bias", vec![32, 2], 0));
+        tensors.push(("ffn_down_exps.bias", vec![64, 2], 0));
+    }
+    let (mut infos, mut end, count) = (Vec::new(), 0u64, tensors.len() as u64);
+    for (name, mut dims, at) in tensors {
+        let mut kind = TYPES[at];
+        let size = dims.iter().product::<u64>() / kind.1 * kind.2;
+        let mut offset = end;
+        end = (end + size).next_multiple_of(64);
+        if rng.one_in(40) {
+            match rng.between(0, 3) {
+                0 => offset = rng.pick(&NUMBERS),
+                1 => kind = rng.pick(&TYPES),
+                2 => dims = (0..rng.between(0, 5)).map(|_| rng.pick(&NUMBERS)).collect(),
+                _ => dims.push(rng.pick(&NUMBERS)),
+            }
+        }
+        infos.extend(text(&format!("blk.0.{name}")));
+        infos.extend((dims.len() as u32).to_le_bytes());
+        infos.extend(dims.iter().flat_map(|size| size.to_le_bytes()));
+        infos.extend(kind.0.to_le_bytes());
+        infos.extend(offset.to_le_bytes());
+    }
+    let version = if rng.one_in(40) {
+        rng.pick(&[0u32, 1, 2, 4, 3 << 24])
+    } else {
+        3
+    };
+    let mut lie = |count: u64| {
+        if rng.one_in(40) {
+            rng.pick(&NUMBERS)
+        } else {
+            count
+        }
+    };
+    let counts = [lie(count), lie(keys.len() as u64)];
+    let mut bytes = [b"GGUF", &version.to_le_bytes()[..]].concat();
+    bytes.extend(counts.iter().flat_map(|count| count.to_le_bytes()));
+    for (key, kind, value) in keys {
+        bytes.extend(text(&key));
+        bytes.extend(kind.to_le_bytes());
+        bytes.extend(value);
+    }
+    bytes.extend(infos);
+    bytes.resize(bytes.len().next_multiple_of(64) + end as usize, 7);
+    if rng.one_in(10) {
+        mutate::bytes(rng, &bytes)
+    } else {
+        bytes
+    }
+}
+
+impl Surface for Gguf {
+    fn name(&self) -> &'static str {
+        "gguf"
+    }
+
+    fn share(&self) -> u64 {
+        40
+    }
+
+    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+        file(rng)
+    }
+
+    fn check(&mut self, input: &[u8]) -> Result<bool, String> {
+        let path = self.folder.path().join("model.gguf");
+        fs::write(&path, input).map_err(|error| error.to_string())?;
+        let says = |error: &dyn std::fmt::Display| {
+            promise(!error.to_string().is_empty(), || {
+                "it says nothing".to_string()
+            })
+        };
+        let checkpoint = match Checkpoint::open(&path) {
+            Ok(checkpoint) => checkpoint,
+            Err(error) => return says(&error).map(|()| false),
+        };
+        let Some(metadata) = checkpoint.gguf() else {
+            return Ok(false);
+        };
+        let import = match gguf::import(metadata, 0) {
+            Ok(import) => import,
+            Err(error) => return says(&error).map(|()| false),
+        };
+        let loaded = match load_import(&import, &checkpoint, LoadOptions::default()) {
+            Ok(loaded) => loaded,
+            Err(error) => return says(&error).map(|()| false),
+        };
+        for tensor in canonical_tensors(&import.spec) {
+            let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
+            let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
+            promise(
+                found.shape == tensor.shape && found.data.len() == bytes,
+                || format!("`{}` is loaded as {:?}", tensor.name, found.shape),
+            )?;
+        }
+        Ok(true)
+    }
+}
