@@ -95,9 +95,10 @@ fn same(found: &Path, expected: &Path, renamed: Option<(&str, &str)>, what: &str
 fn losses_gradients_and_places_are_those_of_one_process() {
     for case in &CASES {
         let text = format!("{SHAPE}{}\n", case.spec);
-        let text = match case.spec.contains("expert-choice") {
-            true => text.replace("top_k = 2", "top_k = 5"),
-            false => text,
+        let text = if case.spec.contains("expert-choice") {
+            text.replace("top_k = 2", "top_k = 5")
+        } else {
+            text
         };
         let small = Small::of(&text);
         save(small.dir.path(), "x.safetensors", &input());

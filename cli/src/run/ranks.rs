@@ -334,11 +334,11 @@ impl Shared {
         };
         let layer = engine.mesh_layer_of_part(&mesh, spec, part, training);
         let mut layer = layer.map_err(|error| self.ahead(error, job))?;
-        if let Ranks::Processes(_) = self.ranks {
-            if let Some(failure) = read.differs(world, &layer)? {
-                let by_all = true;
-                return Err(Stop { failure, by_all });
-            }
+        if let Ranks::Processes(_) = self.ranks
+            && let Some(failure) = read.differs(world, &layer)?
+        {
+            let by_all = true;
+            return Err(Stop { failure, by_all });
         }
         let chosen = layer.set_strategy(self.strategy);
         chosen.map_err(|error| self.ahead(error, job))?;
