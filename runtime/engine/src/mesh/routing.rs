@@ -103,6 +103,18 @@ impl MeshLayer {
             "inputs of the router of {}",
             self.tokens.spec().name
         ));
+        // Before the first exchange: the other ranks would wait in it.
+        let plan = self.tokens.plan();
+        let ids = self.tokens.inputs(route).iter();
+        let missing = ids
+            .map(|id| &plan[*id].name)
+            .find(|name| !input.tensors.contains_key(name.as_str()));
+        if let Some(name) = missing {
+            return Err(EngineError::Input {
+                name: name.clone(),
+                problem: "is missing".to_string(),
+            });
+        }
         let mut groups = self.mesh.groups();
         let tokens = groups.world.gather_numbers(&[input.tokens as u64], &call)?;
         let tokens: Vec<usize> = tokens.concat().into_iter().map(|n| n as usize).collect();
@@ -113,13 +125,8 @@ impl MeshLayer {
             ..Input::default()
         };
         for id in self.tokens.inputs(route) {
-            let plan = &self.tokens.plan()[*id];
-            let Some(own) = input.tensors.get(&plan.name) else {
-                return Err(EngineError::Input {
-                    name: plan.name.clone(),
-                    problem: "is missing".to_string(),
-                });
-            };
+            let plan = &plan[*id];
+            let own = &input.tensors[&plan.name];
             let tensor = if plan.shape.first() == Some(&Size::Tokens) {
                 let parts = groups.world.gather_bytes(&own.data, &call)?;
                 let mut shape = own.shape.clone();
