@@ -373,6 +373,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("all", Always),
             ("json", Always),
         ],
     ),
