@@ -201,8 +201,13 @@ impl Surface for Quantized {
             return Ok(false);
         };
         let mut accepted = false;
+        // Each layer has experts in the forms of all configurations.
+        let options = LoadOptions {
+            allow_extra: true,
+            ..LoadOptions::default()
+        };
         for import in &self.imports {
-            let loaded = match load_import(import, &checkpoint, LoadOptions::default()) {
+            let loaded = match load_import(import, &checkpoint, options) {
                 Ok(loaded) => loaded,
                 Err(error) => {
                     promise(!error.to_string().is_empty(), || {
