@@ -579,3 +579,14 @@ fn a_signal_leaves_no_temporary_folder() {
         assert_eq!(folders(), 0, "after SIG{signal}");
     }
 }
+
+#[test]
+fn what_json_has_anyway_is_there() {
+    let small = Small::new();
+    let both = small.run(&["--stats", "--json"]).json();
+    assert!(both["routing"].is_object(), "{both}");
+    let mut call = command();
+    call.args(["inspect", "--source", "--json"]);
+    let shown = finish(call.arg("--spec").arg(&small.spec)).json();
+    assert!(shown["kernels"][0]["source"].as_str().unwrap().len() > 200);
+}

@@ -588,17 +588,6 @@ fn caches_are_for_the_cpus_of_a_list() {
 }
 
 #[test]
-fn what_json_has_anyway_is_there() {
-    let small = Small::new();
-    let both = small.run(&["--stats", "--json"]).json();
-    assert!(both["routing"].is_object(), "{both}");
-    let mut call = common::command();
-    call.args(["inspect", "--source", "--json"]);
-    let shown = finish(call.arg("--spec").arg(&small.spec)).json();
-    assert!(shown["kernels"][0]["source"].as_str().unwrap().len() > 200);
-}
-
-#[test]
 fn nothing_accepts_spills() {
     let small = Small::new();
     for command in ["run", "emit", "inspect", "precompile", "bench", "tune"] {

@@ -50,7 +50,6 @@ impl Communicator {
     pub fn with_deadline(self, deadline: Duration) -> Communicator {
         Communicator { deadline, ..self }
     }
-
     /// The same group, whose later operations use buffers of another device.
     #[must_use]
     pub fn on_device(self, device: Arc<dyn Device>) -> Communicator {
