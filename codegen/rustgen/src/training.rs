@@ -274,7 +274,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         ///
         /// # Errors
         /// As `reduce_gradients`.
-        pub fn average_gradients(&self) -> Result<(), #facade::EngineError> {
+        pub fn average_gradients(&self) -> ::std::result::Result<(), #facade::EngineError> {
             self.layer.average_gradients()
         }
 

@@ -19,6 +19,9 @@ use std::path::{Path, PathBuf};
 
 const BEGIN: &str = "<!-- `cargo xtask bless` writes what follows from the structs. -->\n";
 
+/// Columns of a line of text.
+const COLUMNS: usize = 100;
+
 /// The plainest spec, whose other values are the defaults.
 const PLAINEST: &str = "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }\n";
 
@@ -95,6 +98,21 @@ fn quoted(words: &[&str]) -> String {
     words.collect::<Vec<_>>().join(", ")
 }
 
+/// A paragraph as wide as a screen.
+fn wrapped(text: &str) -> String {
+    let (mut lines, mut line) = (String::new(), String::new());
+    for word in text.split_whitespace() {
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > COLUMNS {
+            lines += &(std::mem::take(&mut line) + "\n");
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line += word;
+    }
+    lines + &line
+}
+
 /// A table ends a cell at a bar.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
@@ -109,7 +127,7 @@ fn describe(section: &Section, path: &str, in_list: bool, sources: &Sources, pag
     };
     // Writing to a string does not fail.
     let _ = write!(page, "\n## {header}\n\n");
-    let _ = writeln!(page, "{}\n", sources.docs.of_table(path));
+    let _ = writeln!(page, "{}\n", wrapped(&sources.docs.of_table(path)));
     let _ = writeln!(
         page,
         "| Key | Value | Default | Meaning | Models |\n|---|---|---|---|---|"

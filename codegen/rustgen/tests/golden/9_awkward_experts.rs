@@ -820,7 +820,9 @@ impl Layer9AwkwardExperts {
     ///
     /// # Errors
     /// As `reduce_gradients`.
-    pub fn average_gradients(&self) -> Result<(), ::moesaic::EngineError> {
+    pub fn average_gradients(
+        &self,
+    ) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.average_gradients()
     }
 

@@ -592,7 +592,9 @@ impl Mixtral8x7b {
     ///
     /// # Errors
     /// As `reduce_gradients`.
-    pub fn average_gradients(&self) -> Result<(), ::moesaic::EngineError> {
+    pub fn average_gradients(
+        &self,
+    ) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.average_gradients()
     }
 
