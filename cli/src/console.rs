@@ -96,7 +96,7 @@ pub fn is_screen(stream: &impl IsTerminal) -> bool {
     stream.is_terminal()
 }
 
-/// What lines of a rank begin with; nothing where there is one process.
+/// Returns the prefix of a rank's lines; empty where there is one process.
 fn who() -> &'static str {
     static WHO: OnceLock<String> = OnceLock::new();
     WHO.get_or_init(|| {

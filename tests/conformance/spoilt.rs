@@ -64,7 +64,7 @@ fn with_empty_tokens() -> Vec<LayerSpec> {
         }),
         masked(&|s| s.router.select = Select::Sinkhorn(4)),
     ];
-    // Factors of 16 bits, whose products matrix units sum.
+    // 16-bit factors, which go through tensor cores and matrix cores.
     let halves = of_type(
         DType::Bf16,
         changed(|s| {

@@ -49,7 +49,7 @@ struct Found {
     steps: Vec<ByRoute>,
 }
 
-/// What every rank has measured, once.
+/// One round of measurements, taken by every rank together.
 struct Attempt {
     rates: Rates,
     exchanges: Vec<Exchanged>,
@@ -417,7 +417,7 @@ impl Job<'_> {
     }
 }
 
-/// What the first rank says, on every rank.
+/// Returns the first rank's answer, on every rank.
 fn first_says(world: &mut dyn Collectives, own: bool) -> Result<bool> {
     let all = world.gather_bytes(&[u8::from(own)], &collectives::Call::new("another attempt"));
     let all = all.map_err(Failure::work)?;

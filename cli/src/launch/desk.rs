@@ -14,7 +14,7 @@ use std::time::Duration;
 pub enum Pipe {
     Out,
     Err,
-    /// What became of the program: `started`, `ended CODE` or `failed CODE WORDS`, a line each.
+    /// Reports of the program's fate: `started`, `ended CODE` or `failed CODE WORDS`, a line each.
     Status,
 }
 

@@ -30,7 +30,7 @@ pub struct Mpiexec {
     pub as_root: bool,
 }
 
-/// What Open MPI 4 and 5 want to see, both of a pair, before they run as root.
+/// Variables, in pairs, that Open MPI 4 and 5 require before they run as root.
 const ROOT: [[&str; 2]; 2] = [
     ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"],
     ["PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"],

@@ -35,9 +35,9 @@ const LOOK: Duration = Duration::from_millis(20);
 const LONGEST: Duration = Duration::from_secs(5);
 /// What a rank listens to.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
-/// What a shell gives for a program that is not there, or whose interpreter is not.
+/// A shell's exit code for a program that is not there, or whose interpreter is not.
 pub const NOT_FOUND: u8 = 127;
-/// What a shell gives for a program that is there and cannot be started.
+/// A shell's exit code for a program that is there and cannot be started.
 const NOT_STARTED: u8 = 126;
 
 /// A rank, from its start to its end; the program's exit code.

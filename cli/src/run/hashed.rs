@@ -70,11 +70,11 @@ impl<'w> Hashed<'w> {
         hashes.iter().map(line).collect()
     }
 
-    /// Compares what this rank has read of a layer with what the others have: the failure of
-    /// every rank, where any weights are not the same, with their names and ranks.
+    /// Compares the weights that this rank has read with those of the other ranks. Where any
+    /// differ, returns on every rank the same failure, which names the weights and the ranks.
     ///
     /// # Errors
-    /// Those of the exchange.
+    /// An exchange between the ranks failed.
     pub fn differs(
         &self,
         world: &mut dyn Collectives,

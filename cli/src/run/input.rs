@@ -278,7 +278,7 @@ fn convert(tensor: &Tensor<'_>, wanted: DType) -> Tensor<'static> {
     converted
 }
 
-/// How many values are infinite.
+/// Counts the infinite values.
 fn infinite(tensor: &Tensor<'_>) -> usize {
     let pieces = tensor.data.chunks(PIECE * tensor.dtype.size());
     let piece = |from: &[u8]| {

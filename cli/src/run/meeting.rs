@@ -36,7 +36,7 @@ impl Meeting {
     /// Says that this rank can begin, and waits for the others to say so.
     ///
     /// # Errors
-    /// What ranks said that cannot.
+    /// The reasons of the ranks that cannot begin.
     pub fn all_ready(&self) -> Result<Communicator> {
         let world = self.world.borrow_mut().take();
         let mut world = world.expect("ranks begin once");

@@ -127,7 +127,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 }
 
 impl RunArgs {
-    /// What [`execute`] does once the processes of a launcher have met.
+    /// Does the work of [`execute`] once the processes of a launcher have met.
     fn carry_out(&self, meeting: Option<&Meeting>, console: &Console) -> Result {
         self.check_files()?;
         let mut source = self.layer.load(console)?;

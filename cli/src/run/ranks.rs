@@ -129,8 +129,8 @@ impl RankArgs {
         by_mpi.then(Meeting::start).transpose()
     }
 
-    /// Who the ranks are, if there are any: as these arguments and the launcher's variables
-    /// say. No layer is needed for that.
+    /// Returns the ranks that these arguments and the launcher's variables ask for, if any.
+    /// Needs no layer, so that processes can meet before they read one.
     fn ranks(&self) -> Result<Option<Ranks>> {
         let world = World::from_environment().map_err(Failure::input)?;
         let launched = world.filter(|world| world.size > 1);
