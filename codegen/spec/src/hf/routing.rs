@@ -7,6 +7,7 @@
 use super::HfError;
 use super::config::Config;
 use super::draft::Draft;
+use super::families;
 use crate::{GroupStat, LayerSpec, Renormalize, RouterKind, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
@@ -130,12 +131,7 @@ const TABLE: &[Keys] = &[
         rule: Rule::Same(|s| s.is(s.spec.router.select_bias) || s.by_table()),
     },
     Keys {
-        names: &[
-            "num_local_experts",
-            "num_experts",
-            "n_routed_experts",
-            "moe_num_experts",
-        ],
+        names: families::EXPERTS,
         about: "the number of experts",
         rule: Rule::Same(|s| s.numbers(|n| n == s.spec.shape.experts as f64)),
     },

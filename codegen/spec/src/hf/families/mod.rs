@@ -38,7 +38,7 @@ const TABLES: [&[Family]; 7] = [
 
 /// Spellings of the number of experts, of experts per token, of the model's
 /// width and of the experts' width.
-const EXPERTS: &[&str] = &[
+pub(super) const EXPERTS: &[&str] = &[
     "num_local_experts",
     "num_experts",
     "n_routed_experts",
