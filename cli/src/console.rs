@@ -96,6 +96,11 @@ pub fn is_screen(stream: &impl IsTerminal) -> bool {
     stream.is_terminal()
 }
 
+/// Whether a launcher has started this process as one of several.
+pub fn is_rank() -> bool {
+    !who().is_empty()
+}
+
 /// Returns the prefix of a rank's lines; empty where there is one process.
 fn who() -> &'static str {
     static WHO: OnceLock<String> = OnceLock::new();

@@ -48,7 +48,7 @@ mod units;
 
 use args::{Cli, Command};
 use clap::{CommandFactory, FromArgMatches, Parser};
-use console::Console;
+use console::{ColorChoice, Console};
 use failure::{Failure, Result};
 use std::any::Any;
 use std::ffi::OsString;
@@ -93,7 +93,10 @@ fn named_targets(matches: &clap::ArgMatches) -> Vec<String> {
 pub fn start() -> ExitCode {
     // HIPRTC can abort its process, so it gets one of its own: this program.
     moesaic::rocm::maybe_run_child();
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return misused(&error),
+    };
     let console = Console::new(cli.color);
     log::start(console);
     report_defects(console);
@@ -133,6 +136,16 @@ fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
         Command::Completions(args) => completions::execute(args, console),
     };
     done.map(|()| ExitCode::SUCCESS)
+}
+
+/// Says what is wrong with the words of the command. One process has clap's own colours; a rank's
+/// lines name the rank, as all of its lines do.
+fn misused(error: &clap::Error) -> ExitCode {
+    if !(error.use_stderr() && console::is_rank()) {
+        error.exit();
+    }
+    Console::new(ColorChoice::Never).tell(&error.to_string());
+    ExitCode::from(failure::Code::BadInput as u8)
 }
 
 fn give_up(failure: &Failure, console: &Console) -> ExitCode {

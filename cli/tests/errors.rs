@@ -400,3 +400,21 @@ fn a_model_directory_has_names_of_its_own() {
         finished.stderr
     );
 }
+
+/// Several ranks write to one terminal or file.
+#[test]
+fn every_line_of_a_rank_names_it() {
+    for words in [
+        &["run", "--no-such-option"][..],
+        &["emit", "--target=cpu", "--spec=none.toml"],
+    ] {
+        let mut rank = command();
+        for (name, value) in [("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")] {
+            rank.env(name, value);
+        }
+        let failed = finish(rank.args(words));
+        assert_eq!(failed.code, 2, "{}", failed.stderr);
+        let named = |line: &str| line.starts_with("rank 1 on ");
+        assert!(failed.stderr.lines().all(named), "{}", failed.stderr);
+    }
+}
