@@ -57,7 +57,11 @@ impl<'t> Told<'t> {
 
 /// Two ranks of a launcher, each with a command line of its own.
 fn two(launcher: &Launcher, told: [&Told<'_>; 2]) -> Finished {
-    let [first, second] = told.map(Told::words);
+    started(launcher, told.map(Told::words))
+}
+
+/// The same of any words, the first of which is the program.
+fn started(launcher: &Launcher, [first, second]: [Vec<String>; 2]) -> Finished {
     let mut command = launcher.command(1, Path::new(&first[0]));
     for (name, value) in clean().get_envs() {
         match value {
@@ -332,4 +336,45 @@ fn what_a_strict_run_advises_is_all_that_it_needs() {
         let done = small.run(&strict);
         assert_eq!(done.code, 0, "{more:?}: {}", done.stderr);
     }
+}
+
+/// A node needs the shards of the layer alone, whatever other nodes have.
+#[test]
+fn ranks_may_lack_the_shards_of_other_layers() {
+    let scratch = scratch();
+    let model = repository("tests/oracle/hf/mixtral");
+    let whole = moesaic::weights::Checkpoint::open(model.join("model.safetensors")).unwrap();
+    let [all, own] = ["all", "own"].map(|name| scratch.path().join(name));
+    for folder in [&all, &own] {
+        std::fs::create_dir(folder).unwrap();
+        std::fs::copy(model.join("config.json"), folder.join("config.json")).unwrap();
+        let mut index = serde_json::Map::new();
+        for (layer, file) in [("layers.0.", "first"), ("layers.1.", "second")] {
+            let names = whole.names().filter(|name| name.contains(layer));
+            let names: Vec<&str> = names.collect();
+            index.extend(names.iter().map(|name| (name.to_string(), file.into())));
+            let tensors = names
+                .iter()
+                .map(|name| (name.to_string(), whole.read(name).unwrap()));
+            if layer == "layers.1." || folder == &all {
+                save(folder, file, &tensors.collect());
+            }
+        }
+        let index = serde_json::json!({ "weight_map": index }).to_string();
+        write(folder, "model.safetensors.index.json", &index);
+    }
+    let words = |folder: &Path| -> Vec<String> {
+        let file = |path: PathBuf| path.display().to_string();
+        let words = [
+            env!("CARGO_BIN_EXE_moesaic").to_string(),
+            "run".to_string(),
+            format!("--hf={}", folder.display()),
+            "--layer=1".to_string(),
+            "--target=cpu:portable".to_string(),
+            format!("--input={}", file(model.join("block.safetensors"))),
+            format!("--output={}", file(scratch.path().join("y"))),
+        ];
+        words.into()
+    };
+    started(&mpich(), [words(&all), words(&own)]).ok();
 }

@@ -6,11 +6,11 @@ use crate::failure::Failure;
 use crate::mesh;
 use blake3::Hasher;
 use moesaic::collectives::{Call, CollectiveError, Collectives, agree};
-use moesaic::weights::Checkpoint;
+use moesaic::weights::{LayerReader, TensorRef};
 use moesaic::{EngineError, Parallel, Strategy, Tensors};
 
-/// Tensors of a checkpoint of which a few bytes are compared; the names, types and shapes of
-/// all are.
+/// Tensors of the layer of which a few bytes are compared; the names, types and shapes of all
+/// are.
 const SAMPLED: usize = 256;
 /// So many bytes of each.
 const SAMPLE: usize = 1 << 10;
@@ -59,7 +59,7 @@ fn values(job: &Job<'_>, plan: &Plan) -> Vec<(&'static str, String)> {
     let spec = serde_json::to_string(job.spec).unwrap_or_default();
     values.extend([
         ("spec", spec),
-        ("weights", weights(job.checkpoint, &job.reading)),
+        ("weights", weights(job.weights, &job.reading)),
         ("input", input(job.tokens.all())),
     ]);
     values
@@ -77,31 +77,28 @@ fn input(tensors: &Tensors<'_>) -> String {
     format!("{}, of hash {}", names.join(", "), short(&hasher))
 }
 
-/// A checkpoint, by all of its header and some of its bytes: it may be much larger than what
-/// this rank reads of it. `reading` is what else decides which weights are read.
-fn weights(file: &Checkpoint, reading: &str) -> String {
-    let names: Vec<&str> = file.names().collect();
+/// The tensors that the layer is made of, by their names, types and shapes, and some of their
+/// bytes: they may be much larger than what this rank reads of them. `reading` is what else
+/// decides which weights are read. Other tensors of a model need not be there, nor be the same.
+fn weights(read: &LayerReader<'_>, reading: &str) -> String {
+    let tensors: Vec<TensorRef<'_>> = read.tensors().collect();
     let mut header = Hasher::new();
     header.update(reading.as_bytes());
-    for name in &names {
-        let Some(tensor) = file.tensor(name) else {
-            continue;
-        };
-        let about = format!("{name} {:?} {:?};", tensor.dtype, tensor.shape);
+    for tensor in &tensors {
+        let about = format!("{} {:?} {:?};", tensor.name, tensor.dtype, tensor.shape);
         header.update(about.as_bytes());
     }
     let mut sample = Hasher::new();
-    for name in names.iter().step_by(names.len().div_ceil(SAMPLED).max(1)) {
-        // Of a type that is none of ours no bytes are looked at.
-        let Ok(tensor) = file.read(name) else {
-            continue;
-        };
-        let bytes = &tensor.data;
+    for tensor in tensors
+        .iter()
+        .step_by(tensors.len().div_ceil(SAMPLED).max(1))
+    {
+        let bytes = tensor.bytes;
         let middle = bytes.len() / 2;
         sample.update(&bytes[..bytes.len().min(SAMPLE)]);
         sample.update(&bytes[middle..bytes.len().min(middle + SAMPLE)]);
     }
-    let (count, header, sample) = (names.len(), short(&header), short(&sample));
+    let (count, header, sample) = (tensors.len(), short(&header), short(&sample));
     format!("{count} tensors, names and shapes of hash {header}, samples of {sample}")
 }
 

@@ -170,7 +170,6 @@ impl RunArgs {
                     engine: &engine,
                     spec: &source.spec,
                     weights: &weights,
-                    checkpoint: &checkpoint,
                     reading: self.reading(&source),
                     pass: &self.pass,
                     tokens: &tokens,

@@ -17,7 +17,7 @@ use moesaic::spec::LossKind;
 use moesaic::tensor::WeightSource;
 use moesaic::tools::{Shard, joined_placed};
 use moesaic::trace::{Recorder, Trace};
-use moesaic::weights::{Checkpoint, LayerReader};
+use moesaic::weights::LayerReader;
 use moesaic::{
     Engine, EngineError, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
     Tensors,
@@ -86,8 +86,7 @@ pub struct Job<'j> {
     pub engine: &'j Engine,
     pub spec: &'j LayerSpec,
     pub weights: &'j LayerReader<'j>,
-    /// The file they are in, and what else decides which are read.
-    pub checkpoint: &'j Checkpoint,
+    /// What besides the file decides which are read.
     pub reading: String,
     pub pass: &'j PassArgs,
     pub tokens: &'j Tokens<'j>,

@@ -3,7 +3,7 @@
 use crate::recipe::{Finder, Fits};
 use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
-use crate::{Checkpoint, LoadOptions, WeightsError};
+use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Alternative, Import, Step, TensorSource, canonical_sources};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
@@ -149,6 +149,12 @@ impl<'a> LayerReader<'a> {
         }
         let path = checkpoint.path().to_path_buf();
         Err(WeightsError::Extra { path, tensors })
+    }
+
+    /// The tensors of the file that the weights are made of; codes without their scales.
+    pub fn tensors(&self) -> impl Iterator<Item = TensorRef<'a>> + '_ {
+        let parts = self.weights.values().flat_map(|weight| &weight.parts);
+        parts.map(|part| part.from)
     }
 
     /// The weights whose values became zero or infinite because the layer's element type has a
