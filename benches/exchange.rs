@@ -226,7 +226,7 @@ fn by_counts(
     let call = Call::default();
     let direct = Algorithm::Direct;
     world
-        .all_to_all_by_counts(from, &counts, to, &counts, direct, &call)?
+        .all_to_all_v(from, &counts, to, &counts, direct, &call)?
         .wait()
 }
 

@@ -1,6 +1,6 @@
 //! What layers call.
 
-use crate::plan::{Hops, Itinerary, Passage};
+use crate::plan::{HopOrder, Schedule, HopCounts};
 use crate::{CollectiveError, Handle, Helper, Levels, NodeShape, Reduction, Slice};
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,13 +69,13 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// The ways of parts; `None` where they go straight.
-    pub fn hops(self) -> Option<Hops> {
+    pub fn hops(self) -> Option<HopOrder> {
         match self {
             Algorithm::Direct => None,
-            Algorithm::Hierarchical(shape) => Some(Hops::intra_first(shape)),
-            Algorithm::InterFirst(shape) => Some(Hops::inter_first(shape)),
-            Algorithm::Concurrent(shape) => Some(Hops::concurrent(shape)),
-            Algorithm::Levels(levels) => Some(Hops::upwards(levels)),
+            Algorithm::Hierarchical(shape) => Some(HopOrder::intra_first(shape)),
+            Algorithm::InterFirst(shape) => Some(HopOrder::inter_first(shape)),
+            Algorithm::Concurrent(shape) => Some(HopOrder::concurrent(shape)),
+            Algorithm::Levels(levels) => Some(HopOrder::upwards(levels)),
         }
     }
 }
@@ -146,7 +146,7 @@ pub trait Collectives: Send {
     ///
     /// # Errors
     /// As the trait says.
-    fn all_to_all_by_counts(
+    fn all_to_all_v(
         &mut self,
         input: &Slice,
         sends: &[usize],
@@ -185,7 +185,7 @@ pub trait Collectives: Send {
     ///
     /// # Errors
     /// As the trait says.
-    fn reduce_scatter_by_counts(
+    fn reduce_scatter_v(
         &mut self,
         input: &Slice,
         counts: &[usize],
@@ -232,7 +232,7 @@ pub trait Collectives: Send {
 
     /// Ranks tell each other how many units (rows, bytes) there are of the pieces of parts,
     /// over the ways of an algorithm: `units[q * pieces + i]` of piece `i` for rank `q`.
-    /// [`Collectives::exchange_by`] then sends such pieces over the same ranks. Waits.
+    /// [`Collectives::exchange_with`] then sends such pieces over the same ranks. Waits.
     ///
     /// # Errors
     /// As the trait and its handles.
@@ -242,18 +242,18 @@ pub trait Collectives: Send {
         pieces: usize,
         units: &[u64],
         call: &Call,
-    ) -> Result<Passage, CollectiveError>;
+    ) -> Result<HopCounts, CollectiveError>;
 
     /// As [`Collectives::exchange`] over other ranks, which pass on what they were told of:
     /// of each pair of ranks the messages are the pieces that have bytes, in their order.
     ///
     /// # Errors
     /// As the trait says.
-    fn exchange_by(
+    fn exchange_with(
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        itinerary: &dyn Itinerary,
+        schedule: &dyn Schedule,
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 

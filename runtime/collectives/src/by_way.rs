@@ -4,20 +4,20 @@ use crate::api::{Algorithm, Transfer};
 use crate::checks;
 use crate::letter::Kind;
 use crate::operation::{Next, Unequal};
-use crate::plan::{self, Hops, Journey, Passage, Plan};
+use crate::plan::{self, HopOrder, HopSchedule, HopCounts, Plan};
 use crate::{CollectiveError, Levels};
 use std::sync::{Arc, OnceLock};
 
 /// All-to-all of parts of one size.
-pub(crate) fn equal(hops: Hops, rank: usize, bytes: usize) -> Plan {
+pub(crate) fn equal(hops: HopOrder, rank: usize, bytes: usize) -> Plan {
     let sizes = vec![bytes; hops.levels.ranks()];
-    let journey = Journey::equal(hops, rank, bytes);
-    plan::all_to_all_by(&journey, &sizes, &sizes, 0)
+    let schedule = HopSchedule::equal(hops, rank, bytes);
+    plan::all_to_all_with(&schedule, &sizes, &sizes, 0)
 }
 
 /// All-to-all by counts: ranks tell each other what comes, and go on from there.
 pub(crate) fn counted(
-    hops: Hops,
+    hops: HopOrder,
     rank: usize,
     sends: Vec<usize>,
     receives: Vec<usize>,
@@ -26,16 +26,16 @@ pub(crate) fn counted(
     let first = plan::tell(&hops, rank, 1, &numbers);
     let next = move |scratch: &[u8]| {
         let phase = hops.count() as u32;
-        let passage = Passage::read(hops, rank, 1, scratch);
-        check(&passage, &receives)?;
-        let journey = passage.there(&|leg| leg.units as usize);
-        Ok(plan::all_to_all_by(&journey, &sends, &receives, phase))
+        let hop_counts = HopCounts::read(hops, rank, 1, scratch);
+        check(&hop_counts, &receives)?;
+        let schedule = hop_counts.there(&|block| block.units as usize);
+        Ok(plan::all_to_all_with(&schedule, &sends, &receives, phase))
     };
     (first, Box::new(next))
 }
 
-fn check(passage: &Passage, receives: &[usize]) -> Result<(), Unequal> {
-    for (peer, (ours, theirs)) in receives.iter().zip(passage.received()).enumerate() {
+fn check(hop_counts: &HopCounts, receives: &[usize]) -> Result<(), Unequal> {
+    for (peer, (ours, theirs)) in receives.iter().zip(hop_counts.received()).enumerate() {
         let (ours, theirs) = (*ours as u64, *theirs);
         if ours != theirs {
             let what = "the number of bytes from there to here";
@@ -56,20 +56,20 @@ pub(crate) fn sizes(list: &[Transfer]) -> Vec<(usize, usize)> {
 }
 
 /// [`Collectives::tell`](crate::Collectives::tell) under way.
-pub(crate) struct Telling {
-    pub hops: Hops,
-    told: Arc<OnceLock<Passage>>,
+pub(crate) struct CountExchange {
+    pub hops: HopOrder,
+    told: Arc<OnceLock<HopCounts>>,
 }
 
-impl Telling {
-    pub fn new(algorithm: Algorithm, size: usize, kind: Kind) -> Result<Telling, CollectiveError> {
+impl CountExchange {
+    pub fn new(algorithm: Algorithm, size: usize, kind: Kind) -> Result<CountExchange, CollectiveError> {
         let direct = || {
             let levels = Levels::new(&[size]);
-            levels.map(Hops::upwards)
+            levels.map(HopOrder::upwards)
         };
         let hops = checks::algorithm(kind, algorithm, size)?.or_else(direct);
         let none = || checks::invalid(kind, "a group of no ranks".to_string());
-        Ok(Telling {
+        Ok(CountExchange {
             hops: hops.ok_or_else(none)?,
             told: Arc::default(),
         })
@@ -79,14 +79,14 @@ impl Telling {
         let plan = plan::tell(&self.hops, rank, pieces, units);
         let (hops, told) = (self.hops.clone(), Arc::clone(&self.told));
         let next = move |scratch: &[u8]| {
-            let _ = told.set(Passage::read(hops, rank, pieces, scratch)); // once
+            let _ = told.set(HopCounts::read(hops, rank, pieces, scratch)); // once
             Ok(Plan::default())
         };
         (plan, Box::new(next))
     }
 
     /// When it has ended well.
-    pub fn told(self, kind: Kind) -> Result<Passage, CollectiveError> {
+    pub fn told(self, kind: Kind) -> Result<HopCounts, CollectiveError> {
         let nothing = || checks::invalid(kind, "it has ended without a result".to_string());
         self.told.get().cloned().ok_or_else(nothing)
     }

@@ -2,7 +2,7 @@
 
 use crate::api::{Algorithm, Transfer};
 use crate::letter::Kind;
-use crate::plan::Hops;
+use crate::plan::HopOrder;
 use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
@@ -16,7 +16,7 @@ pub(crate) fn all_to_all(
     output: &Slice,
     way: Algorithm,
     size: usize,
-) -> Checked<(usize, Option<Hops>)> {
+) -> Checked<(usize, Option<HopOrder>)> {
     let kind = Kind::AllToAll;
     equal_elements(kind, input, output)?;
     apart(kind, input, output)?;
@@ -28,11 +28,11 @@ pub(crate) fn all_to_all(
 pub(crate) struct Counted {
     pub sends: Vec<usize>,
     pub receives: Vec<usize>,
-    pub hops: Option<Hops>,
+    pub hops: Option<HopOrder>,
 }
 
 /// Both sides: a slice, and elements for each rank.
-pub(crate) fn all_to_all_by_counts(
+pub(crate) fn all_to_all_v(
     (input, sends): (&Slice, &[usize]),
     (output, receives): (&Slice, &[usize]),
     way: Algorithm,
@@ -68,7 +68,7 @@ pub(crate) fn reduce_scatter(input: &Slice, output: &Slice, size: usize) -> Chec
 }
 
 /// Bytes of each rank's part.
-pub(crate) fn reduce_scatter_by_counts(
+pub(crate) fn reduce_scatter_v(
     input: &Slice,
     counts: &[usize],
     output: &Slice,
@@ -228,7 +228,7 @@ pub(crate) fn is_rank(kind: Kind, what: &str, rank: usize, size: usize) -> Check
 
 /// The ways of an algorithm, whose nodes must be of the ranks of the group; `None` where
 /// parts go straight.
-pub(crate) fn algorithm(kind: Kind, algorithm: Algorithm, size: usize) -> Checked<Option<Hops>> {
+pub(crate) fn algorithm(kind: Kind, algorithm: Algorithm, size: usize) -> Checked<Option<HopOrder>> {
     let Some(hops) = algorithm.hops() else {
         return Ok(None);
     };

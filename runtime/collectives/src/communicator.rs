@@ -9,7 +9,7 @@ use crate::handle::{Handle, lock};
 use crate::letter::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
-use crate::plan::{self, Hops, Itinerary, Passage, Plan};
+use crate::plan::{self, HopOrder, Schedule, HopCounts, Plan};
 use crate::{CollectiveError, Helper, Reduction, Slice, by_way};
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
@@ -233,7 +233,7 @@ impl Collectives for Communicator {
         let kind = Kind::AllToAll;
         let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
-        let ways = hops.as_ref().map_or(0, Hops::code);
+        let ways = hops.as_ref().map_or(0, HopOrder::code);
         let plan = match hops {
             None => plan::all_to_all(rank, &sizes, &sizes),
             Some(hops) => by_way::equal(hops, rank, part),
@@ -251,7 +251,7 @@ impl Collectives for Communicator {
         self.start(kind, call, job)
     }
 
-    fn all_to_all_by_counts(
+    fn all_to_all_v(
         &mut self,
         input: &Slice,
         sends: &[usize],
@@ -266,11 +266,11 @@ impl Collectives for Communicator {
             sends,
             receives,
             hops,
-        } = checks::all_to_all_by_counts((input, sends), (output, receives), algorithm, own)?;
+        } = checks::all_to_all_v((input, sends), (output, receives), algorithm, own)?;
         // What lies behind is left alone, also where the slice is copied.
         let input = &input.head(sends.iter().sum());
         let output = &output.head(receives.iter().sum());
-        let ways = hops.as_ref().map_or(0, Hops::code);
+        let ways = hops.as_ref().map_or(0, HopOrder::code);
         let (plan, next) = match hops {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),
             Some(hops) => {
@@ -318,10 +318,10 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let counts = checks::reduce_scatter(input, output, self.size())?;
-        self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
+        self.reduce_scatter_v(input, &counts, output, reduction, call)
     }
 
-    fn reduce_scatter_by_counts(
+    fn reduce_scatter_v(
         &mut self,
         input: &Slice,
         counts: &[usize],
@@ -331,7 +331,7 @@ impl Collectives for Communicator {
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::ReduceScatter;
         let own = (self.rank(), self.size());
-        let sizes = checks::reduce_scatter_by_counts(input, counts, output, own)?;
+        let sizes = checks::reduce_scatter_v(input, counts, output, own)?;
         let job = Job {
             signature: Signature {
                 reduction: Some(reduction),
@@ -419,10 +419,10 @@ impl Collectives for Communicator {
         pieces: usize,
         units: &[u64],
         call: &Call,
-    ) -> Result<Passage, CollectiveError> {
+    ) -> Result<HopCounts, CollectiveError> {
         let kind = Kind::Agree;
         checks::units(kind, pieces, units.len(), self.size())?;
-        let telling = by_way::Telling::new(algorithm, self.size(), kind)?;
+        let telling = by_way::CountExchange::new(algorithm, self.size(), kind)?;
         let (plan, next) = telling.plan(self.rank(), pieces, units);
         let job = Job {
             signature: Signature {
@@ -439,23 +439,23 @@ impl Collectives for Communicator {
         telling.told(kind)
     }
 
-    fn exchange_by(
+    fn exchange_with(
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        itinerary: &dyn Itinerary,
+        schedule: &dyn Schedule,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::Exchange;
         let own = (self.rank(), self.size());
         checks::transfers(kind, own.0, own.1, sends, receives)?;
         let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
-        let plan = itinerary.plan(own, &to, &from);
+        let plan = schedule.plan(own, &to, &from);
         let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let job = Job {
             signature: Signature {
-                ways: itinerary.code(),
+                ways: schedule.code(),
                 ..Signature::of(kind, &call.label)
             },
             inputs: self.inputs(&slices(sends)),

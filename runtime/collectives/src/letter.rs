@@ -2,7 +2,7 @@
 //! operation that it is part of, so that ranks that call different things find out.
 
 use crate::engine::LETTER_BYTES;
-use crate::plan::Hops;
+use crate::plan::HopOrder;
 use crate::{Element, Reduction};
 
 const MAGIC: u32 = 0x6d6f_6505;
@@ -47,7 +47,7 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Kind::AllToAll => "all_to_all",
-            Kind::AllToAllByCounts => "all_to_all_by_counts",
+            Kind::AllToAllByCounts => "all_to_all_v",
             Kind::AllGather => "all_gather",
             Kind::ReduceScatter => "reduce_scatter",
             Kind::AllReduce => "all_reduce",
@@ -67,7 +67,7 @@ pub struct Signature {
     pub kind: Kind,
     pub element: Option<Element>,
     pub reduction: Option<Reduction>,
-    /// The ways of parts, by [`Hops::code`]; 0 where they go straight.
+    /// The ways of parts, by [`HopOrder::code`]; 0 where they go straight.
     pub ways: u64,
     pub root: u32,
     /// 0 where ranks may differ.
@@ -113,7 +113,7 @@ impl Signature {
             ("the reduction", reduction.to_string()),
             ("the number of elements", self.elements.to_string()),
             ("the root", self.root.to_string()),
-            ("the algorithm", Hops::words(self.ways)),
+            ("the algorithm", HopOrder::words(self.ways)),
         ]
     }
 }
@@ -359,7 +359,7 @@ mod tests {
             signature: Signature {
                 element: Some(Element::Bf16),
                 reduction: Some(Reduction::Max),
-                ways: Hops::intra_first(NodeShape {
+                ways: HopOrder::intra_first(NodeShape {
                     nodes: 2,
                     per_node: 8,
                 })

@@ -120,7 +120,7 @@ fn sums_may_be_the_librarys() {
         let all = slice(&device, Element::I32, &all);
         let part = room(&device, Element::I32, counts[rank]);
         let (reduction, call) = (Reduction::Sum, call("scatter unequally"));
-        let sum = world.reduce_scatter_by_counts(&all, &counts, &part, reduction, &call);
+        let sum = world.reduce_scatter_v(&all, &counts, &part, reduction, &call);
         sum.unwrap().wait().unwrap();
         let unequal = parts[rank].iter().flat_map(|i| (3 * i).to_ne_bytes());
         assert_eq!(read(&device, &part), unequal.collect::<Vec<u8>>());
@@ -291,7 +291,7 @@ fn wrong_counts(world: &mut Nccl, shape: Option<(usize, usize)>) -> Result<(), C
         room(&device, Element::F32, 21),
     );
     world
-        .all_to_all_by_counts(
+        .all_to_all_v(
             &from,
             &[10, 10],
             &to,

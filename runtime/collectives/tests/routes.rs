@@ -6,7 +6,7 @@ mod once;
 mod pieces;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, Hops, Journey, Passage, Plan, Step};
+use moesaic_collectives::plan::{self, HopOrder, HopSchedule, HopCounts, Plan, Step};
 use moesaic_collectives::{Algorithm, Levels, NodeShape};
 use std::time::Instant;
 
@@ -54,7 +54,7 @@ fn shapes(most: usize) -> impl Iterator<Item = (usize, usize)> {
     (1..=most).flat_map(move |ranks| divides(ranks).map(move |m| (ranks / m, m)))
 }
 
-fn hops(algorithm: Algorithm) -> Hops {
+fn hops(algorithm: Algorithm) -> HopOrder {
     algorithm.hops().unwrap()
 }
 
@@ -88,8 +88,8 @@ fn equal(algorithm: Algorithm, count: usize, packed: bool) {
     let inputs = memories.clone();
     let sizes = vec![count; ranks];
     let plan = |rank: usize| {
-        let journey = Journey::equal(hops.clone(), rank, count);
-        carried(plan::all_to_all_by(&journey, &sizes, &sizes, 0), packed)
+        let schedule = HopSchedule::equal(hops.clone(), rank, count);
+        carried(plan::all_to_all_with(&schedule, &sizes, &sizes, 0), packed)
     };
     replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
     for (rank, memory) in memories.iter().enumerate() {
@@ -118,7 +118,7 @@ fn parts_of_one_size_arrive_as_directly() {
 }
 
 /// Passages of all ranks, from counts by source, destination and piece.
-fn told(hops: &Hops, pieces: usize, units: &dyn Fn(usize, usize, usize) -> usize) -> Vec<Passage> {
+fn told(hops: &HopOrder, pieces: usize, units: &dyn Fn(usize, usize, usize) -> usize) -> Vec<HopCounts> {
     let ranks = hops.levels.ranks();
     let numbers = |p: usize| -> Vec<u64> {
         let all = (0..ranks).flat_map(|q| (0..pieces).map(move |i| (q, i)));
@@ -128,13 +128,13 @@ fn told(hops: &Hops, pieces: usize, units: &dyn Fn(usize, usize, usize) -> usize
     let mut memories = vec![Memory::default(); ranks];
     replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
     let read = |(rank, memory): (usize, &Memory)| {
-        let passage = Passage::read(hops.clone(), rank, pieces, &memory.scratch);
+        let hop_counts = HopCounts::read(hops.clone(), rank, pieces, &memory.scratch);
         for p in 0..ranks {
-            let own = &passage.received()[p * pieces..(p + 1) * pieces];
+            let own = &hop_counts.received()[p * pieces..(p + 1) * pieces];
             let expected: Vec<u64> = (0..pieces).map(|i| units(p, rank, i) as u64).collect();
             assert_eq!(own, expected, "from {p} to {rank}");
         }
-        passage
+        hop_counts
     };
     memories.iter().enumerate().map(read).collect()
 }
@@ -163,8 +163,8 @@ fn parts_by_counts_arrive_as_directly() {
                 .collect();
             let inputs = memories.clone();
             let plan = |rank: usize| {
-                let journey = passages[rank].there(&|leg| leg.units as usize);
-                let plan = plan::all_to_all_by(&journey, &sent(rank), &got(rank), 2);
+                let schedule = passages[rank].there(&|block| block.units as usize);
+                let plan = plan::all_to_all_with(&schedule, &sent(rank), &got(rank), 2);
                 carried(plan, (nodes + i) % 2 == 1)
             };
             replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
@@ -195,8 +195,8 @@ fn few_large_messages_cross_between_nodes() {
     let direct = plan::all_to_all(rank, &sizes, &sizes);
     assert_eq!((direct.messages(), direct.bytes_to(far)), (31, 24 * count));
     let planned = |algorithm: Algorithm| {
-        let journey = Journey::equal(hops(algorithm), rank, count);
-        plan::all_to_all_by(&journey, &sizes, &sizes, 0).packed()
+        let schedule = HopSchedule::equal(hops(algorithm), rank, count);
+        plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed()
     };
     for (algorithm, messages, near) in [
         (Algorithm::Hierarchical(shape), 7 + 3, 7 * 4),
@@ -228,8 +228,8 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
     };
     let (rank, count) = (9, 640);
     let sizes = vec![count; shape.ranks()];
-    let journey = Journey::equal(Hops::concurrent(shape), rank, count);
-    let plan = plan::all_to_all_by(&journey, &sizes, &sizes, 0);
+    let schedule = HopSchedule::equal(HopOrder::concurrent(shape), rank, count);
+    let plan = plan::all_to_all_with(&schedule, &sizes, &sizes, 0);
     let far = |peer: usize| shape.split(peer).0 != shape.split(rank).0;
     let sent = |step: &Step| match step {
         Step::Exchange { sends, .. } => {
@@ -263,8 +263,8 @@ fn in_phases(algorithm: Algorithm, count: usize) {
     };
     let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
     let plan = |rank: usize| {
-        let journey = Journey::equal(hops.clone(), rank, count);
-        plan::all_to_all_by(&journey, &sizes, &sizes, 0).packed()
+        let schedule = HopSchedule::equal(hops.clone(), rank, count);
+        plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed()
     };
     let (mut at, mut mail) = (vec![(0, false); ranks], Mail::new());
     while let Some(step) = at.iter().map(|(step, _)| *step).min() {

@@ -269,7 +269,7 @@ fn wrong_count(algorithm: Algorithm, scale: usize) -> Vec<Option<String>> {
         );
         let combine = call("combine");
         world
-            .all_to_all_by_counts(&from, &sends, &to, &receives, algorithm, &combine)?
+            .all_to_all_v(&from, &sends, &to, &receives, algorithm, &combine)?
             .wait()?;
         world.barrier(&call("after"))?.wait()
     })
@@ -290,7 +290,7 @@ fn counts_that_do_not_match_are_named_with_the_rank() {
             for rank in [0, 1, 3] {
                 says(
                     &errors[rank],
-                    &["all_to_all_by_counts` (combine)", "gave up", "rank 2"],
+                    &["all_to_all_v` (combine)", "gave up", "rank 2"],
                 );
             }
         }
@@ -441,15 +441,15 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
             world.all_gather(&f4, &f5, &call).unwrap_err().to_string(),
             world.broadcast(&f4, 2, &call).unwrap_err().to_string(),
             world
-                .all_to_all_by_counts(&f4, &[1], &f5, &[1, 1], Algorithm::Direct, &call)
+                .all_to_all_v(&f4, &[1], &f5, &[1, 1], Algorithm::Direct, &call)
                 .unwrap_err()
                 .to_string(),
             world
-                .all_to_all_by_counts(&f4, &[4, 1], &f5, &[1, 1], Algorithm::Direct, &call)
+                .all_to_all_v(&f4, &[4, 1], &f5, &[1, 1], Algorithm::Direct, &call)
                 .unwrap_err()
                 .to_string(),
             world
-                .all_to_all_by_counts(&f4, &[2, 2], &f5, &[1, 1], Algorithm::Direct, &call)
+                .all_to_all_v(&f4, &[2, 2], &f5, &[1, 1], Algorithm::Direct, &call)
                 .unwrap_err()
                 .to_string(),
         ];
@@ -466,9 +466,9 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
         "all_to_all: 3 nodes of 1 ranks are not the 2 ranks of this group",
         "all_gather: the output has 5 elements; with 4 in the input and 2 ranks it must have 8",
         "broadcast: the root is rank 2; ranks go from 0 to 1",
-        "all_to_all_by_counts: sends has 1 numbers; it must have one for each of the 2 ranks",
-        "all_to_all_by_counts: sends adds up to more than the 4 elements of its slice",
-        "all_to_all_by_counts: this rank sends 8 bytes to itself and expects 4",
+        "all_to_all_v: sends has 1 numbers; it must have one for each of the 2 ranks",
+        "all_to_all_v: sends adds up to more than the 4 elements of its slice",
+        "all_to_all_v: this rank sends 8 bytes to itself and expects 4",
     ];
     assert_eq!(results[0].as_ref().unwrap(), &expected);
     assert_eq!(results[1].as_ref().unwrap(), &expected);

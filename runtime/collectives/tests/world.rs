@@ -181,7 +181,7 @@ fn what_lies_behind_the_counts_is_left_alone() {
         let from = slice(&device, Element::U8, &[1, 2, 3, 4]);
         let to = slice(&device, Element::U8, &[9; 6]);
         let (counts, direct) = ([1, 1], Algorithm::Direct);
-        let handle = world.all_to_all_by_counts(&from, &counts, &to, &counts, direct, &call(""));
+        let handle = world.all_to_all_v(&from, &counts, &to, &counts, direct, &call(""));
         handle.unwrap().wait().unwrap();
         (world.rank(), read(&device, &to))
     });

@@ -463,7 +463,7 @@ impl All<'_> {
     fn once(&self) -> Vec<Step> {
         let m = self.node();
         let routing = self.group.routing;
-        let crossing = |rank: usize| -> Vec<f64> {
+        let dedup_indices = |rank: usize| -> Vec<f64> {
             let place = self.group.start + rank;
             let touched = |node: usize| {
                 let rows = self.of_node(rank, node * m..(node + 1) * m);
@@ -471,7 +471,7 @@ impl All<'_> {
             };
             (0..self.nodes()).map(touched).collect()
         };
-        let kept: Vec<Vec<f64>> = (0..self.to.len()).map(crossing).collect();
+        let kept: Vec<Vec<f64>> = (0..self.to.len()).map(dedup_indices).collect();
         let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
         let mut network = self.between(false, |from, to| of(from)[to / m]);
         let brought: Vec<f64> = (0..self.ranks())

@@ -385,7 +385,7 @@ impl Travel<'_> {
         let rows = part * self.piece.others;
         // What crosses once does so however many slices get it inside the node, or have a part
         // of the answer there, of which one is what `back` has.
-        let crossing = match (once && !rank.each.is_empty(), there) {
+        let dedup_indices = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
             (true, true) => self.repeats * row * self.piece.others,
             (true, false) => self.repeats * self.mesh.shards as f64 * row * self.piece.others,
@@ -394,7 +394,7 @@ impl Travel<'_> {
             row: rows * row,
             own: part * self.piece.own * row,
             peers: self.piece.peers,
-            crossing,
+            dedup_indices,
             wire: wire_part(self.wire, row, element),
             there,
             once,
@@ -437,7 +437,7 @@ pub(crate) struct Carried {
     /// Part of the messages.
     pub peers: f64,
     /// The same of rows that cross between nodes.
-    pub crossing: f64,
+    pub dedup_indices: f64,
     /// Bytes between nodes for each byte in memory.
     pub wire: f64,
     /// To experts.
@@ -497,13 +497,13 @@ impl Carried {
         };
         let mut loads = share.loads.map(|load| load.times(self.row));
         for (load, rows) in loads.iter_mut().zip(&share.loads).skip(1) {
-            *load = rows.times(self.crossing * self.wire);
+            *load = rows.times(self.dedup_indices * self.wire);
         }
         let outer = share.loads[1..].iter();
-        let crossing: f64 = outer.map(|load| load.sent + load.received).sum();
-        let packed = self.wire < 1.0 && crossing > 0.0;
+        let dedup_indices: f64 = outer.map(|load| load.sent + load.received).sum();
+        let packed = self.wire < 1.0 && dedup_indices > 0.0;
         let converted = if packed {
-            crossing * self.crossing * (1.0 + self.wire)
+            dedup_indices * self.dedup_indices * (1.0 + self.wire)
         } else {
             0.0
         };

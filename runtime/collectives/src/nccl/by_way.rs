@@ -3,7 +3,7 @@
 use super::group::{Nccl, Started};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::letter::Kind;
-use crate::plan::{self, Itinerary, Passage};
+use crate::plan::{self, Schedule, HopCounts};
 use crate::{CollectiveError, Slice, by_way, checks};
 
 impl Nccl {
@@ -15,7 +15,7 @@ impl Nccl {
         pieces: usize,
         units: &[u64],
         call: &Call,
-    ) -> Result<Passage, CollectiveError> {
+    ) -> Result<HopCounts, CollectiveError> {
         let kind = Kind::Agree;
         if let Some(told) =
             self.by_control(1, |control| control.tell(algorithm, pieces, units, call))
@@ -23,7 +23,7 @@ impl Nccl {
             return told;
         }
         checks::units(kind, pieces, units.len(), self.size())?;
-        let telling = by_way::Telling::new(algorithm, self.size(), kind)?;
+        let telling = by_way::CountExchange::new(algorithm, self.size(), kind)?;
         let (plan, next) = telling.plan(self.rank(), pieces, units);
         let mut task = self.task(kind, call);
         task.waits = Some("the host has to know what it brings");
@@ -32,25 +32,25 @@ impl Nccl {
         telling.told(kind)
     }
 
-    /// [`Collectives::exchange_by`].
+    /// [`Collectives::exchange_with`].
     pub(super) fn exchange_over_ranks(
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        itinerary: &dyn Itinerary,
+        schedule: &dyn Schedule,
         call: &Call,
     ) -> Started {
         let kind = Kind::Exchange;
         let own = (self.rank(), self.size());
         checks::transfers(kind, own.0, own.1, sends, receives)?;
         let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
-        let plan = itinerary.plan(own, &to, &from);
+        let plan = schedule.plan(own, &to, &from);
         let plan = plan
             .map_err(|reason| checks::invalid(kind, reason))?
             .packed();
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);
-        task.signature.ways = itinerary.code();
+        task.signature.ways = schedule.code();
         // What is sent on the way, too: some of what comes may be made of it there.
         let [to, from] = plan.traffic();
         task.agreement = Some(plan::sizes(own.0, &to, &from));

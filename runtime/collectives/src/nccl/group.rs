@@ -14,7 +14,7 @@ use crate::groups::numbers;
 use crate::handle::Handle;
 use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
-use crate::plan::{self, Hops, Itinerary, Passage, Plan};
+use crate::plan::{self, HopOrder, Schedule, HopCounts, Plan};
 use crate::{CollectiveError, Element, Reduction, Slice, by_way};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
@@ -324,7 +324,7 @@ impl Collectives for Nccl {
         let kind = Kind::AllToAll;
         let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, input.elements());
-        task.signature.ways = hops.as_ref().map_or(0, Hops::code);
+        task.signature.ways = hops.as_ref().map_or(0, HopOrder::code);
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
         match (hops, self.world.api.table.all_to_all()) {
             (None, Some(exchange)) if part > 0 => {
@@ -349,7 +349,7 @@ impl Collectives for Nccl {
         }
     }
 
-    fn all_to_all_by_counts(
+    fn all_to_all_v(
         &mut self,
         input: &Slice,
         sends: &[usize],
@@ -364,14 +364,14 @@ impl Collectives for Nccl {
             sends,
             receives,
             hops,
-        } = checks::all_to_all_by_counts(
+        } = checks::all_to_all_v(
             (input, sends),
             (output, receives),
             algorithm,
             (rank, self.size()),
         )?;
         let mut task = self.data_task(kind, call, input, 0);
-        task.signature.ways = hops.as_ref().map_or(0, Hops::code);
+        task.signature.ways = hops.as_ref().map_or(0, HopOrder::code);
         let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
             sizes.iter().copied().enumerate().collect()
         };
@@ -414,11 +414,11 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let counts = checks::reduce_scatter(input, output, self.size())?;
-        self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
+        self.reduce_scatter_v(input, &counts, output, reduction, call)
     }
 
     /// Of unequal parts the library knows nothing: they are folded here.
-    fn reduce_scatter_by_counts(
+    fn reduce_scatter_v(
         &mut self,
         input: &Slice,
         counts: &[usize],
@@ -428,7 +428,7 @@ impl Collectives for Nccl {
     ) -> Started {
         let kind = Kind::ReduceScatter;
         let own = (self.rank(), self.size());
-        let sizes = checks::reduce_scatter_by_counts(input, counts, output, own)?;
+        let sizes = checks::reduce_scatter_v(input, counts, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
         let (element, count) = (input.element(), output.elements());
@@ -515,18 +515,18 @@ impl Collectives for Nccl {
         pieces: usize,
         units: &[u64],
         call: &Call,
-    ) -> Result<Passage, CollectiveError> {
+    ) -> Result<HopCounts, CollectiveError> {
         self.tell_ranks(algorithm, pieces, units, call)
     }
 
-    fn exchange_by(
+    fn exchange_with(
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        itinerary: &dyn Itinerary,
+        schedule: &dyn Schedule,
         call: &Call,
     ) -> Started {
-        self.exchange_over_ranks(sends, receives, itinerary, call)
+        self.exchange_over_ranks(sends, receives, schedule, call)
     }
 
     fn barrier(&mut self, call: &Call) -> Started {

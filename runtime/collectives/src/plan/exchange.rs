@@ -1,4 +1,4 @@
-//! Operations of one exchange: everybody sends to everybody at once.
+//! Operations of one exchange: everybody sends to everybody at dedup_dispatch.
 
 use super::{Copy, Message, Place, Plan, Span, Step, offsets, others};
 

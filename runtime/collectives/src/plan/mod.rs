@@ -5,25 +5,25 @@
 
 mod agree;
 mod exchange;
-mod hops;
-mod itinerary;
-mod once;
+mod hop_order;
+mod schedule;
+mod dedup_dispatch;
 mod packed;
-mod passage;
+mod hop_counts;
 mod reduce;
-mod routed;
-mod summed;
+mod over_hops;
+mod dedup_combine;
 mod trees;
 
 pub use agree::{agreement, sizes};
 pub use exchange::{all_gather, all_to_all, exchange};
-pub use hops::{Hops, Journey};
-pub use itinerary::Itinerary;
-pub use once::{FanOut, RowBytes, Rows, crossing};
-pub use passage::{Leg, Passage, tell};
+pub use hop_order::{HopOrder, HopSchedule};
+pub use schedule::Schedule;
+pub use dedup_dispatch::{DedupMap, RowBytes, DedupDispatch, dedup_indices};
+pub use hop_counts::{Block, HopCounts, tell};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
-pub use routed::{Ends, all_to_all_by, exchange_by, routed};
-pub use summed::{NodeSums, Sums};
+pub use over_hops::{Endpoints, all_to_all_with, exchange_with, routed};
+pub use dedup_combine::{IntraNodeCombine, DedupCombine};
 pub use trees::{barrier, broadcast};
 
 use crate::{Element, Reduction};
@@ -85,7 +85,7 @@ pub struct Copy {
 /// One thing after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Messages that travel at once. The next step begins when all have been sent
+    /// Messages that travel at dedup_dispatch. The next step begins when all have been sent
     /// and received.
     Exchange {
         /// Its number, the same on the ranks that take part; ascending in a plan.

@@ -125,7 +125,7 @@ fn wrong_counts(world: &mut Communicator) -> Result<(), CollectiveError> {
     );
     let direct = Algorithm::Direct;
     world
-        .all_to_all_by_counts(&from, &counts, &to, &receives, direct, &short("combine"))?
+        .all_to_all_v(&from, &counts, &to, &receives, direct, &short("combine"))?
         .wait()?;
     world.barrier(&short("after"))?.wait()
 }

@@ -3,7 +3,7 @@
 
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{bytes, carried, shapes, told};
-use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Leg, Plan, RowBytes};
+use moesaic_collectives::plan::{self, DedupMap, HopOrder, Schedule, Block, Plan, RowBytes};
 use moesaic_collectives::{Element, NodeShape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -123,27 +123,27 @@ impl Rows {
     }
 
     /// What each rank knows of the rows that cross.
-    fn fans(&self) -> Vec<Arc<FanOut>> {
+    fn fans(&self) -> Vec<Arc<DedupMap>> {
         let shape = self.shape;
         let whole = |p: usize, q: usize, e: usize| &self.whole[self.at(p, q, e)];
-        let hops = Hops::inter_first(shape);
+        let hops = HopOrder::inter_first(shape);
         let passages = told(&hops, self.experts, &|p, q, e| whole(p, q, e).len());
         let numbers = |p: usize, node: usize| {
             let there = self.peers().filter(|(q, _)| shape.split(*q).0 == node);
             let tokens = there.flat_map(|(q, e)| whole(p, q, e));
-            plan::crossing(tokens.map(|token| *token as u32))
+            plan::dedup_indices(tokens.map(|token| *token as u32))
         };
-        let cut = |_: usize, leg: Leg| self.cut(leg.units as usize, leg.from, leg.to);
-        let fan = |(rank, passage)| {
+        let cut = |_: usize, block: Block| self.cut(block.units as usize, block.from, block.to);
+        let dedup = |(rank, hop_counts)| {
             let (node, place) = shape.split(rank);
             let nodes = 0..shape.nodes;
             let sent = nodes.clone().map(|other| numbers(rank, other)).collect();
             let from = |other| numbers(shape.rank(other, place), node);
             let passed = nodes.map(from).collect();
-            let fan = FanOut::new(shape, rank, Arc::new(passage), sent, passed).unwrap();
-            Arc::new(fan.in_parts(0..1, &cut))
+            let dedup = DedupMap::new(shape, rank, Arc::new(hop_counts), sent, passed).unwrap();
+            Arc::new(dedup.in_parts(0..1, &cut))
         };
-        passages.into_iter().enumerate().map(fan).collect()
+        passages.into_iter().enumerate().map(dedup).collect()
     }
 
     fn check(&self, packed: bool) {
@@ -184,7 +184,7 @@ impl Rows {
 
     fn check_back(
         &self,
-        fans: &[Arc<FanOut>],
+        fans: &[Arc<DedupMap>],
         packed: bool,
         answers: &dyn Fn(usize, usize) -> bool,
     ) {

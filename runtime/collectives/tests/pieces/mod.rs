@@ -4,7 +4,7 @@
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{algorithms, bytes, carried, hops, shapes, size, told};
 use moesaic_collectives::Algorithm;
-use moesaic_collectives::plan::{self, Leg, Passage};
+use moesaic_collectives::plan::{self, Block, HopCounts};
 use std::ops::Range;
 
 const DEGREES: [usize; 5] = [1, 2, 3, 4, 8];
@@ -92,29 +92,29 @@ impl Drawn {
         let single = (0..self.degree).filter(|number| self.ranks <= 8 || number % 4 == 1);
         let single = single.map(|number| number..number + 1);
         for parts in single.chain(std::iter::once(0..self.degree.min(2))) {
-            let cut = |number: usize, leg: Leg| self.cut(number, leg.units as usize);
+            let cut = |number: usize, block: Block| self.cut(number, block.units as usize);
             let passages = passages.iter().map(|all| all.in_parts(parts.clone(), &cut));
-            let passages: Vec<Passage> = passages.collect();
+            let passages: Vec<HopCounts> = passages.collect();
             for back in [false, true] {
                 self.check_parts(&passages, &parts, back);
             }
         }
     }
 
-    fn check_parts(&self, passages: &[Passage], parts: &Range<usize>, back: bool) {
+    fn check_parts(&self, passages: &[HopCounts], parts: &Range<usize>, back: bool) {
         // Answers may be of another width.
         let row = self.row + usize::from(back);
-        let scale = |leg: Leg| leg.units as usize * row;
+        let scale = |block: Block| block.units as usize * row;
         let ends: Vec<Ends> = (0..self.ranks)
             .map(|rank| [back, !back].map(|gets| self.messages(rank, gets, parts, row)))
             .collect();
         let plan = |rank: usize, sends: &[_], gets: &[_]| {
-            let journey = if back {
+            let schedule = if back {
                 passages[rank].back(&scale)
             } else {
                 passages[rank].there(&scale)
             };
-            let plan = plan::exchange_by(&journey, sends, gets);
+            let plan = plan::exchange_with(&schedule, sends, gets);
             carried(plan, self.degree.is_multiple_of(2))
         };
         let (_, found) = carry(&ends, &plan);

@@ -1,7 +1,7 @@
 //! What every engine must do, as ranks see it.
 #![allow(dead_code)]
 
-use moesaic_collectives::plan::Leg;
+use moesaic_collectives::plan::Block;
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, Levels, NodeShape, Reduction, Slice,
     Transfer,
@@ -137,23 +137,23 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
         pairs().filter_map(transfer).collect()
     };
     for algorithm in algorithms(ranks) {
-        let passage = world
+        let hop_counts = world
             .tell(algorithm, PIECES, &units, &call("counts"))
             .unwrap();
         let expected = (0..ranks).flat_map(|p| (0..PIECES).map(move |i| rows(p, rank, i) as u64));
         assert!(
-            passage.received().iter().copied().eq(expected),
+            hop_counts.received().iter().copied().eq(expected),
             "{algorithm:?}"
         );
-        let scale = |leg: Leg| leg.units as usize * row;
+        let scale = |block: Block| block.units as usize * row;
         for back in [false, true] {
-            let journey = if back {
-                passage.back(&scale)
+            let schedule = if back {
+                hop_counts.back(&scale)
             } else {
-                passage.there(&scale)
+                hop_counts.there(&scale)
             };
             let (sends, receives) = (transfers(back, true), transfers(!back, false));
-            let begun = world.exchange_by(&sends, &receives, &journey, &call("rows"));
+            let begun = world.exchange_with(&sends, &receives, &schedule, &call("rows"));
             begun.unwrap().wait().unwrap();
             for (got, expected) in receives.iter().zip(transfers(!back, true)) {
                 let same = read(device, &got.slice) == read(device, &expected.slice);
@@ -185,7 +185,7 @@ fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale
         let from = slice(device, Element::I32, &input);
         let to = room(device, Element::I32, receives.iter().sum());
         let handle =
-            world.all_to_all_by_counts(&from, &sends, &to, &receives, algorithm, &call("counts"));
+            world.all_to_all_v(&from, &sends, &to, &receives, algorithm, &call("counts"));
         handle.unwrap().wait().unwrap();
         assert!(
             read(device, &to) == expected,
@@ -295,12 +295,12 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
         );
         let to = room(device, Element::F32, counts[rank]);
         let call = call("scatter unequally");
-        let scattered = world.reduce_scatter_by_counts(&data, &counts, &to, reduction, &call);
+        let scattered = world.reduce_scatter_v(&data, &counts, &to, reduction, &call);
         scattered.unwrap().wait().unwrap();
         let own = f32_bytes((before..before + counts[rank]).map(total));
         assert!(read(device, &to) == own, "{reduction} of {counts:?}");
         let wrong = vec![elements; ranks + 1];
-        let refused = world.reduce_scatter_by_counts(&data, &wrong, &to, reduction, &call);
+        let refused = world.reduce_scatter_v(&data, &wrong, &to, reduction, &call);
         assert!(matches!(refused, Err(CollectiveError::Invalid { .. })));
     }
     integers(world, device, elements);

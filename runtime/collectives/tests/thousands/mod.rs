@@ -1,7 +1,7 @@
 //! Every exchange with as many threads as are asked for.
 
 use crate::support::{part, read, room, slice};
-use moesaic_collectives::plan::{self, FanOut, Itinerary, RowBytes};
+use moesaic_collectives::plan::{self, DedupMap, Schedule, RowBytes};
 use moesaic_collectives::{
     Algorithm, Call, Collectives, Communicator, Element, Levels, NodeShape, Slice, Transfer,
     threads,
@@ -129,7 +129,7 @@ fn got(device: &Arc<dyn Device>, transfers: &[Transfer]) -> Vec<Vec<u8>> {
 fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     let device = Arc::clone(world.device());
     let (rank, ranks) = (world.rank(), world.size());
-    let fan = fan(world, shape);
+    let dedup = dedup(world, shape);
     let data = |p: usize, q: usize| -> Vec<u8> {
         rows(shape, p, q)
             .flat_map(|t| part(p, 17 * t, ROW))
@@ -137,7 +137,7 @@ fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     };
     let (from, to) = ends(ranks, &data, rank);
     let room = rooms(&device, &to);
-    let there = fan.of_rows(RowBytes::same(ROW));
+    let there = dedup.of_rows(RowBytes::same(ROW));
     exchange(world, &transfers(&device, &from), &room, &there);
     let came = got(&device, &room);
     let right = came.iter().eq(to.iter().map(|(_, data)| data));
@@ -149,7 +149,7 @@ fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     };
     let (from, to) = ends(ranks, &answer, rank);
     let room = rooms(&device, &to);
-    let back = fan.summed((Element::U8, ROW), &|_, _| true);
+    let back = dedup.summed((Element::U8, ROW), &|_, _| true);
     exchange(world, &transfers(&device, &from), &room, &back);
     let answers: Vec<Vec<u8>> = to.iter().map(|(_, data)| data.clone()).collect();
     let peers: Vec<usize> = to.iter().map(|(peer, _)| *peer).collect();
@@ -157,8 +157,8 @@ fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     right && sums(&got(&device, &room)) == sums(&answers)
 }
 
-fn exchange(world: &mut Communicator, from: &[Transfer], to: &[Transfer], by: &dyn Itinerary) {
-    let begun = world.exchange_by(from, to, by, &patient());
+fn exchange(world: &mut Communicator, from: &[Transfer], to: &[Transfer], by: &dyn Schedule) {
+    let begun = world.exchange_with(from, to, by, &patient());
     begun.unwrap().wait().unwrap();
 }
 
@@ -194,28 +194,28 @@ fn sums(
 }
 
 /// What ranks tell each other of rows: how many there are, and which are of one token.
-fn fan(world: &mut Communicator, shape: NodeShape) -> Arc<FanOut> {
+fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
     let device = Arc::clone(world.device());
     let (rank, ranks) = (world.rank(), world.size());
     let (own, place) = shape.split(rank);
     let units: Vec<u64> = (0..ranks)
         .map(|q| rows(shape, rank, q).count() as u64)
         .collect();
-    let passage = world.tell(Algorithm::InterFirst(shape), 1, &units, &patient());
-    let passage = Arc::new(passage.unwrap());
-    let crossing = |node: usize| {
+    let hop_counts = world.tell(Algorithm::InterFirst(shape), 1, &units, &patient());
+    let hop_counts = Arc::new(hop_counts.unwrap());
+    let dedup_indices = |node: usize| {
         let places = (0..shape.per_node).map(|place| shape.rank(node, place));
         let tokens = places.flat_map(|q| rows(shape, rank, q));
-        plan::crossing(tokens.map(|token| token as u32))
+        plan::dedup_indices(tokens.map(|token| token as u32))
     };
-    let sent: Vec<Vec<u32>> = (0..shape.nodes).map(crossing).collect();
+    let sent: Vec<Vec<u32>> = (0..shape.nodes).map(dedup_indices).collect();
     let others = |sizes: &dyn Fn(usize) -> Vec<u8>| -> Messages {
         let others = (0..shape.nodes).filter(|node| *node != own);
         let all = others.map(|node| (shape.rank(node, place), sizes(node)));
         all.filter(|(_, data)| !data.is_empty()).collect()
     };
     let numbers = |node: usize| sent[node].iter().flat_map(|n| n.to_le_bytes()).collect();
-    let told = |node: usize| vec![0xAB; 4 * FanOut::told_from(&passage, shape, node)];
+    let told = |node: usize| vec![0xAB; 4 * DedupMap::rows_through(&hop_counts, shape, node)];
     let (from, room) = (others(&numbers), rooms(&device, &others(&told)));
     let begun = world.exchange(&transfers(&device, &from), &room, &patient());
     begun.unwrap().wait().unwrap();
@@ -224,5 +224,5 @@ fn fan(world: &mut Communicator, shape: NodeShape) -> Arc<FanOut> {
         let numbers = bytes.as_chunks::<4>().0.iter();
         passed[shape.split(transfer.peer).0] = numbers.map(|n| u32::from_le_bytes(*n)).collect();
     }
-    Arc::new(FanOut::new(shape, rank, passage, sent, passed).expect("numbers as told"))
+    Arc::new(DedupMap::new(shape, rank, hop_counts, sent, passed).expect("numbers as told"))
 }

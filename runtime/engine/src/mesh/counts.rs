@@ -110,10 +110,10 @@ impl Run<'_> {
         if self.course != Course::Straight {
             let call = self.call("counts");
             let group = self.groups.between(Between::Rows(self.plan.ways));
-            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
+            let (told, hop_counts) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
             let mut rows = Rows::new((mesh, place), placement, own, &told);
-            rows.passage = Some(passage);
-            return self.fan_out(rows);
+            rows.hop_counts = Some(hop_counts);
+            return self.exchange_dedup_map(rows);
         }
         let here = placement.count(place.ep);
         let mut told = vec![0i64; here * mesh.group()];
@@ -125,7 +125,7 @@ impl Run<'_> {
         let receives = vec![here; mesh.group()];
         let call = self.call("counts");
         let rows = self.groups.between(Between::Rows(self.plan.ways));
-        rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
+        rows.all_to_all_v(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
         Ok(Rows::new((mesh, place), placement, own, &told))
@@ -149,7 +149,7 @@ impl Run<'_> {
     }
 
     /// Where each token crosses to a node once, ranks learn which rows are of one token.
-    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
+    fn exchange_dedup_map(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
         let Course::Once(shape) = self.course else {
             return Ok(rows);
         };
@@ -161,7 +161,7 @@ impl Run<'_> {
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
         let group = self.groups.between(Between::Rows(self.plan.ways));
-        rows.fan_out(group, device, (shape, &tokens), &call)?;
+        rows.exchange_dedup_map(group, device, (shape, &tokens), &call)?;
         Ok(rows)
     }
 

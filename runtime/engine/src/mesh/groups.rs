@@ -55,13 +55,13 @@ pub(super) struct Groups {
     /// Those with slices of the same number; where there is one slice, everybody.
     pub same_slice: Option<Box<dyn Collectives>>,
     /// For each number of ways that was asked for, but that of slices.
-    by_ways: BTreeMap<usize, WayGroups>,
+    by_ways: BTreeMap<usize, AdaptiveGroups>,
     /// Memory that calls borrow.
     pub spare: Spare,
 }
 
 /// Groups of a number of ways.
-struct WayGroups {
+struct AdaptiveGroups {
     /// Rows are exchanged among them.
     rows: Box<dyn Collectives>,
     /// Those of them with the slices of the same experts.
@@ -115,7 +115,7 @@ impl Groups {
             let group = self.world.split(Some(color as u32), rank as i64, &call)?;
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
-        let groups = WayGroups {
+        let groups = AdaptiveGroups {
             rows: group("rows", dp)?,
             slices: group("slices", dp * mesh.ep + ep)?,
             block: group("blocks", by.block(rank).start)?,

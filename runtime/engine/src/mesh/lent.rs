@@ -218,7 +218,7 @@ impl Run<'_> {
         let output = sums.as_ref().unwrap_or(&own);
         let output = Slice::new(output, Element::F32, 0, counts[me])?;
         let block = self.groups.between(Between::Block(self.plan.ways));
-        let sum = block.reduce_scatter_by_counts(&input, &counts, &output, Reduction::Sum, call)?;
+        let sum = block.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Started::of(sum, &input))?;
         let mut first = 0;
         for strip in mine.iter().filter(|_| sums.is_some()) {

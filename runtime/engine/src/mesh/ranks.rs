@@ -242,7 +242,7 @@ impl Ranks {
         let output = Slice::new(&to, Element::F32, 0, all.len())?;
         let call = Call::new(what);
         group
-            .all_to_all_by_counts(&input, &sends, &output, &receives, Algorithm::Direct, &call)?
+            .all_to_all_v(&input, &sends, &output, &receives, Algorithm::Direct, &call)?
             .wait()?;
         self.device.download(&to, 0, cast_slice_mut(&mut all))?;
         let mut rest = all.into_iter();

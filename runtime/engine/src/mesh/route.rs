@@ -4,7 +4,7 @@ use super::groups::Mesh;
 use super::rows::Rows;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::plan::{self, FanOut, Itinerary, Leg, Passage, RowBytes, Sums};
+use moesaic_collectives::plan::{self, DedupMap, Schedule, Block, HopCounts, RowBytes, DedupCombine};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
 };
@@ -93,7 +93,7 @@ impl Rows {
         algorithm: Algorithm,
         (counts, sizes): (&[i64], &[usize]),
         call: &Call,
-    ) -> Result<(Vec<i64>, Arc<Passage>), EngineError> {
+    ) -> Result<(Vec<i64>, Arc<HopCounts>), EngineError> {
         let pieces = sizes.iter().copied().max().unwrap_or(0).max(1);
         let mut units = vec![0; pieces * sizes.len()];
         let mut counts = counts.iter();
@@ -102,80 +102,80 @@ impl Rows {
                 *unit = *count as u64;
             }
         }
-        let passage = group.tell(algorithm, pieces, &units, call)?;
+        let hop_counts = group.tell(algorithm, pieces, &units, call)?;
         let own = sizes[group.rank()];
-        let rows = passage.received().chunks_exact(pieces);
+        let rows = hop_counts.received().chunks_exact(pieces);
         let told = rows.flat_map(|row| row[..own].iter().map(|units| *units as i64));
-        Ok((told.collect(), Arc::new(passage)))
+        Ok((told.collect(), Arc::new(hop_counts)))
     }
 
     /// How rows of pieces go by way of other ranks; `None` where they go straight. `crosses`
     /// says whether two ranks are on different nodes.
-    pub fn itinerary(
+    pub fn schedule(
         &self,
         load: Load,
         pieces: &Range<usize>,
         (bytes, crosses): (RowBytes, &dyn Fn(usize, usize) -> bool),
-    ) -> Option<Box<dyn Itinerary>> {
-        let passage = self.passage_of(pieces)?;
-        let row = |leg: Leg| {
-            if crosses(leg.from, leg.to) {
+    ) -> Option<Box<dyn Schedule>> {
+        let hop_counts = self.hop_counts_of(pieces)?;
+        let row = |block: Block| {
+            if crosses(block.from, block.to) {
                 bytes.far
             } else {
                 bytes.near
             }
         };
-        let size = |leg: Leg| leg.units as usize * row(leg);
-        Some(match (load, self.fan_of(pieces)) {
-            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes)),
-            (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&size)),
+        let size = |block: Block| block.units as usize * row(block);
+        Some(match (load, self.dedup_of(pieces)) {
+            (Load::Tokens, Some(dedup)) => Box::new(dedup.of_rows(bytes)),
+            (Load::Tokens | Load::Rows, _) => Box::new(hop_counts.there(&size)),
             (Load::Addends(element), Some(_)) => {
                 Box::new(self.sums(pieces, (element, bytes.near))?)
             }
-            (Load::Answers | Load::Addends(_), _) => Box::new(passage.back(&|leg| {
-                let answers = self.answers_to(leg.from, leg.to);
-                if answers { size(leg) } else { 0 }
+            (Load::Answers | Load::Addends(_), _) => Box::new(hop_counts.back(&|block| {
+                let answers = self.answers_to(block.from, block.to);
+                if answers { size(block) } else { 0 }
             })),
         })
     }
 
     /// How answers of pieces are summed inside nodes, where each token crosses once.
-    pub fn sums(&self, pieces: &Range<usize>, row: (Element, usize)) -> Option<Sums> {
+    pub fn sums(&self, pieces: &Range<usize>, row: (Element, usize)) -> Option<DedupCombine> {
         let answers = |from, to| self.answers_to(from, to);
-        Some(self.fan_of(pieces)?.summed(row, &answers))
+        Some(self.dedup_of(pieces)?.summed(row, &answers))
     }
 
-    fn passage_of(&self, pieces: &Range<usize>) -> Option<Arc<Passage>> {
-        let whole = self.passage.as_ref()?;
+    fn hop_counts_of(&self, pieces: &Range<usize>) -> Option<Arc<HopCounts>> {
+        let whole = self.hop_counts.as_ref()?;
         Some(match self.pieces() {
             1 => Arc::clone(whole),
-            _ => Arc::new(whole.in_parts(pieces.clone(), &self.cut_of_legs())),
+            _ => Arc::new(whole.in_parts(pieces.clone(), &self.blocks_of_chunk())),
         })
     }
 
-    fn fan_of(&self, pieces: &Range<usize>) -> Option<Arc<FanOut>> {
-        let whole = self.fan.as_ref()?;
+    fn dedup_of(&self, pieces: &Range<usize>) -> Option<Arc<DedupMap>> {
+        let whole = self.dedup.as_ref()?;
         Some(match self.pieces() {
             1 => Arc::clone(whole),
-            _ => Arc::new(whole.in_parts(pieces.clone(), &self.cut_of_legs())),
+            _ => Arc::new(whole.in_parts(pieces.clone(), &self.blocks_of_chunk())),
         })
     }
 
     /// What is in a piece, as collectives ask for it.
-    fn cut_of_legs(&self) -> impl Fn(usize, Leg) -> Range<usize> {
-        |number, leg| self.cut(number, leg.units as usize, (leg.from, leg.to))
+    fn blocks_of_chunk(&self) -> impl Fn(usize, Block) -> Range<usize> {
+        |number, block| self.cut(number, block.units as usize, (block.from, block.to))
     }
 
     /// Ranks of equal places tell each other which rows for each other's nodes are of one
     /// token; `tokens` has that of each row of this rank.
-    pub fn fan_out(
+    pub fn exchange_dedup_map(
         &mut self,
         group: &mut dyn Collectives,
         device: &dyn Device,
         (shape, tokens): (NodeShape, &[u32]),
         call: &Call,
     ) -> Result<(), EngineError> {
-        let Some(passage) = self.passage.clone() else {
+        let Some(hop_counts) = self.hop_counts.clone() else {
             return Ok(());
         };
         let (node, place) = shape.split(group.rank());
@@ -185,14 +185,14 @@ impl Rows {
                 .iter()
                 .filter(|piece| shape.split(piece.peer).0 == other);
             let rows = there.flat_map(|piece| piece.first..piece.first + piece.rows);
-            plan::crossing(rows.map(|row| tokens[row]))
+            plan::dedup_indices(rows.map(|row| tokens[row]))
         };
         let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();
         let told = |other: usize| {
             if other == node {
                 0
             } else {
-                FanOut::told_from(&passage, shape, other)
+                DedupMap::rows_through(&hop_counts, shape, other)
             }
         };
         let sizes: Vec<usize> = (0..shape.nodes).map(told).collect();
@@ -226,12 +226,12 @@ impl Rows {
         let mut all = vec![0u32; ends.last().copied().unwrap_or(0)];
         device.download(&output, 0, cast_slice_mut(&mut all))?;
         let passed = ends.windows(2).map(|edge| all[edge[0]..edge[1]].to_vec());
-        let fan = FanOut::new(shape, group.rank(), passage, sent, passed.collect());
-        let fan = fan.ok_or_else(|| CollectiveError::Invalid {
+        let dedup = DedupMap::new(shape, group.rank(), hop_counts, sent, passed.collect());
+        let dedup = dedup.ok_or_else(|| CollectiveError::Invalid {
             operation: call.label.clone(),
             reason: "ranks have told of other tokens than of rows".to_string(),
         })?;
-        self.fan = Some(Arc::new(fan));
+        self.dedup = Some(Arc::new(dedup));
         Ok(())
     }
 }

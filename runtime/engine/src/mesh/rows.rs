@@ -1,6 +1,6 @@
 //! Which rows go where in one call, from counts alone.
 
-use moesaic_collectives::plan::{FanOut, Passage};
+use moesaic_collectives::plan::{DedupMap, HopCounts};
 use moesaic_plan::{self as plan, Cut, Distance, Parallel, Place, Placement};
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,9 +71,9 @@ pub(super) struct Rows {
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
     /// What passes through this rank, where rows go by way of others.
-    pub passage: Option<Arc<Passage>>,
+    pub hop_counts: Option<Arc<HopCounts>>,
     /// Which of them are of one token, where each crosses to a node once.
-    pub fan: Option<Arc<FanOut>>,
+    pub dedup: Option<Arc<DedupMap>>,
     /// Where each piece begins at the experts, and the end of all.
     firsts: Vec<usize>,
     /// What makes a piece.
@@ -118,8 +118,8 @@ impl Rows {
             received: told.chunks_exact(experts).map(of_rank).collect(),
             placement,
             own,
-            passage: None,
-            fan: None,
+            hop_counts: None,
+            dedup: None,
             firsts: Vec::new(),
             cut: Cut::default(),
         };

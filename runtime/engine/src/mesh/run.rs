@@ -16,7 +16,7 @@ use crate::launch::Bound;
 use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::{Itinerary, RowBytes};
+use moesaic_collectives::plan::{Schedule, RowBytes};
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, ShadowModel};
@@ -176,7 +176,7 @@ impl Run<'_> {
     /// all of them in one message.
     fn together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
         let packed = |one: &Exchange| self.packed(&one.name).is_some();
-        if self.rows().passage.is_some() || exchanges.iter().any(packed) {
+        if self.rows().hop_counts.is_some() || exchanges.iter().any(packed) {
             return exchanges.iter().try_for_each(|one| self.exchange(one));
         }
         let recorded = self.begins(&exchanges[0]);
@@ -359,7 +359,7 @@ impl Run<'_> {
         let bytes = RowBytes::same(self.plan.row_bytes(sent.0, sent.1));
         let path = self
             .rows()
-            .itinerary(load.0, &load.1, (bytes, &|_, _| false));
+            .schedule(load.0, &load.1, (bytes, &|_, _| false));
         let sends = self.transfers(sent.0, sent.1, &sent.2)?;
         let receives = self.transfers(came.0, came.1, &came.2)?;
         self.send_by(path, &sends, &receives, call)
@@ -368,7 +368,7 @@ impl Run<'_> {
     /// By a path, if there is one.
     pub(super) fn send_by(
         &mut self,
-        path: Option<Box<dyn Itinerary>>,
+        path: Option<Box<dyn Schedule>>,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
@@ -376,7 +376,7 @@ impl Run<'_> {
         let group = self.groups.between(Between::Rows(self.plan.ways));
         let handle = match path {
             None => group.exchange(sends, receives, call)?,
-            Some(path) => group.exchange_by(sends, receives, &*path, call)?,
+            Some(path) => group.exchange_with(sends, receives, &*path, call)?,
         };
         Ok(Started::sending(handle, sends))
     }
@@ -434,7 +434,7 @@ impl Run<'_> {
         )?;
         let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
         let (slices, reduction) = (&mut self.groups.slices, Reduction::Sum);
-        let sum = slices.reduce_scatter_by_counts(&input, &counts, &output, reduction, call)?;
+        let sum = slices.reduce_scatter_v(&input, &counts, &output, reduction, call)?;
         Ok(Started::of(sum, &input))
     }
 

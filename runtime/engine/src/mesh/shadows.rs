@@ -225,7 +225,7 @@ impl Run<'_> {
         let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
         let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
         let group = self.groups.between(Between::Rows(self.plan.ways));
-        let sum = group.reduce_scatter_by_counts(&input, &counts, &output, Reduction::Sum, call)?;
+        let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Started::of(sum, &input))?;
         let own = self.own(to, self.owned.gradient_buffers()?)?;
         let bytes = elements * Element::F32.size();

@@ -12,13 +12,13 @@ use super::run::{Moved, Run, transfers};
 use super::under_way::Started;
 use super::wire::{Coming, MAY};
 use crate::error::EngineError;
-use moesaic_collectives::plan::NodeSums;
+use moesaic_collectives::plan::IntraNodeCombine;
 use moesaic_collectives::{Call, NodeShape};
 use moesaic_plan::Packed;
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
-/// Sums that go to other nodes, and those that come from there.
+/// DedupCombine that go to other nodes, and those that come from there.
 struct Crossing {
     /// For the rank of the own place in each other node, rows of this rank's sums.
     sent: Vec<Piece>,
@@ -31,7 +31,7 @@ struct Crossing {
 
 impl Crossing {
     /// `far` are the rows that other nodes answer, by rank.
-    fn new(sums: &NodeSums, shape: NodeShape, own: usize, far: &[Piece]) -> Crossing {
+    fn new(sums: &IntraNodeCombine, shape: NodeShape, own: usize, far: &[Piece]) -> Crossing {
         let (node, place) = shape.split(own);
         let (mut sent, mut came) = (Vec::new(), Vec::new());
         let (mut firsts, mut others) = (Vec::new(), Vec::new());
@@ -70,7 +70,7 @@ impl<'l> Run<'l> {
     pub(super) fn send_sums(
         &mut self,
         packed: &'l Packed,
-        (sums, shape): (&NodeSums, NodeShape),
+        (sums, shape): (&IntraNodeCombine, NodeShape),
         sent: Moved,
         came: Moved,
         call: &Call,
@@ -79,31 +79,31 @@ impl<'l> Run<'l> {
         let is_near = |piece: &Piece| shape.split(piece.peer).0 == shape.split(own).0;
         let (side, tensor) = (came.0, came.1);
         let (near, far): (Vec<Piece>, Vec<Piece>) = came.2.into_iter().partition(is_near);
-        let crossing = Crossing::new(sums, shape, own, &far);
+        let dedup_indices = Crossing::new(sums, shape, own, &far);
         let device = Arc::clone(&self.owned.device);
         let bytes = self.plan.row_bytes(sent.0, sent.1);
-        let (gone, arrive) = (end_of(&crossing.sent), end_of(&crossing.came));
+        let (gone, arrive) = (end_of(&dedup_indices.sent), end_of(&dedup_indices.came));
         let summed = self.groups.spare.take(&*device, gone * bytes)?;
         let inside = [(sent.0, sent.1, sent.2), (side, tensor, near)];
-        let inside = self.sum_inside(sums, inside, (&summed, &crossing.sent), call)?;
+        let inside = self.sum_inside(sums, inside, (&summed, &dedup_indices.sent), call)?;
         let hop = self.hop.as_mut().expect(MAY);
-        let mut room = hop.room(gone.max(crossing.places.len()))?;
+        let mut room = hop.room(gone.max(dedup_indices.places.len()))?;
         let all: Vec<i32> = (0..gone as i32).collect();
         hop.pack(&mut room, packed, &summed, &all)?;
         self.groups.spare.give([summed]);
-        let zeros = vec![0; (crossing.places.len() - arrive) * packed.row_bytes];
+        let zeros = vec![0; (dedup_indices.places.len() - arrive) * packed.row_bytes];
         if !zeros.is_empty() {
             let behind = arrive * packed.row_bytes;
             device.upload(&zeros, room.buffer(packed.came.bytes), behind)?;
         }
-        let sends = room.transfers(packed.sent.bytes, packed.row_bytes, &crossing.sent)?;
-        let receives = room.transfers(packed.came.bytes, packed.row_bytes, &crossing.came)?;
+        let sends = room.transfers(packed.sent.bytes, packed.row_bytes, &dedup_indices.sent)?;
+        let receives = room.transfers(packed.came.bytes, packed.row_bytes, &dedup_indices.came)?;
         let started = self.send_by(None, &sends, &receives, call)?;
         let coming = Coming {
             packed: packed.clone(),
             side,
             tensor,
-            places: crossing.places,
+            places: dedup_indices.places,
             room,
         };
         Ok(Started {
@@ -117,7 +117,7 @@ impl<'l> Run<'l> {
     /// sent for that.
     fn sum_inside(
         &mut self,
-        sums: &NodeSums,
+        sums: &IntraNodeCombine,
         [sent, near]: [Moved; 2],
         (summed, rows): (&Arc<Buffer>, &[Piece]),
         call: &Call,

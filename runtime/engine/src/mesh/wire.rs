@@ -234,8 +234,8 @@ impl<'l> Run<'l> {
         call: &Call,
     ) -> Result<Started, EngineError> {
         let near = self.plan.row_bytes(sent.0, sent.1);
-        if let (Load::Addends(element), Some(fan)) = (load, &self.rows().fan) {
-            let shape = fan.shape();
+        if let (Load::Addends(element), Some(dedup)) = (load, &self.rows().dedup) {
+            let shape = dedup.shape();
             let sums = self
                 .rows()
                 .sums(&pieces, (element, near))
@@ -246,7 +246,7 @@ impl<'l> Run<'l> {
         let hosts = self.hosts();
         let crosses = |from: usize, to: usize| hosts[from] != hosts[to];
         let far = packed.row_bytes;
-        let path = (self.rows()).itinerary(load, &pieces, (RowBytes { near, far }, &crosses));
+        let path = (self.rows()).schedule(load, &pieces, (RowBytes { near, far }, &crosses));
         let own = self.own_member();
         let out = Crossing::of(&sent.2, |peer| crosses(own, peer));
         let back = Crossing::of(&came.2, |peer| crosses(own, peer));
@@ -341,23 +341,23 @@ pub(super) struct Crossing {
 impl Crossing {
     /// Rows that go to several ranks are on the wire once.
     pub fn of(pieces: &[Piece], is_far: impl Fn(usize) -> bool) -> Crossing {
-        let mut crossing = Crossing::default();
+        let mut dedup_indices = Crossing::default();
         let mut known = BTreeMap::new();
         for piece in pieces {
             if !is_far(piece.peer) {
-                crossing.near.push(*piece);
+                dedup_indices.near.push(*piece);
                 continue;
             }
-            let places = &mut crossing.places;
+            let places = &mut dedup_indices.places;
             let first = *known.entry((piece.first, piece.rows)).or_insert_with(|| {
                 let next = places.len();
                 let rows = piece.first..piece.first + piece.rows;
                 places.extend(rows.map(|row| row as i32));
                 next
             });
-            crossing.far.push(Piece { first, ..*piece });
+            dedup_indices.far.push(Piece { first, ..*piece });
         }
-        crossing
+        dedup_indices
     }
 }
 
@@ -376,16 +376,16 @@ mod tests {
             piece(3, 5, 3),
             piece(3, 9, 1),
         ];
-        let crossing = Crossing::of(&pieces, |peer| peer > 1);
-        assert_eq!(crossing.near, pieces[..2]);
-        assert_eq!(crossing.places, [5, 6, 7, 9]);
+        let dedup_indices = Crossing::of(&pieces, |peer| peer > 1);
+        assert_eq!(dedup_indices.near, pieces[..2]);
+        assert_eq!(dedup_indices.places, [5, 6, 7, 9]);
         let far = [
             piece(2, 0, 3),
             piece(2, 3, 1),
             piece(3, 0, 3),
             piece(3, 3, 1),
         ];
-        assert_eq!(crossing.far, far);
+        assert_eq!(dedup_indices.far, far);
         assert_eq!(Crossing::of(&pieces, |_| false).places, [0i32; 0]);
     }
 }

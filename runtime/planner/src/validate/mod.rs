@@ -198,7 +198,7 @@ fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f6
         row: bytes / ranks as f64,
         own: bytes / ranks as f64,
         peers: 1.0,
-        crossing: bytes / ranks as f64,
+        dedup_indices: bytes / ranks as f64,
         wire: 1.0,
         there: true,
         once: true,

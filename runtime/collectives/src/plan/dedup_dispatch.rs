@@ -1,10 +1,10 @@
-//! The deduplicating exchange: rows of one token are equal, and cross to a node once.
+//! The deduplicating exchange: rows of one token are equal, and cross to a node dedup_dispatch.
 //!
 //! A rank sends the first row of each token for a node to the rank of its own place there,
-//! which sends it on to every rank of that node that gets a row of the token. Rows for the
+//! which sends it on to every rank of that node that gets a row of the token. DedupDispatch for the
 //! own node go straight. What arrives is what arrives without.
 
-use super::{Copy, Itinerary, Journey, Leg, Message, Passage, Place, Plan, Span, Step, others};
+use super::{Copy, Schedule, HopSchedule, Block, Message, HopCounts, Place, Plan, Span, Step, others};
 use crate::NodeShape;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 /// Which rows cross, for the rows of one rank and for those that others send through it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FanOut {
+pub struct DedupMap {
     shape: NodeShape,
     rank: usize,
     /// How many rows there are, told between nodes first.
-    passage: Arc<Passage>,
+    hop_counts: Arc<HopCounts>,
     /// By node, of each row for it (by rank, then in the order of its pieces), the number of
     /// the row that crosses for it. Those that cross are numbered as they first come.
     sent: Vec<Vec<u32>>,
@@ -25,7 +25,7 @@ pub struct FanOut {
 }
 
 /// Numbers of the rows that cross to a node, from the tokens of all rows for it.
-pub fn crossing(tokens: impl IntoIterator<Item = u32>) -> Vec<u32> {
+pub fn dedup_indices(tokens: impl IntoIterator<Item = u32>) -> Vec<u32> {
     let mut numbers = HashMap::new();
     let number = |token: u32| {
         let next = numbers.len() as u32;
@@ -39,22 +39,22 @@ fn crossed(numbers: &[u32]) -> usize {
     numbers.iter().max().map_or(0, |last| *last as usize + 1)
 }
 
-impl FanOut {
-    /// From what was told; `sent` has [`crossing`] of this rank's rows for each node, `passed`
+impl DedupMap {
+    /// From what was told; `sent` has [`dedup_indices`] of this rank's rows for each node, `passed`
     /// what the ranks of this place in other nodes have told of theirs for this one. Numbers
     /// for the own node mean nothing. `None` if there are not as many as rows were told, or
-    /// none that [`crossing`] makes.
+    /// none that [`dedup_indices`] makes.
     pub fn new(
         shape: NodeShape,
         rank: usize,
-        passage: Arc<Passage>,
+        hop_counts: Arc<HopCounts>,
         sent: Vec<Vec<u32>>,
         passed: Vec<Vec<u32>>,
-    ) -> Option<FanOut> {
-        let fan = FanOut {
+    ) -> Option<DedupMap> {
+        let dedup = DedupMap {
             shape,
             rank,
-            passage,
+            hop_counts,
             sent,
             passed,
         };
@@ -67,32 +67,32 @@ impl FanOut {
             })
         };
         let fits = |node: usize| {
-            let (sent, passed) = (&fan.sent[node], &fan.passed[node]);
-            let sizes = sent.len() == fan.rows_for(node) && passed.len() == fan.rows_from(node);
+            let (sent, passed) = (&dedup.sent[node], &dedup.passed[node]);
+            let sizes = sent.len() == dedup.rows_for(node) && passed.len() == dedup.rows_from(node);
             sizes && dense(sent) && dense(passed)
         };
-        let lists = fan.sent.len() == shape.nodes && fan.passed.len() == shape.nodes;
+        let lists = dedup.sent.len() == shape.nodes && dedup.passed.len() == shape.nodes;
         let right = lists && (0..shape.nodes).filter(|node| *node != own).all(fits);
-        right.then_some(fan)
+        right.then_some(dedup)
     }
 
-    /// Rows of this rank for a node.
+    /// DedupDispatch of this rank for a node.
     fn rows_for(&self, node: usize) -> usize {
-        let each = self.shape.per_node * self.passage.pieces();
-        let all = &self.passage.sent()[node * each..(node + 1) * each];
+        let each = self.shape.per_node * self.hop_counts.pieces();
+        let all = &self.hop_counts.sent()[node * each..(node + 1) * each];
         all.iter().sum::<u64>() as usize
     }
 
-    /// Rows of the rank of this place in a node for this node.
+    /// DedupDispatch of the rank of this place in a node for this node.
     fn rows_from(&self, node: usize) -> usize {
-        FanOut::told_from(&self.passage, self.shape, node)
+        DedupMap::rows_through(&self.hop_counts, self.shape, node)
     }
 
-    /// Rows that the rank of this place in a node has for this node, of which it tells the
+    /// DedupDispatch that the rank of this place in a node has for this node, of which it tells the
     /// numbers.
-    pub fn told_from(passage: &Passage, shape: NodeShape, node: usize) -> usize {
+    pub fn rows_through(hop_counts: &HopCounts, shape: NodeShape, node: usize) -> usize {
         let places = node * shape.per_node..(node + 1) * shape.per_node;
-        let rows = places.flat_map(|place| passage.passing(1, place));
+        let rows = places.flat_map(|place| hop_counts.passing(1, place));
         rows.sum::<u64>() as usize
     }
 
@@ -105,44 +105,44 @@ impl FanOut {
         self.rank
     }
 
-    pub(super) fn passage(&self) -> &Passage {
-        &self.passage
+    pub(super) fn hop_counts(&self) -> &HopCounts {
+        &self.hop_counts
     }
 
-    /// Which rows cross where each travels in a part of its own ([`Passage::in_parts`]): a
-    /// token crosses once in each of them.
+    /// Which rows cross where each travels in a part of its own ([`HopCounts::in_parts`]): a
+    /// token crosses dedup_dispatch in each of them.
     #[must_use]
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, Leg) -> Range<usize>,
-    ) -> FanOut {
+        cut: &dyn Fn(usize, Block) -> Range<usize>,
+    ) -> DedupMap {
         let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
         let first = |node: usize| node * per_node;
         // What is at the places of a node after so many hops.
-        let legs = |node: usize, hops: usize| {
+        let blocks = |node: usize, hops: usize| {
             let places = first(node)..first(node + 1);
-            places.map(move |place| self.passage.legs(0, hops, place))
+            places.map(move |place| self.hop_counts.blocks(0, hops, place))
         };
         let nodes = |list: &[Vec<u32>], hops: usize| -> Vec<Vec<u32>> {
             let some = |node: usize| {
                 if node == own {
                     Vec::new()
                 } else {
-                    crossing(parted(&list[node], legs(node, hops), numbers.clone(), cut))
+                    dedup_indices(parted(&list[node], blocks(node, hops), numbers.clone(), cut))
                 }
             };
             (0..self.shape.nodes).map(some).collect()
         };
-        FanOut {
+        DedupMap {
             sent: nodes(&self.sent, 0),
             passed: nodes(&self.passed, 1),
-            passage: Arc::new(self.passage.in_parts(numbers.clone(), cut)),
+            hop_counts: Arc::new(self.hop_counts.in_parts(numbers.clone(), cut)),
             ..*self
         }
     }
 
-    /// Rows that are in messages of the peers, by peer.
+    /// DedupDispatch that are in messages of the peers, by peer.
     pub(super) fn rows(
         &self,
         messages: &[(usize, usize)],
@@ -161,8 +161,8 @@ impl FanOut {
     /// Numbers of the rows that a rank of another node gets from here.
     pub(super) fn numbers_for(&self, rank: usize) -> &[u32] {
         let (node, place) = self.shape.split(rank);
-        let pieces = self.passage.pieces();
-        let sizes = self.passage.sent()[node * self.shape.per_node * pieces..].chunks(pieces);
+        let pieces = self.hop_counts.pieces();
+        let sizes = self.hop_counts.sent()[node * self.shape.per_node * pieces..].chunks(pieces);
         let rows = sizes.map(|own| own.iter().sum::<u64>() as usize);
         part(&self.sent[node], rows, place)
     }
@@ -171,7 +171,7 @@ impl FanOut {
     /// another.
     pub(super) fn numbers_from(&self, node: usize, place: usize) -> &[u32] {
         let first = node * self.shape.per_node;
-        let rows = |place: usize| self.passage.passing(1, first + place).sum::<u64>() as usize;
+        let rows = |place: usize| self.hop_counts.passing(1, first + place).sum::<u64>() as usize;
         part(
             &self.passed[node],
             (0..self.shape.per_node).map(rows),
@@ -185,12 +185,12 @@ impl FanOut {
     }
 
     /// The exchange of rows of so many bytes.
-    pub fn of_rows(self: &Arc<FanOut>, bytes: RowBytes) -> Rows {
+    pub fn of_rows(self: &Arc<DedupMap>, bytes: RowBytes) -> DedupDispatch {
         let node = |rank: usize| self.shape.split(rank).0;
-        let size = |leg: Leg| leg.units as usize * bytes.of(node(leg.from) != node(leg.to));
-        Rows {
-            fan: Arc::clone(self),
-            journey: self.passage.there(&size),
+        let size = |block: Block| block.units as usize * bytes.of(node(block.from) != node(block.to));
+        DedupDispatch {
+            dedup: Arc::clone(self),
+            schedule: self.hop_counts.there(&size),
             bytes,
         }
     }
@@ -217,25 +217,25 @@ impl RowBytes {
     }
 }
 
-/// What a list has of each row, of the rows of these parts alone, in their order. `legs` has
+/// What a list has of each row, of the rows of these parts alone, in their order. `blocks` has
 /// for each rank its pieces.
 fn parted(
     list: &[u32],
-    legs: impl Iterator<Item = impl Iterator<Item = Leg>>,
+    blocks: impl Iterator<Item = impl Iterator<Item = Block>>,
     numbers: Range<usize>,
-    cut: &dyn Fn(usize, Leg) -> Range<usize>,
+    cut: &dyn Fn(usize, Block) -> Range<usize>,
 ) -> Vec<u32> {
     let (mut some, mut rest) = (Vec::new(), list);
-    for legs in legs {
+    for blocks in blocks {
         let mut pieces = Vec::new();
-        for leg in legs {
-            let (piece, behind) = rest.split_at(leg.units as usize);
-            pieces.push((piece, leg));
+        for block in blocks {
+            let (piece, behind) = rest.split_at(block.units as usize);
+            pieces.push((piece, block));
             rest = behind;
         }
         for number in numbers.clone() {
-            for (piece, leg) in &pieces {
-                some.extend_from_slice(&piece[cut(number, *leg)]);
+            for (piece, block) in &pieces {
+                some.extend_from_slice(&piece[cut(number, *block)]);
             }
         }
     }
@@ -250,16 +250,16 @@ fn part(list: &[u32], mut sizes: impl Iterator<Item = usize>, place: usize) -> &
 
 /// A deduplicating exchange of rows of some size.
 #[derive(Clone, Debug)]
-pub struct Rows {
-    fan: Arc<FanOut>,
-    journey: Journey,
+pub struct DedupDispatch {
+    dedup: Arc<DedupMap>,
+    schedule: HopSchedule,
     bytes: RowBytes,
 }
 
-impl Itinerary for Rows {
+impl Schedule for DedupDispatch {
     fn code(&self) -> u64 {
         // As between nodes first, with a number of ways that nothing else has.
-        self.journey.code() | 7 << 3
+        self.schedule.code() | 7 << 3
     }
 
     fn plan(
@@ -268,31 +268,31 @@ impl Itinerary for Rows {
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
-        self.journey.check(rank, sends, receives)?;
+        self.schedule.check(rank, sends, receives)?;
         let planning = Planning {
-            fan: &self.fan,
+            dedup: &self.dedup,
             bytes: self.bytes.far,
-            from: self.fan.rows(sends, Place::Input, self.bytes),
-            to: self.fan.rows(receives, Place::Output, self.bytes),
+            from: self.dedup.rows(sends, Place::Input, self.bytes),
+            to: self.dedup.rows(receives, Place::Output, self.bytes),
         };
         Ok(planning.plan())
     }
 }
 
 struct Planning<'a> {
-    fan: &'a FanOut,
+    dedup: &'a DedupMap,
     /// Of a row that crosses.
     bytes: usize,
-    /// Rows by the rank that they go to.
+    /// DedupDispatch by the rank that they go to.
     from: Vec<Vec<Span>>,
-    /// Rows by the rank that they come from.
+    /// DedupDispatch by the rank that they come from.
     to: Vec<Vec<Span>>,
 }
 
 impl Planning<'_> {
     fn plan(&self) -> Plan {
-        let shape = self.fan.shape;
-        let (node, place) = shape.split(self.fan.rank);
+        let shape = self.dedup.shape;
+        let (node, place) = shape.split(self.dedup.rank);
         let (mut cross, mut spread) = (Parts::default(), Parts::default());
         let mut first = 0;
         // In scratch lie the rows that have crossed, by node.
@@ -300,15 +300,15 @@ impl Planning<'_> {
             .map(|from| {
                 let begin = first;
                 if from != node {
-                    first += crossed(&self.fan.passed[from]) * self.bytes;
+                    first += crossed(&self.dedup.passed[from]) * self.bytes;
                 }
                 begin
             })
             .collect();
         for other in others(node, shape.nodes) {
             let peer = shape.rank(other, place);
-            cross.send(peer, self.crossing(other));
-            let rows = crossed(&self.fan.passed[other]);
+            cross.send(peer, self.dedup_indices(other));
+            let rows = crossed(&self.dedup.passed[other]);
             cross.receive(peer, (0..rows).map(|row| self.crossed(arrived[other], row)));
         }
         for near in others(place, shape.per_node) {
@@ -320,7 +320,7 @@ impl Planning<'_> {
                 spread.receive(peer, self.to[shape.rank(other, near)].iter().copied());
             }
         }
-        let own = self.fan.rank;
+        let own = self.dedup.rank;
         cross.copy(self.from[own].iter().copied(), &self.to[own]);
         for other in others(node, shape.nodes) {
             let to = &self.to[shape.rank(other, place)];
@@ -341,11 +341,11 @@ impl Planning<'_> {
     }
 
     /// The first row of each token for a node.
-    fn crossing(&self, node: usize) -> impl Iterator<Item = Span> {
-        let ranks = (0..self.fan.shape.per_node).map(move |place| self.fan.shape.rank(node, place));
+    fn dedup_indices(&self, node: usize) -> impl Iterator<Item = Span> {
+        let ranks = (0..self.dedup.shape.per_node).map(move |place| self.dedup.shape.rank(node, place));
         let rows = ranks.flat_map(|rank| &self.from[rank]);
         let mut next = 0;
-        let numbered = rows.zip(&self.fan.sent[node]);
+        let numbered = rows.zip(&self.dedup.sent[node]);
         numbered.filter_map(move |(row, number)| {
             let first = *number == next;
             next += u32::from(first);
@@ -355,7 +355,7 @@ impl Planning<'_> {
 
     /// Where the rows are that came from a node and go to a place of this one.
     fn passing(&self, node: usize, place: usize, first: usize) -> impl Iterator<Item = Span> {
-        let numbers = self.fan.numbers_from(node, place);
+        let numbers = self.dedup.numbers_from(node, place);
         numbers
             .iter()
             .map(move |row| self.crossed(first, *row as usize))

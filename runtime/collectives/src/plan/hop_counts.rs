@@ -1,6 +1,6 @@
 //! Ranks tell each other how much will pass through them.
 
-use super::{Copy, Hops, Journey, Message, Place, Plan, Span, Step};
+use super::{Copy, HopOrder, HopSchedule, Message, Place, Plan, Span, Step};
 use std::ops::Range;
 
 const NUMBER: usize = 8;
@@ -8,17 +8,17 @@ const NUMBER: usize = 8;
 /// How many units (rows, bytes) every piece has that a rank sends, passes on or gets. It
 /// serves any number of exchanges, there and back.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Passage {
-    hops: Hops,
+pub struct HopCounts {
+    hops: HopOrder,
     rank: usize,
     pieces: usize,
-    /// As [`Journey::sizes`].
+    /// As [`HopSchedule::sizes`].
     numbers: Vec<Vec<Vec<u64>>>,
 }
 
 /// One piece of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Leg {
+pub struct Block {
     /// The rank that has it.
     pub from: usize,
     /// The rank that gets it.
@@ -29,9 +29,9 @@ pub struct Leg {
     pub units: u64,
 }
 
-impl Passage {
+impl HopCounts {
     /// What [`tell`] has left in the scratch memory.
-    pub fn read(hops: Hops, rank: usize, pieces: usize, scratch: &[u8]) -> Passage {
+    pub fn read(hops: HopOrder, rank: usize, pieces: usize, scratch: &[u8]) -> HopCounts {
         let tables = Tables::new(&hops, pieces);
         let table = |order: usize, stage: usize| {
             let bytes = &scratch[tables.of(order, stage)];
@@ -43,7 +43,7 @@ impl Passage {
                 .map(|stage| table(order, stage))
                 .collect()
         };
-        Passage {
+        HopCounts {
             numbers: (0..hops.orders.len()).map(stages).collect(),
             hops,
             rank,
@@ -79,22 +79,22 @@ impl Passage {
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, Leg) -> Range<usize>,
-    ) -> Passage {
-        let pair = |legs: Vec<Leg>| -> Vec<u64> {
-            let part = |number: usize| legs.iter().map(move |leg| cut(number, *leg).len() as u64);
+        cut: &dyn Fn(usize, Block) -> Range<usize>,
+    ) -> HopCounts {
+        let pair = |blocks: Vec<Block>| -> Vec<u64> {
+            let part = |number: usize| blocks.iter().map(move |block| cut(number, *block).len() as u64);
             numbers.clone().flat_map(part).collect()
         };
         let table = |order: usize, stage: usize| {
-            let legs = |place: usize| self.legs(order, stage, place).collect();
+            let blocks = |place: usize| self.blocks(order, stage, place).collect();
             let places = self.places(order, stage);
-            places.flat_map(|place| pair(legs(place))).collect()
+            places.flat_map(|place| pair(blocks(place))).collect()
         };
         let stages = |order: usize| {
             let stages = 0..self.numbers[order].len();
             stages.map(|stage| table(order, stage)).collect()
         };
-        Passage {
+        HopCounts {
             hops: self.hops.clone(),
             rank: self.rank,
             pieces: self.pieces * numbers.len(),
@@ -108,16 +108,16 @@ impl Passage {
     }
 
     /// The pieces at a place after so many hops of one of the ways.
-    pub(super) fn legs(
+    pub(super) fn blocks(
         &self,
         order: usize,
         hops: usize,
         place: usize,
-    ) -> impl Iterator<Item = Leg> + '_ {
+    ) -> impl Iterator<Item = Block> + '_ {
         let (from, to) = self.hops.pair(order, hops, self.rank, place);
         let first = place * self.pieces;
         let units = self.numbers[order][hops][first..first + self.pieces].iter();
-        units.enumerate().map(move |(piece, &units)| Leg {
+        units.enumerate().map(move |(piece, &units)| Block {
             from,
             to,
             piece,
@@ -126,27 +126,27 @@ impl Passage {
     }
 
     /// An exchange in which a piece has so many bytes.
-    pub fn there(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
-        self.journey(self.hops.clone(), false, bytes)
+    pub fn there(&self, bytes: &dyn Fn(Block) -> usize) -> HopSchedule {
+        self.schedule(self.hops.clone(), false, bytes)
     }
 
     /// An exchange in which every piece that was told of goes back where it came from, by
     /// the same ranks, in so many bytes.
-    pub fn back(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
-        let turned = |leg: Leg| {
-            bytes(Leg {
-                from: leg.to,
-                to: leg.from,
-                ..leg
+    pub fn back(&self, bytes: &dyn Fn(Block) -> usize) -> HopSchedule {
+        let turned = |block: Block| {
+            bytes(Block {
+                from: block.to,
+                to: block.from,
+                ..block
             })
         };
-        self.journey(self.hops.back(), true, &turned)
+        self.schedule(self.hops.back(), true, &turned)
     }
 
-    fn journey(&self, hops: Hops, reversed: bool, size: &dyn Fn(Leg) -> usize) -> Journey {
+    fn schedule(&self, hops: HopOrder, reversed: bool, size: &dyn Fn(Block) -> usize) -> HopSchedule {
         let table = |order: usize, stage: usize| -> Vec<usize> {
-            let legs = |place: usize| self.legs(order, stage, place);
-            self.places(order, stage).flat_map(legs).map(size).collect()
+            let blocks = |place: usize| self.blocks(order, stage, place);
+            self.places(order, stage).flat_map(blocks).map(size).collect()
         };
         let stages = |order: usize| {
             let tables = (0..=self.hops.count()).map(|stage| table(order, stage));
@@ -156,7 +156,7 @@ impl Passage {
             }
             tables
         };
-        Journey {
+        HopSchedule {
             sizes: (0..self.hops.orders.len()).map(stages).collect(),
             hops,
             rank: self.rank,
@@ -174,7 +174,7 @@ struct Tables {
 }
 
 impl Tables {
-    fn new(hops: &Hops, pieces: usize) -> Tables {
+    fn new(hops: &HopOrder, pieces: usize) -> Tables {
         let row = pieces * NUMBER;
         Tables {
             row,
@@ -196,8 +196,8 @@ impl Tables {
 }
 
 /// Every rank tells those on the way of its parts what these are: `units[q * pieces + i]` is
-/// piece `i` for rank `q`. The result is a [`Passage`] in scratch.
-pub fn tell(hops: &Hops, rank: usize, pieces: usize, units: &[u64]) -> Plan {
+/// piece `i` for rank `q`. The result is a [`HopCounts`] in scratch.
+pub fn tell(hops: &HopOrder, rank: usize, pieces: usize, units: &[u64]) -> Plan {
     let tables = Tables::new(hops, pieces);
     let orders = 0..hops.orders.len();
     let write = |order| Step::Write(tables.of(order, 0).start, units.to_vec());
@@ -231,7 +231,7 @@ pub fn tell(hops: &Hops, rank: usize, pieces: usize, units: &[u64]) -> Plan {
 
 /// Numbers of what a hop leaves where it is.
 fn stay<'a>(
-    hops: &'a Hops,
+    hops: &'a HopOrder,
     tables: &'a Tables,
     (order, hop): (usize, usize),
     rank: usize,

@@ -16,51 +16,51 @@ use std::ops::Range;
 /// In which order parts get the digits of their ranks. With several orders each part is cut
 /// into as many shares, one for each, which travel side by side.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Hops {
+pub struct HopOrder {
     /// The digits.
     pub levels: Levels,
-    /// Of each share its levels, each once.
+    /// Of each share its levels, each dedup_dispatch.
     pub orders: Vec<Vec<usize>>,
 }
 
-/// Of a digit's number of values in [`Hops::code`]; the first level's follows from the ranks.
+/// Of a digit's number of values in [`HopOrder::code`]; the first level's follows from the ranks.
 const RADIX_BITS: u64 = 18;
 
 /// Cuts are at multiples of so many bytes of a piece.
 const CUT: usize = 16;
 
-impl Hops {
+impl HopOrder {
     /// Everything straight to where it goes.
-    pub fn direct(ranks: usize) -> Option<Hops> {
+    pub fn direct(ranks: usize) -> Option<HopOrder> {
         let levels = Levels::new(&[ranks])?;
-        Some(Hops::one(levels, vec![0]))
+        Some(HopOrder::one(levels, vec![0]))
     }
 
     /// Inside nodes first, then between nodes.
-    pub fn intra_first(shape: NodeShape) -> Hops {
-        Hops::one(shape.into(), vec![1, 0])
+    pub fn intra_first(shape: NodeShape) -> HopOrder {
+        HopOrder::one(shape.into(), vec![1, 0])
     }
 
     /// Between nodes first, then inside nodes.
-    pub fn inter_first(shape: NodeShape) -> Hops {
-        Hops::one(shape.into(), vec![0, 1])
+    pub fn inter_first(shape: NodeShape) -> HopOrder {
+        HopOrder::one(shape.into(), vec![0, 1])
     }
 
     /// One half each way, so that both kinds of links are busy all the time.
-    pub fn concurrent(shape: NodeShape) -> Hops {
-        Hops {
+    pub fn concurrent(shape: NodeShape) -> HopOrder {
+        HopOrder {
             levels: shape.into(),
             orders: vec![vec![1, 0], vec![0, 1]],
         }
     }
 
     /// The smallest groups first.
-    pub fn upwards(levels: Levels) -> Hops {
-        Hops::one(levels, (0..levels.count()).rev().collect())
+    pub fn upwards(levels: Levels) -> HopOrder {
+        HopOrder::one(levels, (0..levels.count()).rev().collect())
     }
 
-    fn one(levels: Levels, order: Vec<usize>) -> Hops {
-        Hops {
+    fn one(levels: Levels, order: Vec<usize>) -> HopOrder {
+        HopOrder {
             levels,
             orders: vec![order],
         }
@@ -68,9 +68,9 @@ impl Hops {
 
     /// The same ways in the other direction.
     #[must_use]
-    pub fn back(&self) -> Hops {
+    pub fn back(&self) -> HopOrder {
         let orders = self.orders.iter();
-        Hops {
+        HopOrder {
             orders: orders
                 .map(|order| order.iter().rev().copied().collect())
                 .collect(),
@@ -78,7 +78,7 @@ impl Hops {
         }
     }
 
-    /// The ways as a number, of which [`Hops::words`] makes words; 0 is everything straight.
+    /// The ways as a number, of which [`HopOrder::words`] makes words; 0 is everything straight.
     pub(crate) fn code(&self) -> u64 {
         let levels = &self.levels;
         if levels.count() == 1 {
@@ -92,7 +92,7 @@ impl Hops {
         ((radices << 2 | first) << 3 | ways) << 3 | levels.count() as u64
     }
 
-    /// What a [`Hops::code`] means.
+    /// What a [`HopOrder::code`] means.
     pub(crate) fn words(code: u64) -> String {
         let (count, ways, first) = (code & 7, code >> 3 & 7, code >> 6 & 3);
         let radix = |level: u64| code >> 8 >> (RADIX_BITS * (level - 1)) & ((1 << RADIX_BITS) - 1);
@@ -104,7 +104,7 @@ impl Hops {
                 radix(1)
             ),
             (2, ..) => format!(
-                "hierarchical both ways at once with {} ranks per node",
+                "hierarchical both ways at dedup_dispatch with {} ranks per node",
                 radix(1)
             ),
             _ => {
@@ -220,9 +220,9 @@ fn places(levels: &Levels, level: usize, digit: usize) -> Vec<Range<usize>> {
 
 /// How many bytes every piece has that a rank sends, passes on or gets.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Journey {
+pub struct HopSchedule {
     /// The ways.
-    pub hops: Hops,
+    pub hops: HopOrder,
     /// This rank.
     pub rank: usize,
     /// Pieces of a part.
@@ -232,12 +232,12 @@ pub struct Journey {
     pub sizes: Vec<Vec<Vec<usize>>>,
 }
 
-impl Journey {
+impl HopSchedule {
     /// Parts of one piece each, all of one size.
-    pub fn equal(hops: Hops, rank: usize, bytes: usize) -> Journey {
+    pub fn equal(hops: HopOrder, rank: usize, bytes: usize) -> HopSchedule {
         let places = vec![bytes; hops.levels.ranks()];
         let stages = vec![places; hops.count() + 1];
-        Journey {
+        HopSchedule {
             rank,
             pieces: 1,
             sizes: vec![stages; hops.orders.len()],

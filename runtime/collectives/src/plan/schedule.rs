@@ -1,10 +1,10 @@
 //! What an exchange over other ranks may be.
 
-use super::{Journey, Plan, exchange_by};
+use super::{HopSchedule, Plan, exchange_with};
 use std::collections::HashMap;
 
 /// Ways of messages over other ranks that were told of them.
-pub trait Itinerary {
+pub trait Schedule {
     /// A number that is the same on all ranks of an exchange, and another for other ways.
     fn code(&self) -> u64;
 
@@ -21,7 +21,7 @@ pub trait Itinerary {
     ) -> Result<Plan, String>;
 }
 
-impl Itinerary for Journey {
+impl Schedule for HopSchedule {
     fn code(&self) -> u64 {
         self.hops.code()
     }
@@ -33,11 +33,11 @@ impl Itinerary for Journey {
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
         self.check(rank, sends, receives)?;
-        Ok(exchange_by(self, sends, receives))
+        Ok(exchange_with(self, sends, receives))
     }
 }
 
-impl Journey {
+impl HopSchedule {
     /// Whether messages of a rank of so many are the pieces that have bytes.
     pub(super) fn check(
         &self,

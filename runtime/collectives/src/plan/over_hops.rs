@@ -1,11 +1,11 @@
 //! An exchange over other ranks, with the result of the direct one. What only passes
 //! through lies in scratch; all else goes from the input, or to the output, itself.
 
-use super::{Copy, Journey, Message, Place, Plan, Span, Step};
+use super::{Copy, HopSchedule, Message, Place, Plan, Span, Step};
 
-/// Where the pieces of each part are. Each piece is a span of the size that the journey
+/// Where the pieces of each part are. Each piece is a span of the size that the schedule
 /// says; a piece of no bytes may be anywhere.
-pub struct Ends<'a> {
+pub struct Endpoints<'a> {
     /// Those that go to a rank.
     pub from: &'a dyn Fn(usize) -> Vec<Span>,
     /// Those that come from a rank.
@@ -13,27 +13,27 @@ pub struct Ends<'a> {
 }
 
 /// The exchange, whose phases have numbers from `phase` on.
-pub fn routed(journey: &Journey, ends: &Ends<'_>, phase: u32) -> Plan {
+pub fn routed(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u32) -> Plan {
     let mut scratch = 0;
-    let hops = journey.hops.count();
-    let mut steps: Vec<Parallel> = (0..hops).map(|_| Parallel::default()).collect();
-    for order in 0..journey.hops.orders.len() {
-        let mut way = Way {
-            journey,
+    let hops = schedule.hops.count();
+    let mut steps: Vec<Transfers> = (0..hops).map(|_| Transfers::default()).collect();
+    for order in 0..schedule.hops.orders.len() {
+        let mut path = Path {
+            schedule,
             ends,
             order,
             scratch,
             held: Vec::new(),
         };
-        way.begin(&mut steps[0]);
+        path.begin(&mut steps[0]);
         for (hop, step) in steps.iter_mut().enumerate() {
-            way.hop(hop, step);
+            path.hop(hop, step);
         }
-        scratch = way.scratch;
+        scratch = path.scratch;
     }
-    let exchange = |(hop, step): (usize, Parallel)| Step::Exchange {
+    let exchange = |(hop, step): (usize, Transfers)| Step::Exchange {
         phase: phase + hop as u32,
-        name: journey.hops.name(hop),
+        name: schedule.hops.name(hop),
         sends: step.sends,
         receives: step.receives,
         copies: step.copies,
@@ -46,16 +46,16 @@ pub fn routed(journey: &Journey, ends: &Ends<'_>, phase: u32) -> Plan {
 
 /// What happens in one hop, on all ways.
 #[derive(Default)]
-struct Parallel {
+struct Transfers {
     sends: Vec<Message>,
     receives: Vec<Message>,
     copies: Vec<Copy>,
 }
 
 /// One of the ways, as far as it was planned.
-struct Way<'a> {
-    journey: &'a Journey,
-    ends: &'a Ends<'a>,
+struct Path<'a> {
+    schedule: &'a HopSchedule,
+    ends: &'a Endpoints<'a>,
     order: usize,
     /// Bytes of it that are taken.
     scratch: usize,
@@ -63,10 +63,10 @@ struct Way<'a> {
     held: Vec<Vec<Span>>,
 }
 
-impl Way<'_> {
+impl Path<'_> {
     /// What this rank has before the first hop.
-    fn begin(&mut self, step: &mut Parallel) {
-        let (rank, ranks) = (self.journey.rank, self.journey.hops.levels.ranks());
+    fn begin(&mut self, step: &mut Transfers) {
+        let (rank, ranks) = (self.schedule.rank, self.schedule.hops.levels.ranks());
         let own = |to: usize| self.cut((rank, to), (self.ends.from)(to));
         self.held = (0..ranks).map(own).collect();
         let to = self.cut((rank, rank), (self.ends.to)(rank));
@@ -78,9 +78,9 @@ impl Way<'_> {
         step.copies.extend(copies);
     }
 
-    /// What of these pieces takes this way.
+    /// What of these pieces takes this path.
     fn cut(&self, pair: (usize, usize), pieces: Vec<Span>) -> Vec<Span> {
-        let hops = &self.journey.hops;
+        let hops = &self.schedule.hops;
         let cut = |span: Span| {
             let range = hops.share(self.order, pair, span.bytes);
             let (first, bytes) = (range.start, range.len());
@@ -94,8 +94,8 @@ impl Way<'_> {
         pieces.filter(|span| span.bytes > 0).collect()
     }
 
-    fn hop(&mut self, hop: usize, step: &mut Parallel) {
-        let (hops, rank) = (&self.journey.hops, self.journey.rank);
+    fn hop(&mut self, hop: usize, step: &mut Transfers) {
+        let (hops, rank) = (&self.schedule.hops, self.schedule.rank);
         let mut changed = Vec::new();
         for (peer, places) in hops.peers(self.order, hop, rank) {
             let places: Vec<usize> = places.into_iter().flatten().collect();
@@ -121,14 +121,14 @@ impl Way<'_> {
 
     /// Where the pieces of a place go that have made so many hops.
     fn arrive(&mut self, hops: usize, place: usize) -> Vec<Span> {
-        let journey = self.journey;
-        let pair = journey.hops.pair(self.order, hops, journey.rank, place);
-        if pair.1 == journey.rank {
+        let schedule = self.schedule;
+        let pair = schedule.hops.pair(self.order, hops, schedule.rank, place);
+        if pair.1 == schedule.rank {
             return self.cut(pair, (self.ends.to)(pair.0));
         }
         let mut spans = Vec::new();
-        for &bytes in journey.of(self.order, hops, place) {
-            let bytes = journey.hops.share(self.order, pair, bytes).len();
+        for &bytes in schedule.of(self.order, hops, place) {
+            let bytes = schedule.hops.share(self.order, pair, bytes).len();
             if bytes > 0 {
                 spans.push(Span::new(
                     Place::Scratch,
@@ -152,27 +152,27 @@ fn extend(list: &mut Vec<Message>, peer: usize, spans: impl Iterator<Item = Span
 }
 
 /// Parts of one piece each, one after the other in input 0 and in output 0.
-pub fn all_to_all_by(journey: &Journey, sends: &[usize], receives: &[usize], phase: u32) -> Plan {
-    let (from, to) = (Journey::starts(sends), Journey::starts(receives));
+pub fn all_to_all_with(schedule: &HopSchedule, sends: &[usize], receives: &[usize], phase: u32) -> Plan {
+    let (from, to) = (HopSchedule::starts(sends), HopSchedule::starts(receives));
     let part = |place, starts: &[usize], peer: usize| {
         vec![Span::new(place, starts[peer]..starts[peer + 1])]
     };
-    let ends = Ends {
+    let ends = Endpoints {
         from: &|peer| part(Place::Input(0), &from, peer),
         to: &|peer| part(Place::Output(0), &to, peer),
     };
-    routed(journey, &ends, phase)
+    routed(schedule, &ends, phase)
 }
 
 /// As [`exchange`](super::exchange): input `i` goes to rank `sends[i].0`, output `j` comes
-/// from rank `receives[j].0`. Of each pair of ranks they are the journey's pieces that have
+/// from rank `receives[j].0`. Of each pair of ranks they are the schedule's pieces that have
 /// bytes, in order.
-pub fn exchange_by(
-    journey: &Journey,
+pub fn exchange_with(
+    schedule: &HopSchedule,
     sends: &[(usize, usize)],
     receives: &[(usize, usize)],
 ) -> Plan {
-    let ranks = journey.hops.levels.ranks();
+    let ranks = schedule.hops.levels.ranks();
     let by_peer = |list: &[(usize, usize)], place: fn(usize) -> Place| {
         let mut spans = vec![Vec::new(); ranks];
         for (i, (peer, bytes)) in list.iter().enumerate() {
@@ -184,9 +184,9 @@ pub fn exchange_by(
         by_peer(sends, Place::Input),
         by_peer(receives, Place::Output),
     );
-    let ends = Ends {
+    let ends = Endpoints {
         from: &|peer| from[peer].clone(),
         to: &|peer| to[peer].clone(),
     };
-    routed(journey, &ends, 0)
+    routed(schedule, &ends, 0)
 }

@@ -2,30 +2,30 @@
 //! there, and one row returns. It comes where the token's first row of that node is; the
 //! token's other rows of that node become zeros, so that all rows still add up.
 
-use super::once::{FanOut, RowBytes, crossing};
-use super::{Copy, Itinerary, Journey, Message, Place, Plan, Span, Step, offsets, others};
+use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
+use super::{Copy, Schedule, HopSchedule, Message, Place, Plan, Span, Step, offsets, others};
 use crate::{Element, Reduction};
 use std::sync::Arc;
 
-impl FanOut {
+impl DedupMap {
     /// The exchange of answers in rows of so many bytes; `answers` says from which rank to
-    /// which there are any. Sums are in the order of ranks, then of their pieces, in f32
-    /// where an element is smaller, each rounded once.
+    /// which there are any. DedupCombine are in the order of ranks, then of their pieces, in f32
+    /// where an element is smaller, each rounded dedup_dispatch.
     pub fn summed(
-        self: &Arc<FanOut>,
+        self: &Arc<DedupMap>,
         (element, bytes): (Element, usize),
         answers: &dyn Fn(usize, usize) -> bool,
-    ) -> Sums {
-        let size = |leg: super::Leg| {
-            if answers(leg.from, leg.to) {
-                leg.units as usize * bytes
+    ) -> DedupCombine {
+        let size = |block: super::Block| {
+            if answers(block.from, block.to) {
+                block.units as usize * bytes
             } else {
                 0
             }
         };
-        Sums {
-            fan: Arc::clone(self),
-            journey: self.passage().back(&size),
+        DedupCombine {
+            dedup: Arc::clone(self),
+            schedule: self.hop_counts().back(&size),
             element,
             bytes,
         }
@@ -34,17 +34,17 @@ impl FanOut {
 
 /// Answers that are summed on their way.
 #[derive(Clone, Debug)]
-pub struct Sums {
-    fan: Arc<FanOut>,
-    journey: Journey,
+pub struct DedupCombine {
+    dedup: Arc<DedupMap>,
+    schedule: HopSchedule,
     element: Element,
     bytes: usize,
 }
 
-impl Itinerary for Sums {
+impl Schedule for DedupCombine {
     fn code(&self) -> u64 {
         // As inside nodes first, with a number of ways that nothing else has.
-        self.journey.code() | 6 << 3
+        self.schedule.code() | 6 << 3
     }
 
     fn plan(
@@ -53,28 +53,28 @@ impl Itinerary for Sums {
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
-        self.journey.check(rank, sends, receives)?;
+        self.schedule.check(rank, sends, receives)?;
         let bytes = RowBytes::same(self.bytes);
-        let from = self.fan.rows(sends, Place::Input, bytes);
-        let to = self.fan.rows(receives, Place::Output, bytes);
+        let from = self.dedup.rows(sends, Place::Input, bytes);
+        let to = self.dedup.rows(receives, Place::Output, bytes);
         Ok(Planning::new(self, from, to).plan())
     }
 }
 
-/// The first half of [`Sums`]: rows of the own node, and what this rank's node has for the
+/// The first half of [`DedupCombine`]: rows of the own node, and what this rank's node has for the
 /// ranks of its place in others, summed and not sent. Their sums are outputs: for each such
-/// rank one of as many rows as [`NodeSums::tokens`].
+/// rank one of as many rows as [`IntraNodeCombine::tokens`].
 #[derive(Clone, Debug)]
-pub struct NodeSums(Sums);
+pub struct IntraNodeCombine(DedupCombine);
 
-impl Sums {
-    /// Sums that something else is done with before they cross to other nodes.
-    pub fn inside_nodes(self) -> NodeSums {
-        NodeSums(self)
+impl DedupCombine {
+    /// DedupCombine that something else is done with before they cross to other nodes.
+    pub fn inside_nodes(self) -> IntraNodeCombine {
+        IntraNodeCombine(self)
     }
 }
 
-impl NodeSums {
+impl IntraNodeCombine {
     /// Of so many tokens this rank has a sum for the rank of its place in a node.
     pub fn tokens(&self, node: usize) -> usize {
         Planning::new(&self.0, Vec::new(), Vec::new()).heaps[node]
@@ -85,11 +85,11 @@ impl NodeSums {
     /// Of the rows of this rank that a node answers, by rank of that node, then in their
     /// order: which are the first of their token. A sum comes for each of these.
     pub fn firsts(&self, node: usize) -> Vec<bool> {
-        let fan = &self.0.fan;
-        let ranks = (0..fan.shape().per_node).map(|place| fan.shape().rank(node, place));
-        let answered = ranks.filter(|rank| self.0.journey.received(*rank).iter().any(|n| *n > 0));
+        let dedup = &self.0.dedup;
+        let ranks = (0..dedup.shape().per_node).map(|place| dedup.shape().rank(node, place));
+        let answered = ranks.filter(|rank| self.0.schedule.received(*rank).iter().any(|n| *n > 0));
         let numbers: Vec<u32> = answered
-            .flat_map(|rank| fan.numbers_for(rank))
+            .flat_map(|rank| dedup.numbers_for(rank))
             .copied()
             .collect();
         let mut next = 0;
@@ -98,14 +98,14 @@ impl NodeSums {
             next += u32::from(first);
             first
         };
-        crossing(numbers).into_iter().map(first).collect()
+        dedup_indices(numbers).into_iter().map(first).collect()
     }
 }
 
-impl Itinerary for NodeSums {
+impl Schedule for IntraNodeCombine {
     fn code(&self) -> u64 {
         // As inside nodes first, with a number of ways that nothing else has.
-        self.0.journey.code() | 5 << 3
+        self.0.schedule.code() | 5 << 3
     }
 
     fn plan(
@@ -114,16 +114,16 @@ impl Itinerary for NodeSums {
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
-        let Sums { fan, bytes, .. } = &self.0;
+        let DedupCombine { dedup, bytes, .. } = &self.0;
         let bytes = RowBytes::same(*bytes);
-        let from = fan.rows(sends, Place::Input, bytes);
-        let to = fan.rows(receives, Place::Output, bytes);
-        let near = |peer: usize| !fan.crosses(peer);
-        let journey = &self.0.journey;
-        journey.check_from(rank, sends, receives, &near)?;
+        let from = dedup.rows(sends, Place::Input, bytes);
+        let to = dedup.rows(receives, Place::Output, bytes);
+        let near = |peer: usize| !dedup.crosses(peer);
+        let schedule = &self.0.schedule;
+        schedule.check_from(rank, sends, receives, &near)?;
         let planning = Planning::new(&self.0, from, to);
-        let shape = fan.shape();
-        for peer in (0..shape.ranks()).filter(|peer| fan.crosses(*peer)) {
+        let shape = dedup.shape();
+        for peer in (0..shape.ranks()).filter(|peer| dedup.crosses(*peer)) {
             let (node, place) = shape.split(peer);
             let sums = if place == shape.split(rank.0).1 {
                 planning.heaps[node].returned.len()
@@ -152,7 +152,7 @@ struct Heap {
 }
 
 struct Planning<'a> {
-    sums: &'a Sums,
+    sums: &'a DedupCombine,
     /// Rows by the rank that they go to.
     from: Vec<Vec<Span>>,
     /// Rows by the rank that they come from.
@@ -165,7 +165,7 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
-    fn new(sums: &Sums, from: Vec<Vec<Span>>, to: Vec<Vec<Span>>) -> Planning<'_> {
+    fn new(sums: &DedupCombine, from: Vec<Vec<Span>>, to: Vec<Vec<Span>>) -> Planning<'_> {
         let zeros = Span::new(Place::Scratch, 0..sums.bytes);
         let mut planning = Planning {
             sums,
@@ -175,7 +175,7 @@ impl Planning<'_> {
             zeros,
             scratch: sums.bytes.next_multiple_of(16),
         };
-        let nodes = sums.fan.shape().nodes;
+        let nodes = sums.dedup.shape().nodes;
         planning.heaps = (0..nodes).map(|node| planning.heap(node)).collect();
         planning
     }
@@ -193,27 +193,27 @@ impl Planning<'_> {
     }
 
     fn heap(&mut self, node: usize) -> Heap {
-        let fan = &self.sums.fan;
-        let own = fan.shape().split(fan.rank()).0;
-        let per_node = if node == own { 0 } else { fan.shape().per_node };
+        let dedup = &self.sums.dedup;
+        let own = dedup.shape().split(dedup.rank()).0;
+        let per_node = if node == own { 0 } else { dedup.shape().per_node };
         // Of each rank of this node its rows' numbers, where it answers.
         let answers = |place: usize| {
-            let at = node * fan.shape().per_node + place;
+            let at = node * dedup.shape().per_node + place;
             self.sums
-                .journey
+                .schedule
                 .of(0, 1, at)
                 .iter()
                 .any(|bytes| *bytes > 0)
         };
         let kept = |place: usize| {
             if answers(place) {
-                fan.numbers_from(node, place)
+                dedup.numbers_from(node, place)
             } else {
                 &[]
             }
         };
         let lists: Vec<&[u32]> = (0..per_node).map(kept).collect();
-        let numbers = crossing(lists.concat());
+        let numbers = dedup_indices(lists.concat());
         let mut counts = vec![0; numbers.iter().max().map_or(0, |last| *last as usize + 1)];
         for number in &numbers {
             counts[*number as usize] += 1;
@@ -272,13 +272,13 @@ impl Planning<'_> {
 
     /// Without what crosses: sums are outputs.
     fn inside_alone(&self) -> Plan {
-        let fan = &self.sums.fan;
-        let (node, place) = fan.shape().split(fan.rank());
+        let dedup = &self.sums.dedup;
+        let (node, place) = dedup.shape().split(dedup.rank());
         let mut steps = vec![self.inside()];
         steps.extend(self.reduce());
-        let others = others(node, fan.shape().nodes);
+        let others = others(node, dedup.shape().nodes);
         let sums = others.flat_map(|other| {
-            let to = &self.to[fan.shape().rank(other, place)];
+            let to = &self.to[dedup.shape().rank(other, place)];
             copied(&self.heaps[other].returned, to)
         });
         steps.push(Step::Repack(sums.collect()));
@@ -288,7 +288,7 @@ impl Planning<'_> {
         }
     }
 
-    /// Sums of the tokens that have several rows.
+    /// DedupCombine of the tokens that have several rows.
     fn reduce(&self) -> impl Iterator<Item = Step> {
         let heaps = self.heaps.iter().flat_map(|heap| &heap.sums);
         heaps.map(|(rows, sum)| Step::Reduce {
@@ -303,9 +303,9 @@ impl Planning<'_> {
 
     /// Every answer to the rank of its receiver's place in this node, or to itself.
     fn inside(&self) -> Step {
-        let fan = &self.sums.fan;
-        let shape = fan.shape();
-        let (node, place) = shape.split(fan.rank());
+        let dedup = &self.sums.dedup;
+        let shape = dedup.shape();
+        let (node, place) = shape.split(dedup.rank());
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for near in others(place, shape.per_node) {
             let peer = shape.rank(node, near);
@@ -317,7 +317,7 @@ impl Planning<'_> {
                 receives.extend(self.heaps[other].rows[near].iter().map(message));
             }
         }
-        let own = fan.rank();
+        let own = dedup.rank();
         let mut copies = copied(&self.from[own], &self.to[own]);
         for other in others(node, shape.nodes) {
             let from = &self.from[shape.rank(other, place)];
@@ -332,11 +332,11 @@ impl Planning<'_> {
         }
     }
 
-    /// Sums between nodes, and the zeros that are written then.
+    /// DedupCombine between nodes, and the zeros that are written then.
     fn between(&self) -> (Step, Vec<Copy>) {
-        let fan = &self.sums.fan;
-        let shape = fan.shape();
-        let (node, place) = shape.split(fan.rank());
+        let dedup = &self.sums.dedup;
+        let shape = dedup.shape();
+        let (node, place) = shape.split(dedup.rank());
         let (mut sends, mut receives, mut zeros) = (Vec::new(), Vec::new(), Vec::new());
         for other in others(node, shape.nodes) {
             let peer = shape.rank(other, place);
@@ -362,17 +362,17 @@ impl Planning<'_> {
 
     /// Of the rows that a node answers, the first of each token, and all others.
     fn firsts(&self, node: usize) -> (Vec<Span>, Vec<Span>) {
-        let fan = &self.sums.fan;
-        let ranks = (0..fan.shape().per_node).map(|place| fan.shape().rank(node, place));
+        let dedup = &self.sums.dedup;
+        let ranks = (0..dedup.shape().per_node).map(|place| dedup.shape().rank(node, place));
         let answered = ranks.filter(|rank| !self.to[*rank].is_empty());
         let (mut rows, mut numbers) = (Vec::new(), Vec::new());
         for rank in answered {
             rows.extend_from_slice(&self.to[rank]);
-            numbers.extend_from_slice(fan.numbers_for(rank));
+            numbers.extend_from_slice(dedup.numbers_for(rank));
         }
         let mut next = 0;
         let (mut first, mut others) = (Vec::new(), Vec::new());
-        for (row, number) in rows.into_iter().zip(crossing(numbers)) {
+        for (row, number) in rows.into_iter().zip(dedup_indices(numbers)) {
             let list = if number == next {
                 &mut first
             } else {
