@@ -114,7 +114,7 @@ fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), Collective
     let algorithms = algorithms(shape);
     if world.rank() == 0 {
         let (nodes, each) = (shape.nodes, shape.per_node);
-        println!("# {nodes} nodes of {each} ranks, {}", world.engine());
+        println!("# {nodes} nodes of {each} ranks, {}", world.transport());
         println!("# medians in us, each round that of its slowest rank; then direct / other");
         let name = |(name, _): &(&str, Algorithm)| format!("{name:>12}");
         let names: Vec<String> = algorithms.iter().map(name).collect();

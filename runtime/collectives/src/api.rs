@@ -1,7 +1,7 @@
 //! What layers call.
 
 use crate::plan::{HopOrder, Schedule, HopCounts};
-use crate::{CollectiveError, Handle, Helper, Levels, NodeShape, Reduction, Slice};
+use crate::{CollectiveError, Handle, ProgressThread, Levels, NodeShape, Reduction, Slice};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ pub struct Call {
     pub label: String,
     /// How long it may take, from its start. `None` is the group's own.
     pub deadline: Option<Duration>,
-    /// Whether it may go on beside what is launched on the device. Where operations are in the
+    /// Whether it may go on overlapped what is launched on the device. Where operations are in the
     /// order of its stream, those that only move bytes then have a stream of their own: see
-    /// [`Handle::is_beside`].
-    pub beside: bool,
+    /// [`Handle::is_overlapped`].
+    pub overlapped: bool,
 }
 
 impl Call {
@@ -25,15 +25,15 @@ impl Call {
         Call {
             label: label.to_string(),
             deadline: None,
-            beside: false,
+            overlapped: false,
         }
     }
 
-    /// The same, beside what is launched.
+    /// The same, overlapped what is launched.
     #[must_use]
-    pub fn beside(self) -> Call {
+    pub fn overlapped(self) -> Call {
         Call {
-            beside: true,
+            overlapped: true,
             ..self
         }
     }
@@ -118,7 +118,7 @@ pub trait Collectives: Send {
     /// that of the world if it has one, else a new one. `None` where operations go on by
     /// themselves, as with NCCL, or only in calls, as with devices whose memory the host does
     /// not reach.
-    fn helper(&mut self) -> Option<Arc<Helper>> {
+    fn progress_thread(&mut self) -> Option<Arc<ProgressThread>> {
         None
     }
 
@@ -236,7 +236,7 @@ pub trait Collectives: Send {
     ///
     /// # Errors
     /// As the trait and its handles.
-    fn tell(
+    fn exchange_counts(
         &mut self,
         algorithm: Algorithm,
         pieces: usize,

@@ -1,7 +1,7 @@
 //! What can be known to be wrong before anything is sent.
 
 use crate::api::{Algorithm, Transfer};
-use crate::letter::Kind;
+use crate::eager::Kind;
 use crate::plan::HopOrder;
 use crate::{CollectiveError, Slice};
 

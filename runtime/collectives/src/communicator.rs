@@ -1,16 +1,16 @@
-//! Operations over any engine.
+//! Operations over any transport.
 
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::checks::{self, Counted};
 use crate::core::{Core, Shared};
-use crate::engine::Engine;
+use crate::transport::Transport;
 use crate::groups::numbers;
 use crate::handle::{Handle, lock};
-use crate::letter::{Kind, Signature};
+use crate::eager::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
 use crate::plan::{self, HopOrder, Schedule, HopCounts, Plan};
-use crate::{CollectiveError, Helper, Reduction, Slice, by_way};
+use crate::{CollectiveError, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// How long an operation may take where nothing else is said.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A group of ranks over an engine.
+/// A group of ranks over an transport.
 pub struct Communicator {
     core: Arc<Shared>,
     device: Arc<dyn Device>,
@@ -29,15 +29,15 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// All ranks of an engine. Operations use buffers of `device`.
-    pub fn new(engine: Box<dyn Engine>, device: Arc<dyn Device>) -> Communicator {
+    /// All ranks of an transport. Operations use buffers of `device`.
+    pub fn new(transport: Box<dyn Transport>, device: Arc<dyn Device>) -> Communicator {
         let group = Group {
             context: 0,
-            members: (0..engine.size()).collect(),
-            rank: engine.rank(),
+            members: (0..transport.size()).collect(),
+            rank: transport.rank(),
         };
         Communicator {
-            core: Arc::new(Shared::new(Core::new(engine))),
+            core: Arc::new(Shared::new(Core::new(transport))),
             device,
             group: Arc::new(group),
             sequence: 0,
@@ -57,8 +57,8 @@ impl Communicator {
     }
 
     /// What carries the messages, with its version.
-    pub fn engine(&self) -> String {
-        lock(&self.core).engine().name()
+    pub fn transport(&self) -> String {
+        lock(&self.core).transport().name()
     }
 
     /// The device whose buffers are exchanged.
@@ -71,18 +71,18 @@ impl Communicator {
     ///
     /// # Errors
     /// As a barrier; [`CollectiveError::Invalid`] on all ranks when operations of any are
-    /// still under way; [`CollectiveError::Setup`] when the engine cannot be closed.
+    /// still in flight; [`CollectiveError::Setup`] when the transport cannot be closed.
     pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
         self.barrier(call)?.wait()?;
         self.settle(call);
-        let busy = lock(&self.core).under_way().unwrap_or_default();
+        let busy = lock(&self.core).in_flight().unwrap_or_default();
         let all = self.gather_bytes(busy.as_bytes(), call)?;
         match all.iter().find(|busy| !busy.is_empty()) {
             None => lock(&self.core).close(),
             Some(busy) => Err(CollectiveError::Invalid {
                 operation: "finish".to_string(),
                 reason: format!(
-                    "{} is still under way; wait for it first",
+                    "{} is still in flight; wait for it first",
                     String::from_utf8_lossy(busy)
                 ),
             }),
@@ -236,7 +236,7 @@ impl Collectives for Communicator {
         let ways = hops.as_ref().map_or(0, HopOrder::code);
         let plan = match hops {
             None => plan::all_to_all(rank, &sizes, &sizes),
-            Some(hops) => by_way::equal(hops, rank, part),
+            Some(hops) => hierarchical::equal(hops, rank, part),
         };
         let job = Job {
             signature: Signature {
@@ -274,7 +274,7 @@ impl Collectives for Communicator {
         let (plan, next) = match hops {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),
             Some(hops) => {
-                let (first, next) = by_way::counted(hops, self.rank(), sends, receives);
+                let (first, next) = hierarchical::counted(hops, self.rank(), sends, receives);
                 (first, Some(next))
             }
         };
@@ -407,13 +407,13 @@ impl Collectives for Communicator {
             signature: Signature::of(kind, &call.label),
             inputs: self.inputs(&slices(sends)),
             outputs: self.outputs(&slices(receives)),
-            plan: plan::exchange(self.rank(), &by_way::sizes(sends), &by_way::sizes(receives)),
+            plan: plan::exchange(self.rank(), &hierarchical::sizes(sends), &hierarchical::sizes(receives)),
             next: None,
         };
         self.start(kind, call, job)
     }
 
-    fn tell(
+    fn exchange_counts(
         &mut self,
         algorithm: Algorithm,
         pieces: usize,
@@ -422,11 +422,11 @@ impl Collectives for Communicator {
     ) -> Result<HopCounts, CollectiveError> {
         let kind = Kind::Agree;
         checks::units(kind, pieces, units.len(), self.size())?;
-        let telling = by_way::CountExchange::new(algorithm, self.size(), kind)?;
-        let (plan, next) = telling.plan(self.rank(), pieces, units);
+        let exchange = hierarchical::CountExchange::new(algorithm, self.size(), kind)?;
+        let (plan, next) = exchange.plan(self.rank(), pieces, units);
         let job = Job {
             signature: Signature {
-                ways: telling.hops.code(),
+                ways: exchange.hops.code(),
                 elements: pieces as u64,
                 ..Signature::of(kind, &call.label)
             },
@@ -436,7 +436,7 @@ impl Collectives for Communicator {
             next: Some(next),
         };
         self.start(kind, call, job)?.wait()?;
-        telling.told(kind)
+        exchange.result(kind)
     }
 
     fn exchange_with(
@@ -449,7 +449,7 @@ impl Collectives for Communicator {
         let kind = Kind::Exchange;
         let own = (self.rank(), self.size());
         checks::transfers(kind, own.0, own.1, sends, receives)?;
-        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
+        let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
         let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
@@ -466,13 +466,13 @@ impl Collectives for Communicator {
         self.start(kind, call, job)
     }
 
-    fn helper(&mut self) -> Option<Arc<Helper>> {
+    fn progress_thread(&mut self) -> Option<Arc<ProgressThread>> {
         // What other devices receive is put there when an operation ends, by their own stream.
         if !matches!(self.device.info().target, Target::Cpu(_)) {
             return None;
         }
-        let running = lock(&self.core).helper();
-        running.or_else(|| Helper::start(&self.core))
+        let running = lock(&self.core).progress_thread();
+        running.or_else(|| ProgressThread::start(&self.core))
     }
 
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
@@ -527,8 +527,8 @@ mod tests {
     #[test]
     fn an_operation_begun_while_the_world_is_closed_ends() {
         let device = Arc::new(CpuDevice::with_threads(1).unwrap());
-        let mut engines = crate::threads::world(2).into_iter();
-        let (own, _other) = (engines.next().unwrap(), engines.next().unwrap());
+        let mut transports = crate::threads::world(2).into_iter();
+        let (own, _other) = (transports.next().unwrap(), transports.next().unwrap());
         let mut world = Communicator::new(Box::new(own), device);
         let barrier = world.barrier(&Call::new("late")).unwrap();
         let error = lock(&world.core).close().unwrap_err().to_string();
@@ -538,7 +538,7 @@ mod tests {
         assert!(world.barrier(&Call::new("after")).is_err());
     }
 
-    /// Messages of a rank that makes no call travel, and the helper ends with its last holder.
+    /// Messages of a rank that makes no call travel, and the progress thread ends with its last holder.
     #[test]
     fn operations_go_on_between_calls() {
         let ranks = crate::threads::run(
@@ -554,8 +554,8 @@ mod tests {
                 };
                 let peer = 1 - world.rank();
                 let (sent, received) = (buffer(world.rank() as u8), buffer(9));
-                let helper = world.helper().unwrap();
-                assert!(Arc::ptr_eq(&helper, &world.helper().unwrap()));
+                let progress_thread = world.progress_thread().unwrap();
+                assert!(Arc::ptr_eq(&progress_thread, &world.progress_thread().unwrap()));
                 let to = |slice: &Slice| Transfer {
                     peer,
                     slice: slice.clone(),
@@ -572,8 +572,8 @@ mod tests {
                 let buffer = received.buffer();
                 world.device.download(buffer, 0, &mut bytes).unwrap();
                 assert!(bytes.iter().all(|byte| *byte == peer as u8));
-                drop(helper);
-                assert!(lock(&world.core).helper().is_none());
+                drop(progress_thread);
+                assert!(lock(&world.core).progress_thread().is_none());
                 world.finish(&Call::new("end")).unwrap();
             },
         );
@@ -586,8 +586,8 @@ mod tests {
     #[test]
     fn an_operation_after_the_end_has_its_deadline() {
         let device = Arc::new(CpuDevice::with_threads(1).unwrap());
-        let mut engines = crate::threads::world(2).into_iter();
-        let (own, _other) = (engines.next().unwrap(), engines.next().unwrap());
+        let mut transports = crate::threads::world(2).into_iter();
+        let (own, _other) = (transports.next().unwrap(), transports.next().unwrap());
         let mut world = Communicator::new(Box::new(own), device);
         let call = Call::new("late").within(Duration::from_millis(1));
         let barrier = world.barrier(&call).unwrap();

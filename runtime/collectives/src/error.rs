@@ -121,12 +121,12 @@ pub enum CollectiveError {
         cause: String,
     },
     /// What carries the messages has failed.
-    #[error("{at}: {engine} failed: {reason}")]
-    Engine {
+    #[error("{at}: {transport} failed: {reason}")]
+    Transport {
         /// Which operation.
         at: Box<At>,
         /// What carries the messages: `MPI (Open MPI 4.1.4)`.
-        engine: String,
+        transport: String,
         /// What it said.
         reason: String,
     },

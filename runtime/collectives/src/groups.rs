@@ -3,7 +3,7 @@
 use crate::api::{Call, Collectives};
 use crate::communicator::{Communicator, Job};
 use crate::handle::host_result;
-use crate::letter::{Kind, Signature};
+use crate::eager::{Kind, Signature};
 use crate::memory::Region;
 use crate::{CollectiveError, plan};
 

@@ -6,7 +6,7 @@ use crate::memory::Region;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// An operation under way. Dropping it ends nothing: the operation goes on in later calls,
+/// An operation in flight. Dropping it ends nothing: the operation goes on in later calls,
 /// and keeps its memory.
 #[must_use = "an operation is finished only when `wait` has returned"]
 pub struct Handle {
@@ -31,11 +31,11 @@ pub(crate) trait Work: Send {
     }
 
     /// Whether it is in the order of another stream of the device.
-    fn is_beside(&self) -> bool {
+    fn is_overlapped(&self) -> bool {
         false
     }
 
-    /// What is launched on the device from now on sees its result, where it is beside.
+    /// What is launched on the device from now on sees its result, where it is overlapped.
     fn join(&mut self) -> Result<(), CollectiveError> {
         Ok(())
     }
@@ -46,7 +46,7 @@ pub(crate) trait Work: Send {
     }
 }
 
-/// An operation over an engine.
+/// An operation over an transport.
 struct OfCore {
     core: Arc<Shared>,
     id: u64,
@@ -152,14 +152,14 @@ impl Handle {
         self.work.in_order()
     }
 
-    /// Whether it goes on beside what is launched on the device, in the order of another stream
-    /// ([`Call::beside`](crate::Call::beside)): what is launched after [`Handle::join`] sees the
+    /// Whether it goes on overlapped what is launched on the device, in the order of another stream
+    /// ([`Call::overlapped`](crate::Call::overlapped)): what is launched after [`Handle::join`] sees the
     /// result.
-    pub fn is_beside(&self) -> bool {
-        self.work.is_beside()
+    pub fn is_overlapped(&self) -> bool {
+        self.work.is_overlapped()
     }
 
-    /// From now on what is launched on the device sees the result of what goes on beside; the
+    /// From now on what is launched on the device sees the result of what goes on overlapped; the
     /// host does not wait. Nothing for all else.
     ///
     /// # Errors
@@ -175,7 +175,7 @@ impl Handle {
     /// # Errors
     /// Whatever has made it fail.
     pub fn in_stream(mut self) -> Result<(), CollectiveError> {
-        if self.work.is_beside() {
+        if self.work.is_overlapped() {
             self.join()?;
         } else if !self.work.in_order() {
             return self.wait();

@@ -6,8 +6,8 @@
 //! Results are the same bytes in every run: sums are in the order of ranks.
 //!
 //! An operation is a [`plan`]: messages and copies as data, a pure function of ranks and
-//! sizes. [`Communicator`] runs plans over any [`Engine`], which has to do no more than
-//! carry letters and parcels: [`threads`] are ranks of one process, [`mpi`] processes
+//! sizes. [`Communicator`] runs plans over any [`Transport`], which has to do no more than
+//! carry eager messages and rendezvous messages: [`threads`] are ranks of one process, [`mpi`] processes
 //! under anybody's `mpirun`.
 //!
 //! ```
@@ -37,18 +37,18 @@
 //! notice.
 
 mod api;
-mod by_way;
+mod hierarchical;
 mod checks;
 mod communicator;
 mod core;
-pub mod engine;
+pub mod transport;
 mod error;
 mod groups;
 mod handle;
 mod hash;
 mod heartbeat;
-mod helper;
-mod letter;
+mod progress_thread;
+mod eager;
 pub mod measure;
 mod memory;
 pub mod mpi;
@@ -64,11 +64,11 @@ mod world;
 
 pub use api::{Algorithm, Call, Collectives, Transfer};
 pub use communicator::{Communicator, DEADLINE};
-pub use engine::Engine;
+pub use transport::Transport;
 pub use error::{At, CollectiveError, Missing};
 pub use handle::Handle;
 pub use heartbeat::with_heartbeat;
-pub use helper::Helper;
+pub use progress_thread::ProgressThread;
 pub use reduce::Reduction;
 pub use shape::{Levels, MOST_LEVELS, NodeShape};
 pub use slice::{Element, Slice};

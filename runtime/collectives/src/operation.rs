@@ -1,8 +1,8 @@
-//! One operation under way on one rank.
+//! One operation in flight on one rank.
 
-use crate::engine::{Part, Ticket};
+use crate::transport::{MemoryRange, Request};
 use crate::error::At;
-use crate::letter::{Key, Pieces, Signature};
+use crate::eager::{Key, PartSizes, Signature};
 use crate::memory::Region;
 use crate::plan::{self, Copy, Place, Plan, Span, Step};
 use crate::{CollectiveError, reduce};
@@ -50,16 +50,16 @@ pub(crate) struct Task {
 pub(crate) struct Bundle {
     /// The other rank, in the world.
     pub peer: usize,
-    pub pieces: Pieces,
+    pub pieces: PartSizes,
     /// Where they are, or go: a part for each that is not empty, in their order.
-    pub parts: Vec<Part>,
+    pub parts: Vec<MemoryRange>,
 }
 
 /// Messages that are waited for.
 pub(crate) struct Incoming {
     pub bundle: Bundle,
-    /// Set once their letter has come.
-    pub parcel: Option<Ticket>,
+    /// Set once their eager message has come.
+    pub rendezvous: Option<Request>,
 }
 
 pub(crate) struct Operation {
@@ -72,7 +72,7 @@ pub(crate) struct Operation {
     /// The number of the exchange that is going on.
     pub phase: u32,
     /// Messages to others, with their receivers in the world.
-    pub sending: Vec<(usize, Ticket)>,
+    pub sending: Vec<(usize, Request)>,
     pub receiving: Vec<Incoming>,
     /// Nobody will ask how it ended.
     pub abandoned: bool,
@@ -168,7 +168,7 @@ impl Operation {
                     let arriving = self.bundles(&receives)?.into_iter();
                     let waited = |bundle| Incoming {
                         bundle,
-                        parcel: None,
+                        rendezvous: None,
                     };
                     self.receiving = arriving.map(waited).collect();
                     return Ok(Advance::Exchange(self.bundles(&sends)?, copies));
@@ -326,17 +326,17 @@ impl Operation {
         peer: usize,
         messages: impl Iterator<Item = &'m plan::Message>,
     ) -> Result<Bundle, CollectiveError> {
-        let (mut sizes, mut parts) = (Vec::new(), Vec::<Part>::new());
+        let (mut sizes, mut parts) = (Vec::new(), Vec::<MemoryRange>::new());
         for message in messages {
             let (address, bytes) = (self.span(&message.span)?, message.span.bytes);
             sizes.push(bytes as u64);
             if bytes > 0 {
-                parts.push(Part { address, bytes });
+                parts.push(MemoryRange { address, bytes });
             }
         }
         Ok(Bundle {
             peer: self.group.members[peer],
-            pieces: Pieces::of(&sizes),
+            pieces: PartSizes::of(&sizes),
             parts,
         })
     }

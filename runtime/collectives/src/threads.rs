@@ -1,6 +1,6 @@
 //! Ranks that are threads of one process.
 
-use crate::engine::{Engine, Part, Ticket};
+use crate::transport::{Transport, MemoryRange, Request};
 use crate::{CollectiveError, Communicator};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
@@ -29,8 +29,8 @@ pub fn run<T: Send>(
     let communicators = world(size).into_iter().zip(devices);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
-        for (engine, device) in communicators {
-            let communicator = Communicator::new(Box::new(engine), device);
+        for (transport, device) in communicators {
+            let communicator = Communicator::new(Box::new(transport), device);
             let name = format!("rank {}", threads.len());
             let body = &body;
             let builder = std::thread::Builder::new().name(name);
@@ -41,21 +41,21 @@ pub fn run<T: Send>(
     })
 }
 
-/// The engines of a world's ranks, in their order.
+/// The transports of a world's ranks, in their order.
 pub fn world(size: usize) -> Vec<Threads> {
     let desk = || Desk {
-        letters: Mutex::default(),
-        parcels: Mutex::default(),
+        eager: Mutex::default(),
+        rendezvous: Mutex::default(),
         state: AtomicU8::new(HERE),
     };
     let desks: Arc<[Desk]> = (0..size).map(|_| desk()).collect();
-    let engine = |rank| Threads {
+    let transport = |rank| Threads {
         rank,
         desks: Arc::clone(&desks),
         pending: HashMap::new(),
         next: 0,
     };
-    (0..size).map(engine).collect()
+    (0..size).map(transport).collect()
 }
 
 /// One rank.
@@ -66,10 +66,10 @@ pub struct Threads {
     next: u64,
 }
 
-/// Where a rank's letters and parcels are left.
+/// Where a rank's eager messages and rendezvous messages are left.
 struct Desk {
-    letters: Mutex<VecDeque<Vec<u8>>>,
-    parcels: Mutex<HashMap<(usize, u32), Arc<Parcel>>>,
+    eager: Mutex<VecDeque<Vec<u8>>>,
+    rendezvous: Mutex<HashMap<(usize, u32), Arc<Rendezvous>>>,
     state: AtomicU8,
 }
 
@@ -78,25 +78,25 @@ const LEFT: u8 = 1;
 const PANICKED: u8 = 2;
 
 /// Memory of the sender, until it has been copied or taken back.
-struct Parcel(Mutex<Offer>);
+struct Rendezvous(Mutex<Offer>);
 
 enum Offer {
-    Offered(Vec<Part>),
+    Offered(Vec<MemoryRange>),
     Taken,
     Withdrawn,
 }
 
-/// A parcel that was begun here.
+/// A rendezvous message that was begun here.
 enum Pending {
     Sent {
         to: usize,
         tag: u32,
-        parcel: Arc<Parcel>,
+        rendezvous: Arc<Rendezvous>,
     },
     Awaited {
         from: usize,
         tag: u32,
-        parts: Vec<Part>,
+        parts: Vec<MemoryRange>,
     },
 }
 
@@ -105,26 +105,26 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Threads {
-    fn begin(&mut self, pending: Pending) -> Ticket {
+    fn begin(&mut self, pending: Pending) -> Request {
         self.next += 1;
         self.pending.insert(self.next, pending);
-        Ticket(self.next)
+        Request(self.next)
     }
 
-    /// Copies a parcel that has been left here; false if there is none yet.
-    fn take(&self, from: usize, tag: u32, parts: &[Part]) -> Result<bool, String> {
-        let Some(parcel) = lock(&self.desks[self.rank].parcels).remove(&(from, tag)) else {
+    /// Copies a rendezvous message that has been left here; false if there is none yet.
+    fn take(&self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<bool, String> {
+        let Some(rendezvous) = lock(&self.desks[self.rank].rendezvous).remove(&(from, tag)) else {
             return Ok(false);
         };
-        let mut offer = lock(&parcel.0);
+        let mut offer = lock(&rendezvous.0);
         let Offer::Offered(sent) = &*offer else {
             return Ok(false);
         };
-        let sizes = |parts: &[Part]| -> Vec<usize> { parts.iter().map(|p| p.bytes).collect() };
+        let sizes = |parts: &[MemoryRange]| -> Vec<usize> { parts.iter().map(|p| p.bytes).collect() };
         if sizes(sent) != sizes(parts) {
-            let [sent, announced] = [sent, parts].map(Part::total);
+            let [sent, announced] = [sent, parts].map(MemoryRange::total);
             return Err(format!(
-                "rank {from} sent a parcel of {sent} bytes where {announced} were announced, \
+                "rank {from} sent a rendezvous of {sent} bytes where {announced} were announced, \
                  or in other parts"
             ));
         }
@@ -138,7 +138,7 @@ impl Threads {
     }
 }
 
-impl Engine for Threads {
+impl Transport for Threads {
     fn name(&self) -> String {
         "threads".to_string()
     }
@@ -155,30 +155,30 @@ impl Engine for Threads {
         u32::MAX
     }
 
-    fn post(&mut self, to: usize, letter: &[u8]) -> Result<(), String> {
-        lock(&self.desks[to].letters).push_back(letter.to_vec());
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+        lock(&self.desks[to].eager).push_back(message.to_vec());
         Ok(())
     }
 
-    fn collect(&mut self) -> Result<Option<Vec<u8>>, String> {
-        Ok(lock(&self.desks[self.rank].letters).pop_front())
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+        Ok(lock(&self.desks[self.rank].eager).pop_front())
     }
 
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
-        let parcel = Arc::new(Parcel(Mutex::new(Offer::Offered(parts.to_vec()))));
-        lock(&self.desks[to].parcels).insert((self.rank, tag), Arc::clone(&parcel));
-        Ok(self.begin(Pending::Sent { to, tag, parcel }))
+    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+        let rendezvous = Arc::new(Rendezvous(Mutex::new(Offer::Offered(parts.to_vec()))));
+        lock(&self.desks[to].rendezvous).insert((self.rank, tag), Arc::clone(&rendezvous));
+        Ok(self.begin(Pending::Sent { to, tag, rendezvous }))
     }
 
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
         let parts = parts.to_vec();
         Ok(self.begin(Pending::Awaited { from, tag, parts }))
     }
 
-    fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
+    fn finished(&mut self, ticket: Request) -> Result<bool, String> {
         let done = match self.pending.get(&ticket.0) {
             // Who is copying it holds the lock; meanwhile there may be something else to do.
-            Some(Pending::Sent { parcel, .. }) => match parcel.0.try_lock() {
+            Some(Pending::Sent { rendezvous, .. }) => match rendezvous.0.try_lock() {
                 Ok(offer) => matches!(*offer, Offer::Taken),
                 Err(TryLockError::Poisoned(offer)) => matches!(**offer.get_ref(), Offer::Taken),
                 Err(TryLockError::WouldBlock) => false,
@@ -202,9 +202,9 @@ impl Engine for Threads {
 
     fn revoke(&mut self) -> bool {
         for pending in std::mem::take(&mut self.pending).into_values() {
-            if let Pending::Sent { to, tag, parcel } = pending {
-                lock(&self.desks[to].parcels).remove(&(self.rank, tag));
-                *lock(&parcel.0) = Offer::Withdrawn;
+            if let Pending::Sent { to, tag, rendezvous } = pending {
+                lock(&self.desks[to].rendezvous).remove(&(self.rank, tag));
+                *lock(&rendezvous.0) = Offer::Withdrawn;
             }
         }
         true

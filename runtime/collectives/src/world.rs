@@ -193,7 +193,7 @@ impl World {
                  set MOESAIC_MPI to the library of the MPI whose launcher is used{advice}",
                 self.rank,
                 self.size,
-                communicator.engine()
+                communicator.transport()
             ),
         })
     }

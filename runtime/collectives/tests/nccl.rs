@@ -73,7 +73,7 @@ fn every_operation_on_one_to_four_ranks() {
         let lab = Lab::with(without);
         let body = |world: Result<Nccl, CollectiveError>| {
             let mut world = world.unwrap();
-            assert_eq!(world.engine(), "NCCL 2.28.3");
+            assert_eq!(world.transport(), "NCCL 2.28.3");
             let device = Arc::clone(world.device());
             every_operation(&mut world, &device);
             world.finish(&call("finish")).unwrap();
@@ -322,7 +322,7 @@ fn a_rank_that_panics_ends_the_others() {
     assert_eq!(lab.live(), 0, "kernels were left waiting");
 }
 
-/// Without letters nobody knows who is late: all others are named.
+/// Without eager messages nobody knows who is late: all others are named.
 #[test]
 fn unchecked_ranks_have_deadlines_all_the_same() {
     let lab = Lab::new();

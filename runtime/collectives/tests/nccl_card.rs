@@ -37,7 +37,7 @@ fn use_it(mut world: Nccl, device: &Arc<dyn Device>) {
         "rank {} of {} by {}",
         world.rank(),
         world.size(),
-        world.engine()
+        world.transport()
     );
     every_operation(&mut world, device);
     in_a_graph(&mut world, device);

@@ -1,4 +1,4 @@
-//! Ranks that no other engine connects: they meet in a folder or at an address, and then
+//! Ranks that no other transport connects: they meet in a folder or at an address, and then
 //! do every operation by the stand-in for NCCL alone.
 
 mod nccl_fake;
@@ -80,7 +80,7 @@ fn ranks_meet_in_a_folder_whatever_an_earlier_run_has_left() {
     run(&[0, 1, 2], |rank| {
         let options = options(&lab, rank, 3, &meeting, "a job");
         let world = nccl::start(lab.device(rank), &options).unwrap();
-        // A rank that compiles is waited for also where no letters compare operations.
+        // A rank that compiles is waited for also where no eager messages compare operations.
         let mut world = world.with_deadline(Duration::from_millis(1000));
         let compile = || {
             std::thread::sleep(Duration::from_millis(700 * rank as u64));

@@ -1,4 +1,4 @@
-//! Plans of all ranks, carried out in memory: no engine, no device.
+//! Plans of all ranks, carried out in memory: no transport, no device.
 
 mod interpreter;
 

@@ -58,7 +58,7 @@ fn hops(algorithm: Algorithm) -> HopOrder {
     algorithm.hops().unwrap()
 }
 
-/// Every second time as engines of single messages carry it.
+/// Every second time as transports of single messages carry it.
 fn carried(plan: Plan, packed: bool) -> Plan {
     let plan = if packed { plan.packed() } else { plan };
     for step in plan.steps.iter().filter(|_| packed) {
@@ -124,7 +124,7 @@ fn told(hops: &HopOrder, pieces: usize, units: &dyn Fn(usize, usize, usize) -> u
         let all = (0..ranks).flat_map(|q| (0..pieces).map(move |i| (q, i)));
         all.map(|(q, i)| units(p, q, i) as u64).collect()
     };
-    let plan = |rank: usize| plan::tell(hops, rank, pieces, &numbers(rank));
+    let plan = |rank: usize| plan::count_hops(hops, rank, pieces, &numbers(rank));
     let mut memories = vec![Memory::default(); ranks];
     replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
     let read = |(rank, memory): (usize, &Memory)| {

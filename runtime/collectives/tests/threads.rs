@@ -485,7 +485,7 @@ fn a_world_is_not_ended_while_an_operation_is_under_way_on_any_rank() {
         drop(pending);
         ended
     });
-    let words = "finish: rank 0, operation 0 `barrier` (alone), phase `round` is still under way; \
+    let words = "finish: rank 0, operation 0 `barrier` (alone), phase `round` is still in flight; \
                  wait for it first";
     assert_eq!(results, vec![Some(words.to_string()); 2]);
 }

@@ -3,7 +3,7 @@
 use super::Core;
 use crate::CollectiveError;
 use crate::error::{At, Missing};
-use crate::letter::Letter;
+use crate::eager::EagerMessage;
 use crate::operation::Operation;
 use std::time::{Duration, Instant};
 
@@ -40,7 +40,7 @@ impl Core {
     pub(super) fn someone_left(&mut self) -> bool {
         let mut found = None;
         for (id, operation) in &self.operations {
-            let gone = |rank: usize| Some((rank, self.engine.gone(rank)?));
+            let gone = |rank: usize| Some((rank, self.transport.gone(rank)?));
             if let Some((peer, why)) = operation.waits_for().into_iter().find_map(gone) {
                 let error = CollectiveError::Peer {
                     at: operation.at(),
@@ -72,7 +72,7 @@ impl Core {
         if first && !gave_up {
             self.tell_others(&error);
         }
-        let released = self.engine.revoke();
+        let released = self.transport.revoke();
         for (id, operation) in std::mem::take(&mut self.operations) {
             let own = match (&error, culprit == Some(id)) {
                 (_, true) => error.clone(),
@@ -91,46 +91,46 @@ impl Core {
     pub(super) fn panicked(&mut self) {
         let error = CollectiveError::Peer {
             at: self.nowhere(),
-            peer: self.engine.rank(),
+            peer: self.transport.rank(),
             cause: "has panicked".to_string(),
         };
         self.fail(None, error);
     }
 
     fn tell_others(&mut self, error: &CollectiveError) {
-        let own = self.engine.rank();
-        let letter = Letter::Failure {
+        let own = self.transport.rank();
+        let message = EagerMessage::Failure {
             from: own as u32,
             reason: error.to_string(),
         };
-        let letter = letter.encode();
-        for rank in (0..self.engine.size()).filter(|rank| *rank != own) {
+        let message = message.encode();
+        for rank in (0..self.transport.size()).filter(|rank| *rank != own) {
             // Who cannot be told finds out at its own deadline.
-            let _ = self.engine.post(rank, &letter);
+            let _ = self.transport.send_eager(rank, &message);
         }
         let until = Instant::now() + FAREWELL;
-        while self.engine.unposted() > 0 && Instant::now() < until {
-            let _ = self.engine.collect();
+        while self.transport.unsent_eager() > 0 && Instant::now() < until {
+            let _ = self.transport.receive_eager();
             std::thread::yield_now();
         }
     }
 
     pub(super) fn engine_error(&self, at: Box<At>, reason: String) -> CollectiveError {
-        CollectiveError::Engine {
+        CollectiveError::Transport {
             at,
-            engine: self.engine.name(),
+            transport: self.transport.name(),
             reason,
         }
     }
 
-    /// Outside of any operation: the first one under way, if there is one.
+    /// Outside of any operation: the first one in flight, if there is one.
     pub(super) fn nowhere(&self) -> Box<At> {
         let first = self.operations.values().next().map(Operation::at);
-        first.unwrap_or_else(|| At::outside(self.engine.rank()))
+        first.unwrap_or_else(|| At::outside(self.transport.rank()))
     }
 }
 
-/// Memory that an engine may still touch is never given back.
+/// Memory that an transport may still touch is never given back.
 pub(super) fn end(operation: Operation, released: bool) {
     if !released {
         std::mem::forget(operation);

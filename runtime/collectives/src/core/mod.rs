@@ -1,16 +1,16 @@
-//! Everything that is under way on a rank, over one engine.
+//! Everything that is in flight on a rank, over one transport.
 
 mod failure;
-mod helped;
+mod driver;
 mod shared;
 
 pub(crate) use shared::Shared;
 
 use crate::CollectiveError;
-use crate::engine::{Engine, Part};
+use crate::transport::{Transport, MemoryRange};
 use crate::error::At;
-use crate::helper::{Bell, Helper};
-use crate::letter::{Body, INLINE_BYTES, Key, Kind, Letter, Pieces, Signature};
+use crate::progress_thread::{Bell, ProgressThread};
+use crate::eager::{Body, INLINE_BYTES, Key, Kind, EagerMessage, PartSizes, Signature};
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use std::collections::{BTreeMap, HashMap};
@@ -21,29 +21,29 @@ pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
 
 /// The operations of a rank, of all groups. Whoever calls it drives all of them.
 pub(crate) struct Core {
-    engine: Box<dyn Engine>,
+    transport: Box<dyn Transport>,
     operations: BTreeMap<u64, Operation>,
     /// With when they came.
     outcomes: HashMap<u64, (Outcome, Instant)>,
-    /// Letters of messages that no operation has taken yet.
-    arrived: HashMap<Key, (Signature, Pieces, Body)>,
+    /// Eager messages of messages that no operation has taken yet.
+    arrived: HashMap<Key, (Signature, PartSizes, Body)>,
     /// The last operation of a group that a rank was heard of.
     heard: HashMap<(u64, usize), (u64, Kind)>,
     /// Operations that were started in each group.
     started: HashMap<u64, u64>,
-    /// The next tag for parcels to each rank.
+    /// The next tag for rendezvous messages to each rank.
     tags: Vec<u32>,
     next_id: u64,
     failure: Option<CollectiveError>,
     /// A thread that drives what calls leave.
-    helper: Option<(Weak<Helper>, Arc<Bell>)>,
+    progress_thread: Option<(Weak<ProgressThread>, Arc<Bell>)>,
 }
 
 impl Core {
-    pub fn new(engine: Box<dyn Engine>) -> Core {
-        let tags = vec![0; engine.size()];
+    pub fn new(transport: Box<dyn Transport>) -> Core {
+        let tags = vec![0; transport.size()];
         Core {
-            engine,
+            transport,
             operations: BTreeMap::new(),
             outcomes: HashMap::new(),
             arrived: HashMap::new(),
@@ -52,12 +52,12 @@ impl Core {
             tags,
             next_id: 0,
             failure: None,
-            helper: None,
+            progress_thread: None,
         }
     }
 
-    pub fn engine(&mut self) -> &mut dyn Engine {
-        &mut *self.engine
+    pub fn transport(&mut self) -> &mut dyn Transport {
+        &mut *self.transport
     }
 
     /// What failed before, as an error of a new operation.
@@ -78,7 +78,7 @@ impl Core {
 
     /// Begins an operation and returns its number.
     pub fn start(&mut self, mut operation: Operation) -> Result<u64, CollectiveError> {
-        self.progress_unless_helped();
+        self.progress_unless_threaded();
         self.usable(operation.signature.kind.name())?;
         let (context, sequence) = (operation.group.context, operation.sequence);
         self.started.insert(context, sequence + 1);
@@ -88,30 +88,30 @@ impl Core {
             .early_mismatch(&operation)
             .and_then(|()| self.step(&mut operation));
         self.settle(id, operation, begun);
-        self.progress_unless_helped();
-        if let Some((_, bell)) = &self.helper {
+        self.progress_unless_threaded();
+        if let Some((_, bell)) = &self.progress_thread {
             bell.ring();
         }
         Ok(id)
     }
 
     /// An operation that is not finished.
-    pub fn under_way(&self) -> Option<String> {
+    pub fn in_flight(&self) -> Option<String> {
         let first = self.operations.values().next();
         first.map(|operation| operation.at().to_string())
     }
 
-    /// Whether all that is under way will be asked for by nobody.
+    /// Whether all that is in flight will be asked for by nobody.
     pub fn abandoned_only(&self) -> bool {
         let mut operations = self.operations.values();
         !self.operations.is_empty() && operations.all(|operation| operation.abandoned)
     }
 
-    /// Ends the engine in good order; no rank has anything under way. Another thread may
+    /// Ends the transport in good order; no rank has anything in flight. Another thread may
     /// have begun something in a group that was split off: that is an error, there too.
     pub fn close(&mut self) -> Result<(), CollectiveError> {
         self.usable("finish")?;
-        if let Some(busy) = self.under_way() {
+        if let Some(busy) = self.in_flight() {
             let error = CollectiveError::Invalid {
                 operation: "finish".to_string(),
                 reason: format!("{busy} was begun meanwhile; wait for it first"),
@@ -121,10 +121,10 @@ impl Core {
         }
         let ended = |reason: String| CollectiveError::Setup { reason };
         self.failure = Some(ended("the world was ended by `finish`".to_string()));
-        self.engine.close().map_err(ended)
+        self.transport.close().map_err(ended)
     }
 
-    /// As if something had failed before what is under way was begun.
+    /// As if something had failed before what is in flight was begun.
     #[cfg(test)]
     pub fn fail_before(&mut self, error: CollectiveError) {
         self.failure = Some(error);
@@ -161,7 +161,7 @@ impl Core {
         self.drive_some(|_| true, false)
     }
 
-    /// Takes letters and drives the operations that are wanted, until the first that moves or
+    /// Takes eager messages and drives the operations that are wanted, until the first that moves or
     /// all of them; whether anything was done.
     fn drive_some(
         &mut self,
@@ -169,13 +169,13 @@ impl Core {
         first: bool,
     ) -> Result<bool, (Option<u64>, CollectiveError)> {
         let mut changed = false;
-        while let Some(letter) = self
-            .engine
-            .collect()
+        while let Some(message) = self
+            .transport
+            .receive_eager()
             .map_err(|reason| (None, self.engine_error(self.nowhere(), reason)))?
         {
             changed = true;
-            self.arrive(&letter)?;
+            self.arrive(&message)?;
         }
         let ids = self.operations.keys().copied();
         let ids: Vec<u64> = ids.filter(|id| wanted(*id)).collect();
@@ -228,7 +228,7 @@ impl Core {
         self.receive(operation)?;
         let mut failed = None;
         operation.sending.retain(|(_, ticket)| {
-            let sent = self.engine.finished(*ticket);
+            let sent = self.transport.finished(*ticket);
             sent.map(|sent| !sent).unwrap_or_else(|reason| {
                 failed = Some(reason);
                 true
@@ -261,8 +261,8 @@ impl Core {
         operation: &Operation,
         incoming: &mut Incoming,
     ) -> Result<bool, CollectiveError> {
-        let Incoming { bundle, parcel } = incoming;
-        let ticket = match *parcel {
+        let Incoming { bundle, rendezvous } = incoming;
+        let ticket = match *rendezvous {
             Some(ticket) => ticket,
             None => match self.arrived.remove(&operation.key(bundle.peer)) {
                 None => return self.check_order(operation, bundle.peer).map(|()| false),
@@ -273,17 +273,17 @@ impl Core {
                             spread(&data, &bundle.parts);
                             return Ok(true);
                         }
-                        Body::Parcel { tag } => tag,
+                        Body::Rendezvous { tag } => tag,
                     };
                     // SAFETY: the memory is the operation's, which lives until this
                     // has ended; see `end`.
-                    let begun = unsafe { self.engine.receive(bundle.peer, tag, &bundle.parts) };
+                    let begun = unsafe { self.transport.receive(bundle.peer, tag, &bundle.parts) };
                     let at = || operation.at();
-                    *parcel.insert(begun.map_err(|reason| self.engine_error(at(), reason))?)
+                    *rendezvous.insert(begun.map_err(|reason| self.engine_error(at(), reason))?)
                 }
             },
         };
-        let finished = self.engine.finished(ticket);
+        let finished = self.transport.finished(ticket);
         finished.map_err(|reason| self.engine_error(operation.at(), reason))
     }
 
@@ -327,38 +327,38 @@ impl Core {
         let body = if inline {
             Body::Inline(gathered(&bundle.parts))
         } else {
-            self.tags[bundle.peer] = if tag == self.engine.last_tag() {
+            self.tags[bundle.peer] = if tag == self.transport.last_tag() {
                 0
             } else {
                 tag + 1
             };
-            Body::Parcel { tag }
+            Body::Rendezvous { tag }
         };
-        let letter = Letter::Message {
-            key: operation.key(self.engine.rank()),
+        let message = EagerMessage::Message {
+            key: operation.key(self.transport.rank()),
             signature: operation.signature.clone(),
             pieces: bundle.pieces,
             body,
         };
-        self.engine.post(bundle.peer, &letter.encode())?;
+        self.transport.send_eager(bundle.peer, &message.encode())?;
         if !inline {
             // SAFETY: the memory is the operation's, which lives until this has ended;
             // see `end`.
-            let begun = unsafe { self.engine.send(bundle.peer, tag, &bundle.parts) };
+            let begun = unsafe { self.transport.send(bundle.peer, tag, &bundle.parts) };
             operation.sending.push((bundle.peer, begun?));
         }
         Ok(())
     }
 
     fn arrive(&mut self, bytes: &[u8]) -> Result<(), (Option<u64>, CollectiveError)> {
-        match Letter::decode(bytes) {
-            Some(Letter::Message {
+        match EagerMessage::decode(bytes) {
+            Some(EagerMessage::Message {
                 key,
                 signature,
                 pieces,
                 body,
             }) => self.message_arrived(key, signature, pieces, body),
-            Some(Letter::Failure { from, reason }) => Err((
+            Some(EagerMessage::Failure { from, reason }) => Err((
                 None,
                 CollectiveError::Peer {
                     at: self.nowhere(),
@@ -367,7 +367,7 @@ impl Core {
                 },
             )),
             None => {
-                let reason = "a letter cannot be read: the ranks run different versions";
+                let reason = "a message cannot be read: the ranks run different versions";
                 let error = self.engine_error(self.nowhere(), reason.to_string());
                 Err((None, error))
             }
@@ -378,7 +378,7 @@ impl Core {
         &mut self,
         key: Key,
         signature: Signature,
-        pieces: Pieces,
+        pieces: PartSizes,
         body: Body,
     ) -> Result<(), (Option<u64>, CollectiveError)> {
         let heard = self
@@ -404,7 +404,7 @@ impl Core {
         Ok(())
     }
 
-    /// Letters that came before the operation was called here.
+    /// Eager messages that came before the operation was called here.
     fn early_mismatch(&self, operation: &Operation) -> Result<(), CollectiveError> {
         let same = |key: &Key| {
             key.context == operation.group.context && key.sequence == operation.sequence
@@ -414,7 +414,7 @@ impl Core {
             .try_for_each(|(key, (signature, ..))| compare(operation, key.from as usize, signature))
     }
 
-    /// Letters that nobody has asked for.
+    /// Eager messages that nobody has asked for.
     fn leftover(&self, operation: &Operation) -> Result<(), CollectiveError> {
         let left = self.arrived.iter().find(|(key, _)| {
             key.context == operation.group.context && key.sequence == operation.sequence
@@ -460,7 +460,7 @@ fn compare(operation: &Operation, from: usize, theirs: &Signature) -> Result<(),
 fn compare_pieces(
     operation: &Operation,
     ours: &Bundle,
-    theirs: &Pieces,
+    theirs: &PartSizes,
 ) -> Result<(), CollectiveError> {
     match ours.pieces.difference(theirs) {
         None => Ok(()),
@@ -475,8 +475,8 @@ fn compare_pieces(
 }
 
 /// The bytes of parts of an operation, one after the other.
-fn gathered(parts: &[Part]) -> Vec<u8> {
-    let mut data = Vec::with_capacity(Part::total(parts));
+fn gathered(parts: &[MemoryRange]) -> Vec<u8> {
+    let mut data = Vec::with_capacity(MemoryRange::total(parts));
     for part in parts {
         // SAFETY: the operation keeps so many bytes there.
         data.extend_from_slice(unsafe { std::slice::from_raw_parts(part.address, part.bytes) });
@@ -485,7 +485,7 @@ fn gathered(parts: &[Part]) -> Vec<u8> {
 }
 
 /// Puts as many bytes as they have into parts of an operation.
-fn spread(data: &[u8], parts: &[Part]) {
+fn spread(data: &[u8], parts: &[MemoryRange]) {
     let mut data = data;
     for part in parts {
         let (own, rest) = data.split_at(part.bytes);
@@ -503,7 +503,7 @@ impl Drop for Core {
         if self.operations.is_empty() {
             return;
         }
-        let released = self.engine.revoke();
+        let released = self.transport.revoke();
         for (_, operation) in std::mem::take(&mut self.operations) {
             failure::end(operation, released);
         }

@@ -4,11 +4,11 @@ use super::Core;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A core that a rank and its [`Helper`](crate::Helper) take turns with. Every call of an
-/// engine is made by whoever has it locked.
+/// A core that a rank and its [`ProgressThread`](crate::ProgressThread) take turns with. Every call of an
+/// transport is made by whoever has it locked.
 pub(crate) struct Shared {
     core: Mutex<Core>,
-    /// Callers that want it, before whom the helper stands back.
+    /// Callers that want it, before whom the progress thread stands back.
     wanted: AtomicUsize,
 }
 

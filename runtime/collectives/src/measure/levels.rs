@@ -135,8 +135,8 @@ impl Place {
             if same_node {
                 shape.rank(node, step(place, i + 1, per_node))
             } else {
-                let (far, beside) = (i % (nodes - 1) + 1, i / (nodes - 1));
-                shape.rank(step(node, far, nodes), step(place, beside, per_node))
+                let (far, overlapped) = (i % (nodes - 1) + 1, i / (nodes - 1));
+                shape.rank(step(node, far, nodes), step(place, overlapped, per_node))
             }
         };
         Place {

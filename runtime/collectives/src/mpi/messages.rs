@@ -1,24 +1,24 @@
-//! The messages of a parcel, which follow from its sizes alone: both sides have the same.
+//! The messages of a rendezvous message, which follow from its sizes alone: both sides have the same.
 //!
 //! Libraries send a small message at once, and ask before a large one whether it is waited for
 //! (Open MPI over TCP: 64 KiB with what it adds). The answer comes behind everything that the
 //! other rank sends, so that an exchange of messages somewhat larger takes a quarter longer
-//! than its bytes do. Parcels that are not much larger go at once, in several messages.
+//! than its bytes do. Rendezvous messages that are not much larger go at once, in several messages.
 
-use crate::engine::Part;
+use crate::transport::MemoryRange;
 
 /// Bytes of a message that libraries send at once.
 const AT_ONCE: usize = 60 << 10;
-/// Bytes of a parcel that goes so. A rank that is late keeps it in the library's memory; and of
+/// Bytes of a rendezvous message that goes so. A rank that is late keeps it in the library's memory; and of
 /// a larger one the question is a small part.
 const KEPT: usize = 1 << 20;
-/// Bytes from which parts of a larger parcel, on average, are messages of their own: libraries
+/// Bytes from which parts of a larger rendezvous message, on average, are messages of their own: libraries
 /// copy what lies apart through small buffers.
 const APART: usize = 64 << 10;
 
-/// The messages of a parcel, each of the parts that it lists, at most `most` bytes.
-pub(super) fn messages(parts: &[Part], most: usize) -> Vec<Vec<Part>> {
-    let total = Part::total(parts);
+/// The messages of a rendezvous message, each of the parts that it lists, at most `most` bytes.
+pub(super) fn messages(parts: &[MemoryRange], most: usize) -> Vec<Vec<MemoryRange>> {
+    let total = MemoryRange::total(parts);
     if total <= KEPT {
         let messages = total.div_ceil(AT_ONCE.min(most)).max(1);
         return in_equal(parts, total.div_ceil(messages).max(1));
@@ -33,13 +33,13 @@ pub(super) fn messages(parts: &[Part], most: usize) -> Vec<Vec<Part>> {
 }
 
 /// Messages of so many bytes, and one of what is left.
-fn in_equal(parts: &[Part], bytes: usize) -> Vec<Vec<Part>> {
+fn in_equal(parts: &[MemoryRange], bytes: usize) -> Vec<Vec<MemoryRange>> {
     let (mut list, mut message, mut room) = (Vec::new(), Vec::new(), bytes);
     for part in parts {
         let mut offset = 0;
         while offset < part.bytes {
             let taken = (part.bytes - offset).min(room);
-            message.push(Part {
+            message.push(MemoryRange {
                 address: part.address.wrapping_add(offset),
                 bytes: taken,
             });
@@ -57,8 +57,8 @@ fn in_equal(parts: &[Part], bytes: usize) -> Vec<Vec<Part>> {
 }
 
 /// Those that follow each other as one.
-pub(super) fn joined(parts: &[Part]) -> Vec<Part> {
-    let mut list: Vec<Part> = Vec::new();
+pub(super) fn joined(parts: &[MemoryRange]) -> Vec<MemoryRange> {
+    let mut list: Vec<MemoryRange> = Vec::new();
     for part in parts {
         match list.last_mut() {
             Some(last) if last.address.wrapping_add(last.bytes) == part.address => {
@@ -74,19 +74,19 @@ pub(super) fn joined(parts: &[Part]) -> Vec<Part> {
 mod tests {
     use super::*;
 
-    fn part(at: usize, bytes: usize) -> Part {
-        Part {
+    fn part(at: usize, bytes: usize) -> MemoryRange {
+        MemoryRange {
             address: std::ptr::without_provenance_mut(at),
             bytes,
         }
     }
 
-    fn read(list: &[Part]) -> Vec<(usize, usize)> {
-        let one = |part: &Part| (part.address.addr(), part.bytes);
+    fn read(list: &[MemoryRange]) -> Vec<(usize, usize)> {
+        let one = |part: &MemoryRange| (part.address.addr(), part.bytes);
         list.iter().map(one).collect()
     }
 
-    fn cut(parts: &[Part], most: usize) -> Vec<Vec<(usize, usize)>> {
+    fn cut(parts: &[MemoryRange], most: usize) -> Vec<Vec<(usize, usize)>> {
         messages(parts, most)
             .iter()
             .map(|list| read(list))
@@ -122,7 +122,7 @@ mod tests {
             [((1 << 40) + 2 * KEPT, KEPT)],
         ];
         assert_eq!(cut(&large, 2 * KEPT), expected);
-        let many: Vec<Part> = (0..40).map(|i| part(i << 20, KEPT / 32)).collect();
+        let many: Vec<MemoryRange> = (0..40).map(|i| part(i << 20, KEPT / 32)).collect();
         assert_eq!(cut(&many, 1 << 30), [read(&many)]);
     }
 
@@ -132,8 +132,8 @@ mod tests {
         for sizes in [vec![1, 70_000, 3, 65_536], vec![KEPT - 5, 5], vec![KEPT, 1]] {
             let lie = |apart: usize| -> Vec<Vec<usize>> {
                 let at = |i: usize| sizes[..i].iter().sum::<usize>() + i * apart;
-                let parts: Vec<Part> = (0..sizes.len()).map(|i| part(at(i), sizes[i])).collect();
-                let bytes = |list: &Vec<Part>| list.iter().map(|part| part.bytes).collect();
+                let parts: Vec<MemoryRange> = (0..sizes.len()).map(|i| part(at(i), sizes[i])).collect();
+                let bytes = |list: &Vec<MemoryRange>| list.iter().map(|part| part.bytes).collect();
                 messages(&parts, 1 << 30).iter().map(bytes).collect()
             };
             assert_eq!(lie(0), lie(1 << 22));

@@ -8,7 +8,7 @@
 //! ranks are there.
 
 mod abi;
-mod engine;
+mod transport;
 mod find;
 mod messages;
 mod table;
@@ -82,9 +82,9 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
     let path = calls.library().to_string();
     let setup = |reason| CollectiveError::Setup { reason };
-    let version = engine::version(&*calls).map_err(setup)?;
+    let version = transport::version(&*calls).map_err(setup)?;
     find::fits(launched.as_ref(), abi.name, (&path, &version))?;
-    let mpi = engine::Mpi::start(calls, abi, deadline).map_err(setup)?;
+    let mpi = transport::Mpi::start(calls, abi, deadline).map_err(setup)?;
     let communicator = Communicator::new(Box::new(mpi), device).with_deadline(deadline);
     match launched {
         Some(world) => world.must_be(&communicator, &path).map(|()| communicator),
@@ -103,7 +103,7 @@ pub const NOT_TOGETHER: i32 = watch::CODE;
 pub fn probe(options: &Options) -> Result<Found, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
-    let version = engine::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
+    let version = transport::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
     Ok(Found {
         version,
         interface: abi.name,

@@ -134,7 +134,7 @@ impl Comm {
         (!self.ended.load(Ordering::SeqCst) && !self.is_null()).then_some(entered)
     }
 
-    /// Ends all that is under way, also kernels that wait for other ranks. It may take as
+    /// Ends all that is in flight, also kernels that wait for other ranks. It may take as
     /// long as the library likes, and belongs on a thread that nobody waits for.
     pub fn abort(&self) {
         if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {
@@ -154,7 +154,7 @@ impl Comm {
         unsafe { self.api.table.abort(raw) };
     }
 
-    /// Ends it in good order; nothing is under way.
+    /// Ends it in good order; nothing is in flight.
     pub fn close(&self, until: Instant) -> Result<(), String> {
         let finalized = self.finalize(until);
         if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {

@@ -19,13 +19,13 @@ impl Nccl {
         while self.world.board.abandoned_only() && start.elapsed() < deadline {
             std::thread::yield_now();
         }
-        let busy = self.world.board.under_way().unwrap_or_default();
+        let busy = self.world.board.in_flight().unwrap_or_default();
         let all = self.gather_bytes(busy.as_bytes(), call)?;
         if let Some(busy) = all.iter().find(|busy| !busy.is_empty()) {
             return Err(CollectiveError::Invalid {
                 operation: "finish".to_string(),
                 reason: format!(
-                    "{} is still under way; wait for it first",
+                    "{} is still in flight; wait for it first",
                     String::from_utf8_lossy(busy)
                 ),
             });

@@ -12,10 +12,10 @@ use crate::communicator::{Communicator, Job};
 use crate::error::At;
 use crate::groups::numbers;
 use crate::handle::Handle;
-use crate::letter::{Kind, Signature};
+use crate::eager::{Kind, Signature};
 use crate::operation::{Group, Next};
 use crate::plan::{self, HopOrder, Schedule, HopCounts, Plan};
-use crate::{CollectiveError, Element, Reduction, Slice, by_way};
+use crate::{CollectiveError, Element, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 pub struct Nccl {
     pub(super) world: Arc<World>,
     pub(super) comm: Arc<Comm>,
-    /// The same ranks by letters, where there is something that carries them.
+    /// The same ranks by eager messages, where there is something that carries them.
     pub(super) control: Option<Communicator>,
     pub(super) group: Arc<Group>,
     pub(super) sequence: u64,
@@ -33,7 +33,7 @@ pub struct Nccl {
 }
 
 type Done = Result<(), CollectiveError>;
-pub(super) type Started = Result<Handle, CollectiveError>;
+pub(super) type BegunHandle = Result<Handle, CollectiveError>;
 
 /// An operation before it is on the stream.
 pub(super) struct Task<'a> {
@@ -46,7 +46,7 @@ pub(super) struct Task<'a> {
     /// Why the host has to wait in the middle of it, if it has to.
     pub(super) waits: Option<&'static str>,
     /// The stream that it is on, where that is not the device's own.
-    beside: Option<Arc<dyn StreamDevice>>,
+    overlapped: Option<Arc<dyn StreamDevice>>,
 }
 
 impl Nccl {
@@ -58,7 +58,7 @@ impl Nccl {
     }
 
     /// The library, with its version.
-    pub fn engine(&self) -> String {
+    pub fn transport(&self) -> String {
         self.world.api.name()
     }
 
@@ -85,7 +85,7 @@ impl Nccl {
             agreement: None,
             keep: Vec::new(),
             waits: None,
-            beside: None,
+            overlapped: None,
         }
     }
 
@@ -125,7 +125,7 @@ impl Nccl {
         &mut self,
         task: Task<'_>,
         launch: impl FnOnce(&Launch<'_>) -> Done,
-    ) -> Started {
+    ) -> BegunHandle {
         self.usable(task.kind)?;
         let capturing = self.world.device.capturing();
         let deadline = task.call.deadline.unwrap_or(self.deadline);
@@ -154,18 +154,18 @@ impl Nccl {
                 .as_ref()
                 .map(|control| Arc::clone(control.core())),
             agreement,
-            beside: None,
+            overlapped: None,
         };
         // Nothing of a graph runs now, so that its ranks can wait for each other here.
         let agreed = match (&capturing, work.agreement.take_if(|_| capturing.is_some())) {
             (Some(_), Some(agreement)) => agreement.wait(),
             _ => Ok(()),
         };
-        let streams = (task.beside.as_deref(), capturing.is_some());
+        let streams = (task.overlapped.as_deref(), capturing.is_some());
         let launched = agreed.and_then(|()| self.launch(&at, streams, launch));
         match launched {
             Ok(event) => {
-                work.beside = event.clone().filter(|_| task.beside.is_some());
+                work.overlapped = event.clone().filter(|_| task.overlapped.is_some());
                 board.launched(id, event);
             }
             Err(error) => board.fail(Some(id), error),
@@ -176,14 +176,14 @@ impl Nccl {
     fn launch(
         &self,
         at: &At,
-        (beside, capturing): (Option<&dyn StreamDevice>, bool),
+        (overlapped, capturing): (Option<&dyn StreamDevice>, bool),
         launch: impl FnOnce(&Launch<'_>) -> Done,
     ) -> Result<Option<Arc<dyn moesaic_target::Event>>, CollectiveError> {
         let device = |error: DeviceError| CollectiveError::Device {
             at: Box::new(at.clone()),
             reason: error.to_string(),
         };
-        let gpu = match beside {
+        let gpu = match overlapped {
             Some(stream) => stream,
             None => {
                 if !capturing {
@@ -210,7 +210,7 @@ impl Nccl {
             return Ok(None);
         }
         let event = gpu.record().map_err(device)?;
-        if beside.is_some() {
+        if overlapped.is_some() {
             self.world.goes_on(&event);
         }
         Ok(Some(event))
@@ -246,7 +246,7 @@ impl Nccl {
         inputs: &[&Slice],
         outputs: &[&Slice],
         plan: Plan,
-    ) -> Started {
+    ) -> BegunHandle {
         self.start_plans(task, inputs, outputs, plan, None)
     }
 
@@ -257,18 +257,18 @@ impl Nccl {
         outputs: &[&Slice],
         plan: Plan,
         next: Option<Next>,
-    ) -> Started {
+    ) -> BegunHandle {
         let own = |list: &[&Slice]| -> Vec<Slice> { list.iter().map(|s| (*s).clone()).collect() };
         if let (Some(graph), Some(why)) = (self.world.device.capturing(), task.waits) {
             let reason = format!("it cannot be a part of graph `{graph}`: {why}");
             return Err(checks::invalid(task.kind, reason));
         }
         let failed = |error: DeviceError| checks::invalid(task.kind, error.to_string());
-        let may = task.call.beside && next.is_none() && plan.only_moves();
+        let may = task.call.overlapped && next.is_none() && plan.only_moves();
         if may && self.world.device.capturing().is_none() {
-            task.beside = Some(self.world.beside().map_err(failed)?);
+            task.overlapped = Some(self.world.overlapped().map_err(failed)?);
         }
-        let scratch = match task.beside {
+        let scratch = match task.overlapped {
             Some(_) => self.world.scratch_beside(plan.scratch),
             None => self.world.scratch(plan.scratch),
         };
@@ -320,7 +320,7 @@ impl Collectives for Nccl {
         output: &Slice,
         algorithm: Algorithm,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         let kind = Kind::AllToAll;
         let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, input.elements());
@@ -343,7 +343,7 @@ impl Collectives for Nccl {
                 self.start_plan(task, &[input], &[output], plan)
             }
             (Some(hops), _) => {
-                let plan = by_way::equal(hops, rank, part).packed();
+                let plan = hierarchical::equal(hops, rank, part).packed();
                 self.start_plan(task, &[input], &[output], plan)
             }
         }
@@ -357,7 +357,7 @@ impl Collectives for Nccl {
         receives: &[usize],
         algorithm: Algorithm,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         let kind = Kind::AllToAllByCounts;
         let rank = self.rank();
         let Counted {
@@ -383,14 +383,14 @@ impl Collectives for Nccl {
             }
             Some(hops) => {
                 task.waits = Some("its second phase follows from what the first has brought");
-                let (first, next) = by_way::counted(hops, rank, sends, receives);
+                let (first, next) = hierarchical::counted(hops, rank, sends, receives);
                 let next: Next = Box::new(|scratch| next(scratch).map(Plan::packed));
                 self.start_plans(task, &[input], &[output], first.packed(), Some(next))
             }
         }
     }
 
-    fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> Started {
+    fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> BegunHandle {
         let kind = Kind::AllGather;
         checks::all_gather(input, output, (self.rank(), self.size()))?;
         let mut task = self.data_task(kind, call, input, input.elements());
@@ -412,7 +412,7 @@ impl Collectives for Nccl {
         output: &Slice,
         reduction: Reduction,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         let counts = checks::reduce_scatter(input, output, self.size())?;
         self.reduce_scatter_v(input, &counts, output, reduction, call)
     }
@@ -425,7 +425,7 @@ impl Collectives for Nccl {
         output: &Slice,
         reduction: Reduction,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         let kind = Kind::ReduceScatter;
         let own = (self.rank(), self.size());
         let sizes = checks::reduce_scatter_v(input, counts, output, own)?;
@@ -456,7 +456,7 @@ impl Collectives for Nccl {
         output: &Slice,
         reduction: Reduction,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         let kind = Kind::AllReduce;
         checks::all_reduce(input, output)?;
         let mut task = self.data_task(kind, call, input, input.elements());
@@ -480,7 +480,7 @@ impl Collectives for Nccl {
         })
     }
 
-    fn broadcast(&mut self, data: &Slice, root: usize, call: &Call) -> Started {
+    fn broadcast(&mut self, data: &Slice, root: usize, call: &Call) -> BegunHandle {
         let kind = Kind::Broadcast;
         checks::broadcast(root, self.size())?;
         let mut task = self.data_task(kind, call, data, data.elements());
@@ -497,19 +497,19 @@ impl Collectives for Nccl {
         })
     }
 
-    fn exchange(&mut self, sends: &[Transfer], receives: &[Transfer], call: &Call) -> Started {
+    fn exchange(&mut self, sends: &[Transfer], receives: &[Transfer], call: &Call) -> BegunHandle {
         let kind = Kind::Exchange;
         let rank = self.rank();
         checks::transfers(kind, rank, self.size(), sends, receives)?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
-        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
+        let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let mut task = self.task(kind, call);
         task.agreement = Some(plan::sizes(rank, &to, &from));
         let plan = plan::exchange(rank, &to, &from);
         self.start_plan(task, &slices(sends), &slices(receives), plan)
     }
 
-    fn tell(
+    fn exchange_counts(
         &mut self,
         algorithm: Algorithm,
         pieces: usize,
@@ -525,11 +525,11 @@ impl Collectives for Nccl {
         receives: &[Transfer],
         schedule: &dyn Schedule,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         self.exchange_over_ranks(sends, receives, schedule, call)
     }
 
-    fn barrier(&mut self, call: &Call) -> Started {
+    fn barrier(&mut self, call: &Call) -> BegunHandle {
         let mut task = self.task(Kind::Barrier, call);
         task.keep = vec![self.world.token.clone()];
         let at = self.world.token.address();

@@ -51,7 +51,7 @@ impl Launch<'_> {
         checked("ncclGroupStart", started)
             .and(called.or_else(|(function, code)| checked(function, code)))
             .and(checked("ncclGroupEnd", ended))
-            .map_err(|reason| self.engine(reason))?;
+            .map_err(|reason| self.transport(reason))?;
         self.settle()
     }
 
@@ -80,17 +80,17 @@ impl Launch<'_> {
             if let Some(failure) = self.world.board.failure() {
                 return Err(failure);
             }
-            if comm.settled().map_err(|reason| self.engine(reason))? {
+            if comm.settled().map_err(|reason| self.transport(reason))? {
                 return Ok(());
             }
             std::thread::sleep(PAUSE);
         }
     }
 
-    pub fn engine(&self, reason: String) -> CollectiveError {
-        CollectiveError::Engine {
+    pub fn transport(&self, reason: String) -> CollectiveError {
+        CollectiveError::Transport {
             at: Box::new(self.at.clone()),
-            engine: self.comm.api().name(),
+            transport: self.comm.api().name(),
             reason,
         }
     }

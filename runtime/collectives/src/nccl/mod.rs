@@ -6,12 +6,12 @@
 //! it asks. So a layer may drop the handle and go on; it may also capture operations into
 //! a graph.
 //!
-//! Data go by the library, and what ranks have to agree on by letters of another engine,
+//! Data go by the library, and what ranks have to agree on by eager messages of another transport,
 //! MPI or threads, where there is one: which operation this is, its type and sizes. A rank
 //! that calls something else, or is late, is found and named by that. [`Checks::Off`]
 //! leaves it out.
 
-mod by_way;
+mod hierarchical;
 mod card;
 mod comm;
 mod end;
@@ -41,7 +41,7 @@ use world::Parts;
 /// Whether ranks tell each other what they call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Checks {
-    /// In every operation, by letters on the host, while the data are on their way.
+    /// In every operation, by eager messages on the host, while the data are on their way.
     #[default]
     Every,
     /// Never: ranks that call different things end at their deadlines, or with wrong data.
@@ -51,7 +51,7 @@ pub enum Checks {
 /// In which order values of ranks are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sums {
-    /// That of ranks: the same bytes as with any other engine.
+    /// That of ranks: the same bytes as with any other transport.
     #[default]
     InOrder,
     /// The library's own: faster for large data; the same bytes in every run only for the
@@ -98,7 +98,7 @@ impl Options {
 }
 
 /// The ranks that a launcher has started, this process one of them. Waits until all have
-/// come. Under MPI its letters stay to compare operations; where ranks have met in a folder
+/// come. Under MPI its eager messages stay to compare operations; where ranks have met in a folder
 /// or at an address nothing does, as with [`Checks::Off`].
 ///
 /// # Errors
@@ -133,8 +133,8 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
         }
         Meeting::Alone => {
             let alone = crate::threads::world(1).into_iter().next();
-            let engine = alone.ok_or_else(|| find::setup("there is no rank".to_string()))?;
-            let control = Communicator::new(Box::new(engine), Arc::clone(&device));
+            let transport = alone.ok_or_else(|| find::setup("there is no rank".to_string()))?;
+            let control = Communicator::new(Box::new(transport), Arc::clone(&device));
             over(control, device, options)
         }
         meeting => {

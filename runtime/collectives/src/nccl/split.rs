@@ -3,7 +3,7 @@
 use super::group::Nccl;
 use crate::api::{Call, Collectives};
 use crate::communicator::Communicator;
-use crate::letter::Kind;
+use crate::eager::Kind;
 use crate::operation::Group;
 use crate::{CollectiveError, Element, Slice, checks};
 use moesaic_target::DeviceError;
@@ -14,7 +14,7 @@ struct Part {
     /// By rank in the world.
     members: Vec<usize>,
     rank: usize,
-    /// The group by letters.
+    /// The group by eager messages.
     control: Option<Communicator>,
 }
 
@@ -110,7 +110,7 @@ impl Nccl {
         let handle = self.start(task, |launch| {
             let comm = parent
                 .begin_split(number, place)
-                .map_err(|reason| launch.engine(reason))?;
+                .map_err(|reason| launch.transport(reason))?;
             let comm = Arc::new(comm);
             launch.world.board.add_comm(&comm);
             launch.wait_for(&parent)?;

@@ -1,4 +1,4 @@
-//! What is under way on the device, and its end when it takes too long.
+//! What is in flight on the device, and its end when it takes too long.
 //!
 //! Three threads share the work, so that none can hold up the end of another. The
 //! *prober* asks the driver and the library how far things are; a driver that is stuck
@@ -171,13 +171,13 @@ impl Board {
     }
 
     /// An operation that is not over.
-    pub fn under_way(&self) -> Option<String> {
+    pub fn in_flight(&self) -> Option<String> {
         let state = self.lock();
         let running = state.work.values().find(|work| !work.done);
         running.map(|work| work.at.to_string())
     }
 
-    /// Whether all that is under way will be asked for by nobody.
+    /// Whether all that is in flight will be asked for by nobody.
     pub fn abandoned_only(&self) -> bool {
         let state = self.lock();
         let mut running = state.work.values().filter(|work| !work.done).peekable();
@@ -254,9 +254,9 @@ impl Board {
         for (id, comm) in comms {
             let state = comm.enter().map(|entered| entered.state());
             if let Some(Err(reason)) = state {
-                let error = self.at(*id, |at| CollectiveError::Engine {
+                let error = self.at(*id, |at| CollectiveError::Transport {
                     at,
-                    engine: comm.api.name(),
+                    transport: comm.api.name(),
                     reason,
                 });
                 return error.map_or(Ok(()), |error| Err((Some(*id), error)));
@@ -328,7 +328,7 @@ impl Board {
         state
     }
 
-    /// The undertaker. The device may use the memory of what was under way until the
+    /// The undertaker. The device may use the memory of what was in flight until the
     /// library says otherwise, so it is let go of after that, or never.
     fn bury(&self, comms: Vec<Arc<Comm>>) {
         for comm in comms.iter().rev() {

@@ -24,12 +24,12 @@ pub struct World {
     /// A number that a barrier moves.
     pub token: Slice,
     scratch: Mutex<Scratch>,
-    beside: Mutex<Option<Beside>>,
+    overlapped: Mutex<Option<OverlapStream>>,
 }
 
 /// Another stream of the device. No operation of it runs at the same time as one of the
 /// device's own: each waits for those before it, so that the library never has two at once.
-struct Beside {
+struct OverlapStream {
     stream: Arc<dyn StreamDevice>,
     /// Behind the last operation, until the device's own stream waits for it.
     last: Option<Arc<dyn Event>>,
@@ -68,19 +68,19 @@ impl World {
             checks: parts.checks,
             token: Slice::whole(&buffer, Element::I32),
             scratch: Mutex::default(),
-            beside: Mutex::default(),
+            overlapped: Mutex::default(),
         })
     }
 
     /// The other stream, behind all that the device's own has so far.
-    pub fn beside(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
-        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn overlapped(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
+        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
         let own = self.device.streams()?;
-        let stream = match &*beside {
-            Some(beside) => Arc::clone(&beside.stream),
+        let stream = match &*overlapped {
+            Some(overlapped) => Arc::clone(&overlapped.stream),
             None => {
                 let stream = own.fork()?;
-                *beside = Some(Beside {
+                *overlapped = Some(OverlapStream {
                     stream: Arc::clone(&stream),
                     last: None,
                     scratch: Scratch::default(),
@@ -94,16 +94,16 @@ impl World {
 
     /// The device's own stream goes on behind the other one until `last`.
     pub fn goes_on(&self, last: &Arc<dyn Event>) {
-        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(beside) = &mut *beside {
-            beside.last = Some(Arc::clone(last));
+        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(overlapped) = &mut *overlapped {
+            overlapped.last = Some(Arc::clone(last));
         }
     }
 
     /// The device's own stream waits for all of the other one.
     pub fn join(&self) -> Result<(), DeviceError> {
-        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
-        match beside.as_mut().and_then(|beside| beside.last.take()) {
+        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
+        match overlapped.as_mut().and_then(|overlapped| overlapped.last.take()) {
             Some(last) => self.device.streams()?.wait(&*last),
             None => Ok(()),
         }
@@ -117,9 +117,9 @@ impl World {
 
     /// The same for an operation of the other stream.
     pub fn scratch_beside(&self, bytes: usize) -> Result<Slice, DeviceError> {
-        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
-        match &mut *beside {
-            Some(beside) => self.enough(&mut beside.scratch, bytes),
+        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *overlapped {
+            Some(overlapped) => self.enough(&mut overlapped.scratch, bytes),
             None => self.scratch(bytes),
         }
     }
@@ -163,7 +163,7 @@ pub struct OnStream {
     pub control: Option<Arc<Shared>>,
     pub agreement: Option<Handle>,
     /// Behind it on the other stream, where it is there.
-    pub beside: Option<Arc<dyn Event>>,
+    pub overlapped: Option<Arc<dyn Event>>,
 }
 
 impl OnStream {
@@ -225,15 +225,15 @@ impl Work for OnStream {
     }
 
     fn in_order(&self) -> bool {
-        self.beside.is_none()
+        self.overlapped.is_none()
     }
 
-    fn is_beside(&self) -> bool {
-        self.beside.is_some()
+    fn is_overlapped(&self) -> bool {
+        self.overlapped.is_some()
     }
 
     fn join(&mut self) -> Result<(), CollectiveError> {
-        let Some(event) = &self.beside else {
+        let Some(event) = &self.overlapped else {
             return Ok(());
         };
         let own = self.world.device.streams();
@@ -242,7 +242,7 @@ impl Work for OnStream {
     }
 }
 
-/// The other ranks learn of a failure from a rank's own call: what carries letters is
+/// The other ranks learn of a failure from a rank's own call: what carries eager messages is
 /// called by nobody else.
 pub fn tell(board: &Board, control: Option<&Arc<Shared>>) {
     if let (Some(failure), Some(control)) = (board.failure(), control) {
@@ -253,7 +253,7 @@ pub fn tell(board: &Board, control: Option<&Arc<Shared>>) {
     }
 }
 
-/// What ended the letters, such as the failure of another rank, ends the rest.
+/// What ended the eager messages, such as the failure of another rank, ends the rest.
 pub fn overhear(board: &Board, control: &Arc<Shared>) {
     let mut core = lock(control);
     core.progress();

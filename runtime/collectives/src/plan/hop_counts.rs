@@ -30,7 +30,7 @@ pub struct Block {
 }
 
 impl HopCounts {
-    /// What [`tell`] has left in the scratch memory.
+    /// What [`count_hops`] has left in the scratch memory.
     pub fn read(hops: HopOrder, rank: usize, pieces: usize, scratch: &[u8]) -> HopCounts {
         let tables = Tables::new(&hops, pieces);
         let table = |order: usize, stage: usize| {
@@ -197,7 +197,7 @@ impl Tables {
 
 /// Every rank tells those on the way of its parts what these are: `units[q * pieces + i]` is
 /// piece `i` for rank `q`. The result is a [`HopCounts`] in scratch.
-pub fn tell(hops: &HopOrder, rank: usize, pieces: usize, units: &[u64]) -> Plan {
+pub fn count_hops(hops: &HopOrder, rank: usize, pieces: usize, units: &[u64]) -> Plan {
     let tables = Tables::new(hops, pieces);
     let orders = 0..hops.orders.len();
     let write = |order| Step::Write(tables.of(order, 0).start, units.to_vec());

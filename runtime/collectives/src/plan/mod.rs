@@ -1,7 +1,7 @@
 //! Operations as data: which bytes go where, in which order.
 //!
 //! A plan is what one rank does in one operation. It follows from ranks, sizes and
-//! the shape of nodes alone; nothing in it names an engine or an address.
+//! the shape of nodes alone; nothing in it names an transport or an address.
 
 mod agree;
 mod exchange;
@@ -20,7 +20,7 @@ pub use exchange::{all_gather, all_to_all, exchange};
 pub use hop_order::{HopOrder, HopSchedule};
 pub use schedule::Schedule;
 pub use dedup_dispatch::{DedupMap, RowBytes, DedupDispatch, dedup_indices};
-pub use hop_counts::{Block, HopCounts, tell};
+pub use hop_counts::{Block, HopCounts, count_hops};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use over_hops::{Endpoints, all_to_all_with, exchange_with, routed};
 pub use dedup_combine::{IntraNodeCombine, DedupCombine};

@@ -54,7 +54,7 @@ fn operations(mut world: Communicator) {
     let found = mpi::probe(&mpi::Options::default()).unwrap();
     println!(
         "{} did every operation by {}",
-        world.engine(),
+        world.transport(),
         found.interface
     );
     world.finish(&call("finish")).unwrap();

@@ -55,7 +55,7 @@ struct Drawn {
     degree: usize,
     /// Bytes of a row.
     row: usize,
-    /// Which counts are zero beside a third of all: those of nobody, of the rows from one rank,
+    /// Which counts are zero overlapped a third of all: those of nobody, of the rows from one rank,
     /// to one, or all.
     empty: usize,
 }
@@ -88,7 +88,7 @@ impl Drawn {
         let passages = told(&hops(self.algorithm), self.experts, &|p, q, e| {
             self.rows(p, q, e)
         });
-        // Parts one by one, on many ranks one of them, and two that are under way at once.
+        // Parts one by one, on many ranks one of them, and two that are in flight at once.
         let single = (0..self.degree).filter(|number| self.ranks <= 8 || number % 4 == 1);
         let single = single.map(|number| number..number + 1);
         for parts in single.chain(std::iter::once(0..self.degree.min(2))) {

@@ -1,4 +1,4 @@
-//! What every engine must do, as ranks see it.
+//! What every transport must do, as ranks see it.
 #![allow(dead_code)]
 
 use moesaic_collectives::plan::Block;
@@ -138,7 +138,7 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
     };
     for algorithm in algorithms(ranks) {
         let hop_counts = world
-            .tell(algorithm, PIECES, &units, &call("counts"))
+            .exchange_counts(algorithm, PIECES, &units, &call("counts"))
             .unwrap();
         let expected = (0..ranks).flat_map(|p| (0..PIECES).map(move |i| rows(p, rank, i) as u64));
         assert!(
@@ -360,7 +360,7 @@ fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     assert_eq!(read(device, &receives[3].slice), part(rank, rank, 8));
 }
 
-/// Operations that are under way together, and finished in the other order.
+/// Operations that are in flight together, and finished in the other order.
 /// Rows of four experts in a row go to the next rank, where they lie apart and in another
 /// order, and come back.
 fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usize) {

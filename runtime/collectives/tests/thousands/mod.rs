@@ -201,7 +201,7 @@ fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
     let units: Vec<u64> = (0..ranks)
         .map(|q| rows(shape, rank, q).count() as u64)
         .collect();
-    let hop_counts = world.tell(Algorithm::InterFirst(shape), 1, &units, &patient());
+    let hop_counts = world.exchange_counts(Algorithm::InterFirst(shape), 1, &units, &patient());
     let hop_counts = Arc::new(hop_counts.unwrap());
     let dedup_indices = |node: usize| {
         let places = (0..shape.per_node).map(|place| shape.rank(node, place));

@@ -1,4 +1,4 @@
-//! How ranks that no other engine connects learn of each other: everybody's card comes to
+//! How ranks that no other transport connects learn of each other: everybody's card comes to
 //! everybody, by way of rank 0, once. Nothing goes on after that.
 
 mod file;
@@ -49,7 +49,7 @@ impl Meeting {
         if let Some(folder) = variable("MOESAIC_RENDEZVOUS") {
             return Ok(Meeting::Folder(folder.into()));
         }
-        // Also where torchrun's are set beside them.
+        // Also where torchrun's are set overlapped them.
         let mpi = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
         if mpi.into_iter().any(|name| variable(name).is_some()) || world.is_task_of_pmix(variable) {
             return Ok(Meeting::Mpi);

@@ -1,21 +1,21 @@
-//! MPI as an engine: non-blocking messages between two ranks, and nothing else.
+//! MPI as an transport: non-blocking messages between two ranks, and nothing else.
 
 use super::abi::{Abi, Handle, Status};
 use super::messages::{joined, messages};
 use super::table::{Calls, Message, TagBound};
 use super::watch::Watch;
-use crate::engine::{Engine, LETTER_BYTES, Part, Ticket};
+use crate::transport::{Transport, MAX_EAGER_BYTES, MemoryRange, Request};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::{Duration, Instant};
 
-/// The tag of letters; parcels have those after it.
-const LETTERS: c_int = 0;
+/// The tag of eager messages; rendezvous messages have those after it.
+const EAGER_TAG: c_int = 0;
 /// Bytes of one message where counts are `int`, and of the parts of a larger one.
 const CHUNK: usize = 1 << 30;
-/// Parcels between two ranks at one time are fewer.
+/// Rendezvous messages between two ranks at one time are fewer.
 const MOST_TAGS: u32 = 1 << 20;
-/// How long the end waits for letters to leave.
+/// How long the end waits for eager messages to leave.
 const CLOSING: Duration = Duration::from_secs(10);
 
 /// A rank that is a process under MPI.
@@ -29,13 +29,13 @@ pub struct Mpi {
     version: String,
     /// Whether this object has initialised MPI, and so ends it.
     owner: bool,
-    /// Room for the next letter, and its request. It is MPI's until the request is done.
-    letter: Box<[u8; LETTER_BYTES]>,
+    /// Room for the next eager message, and its request. It is MPI's until the request is done.
+    message: Box<[u8; MAX_EAGER_BYTES]>,
     awaited: usize,
-    /// Letters on their way.
+    /// Eager messages on their way.
     posted: Vec<(Box<[u8]>, usize)>,
-    /// Requests of parcels, those of one in the order of its parts.
-    parcels: HashMap<u64, Vec<usize>>,
+    /// Requests of rendezvous messages, those of one in the order of its parts.
+    rendezvous: HashMap<u64, Vec<usize>>,
     next: u64,
     closed: bool,
 }
@@ -52,10 +52,10 @@ impl Mpi {
             last_tag: 0,
             version: String::new(),
             owner: false,
-            letter: Box::new([0; LETTER_BYTES]),
+            message: Box::new([0; MAX_EAGER_BYTES]),
             awaited: 0,
             posted: Vec::new(),
-            parcels: HashMap::new(),
+            rendezvous: HashMap::new(),
             next: 0,
             closed: true,
         };
@@ -190,14 +190,14 @@ impl Mpi {
     }
 
     fn await_letter(&mut self) -> Result<(), String> {
-        let message = self.message(self.abi.any_source, LETTERS, LETTER_BYTES);
-        let room = self.letter.as_mut_ptr().cast();
+        let message = self.message(self.abi.any_source, EAGER_TAG, MAX_EAGER_BYTES);
+        let room = self.message.as_mut_ptr().cast();
         // SAFETY: the room is kept until the request is done, or for ever: see `drop`.
         let code = unsafe { self.calls.irecv(room, message, &mut self.awaited) };
         self.check("MPI_Irecv", code)
     }
 
-    /// Forgets letters that have left.
+    /// Forgets eager messages that have left.
     fn sweep(&mut self) -> Result<(), String> {
         let mut index = 0;
         while index < self.posted.len() {
@@ -220,24 +220,24 @@ impl Mpi {
         }
     }
 
-    /// Begins the messages of a parcel with `begin(address, message)`. How many there are
+    /// Begins the messages of a rendezvous message with `begin(address, message)`. How many there are
     /// follows from its bytes alone, so that both sides have the same.
-    fn parcel(
+    fn rendezvous(
         &mut self,
         peer: usize,
         tag: u32,
-        parts: &[Part],
+        parts: &[MemoryRange],
         begin: impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), String>,
-    ) -> Result<Ticket, String> {
+    ) -> Result<Request, String> {
         self.next += 1;
         let id = self.next;
         for message in messages(parts, self.chunk()) {
             let mut request = 0;
             self.begin(peer, tag, &joined(&message), &begin, &mut request)?;
             // Also after an error: MPI may touch memory of parts that were begun.
-            self.parcels.entry(id).or_default().push(request);
+            self.rendezvous.entry(id).or_default().push(request);
         }
-        Ok(Ticket(id))
+        Ok(Request(id))
     }
 
     /// Begins one message of parts that do not follow each other.
@@ -245,7 +245,7 @@ impl Mpi {
         &self,
         peer: usize,
         tag: u32,
-        parts: &[Part],
+        parts: &[MemoryRange],
         begin: &impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), String>,
         request: &mut usize,
     ) -> Result<(), String> {
@@ -257,15 +257,15 @@ impl Mpi {
         let mut kind = self.layout(parts)?;
         (message.bytes, message.kind) = (1, Handle(kind));
         let begun = begin(self, address, message, request);
-        // SAFETY: made above; what is under way keeps what it needs of it.
+        // SAFETY: made above; what is in flight keeps what it needs of it.
         let code = unsafe { self.calls.type_free(&mut kind) };
         begun.and_then(|()| self.check("MPI_Type_free", code))
     }
 
     /// A type that is all of these parts, from the address of the first.
-    fn layout(&self, parts: &[Part]) -> Result<usize, String> {
+    fn layout(&self, parts: &[MemoryRange]) -> Result<usize, String> {
         let origin = parts[0].address.addr();
-        let place = |part: &Part| part.address.addr().wrapping_sub(origin) as isize;
+        let place = |part: &MemoryRange| part.address.addr().wrapping_sub(origin) as isize;
         let places: Vec<isize> = parts.iter().map(place).collect();
         let sizes: Vec<usize> = parts.iter().map(|part| part.bytes).collect();
         let mut kind = 0;
@@ -304,7 +304,7 @@ fn short(words: &str) -> String {
     words[..end].chars().take(80).collect()
 }
 
-impl Engine for Mpi {
+impl Transport for Mpi {
     fn name(&self) -> String {
         format!("MPI ({})", self.version)
     }
@@ -321,22 +321,22 @@ impl Engine for Mpi {
         self.last_tag
     }
 
-    fn post(&mut self, to: usize, letter: &[u8]) -> Result<(), String> {
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
         self.sweep()?;
-        let letter: Box<[u8]> = letter.into();
-        let message = self.message(to as c_int, LETTERS, letter.len());
+        let bytes: Box<[u8]> = message.into();
+        let message = self.message(to as c_int, EAGER_TAG, bytes.len());
         let mut request = 0;
-        // SAFETY: the letter is kept until the request is done, or for ever: see `drop`.
+        // SAFETY: the eager message is kept until the request is done, or for ever: see `drop`.
         let code = unsafe {
             self.calls
-                .isend(letter.as_ptr().cast(), message, &mut request)
+                .isend(bytes.as_ptr().cast(), message, &mut request)
         };
         self.check("MPI_Isend", code)?;
-        self.posted.push((letter, request));
+        self.posted.push((bytes, request));
         Ok(())
     }
 
-    fn collect(&mut self) -> Result<Option<Vec<u8>>, String> {
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
         self.sweep()?;
         let (mut request, mut status) = (self.awaited, Status::default());
         let done = self.done(&mut request, &mut status)?;
@@ -348,29 +348,29 @@ impl Engine for Mpi {
         // SAFETY: the status is the one that the library has filled.
         let code = unsafe { self.calls.get_count(&status, self.abi.byte, &mut count) };
         self.check("MPI_Get_count", code)?;
-        let letter = self.letter[..(count.max(0) as usize).min(LETTER_BYTES)].to_vec();
+        let message = self.message[..(count.max(0) as usize).min(MAX_EAGER_BYTES)].to_vec();
         self.await_letter()?;
-        Ok(Some(letter))
+        Ok(Some(message))
     }
 
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
-        self.parcel(to, tag, parts, |mpi, from, message, request| {
-            // SAFETY: the caller keeps the memory until the parcel is finished.
+    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+        self.rendezvous(to, tag, parts, |mpi, from, message, request| {
+            // SAFETY: the caller keeps the memory until the rendezvous message is finished.
             let code = unsafe { mpi.calls.isend(from, message, request) };
             mpi.check("MPI_Isend", code)
         })
     }
 
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
-        self.parcel(from, tag, parts, |mpi, to, message, request| {
+    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+        self.rendezvous(from, tag, parts, |mpi, to, message, request| {
             // SAFETY: as in `send`.
             let code = unsafe { mpi.calls.irecv(to, message, request) };
             mpi.check("MPI_Irecv", code)
         })
     }
 
-    fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
-        let Some(mut requests) = self.parcels.remove(&ticket.0) else {
+    fn finished(&mut self, ticket: Request) -> Result<bool, String> {
+        let Some(mut requests) = self.rendezvous.remove(&ticket.0) else {
             return Ok(true);
         };
         let mut error = None;
@@ -387,7 +387,7 @@ impl Engine for Mpi {
         }
         let finished = requests.is_empty();
         if !finished {
-            self.parcels.insert(ticket.0, requests);
+            self.rendezvous.insert(ticket.0, requests);
         }
         error.map_or(Ok(finished), Err)
     }
@@ -398,10 +398,10 @@ impl Engine for Mpi {
 
     /// A send cannot be cancelled, and MPI may still read or write what was begun.
     fn revoke(&mut self) -> bool {
-        self.parcels.is_empty()
+        self.rendezvous.is_empty()
     }
 
-    fn unposted(&mut self) -> usize {
+    fn unsent_eager(&mut self) -> usize {
         self.posted.len()
     }
 
@@ -425,7 +425,7 @@ impl Engine for Mpi {
         }
         self.closed = true;
         if self.owner {
-            // SAFETY: nothing is under way, and this object has initialised MPI.
+            // SAFETY: nothing is in flight, and this object has initialised MPI.
             let code = unsafe { self.calls.finalize() };
             if code != 0 {
                 return Err(format!("MPI_Finalize: error {code}"));
@@ -436,13 +436,13 @@ impl Engine for Mpi {
 }
 
 impl Drop for Mpi {
-    /// Without an end in good order MPI is left as it is: it may still write letters, and
+    /// Without an end in good order MPI is left as it is: it may still write eager messages, and
     /// to finalize it could wait for ever.
     fn drop(&mut self) {
         if !self.closed {
             std::mem::forget(std::mem::replace(
-                &mut self.letter,
-                Box::new([0; LETTER_BYTES]),
+                &mut self.message,
+                Box::new([0; MAX_EAGER_BYTES]),
             ));
             std::mem::forget(std::mem::take(&mut self.posted));
         }

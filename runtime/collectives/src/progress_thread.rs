@@ -6,15 +6,15 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 /// Makes the operations of a world go on between calls, as long as it lives: messages travel
-/// while the rank computes. It sleeps when nothing is under way. Calls drive their own
+/// while the rank computes. It sleeps when nothing is in flight. Calls drive their own
 /// operations meanwhile, and leave others to it.
-pub struct Helper {
+pub struct ProgressThread {
     core: Arc<Shared>,
     bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What wakes a helper.
+/// What wakes a progress thread.
 #[derive(Default)]
 pub(crate) struct Bell {
     state: Mutex<State>,
@@ -61,9 +61,9 @@ impl Bell {
     }
 }
 
-impl Helper {
+impl ProgressThread {
     /// Starts it; `None` where there can be no thread, and progress is made in calls.
-    pub(crate) fn start(core: &Arc<Shared>) -> Option<Arc<Helper>> {
+    pub(crate) fn start(core: &Arc<Shared>) -> Option<Arc<ProgressThread>> {
         let bell = Arc::new(Bell::default());
         let (own, rings) = (Arc::clone(core), Arc::clone(&bell));
         let name = "exchanges".to_string();
@@ -72,17 +72,17 @@ impl Helper {
                 drive(&own, &rings);
             }
         });
-        let helper = Arc::new(Helper {
+        let progress_thread = Arc::new(ProgressThread {
             core: Arc::clone(core),
             bell: Arc::clone(&bell),
             thread: Some(thread.ok()?),
         });
-        core.lock().helped(Arc::downgrade(&helper), bell);
-        Some(helper)
+        core.lock().drive_by(Arc::downgrade(&progress_thread), bell);
+        Some(progress_thread)
     }
 }
 
-/// Makes operations go on until none is under way.
+/// Makes operations go on until none is in flight.
 fn drive(core: &Shared, bell: &Bell) {
     let mut idle = 0u32;
     while !bell.ends() {
@@ -101,9 +101,9 @@ fn drive(core: &Shared, bell: &Bell) {
     }
 }
 
-impl Drop for Helper {
+impl Drop for ProgressThread {
     fn drop(&mut self) {
-        self.core.lock().forget_helper();
+        self.core.lock().forget_progress_thread();
         self.bell.end();
         if let Some(thread) = self.thread.take() {
             // It has no result, and what it has failed at is the operations' to tell.
@@ -112,8 +112,8 @@ impl Drop for Helper {
     }
 }
 
-impl std::fmt::Debug for Helper {
+impl std::fmt::Debug for ProgressThread {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Helper")
+        f.write_str("ProgressThread")
     }
 }

@@ -1,44 +1,44 @@
-//! Who drives what is under way: calls alone, or a helper beside them.
+//! Who drives what is in flight: calls alone, or a progress thread overlapped them.
 
 use super::Core;
-use crate::helper::{Bell, Helper};
+use crate::progress_thread::{Bell, ProgressThread};
 use std::sync::{Arc, Weak};
 
 impl Core {
-    /// From now on a helper makes operations go on.
-    pub fn helped(&mut self, helper: Weak<Helper>, bell: Arc<Bell>) {
-        self.helper = Some((helper, bell));
+    /// From now on a progress thread makes operations go on.
+    pub fn drive_by(&mut self, progress_thread: Weak<ProgressThread>, bell: Arc<Bell>) {
+        self.progress_thread = Some((progress_thread, bell));
     }
 
-    /// There is no helper any more, unless a new one has come meanwhile.
-    pub fn forget_helper(&mut self) {
-        self.helper
-            .take_if(|(helper, _)| helper.strong_count() == 0);
+    /// There is no progress thread any more, unless a new one has come meanwhile.
+    pub fn forget_progress_thread(&mut self) {
+        self.progress_thread
+            .take_if(|(progress_thread, _)| progress_thread.strong_count() == 0);
     }
 
-    /// The helper, if it lives.
-    pub fn helper(&self) -> Option<Arc<Helper>> {
-        self.helper
+    /// The progress thread, if it lives.
+    pub fn progress_thread(&self) -> Option<Arc<ProgressThread>> {
+        self.progress_thread
             .as_ref()
-            .and_then(|(helper, _)| helper.upgrade())
+            .and_then(|(progress_thread, _)| progress_thread.upgrade())
     }
 
-    /// Whether anything is under way.
+    /// Whether anything is in flight.
     pub fn is_busy(&self) -> bool {
         !self.operations.is_empty()
     }
 
     /// Does what can be done in calls where nothing else does it.
-    pub(super) fn progress_unless_helped(&mut self) {
-        if self.helper.is_none() {
+    pub(super) fn progress_unless_threaded(&mut self) {
+        if self.progress_thread.is_none() {
             self.progress();
         }
     }
 
     /// What a caller does who waits for one operation: all that can be done, or only its own
-    /// part where a helper does the rest. Whether anything was done.
+    /// part where a progress thread does the rest. Whether anything was done.
     pub fn progress_for(&mut self, id: u64) -> bool {
-        match self.helper {
+        match self.progress_thread {
             None => self.progress(),
             Some(_) => self.one_message(|operation| operation == id),
         }

@@ -1,14 +1,14 @@
 //! Exchanges over other ranks.
 
-use super::group::{Nccl, Started};
+use super::group::{Nccl, BegunHandle};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::letter::Kind;
+use crate::eager::Kind;
 use crate::plan::{self, Schedule, HopCounts};
-use crate::{CollectiveError, Slice, by_way, checks};
+use crate::{CollectiveError, Slice, hierarchical, checks};
 
 impl Nccl {
-    /// [`Collectives::tell`].
-    /// By letters where something carries them, else on the stream, for which this waits.
+    /// [`Collectives::exchange_counts`].
+    /// By eager messages where something carries them, else on the stream, for which this waits.
     pub(super) fn tell_ranks(
         &mut self,
         algorithm: Algorithm,
@@ -18,18 +18,18 @@ impl Nccl {
     ) -> Result<HopCounts, CollectiveError> {
         let kind = Kind::Agree;
         if let Some(told) =
-            self.by_control(1, |control| control.tell(algorithm, pieces, units, call))
+            self.by_control(1, |control| control.exchange_counts(algorithm, pieces, units, call))
         {
             return told;
         }
         checks::units(kind, pieces, units.len(), self.size())?;
-        let telling = by_way::CountExchange::new(algorithm, self.size(), kind)?;
-        let (plan, next) = telling.plan(self.rank(), pieces, units);
+        let exchange = hierarchical::CountExchange::new(algorithm, self.size(), kind)?;
+        let (plan, next) = exchange.plan(self.rank(), pieces, units);
         let mut task = self.task(kind, call);
         task.waits = Some("the host has to know what it brings");
         self.start_plans(task, &[], &[], plan.packed(), Some(next))?
             .wait()?;
-        telling.told(kind)
+        exchange.result(kind)
     }
 
     /// [`Collectives::exchange_with`].
@@ -39,11 +39,11 @@ impl Nccl {
         receives: &[Transfer],
         schedule: &dyn Schedule,
         call: &Call,
-    ) -> Started {
+    ) -> BegunHandle {
         let kind = Kind::Exchange;
         let own = (self.rank(), self.size());
         checks::transfers(kind, own.0, own.1, sends, receives)?;
-        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
+        let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
         let plan = plan
             .map_err(|reason| checks::invalid(kind, reason))?

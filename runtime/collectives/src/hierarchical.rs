@@ -2,7 +2,7 @@
 
 use crate::api::{Algorithm, Transfer};
 use crate::checks;
-use crate::letter::Kind;
+use crate::eager::Kind;
 use crate::operation::{Next, Unequal};
 use crate::plan::{self, HopOrder, HopSchedule, HopCounts, Plan};
 use crate::{CollectiveError, Levels};
@@ -23,7 +23,7 @@ pub(crate) fn counted(
     receives: Vec<usize>,
 ) -> (Plan, Next) {
     let numbers: Vec<u64> = sends.iter().map(|bytes| *bytes as u64).collect();
-    let first = plan::tell(&hops, rank, 1, &numbers);
+    let first = plan::count_hops(&hops, rank, 1, &numbers);
     let next = move |scratch: &[u8]| {
         let phase = hops.count() as u32;
         let hop_counts = HopCounts::read(hops, rank, 1, scratch);
@@ -55,10 +55,10 @@ pub(crate) fn sizes(list: &[Transfer]) -> Vec<(usize, usize)> {
     list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
 }
 
-/// [`Collectives::tell`](crate::Collectives::tell) under way.
+/// [`Collectives::exchange_counts`](crate::Collectives::exchange_counts) in flight.
 pub(crate) struct CountExchange {
     pub hops: HopOrder,
-    told: Arc<OnceLock<HopCounts>>,
+    counts: Arc<OnceLock<HopCounts>>,
 }
 
 impl CountExchange {
@@ -71,23 +71,23 @@ impl CountExchange {
         let none = || checks::invalid(kind, "a group of no ranks".to_string());
         Ok(CountExchange {
             hops: hops.ok_or_else(none)?,
-            told: Arc::default(),
+            counts: Arc::default(),
         })
     }
 
     pub fn plan(&self, rank: usize, pieces: usize, units: &[u64]) -> (Plan, Next) {
-        let plan = plan::tell(&self.hops, rank, pieces, units);
-        let (hops, told) = (self.hops.clone(), Arc::clone(&self.told));
+        let plan = plan::count_hops(&self.hops, rank, pieces, units);
+        let (hops, counts) = (self.hops.clone(), Arc::clone(&self.counts));
         let next = move |scratch: &[u8]| {
-            let _ = told.set(HopCounts::read(hops, rank, pieces, scratch)); // once
+            let _ = counts.set(HopCounts::read(hops, rank, pieces, scratch)); // once
             Ok(Plan::default())
         };
         (plan, Box::new(next))
     }
 
     /// When it has ended well.
-    pub fn told(self, kind: Kind) -> Result<HopCounts, CollectiveError> {
+    pub fn result(self, kind: Kind) -> Result<HopCounts, CollectiveError> {
         let nothing = || checks::invalid(kind, "it has ended without a result".to_string());
-        self.told.get().cloned().ok_or_else(nothing)
+        self.counts.get().cloned().ok_or_else(nothing)
     }
 }

@@ -1,7 +1,7 @@
-//! What ranks tell each other: small letters, each with the whole signature of the
+//! What ranks tell each other: small eager messages, each with the whole signature of the
 //! operation that it is part of, so that ranks that call different things find out.
 
-use crate::engine::LETTER_BYTES;
+use crate::transport::MAX_EAGER_BYTES;
 use crate::plan::HopOrder;
 use crate::{Element, Reduction};
 
@@ -9,8 +9,8 @@ const MAGIC: u32 = 0x6d6f_6505;
 const HEAD: usize = 116;
 const LABEL: usize = 32;
 
-/// The most bytes of data that a letter carries itself.
-pub const INLINE_BYTES: usize = LETTER_BYTES - HEAD;
+/// The most bytes of data that an eager message carries itself.
+pub const INLINE_BYTES: usize = MAX_EAGER_BYTES - HEAD;
 
 /// A kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -118,7 +118,7 @@ impl Signature {
     }
 }
 
-/// Which message a letter announces.
+/// Which message an eager message announces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     /// The group.
@@ -132,7 +132,7 @@ pub struct Key {
 /// Messages of one phase between two ranks, which travel together. Both must have the
 /// same ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pieces {
+pub struct PartSizes {
     /// How many messages.
     pub count: u32,
     /// Bytes of all.
@@ -141,10 +141,10 @@ pub struct Pieces {
     pub sizes: u64,
 }
 
-impl Pieces {
-    pub fn of(sizes: &[u64]) -> Pieces {
+impl PartSizes {
+    pub fn of(sizes: &[u64]) -> PartSizes {
         let bytes: Vec<u8> = sizes.iter().flat_map(|size| size.to_le_bytes()).collect();
-        Pieces {
+        PartSizes {
             count: sizes.len() as u32,
             bytes: sizes.iter().sum(),
             sizes: match sizes.len() {
@@ -155,7 +155,7 @@ impl Pieces {
     }
 
     /// The first thing that differs: what it is, here and there.
-    pub fn difference(&self, other: &Pieces) -> Option<(&'static str, String, String)> {
+    pub fn difference(&self, other: &PartSizes) -> Option<(&'static str, String, String)> {
         let numbers = |what, ours: u64, theirs: u64| {
             (ours != theirs).then(|| (what, ours.to_string(), theirs.to_string()))
         };
@@ -180,30 +180,30 @@ impl Pieces {
 /// How the bytes come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Body {
-    /// In the letter.
+    /// In the eager message.
     Inline(Vec<u8>),
-    /// As a parcel.
-    Parcel { tag: u32 },
+    /// As a rendezvous message.
+    Rendezvous { tag: u32 },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Letter {
+pub enum EagerMessage {
     Message {
         key: Key,
         signature: Signature,
-        pieces: Pieces,
+        pieces: PartSizes,
         body: Body,
     },
     /// The sender has given up, and why.
     Failure { from: u32, reason: String },
 }
 
-impl Letter {
+impl EagerMessage {
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD);
         out.extend(MAGIC.to_le_bytes());
         match self {
-            Letter::Failure { from, reason } => {
+            EagerMessage::Failure { from, reason } => {
                 out.extend(0u32.to_le_bytes());
                 out.extend(from.to_le_bytes());
                 let mut end = reason.len().min(INLINE_BYTES);
@@ -212,7 +212,7 @@ impl Letter {
                 }
                 out.extend(&reason.as_bytes()[..end]);
             }
-            Letter::Message {
+            EagerMessage::Message {
                 key,
                 signature,
                 pieces,
@@ -223,7 +223,7 @@ impl Letter {
     }
 
     /// `None` for what no rank of this version has written.
-    pub fn decode(bytes: &[u8]) -> Option<Letter> {
+    pub fn decode(bytes: &[u8]) -> Option<EagerMessage> {
         let mut reader = Reader(bytes);
         if reader.u32()? != MAGIC {
             return None;
@@ -231,7 +231,7 @@ impl Letter {
         if reader.u32()? == 0 {
             let from = reader.u32()?;
             let reason = String::from_utf8_lossy(reader.0).into_owned();
-            return Some(Letter::Failure { from, reason });
+            return Some(EagerMessage::Failure { from, reason });
         }
         decode_message(reader)
     }
@@ -241,12 +241,12 @@ fn encode_message(
     out: &mut Vec<u8>,
     key: &Key,
     signature: &Signature,
-    pieces: &Pieces,
+    pieces: &PartSizes,
     body: &Body,
 ) {
     let (tag, inline) = match body {
         Body::Inline(_) => (0, 1u32),
-        Body::Parcel { tag } => (*tag, 0),
+        Body::Rendezvous { tag } => (*tag, 0),
     };
     out.extend(1u32.to_le_bytes());
     let large = [key.context, key.sequence, pieces.bytes, signature.elements];
@@ -270,14 +270,14 @@ fn encode_message(
     }
 }
 
-fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
+fn decode_message(mut reader: Reader<'_>) -> Option<EagerMessage> {
     let [context, sequence, bytes, elements, ways] = reader.array(Reader::u64)?;
     let [phase, from, count, tag, inline, root] = reader.array(Reader::u32)?;
     let [kind, element, reduction, length] = reader.array(Reader::u8)?;
     let label = String::from_utf8_lossy(reader.take(LABEL)?.get(..length as usize)?).into_owned();
     let sizes = reader.u64()?;
     let body = match inline {
-        0 => Body::Parcel { tag },
+        0 => Body::Rendezvous { tag },
         _ if reader.0.len() as u64 == bytes => Body::Inline(reader.0.to_vec()),
         _ => return None,
     };
@@ -296,12 +296,12 @@ fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
         phase,
         from,
     };
-    let pieces = Pieces {
+    let pieces = PartSizes {
         count,
         bytes,
         sizes,
     };
-    Some(Letter::Message {
+    Some(EagerMessage::Message {
         key,
         signature,
         pieces,
@@ -347,9 +347,9 @@ mod tests {
     use super::*;
     use crate::NodeShape;
 
-    fn message(pieces: &[u64], body: Body) -> Letter {
-        Letter::Message {
-            pieces: Pieces::of(pieces),
+    fn message(pieces: &[u64], body: Body) -> EagerMessage {
+        EagerMessage::Message {
+            pieces: PartSizes::of(pieces),
             key: Key {
                 context: 7,
                 sequence: 1 << 40,
@@ -375,29 +375,29 @@ mod tests {
     #[test]
     fn letters_read_back() {
         let reason = "no memory".to_string();
-        for letter in [
+        for message in [
             message(&[3], Body::Inline(vec![1, 2, 3])),
             message(&[1, 2], Body::Inline(vec![1, 2, 3])),
             message(&[0], Body::Inline(Vec::new())),
-            message(&[1 << 33], Body::Parcel { tag: 9 }),
-            message(&[1 << 33, 7], Body::Parcel { tag: 9 }),
-            Letter::Failure { from: 4, reason },
+            message(&[1 << 33], Body::Rendezvous { tag: 9 }),
+            message(&[1 << 33, 7], Body::Rendezvous { tag: 9 }),
+            EagerMessage::Failure { from: 4, reason },
         ] {
-            let bytes = letter.encode();
-            assert_eq!(Letter::decode(&bytes), Some(letter));
+            let bytes = message.encode();
+            assert_eq!(EagerMessage::decode(&bytes), Some(message));
             for end in 0..bytes.len().min(HEAD) {
-                if let Some(Letter::Message { .. }) = Letter::decode(&bytes[..end]) {
+                if let Some(EagerMessage::Message { .. }) = EagerMessage::decode(&bytes[..end]) {
                     panic!("{end} bytes were read as a message");
                 }
             }
         }
         let full = message(&[INLINE_BYTES as u64], Body::Inline(vec![0; INLINE_BYTES]));
-        assert_eq!(full.encode().len(), LETTER_BYTES);
+        assert_eq!(full.encode().len(), MAX_EAGER_BYTES);
     }
 
     #[test]
     fn other_messages_between_two_ranks_are_named() {
-        let what = |a: &[u64], b: &[u64]| Pieces::of(a).difference(&Pieces::of(b));
+        let what = |a: &[u64], b: &[u64]| PartSizes::of(a).difference(&PartSizes::of(b));
         assert_eq!(what(&[3, 4], &[3, 4]), None);
         assert_eq!(what(&[0], &[0]), None);
         let (count, ours, theirs) = what(&[3, 4], &[7]).unwrap();
