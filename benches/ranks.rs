@@ -56,7 +56,7 @@ const ROUNDS: (usize, usize) = (5, 25);
 const LEGEND: &str = "\
 # Each line: `one` is one process with a thread for each rank, `ranks` the party; ms of a call, medians over rounds, and `ratio`,
 # the median over rounds of one / ranks: above 1 the ranks are faster. Tutel's lines: `one` is our ranks under MPI, `ranks` is Tutel, ratio is Tutel / ours.
-# Both: forward, backward and the sum of gradients over ranks. Of one call, all ranks together: KB sent to others, of it in letters; what the
+# Both: forward, backward and the sum of gradients over ranks. Of one call, all ranks together: KB sent to others, of it in eager; what the
 # plan says of rows and counts; rows that leave if a token goes to a rank once, whatever its experts there; KB copied from a rank to itself.
 # mpiexec makes a session of each rank. Where Linux shares processors between sessions (sched_autogroup_enabled) and others run, too, ranks under
 # MPI have a share each, and one process one share in all: their ratios then say little.
@@ -187,12 +187,12 @@ impl<'a> Pair<'a> {
             "ratio",
             "differs",
             "sent KB",
-            "letters",
+            "eager",
             "plan KB",
             "once KB",
             "here KB",
-            "letters",
-            "parcels"
+            "eager",
+            "rendezvous"
         );
         Ok(self)
     }

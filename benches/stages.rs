@@ -1,5 +1,5 @@
 //! What each stage brings over dispatch by one-hot products: the layout of rows, kernels,
-//! routes, pieces, and ways, one after the other, as passes of ranks with nodes.
+//! routes, chunks, and ways, one after the other, as passes of ranks with nodes.
 //!
 //! ```sh
 //! cargo bench -p moesaic-benches --bench stages
@@ -29,7 +29,7 @@ mod one_hot;
 use baseline::{Baseline, Layout, named};
 use moesaic::collectives::{self, Call, Collectives, Communicator, World, mpi, threads};
 use moesaic::cpu::CpuDevice;
-use moesaic::mesh::{Among, Ranks};
+use moesaic::mesh::{ProcessGroup, Ranks};
 use moesaic::reference::{self, Random};
 use moesaic::target::Device;
 use moesaic::{
@@ -160,7 +160,7 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
                 ep: size,
                 ..Parallel::default()
             };
-            let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_ways();
+            let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_r();
             let spec = options.spec(size)?;
             let weights = reference::Weights::random(&spec, 7);
             let tensors = baseline::tensors(&weights, 0..spec.shape.experts);
@@ -170,10 +170,10 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
             if size.is_multiple_of(SLICES) && options.hidden.is_multiple_of(SLICES) {
                 let parallel = Parallel {
                     ep: size / SLICES,
-                    shards: SLICES,
+                    expert_tp: SLICES,
                     ..Parallel::default()
                 };
-                let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_ways();
+                let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_r();
                 sliced = Some(engine.mesh_layer(&mesh, &spec, &tensors, training)?);
             }
             let mut party = Party {
@@ -190,7 +190,7 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
                     "# {size} ranks by {}, {} experts each of {} x {}, top 2, f32, {}; ms, \
                      medians of {} rounds, the slowest rank's; a stage with choices has the \
                      fastest static one, in brackets: no tuner chooses here",
-                    world.engine(),
+                    world.transport(),
                     options.experts,
                     options.width,
                     options.hidden,
@@ -248,17 +248,21 @@ fn stages(sliced: bool) -> Vec<Stage> {
         parsed.map(Way::Ours).collect()
     };
     let linear = || vec![Way::Ours(Strategy::default())];
-    let routes = ours(&["route=intra-first", "route=inter-first", "route=concurrent"]);
-    let pieces = ours(&[
-        "degree=2",
-        "degree=4",
-        "degree=8",
-        "degree=2,cut=ranks",
-        "degree=4,cut=ranks",
+    let routes = ours(&[
+        "all_to_all=2dh",
+        "all_to_all=2dh-inter-first",
+        "all_to_all=2dh-concurrent",
     ]);
-    let mut ways = ours(&["ways=0"]);
+    let chunks = ours(&[
+        "overlap_degree=2",
+        "overlap_degree=4",
+        "overlap_degree=8",
+        "overlap_degree=2,overlap_by=peers",
+        "overlap_degree=4,overlap_by=peers",
+    ]);
+    let mut ways = ours(&["r=0"]);
     if sliced {
-        let inner = ["ways=0", "ways=1", "ways=2"].map(str::parse);
+        let inner = ["r=0", "r=1", "r=2"].map(str::parse);
         ways.extend(inner.into_iter().flatten().map(Way::Sliced));
     }
     vec![
@@ -279,8 +283,8 @@ fn stages(sliced: bool) -> Vec<Stage> {
             ways: routes,
         },
         Stage {
-            name: "+ adaptive pieces",
-            ways: pieces,
+            name: "+ adaptive chunks",
+            ways: chunks,
         },
         Stage {
             name: "+ adaptive parallelism",
@@ -346,7 +350,7 @@ impl Party {
             }
         }
         let flat: Vec<f64> = times.concat();
-        let slowest = self.ranks.max_f64(&flat, Among::World, "times")?;
+        let slowest = self.ranks.max_f64(&flat, ProcessGroup::World, "times")?;
         let medians: Vec<f64> = slowest.chunks(self.rounds).map(median).collect();
         if self.first {
             report(tokens, &stages, &ways, &medians);
@@ -399,7 +403,9 @@ impl Party {
         let apart = expected.iter().zip(y).map(|(a, b)| (a - b).abs());
         let apart = f64::from(apart.fold(0.0f32, f32::max));
         let own = [apart, f64::from(largest(expected))];
-        let all = self.ranks.max_f64(&own, Among::World, "differences")?;
+        let all = self
+            .ranks
+            .max_f64(&own, ProcessGroup::World, "differences")?;
         if expected.len() == y.len() && all[0] <= 1e-4 * all[1] && all[1] > 0.0 {
             return Ok(());
         }

@@ -166,7 +166,7 @@ impl Model {
         let (optimizer, parameters) = (&mut self.optimizer, &mut self.parameters);
         update_mesh(&self.layer, optimizer, parameters, Scaling::default())?;
         let ranks = self.layer.ranks();
-        let losses = ranks.sum_f64(&[loss], moesaic::mesh::Among::World, "loss")?;
+        let losses = ranks.sum_f64(&[loss], moesaic::mesh::ProcessGroup::World, "loss")?;
         let counts = counts.data.as_chunks().0.iter();
         let counts: Vec<i64> = counts.map(|count| i64::from_le_bytes(*count)).collect();
         Ok((losses[0], counts_of_all(&ranks, &counts)?))

@@ -62,7 +62,7 @@ pub use moesaic_engine::Job;
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let parallel = Parallel { ep: 2, ..Parallel::default() };
 /// let job = MeshJob {
-///     strategies: vec!["wire=fp8/bf16".parse()?],
+///     strategies: vec!["comm_dtype=fp8/bf16".parse()?],
 ///     placements: vec!["0-4 | 5-7,+0".parse()?], // ranks with five experts and with four
 ///     ..MeshJob::from(parallel)
 /// };

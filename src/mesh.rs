@@ -9,10 +9,10 @@
 /// use moesaic::Parallel;
 /// use moesaic::mesh::SharedExperts;
 ///
-/// let shared = SharedExperts::Sliced;
-/// let mesh = Parallel { ep: 2, shards: 2, shared, ..Parallel::default() };
-/// assert!(mesh.slices_shared());
-/// assert!(!Parallel { shards: 1, ..mesh }.slices_shared()); // one slice is the whole
+/// let shared = SharedExperts::Sharded;
+/// let mesh = Parallel { ep: 2, expert_tp: 2, shared, ..Parallel::default() };
+/// assert!(mesh.shards_shared());
+/// assert!(!Parallel { expert_tp: 1, ..mesh }.shards_shared()); // one slice is the whole
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::SharedExperts;
@@ -127,14 +127,14 @@ pub use moesaic_plan::Balancing;
 ///
 /// ```
 /// use moesaic::Strategy;
-/// use moesaic::mesh::{Both, Wire};
+/// use moesaic::mesh::{Both, CommDtype};
 ///
 /// let strategy = Strategy {
 ///     degree: Both { forward: 4, backward: 2 },
-///     wire: Both::same(Wire::Bf16),
+///     wire: Both::same(CommDtype::Bf16),
 ///     ..Strategy::default()
 /// };
-/// assert_eq!(strategy.to_string(), "degree=4/2,wire=bf16");
+/// assert_eq!(strategy.to_string(), "overlap_degree=4/2,comm_dtype=bf16");
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Both;
@@ -142,37 +142,37 @@ pub use moesaic_plan::Both;
 /// How rows go from rank to rank.
 ///
 /// ```
-/// use moesaic::mesh::Route;
+/// use moesaic::mesh::AllToAll;
 ///
-/// assert_eq!(Route::default(), Route::Linear);
-/// assert_eq!(Route::InterFirst.to_string(), "inter-first");
+/// assert_eq!(AllToAll::default(), AllToAll::Linear);
+/// assert_eq!(AllToAll::TwoDhInterFirst.to_string(), "inter-first");
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::Route;
+pub use moesaic_plan::AllToAll;
 
-/// What makes a piece of rows.
+/// What makes a chunk of rows.
 ///
 /// ```
 /// use moesaic::Strategy;
-/// use moesaic::mesh::Cut;
+/// use moesaic::mesh::OverlapBy;
 ///
 /// // A rank's own rows first, then those for its neighbours.
-/// let strategy: Strategy = "degree=4,cut=ranks".parse().unwrap();
-/// assert_eq!(strategy.cut, Cut::Ranks);
+/// let strategy: Strategy = "overlap_degree=4,overlap_by=peers".parse().unwrap();
+/// assert_eq!(strategy.cut, OverlapBy::Peers);
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::Cut;
+pub use moesaic_plan::OverlapBy;
 
 /// What rows are while they are between nodes.
 ///
 /// ```
-/// use moesaic::mesh::Wire;
+/// use moesaic::mesh::CommDtype;
 ///
-/// assert_eq!(Wire::default(), Wire::Exact);
-/// assert_eq!(Wire::Fp8.to_string(), "fp8");
+/// assert_eq!(CommDtype::default(), CommDtype::Unchanged);
+/// assert_eq!(CommDtype::Fp8.to_string(), "fp8");
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::Wire;
+pub use moesaic_plan::CommDtype;
 
 /// What a forward pass of a [`MeshLayer`](crate::MeshLayer) left for backward.
 ///
@@ -222,28 +222,28 @@ pub use moesaic_engine::Moment;
 ///
 /// ```
 /// use moesaic::Parallel;
-/// use moesaic::mesh::{Among, SharedExperts};
+/// use moesaic::mesh::{ProcessGroup, SharedExperts};
 ///
-/// let mesh = Parallel { ep: 2, shards: 2, ..Parallel::default() };
-/// assert_eq!(Among::of(mesh, "block3.experts.up.weight"), Among::Replicas);
-/// assert_eq!(Among::of(mesh, "router.weight"), Among::World);
-/// assert_eq!(Among::of(mesh, "shared.0.up.weight"), Among::World);
-/// let sliced = Parallel { shared: SharedExperts::Sliced, ..mesh };
-/// assert_eq!(Among::of(sliced, "shared.0.up.weight"), Among::SameSlice);
+/// let mesh = Parallel { ep: 2, expert_tp: 2, ..Parallel::default() };
+/// assert_eq!(ProcessGroup::of(mesh, "block3.experts.up.weight"), ProcessGroup::ExpertDp);
+/// assert_eq!(ProcessGroup::of(mesh, "router.weight"), ProcessGroup::World);
+/// assert_eq!(ProcessGroup::of(mesh, "shared.0.up.weight"), ProcessGroup::World);
+/// let sliced = Parallel { shared: SharedExperts::Sharded, ..mesh };
+/// assert_eq!(ProcessGroup::of(sliced, "shared.0.up.weight"), ProcessGroup::EpDp);
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Among;
+pub use moesaic_engine::ProcessGroup;
 
 /// Ranks that exchange what lies in host memory: the dense parts of a model, numbers for
 /// a report, checkpoints.
 ///
 /// ```
 /// use moesaic::EngineError;
-/// use moesaic::mesh::{Among, Ranks};
+/// use moesaic::mesh::{ProcessGroup, Ranks};
 ///
 /// /// The mean of a number of each rank.
 /// fn mean(ranks: &Ranks, own: f64) -> Result<f64, EngineError> {
-///     let sums = ranks.sum_f64(&[own, 1.0], Among::World, "mean of losses")?;
+///     let sums = ranks.sum_f64(&[own, 1.0], ProcessGroup::World, "mean of losses")?;
 ///     Ok(sums[0] / sums[1])
 /// }
 /// ```

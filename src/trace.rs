@@ -46,16 +46,16 @@ pub use moesaic_engine::Recorder;
 /// A launch, or something that ranks do together.
 ///
 /// ```
-/// use moesaic::mesh::Cut;
-/// use moesaic::trace::{Activity, Lane, Piece};
+/// use moesaic::mesh::OverlapBy;
+/// use moesaic::trace::{Activity, Lane, Chunk};
 ///
 /// let rows = Activity {
 ///     lane: Lane::Exchange,
 ///     name: "rows".to_string(),
-///     piece: Some(Piece { number: 0, of: 4, cut: Cut::Rows }),
+///     chunk: Some(Chunk { number: 0, of: 4, cut: OverlapBy::Rows }),
 ///     bytes: 4096,
 /// };
-/// assert_eq!(rows.piece.unwrap().to_string(), "1 of 4");
+/// assert_eq!(rows.chunk.unwrap().to_string(), "1 of 4");
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::Activity;
@@ -95,12 +95,12 @@ pub use moesaic_engine::chrome_trace;
 /// A part of the rows that ranks have for experts.
 ///
 /// ```
-/// use moesaic::mesh::Cut;
-/// use moesaic::trace::Piece;
+/// use moesaic::mesh::OverlapBy;
+/// use moesaic::trace::Chunk;
 ///
-/// // Of eight groups of ranks the second of four pieces has those next to a rank.
-/// let piece = Piece { number: 1, of: 4, cut: Cut::Ranks };
-/// assert_eq!(piece.distances(8), 1..3);
+/// // Of eight groups of ranks the second of four chunks has those next to a rank.
+/// let chunk = Chunk { number: 1, of: 4, cut: OverlapBy::Peers };
+/// assert_eq!(chunk.distances(8), 1..3);
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::Piece;
+pub use moesaic_plan::Chunk;

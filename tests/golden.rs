@@ -6,7 +6,7 @@ use crate::golden_files::{self, Emitted};
 use moesaic::emit::emit_layer;
 use moesaic::kernel::{KernelSource, Stem};
 use moesaic::plan::{
-    Both, KernelPlan, LayerPlan, Parallel, PlanOptions, Training, Wire, plan, plan_rank,
+    Both, CommDtype, KernelPlan, LayerPlan, Parallel, PlanOptions, Training, plan, plan_rank,
 };
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
@@ -107,11 +107,11 @@ fn training_sources(spec_name: &str, target: &str) -> Vec<Emitted> {
 }
 
 /// Layers, and what their rows are between nodes.
-const ON_THE_WIRE: [(&str, Wire); 4] = [
-    ("deepseek-v3", Wire::Fp8),
-    ("deepseek-v3", Wire::F16),
-    ("gpt-oss-20b", Wire::Fp8),
-    ("switch-base-8", Wire::Bf16),
+const ON_THE_WIRE: [(&str, CommDtype); 4] = [
+    ("deepseek-v3", CommDtype::Fp8),
+    ("deepseek-v3", CommDtype::F16),
+    ("gpt-oss-20b", CommDtype::Fp8),
+    ("switch-base-8", CommDtype::Bf16),
 ];
 
 /// Kernels between nodes.
@@ -121,10 +121,12 @@ fn wire_sources(target: &str) -> Vec<Emitted> {
         ep: 2,
         ..Parallel::default()
     };
-    let of_layer = |(name, wire): (&'static str, Wire)| {
+    let of_layer = |(name, wire): (&'static str, CommDtype)| {
         let plan = plan_rank(&spec(name), parsed, &PlanOptions::default(), mesh, 0);
-        let plan = plan.expect("it can be planned").in_wire(Both::same(wire));
-        plan.wire
+        let plan = plan
+            .expect("it can be planned")
+            .in_comm_dtype(Both::same(wire));
+        plan.comm_cast
             .map(|plan| emitted(name, &plan))
             .unwrap_or_default()
     };

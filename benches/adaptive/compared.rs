@@ -3,8 +3,8 @@
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::Passes;
 use crate::{Result, quartile};
-use moesaic::plan::{Both, Placement, ShadowModel, Wire};
-use moesaic::planner::{Machine, Question, Routing, Simulator};
+use moesaic::plan::{Both, CommDtype, Placement, ShadowModel};
+use moesaic::planner::{Machine, Routing, Scenario, Simulator};
 use moesaic::{LayerSpec, Strategy, Training};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -162,9 +162,9 @@ pub fn predict_placed(
     Ok(found.seconds)
 }
 
-fn question(drawn: &Drawn, machine: &Machine) -> Result<Question> {
+fn question(drawn: &Drawn, machine: &Machine) -> Result<Scenario> {
     let spec = drawn.spec()?;
-    Ok(Question {
+    Ok(Scenario {
         routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
         placement: None,
         shadow_model: ShadowModel::of(&spec),
@@ -298,10 +298,16 @@ fn statics(layers: &BTreeMap<u64, Layer>) {
 
 /// The strategy as it would be where nothing is packed between nodes.
 fn unpacked(strategy: &str) -> String {
-    let wire = Both::same(Wire::Exact);
+    let comm_dtype = Both::same(CommDtype::Unchanged);
     let parsed = strategy.parse();
     parsed.map_or_else(
         |_| strategy.to_string(),
-        |parsed: Strategy| Strategy { wire, ..parsed }.to_string(),
+        |parsed: Strategy| {
+            Strategy {
+                comm_dtype,
+                ..parsed
+            }
+            .to_string()
+        },
     )
 }

@@ -1,7 +1,7 @@
 //! Layers that are drawn by number, and the tokens of their ranks.
 
 use crate::Result;
-use moesaic::plan::Wire;
+use moesaic::plan::CommDtype;
 use moesaic::reference::{Random, Skew};
 use moesaic::{Input, LayerSpec, Parallel, Strategy, Tensor};
 use std::fmt;
@@ -22,7 +22,7 @@ pub struct Drawn {
     pub mesh: Parallel,
     /// Of the mean, what an expert takes; `None`: all.
     pub capacity: Option<f64>,
-    pub wire: Wire,
+    pub wire: CommDtype,
     pub skew: Skew,
 }
 
@@ -43,7 +43,7 @@ impl Drawn {
     }
 
     fn draw(number: u64, random: &mut Random) -> Drawn {
-        // A quarter of the layers has slices of experts, for other numbers of ways.
+        // A quarter of the layers has slices of experts, for other adaptive parallelism degree.
         let slices = one(random, &[1, 1, 1, 4]);
         Drawn {
             number,
@@ -54,24 +54,32 @@ impl Drawn {
             top_k: one(random, &[1, 2, 4]),
             mesh: Parallel {
                 ep: RANKS / slices,
-                shards: slices,
+                expert_tp: slices,
                 ..Parallel::default()
             },
             capacity: one(random, &[None, None, Some(1.0), Some(1.5)]),
-            wire: one(random, &[Wire::Exact, Wire::Exact, Wire::Bf16, Wire::Fp8]),
+            wire: one(
+                random,
+                &[
+                    CommDtype::Unchanged,
+                    CommDtype::Unchanged,
+                    CommDtype::Bf16,
+                    CommDtype::Fp8,
+                ],
+            ),
             skew: one(random, &[Skew::Uniform, Skew::Uniform, Skew::Zipf(0.8)]),
         }
     }
 
     /// Bytes of the rows of a rank that one exchange of a forward pass takes along, in as many
-    /// pieces as a strategy has.
+    /// chunks as a strategy has.
     pub fn exchanged(&self, strategy: &Strategy) -> usize {
-        let element = match strategy.wire.forward {
-            Wire::Exact => 4,
-            Wire::F16 | Wire::Bf16 => 2,
-            Wire::Fp8 => 1,
+        let element = match strategy.comm_dtype.forward {
+            CommDtype::Unchanged => 4,
+            CommDtype::F16 | CommDtype::Bf16 => 2,
+            CommDtype::Fp8 => 1,
         };
-        self.tokens * self.top_k * self.model_dim * element / strategy.degree.forward
+        self.tokens * self.top_k * self.model_dim * element / strategy.overlap_degree.forward
     }
 
     /// The exponent of Zipf's law that loads of experts follow; 0 where they are alike.
@@ -161,7 +169,7 @@ impl fmt::Display for Drawn {
             self.experts,
             self.top_k,
             self.mesh.ep,
-            self.mesh.shards,
+            self.mesh.expert_tp,
             self.wire,
             self.skew
         )

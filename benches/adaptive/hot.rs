@@ -6,7 +6,7 @@ use crate::measured::{Passes, Rank};
 use crate::{Result, compared, quartile};
 use moesaic::collectives::Collectives;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Placement, Split};
-use moesaic::plan::{ShadowModel, Wire};
+use moesaic::plan::{CommDtype, ShadowModel};
 use moesaic::planner::Machine;
 use moesaic::reference::Skew;
 use moesaic::spec::LayerSpec;
@@ -28,7 +28,7 @@ fn layer() -> Drawn {
             ..Parallel::default()
         },
         capacity: None,
-        wire: Wire::Exact,
+        wire: CommDtype::Unchanged,
         skew: Skew::Zipf(1.5),
     }
 }
@@ -45,9 +45,9 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
     let balanced = balanced(&drawn, &order)?;
     let placements = [
         ("in order", order.clone(), "default"),
-        ("in order, in pieces", order.clone(), "degree=4"),
+        ("in order, in chunks", order.clone(), "overlap_degree=4"),
         ("shadows", order.clone(), "shadows=8"),
-        ("shadows, in pieces", order, "degree=4,shadows=8"),
+        ("shadows, in chunks", order, "overlap_degree=4,shadows=8"),
         ("replicas, even", balanced.splitting(Split::Even), "default"),
         ("replicas, near", balanced.splitting(Split::Near), "default"),
     ];

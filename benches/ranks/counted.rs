@@ -1,27 +1,27 @@
 //! An engine of ranks that counts what goes through it.
 
-use moesaic::collectives::Engine;
-use moesaic::collectives::engine::{Part, Ticket};
+use moesaic::collectives::Transport;
+use moesaic::collectives::transport::{MemoryRange, Request};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a rank has sent.
 #[derive(Debug, Default)]
 pub struct Counts {
-    letters: AtomicU64,
-    letter_bytes: AtomicU64,
-    parcels: AtomicU64,
-    parcel_bytes: AtomicU64,
+    eager: AtomicU64,
+    eager_bytes: AtomicU64,
+    rendezvous: AtomicU64,
+    rendezvous_bytes: AtomicU64,
 }
 
 impl Counts {
-    /// Letters, their bytes, parcels, their bytes.
+    /// Eager messages, their bytes, rendezvous messages, their bytes.
     pub fn read(&self) -> [u64; 4] {
         let all = [
-            &self.letters,
-            &self.letter_bytes,
-            &self.parcels,
-            &self.parcel_bytes,
+            &self.eager,
+            &self.eager_bytes,
+            &self.rendezvous,
+            &self.rendezvous_bytes,
         ];
         all.map(|count| count.load(Ordering::Relaxed))
     }
@@ -29,7 +29,7 @@ impl Counts {
 
 /// Passes everything on.
 pub struct Counted<E> {
-    pub engine: E,
+    pub transport: E,
     pub counts: Arc<Counts>,
 }
 
@@ -37,63 +37,73 @@ fn add(count: &AtomicU64, number: usize) {
     count.fetch_add(number as u64, Ordering::Relaxed);
 }
 
-impl<E: Engine> Engine for Counted<E> {
+impl<E: Transport> Transport for Counted<E> {
     fn name(&self) -> String {
-        self.engine.name()
+        self.transport.name()
     }
 
     fn rank(&self) -> usize {
-        self.engine.rank()
+        self.transport.rank()
     }
 
     fn size(&self) -> usize {
-        self.engine.size()
+        self.transport.size()
     }
 
     fn last_tag(&self) -> u32 {
-        self.engine.last_tag()
+        self.transport.last_tag()
     }
 
-    fn post(&mut self, to: usize, letter: &[u8]) -> Result<(), String> {
-        add(&self.counts.letters, 1);
-        add(&self.counts.letter_bytes, letter.len());
-        self.engine.post(to, letter)
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+        add(&self.counts.eager, 1);
+        add(&self.counts.eager_bytes, message.len());
+        self.transport.send_eager(to, message)
     }
 
-    fn collect(&mut self) -> Result<Option<Vec<u8>>, String> {
-        self.engine.collect()
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+        self.transport.receive_eager()
     }
 
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
-        add(&self.counts.parcels, 1);
+    unsafe fn send(
+        &mut self,
+        to: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
+        add(&self.counts.rendezvous, 1);
         let bytes = parts.iter().map(|part| part.bytes).sum();
-        add(&self.counts.parcel_bytes, bytes);
+        add(&self.counts.rendezvous_bytes, bytes);
         // SAFETY: passed on.
-        unsafe { self.engine.send(to, tag, parts) }
+        unsafe { self.transport.send(to, tag, parts) }
     }
 
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+    unsafe fn receive(
+        &mut self,
+        from: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         // SAFETY: passed on.
-        unsafe { self.engine.receive(from, tag, parts) }
+        unsafe { self.transport.receive(from, tag, parts) }
     }
 
-    fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
-        self.engine.finished(ticket)
+    fn finished(&mut self, ticket: Request) -> Result<bool, String> {
+        self.transport.finished(ticket)
     }
 
     fn gone(&self, rank: usize) -> Option<&'static str> {
-        self.engine.gone(rank)
+        self.transport.gone(rank)
     }
 
     fn revoke(&mut self) -> bool {
-        self.engine.revoke()
+        self.transport.revoke()
     }
 
-    fn unposted(&mut self) -> usize {
-        self.engine.unposted()
+    fn unsent_eager(&mut self) -> usize {
+        self.transport.unsent_eager()
     }
 
     fn close(&mut self) -> Result<(), String> {
-        self.engine.close()
+        self.transport.close()
     }
 }

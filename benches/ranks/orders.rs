@@ -55,7 +55,7 @@ fn of_threads(ranks: usize, folder: &Path) -> Result {
                 let engine = engine(1)?;
                 let counts = Arc::new(Counts::default());
                 let counted = Counted {
-                    engine: own,
+                    transport: own,
                     counts: Arc::clone(&counts),
                 };
                 let world = Communicator::new(Box::new(counted), engine.device().clone());
@@ -84,7 +84,7 @@ fn of_process(folder: &Path) -> Result {
         ..mpi::Options::default()
     };
     let world = mpi::start(&options, engine.device().clone())?;
-    let name = world.engine();
+    let name = world.transport();
     start_rank(engine, world, Arc::default(), &name, folder)
 }
 
@@ -251,7 +251,7 @@ impl Rank {
         Ok(())
     }
 
-    /// What a call sends: letters, their bytes, parcels, their bytes; what the plan says
+    /// What a call sends: eager messages, their bytes, rendezvous messages, their bytes; what the plan says
     /// goes to others, and stays.
     fn traffic(&mut self) -> Result<Vec<u64>> {
         if self.counts.read()[0] == 0 {

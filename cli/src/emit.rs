@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 Examples:
   moesaic emit --spec layer.toml --target cpu
   moesaic emit --spec layer.toml --target cuda:sm_80,cuda:sm_90a,rocm:gfx942 -o kernels
-  moesaic emit --spec layer.toml --target cuda:sm_90a --mesh ep=8 --strategy wire=fp8 -o kernels
+  moesaic emit --spec layer.toml --target cuda:sm_90a --mesh ep=8 --strategy comm_dtype=fp8 -o kernels
 
 Without -o the sources go to stdout, each below a line that names it. The text for sim:sm_80 is
 that for cuda:sm_80 to the byte; sim:gfx942 has the text of rocm:gfx942 over another prelude.")]

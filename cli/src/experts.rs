@@ -279,7 +279,7 @@ fn shard(args: &ShardArgs, console: &Console) -> Result {
     for (rank, (file, tensors)) in names.iter().zip(&parts).enumerate() {
         let note = (shards::KEY, &*cut.text(rank));
         write_safetensors_noted(file, tensors, note).map_err(files::unwritable)?;
-        let experts = placed.count(rank / mesh.shards);
+        let experts = placed.count(rank / mesh.expert_tp);
         console.print(&format!("{}: {experts} experts\n", file.display()))?;
     }
     Ok(())
@@ -316,7 +316,7 @@ fn mesh(ranks: usize, shards: usize, shared: SharedExperts) -> Result<Parallel> 
     }
     Ok(Parallel {
         ep: ranks / shards,
-        shards,
+        expert_tp: shards,
         dp: 1,
         shared,
     })
@@ -362,7 +362,7 @@ impl UnshardArgs {
         let own = Cut {
             ranks: said.ranks,
             shards: self.shards,
-            sliced: self.shared == SharedExperts::Sliced && self.shards > 1,
+            sliced: self.shared == SharedExperts::Sharded && self.shards > 1,
             placement: placed,
         };
         own.check(file, said)

@@ -138,7 +138,7 @@ fn look(
     engines: &[Engine],
 ) -> std::result::Result<Option<Report>, CollectiveError> {
     let call = Call::new("doctor");
-    let carrier = world.engine();
+    let carrier = world.transport();
     let all = world.gather_bytes(own(engines).to_string().as_bytes(), &call)?;
     let ranks: Vec<Rank> = all.iter().map(|bytes| Rank::read(bytes)).collect();
     let topology = Topology::gather(&mut world, &call)?;

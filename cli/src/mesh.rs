@@ -4,9 +4,9 @@ use moesaic::Parallel;
 use moesaic::mesh::SharedExperts;
 
 /// What help calls it.
-pub const FORM: &str = "ep=N,shards=N,dp=N,shared=sliced";
+pub const FORM: &str = "ep=N,expert_tp=N,dp=N,shared=sharded";
 
-/// Reads `ep=4,shards=2,shared=sliced`.
+/// Reads `ep=4,expert_tp=2,shared=sharded`.
 pub fn parse(text: &str) -> Result<Parallel, String> {
     let mut mesh = Parallel::default();
     let mut seen = Vec::new();
@@ -25,7 +25,7 @@ pub fn parse(text: &str) -> Result<Parallel, String> {
         let number = number.map_err(|_| format!("`{part}` is not NAME=NUMBER, as in ep=4"))?;
         match name {
             "ep" => mesh.ep = number,
-            "shards" => mesh.shards = number,
+            "shards" => mesh.expert_tp = number,
             "dp" => mesh.dp = number,
             other => return Err(format!("`{other}` is none of ep, shards, dp, shared")),
         }
@@ -37,15 +37,20 @@ pub fn parse(text: &str) -> Result<Parallel, String> {
 pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
     match text {
         "whole" => Ok(SharedExperts::Whole),
-        "sliced" => Ok(SharedExperts::Sliced),
+        "sliced" => Ok(SharedExperts::Sharded),
         other => Err(format!("shared experts are whole or sliced, not `{other}`")),
     }
 }
 
 /// A mesh in words: `ep 2 x shards 2 x dp 1, shared experts sliced`.
 pub fn words(mesh: Parallel) -> String {
-    let Parallel { ep, shards, dp, .. } = mesh;
-    let sliced = if mesh.slices_shared() {
+    let Parallel {
+        ep,
+        expert_tp: shards,
+        dp,
+        ..
+    } = mesh;
+    let sliced = if mesh.shards_shared() {
         ", shared experts sliced"
     } else {
         ""
@@ -59,11 +64,11 @@ mod tests {
 
     #[test]
     fn a_mesh_is_named_part_by_part() {
-        let mesh = parse("ep=4,shards=2").unwrap();
-        assert_eq!((mesh.ep, mesh.shards, mesh.dp), (4, 2, 1));
+        let mesh = parse("ep=4,expert_tp=2").unwrap();
+        assert_eq!((mesh.ep, mesh.expert_tp, mesh.dp), (4, 2, 1));
         assert_eq!(mesh.shared, SharedExperts::Whole);
-        let mesh = parse("ep=4, shards=2, shared=sliced").unwrap();
-        assert!(mesh.slices_shared());
+        let mesh = parse("ep=4, expert_tp=2, shared=sharded").unwrap();
+        assert!(mesh.shards_shared());
         assert_eq!(words(mesh), "ep 4 x shards 2 x dp 1, shared experts sliced");
         assert_eq!(parse("shared=whole").unwrap(), Parallel::default());
         for wrong in [
@@ -75,7 +80,7 @@ mod tests {
             "ep=2,dp=2, ep=4",
             "shared",
             "shared=2",
-            "shared=sliced,shared=sliced",
+            "shared=sharded,shared=sharded",
         ] {
             parse(wrong).unwrap_err();
         }

@@ -63,9 +63,9 @@ pub struct PrecompileArgs {
     /// The kernels of ranks that share the layers so, instead of one process's
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// Those for every number of ways that rows can go, too, in layers that may change it
+    /// Those for every adaptive parallelism degree that rows can go, too, in layers that may change it
     #[arg(long, requires = "mesh")]
-    any_ways: bool,
+    adaptive_r: bool,
     /// Those of ranks that carry out calls so, as in `run`, too: ways, wire and shadows have
     /// kernels of their own; may be given several times
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
@@ -218,9 +218,13 @@ impl PrecompileArgs {
         let files = self.placement.iter();
         let placements = files.map(|file| experts::placement(Some(file)));
         let placements: Vec<Option<Placement>> = placements.collect::<Result<_>>()?;
-        let wires: Vec<_> = self.strategy.iter().map(|strategy| strategy.wire).collect();
-        let ranks = if self.any_ways {
-            MeshJob::for_any_ways(mesh, &wires)
+        let comm_dtypes: Vec<_> = self
+            .strategy
+            .iter()
+            .map(|strategy| strategy.comm_dtype)
+            .collect();
+        let ranks = if self.adaptive_r {
+            MeshJob::for_any_r(mesh, &comm_dtypes)
         } else {
             MeshJob {
                 strategies: self.strategy.clone(),
@@ -268,7 +272,7 @@ impl PrecompileArgs {
             let mut all = self.strategy.iter();
             all.any(|strategy| strategy.gathers(&mesh))
         };
-        self.any_ways || self.mesh.is_some_and(other)
+        self.adaptive_r || self.mesh.is_some_and(other)
     }
 
     fn plan_options(&self, target: Target) -> PlanOptions {

@@ -43,38 +43,38 @@ impl OneRankArgs {
         self.strategy.check(&mesh).map_err(Failure::input)?;
         let placement = experts::placement(self.placement.as_deref())?;
         let sharing = Sharing::from(mesh).placed(placement.as_ref());
-        let sharing = sharing.at_ways(self.strategy.ways(&mesh));
+        let sharing = sharing.at_r(self.strategy.adaptive_r(&mesh));
         let sharing = sharing.shadowing(self.strategy.shadows);
         let plan = plan_rank(spec, target, options, sharing, self.rank);
         let plan = plan.map_err(EngineError::from)?;
-        let plan = plan.in_wire(self.strategy.wire);
-        Ok(plan.in_pieces(self.strategy.pieces()))
+        let plan = plan.in_comm_dtype(self.strategy.comm_dtype);
+        Ok(plan.in_chunks(self.strategy.chunks()))
     }
 }
 
-/// A kernel of a rank, and whose of its sides it is.
+/// A kernel of a rank, and whose of its parts it is.
 pub struct OfRank {
-    pub side: &'static str,
+    pub part: &'static str,
     pub source: KernelSource,
 }
 
 impl OfRank {
     /// `experts/grouped_gemm_up.c`.
     pub fn file_name(&self) -> String {
-        format!("{}/{}", self.side, self.source.file_name())
+        format!("{}/{}", self.part, self.source.file_name())
     }
 }
 
 /// The kernels of every side of a rank, and for GPUs the one that adds up what ranks have.
 pub fn kernels(plan: &RankPlan) -> Result<Vec<OfRank>> {
     let mut all = Vec::new();
-    for (side, plan) in plan.named_sides() {
+    for (part, plan) in plan.named_parts() {
         let sources = emit_layer(plan).map_err(EngineError::from)?;
-        all.extend(sources.into_iter().map(|source| OfRank { side, source }));
+        all.extend(sources.into_iter().map(|source| OfRank { part, source }));
     }
     let sums = Kernels::source(plan.tokens.target).into_iter();
     all.extend(sums.map(|source| OfRank {
-        side: "sums",
+        part: "sums",
         source,
     }));
     Ok(all)

@@ -48,8 +48,8 @@ impl Cut {
     pub fn new(mesh: Parallel, placement: String) -> Cut {
         Cut {
             ranks: mesh.ranks(),
-            shards: mesh.shards,
-            sliced: mesh.slices_shared(),
+            shards: mesh.expert_tp,
+            sliced: mesh.shards_shared(),
             placement,
         }
     }

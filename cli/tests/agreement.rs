@@ -319,7 +319,7 @@ fn what_a_strict_run_advises_is_all_that_it_needs() {
     small.run(&["--record", &record]).ok();
     let cases: [&[&str]; 5] = [
         &["--ranks", "2"],
-        &["--mesh", "ep=2,shards=2", "--strategy", "ways=1"],
+        &["--mesh", "ep=2,expert_tp=2", "--strategy", "r=1"],
         &["--ranks", "2", "--grad", "--recompute", "hidden"],
         &["--replay", &record],
         &["--replay", &record, "--ranks", "2"],

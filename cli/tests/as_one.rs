@@ -58,7 +58,7 @@ losses = [{ kind = \"z\", coefficient = 0.2 }]",
     },
 ];
 
-const GRIDS: [&str; 3] = ["ep=2", "ep=2,shards=2", "ep=2,dp=2"];
+const GRIDS: [&str; 3] = ["ep=2", "ep=2,expert_tp=2", "ep=2,dp=2"];
 
 fn input() -> Tensors<'static> {
     let mut tensors = small_input();

@@ -389,7 +389,11 @@ fn a_rank() {
         .into_iter()
         .map(|bytes| String::from_utf8(bytes).unwrap())
         .collect();
-    println!("I am {own} by {}, with {}", world.engine(), all.join(" "));
+    println!(
+        "I am {own} by {}, with {}",
+        world.transport(),
+        all.join(" ")
+    );
     world.finish(&call).unwrap();
 }
 

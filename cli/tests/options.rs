@@ -60,7 +60,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("strategy", Always),
             (
                 "strategy",
-                NotWith(&["--strategy=ways=0"], "there is one process"),
+                NotWith(&["--strategy=r=0"], "there is one process"),
             ),
             ("placement", Always),
             (
@@ -123,7 +123,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("rank", NotWith(&["--rank=1", "--target=cpu"], "--mesh")),
             (
                 "strategy",
-                NotWith(&["--strategy=ways=0", "--target=cpu"], "--mesh"),
+                NotWith(&["--strategy=r=0", "--target=cpu"], "--mesh"),
             ),
             (
                 "placement",
@@ -173,7 +173,7 @@ const TABLE: &[(&str, &[Row])] = &[
                 "kernel",
                 NotWith(&["--mesh=ep=1"], "--kernel none does nothing here"),
             ),
-            ("strategy", NotWith(&["--strategy=ways=0"], "--mesh")),
+            ("strategy", NotWith(&["--strategy=r=0"], "--mesh")),
             ("rank", NotWith(&["--rank=1"], "--mesh")),
             ("placement", NotWith(&["--placement=x"], "--mesh")),
             ("per-node", NotWith(&["--per-node=1"], "--mesh")),
@@ -201,12 +201,12 @@ const TABLE: &[(&str, &[Row])] = &[
             ("training", Always),
             ("mesh", Always),
             (
-                "any-ways",
-                NotWith(&["--any-ways", "--target=cpu"], "--mesh"),
+                "adaptive-r",
+                NotWith(&["--adaptive-r", "--target=cpu"], "--mesh"),
             ),
             (
                 "strategy",
-                NotWith(&["--strategy=degree=2", "--target=cpu"], "--mesh"),
+                NotWith(&["--strategy=overlap_degree=2", "--target=cpu"], "--mesh"),
             ),
             (
                 "placement",
@@ -330,9 +330,9 @@ const TABLE: &[(&str, &[Row])] = &[
                 ),
             ),
             (
-                "wires",
+                "comm-dtypes",
                 NotWith(
-                    &["--wires=fp8", "--mesh=ep=1", "--strategy=default"],
+                    &["--comm-dtypes=fp8", "--mesh=ep=1", "--strategy=default"],
                     "cannot be used with",
                 ),
             ),

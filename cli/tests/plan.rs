@@ -1,7 +1,7 @@
 //! `moesaic plan`: what it says, and what it refuses.
 
 use crate::common::*;
-use moesaic::plan::Route;
+use moesaic::plan::AllToAll;
 use moesaic::planner::{Calibration, published};
 use std::path::{Path, PathBuf};
 
@@ -106,14 +106,15 @@ fn one_configuration_can_be_asked_for_and_traced() {
         "--mesh",
         "ep=16",
         "--strategy",
-        "degree=4,route=inter-first",
+        "overlap_degree=4,all_to_all=2dh-inter-first",
         "--trace",
         "out.json",
     ];
     let tokens = ["--tokens", "65536", "--per-node", "4"];
     let text = plan.with(&[&JOB[..], &one, &tokens].concat()).ok();
     assert!(
-        text.contains("1 configuration\n") && text.contains("degree=4,route=inter-first"),
+        text.contains("1 configuration\n")
+            && text.contains("overlap_degree=4,all_to_all=2dh-inter-first"),
         "{text}"
     );
     let trace = std::fs::read_to_string(plan.dir.path().join("out.json")).unwrap();
@@ -225,13 +226,13 @@ fn machines_are_files_and_measurements_replace_their_figures() {
         ],
     );
     measured("none.toml", "ranks = 16", "ranks = 0").fails(2, &["none.toml: ", "ranks = 0"]);
-    let stopped = "[[route]]\nname = \"linear\"\nmessage_kib = 1.0\nby = 4.0\n[[level]]";
+    let stopped = "[[factor]]\nname = \"linear\"\nmessage_kib = 1.0\nby = 4.0\n[[level]]";
     measured("stopped.toml", "[[level]]", stopped).fails(
         2,
         &[
             "stopped.toml: ",
-            "route.linear.by = 4",
-            "remove every `[[route]]`",
+            "factor.linear.by = 4",
+            "remove every `[[factor]]`",
         ],
     );
     plan.file("bad.toml", &text.replace("radix = 8", "radx = 8"));
@@ -259,21 +260,21 @@ fn what_cannot_be_says_what_can() {
         &["the mesh has 4 ranks, the job 16", "hint: ep x shards x dp"],
     );
     fails(
-        &[&JOB[..], &["--mesh", "ep=16", "--strategy", "ways=3"]].concat(),
+        &[&JOB[..], &["--mesh", "ep=16", "--strategy", "r=3"]].concat(),
         &["a divisor of 1"],
     );
     fails(
         &[
             &JOB[..],
-            &["--mesh", "ep=8,dp=2", "--strategy", "route=once"],
+            &["--mesh", "ep=8,dp=2", "--strategy", "all_to_all=dedup"],
         ]
         .concat(),
-        &["8 ranks with 8 a node do not", "take route=linear"],
+        &["8 ranks with 8 a node do not", "take all_to_all=linear"],
     );
     fails(
         &[
             &JOB[..],
-            &["--mesh", "ep=8,shards=2", "--strategy", "shadows=2"],
+            &["--mesh", "ep=8,expert_tp=2", "--strategy", "shadows=2"],
         ]
         .concat(),
         &["shadows=2 needs whole experts", "take shadows=0"],
@@ -283,7 +284,7 @@ fn what_cannot_be_says_what_can() {
         &["an exponent is 0"],
     );
     fails(
-        &[&JOB[..], &["--wires", "f64"]].concat(),
+        &[&JOB[..], &["--comm-dtypes", "f64"]].concat(),
         &["`f64` is none of exact"],
     );
     fails(
@@ -390,10 +391,10 @@ fn what_ranks_measure_is_what_a_plan_is_made_with() {
     );
     assert_eq!(planned["machine"]["error"]["ranks"].as_u64(), Some(2));
     // Ranks of one node have one route; what links do not say of its steps is a factor.
-    assert_eq!(found.routes.is_empty(), !quiet);
-    for route in &found.routes {
-        assert!(route.name == Route::Linear && route.message_kib > 0.0);
-        assert!(!route.is_at_bound(), "{route:?}");
+    assert_eq!(found.all_to_all_factors.is_empty(), !quiet);
+    for factor in &found.all_to_all_factors {
+        assert!(factor.name == AllToAll::Linear && factor.message_kib > 0.0);
+        assert!(!factor.is_at_bound(), "{factor:?}");
     }
     // What was not measured is as it was.
     let link = planned["machine"]["level"][1]["bandwidth_gbs"].as_f64();

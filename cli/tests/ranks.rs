@@ -37,10 +37,10 @@ fn ranks_write_the_file_that_one_process_writes() {
         &["--ranks", "1"][..],
         &["--ranks", "3"],
         &["--mesh", "ep=2,dp=2", "--reference"],
-        &["--mesh", "ep=2,shards=2", "--strategy", "ways=1"],
-        &["--mesh", "ep=2,shards=2", "--strategy", "ways=0"],
-        &["--ranks", "2", "--strategy", "degree=3"],
-        &["--ranks", "3", "--strategy", "degree=2,shadows=2"],
+        &["--mesh", "ep=2,expert_tp=2", "--strategy", "r=1"],
+        &["--mesh", "ep=2,expert_tp=2", "--strategy", "r=0"],
+        &["--ranks", "2", "--strategy", "overlap_degree=3"],
+        &["--ranks", "3", "--strategy", "overlap_degree=2,shadows=2"],
     ] {
         let text = run(&file("ranks"), more).ok();
         assert!(text.contains("rank"), "{text}");
@@ -64,7 +64,14 @@ fn a_trace_has_the_launches_and_exchanges_of_every_rank() {
     let trace = file("trace").display().to_string();
     run(&file("y"), &["--trace", &trace]).ok();
     assert_eq!(lanes(&file("trace")), BTreeSet::from([(0, 0)]));
-    let more = ["--ranks", "2", "--strategy", "degree=2", "--trace", &trace];
+    let more = [
+        "--ranks",
+        "2",
+        "--strategy",
+        "overlap_degree=2",
+        "--trace",
+        &trace,
+    ];
     run(&file("y"), &more).ok();
     let all = [(0, 0), (0, 1), (1, 0), (1, 1)];
     assert_eq!(lanes(&file("trace")), BTreeSet::from(all));
@@ -84,8 +91,8 @@ fn processes_under_mpi_write_it_too() {
     let file = |name: &str| scratch.path().join(name);
     run(&file("one"), &[]).ok();
     let trace = file("trace").display().to_string();
-    let traced = ["--strategy", "degree=2", "--trace", &trace];
-    for more in [&[][..], &["--strategy", "ways=0"], &traced] {
+    let traced = ["--strategy", "overlap_degree=2", "--trace", &trace];
+    for more in [&[][..], &["--strategy", "r=0"], &traced] {
         let plain = command();
         let mut launched = Command::new("timeout");
         launched.args(["--signal=KILL", "120"]).arg(&found.launcher);
@@ -161,7 +168,7 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
         assert!(text.contains(part), "{text}");
     }
     let mut packed = command();
-    let strategy = ["--strategy", "wire=fp8", "--tokens", "8", "--hf"];
+    let strategy = ["--strategy", "comm_dtype=fp8", "--tokens", "8", "--hf"];
     packed.args(words).args(strategy).arg(&model);
     let text = finish(&mut packed).ok();
     for part in ["nodes    wire_pack", "between nodes fp8, 48 bytes a row"] {
@@ -175,37 +182,45 @@ fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     let file = |name: &str| scratch.path().join(name);
     let cache = file("cache");
     let model = repository("tests/oracle/hf/mixtral");
-    let mesh = ["--mesh", "ep=2,shards=2"];
+    let mesh = ["--mesh", "ep=2,expert_tp=2"];
     let compile = |more: &[&str]| {
         let mut ahead = command();
         ahead.args(["precompile", "--target", "cpu", "--layer", "1"]);
-        ahead.args(["--strategy", "wire=fp8/f16"]).args(more);
+        ahead.args(["--strategy", "comm_dtype=fp8/f16"]).args(more);
         ahead.args(mesh).arg("--hf").arg(&model);
         finish(ahead.env("MOESAIC_CACHE", &cache)).ok();
     };
-    compile(&["--any-ways"]);
+    compile(&["--adaptive-r"]);
     let strict = |strategy: &str| {
         let mut strict = command();
         strict.env("MOESAIC_CACHE", &cache).arg("run").args(mesh);
         let more = ["--strategy", strategy, "--strict"];
         call(&mut strict, &file("y"), &more)
     };
-    strict("degree=2,wire=fp8/f16").fails(1, &["grouped_gemm"]);
+    strict("overlap_degree=2,comm_dtype=fp8/f16").fails(1, &["grouped_gemm"]);
     compile(&[]);
-    strict("degree=2,wire=fp8/f16").ok();
-    strict("ways=1,wire=fp8/f16").ok();
-    let adds = "--mesh ep=2,shards=2 --any-ways --strategy ways=1,wire=bf16/fp8";
-    strict("wire=bf16/fp8,ways=1").fails(1, &["wire_rows_bf16", adds]);
-    for ways in ["ways=1", "ways=0"] {
-        strict(ways).ok();
+    strict("overlap_degree=2,comm_dtype=fp8/f16").ok();
+    strict("r=1,comm_dtype=fp8/f16").ok();
+    let adds = "--mesh ep=2,expert_tp=2 --adaptive-r --strategy r=1,comm_dtype=bf16/fp8";
+    strict("comm_dtype=bf16/fp8,r=1").fails(1, &["wire_rows_bf16", adds]);
+    for adaptive_r in ["r=1", "r=0"] {
+        strict(adaptive_r).ok();
         let mut inspect = command();
-        inspect.args(["inspect", "--layer", "1", "--rank", "1", "--strategy", ways]);
+        inspect.args([
+            "inspect",
+            "--layer",
+            "1",
+            "--rank",
+            "1",
+            "--strategy",
+            adaptive_r,
+        ]);
         let text = finish(inspect.args(mesh).arg("--hf").arg(&model)).ok();
         for part in ["gathered", "experts.down.weight of"] {
             assert!(text.contains(part), "{text}");
         }
     }
-    let refused = ["--mesh", "ep=2,shards=2", "--strategy", "ways=3"];
+    let refused = ["--mesh", "ep=2,expert_tp=2", "--strategy", "r=3"];
     run(&file("y"), &refused).fails(2, &["a divisor of 2"]);
 }
 
@@ -252,7 +267,7 @@ fn kernels_of_placed_experts_are_compiled_ahead() {
     assert!(fs::read(file("y")).unwrap() == fs::read(file("one")).unwrap());
     compile(&["--placement", &at, "--training"]).ok();
     strict(&["--training"]).ok();
-    strict(&["--training", "--strategy", "ways=0"]).fails(1, &["grouped_gemm"]);
+    strict(&["--training", "--strategy", "r=0"]).fails(1, &["grouped_gemm"]);
     let other = write(scratch.path(), "other.txt", "0-3 | 4-6")
         .display()
         .to_string();
@@ -322,9 +337,9 @@ fn sources_of_ranks_can_be_read() {
     let model = repository("tests/oracle/hf/qwen2_moe");
     let mesh = [
         "--mesh",
-        "ep=2,shards=2,shared=sliced",
+        "ep=2,expert_tp=2,shared=sharded",
         "--strategy",
-        "wire=fp8",
+        "comm_dtype=fp8",
     ];
     let of = |words: &[&str]| {
         let mut call = command();
@@ -382,7 +397,7 @@ fn shared_experts_may_be_sliced() {
     let file = |name: &str| scratch.path().join(name);
     let cache = file("cache");
     let model = repository("tests/oracle/hf/qwen2_moe");
-    let mesh = ["--mesh", "ep=2,shards=2,shared=sliced"];
+    let mesh = ["--mesh", "ep=2,expert_tp=2,shared=sharded"];
     let ours = |words: &[&str]| {
         let mut command = command();
         command.env("MOESAIC_CACHE", &cache).args(words);
@@ -453,7 +468,7 @@ fn meshes_that_cannot_be_say_what_can() {
     for (more, part) in [
         (&["--ranks", "2", "--mesh", "ep=3"][..], "there are 2"),
         (&["--mesh", "ep=9"], "9 groups cannot share 8 experts"),
-        (&["--mesh", "ep=2,shards=3"], "take a divisor"),
+        (&["--mesh", "ep=2,expert_tp=3"], "take a divisor"),
         (&["--mesh", "pp=2"], "none of ep, shards, dp, shared"),
         (&["--mesh", "ep=2,shared=2"], "whole or sliced, not `2`"),
         (

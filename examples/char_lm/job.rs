@@ -46,7 +46,7 @@ pub fn mesh(text: &str) -> Result<Parallel, String> {
             .map_err(|_| format!("`{part}` is not as ep=2"))?;
         match name {
             "ep" => mesh.ep = number,
-            "shards" => mesh.shards = number,
+            "shards" => mesh.expert_tp = number,
             "dp" => mesh.dp = number,
             _ => return Err(format!("`{name}` is none of ep, shards, dp")),
         }
@@ -116,7 +116,12 @@ impl Job {
                 println!("{line}");
             }
         };
-        let Parallel { ep, shards, dp, .. } = mesh.parallel();
+        let Parallel {
+            ep,
+            expert_tp: shards,
+            dp,
+            ..
+        } = mesh.parallel();
         says(&format!(
             "{EXPERTS} experts on a mesh of ep {ep} x shards {shards} x dp {dp}"
         ));

@@ -7,7 +7,7 @@ use super::common::optimizer::adamw;
 use super::model::Model;
 use super::run::Pace;
 use super::text::Batch;
-use moesaic::mesh::{Among, Ranks};
+use moesaic::mesh::{ProcessGroup, Ranks};
 use moesaic::train::AdamW;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, parts, reduce};
 use moesaic::weights::{Checkpoint, Writer};
@@ -111,14 +111,14 @@ impl RankLearner {
 
     /// This rank's sequences.
     fn part(&self, batch: &Batch) -> Batch {
-        let (rank, size) = self.ranks.among(Among::World);
+        let (rank, size) = self.ranks.among(ProcessGroup::World);
         let sequences = batch.tokens.len() / self.context;
         let edge = |rank: usize| rank * sequences / size;
         batch.part(edge(rank)..edge(rank + 1), self.context)
     }
 
     fn total(&self, own: f64) -> Result<f64, EngineError> {
-        let sums = self.ranks.sum_f64(&[own], Among::World, "loss")?;
+        let sums = self.ranks.sum_f64(&[own], ProcessGroup::World, "loss")?;
         Ok(sums.iter().sum())
     }
 }

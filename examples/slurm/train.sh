@@ -21,7 +21,7 @@
 # MESH         Compiles them for the mesh that PROGRAM uses; ep=RANKS if unset.
 # TRAINING     What backward recomputes: none, hidden or all. Set it to the empty string for
 #              kernels of inference.
-# PRECOMPILE   Further options of `moesaic precompile`: --strategy ..., --placement ..., --any-ways.
+# PRECOMPILE   Further options of `moesaic precompile`: --strategy ..., --placement ..., --adaptive-r.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then

@@ -19,14 +19,14 @@ pub use moesaic_plan::Parallel;
 ///
 /// ```
 /// use moesaic::{Parallel, Strategy};
-/// use moesaic::mesh::{Both, Route};
+/// use moesaic::mesh::{Both, AllToAll};
 ///
-/// let strategy: Strategy = "ways=2,degree=4/2,route=inter-first".parse().unwrap();
+/// let strategy: Strategy = "r=2,overlap_degree=4/2,all_to_all=2dh-inter-first".parse().unwrap();
 /// assert_eq!(strategy.degree, Both { forward: 4, backward: 2 });
-/// assert_eq!(strategy.route, Route::InterFirst);
+/// assert_eq!(strategy.route, AllToAll::TwoDhInterFirst);
 /// assert_eq!(Strategy::default().to_string(), "default");
 /// // Rows cannot go to two of three slices.
-/// strategy.check(&Parallel { shards: 3, ..Parallel::default() }).unwrap_err();
+/// strategy.check(&Parallel { expert_tp: 3, ..Parallel::default() }).unwrap_err();
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Strategy;

@@ -5,7 +5,7 @@ use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_nodes, on_ranks, part, shares, spec};
 use super::mesh_raw;
 use super::trained::COUNTERS;
-use moesaic::mesh::{Among, Both};
+use moesaic::mesh::{Both, ProcessGroup};
 use moesaic::plan::{Placement, Strategy};
 use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
@@ -28,11 +28,11 @@ struct Learned {
 fn space() -> Space {
     let mesh = Parallel {
         ep: 2,
-        shards: 2,
+        expert_tp: 2,
         ..Parallel::default()
     };
     Space {
-        degrees: vec![1, 3],
+        overlap_degrees: vec![1, 3],
         ..Space::of(mesh, 0)
     }
 }
@@ -112,11 +112,11 @@ fn a_layer_that_tries_strategies_learns_the_same() {
     };
     let fixed = learned(&[default]);
     let searched = learned(&[]);
-    // All ways, and all numbers of pieces of each, by all ranks at the same steps; then two
+    // All ways, and all numbers of chunks of each, by all ranks at the same steps; then two
     // passes together that were the fastest apart, if they were.
     let events = &searched[0].events;
     let mut all = tried(events);
-    all.retain(|strategy| strategy.degree.forward == strategy.degree.backward);
+    all.retain(|strategy| strategy.overlap_degree.forward == strategy.overlap_degree.backward);
     assert_eq!(all.len(), 3 * 2, "{events:?}");
     let kept = |event: &Event| matches!(event.what, What::Kept { .. });
     assert!(events.iter().any(kept), "{events:?}");
@@ -160,7 +160,7 @@ fn evaluations_are_tuned_apart_from_steps() {
             };
             tuner.recall([Record {
                 key: before,
-                strategy: "degree=2".parse().unwrap(),
+                strategy: "overlap_degree=2".parse().unwrap(),
                 seconds: Some(1.0),
             }]);
             let predict: Predict = Box::new(|_, _| Vec::new());
@@ -176,7 +176,7 @@ fn evaluations_are_tuned_apart_from_steps() {
             if training.is_some() {
                 let input = part(&case, all).input();
                 let (_, saved) = layer.forward_train(&input, &["y"], COUNTERS).unwrap();
-                assert_eq!(saved.strategy(), "degree=2".parse().unwrap());
+                assert_eq!(saved.strategy(), "overlap_degree=2".parse().unwrap());
             }
             layer.tuner().events().to_vec()
         });
@@ -221,8 +221,8 @@ fn evaluations_are_predicted_without_a_pass_back() {
         ];
         assert_eq!(alone, evaluation);
         for prediction in &evaluation {
-            let Both { forward, backward } = prediction.strategy.degree;
-            assert_eq!(forward, backward, "one pass has pieces of one kind");
+            let Both { forward, backward } = prediction.strategy.overlap_degree;
+            assert_eq!(forward, backward, "one pass has chunks of one kind");
             let same = |p: &&Prediction| p.strategy == prediction.strategy;
             let step = step.iter().find(same).unwrap();
             assert!(prediction.seconds < 0.7 * step.seconds, "{prediction:?}");
@@ -279,11 +279,11 @@ fn the_planner_says_what_is_worth_a_measurement() {
     let names: Vec<String> = predictions.iter().map(|p| p.strategy.to_string()).collect();
     for name in [
         "default",
-        "degree=4",
-        "route=once",
-        "route=inter-first",
-        "ways=1",
-        "ways=0",
+        "overlap_degree=4",
+        "all_to_all=dedup",
+        "all_to_all=2dh-inter-first",
+        "r=1",
+        "r=0",
     ] {
         assert!(names.iter().any(|found| found == name), "{name}: {names:?}");
     }
@@ -408,10 +408,10 @@ fn numbers_of_all_ranks_are_folded_and_as_many_of_each() {
     let ranks = on_ranks(&engine, mesh(3, 1, 1), |mesh| {
         let (ranks, own) = (engine.ranks(mesh), mesh.rank() as f64);
         let fold = [own, -own];
-        let sums = ranks.sum_f64(&fold, Among::World, "sums").unwrap();
-        let most = ranks.max_f64(&fold, Among::World, "most").unwrap();
+        let sums = ranks.sum_f64(&fold, ProcessGroup::World, "sums").unwrap();
+        let most = ranks.max_f64(&fold, ProcessGroup::World, "most").unwrap();
         let unequal = vec![1.0; 1 + mesh.rank()];
-        let error = ranks.sum_f64(&unequal, Among::World, "unequal");
+        let error = ranks.sum_f64(&unequal, ProcessGroup::World, "unequal");
         (sums, most, error.unwrap_err().to_string())
     });
     for (sums, most, error) in ranks {

@@ -12,8 +12,8 @@ use super::mesh_placed::scattered;
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
-use moesaic::mesh::{Among, Both, Cut, Route, Split, Wire};
-use moesaic::plan::{Placement, Ways};
+use moesaic::mesh::{AllToAll, Both, CommDtype, OverlapBy, ProcessGroup, Split};
+use moesaic::plan::{AdaptiveMesh, Placement};
 use moesaic::spec::LayerSpec;
 use moesaic::spec::testing::Counter;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
@@ -36,23 +36,23 @@ fn biased() -> Case {
 fn pieces_go_by_every_route() {
     let engine = cpu();
     let case = biased();
-    for (route, degree) in [
+    for (route, overlap_degree) in [
         ("intra-first", "2"),
         ("inter-first", "4/2"),
         ("concurrent", "3/2"),
         ("once", "3/1"),
         ("once", "1/4"),
-        ("intra-first", "3,cut=ranks"),
-        ("concurrent", "2/4,cut=ranks"),
-        ("once", "2/3,cut=ranks"),
+        ("intra-first", "3,overlap_by=peers"),
+        ("concurrent", "2/4,overlap_by=peers"),
+        ("once", "2/3,overlap_by=peers"),
     ] {
-        let strategy = format!("degree={degree},route={route}");
+        let strategy = format!("overlap_degree={overlap_degree},all_to_all={route}");
         check(&engine, None, grid(mesh(4, 1, 1), &strategy), &case);
     }
     check(
         &engine,
         None,
-        grid(mesh(2, 2, 1), "degree=2/3,route=once"),
+        grid(mesh(2, 2, 1), "overlap_degree=2/3,all_to_all=dedup"),
         &case,
     );
     // Weighted before they go, and where they come; sums of bf16.
@@ -63,15 +63,18 @@ fn pieces_go_by_every_route() {
             let dy = case.dy(7);
             trained(&ranks(&engine, None), grid, &case, training, &["y"], &dy)
         };
-        let straight = by("degree=2");
-        assert!(by("degree=2,route=concurrent") == straight);
+        let straight = by("overlap_degree=2");
+        assert!(by("overlap_degree=2,all_to_all=2dh-concurrent") == straight);
         let most = straight.values().flatten();
         let most = most.fold(0.0, |most: f64, v| most.max(v.abs()));
-        let once = by("degree=2,route=once");
+        let once = by("overlap_degree=2,all_to_all=dedup");
         for (name, want) in &straight {
             near(name, &case.spec, &once[name], want, most);
         }
-        assert!(by("degree=2,route=once") == once, "another run");
+        assert!(
+            by("overlap_degree=2,all_to_all=dedup") == once,
+            "another run"
+        );
     }
 }
 
@@ -80,16 +83,28 @@ fn experts_out_of_order_have_any_strategy() {
     let engine = cpu();
     let case = biased();
     for (parallel, strategy, split) in [
-        (mesh(3, 1, 1), "degree=4/2", Split::Even),
-        (mesh(2, 2, 1), "degree=3", Split::Near),
-        (mesh(4, 1, 1), "route=inter-first", Split::Even),
-        (mesh(4, 1, 1), "degree=2,route=once", Split::Near),
-        (mesh(4, 1, 1), "degree=3/2,cut=ranks", Split::Even),
-        (mesh(2, 2, 1), "ways=1", Split::Even),
-        (mesh(2, 2, 1), "ways=0", Split::Even),
-        (mesh(2, 2, 2), "ways=1,degree=2/1,route=once", Split::Near),
-        (sliced(2, 2, 1), "ways=0,degree=2", Split::Even),
-        (mesh(1, 4, 1), "ways=2,degree=2", Split::Even),
+        (mesh(3, 1, 1), "overlap_degree=4/2", Split::Even),
+        (mesh(2, 2, 1), "overlap_degree=3", Split::Near),
+        (mesh(4, 1, 1), "all_to_all=2dh-inter-first", Split::Even),
+        (
+            mesh(4, 1, 1),
+            "overlap_degree=2,all_to_all=dedup",
+            Split::Near,
+        ),
+        (
+            mesh(4, 1, 1),
+            "overlap_degree=3/2,overlap_by=peers",
+            Split::Even,
+        ),
+        (mesh(2, 2, 1), "r=1", Split::Even),
+        (mesh(2, 2, 1), "r=0", Split::Even),
+        (
+            mesh(2, 2, 2),
+            "r=1,overlap_degree=2/1,all_to_all=dedup",
+            Split::Near,
+        ),
+        (sliced(2, 2, 1), "r=0,overlap_degree=2", Split::Even),
+        (mesh(1, 4, 1), "r=2,overlap_degree=2", Split::Even),
     ] {
         let placement = scattered(parallel.ep, 6, 11, split);
         check(&engine, Some(&placement), grid(parallel, strategy), &case);
@@ -103,14 +118,14 @@ fn gradients_of_replicas_add_up_whatever_the_ways() {
     let case = biased();
     let (parallel, engine) = (mesh(2, 2, 1), cpu());
     let placement: Placement = "+4,0-2,+3 | 3-5,+0".parse().unwrap();
-    let added = |ways: [usize; 2]| {
-        let strategies = ways.map(|ways| format!("ways={ways}"));
+    let added = |adaptive_r: [usize; 2]| {
+        let strategies = adaptive_r.map(|adaptive_r| format!("r={adaptive_r}"));
         let ranks = ranks(&engine, Some(&placement));
         added_gradients(&ranks, parallel, &case, &strategies, |_| ())
     };
     let want = added([2, 2]);
-    for ways in [[0, 0], [2, 0], [0, 1], [1, 0]] {
-        near_everywhere(&format!("{ways:?}"), &case, &added(ways), &want);
+    for adaptive_r in [[0, 0], [2, 0], [0, 1], [1, 0]] {
+        near_everywhere(&format!("{adaptive_r:?}"), &case, &added(adaptive_r), &want);
     }
 }
 
@@ -122,12 +137,12 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 }
 
 /// What a format does to a row, relative: docs/kernels/wire.md.
-fn format_error(wire: Wire) -> f64 {
+fn format_error(wire: CommDtype) -> f64 {
     match wire {
-        Wire::Exact => 0.0,
-        Wire::F16 => 2.1e-4,
-        Wire::Bf16 => 1.7e-3,
-        Wire::Fp8 => 2.6e-2,
+        CommDtype::Unchanged => 0.0,
+        CommDtype::F16 => 2.1e-4,
+        CommDtype::Bf16 => 1.7e-3,
+        CommDtype::Fp8 => 2.6e-2,
     }
 }
 
@@ -139,7 +154,7 @@ fn step(ranks: &Arranged<'_>, grid: Grid, case: &Case) -> Results {
 /// Holds rows that are packed between nodes against rows that are not.
 fn check_wire(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) -> Results {
     let exact = Strategy {
-        wire: Both::same(Wire::Exact),
+        comm_dtype: Both::same(CommDtype::Unchanged),
         ..grid.strategy
     };
     let ranks = ranks(engine, placement);
@@ -152,7 +167,7 @@ fn check_wire(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: 
         },
         case,
     );
-    let Both { forward, backward } = grid.strategy.wire;
+    let Both { forward, backward } = grid.strategy.comm_dtype;
     let [forward, backward] = [forward, backward].map(format_error);
     // What experts keep for backward is of rows that were rounded in forward.
     for (name, least, most) in [
@@ -167,7 +182,7 @@ fn check_wire(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: 
     packed
 }
 
-/// Rows are packed in pieces as they are in one, once as they are for every expert, and at
+/// Rows are packed in chunks as they are in one, once as they are for every expert, and at
 /// other ways as at all of them.
 #[test]
 fn rows_are_packed_whatever_else_is_chosen() {
@@ -175,30 +190,36 @@ fn rows_are_packed_whatever_else_is_chosen() {
     let text = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 3 }";
     let case = Case::random(&spec(text), 43, 8);
     let on = |parallel, strategy: &str| check_wire(&engine, None, grid(parallel, strategy), &case);
-    let alone = on(mesh(4, 1, 1), "wire=fp8/bf16");
+    let alone = on(mesh(4, 1, 1), "comm_dtype=fp8/bf16");
     for strategy in [
-        "degree=4/2,wire=fp8/bf16",
-        "degree=1/3,route=concurrent,wire=fp8/bf16",
+        "overlap_degree=4/2,comm_dtype=fp8/bf16",
+        "overlap_degree=1/3,all_to_all=2dh-concurrent,comm_dtype=fp8/bf16",
     ] {
-        let pieces = on(mesh(4, 1, 1), strategy);
-        assert!(pieces["y"] == alone["y"], "{strategy}");
-        assert!(pieces["dx"] == alone["dx"], "{strategy}");
+        let chunks = on(mesh(4, 1, 1), strategy);
+        assert!(chunks["y"] == alone["y"], "{strategy}");
+        assert!(chunks["dx"] == alone["dx"], "{strategy}");
     }
     // Its gradients of rows are summed before they are packed.
-    let once = on(mesh(4, 1, 1), "route=once,wire=fp8/bf16");
+    let once = on(mesh(4, 1, 1), "all_to_all=dedup,comm_dtype=fp8/bf16");
     assert!(once["y"] == alone["y"]);
-    let pieces = on(mesh(4, 1, 1), "degree=2/3,route=once,wire=fp8/bf16");
-    assert!(pieces["y"] == alone["y"]);
-    let sums = on(mesh(2, 2, 1), "degree=2,wire=f16/fp8");
-    assert!(sums["y"] == on(mesh(2, 2, 1), "wire=f16/fp8")["y"]);
-    on(mesh(2, 2, 1), "ways=1,degree=2,wire=fp8/f16");
-    on(mesh(2, 4, 1), "ways=2,route=once,wire=bf16/fp8");
+    let chunks = on(
+        mesh(4, 1, 1),
+        "overlap_degree=2/3,all_to_all=dedup,comm_dtype=fp8/bf16",
+    );
+    assert!(chunks["y"] == alone["y"]);
+    let sums = on(mesh(2, 2, 1), "overlap_degree=2,comm_dtype=f16/fp8");
+    assert!(sums["y"] == on(mesh(2, 2, 1), "comm_dtype=f16/fp8")["y"]);
+    on(mesh(2, 2, 1), "r=1,overlap_degree=2,comm_dtype=fp8/f16");
+    on(mesh(2, 4, 1), "r=2,all_to_all=dedup,comm_dtype=bf16/fp8");
     // Rows that stay are never packed.
     let stays = |strategy| step(&ranks(&engine, None), grid(mesh(2, 2, 1), strategy), &case);
-    assert!(stays("ways=0,wire=fp8") == stays("ways=0"));
+    assert!(stays("r=0,comm_dtype=fp8") == stays("r=0"));
     for (parallel, strategy) in [
-        (mesh(4, 1, 1), "degree=2,route=once,wire=fp8"),
-        (mesh(2, 2, 1), "ways=1,wire=fp8/bf16"),
+        (
+            mesh(4, 1, 1),
+            "overlap_degree=2,all_to_all=dedup,comm_dtype=fp8",
+        ),
+        (mesh(2, 2, 1), "r=1,comm_dtype=fp8/bf16"),
     ] {
         let placement = scattered(parallel.ep, 8, 5, Split::Even);
         check_wire(&engine, Some(&placement), grid(parallel, strategy), &case);
@@ -212,12 +233,15 @@ fn outputs_are_summed_before_they_are_packed() {
     let text = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 3 }
          router = { weight_on = 'activation' }";
     let case = Case::random(&spec(text), 31, 4);
-    for strategy in ["route=once,wire=fp8", "degree=2,route=once,wire=bf16/fp8"] {
+    for strategy in [
+        "all_to_all=dedup,comm_dtype=fp8",
+        "overlap_degree=2,all_to_all=dedup,comm_dtype=bf16/fp8",
+    ] {
         check_wire(&engine, None, grid(mesh(4, 1, 1), strategy), &case);
     }
     for tokens in [0, 1] {
         let case = Case::random(&spec(text), tokens, 4);
-        let strategy = "degree=2,route=once,wire=fp8";
+        let strategy = "overlap_degree=2,all_to_all=dedup,comm_dtype=fp8";
         step(&ranks(&engine, None), grid(mesh(4, 1, 1), strategy), &case);
     }
 }
@@ -231,7 +255,7 @@ fn capacities_do_not_see_strategies() {
     let whole = evaluated(&ranks(&engine, None), mesh(4, 1, 1), &case);
     let placement = scattered(4, 6, 3, Split::Even);
     for placement in [None, Some(&placement)] {
-        for strategy in ["degree=4,route=once", "ways=0,degree=2"] {
+        for strategy in ["overlap_degree=4,all_to_all=dedup", "r=0,overlap_degree=2"] {
             let found = evaluated(
                 &ranks(&engine, placement),
                 grid(mesh(4, 1, 1), strategy),
@@ -255,7 +279,7 @@ fn simulated_gpus_have_everything_together() {
             placement: Some(placement.clone()),
             strategy: strategy.parse().unwrap(),
         };
-        let exact = ranks("degree=2/1,route=once");
+        let exact = ranks("overlap_degree=2/1,all_to_all=dedup");
         compare_on(&engine, &exact, mesh(2, 1, 1), &case, Recompute::None);
         let dy = case.dy(3);
         let of = |strategy| {
@@ -269,7 +293,10 @@ fn simulated_gpus_have_everything_together() {
                 &dy,
             )
         };
-        let (exact, packed) = (of("default"), of("degree=2,route=once,wire=fp8/f16"));
+        let (exact, packed) = (
+            of("default"),
+            of("overlap_degree=2,all_to_all=dedup,comm_dtype=fp8/f16"),
+        );
         let off = error(&packed["y"], &exact["y"]);
         assert!(off > 5e-3 && off < 5.2e-2, "{target}: {off}");
     }
@@ -283,7 +310,9 @@ fn what_another_layer_has_packed_is_not_taken_as_exact() {
     ranks(&engine, None).each(mesh(4, 1, 1), |engine, mesh| {
         let training = Some(Training::default());
         let [mut packs, plain] = [0, 1].map(|_| layer_on(engine, mesh, &case, training));
-        packs.set_strategy("wire=fp8".parse().unwrap()).unwrap();
+        packs
+            .set_strategy("comm_dtype=fp8".parse().unwrap())
+            .unwrap();
         let tokens = &shares(41, 4)[mesh.rank()];
         let own = part(&case, tokens);
         let (_, saved) = packs.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
@@ -310,7 +339,7 @@ struct Drawn {
     steps: usize,
 }
 
-/// Meshes with ranks on nodes so that every route is there at any number of ways.
+/// Meshes with ranks on nodes so that every route is there at any adaptive parallelism degree.
 const GRIDS: [(Parallel, usize); 8] = [
     (mesh(2, 2, 1), 2),
     (mesh(4, 1, 1), 2),
@@ -385,9 +414,9 @@ impl Drawn {
         }
     }
 
-    /// Losses of the steps of a run whose strategies are drawn from `wires`; without any, of one
-    /// whose rows go to one slice of each expert and in one piece.
-    fn learned(&self, seed: u64, wires: &[Wire]) -> Vec<f64> {
+    /// Losses of the steps of a run whose strategies are drawn from `comm_dtypes`; without any, of one
+    /// whose rows go to one slice of each expert and in one chunk.
+    fn learned(&self, seed: u64, comm_dtypes: &[CommDtype]) -> Vec<f64> {
         let engine = cpu();
         let ranks = Arranged {
             engine: &engine,
@@ -396,7 +425,7 @@ impl Drawn {
             strategy: Strategy::default(),
         };
         let of_ranks = ranks.each(self.parallel, |engine, mesh| {
-            self.learn(engine, mesh, &mut Counter::new(seed), wires)
+            self.learn(engine, mesh, &mut Counter::new(seed), comm_dtypes)
         });
         (0..self.steps)
             .map(|step| of_ranks.iter().map(|losses| losses[step]).sum())
@@ -404,7 +433,13 @@ impl Drawn {
     }
 
     /// Descent to outputs of zero in steps of one length; the losses of this rank's tokens.
-    fn learn(&self, engine: &Engine, mesh: &Mesh, draw: &mut Counter, wires: &[Wire]) -> Vec<f64> {
+    fn learn(
+        &self,
+        engine: &Engine,
+        mesh: &Mesh,
+        draw: &mut Counter,
+        comm_dtypes: &[CommDtype],
+    ) -> Vec<f64> {
         let case = &self.case;
         let mut layer = layer_on(engine, mesh, case, Some(Training::default()));
         let whole = case.host_weights();
@@ -417,9 +452,11 @@ impl Drawn {
         let (own, width) = (part(case, tokens), case.spec.output_dim());
         let mut losses = Vec::new();
         for _ in 0..self.steps {
-            let strategy = match wires {
-                [] => "ways=1,degree=1,route=linear,wire=exact".parse().unwrap(),
-                _ => strategy(self.parallel, draw, wires),
+            let strategy = match comm_dtypes {
+                [] => "r=1,overlap_degree=1,all_to_all=linear,comm_dtype=none"
+                    .parse()
+                    .unwrap(),
+                _ => strategy(self.parallel, draw, comm_dtypes),
             };
             let set = layer.set_strategy(strategy);
             set.unwrap_or_else(|e| panic!("{strategy}: {e}"));
@@ -429,7 +466,7 @@ impl Drawn {
             let loss = y.iter().map(|y| y * y).sum::<f64>() / 2.0;
             let all = layer
                 .ranks()
-                .sum_f64(&[loss], Among::World, "loss")
+                .sum_f64(&[loss], ProcessGroup::World, "loss")
                 .unwrap()[0];
             losses.push(loss);
             // Backward goes as forward did, whatever is chosen since. What f16 cannot hold is not
@@ -453,40 +490,40 @@ impl Drawn {
 const MOST: f32 = 1e-3;
 
 /// The same on all ranks.
-fn strategy(parallel: Parallel, draw: &mut Counter, wires: &[Wire]) -> Strategy {
+fn strategy(parallel: Parallel, draw: &mut Counter, comm_dtypes: &[CommDtype]) -> Strategy {
     fn of<T: Copy>(draw: &mut Counter, all: &[T]) -> T {
         all[draw.between(0, all.len() - 1)]
     }
-    let routes = [
-        Route::Linear,
-        Route::IntraFirst,
-        Route::InterFirst,
-        Route::Concurrent,
-        Route::Once,
+    let algorithms = [
+        AllToAll::Linear,
+        AllToAll::TwoDh,
+        AllToAll::TwoDhInterFirst,
+        AllToAll::TwoDhConcurrent,
+        AllToAll::Dedup,
     ];
     let mut both = || Both {
         forward: of(draw, &[1, 1, 2, 3, 4]),
         backward: of(draw, &[1, 1, 2, 3, 4]),
     };
-    let degree = both();
-    let cut = of(draw, &[Cut::Rows, Cut::Ranks]);
-    let ways = of(draw, &Ways::all(parallel));
-    let whole = (ways, parallel.shards) == (1, 1);
+    let overlap_degree = both();
+    let overlap_by = of(draw, &[OverlapBy::Rows, OverlapBy::Peers]);
+    let adaptive_r = of(draw, &AdaptiveMesh::all(parallel));
+    let whole = (adaptive_r, parallel.expert_tp) == (1, 1);
     Strategy {
-        degree,
-        cut,
-        ways: Some(ways),
-        route: of(draw, &routes),
-        wire: Both {
-            forward: of(draw, wires),
-            backward: of(draw, wires),
+        overlap_degree,
+        overlap_by,
+        adaptive_r: Some(adaptive_r),
+        all_to_all: of(draw, &algorithms),
+        comm_dtype: Both {
+            forward: of(draw, comm_dtypes),
+            backward: of(draw, comm_dtypes),
         },
         shadows: usize::from(whole) * of(draw, &[0, 1, 3]),
     }
 }
 
 /// Holds runs whose strategies are drawn against the one whose strategy stays.
-fn learn_the_same(seed: u64, steps: usize, bounds: &[(&[Wire], f64)]) {
+fn learn_the_same(seed: u64, steps: usize, bounds: &[(&[CommDtype], f64)]) {
     let drawn = Drawn::new(seed, steps);
     let want = drawn.learned(seed, &[]);
     let (grid, case) = (drawn.parallel, drawn.case.describe());
@@ -494,8 +531,8 @@ fn learn_the_same(seed: u64, steps: usize, bounds: &[(&[Wire], f64)]) {
     let last = want[steps - 1];
     println!("{what}\n{want:?}");
     assert!((last - want[0]).abs() > 1e-2 * want[0], "{what}: {want:?}");
-    for &(wires, most) in bounds {
-        let found = drawn.learned(seed, wires);
+    for &(comm_dtypes, most) in bounds {
+        let found = drawn.learned(seed, comm_dtypes);
         // What is done to a step counts against the loss that it had to lower, at least a tenth
         // of the first; what formats do may send tokens to other experts.
         let lowered = [&want[..1], &want[..steps - 1]].concat();
@@ -504,19 +541,24 @@ fn learn_the_same(seed: u64, steps: usize, bounds: &[(&[Wire], f64)]) {
             let off = (found - want).abs() / before;
             assert!(
                 off < most,
-                "{what}, {wires:?}: a loss is {found}, not {want}"
+                "{what}, {comm_dtypes:?}: a loss is {found}, not {want}"
             );
         }
     }
 }
 
-const PACKED: [Wire; 4] = [Wire::Exact, Wire::F16, Wire::Bf16, Wire::Fp8];
+const PACKED: [CommDtype; 4] = [
+    CommDtype::Unchanged,
+    CommDtype::F16,
+    CommDtype::Bf16,
+    CommDtype::Fp8,
+];
 
 /// `MOESAIC_SEEDS=0..200` draws more of them.
 #[test]
 fn strategies_drawn_anew_at_every_step_learn_the_same() {
     for seed in seeds(0..5) {
-        learn_the_same(seed, 4, &[(&[Wire::Exact], 1e-4), (&PACKED, 0.2)]);
+        learn_the_same(seed, 4, &[(&[CommDtype::Unchanged], 1e-4), (&PACKED, 0.2)]);
     }
 }
 
@@ -525,6 +567,6 @@ fn strategies_drawn_anew_at_every_step_learn_the_same() {
 #[ignore = "a long run"]
 fn strategies_drawn_anew_at_forty_steps_learn_the_same() {
     for seed in seeds(0..16) {
-        learn_the_same(seed, 40, &[(&[Wire::Exact], 1e-2)]);
+        learn_the_same(seed, 40, &[(&[CommDtype::Unchanged], 1e-2)]);
     }
 }

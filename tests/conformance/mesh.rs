@@ -8,7 +8,7 @@ use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, Collectives, threads};
-use moesaic::mesh::{Among, SharedExperts};
+use moesaic::mesh::{ProcessGroup, SharedExperts};
 use moesaic::plan::Placement;
 use moesaic::reference;
 use moesaic::spec::*;
@@ -22,7 +22,7 @@ pub type Results = BTreeMap<String, Vec<f64>>;
 pub const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
     Parallel {
         ep,
-        shards,
+        expert_tp: shards,
         dp,
         shared: SharedExperts::Whole,
     }
@@ -32,9 +32,9 @@ pub const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
 pub const fn sliced(ep: usize, shards: usize, dp: usize) -> Parallel {
     Parallel {
         ep,
-        shards,
+        expert_tp: shards,
         dp,
-        shared: SharedExperts::Sliced,
+        shared: SharedExperts::Sharded,
     }
 }
 
@@ -55,14 +55,14 @@ impl From<Parallel> for Grid {
 }
 
 impl Grid {
-    /// What ranks do by themselves, at its own number of ways.
+    /// What ranks do by themselves, at its own adaptive parallelism degree.
     pub fn on(self, ranks: &impl Ranks) -> Grid {
         let (own, theirs) = (self.strategy, ranks.strategy());
         let strategy = if theirs == Strategy::default() {
             own
         } else {
             Strategy {
-                ways: own.ways,
+                adaptive_r: own.adaptive_r,
                 ..theirs
             }
         };
@@ -77,7 +77,7 @@ impl Grid {
         training: Option<Training>,
     ) -> MeshLayer {
         let mut layer = if self.strategy.gathers(&self.parallel) {
-            layer_on(engine, &mesh.for_any_ways(), case, training)
+            layer_on(engine, &mesh.for_any_r(), case, training)
         } else {
             layer_on(engine, mesh, case, training)
         };
@@ -88,7 +88,7 @@ impl Grid {
 
     /// Whether a row meets whole experts, so that its sums are those of one process.
     fn sums_alike(&self) -> bool {
-        self.strategy.ways(&self.parallel) <= 1 && !self.parallel.slices_shared()
+        self.strategy.adaptive_r(&self.parallel) <= 1 && !self.parallel.shards_shared()
     }
 }
 
@@ -263,8 +263,8 @@ pub fn trained(
                 let (_, gradient) = rank.2.iter().find(|(other, _)| other == name).unwrap();
                 gradient.lend()
             };
-            let whole = match Among::of(parallel, name) {
-                Among::World => part(ranks[0].0).into_static(),
+            let whole = match ProcessGroup::of(parallel, name) {
+                ProcessGroup::World => part(ranks[0].0).into_static(),
                 _ => joined_placed(name, (parallel, all.placement()), part),
             };
             let values = whole.to_f32().into_iter().map(f64::from);

@@ -8,7 +8,7 @@ use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, shares,
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
 use super::trained::COUNTERS;
-use moesaic::mesh::Among;
+use moesaic::mesh::ProcessGroup;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Split};
 use moesaic::plan::{Placement, ShadowForm, ShadowModel, shadows};
 use moesaic::spec::testing::Counter;
@@ -125,14 +125,14 @@ fn replicas_learn_the_same() {
             }
             let parts: Vec<Tensors<'static>> = ranks.iter().map(|all| all[run].0.clone()).collect();
             let group = &parts[..parallel.group()];
-            if !parallel.slices_shared() {
+            if !parallel.shards_shared() {
                 // Refuses replicas that are not as their owner.
                 unshard_placed(&case.spec, group, (parallel, Some(&placement))).unwrap();
             }
             for (name, want) in whole {
                 let of = |place| parts[parallel.rank(place)][name].lend();
-                let found = match Among::of(parallel, name) {
-                    Among::World => parts[0][name].lend(),
+                let found = match ProcessGroup::of(parallel, name) {
+                    ProcessGroup::World => parts[0][name].lend(),
                     _ => joined_placed(name, (parallel, Some(&placement)), of),
                 };
                 for (found, want) in found.to_f32().iter().zip(want.to_f32()) {
@@ -195,7 +195,9 @@ fn what_is_placed_is_saved_as_one_process_has_it() {
                 .find(|ep| **ep != placement.owner(expert))
                 .unwrap();
             let mut wrong = shards;
-            let tensor = wrong[ep * one.shards].get_mut("experts.up.weight").unwrap();
+            let tensor = wrong[ep * one.expert_tp]
+                .get_mut("experts.up.weight")
+                .unwrap();
             let slot = placement.slot(ep, expert).unwrap();
             let row = tensor.data.len() / placement.count(ep);
             tensor.data.to_mut()[slot * row] ^= 1;

@@ -7,7 +7,7 @@ use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, shares, sliced, s
 use super::mesh_placed::scattered;
 use super::simulated::open;
 use super::trained::COUNTERS;
-use moesaic::mesh::{MeshSaved, Split, Wire};
+use moesaic::mesh::{CommDtype, MeshSaved, Split};
 use moesaic::plan::{Role, SATURATED};
 use moesaic::target::{Buffer, Ptr};
 use moesaic::tune::{AdaptiveLayer, Calls, Event, Options, Predict, Space, Tuner, What};
@@ -155,8 +155,8 @@ impl<'a> Asked<'a> {
 /// What each pass of a layer is asked for.
 fn asked(layer: &MeshLayer) -> [Vec<String>; 4] {
     let plan = &layer.plan().tokens;
-    let wire = layer.strategy().wire;
-    let f16 = [wire.forward, wire.forward, wire.backward].map(|wire| wire == Wire::F16);
+    let wire = layer.strategy().comm_dtype;
+    let f16 = [wire.forward, wire.forward, wire.backward].map(|wire| wire == CommDtype::F16);
     let names = |names: &[&str], counts: bool| -> Vec<String> {
         let given = |name: &str| plan.tensor(name).is_none_or(|t| t.role == Role::Input);
         let there = names.iter().filter(|name| !given(name));
@@ -295,16 +295,19 @@ fn whatever_the_strategy_is() {
     let case = Case::random(&spec(PLAIN), 41, 2);
     for (parallel, strategy) in [
         (mesh(4, 1, 1), "shadows=2"),
-        (mesh(4, 1, 1), "degree=2,route=once,shadows=1"),
-        (mesh(2, 2, 1), "ways=1"),
-        (mesh(2, 2, 1), "ways=0"),
-        (sliced(2, 2, 1), "ways=1,degree=3/2"),
-        (mesh(4, 1, 1), "degree=2/3,route=concurrent,wire=f16"),
-        (mesh(4, 1, 1), "route=once,wire=bf16/f16"),
-        (mesh(4, 1, 1), "wire=f16/exact"),
+        (mesh(4, 1, 1), "overlap_degree=2,all_to_all=dedup,shadows=1"),
+        (mesh(2, 2, 1), "r=1"),
+        (mesh(2, 2, 1), "r=0"),
+        (sliced(2, 2, 1), "r=1,overlap_degree=3/2"),
+        (
+            mesh(4, 1, 1),
+            "overlap_degree=2/3,all_to_all=2dh-concurrent,comm_dtype=f16",
+        ),
+        (mesh(4, 1, 1), "all_to_all=dedup,comm_dtype=bf16/f16"),
+        (mesh(4, 1, 1), "comm_dtype=f16/none"),
     ] {
         let placement = scattered(parallel.ep, 6, 11, Split::Even);
-        let placement = (parallel.shards == 1).then_some(&placement);
+        let placement = (parallel.expert_tp == 1).then_some(&placement);
         check(&ranks(&engine, placement), grid(parallel, strategy), &case);
     }
 }
@@ -443,7 +446,7 @@ pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner
             assert!(found == want, "step {step} with {chosen}");
             assert_eq!(layer.layer().strategy(), chosen);
         }
-        // Sums of gradients over pieces are in another order.
+        // Sums of gradients over chunks are in another order.
         let gradients = [layer.layer().gradients().unwrap()];
         near_everywhere("a step", case, &gradients, &want.gradients[..1]);
         for calls in [Calls::Training, Calls::Evaluation] {
@@ -459,7 +462,7 @@ fn is_whole(event: &Event) -> bool {
     let What::Tried(strategy) = event.what else {
         return false;
     };
-    strategy.degree.forward == strategy.degree.backward
+    strategy.overlap_degree.forward == strategy.overlap_degree.backward
 }
 
 #[test]
@@ -477,8 +480,8 @@ pub fn two_strategies() -> Tuner {
         ..Options::default()
     };
     let space = Space {
-        ways: vec![1],
-        degrees: vec![1, 3],
+        adaptive_r: vec![1],
+        overlap_degrees: vec![1, 3],
         ..Space::of(mesh(2, 1, 1), 0)
     };
     Tuner::new(options, space)

@@ -36,9 +36,9 @@ fn dropless_outputs_are_the_same_bytes_with_shadows() {
         let whole = case.layer(&engine).forward(&case.input()).unwrap();
         for (at, (parallel, strategy)) in [
             (mesh(4, 1, 1), "shadows=2"),
-            (mesh(3, 1, 1), "degree=2,shadows=9"),
-            (mesh(4, 1, 1), "route=inter-first,shadows=1"),
-            (mesh(2, 1, 2), "degree=3,cut=ranks,shadows=3"),
+            (mesh(3, 1, 1), "overlap_degree=2,shadows=9"),
+            (mesh(4, 1, 1), "all_to_all=2dh-inter-first,shadows=1"),
+            (mesh(2, 1, 2), "overlap_degree=3,overlap_by=peers,shadows=3"),
             (mesh(1, 1, 2), "shadows=1"),
         ]
         .into_iter()
@@ -60,9 +60,12 @@ fn training_with_shadows_gives_what_one_process_gives() {
         let case = Case::random(spec, 41, seed as u64);
         for (at, (parallel, strategy)) in [
             (mesh(4, 1, 1), "shadows=2"),
-            (mesh(2, 1, 1), "degree=3/2,shadows=3"),
-            (mesh(4, 1, 1), "degree=2,route=once,shadows=1"),
-            (mesh(2, 1, 2), "degree=2/3,cut=ranks,shadows=2"),
+            (mesh(2, 1, 1), "overlap_degree=3/2,shadows=3"),
+            (mesh(4, 1, 1), "overlap_degree=2,all_to_all=dedup,shadows=1"),
+            (
+                mesh(2, 1, 2),
+                "overlap_degree=2/3,overlap_by=peers,shadows=2",
+            ),
         ]
         .into_iter()
         .enumerate()
@@ -92,7 +95,7 @@ fn gradients_of_shadows_add_up() {
     for strategies in [
         ["shadows=2"; 3],
         ["shadows=5", "default", "shadows=1"],
-        ["default", "degree=2,shadows=3", "ways=0"],
+        ["default", "overlap_degree=2,shadows=3", "r=0"],
     ] {
         let found = added(strategies);
         assert!(added(strategies) == found, "another run");
@@ -188,7 +191,7 @@ fn capacities_do_not_see_shadows() {
          capacity = { mode = 'factor', factor = 0.6, order = 'batch-prioritized' }";
     let case = Case::random(&spec(text), 40, 4);
     let whole = evaluated(&ranks(&engine, None), mesh(4, 1, 1), &case);
-    for strategy in ["shadows=2", "degree=3,route=once,shadows=1"] {
+    for strategy in ["shadows=2", "overlap_degree=3,all_to_all=dedup,shadows=1"] {
         let found = evaluated(&ranks(&engine, None), grid(mesh(4, 1, 1), strategy), &case);
         assert!(found == whole, "{strategy}");
     }
@@ -208,10 +211,10 @@ fn shadows_that_cannot_be_are_refused() {
     };
     let sliced = refused(mesh(1, 2, 1), "shadows=2");
     assert!(sliced.contains("shadows=2 needs whole experts"), "{sliced}");
-    let stays = refused(mesh(2, 1, 1), "ways=0,shadows=2");
+    let stays = refused(mesh(2, 1, 1), "r=0,shadows=2");
     assert!(stays.contains("rows to 0 of them"), "{stays}");
     let packed = refused(mesh(2, 1, 1), "shadows=2");
-    assert!(packed.contains("Mesh::for_any_ways"), "{packed}");
+    assert!(packed.contains("Mesh::for_any_r"), "{packed}");
     on_ranks(&cpu(), mesh(2, 1, 1), |mesh| {
         let mut layer = layer_on(&cpu(), mesh, &case, None);
         let mut model = ShadowModel::of(&case.spec);
@@ -229,7 +232,7 @@ fn simulated_gpus_have_shadows() {
     for target in ["sim:sm_90a", "sim:gfx942"] {
         let engine = open(target);
         let ranks = ranks(&engine, None);
-        let grid = grid(mesh(2, 1, 1), "degree=2/1,shadows=1");
+        let grid = grid(mesh(2, 1, 1), "overlap_degree=2/1,shadows=1");
         compare_on(&engine, &ranks, grid, &case, Recompute::None);
     }
 }

@@ -134,7 +134,7 @@ fn a_rank_that_cannot_compile_tells_the_others_why() {
         let layer = make().err().expect("a rank has no kernels").to_string();
         let mut made = make().unwrap();
         rank.second_compiles(NOT);
-        let strategy = made.set_strategy("wire=fp8".parse().unwrap());
+        let strategy = made.set_strategy("comm_dtype=fp8".parse().unwrap());
         [layer, strategy.unwrap_err().to_string()]
     });
     for own in &errors[1] {

@@ -4,8 +4,8 @@ use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_ranks, part, shares, sliced, spec};
 use super::trained::COUNTERS;
-use moesaic::mesh::Among;
-use moesaic::plan::Place;
+use moesaic::mesh::ProcessGroup;
+use moesaic::plan::RankCoords;
 use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};
 use moesaic::train::{AdamW, Optimizer, Sgd, masters};
@@ -116,17 +116,17 @@ fn check(parallel: Parallel, case: &Case, want: &[Learned; 3]) -> Vec<[Learned; 
                 "{parallel:?}: norms of rank {rank}"
             );
             let place = parallel.place(rank).unwrap();
-            let first = Place { dp: 0, ..place };
+            let first = RankCoords { dp: 0, ..place };
             for (name, tensor) in own {
-                let other = match Among::of(parallel, name) {
-                    Among::World => &ranks[0][run].0[name],
-                    Among::SameSlice => &of(Place { ep: 0, ..first }).0[name],
+                let other = match ProcessGroup::of(parallel, name) {
+                    ProcessGroup::World => &ranks[0][run].0[name],
+                    ProcessGroup::EpDp => &of(RankCoords { ep: 0, ..first }).0[name],
                     _ => &of(first).0[name],
                 };
                 assert!(tensor == other, "{parallel:?}: `{name}` of rank {rank}");
-                let added_once =
-                    Among::of(parallel, name) != Among::World && name.ends_with(".down.bias");
-                let silent = added_once && place.shard > 0;
+                let added_once = ProcessGroup::of(parallel, name) != ProcessGroup::World
+                    && name.ends_with(".down.bias");
+                let silent = added_once && place.tp > 0;
                 let zero = tensor.to_f32().iter().all(|v| *v == 0.0);
                 assert!(
                     !silent || zero,
@@ -142,8 +142,8 @@ fn check(parallel: Parallel, case: &Case, want: &[Learned; 3]) -> Vec<[Learned; 
             );
         }
         for (name, want) in whole {
-            let found = match Among::of(parallel, name) {
-                Among::World => ranks[0][run].0[name].lend(),
+            let found = match ProcessGroup::of(parallel, name) {
+                ProcessGroup::World => ranks[0][run].0[name].lend(),
                 _ => joined(name, parallel, |place| of(place).0[name].lend()),
             };
             assert_eq!(found.shape, want.shape, "{parallel:?}: {name}");
@@ -182,7 +182,7 @@ fn every_grid_learns_what_one_rank_learns() {
         }
         for parallel in grids()
             .into_iter()
-            .filter(|grid| fits.contains(&grid.shards))
+            .filter(|grid| fits.contains(&grid.expert_tp))
         {
             check(parallel, &case, &want);
         }
@@ -197,7 +197,13 @@ fn every_grid_with_slices_of_shared_experts_learns_what_one_rank_learns() {
     let want = alone(&case);
     let slices = [2, 4, 8];
     let grids = grids().into_iter();
-    for Parallel { ep, shards, dp, .. } in grids.filter(|grid| slices.contains(&grid.shards)) {
+    for Parallel {
+        ep,
+        expert_tp: shards,
+        dp,
+        ..
+    } in grids.filter(|grid| slices.contains(&grid.expert_tp))
+    {
         check(sliced(ep, shards, dp), &case, &want);
     }
 }
@@ -233,8 +239,8 @@ fn ranks_start_with_the_values_of_the_first() {
     for (rank, (own, found)) in ranks.iter().enumerate() {
         for (name, tensor) in found {
             // The first of those with the same experts is the rank of the first group.
-            let from = match Among::of(grid, name) {
-                Among::World => 0,
+            let from = match ProcessGroup::of(grid, name) {
+                ProcessGroup::World => 0,
                 _ => rank % 2,
             };
             let factor = 1.0 + from as f32;
@@ -256,7 +262,7 @@ fn ranks_hand_out_parts_of_any_sizes() {
         let (ranks, own) = (engine.ranks(mesh), mesh.rank());
         let parts: Vec<Vec<f32>> = (0..4).map(|to| part(own, to)).collect();
         let few = ranks
-            .all_to_all(&parts[..3], Among::Replicas, "parts")
+            .all_to_all(&parts[..3], ProcessGroup::ExpertDp, "parts")
             .err();
         (few, own)
     });
@@ -266,9 +272,13 @@ fn ranks_hand_out_parts_of_any_sizes() {
     let found = on_ranks(engine, mesh(2, 1, 2), |mesh| {
         let (ranks, own) = (engine.ranks(mesh), mesh.rank());
         let parts: Vec<Vec<f32>> = (0..4).map(|to| part(own, to)).collect();
-        let got = ranks.all_to_all(&parts, Among::World, "parts").unwrap();
+        let got = ranks
+            .all_to_all(&parts, ProcessGroup::World, "parts")
+            .unwrap();
         let all: Vec<f32> = (0..8).map(|at| number(own, 0, at)).collect();
-        let sum = ranks.sum_scattered(&all, Among::World, "sum").unwrap();
+        let sum = ranks
+            .sum_scattered(&all, ProcessGroup::World, "sum")
+            .unwrap();
         (got, sum)
     });
     for (rank, (got, sum)) in found.iter().enumerate() {

@@ -4,7 +4,7 @@ use super::case::Case;
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_ranks, sliced, spec};
 use moesaic::kernel::DType;
-use moesaic::plan::Place;
+use moesaic::plan::RankCoords;
 use moesaic::tensor::{Described, SourceError, WeightSink, WeightSource};
 use moesaic::tools::{Shard, part_of};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, Writer};
@@ -76,8 +76,8 @@ fn a_rank_asks_for_its_own_experts() {
             }
             // Of sliced shared experts the rows of its slice, of whole ones all.
             let part = |width: usize| {
-                if parallel.slices_shared() {
-                    parallel.hidden(mesh.place().shard, width)
+                if parallel.shards_shared() {
+                    parallel.hidden(mesh.place().tp, width)
                 } else {
                     0..width
                 }
@@ -161,10 +161,10 @@ fn a_rank_reads_its_part_of_files() {
         let reader = LayerReader::canonical(&spec, &checkpoint, LoadOptions::default());
         let reader = reader.unwrap();
         for (shards, shard) in [(1, 0), (2, 1)] {
-            let place = Place {
+            let place = RankCoords {
                 dp: 0,
                 ep: 1234,
-                shard,
+                tp: shard,
             };
             let own = Shard::new(&spec, mesh(4096, shards, 1), place, &reader);
             for name in ["gate", "up", "down"] {
@@ -216,10 +216,10 @@ fn what_ranks_hold_is_saved_as_one_process_has_it() {
         assert!(read(&several) == whole, "{parallel:?}");
         // Another mesh reads its part of it.
         let checkpoint = Checkpoint::open(&several).unwrap();
-        let place = Place {
+        let place = RankCoords {
             dp: 0,
             ep: 1,
-            shard: 1,
+            tp: 1,
         };
         for name in whole.keys() {
             let [here, there] = [&whole as &dyn WeightSource, &checkpoint]

@@ -9,7 +9,7 @@ use super::mesh_training::{TOKENS, layer_of};
 use super::trained::COUNTERS;
 use moesaic::collectives::threads;
 use moesaic::kernel::DType;
-use moesaic::mesh::Among;
+use moesaic::mesh::ProcessGroup;
 use moesaic::plan::{Placement, Split, moves};
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::tools::joined_placed;
@@ -78,8 +78,8 @@ pub fn four_steps(case: &Case) -> Tensors<'static> {
 pub fn check(want: &Tensors<'_>, ranks: &[Tensors<'static>], parallel: Parallel, to: &Placement) {
     for (name, want) in want {
         let of = |place| ranks[parallel.rank(place)][name].lend();
-        let found = match Among::of(parallel, name) {
-            Among::World => ranks[0][name].lend(),
+        let found = match ProcessGroup::of(parallel, name) {
+            ProcessGroup::World => ranks[0][name].lend(),
             _ => joined_placed(name, (parallel, Some(to)), of),
         };
         assert_eq!(found.shape, want.shape, "{to}: {name}");
@@ -273,7 +273,7 @@ fn what_others_have_is_not_read_and_other_steps_are_refused() {
             .tensors
             .iter()
             .map(|(name, tensor)| {
-                let of_experts = mesh.among(name) == Among::Replicas;
+                let of_experts = mesh.among(name) == ProcessGroup::ExpertDp;
                 let own = if of_experts {
                     tensor.rows(0..2).unwrap()
                 } else {

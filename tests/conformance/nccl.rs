@@ -7,8 +7,8 @@ mod nccl_fake;
 
 use super::case::Case;
 use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh_adaptive_r::at_r;
 use super::mesh_raw;
-use super::mesh_ways::at_ways;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
 use nccl_fake::Lab;
@@ -79,9 +79,9 @@ fn calls_on_device_memory_go_over_nccl() {
     let case = Case::random(&spec(GATED), 41, 2);
     for (parallel, strategy) in [
         (mesh(2, 1, 1), "default"),
-        (mesh(3, 1, 1), "degree=2"),
-        (mesh(2, 2, 1), "ways=1"),
-        (sliced(2, 2, 1), "degree=2/1"),
+        (mesh(3, 1, 1), "overlap_degree=2"),
+        (mesh(2, 2, 1), "r=1"),
+        (sliced(2, 2, 1), "overlap_degree=2/1"),
     ] {
         let strategy = strategy.parse().unwrap();
         let grid = Grid { parallel, strategy };
@@ -102,11 +102,11 @@ fn pieces_go_over_nccl_too() {
     let engine = cpu();
     let case = Case::random(&spec(PIECES), 41, 2);
     for (parallel, strategy) in [
-        (mesh(2, 1, 1), "degree=4/2"),
-        (mesh(1, 2, 1), "degree=2"),
-        (mesh(2, 2, 1), "degree=2,route=concurrent"),
-        (mesh(4, 1, 1), "degree=2/3,route=once"),
-        (mesh(2, 2, 1), "ways=1,degree=2"),
+        (mesh(2, 1, 1), "overlap_degree=4/2"),
+        (mesh(1, 2, 1), "overlap_degree=2"),
+        (mesh(2, 2, 1), "overlap_degree=2,all_to_all=2dh-concurrent"),
+        (mesh(4, 1, 1), "overlap_degree=2/3,all_to_all=dedup"),
+        (mesh(2, 2, 1), "r=1,overlap_degree=2"),
     ] {
         let gpus = Gpus(Lab::new());
         let strategy = strategy.parse().unwrap();
@@ -115,7 +115,7 @@ fn pieces_go_over_nccl_too() {
     }
 }
 
-/// The second piece comes while products of the first run: each ends only when the other is
+/// The second chunk comes while products of the first run: each ends only when the other is
 /// there, which one stream could not do.
 #[test]
 fn a_piece_travels_on_a_stream_beside_products() {
@@ -131,9 +131,11 @@ fn a_piece_travels_on_a_stream_beside_products() {
         let mut world = engine.nccl_over(control, lab.options()).unwrap();
         let mesh = Mesh::new(&mut world, parallel).unwrap();
         let mut layer = layer_on(&engine, &mesh, &case, None);
-        layer.set_strategy("degree=2".parse().unwrap()).unwrap();
+        layer
+            .set_strategy("overlap_degree=2".parse().unwrap())
+            .unwrap();
         world.barrier(&Call::new("ready")).unwrap().wait().unwrap();
-        // After the counts, and the first piece.
+        // After the counts, and the first chunk.
         lab.meet(mesh.rank(), 2);
         let own = part(&case, &halves[mesh.rank()]);
         let y = layer.forward(&own.input()).unwrap().y().data.to_vec();
@@ -150,9 +152,9 @@ fn a_piece_travels_on_a_stream_beside_products() {
 fn weights_are_gathered_over_nccl() {
     let engine = cpu();
     let case = Case::random(&spec(GATED), 31, 6);
-    for ways in [1, 0] {
+    for adaptive_r in [1, 0] {
         let gpus = Gpus(Lab::new());
-        let grid = at_ways(mesh(2, 2, 1), ways);
+        let grid = at_r(mesh(2, 2, 1), adaptive_r);
         let found = evaluated(&gpus, grid, &case);
         assert!(found == evaluated(&engine, grid, &case), "{grid:?}");
         compare_on(&engine, &gpus, grid, &case, Recompute::None);

@@ -1,4 +1,4 @@
-//! Rows that travel in pieces: the same results, and exchanges beside products.
+//! Rows that travel in chunks: the same results, and exchanges beside products.
 
 use super::case::Case;
 use super::layers::engine as cpu;
@@ -6,20 +6,20 @@ use super::mesh::{
     Grid, compare, evaluated, layer_on, mesh, part, shares, sliced, spec, specs, trained,
 };
 use super::simulated::open;
-use moesaic::collectives::engine::{Engine as Carrier, Part, Ticket};
+use moesaic::collectives::transport::{MemoryRange, Request, Transport};
 use moesaic::collectives::{Call, Communicator, threads};
-use moesaic::mesh::Cut;
-use moesaic::trace::{Activity, Lane, Piece, Recorded, Recorder, Trace, chrome_trace};
+use moesaic::mesh::OverlapBy;
+use moesaic::trace::{Activity, Chunk, Lane, Recorded, Recorder, Trace, chrome_trace};
 use moesaic::{Mesh, Parallel, Recompute, Strategy, Training};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 fn by(degree: &str) -> Strategy {
-    format!("degree={degree}").parse().unwrap()
+    format!("overlap_degree={degree}").parse().unwrap()
 }
 
-/// A mesh with rows in so many pieces.
+/// A mesh with rows in so many chunks.
 fn cut(parallel: Parallel, degree: &str) -> Grid {
     let strategy = by(degree);
     Grid { parallel, strategy }
@@ -35,8 +35,8 @@ fn outputs_in_pieces_are_the_bytes_of_one_process() {
             (mesh(2, 1, 1), "2"),
             (mesh(3, 1, 1), "5"),
             (mesh(2, 1, 2), "4/2"),
-            (mesh(3, 1, 1), "3,cut=ranks"),
-            (mesh(4, 1, 1), "3/2,cut=ranks"),
+            (mesh(3, 1, 1), "3,overlap_by=peers"),
+            (mesh(4, 1, 1), "3/2,overlap_by=peers"),
         ] {
             let found = evaluated(&engine, cut(parallel, degree), &case);
             let what = || format!("{parallel:?} in {degree}: {}", case.describe());
@@ -49,7 +49,11 @@ fn outputs_in_pieces_are_the_bytes_of_one_process() {
 fn gradients_in_pieces_are_those_of_one_process() {
     let engine = cpu();
     let by_rows = ["2", "4/2", "1/3", "3/1", "2/3"];
-    let by_ranks = ["2,cut=ranks", "3/2,cut=ranks", "1/2,cut=ranks"];
+    let by_ranks = [
+        "2,overlap_by=peers",
+        "3/2,overlap_by=peers",
+        "1/2,overlap_by=peers",
+    ];
     let degrees = [&by_rows[..], &by_ranks].concat();
     for (seed, spec) in specs().iter().enumerate() {
         let case = Case::random(spec, 41, seed as u64);
@@ -61,7 +65,7 @@ fn gradients_in_pieces_are_those_of_one_process() {
     }
 }
 
-/// Fewer rows than pieces, ranks without tokens, nothing at all, and all to one expert.
+/// Fewer rows than chunks, ranks without tokens, nothing at all, and all to one expert.
 #[test]
 fn pieces_without_rows_change_nothing() {
     let engine = cpu();
@@ -78,7 +82,7 @@ fn pieces_without_rows_change_nothing() {
         for (parallel, degree) in [
             (mesh(3, 1, 1), "8"),
             (sliced(1, 2, 1), "4/8"),
-            (mesh(3, 1, 1), "5/4,cut=ranks"),
+            (mesh(3, 1, 1), "5/4,overlap_by=peers"),
         ] {
             let recompute = Recompute::None;
             compare(&engine, cut(parallel, degree), &case, recompute);
@@ -116,14 +120,14 @@ fn simulated_gpus_have_rows_in_pieces() {
     for target in ["sim:sm_90a", "sim:gfx942"] {
         let engine = open(target);
         let recompute = Recompute::None;
-        for degree in ["2/4", "2,cut=ranks"] {
+        for degree in ["2/4", "2,overlap_by=peers"] {
             compare(&engine, cut(mesh(2, 1, 1), degree), &case, recompute);
         }
     }
 }
 
-/// Two things that wait for each other: launches of the first piece do not end before the
-/// second piece has come, and the second piece does not come before they have begun. So that
+/// Two things that wait for each other: launches of the first chunk do not end before the
+/// second chunk has come, and the second chunk does not come before they have begun. So that
 /// it ends, exchanges have to go on beside launches.
 #[derive(Default)]
 struct Meeting {
@@ -138,18 +142,18 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Recorder for Meeting {
     fn begins(&self, activity: &Activity) {
-        let first = Some(Piece {
+        let first = Some(Chunk {
             number: 0,
             of: 2,
-            cut: Cut::Rows,
+            by: OverlapBy::Rows,
         });
-        if activity.lane == Lane::Compute && activity.piece == first {
+        if activity.lane == Lane::Compute && activity.chunk == first {
             self.launched.store(true, Ordering::SeqCst);
         }
     }
 
     fn ended(&self, activity: &Activity, begin: Instant, end: Instant) {
-        let first = activity.piece.is_some_and(|piece| piece.number == 0);
+        let first = activity.chunk.is_some_and(|chunk| chunk.number == 0);
         if activity.lane != Lane::Compute || !first {
             return self.trace.ended(activity, begin, end);
         }
@@ -166,10 +170,10 @@ impl Recorder for Meeting {
 struct Slow {
     threads: threads::Threads,
     meeting: Arc<Meeting>,
-    received: Vec<Ticket>,
+    received: Vec<Request>,
 }
 
-impl Carrier for Slow {
+impl Transport for Slow {
     fn name(&self) -> String {
         self.threads.name()
     }
@@ -186,32 +190,42 @@ impl Carrier for Slow {
         self.threads.last_tag()
     }
 
-    fn post(&mut self, to: usize, letter: &[u8]) -> Result<(), String> {
-        self.threads.post(to, letter)
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+        self.threads.send_eager(to, message)
     }
 
-    fn collect(&mut self) -> Result<Option<Vec<u8>>, String> {
-        self.threads.collect()
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+        self.threads.receive_eager()
     }
 
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+    unsafe fn send(
+        &mut self,
+        to: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         // SAFETY: as the caller says.
         unsafe { self.threads.send(to, tag, parts) }
     }
 
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+    unsafe fn receive(
+        &mut self,
+        from: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         // SAFETY: as the caller says.
-        let ticket = unsafe { self.threads.receive(from, tag, parts) }?;
-        self.received.push(ticket);
-        Ok(ticket)
+        let request = unsafe { self.threads.receive(from, tag, parts) }?;
+        self.received.push(request);
+        Ok(request)
     }
 
-    fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
-        let second = self.received.get(1) == Some(&ticket);
+    fn finished(&mut self, request: Request) -> Result<bool, String> {
+        let second = self.received.get(1) == Some(&request);
         if second && !self.meeting.launched.load(Ordering::SeqCst) {
             return Ok(false);
         }
-        let finished = self.threads.finished(ticket)?;
+        let finished = self.threads.finished(request)?;
         if second && finished {
             *self.meeting.came.lock().unwrap() = true;
             self.meeting.changed.notify_all();
@@ -228,14 +242,14 @@ impl Carrier for Slow {
     }
 }
 
-/// What is sent of a piece, and what was launched for it.
-fn of_piece<'r>(recorded: &'r [Recorded], lane: Lane, name: &str, number: usize) -> &'r Recorded {
+/// What is sent of a chunk, and what was launched for it.
+fn of_chunk<'r>(recorded: &'r [Recorded], lane: Lane, name: &str, number: usize) -> &'r Recorded {
     let found = recorded.iter().find(|recorded| {
         let activity = &recorded.activity;
-        let piece = activity.piece.is_some_and(|piece| piece.number == number);
-        activity.lane == lane && activity.name == name && piece
+        let chunk = activity.chunk.is_some_and(|chunk| chunk.number == number);
+        activity.lane == lane && activity.name == name && chunk
     });
-    found.unwrap_or_else(|| panic!("no {name} of piece {number}: {recorded:?}"))
+    found.unwrap_or_else(|| panic!("no {name} of chunk {number}: {recorded:?}"))
 }
 
 #[test]
@@ -282,13 +296,13 @@ fn the_second_piece_travels_while_the_first_is_multiplied() {
     }
 }
 
-/// Rows of the second piece come while the first is multiplied, and answers go after.
+/// Rows of the second chunk come while the first is multiplied, and answers go after.
 fn check_timeline(trace: &Trace, rank: usize) {
     let recorded = trace.recorded();
-    let rows = |number| of_piece(&recorded, Lane::Exchange, "rows", number);
-    let answer = |number| of_piece(&recorded, Lane::Exchange, "out", number);
-    let up = |number| of_piece(&recorded, Lane::Compute, "grouped_gemm_up", number);
-    let down = |number| of_piece(&recorded, Lane::Compute, "grouped_gemm_down", number);
+    let rows = |number| of_chunk(&recorded, Lane::Exchange, "rows", number);
+    let answer = |number| of_chunk(&recorded, Lane::Exchange, "out", number);
+    let up = |number| of_chunk(&recorded, Lane::Compute, "grouped_gemm_up", number);
+    let down = |number| of_chunk(&recorded, Lane::Compute, "grouped_gemm_down", number);
     assert!(rows(1).begin < up(0).begin && up(0).begin < rows(1).end);
     assert!(up(0).begin < up(0).end && up(0).end <= down(0).begin);
     assert!(answer(0).begin >= down(0).end && answer(0).begin <= up(1).begin);

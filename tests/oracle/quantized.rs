@@ -79,7 +79,7 @@ impl WeightSource for Noted<'_> {
 const fn mesh(ep: usize, shards: usize) -> Parallel {
     Parallel {
         ep,
-        shards,
+        expert_tp: shards,
         dp: 1,
         shared: SharedExperts::Whole,
     }
@@ -132,7 +132,7 @@ fn check_ranks(case: &Case, engine: &moesaic::Engine, parallel: Parallel, y: &Te
         };
         let found = run(&noted);
         assert!(found == run(&reader(&case.plain)), "{what}");
-        if parallel.shards == 1 {
+        if parallel.expert_tp == 1 {
             assert!(found == y.rows(tokens.clone()).unwrap(), "{what}");
         }
         let read = noted.experts.into_inner().unwrap();

@@ -38,7 +38,7 @@ const MESHES: [Parallel; 8] = [
 const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
     Parallel {
         ep,
-        shards,
+        expert_tp: shards,
         dp,
         shared: SharedExperts::Whole,
     }
@@ -162,7 +162,7 @@ impl Layer {
 /// To the bit, where experts are whole; slices are parts of a sum.
 fn check(what: &str, mesh: Parallel, found: &Tensor, one: &Tensor, share: Range<usize>) {
     let want = one.rows(share).unwrap();
-    if mesh.shards == 1 {
+    if mesh.expert_tp == 1 {
         assert!(found.data == want.data, "{what}");
         return;
     }
@@ -190,7 +190,7 @@ fn layers_of_other_projects_run_on_ranks() {
         }
         if !layer.spec.shared.is_empty() {
             let parallel = Parallel {
-                shared: SharedExperts::Sliced,
+                shared: SharedExperts::Sharded,
                 ..mesh(1 + at % 2, 2, 1)
             };
             sliced += usize::from(layer.runs(&engine, parallel));

@@ -52,7 +52,7 @@ fn swiped(parallel: Parallel, logits: &[Vec<f32>]) -> Vec<Vec<i32>> {
     let owner = |e: usize| owner(e).unwrap();
     let mut room = vec![0; parallel.ep];
     for (source, own) in logits.iter().enumerate() {
-        room[source / parallel.shards] += own.len() / EXPERTS * TOP_K;
+        room[source / parallel.expert_tp] += own.len() / EXPERTS * TOP_K;
     }
     let empty = |own: &Vec<f32>| vec![-1; own.len() / EXPERTS * TOP_K];
     let mut ids: Vec<Vec<i32>> = logits.iter().map(empty).collect();
@@ -199,7 +199,7 @@ fn taken(
     let one = alone(engine, &weights, &chosen);
     let y = found.iter().flat_map(|(_, passed, _)| &passed.y);
     near_to(y, &one.y);
-    if parallel.shards == 1 {
+    if parallel.expert_tp == 1 {
         assert!(found.iter().flat_map(|found| &found.1.y).eq(&one.y));
     }
     let dlogits = found.iter().flat_map(|found| &found.1.dlogits);
@@ -213,8 +213,8 @@ fn takes_swipe(engine: &Engine, parallel: Parallel) {
         swipe(&engine.ranks(mesh), own, EXPERTS, TOP_K).unwrap()
     });
     for (rank, rows) in rows.into_iter().enumerate() {
-        let slices = rank / parallel.shards * parallel.shards;
-        let room: usize = TOKENS[slices..][..parallel.shards].iter().sum();
+        let slices = rank / parallel.expert_tp * parallel.expert_tp;
+        let room: usize = TOKENS[slices..][..parallel.expert_tp].iter().sum();
         assert!(rows <= room * TOP_K, "{parallel:?}, rank {rank}: {rows}");
     }
 }
@@ -225,7 +225,7 @@ fn takes_near(engine: &Engine, parallel: Parallel) {
         near(own, &experts_near(mesh, 2, EXPERTS), 0.3).unwrap()
     });
     let sent: usize = TOKENS[..parallel.ranks()].iter().sum();
-    let rows: usize = rows.iter().step_by(parallel.shards).sum();
+    let rows: usize = rows.iter().step_by(parallel.expert_tp).sum();
     assert_eq!(rows, sent * TOP_K, "{parallel:?}");
 }
 

@@ -1,7 +1,7 @@
 //! `moesaic bench --ranks`: what ranks do at once, as a file that `moesaic plan` reads.
 
 use super::BenchArgs;
-use super::routes::{ByRoute, Steps};
+use super::all_to_all::{ByAllToAll, Steps};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
@@ -32,7 +32,7 @@ struct Job<'j> {
     spec: &'j LayerSpec,
     machine: &'j Machine,
     tokens: usize,
-    /// Of steps by each route.
+    /// Of steps by each all-to-all algorithm.
     all_tokens: &'j [usize],
     budget: Duration,
     /// Whether steps over all ranks are timed.
@@ -46,7 +46,7 @@ const ATTEMPTS: usize = 3;
 struct Found {
     calibration: Calibration,
     exchanges: Vec<Compared>,
-    steps: Vec<ByRoute>,
+    steps: Vec<ByAllToAll>,
 }
 
 /// One round of measurements, taken by every rank together.
@@ -57,9 +57,9 @@ struct Attempt {
 }
 
 impl Found {
-    /// Number of steps that no factor of their route explains.
+    /// Number of steps that no factor of their all-to-all algorithm explains.
     fn at_bound(&self) -> usize {
-        let at_bound = |step: &&ByRoute| step.factor.is_at_bound();
+        let at_bound = |step: &&ByAllToAll| step.factor.is_at_bound();
         self.steps.iter().filter(at_bound).count()
     }
 
@@ -266,7 +266,7 @@ impl Job<'_> {
         let timed = over_levels(world, self.engine.device(), topology, &options);
         let exchanges = timed.map_err(Failure::work)?;
         let steps = if self.steps {
-            next("timing steps by each route and in pieces");
+            next("timing steps by each all_to_all and in chunks");
             let given = (weights, self.all_tokens);
             Steps::time(self.engine, self.spec, given, (world, topology))?
         } else {
@@ -297,7 +297,7 @@ impl Job<'_> {
             levels,
             compute: Some(measured.rates.measured(self.spec.precision.activations)),
             band: errors.reduce(f64::max),
-            routes: Vec::new(),
+            all_to_all_factors: Vec::new(),
         };
         let per_node = topology.shape.map_or(ranks, |shape| shape.per_node);
         let mut machine = calibration
@@ -307,7 +307,7 @@ impl Job<'_> {
         let steps = measured
             .steps
             .map_or(Ok(Vec::new()), |steps| steps.on(&machine))?;
-        calibration.routes = steps.iter().map(|step| step.factor).collect();
+        calibration.all_to_all_factors = steps.iter().map(|step| step.factor).collect();
         Ok(Found {
             calibration,
             exchanges,
@@ -540,19 +540,19 @@ fn date(mut days: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moesaic::plan::{Cut, Route};
-    use moesaic::planner::RouteFactor;
+    use moesaic::plan::{AllToAll, OverlapBy};
+    use moesaic::planner::AllToAllFactor;
 
     #[test]
     fn factors_that_met_their_bound_are_not_written() {
-        let of = |degree, by| ByRoute {
+        let of = |overlap_degree, by| ByAllToAll {
             tokens: 8,
-            strategy: format!("degree={degree}").parse().unwrap(),
+            strategy: format!("overlap_degree={overlap_degree}").parse().unwrap(),
             seconds: 1.0,
-            factor: RouteFactor {
-                name: Route::Linear,
-                cut: Cut::Rows,
-                degree,
+            factor: AllToAllFactor {
+                name: AllToAll::Linear,
+                overlap_by: OverlapBy::Rows,
+                overlap_degree,
                 message_kib: 1.0,
                 by,
             },
@@ -566,7 +566,7 @@ mod tests {
                 levels: Vec::new(),
                 compute: None,
                 band: None,
-                routes: Vec::new(),
+                all_to_all_factors: Vec::new(),
             },
             exchanges: Vec::new(),
             steps,
@@ -579,7 +579,7 @@ mod tests {
         let error = noisy.check_quiet(path).unwrap_err().message;
         for part in [
             "in 2 of 3 steps",
-            "8 tokens, degree=2",
+            "8 tokens, overlap_degree=2",
             "m.toml is not written",
         ] {
             assert!(error.contains(part), "{error}");

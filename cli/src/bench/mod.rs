@@ -1,11 +1,11 @@
 //! `moesaic bench`.
 
+mod all_to_all;
 mod calibrate;
 mod check;
 mod lead;
 mod measure;
 mod report;
-mod routes;
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};

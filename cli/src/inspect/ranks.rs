@@ -98,12 +98,12 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
         mesh.ranks(),
         plan.place.ep,
         mesh.ep,
-        plan.place.shard,
-        mesh.shards,
+        plan.place.tp,
+        mesh.expert_tp,
         plan.place.dp,
         mesh.dp,
         experts(plan),
-        slices(plan) + &ways(plan),
+        slices(plan) + &adaptive_r(plan),
         plan.text()
     );
     let mut table = Table::new(&[
@@ -150,15 +150,15 @@ fn slices(plan: &RankPlan) -> String {
 }
 
 /// What is said of weights that are gathered.
-fn ways(plan: &RankPlan) -> String {
+fn adaptive_r(plan: &RankPlan) -> String {
     let by = plan.by();
-    let (place, slices) = (by.place(plan.mesh.rank(plan.place)), by.mesh().shards);
+    let (place, slices) = (by.place(plan.mesh.rank(plan.place)), by.mesh().expert_tp);
     match by.count() {
-        _ if by.own_alone() => String::new(),
+        _ if by.is_owner_only() => String::new(),
         0 => "; rows stay, and weights of all experts are gathered".to_string(),
-        ways => format!(
-            "; rows go {ways} ways, and slice {} of {slices} is gathered from {} ranks",
-            place.shard,
+        adaptive_r => format!(
+            "; rows go {adaptive_r} adaptive_r, and slice {} of {slices} is gathered from {} ranks",
+            place.tp,
             by.owners()
         ),
     }
@@ -179,7 +179,7 @@ pub fn json(plan: &RankPlan, kernels: &[Shown], tokens: &[u64], per_node: usize)
     json!({
         "mesh": plan.mesh,
         "place": plan.place,
-        "ways": plan.ways,
+        "adaptive_r": plan.adaptive_r,
         "experts": in_order.then(|| [own[0], own[own.len() - 1] + 1]),
         "own": own,
         "placement": plan.placement,
@@ -189,9 +189,9 @@ pub fn json(plan: &RankPlan, kernels: &[Shown], tokens: &[u64], per_node: usize)
 }
 
 fn one_kernel(shown: &Shown) -> Value {
-    let OfRank { side, source } = &shown.kernel;
+    let OfRank { part, source } = &shown.kernel;
     json!({
-        "side": side,
+        "part": part,
         "name": source.name,
         "stem": source.stem.name(),
         "file": shown.kernel.file_name(),

@@ -9,9 +9,9 @@ use crate::spec_source::LayerArgs;
 use crate::training::TrainingArgs;
 use crate::{emit, experts, mesh};
 use clap::Args;
-use moesaic::plan::{ShadowModel, Strategy, Wire};
+use moesaic::plan::{CommDtype, ShadowModel, Strategy};
 use moesaic::planner::{
-    self, Calibration, Machine, PlannerError, Question, Ranked, ReadError, Routing, Simulator,
+    self, Calibration, Machine, PlannerError, Ranked, ReadError, Routing, Scenario, Simulator,
     Space,
 };
 use moesaic::weights::write_whole;
@@ -26,7 +26,7 @@ Examples:
   moesaic plan --spec layer.toml --world 2048 --machine h100-ib
   moesaic plan --spec layer.toml --world 64 --machine h800 --training --skew zipf=1.2
   moesaic plan --spec layer.toml --world 16 --machine rack.toml --calibrate measured.toml --json
-  moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy degree=4 --trace out.json
+  moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy overlap_degree=4 --trace out.json
 
 Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how
 far the model is from what others have measured.")]
@@ -62,8 +62,8 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 10, conflicts_with = "strategy", value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
     /// What rows may be between nodes: exact, bf16, f16, fp8
-    #[arg(long, value_name = "W[,W]", value_delimiter = ',', default_value = "exact", conflicts_with = "strategy", value_parser = str::parse::<Wire>)]
-    wires: Vec<Wire>,
+    #[arg(long, value_name = "W[,W]", value_delimiter = ',', default_value = "exact", conflicts_with = "strategy", value_parser = str::parse::<CommDtype>)]
+    comm_dtypes: Vec<CommDtype>,
     /// Measurements that replace figures of the machine
     #[arg(long, value_name = "FILE")]
     calibrate: Option<PathBuf>,
@@ -73,7 +73,7 @@ pub struct PlanArgs {
     /// This mesh alone
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// This strategy alone: ways=N,degree=N/N,cut=C,route=R,wire=W/W,shadows=N, or default
+    /// This strategy alone: r=N,overlap_degree=N/N,overlap_by=B,all_to_all=A,comm_dtype=D/D,shadows=N, or default
     #[arg(long, value_name = "S", requires = "mesh")]
     strategy: Option<Strategy>,
     /// Also write the timeline of the best one, in Chrome's trace format
@@ -96,7 +96,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     let space = Space {
         mesh: args.mesh,
         strategy: args.strategy,
-        wires: args.wires.clone(),
+        comm_dtypes: args.comm_dtypes.clone(),
         ..Space::default()
     };
     let ranked = planner::search(&question, &space).map_err(|error| args.failure(error))?;
@@ -148,7 +148,7 @@ impl PlanArgs {
             .check()
     }
 
-    fn question(&self, spec: LayerSpec, console: &Console) -> Result<Question> {
+    fn question(&self, spec: LayerSpec, console: &Console) -> Result<Scenario> {
         let mut machine = self.machine(console)?;
         if let Some(ranks) = self.per_node {
             machine = machine.with_per_node(usize::from(ranks));
@@ -156,9 +156,9 @@ impl PlanArgs {
         let world = self.world as usize;
         if self.counts.is_some() && self.mesh.is_none() && world > MOST_COUNTED {
             let why = format!("--counts of {world} ranks, which all differ: one mesh at a time");
-            return Err(Failure::input(why).hint("--mesh ep=N,shards=N,dp=N names it"));
+            return Err(Failure::input(why).hint("--mesh ep=N,expert_tp=N,dp=N names it"));
         }
-        Ok(Question {
+        Ok(Scenario {
             routing: self.routing(&spec, world)?,
             placement: experts::placement(self.placement.as_deref())?,
             machine,

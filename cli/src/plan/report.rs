@@ -3,12 +3,12 @@
 use crate::console::Palette;
 use crate::table::Table;
 use crate::{mesh, units};
-use moesaic::planner::{Bound, PhaseOf, Prediction, Question, Ranked};
+use moesaic::planner::{Bound, PhaseOf, Prediction, Ranked, Scenario};
 use serde_json::{Value, json};
 
 /// What was asked, and what was found.
 pub struct Report<'a> {
-    pub question: &'a Question,
+    pub question: &'a Scenario,
     /// Of each rank; `None` where rows were counted.
     pub tokens: Option<u32>,
     pub ranked: &'a Ranked,
@@ -18,7 +18,7 @@ pub struct Report<'a> {
 
 impl Report<'_> {
     pub fn text(&self, palette: &Palette) -> String {
-        let Question { machine, world, .. } = self.question;
+        let Scenario { machine, world, .. } = self.question;
         let tokens = match self.tokens {
             Some(tokens) => format!("{tokens} tokens a rank"),
             None => "tokens as counted".to_string(),

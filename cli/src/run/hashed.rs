@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use blake3::Hasher;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::kernel::DType;
-use moesaic::mesh::Among;
+use moesaic::mesh::ProcessGroup;
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::{EngineError, MeshLayer, Tensor};
 use std::collections::BTreeMap;
@@ -52,16 +52,16 @@ impl<'w> Hashed<'w> {
     /// the same of it.
     fn lines(&self, layer: &MeshLayer) -> Vec<(String, String)> {
         let (mesh, experts) = (layer.mesh(), layer.plan().own_experts());
-        let slice = mesh.place().shard;
+        let slice = mesh.place().tp;
         let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let line = |((name, row), hasher): (&(String, usize), &Hasher)| {
             let what = match mesh.among(name) {
-                Among::World => format!("`{name}`"),
-                Among::Replicas => match experts.get(*row) {
+                ProcessGroup::World => format!("`{name}`"),
+                ProcessGroup::ExpertDp => match experts.get(*row) {
                     Some(expert) => format!("`{name}` of expert {expert}, slice {slice}"),
                     None => format!("`{name}`, slice {slice}"),
                 },
-                Among::Group | Among::Slices | Among::SameSlice => {
+                ProcessGroup::Ep | ProcessGroup::ExpertTp | ProcessGroup::EpDp => {
                     format!("`{name}`, slice {slice}")
                 }
             };

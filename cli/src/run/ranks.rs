@@ -12,7 +12,7 @@ use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
 use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
 use moesaic::kernel::Target;
-use moesaic::mesh::{Among, Placement, TokenScope};
+use moesaic::mesh::{Placement, ProcessGroup, TokenScope};
 use moesaic::spec::LossKind;
 use moesaic::tensor::WeightSource;
 use moesaic::tools::{Shard, joined_placed};
@@ -36,10 +36,10 @@ pub struct RankArgs {
     ranks: Option<u16>,
     /// How ranks share it: ep groups share the experts, each expert has so many shards, and dp groups
     /// hold all of them; what is not named is 1. Shared experts are whole on every rank, or
-    /// with shared=sliced in as many shards
+    /// with shared=sharded in as many shards
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// How ranks carry out the call: ways=N,degree=N,cut=C,route=R,wire=W,shadows=N; what is not
+    /// How ranks carry out the call: r=N,overlap_degree=N,overlap_by=B,all_to_all=A,comm_dtype=D,shadows=N; what is not
     /// named is as without this option. docs/ADAPTIVE.md says what each is
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
     strategy: Strategy,
@@ -317,7 +317,7 @@ impl Shared {
         let started = Instant::now();
         let mut mesh = Mesh::new(world, self.mesh)?.over(TokenScope::World);
         if self.strategy.gathers(&self.mesh) {
-            mesh = mesh.for_any_ways();
+            mesh = mesh.for_any_r();
         }
         if let Some(placement) = &self.placement {
             mesh = mesh.placed(placement)?;
@@ -497,7 +497,7 @@ fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> T
         "capacity" => first(),
         _ if name.starts_with("loss.") => loss(job, parts),
         _ => match name.strip_prefix("grad.") {
-            Some(weight) if mesh.among(weight) != Among::World => {
+            Some(weight) if mesh.among(weight) != ProcessGroup::World => {
                 joined_placed(weight, placed, |place| parts[placed.0.rank(place)].lend())
             }
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),

@@ -27,12 +27,14 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use mesh::{Both, Cut, Distance, MOST_PIECES, Route, Strategy, StrategyError, Wire};
-pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
+pub use mesh::{AdaptiveMesh, Chunk, Overlap, ShardRegion, Sharing};
+pub use mesh::{
+    AllToAll, Both, CommDtype, Distance, MAX_CHUNKS, OverlapBy, Strategy, StrategyError,
+};
+pub use mesh::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep, Sent};
 pub use mesh::{Lane, Packed, SATURATED};
-pub use mesh::{MeshError, Parallel, Place, SharedExperts, TokenScope};
-pub use mesh::{Piece, Pieces, Sharing, Strip, Ways};
-pub use mesh::{experts_of, plan_rank, slices_of_shared};
+pub use mesh::{MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
+pub use mesh::{experts_of, plan_rank, shared_shards};
 pub use ops::*;
 pub use placement::{Balancer, Balancing, Kept, Move, Moves, moves, moves_from};
 pub use placement::{Eplb, Replication, balanced, rebalance};

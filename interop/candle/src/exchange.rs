@@ -3,7 +3,7 @@
 use crate::host::{lend, tensor};
 use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
 use moesaic::Tensor as HostTensor;
-use moesaic::mesh::{Among, Ranks};
+use moesaic::mesh::{ProcessGroup, Ranks};
 
 /// What ranks do with their tensors, and what with the gradients. All ranks of a group call
 /// the same, and walk their graphs backward in the same order, with tensors of one shape.
@@ -39,7 +39,7 @@ impl Exchange {
     /// The values and the size of the first dimension after.
     fn run(
         self,
-        (ranks, among): (&Ranks, Among),
+        (ranks, among): (&Ranks, ProcessGroup),
         values: &[f32],
         rows: usize,
     ) -> Result<(Vec<f32>, usize)> {
@@ -89,7 +89,7 @@ impl Exchange {
 /// use candle_core::{DType, Device, Tensor, Var};
 /// use moesaic::collectives::{Call, threads};
 /// use moesaic::{Engine, Mesh, Parallel};
-/// use moesaic::mesh::Among;
+/// use moesaic::mesh::ProcessGroup;
 /// use moesaic_candle::{Exchange, exchange};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -98,7 +98,7 @@ impl Exchange {
 /// let ranks = threads::run(2, device, |mut world| {
 ///     let mesh = Mesh::new(&mut world, Parallel { dp: 2, ..Parallel::default() })?;
 ///     let x = Var::ones((3, 4), DType::F32, &Device::Cpu)?;
-///     let all = exchange(Exchange::Gather, &engine.ranks(&mesh), Among::World, &x)?;
+///     let all = exchange(Exchange::Gather, &engine.ranks(&mesh), ProcessGroup::World, &x)?;
 ///     let gradients = all.sum_all()?.backward()?;
 ///     world.finish(&Call::new("end"))?;
 ///     let dx = gradients.get(&x).ok_or("takes part")?.sum_all()?.to_scalar::<f32>()?;
@@ -110,7 +110,7 @@ impl Exchange {
 /// # Ok(())
 /// # }
 /// ```
-pub fn exchange(what: Exchange, ranks: &Ranks, among: Among, x: &Tensor) -> Result<Tensor> {
+pub fn exchange(what: Exchange, ranks: &Ranks, among: ProcessGroup, x: &Tensor) -> Result<Tensor> {
     let op = Exchanged {
         what,
         ranks: ranks.clone(),
@@ -122,7 +122,7 @@ pub fn exchange(what: Exchange, ranks: &Ranks, among: Among, x: &Tensor) -> Resu
 struct Exchanged {
     what: Exchange,
     ranks: Ranks,
-    among: Among,
+    among: ProcessGroup,
 }
 
 impl CustomOp1 for Exchanged {

@@ -1,7 +1,7 @@
 //! What layers call.
 
-use crate::plan::{HopOrder, Schedule, HopCounts};
-use crate::{CollectiveError, Handle, ProgressThread, Levels, NodeShape, Reduction, Slice};
+use crate::plan::{HopCounts, HopOrder, Schedule};
+use crate::{CollectiveError, Handle, Levels, NodeShape, ProgressThread, Reduction, Slice};
 use std::sync::Arc;
 use std::time::Duration;
 

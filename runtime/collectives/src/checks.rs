@@ -228,7 +228,11 @@ pub(crate) fn is_rank(kind: Kind, what: &str, rank: usize, size: usize) -> Check
 
 /// The ways of an algorithm, whose nodes must be of the ranks of the group; `None` where
 /// parts go straight.
-pub(crate) fn algorithm(kind: Kind, algorithm: Algorithm, size: usize) -> Checked<Option<HopOrder>> {
+pub(crate) fn algorithm(
+    kind: Kind,
+    algorithm: Algorithm,
+    size: usize,
+) -> Checked<Option<HopOrder>> {
     let Some(hops) = algorithm.hops() else {
         return Ok(None);
     };

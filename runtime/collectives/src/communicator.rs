@@ -3,13 +3,13 @@
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::checks::{self, Counted};
 use crate::core::{Core, Shared};
-use crate::transport::Transport;
+use crate::eager::{Kind, Signature};
 use crate::groups::numbers;
 use crate::handle::{Handle, lock};
-use crate::eager::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
-use crate::plan::{self, HopOrder, Schedule, HopCounts, Plan};
+use crate::plan::{self, HopCounts, HopOrder, Plan, Schedule};
+use crate::transport::Transport;
 use crate::{CollectiveError, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
@@ -407,7 +407,11 @@ impl Collectives for Communicator {
             signature: Signature::of(kind, &call.label),
             inputs: self.inputs(&slices(sends)),
             outputs: self.outputs(&slices(receives)),
-            plan: plan::exchange(self.rank(), &hierarchical::sizes(sends), &hierarchical::sizes(receives)),
+            plan: plan::exchange(
+                self.rank(),
+                &hierarchical::sizes(sends),
+                &hierarchical::sizes(receives),
+            ),
             next: None,
         };
         self.start(kind, call, job)
@@ -555,7 +559,10 @@ mod tests {
                 let peer = 1 - world.rank();
                 let (sent, received) = (buffer(world.rank() as u8), buffer(9));
                 let progress_thread = world.progress_thread().unwrap();
-                assert!(Arc::ptr_eq(&progress_thread, &world.progress_thread().unwrap()));
+                assert!(Arc::ptr_eq(
+                    &progress_thread,
+                    &world.progress_thread().unwrap()
+                ));
                 let to = |slice: &Slice| Transfer {
                     peer,
                     slice: slice.clone(),

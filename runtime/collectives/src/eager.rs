@@ -1,8 +1,8 @@
 //! What ranks tell each other: small eager messages, each with the whole signature of the
 //! operation that it is part of, so that ranks that call different things find out.
 
-use crate::transport::MAX_EAGER_BYTES;
 use crate::plan::HopOrder;
+use crate::transport::MAX_EAGER_BYTES;
 use crate::{Element, Reduction};
 
 const MAGIC: u32 = 0x6d6f_6505;

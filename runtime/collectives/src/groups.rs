@@ -2,8 +2,8 @@
 
 use crate::api::{Call, Collectives};
 use crate::communicator::{Communicator, Job};
-use crate::handle::host_result;
 use crate::eager::{Kind, Signature};
+use crate::handle::host_result;
 use crate::memory::Region;
 use crate::{CollectiveError, plan};
 

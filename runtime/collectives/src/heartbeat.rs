@@ -1,7 +1,7 @@
 //! Work between operations that may take one rank minutes and another none.
 
-use crate::error::At;
 use crate::eager::Kind;
+use crate::error::At;
 use crate::{Call, CollectiveError, Collectives};
 use std::fmt::Display;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

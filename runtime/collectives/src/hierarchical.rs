@@ -4,7 +4,7 @@ use crate::api::{Algorithm, Transfer};
 use crate::checks;
 use crate::eager::Kind;
 use crate::operation::{Next, Unequal};
-use crate::plan::{self, HopOrder, HopSchedule, HopCounts, Plan};
+use crate::plan::{self, HopCounts, HopOrder, HopSchedule, Plan};
 use crate::{CollectiveError, Levels};
 use std::sync::{Arc, OnceLock};
 
@@ -62,7 +62,11 @@ pub(crate) struct CountExchange {
 }
 
 impl CountExchange {
-    pub fn new(algorithm: Algorithm, size: usize, kind: Kind) -> Result<CountExchange, CollectiveError> {
+    pub fn new(
+        algorithm: Algorithm,
+        size: usize,
+        kind: Kind,
+    ) -> Result<CountExchange, CollectiveError> {
         let direct = || {
             let levels = Levels::new(&[size]);
             levels.map(HopOrder::upwards)

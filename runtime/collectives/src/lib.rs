@@ -37,34 +37,33 @@
 //! notice.
 
 mod api;
-mod hierarchical;
 mod checks;
 mod communicator;
 mod core;
-pub mod transport;
+mod eager;
 mod error;
 mod groups;
 mod handle;
 mod hash;
 mod heartbeat;
-mod progress_thread;
-mod eager;
+mod hierarchical;
 pub mod measure;
 mod memory;
 pub mod mpi;
 pub mod nccl;
 mod operation;
 pub mod plan;
+mod progress_thread;
 mod reduce;
 mod shape;
 mod slice;
 pub mod threads;
 pub mod topology;
+pub mod transport;
 mod world;
 
 pub use api::{Algorithm, Call, Collectives, Transfer};
 pub use communicator::{Communicator, DEADLINE};
-pub use transport::Transport;
 pub use error::{At, CollectiveError, Missing};
 pub use handle::Handle;
 pub use heartbeat::with_heartbeat;
@@ -73,4 +72,5 @@ pub use reduce::Reduction;
 pub use shape::{Levels, MOST_LEVELS, NodeShape};
 pub use slice::{Element, Slice};
 pub use topology::{Topology, agree};
+pub use transport::Transport;
 pub use world::{Launcher, World};

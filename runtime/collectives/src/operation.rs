@@ -1,10 +1,10 @@
 //! One operation in flight on one rank.
 
-use crate::transport::{MemoryRange, Request};
-use crate::error::At;
 use crate::eager::{Key, PartSizes, Signature};
+use crate::error::At;
 use crate::memory::Region;
 use crate::plan::{self, Copy, Place, Plan, Span, Step};
+use crate::transport::{MemoryRange, Request};
 use crate::{CollectiveError, reduce};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};

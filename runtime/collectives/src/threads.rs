@@ -1,6 +1,6 @@
 //! Ranks that are threads of one process.
 
-use crate::transport::{Transport, MemoryRange, Request};
+use crate::transport::{MemoryRange, Request, Transport};
 use crate::{CollectiveError, Communicator};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
@@ -120,7 +120,8 @@ impl Threads {
         let Offer::Offered(sent) = &*offer else {
             return Ok(false);
         };
-        let sizes = |parts: &[MemoryRange]| -> Vec<usize> { parts.iter().map(|p| p.bytes).collect() };
+        let sizes =
+            |parts: &[MemoryRange]| -> Vec<usize> { parts.iter().map(|p| p.bytes).collect() };
         if sizes(sent) != sizes(parts) {
             let [sent, announced] = [sent, parts].map(MemoryRange::total);
             return Err(format!(
@@ -164,13 +165,27 @@ impl Transport for Threads {
         Ok(lock(&self.desks[self.rank].eager).pop_front())
     }
 
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+    unsafe fn send(
+        &mut self,
+        to: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         let rendezvous = Arc::new(Rendezvous(Mutex::new(Offer::Offered(parts.to_vec()))));
         lock(&self.desks[to].rendezvous).insert((self.rank, tag), Arc::clone(&rendezvous));
-        Ok(self.begin(Pending::Sent { to, tag, rendezvous }))
+        Ok(self.begin(Pending::Sent {
+            to,
+            tag,
+            rendezvous,
+        }))
     }
 
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+    unsafe fn receive(
+        &mut self,
+        from: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         let parts = parts.to_vec();
         Ok(self.begin(Pending::Awaited { from, tag, parts }))
     }
@@ -202,7 +217,12 @@ impl Transport for Threads {
 
     fn revoke(&mut self) -> bool {
         for pending in std::mem::take(&mut self.pending).into_values() {
-            if let Pending::Sent { to, tag, rendezvous } = pending {
+            if let Pending::Sent {
+                to,
+                tag,
+                rendezvous,
+            } = pending
+            {
                 lock(&self.desks[to].rendezvous).remove(&(self.rank, tag));
                 *lock(&rendezvous.0) = Offer::Withdrawn;
             }

@@ -67,7 +67,12 @@ pub trait Transport: Send {
     ///
     /// # Errors
     /// When the transport fails.
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String>;
+    unsafe fn send(
+        &mut self,
+        to: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String>;
 
     /// Begins to receive a rendezvous message of exactly these parts.
     ///
@@ -77,7 +82,12 @@ pub trait Transport: Send {
     ///
     /// # Errors
     /// When the transport fails.
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String>;
+    unsafe fn receive(
+        &mut self,
+        from: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String>;
 
     /// Whether a rendezvous message has been sent or received. It is asked until it says yes,
     /// and not after.

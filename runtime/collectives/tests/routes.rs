@@ -6,7 +6,7 @@ mod once;
 mod pieces;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, HopOrder, HopSchedule, HopCounts, Plan, Step};
+use moesaic_collectives::plan::{self, HopCounts, HopOrder, HopSchedule, Plan, Step};
 use moesaic_collectives::{Algorithm, Levels, NodeShape};
 use std::time::Instant;
 
@@ -118,7 +118,11 @@ fn parts_of_one_size_arrive_as_directly() {
 }
 
 /// Passages of all ranks, from counts by source, destination and piece.
-fn told(hops: &HopOrder, pieces: usize, units: &dyn Fn(usize, usize, usize) -> usize) -> Vec<HopCounts> {
+fn told(
+    hops: &HopOrder,
+    pieces: usize,
+    units: &dyn Fn(usize, usize, usize) -> usize,
+) -> Vec<HopCounts> {
     let ranks = hops.levels.ranks();
     let numbers = |p: usize| -> Vec<u64> {
         let all = (0..ranks).flat_map(|q| (0..pieces).map(move |i| (q, i)));

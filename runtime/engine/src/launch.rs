@@ -5,7 +5,7 @@ use crate::error::EngineError;
 use crate::memory::Addresses;
 use crate::trace::{Activity, Lane, Recorder};
 use moesaic_kernel::{Launch, ParamType, Size};
-use moesaic_plan::{LaunchStep, LayerPlan, Piece, Step, TensorId, Tilings};
+use moesaic_plan::{Chunk, LaunchStep, LayerPlan, Step, TensorId, Tilings};
 use moesaic_target::{Arg, Device, FunctionId, LaunchDims, Module, Ptr};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl Scalars {
 
     /// Those of some of the rows, of which others were before if this one `adds` to
     /// gradients of weights.
-    pub fn of_piece(self, tokens: usize, adds: bool) -> Scalars {
+    pub fn of_chunk(self, tokens: usize, adds: bool) -> Scalars {
         Scalars {
             tokens: tokens as i64,
             accumulate: self.accumulate || adds,
@@ -251,7 +251,7 @@ impl BoundStep {
         let activity = Activity {
             lane: Lane::Compute,
             name: self.symbol.clone(),
-            piece: watch.piece,
+            chunk: watch.chunk,
             bytes: tensors
                 .map(|tensor| watch.tilings.bytes(tensor, tokens))
                 .sum(),
@@ -283,7 +283,7 @@ fn is_nowhere(arg: &Arg) -> bool {
 pub(crate) struct Watch<'w> {
     pub recorder: &'w dyn Recorder,
     pub tilings: &'w Tilings,
-    pub piece: Option<Piece>,
+    pub chunk: Option<Chunk>,
 }
 
 /// Steps of a layer in order, bound for each of its plans.

@@ -9,7 +9,7 @@ use crate::memory::{
 use crate::pass::{Pass, Ports, passing, tensors};
 use crate::place::{Packing, TABLE, checked_table, placed};
 use crate::trace::Recorder;
-use moesaic_plan::{LayerPlan, Piece, Role, Step, TensorId, TensorPlan, Tilings};
+use moesaic_plan::{Chunk, LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
@@ -170,22 +170,22 @@ impl Layer {
         addresses: &Addresses,
         times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
-        self.run_piece(steps, scalars, addresses, times, None)
+        self.run_chunk(steps, scalars, addresses, times, None)
     }
 
     /// The same of some of the rows, which traces name.
-    pub(crate) fn run_piece(
+    pub(crate) fn run_chunk(
         &self,
         steps: &Bound,
         scalars: &Scalars,
         addresses: &Addresses,
         times: Option<&mut Vec<StepTime>>,
-        piece: Option<Piece>,
+        chunk: Option<Chunk>,
     ) -> Result<(), EngineError> {
         let watch = self.recorder.as_deref().map(|recorder| Watch {
             recorder,
             tilings: &self.tilings,
-            piece,
+            chunk,
         });
         // Forward and backward of a call have one tiling: one lists row tiles, and
         // the other walks them.

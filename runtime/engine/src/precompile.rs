@@ -9,8 +9,10 @@ use moesaic_cache::{Key, Store};
 use moesaic_collectives::nccl::Kernels;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{Both, Parallel, Place, Placement, PlanError, PlanOptions, Sharing, Strategy};
-use moesaic_plan::{Ways, Wire, plan, plan_rank, stacked};
+use moesaic_plan::{AdaptiveMesh, CommDtype, plan, plan_rank, stacked};
+use moesaic_plan::{
+    Both, Parallel, Placement, PlanError, PlanOptions, RankCoords, Sharing, Strategy,
+};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Artifact, CompileOptions, Compiler, Report};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -56,7 +58,7 @@ pub struct MeshJob {
     /// give ranks as many.
     pub placements: Vec<Placement>,
     /// What they may do beside the default. On a CPU a layer that does not train may have
-    /// other numbers of ways with [`PlanOptions::unpacked`].
+    /// other adaptive parallelism degree with [`PlanOptions::unpacked`].
     pub strategies: Vec<Strategy>,
 }
 
@@ -72,16 +74,20 @@ impl From<Parallel> for MeshJob {
 }
 
 impl MeshJob {
-    /// Any number of ways, with any of these formats between nodes.
-    pub fn for_any_ways(parallel: Parallel, wires: &[Both<Wire>]) -> MeshJob {
-        let wires = [&[Both::same(Wire::Exact)], wires].concat();
-        let strategy = |ways, wire: &Both<Wire>| Strategy {
-            ways: Some(ways),
-            wire: *wire,
+    /// Any adaptive parallelism degree, with any of these formats between nodes.
+    pub fn for_any_r(parallel: Parallel, wires: &[Both<CommDtype>]) -> MeshJob {
+        let wires = [&[Both::same(CommDtype::Unchanged)], wires].concat();
+        let strategy = |adaptive_r, comm_dtype: &Both<CommDtype>| Strategy {
+            adaptive_r: Some(adaptive_r),
+            comm_dtype: *comm_dtype,
             ..Strategy::default()
         };
-        let all = Ways::all(parallel).into_iter();
-        let strategies = all.flat_map(|ways| wires.iter().map(move |wire| strategy(ways, wire)));
+        let all = AdaptiveMesh::all(parallel).into_iter();
+        let strategies = all.flat_map(|adaptive_r| {
+            wires
+                .iter()
+                .map(move |comm_dtype| strategy(adaptive_r, comm_dtype))
+        });
         MeshJob {
             strategies: strategies.collect(),
             ..MeshJob::from(parallel)
@@ -212,19 +218,24 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
     let kernels: BTreeSet<_> = (strategies.iter())
         .map(|strategy| {
             strategy.check(&mesh).map_err(PlanError::from)?;
-            Ok::<_, PlanError>((strategy.ways(&mesh), strategy.shadows, strategy.wire))
+            Ok::<_, PlanError>((
+                strategy.adaptive_r(&mesh),
+                strategy.shadows,
+                strategy.comm_dtype,
+            ))
         })
         .collect::<Result<_, _>>()?;
     let mut all = Vec::new();
     for (placement, ep) in kinds(spec, ranks)? {
-        let (dp, shard) = (0, 0);
-        let rank = mesh.rank(Place { dp, ep, shard });
-        for &(ways, shadows, wire) in &kernels {
+        let (dp, tp) = (0, 0);
+        let rank = mesh.rank(RankCoords { dp, ep, tp });
+        for &(adaptive_r, shadows, comm_dtype) in &kernels {
             let sharing = Sharing::from(mesh).placed(Some(&placement));
-            let sharing = sharing.at_ways(ways).shadowing(shadows);
-            let plan = plan_rank(spec, job.target, &job.options, sharing, rank)?.in_wire(wire);
-            for side in plan.sides() {
-                all.extend(emit_layer(side)?);
+            let sharing = sharing.at_r(adaptive_r).shadowing(shadows);
+            let plan =
+                plan_rank(spec, job.target, &job.options, sharing, rank)?.in_comm_dtype(comm_dtype);
+            for part in plan.parts() {
+                all.extend(emit_layer(part)?);
             }
         }
     }
@@ -234,7 +245,7 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
 }
 
 /// For each number of experts that a rank may have, a placement and one of its groups that has
-/// so many: ranks differ in nothing else, since slices are equal.
+/// so many: ranks differ in nothing else, since shards are equal.
 fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, EngineError> {
     let (mesh, experts) = (ranks.parallel, spec.shape.experts);
     let in_order = [Placement::contiguous(mesh.ep, experts)];

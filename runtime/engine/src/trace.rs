@@ -1,6 +1,6 @@
 //! When launches ran and exchanges were under way.
 
-use moesaic_plan::Piece;
+use moesaic_plan::Chunk;
 use serde_json::{Value, json};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -31,8 +31,8 @@ pub struct Activity {
     pub lane: Lane,
     /// An entry's symbol, or an exchange's name.
     pub name: String,
-    /// Of which rows, where they come in pieces.
-    pub piece: Option<Piece>,
+    /// Of which rows, where they come in chunks.
+    pub chunk: Option<Chunk>,
     /// Of a launch those of the tensors that it names; of an exchange those that this rank
     /// sends, to itself too, where they are rows.
     pub bytes: u64,
@@ -119,15 +119,15 @@ impl Trace {
         let Activity {
             lane,
             name,
-            piece,
+            chunk,
             bytes,
         } = &recorded.activity;
         let [begin, end] = [recorded.begin, recorded.end].map(|time| self.micros(time));
-        let piece = piece.map(|piece| piece.to_string());
+        let chunk = chunk.map(|chunk| chunk.to_string());
         let event = |phase: &str, at: f64| {
             json!({
                 "ph": phase, "name": name, "cat": lane.name(), "pid": rank, "tid": *lane as usize,
-                "ts": at, "args": { "piece": piece, "bytes": bytes },
+                "ts": at, "args": { "chunk": chunk, "bytes": bytes },
             })
         };
         match lane {

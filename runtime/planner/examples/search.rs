@@ -5,8 +5,8 @@
 //! /usr/bin/time -v target/release/examples/search 1.2 2048   # exponent of Zipf, ranks
 //! ```
 
-use moesaic_plan::{ShadowModel, Training, Wire};
-use moesaic_planner::{Question, Routing, Space, published, search};
+use moesaic_plan::{CommDtype, ShadowModel, Training};
+use moesaic_planner::{Routing, Scenario, Space, published, search};
 use moesaic_spec::LayerSpec;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let skew = std::env::args()
         .nth(1)
         .map_or(Ok(0.0), |skew| skew.parse())?;
-    let question = Question {
+    let scenario = Scenario {
         routing: Routing::zipf(4096, 256, 8, skew)?,
         placement: None,
         shadow_model: ShadowModel::of(&spec),
@@ -29,10 +29,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         training: Some(Training::default()),
     };
     let space = Space {
-        wires: vec![Wire::Exact, Wire::Fp8],
+        comm_dtypes: vec![CommDtype::Unchanged, CommDtype::Fp8],
         ..Space::default()
     };
-    let ranked = search(&question, &space)?;
+    let ranked = search(&scenario, &space)?;
     println!("{} configurations", ranked.simulated);
     for best in ranked.best.iter().take(5) {
         let ms = best.seconds * 1e3;

@@ -1,7 +1,7 @@
 //! What was measured on a machine, as a file that a planner reads.
 
 use crate::fit::{Fit, Point, fit};
-use crate::machine::{Factor, Machine, RouteFactor, factor};
+use crate::machine::{AllToAllFactor, Factor, Machine, factor};
 use crate::read::{self, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -28,9 +28,9 @@ pub struct Calibration {
     /// The largest error of the fits: the band of predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub band: Option<f64>,
-    /// Of steps by each route: see [`Machine::routes`].
-    #[serde(default, rename = "route", skip_serializing_if = "Vec::is_empty")]
-    pub routes: Vec<RouteFactor>,
+    /// Of steps by each all-to-all: see [`Machine::all_to_all_factors`].
+    #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
+    pub all_to_all_factors: Vec<AllToAllFactor>,
 }
 
 /// What a level's links do.
@@ -149,7 +149,7 @@ impl LevelFit {
 
 /// The part of fixed time and of messages that transfers hide where exchanges follow each
 /// other: the least squares of the relative error. One alone may be short because a link was
-/// ahead of its rate; it is taken to have had its bytes' time.
+/// ahead of its rate; it is cost_of to have had its bytes' time.
 fn hidden(timed: &[Timed], [fixed, message, byte]: [f64; 3]) -> f64 {
     let (mut over, mut under) = (0.0, 0.0);
     for one in timed {
@@ -225,15 +225,18 @@ impl Calibration {
                 text += &format!("gemm_tflops = {{ {} }}\n", rates.join(", "));
             }
         }
-        for own in &self.routes {
-            let [name, cut] = [own.name.to_string(), own.cut.to_string()].map(|it| quoted(&it));
-            let RouteFactor {
-                degree,
+        for own in &self.all_to_all_factors {
+            let [name, overlap_by] =
+                [own.name.to_string(), own.overlap_by.to_string()].map(|it| quoted(&it));
+            let AllToAllFactor {
+                overlap_degree,
                 message_kib,
                 by,
                 ..
             } = own;
-            text += &format!("\n[[route]]\nname = {name}\ncut = {cut}\ndegree = {degree}\n");
+            text += &format!(
+                "\n[[all_to_all]]\nname = {name}\ncut = {overlap_by}\ndegree = {overlap_degree}\n"
+            );
             text += &format!("message_kib = {message_kib:?}\nby = {by:?}\n");
         }
         text
@@ -276,12 +279,13 @@ impl Calibration {
             level.factors.clone_from(&fit.factors);
             level.source.clone_from(&said);
         }
-        let same =
-            |old: &RouteFactor, own: &RouteFactor| (old.name, old.cut) == (own.name, own.cut);
+        let same = |old: &AllToAllFactor, own: &AllToAllFactor| {
+            (old.name, old.overlap_by) == (own.name, own.overlap_by)
+        };
         machine
-            .routes
-            .retain(|old| !self.routes.iter().any(|own| same(old, own)));
-        machine.routes.extend(&self.routes);
+            .all_to_all_factors
+            .retain(|old| !self.all_to_all_factors.iter().any(|own| same(old, own)));
+        machine.all_to_all_factors.extend(&self.all_to_all_factors);
         if let Some(measured) = &self.compute {
             let compute = &mut machine.compute;
             compute.memory_gbs = measured.memory_gbs.unwrap_or(compute.memory_gbs);
@@ -305,13 +309,13 @@ impl Calibration {
 mod tests {
     use super::*;
     use crate::published;
-    use moesaic_plan::{Cut, Route};
+    use moesaic_plan::{AllToAll, OverlapBy};
 
     fn sample() -> Calibration {
-        let of = |cut, degree, message_kib, by| RouteFactor {
-            name: Route::Linear,
-            cut,
-            degree,
+        let of = |overlap_by, overlap_degree, message_kib, by| AllToAllFactor {
+            name: AllToAll::Linear,
+            overlap_by,
+            overlap_degree,
             message_kib,
             by,
         };
@@ -342,11 +346,11 @@ mod tests {
                 launch_us: None,
             }),
             band: Some(0.07),
-            routes: vec![
-                of(Cut::Rows, 1, 64.0, 1.25),
-                of(Cut::Rows, 1, 256.0, 0.8),
-                of(Cut::Ranks, 4, 64.0, 2.0),
-                of(Cut::Ranks, 16, 64.0, 0.5),
+            all_to_all_factors: vec![
+                of(OverlapBy::Rows, 1, 64.0, 1.25),
+                of(OverlapBy::Rows, 1, 256.0, 0.8),
+                of(OverlapBy::Peers, 4, 64.0, 2.0),
+                of(OverlapBy::Peers, 16, 64.0, 0.5),
             ],
         }
     }
@@ -357,9 +361,12 @@ mod tests {
         assert_eq!(Calibration::from_toml(&own.to_toml()).unwrap(), own);
         let machine = own.apply(published("h800").unwrap()).unwrap();
         assert_eq!(machine.levels[1].alpha_us, 50.0);
-        let near = |route, (cut, degree), kib: f64, by: f64| {
-            let found = machine.route(route, cut, degree, kib * 1024.0);
-            assert!((found - by).abs() < 1e-9, "{route} {degree} {kib}: {found}");
+        let near = |all_to_all, (overlap_by, overlap_degree), kib: f64, by: f64| {
+            let found = machine.all_to_all(all_to_all, overlap_by, overlap_degree, kib * 1024.0);
+            assert!(
+                (found - by).abs() < 1e-9,
+                "{all_to_all} {overlap_degree} {kib}: {found}"
+            );
         };
         for (kib, by) in [
             (1.0, 1.25),
@@ -368,13 +375,18 @@ mod tests {
             (256.0, 0.8),
             (1e6, 0.8),
         ] {
-            near(Route::Linear, (Cut::Rows, 1), kib, by);
-            near(Route::Linear, (Cut::Rows, 8), kib, by);
+            near(AllToAll::Linear, (OverlapBy::Rows, 1), kib, by);
+            near(AllToAll::Linear, (OverlapBy::Rows, 8), kib, by);
         }
-        for (degree, by) in [(2, 2.0), (4, 2.0), (8, 1.0), (16, 0.5), (64, 0.5)] {
-            near(Route::Linear, (Cut::Ranks, degree), 64.0, by);
+        for (overlap_degree, by) in [(2, 2.0), (4, 2.0), (8, 1.0), (16, 0.5), (64, 0.5)] {
+            near(
+                AllToAll::Linear,
+                (OverlapBy::Peers, overlap_degree),
+                64.0,
+                by,
+            );
         }
-        near(Route::Once, (Cut::Rows, 1), 1e3, 1.0);
+        near(AllToAll::Dedup, (OverlapBy::Rows, 1), 1e3, 1.0);
         assert_eq!(machine.levels[0], published("h800").unwrap().levels[0]);
         assert_eq!(machine.compute.gemm_tflops["bf16"], 500.0);
         assert_eq!((machine.error.band, machine.error.ranks), (0.07, 16));
@@ -449,14 +461,14 @@ mod tests {
         };
         let error = own.apply(published("h800").unwrap()).unwrap_err();
         assert!(error.to_string().contains("ranks = 0; at least"), "{error}");
-        // A factor that met its bound would put another route first by chance.
+        // A factor that met its bound would put another all-to-all first by chance.
         for by in [4.0, 0.25, 3.999_999_7, 9.0] {
             let mut own = sample();
-            own.routes[1].by = by;
+            own.all_to_all_factors[1].by = by;
             let error = own.apply(published("h800").unwrap()).unwrap_err();
             let parts = [
-                "route.linear.by = ",
-                "measure again, or remove every `[[route]]`",
+                "all_to_all.linear.by = ",
+                "measure again, or remove every `[[all_to_all]]`",
             ];
             for part in parts {
                 assert!(error.to_string().contains(part), "{error}");

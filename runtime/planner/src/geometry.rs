@@ -4,7 +4,7 @@ use crate::exchange::{Load, MOST_LEVELS};
 use crate::shadows::Shadows;
 use crate::traffic::{Group, Rows, Step, Traffic};
 use crate::{Machine, Routing};
-use moesaic_plan::{Parallel, Placement, Route, ShadowModel};
+use moesaic_plan::{AllToAll, Parallel, Placement, ShadowModel};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -25,16 +25,16 @@ pub(crate) struct Rank {
     /// Rows that it has for itself.
     pub own: f64,
     /// What it does in each phase that brings rows to experts.
-    pub phases: Vec<Share>,
+    pub phases: Vec<PhaseLoad>,
     /// What it does in each phase that brings them back.
-    pub back: Vec<Share>,
+    pub back: Vec<PhaseLoad>,
     /// Rows that it answers itself.
     pub own_back: f64,
-    /// By a route on which tokens cross once: the phases of rows that each cross, there and
+    /// By an all-to-all algorithm on which tokens cross once: the phases of rows that each cross, there and
     /// back. Else none.
-    pub each: Vec<Share>,
+    pub each: Vec<PhaseLoad>,
     /// See `each`.
-    pub each_back: Vec<Share>,
+    pub each_back: Vec<PhaseLoad>,
     /// The shadows of its group.
     pub shadows: Rc<Shadows>,
     /// Rows that stay, by shadow.
@@ -47,16 +47,16 @@ pub(crate) struct Rank {
 
 /// A rank's part of one phase, in rows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Share {
+pub(crate) struct PhaseLoad {
     pub loads: [Load; MOST_LEVELS],
     pub copied: f64,
     pub passes: f64,
 }
 
-impl Share {
+impl PhaseLoad {
     /// The same the other way, of a part of the rows.
-    fn turned(&self, part: f64) -> Share {
-        Share {
+    fn turned(&self, part: f64) -> PhaseLoad {
+        PhaseLoad {
             loads: self.loads.map(|load| load.turned().times(part)),
             copied: self.copied * part,
             ..*self
@@ -64,13 +64,13 @@ impl Share {
     }
 }
 
-/// The ranks of a mesh in which rows go to `ways` slices, as far as they differ; `model`
+/// The ranks of a mesh in which rows go to `adaptive_r` shards, as far as they differ; `model`
 /// says which experts have shadows, where some may.
 pub(crate) fn ranks(
     machine: &Machine,
     mesh: Parallel,
     (routing, placement): (&Routing, &Placement),
-    (route, ways): (Route, usize),
+    (all_to_all, adaptive_r): (AllToAll, usize),
     model: Option<&ShadowModel>,
 ) -> Vec<Rank> {
     // Where all have the same rows, groups do.
@@ -81,17 +81,17 @@ pub(crate) fn ranks(
         let start = at * mesh.group();
         let all = Group::new(machine, mesh, start, routing, placement);
         let shadows = model.map_or_else(Rc::default, |model| Rc::new(Shadows::of(model, &all)));
-        let travels = match &*shadows.experts {
+        let moving = match &*shadows.experts {
             [] => Cow::Borrowed(routing),
             stay => Cow::Owned(routing.clone().without(stay)),
         };
-        let group = Group::new(machine, mesh, start, &travels, placement).at_ways(ways);
+        let group = Group::new(machine, mesh, start, &moving, placement).at_r(adaptive_r);
         let replicas = group.sums_of_replicas();
-        let traffic = group.traffic(route);
-        // In two dimensions answers of slices are taken to be spread evenly over them.
-        let each =
-            (route == Route::Once && group.has_nodes()).then(|| group.traffic(Route::InterFirst));
-        let straight = group.is_straight(route) && mesh.shards > 1 && ways > 0;
+        let traffic = group.traffic(all_to_all);
+        // In two dimensions answers of shards are cost_of to be spread evenly over them.
+        let each = (all_to_all == AllToAll::Dedup && group.has_nodes())
+            .then(|| group.traffic(AllToAll::TwoDhInterFirst));
+        let straight = group.is_straight(all_to_all) && mesh.expert_tp > 1 && adaptive_r > 0;
         let answers = straight.then(|| group.answers());
         for (place, replicas) in replicas.into_iter().enumerate() {
             let mut rank = one(&group, &traffic, place, at);
@@ -115,14 +115,14 @@ pub(crate) fn ranks(
     list
 }
 
-/// Whether a route in two dimensions is there in a mesh.
+/// Whether an all-to-all algorithm in two dimensions is there in a mesh.
 pub(crate) fn has_nodes(machine: &Machine, mesh: Parallel, routing: &Routing) -> bool {
     let placement = Placement::contiguous(1, 1);
     Group::new(machine, mesh, 0, routing, &placement).has_nodes()
 }
 
-fn share(step: &Step, place: usize) -> Share {
-    Share {
+fn share(step: &Step, place: usize) -> PhaseLoad {
+    PhaseLoad {
         loads: step.loads[place],
         copied: step.copied[place],
         passes: step.passes,
@@ -131,8 +131,8 @@ fn share(step: &Step, place: usize) -> Share {
 
 fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
     let steps = traffic.steps.iter();
-    let phases: Vec<Share> = steps.map(|step| share(step, place)).collect();
-    let part = 1.0 / group.mesh.shards as f64;
+    let phases: Vec<PhaseLoad> = steps.map(|step| share(step, place)).collect();
+    let part = 1.0 / group.mesh.expert_tp as f64;
     Rank {
         rank: group.start + place,
         group: number,

@@ -13,43 +13,44 @@
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
+mod all_to_all;
 mod calibration;
+mod chunks;
+mod collective_ops;
 mod cost;
 mod exchange;
 mod fit;
 mod geometry;
 mod machine;
 mod memory;
-mod pieces;
-mod question;
+mod plan_parts;
 mod reach;
 mod read;
-mod routes;
 mod routing;
 mod run;
+mod scenario;
 mod schedule;
 mod search;
 mod shadows;
-mod sides;
 mod simulate;
 mod trace;
 mod traffic;
 pub mod validate;
-mod ways;
 
+pub use all_to_all::all_to_all_factor;
 pub use calibration::{Calibration, LevelFit, Measured, Timed};
 pub use cost::Cost;
 pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
-    Band, Compute, Factor, Fanout, Level, Machine, Overlap, RouteFactor, published, published_names,
+    AllToAllFactor, Band, Compute, Factor, Fanout, Level, Machine, Overlap, published,
+    published_names,
 };
 pub use memory::Memory;
-pub use question::{Bound, PassTime, PhaseOf, PlannerError, Prediction, Question, Simulated};
 pub use reach::expected_groups;
 pub use read::ReadError;
-pub use routes::route_factor;
 pub use routing::{Routing, RoutingError};
+pub use scenario::{Bound, PassTime, PhaseOf, PlannerError, Prediction, Scenario, Simulated};
 pub use search::{Ranked, Space, search};
 pub use simulate::Simulator;
 pub use trace::chrome;

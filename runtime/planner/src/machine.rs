@@ -3,7 +3,7 @@
 use crate::exchange::MOST_LEVELS;
 use crate::read::{self, ReadError};
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::{Cut, Route};
+use moesaic_plan::{AllToAll, OverlapBy};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -27,11 +27,11 @@ pub struct Machine {
     pub overlap: Overlap,
     /// How far off predictions may be.
     pub error: Band,
-    /// How much longer rows took by a route, in steps that were measured, than all of the above
+    /// How much longer rows took by an all-to-all algorithm, in steps that were measured, than all of the above
     /// says. What lies between two sizes or degrees is interpolated; what lies beyond is as the
     /// nearest.
-    #[serde(default, rename = "route", skip_serializing_if = "Vec::is_empty")]
-    pub routes: Vec<RouteFactor>,
+    #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
+    pub all_to_all_factors: Vec<AllToAllFactor>,
 }
 
 /// Links of one kind. A rank and the others of its unit talk over them, unless an inner
@@ -60,7 +60,7 @@ pub struct Level {
     #[serde(default)]
     pub fanout: Fanout,
     /// What of fixed times and messages transfers hide where exchanges follow each other at
-    /// once, as those of pieces do: ranks do not wait for each other then, and links carry both
+    /// once, as those of chunks do: ranks do not wait for each other then, and links carry both
     /// ways. A part from 0, nothing, to 1; that of the outermost level counts, and of fixed times
     /// and messages only where `factors` do not say it for each size.
     #[serde(default)]
@@ -101,18 +101,18 @@ pub struct Factor {
     pub again: Option<f64>,
 }
 
-/// How much longer rows took by a route, in so many pieces, than links say.
+/// How much longer rows took by an all-to-all algorithm, in so many chunks, than links say.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct RouteFactor {
-    /// The route's name: `inter-first`.
-    pub name: Route,
-    /// What makes a piece; that of a cut that was not measured is as by [`Cut::Rows`].
+pub struct AllToAllFactor {
+    /// The all-to-all's name: `inter-first`.
+    pub name: AllToAll,
+    /// What makes a chunk; that of a cut that was not measured is as by [`OverlapBy::Rows`].
     #[serde(default)]
-    pub cut: Cut,
-    /// How many pieces.
+    pub overlap_by: OverlapBy,
+    /// How many chunks.
     #[serde(default = "whole")]
-    pub degree: usize,
+    pub overlap_degree: usize,
     /// Size of a message between nodes, or inside one where all ranks are in it.
     pub message_kib: f64,
     /// So many times as long.
@@ -159,7 +159,7 @@ fn is_alone(ranks: &f64) -> bool {
 pub struct Overlap {
     /// Messages of inner and outer levels move at the same time in one exchange.
     pub side_by_side: bool,
-    /// By which part products slow down while rows travel.
+    /// By which part products slow down while rows comm.
     pub compute_slowdown: f64,
     /// By which part transfers slow down while products run.
     pub transfer_slowdown: f64,
@@ -173,7 +173,7 @@ pub struct Overlap {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Band {
-    /// As a part of the prediction, to both sides.
+    /// As a part of the prediction, to both parts.
     pub band: f64,
     /// Ranks up to which it holds: the largest measurement behind it.
     pub ranks: usize,
@@ -264,12 +264,16 @@ impl Machine {
                 return wrong(key, value, "a part: from 0 to 1");
             }
         }
-        if let Some(route) = self.routes.iter().find(|route| route.is_at_bound()) {
-            let key = format!("route.{}.by", route.name);
-            let possible = "between 0.25 and 4: at these bounds it says nothing about the route, \
+        if let Some(all_to_all) = self
+            .all_to_all_factors
+            .iter()
+            .find(|all_to_all| all_to_all.is_at_bound())
+        {
+            let key = format!("all_to_all.{}.by", all_to_all.name);
+            let possible = "between 0.25 and 4: at these bounds it says nothing about the all_to_all, \
                             because the machine was busy or the steps were too short; measure \
-                            again, or remove every `[[route]]`";
-            return wrong(key, route.by.to_string(), possible);
+                            again, or remove every `[[all_to_all]]`";
+            return wrong(key, all_to_all.by.to_string(), possible);
         }
         let shared = self.compute.ranks_per_processor;
         if !(shared.is_finite() && shared >= 1.0) {
@@ -311,18 +315,18 @@ impl Machine {
         ));
         let rates = compute.gemm_tflops.iter();
         list.extend(rates.map(|(name, rate)| (format!("gemm_tflops.{name}"), *rate, true)));
-        for factor in &self.routes {
+        for factor in &self.all_to_all_factors {
             list.push((
-                format!("route.{}.degree", factor.name),
-                factor.degree as f64,
+                format!("all_to_all.{}.overlap_degree", factor.name),
+                factor.overlap_degree as f64,
                 true,
             ));
             list.push((
-                format!("route.{}.message_kib", factor.name),
+                format!("all_to_all.{}.message_kib", factor.name),
                 factor.message_kib,
                 true,
             ));
-            list.push((format!("route.{}.by", factor.name), factor.by, true));
+            list.push((format!("all_to_all.{}.by", factor.name), factor.by, true));
         }
         for level in &self.levels {
             let of = |key: &str| format!("{}.{key}", level.name);
@@ -392,20 +396,28 @@ impl Machine {
         self.compute.memory_gbs * 1e9
     }
 
-    /// How much longer rows take by a route, in so many pieces and messages of so many bytes, than
+    /// How much longer rows take by an all-to-all algorithm, in so many chunks and messages of so many bytes, than
     /// the figures of links say.
-    pub fn route(&self, route: Route, cut: Cut, degree: usize, bytes: f64) -> f64 {
-        let by = |cut| {
-            let own = move |factor: &&RouteFactor| factor.name == route && factor.cut == cut;
-            self.routes.iter().filter(own)
+    pub fn all_to_all(
+        &self,
+        all_to_all: AllToAll,
+        overlap_by: OverlapBy,
+        overlap_degree: usize,
+        bytes: f64,
+    ) -> f64 {
+        let by = |overlap_by| {
+            let own = move |factor: &&AllToAllFactor| {
+                factor.name == all_to_all && factor.overlap_by == overlap_by
+            };
+            self.all_to_all_factors.iter().filter(own)
         };
-        let cut = if by(cut).next().is_some() {
-            cut
+        let overlap_by = if by(overlap_by).next().is_some() {
+            overlap_by
         } else {
-            Cut::Rows
+            OverlapBy::Rows
         };
-        let points = by(cut).map(|own| [own.degree as f64, own.message_kib, own.by]);
-        interpolated(points, degree as f64, bytes.max(1.0) / 1024.0)
+        let points = by(overlap_by).map(|own| [own.overlap_degree as f64, own.message_kib, own.by]);
+        interpolated(points, overlap_degree as f64, bytes.max(1.0) / 1024.0)
     }
 
     /// Seconds of a launch alone.

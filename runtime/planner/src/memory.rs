@@ -13,7 +13,7 @@ pub struct Memory {
     pub gathered: f64,
     /// Rows, activations and what else depends on the number of tokens.
     pub rows: f64,
-    /// What routes in two dimensions pass on.
+    /// What all-to-all algorithms in two dimensions pass on.
     pub passed: f64,
 }
 
@@ -50,7 +50,7 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
     let experts = kept(&plan.experts);
     let (shared, shadows) = (plan.shared.as_ref(), plan.shadows.as_ref());
     let stay = most(&|rank| rank.stay.iter().sum());
-    let neighbours = tokens * plan.mesh.shards as f64;
+    let neighbours = tokens * plan.mesh.expert_tp as f64;
     let row = plan.experts.tensor("rows").map_or(0.0, |rows| {
         let width: u64 = rows.shape.iter().skip(1).map(|size| size.eval(0)).product();
         width as f64 * rows.dtype.size() as f64

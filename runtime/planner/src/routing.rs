@@ -185,7 +185,7 @@ impl Routing {
         self
     }
 
-    /// The same without rows for some experts: what is left to travel.
+    /// The same without rows for some experts: what is left to comm.
     #[must_use]
     pub(crate) fn without(mut self, experts: &[usize]) -> Routing {
         for rows in &mut self.rows {

@@ -1,15 +1,15 @@
 //! The passes of a step on streams of ranks.
 
+use crate::chunks::ChunkShare;
+use crate::collective_ops::{CommConfig, OpCost, SUMS};
 use crate::cost::Cost;
 use crate::exchange::{LevelTime, MOST_LEVELS};
 use crate::geometry::Rank;
 use crate::memory::Memory;
-use crate::pieces::Part;
-use crate::question::{Bound, PassTime, PhaseOf, Prediction, Simulated};
-use crate::schedule::{Piece, Timeline, meet, pipeline};
-use crate::sides::{Sides, StepsOf, cost, name, sides, whose};
-use crate::ways::{SUMS, Taken, Travel};
-use moesaic_plan::{Exchange, Parallel, RankStep, Side, Strategy, Way};
+use crate::plan_parts::{PartCosts, StepsOf, cost, name, part_costs, whose};
+use crate::scenario::{Bound, PassTime, PhaseOf, Prediction, Simulated};
+use crate::schedule::{Chunk, Timeline, meet, pipeline};
+use moesaic_plan::{CollectiveOp, Exchange, Parallel, PlanPart, RankStep, Strategy};
 
 /// Ranks on their way through a step.
 pub(crate) struct Run<'r> {
@@ -52,94 +52,96 @@ impl<'r> Run<'r> {
     }
 
     /// A forward pass; one that trains where there is a backward pass.
-    pub fn forward(&mut self, travel: &Travel, trains: bool) {
+    pub fn forward(&mut self, comm: &CommConfig, trains: bool) {
         let of: StepsOf = if trains {
             |plan| &plan.steps
         } else {
             |plan| plan.evaluation_steps()
         };
         let steps = if trains {
-            &*travel.plan.steps
+            &*comm.plan.steps
         } else {
-            travel.plan.evaluation_steps()
+            comm.plan.evaluation_steps()
         };
-        self.pass("forward", travel, steps, of);
+        self.pass("forward", comm, steps, of);
     }
 
     /// A backward pass.
-    pub fn backward(&mut self, travel: &Travel) {
-        self.pass("backward", travel, &travel.plan.backward, |plan| {
-            &plan.backward
-        });
+    pub fn backward(&mut self, comm: &CommConfig) {
+        self.pass("backward", comm, &comm.plan.backward, |plan| &plan.backward);
     }
 
     /// What comes after a backward pass, before an optimizer: gradients are added up over
     /// ranks.
-    pub fn gradients(&mut self, travel: &Travel) {
+    pub fn gradients(&mut self, comm: &CommConfig) {
         let world = self.world.clone();
         for (at, name) in SUMS.into_iter().enumerate() {
-            let taken = |rank: &Rank| travel.gradients(rank)[at];
-            if self.ranks.iter().any(|rank| taken(rank).time.seconds > 0.0) {
-                self.together(name, &world, taken);
+            let cost_of = |rank: &Rank| comm.gradients(rank)[at];
+            if self
+                .ranks
+                .iter()
+                .any(|rank| cost_of(rank).time.seconds > 0.0)
+            {
+                self.together(name, &world, cost_of);
             }
         }
         let end = self.now.iter().copied().fold(0.0, f64::max);
         self.passes.push(("gradients", end, self.events.len()));
     }
 
-    fn pass(&mut self, name: &'static str, travel: &Travel, steps: &[RankStep], of: StepsOf) {
-        let parts = travel.parts();
-        let least = parts.iter().map(Part::launched).fold(1.0, f64::min);
-        let sides = sides(self.ranks, travel, name, of, least);
+    fn pass(&mut self, name: &'static str, comm: &CommConfig, steps: &[RankStep], of: StepsOf) {
+        let shares = comm.chunk_shares();
+        let least = shares.iter().map(ChunkShare::launched).fold(1.0, f64::min);
+        let parts = part_costs(self.ranks, comm, name, of, least);
         let (first, last) = travelling(steps);
-        self.steps(travel, &sides, &steps[..first]);
-        match parts[..] {
-            [Part { launches: 1, .. }] => self.steps(travel, &sides, &steps[first..last]),
-            _ => self.pieces(travel, &sides, &steps[first..last], &parts),
+        self.steps(comm, &parts, &steps[..first]);
+        match shares[..] {
+            [ChunkShare { launches: 1, .. }] => self.steps(comm, &parts, &steps[first..last]),
+            _ => self.chunks(comm, &parts, &steps[first..last], &shares),
         }
-        self.steps(travel, &sides, &steps[last..]);
+        self.steps(comm, &parts, &steps[last..]);
         let end = self.now.iter().copied().fold(0.0, f64::max);
         self.passes.push((name, end, self.events.len()));
     }
 
-    fn steps(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep]) {
-        let together = |a: &RankStep, b: &RankStep| travel.is_straight() && a.goes_with(b);
+    fn steps(&mut self, comm: &CommConfig, parts: &PartCosts, steps: &[RankStep]) {
+        let together = |a: &RankStep, b: &RankStep| comm.is_straight() && a.goes_with(b);
         for steps in steps.chunk_by(together) {
             let exchanges: Vec<&Exchange> = steps.iter().filter_map(RankStep::exchange).collect();
             match exchanges[..] {
                 [first, _, ..] => {
                     let groups = self.groups.clone();
-                    let taken = |rank: &Rank| travel.taken_together(&exchanges, rank);
-                    self.together(&first.name, &groups, taken);
+                    let cost_of = |rank: &Rank| comm.cost_of_grouped(&exchanges, rank);
+                    self.together(&first.name, &groups, cost_of);
                 }
-                _ => self.step(travel, sides, &steps[0]),
+                _ => self.step(comm, parts, &steps[0]),
             }
         }
     }
 
-    fn step(&mut self, travel: &Travel, sides: &Sides, step: &RankStep) {
+    fn step(&mut self, comm: &CommConfig, parts: &PartCosts, step: &RankStep) {
         match step {
-            RankStep::Launch { side, step, .. } => {
+            RankStep::Launch { part, step, .. } => {
                 for at in 0..self.ranks.len() {
-                    self.now[at] = self.launch(travel, sides, (*side, *step), (at, self.now[at]));
+                    self.now[at] = self.launch(comm, parts, (*part, *step), (at, self.now[at]));
                 }
             }
             RankStep::Exchange(exchange) if stays(exchange) => {
                 for at in 0..self.ranks.len() {
-                    self.alone(&exchange.name, at, travel.taken(exchange, &self.ranks[at]));
+                    self.alone(&exchange.name, at, comm.cost_of(exchange, &self.ranks[at]));
                 }
             }
             RankStep::Exchange(exchange) => {
-                let over = match exchange.way {
-                    Way::Tokens
-                    | Way::Live { .. }
-                    | Way::Most { .. }
-                    | Way::Placed
-                    | Way::LossParts { .. }
-                    | Way::Sum { .. } => self.world.clone(),
+                let over = match exchange.op {
+                    CollectiveOp::TokenCounts
+                    | CollectiveOp::CountLiveTokens { .. }
+                    | CollectiveOp::AllReduceMax { .. }
+                    | CollectiveOp::GlobalRouting
+                    | CollectiveOp::ReduceLossParts { .. }
+                    | CollectiveOp::AllReduceSum { .. } => self.world.clone(),
                     _ => self.groups.clone(),
                 };
-                self.together(&exchange.name, &over, |rank| travel.taken(exchange, rank));
+                self.together(&exchange.name, &over, |rank| comm.cost_of(exchange, rank));
             }
         }
     }
@@ -147,16 +149,16 @@ impl<'r> Run<'r> {
     /// A launch of a rank for all its rows that begins at a time; when it ends.
     fn launch(
         &mut self,
-        travel: &Travel,
-        sides: &Sides,
-        launch: (Side, usize),
+        comm: &CommConfig,
+        parts: &PartCosts,
+        launch: (PlanPart, usize),
         (at, start): (usize, f64),
     ) -> f64 {
-        let all = travel.machine.compute.multiprocessors as f64;
-        let cost = cost(travel, sides, &self.ranks[at], launch, 1.0, all);
+        let all = comm.machine.compute.multiprocessors as f64;
+        let cost = cost(comm, parts, &self.ranks[at], launch, 1.0, all);
         self.spend(at, &cost, 1.0);
         let end = start + cost.seconds();
-        let name = || name(sides, launch);
+        let name = || name(parts, launch);
         self.note(
             at,
             whose(launch.0),
@@ -168,36 +170,42 @@ impl<'r> Run<'r> {
     }
 
     /// What a rank does with its own rows, without the others.
-    fn alone(&mut self, name: &str, at: usize, taken: Taken) {
+    fn alone(&mut self, name: &str, at: usize, cost_of: OpCost) {
         let start = self.now[at];
-        self.now[at] += taken.time.seconds;
-        self.moved(at, &taken, 1.0);
+        self.now[at] += cost_of.time.seconds;
+        self.moved(at, &cost_of, 1.0);
         let end = self.now[at];
-        self.note(at, "ranks", || name.to_string(), (start, end), taken.sent);
+        self.note(at, "ranks", || name.to_string(), (start, end), cost_of.sent);
     }
 
     /// An exchange of all ranks of a group: it begins when the last has come.
-    fn together(&mut self, name: &str, over: &[usize], taken: impl Fn(&Rank) -> Taken) {
+    fn together(&mut self, name: &str, over: &[usize], cost_of: impl Fn(&Rank) -> OpCost) {
         let came = self.now.clone();
         meet(&mut self.now, over, &came);
         for (at, came) in came.into_iter().enumerate() {
             self.spent[at][slot(Bound::Waiting)] += self.now[at] - came;
-            self.alone(name, at, taken(&self.ranks[at]));
+            self.alone(name, at, cost_of(&self.ranks[at]));
         }
     }
 
-    /// Rows in pieces.
-    fn pieces(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep], parts: &[Part]) {
+    /// Rows in chunks.
+    fn chunks(
+        &mut self,
+        comm: &CommConfig,
+        parts: &PartCosts,
+        steps: &[RankStep],
+        shares: &[ChunkShare],
+    ) {
         let work = Work::of(steps);
         let free: Vec<f64> = (0..self.ranks.len())
-            .map(|at| self.meanwhile(travel, sides, &work, at))
+            .map(|at| self.meanwhile(comm, parts, &work, at))
             .collect();
-        let mut pieces = Vec::with_capacity(self.ranks.len());
+        let mut chunks = Vec::with_capacity(self.ranks.len());
         for at in 0..self.ranks.len() {
-            let mut list: Vec<Piece> = Vec::with_capacity(parts.len());
+            let mut list: Vec<Chunk> = Vec::with_capacity(shares.len());
             // Equal parts in a row are alike.
-            for alike in parts.chunk_by(|a, b| a == b) {
-                let done = work.piece(&travel.of_piece(alike[0]), sides, &self.ranks[at]);
+            for alike in shares.chunk_by(|a, b| a == b) {
+                let done = work.chunk(&comm.of_chunk(alike[0]), parts, &self.ranks[at]);
                 let times = alike.len() as f64;
                 let launched = times * alike[0].launches as f64;
                 done.costs
@@ -205,36 +213,36 @@ impl<'r> Run<'r> {
                     .for_each(|cost| self.spend(at, cost, launched));
                 self.moved(at, &done.there, times);
                 self.moved(at, &done.back, times);
-                list.extend(alike.iter().map(|_| done.piece));
+                list.extend(alike.iter().map(|_| done.chunk));
             }
-            pieces.push(list);
+            chunks.push(list);
         }
-        let slowdown = travel.machine.overlap.transfer_slowdown;
-        let lines = pipeline((&self.now, &free), &self.groups, &pieces, slowdown);
+        let slowdown = comm.machine.overlap.transfer_slowdown;
+        let lines = pipeline((&self.now, &free), &self.groups, &chunks, slowdown);
         for (at, line) in lines.iter().enumerate() {
             self.now[at] = line.end();
             if self.detail {
-                self.note_pieces(at, line, (travel, parts), &work);
+                self.note_chunks(at, line, (comm, shares), &work);
             }
         }
     }
 
-    /// What a rank launches while the first rows travel: products of shadows. When they end.
-    fn meanwhile(&mut self, travel: &Travel, sides: &Sides, work: &Work, at: usize) -> f64 {
+    /// What a rank launches while the first rows comm: products of shadows. When they end.
+    fn meanwhile(&mut self, comm: &CommConfig, parts: &PartCosts, work: &Work, at: usize) -> f64 {
         let launches = work.meanwhile.iter();
         let end = launches.fold(self.now[at], |start, launch| {
-            self.launch(travel, sides, *launch, (at, start))
+            self.launch(comm, parts, *launch, (at, start))
         });
-        let leave = taken_by(&work.stay, travel, &self.ranks[at]);
+        let leave = taken_by(&work.stay, comm, &self.ranks[at]);
         self.moved(at, &leave, 1.0);
         end + leave.time.seconds
     }
 
-    fn note_pieces(
+    fn note_chunks(
         &mut self,
         at: usize,
         line: &Timeline,
-        (travel, parts): (&Travel, &[Part]),
+        (comm, shares): (&CommConfig, &[ChunkShare]),
         work: &Work,
     ) {
         let rank = &self.ranks[at];
@@ -245,9 +253,9 @@ impl<'r> Run<'r> {
             ("ranks", back, &line.back, &work.back),
         ];
         for (whose, name, spans, list) in lanes {
-            for (span, part) in spans.iter().zip(parts) {
+            for (span, part) in spans.iter().zip(shares) {
                 let times = (span.start, span.end);
-                let sent = taken_by(list, &travel.of_piece(*part), rank).sent;
+                let sent = taken_by(list, &comm.of_chunk(*part), rank).sent;
                 self.note(at, whose, || name.clone(), times, sent);
             }
         }
@@ -280,13 +288,13 @@ impl<'r> Run<'r> {
         spent[slot(Bound::Launches)] += cost.launch * times;
     }
 
-    fn moved(&mut self, at: usize, taken: &Taken, times: f64) {
+    fn moved(&mut self, at: usize, cost_of: &OpCost, times: f64) {
         let spent = &mut self.spent[at];
-        spent[slot(Bound::Messages)] += taken.time.fixed * times;
-        spent[slot(Bound::Copies)] += taken.time.copies * times;
+        spent[slot(Bound::Messages)] += cost_of.time.fixed * times;
+        spent[slot(Bound::Copies)] += cost_of.time.copies * times;
         for level in 0..MOST_LEVELS {
-            spent[slot(Bound::Level(level))] += taken.time.levels[level] * times;
-            self.sent[at][level] += taken.sent[level] * times;
+            spent[slot(Bound::Level(level))] += cost_of.time.levels[level] * times;
+            self.sent[at][level] += cost_of.sent[level] * times;
         }
     }
 
@@ -344,23 +352,23 @@ impl<'r> Run<'r> {
     }
 }
 
-/// What is done in pieces: exchanges to experts, their products, and the way back. And what is
+/// What is done in chunks: exchanges to experts, their products, and the way back. And what is
 /// not, between them: products of shadows, and rows that stay.
 struct Work<'s> {
     there: Vec<&'s Exchange>,
-    launches: Vec<(Side, usize)>,
+    launches: Vec<(PlanPart, usize)>,
     back: Vec<&'s Exchange>,
-    meanwhile: Vec<(Side, usize)>,
+    meanwhile: Vec<(PlanPart, usize)>,
     stay: Vec<&'s Exchange>,
 }
 
-/// What a rank does in one piece.
+/// What a rank does in one chunk.
 struct Done {
-    piece: Piece,
-    /// Of its launches, each for a part of the piece, with nothing beside them.
+    chunk: Chunk,
+    /// Of its launches, each for a part of the chunk, with nothing beside them.
     costs: Vec<Cost>,
-    there: Taken,
-    back: Taken,
+    there: OpCost,
+    back: OpCost,
 }
 
 impl Work<'_> {
@@ -374,12 +382,12 @@ impl Work<'_> {
         };
         for step in steps {
             match step {
-                RankStep::Launch { side, step, .. } => match side {
-                    Side::Shadows => work.meanwhile.push((*side, *step)),
-                    _ => work.launches.push((*side, *step)),
+                RankStep::Launch { part, step, .. } => match part {
+                    PlanPart::Shadows => work.meanwhile.push((*part, *step)),
+                    _ => work.launches.push((*part, *step)),
                 },
-                RankStep::Exchange(exchange) => match exchange.way {
-                    Way::ToExperts { .. } => work.there.push(exchange),
+                RankStep::Exchange(exchange) => match exchange.op {
+                    CollectiveOp::Dispatch { .. } => work.there.push(exchange),
                     _ if stays(exchange) => work.stay.push(exchange),
                     _ => work.back.push(exchange),
                 },
@@ -388,13 +396,13 @@ impl Work<'_> {
         work
     }
 
-    fn piece(&self, travel: &Travel, sides: &Sides, rank: &Rank) -> Done {
-        let machine = travel.machine;
+    fn chunk(&self, comm: &CommConfig, parts: &PartCosts, rank: &Rank) -> Done {
+        let machine = comm.machine;
         let all = machine.compute.multiprocessors as f64;
         let left = all - machine.overlap.multiprocessors as f64;
         let (there, back) = (
-            taken_by(&self.there, travel, rank),
-            taken_by(&self.back, travel, rank),
+            taken_by(&self.there, comm, rank),
+            taken_by(&self.back, comm, rank),
         );
         let rows_back: Vec<&Exchange> = self
             .back
@@ -402,19 +410,19 @@ impl Work<'_> {
             .copied()
             .filter(|exchange| goes_back(exchange))
             .collect();
-        let rows_back = taken_by(&rows_back, travel, rank).time;
+        let rows_back = taken_by(&rows_back, comm, rank).time;
         let costs = |processors: f64| -> Vec<Cost> {
             let each = self.launches.iter();
-            let part = travel.piece.launched();
-            each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
+            let part = comm.chunk.launched();
+            each.map(|launch| cost(comm, parts, rank, *launch, part, processors))
                 .collect()
         };
         let (free, fewer) = (costs(all), costs(left));
-        let launches = travel.piece.launches as f64;
+        let launches = comm.chunk.launches as f64;
         let sum = |costs: &[Cost]| launches * costs.iter().map(Cost::seconds).sum::<f64>();
         let product = sum(&free);
         let slowed = product * (1.0 + machine.overlap.compute_slowdown);
-        let piece = Piece {
+        let chunk = Chunk {
             there: there.time.seconds,
             skipped: [there.time.skipped, rows_back.skipped],
             beside: machine.hidden() * both_ways(there.time.directions, rows_back.directions),
@@ -424,7 +432,7 @@ impl Work<'_> {
             back: back.time.seconds,
         };
         Done {
-            piece,
+            chunk,
             costs: free,
             there,
             back,
@@ -433,10 +441,10 @@ impl Work<'_> {
 }
 
 /// Exchanges of a rank, one after the other.
-fn taken_by(list: &[&Exchange], travel: &Travel, rank: &Rank) -> Taken {
-    let mut sum = Taken::default();
+fn taken_by(list: &[&Exchange], comm: &CommConfig, rank: &Rank) -> OpCost {
+    let mut sum = OpCost::default();
     for together in list.chunk_by(|a, b| a.goes_with(b)) {
-        sum += travel.taken_together(together, rank);
+        sum += comm.cost_of_grouped(together, rank);
     }
     sum
 }
@@ -444,14 +452,14 @@ fn taken_by(list: &[&Exchange], travel: &Travel, rank: &Rank) -> Taken {
 /// Rows that stay on their rank.
 fn stays(exchange: &Exchange) -> bool {
     matches!(
-        exchange.way,
-        Way::ToShadows { .. } | Way::FromShadows { .. }
+        exchange.op,
+        CollectiveOp::KeepShadowRows { .. } | CollectiveOp::ReturnShadowRows { .. }
     )
 }
 
-/// Rows go back to their tokens, and no sums over slices.
+/// Rows go back to their tokens, and no sums over shards.
 fn goes_back(exchange: &Exchange) -> bool {
-    matches!(exchange.way, Way::ToTokens { .. })
+    matches!(exchange.op, CollectiveOp::Combine { .. })
 }
 
 /// Seconds that are saved where rows go back while others come, as links carry both ways.
@@ -516,9 +524,9 @@ fn largest(spent: &[f64; BOUNDS]) -> (Bound, f64) {
 /// The steps from the first that brings rows to the last that brings them back.
 fn travelling(steps: &[RankStep]) -> (usize, usize) {
     let of = |step: &RankStep, there: bool| match step {
-        RankStep::Exchange(exchange) => match exchange.way {
-            Way::ToExperts { .. } => there,
-            Way::ToTokens { .. } => !there,
+        RankStep::Exchange(exchange) => match exchange.op {
+            CollectiveOp::Dispatch { .. } => there,
+            CollectiveOp::Combine { .. } => !there,
             _ => false,
         },
         RankStep::Launch { .. } => false,

@@ -1,20 +1,20 @@
-//! Rows in pieces: one piece is multiplied while the next is under way.
+//! Rows in chunks: one chunk is multiplied while the next is under way.
 
-/// What one rank does for one piece.
+/// What one rank does for one chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Piece {
+pub(crate) struct Chunk {
     /// Seconds until it has arrived.
     pub there: f64,
     /// Seconds of products, with nothing beside them.
     pub product: f64,
-    /// The same while rows travel.
+    /// The same while rows comm.
     pub hindered: f64,
     /// Seconds of the way back.
     pub back: f64,
-    /// Seconds of the way there, and of the way back, that are not taken by a piece which
+    /// Seconds of the way there, and of the way back, that are not cost_of by a chunk which
     /// follows another at once.
     pub skipped: [f64; 2],
-    /// Seconds of the way back that are under way with a later piece's way there.
+    /// Seconds of the way back that are under way with a later chunk's way there.
     pub beside: f64,
 }
 
@@ -35,7 +35,7 @@ impl Span {
     }
 }
 
-/// When the pieces of a rank were under way, multiplied, and on the way back.
+/// When the chunks of a rank were under way, multiplied, and on the way back.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Timeline {
     pub there: Vec<Span>,
@@ -52,33 +52,33 @@ impl Timeline {
 /// Rounds in which durations follow what they overlap with.
 const ROUNDS: usize = 3;
 
-/// The pieces of each rank, as many of all: all go there first, then all back, on one stream;
+/// The chunks of each rank, as many of all: all go there first, then all back, on one stream;
 /// products are on another, which `free` says from when on it is free. An exchange begins when
 /// all ranks of its group have come. Where both are busy both are slower.
 pub(crate) fn pipeline(
     (now, free): (&[f64], &[f64]),
     group: &[usize],
-    pieces: &[Vec<Piece>],
+    chunks: &[Vec<Chunk>],
     transfer_slowdown: f64,
 ) -> Vec<Timeline> {
-    let degree = pieces.first().map_or(0, Vec::len);
-    // By rank and piece: the part of each thing that has another beside it.
-    let mut beside = vec![vec![[0.0f64; 3]; degree]; now.len()];
+    let overlap_degree = chunks.first().map_or(0, Vec::len);
+    // By rank and chunk: the part of each thing that has another beside it.
+    let mut beside = vec![vec![[0.0f64; 3]; overlap_degree]; now.len()];
     let mut lines = Vec::new();
     for round in 0..ROUNDS {
         let slowed = |rank: usize, at: usize| {
-            let (piece, part) = (&pieces[rank][at], &beside[rank][at]);
-            Piece {
-                there: piece.there * (1.0 + transfer_slowdown * part[0]),
-                product: piece.product + (piece.hindered - piece.product) * part[1],
+            let (chunk, part) = (&chunks[rank][at], &beside[rank][at]);
+            Chunk {
+                there: chunk.there * (1.0 + transfer_slowdown * part[0]),
+                product: chunk.product + (chunk.hindered - chunk.product) * part[1],
                 hindered: 0.0,
-                back: piece.back * (1.0 + transfer_slowdown * part[2]),
-                skipped: piece.skipped,
-                beside: piece.beside,
+                back: chunk.back * (1.0 + transfer_slowdown * part[2]),
+                skipped: chunk.skipped,
+                beside: chunk.beside,
             }
         };
-        lines = listed((now, free), group, degree, slowed);
-        if degree > 1 && round + 1 < ROUNDS {
+        lines = listed((now, free), group, overlap_degree, slowed);
+        if overlap_degree > 1 && round + 1 < ROUNDS {
             beside = lines.iter().map(parts).collect();
         }
     }
@@ -113,19 +113,19 @@ fn parts(line: &Timeline) -> Vec<[f64; 3]> {
 fn listed(
     (now, free): (&[f64], &[f64]),
     group: &[usize],
-    degree: usize,
-    piece: impl Fn(usize, usize) -> Piece,
+    overlap_degree: usize,
+    chunk: impl Fn(usize, usize) -> Chunk,
 ) -> Vec<Timeline> {
     let ranks = now.len();
     let mut lines = vec![Timeline::default(); ranks];
     let (mut stream, mut products) = (now.to_vec(), free.to_vec());
-    for at in 0..degree {
+    for at in 0..overlap_degree {
         let ready = stream.clone();
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
-            let piece = piece(rank, at);
-            let skipped = if at > 0 { piece.skipped[0] } else { 0.0 };
-            let end = stream[rank] + piece.there - skipped;
+            let chunk = chunk(rank, at);
+            let skipped = if at > 0 { chunk.skipped[0] } else { 0.0 };
+            let end = stream[rank] + chunk.there - skipped;
             lines[rank].there.push(Span {
                 start: stream[rank],
                 end,
@@ -134,14 +134,14 @@ fn listed(
         }
     }
     for rank in 0..ranks {
-        for at in 0..degree {
+        for at in 0..overlap_degree {
             let start = products[rank].max(lines[rank].there[at].end);
-            let end = start + piece(rank, at).product;
+            let end = start + chunk(rank, at).product;
             lines[rank].product.push(Span { start, end });
             products[rank] = end;
         }
     }
-    for at in 0..degree {
+    for at in 0..overlap_degree {
         let ready: Vec<f64> = (0..ranks)
             .map(|rank| stream[rank].max(lines[rank].product[at].end))
             .collect();
@@ -149,16 +149,20 @@ fn listed(
         meet(&mut busy, group, &stream);
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
-            let piece = piece(rank, at);
+            let chunk = chunk(rank, at);
             // Nobody waits for a product.
             let at_once = stream[rank] == busy[rank];
-            let beside = if at + 1 < degree { piece.beside } else { 0.0 };
-            let skipped = if at_once {
-                piece.skipped[1] + beside
+            let beside = if at + 1 < overlap_degree {
+                chunk.beside
             } else {
                 0.0
             };
-            let end = stream[rank] + piece.back - skipped;
+            let skipped = if at_once {
+                chunk.skipped[1] + beside
+            } else {
+                0.0
+            };
+            let end = stream[rank] + chunk.back - skipped;
             lines[rank].back.push(Span {
                 start: stream[rank],
                 end,
@@ -185,8 +189,8 @@ pub(crate) fn meet(times: &mut [f64], group: &[usize], ready: &[f64]) {
 mod tests {
     use super::*;
 
-    fn of(there: f64, product: f64, back: f64) -> Piece {
-        Piece {
+    fn of(there: f64, product: f64, back: f64) -> Chunk {
+        Chunk {
             there,
             product,
             hindered: product,
@@ -213,28 +217,28 @@ mod tests {
 
     #[test]
     fn pieces_that_follow_at_once_skip_what_is_fixed() {
-        let piece = Piece {
+        let chunk = Chunk {
             skipped: [0.5, 0.25],
             beside: 0.5,
             ..of(2.0, 1.0, 2.0)
         };
         // Two go there; the first product is done meanwhile, the second is waited for.
-        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; 2]], 0.0);
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![chunk; 2]], 0.0);
         assert_eq!(lines[0].there[1].end, 3.5);
         let back: Vec<f64> = lines[0].back.iter().map(|span| span.end).collect();
         assert_eq!(back, [4.75, 6.5]);
     }
 
     /// A twin that moves through time in small steps, with the rules and no formula.
-    fn stepped(times: Piece, degree: usize) -> f64 {
+    fn stepped(times: Chunk, overlap_degree: usize) -> f64 {
         const EACH: f64 = 1e-2;
         let ticks = |seconds: f64| (seconds / EACH).round() as usize;
         let (there, product) = (ticks(times.there), ticks(times.product));
         let back = ticks(times.back);
         let (mut sent, mut multiplied, mut answered) = (0, 0, 0);
         let (mut stream, mut cores, mut now) = (None, None, 0);
-        while answered < degree {
-            if stream.is_none() && sent < degree {
+        while answered < overlap_degree {
+            if stream.is_none() && sent < overlap_degree {
                 stream = Some((now + there, true));
             } else if stream.is_none() && answered < multiplied {
                 stream = Some((now + back, false));
@@ -265,16 +269,17 @@ mod tests {
             (0.6, 24.1, 0.6),
             (24.3, 0.7, 30.0),
         ] {
-            for degree in [1, 2, 4, 5, 8] {
-                let each = 1.0 / degree as f64;
-                let piece = of(there * each, product * each, back * each);
-                let found = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; degree]], 0.0)[0].end();
-                let want = stepped(piece, degree);
+            for overlap_degree in [1, 2, 4, 5, 8] {
+                let each = 1.0 / overlap_degree as f64;
+                let chunk = of(there * each, product * each, back * each);
+                let found =
+                    pipeline((&[0.0], &[0.0]), &[0], &[vec![chunk; overlap_degree]], 0.0)[0].end();
+                let want = stepped(chunk, overlap_degree);
                 // A part of a tick for each of 3 d parts, and a tick for the order of starts.
                 let off = (found - want).abs();
                 assert!(
-                    off < 0.03 * (degree + 1) as f64,
-                    "{piece:?}: {found}, {want}"
+                    off < 0.03 * (overlap_degree + 1) as f64,
+                    "{chunk:?}: {found}, {want}"
                 );
             }
         }
@@ -283,16 +288,16 @@ mod tests {
     /// What a rank has for itself waits for nothing, and its products hide the others' way.
     #[test]
     fn pieces_may_differ() {
-        let pieces = vec![of(0.0, 2.0, 0.0), of(2.0, 6.0, 2.0)];
-        let lines = pipeline((&[0.0], &[0.0]), &[0], &[pieces], 0.0);
+        let chunks = vec![of(0.0, 2.0, 0.0), of(2.0, 6.0, 2.0)];
+        let lines = pipeline((&[0.0], &[0.0]), &[0], &[chunks], 0.0);
         assert_eq!(lines[0].product[0].start, 0.0);
         assert_eq!(lines[0].end(), 2.0 + 6.0 + 2.0);
     }
 
     #[test]
     fn the_slowest_rank_holds_up_its_group_alone() {
-        let pieces = [1.0, 7.0, 1.0].map(|product| vec![of(1.0, product, 1.0)]);
-        let lines = pipeline((&[0.0; 3], &[0.0; 3]), &[0, 0, 1], &pieces, 0.0);
+        let chunks = [1.0, 7.0, 1.0].map(|product| vec![of(1.0, product, 1.0)]);
+        let lines = pipeline((&[0.0; 3], &[0.0; 3]), &[0, 0, 1], &chunks, 0.0);
         assert_eq!(lines[0].end(), 9.0);
         assert_eq!(lines[2].end(), 3.0);
     }
@@ -300,11 +305,11 @@ mod tests {
     #[test]
     fn what_runs_side_by_side_is_slower() {
         let free = pipeline((&[0.0], &[0.0]), &[0], &[vec![of(2.0, 2.0, 2.0); 4]], 0.0);
-        let piece = Piece {
+        let chunk = Chunk {
             hindered: 2.4,
             ..of(2.0, 2.0, 2.0)
         };
-        let held = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; 4]], 0.1);
+        let held = pipeline((&[0.0], &[0.0]), &[0], &[vec![chunk; 4]], 0.1);
         assert!(held[0].end() > free[0].end());
         assert!(held[0].end() < free[0].end() * 1.2);
     }
@@ -312,9 +317,9 @@ mod tests {
     /// What is launched first, as products of shadows are, is beside the first exchanges.
     #[test]
     fn products_begin_when_their_stream_is_free() {
-        let pieces = vec![of(2.0, 1.0, 1.0); 2];
+        let chunks = vec![of(2.0, 1.0, 1.0); 2];
         let end = |free: f64| {
-            pipeline((&[0.0], &[free]), &[0], std::slice::from_ref(&pieces), 0.0)[0].end()
+            pipeline((&[0.0], &[free]), &[0], std::slice::from_ref(&chunks), 0.0)[0].end()
         };
         assert_eq!(end(2.0), end(0.0));
         assert_eq!(end(5.0), 5.0 + 2.0 + 1.0);

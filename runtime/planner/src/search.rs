@@ -1,8 +1,10 @@
 //! Which configurations a machine would do best.
 
-use crate::question::PlannerError;
-use crate::{Prediction, Question, Simulator};
-use moesaic_plan::{Both, Cut, Parallel, Placement, Route, SharedExperts, Strategy, Wire};
+use crate::scenario::PlannerError;
+use crate::{Prediction, Scenario, Simulator};
+use moesaic_plan::{
+    AllToAll, Both, CommDtype, OverlapBy, Parallel, Placement, SharedExperts, Strategy,
+};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Which configurations are looked at.
@@ -13,22 +15,22 @@ pub struct Space {
     /// One strategy alone.
     pub strategy: Option<Strategy>,
     /// Pieces.
-    pub degrees: Vec<usize>,
+    pub overlap_degrees: Vec<usize>,
     /// What rows are between nodes.
-    pub wires: Vec<Wire>,
+    pub comm_dtypes: Vec<CommDtype>,
     /// How many experts may have shadows.
     pub shadows: Vec<usize>,
 }
 
 impl Default for Space {
-    /// Every mesh, way and route, the degrees of Tutel's search, rows as they are, no shadows
+    /// Every mesh, way and all-to-all, the degrees of Tutel's search, rows as they are, no shadows
     /// or four of them.
     fn default() -> Self {
         Space {
             mesh: None,
             strategy: None,
-            degrees: vec![1, 2, 4, 8],
-            wires: vec![Wire::Exact],
+            overlap_degrees: vec![1, 2, 4, 8],
+            comm_dtypes: vec![CommDtype::Unchanged],
             shadows: vec![0, 4],
         }
     }
@@ -56,15 +58,15 @@ pub struct Ranked {
 /// # Errors
 /// [`PlannerError::Nothing`] where nothing fits into memory, and what a mesh or strategy
 /// that was asked for by itself cannot be.
-pub fn search(question: &Question, space: &Space) -> Result<Ranked, PlannerError> {
-    if let Some(groups) = question.placement.as_ref().map(Placement::groups)
-        && !question.world.is_multiple_of(groups)
+pub fn search(scenario: &Scenario, space: &Space) -> Result<Ranked, PlannerError> {
+    if let Some(groups) = scenario.placement.as_ref().map(Placement::groups)
+        && !scenario.world.is_multiple_of(groups)
     {
-        let world = question.world;
+        let world = scenario.world;
         return Err(PlannerError::Groups { groups, world });
     }
     let mut ranked = Ranked::default();
-    for found in of_each(question, space) {
+    for found in of_each(scenario, space) {
         let found = found?;
         ranked.simulated += found.simulated;
         ranked.too_large += found.too_large;
@@ -72,12 +74,18 @@ pub fn search(question: &Question, space: &Space) -> Result<Ranked, PlannerError
     }
     if ranked.best.is_empty() {
         return Err(PlannerError::Nothing {
-            world: question.world,
-            gib: question.machine.compute.memory_gib,
+            world: scenario.world,
+            gib: scenario.machine.compute.memory_gib,
         });
     }
     // A nanosecond is no reason to be complicated.
-    let key = |p: &Prediction| ((p.seconds * 1e9).round() as u64, p.mesh.shards, p.strategy);
+    let key = |p: &Prediction| {
+        (
+            (p.seconds * 1e9).round() as u64,
+            p.mesh.expert_tp,
+            p.strategy,
+        )
+    };
     ranked.best.sort_by_key(key);
     ranked.best.dedup_by_key(|p| (p.mesh, p.strategy));
     if let Some(simplest) = simplest(&ranked.best) {
@@ -87,14 +95,14 @@ pub fn search(question: &Question, space: &Space) -> Result<Ranked, PlannerError
 }
 
 /// What is found of each mesh, in their order: as many at once as there are processors.
-fn of_each(question: &Question, space: &Space) -> Vec<Result<Ranked, PlannerError>> {
-    let meshes = meshes(question, space);
+fn of_each(scenario: &Scenario, space: &Space) -> Vec<Result<Ranked, PlannerError>> {
+    let meshes = meshes(scenario, space);
     let next = AtomicUsize::new(0);
     let work = || {
-        let simulator = Simulator::new(question);
-        let taken = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
-        let taken = taken.take_while(|at| *at < meshes.len());
-        taken
+        let simulator = Simulator::new(scenario);
+        let cost_of = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
+        let cost_of = cost_of.take_while(|at| *at < meshes.len());
+        cost_of
             .map(|at| (at, of_mesh(&simulator, space, meshes[at])))
             .collect::<Vec<_>>()
     };
@@ -115,11 +123,11 @@ fn of_each(question: &Question, space: &Space) -> Vec<Result<Ranked, PlannerErro
 
 /// All configurations of a mesh, in no order.
 fn of_mesh(simulator: &Simulator, space: &Space, mesh: Parallel) -> Result<Ranked, PlannerError> {
-    let question = simulator.question();
-    let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
+    let scenario = simulator.scenario();
+    let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
     let mut ranked = Ranked::default();
     let all = space.strategies(mesh, simulator.has_nodes(mesh));
-    let asked = space.strategy.is_some() || !question.routing.is_even();
+    let asked = space.strategy.is_some() || !scenario.routing.is_even();
     for strategy in all.into_iter().filter(|s| asked || s.shadows == 0) {
         let prediction = simulator.brief(mesh, strategy)?;
         ranked.simulated += 1;
@@ -145,7 +153,7 @@ fn simplest(ranked: &[Prediction]) -> Option<usize> {
 
 /// In training, of strategies that have the same in common: the best forward with the best backward.
 fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerError> {
-    if simulator.question().training.is_none() {
+    if simulator.scenario().training.is_none() {
         return Ok(());
     }
     let best = |same: &[&Prediction], pass: usize| -> Option<Strategy> {
@@ -173,18 +181,18 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
 }
 
 /// Every mesh of so many ranks that the layer and its placement can have.
-fn meshes(question: &Question, space: &Space) -> Vec<Parallel> {
-    let (world, spec) = (question.world, &question.spec);
-    let groups = question.placement.as_ref().map(Placement::groups);
+fn meshes(scenario: &Scenario, space: &Space) -> Vec<Parallel> {
+    let (world, spec) = (scenario.world, &scenario.spec);
+    let groups = scenario.placement.as_ref().map(Placement::groups);
     if let Some(mesh) = space.mesh {
         return vec![mesh];
     }
     let divisors = |of: usize| (1..=of).filter(move |n| of.is_multiple_of(*n));
     let of = |ep: usize| {
-        divisors(world / ep).map(move |shards| Parallel {
+        divisors(world / ep).map(move |expert_tp| Parallel {
             ep,
-            shards,
-            dp: world / ep / shards,
+            expert_tp,
+            dp: world / ep / expert_tp,
             shared: SharedExperts::Whole,
         })
     };
@@ -195,8 +203,8 @@ fn meshes(question: &Question, space: &Space) -> Vec<Parallel> {
 }
 
 impl Space {
-    /// What ranks of a mesh may do, pieces and wire alike in both passes; `nodes`: whether
-    /// there are those that routes in two dimensions need.
+    /// What ranks of a mesh may do, chunks and wire alike in both passes; `nodes`: whether
+    /// there are those that all-to-all algorithms in two dimensions need.
     pub fn strategies(&self, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
         match self.strategy {
             Some(strategy) => vec![strategy],
@@ -205,34 +213,36 @@ impl Space {
     }
 
     /// Numbers of shadows, of which whole experts on several ranks have more than none.
-    fn shadows(&self, ways: Option<usize>, mesh: Parallel) -> Vec<usize> {
-        let some = ways.is_none() && mesh.shards == 1 && mesh.ep > 1;
+    fn shadows(&self, adaptive_r: Option<usize>, mesh: Parallel) -> Vec<usize> {
+        let some = adaptive_r.is_none() && mesh.expert_tp == 1 && mesh.ep > 1;
         let most = self.shadows.iter().copied();
         most.filter(|most| some || *most == 0).collect()
     }
 }
 
 fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
-    let routes = routes(nodes);
+    let algorithms = algorithms(nodes);
     let mut list = Vec::new();
-    for ways in ways(mesh) {
-        let routes = if ways == Some(0) {
-            &[Route::Linear][..]
+    for adaptive_r in adaptive_r(mesh) {
+        let algorithms = if adaptive_r == Some(0) {
+            &[AllToAll::Linear][..]
         } else {
-            &routes
+            &algorithms
         };
-        for &route in routes {
-            for &cut in cuts(ways, route) {
-                for shadows in space.shadows(ways, mesh) {
-                    let degrees = space.degrees.iter().copied();
-                    // One piece is one however it is cut.
-                    for degree in degrees.filter(|degree| cut == Cut::Rows || *degree > 1) {
-                        list.extend(space.wires.iter().map(|&wire| Strategy {
-                            ways,
-                            degree: Both::same(degree),
-                            cut,
-                            route,
-                            wire: Both::same(wire),
+        for &all_to_all in algorithms {
+            for &overlap_by in cuts(adaptive_r, all_to_all) {
+                for shadows in space.shadows(adaptive_r, mesh) {
+                    let overlap_degrees = space.overlap_degrees.iter().copied();
+                    // One chunk is one however it is cut.
+                    for overlap_degree in overlap_degrees.filter(|overlap_degree| {
+                        overlap_by == OverlapBy::Rows || *overlap_degree > 1
+                    }) {
+                        list.extend(space.comm_dtypes.iter().map(|&comm_dtype| Strategy {
+                            adaptive_r,
+                            overlap_degree: Both::same(overlap_degree),
+                            overlap_by,
+                            all_to_all,
+                            comm_dtype: Both::same(comm_dtype),
                             shadows,
                         }));
                     }
@@ -243,18 +253,18 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
     list
 }
 
-/// How rows that travel may be cut, as far as it is simulated.
-fn cuts(ways: Option<usize>, route: Route) -> &'static [Cut] {
-    if route == Route::Linear && ways != Some(0) {
-        &[Cut::Rows, Cut::Ranks]
+/// How rows that comm may be cut, as far as it is simulated.
+fn cuts(adaptive_r: Option<usize>, all_to_all: AllToAll) -> &'static [OverlapBy] {
+    if all_to_all == AllToAll::Linear && adaptive_r != Some(0) {
+        &[OverlapBy::Rows, OverlapBy::Peers]
     } else {
-        &[Cut::Rows]
+        &[OverlapBy::Rows]
     }
 }
 
-/// All slices, by its short name; every divisor of their number; none.
-fn ways(mesh: Parallel) -> Vec<Option<usize>> {
-    let fewer = (1..mesh.shards).filter(|n| mesh.shards.is_multiple_of(*n));
+/// All shards, by its short name; every divisor of their number; none.
+fn adaptive_r(mesh: Parallel) -> Vec<Option<usize>> {
+    let fewer = (1..mesh.expert_tp).filter(|n| mesh.expert_tp.is_multiple_of(*n));
     let gathered = (mesh.group() > 1).then_some(Some(0));
     std::iter::once(None)
         .chain(fewer.map(Some))
@@ -262,11 +272,11 @@ fn ways(mesh: Parallel) -> Vec<Option<usize>> {
         .collect()
 }
 
-fn routes(nodes: bool) -> Vec<Route> {
-    let mut list = vec![Route::Linear];
+fn algorithms(nodes: bool) -> Vec<AllToAll> {
+    let mut list = vec![AllToAll::Linear];
     if nodes {
-        list.extend([Route::IntraFirst, Route::InterFirst]);
-        list.extend([Route::Concurrent, Route::Once]);
+        list.extend([AllToAll::TwoDh, AllToAll::TwoDhInterFirst]);
+        list.extend([AllToAll::TwoDhConcurrent, AllToAll::Dedup]);
     }
     list
 }

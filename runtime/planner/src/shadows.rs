@@ -26,7 +26,7 @@ impl Shadows {
             .map(|rank| group.counts(rank).iter().map(|n| n.round() as usize))
             .map(Iterator::collect)
             .collect();
-        let mut experts = shadows(model, placement, group.mesh.shards, &counts);
+        let mut experts = shadows(model, placement, group.mesh.expert_tp, &counts);
         experts.sort_by_key(|&expert| (placement.owner(expert), expert));
         let owners: Vec<usize> = experts.iter().map(|e| placement.owner(*e)).collect();
         Shadows {

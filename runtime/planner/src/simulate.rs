@@ -1,26 +1,26 @@
 //! The steps of ranks, one after another, on the model of a machine.
 
+use crate::chunks::{Choices, ChunkShare};
+use crate::collective_ops::CommConfig;
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
-use crate::pieces::{Choices, Part};
-use crate::question::{PlannerError, Prediction, Question, Simulated};
+use crate::plan_parts::Costs;
 use crate::reach;
 use crate::routing::Routing;
 use crate::run::Run;
-use crate::sides::Costs;
+use crate::scenario::{PlannerError, Prediction, Scenario, Simulated};
 use crate::traffic;
-use crate::ways::Travel;
 use moesaic_plan::{
-    Both, Cut, Parallel, Placement, PlanError, PlanOptions, RankPlan, Route, ShadowModel, Sharing,
-    Strategy, Wire, most_rows, plan_rank,
+    AllToAll, Both, CommDtype, OverlapBy, Parallel, Placement, PlanError, PlanOptions, RankPlan,
+    ShadowModel, Sharing, Strategy, most_rows, plan_rank,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A mesh, how rows go in it, to how many slices, and how many experts may have shadows: what
+/// A mesh, how rows go in it, to how many shards, and how many experts may have shadows: what
 /// decides who has the same to do.
-type Kind = (Parallel, Route, usize, usize);
+type Kind = (Parallel, AllToAll, usize, usize);
 
 /// A plan, and what its launches cost.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ struct Planned {
 /// once.
 #[derive(Debug)]
 pub struct Simulator<'q> {
-    question: &'q Question,
+    scenario: &'q Scenario,
     /// Rows that experts take.
     routing: Routing,
     plans: RefCell<HashMap<(Parallel, usize, usize), Rc<Planned>>>,
@@ -41,24 +41,24 @@ pub struct Simulator<'q> {
 }
 
 impl<'q> Simulator<'q> {
-    /// Of a question.
-    pub fn new(question: &'q Question) -> Simulator<'q> {
+    /// Of a scenario.
+    pub fn new(scenario: &'q Scenario) -> Simulator<'q> {
         Simulator {
-            routing: taken(question),
-            question,
+            routing: cost_of(scenario),
+            scenario,
             plans: RefCell::default(),
             ranks: RefCell::default(),
         }
     }
 
     /// What is asked.
-    pub fn question(&self) -> &'q Question {
-        self.question
+    pub fn scenario(&self) -> &'q Scenario {
+        self.scenario
     }
 
-    /// Whether a mesh has the nodes that routes in two dimensions need.
+    /// Whether a mesh has the nodes that all-to-all algorithms in two dimensions need.
     pub fn has_nodes(&self, mesh: Parallel) -> bool {
-        geometry::has_nodes(&self.question.machine, mesh, &self.routing)
+        geometry::has_nodes(&self.scenario.machine, mesh, &self.routing)
     }
 
     /// What a configuration takes, with the phases of each pass.
@@ -96,33 +96,35 @@ impl<'q> Simulator<'q> {
         detail: bool,
     ) -> Result<(Prediction, Vec<Simulated>), PlannerError> {
         self.check(mesh, strategy)?;
-        let question = self.question;
-        let ways = strategy.ways(&mesh);
-        let planned = self.plan(mesh, ways, strategy.shadows)?;
+        let scenario = self.scenario;
+        let adaptive_r = strategy.adaptive_r(&mesh);
+        let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
         let plan = &planned.plan;
-        let route = if ways == 0 {
-            Route::Linear
+        let all_to_all = if adaptive_r == 0 {
+            AllToAll::Linear
         } else {
-            strategy.route
+            strategy.all_to_all
         };
-        let ranks = self.ranks((mesh, route, ways, strategy.shadows));
-        let Both { forward, backward } = strategy.degree;
-        let travel = |wire, degree| self.travel(&planned, (mesh, strategy), wire, degree);
-        let there = travel(strategy.wire.forward, forward);
+        let ranks = self.ranks((mesh, all_to_all, adaptive_r, strategy.shadows));
+        let Both { forward, backward } = strategy.overlap_degree;
+        let comm = |comm_dtype, overlap_degree| {
+            self.comm(&planned, (mesh, strategy), comm_dtype, overlap_degree)
+        };
+        let there = comm(strategy.comm_dtype.forward, forward);
         let mut run = Run::new(&ranks, detail);
-        run.forward(&there, question.training.is_some());
-        if question.training.is_some() {
-            let back = travel(strategy.wire.backward, backward);
+        run.forward(&there, scenario.training.is_some());
+        if scenario.training.is_some() {
+            let back = comm(strategy.comm_dtype.backward, backward);
             run.backward(&back);
             run.gradients(&back);
         }
-        let owned = if ways == mesh.shards {
+        let owned = if adaptive_r == mesh.expert_tp {
             1.0
         } else {
             there.owned()
         };
         // Rows that stay are those of a rank's own tokens.
-        let held = match ways {
+        let held = match adaptive_r {
             0 => 1.0 / mesh.group() as f64,
             _ => there.part(),
         };
@@ -130,39 +132,39 @@ impl<'q> Simulator<'q> {
         Ok(run.finish(mesh, strategy, held))
     }
 
-    fn travel<'a>(
+    fn comm<'a>(
         &'a self,
         planned: &'a Planned,
         (mesh, strategy): (Parallel, Strategy),
-        wire: Wire,
-        degree: usize,
-    ) -> Travel<'a> {
-        let launched = match self.question.training {
-            Some(_) => strategy.pieces().common(),
-            None => strategy.degree.forward,
+        comm_dtype: CommDtype,
+        overlap_degree: usize,
+    ) -> CommConfig<'a> {
+        let launched = match self.scenario.training {
+            Some(_) => strategy.chunks().common(),
+            None => strategy.overlap_degree.forward,
         };
-        Travel {
-            machine: &self.question.machine,
+        CommConfig {
+            machine: &self.scenario.machine,
             plan: &planned.plan,
             costs: &planned.costs,
             mesh,
-            ways: strategy.ways(&mesh),
-            route: strategy.route,
-            wire,
-            degree,
+            adaptive_r: strategy.adaptive_r(&mesh),
+            all_to_all: strategy.all_to_all,
+            comm_dtype,
+            overlap_degree,
             launched,
-            cut: strategy.cut,
-            repeats: self.repeats(mesh, strategy.route, degree),
-            piece: Part::WHOLE,
+            overlap_by: strategy.overlap_by,
+            repeats: self.repeats(mesh, strategy.all_to_all, overlap_degree),
+            chunk: ChunkShare::WHOLE,
         }
     }
 
-    /// In how many of `degree` pieces a token is that crosses to a node, where it crosses once.
-    fn repeats(&self, mesh: Parallel, route: Route, degree: usize) -> f64 {
-        if route != Route::Once {
+    /// In how many of `overlap_degree` chunks a token is that crosses to a node, where it crosses once.
+    fn repeats(&self, mesh: Parallel, all_to_all: AllToAll, overlap_degree: usize) -> f64 {
+        if all_to_all != AllToAll::Dedup {
             return 1.0;
         }
-        let Question { spec, machine, .. } = self.question;
+        let Scenario { spec, machine, .. } = self.scenario;
         let nodes = mesh.group() as f64 / machine.per_node() as f64;
         let choices = Choices {
             tokens: self.routing.most_tokens(),
@@ -170,31 +172,36 @@ impl<'q> Simulator<'q> {
             experts: spec.shape.experts as f64,
             nodes: reach::of_nodes(spec, nodes.max(1.0)),
         };
-        choices.pieces_touched(degree)
+        choices.chunks_touched(overlap_degree)
     }
 
     /// Bytes of a message between nodes in forward, as a mean of ranks: what
-    /// [`Machine::route`](crate::Machine::route) goes by.
+    /// [`Machine::all_to_all`](crate::Machine::all-to-all) goes by.
     pub(crate) fn message(&self, mesh: Parallel, strategy: Strategy) -> Result<f64, PlannerError> {
         self.check(mesh, strategy)?;
-        let ways = strategy.ways(&mesh);
-        let planned = self.plan(mesh, ways, strategy.shadows)?;
-        let ranks = self.ranks((mesh, strategy.route, ways, strategy.shadows));
-        let degree = strategy.degree.forward;
-        let travel = self.travel(&planned, (mesh, strategy), strategy.wire.forward, degree);
-        let last = travel.parts().pop().unwrap_or(Part::WHOLE);
-        let travel = travel.of_piece(last);
-        let sum: f64 = ranks.iter().map(|rank| travel.message(rank)).sum();
+        let adaptive_r = strategy.adaptive_r(&mesh);
+        let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
+        let ranks = self.ranks((mesh, strategy.all_to_all, adaptive_r, strategy.shadows));
+        let overlap_degree = strategy.overlap_degree.forward;
+        let comm = self.comm(
+            &planned,
+            (mesh, strategy),
+            strategy.comm_dtype.forward,
+            overlap_degree,
+        );
+        let last = comm.chunk_shares().pop().unwrap_or(ChunkShare::WHOLE);
+        let comm = comm.of_chunk(last);
+        let sum: f64 = ranks.iter().map(|rank| comm.message(rank)).sum();
         Ok(sum / ranks.len().max(1) as f64)
     }
 
     /// As [`Strategy::check`], with the nodes that the machine has.
     fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
-        let world = self.question.world;
+        let world = self.scenario.world;
         let wanted = mesh.ranks();
-        let spec = &self.question.spec;
+        let spec = &self.scenario.spec;
         mesh.check(spec).map_err(PlanError::from)?;
-        if let Some(placement) = &self.question.placement {
+        if let Some(placement) = &self.scenario.placement {
             let fits = placement.check(&mesh, spec.shape.experts);
             fits.map_err(PlanError::from)?;
         }
@@ -202,15 +209,15 @@ impl<'q> Simulator<'q> {
             return Err(PlannerError::World { wanted, world });
         }
         strategy.check(&mesh)?;
-        if strategy.route != Route::Linear && strategy.cut != Cut::Rows {
-            let route = strategy.route.to_string();
-            return Err(PlannerError::Cut { route });
+        if strategy.all_to_all != AllToAll::Linear && strategy.overlap_by != OverlapBy::Rows {
+            let all_to_all = strategy.all_to_all.to_string();
+            return Err(PlannerError::OverlapBy { all_to_all });
         }
-        if strategy.route != Route::Linear && !self.has_nodes(mesh) {
-            return Err(PlannerError::Route {
-                route: strategy.route.to_string(),
+        if strategy.all_to_all != AllToAll::Linear && !self.has_nodes(mesh) {
+            return Err(PlannerError::AllToAll {
+                all_to_all: strategy.all_to_all.to_string(),
                 group: mesh.group(),
-                per_node: self.question.machine.per_node(),
+                per_node: self.scenario.machine.per_node(),
             });
         }
         Ok(())
@@ -218,74 +225,74 @@ impl<'q> Simulator<'q> {
 
     /// Where experts are in a mesh.
     fn placement(&self, mesh: Parallel) -> Placement {
-        let in_order = || Placement::contiguous(mesh.ep, self.question.spec.shape.experts);
-        self.question.placement.clone().unwrap_or_else(in_order)
+        let in_order = || Placement::contiguous(mesh.ep, self.scenario.spec.shape.experts);
+        self.scenario.placement.clone().unwrap_or_else(in_order)
     }
 
     /// The plan of the first rank of those with the most experts, where a row goes to so many
-    /// slices, and so many experts may have shadows.
+    /// shards, and so many experts may have shadows.
     fn plan(
         &self,
         mesh: Parallel,
-        ways: usize,
+        adaptive_r: usize,
         shadows: usize,
     ) -> Result<Rc<Planned>, PlannerError> {
         // How many groups there are changes no step.
         let mesh = Parallel { dp: 1, ..mesh };
-        let key = (mesh, ways, shadows);
+        let key = (mesh, adaptive_r, shadows);
         if let Some(plan) = self.plans.borrow().get(&key) {
             return Ok(Rc::clone(plan));
         }
-        let question = self.question;
-        let options = PlanOptions::training(question.training);
-        let target = question.machine.target;
+        let scenario = self.scenario;
+        let options = PlanOptions::training(scenario.training);
+        let target = scenario.machine.target;
         let placement = self.placement(mesh);
         let most = (0..mesh.ep).rev().max_by_key(|ep| placement.count(*ep));
-        let rank = most.unwrap_or(0) * mesh.shards;
-        let sharing = Sharing::from(mesh).at_ways(ways).shadowing(shadows);
-        let sharing = sharing.placed(question.placement.as_ref());
+        let rank = most.unwrap_or(0) * mesh.expert_tp;
+        let sharing = Sharing::from(mesh).at_r(adaptive_r).shadowing(shadows);
+        let sharing = sharing.placed(scenario.placement.as_ref());
         let plan = Rc::new(Planned {
-            plan: plan_rank(&question.spec, target, &options, sharing, rank)?,
+            plan: plan_rank(&scenario.spec, target, &options, sharing, rank)?,
             costs: Costs::default(),
         });
         self.plans.borrow_mut().insert(key, Rc::clone(&plan));
         Ok(plan)
     }
 
-    fn ranks(&self, (mesh, route, ways, shadows): Kind) -> Rc<Vec<Rank>> {
-        // What goes in two dimensions is spread, however many slices get it.
-        let node = self.question.machine.units()[0];
-        let by_place = traffic::by_place(route, node, traffic::block(mesh, ways));
-        let ways = if by_place { ways } else { mesh.shards };
-        let question = self.question;
+    fn ranks(&self, (mesh, all_to_all, adaptive_r, shadows): Kind) -> Rc<Vec<Rank>> {
+        // What goes in two dimensions is spread, however many shards get it.
+        let node = self.scenario.machine.units()[0];
+        let by_place = traffic::by_place(all_to_all, node, traffic::block(mesh, adaptive_r));
+        let adaptive_r = if by_place { adaptive_r } else { mesh.expert_tp };
+        let scenario = self.scenario;
         let model = ShadowModel {
-            most: question.shadow_model.most.min(shadows),
-            ..question.shadow_model
+            most: scenario.shadow_model.most.min(shadows),
+            ..scenario.shadow_model
         };
         let made = || {
             Rc::new(geometry::ranks(
-                &question.machine,
+                &scenario.machine,
                 mesh,
                 (&self.routing, &self.placement(mesh)),
-                (route, ways),
+                (all_to_all, adaptive_r),
                 (shadows > 0).then_some(&model),
             ))
         };
         let mut ranks = self.ranks.borrow_mut();
-        let kind = (mesh, route, ways, shadows);
+        let kind = (mesh, all_to_all, adaptive_r, shadows);
         Rc::clone(ranks.entry(kind).or_insert_with(made))
     }
 }
 
 /// What is routed, but for what a layer with a capacity drops.
-fn taken(question: &Question) -> Routing {
-    let routing = question.routing.clone().limited(&question.spec);
-    let factor = question
+fn cost_of(scenario: &Scenario) -> Routing {
+    let routing = scenario.routing.clone().limited(&scenario.spec);
+    let factor = scenario
         .spec
         .capacity
-        .factor_of(question.training.is_some());
+        .factor_of(scenario.training.is_some());
     let tokens = routing.most_tokens().ceil() as u64;
-    match most_rows(&question.spec, factor, tokens) {
+    match most_rows(&scenario.spec, factor, tokens) {
         Some(most) => routing.capped(most as f64),
         None => routing,
     }

@@ -1,12 +1,12 @@
-//! Who sends how many rows to whom over which links: the messages of each route.
+//! Who sends how many rows to whom over which links: the messages of each all-to-all.
 //!
-//! Everything is in rows of a mesh in which each row goes to every slice of its expert;
-//! other numbers of ways and widths of rows only scale it.
+//! Everything is in rows of a mesh in which each row goes to every shard of its expert;
+//! other adaptive parallelism degree and widths of rows only scale it.
 
 use crate::Machine;
 use crate::exchange::{Load, MOST_LEVELS};
 use crate::routing::Routing;
-use moesaic_plan::{Parallel, Placement, Route};
+use moesaic_plan::{AllToAll, Parallel, Placement};
 
 /// What a rank does in one phase, in rows.
 pub(crate) type Rows = [Load; MOST_LEVELS];
@@ -50,7 +50,7 @@ pub(crate) struct Group<'a> {
     pub placement: &'a Placement,
     /// Whether all ranks send the same rows to the same groups.
     alike: bool,
-    /// Ranks in a row that have the same slice, of which a row has the one of its own place.
+    /// Ranks in a row that have the same shard, of which a row has the one of its own place.
     block: usize,
 }
 
@@ -74,9 +74,9 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// The same where rows go to so many slices; 0, where they stay, is taken for all.
-    pub fn at_ways(self, ways: usize) -> Group<'a> {
-        let block = block(self.mesh, ways);
+    /// The same where rows go to so many shards; 0, where they stay, is cost_of for all.
+    pub fn at_r(self, adaptive_r: usize) -> Group<'a> {
+        let block = block(self.mesh, adaptive_r);
         Group { block, ..self }
     }
 
@@ -114,13 +114,13 @@ impl<'a> Group<'a> {
         };
         let by_ep: Vec<f64> = (0..self.mesh.ep).map(of).collect();
         (0..self.ranks())
-            .map(|to| by_ep[to / self.mesh.shards])
+            .map(|to| by_ep[to / self.mesh.expert_tp])
             .collect()
     }
 
     /// Rows that arrive at a rank, by its experts.
     pub fn arriving(&self, rank: usize) -> Vec<f64> {
-        let ep = rank / self.mesh.shards;
+        let ep = rank / self.mesh.expert_tp;
         let experts = self.placement.of(ep);
         let sources = 0..if self.alike { 1 } else { self.ranks() };
         let times = self.ranks() as f64 / sources.len() as f64;
@@ -136,7 +136,7 @@ impl<'a> Group<'a> {
 
     /// The part of a rank's rows for an expert that goes to a group that has it.
     fn part(&self, from: usize, expert: usize, ep: usize) -> f64 {
-        let near = from / self.mesh.shards;
+        let near = from / self.mesh.expert_tp;
         self.placement.part((from, near), expert, ep)
     }
 
@@ -153,13 +153,13 @@ impl<'a> Group<'a> {
     /// expert's are one byte.
     pub fn sums_of_replicas(&self) -> Vec<Rows> {
         let mut step = self.nothing();
-        let shards = self.mesh.shards;
+        let expert_tp = self.mesh.expert_tp;
         for ep in 0..self.mesh.ep {
             let mut owners: Vec<usize> = self.copies(ep).collect();
             owners.sort_unstable();
             for same in owners.chunk_by(|a, b| a == b) {
-                for shard in 0..shards {
-                    let between = [ep, same[0]].map(|group| group * shards + shard);
+                for tp in 0..expert_tp {
+                    let between = [ep, same[0]].map(|group| group * expert_tp + tp);
                     self.sends(&mut step, between, same.len() as f64);
                 }
             }
@@ -219,39 +219,39 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Whether a route's messages are between ranks of equal place in their blocks.
-    fn is_by_place(&self, route: Route) -> bool {
-        !self.has_nodes() || by_place(route, self.units[0], self.block)
+    /// Whether an all-to-all algorithm's messages are between ranks of equal place in their blocks.
+    fn is_by_place(&self, all_to_all: AllToAll) -> bool {
+        !self.has_nodes() || by_place(all_to_all, self.units[0], self.block)
     }
 
-    /// Whether a route is one exchange of those.
-    pub fn is_straight(&self, route: Route) -> bool {
-        self.is_by_place(route) && !(route == Route::Once && self.has_nodes())
+    /// Whether an all-to-all algorithm is one exchange of those.
+    pub fn is_straight(&self, all_to_all: AllToAll) -> bool {
+        self.is_by_place(all_to_all) && !(all_to_all == AllToAll::Dedup && self.has_nodes())
     }
 
-    pub fn traffic(&self, route: Route) -> Traffic {
+    pub fn traffic(&self, all_to_all: AllToAll) -> Traffic {
         let all = self.all();
-        let straight = self.is_straight(route);
-        let by_place = self.is_by_place(route);
+        let straight = self.is_straight(all_to_all);
+        let by_place = self.is_by_place(all_to_all);
         let each = if by_place { self.block as f64 } else { 1.0 };
         let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
         let own = own.collect();
-        let mut steps = match route {
-            Route::Concurrent if !straight => all.concurrent(),
-            Route::IntraFirst if !straight => all.intra_first(),
-            Route::InterFirst if !straight => all.inter_first(),
-            Route::Once if !straight => all.once(),
+        let mut steps = match all_to_all {
+            AllToAll::TwoDhConcurrent if !straight => all.concurrent(),
+            AllToAll::TwoDh if !straight => all.intra_first(),
+            AllToAll::TwoDhInterFirst if !straight => all.inter_first(),
+            AllToAll::Dedup if !straight => all.once(),
             _ => vec![all.linear(self.block, each)],
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }
     }
 
-    /// The way back: a rank is answered by the slice of its own number of each expert. Linear
+    /// The way back: a rank is answered by the shard of its own number of each expert. Linear
     /// messages, and rows of a rank for itself.
     pub fn answers(&self) -> Traffic {
         let all = self.all();
-        let mut step = all.linear(self.mesh.shards, 1.0);
+        let mut step = all.linear(self.mesh.expert_tp, 1.0);
         for load in step.loads.iter_mut().flatten() {
             (load.sent, load.received) = (load.received, load.sent);
         }
@@ -478,23 +478,23 @@ impl All<'_> {
             .map(|rank| of(rank).iter().sum())
             .collect();
         self.passing(&mut network, 1.0, |rank| brought[rank]);
-        if self.group.is_by_place(Route::Once) {
+        if self.group.is_by_place(AllToAll::Dedup) {
             return vec![network];
         }
         vec![network, self.spread()]
     }
 
-    /// Rows of a rank for the experts of a node, by expert: each slice's once.
+    /// Rows of a rank for the experts of a node, by expert: each shard's once.
     fn of_node(
         &self,
         rank: usize,
         node: std::ops::Range<usize>,
     ) -> impl Iterator<Item = (usize, f64)> {
         let group = self.group;
-        let shards = group.mesh.shards;
-        // A node may begin between the slices of an expert.
-        let first = node.start / shards;
-        let last = node.end.div_ceil(shards);
+        let expert_tp = group.mesh.expert_tp;
+        // A node may begin between the shards of an expert.
+        let first = node.start / expert_tp;
+        let last = node.end.div_ceil(expert_tp);
         let rows = group.routing.rows(group.start + rank);
         (first..last).flat_map(move |ep| {
             let own = group.placement.of(ep).into_owned().into_iter();
@@ -513,18 +513,18 @@ fn halves(a: &Rows, b: &Rows) -> Rows {
     })
 }
 
-/// Ranks in a row that have the same slice where rows go to so many.
-pub(crate) fn block(mesh: Parallel, ways: usize) -> usize {
-    mesh.shards.checked_div(ways).unwrap_or(1)
+/// Ranks in a row that have the same shard where rows go to so many.
+pub(crate) fn block(mesh: Parallel, adaptive_r: usize) -> usize {
+    mesh.expert_tp.checked_div(adaptive_r).unwrap_or(1)
 }
 
-/// Whether a route's messages are between ranks of equal place in blocks of so many. In two
-/// dimensions rows are taken to be spread over a block, unless a node has one rank of each place.
-pub(crate) fn by_place(route: Route, node: usize, block: usize) -> bool {
-    match route {
-        Route::Linear => true,
-        Route::Once => node == block,
-        Route::IntraFirst | Route::InterFirst | Route::Concurrent => node <= block,
+/// Whether an all-to-all algorithm's messages are between ranks of equal place in blocks of so many. In two
+/// dimensions rows are cost_of to be spread over a block, unless a node has one rank of each place.
+pub(crate) fn by_place(all_to_all: AllToAll, node: usize, block: usize) -> bool {
+    match all_to_all {
+        AllToAll::Linear => true,
+        AllToAll::Dedup => node == block,
+        AllToAll::TwoDh | AllToAll::TwoDhInterFirst | AllToAll::TwoDhConcurrent => node <= block,
     }
 }
 

@@ -43,7 +43,7 @@ pub use noise::{gaussian_scale, input_factors};
 pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
 pub use skew::Skew;
 pub use weights::{Random, Tensor, Weights};
-pub use wire::{Wire, of_e4m3, pack_row, to_e4m3, unpack_row};
+pub use wire::{CommDtype, of_e4m3, pack_row, to_e4m3, unpack_row};
 
 pub use gate::logits;
 

@@ -11,7 +11,7 @@ use moesaic_kernel::DType;
 
 /// What rows are between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wire {
+pub enum CommDtype {
     /// IEEE half precision.
     F16,
     /// bfloat16.
@@ -28,22 +28,22 @@ const LARGEST_E4M3: f32 = 448.0;
 
 /// A row on the wire, and how many of its values were too large for f16: those that would
 /// be rounded to an infinity. Other formats count none.
-pub fn pack_row(wire: Wire, row: &[f32]) -> (Vec<u8>, u64) {
+pub fn pack_row(wire: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
     let mut bytes = Vec::new();
     let mut saturated = 0;
     match wire {
-        Wire::F16 => {
+        CommDtype::F16 => {
             for &value in row {
                 saturated += u64::from(value.is_finite() && value.abs() >= 65_520.0);
                 bytes.extend(f16::from_f32(fitted(value, DType::F16)).to_le_bytes());
             }
         }
-        Wire::Bf16 => {
+        CommDtype::Bf16 => {
             for &value in row {
                 bytes.extend(bf16::from_f32(fitted(value, DType::Bf16)).to_le_bytes());
             }
         }
-        Wire::Fp8 => {
+        CommDtype::Fp8 => {
             let mut scales = Vec::new();
             for span in row.chunks(128) {
                 let largest = largest_of(span);
@@ -60,12 +60,12 @@ pub fn pack_row(wire: Wire, row: &[f32]) -> (Vec<u8>, u64) {
 }
 
 /// The values of a row that came in `bytes`, each a value of `dtype`.
-pub fn unpack_row(wire: Wire, bytes: &[u8], width: usize, dtype: DType) -> Vec<f32> {
+pub fn unpack_row(wire: CommDtype, bytes: &[u8], width: usize, dtype: DType) -> Vec<f32> {
     let half = |i: usize| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
     let value = |i: usize| match wire {
-        Wire::F16 => f16::from_bits(half(i)).to_f32(),
-        Wire::Bf16 => bf16::from_bits(half(i)).to_f32(),
-        Wire::Fp8 => {
+        CommDtype::F16 => f16::from_bits(half(i)).to_f32(),
+        CommDtype::Bf16 => bf16::from_bits(half(i)).to_f32(),
+        CommDtype::Fp8 => {
             let at = width.next_multiple_of(4) + 4 * (i / 128);
             let scale = [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
             let value = of_e4m3(bytes[i]) * f32::from_le_bytes(scale);

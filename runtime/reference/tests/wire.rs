@@ -2,7 +2,7 @@
 //! against those that are published for it.
 
 use moesaic_kernel::DType;
-use moesaic_reference::{Random, Wire, of_e4m3, pack_row, to_e4m3, unpack_row};
+use moesaic_reference::{CommDtype, Random, of_e4m3, pack_row, to_e4m3, unpack_row};
 
 /// The value of every code.
 fn table() -> Vec<f64> {
@@ -79,7 +79,7 @@ const ROWS: usize = 256;
 const WIDTH: usize = 2048;
 
 /// Relative L2 errors of all values and of the worst row, and how many were too large.
-fn errors(wire: Wire, values: &[f32]) -> (f64, f64, u64) {
+fn errors(wire: CommDtype, values: &[f32]) -> (f64, f64, u64) {
     let (mut all, mut of_all, mut worst, mut over) = (0.0, 0.0, 0.0f64, 0);
     for row in values.chunks(WIDTH) {
         let (bytes, saturated) = pack_row(wire, row);
@@ -112,9 +112,9 @@ fn errors_are_the_published_ones() {
         .map(|(i, v)| v * 10f32.powf(-6.0 + 9.0 * (i / WIDTH) as f32 / (ROWS - 1) as f32))
         .collect();
     let cases = [
-        (Wire::F16, [2.1e-4, 2.1e-4, 2.1e-4]),
-        (Wire::Bf16, [1.7e-3, 1.7e-3, 1.7e-3]),
-        (Wire::Fp8, [2.6e-2, 1.4e-2, 2.6e-2]),
+        (CommDtype::F16, [2.1e-4, 2.1e-4, 2.1e-4]),
+        (CommDtype::Bf16, [1.7e-3, 1.7e-3, 1.7e-3]),
+        (CommDtype::Fp8, [2.6e-2, 1.4e-2, 2.6e-2]),
     ];
     for (wire, published) in cases {
         for (values, published) in [&plain, &outliers, &scaled].into_iter().zip(published) {
@@ -129,7 +129,11 @@ fn errors_are_the_published_ones() {
     }
     // Small rows are lost in f16, and nowhere else.
     let worst = |wire| errors(wire, &scaled).1;
-    assert!(worst(Wire::F16) > 1e-2 && worst(Wire::Bf16) < 1.9e-3 && worst(Wire::Fp8) < 2.9e-2);
+    assert!(
+        worst(CommDtype::F16) > 1e-2
+            && worst(CommDtype::Bf16) < 1.9e-3
+            && worst(CommDtype::Fp8) < 2.9e-2
+    );
 }
 
 #[test]
@@ -143,9 +147,9 @@ fn what_no_format_has_is_as_documented() {
         -f32::NAN,
         -0.0,
     ];
-    let (bytes, over) = pack_row(Wire::F16, &row);
+    let (bytes, over) = pack_row(CommDtype::F16, &row);
     assert_eq!((bytes.len(), over), (16, 2));
-    let back = unpack_row(Wire::F16, &bytes, row.len(), DType::F32);
+    let back = unpack_row(CommDtype::F16, &bytes, row.len(), DType::F32);
     assert_eq!(
         back[..5],
         [f32::INFINITY, -65_504.0, 65_504.0, 65_504.0, -65_504.0]
@@ -155,21 +159,21 @@ fn what_no_format_has_is_as_documented() {
     assert_eq!(bytes[14..], [0, 0]);
 
     let row = [f32::MAX, f32::NEG_INFINITY];
-    let (bytes, over) = pack_row(Wire::Bf16, &row);
+    let (bytes, over) = pack_row(CommDtype::Bf16, &row);
     assert_eq!((&bytes[..4], over), (&[0x7f, 0x7f, 0x80, 0xff][..], 0));
 
     let row = [f32::INFINITY, 2.0, f32::NAN, -1.0, 0.0];
-    let (bytes, _) = pack_row(Wire::Fp8, &row);
+    let (bytes, _) = pack_row(CommDtype::Fp8, &row);
     assert_eq!(bytes[..8], [0x7f, 0x7e, 0x7f, 0xf6, 0, 0, 0, 0]);
     assert_eq!(bytes[8..12], (2.0f32 / 448.0).to_le_bytes());
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        let back = unpack_row(Wire::Fp8, &bytes, row.len(), dtype);
+        let back = unpack_row(CommDtype::Fp8, &bytes, row.len(), dtype);
         assert!(back[0].is_nan() && back[2].is_nan());
         assert_eq!(back[3..], [-1.0, 0.0]);
     }
     // The largest stay finite on the way back.
     for (value, dtype) in [(f32::MAX, DType::F32), (65_504.0, DType::F16)] {
-        for wire in [Wire::Bf16, Wire::Fp8] {
+        for wire in [CommDtype::Bf16, CommDtype::Fp8] {
             let back = unpack_row(wire, &pack_row(wire, &[value]).0, 1, dtype);
             assert!(
                 back[0].is_finite() && back[0] > value * 0.99,
@@ -180,7 +184,12 @@ fn what_no_format_has_is_as_documented() {
     }
     // A span of zeros, and one of subnormals.
     for row in [[0.0, -0.0], [1e-44, -1e-40]] {
-        let back = unpack_row(Wire::Fp8, &pack_row(Wire::Fp8, &row).0, 2, DType::F32);
+        let back = unpack_row(
+            CommDtype::Fp8,
+            &pack_row(CommDtype::Fp8, &row).0,
+            2,
+            DType::F32,
+        );
         assert!(
             back[0].abs() <= 2f32.powi(-126) && back[1] <= 0.0,
             "{back:?}"

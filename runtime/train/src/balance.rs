@@ -6,7 +6,7 @@
 //! activations are recomputed.
 
 use crate::TrainError;
-use moesaic_engine::{Among, Ranks};
+use moesaic_engine::{ProcessGroup, Ranks};
 use std::cmp::Ordering;
 
 /// `b_e += rate · sign(mean(counts) - counts_e)` (DeepSeek-V3's loss-free
@@ -57,7 +57,7 @@ pub fn counts_of_all(ranks: &Ranks, counts: &[i64]) -> Result<Vec<i64>, TrainErr
         .iter()
         .flat_map(|count| count.to_le_bytes())
         .collect();
-    let all = ranks.gather_bytes(&bytes, Among::World, "counts of all ranks")?;
+    let all = ranks.gather_bytes(&bytes, ProcessGroup::World, "counts of all ranks")?;
     if all.iter().any(|theirs| theirs.len() != bytes.len()) {
         let problem = format!(
             "are of {} experts here, and not so on all ranks",

@@ -21,8 +21,8 @@
 //! ```
 
 use crate::TrainError;
-use moesaic_engine::{Among, Input, Mesh, Ranks};
-use moesaic_plan::{Place, Placement};
+use moesaic_engine::{Input, Mesh, ProcessGroup, Ranks};
+use moesaic_plan::{Placement, RankCoords};
 use moesaic_tensor::Tensor;
 use std::cmp::Ordering;
 
@@ -145,17 +145,17 @@ pub fn swipe(
         told[1 + slot % top_k * mesh.ep + owners[id as usize]] += 1;
     }
     let bytes: Vec<u8> = told.iter().flat_map(|n| n.to_le_bytes()).collect();
-    let all = ranks.gather_bytes(&bytes, Among::Group, "rows that ranks want to send")?;
+    let all = ranks.gather_bytes(&bytes, ProcessGroup::Ep, "rows that ranks want to send")?;
     let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
     if all.iter().any(|theirs| theirs.len() != told.len()) {
         let problem = format!("is for {top_k} experts a token here, and not so on all ranks");
         return Err(TrainError::tensor("logits", problem));
     }
-    let of = |ep: usize| &all[ep * mesh.shards..(ep + 1) * mesh.shards];
+    let of = |ep: usize| &all[ep * mesh.expert_tp..(ep + 1) * mesh.expert_tp];
     let room = |ep| of(ep).iter().map(|theirs| theirs[0]).sum();
     let mut room: Vec<u64> = (0..mesh.ep).map(room).collect();
-    let Place { ep, shard, .. } = ranks.mesh().place();
-    let own = ep * mesh.shards + shard;
+    let RankCoords { ep, tp: shard, .. } = ranks.mesh().place();
+    let own = ep * mesh.expert_tp + shard;
     for slot in 0..top_k {
         let first = 1 + slot * mesh.ep;
         let wants = all.iter().map(|theirs| &theirs[first..first + mesh.ep]);
@@ -222,8 +222,14 @@ pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
     let (parallel, place) = (mesh.parallel(), mesh.place());
     let node = |rank: usize| rank / per_node.max(1);
     let near = |ep: usize| {
-        let rank = |shard| parallel.rank(Place { ep, shard, ..place });
-        (0..parallel.shards).all(|shard| node(rank(shard)) == node(mesh.rank()))
+        let rank = |shard| {
+            parallel.rank(RankCoords {
+                ep,
+                tp: shard,
+                ..place
+            })
+        };
+        (0..parallel.expert_tp).all(|shard| node(rank(shard)) == node(mesh.rank()))
     };
     let placement = mesh.placement_of(experts);
     let here = |expert| match &placement {

@@ -2,7 +2,7 @@
 //!
 //! Parameters have the names that one process gives them; those of experts, `experts.`
 //! and the rest with anything in front, and those of shared experts that the mesh slices,
-//! are the rank's own part of them, and [`Among::of`] says who has the same. Steps keep what
+//! are the rank's own part of them, and [`ProcessGroup::of`] says who has the same. Steps keep what
 //! is the same the same, to the bit.
 //!
 //! | a gradient | is added up over | divided by |
@@ -17,18 +17,22 @@
 use crate::elastic::weight_of;
 use crate::optimizer::{check, floats, floats_mut};
 use crate::{Optimizer, STATE_PREFIX, TrainError};
-use moesaic_engine::{Among, Mesh, MeshLayer, Ranks};
+use moesaic_engine::{Mesh, MeshLayer, ProcessGroup, Ranks};
 use moesaic_kernel::DType;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Who can have the same parameters on a mesh.
-fn owners(mesh: &Mesh) -> &'static [Among] {
-    if mesh.parallel().slices_shared() {
-        &[Among::World, Among::Replicas, Among::SameSlice]
+fn owners(mesh: &Mesh) -> &'static [ProcessGroup] {
+    if mesh.parallel().shards_shared() {
+        &[
+            ProcessGroup::World,
+            ProcessGroup::ExpertDp,
+            ProcessGroup::EpDp,
+        ]
     } else {
-        &[Among::World, Among::Replicas]
+        &[ProcessGroup::World, ProcessGroup::ExpertDp]
     }
 }
 
@@ -273,7 +277,7 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
     }
     let of_experts = gradients
         .iter_mut()
-        .filter(|(name, _)| mesh.among(name) == Among::Replicas);
+        .filter(|(name, _)| mesh.among(name) == ProcessGroup::ExpertDp);
     let mut parts: Vec<&mut [f32]> = of_experts.map(|(_, tensor)| floats_mut(tensor)).collect();
     Ok(ranks.sum_replicas(&mut parts, "gradients of replicas")?)
 }
@@ -300,8 +304,8 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
         let own = sums.get(among).copied().unwrap_or(0.0);
         // What other ranks have parts of: each group that has all of it once.
         let parts = match among {
-            Among::Replicas => ranks.sum_f64(&[own], Among::Group, "norm")?,
-            Among::SameSlice => ranks.sum_f64(&[own], Among::Slices, "norm")?,
+            ProcessGroup::ExpertDp => ranks.sum_f64(&[own], ProcessGroup::Ep, "norm")?,
+            ProcessGroup::EpDp => ranks.sum_f64(&[own], ProcessGroup::ExpertTp, "norm")?,
             _ => vec![own],
         };
         all += parts.iter().sum::<f64>();
@@ -337,7 +341,7 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
     }
     let of_experts = parameters
         .iter_mut()
-        .filter(|(name, _)| mesh.among(name) == Among::Replicas);
+        .filter(|(name, _)| mesh.among(name) == ProcessGroup::ExpertDp);
     let mut parts: Vec<&mut [u8]> = of_experts.map(|(_, tensor)| tensor.data.to_mut()).collect();
     Ok(ranks.broadcast_replicas(&mut parts, "parameters of replicas")?)
 }

@@ -15,7 +15,7 @@
 //! the state of other ranks.
 
 use crate::TrainError;
-use moesaic_engine::{Among, EngineError, Mesh, Ranks};
+use moesaic_engine::{EngineError, Mesh, ProcessGroup, Ranks};
 use moesaic_plan::{Moves, Placement, PlanError, moves, moves_from};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
@@ -81,7 +81,7 @@ impl Prepared {
     pub fn commit(self) -> Result<Tensors<'static>, Box<NotCommitted>> {
         let all = self
             .ranks
-            .gather_bytes(&[1], Among::World, "experts have moved");
+            .gather_bytes(&[1], ProcessGroup::World, "experts have moved");
         match all {
             Ok(_) => Ok(self.tensors),
             Err(error) => Err(Box::new(NotCommitted {
@@ -108,7 +108,7 @@ pub fn resume(
     checkpoint: &dyn WeightSource,
 ) -> Result<Tensors<'static>, TrainError> {
     let (mesh, parallel) = (ranks.mesh(), ranks.mesh().parallel());
-    if parallel.dp != 1 || parallel.slices_shared() {
+    if parallel.dp != 1 || parallel.shards_shared() {
         let reason = "what is left can be resumed where one group holds all experts and shared \
                       experts are whole; read the checkpoint instead";
         return Err(TrainError::NotPreserved(reason.to_string()));
@@ -117,13 +117,17 @@ pub fn resume(
         .iter()
         .flat_map(|e| (*e as u64).to_le_bytes())
         .collect();
-    let all = ranks.gather_bytes(&told, Among::Group, "experts that are left")?;
+    let all = ranks.gather_bytes(&told, ProcessGroup::Ep, "experts that are left")?;
     let numbers = |bytes: &Vec<u8>| {
         let each = bytes.as_chunks().0.iter();
         each.map(|&number| u64::from_le_bytes(number) as usize)
             .collect()
     };
-    let left: Vec<Vec<usize>> = all.iter().step_by(parallel.shards).map(numbers).collect();
+    let left: Vec<Vec<usize>> = all
+        .iter()
+        .step_by(parallel.expert_tp)
+        .map(numbers)
+        .collect();
     let experts = experts_of(mesh, tensors, held.len(), checkpoint)?;
     let to = mesh.placement_of(experts);
     let to = to.ok_or_else(|| TrainError::NotPreserved(too_few(mesh, experts)))?;
@@ -136,7 +140,7 @@ pub fn resume(
     let missing = plan.missing.iter().filter(|(group, _)| *group == own);
     let slots: Vec<usize> = missing.map(|(_, slot)| *slot).collect();
     for (name, tensor) in whole.iter_mut() {
-        if mesh.among(name) != Among::Replicas || slots.is_empty() {
+        if mesh.among(name) != ProcessGroup::ExpertDp || slots.is_empty() {
             continue;
         }
         let part = mesh.part(checkpoint, name)?;
@@ -166,7 +170,7 @@ pub fn both(
     let mut tensors = Tensors::new();
     for (name, own) in before.1 {
         let mut whole = own.clone().into_static();
-        if mesh.among(name) == Among::Replicas {
+        if mesh.among(name) == ProcessGroup::ExpertDp {
             let missing = || TrainError::tensor(name, "is missing after experts have moved");
             let other = after.1.get(name).ok_or_else(missing)?;
             whole.shape[0] += other.shape.first().copied().unwrap_or(0);
@@ -182,7 +186,7 @@ pub fn both(
 fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(), TrainError> {
     let mut parts = tensors
         .iter()
-        .filter(|(name, _)| mesh.among(name) == Among::Replicas);
+        .filter(|(name, _)| mesh.among(name) == ProcessGroup::ExpertDp);
     match parts.find(|(_, tensor)| tensor.shape.first() != Some(&held.len())) {
         None => Ok(()),
         Some((name, tensor)) => {
@@ -201,8 +205,8 @@ fn moved(
     tensors: &Tensors<'_>,
 ) -> Result<Tensors<'static>, TrainError> {
     let (mesh, place) = (ranks.mesh().parallel(), ranks.mesh().place());
-    let peer = |group: usize| group * mesh.shards + place.shard;
-    let of_experts = |name: &str| ranks.mesh().among(name) == Among::Replicas;
+    let peer = |group: usize| group * mesh.expert_tp + place.tp;
+    let of_experts = |name: &str| ranks.mesh().among(name) == ProcessGroup::ExpertDp;
     let parts = || tensors.iter().filter(|(name, _)| of_experts(name));
     check_parts(ranks.mesh(), held, tensors)?;
     let row = |slot: usize| {
@@ -218,7 +222,7 @@ fn moved(
         .map(|one| (peer(one.to.0), row(one.from.1)));
     let receives = plan.got(place.ep).map(|one| (peer(one.from.0), size));
     let (sends, receives): (Vec<_>, Vec<_>) = (sends.collect(), receives.collect());
-    let arrived = ranks.trade(&sends, &receives, Among::Group, "experts that move")?;
+    let arrived = ranks.trade(&sends, &receives, ProcessGroup::Ep, "experts that move")?;
     let mut after = Tensors::new();
     for (name, tensor) in tensors {
         after.insert(
@@ -257,14 +261,18 @@ fn check_step(
     let mut differs = String::new();
     let everywhere = tensors
         .iter()
-        .filter(|(name, _)| mesh.among(name) == Among::World);
+        .filter(|(name, _)| mesh.among(name) == ProcessGroup::World);
     for (name, tensor) in everywhere {
         if mesh.part(checkpoint, name)?.data != tensor.data && differs.is_empty() {
             differs = name.clone();
         }
     }
     // One rank's finding is everybody's, so that none waits for the others.
-    let all = ranks.gather_bytes(differs.as_bytes(), Among::World, "steps of a checkpoint")?;
+    let all = ranks.gather_bytes(
+        differs.as_bytes(),
+        ProcessGroup::World,
+        "steps of a checkpoint",
+    )?;
     match all.into_iter().find(|name| !name.is_empty()) {
         None => Ok(()),
         Some(name) => Err(TrainError::NotPreserved(format!(
@@ -282,7 +290,7 @@ fn experts_of(
     held: usize,
     checkpoint: &dyn WeightSource,
 ) -> Result<usize, TrainError> {
-    let of_experts = |name: &&String| mesh.among(name) == Among::Replicas;
+    let of_experts = |name: &&String| mesh.among(name) == ProcessGroup::ExpertDp;
     let described = tensors.keys().find(of_experts);
     let described = described.and_then(|name| checkpoint.describe(name));
     let found = described.and_then(|(_, shape)| shape.first().copied());

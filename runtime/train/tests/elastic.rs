@@ -334,7 +334,7 @@ fn splitting_and_merging_gives_the_same_bytes() {
 fn mesh(ep: usize, shards: usize) -> Parallel {
     Parallel {
         ep,
-        shards,
+        expert_tp: shards,
         ..Parallel::default()
     }
 }
@@ -352,7 +352,7 @@ fn shards_make_the_whole_again() {
         for mesh in meshes {
             let shards = shard_experts(&spec, &set, mesh).unwrap_or_else(|e| panic!("{e}"));
             let up = &shards[mesh.ranks() - 1]["experts.up.weight"];
-            assert_eq!(up.shape[..2], [experts / mesh.ep, width / mesh.shards]);
+            assert_eq!(up.shape[..2], [experts / mesh.ep, width / mesh.expert_tp]);
             let whole = unshard_experts(&spec, &shards, mesh).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(whole, set, "seed {seed}, {mesh:?}");
         }
@@ -370,7 +370,7 @@ fn slices_of_shared_experts_make_the_whole_again() {
         }
         let set = checkpoint(&spec, seed);
         let mesh = Parallel {
-            shared: SharedExperts::Sliced,
+            shared: SharedExperts::Sharded,
             ..mesh(2.min(spec.shape.experts), 2)
         };
         let shards = shard_experts(&spec, &set, mesh).unwrap_or_else(|e| panic!("{e}"));

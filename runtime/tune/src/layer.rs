@@ -1,7 +1,9 @@
 //! A layer that measures its own steps.
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
-use moesaic_engine::{Among, Counters, EngineError, Input, MeshLayer, MeshSaved, Moment, Output};
+use moesaic_engine::{
+    Counters, EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup,
+};
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
 use std::sync::Arc;
@@ -25,7 +27,7 @@ pub type Predict = Box<dyn FnMut(&Key, &Loads) -> Vec<Prediction> + Send>;
 /// exchange before it.
 ///
 /// Where strategies are predicted, for a key that is new or whose steps have
-/// come to take another time, each rank routes its tokens once more, and all tell each other
+/// come to take another time, each rank all-to-all algorithms its tokens once more, and all tell each other
 /// their rows.
 pub struct AdaptiveLayer {
     pub(crate) layer: MeshLayer,
@@ -229,7 +231,7 @@ impl AdaptiveLayer {
         }
         let ranks = self.layer.ranks();
         let what = "tokens of a step, and what those before it took";
-        let largest = ranks.max_f64(&own, Among::World, what)?;
+        let largest = ranks.max_f64(&own, ProcessGroup::World, what)?;
         for (step, last) in self.untold.drain(..).zip(largest[1..].as_chunks::<2>().0) {
             let times = Times::of_last(*last);
             let Chosen { key, strategy } = step.chosen;

@@ -1,6 +1,6 @@
 //! What strategies took.
 
-use moesaic_plan::{MOST_PIECES, Strategy};
+use moesaic_plan::{MAX_CHUNKS, Strategy};
 use std::collections::BTreeMap;
 
 /// Seconds of the two passes of a step, of the rank that took longest.
@@ -101,7 +101,7 @@ impl Measured {
 
     /// The forward pass of one strategy with the backward pass of another that has the rest in
     /// common, where both together look faster than all that was measured. They may take
-    /// longer: passes with other pieces launch more.
+    /// longer: passes with other chunks launch more.
     pub fn together(&self, wanted: usize) -> Option<Strategy> {
         let timed = self.0.iter().filter_map(|(strategy, samples)| {
             let forward = samples.median(|times| times.forward, wanted)?;
@@ -117,7 +117,7 @@ impl Measured {
         let alike = pairs.filter(|(one, other)| one.0.shared() == other.0.shared());
         let sums =
             alike.map(|(one, other)| (one.0.with_backward_of(other.0), one.1[0] + other.1[1]));
-        let possible = sums.filter(|(both, _)| both.pieces().common() <= MOST_PIECES);
+        let possible = sums.filter(|(both, _)| both.chunks().common() <= MAX_CHUNKS);
         let (both, seconds) = possible.min_by(|a, b| a.1.total_cmp(&b.1))?;
         let best = self.best(wanted)?.1;
         (seconds < best && self.seconds(both, wanted).is_none()).then_some(both)
@@ -167,38 +167,48 @@ mod tests {
     #[test]
     fn the_first_run_is_no_time() {
         let mut measured = Measured::default();
-        add(&mut measured, "degree=2", 9.0, 9.0);
-        assert_eq!(measured.seconds(strategy("degree=2"), 1), None);
+        add(&mut measured, "overlap_degree=2", 9.0, 9.0);
+        assert_eq!(measured.seconds(strategy("overlap_degree=2"), 1), None);
         for (forward, backward) in [(1.0, 2.0), (3.0, 2.5), (1.5, 4.0)] {
-            add(&mut measured, "degree=2", forward, backward);
+            add(&mut measured, "overlap_degree=2", forward, backward);
         }
-        assert_eq!(measured.seconds(strategy("degree=2"), 3), Some(5.5));
-        assert_eq!(measured.seconds(strategy("degree=2"), 4), None);
+        assert_eq!(measured.seconds(strategy("overlap_degree=2"), 3), Some(5.5));
+        assert_eq!(measured.seconds(strategy("overlap_degree=2"), 4), None);
     }
 
     #[test]
     fn two_passes_that_look_best_together_are_worth_a_step() {
         let mut measured = Measured::default();
         for _ in 0..2 {
-            add(&mut measured, "degree=1", 4.0, 5.0);
-            add(&mut measured, "degree=4", 3.0, 7.0);
-            // Another route's backward pass is not put to this forward pass.
-            add(&mut measured, "route=inter-first", 8.5, 0.1);
+            add(&mut measured, "overlap_degree=1", 4.0, 5.0);
+            add(&mut measured, "overlap_degree=4", 3.0, 7.0);
+            // Another all-to-all's backward pass is not put to this forward pass.
+            add(&mut measured, "all_to_all=2dh-inter-first", 8.5, 0.1);
         }
-        assert_eq!(measured.best(1), Some((strategy("route=inter-first"), 8.6)));
-        assert_eq!(measured.together(1), Some(strategy("degree=4/1")));
+        assert_eq!(
+            measured.best(1),
+            Some((strategy("all_to_all=2dh-inter-first"), 8.6))
+        );
+        assert_eq!(measured.together(1), Some(strategy("overlap_degree=4/1")));
         // It takes what it takes.
         for _ in 0..2 {
-            add(&mut measured, "degree=4/1", 3.9, 5.0);
+            add(&mut measured, "overlap_degree=4/1", 3.9, 5.0);
         }
         assert_eq!(measured.together(1), None);
-        assert_eq!(measured.best(1), Some((strategy("route=inter-first"), 8.6)));
+        assert_eq!(
+            measured.best(1),
+            Some((strategy("all_to_all=2dh-inter-first"), 8.6))
+        );
     }
 
     #[test]
     fn those_that_are_close_are_measured_in_turns() {
         let mut measured = Measured::default();
-        for (text, seconds) in [("degree=1", 1.0), ("degree=2", 1.05), ("degree=4", 2.0)] {
+        for (text, seconds) in [
+            ("overlap_degree=1", 1.0),
+            ("overlap_degree=2", 1.05),
+            ("overlap_degree=4", 2.0),
+        ] {
             for _ in 0..2 {
                 add(&mut measured, text, seconds, 0.0);
             }
@@ -206,7 +216,7 @@ mod tests {
         let mut turns = Vec::new();
         while let Some(next) = measured.closest(3, 0.1, 3) {
             turns.push(next.to_string());
-            let seconds = if next == strategy("degree=2") {
+            let seconds = if next == strategy("overlap_degree=2") {
                 1.05
             } else {
                 1.0
@@ -219,7 +229,10 @@ mod tests {
                 },
             );
         }
-        assert_eq!(turns, ["default", "degree=2", "default", "degree=2"]);
+        assert_eq!(
+            turns,
+            ["default", "overlap_degree=2", "default", "overlap_degree=2"]
+        );
         assert_eq!(measured.closest(9, 0.01, 3), None);
     }
 }

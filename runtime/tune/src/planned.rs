@@ -2,8 +2,8 @@
 
 use crate::{Calls, Key, Loads, Predict, Prediction, Rows};
 use moesaic_engine::MeshLayer;
-use moesaic_plan::{Parallel, Strategy, Wire, most_rows};
-use moesaic_planner::{Machine, PlannerError, Question, Routing, Simulator, Space};
+use moesaic_plan::{CommDtype, Parallel, Strategy, most_rows};
+use moesaic_planner::{Machine, PlannerError, Routing, Scenario, Simulator, Space};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
 /// What the planner is told beside the layer: it simulates every step that a tuner could
@@ -14,7 +14,7 @@ pub struct Planned {
     /// node and the target are those of the layer.
     pub machine: Machine,
     /// What rows may be between nodes. More than one changes results, by rounding.
-    pub wires: Vec<Wire>,
+    pub comm_dtypes: Vec<CommDtype>,
 }
 
 impl Planned {
@@ -22,7 +22,7 @@ impl Planned {
     pub fn of(machine: Machine) -> Planned {
         Planned {
             machine,
-            wires: vec![Wire::Exact],
+            comm_dtypes: vec![CommDtype::Unchanged],
         }
     }
 
@@ -54,7 +54,7 @@ impl Planned {
 
 /// All that is simulated but the rows.
 struct Forecast {
-    question: Question,
+    question: Scenario,
     mesh: Parallel,
     strategies: Vec<Strategy>,
 }
@@ -70,7 +70,7 @@ impl Forecast {
             machine = machine.with_per_node(each);
         }
         let space = Space {
-            wires: planned.wires,
+            comm_dtypes: planned.comm_dtypes,
             ..Space::default()
         };
         let all = space.strategies(mesh, each.is_some()).into_iter();
@@ -78,7 +78,7 @@ impl Forecast {
         Forecast {
             mesh,
             strategies: all.filter(can).collect(),
-            question: Question {
+            question: Scenario {
                 spec: own.spec.clone(),
                 machine,
                 world: mesh.ranks(),
@@ -105,7 +105,7 @@ impl Forecast {
         let mean = (ranks > MOST_APART).then(|| mean(loads, ranks));
         let loads = mean.as_ref().unwrap_or(loads);
         let routing = Routing::counted(ranks, shape.experts, shape.top_k, loads);
-        let mut question = Question {
+        let mut question = Scenario {
             routing: routing?,
             training: self.question.training.filter(|_| calls.train()),
             ..self.question.clone()
@@ -239,17 +239,20 @@ mod tests {
         };
         let mesh = Parallel::default();
         let passes = [
-            of("degree=2", 1.0, 4.0),
-            of("degree=4", 2.0, 3.0),
-            of("route=once", 1.5, 0.5),
+            of("overlap_degree=2", 1.0, 4.0),
+            of("overlap_degree=4", 2.0, 3.0),
+            of("all_to_all=dedup", 1.5, 0.5),
         ];
         let found: Vec<String> = mixed(&passes, &mesh)
             .iter()
             .map(Strategy::to_string)
             .collect();
-        assert_eq!(found, ["degree=2/4"]);
+        assert_eq!(found, ["overlap_degree=2/4"]);
         // Pieces of both passes that do not fit each other stay apart.
-        let apart = [of("degree=63", 1.0, 4.0), of("degree=64", 2.0, 3.0)];
+        let apart = [
+            of("overlap_degree=63", 1.0, 4.0),
+            of("overlap_degree=64", 2.0, 3.0),
+        ];
         assert_eq!(mixed(&apart, &mesh), []);
     }
 }

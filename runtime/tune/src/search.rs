@@ -1,7 +1,7 @@
 //! Which strategies are tried, in which order.
 
 use crate::measured::Measured;
-use moesaic_plan::{Both, Parallel, Route, Strategy};
+use moesaic_plan::{AllToAll, Both, Parallel, Strategy};
 
 /// What a strategy is predicted to take.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,7 +18,7 @@ const NEAR: f64 = 0.3;
 const MOST: usize = 5;
 
 /// What is worth a measurement: what is done now, and the best predictions; the simplest of
-/// those first. Strategies that differ in pieces and wire alone are predicted too long or too
+/// those first. Strategies that differ in chunks and wire alone are predicted too long or too
 /// short alike, so that of each kind the simplest of the best ([`Strategy::simplest`]) comes
 /// before others of any.
 pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy> {
@@ -50,18 +50,23 @@ pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy>
     std::iter::once(current).chain(others).take(MOST).collect()
 }
 
-/// Next to what is the fastest so far: the same with half or twice as many pieces, of those that
+/// Next to what is the fastest so far: the same with half or twice as many chunks, of those that
 /// are predicted the one that is predicted less, or the fewer where hardly more. Predictions
-/// have the best number of pieces wrong by one step more often than the rest.
+/// have the best number of chunks wrong by one step more often than the rest.
 pub(crate) fn neighbour(
     predictions: &[Prediction],
     fastest: Strategy,
     measured: impl Fn(Strategy) -> bool,
 ) -> Option<Strategy> {
-    let pieces = |strategy: Strategy| [strategy.degree.forward, strategy.degree.backward];
-    let own = pieces(fastest);
+    let chunks = |strategy: Strategy| {
+        [
+            strategy.overlap_degree.forward,
+            strategy.overlap_degree.backward,
+        ]
+    };
+    let own = chunks(fastest);
     let next = |other: Strategy| {
-        let other = pieces(other);
+        let other = chunks(other);
         other == own.map(|n| 2 * n) || other.map(|n| 2 * n) == own
     };
     let mut others: Vec<&Prediction> = predictions.iter().collect();
@@ -74,33 +79,33 @@ pub(crate) fn neighbour(
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Space {
     /// Numbers of ways, ascending.
-    pub ways: Vec<usize>,
-    /// Numbers of pieces.
-    pub degrees: Vec<usize>,
+    pub adaptive_r: Vec<usize>,
+    /// Numbers of chunks.
+    pub overlap_degrees: Vec<usize>,
     /// Routes.
-    pub routes: Vec<Route>,
+    pub algorithms: Vec<AllToAll>,
 }
 
 impl Space {
-    /// Tutel's: every number of ways that a mesh can have, 1, 2, 4 or 8 pieces, direct or in
+    /// Tutel's: every adaptive parallelism degree that a mesh can have, 1, 2, 4 or 8 chunks, direct or in
     /// two dimensions where ranks lie on several nodes.
     pub fn of(mesh: Parallel, per_node: usize) -> Space {
-        let divisors = (1..=mesh.shards).filter(|n| mesh.shards.is_multiple_of(*n));
+        let divisors = (1..=mesh.expert_tp).filter(|n| mesh.expert_tp.is_multiple_of(*n));
         let ranks = mesh.group();
         let nodes = ranks.is_multiple_of(per_node.max(1)) && (2..ranks).contains(&per_node);
         Space {
-            ways: std::iter::once(0).chain(divisors).collect(),
-            degrees: vec![1, 2, 4, 8],
-            routes: if nodes {
-                vec![Route::Linear, Route::InterFirst]
+            adaptive_r: std::iter::once(0).chain(divisors).collect(),
+            overlap_degrees: vec![1, 2, 4, 8],
+            algorithms: if nodes {
+                vec![AllToAll::Linear, AllToAll::TwoDhInterFirst]
             } else {
-                vec![Route::Linear]
+                vec![AllToAll::Linear]
             },
         }
     }
 
-    /// What is measured next, if anything is left: a ternary search over numbers of ways,
-    /// each with all degrees and routes, and both ends, since neither 0 nor all ways lie on
+    /// What is measured next, if anything is left: a ternary search over adaptive parallelism degree,
+    /// each with all degrees and all-to-all algorithms, and both ends, since neither 0 nor all ways lie on
     /// the curve of those between.
     pub(crate) fn next(&self, measured: &Measured, wanted: usize) -> Option<Strategy> {
         let inner = self.inner();
@@ -132,36 +137,48 @@ impl Space {
 
     /// Numbers of ways between the ends.
     fn inner(&self) -> &[usize] {
-        let last = self.ways.len().saturating_sub(1);
-        let first = usize::from(self.ways.first() == Some(&0)).min(last);
-        &self.ways[first..last]
+        let last = self.adaptive_r.len().saturating_sub(1);
+        let first = usize::from(self.adaptive_r.first() == Some(&0)).min(last);
+        &self.adaptive_r[first..last]
     }
 
     fn ends(&self) -> Vec<usize> {
-        let none = self.ways.first().filter(|ways| **ways == 0);
-        none.into_iter().chain(self.ways.last()).copied().collect()
+        let none = self
+            .adaptive_r
+            .first()
+            .filter(|adaptive_r| **adaptive_r == 0);
+        none.into_iter()
+            .chain(self.adaptive_r.last())
+            .copied()
+            .collect()
     }
 
-    /// All strategies with a number of ways.
-    fn at(&self, ways: usize) -> impl Iterator<Item = Strategy> {
-        let routes = self.routes.iter().copied();
-        let each = routes.flat_map(|route| self.degrees.iter().map(move |degree| (route, *degree)));
-        each.map(move |(route, degree)| Strategy {
-            ways: Some(ways),
-            degree: Both::same(degree),
-            route,
+    /// All strategies with a adaptive parallelism degree.
+    fn at(&self, adaptive_r: usize) -> impl Iterator<Item = Strategy> {
+        let algorithms = self.algorithms.iter().copied();
+        let each = algorithms.flat_map(|all_to_all| {
+            self.overlap_degrees
+                .iter()
+                .map(move |overlap_degree| (all_to_all, *overlap_degree))
+        });
+        each.map(move |(all_to_all, overlap_degree)| Strategy {
+            adaptive_r: Some(adaptive_r),
+            overlap_degree: Both::same(overlap_degree),
+            all_to_all,
             ..Strategy::default()
         })
     }
 
     fn missing(&self, points: &[usize], measured: &Measured, wanted: usize) -> Option<Strategy> {
-        let all = points.iter().flat_map(|ways| self.at(*ways));
+        let all = points.iter().flat_map(|adaptive_r| self.at(*adaptive_r));
         let mut missing = all.filter(|s| measured.seconds(*s, wanted).is_none());
         missing.next()
     }
 
-    fn cost(&self, ways: usize, measured: &Measured, wanted: usize) -> f64 {
-        let seconds = self.at(ways).filter_map(|s| measured.seconds(s, wanted));
+    fn cost(&self, adaptive_r: usize, measured: &Measured, wanted: usize) -> f64 {
+        let seconds = self
+            .at(adaptive_r)
+            .filter_map(|s| measured.seconds(s, wanted));
         seconds.min_by(f64::total_cmp).unwrap_or(f64::INFINITY)
     }
 }
@@ -171,9 +188,9 @@ mod tests {
     use super::*;
     use crate::Times;
 
-    fn space(shards: usize) -> Space {
+    fn space(expert_tp: usize) -> Space {
         let mesh = Parallel {
-            shards,
+            expert_tp,
             ..Parallel::default()
         };
         Space::of(mesh, 1)
@@ -202,42 +219,45 @@ mod tests {
     #[test]
     fn of_two_neighbours_the_one_with_fewer_pieces_is_tried_where_it_takes_hardly_more() {
         let next = |seconds: [f64; 3], tried: &str| {
-            let texts = ["default", "degree=2", "degree=4"];
+            let texts = ["default", "overlap_degree=2", "overlap_degree=4"];
             let predictions: Vec<Prediction> = (texts.iter().zip(seconds))
                 .map(|(text, seconds)| Prediction {
                     strategy: text.parse().unwrap(),
                     seconds,
                 })
                 .collect();
-            let fastest: Strategy = "degree=2".parse().unwrap();
+            let fastest: Strategy = "overlap_degree=2".parse().unwrap();
             neighbour(&predictions, fastest, |s| s.to_string() == tried)
                 .map(|s: Strategy| s.to_string())
         };
         assert_eq!(next([1.01, 0.9, 1.0], "").as_deref(), Some("default"));
-        assert_eq!(next([1.1, 0.9, 1.0], "").as_deref(), Some("degree=4"));
+        assert_eq!(
+            next([1.1, 0.9, 1.0], "").as_deref(),
+            Some("overlap_degree=4")
+        );
         assert_eq!(
             next([1.0, 0.9, 1.0], "default").as_deref(),
-            Some("degree=4")
+            Some("overlap_degree=4")
         );
     }
 
     /// The curve of ways is r A + P / r between the ends, and less at both ends.
     #[test]
     fn the_best_is_found_with_few_trials() {
-        for shards in [1usize, 2, 6, 16, 64, 256, 1024, 2048] {
-            let space = space(shards);
-            for best in &space.ways {
+        for expert_tp in [1usize, 2, 6, 16, 64, 256, 1024, 2048] {
+            let space = space(expert_tp);
+            for best in &space.adaptive_r {
                 let curve = |s: Strategy| {
-                    let ways = s.ways.unwrap_or(0) as f64;
-                    let distance = (ways.max(0.5) / (*best as f64).max(0.5)).log2().abs();
-                    1.0 + distance + 0.1 * (s.degree.forward as f64 - 4.0).abs()
+                    let adaptive_r = s.adaptive_r.unwrap_or(0) as f64;
+                    let distance = (adaptive_r.max(0.5) / (*best as f64).max(0.5)).log2().abs();
+                    1.0 + distance + 0.1 * (s.overlap_degree.forward as f64 - 4.0).abs()
                 };
                 let (count, found) = tried(&space, curve);
-                assert_eq!(found.ways, Some(*best), "of {shards}");
-                assert_eq!(found.degree, Both::same(4));
+                assert_eq!(found.adaptive_r, Some(*best), "of {expert_tp}");
+                assert_eq!(found.overlap_degree, Both::same(4));
                 // Tutel's bound, with one more point at each end.
-                let thirds = (shards as f64).log(1.5).ceil() as usize;
-                assert!(count <= (thirds + 3) * 4, "{count} trials of {shards}");
+                let thirds = (expert_tp as f64).log(1.5).ceil() as usize;
+                assert!(count <= (thirds + 3) * 4, "{count} trials of {expert_tp}");
             }
         }
     }
@@ -245,18 +265,18 @@ mod tests {
     #[test]
     fn ends_are_tried_although_they_lie_off_the_curve() {
         let space = space(64);
-        let curve = |s: Strategy| match s.ways {
+        let curve = |s: Strategy| match s.adaptive_r {
             Some(0) => 0.5,
-            Some(ways) => 1.0 + ways as f64,
-            None => unreachable!("the search names ways"),
+            Some(adaptive_r) => 1.0 + adaptive_r as f64,
+            None => unreachable!("the search names adaptive_r"),
         };
-        assert_eq!(tried(&space, curve).1.ways, Some(0));
-        let curve = |s: Strategy| match s.ways {
+        assert_eq!(tried(&space, curve).1.adaptive_r, Some(0));
+        let curve = |s: Strategy| match s.adaptive_r {
             Some(64) => 0.5,
-            Some(ways) => 1.0 + ways as f64,
-            None => unreachable!("the search names ways"),
+            Some(adaptive_r) => 1.0 + adaptive_r as f64,
+            None => unreachable!("the search names adaptive_r"),
         };
-        assert_eq!(tried(&space, curve).1.ways, Some(64));
+        assert_eq!(tried(&space, curve).1.adaptive_r, Some(64));
     }
 
     #[test]
@@ -266,13 +286,13 @@ mod tests {
             ..Parallel::default()
         };
         assert_eq!(
-            Space::of(mesh, 8).routes,
-            [Route::Linear, Route::InterFirst]
+            Space::of(mesh, 8).algorithms,
+            [AllToAll::Linear, AllToAll::TwoDhInterFirst]
         );
         for per_node in [0, 1, 3, 16, 32] {
             assert_eq!(
-                Space::of(mesh, per_node).routes,
-                [Route::Linear],
+                Space::of(mesh, per_node).algorithms,
+                [AllToAll::Linear],
                 "{per_node}"
             );
         }
@@ -280,21 +300,21 @@ mod tests {
 
     #[test]
     fn a_short_list_has_the_best_and_what_is_done_now() {
-        let strategy = |degree| Strategy {
-            degree: Both::same(degree),
+        let strategy = |overlap_degree| Strategy {
+            overlap_degree: Both::same(overlap_degree),
             ..Strategy::default()
         };
-        let of = |degree, seconds| Prediction {
-            strategy: strategy(degree),
+        let of = |overlap_degree, seconds| Prediction {
+            strategy: strategy(overlap_degree),
             seconds,
         };
         let all = [of(1, 2.0), of(2, 1.1), of(3, 1.0), of(4, 1.31)];
         let list = shortlist(&all, strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), strategy(2)]);
         assert_eq!(shortlist(&[], strategy(2)), [strategy(2)]);
-        // Another route comes before a second number of pieces.
+        // Another all-to-all comes before a second number of chunks.
         let once = Strategy {
-            route: Route::Once,
+            all_to_all: AllToAll::Dedup,
             ..strategy(1)
         };
         let other = Prediction {
@@ -303,10 +323,10 @@ mod tests {
         };
         let list = shortlist(&[of(2, 1.1), of(3, 1.0), other], strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), once, strategy(2)]);
-        // So does one piece before two that are predicted hardly less.
+        // So does one chunk before two that are predicted hardly less.
         let twice = Prediction {
             strategy: Strategy {
-                degree: Both::same(2),
+                overlap_degree: Both::same(2),
                 ..once
             },
             seconds: 1.18,
@@ -318,7 +338,9 @@ mod tests {
         assert_eq!(next, Some(strategy(4)));
         assert_eq!(neighbour(&all, strategy(2), |_| true), None);
         assert_eq!(neighbour(&all, strategy(3), |_| false), None);
-        let many: Vec<Prediction> = (1..=20).map(|degree| of(degree, 1.0)).collect();
+        let many: Vec<Prediction> = (1..=20)
+            .map(|overlap_degree| of(overlap_degree, 1.0))
+            .collect();
         assert_eq!(shortlist(&many, strategy(20)).len(), MOST);
     }
 }

@@ -132,7 +132,7 @@ mod tests {
                 calls: Calls::Training,
                 rows: Rows::Tokens(12),
             },
-            strategy: "ways=2,degree=4/2".parse().expect("a strategy"),
+            strategy: "r=2,overlap_degree=4/2".parse().expect("a strategy"),
             seconds: Some(0.25),
         };
         write(&path, vec![record.clone()]).expect("written");

@@ -18,7 +18,7 @@ fn strategy(text: &str) -> Strategy {
 
 fn space() -> Space {
     let mesh = Parallel {
-        shards: 4,
+        expert_tp: 4,
         ..Parallel::default()
     };
     Space::of(mesh, 1)
@@ -31,8 +31,8 @@ fn predictions() -> Vec<Prediction> {
     };
     vec![
         of("default", 1.2),
-        of("degree=2", 1.0),
-        of("degree=4", 1.05),
+        of("overlap_degree=2", 1.0),
+        of("overlap_degree=4", 1.05),
     ]
 }
 
@@ -77,18 +77,24 @@ fn kept(tuner: &Tuner) -> Vec<Strategy> {
 fn what_is_measured_beats_what_is_predicted() {
     let mut tuner = Tuner::new(Options::default(), space());
     let key = key(Rows::Tokens(10));
-    let seconds = |s: Strategy| if s == strategy("degree=4") { 0.8 } else { 1.0 };
+    let seconds = |s: Strategy| {
+        if s == strategy("overlap_degree=4") {
+            0.8
+        } else {
+            1.0
+        }
+    };
     // Three candidates, each four times, and none of it beside the steps of training.
     let all = steps(&mut tuner, &key, 14, seconds);
     assert_eq!(all[0], strategy("default"));
-    assert_eq!(all[12..], [strategy("degree=4"); 2]);
-    assert_eq!(kept(&tuner), [strategy("degree=4")]);
+    assert_eq!(all[12..], [strategy("overlap_degree=4"); 2]);
+    assert_eq!(kept(&tuner), [strategy("overlap_degree=4")]);
     let tried = tuner.events().len() - 1;
     assert_eq!(tried, 3);
     assert!(
         tuner.events()[3]
             .to_string()
-            .contains("keeps degree=4, 800")
+            .contains("keeps overlap_degree=4, 800")
     );
 }
 
@@ -100,13 +106,13 @@ fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
         move |s: Strategy| scale * if s == strategy(best) { 0.96 } else { 1.0 }
     };
     // Three that are close: each once, and nine times.
-    let all = steps(&mut tuner, &key, 31, seconds("degree=2", 1.0));
-    assert_eq!(kept(&tuner), [strategy("degree=2")]);
+    let all = steps(&mut tuner, &key, 31, seconds("overlap_degree=2", 1.0));
+    assert_eq!(kept(&tuner), [strategy("overlap_degree=2")]);
     let finals: BTreeSet<&Strategy> = all[12..15].iter().collect();
     assert_eq!(finals.len(), 3);
     // All is slower, and another one is best by as little.
-    steps(&mut tuner, &key, 50, seconds("degree=4", 2.0));
-    assert_eq!(kept(&tuner), [strategy("degree=2"); 2]);
+    steps(&mut tuner, &key, 50, seconds("overlap_degree=4", 2.0));
+    assert_eq!(kept(&tuner), [strategy("overlap_degree=2"); 2]);
 }
 
 /// What is predicted to be far behind is tried if the fastest is one step from it.
@@ -119,9 +125,9 @@ fn the_neighbour_of_the_fastest_is_tried() {
         all[2].seconds = 9.0;
         all
     };
-    let seconds = |s: Strategy| 1.0 / s.degree.forward as f64;
+    let seconds = |s: Strategy| 1.0 / s.overlap_degree.forward as f64;
     steps_of((&mut tuner, &key), predicted, 20, seconds);
-    assert_eq!(kept(&tuner), [strategy("degree=4")]);
+    assert_eq!(kept(&tuner), [strategy("overlap_degree=4")]);
 }
 
 #[test]
@@ -129,17 +135,20 @@ fn drift_is_noticed_and_a_spike_is_not() {
     let mut tuner = Tuner::new(Options::default(), space());
     let key = key(Rows::Tokens(10));
     let fast = |best: &'static str| move |s: Strategy| if s == strategy(best) { 0.5 } else { 1.0 };
-    steps(&mut tuner, &key, 20, fast("degree=2"));
+    steps(&mut tuner, &key, 20, fast("overlap_degree=2"));
     // A rank that was late once changes nothing.
     steps(&mut tuner, &key, 1, |_| 9.0);
-    let after = steps(&mut tuner, &key, 8, fast("degree=2"));
-    assert_eq!(after, [strategy("degree=2"); 8]);
+    let after = steps(&mut tuner, &key, 8, fast("overlap_degree=2"));
+    assert_eq!(after, [strategy("overlap_degree=2"); 8]);
     // What was fast is slow now: the others are tried again.
-    let all = steps(&mut tuner, &key, 30, fast("degree=4"));
-    assert_eq!(all.last(), Some(&strategy("degree=4")));
+    let all = steps(&mut tuner, &key, 30, fast("overlap_degree=4"));
+    assert_eq!(all.last(), Some(&strategy("overlap_degree=4")));
     let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
     assert_eq!(tuner.events().iter().filter(|e| drifted(e)).count(), 1);
-    assert_eq!(kept(&tuner), [strategy("degree=2"), strategy("degree=4")]);
+    assert_eq!(
+        kept(&tuner),
+        [strategy("overlap_degree=2"), strategy("overlap_degree=4")]
+    );
 }
 
 /// Other rows make other strategies worth it, and the one that was kept is among those tried.
@@ -147,28 +156,40 @@ fn drift_is_noticed_and_a_spike_is_not() {
 fn what_has_drifted_is_predicted_again() {
     let mut tuner = Tuner::new(Options::default(), space());
     let key = key(Rows::Tokens(10));
-    let seconds = |s: Strategy| if s == strategy("degree=2") { 0.5 } else { 1.0 };
+    let seconds = |s: Strategy| {
+        if s == strategy("overlap_degree=2") {
+            0.5
+        } else {
+            1.0
+        }
+    };
     steps(&mut tuner, &key, 20, seconds);
     assert!(!tuner.asks(&key));
     while !tuner.asks(&key) {
         steps(&mut tuner, &key, 1, |_| 4.0);
     }
     // More steps that ranks have not yet told each other of.
-    let (events, kept) = (tuner.events().len(), strategy("degree=2"));
+    let (events, kept) = (tuner.events().len(), strategy("overlap_degree=2"));
     for (forward, backward) in [(2.0, 2.0); 8] {
         tuner.observe(&key, kept, Times { forward, backward });
     }
     assert_eq!((tuner.events().len(), tuner.records()), (events, vec![]));
     let other = || {
         vec![Prediction {
-            strategy: strategy("degree=8"),
+            strategy: strategy("overlap_degree=8"),
             seconds: 1.0,
         }]
     };
-    let seconds = |s: Strategy| if s == strategy("degree=8") { 1.0 } else { 4.0 };
+    let seconds = |s: Strategy| {
+        if s == strategy("overlap_degree=8") {
+            1.0
+        } else {
+            4.0
+        }
+    };
     let all = steps_of((&mut tuner, &key), other, 20, seconds);
-    assert_eq!(all[0], strategy("degree=2"));
-    assert_eq!(all.last(), Some(&strategy("degree=8")));
+    assert_eq!(all[0], strategy("overlap_degree=2"));
+    assert_eq!(all.last(), Some(&strategy("overlap_degree=8")));
     assert!(!tuner.asks(&key));
 }
 
@@ -176,13 +197,15 @@ fn what_has_drifted_is_predicted_again() {
 fn without_predictions_the_paper_s_search_decides() {
     let mut tuner = Tuner::new(Options::default(), space());
     let key = key(Rows::of(4096, Some(1024)));
-    let seconds = |s: Strategy| match (s.ways, s.degree.forward) {
+    let seconds = |s: Strategy| match (s.adaptive_r, s.overlap_degree.forward) {
         (Some(2), 8) => 0.1,
-        (Some(ways), degree) => 1.0 + ways.abs_diff(2) as f64 + 1.0 / degree as f64,
+        (Some(adaptive_r), overlap_degree) => {
+            1.0 + adaptive_r.abs_diff(2) as f64 + 1.0 / overlap_degree as f64
+        }
         (None, _) => 9.0,
     };
     steps_of((&mut tuner, &key), Vec::new, 4 * 4 * 4 + 10, seconds);
-    assert_eq!(kept(&tuner), [strategy("ways=2,degree=8")]);
+    assert_eq!(kept(&tuner), [strategy("r=2,overlap_degree=8")]);
 }
 
 /// No clock decides: two runs of a job are alike.
@@ -194,18 +217,24 @@ fn prediction_alone_measures_nothing() {
     };
     let mut tuner = Tuner::new(options, space());
     let key = key(Rows::Tokens(3));
-    let all = steps(&mut tuner, &key, 40, |s| s.degree.forward as f64);
-    assert_eq!(all, [strategy("degree=2"); 40]);
+    let all = steps(&mut tuner, &key, 40, |s| s.overlap_degree.forward as f64);
+    assert_eq!(all, [strategy("overlap_degree=2"); 40]);
     assert_eq!(tuner.events().len(), 1);
 }
 
 #[test]
 fn keys_are_apart_and_begin_with_what_their_neighbour_has() {
     let mut tuner = Tuner::new(Options::default(), space());
-    let seconds = |s: Strategy| if s == strategy("degree=4") { 0.5 } else { 1.0 };
+    let seconds = |s: Strategy| {
+        if s == strategy("overlap_degree=4") {
+            0.5
+        } else {
+            1.0
+        }
+    };
     steps(&mut tuner, &key(Rows::Tokens(10)), 14, seconds);
     let other = steps(&mut tuner, &key(Rows::Tokens(11)), 1, seconds);
-    assert_eq!(other, [strategy("degree=4")]);
+    assert_eq!(other, [strategy("overlap_degree=4")]);
     let stranger = Key {
         machine: "elsewhere".to_string(),
         ..key(Rows::Tokens(10))
@@ -220,13 +249,19 @@ fn keys_are_apart_and_begin_with_what_their_neighbour_has() {
 fn what_was_kept_is_kept_by_the_next_run() {
     let mut tuner = Tuner::new(Options::default(), space());
     let key = key(Rows::Tokens(10));
-    let seconds = |s: Strategy| if s == strategy("degree=4") { 0.5 } else { 1.0 };
+    let seconds = |s: Strategy| {
+        if s == strategy("overlap_degree=4") {
+            0.5
+        } else {
+            1.0
+        }
+    };
     steps(&mut tuner, &key, 14, seconds);
     let mut next = Tuner::new(Options::default(), space());
     next.recall(tuner.records());
     assert_eq!(
         steps(&mut next, &key, 20, seconds),
-        [strategy("degree=4"); 20]
+        [strategy("overlap_degree=4"); 20]
     );
     // On a machine that is slower now it is not believed for ever.
     steps(&mut next, &key, 9, |_| 2.0);

@@ -7,7 +7,7 @@
 //! ```
 
 use moesaic_plan::{Parallel, ShadowModel, Strategy, Training};
-use moesaic_planner::{Machine, Question, Routing, Simulator, published};
+use moesaic_planner::{Machine, Routing, Scenario, Simulator, published};
 use moesaic_spec::LayerSpec;
 use moesaic_tune::{Calls, Key, Options, Prediction, Rows, Space, Times, Tuner, What};
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 struct Config {
     number: usize,
     world: usize,
-    shards: usize,
+    expert_tp: usize,
     tokens: u64,
     dims: [usize; 2],
     top_k: usize,
@@ -27,7 +27,7 @@ struct Config {
 fn configs() -> Vec<Config> {
     let mut list = Vec::new();
     for world in [16, 32, 64] {
-        for shards in [1, 4] {
+        for expert_tp in [1, 4] {
             for tokens in [256, 2048, 16384] {
                 for (dims, top_k, zipf) in [
                     ([1024, 1024], 1, 0.0),
@@ -40,7 +40,7 @@ fn configs() -> Vec<Config> {
                     list.push(Config {
                         number: list.len(),
                         world,
-                        shards,
+                        expert_tp,
                         tokens,
                         dims,
                         top_k,
@@ -79,13 +79,13 @@ fn other(mut machine: Machine, number: usize) -> Machine {
 impl Config {
     fn mesh(&self) -> Parallel {
         Parallel {
-            ep: self.world / self.shards,
-            shards: self.shards,
+            ep: self.world / self.expert_tp,
+            expert_tp: self.expert_tp,
             ..Parallel::default()
         }
     }
 
-    fn question(&self, machine: Machine) -> Question {
+    fn question(&self, machine: Machine) -> Scenario {
         let (ep, [width, hidden]) = (self.mesh().ep, self.dims);
         let text = format!(
             "shape = {{ model_dim = {width}, hidden_dim = {hidden}, experts = {ep}, top_k = {} }}
@@ -93,7 +93,7 @@ impl Config {
             self.top_k
         );
         let spec = LayerSpec::from_toml(&text).expect("a layer");
-        Question {
+        Scenario {
             shadow_model: ShadowModel::of(&spec),
             spec,
             machine,
@@ -148,12 +148,12 @@ impl Config {
     }
 }
 
-/// A pass depends on its own pieces alone, so that any two passes make a step.
+/// A pass depends on its own chunks alone, so that any two passes make a step.
 fn of(real: &[(Strategy, Times)], strategy: Strategy) -> Times {
-    let with = |degree: usize| {
+    let with = |overlap_degree: usize| {
         let same = |s: &Strategy| {
-            let alike = (s.shared(), s.wire) == (strategy.shared(), strategy.wire);
-            alike && s.degree.forward == degree
+            let alike = (s.shared(), s.comm_dtype) == (strategy.shared(), strategy.comm_dtype);
+            alike && s.overlap_degree.forward == overlap_degree
         };
         real.iter()
             .find(|(s, _)| same(s))
@@ -161,8 +161,8 @@ fn of(real: &[(Strategy, Times)], strategy: Strategy) -> Times {
             .1
     };
     Times {
-        forward: with(strategy.degree.forward).forward,
-        backward: with(strategy.degree.backward).backward,
+        forward: with(strategy.overlap_degree.forward).forward,
+        backward: with(strategy.overlap_degree.backward).backward,
     }
 }
 

@@ -86,7 +86,12 @@ struct Jobs {
 
 impl Jobs {
     fn run(&self, parallel: Parallel, killed: Option<usize>) -> Output {
-        let Parallel { ep, shards, dp, .. } = parallel;
+        let Parallel {
+            ep,
+            expert_tp: shards,
+            dp,
+            ..
+        } = parallel;
         let mut command = self
             .launcher
             .command(parallel.ranks(), &std::env::current_exe().unwrap());

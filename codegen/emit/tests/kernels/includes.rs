@@ -3,7 +3,7 @@
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::Target;
-use moesaic_plan::{Both, LayerPlan, Parallel, PlanOptions, Training, Wire, plan, plan_rank};
+use moesaic_plan::{Both, CommDtype, LayerPlan, Parallel, PlanOptions, Training, plan, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_spec::testing::sample;
 use std::collections::{BTreeMap, BTreeSet};
@@ -114,8 +114,8 @@ fn between_nodes(spec: &LayerSpec, target: Target) -> LayerPlan {
         kernels: Vec::new(),
         ..ranks.tokens.clone()
     };
-    for wire in [Wire::F16, Wire::Bf16, Wire::Fp8] {
-        let wire = ranks.in_wire(Both::same(wire)).wire;
+    for wire in [CommDtype::F16, CommDtype::Bf16, CommDtype::Fp8] {
+        let wire = ranks.in_comm_dtype(Both::same(wire)).comm_cast;
         all.kernels
             .extend(wire.into_iter().flat_map(|plan| plan.kernels));
     }

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
-use moesaic_plan::{CacheClass, KernelPlan, Machine, Operator, Wire, WireDesc};
+use moesaic_plan::{CacheClass, CommDtype, KernelPlan, Machine, Operator, WireDesc};
 use moesaic_reference::{Random, pack_row, unpack_row};
 use moesaic_rig::kept::Kept;
 use moesaic_rig::{cpu, dims, fibers, ptx};
@@ -12,7 +12,7 @@ use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Mo
 use moesaic_toolchain::testing;
 use std::sync::Arc;
 
-const FORMATS: [Wire; 3] = [Wire::F16, Wire::Bf16, Wire::Fp8];
+const FORMATS: [CommDtype; 3] = [CommDtype::F16, CommDtype::Bf16, CommDtype::Fp8];
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 fn kernel(desc: &WireDesc, target: Target) -> KernelPlan {
@@ -30,12 +30,12 @@ fn kernel(desc: &WireDesc, target: Target) -> KernelPlan {
     }
 }
 
-fn twin(wire: Wire) -> moesaic_reference::Wire {
+fn twin(wire: CommDtype) -> moesaic_reference::CommDtype {
     match wire {
-        Wire::F16 => moesaic_reference::Wire::F16,
-        Wire::Bf16 => moesaic_reference::Wire::Bf16,
-        Wire::Fp8 => moesaic_reference::Wire::Fp8,
-        Wire::Exact => panic!("nothing packs exact rows"),
+        CommDtype::F16 => moesaic_reference::CommDtype::F16,
+        CommDtype::Bf16 => moesaic_reference::CommDtype::Bf16,
+        CommDtype::Fp8 => moesaic_reference::CommDtype::Fp8,
+        CommDtype::Unchanged => panic!("nothing packs exact rows"),
     }
 }
 

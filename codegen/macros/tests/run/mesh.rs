@@ -17,7 +17,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 const MESH: Parallel = Parallel {
     ep: 2,
-    shards: 1,
+    expert_tp: 1,
     dp: 1,
     shared: SharedExperts::Whole,
 };
@@ -240,7 +240,7 @@ fn calls_on_device_memory_are_those_of_ranks() {
 fn ranks_choose_how_they_carry_out_calls() {
     let stored = Stored::new(&Odd::spec(), 3);
     let (x, _) = tokens::<Token>(23, |v| v as f32, f64::from);
-    let strategy: Strategy = "degree=2,shadows=1".parse().unwrap();
+    let strategy: Strategy = "overlap_degree=2,shadows=1".parse().unwrap();
     let mut one = made(None, &stored).unwrap();
     let want = one.forward(&x).unwrap();
     let device = |_| Ok(ENGINE.device().clone());
@@ -250,7 +250,7 @@ fn ranks_choose_how_they_carry_out_calls() {
         layer.set_strategy(strategy)?;
         assert_eq!(layer.layer().over_ranks("a strategy")?.strategy(), strategy);
         let y = layer.forward([&x[..9], &x[9..]][mesh.rank()])?;
-        let refused = layer.set_strategy("ways=2".parse()?).unwrap_err();
+        let refused = layer.set_strategy("r=2".parse()?).unwrap_err();
         assert!(matches!(refused, EngineError::Plan(_)), "{refused}");
         world.finish(&Call::new("end"))?;
         Result::Ok(y)

@@ -1,6 +1,6 @@
 //! What a rank sends, where every expert gets equally many rows.
 
-use super::{Distance, Exchange, RankPlan, RankStep, Side, Strip, Way};
+use super::{CollectiveOp, Distance, Exchange, PlanPart, RankPlan, RankStep, ShardRegion};
 use crate::TensorId;
 
 /// Bytes that a rank sends in an exchange, by how far they go.
@@ -29,25 +29,25 @@ impl RankPlan {
         let loads = placement.loads(&vec![1.0; experts]);
         let ep = |rank: usize| self.by().place(rank).ep;
         let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
-        let row = |side, id| self.row_bytes(side, id) as u64;
+        let row = |part, id| self.row_bytes(part, id) as u64;
         // A row of tokens, which may be packed for other nodes.
-        let row_to = |rank: usize, side, id| match &exchange.packed {
+        let row_to = |rank: usize, part, id| match &exchange.packed {
             Some(packed) if self.distance(rank, per_node) > 1 => packed.row_bytes as u64,
-            _ => row(side, id),
+            _ => row(part, id),
         };
         let owned = |rank: usize| placement.count(ep(rank)) as u64;
         let groups = self.by().mesh().ep;
-        let of_piece = |from: usize, to: usize| match exchange.piece {
+        let of_chunk = |from: usize, to: usize| match exchange.chunk {
             None => part(to),
-            Some(piece) => {
+            Some(chunk) => {
                 let distance = Distance::between(from, to, groups);
-                piece.rows(part(to) as usize, distance).len() as u64
+                chunk.rows(part(to) as usize, distance).len() as u64
             }
         };
         // Rows between this rank and the experts of another, and the other way.
-        let to = |rank: usize| of_piece(ep(own), ep(rank));
-        let from = |rank: usize| of_piece(ep(rank), ep(own));
-        let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
+        let to = |rank: usize| of_chunk(ep(own), ep(rank));
+        let from = |rank: usize| of_chunk(ep(rank), ep(own));
+        let slices: Vec<usize> = (0..self.mesh.expert_tp).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
             for &rank in ranks {
@@ -67,65 +67,75 @@ impl RankPlan {
                 ..each(ranks, &|_| part)
             }
         };
-        match exchange.way {
-            Way::Tokens | Way::Live { .. } => each(&world, &|_| 8),
-            Way::Counts => each(&group, &|rank| 8 * owned(rank)),
-            Way::Loads => each(&group, &|_| 8 * experts as u64),
-            // Where every expert gets equally many rows, none has shadows.
-            Way::ToShadows { .. }
-            | Way::FromShadows { .. }
-            | Way::ShadowWeight { .. }
-            | Way::ShadowGradient { .. } => Sent::default(),
-            Way::ToExperts { from, .. } => {
-                each(&group, &|rank| to(rank) * row_to(rank, Side::Tokens, from))
+        match exchange.op {
+            CollectiveOp::TokenCounts | CollectiveOp::CountLiveTokens { .. } => {
+                each(&world, &|_| 8)
             }
-            Way::ToTokens { from: tensor, .. } => {
-                let slice = |rank: usize| self.by().place(rank).shard;
+            CollectiveOp::RowCounts => each(&group, &|rank| 8 * owned(rank)),
+            CollectiveOp::TokensPerExpert => each(&group, &|_| 8 * experts as u64),
+            // Where every expert gets equally many rows, none has shadows.
+            CollectiveOp::KeepShadowRows { .. }
+            | CollectiveOp::ReturnShadowRows { .. }
+            | CollectiveOp::BroadcastShadowWeight { .. }
+            | CollectiveOp::ReduceShadowGradient { .. } => Sent::default(),
+            CollectiveOp::Dispatch { from, .. } => each(&group, &|rank| {
+                to(rank) * row_to(rank, PlanPart::Dispatch, from)
+            }),
+            CollectiveOp::Combine { from: tensor, .. } => {
+                let slice = |rank: usize| self.by().place(rank).tp;
                 let same = |rank: usize| slice(rank) == slice(own);
                 each(&group, &|rank| {
                     if same(rank) {
-                        from(rank) * row_to(rank, Side::Experts, tensor)
+                        from(rank) * row_to(rank, PlanPart::Experts, tensor)
                     } else {
                         0
                     }
                 })
             }
-            Way::OverShards { tensor } => {
+            CollectiveOp::AllReduceTp { tensor } => {
                 let arriving: u64 = group.iter().map(|&rank| from(rank)).sum();
-                summed(&among, arriving * row(Side::Experts, tensor))
+                summed(&among, arriving * row(PlanPart::Experts, tensor))
             }
-            Way::Neighbours => each(&slices, &|_| 8),
-            Way::ToSlices { from, .. } => each(&slices, &|_| tokens * row(Side::Tokens, from)),
-            Way::FromSlices { to, .. } => Sent {
+            CollectiveOp::TpTokenCounts => each(&slices, &|_| 8),
+            CollectiveOp::AllGatherTp { from, .. } => {
+                each(&slices, &|_| tokens * row(PlanPart::Dispatch, from))
+            }
+            CollectiveOp::ReduceScatterTp { to, .. } => Sent {
                 here: 0,
-                ..each(&slices, &|_| tokens * row(Side::Tokens, to))
+                ..each(&slices, &|_| tokens * row(PlanPart::Dispatch, to))
             },
-            Way::OfFirst { to, .. } if self.place.shard == 0 => {
+            CollectiveOp::BroadcastTp { to, .. } if self.place.tp == 0 => {
                 each(&slices, &|_| self.tokens[to].bytes(0))
             }
-            Way::OfFirst { .. } => Sent::default(),
-            Way::Sum { from, .. } => summed(&world, self.tokens[from].bytes(tokens)),
+            CollectiveOp::BroadcastTp { .. } => Sent::default(),
+            CollectiveOp::AllReduceSum { from, .. } => {
+                summed(&world, self.tokens[from].bytes(tokens))
+            }
             // Each rank has gathered the inputs of all before.
-            Way::Placed => Sent::default(),
-            Way::LossParts { tensor } => summed(&world, row(Side::Tokens, tensor)),
-            Way::Most { tensor } => summed(&world, self.tokens[tensor].bytes(tokens)),
-            Way::GatherWeight { weight, cut } => {
-                let bytes = self.strip_bytes(weight, cut, own - block[0]);
+            CollectiveOp::GlobalRouting => Sent::default(),
+            CollectiveOp::ReduceLossParts { tensor } => {
+                summed(&world, row(PlanPart::Dispatch, tensor))
+            }
+            CollectiveOp::AllReduceMax { tensor } => {
+                summed(&world, self.tokens[tensor].bytes(tokens))
+            }
+            CollectiveOp::AllGatherWeight { weight, cut } => {
+                let bytes = self.region_bytes(weight, cut, own - block[0]);
                 Sent {
                     here: 0,
                     ..each(&block, &|_| bytes)
                 }
             }
-            Way::ScatterGradient { gradient, cut } => Sent {
+            CollectiveOp::ReduceScatterGradient { gradient, cut } => Sent {
                 here: 0,
                 ..each(&block, &|rank| {
-                    self.strip_bytes(gradient, cut, rank - block[0])
+                    self.region_bytes(gradient, cut, rank - block[0])
                 })
             },
-            Way::Gather { from, .. } if self.by().place(own).shard == 0 => {
+            CollectiveOp::AllGatherExperts { from, .. } if self.by().place(own).tp == 0 => {
                 each(&group, &|_| self.experts[from].bytes(0))
             }
-            Way::Gather { .. } => Sent::default(),
+            CollectiveOp::AllGatherExperts { .. } => Sent::default(),
         }
     }
 
@@ -148,27 +158,24 @@ impl RankPlan {
         (0..self.mesh.ranks()).filter(same).collect()
     }
 
-    /// Those of them with other slices of the same experts.
+    /// Those of them with other shards of the same experts.
     fn sharing_rows(&self) -> Vec<usize> {
         let (by, own) = (self.by(), self.mesh.rank(self.place));
         let same = |rank: &usize| by.place(*rank).ep == by.place(own).ep;
         self.members().into_iter().filter(same).collect()
     }
 
-    /// Bytes of a tensor of the experts' side that a rank of the block owns.
-    fn strip_bytes(&self, tensor: TensorId, cut: Option<usize>, owner: usize) -> u64 {
-        let strips = self.strips(tensor, cut);
-        let own = strips.iter().filter(|strip| strip.owner == owner);
-        let elements: usize = own.map(Strip::elements).sum();
+    /// Bytes of a tensor of the expert part that a rank of the block owns.
+    fn region_bytes(&self, tensor: TensorId, cut: Option<usize>, owner: usize) -> u64 {
+        let regions = self.regions(tensor, cut);
+        let own = regions.iter().filter(|region| region.owner == owner);
+        let elements: usize = own.map(ShardRegion::elements).sum();
         (elements * self.experts[tensor].dtype.size()) as u64
     }
 
-    /// The rank with another slice of the same experts.
-    fn slice(&self, shard: usize) -> usize {
-        self.mesh.rank(super::Place {
-            shard,
-            ..self.place
-        })
+    /// The rank with another shard of the same experts.
+    fn slice(&self, tp: usize) -> usize {
+        self.mesh.rank(super::RankCoords { tp, ..self.place })
     }
 
     /// 0 for this rank, 1 for its node, 2 for others.
@@ -196,8 +203,8 @@ mod tests {
         let spec = LayerSpec::from_toml(text).unwrap();
         let mesh = Parallel {
             ep: 2,
-            shards: 2,
-            shared: SharedExperts::Sliced,
+            expert_tp: 2,
+            shared: SharedExperts::Sharded,
             ..Parallel::default()
         };
         let options = PlanOptions::training(Training::default());
@@ -216,7 +223,7 @@ mod tests {
             node: 0,
             network,
         };
-        // 100 rows of 32 bytes, or of a weight of 4, to each of two slices.
+        // 100 rows of 32 bytes, or of a weight of 4, to each of two shards.
         assert_eq!(sent(3, "x"), of(3200, 3200));
         assert_eq!(sent(3, "shared.0.weight"), of(400, 400));
         assert_eq!(sent(3, "tokens of slices"), of(8, 8));

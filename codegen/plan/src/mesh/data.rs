@@ -1,6 +1,6 @@
 //! What one rank does, as data.
 
-use super::{Packed, Parallel, Piece, Place, TokenScope};
+use super::{Chunk, Packed, Parallel, RankCoords, TokenScope};
 use crate::{LayerPlan, Placement, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -10,13 +10,13 @@ pub struct RankPlan {
     /// How ranks share the layer.
     pub mesh: Parallel,
     /// Which of them this is.
-    pub place: Place,
+    pub place: RankCoords,
     /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Placement>,
-    /// To how many slices of its expert a row goes; 0 where rows stay. Fewer than weights
-    /// have: the experts' side has weights that are gathered ([`Way::GatherWeight`]).
-    pub ways: usize,
+    /// To how many shards of its expert a row goes; 0 where rows stay. Fewer than weights
+    /// have: the expert part has weights that are gathered ([`CollectiveOp::AllGatherWeight`]).
+    pub adaptive_r: usize,
     /// What is done with this rank's tokens.
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
@@ -25,17 +25,17 @@ pub struct RankPlan {
     /// experts as there may be. Its tokens are rows that stay. `None` where there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shadows: Option<LayerPlan>,
-    /// What this rank's slices of shared experts do with the tokens of all ranks that have
-    /// slices of the same experts; `None` where shared experts are whole.
+    /// What this rank's shards of shared experts do with the tokens of all ranks that have
+    /// shards of the same experts; `None` where shared experts are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared: Option<LayerPlan>,
     /// Whose tokens losses, capacities and selections look at.
     #[serde(default, skip_serializing_if = "TokenScope::is_rank")]
     pub scope: TokenScope,
     /// What is done with rows that go to other nodes or come from there, where they are packed
-    /// for that ([`RankPlan::in_wire`]). Its tokens are such rows.
+    /// for that ([`RankPlan::in_comm_dtype`]). Its tokens are such rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub wire: Option<LayerPlan>,
+    pub comm_cast: Option<LayerPlan>,
     /// The steps of a forward pass: of one that trains, where there is a backward pass.
     pub steps: Vec<RankStep>,
     /// The steps of an evaluation, where `steps` trains.
@@ -49,9 +49,9 @@ pub struct RankPlan {
 /// Whose tensors and kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Side {
+pub enum PlanPart {
     /// [`RankPlan::tokens`].
-    Tokens,
+    Dispatch,
     /// [`RankPlan::experts`].
     Experts,
     /// [`RankPlan::shadows`].
@@ -60,17 +60,17 @@ pub enum Side {
     Shared,
 }
 
-/// What launches of [`RankPlan::wire`] are called.
+/// What launches of [`RankPlan::comm_cast`] are called.
 pub(super) const NODES: &str = "nodes";
 
-impl Side {
+impl PlanPart {
     /// What it is called.
     pub fn name(self) -> &'static str {
         match self {
-            Side::Tokens => "tokens",
-            Side::Experts => "experts",
-            Side::Shadows => "shadows",
-            Side::Shared => "shared",
+            PlanPart::Dispatch => "dispatch",
+            PlanPart::Experts => "experts",
+            PlanPart::Shadows => "shadows",
+            PlanPart::Shared => "shared",
         }
     }
 }
@@ -79,15 +79,15 @@ impl Side {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RankStep {
-    /// A step of the pass of the same name of a side's plan, by its number.
+    /// A step of the pass of the same name of a part's plan, by its number.
     Launch {
         /// Whose.
-        side: Side,
+        part: PlanPart,
         /// Which.
         step: usize,
-        /// For which rows, where they come in pieces.
+        /// For which rows, where they come in chunks.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        piece: Option<Piece>,
+        chunk: Option<Chunk>,
     },
     /// Something that all ranks do together.
     Exchange(Exchange),
@@ -116,161 +116,161 @@ pub struct Exchange {
     pub name: String,
     /// What goes where.
     #[serde(flatten)]
-    pub way: Way,
+    pub op: CollectiveOp,
     /// How rows are between nodes, where they are not as in memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
-    /// Which rows, where they travel in pieces.
+    /// Which rows, where they travel in chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub piece: Option<Piece>,
+    pub chunk: Option<Chunk>,
 }
 
 impl Exchange {
     /// Whether it moves rows of the same tokens between the same ranks as another, so that
     /// both can be one operation.
     pub fn goes_with(&self, other: &Exchange) -> bool {
-        let alike = match self.way {
-            Way::ToExperts { .. } => matches!(other.way, Way::ToExperts { .. }),
-            Way::ToTokens { .. } => matches!(other.way, Way::ToTokens { .. }),
+        let alike = match self.op {
+            CollectiveOp::Dispatch { .. } => matches!(other.op, CollectiveOp::Dispatch { .. }),
+            CollectiveOp::Combine { .. } => matches!(other.op, CollectiveOp::Combine { .. }),
             _ => false,
         };
-        alike && self.piece == other.piece
+        alike && self.chunk == other.chunk
     }
 }
 
-/// What goes where. Tensors are of the side that the name says.
+/// What goes where. Tensors are of the part that the name says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "way", rename_all = "snake_case")]
-pub enum Way {
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum CollectiveOp {
     /// Every rank learns how many tokens each has, before anything else: for the capacity,
     /// which is that of the rank with the most, and for the number of its first token.
-    Tokens,
+    TokenCounts,
     /// Every rank of a group learns how many rows each has for every expert; which experts
     /// have shadows in this call follows from that.
-    Loads,
+    TokensPerExpert,
     /// Every rank of a group learns how many rows it gets for each of its experts from
-    /// each rank; `offsets` and `row_tiles` of the experts' side follow from that.
-    Counts,
-    /// Rows go to the ranks of their experts, every slice of one.
-    ToExperts {
-        /// Of the tokens' side, by expert.
+    /// each rank; `offsets` and `row_tiles` of the expert part follow from that.
+    RowCounts,
+    /// Rows go to the ranks of their experts, every shard of one.
+    Dispatch {
+        /// Of the dispatch part, by expert.
         from: TensorId,
-        /// Of the experts' side, by expert, then by rank.
+        /// Of the expert part, by expert, then by rank.
         to: TensorId,
     },
     /// Rows go back to the ranks they came from.
-    ToTokens {
-        /// Of the experts' side, by expert, then by rank.
+    Combine {
+        /// Of the expert part, by expert, then by rank.
         from: TensorId,
-        /// Of the tokens' side, by expert.
+        /// Of the dispatch part, by expert.
         to: TensorId,
     },
-    /// Rows of experts with shadows stay: they become those of the shadows' side.
-    ToShadows {
-        /// Of the tokens' side, by expert.
+    /// Rows of experts with shadows stay: they become those of the shadow part.
+    KeepShadowRows {
+        /// Of the dispatch part, by expert.
         from: TensorId,
-        /// Of the shadows' side, by expert.
+        /// Of the shadow part, by expert.
         to: TensorId,
     },
     /// And back.
-    FromShadows {
-        /// Of the shadows' side, by expert.
+    ReturnShadowRows {
+        /// Of the shadow part, by expert.
         from: TensorId,
-        /// Of the tokens' side, by expert.
+        /// Of the dispatch part, by expert.
         to: TensorId,
     },
     /// A weight of each expert with shadows goes from its owner to all groups.
-    ShadowWeight {
-        /// Of the experts' side.
+    BroadcastShadowWeight {
+        /// Of the expert part.
         from: TensorId,
-        /// Of the shadows' side.
+        /// Of the shadow part.
         to: TensorId,
     },
     /// Gradients of a weight of shadows are summed over the groups; the owner has the sum.
-    ShadowGradient {
-        /// Of the shadows' side.
+    ReduceShadowGradient {
+        /// Of the shadow part.
         from: TensorId,
-        /// Of the experts' side.
+        /// Of the expert part.
         to: TensorId,
     },
-    /// A tensor of the experts' side is summed over the slices of the experts.
-    OverShards {
-        /// Of the experts' side; each slice has the sum afterwards.
+    /// A tensor of the expert part is summed over the shards of the experts.
+    AllReduceTp {
+        /// Of the expert part; each shard has the sum afterwards.
         tensor: TensorId,
     },
-    /// Ranks with slices of the same experts learn how many tokens each has.
-    Neighbours,
-    /// Rows of this rank's tokens go to every rank with slices of the same experts.
-    ToSlices {
-        /// Of the tokens' side, by token.
+    /// Ranks with shards of the same experts learn how many tokens each has.
+    TpTokenCounts,
+    /// Rows of this rank's tokens go to every rank with shards of the same experts.
+    AllGatherTp {
+        /// Of the dispatch part, by token.
         from: TensorId,
-        /// Of the shared experts' side, by rank, then by token.
+        /// Of the shared-expert part, by rank, then by token.
         to: TensorId,
     },
-    /// A tensor of the shared experts' side is summed over the slices; each rank gets the
+    /// A tensor of the shared-expert part is summed over the shards; each rank gets the
     /// rows of its own tokens.
-    FromSlices {
-        /// Of the shared experts' side, by rank, then by token.
+    ReduceScatterTp {
+        /// Of the shared-expert part, by rank, then by token.
         from: TensorId,
-        /// Of the tokens' side, by token.
+        /// Of the dispatch part, by token.
         to: TensorId,
     },
-    /// A weight of shared experts that the first slice has becomes that of all slices.
-    OfFirst {
-        /// Of the shared experts' side.
+    /// A weight of shared experts that the first shard has becomes that of all shards.
+    BroadcastTp {
+        /// Of the shared-expert part.
         from: TensorId,
-        /// Of the tokens' side.
+        /// Of the dispatch part.
         to: TensorId,
     },
-    /// A tensor of the tokens' side is summed over all ranks.
-    Sum {
-        /// Of the tokens' side.
+    /// A tensor of the dispatch part is summed over all ranks.
+    AllReduceSum {
+        /// Of the dispatch part.
         from: TensorId,
-        /// Of the tokens' side.
+        /// Of the dispatch part.
         to: TensorId,
     },
     /// The tokens of all ranks that have an expert are counted.
-    Live {
-        /// Of the tokens' side: `topk_ids`.
+    CountLiveTokens {
+        /// Of the dispatch part: `topk_ids`.
         ids: TensorId,
-        /// Of the tokens' side: their number.
+        /// Of the dispatch part: their number.
         to: TensorId,
     },
     /// The largest of all ranks.
-    Most {
-        /// Of the tokens' side; every rank has it afterwards.
+    AllReduceMax {
+        /// Of the dispatch part; every rank has it afterwards.
         tensor: TensorId,
     },
     /// Where the assignments of this rank's tokens go becomes what routing the tokens of all
     /// ranks has decided, where a call needs that.
-    Placed,
+    GlobalRouting,
     /// What each tile of this rank's tokens adds to losses becomes the sum over all tiles of
     /// all ranks, in the first tile; the others have zeros.
-    LossParts {
-        /// Of the tokens' side, a row for each tile.
+    ReduceLossParts {
+        /// Of the dispatch part, a row for each tile.
         tensor: TensorId,
     },
     /// The parts of a weight that the ranks of a block own become the weight of the experts'
     /// side of each.
-    GatherWeight {
-        /// Of the experts' side.
+    AllGatherWeight {
+        /// Of the expert part.
         weight: TensorId,
-        /// The dimension along which slices cut it.
+        /// The dimension along which shards cut it.
         cut: Option<usize>,
     },
-    /// Gradients of a weight of the experts' side are summed over the ranks of a block; each
+    /// Gradients of a weight of the expert part are summed over the ranks of a block; each
     /// gets the part that it owns.
-    ScatterGradient {
-        /// Of the experts' side.
+    ReduceScatterGradient {
+        /// Of the expert part.
         gradient: TensorId,
-        /// The dimension along which slices cut it.
+        /// The dimension along which shards cut it.
         cut: Option<usize>,
     },
-    /// Weights of each group's experts, of the first slice, become those of all.
-    Gather {
-        /// Of the experts' side.
+    /// Weights of each group's experts, of the first shard, become those of all.
+    AllGatherExperts {
+        /// Of the expert part.
         from: TensorId,
-        /// Of the tokens' side.
+        /// Of the dispatch part.
         to: TensorId,
     },
 }
@@ -280,7 +280,7 @@ impl RankPlan {
     /// in that.
     pub fn keeps_shadow_weights(&self) -> bool {
         let mut exchanges = self.backward.iter().filter_map(RankStep::exchange);
-        !exchanges.any(|exchange| matches!(exchange.way, Way::ShadowWeight { .. }))
+        !exchanges.any(|exchange| matches!(exchange.op, CollectiveOp::BroadcastShadowWeight { .. }))
     }
 
     /// The steps of a pass that draws nothing and keeps nothing.
@@ -297,56 +297,61 @@ impl RankPlan {
     pub fn routing_of(&self, steps: &[RankStep], of: &[Step]) -> Vec<RankStep> {
         let scanned = self.tokens.routing_of(of).len();
         let decides = |step: &&RankStep| match step {
-            RankStep::Launch { side, step, .. } => *side == Side::Tokens && *step < scanned,
-            RankStep::Exchange(Exchange { way, .. }) => {
-                matches!(way, Way::Tokens | Way::Most { .. } | Way::Placed)
+            RankStep::Launch { part, step, .. } => *part == PlanPart::Dispatch && *step < scanned,
+            RankStep::Exchange(Exchange { op, .. }) => {
+                matches!(
+                    op,
+                    CollectiveOp::TokenCounts
+                        | CollectiveOp::AllReduceMax { .. }
+                        | CollectiveOp::GlobalRouting
+                )
             }
         };
         steps.iter().filter(decides).cloned().collect()
     }
 
-    /// The plan of a side.
+    /// The plan of a part.
     ///
     /// # Panics
     /// For shared experts when they are whole, and for shadows where there are none: no step
-    /// names these sides.
-    pub fn side(&self, side: Side) -> &LayerPlan {
-        match side {
-            Side::Tokens => &self.tokens,
-            Side::Experts => &self.experts,
-            Side::Shadows => {
+    /// names these parts.
+    pub fn part(&self, part: PlanPart) -> &LayerPlan {
+        match part {
+            PlanPart::Dispatch => &self.tokens,
+            PlanPart::Experts => &self.experts,
+            PlanPart::Shadows => {
                 let shadows = self.shadows.as_ref();
                 shadows.expect("steps of shadows are of plans with shadows")
             }
-            Side::Shared => {
+            PlanPart::Shared => {
                 let shared = self.shared.as_ref();
                 shared.expect("steps of shared experts are of ranks with slices of them")
             }
         }
     }
 
-    /// The sides that there are.
-    pub fn sides(&self) -> impl Iterator<Item = &LayerPlan> {
-        self.named_sides().map(|(_, side)| side)
+    /// The parts that there are.
+    pub fn parts(&self) -> impl Iterator<Item = &LayerPlan> {
+        self.named_parts().map(|(_, part)| part)
     }
 
-    /// The sides that there are, with what [`RankPlan::text`] calls them.
-    pub fn named_sides(&self) -> impl Iterator<Item = (&'static str, &LayerPlan)> {
-        let named = |side: Side, plan| (side.name(), plan);
+    /// The parts that there are, with what [`RankPlan::text`] calls them.
+    pub fn named_parts(&self) -> impl Iterator<Item = (&'static str, &LayerPlan)> {
+        let named = |part: PlanPart, plan| (part.name(), plan);
         [
-            Some(named(Side::Tokens, &self.tokens)),
-            Some(named(Side::Experts, &self.experts)),
-            (self.shadows.as_ref()).map(|plan| named(Side::Shadows, plan)),
-            (self.shared.as_ref()).map(|plan| named(Side::Shared, plan)),
-            self.wire.as_ref().map(|plan| (NODES, plan)),
+            Some(named(PlanPart::Dispatch, &self.tokens)),
+            Some(named(PlanPart::Experts, &self.experts)),
+            (self.shadows.as_ref()).map(|plan| named(PlanPart::Shadows, plan)),
+            (self.shared.as_ref()).map(|plan| named(PlanPart::Shared, plan)),
+            self.comm_cast.as_ref().map(|plan| (NODES, plan)),
         ]
         .into_iter()
         .flatten()
     }
 
     /// Bytes of one row of a tensor.
-    pub fn row_bytes(&self, side: Side, tensor: TensorId) -> usize {
-        let tensor = &self.side(side)[tensor];
+    pub fn row_bytes(&self, part: PlanPart, tensor: TensorId) -> usize {
+        let tensor = &self.part(part)[tensor];
         let width: u64 = tensor
             .shape
             .iter()

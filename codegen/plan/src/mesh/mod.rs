@@ -2,25 +2,25 @@
 //! in one list.
 //!
 //! ```text
-//! tokens' side   gate ─ scan ─ dispatch ─┐                     ┌─ combine
+//! dispatch part   gate ─ scan ─ dispatch ─┐                     ┌─ combine
 //! between ranks                  counts, rows             rows back
-//! experts' side                          └─ up ─ down ─────────┘
+//! expert part                          └─ up ─ down ─────────┘
 //! ```
 //!
-//! Each rank has both sides: its own tokens, and its own experts. The tokens' side is the
-//! layer without its experts, planned for the tokens of this rank; the experts' side is
+//! Each rank has both parts: its own tokens, and its own experts. The dispatch part is the
+//! layer without its experts, planned for the tokens of this rank; the expert part is
 //! their products alone, planned for the rows that arrive, as if each were a token with
 //! one expert. Rows lie by expert, then by the rank they come from, so that a product is
 //! one for each expert whatever the number of ranks. Backward goes the same way with the
 //! counts that forward kept.
 //!
-//! Shared experts are on the tokens' side, whole, or on a third one, sliced as the routed
-//! experts are ([`SharedExperts`]): ranks with slices of the same experts gather their
-//! tokens, each multiplies them all with its slice, and sums come back to their tokens.
+//! Shared experts are on the dispatch part, whole, or on a third one, sliced as the routed
+//! experts are ([`SharedExperts`]): ranks with shards of the same experts gather their
+//! tokens, each multiplies them all with its shard, and sums come back to their tokens.
 //!
 //! ```text
-//! tokens' side     x ─┐             ┌─ combine
-//! between slices      rows          sums
+//! dispatch part     x ─┐             ┌─ combine
+//! between shards      rows          sums
 //! shared experts      └─ up ─ down ─┘
 //! ```
 //!
@@ -28,56 +28,56 @@
 //! their weights go to all groups, their rows stay, and their gradients come back.
 //!
 //! ```text
-//! tokens' side   rows of a shadowed expert ─┐             ┌─ combine
+//! dispatch part   rows of a shadowed expert ─┐             ┌─ combine
 //! between ranks              its weights    │             │
-//! shadows' side                             └─ up ─ down ─┘
+//! shadow part                             └─ up ─ down ─┘
 //! ```
 //!
 //! Semantics do not depend on the mesh: what ranks compute is what one process computes
 //! of the tokens of all, rank after rank.
 
+mod adaptive;
 mod bytes;
+mod comm_cast;
 mod data;
+mod overlap;
 mod parallel;
-mod pieces;
 mod scope;
 mod steps;
 mod strategy;
 mod text;
-mod ways;
-mod wire;
 
+pub use adaptive::{AdaptiveMesh, ShardRegion};
 pub use bytes::Sent;
-pub use data::{Exchange, RankPlan, RankStep, Side, Way};
-pub use parallel::{MeshError, Parallel, Place, SharedExperts};
-pub use pieces::{Cut, Distance, Piece, Pieces};
+pub use comm_cast::{Lane, Packed, SATURATED};
+pub use data::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
+pub use overlap::{Chunk, Distance, Overlap, OverlapBy};
+pub use parallel::{MeshError, Parallel, RankCoords, SharedExperts};
 pub use scope::TokenScope;
-pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
-pub use ways::{Strip, Ways};
-pub use wire::{Lane, Packed, SATURATED};
+pub use strategy::{AllToAll, Both, CommDtype, MAX_CHUNKS, Strategy, StrategyError};
 
 use crate::layer::{Builder, Part, Recompute, Role};
 use crate::{LayerPlan, Placement, PlanError, PlanOptions};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
-/// How ranks share a layer, and to how many slices of their experts rows go.
+/// How ranks share a layer, and to how many shards of their experts rows go.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'p> {
     mesh: Parallel,
     placement: Option<&'p Placement>,
-    ways: usize,
+    adaptive_r: usize,
     shadows: usize,
     scope: TokenScope,
 }
 
 impl From<Parallel> for Sharing<'_> {
-    /// Experts in order, rows to all slices of them.
+    /// Experts in order, rows to all shards of them.
     fn from(mesh: Parallel) -> Self {
         Sharing {
             mesh,
             placement: None,
-            ways: mesh.shards,
+            adaptive_r: mesh.expert_tp,
             shadows: 0,
             scope: TokenScope::Rank,
         }
@@ -85,11 +85,11 @@ impl From<Parallel> for Sharing<'_> {
 }
 
 impl<'p> Sharing<'p> {
-    /// The same with rows to so many slices ([`Ways`]). Weights that are gathered are not
+    /// The same with rows to so many shards ([`AdaptiveMesh`]). Weights that are gathered are not
     /// packed.
     #[must_use]
-    pub fn at_ways(self, ways: usize) -> Sharing<'p> {
-        Sharing { ways, ..self }
+    pub fn at_r(self, adaptive_r: usize) -> Sharing<'p> {
+        Sharing { adaptive_r, ..self }
     }
 
     /// The same with experts where a placement says; `None`: in order.
@@ -97,7 +97,7 @@ impl<'p> Sharing<'p> {
     pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
         let Sharing {
             mesh,
-            ways,
+            adaptive_r,
             shadows,
             scope,
             ..
@@ -105,7 +105,7 @@ impl<'p> Sharing<'p> {
         Sharing {
             mesh,
             placement,
-            ways,
+            adaptive_r,
             shadows,
             scope,
         }
@@ -129,7 +129,7 @@ impl<'p> Sharing<'p> {
 ///
 /// # Errors
 /// [`PlanError::Mesh`] for a mesh that the layer cannot have; [`PlanError::Strategy`] for a
-/// number of ways, or shadows, that the mesh cannot have; [`PlanError::Placement`] for a placement of other
+/// adaptive parallelism degree, or shadows, that the mesh cannot have; [`PlanError::Placement`] for a placement of other
 /// experts or groups.
 pub fn plan_rank<'p>(
     spec: &LayerSpec,
@@ -141,19 +141,19 @@ pub fn plan_rank<'p>(
     let Sharing {
         mesh,
         placement,
-        ways,
+        adaptive_r,
         shadows,
         scope,
     } = sharing.into();
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
-    let by = Ways::new(mesh, ways)?.shadowing(shadows)?;
+    let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
     let of_experts = PlanOptions {
-        unpacked: options.unpacked || !by.own_alone(),
+        unpacked: options.unpacked || !by.is_owner_only(),
         ..options.clone()
     };
-    let own = match placement.filter(|_| ways > 0) {
+    let own = match placement.filter(|_| adaptive_r > 0) {
         None => experts_of(spec, by.mesh(), by.place(rank)),
         Some(placement) => {
             let experts = placement.count(place.ep);
@@ -171,14 +171,14 @@ pub fn plan_rank<'p>(
         let shadowed = of_so_many(spec, by.mesh(), by.place(rank), most);
         plan_experts(spec, target, &options, &shadowed)
     });
-    let sliced = mesh.slices_shared() && !spec.shared.is_empty();
+    let sliced = mesh.shards_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
     let plan = RankPlan {
         mesh,
         place,
         placement: placement.cloned(),
-        ways,
+        adaptive_r,
         steps: Vec::new(),
         evaluation: Vec::new(),
         backward: Vec::new(),
@@ -187,7 +187,7 @@ pub fn plan_rank<'p>(
         shadows,
         shared,
         scope,
-        wire: None,
+        comm_cast: None,
     };
     Ok(steps::in_order(plan, &places))
 }
@@ -206,16 +206,16 @@ fn out_of_order(
 
 /// The routed experts of a rank as a layer of their own: a row is a token whose one
 /// expert is known.
-pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: Place) -> LayerSpec {
+pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: RankCoords) -> LayerSpec {
     let experts = mesh.experts(place.ep, spec.shape.experts).len();
     of_so_many(spec, mesh, place, experts)
 }
 
-fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: Place, experts: usize) -> LayerSpec {
+fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usize) -> LayerSpec {
     LayerSpec {
         shape: Shape {
             model_dim: spec.expert_input_dim(),
-            hidden_dim: mesh.hidden(place.shard, spec.shape.hidden_dim).len(),
+            hidden_dim: mesh.hidden(place.tp, spec.shape.hidden_dim).len(),
             experts,
             top_k: 1,
             output_dim: Some(spec.expert_output_dim()),
@@ -231,10 +231,10 @@ fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: Place, experts: usize) ->
     }
 }
 
-/// The slices of a layer's shared experts as a layer of their own.
-pub fn slices_of_shared(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
+/// The shards of a layer's shared experts as a layer of their own.
+pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
     let sliced = |shared: &SharedExpert| SharedExpert {
-        hidden_dim: shared.hidden_dim / mesh.shards,
+        hidden_dim: shared.hidden_dim / mesh.expert_tp,
         ..shared.clone()
     };
     LayerSpec {
@@ -299,7 +299,7 @@ fn plan_shared(
     options: &PlanOptions,
     mesh: Parallel,
 ) -> LayerPlan {
-    let mut builder = Builder::new(&slices_of_shared(spec, mesh), target, options);
+    let mut builder = Builder::new(&shared_shards(spec, mesh), target, options);
     builder.shared_alone(options.training.map(|training| training.recompute));
     for tensor in &mut builder.plan.tensors {
         match shared_part(&tensor.name) {
@@ -313,7 +313,7 @@ fn plan_shared(
     builder.finish()
 }
 
-/// Columns of the parts of each weight's gradient that slices of shared experts leave.
+/// Columns of the parts of each weight's gradient that shards of shared experts leave.
 fn shared_columns(shared: &LayerPlan) -> Vec<usize> {
     let names = (0..shared.spec.shared.len()).map(|i| format!("shared.{i}.dweight_parts"));
     let parts = names.map(|name| shared.tensor(&name));

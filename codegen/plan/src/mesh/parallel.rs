@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// How ranks share a layer: `dp` groups that each hold all experts once, in each of them
-/// `ep` groups with some of the experts, and of each expert `shards` slices along its
+/// `ep` groups with some of the experts, and of each expert `expert_tp` shards along its
 /// hidden width. Tokens are everybody's own.
 ///
-/// A rank's number is `(dp * EP + ep) * SHARDS + shard`, so that the slices of an expert
+/// A rank's number is `(dp * EP + ep) * SHARDS + tp`, so that the shards of an expert
 /// are next to each other.
 ///
 /// Shared experts are whole on every rank, or cut as the others are
@@ -19,7 +19,7 @@ pub struct Parallel {
     /// Groups of ranks that share the experts.
     pub ep: usize,
     /// Slices of an expert.
-    pub shards: usize,
+    pub expert_tp: usize,
     /// Groups that hold all experts.
     pub dp: usize,
     /// What ranks have of shared experts.
@@ -32,7 +32,7 @@ impl Default for Parallel {
     fn default() -> Self {
         Parallel {
             ep: 1,
-            shards: 1,
+            expert_tp: 1,
             dp: 1,
             shared: SharedExperts::Whole,
         }
@@ -46,10 +46,10 @@ pub enum SharedExperts {
     /// All of them, and each rank does them for its own tokens.
     #[default]
     Whole,
-    /// As many slices of each as experts have (`shards`), along its hidden width: the ranks
-    /// with slices of the same experts do them together, for the tokens of all of them. With
-    /// one slice that is the whole.
-    Sliced,
+    /// As many shards of each as experts have (`expert_tp`), along its hidden width: the ranks
+    /// with shards of the same experts do them together, for the tokens of all of them. With
+    /// one shard that is the whole.
+    Sharded,
 }
 
 impl SharedExperts {
@@ -60,13 +60,13 @@ impl SharedExperts {
 
 /// Where a rank is in a mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Place {
+pub struct RankCoords {
     /// Which group that holds all experts.
     pub dp: usize,
     /// Which of the groups that share the experts.
     pub ep: usize,
-    /// Which slice of them.
-    pub shard: usize,
+    /// Which shard of them.
+    pub tp: usize,
 }
 
 /// A mesh that a layer cannot have.
@@ -74,19 +74,21 @@ pub struct Place {
 #[non_exhaustive]
 pub enum MeshError {
     /// A number of groups is zero, or their product overflows.
-    #[error("a mesh of ep = {ep}, shards = {shards}, dp = {dp} has no ranks; each is at least 1")]
+    #[error(
+        "a mesh of ep = {ep}, expert_tp = {expert_tp}, dp = {dp} has no ranks; each is at least 1"
+    )]
     Empty {
         /// As asked for.
         ep: usize,
         /// As asked for.
-        shards: usize,
+        expert_tp: usize,
         /// As asked for.
         dp: usize,
     },
     /// A group would have no expert.
     #[error(
         "{ep} groups cannot share {experts} experts: at most {experts}\n\
-         with more ranks, cut experts into slices (`shards`) or repeat them (`dp`)"
+         with more ranks, cut experts into slices (`expert_tp`) or repeat them (`dp`)"
     )]
     TooManyGroups {
         /// As asked for.
@@ -95,21 +97,21 @@ pub enum MeshError {
         experts: usize,
     },
     /// Slices would not be equal.
-    #[error("{shards} slices of hidden_dim = {hidden} are not equal; take a divisor of it")]
+    #[error("{expert_tp} slices of hidden_dim = {hidden} are not equal; take a divisor of it")]
     Uneven {
         /// As asked for.
-        shards: usize,
+        expert_tp: usize,
         /// Of the layer.
         hidden: usize,
     },
     /// Slices of a shared expert would not be equal.
     #[error(
-        "{shards} slices of hidden_dim = {hidden} of shared expert {index} are not equal; take \
+        "{expert_tp} slices of hidden_dim = {hidden} of shared expert {index} are not equal; take \
          a divisor of it, or leave shared experts whole"
     )]
     UnevenShared {
         /// As asked for.
-        shards: usize,
+        expert_tp: usize,
         /// Which shared expert.
         index: usize,
         /// Its hidden width.
@@ -124,7 +126,7 @@ pub enum MeshError {
         ranks: usize,
     },
     /// A job of another size.
-    #[error("the mesh is for {wanted} ranks (ep {} x shards {} x dp {}), there are {ranks}", mesh.ep, mesh.shards, mesh.dp)]
+    #[error("the mesh is for {wanted} ranks (ep {} x expert_tp {} x dp {}), there are {ranks}", mesh.ep, mesh.expert_tp, mesh.dp)]
     OtherSize {
         /// The mesh.
         mesh: Parallel,
@@ -146,29 +148,29 @@ impl Parallel {
         let ranks = ranks.max(1);
         let ep = largest(ranks, &|n| n <= spec.shape.experts);
         let rest = ranks / ep;
-        let shards = largest(rest, &|n| spec.shape.hidden_dim.is_multiple_of(n));
+        let expert_tp = largest(rest, &|n| spec.shape.hidden_dim.is_multiple_of(n));
         Parallel {
             ep,
-            shards,
-            dp: rest / shards,
+            expert_tp,
+            dp: rest / expert_tp,
             ..Parallel::default()
         }
     }
 
     /// All ranks.
     pub fn ranks(&self) -> usize {
-        self.ep * self.shards * self.dp
+        self.ep * self.expert_tp * self.dp
     }
 
     /// Ranks of a group that holds all experts once: those between which rows are
     /// exchanged.
     pub fn group(&self) -> usize {
-        self.ep * self.shards
+        self.ep * self.expert_tp
     }
 
     /// Whether a rank has a part of each shared expert alone.
-    pub fn slices_shared(&self) -> bool {
-        self.shared == SharedExperts::Sliced && self.shards > 1
+    pub fn shards_shared(&self) -> bool {
+        self.shared == SharedExperts::Sharded && self.expert_tp > 1
     }
 
     /// Whether a layer can be shared so.
@@ -176,26 +178,28 @@ impl Parallel {
     /// # Errors
     /// [`MeshError`] says what is possible.
     pub fn check(&self, spec: &LayerSpec) -> Result<(), MeshError> {
-        let Parallel { ep, shards, dp, .. } = *self;
-        let product = ep.checked_mul(shards).and_then(|n| n.checked_mul(dp));
+        let Parallel {
+            ep, expert_tp, dp, ..
+        } = *self;
+        let product = ep.checked_mul(expert_tp).and_then(|n| n.checked_mul(dp));
         let (experts, hidden) = (spec.shape.experts, spec.shape.hidden_dim);
         match product {
-            None | Some(0) => Err(MeshError::Empty { ep, shards, dp }),
+            None | Some(0) => Err(MeshError::Empty { ep, expert_tp, dp }),
             _ if ep > experts => Err(MeshError::TooManyGroups { ep, experts }),
-            _ if !hidden.is_multiple_of(shards) => Err(MeshError::Uneven { shards, hidden }),
+            _ if !hidden.is_multiple_of(expert_tp) => Err(MeshError::Uneven { expert_tp, hidden }),
             _ => self.check_shared(spec),
         }
     }
 
     fn check_shared(&self, spec: &LayerSpec) -> Result<(), MeshError> {
-        let shards = self.shards;
+        let expert_tp = self.expert_tp;
         let widths = spec.shared.iter().map(|shared| shared.hidden_dim);
         let mut numbered = widths.enumerate();
-        let uneven = numbered.find(|(_, hidden)| !hidden.is_multiple_of(shards));
-        match uneven.filter(|_| self.slices_shared()) {
+        let uneven = numbered.find(|(_, hidden)| !hidden.is_multiple_of(expert_tp));
+        match uneven.filter(|_| self.shards_shared()) {
             None => Ok(()),
             Some((index, hidden)) => Err(MeshError::UnevenShared {
-                shards,
+                expert_tp,
                 index,
                 hidden,
             }),
@@ -206,21 +210,21 @@ impl Parallel {
     ///
     /// # Errors
     /// [`MeshError::NoRank`].
-    pub fn place(&self, rank: usize) -> Result<Place, MeshError> {
+    pub fn place(&self, rank: usize) -> Result<RankCoords, MeshError> {
         let ranks = self.ranks();
         if rank >= ranks {
             return Err(MeshError::NoRank { rank, ranks });
         }
-        Ok(Place {
+        Ok(RankCoords {
             dp: rank / self.group(),
-            ep: rank % self.group() / self.shards,
-            shard: rank % self.shards,
+            ep: rank % self.group() / self.expert_tp,
+            tp: rank % self.expert_tp,
         })
     }
 
     /// The rank at a place.
-    pub fn rank(&self, place: Place) -> usize {
-        (place.dp * self.ep + place.ep) * self.shards + place.shard
+    pub fn rank(&self, place: RankCoords) -> usize {
+        (place.dp * self.ep + place.ep) * self.expert_tp + place.tp
     }
 
     /// The experts of a group: as equally many as can be, the first groups one more.
@@ -230,10 +234,10 @@ impl Parallel {
         first..first + each + usize::from(ep < more)
     }
 
-    /// The hidden units of a slice.
-    pub fn hidden(&self, shard: usize, hidden: usize) -> Range<usize> {
-        let each = hidden / self.shards;
-        shard * each..(shard + 1) * each
+    /// The hidden units of a shard.
+    pub fn hidden(&self, tp: usize, hidden: usize) -> Range<usize> {
+        let each = hidden / self.expert_tp;
+        tp * each..(tp + 1) * each
     }
 }
 
@@ -244,10 +248,10 @@ mod tests {
 
     #[test]
     fn every_rank_has_one_place() {
-        for (ep, shards, dp) in [(1, 1, 1), (4, 1, 1), (3, 2, 1), (2, 3, 2), (1, 1, 5)] {
+        for (ep, expert_tp, dp) in [(1, 1, 1), (4, 1, 1), (3, 2, 1), (2, 3, 2), (1, 1, 5)] {
             let mesh = Parallel {
                 ep,
-                shards,
+                expert_tp,
                 dp,
                 ..Parallel::default()
             };
@@ -273,10 +277,10 @@ mod tests {
             }
         }
         let mesh = Parallel {
-            shards: 3,
+            expert_tp: 3,
             ..Parallel::default()
         };
-        let all = (0..3).flat_map(|shard| mesh.hidden(shard, 12));
+        let all = (0..3).flat_map(|tp| mesh.hidden(tp, 12));
         assert!(all.eq(0..12));
     }
 
@@ -293,13 +297,13 @@ mod tests {
     #[test]
     fn what_cannot_be_says_what_can() {
         let spec = sample(1);
-        let mesh = |ep, shards, dp| Parallel {
+        let mesh = |ep, expert_tp, dp| Parallel {
             ep,
-            shards,
+            expert_tp,
             dp,
             ..Parallel::default()
         };
-        let check = |ep, shards, dp| mesh(ep, shards, dp).check(&spec).unwrap_err();
+        let check = |ep, expert_tp, dp| mesh(ep, expert_tp, dp).check(&spec).unwrap_err();
         let experts = spec.shape.experts;
         let error = check(experts + 1, 1, 1).to_string();
         assert!(error.contains(&format!("at most {experts}")), "{error}");
@@ -314,25 +318,27 @@ mod tests {
         let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
              shared = [{ hidden_dim = 6 }, { hidden_dim = 8 }]";
         let spec = LayerSpec::from_toml(text).unwrap();
-        let mesh = |shards, shared| Parallel {
-            shards,
+        let mesh = |expert_tp, shared| Parallel {
+            expert_tp,
             shared,
             ..Parallel::default()
         };
-        for shards in [1, 2, 3] {
-            mesh(shards, SharedExperts::Whole).check(&spec).unwrap();
+        for expert_tp in [1, 2, 3] {
+            mesh(expert_tp, SharedExperts::Whole).check(&spec).unwrap();
         }
-        for shards in [1, 2] {
-            mesh(shards, SharedExperts::Sliced).check(&spec).unwrap();
+        for expert_tp in [1, 2] {
+            mesh(expert_tp, SharedExperts::Sharded)
+                .check(&spec)
+                .unwrap();
         }
-        let three = mesh(3, SharedExperts::Sliced);
+        let three = mesh(3, SharedExperts::Sharded);
         let error = three.check(&spec).unwrap_err();
         let expected = MeshError::UnevenShared {
-            shards: 3,
+            expert_tp: 3,
             index: 1,
             hidden: 8,
         };
         assert_eq!(error, expected);
-        assert!(three.slices_shared() && !mesh(1, SharedExperts::Sliced).slices_shared());
+        assert!(three.shards_shared() && !mesh(1, SharedExperts::Sharded).shards_shared());
     }
 }

@@ -1,46 +1,46 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
-use super::{Cut, Parallel, Pieces, Ways};
+use super::{AdaptiveMesh, Overlap, OverlapBy, Parallel};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
 /// How ranks carry out a pass. It may differ from call to call: no weight moves to another
-/// owner, and results are the same up to the rounding of sums and of [`Wire`].
+/// owner, and results are the same up to the rounding of sums and of [`CommDtype`].
 ///
 /// As text, each part that is not the default:
-/// `ways=2,degree=4/2,cut=ranks,route=inter-first,wire=bf16/exact,shadows=2`.
+/// `r=2,overlap_degree=4/2,overlap_by=peers,all_to_all=2dh-inter-first,comm_dtype=bf16/none,shadows=2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Strategy {
-    /// To how many slices of its expert a row goes: the `r` of Tutel. Before a pass ranks
-    /// gather as many slices of the weights as make up a slice of that size. 0: rows stay,
-    /// and each rank gathers the weights of all experts. `None`: to all slices that the
+    /// To how many shards of its expert a row goes: the `r` of Tutel. Before a pass ranks
+    /// gather as many shards of the weights as make up a shard of that size. 0: rows stay,
+    /// and each rank gathers the weights of all experts. `None`: to all shards that the
     /// mesh has, so that no weight travels.
-    pub ways: Option<usize>,
-    /// In how many pieces rows travel, so that one piece is multiplied while the next one
+    pub adaptive_r: Option<usize>,
+    /// In how many chunks rows travel, so that one chunk is multiplied while the next one
     /// is under way.
-    pub degree: Both<usize>,
-    /// What makes a piece.
-    pub cut: Cut,
+    pub overlap_degree: Both<usize>,
+    /// What makes a chunk.
+    pub overlap_by: OverlapBy,
     /// How rows go from rank to rank.
-    pub route: Route,
+    pub all_to_all: AllToAll,
     /// What rows are while they are between nodes.
-    pub wire: Both<Wire>,
+    pub comm_dtype: Both<CommDtype>,
     /// The most experts that every group of ranks has for one call: FasterMoE's shadows,
     /// which a model chooses by the rows of all ranks ([`shadows`](crate::shadows)).
     pub shadows: usize,
 }
 
 impl Default for Strategy {
-    /// All slices, one piece, directly, as they are, no shadows.
+    /// All shards, one chunk, directly, as they are, no shadows.
     fn default() -> Self {
         Strategy {
-            ways: None,
-            degree: Both::same(1),
-            cut: Cut::Rows,
-            route: Route::Linear,
-            wire: Both::same(Wire::Exact),
+            adaptive_r: None,
+            overlap_degree: Both::same(1),
+            overlap_by: OverlapBy::Rows,
+            all_to_all: AllToAll::Linear,
+            comm_dtype: Both::same(CommDtype::Unchanged),
             shadows: 0,
         }
     }
@@ -67,36 +67,39 @@ impl<T: Copy> Both<T> {
 }
 
 /// How rows go from rank to rank. What arrives is the same, but for sums of
-/// [`Route::Once`].
+/// [`AllToAll::Dedup`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "kebab-case")]
-pub enum Route {
+pub enum AllToAll {
     /// Everybody sends to everybody.
     #[default]
     Linear,
     /// In two dimensions (2DH): inside nodes first, then between ranks of equal place. Rows
     /// come back by the same ranks, so the other way round.
-    IntraFirst,
+    #[serde(rename = "2dh")]
+    TwoDh,
     /// In two dimensions: between ranks of equal place first, then inside nodes, and back.
-    InterFirst,
+    #[serde(rename = "2dh-inter-first")]
+    TwoDhInterFirst,
     /// One half of the bytes each of these ways, so that messages inside nodes and those
     /// between nodes travel side by side.
-    Concurrent,
+    #[serde(rename = "2dh-concurrent")]
+    TwoDhConcurrent,
     /// A token crosses to a node once, whatever the number of its experts there, and comes
     /// back as one partial sum: gradients of rows, and rows whose weights experts have
     /// multiplied. Where `combine` does that, one row comes back for each expert.
-    Once,
+    Dedup,
 }
 
-impl Route {
+impl AllToAll {
     /// How much there is to it: hops, of each way.
     fn hops(self) -> usize {
         match self {
-            Route::Linear => 1,
-            Route::IntraFirst | Route::InterFirst | Route::Once => 2,
-            Route::Concurrent => 4,
+            AllToAll::Linear => 1,
+            AllToAll::TwoDh | AllToAll::TwoDhInterFirst | AllToAll::Dedup => 2,
+            AllToAll::TwoDhConcurrent => 4,
         }
     }
 }
@@ -106,10 +109,11 @@ impl Route {
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
-pub enum Wire {
+pub enum CommDtype {
     /// What they are in memory.
     #[default]
-    Exact,
+    #[serde(rename = "none")]
+    Unchanged,
     /// IEEE half precision; what is too large is the largest there is, and counted.
     F16,
     /// bfloat16.
@@ -137,58 +141,59 @@ trait Words: Copy + PartialEq + 'static {
     }
 }
 
-impl Words for Cut {
-    const ALL: &'static [(&'static str, Cut)] = &[("rows", Cut::Rows), ("ranks", Cut::Ranks)];
+impl Words for OverlapBy {
+    const ALL: &'static [(&'static str, OverlapBy)] =
+        &[("rows", OverlapBy::Rows), ("peers", OverlapBy::Peers)];
 }
 
-impl Words for Route {
-    const ALL: &'static [(&'static str, Route)] = &[
-        ("linear", Route::Linear),
-        ("intra-first", Route::IntraFirst),
-        ("inter-first", Route::InterFirst),
-        ("concurrent", Route::Concurrent),
-        ("once", Route::Once),
+impl Words for AllToAll {
+    const ALL: &'static [(&'static str, AllToAll)] = &[
+        ("linear", AllToAll::Linear),
+        ("2dh", AllToAll::TwoDh),
+        ("2dh-inter-first", AllToAll::TwoDhInterFirst),
+        ("2dh-concurrent", AllToAll::TwoDhConcurrent),
+        ("dedup", AllToAll::Dedup),
     ];
 }
 
-impl Words for Wire {
-    const ALL: &'static [(&'static str, Wire)] = &[
-        ("exact", Wire::Exact),
-        ("f16", Wire::F16),
-        ("bf16", Wire::Bf16),
-        ("fp8", Wire::Fp8),
+impl Words for CommDtype {
+    const ALL: &'static [(&'static str, CommDtype)] = &[
+        ("none", CommDtype::Unchanged),
+        ("f16", CommDtype::F16),
+        ("bf16", CommDtype::Bf16),
+        ("fp8", CommDtype::Fp8),
     ];
 }
 
-impl FromStr for Route {
+impl FromStr for AllToAll {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Route, String> {
-        Route::read(text)
+    fn from_str(text: &str) -> Result<AllToAll, String> {
+        AllToAll::read(text)
     }
 }
 
-impl FromStr for Wire {
+impl FromStr for CommDtype {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Wire, String> {
-        Wire::read(text)
+    fn from_str(text: &str) -> Result<CommDtype, String> {
+        CommDtype::read(text)
     }
 }
 
-impl fmt::Display for Cut {
+impl fmt::Display for OverlapBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())
     }
 }
 
-impl fmt::Display for Route {
+impl fmt::Display for AllToAll {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())
     }
 }
 
-impl fmt::Display for Wire {
+impl fmt::Display for CommDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())
     }
@@ -208,20 +213,20 @@ impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Strategy::default();
         let mut parts = Vec::new();
-        if let Some(ways) = self.ways {
-            parts.push(format!("ways={ways}"));
+        if let Some(adaptive_r) = self.adaptive_r {
+            parts.push(format!("r={adaptive_r}"));
         }
-        if self.degree != default.degree {
-            parts.push(format!("degree={}", self.degree));
+        if self.overlap_degree != default.overlap_degree {
+            parts.push(format!("overlap_degree={}", self.overlap_degree));
         }
-        if self.cut != default.cut {
-            parts.push(format!("cut={}", self.cut));
+        if self.overlap_by != default.overlap_by {
+            parts.push(format!("overlap_by={}", self.overlap_by));
         }
-        if self.route != default.route {
-            parts.push(format!("route={}", self.route));
+        if self.all_to_all != default.all_to_all {
+            parts.push(format!("all_to_all={}", self.all_to_all));
         }
-        if self.wire != default.wire {
-            parts.push(format!("wire={}", self.wire));
+        if self.comm_dtype != default.comm_dtype {
+            parts.push(format!("comm_dtype={}", self.comm_dtype));
         }
         if self.shadows != default.shadows {
             parts.push(format!("shadows={}", self.shadows));
@@ -267,14 +272,14 @@ impl FromStr for Strategy {
             }
             seen.push(name);
             match name {
-                "ways" => strategy.ways = Some(number(value)?),
-                "degree" => strategy.degree = both(value, number)?,
-                "cut" => strategy.cut = Cut::read(value)?,
-                "route" => strategy.route = Route::read(value)?,
-                "wire" => strategy.wire = both(value, Wire::read)?,
+                "r" => strategy.adaptive_r = Some(number(value)?),
+                "overlap_degree" => strategy.overlap_degree = both(value, number)?,
+                "overlap_by" => strategy.overlap_by = OverlapBy::read(value)?,
+                "all_to_all" => strategy.all_to_all = AllToAll::read(value)?,
+                "comm_dtype" => strategy.comm_dtype = both(value, CommDtype::read)?,
                 "shadows" => strategy.shadows = number(value)?,
                 other => {
-                    let names = "ways, degree, cut, route, wire, shadows";
+                    let names = "r, overlap_degree, overlap_by, all_to_all, comm_dtype, shadows";
                     return Err(format!("`{other}` is none of {names}"));
                 }
             }
@@ -287,99 +292,103 @@ impl FromStr for Strategy {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StrategyError {
-    /// A number of ways that slices do not divide into.
+    /// A adaptive parallelism degree that shards do not divide into.
     #[error(
-        "rows cannot go to {ways} of {shards} slices; 0, where rows stay and weights are \
-         gathered, or a divisor of {shards}"
+        "rows cannot go to {adaptive_r} of {expert_tp} slices; 0, where rows stay and weights are \
+         gathered, or a divisor of {expert_tp}"
     )]
-    Ways {
+    AdaptiveMesh {
         /// As asked for.
-        ways: usize,
+        adaptive_r: usize,
         /// Of the mesh.
-        shards: usize,
+        expert_tp: usize,
     },
     /// Weights as other ranks cannot gather them.
     #[error(
         "experts' weights are packed for a CPU, and other ranks cannot gather them so, as \
-         `{strategy}` asks; make the layer on `Mesh::for_any_ways`"
+         `{strategy}` asks; make the layer on `Mesh::for_any_r`"
     )]
     Packed {
         /// As asked for.
         strategy: Strategy,
     },
-    /// Rows in no pieces, or in too many.
-    #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
+    /// Rows in no chunks, or in too many.
+    #[error("rows cannot travel in {overlap_degree} chunks; from 1 to {MAX_CHUNKS}")]
     Degree {
         /// As asked for.
-        degree: usize,
+        overlap_degree: usize,
     },
     /// A route that the nodes of a group do not allow.
     #[error(
-        "route={route} needs nodes with equally many ranks, one node's after the other's, but \
-         {reason}; start ranks so, or take route=linear"
+        "all_to_all={all_to_all} needs nodes with equally many ranks, one node's after the other's, but \
+         {reason}; start ranks so, or take all_to_all=linear"
     )]
     Nodes {
         /// As asked for.
-        route: Route,
+        all_to_all: AllToAll,
         /// How ranks lie.
         reason: String,
     },
-    /// Shadows of experts that are in slices, or where rows stay.
+    /// Shadows of experts that are in shards, or where rows stay.
     #[error(
-        "shadows={shadows} needs whole experts that rows go to, and a layer in {shards} slices \
-         with rows to {ways} of them has none; make a mesh with shards=1 and leave out `ways`, or \
+        "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} slices \
+         with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and leave out `adaptive_r`, or \
          take shadows=0"
     )]
     Shadows {
         /// As asked for.
         shadows: usize,
         /// Of the mesh.
-        shards: usize,
+        expert_tp: usize,
         /// To how many of them rows go.
-        ways: usize,
+        adaptive_r: usize,
     },
     /// Pieces of forward and of backward that do not fit each other.
     #[error(
-        "{forward} pieces in forward and {backward} in backward are {pieces} pieces that both are \
-         made of, and there may be {MOST_PIECES}; choose two of which one divides the other"
+        "{forward} chunks in forward and {backward} in backward are {chunks} chunks that both are \
+         made of, and there may be {MAX_CHUNKS}; choose two of which one divides the other"
     )]
     Degrees {
         /// As asked for.
         forward: usize,
         /// As asked for.
         backward: usize,
-        /// How many these are ([`Pieces::common`]).
-        pieces: usize,
+        /// How many these are ([`Overlap::common`]).
+        chunks: usize,
     },
 }
 
-/// More pieces hardly help, as Tutel's authors report.
-pub const MOST_PIECES: usize = 64;
+/// More chunks hardly help, as Tutel's authors report.
+pub const MAX_CHUNKS: usize = 64;
 
 /// Predictions that differ by no more than this are as good as equal.
 const ALIKE: f64 = 0.02;
 
 impl Strategy {
     /// The simplest of those that take hardly longer than the fastest (2 %): rows in one hop
-    /// before two, and those before two ways at once; then fewer pieces. What a prediction
+    /// before two, and those before two ways at once; then fewer chunks. What a prediction
     /// leaves out makes what is complicated slower. `timed`: strategies and what they take.
     pub fn simplest(timed: impl Iterator<Item = (Strategy, f64)> + Clone) -> Option<Strategy> {
         let least = timed.clone().map(|(_, seconds)| seconds);
         let least = least.fold(f64::INFINITY, f64::min);
         let alike = timed.filter(|(_, seconds)| *seconds <= least * (1.0 + ALIKE));
         alike.map(|(strategy, _)| strategy).min_by_key(|strategy| {
-            let pieces = strategy.degree.forward + strategy.degree.backward;
-            (strategy.route.hops(), pieces, *strategy)
+            let chunks = strategy.overlap_degree.forward + strategy.overlap_degree.backward;
+            (strategy.all_to_all.hops(), chunks, *strategy)
         })
     }
 
-    /// What both passes have in common; pieces and wire are the default's.
+    /// What both passes have in common; chunks and wire are the default's.
     #[must_use]
     pub fn shared(self) -> Strategy {
-        let Strategy { degree, wire, .. } = Strategy::default();
+        let Strategy {
+            overlap_degree,
+            comm_dtype,
+            ..
+        } = Strategy::default();
         Strategy {
-            degree,
-            wire,
+            overlap_degree,
+            comm_dtype,
             ..self
         }
     }
@@ -388,32 +397,34 @@ impl Strategy {
     #[must_use]
     pub fn with_backward_of(self, other: Strategy) -> Strategy {
         Strategy {
-            degree: Both {
-                forward: self.degree.forward,
-                backward: other.degree.backward,
+            overlap_degree: Both {
+                forward: self.overlap_degree.forward,
+                backward: other.overlap_degree.backward,
             },
-            wire: Both {
-                forward: self.wire.forward,
-                backward: other.wire.backward,
+            comm_dtype: Both {
+                forward: self.comm_dtype.forward,
+                backward: other.comm_dtype.backward,
             },
             ..self
         }
     }
 
-    /// The pieces that rows travel in.
-    pub fn pieces(&self) -> Pieces {
-        let (degree, cut) = (self.degree, self.cut);
-        Pieces { degree, cut }
+    /// The chunks that rows travel in.
+    pub fn chunks(&self) -> Overlap {
+        Overlap {
+            degree: self.overlap_degree,
+            by: self.overlap_by,
+        }
     }
 
-    /// To how many slices of its expert a row goes in this mesh; 0: rows stay.
-    pub fn ways(&self, mesh: &Parallel) -> usize {
-        self.ways.unwrap_or(mesh.shards)
+    /// To how many shards of its expert a row goes in this mesh; 0: rows stay.
+    pub fn adaptive_r(&self, mesh: &Parallel) -> usize {
+        self.adaptive_r.unwrap_or(mesh.expert_tp)
     }
 
     /// Whether weights of experts travel: they must not be packed then.
     pub fn gathers(&self, mesh: &Parallel) -> bool {
-        self.ways(mesh) != mesh.shards || self.shadows > 0
+        self.adaptive_r(mesh) != mesh.expert_tp || self.shadows > 0
     }
 
     /// Whether ranks of a mesh can do so.
@@ -421,19 +432,19 @@ impl Strategy {
     /// # Errors
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        Ways::new(*mesh, self.ways(mesh))?.shadowing(self.shadows)?;
-        let degrees = [self.degree.forward, self.degree.backward];
-        let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
-        if let Some(&degree) = wrong {
-            return Err(StrategyError::Degree { degree });
+        AdaptiveMesh::new(*mesh, self.adaptive_r(mesh))?.shadowing(self.shadows)?;
+        let degrees = [self.overlap_degree.forward, self.overlap_degree.backward];
+        let wrong = degrees.iter().find(|n| !(1..=MAX_CHUNKS).contains(*n));
+        if let Some(&overlap_degree) = wrong {
+            return Err(StrategyError::Degree { overlap_degree });
         }
-        let Both { forward, backward } = self.degree;
-        let pieces = self.pieces().common();
-        if pieces > MOST_PIECES {
+        let Both { forward, backward } = self.overlap_degree;
+        let chunks = self.chunks().common();
+        if chunks > MAX_CHUNKS {
             return Err(StrategyError::Degrees {
                 forward,
                 backward,
-                pieces,
+                chunks,
             });
         }
         Ok(())
@@ -455,53 +466,56 @@ mod tests {
             Strategy::simplest(each.into_iter()).map(|found| found.to_string())
         };
         let all = [
-            ("route=concurrent", 1.0),
-            ("degree=8", 1.01),
-            ("degree=2", 1.02),
+            ("all_to_all=2dh-concurrent", 1.0),
+            ("overlap_degree=8", 1.01),
+            ("overlap_degree=2", 1.02),
             ("default", 1.05),
         ];
-        assert_eq!(of(&all).unwrap(), "degree=2");
-        assert_eq!(of(&all[..1]).unwrap(), "route=concurrent");
+        assert_eq!(of(&all).unwrap(), "overlap_degree=2");
+        assert_eq!(of(&all[..1]).unwrap(), "all_to_all=2dh-concurrent");
         assert_eq!(of(&[]), None);
     }
 
     #[test]
     fn passes_of_two_strategies_make_one() {
         let [a, b] = [
-            "ways=2,degree=4,cut=ranks,wire=fp8",
-            "ways=2,degree=2,cut=ranks",
+            "r=2,overlap_degree=4,overlap_by=peers,comm_dtype=fp8",
+            "r=2,overlap_degree=2,overlap_by=peers",
         ]
         .map(|text| text.parse::<Strategy>().unwrap());
         assert_eq!(a.shared(), b.shared());
-        assert_eq!(a.shared().to_string(), "ways=2,cut=ranks");
+        assert_eq!(a.shared().to_string(), "r=2,overlap_by=peers");
         let both = a.with_backward_of(b).to_string();
-        assert_eq!(both, "ways=2,degree=4/2,cut=ranks,wire=fp8/exact");
+        assert_eq!(
+            both,
+            "r=2,overlap_degree=4/2,overlap_by=peers,comm_dtype=fp8/none"
+        );
     }
 
     #[test]
     fn text_reads_back() {
         for text in [
             "default",
-            "ways=0",
-            "ways=2,degree=4/2,route=inter-first,wire=bf16/exact",
-            "degree=8",
-            "degree=4/2,cut=ranks",
-            "route=once,wire=fp8",
-            "degree=2,shadows=3",
+            "r=0",
+            "r=2,overlap_degree=4/2,all_to_all=2dh-inter-first,comm_dtype=bf16/none",
+            "overlap_degree=8",
+            "overlap_degree=4/2,overlap_by=peers",
+            "all_to_all=dedup,comm_dtype=fp8",
+            "overlap_degree=2,shadows=3",
         ] {
             let strategy: Strategy = text.parse().unwrap();
             assert_eq!(strategy.to_string(), text);
         }
         for wrong in [
             "",
-            "ways",
-            "ways=x",
-            "route=ring",
-            "cut=tokens",
-            "wire=f32",
-            "degree=1/",
+            "adaptive_r",
+            "r=x",
+            "all_to_all=ring",
+            "overlap_by=tokens",
+            "comm_dtype=f32",
+            "overlap_degree=1/",
             "r=2",
-            "ways=1,ways=2",
+            "r=1,r=2",
         ] {
             assert!(wrong.parse::<Strategy>().is_err(), "{wrong}");
         }
@@ -510,26 +524,35 @@ mod tests {
     #[test]
     fn what_cannot_be_says_what_can() {
         let mesh = Parallel {
-            shards: 4,
+            expert_tp: 4,
             ..Parallel::default()
         };
         let check = |text: &str| text.parse::<Strategy>().unwrap().check(&mesh);
         assert_eq!(
-            check("ways=3"),
-            Err(StrategyError::Ways { ways: 3, shards: 4 })
+            check("r=3"),
+            Err(StrategyError::AdaptiveMesh {
+                adaptive_r: 3,
+                expert_tp: 4
+            })
         );
-        assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
-        let error = check("degree=9/8").unwrap_err().to_string();
+        assert_eq!(
+            check("overlap_degree=0"),
+            Err(StrategyError::Degree { overlap_degree: 0 })
+        );
+        let error = check("overlap_degree=9/8").unwrap_err().to_string();
         assert!(
-            error.contains("are 72 pieces that both are made of"),
+            error.contains("are 72 chunks that both are made of"),
             "{error}"
         );
-        assert_eq!(check("degree=64/8"), Ok(()));
+        assert_eq!(check("overlap_degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         let error = check("shadows=2").unwrap_err().to_string();
         assert!(error.contains("a layer in 4 slices"), "{error}");
-        assert_eq!(check("ways=4"), Ok(()));
-        assert_eq!(check("wire=fp8/bf16"), Ok(()));
-        assert_eq!(check("ways=2,degree=4/2,route=once,wire=fp8/f16"), Ok(()));
+        assert_eq!(check("r=4"), Ok(()));
+        assert_eq!(check("comm_dtype=fp8/bf16"), Ok(()));
+        assert_eq!(
+            check("r=2,overlap_degree=4/2,all_to_all=dedup,comm_dtype=fp8/f16"),
+            Ok(())
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! Rank plans, held against what each side needs.
+//! Rank plans, held against what each part needs.
 
 use super::*;
 use crate::{Recompute, Role, Step, TensorId, Training};
@@ -24,9 +24,9 @@ fn sliced_sample(seed: u64) -> (LayerSpec, Parallel) {
     }
     let mesh = Parallel {
         ep: 1 + seed as usize % spec.shape.experts.min(3),
-        shards: 2,
+        expert_tp: 2,
         dp: 1,
-        shared: SharedExperts::Sliced,
+        shared: SharedExperts::Sharded,
     };
     (spec, mesh)
 }
@@ -34,7 +34,7 @@ fn sliced_sample(seed: u64) -> (LayerSpec, Parallel) {
 fn has_steps(text: &str, shared: SharedExperts, expected: &str) {
     let mesh = Parallel {
         ep: 2,
-        shards: 2,
+        expert_tp: 2,
         dp: 1,
         shared,
     };
@@ -54,25 +54,25 @@ fn a_rank_has_its_steps_in_this_order() {
     has_steps(text, SharedExperts::Whole, include_str!("steps.txt"));
 }
 
-/// Two pieces in forward and four in backward, of slices whose parts are summed.
+/// Two chunks in forward and four in backward, of shards whose parts are summed.
 #[test]
 fn pieces_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
          experts = { bias = true }";
     let mesh = Parallel {
         ep: 2,
-        shards: 2,
+        expert_tp: 2,
         ..Parallel::default()
     };
     let plan = planned(&spec(text), "cpu:avx2", mesh, 1, true);
-    assert_eq!(plan.in_pieces(Strategy::default().pieces()), plan);
-    let strategy: Strategy = "degree=2/4".parse().unwrap();
-    let text = plan.in_pieces(strategy.pieces()).text();
-    let expected = include_str!("steps_in_pieces.txt");
+    assert_eq!(plan.in_chunks(Strategy::default().chunks()), plan);
+    let strategy: Strategy = "overlap_degree=2/4".parse().unwrap();
+    let text = plan.in_chunks(strategy.chunks()).text();
+    let expected = include_str!("steps_in_chunks.txt");
     assert!(text == expected, "the steps are now\n{text}");
 }
 
-/// Two pieces in forward, between whose sends and products shadows are multiplied.
+/// Two chunks in forward, between whose sends and products shadows are multiplied.
 #[test]
 fn shadows_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
@@ -94,12 +94,12 @@ fn shadows_have_their_steps_in_this_order() {
         )
         .unwrap()
     };
-    let strategy: Strategy = "degree=2/1,shadows=2".parse().unwrap();
-    let plan = planned(2, mesh).in_pieces(strategy.pieces());
-    let expected = include_str!("steps_of_shadows.txt");
+    let strategy: Strategy = "overlap_degree=2/1,shadows=2".parse().unwrap();
+    let plan = planned(2, mesh).in_chunks(strategy.chunks());
+    let expected = include_str!("steps_with_shadows.txt");
     let found = plan.text();
     assert!(found == expected, "the steps are now\n{found}");
-    // The other sides are as without shadows, and the last expert never has one.
+    // The other parts are as without shadows, and the last expert never has one.
     let without = planned(0, mesh);
     assert_eq!(
         (&plan.tokens, &plan.experts),
@@ -127,15 +127,15 @@ fn shadows_have_their_steps_in_this_order() {
 fn weights_of_shadows_stay_where_what_they_make_is_kept() {
     let sent = |steps: &[RankStep]| -> Vec<TensorId> {
         let exchanges = steps.iter().filter_map(RankStep::exchange);
-        let weight = |exchange: &Exchange| match exchange.way {
-            Way::ShadowWeight { to, .. } => Some(to),
+        let weight = |exchange: &Exchange| match exchange.op {
+            CollectiveOp::BroadcastShadowWeight { to, .. } => Some(to),
             _ => None,
         };
         exchanges.filter_map(weight).collect()
     };
     for seed in 0..40 {
         let (spec, mesh) = layer(seed);
-        if mesh.ep == 1 || mesh.shards > 1 || spec.shape.experts == 1 {
+        if mesh.ep == 1 || mesh.expert_tp > 1 || spec.shape.experts == 1 {
             continue;
         }
         for recompute in [Recompute::None, Recompute::Hidden, Recompute::All] {
@@ -156,7 +156,7 @@ fn weights_of_shadows_stay_where_what_they_make_is_kept() {
     }
 }
 
-/// What travels in pieces is what travels at once, of any numbers of pieces.
+/// What travels in chunks is what travels at once, of any numbers of chunks.
 #[test]
 fn pieces_make_up_the_whole() {
     for seed in 0..60 {
@@ -164,19 +164,19 @@ fn pieces_make_up_the_whole() {
         let plan = planned(&spec, "cpu:avx2", mesh, 0, seed % 3 > 0);
         for (forward, backward) in [(1, 3), (2, 1), (4, 4), (4, 2), (2, 3)] {
             let degree = Both { forward, backward };
-            let cut = [Cut::Rows, Cut::Ranks][seed as usize % 2];
-            let pieces = plan.in_pieces(Pieces { degree, cut });
+            let by = [OverlapBy::Rows, OverlapBy::Peers][seed as usize % 2];
+            let chunks = plan.in_chunks(Overlap { degree, by });
             let passes = [
-                (&plan.steps, &pieces.steps, forward),
-                (&plan.evaluation, &pieces.evaluation, forward),
-                (&plan.backward, &pieces.backward, backward),
+                (&plan.steps, &chunks.steps, forward),
+                (&plan.evaluation, &chunks.evaluation, forward),
+                (&plan.backward, &chunks.backward, backward),
             ];
             for (whole, list, degree) in passes {
                 let what = format!("seed {seed}, {forward}/{backward}");
                 let sent = |steps: &[RankStep]| plan.bytes_of(steps, 37, 2);
                 assert_eq!(sent(list), sent(whole), "{what}");
-                let launched = RankPlan::launched_pieces(list);
-                if cut == Cut::Rows {
+                let launched = RankPlan::launched_chunks(list);
+                if by == OverlapBy::Rows {
                     assert_eq!(launched % degree.max(1) * whole.len(), 0, "{what}");
                 }
                 check_order(list, &what);
@@ -184,8 +184,8 @@ fn pieces_make_up_the_whole() {
                     steps.iter().filter(|step| which(step)).count()
                 };
                 let products = |step: &RankStep| {
-                    let side = Side::Experts;
-                    matches!(step, RankStep::Launch { side: whose, .. } if *whose == side)
+                    let part = PlanPart::Experts;
+                    matches!(step, RankStep::Launch { part: whose, .. } if *whose == part)
                 };
                 assert_eq!(
                     count(list, products),
@@ -193,8 +193,8 @@ fn pieces_make_up_the_whole() {
                     "{what}"
                 );
                 let goes = |step: &RankStep| {
-                    matches!(step, RankStep::Exchange(Exchange { way, .. })
-                        if matches!(way, Way::ToExperts { .. } | Way::ToTokens { .. }))
+                    matches!(step, RankStep::Exchange(Exchange { op, .. })
+                        if matches!(op, CollectiveOp::Dispatch { .. } | CollectiveOp::Combine { .. }))
                 };
                 assert_eq!(count(list, goes), count(whole, goes) * degree, "{what}");
             }
@@ -204,35 +204,35 @@ fn pieces_make_up_the_whole() {
 
 /// Rows are sent before their products are launched, and answered after.
 fn check_order(list: &[RankStep], what: &str) {
-    let units = RankPlan::launched_pieces(list);
+    let units = RankPlan::launched_chunks(list);
     let (mut sent, mut multiplied) = (vec![0; units], vec![0; units]);
-    let all = Piece {
+    let all = Chunk {
         number: 0,
         of: 1,
-        cut: Cut::Rows,
+        by: OverlapBy::Rows,
     };
     let launches = list.iter().filter(|step| {
-        matches!(step, RankStep::Launch { side, piece: None | Some(Piece { number: 0, .. }), .. }
-            if *side == Side::Experts)
+        matches!(step, RankStep::Launch { part, chunk: None | Some(Chunk { number: 0, .. }), .. }
+            if *part == PlanPart::Experts)
     });
     let launches = launches.count();
     for step in list {
         match step {
             RankStep::Launch {
-                side: Side::Experts,
-                piece,
+                part: PlanPart::Experts,
+                chunk,
                 ..
             } => {
-                let unit = piece.map_or(0, |piece| piece.number);
+                let unit = chunk.map_or(0, |chunk| chunk.number);
                 assert!(sent[unit] > 0, "{what}: products of {unit} before its rows");
                 multiplied[unit] += 1;
             }
             RankStep::Launch { .. } => {}
             RankStep::Exchange(exchange) => {
-                let mut units = exchange.piece.unwrap_or(all).units(units);
-                match exchange.way {
-                    Way::ToExperts { .. } => units.for_each(|unit| sent[unit] += 1),
-                    Way::OverShards { .. } | Way::ToTokens { .. } => {
+                let mut units = exchange.chunk.unwrap_or(all).units(units);
+                match exchange.op {
+                    CollectiveOp::Dispatch { .. } => units.for_each(|unit| sent[unit] += 1),
+                    CollectiveOp::AllReduceTp { .. } | CollectiveOp::Combine { .. } => {
                         let done = |unit| multiplied[unit] == launches;
                         assert!(units.all(done), "{what}: `{}` too early", exchange.name);
                     }
@@ -247,30 +247,30 @@ fn check_order(list: &[RankStep], what: &str) {
 fn a_piece_has_its_part_of_any_number_of_rows() {
     for of in 1..9 {
         for n in 0..20 {
-            let cut = Cut::Rows;
+            let by = OverlapBy::Rows;
             let somewhere = Distance::between(0, 1, 3);
-            let pieces = (0..of).map(|number| Piece { number, of, cut }.rows(n, somewhere));
-            let rows: Vec<usize> = pieces.flatten().collect();
+            let chunks = (0..of).map(|number| Chunk { number, of, by }.rows(n, somewhere));
+            let rows: Vec<usize> = chunks.flatten().collect();
             assert!(rows.into_iter().eq(0..n), "{n} rows in {of}");
-            // Finer pieces are within coarser ones.
-            let coarse = Piece {
+            // Finer chunks are within coarser ones.
+            let coarse = Chunk {
                 number: of - 1,
                 of,
-                cut,
+                by,
             };
-            let fine = Piece {
+            let fine = Chunk {
                 number: 3 * of - 3,
                 of: 3 * of,
-                cut,
+                by,
             };
-            let start = |piece: Piece| piece.rows(n, somewhere).start;
+            let start = |chunk: Chunk| chunk.rows(n, somewhere).start;
             assert_eq!(start(coarse), start(fine));
         }
     }
 }
 
 /// What an expert's products keep or read from launch to launch has a row for each row, so
-/// that a piece has its own part of it; only where rows lie is told again for each piece.
+/// that a chunk has its own part of it; only where rows lie is told again for each chunk.
 #[test]
 fn what_products_keep_has_a_row_for_each_row() {
     for seed in 0..120 {
@@ -301,8 +301,8 @@ fn slices_of_shared_experts_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
          experts = { bias = true }
          shared = [{ hidden_dim = 8, gate = 'sigmoid' }, { hidden_dim = 4 }]";
-    let expected = include_str!("steps_of_slices.txt");
-    has_steps(text, SharedExperts::Sliced, expected);
+    let expected = include_str!("steps_with_shared_tp.txt");
+    has_steps(text, SharedExperts::Sharded, expected);
 }
 
 #[test]
@@ -311,7 +311,7 @@ fn fewer_ways_have_their_steps_in_this_order() {
          experts = { bias = true }";
     let mesh = Parallel {
         ep: 2,
-        shards: 4,
+        expert_tp: 4,
         ..Parallel::default()
     };
     let options = PlanOptions::training(Training::default());
@@ -320,18 +320,18 @@ fn fewer_ways_have_their_steps_in_this_order() {
         &spec(text),
         target,
         &options,
-        Sharing::from(mesh).at_ways(2),
+        Sharing::from(mesh).at_r(2),
         5,
     )
     .unwrap();
     let text = plan.text();
     assert!(
-        text == include_str!("steps_of_ways.txt"),
+        text == include_str!("steps_at_r.txt"),
         "the steps are now\n{text}"
     );
 }
 
-/// Every exchange moves rows of one size, between tensors that both sides have.
+/// Every exchange moves rows of one size, between tensors that both parts have.
 #[test]
 fn both_sides_of_an_exchange_have_the_same_rows() {
     for seed in 0..120 {
@@ -343,19 +343,17 @@ fn both_sides_of_an_exchange_have_the_same_rows() {
                 let RankStep::Exchange(exchange) = step else {
                     continue;
                 };
-                let (here, side, there) = match exchange.way {
-                    Way::ToExperts { from, to } => (from, Side::Experts, to),
-                    Way::ToTokens { from, to } | Way::Gather { from, to } => {
-                        (to, Side::Experts, from)
-                    }
-                    Way::ToSlices { from, to } => (from, Side::Shared, to),
-                    Way::FromSlices { from, to } | Way::OfFirst { from, to } => {
-                        (to, Side::Shared, from)
-                    }
+                let (here, part, there) = match exchange.op {
+                    CollectiveOp::Dispatch { from, to } => (from, PlanPart::Experts, to),
+                    CollectiveOp::Combine { from, to }
+                    | CollectiveOp::AllGatherExperts { from, to } => (to, PlanPart::Experts, from),
+                    CollectiveOp::AllGatherTp { from, to } => (from, PlanPart::Shared, to),
+                    CollectiveOp::ReduceScatterTp { from, to }
+                    | CollectiveOp::BroadcastTp { from, to } => (to, PlanPart::Shared, from),
                     _ => continue,
                 };
-                let [a, b] = [(Side::Tokens, here), (side, there)]
-                    .map(|(side, tensor)| plan.row_bytes(side, tensor));
+                let [a, b] = [(PlanPart::Dispatch, here), (part, there)]
+                    .map(|(part, tensor)| plan.row_bytes(part, tensor));
                 assert_eq!(a, b, "{}: seed {seed}, {target}", exchange.name);
                 assert!(a > 0);
             }
@@ -363,7 +361,7 @@ fn both_sides_of_an_exchange_have_the_same_rows() {
     }
 }
 
-/// A rank's launches are all of those of its sides, each once and in order.
+/// A rank's launches are all of those of its parts, each once and in order.
 #[test]
 fn every_launch_of_every_side_is_there_once() {
     for seed in 0..120 {
@@ -375,18 +373,18 @@ fn every_launch_of_every_side_is_there_once() {
             (&plan.evaluation, |plan| &plan.evaluation),
             (&plan.backward, |plan| &plan.backward),
         ];
-        let mut sides = vec![Side::Tokens, Side::Experts];
-        sides.extend(plan.shared.is_some().then_some(Side::Shared));
+        let mut parts = vec![PlanPart::Dispatch, PlanPart::Experts];
+        parts.extend(plan.shared.is_some().then_some(PlanPart::Shared));
         for (steps, of) in passes {
-            for &side in &sides {
+            for &part in &parts {
                 let launched = steps.iter().filter_map(|step| match step {
                     RankStep::Launch {
-                        side: whose, step, ..
-                    } if *whose == side => Some(*step),
+                        part: whose, step, ..
+                    } if *whose == part => Some(*step),
                     _ => None,
                 });
-                let own = of(plan.side(side)).len();
-                assert!(launched.eq(0..own), "seed {seed}: {side:?}");
+                let own = of(plan.part(part)).len();
+                assert!(launched.eq(0..own), "seed {seed}: {part:?}");
             }
         }
     }
@@ -417,8 +415,8 @@ fn ranks_agree_on_the_parts_of_a_gradient() {
     }
 }
 
-/// Weights of experts are on the experts' side, of sliced shared experts on theirs, all
-/// others on the tokens'. What the first slice adds alone the tokens' side has, too, where
+/// Weights of experts are on the expert part, of sliced shared experts on theirs, all
+/// others on the tokens'. What the first shard adds alone the dispatch part has, too, where
 /// it is weighted.
 #[test]
 fn every_weight_has_one_side() {
@@ -439,19 +437,19 @@ fn every_weight_has_one_side() {
         for tensor in moesaic_spec::canonical_tensors(&spec) {
             let part = shared_part(&tensor.name);
             let of_slice = part.is_some_and(|part| !part.starts_with("router."));
-            let side = if of_slice && plan.shared.is_some() {
+            let part = if of_slice && plan.shared.is_some() {
                 &shared
             } else if tensor.name.starts_with("experts.") {
                 &experts
             } else {
                 &tokens
             };
-            assert!(side.contains(&tensor.name), "seed {seed}: {}", tensor.name);
+            assert!(part.contains(&tensor.name), "seed {seed}: {}", tensor.name);
         }
     }
 }
 
-/// Tokens and gradients go to the slices, and outputs and gradients come back of each.
+/// Tokens and gradients go to the shards, and outputs and gradients come back of each.
 #[test]
 fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
     for seed in (1..120).step_by(2) {
@@ -460,9 +458,11 @@ fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
         assert_eq!(plan.shared.is_some(), !spec.shared.is_empty());
         let named = |steps: &[RankStep]| -> Vec<String> {
             let of_slices = |step: &RankStep| match step {
-                RankStep::Exchange(Exchange { name, way, .. }) => matches!(
-                    way,
-                    Way::ToSlices { .. } | Way::FromSlices { .. } | Way::OfFirst { .. }
+                RankStep::Exchange(Exchange { name, op, .. }) => matches!(
+                    op,
+                    CollectiveOp::AllGatherTp { .. }
+                        | CollectiveOp::ReduceScatterTp { .. }
+                        | CollectiveOp::BroadcastTp { .. }
                 )
                 .then(|| name.clone()),
                 RankStep::Launch { .. } => None,
@@ -499,9 +499,9 @@ fn forward_keeps_nothing_of_what_backward_is_brought() {
     for seed in 0..120 {
         let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
-        for side in plan.sides() {
-            for id in side.saved() {
-                let name = &*side[id].name;
+        for part in plan.parts() {
+            for id in part.saved() {
+                let name = &*part[id].name;
                 let brought = ["dout", "dy", "drows", "dweight_parts", "weight"];
                 let part = shared_part(name).unwrap_or(name);
                 assert!(!brought.contains(&part), "seed {seed}: {name}");
@@ -510,7 +510,7 @@ fn forward_keeps_nothing_of_what_backward_is_brought() {
     }
 }
 
-/// Some layers on meshes with whole shared experts, and some with slices of them.
+/// Some layers on meshes with whole shared experts, and some with shards of them.
 fn layer(seed: u64) -> (LayerSpec, Parallel) {
     if seed % 2 == 1 {
         return sliced_sample(seed);
@@ -520,7 +520,7 @@ fn layer(seed: u64) -> (LayerSpec, Parallel) {
     (spec, mesh)
 }
 
-/// What a rank sends in a forward pass at each number of ways, beside the table of
+/// What a rank sends in a forward pass at each adaptive parallelism degree, beside the table of
 /// docs/adaptive/ways.md.
 #[test]
 fn ways_send_what_their_table_says() {
@@ -528,14 +528,14 @@ fn ways_send_what_their_table_says() {
     let (spec, tokens) = (spec(text), 96);
     let (rows, weights) = ((tokens * 2 * 16 * 4) as f64, (3 * 4 * 16 * 48 * 4) as f64);
     let target = "cpu:avx2".parse().unwrap();
-    for (ep, shards) in [(4, 6), (2, 2), (4, 1), (1, 12)] {
+    for (ep, expert_tp) in [(4, 6), (2, 2), (4, 1), (1, 12)] {
         let mesh = Parallel {
             ep,
-            shards,
+            expert_tp,
             ..Parallel::default()
         };
-        for by in Ways::all(mesh) {
-            let sharing = Sharing::from(mesh).at_ways(by);
+        for by in AdaptiveMesh::all(mesh) {
+            let sharing = Sharing::from(mesh).at_r(by);
             let plan = plan_rank(&spec, target, &PlanOptions::default(), sharing, 0).unwrap();
             let sent = |wanted: &[&str]| {
                 let exchanges = plan.steps.iter().filter_map(|step| match step {
@@ -546,7 +546,7 @@ fn ways_send_what_their_table_says() {
                 let sent = wanted.map(|exchange| plan.bytes(exchange, tokens, 1).network);
                 sent.sum::<u64>() as f64
             };
-            let (ep, s, r) = (ep as f64, shards as f64, by as f64);
+            let (ep, s, r) = (ep as f64, expert_tp as f64, by as f64);
             let (there, back, gathered, borrowed) = match by {
                 0 => (0.0, 0.0, weights * (1.0 - 1.0 / (ep * s)), weights),
                 _ => (
@@ -557,7 +557,7 @@ fn ways_send_what_their_table_says() {
                 ),
             };
             let near = |found: f64, want: f64, of: &str| {
-                let what = format!("{of} of {by} ways on {mesh:?}: {found}, not {want}");
+                let what = format!("{of} of {by} adaptive_r on {mesh:?}: {found}, not {want}");
                 assert!((found - want).abs() <= 1e-6 * want, "{what}");
             };
             near(sent(&["rows"]), there, "rows");

@@ -1,7 +1,7 @@
 //! What a rank does, in lines for people.
 
 use super::data::NODES;
-use super::{Exchange, RankPlan, RankStep, Side, Way};
+use super::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
 use crate::{LayerPlan, Step, TensorId};
 use std::fmt::Write;
 
@@ -21,159 +21,165 @@ impl RankPlan {
             }
             let _ = writeln!(text, "{name}");
             for step in steps {
-                let (lines, piece) = match step {
-                    RankStep::Launch { side, step, piece } => {
-                        let launched = &launched(self.side(*side))[*step];
-                        (vec![self.launch(*side, launched)], piece)
+                let (lines, chunk) = match step {
+                    RankStep::Launch { part, step, chunk } => {
+                        let launched = &launched(self.part(*part))[*step];
+                        (vec![self.launch(*part, launched)], chunk)
                     }
-                    RankStep::Exchange(exchange) => (self.around(exchange), &exchange.piece),
+                    RankStep::Exchange(exchange) => (self.around(exchange), &exchange.chunk),
                 };
-                let piece = piece.map_or(String::new(), |piece| format!(", piece {piece}"));
+                let chunk = chunk.map_or(String::new(), |chunk| format!(", chunk {chunk}"));
                 for line in lines {
-                    let _ = writeln!(text, "  {line}{piece}");
+                    let _ = writeln!(text, "  {line}{chunk}");
                 }
             }
         }
         text
     }
 
-    fn launch(&self, side: Side, step: &Step) -> String {
-        let whose = side.name();
-        format!("{whose:<9}{}", self.side(side).symbol(step))
+    fn launch(&self, part: PlanPart, step: &Step) -> String {
+        let whose = part.name();
+        format!("{whose:<9}{}", self.part(part).symbol(step))
     }
 
     /// An exchange, between the launches for the rows of it that go to other nodes.
     fn around(&self, exchange: &Exchange) -> Vec<String> {
         let line = self.exchange(exchange);
-        let (Some(packed), Some(wire)) = (&exchange.packed, &self.wire) else {
+        let (Some(packed), Some(casts)) = (&exchange.packed, &self.comm_cast) else {
             return vec![line];
         };
-        let symbol = |step: &usize| wire.symbol(&wire.steps[*step]).to_string();
+        let symbol = |step: &usize| casts.symbol(&casts.steps[*step]).to_string();
         let launch = |step: &usize| format!("{NODES:<9}{}", symbol(step));
-        let (name, bytes) = (packed.wire, packed.row_bytes);
+        let (name, bytes) = (packed.comm_dtype, packed.row_bytes);
         let line = format!("{line}; between nodes {name}, {bytes} bytes a row");
         let before = packed.pack.iter().map(launch);
         before.chain([line, launch(&packed.unpack)]).collect()
     }
 
     fn exchange(&self, exchange: &Exchange) -> String {
-        let (tokens, experts, shared) = (Side::Tokens, Side::Experts, Side::Shared);
-        let shadows = Side::Shadows;
-        let name = |side: Side, id: TensorId| &*self.side(side)[id].name;
-        let row = |side: Side, id| self.row_bytes(side, id);
-        let what = match exchange.way {
-            Way::Tokens => "every rank's number of tokens to all: 8 bytes".to_string(),
-            Way::Counts => {
+        let (tokens, experts, shared) = (PlanPart::Dispatch, PlanPart::Experts, PlanPart::Shared);
+        let shadows = PlanPart::Shadows;
+        let name = |part: PlanPart, id: TensorId| &*self.part(part)[id].name;
+        let row = |part: PlanPart, id| self.row_bytes(part, id);
+        let what = match exchange.op {
+            CollectiveOp::TokenCounts => {
+                "every rank's number of tokens to all: 8 bytes".to_string()
+            }
+            CollectiveOp::RowCounts => {
                 let experts = self.experts_here().len();
                 format!(
                     "rows for each expert to its ranks: {} bytes from each",
                     8 * experts
                 )
             }
-            Way::Loads => format!(
+            CollectiveOp::TokensPerExpert => format!(
                 "rows of all for every expert, and which have shadows: {} bytes from each",
                 8 * self.tokens.spec.shape.experts
             ),
-            Way::ToShadows { from, to } => format!(
+            CollectiveOp::KeepShadowRows { from, to } => format!(
                 "{} that stay to {} of shadows: {} bytes a row",
                 name(tokens, from),
                 name(shadows, to),
                 row(tokens, from)
             ),
-            Way::FromShadows { from, to } => format!(
+            CollectiveOp::ReturnShadowRows { from, to } => format!(
                 "{} of shadows to {}: {} bytes a row",
                 name(shadows, from),
                 name(tokens, to),
                 row(shadows, from)
             ),
-            Way::ShadowWeight { from, to } => format!(
+            CollectiveOp::BroadcastShadowWeight { from, to } => format!(
                 "{} of experts with shadows to all: at most {} bytes",
                 name(experts, from),
-                self.side(shadows)[to].bytes(0)
+                self.part(shadows)[to].bytes(0)
             ),
-            Way::ShadowGradient { from, to } => format!(
+            CollectiveOp::ReduceShadowGradient { from, to } => format!(
                 "{} of shadows summed to {} of their owners: at most {} bytes",
                 name(shadows, from),
                 name(experts, to),
-                self.side(shadows)[from].bytes(0)
+                self.part(shadows)[from].bytes(0)
             ),
-            Way::ToExperts { from, to } => format!(
+            CollectiveOp::Dispatch { from, to } => format!(
                 "{} to {} of experts: {} bytes a row{}",
                 name(tokens, from),
                 name(experts, to),
                 row(tokens, from),
-                to_each(self.by().mesh().shards)
+                to_each(self.by().mesh().expert_tp)
             ),
-            Way::ToTokens { from, to } => format!(
+            CollectiveOp::Combine { from, to } => format!(
                 "{} of experts to {}: {} bytes a row",
                 name(experts, from),
                 name(tokens, to),
                 row(experts, from)
             ),
-            Way::OverShards { tensor } => format!(
+            CollectiveOp::AllReduceTp { tensor } => format!(
                 "{} of experts summed over {} slices: {} bytes a row",
                 name(experts, tensor),
-                self.by().mesh().shards,
+                self.by().mesh().expert_tp,
                 row(experts, tensor)
             ),
-            Way::Neighbours => "each slice's number of tokens to the others: 8 bytes".to_string(),
-            Way::ToSlices { from, to } => format!(
+            CollectiveOp::TpTokenCounts => {
+                "each slice's number of tokens to the others: 8 bytes".to_string()
+            }
+            CollectiveOp::AllGatherTp { from, to } => format!(
                 "{} to {} of shared experts: {} bytes a row{}",
                 name(tokens, from),
                 name(shared, to),
                 row(tokens, from),
-                to_each(self.mesh.shards)
+                to_each(self.mesh.expert_tp)
             ),
-            Way::FromSlices { from, to } => format!(
+            CollectiveOp::ReduceScatterTp { from, to } => format!(
                 "{} summed over {} slices to {}: {} bytes a row",
                 name(shared, from),
-                self.mesh.shards,
+                self.mesh.expert_tp,
                 name(tokens, to),
                 row(shared, from)
             ),
-            Way::OfFirst { from, to } => format!(
+            CollectiveOp::BroadcastTp { from, to } => format!(
                 "{} of the first slice to {} of all: {} bytes",
                 name(shared, from),
                 name(tokens, to),
                 self.tokens[to].bytes(0)
             ),
-            Way::Sum { from, to } => format!(
+            CollectiveOp::AllReduceSum { from, to } => format!(
                 "{} of all ranks summed to {}: {} bytes",
                 name(tokens, from),
                 name(tokens, to),
                 self.tokens[from].bytes(0)
             ),
-            Way::Live { ids, .. } => {
+            CollectiveOp::CountLiveTokens { ids, .. } => {
                 format!(
                     "tokens of all ranks with an expert, by {}: 8 bytes",
                     name(tokens, ids)
                 )
             }
-            Way::Placed => "where tokens go, as routing those of all ranks says".to_string(),
-            Way::LossParts { tensor } => format!(
+            CollectiveOp::GlobalRouting => {
+                "where tokens go, as routing those of all ranks says".to_string()
+            }
+            CollectiveOp::ReduceLossParts { tensor } => format!(
                 "{} summed over tiles and ranks: {} bytes",
                 name(tokens, tensor),
-                self.row_bytes(Side::Tokens, tensor)
+                self.row_bytes(PlanPart::Dispatch, tensor)
             ),
-            Way::Most { tensor } => {
+            CollectiveOp::AllReduceMax { tensor } => {
                 format!(
                     "{} is the largest of all ranks: 8 bytes",
                     name(tokens, tensor)
                 )
             }
-            Way::GatherWeight { weight, .. } => format!(
+            CollectiveOp::AllGatherWeight { weight, .. } => format!(
                 "{} of {} ranks gathered: {} bytes",
                 name(experts, weight),
                 self.block(),
                 self.experts[weight].bytes(0)
             ),
-            Way::ScatterGradient { gradient, .. } => format!(
+            CollectiveOp::ReduceScatterGradient { gradient, .. } => format!(
                 "{} summed over {} ranks to its owners: {} bytes",
                 name(experts, gradient),
                 self.block(),
                 self.experts[gradient].bytes(0)
             ),
-            Way::Gather { from, to } => format!(
+            CollectiveOp::AllGatherExperts { from, to } => format!(
                 "{} of all experts: {} bytes",
                 name(experts, from),
                 self.tokens[to].bytes(0)

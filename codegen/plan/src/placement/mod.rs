@@ -338,12 +338,12 @@ impl Placement {
     }
 
     /// Rows that each group gets, from the rows of each rank of a group of ranks for each
-    /// expert: the rule of [`Placement::share`] summed up. `shards` is the mesh's: as many
+    /// expert: the rule of [`Placement::share`] summed up. `expert_tp` is the mesh's: as many
     /// ranks after each other are of one group.
-    pub fn received(&self, shards: usize, counts: &[Vec<usize>]) -> Vec<usize> {
+    pub fn received(&self, expert_tp: usize, counts: &[Vec<usize>]) -> Vec<usize> {
         let mut rows = vec![0; self.groups()];
         for (source, counts) in counts.iter().enumerate() {
-            let from = (source, source / shards.max(1));
+            let from = (source, source / expert_tp.max(1));
             for (expert, &count) in counts.iter().enumerate() {
                 for &group in &*self.holders(expert) {
                     rows[group] += self.share(from, expert, count, group).len();

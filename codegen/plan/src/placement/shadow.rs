@@ -106,12 +106,12 @@ impl ShadowModel {
 /// their rows, the lower number first where they are alike, shadows each while the model
 /// says that the step gets shorter, and stops at the first that does not. `counts` are the
 /// rows of each rank of a group of ranks for each expert, gathered from all, so that every
-/// rank decides alike; `shards` as in [`Placement::received`]. The last expert is never
+/// rank decides alike; `expert_tp` as in [`Placement::received`]. The last expert is never
 /// shadowed.
 pub fn shadows(
     model: &ShadowModel,
     present: &Placement,
-    shards: usize,
+    expert_tp: usize,
     counts: &[Vec<usize>],
 ) -> Vec<usize> {
     let experts = present.experts();
@@ -121,7 +121,7 @@ pub fn shadows(
     order.sort_by_key(|&expert| std::cmp::Reverse(totals[expert]));
     let rows_with = |chosen: usize| match model.form {
         ShadowForm::Released => totals[order[chosen]],
-        ShadowForm::Paper => busiest(present, shards, counts, &order[..chosen]),
+        ShadowForm::Paper => busiest(present, expert_tp, counts, &order[..chosen]),
     };
     let mut chosen = 0;
     let mut best = model.plain(rows_with(0) as f64);
@@ -138,14 +138,19 @@ pub fn shadows(
 }
 
 /// Rows of the busiest group when some experts are on all groups.
-fn busiest(present: &Placement, shards: usize, counts: &[Vec<usize>], shadowed: &[usize]) -> usize {
+fn busiest(
+    present: &Placement,
+    expert_tp: usize,
+    counts: &[Vec<usize>],
+    shadowed: &[usize],
+) -> usize {
     let placed = match shadowed {
         [] => Ok(present.clone()),
         _ => present.with_shadows(shadowed),
     };
     let placed = placed.expect("they are the layer's");
     placed
-        .received(shards, counts)
+        .received(expert_tp, counts)
         .into_iter()
         .max()
         .unwrap_or(0)

@@ -153,9 +153,9 @@ fn every_row_goes_to_one_replica() {
     let draw = &mut Counter::new(2);
     for _ in 0..400 {
         let placement = random(draw);
-        let (groups, shards) = (placement.groups(), draw.between(1, 3));
-        let source = draw.between(0, groups * shards - 1);
-        let from = (source, source / shards);
+        let (groups, expert_tp) = (placement.groups(), draw.between(1, 3));
+        let source = draw.between(0, groups * expert_tp - 1);
+        let from = (source, source / expert_tp);
         for expert in 0..placement.experts() {
             let rows = [0, 1, 2, 33][draw.between(0, 3)];
             let mut taken = vec![0; rows];
@@ -336,23 +336,23 @@ fn shadows_shorten_the_modelled_step_or_are_not_taken() {
     let draw = &mut Counter::new(5);
     let mut some = 0;
     for _ in 0..200 {
-        let (groups, shards) = (draw.between(2, 6), draw.between(1, 2));
+        let (groups, expert_tp) = (draw.between(2, 6), draw.between(1, 2));
         let experts = groups * draw.between(1, 4);
         let present = Placement::contiguous(groups, experts);
         let loads = zipf(draw, experts, 1.5);
-        let counts: Vec<Vec<usize>> = (0..groups * shards)
+        let counts: Vec<Vec<usize>> = (0..groups * expert_tp)
             .map(|rank| loads.iter().map(|l| *l as usize / (1 + rank % 2)).collect())
             .collect();
         let model = ShadowModel {
             form: ShadowForm::Paper,
             ..ShadowModel::fastmoe(512)
         };
-        let chosen = shadows(&model, &present, shards, &counts);
-        assert_eq!(chosen, shadows(&model, &present, shards, &counts));
-        let before = *present.received(shards, &counts).iter().max().unwrap();
+        let chosen = shadows(&model, &present, expert_tp, &counts);
+        assert_eq!(chosen, shadows(&model, &present, expert_tp, &counts));
+        let before = *present.received(expert_tp, &counts).iter().max().unwrap();
         if !chosen.is_empty() {
             let with = present.with_shadows(&chosen).unwrap();
-            let after = *with.received(shards, &counts).iter().max().unwrap();
+            let after = *with.received(expert_tp, &counts).iter().max().unwrap();
             assert!(model.worth(before as f64, after as f64, chosen.len()));
             assert!(chosen.len() < experts);
             for &expert in &chosen {

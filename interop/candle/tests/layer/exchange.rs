@@ -4,7 +4,7 @@
 use crate::in_candle::{floats, random};
 use candle_core::{Result, Tensor, Var};
 use moesaic::collectives::{Call, threads};
-use moesaic::mesh::Among;
+use moesaic::mesh::ProcessGroup;
 use moesaic::{Engine, Mesh, Parallel};
 use moesaic_candle::{Exchange, exchange};
 use std::error::Error;
@@ -34,7 +34,7 @@ fn exchanged(what: Exchange, rows: usize) -> Vec<[Vec<f32>; 2]> {
         let mesh = Mesh::new(&mut world, parallel)?;
         let [x, factor] = given(mesh.rank(), rows)?;
         let x = Var::from_tensor(&x)?;
-        let y = exchange(what, &engine.ranks(&mesh), Among::World, &x)?;
+        let y = exchange(what, &engine.ranks(&mesh), ProcessGroup::World, &x)?;
         let gradients = (&y * factor)?.sum_all()?.backward()?;
         world.finish(&Call::new("end"))?;
         let dx = gradients.get(&x).ok_or("it takes part")?;

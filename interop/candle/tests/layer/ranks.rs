@@ -107,7 +107,7 @@ fn check(parallel: Parallel) -> Result<[Found; 2]> {
     let [a, b]: [Found; 2] = found.try_into().ok().expect("two ranks");
     let found = Tensor::cat(&[&a.y, &b.y], 0)?;
     assert_close("y", &found, &y, 1e-5)?;
-    if parallel.shards == 1 {
+    if parallel.expert_tp == 1 {
         assert_eq!(floats(&found)?, floats(&y)?);
     }
     let dx = Tensor::cat(&[&a.dx, &b.dx], 0)?;
@@ -145,12 +145,12 @@ fn experts_on_two_ranks() -> Result<()> {
 #[test]
 fn slices_and_replicas() -> Result<()> {
     check(Parallel {
-        shards: 2,
+        expert_tp: 2,
         ..Parallel::default()
     })?;
     check(Parallel {
-        shards: 2,
-        shared: SharedExperts::Sliced,
+        expert_tp: 2,
+        shared: SharedExperts::Sharded,
         ..Parallel::default()
     })?;
     check(Parallel {
@@ -201,7 +201,7 @@ fn ranks_choose_how_they_carry_out_calls() -> Result<()> {
     let x = case.draw(&[TOKENS, 24])?.as_detached_tensor();
     let y = case.layer.forward(&Inputs::new(&x))?.y;
     let engine = Engine::cpu().expect("a C compiler");
-    let strategy: Strategy = "degree=2".parse().expect("a strategy");
+    let strategy: Strategy = "overlap_degree=2".parse().expect("a strategy");
     let mesh = Parallel {
         ep: 2,
         ..Parallel::default()

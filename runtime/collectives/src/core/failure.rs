@@ -2,8 +2,8 @@
 
 use super::Core;
 use crate::CollectiveError;
-use crate::error::{At, Missing};
 use crate::eager::EagerMessage;
+use crate::error::{At, Missing};
 use crate::operation::Operation;
 use std::time::{Duration, Instant};
 

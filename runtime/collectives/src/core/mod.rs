@@ -1,18 +1,18 @@
 //! Everything that is in flight on a rank, over one transport.
 
-mod failure;
 mod driver;
+mod failure;
 mod shared;
 
 pub(crate) use shared::Shared;
 
 use crate::CollectiveError;
-use crate::transport::{Transport, MemoryRange};
+use crate::eager::{Body, EagerMessage, INLINE_BYTES, Key, Kind, PartSizes, Signature};
 use crate::error::At;
-use crate::progress_thread::{Bell, ProgressThread};
-use crate::eager::{Body, INLINE_BYTES, Key, Kind, EagerMessage, PartSizes, Signature};
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
+use crate::progress_thread::{Bell, ProgressThread};
+use crate::transport::{MemoryRange, Transport};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;

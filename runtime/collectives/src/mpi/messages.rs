@@ -132,7 +132,8 @@ mod tests {
         for sizes in [vec![1, 70_000, 3, 65_536], vec![KEPT - 5, 5], vec![KEPT, 1]] {
             let lie = |apart: usize| -> Vec<Vec<usize>> {
                 let at = |i: usize| sizes[..i].iter().sum::<usize>() + i * apart;
-                let parts: Vec<MemoryRange> = (0..sizes.len()).map(|i| part(at(i), sizes[i])).collect();
+                let parts: Vec<MemoryRange> =
+                    (0..sizes.len()).map(|i| part(at(i), sizes[i])).collect();
                 let bytes = |list: &Vec<MemoryRange>| list.iter().map(|part| part.bytes).collect();
                 messages(&parts, 1 << 30).iter().map(bytes).collect()
             };

@@ -8,10 +8,10 @@
 //! ranks are there.
 
 mod abi;
-mod transport;
 mod find;
 mod messages;
 mod table;
+mod transport;
 mod watch;
 
 use crate::world::World;
@@ -103,7 +103,8 @@ pub const NOT_TOGETHER: i32 = watch::CODE;
 pub fn probe(options: &Options) -> Result<Found, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
-    let version = transport::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
+    let version =
+        transport::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
     Ok(Found {
         version,
         interface: abi.name,

@@ -4,7 +4,7 @@ use super::abi::{Abi, Handle, Status};
 use super::messages::{joined, messages};
 use super::table::{Calls, Message, TagBound};
 use super::watch::Watch;
-use crate::transport::{Transport, MAX_EAGER_BYTES, MemoryRange, Request};
+use crate::transport::{MAX_EAGER_BYTES, MemoryRange, Request, Transport};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::{Duration, Instant};
@@ -353,7 +353,12 @@ impl Transport for Mpi {
         Ok(Some(message))
     }
 
-    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+    unsafe fn send(
+        &mut self,
+        to: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         self.rendezvous(to, tag, parts, |mpi, from, message, request| {
             // SAFETY: the caller keeps the memory until the rendezvous message is finished.
             let code = unsafe { mpi.calls.isend(from, message, request) };
@@ -361,7 +366,12 @@ impl Transport for Mpi {
         })
     }
 
-    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<Request, String> {
+    unsafe fn receive(
+        &mut self,
+        from: usize,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<Request, String> {
         self.rendezvous(from, tag, parts, |mpi, to, message, request| {
             // SAFETY: as in `send`.
             let code = unsafe { mpi.calls.irecv(to, message, request) };

@@ -1,10 +1,10 @@
 //! Exchanges over other ranks.
 
-use super::group::{Nccl, BegunHandle};
+use super::group::{BegunHandle, Nccl};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::eager::Kind;
-use crate::plan::{self, Schedule, HopCounts};
-use crate::{CollectiveError, Slice, hierarchical, checks};
+use crate::plan::{self, HopCounts, Schedule};
+use crate::{CollectiveError, Slice, checks, hierarchical};
 
 impl Nccl {
     /// [`Collectives::exchange_counts`].
@@ -17,9 +17,9 @@ impl Nccl {
         call: &Call,
     ) -> Result<HopCounts, CollectiveError> {
         let kind = Kind::Agree;
-        if let Some(told) =
-            self.by_control(1, |control| control.exchange_counts(algorithm, pieces, units, call))
-        {
+        if let Some(told) = self.by_control(1, |control| {
+            control.exchange_counts(algorithm, pieces, units, call)
+        }) {
             return told;
         }
         checks::units(kind, pieces, units.len(), self.size())?;

@@ -11,13 +11,13 @@
 //! that calls something else, or is late, is found and named by that. [`Checks::Off`]
 //! leaves it out.
 
-mod hierarchical;
 mod card;
 mod comm;
 mod end;
 mod find;
 mod fold;
 mod group;
+mod hierarchical;
 mod launch;
 mod meet;
 mod split;

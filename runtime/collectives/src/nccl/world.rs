@@ -74,7 +74,10 @@ impl World {
 
     /// The other stream, behind all that the device's own has so far.
     pub fn overlapped(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
-        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut overlapped = self
+            .overlapped
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let own = self.device.streams()?;
         let stream = match &*overlapped {
             Some(overlapped) => Arc::clone(&overlapped.stream),
@@ -94,7 +97,10 @@ impl World {
 
     /// The device's own stream goes on behind the other one until `last`.
     pub fn goes_on(&self, last: &Arc<dyn Event>) {
-        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut overlapped = self
+            .overlapped
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if let Some(overlapped) = &mut *overlapped {
             overlapped.last = Some(Arc::clone(last));
         }
@@ -102,8 +108,14 @@ impl World {
 
     /// The device's own stream waits for all of the other one.
     pub fn join(&self) -> Result<(), DeviceError> {
-        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
-        match overlapped.as_mut().and_then(|overlapped| overlapped.last.take()) {
+        let mut overlapped = self
+            .overlapped
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        match overlapped
+            .as_mut()
+            .and_then(|overlapped| overlapped.last.take())
+        {
             Some(last) => self.device.streams()?.wait(&*last),
             None => Ok(()),
         }
@@ -117,7 +129,10 @@ impl World {
 
     /// The same for an operation of the other stream.
     pub fn scratch_beside(&self, bytes: usize) -> Result<Slice, DeviceError> {
-        let mut overlapped = self.overlapped.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut overlapped = self
+            .overlapped
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         match &mut *overlapped {
             Some(overlapped) => self.enough(&mut overlapped.scratch, bytes),
             None => self.scratch(bytes),

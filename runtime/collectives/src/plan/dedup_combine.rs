@@ -3,7 +3,7 @@
 //! token's other rows of that node become zeros, so that all rows still add up.
 
 use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
-use super::{Copy, Schedule, HopSchedule, Message, Place, Plan, Span, Step, offsets, others};
+use super::{Copy, HopSchedule, Message, Place, Plan, Schedule, Span, Step, offsets, others};
 use crate::{Element, Reduction};
 use std::sync::Arc;
 
@@ -195,7 +195,11 @@ impl Planning<'_> {
     fn heap(&mut self, node: usize) -> Heap {
         let dedup = &self.sums.dedup;
         let own = dedup.shape().split(dedup.rank()).0;
-        let per_node = if node == own { 0 } else { dedup.shape().per_node };
+        let per_node = if node == own {
+            0
+        } else {
+            dedup.shape().per_node
+        };
         // Of each rank of this node its rows' numbers, where it answers.
         let answers = |place: usize| {
             let at = node * dedup.shape().per_node + place;

@@ -4,7 +4,9 @@
 //! which sends it on to every rank of that node that gets a row of the token. DedupDispatch for the
 //! own node go straight. What arrives is what arrives without.
 
-use super::{Copy, Schedule, HopSchedule, Block, Message, HopCounts, Place, Plan, Span, Step, others};
+use super::{
+    Block, Copy, HopCounts, HopSchedule, Message, Place, Plan, Schedule, Span, Step, others,
+};
 use crate::NodeShape;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -129,7 +131,12 @@ impl DedupMap {
                 if node == own {
                     Vec::new()
                 } else {
-                    dedup_indices(parted(&list[node], blocks(node, hops), numbers.clone(), cut))
+                    dedup_indices(parted(
+                        &list[node],
+                        blocks(node, hops),
+                        numbers.clone(),
+                        cut,
+                    ))
                 }
             };
             (0..self.shape.nodes).map(some).collect()
@@ -187,7 +194,8 @@ impl DedupMap {
     /// The exchange of rows of so many bytes.
     pub fn of_rows(self: &Arc<DedupMap>, bytes: RowBytes) -> DedupDispatch {
         let node = |rank: usize| self.shape.split(rank).0;
-        let size = |block: Block| block.units as usize * bytes.of(node(block.from) != node(block.to));
+        let size =
+            |block: Block| block.units as usize * bytes.of(node(block.from) != node(block.to));
         DedupDispatch {
             dedup: Arc::clone(self),
             schedule: self.hop_counts.there(&size),
@@ -342,7 +350,8 @@ impl Planning<'_> {
 
     /// The first row of each token for a node.
     fn dedup_indices(&self, node: usize) -> impl Iterator<Item = Span> {
-        let ranks = (0..self.dedup.shape.per_node).map(move |place| self.dedup.shape.rank(node, place));
+        let ranks =
+            (0..self.dedup.shape.per_node).map(move |place| self.dedup.shape.rank(node, place));
         let rows = ranks.flat_map(|rank| &self.from[rank]);
         let mut next = 0;
         let numbered = rows.zip(&self.dedup.sent[node]);

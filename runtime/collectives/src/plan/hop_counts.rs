@@ -82,7 +82,11 @@ impl HopCounts {
         cut: &dyn Fn(usize, Block) -> Range<usize>,
     ) -> HopCounts {
         let pair = |blocks: Vec<Block>| -> Vec<u64> {
-            let part = |number: usize| blocks.iter().map(move |block| cut(number, *block).len() as u64);
+            let part = |number: usize| {
+                blocks
+                    .iter()
+                    .map(move |block| cut(number, *block).len() as u64)
+            };
             numbers.clone().flat_map(part).collect()
         };
         let table = |order: usize, stage: usize| {
@@ -143,10 +147,18 @@ impl HopCounts {
         self.schedule(self.hops.back(), true, &turned)
     }
 
-    fn schedule(&self, hops: HopOrder, reversed: bool, size: &dyn Fn(Block) -> usize) -> HopSchedule {
+    fn schedule(
+        &self,
+        hops: HopOrder,
+        reversed: bool,
+        size: &dyn Fn(Block) -> usize,
+    ) -> HopSchedule {
         let table = |order: usize, stage: usize| -> Vec<usize> {
             let blocks = |place: usize| self.blocks(order, stage, place);
-            self.places(order, stage).flat_map(blocks).map(size).collect()
+            self.places(order, stage)
+                .flat_map(blocks)
+                .map(size)
+                .collect()
         };
         let stages = |order: usize| {
             let tables = (0..=self.hops.count()).map(|stage| table(order, stage));

@@ -4,26 +4,26 @@
 //! the shape of nodes alone; nothing in it names an transport or an address.
 
 mod agree;
-mod exchange;
-mod hop_order;
-mod schedule;
-mod dedup_dispatch;
-mod packed;
-mod hop_counts;
-mod reduce;
-mod over_hops;
 mod dedup_combine;
+mod dedup_dispatch;
+mod exchange;
+mod hop_counts;
+mod hop_order;
+mod over_hops;
+mod packed;
+mod reduce;
+mod schedule;
 mod trees;
 
 pub use agree::{agreement, sizes};
+pub use dedup_combine::{DedupCombine, IntraNodeCombine};
+pub use dedup_dispatch::{DedupDispatch, DedupMap, RowBytes, dedup_indices};
 pub use exchange::{all_gather, all_to_all, exchange};
-pub use hop_order::{HopOrder, HopSchedule};
-pub use schedule::Schedule;
-pub use dedup_dispatch::{DedupMap, RowBytes, DedupDispatch, dedup_indices};
 pub use hop_counts::{Block, HopCounts, count_hops};
-pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
+pub use hop_order::{HopOrder, HopSchedule};
 pub use over_hops::{Endpoints, all_to_all_with, exchange_with, routed};
-pub use dedup_combine::{IntraNodeCombine, DedupCombine};
+pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
+pub use schedule::Schedule;
 pub use trees::{barrier, broadcast};
 
 use crate::{Element, Reduction};

@@ -152,7 +152,12 @@ fn extend(list: &mut Vec<Message>, peer: usize, spans: impl Iterator<Item = Span
 }
 
 /// Parts of one piece each, one after the other in input 0 and in output 0.
-pub fn all_to_all_with(schedule: &HopSchedule, sends: &[usize], receives: &[usize], phase: u32) -> Plan {
+pub fn all_to_all_with(
+    schedule: &HopSchedule,
+    sends: &[usize],
+    receives: &[usize],
+    phase: u32,
+) -> Plan {
     let (from, to) = (HopSchedule::starts(sends), HopSchedule::starts(receives));
     let part = |place, starts: &[usize], peer: usize| {
         vec![Span::new(place, starts[peer]..starts[peer + 1])]

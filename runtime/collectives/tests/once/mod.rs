@@ -3,7 +3,7 @@
 
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{bytes, carried, shapes, told};
-use moesaic_collectives::plan::{self, DedupMap, HopOrder, Schedule, Block, Plan, RowBytes};
+use moesaic_collectives::plan::{self, Block, DedupMap, HopOrder, Plan, RowBytes, Schedule};
 use moesaic_collectives::{Element, NodeShape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -184,8 +184,7 @@ fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale
     for algorithm in algorithms(ranks) {
         let from = slice(device, Element::I32, &input);
         let to = room(device, Element::I32, receives.iter().sum());
-        let handle =
-            world.all_to_all_v(&from, &sends, &to, &receives, algorithm, &call("counts"));
+        let handle = world.all_to_all_v(&from, &sends, &to, &receives, algorithm, &call("counts"));
         handle.unwrap().wait().unwrap();
         assert!(
             read(device, &to) == expected,

@@ -1,7 +1,7 @@
 //! Every exchange with as many threads as are asked for.
 
 use crate::support::{part, read, room, slice};
-use moesaic_collectives::plan::{self, DedupMap, Schedule, RowBytes};
+use moesaic_collectives::plan::{self, DedupMap, RowBytes, Schedule};
 use moesaic_collectives::{
     Algorithm, Call, Collectives, Communicator, Element, Levels, NodeShape, Slice, Transfer,
     threads,

@@ -121,7 +121,7 @@ impl AnyLayer {
     }
 
     /// The layer that has a weight, and its gradient: on a mesh that of this rank's experts,
-    /// of its slices of shared ones, or of what every rank has.
+    /// of its shards of shared ones, or of what every rank has.
     pub fn side_of(&self, name: &str) -> &Layer {
         match self {
             AnyLayer::One(layer) => layer,
@@ -389,7 +389,7 @@ impl AnyLayer {
         }
     }
 
-    /// Replaces a weight, on a mesh this rank's part of it, when no call is under way.
+    /// Replaces a weight, on a mesh this rank's part of it, when no call is in flight.
     ///
     /// # Errors
     /// As [`Layer::set_weight`].

@@ -1,31 +1,31 @@
 //! The passes of a rank's part of a layer.
 
+use super::comm_cast::{Hop, Packing, counted};
 use super::layer::MeshLayer;
-use super::neighbours::Neighbours;
 use super::passes::{Passes, Segment};
+use super::plan_part::PartCall;
 use super::raw::Beside;
 use super::routing::Routing;
 use super::rows::Rows;
 use super::run::Run;
 use super::settings::Settings;
 use super::shadows::ShadowWeights;
-use super::side::Side;
+use super::tp_peers::TpPeers;
 use super::view::{Form, View};
-use super::wire::{Hop, Packing, counted};
 use crate::call::{Counters, Input, Output, RawCall};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use crate::training::Saved;
 use moesaic_collectives::Call;
-use moesaic_plan::{Both, Role, SATURATED, Wire};
+use moesaic_plan::{Both, CommDtype, Role, SATURATED};
 use moesaic_target::Ptr;
 use moesaic_tensor::Tensor;
 use std::sync::Arc;
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
 pub struct MeshSaved {
-    /// What rows are between nodes.
-    wire: Both<Wire>,
+    /// What rows are group nodes.
+    comm_dtype: Both<CommDtype>,
     /// Backward goes as forward did.
     form: Form,
     passes: Arc<Passes>,
@@ -39,7 +39,7 @@ pub struct MeshSaved {
     /// Their weights, where they stay.
     shadow_weights: Option<ShadowWeights>,
     /// Where shared experts are sliced.
-    shared: Option<(Saved, Neighbours)>,
+    shared: Option<(Saved, TpPeers)>,
 }
 
 impl MeshSaved {
@@ -102,14 +102,14 @@ impl MeshLayer {
     pub(super) fn evaluate(&self, given: &Given<'_>) -> Result<Run<'_>, EngineError> {
         let view = self.view();
         let routing = self.routing_of_all(Pass::Evaluate, given, Counters::default())?;
-        let mut run = self.call(view, self.strategy.wire)?;
+        let mut run = self.call(view, self.strategy.comm_dtype)?;
         run.routing = routing;
         let evaluation = &view.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, Counters::default())?;
         run.lend(false)?;
-        run.run(evaluation, |side, rows| {
-            let layer = side.layer;
-            side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
+        run.run(evaluation, |part, rows| {
+            let layer = part.layer;
+            part.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
         })?;
         Ok(run)
     }
@@ -190,7 +190,7 @@ impl MeshLayer {
         let view = self.view();
         let segments = &view.routing[usize::from(pass.trains())];
         let routing = self.routing_of_all(pass, given, counters)?;
-        let mut run = self.call(view, Both::same(Wire::Exact))?;
+        let mut run = self.call(view, Both::same(CommDtype::Unchanged))?;
         run.routing = routing;
         run.begin(pass, segments, given, counters)?;
         run.run(segments, |_, _| Ok(()))?;
@@ -222,15 +222,15 @@ impl MeshLayer {
         self.tokens.check_training()?;
         let view = self.view();
         let routing = self.routing_of_all(Pass::Train, given, counters)?;
-        let mut run = self.call(view, self.strategy.wire)?;
+        let mut run = self.call(view, self.strategy.comm_dtype)?;
         run.routing = routing;
         run.idle_weights = Some(&view.idle_weights);
         let forward = &view.passes.forward;
         run.begin(Pass::Train, forward, given, counters)?;
         run.lend(false)?;
-        run.run(forward, |side, rows| {
-            let layer = side.layer;
-            side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
+        run.run(forward, |part, rows| {
+            let layer = part.layer;
+            part.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
         })?;
         Ok(run)
     }
@@ -245,7 +245,7 @@ impl MeshLayer {
             shared,
             rows,
             routing,
-            neighbours,
+            tp_peers,
             ..
         } = run;
         let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
@@ -253,23 +253,23 @@ impl MeshLayer {
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let view = self.view();
         MeshSaved {
-            wire: self.strategy.wire,
+            comm_dtype: self.strategy.comm_dtype,
             form: view.form,
             passes: Arc::clone(&view.passes),
             tokens,
             experts,
             rows,
             routing,
-            shadows: shadows.and_then(Side::into_saved),
+            shadows: shadows.and_then(PartCall::into_saved),
             shadow_weights,
-            shared: shared.and_then(Side::into_saved).zip(neighbours),
+            shared: shared.and_then(PartCall::into_saved).zip(tp_peers),
         }
     }
 
     /// Runs the layer backward from this rank's `dy`: returns `dx` and
     /// `grad.topk_weights` of its tokens, and leaves gradients of weights in both parts.
     /// Those of experts are whole but for other groups that hold the same; those of
-    /// [`MeshLayer::shared`] are of the tokens of ranks with slices of the same experts;
+    /// [`MeshLayer::shared`] are of the tokens of ranks with shards of the same experts;
     /// those of [`MeshLayer::replicated`] are of this rank's tokens alone:
     /// [`MeshLayer::reduce_gradients`] adds up all.
     ///
@@ -299,11 +299,11 @@ impl MeshLayer {
             .views
             .get(&saved.form)
             .ok_or(EngineError::ForeignSaved)?;
-        let packing = self.packing(view, saved.wire);
-        if packing.is_none() && saved.wire != Both::same(Wire::Exact) {
+        let packing = self.packing(view, saved.comm_dtype);
+        if packing.is_none() && saved.comm_dtype != Both::same(CommDtype::Unchanged) {
             return Err(EngineError::ForeignSaved);
         }
-        let mut run = self.call(view, saved.wire)?;
+        let mut run = self.call(view, saved.comm_dtype)?;
         run.own = Arc::clone(&saved.rows.own);
         run.routing = saved.routing.clone();
         run.begin_back(saved, dy, accumulate)?;
@@ -312,33 +312,37 @@ impl MeshLayer {
         Ok(run)
     }
 
-    /// A call whose rows are so between nodes.
-    fn call<'l>(&'l self, view: &'l View, wire: Both<Wire>) -> Result<Run<'l>, EngineError> {
-        let sides = view.sides(self.held());
+    /// A call whose rows are so group nodes.
+    fn call<'l>(
+        &'l self,
+        view: &'l View,
+        comm_dtype: Both<CommDtype>,
+    ) -> Result<Run<'l>, EngineError> {
+        let parts = view.parts(self.held());
         let groups = self.mesh.groups();
-        let hop = self.packing(view, wire).map(Packing::begin);
+        let hop = self.packing(view, comm_dtype).map(Packing::begin);
         Ok(Run {
             hop: hop.transpose()?,
             mesh: &self.mesh,
             plan: &view.plan,
             label: &view.plan.tokens.spec.name,
-            course: self.course,
+            row_schedule: self.row_schedule,
             groups,
-            tokens: Side::new(sides.tokens),
-            experts: Side::new(sides.experts),
+            tokens: PartCall::new(parts.tokens),
+            experts: PartCall::new(parts.experts),
             owned: &self.experts,
-            shadows: sides.shadows.map(Side::new),
+            shadows: parts.shadows.map(PartCall::new),
             model: &self.shadow_model,
             idle_weights: None,
             shadow_weights: None,
-            shared: sides.shared.map(Side::new),
+            shared: parts.shared.map(PartCall::new),
             routing: None,
             own: Arc::default(),
             rows: None,
-            neighbours: None,
+            tp_peers: None,
             exchanged: &view.exchanged,
             beside: Beside::default(),
-            under_way: Vec::new(),
+            in_flight: Vec::new(),
             recorder: self.recorder.as_deref(),
         })
     }
@@ -366,9 +370,9 @@ impl<'l> Run<'l> {
             counters,
             capacity_factor: given.capacity_factor(),
         };
-        let census = self.census(segments, tokens, &settings)?;
-        let most = census.map_or(tokens, |census| census.most);
-        let before = census.map_or(0, |census| census.before) as u64;
+        let step_counts = self.step_counts(segments, tokens, &settings)?;
+        let most = step_counts.map_or(tokens, |step_counts| step_counts.most);
+        let before = step_counts.map_or(0, |step_counts| step_counts.before) as u64;
         let counters = Counters {
             first_token: counters.first_token + before,
             ..counters
@@ -388,7 +392,7 @@ impl<'l> Run<'l> {
         }
     }
 
-    /// Makes room on all sides for a pass back, and puts `dy` where kernels read it.
+    /// Makes room on all parts for a pass back, and puts `dy` where kernels read it.
     fn begin_back(
         &mut self,
         saved: &'l MeshSaved,
@@ -405,14 +409,14 @@ impl<'l> Run<'l> {
         self.lend_shadows_back(saved.shadow_weights.as_ref())?;
         self.tokens.back(&saved.tokens, accumulate)?;
         self.experts.back(&saved.experts, accumulate)?;
-        if let (Some(side), Some(kept)) = (&mut self.shadows, &saved.shadows) {
-            side.back(kept, accumulate)?;
+        if let (Some(part), Some(kept)) = (&mut self.shadows, &saved.shadows) {
+            part.back(kept, accumulate)?;
         }
         self.begin_gradients(accumulate)?;
         self.begin_shadow_gradients(accumulate)?;
-        if let (Some(side), Some((kept, neighbours))) = (&mut self.shared, &saved.shared) {
-            side.back(kept, accumulate)?;
-            self.neighbours = Some(neighbours.clone());
+        if let (Some(part), Some((kept, tp_peers))) = (&mut self.shared, &saved.shared) {
+            part.back(kept, accumulate)?;
+            self.tp_peers = Some(tp_peers.clone());
         }
         match dy {
             Dy::Host(dy) => {

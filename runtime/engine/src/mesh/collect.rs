@@ -1,16 +1,16 @@
 //! Tensors of all ranks, written by the first as those of one process.
 
-use super::ranks::{Among, Ranks};
+use super::ranks::{ProcessGroup, Ranks};
 use super::shard;
-use super::share::Share;
+use super::sharding::Sharding;
 use crate::error::EngineError;
 use moesaic_collectives::{Call, Element, Slice, Transfer};
-use moesaic_plan::{Parallel, Place, Placement};
+use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_tensor::{Described, SourceError, Tensor, Tensors, WeightSink};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Bytes of a piece, of each slice; at least one expert.
+/// Bytes of a chunk, of each shard; at least one expert.
 const PIECE: usize = 16 << 20;
 
 /// How long ranks wait that have nothing to write.
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 impl Ranks {
     /// Gives the sink of the first rank the tensors that all ranks hold, as one process
     /// would have them, in the order of their names. Parts of other ranks are fetched a
-    /// piece at a time. Sinks of other ranks are left alone.
+    /// chunk at a time. Sinks of other ranks are left alone.
     ///
     /// # Errors
     /// [`EngineError::Save`] on all ranks when the sink fails; [`EngineError::Collective`].
@@ -65,15 +65,15 @@ impl Ranks {
             .collect();
         then(&mut |sink| sink.begin(&all));
         for ((name, tensor), counts) in own.iter().zip(&experts) {
-            let share = Share::of(self.mesh().parallel(), name);
+            let share = Sharding::of(self.mesh().parallel(), name);
             if share.is_everywhere() {
                 then(&mut |sink| sink.write(&tensor.data));
                 continue;
             }
             let placed = (self.mesh().parallel(), self.mesh().placement());
-            for piece in pieces(placed, share, tensor, counts) {
-                let piece = self.piece(name, tensor, piece)?;
-                then(&mut |sink| sink.write(&piece));
+            for chunk in chunks(placed, share, tensor, counts) {
+                let chunk = self.chunk(name, tensor, chunk)?;
+                then(&mut |sink| sink.write(&chunk));
             }
         }
         then(&mut |sink| sink.end());
@@ -84,7 +84,7 @@ impl Ranks {
     fn experts(&self, own: &Tensors<'_>) -> Result<Vec<Vec<usize>>, EngineError> {
         let mesh = self.mesh().parallel();
         let count = |(name, tensor): (&String, &Tensor<'_>)| {
-            if Share::of(mesh, name).counts_experts() {
+            if Sharding::of(mesh, name).counts_experts() {
                 tensor.shape.first().copied().unwrap_or(0) as u64
             } else {
                 0
@@ -94,9 +94,9 @@ impl Ranks {
             .iter()
             .flat_map(|each| count(each).to_le_bytes())
             .collect();
-        let all = self.gather_bytes(&counts, Among::Group, "experts of all")?;
+        let all = self.gather_bytes(&counts, ProcessGroup::Ep, "experts of all")?;
         let of = |tensor: usize| {
-            let firsts = all.iter().step_by(mesh.shards);
+            let firsts = all.iter().step_by(mesh.expert_tp);
             let number = |bytes: &Vec<u8>| {
                 let bytes = bytes.get(8 * tensor..8 * tensor + 8).unwrap_or_default();
                 u64::from_le_bytes(bytes.try_into().unwrap_or_default()) as usize
@@ -120,7 +120,7 @@ impl Ranks {
             return Ok(());
         };
         let wanted: Vec<usize> = (0..mesh.ep).map(|group| placement.count(group)).collect();
-        let of_experts = |name: &str| Share::of(mesh, name).counts_experts();
+        let of_experts = |name: &str| Sharding::of(mesh, name).counts_experts();
         let mut named = own.keys().zip(counts);
         match named.find(|(name, counts)| of_experts(name) && **counts != wanted) {
             None => Ok(()),
@@ -133,12 +133,12 @@ impl Ranks {
     /// A tensor as one process has it.
     fn whole(&self, name: &str, tensor: &Tensor<'_>, counts: &[usize]) -> Described {
         let (mesh, placement) = (self.mesh().parallel(), self.mesh().placement());
-        let (share, mut shape) = (Share::of(mesh, name), tensor.shape.clone());
+        let (share, mut shape) = (Sharding::of(mesh, name), tensor.shape.clone());
         if let Some(experts) = shape.first_mut().filter(|_| share.counts_experts()) {
             *experts = placement.map_or(counts.iter().sum(), Placement::experts);
         }
         if let Some(width) = share.hidden.and_then(|at| shape.get_mut(at)) {
-            *width *= mesh.shards;
+            *width *= mesh.expert_tp;
         }
         Described {
             name: name.to_string(),
@@ -147,18 +147,23 @@ impl Ranks {
         }
     }
 
-    /// A piece of a tensor, put together on the first rank; nothing elsewhere.
-    fn piece(&self, name: &str, tensor: &Tensor<'_>, piece: Piece) -> Result<Vec<u8>, EngineError> {
-        let (mesh, Place { ep, shard, .. }) = (self.mesh().parallel(), self.mesh().place());
-        let Piece {
+    /// A chunk of a tensor, put together on the first rank; nothing elsewhere.
+    fn chunk(
+        &self,
+        name: &str,
+        tensor: &Tensor<'_>,
+        chunk: WeightRange,
+    ) -> Result<Vec<u8>, EngineError> {
+        let (mesh, RankCoords { ep, tp, .. }) = (self.mesh().parallel(), self.mesh().place());
+        let WeightRange {
             ranks,
             rows,
             beside,
-        } = piece;
+        } = chunk;
         let bytes = row_bytes(tensor) * rows.len();
         let at = rows.start * row_bytes(tensor);
         let mut sends = Vec::new();
-        if ranks.contains(&(ep * mesh.shards + shard)) {
+        if ranks.contains(&(ep * mesh.expert_tp + tp)) {
             let buffer = self.buffer(&tensor.data[at..at + bytes])?;
             let slice = Slice::new(&buffer, Element::U8, 0, bytes)?;
             sends.push(Transfer { peer: 0, slice });
@@ -194,7 +199,7 @@ impl Ranks {
 }
 
 /// Rows of a tensor that are fetched together.
-struct Piece {
+struct WeightRange {
     /// The ranks of a group that have them.
     ranks: Range<usize>,
     /// Which rows of what each of these ranks has.
@@ -208,18 +213,18 @@ fn row_bytes(tensor: &Tensor<'_>) -> usize {
     tensor.data.len() / tensor.shape.first().copied().unwrap_or(1).max(1)
 }
 
-/// The pieces of a tensor in the order of the whole: a few experts of each group of ranks at
+/// The chunks of a tensor in the order of the whole: a few experts of each group of ranks at
 /// a time, or rows of a shared one.
-fn pieces(
+fn chunks(
     (mesh, placement): (Parallel, Option<&Placement>),
-    share: Share,
+    share: Sharding,
     tensor: &Tensor<'_>,
     counts: &[usize],
-) -> Vec<Piece> {
-    let cut = share.hidden.filter(|_| mesh.shards > 1);
+) -> Vec<WeightRange> {
+    let cut = share.hidden.filter(|_| mesh.expert_tp > 1);
     let slices_of = |ep: usize| {
-        let first = ep * mesh.shards;
-        first..first + cut.map_or(1, |_| mesh.shards)
+        let first = ep * mesh.expert_tp;
+        first..first + cut.map_or(1, |_| mesh.expert_tp)
     };
     // Ranks with the next rows, and which of theirs those are.
     let own_rows = tensor.shape.first().copied().unwrap_or(1);
@@ -242,7 +247,7 @@ fn pieces(
     let step = (PIECE / row_bytes(tensor).max(1)).max(1);
     let of = |(ranks, rows): (Range<usize>, Range<usize>)| {
         let end = rows.end;
-        rows.step_by(step).map(move |first| Piece {
+        rows.step_by(step).map(move |first| WeightRange {
             ranks: ranks.clone(),
             rows: first..end.min(first + step),
             beside: cut.filter(|dimension| *dimension > 0),

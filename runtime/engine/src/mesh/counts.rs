@@ -1,22 +1,22 @@
 //! What ranks tell each other of a call: tokens, and how many rows go where.
 
-use super::groups::Between;
-use super::neighbours::Neighbours;
+use super::all_to_all::RowSchedule;
+use super::groups::GroupId;
 use super::passes::Segment;
-use super::route::Course;
 use super::rows::{OwnRows, Rows};
 use super::run::Run;
 use super::settings::Settings;
+use super::tp_peers::TpPeers;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Algorithm, Call, Element, Slice, agree};
-use moesaic_plan::{Exchange, TensorId, TokenScope, Way};
+use moesaic_plan::{CollectiveOp, Exchange, TensorId, TokenScope};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
 /// What every rank has in a call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Census {
+pub(super) struct StepCounts {
     /// Tokens of ranks before this one.
     pub before: usize,
     /// Those that a capacity follows from: of the rank with the most, or of all ranks.
@@ -25,17 +25,17 @@ pub(super) struct Census {
 
 impl Run<'_> {
     /// What every rank has, if a pass asks; settings of the call are then compared, too.
-    pub fn census(
+    pub fn step_counts(
         &mut self,
         segments: &[Segment],
         tokens: usize,
         settings: &Settings,
-    ) -> Result<Option<Census>, EngineError> {
+    ) -> Result<Option<StepCounts>, EngineError> {
         let asks = |segment: &Segment| {
             matches!(
                 segment,
                 Segment::Exchange(Exchange {
-                    way: Way::Tokens,
+                    op: CollectiveOp::TokenCounts,
                     ..
                 })
             )
@@ -45,7 +45,7 @@ impl Run<'_> {
         }
         let call = self.call("tokens");
         let own = settings.with(tokens) as usize;
-        let told = self.each_has(own, Between::World, &call)?;
+        let told = self.each_has(own, GroupId::World, &call)?;
         let (all, hashes): (Vec<usize>, Vec<u64>) = told
             .into_iter()
             .map(|told| Settings::parted(told as u64))
@@ -53,7 +53,7 @@ impl Run<'_> {
         if hashes.iter().any(|hash| *hash != hashes[0]) {
             self.compare(settings, &call)?;
         }
-        Ok(Some(Census {
+        Ok(Some(StepCounts {
             before: all[..self.mesh.rank()].iter().sum(),
             most: match self.mesh.scope() {
                 TokenScope::Rank => all.iter().copied().max().unwrap_or(0),
@@ -66,17 +66,17 @@ impl Run<'_> {
     fn compare(&mut self, settings: &Settings, call: &Call) -> Result<(), EngineError> {
         let named = settings.named();
         let values: Vec<(&str, &str)> = named.iter().map(|(name, v)| (*name, &**v)).collect();
-        Ok(agree(self.groups.between(Between::World), &values, call)?)
+        Ok(agree(self.groups.group(GroupId::World), &values, call)?)
     }
 
     /// A number of every rank of a group.
     fn each_has(
         &mut self,
         own: usize,
-        between: Between,
+        group: GroupId,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
-        let all = self.each_tells(&[own as u64], between, call)?;
+        let all = self.each_tells(&[own as u64], group, call)?;
         let number = |own: Vec<usize>| own.first().copied().unwrap_or(0);
         Ok(all.into_iter().map(number).collect())
     }
@@ -85,10 +85,10 @@ impl Run<'_> {
     pub fn each_tells(
         &mut self,
         own: &[u64],
-        between: Between,
+        group: GroupId,
         call: &Call,
     ) -> Result<Vec<Vec<usize>>, EngineError> {
-        let group = self.groups.between(between);
+        let group = self.groups.group(group);
         let all = group.gather_numbers(own, call)?.into_iter();
         Ok(all
             .map(|own| own.into_iter().map(|n| n as usize).collect())
@@ -102,14 +102,14 @@ impl Run<'_> {
         let (placement, own) = (self.plan.row_placement(), Arc::clone(&self.own));
         let device = &*self.tokens.layer.device;
         let (counts, sizes) = Rows::told((mesh, place), &placement, &own);
-        let algorithm = match self.course {
-            Course::Straight => Algorithm::Direct,
-            Course::Over(algorithm) => algorithm,
-            Course::Once(shape) => Algorithm::InterFirst(shape),
+        let algorithm = match self.row_schedule {
+            RowSchedule::Direct => Algorithm::Direct,
+            RowSchedule::OverNodes(algorithm) => algorithm,
+            RowSchedule::Dedup(shape) => Algorithm::InterFirst(shape),
         };
-        if self.course != Course::Straight {
+        if self.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
-            let group = self.groups.between(Between::Rows(self.plan.ways));
+            let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
             let (told, hop_counts) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
             let mut rows = Rows::new((mesh, place), placement, own, &told);
             rows.hop_counts = Some(hop_counts);
@@ -124,7 +124,7 @@ impl Run<'_> {
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
         let receives = vec![here; mesh.group()];
         let call = self.call("counts");
-        let rows = self.groups.between(Between::Rows(self.plan.ways));
+        let rows = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
         rows.all_to_all_v(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
@@ -150,7 +150,7 @@ impl Run<'_> {
 
     /// Where each token crosses to a node once, ranks learn which rows are of one token.
     fn exchange_dedup_map(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
-        let Course::Once(shape) = self.course else {
+        let RowSchedule::Dedup(shape) = self.row_schedule else {
             return Ok(rows);
         };
         let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
@@ -160,16 +160,16 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
         rows.exchange_dedup_map(group, device, (shape, &tokens), &call)?;
         Ok(rows)
     }
 
-    /// Ranks with slices of the same experts learn how many tokens each has.
-    pub fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
+    /// Ranks with shards of the same experts learn how many tokens each has.
+    pub fn count_tp_peers(&mut self, exchange: &Exchange) -> Result<TpPeers, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, Between::Slices, &call)?;
-        Ok(Neighbours::new(counts, self.mesh.place().shard))
+        let counts = self.each_has(tokens, GroupId::Slices, &call)?;
+        Ok(TpPeers::new(counts, self.mesh.place().tp))
     }
 
     /// The tokens of all ranks with an expert.
@@ -189,7 +189,7 @@ impl Run<'_> {
         device.download(self.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
+        let all: usize = self.each_has(own, GroupId::World, call)?.iter().sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
         Ok(())
     }

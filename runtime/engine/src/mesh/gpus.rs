@@ -8,7 +8,7 @@ use moesaic_target::DeviceError;
 use std::sync::{Arc, OnceLock};
 
 impl Engine {
-    /// The ranks that a launcher has started, this process one of them, with a GPU each,
+    /// The ranks that a launcher has request, this process one of them, with a GPU each,
     /// over NCCL or RCCL. Waits until all have come. Sums of ranks are made by a kernel of
     /// the device, if the options name nothing else.
     ///

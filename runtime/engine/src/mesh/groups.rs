@@ -1,12 +1,12 @@
 //! The ranks that a rank has to do with.
 
-use super::lent::Spare;
+use super::workspace_pool::WorkspacePool;
 use crate::error::EngineError;
 use moesaic_collectives::topology::host_name;
 use moesaic_collectives::{
-    Call, Collectives, Element, Helper, Slice, Topology, Transfer, with_heartbeat,
+    Call, Collectives, Element, ProgressThread, Slice, Topology, Transfer, with_heartbeat,
 };
-use moesaic_plan::{Parallel, Place, Placement, PlanError, TokenScope, Ways};
+use moesaic_plan::{AdaptiveMesh, Parallel, Placement, PlanError, RankCoords, TokenScope};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[derive(Clone)]
 pub struct Mesh {
     parallel: Parallel,
-    place: Place,
+    place: RankCoords,
     /// `None`: as [`Parallel::experts`] says.
     placement: Option<Placement>,
     groups: Arc<Mutex<Groups>>,
@@ -43,75 +43,75 @@ pub(super) fn placement_of(
 pub(super) struct Groups {
     /// What makes exchanges go on while this rank computes, once it is wanted. It ends before
     /// the groups.
-    pub helper: Option<Arc<Helper>>,
+    pub progress_thread: Option<Arc<ProgressThread>>,
     /// Everybody.
     pub world: Box<dyn Collectives>,
     /// Those that hold all experts once: rows are exchanged among them.
     pub rows: Box<dyn Collectives>,
-    /// Those with the slices of the same experts.
+    /// Those with the shards of the same experts.
     pub slices: Box<dyn Collectives>,
-    /// Those with the same slices of the same experts.
+    /// Those with the same shards of the same experts.
     pub replicas: Box<dyn Collectives>,
-    /// Those with slices of the same number; where there is one slice, everybody.
+    /// Those with shards of the same number; where there is one shard, everybody.
     pub same_slice: Option<Box<dyn Collectives>>,
-    /// For each number of ways that was asked for, but that of slices.
-    by_ways: BTreeMap<usize, AdaptiveGroups>,
+    /// For each adaptive parallelism degree that was asked for, but that of shards.
+    by_r: BTreeMap<usize, AdaptiveGroups>,
     /// Memory that calls borrow.
-    pub spare: Spare,
+    pub workspaces: WorkspacePool,
 }
 
-/// Groups of a number of ways.
+/// Groups of a adaptive parallelism degree.
 struct AdaptiveGroups {
     /// Rows are exchanged among them.
     rows: Box<dyn Collectives>,
-    /// Those of them with the slices of the same experts.
+    /// Those of them with the shards of the same experts.
     slices: Box<dyn Collectives>,
     /// Those that gather each other's weights.
     block: Box<dyn Collectives>,
 }
 
-/// Between whom something of a pass goes.
+/// GroupId whom something of a pass goes.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Between {
+pub(super) enum GroupId {
     World,
-    /// Those that rows are exchanged among at so many ways.
+    /// Those that rows are exchanged among at that degree.
     Rows(usize),
     /// Those of them whose rows are summed.
     Parts(usize),
     /// Those that gather each other's weights.
     Block(usize),
-    /// Those with slices of the same shared experts.
+    /// Those with shards of the same shared experts.
     Slices,
 }
 
 impl Groups {
-    pub fn between(&mut self, between: Between) -> &mut dyn Collectives {
-        let of_ways = match between {
-            Between::Rows(ways) | Between::Parts(ways) | Between::Block(ways) => {
-                self.by_ways.get_mut(&ways)
+    pub fn group(&mut self, group: GroupId) -> &mut dyn Collectives {
+        let of_ways = match group {
+            GroupId::Rows(adaptive_r) | GroupId::Parts(adaptive_r) | GroupId::Block(adaptive_r) => {
+                self.by_r.get_mut(&adaptive_r)
             }
             _ => None,
         };
-        match (between, of_ways) {
-            (Between::World, _) => &mut *self.world,
-            (Between::Rows(_), Some(groups)) => &mut *groups.rows,
-            (Between::Parts(_), Some(groups)) => &mut *groups.slices,
-            (Between::Block(_), Some(groups)) => &mut *groups.block,
-            (Between::Rows(_), None) => &mut *self.rows,
+        match (group, of_ways) {
+            (GroupId::World, _) => &mut *self.world,
+            (GroupId::Rows(_), Some(groups)) => &mut *groups.rows,
+            (GroupId::Parts(_), Some(groups)) => &mut *groups.slices,
+            (GroupId::Block(_), Some(groups)) => &mut *groups.block,
+            (GroupId::Rows(_), None) => &mut *self.rows,
             // Without groups of their own ranks multiply with what they have.
             (_, _) => &mut *self.slices,
         }
     }
 
-    /// Makes the groups of a number of ways, once. All ranks call it.
-    pub fn add(&mut self, by: Ways) -> Result<(), EngineError> {
-        if by.own_alone() || self.by_ways.contains_key(&by.count()) {
+    /// Makes the groups of a adaptive parallelism degree, once. All ranks call it.
+    pub fn add(&mut self, by: AdaptiveMesh) -> Result<(), EngineError> {
+        if by.is_owner_only() || self.by_r.contains_key(&by.count()) {
             return Ok(());
         }
         let rank = self.world.rank();
-        let (mesh, Place { dp, ep, .. }) = (by.mesh(), by.place(rank));
+        let (mesh, RankCoords { dp, ep, .. }) = (by.mesh(), by.place(rank));
         let mut group = |name: &str, color: usize| {
-            let call = Call::new(&format!("{name} of {} ways", by.count()));
+            let call = Call::new(&format!("{name} of {} adaptive_r", by.count()));
             let group = self.world.split(Some(color as u32), rank as i64, &call)?;
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
@@ -120,14 +120,14 @@ impl Groups {
             slices: group("slices", dp * mesh.ep + ep)?,
             block: group("blocks", by.block(rank).start)?,
         };
-        self.by_ways.insert(by.count(), groups);
+        self.by_r.insert(by.count(), groups);
         Ok(())
     }
 
     /// From now on exchanges go on while this rank computes, where ranks have no streams.
     pub fn help(&mut self) {
-        if self.helper.is_none() {
-            self.helper = self.rows.helper();
+        if self.progress_thread.is_none() {
+            self.progress_thread = self.rows.progress_thread();
         }
     }
 }
@@ -163,7 +163,7 @@ impl Mesh {
             return Err(EngineError::Plan(error.into()));
         }
         let place = parallel.place(world.rank()).map_err(PlanError::from)?;
-        let Place { dp, ep, shard } = place;
+        let RankCoords { dp, ep, tp } = place;
         let mut group = |name: &str, color: usize| {
             let call = Call::new(&format!("{name} of a mesh"));
             let (color, key) = (Some(color as u32), world.rank() as i64);
@@ -171,17 +171,17 @@ impl Mesh {
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = Groups {
-            helper: None,
+            progress_thread: None,
             world: group("world", 0)?,
             rows: group("rows", dp)?,
             slices: group("slices", dp * parallel.ep + ep)?,
-            replicas: group("replicas", ep * parallel.shards + shard)?,
-            same_slice: match parallel.shards {
+            replicas: group("replicas", ep * parallel.expert_tp + tp)?,
+            same_slice: match parallel.expert_tp {
                 1 => None,
-                _ => Some(group("same slices", shard)?),
+                _ => Some(group("same slices", tp)?),
             },
-            by_ways: BTreeMap::new(),
-            spare: Spare::default(),
+            by_r: BTreeMap::new(),
+            workspaces: WorkspacePool::default(),
         };
         let hosts = Topology::of(world, host, &Call::new("hosts of a mesh"))?.hosts;
         Ok(Mesh {
@@ -221,10 +221,10 @@ impl Mesh {
         placement_of(self.parallel, self.placement(), experts)
     }
 
-    /// The same mesh for layers that may go any number of ways
+    /// The same mesh for layers that may go any adaptive parallelism degree
     /// ([`Strategy`](moesaic_plan::Strategy)): a CPU has experts' weights packed otherwise,
     /// where a layer does not train, and ranks cannot gather those.
-    pub fn for_any_ways(&self) -> Mesh {
+    pub fn for_any_r(&self) -> Mesh {
         Mesh {
             unpacked: true,
             ..self.clone()
@@ -257,7 +257,7 @@ impl Mesh {
     }
 
     /// Where this rank is.
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> RankCoords {
         self.place
     }
 

@@ -1,11 +1,11 @@
 //! What a rank runs of a layer.
 
+use super::all_to_all::RowSchedule;
+use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::Around;
-use super::route::Course;
 use super::shard::Shard;
-use super::view::{Form, Sides, View};
-use super::wire::Packing;
+use super::view::{Form, PartLayers, View};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
@@ -14,7 +14,8 @@ use crate::trace::Recorder;
 use moesaic_cache::hash_source;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
-    Both, Pieces, Role, ShadowModel, SharedExperts, Sharing, StrategyError, Ways, Wire,
+    AdaptiveMesh, Both, CommDtype, Overlap, Role, ShadowModel, SharedExperts, Sharing,
+    StrategyError,
 };
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training, plan_rank};
 use moesaic_spec::LayerSpec;
@@ -23,11 +24,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
-/// sliced its slices of them.
+/// sliced its shards of them.
 ///
 /// Every call is made by all ranks of the mesh, in the same order, also by those that
 /// have no tokens. What ranks get together is what one process gets for the tokens of
-/// all, rank after rank: dropless and with whole experts (`shards = 1`) the same bytes.
+/// all, rank after rank: dropless and with whole experts (`expert_tp = 1`) the same bytes.
 /// Whether losses, capacities, and selections over tokens look at a rank's own tokens or at
 /// those of all ranks is said by the mesh ([`Mesh::over`]). Where they look at a rank's own,
 /// capacities are agreed on: as if each rank had as many tokens as the rank with the most.
@@ -42,11 +43,11 @@ pub struct MeshLayer {
     pub(super) views: BTreeMap<Form, View>,
     pub(super) strategy: Strategy,
     /// What the route of the strategy is on these nodes.
-    pub(super) course: Course,
+    pub(super) row_schedule: RowSchedule,
     /// By what experts with shadows are chosen.
     pub(super) shadow_model: ShadowModel,
-    /// For each form, and each choice so far of what rows are between nodes, but as they are.
-    packings: BTreeMap<(Form, Both<Wire>), Packing>,
+    /// For each form, and each choice so far of what rows are group nodes, but as they are.
+    packings: BTreeMap<(Form, Both<CommDtype>), Packing>,
     /// Who is told of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
 }
@@ -54,7 +55,7 @@ pub struct MeshLayer {
 impl Engine {
     /// Makes this rank's part of a layer. `weights` are those of the whole layer, of which
     /// only this rank's experts are read, and what every rank has: router, shared experts,
-    /// of which a mesh may have slices, projections. All ranks of the mesh call it.
+    /// of which a mesh may have shards, projections. All ranks of the mesh call it.
     ///
     /// # Errors
     /// [`EngineError::Plan`] for a mesh that the layer cannot have;
@@ -92,7 +93,7 @@ impl Engine {
         self.mesh_layer_with(mesh, spec, (&around, part), training)
     }
 
-    /// `weights` are those of the tokens' side, and those of this rank's experts and slices.
+    /// `weights` are those of the dispatch part, and those of this rank's experts and shards.
     fn mesh_layer_with(
         &self,
         mesh: &Mesh,
@@ -102,30 +103,30 @@ impl Engine {
     ) -> Result<MeshLayer, EngineError> {
         check_spec(spec)?;
         let form = Form {
-            ways: mesh.parallel().shards,
+            adaptive_r: mesh.parallel().expert_tp,
             shadows: 0,
         };
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
         let options = options(mesh);
-        let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
+        let part = |plan: &LayerPlan, weights: &dyn WeightSource| {
             let layer = self.layer_of(&Texts::of(plan.clone().into())?, weights);
             layer.map_err(|error| error.needing(&options))
         };
         let call = Call::new("kernels and weights of a layer");
         let (tokens, experts, shared) = mesh.with_heartbeat(&call, || {
-            let tokens = side(&plan.tokens, weights.0)?;
-            let experts = side(&plan.experts, weights.1)?;
-            let shared = plan.shared.as_ref().map(|plan| side(plan, weights.1));
+            let tokens = part(&plan.tokens, weights.0)?;
+            let experts = part(&plan.experts, weights.1)?;
+            let shared = plan.shared.as_ref().map(|plan| part(plan, weights.1));
             Ok((tokens, experts, shared.transpose()?))
         })?;
-        let sides = Sides {
+        let parts = PartLayers {
             tokens: &tokens,
             experts: &experts,
             shadows: None,
             shared: shared.as_ref(),
         };
-        let view = View::over(form, plan, sides)?;
+        let view = View::over(form, plan, parts)?;
         Ok(MeshLayer {
             engine: self.clone(),
             packings: BTreeMap::new(),
@@ -136,7 +137,7 @@ impl Engine {
             views: BTreeMap::from([(form, view)]),
             shadow_model: ShadowModel::of(spec),
             strategy: Strategy::default(),
-            course: Course::Straight,
+            row_schedule: RowSchedule::Direct,
             recorder: None,
         })
     }
@@ -153,7 +154,7 @@ impl Engine {
             unpacked: mesh.keeps_unpacked(),
             ..self.plan_options(training)
         };
-        let sharing = Sharing::from(mesh.parallel()).at_ways(form.ways);
+        let sharing = Sharing::from(mesh.parallel()).at_r(form.adaptive_r);
         let sharing = sharing.placed(mesh.placement()).shadowing(form.shadows);
         let sharing = sharing.over(mesh.scope());
         Ok(plan_rank(
@@ -193,7 +194,7 @@ fn options(mesh: &Mesh) -> String {
     let parallel = mesh.parallel();
     let named = [
         ("ep", parallel.ep),
-        ("shards", parallel.shards),
+        ("expert_tp", parallel.expert_tp),
         ("dp", parallel.dp),
     ];
     let mut parts: Vec<String> = named
@@ -201,24 +202,24 @@ fn options(mesh: &Mesh) -> String {
         .filter(|(name, size)| *name == "ep" || *size > 1)
         .map(|(name, size)| format!("{name}={size}"))
         .collect();
-    if parallel.shared == SharedExperts::Sliced {
-        parts.push("shared=sliced".to_string());
+    if parallel.shared == SharedExperts::Sharded {
+        parts.push("shared=sharded".to_string());
     }
-    let any_ways = if mesh.keeps_unpacked() {
-        " --any-ways"
+    let adaptive_r = if mesh.keeps_unpacked() {
+        " --adaptive-r"
     } else {
         ""
     };
     let placement = mesh.placement().map_or("", |_| " --placement <file>");
-    format!(" --mesh {}{placement}{any_ways}", parts.join(","))
+    format!(" --mesh {}{placement}{adaptive_r}", parts.join(","))
 }
 
 impl MeshLayer {
-    /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
-    /// [`Strategy::pieces`] is what it does.
+    /// What this rank does, as the strategy is now but for chunks: [`RankPlan::in_chunks`] of
+    /// [`Strategy::chunks`] is what it does.
     pub fn plan(&self) -> &RankPlan {
         let view = self.view();
-        let packing = self.packing(view, self.strategy.wire);
+        let packing = self.packing(view, self.strategy.comm_dtype);
         packing.map_or(&view.plan, |packing| &packing.plan)
     }
 
@@ -246,29 +247,29 @@ impl MeshLayer {
     }
 
     /// Chooses how ranks carry out calls from now on; a backward pass goes as its forward
-    /// pass did. All ranks call it, and choose the same. What a number of ways needs is made
+    /// pass did. All ranks call it, and choose the same. What a adaptive parallelism degree needs is made
     /// when it is first chosen, and kept: kernels, and groups of ranks, which all layers of
     /// the mesh share.
     ///
     /// # Errors
     /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on, or
-    /// the layer, whose weights are packed: see [`Mesh::for_any_ways`];
+    /// the layer, whose weights are packed: see [`Mesh::for_any_r`];
     /// [`EngineError::Collective`], also when ranks choose differently; otherwise as
-    /// [`Engine::layer`], also for the kernels of rows that are packed between nodes.
+    /// [`Engine::layer`], also for the kernels of rows that are packed group nodes.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
         agree(&mut *self.mesh.groups().world, &values, &call)?;
-        let (by, course) = self.checked(strategy)?;
+        let (by, row_schedule) = self.checked(strategy)?;
         let form = self.form(strategy);
         let options = format!("{} --strategy {strategy}", options(&self.mesh));
         let needing = |error: EngineError| error.needing(&options);
         if !self.views.contains_key(&form) {
             self.add(by, strategy).map_err(needing)?;
         }
-        self.pack(form, strategy.wire).map_err(needing)?;
-        self.take_pieces(form, strategy.pieces())?;
-        self.course = course;
+        self.pack(form, strategy.comm_dtype).map_err(needing)?;
+        self.take_pieces(form, strategy.chunks())?;
+        self.row_schedule = row_schedule;
         self.strategy = strategy;
         Ok(())
     }
@@ -282,16 +283,17 @@ impl MeshLayer {
         self.checked(strategy).map(drop)
     }
 
-    fn checked(&self, strategy: Strategy) -> Result<(Ways, Course), EngineError> {
+    fn checked(&self, strategy: Strategy) -> Result<(AdaptiveMesh, RowSchedule), EngineError> {
         let parallel = self.mesh.parallel();
         strategy.check(&parallel).map_err(PlanError::from)?;
-        let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
-        Ok((by, self.mesh.course(strategy.route, by)?))
+        let by =
+            AdaptiveMesh::new(parallel, strategy.adaptive_r(&parallel)).map_err(PlanError::from)?;
+        Ok((by, self.mesh.row_schedule(strategy.all_to_all, by)?))
     }
 
     fn form(&self, strategy: Strategy) -> Form {
         Form {
-            ways: strategy.ways(&self.mesh.parallel()),
+            adaptive_r: strategy.adaptive_r(&self.mesh.parallel()),
             shadows: strategy.shadows,
         }
     }
@@ -315,13 +317,13 @@ impl MeshLayer {
         &self.shadow_model
     }
 
-    /// Makes what rows need that are so between nodes, in a form.
-    fn pack(&mut self, form: Form, wire: Both<Wire>) -> Result<(), EngineError> {
-        let key = (form, wire);
-        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&key) {
+    /// Makes what rows need that are so group nodes, in a form.
+    fn pack(&mut self, form: Form, comm_dtype: Both<CommDtype>) -> Result<(), EngineError> {
+        let key = (form, comm_dtype);
+        if comm_dtype != Both::same(CommDtype::Unchanged) && !self.packings.contains_key(&key) {
             let call = Call::new("kernels of packed rows");
             let packing = self.mesh.with_heartbeat(&call, || {
-                Packing::new(&self.engine, &self.views[&form].plan, wire)
+                Packing::new(&self.engine, &self.views[&form].plan, comm_dtype)
             })?;
             self.packings.insert(key, packing);
         }
@@ -329,26 +331,26 @@ impl MeshLayer {
     }
 
     /// What packs rows of a view; `None` where they stay as they are.
-    pub(super) fn packing(&self, view: &View, wire: Both<Wire>) -> Option<&Packing> {
-        self.packings.get(&(view.form, wire))
+    pub(super) fn packing(&self, view: &View, comm_dtype: Both<CommDtype>) -> Option<&Packing> {
+        self.packings.get(&(view.form, comm_dtype))
     }
 
-    /// Binds the passes of a form for rows in pieces.
-    fn take_pieces(&mut self, form: Form, pieces: Pieces) -> Result<(), EngineError> {
-        let held = Sides {
+    /// Binds the passes of a form for rows in chunks.
+    fn take_pieces(&mut self, form: Form, chunks: Overlap) -> Result<(), EngineError> {
+        let held = PartLayers {
             tokens: &self.tokens,
             experts: &self.experts,
             shadows: None,
             shared: self.shared.as_ref(),
         };
         if let Some(view) = self.views.get_mut(&form) {
-            view.take_pieces(held, pieces)?;
+            view.take_pieces(held, chunks)?;
         }
         Ok(())
     }
 
     /// Makes what the form of a strategy needs. All ranks do it.
-    fn add(&mut self, by: Ways, strategy: Strategy) -> Result<(), EngineError> {
+    fn add(&mut self, by: AdaptiveMesh, strategy: Strategy) -> Result<(), EngineError> {
         let held = self.experts.plan();
         let mut weights = held
             .tensors
@@ -363,7 +365,7 @@ impl MeshLayer {
         check_same(&self.mesh, &plan, training)?;
         let call = Call::new("kernels of a strategy");
         let mut view = self.mesh.with_heartbeat(&call, || {
-            if by.own_alone() {
+            if by.is_owner_only() {
                 View::shadowed(&self.engine, (form, plan), self.held())
             } else {
                 View::beside(&self.engine, (form, plan), self.held())
@@ -379,8 +381,8 @@ impl MeshLayer {
     /// [`Layer::record`].
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         let held = [&mut self.tokens, &mut self.experts];
-        for side in held.into_iter().chain(&mut self.shared) {
-            side.record(recorder.clone());
+        for part in held.into_iter().chain(&mut self.shared) {
+            part.record(recorder.clone());
         }
         for view in self.views.values_mut() {
             view.record(recorder.as_ref());
@@ -393,8 +395,8 @@ impl MeshLayer {
     }
 
     /// The layers that have weights.
-    pub(super) fn held(&self) -> Sides<'_> {
-        Sides {
+    pub(super) fn held(&self) -> PartLayers<'_> {
+        PartLayers {
             tokens: &self.tokens,
             experts: &self.experts,
             shadows: None,
@@ -414,7 +416,7 @@ impl MeshLayer {
         &self.experts
     }
 
-    /// This rank's slices of shared experts, by their names in the layer; `None` where
+    /// This rank's shards of shared experts, by their names in the layer; `None` where
     /// [`MeshLayer::replicated`] has them whole.
     pub fn shared(&self) -> Option<&Layer> {
         self.shared.as_ref()
@@ -433,6 +435,6 @@ impl MeshLayer {
         let views = self.views.values();
         let others = views.flat_map(View::own_layers);
         let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
-        held + self.mesh.groups().spare.bytes() as u64
+        held + self.mesh.groups().workspaces.bytes() as u64
     }
 }

@@ -4,7 +4,7 @@ use super::run::Run;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Element, Reduction, Slice};
-use moesaic_plan::{Side, TensorId};
+use moesaic_plan::{PlanPart, TensorId};
 use std::sync::Arc;
 
 impl Run<'_> {
@@ -17,7 +17,7 @@ impl Run<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let device = Arc::clone(&self.tokens.layer.device);
-        let width = self.plan.row_bytes(Side::Tokens, tensor) / size_of::<f32>();
+        let width = self.plan.row_bytes(PlanPart::Dispatch, tensor) / size_of::<f32>();
         let tokens = self.tokens.scalars().tokens() as u64;
         let plan = &self.plan.tokens[tensor];
         // Some have a row more, which is no tile's.

@@ -4,37 +4,37 @@
 //! [`MeshLayer`] what a rank runs of a layer: the steps of a
 //! [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in one list.
 
+mod all_to_all;
 mod any;
 mod calls;
 mod collect;
+mod comm_cast;
 mod counts;
 mod gpus;
 mod groups;
+mod in_flight;
 mod layer;
-mod lent;
 mod losses;
 mod moment;
-mod neighbours;
 mod part;
 mod passes;
+mod plan_part;
 mod ranks;
 mod raw;
 mod reduce;
 mod replicas;
-mod route;
 mod routing;
 mod rows;
 mod run;
 mod settings;
 mod shadows;
 mod shard;
-mod share;
-mod side;
+mod sharding;
 mod sums;
-mod under_way;
+mod tp_peers;
 mod view;
 mod weights;
-mod wire;
+mod workspace_pool;
 
 pub use any::{AnyLayer, AnySaved};
 pub use calls::MeshSaved;
@@ -42,5 +42,5 @@ pub use groups::Mesh;
 pub use layer::MeshLayer;
 pub use moment::Moment;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};
-pub use ranks::{Among, Ranks};
+pub use ranks::{ProcessGroup, Ranks};
 pub use shard::{Shard, joined, joined_placed};

@@ -6,7 +6,7 @@ use moesaic_target::Event;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A point between the launches of a rank's device: what a call on device memory takes is from
+/// A point group the launches of a rank's device: what a call on device memory takes is from
 /// one to the other, since the call itself does not wait.
 pub struct Moment(When);
 

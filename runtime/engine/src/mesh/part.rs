@@ -2,28 +2,28 @@
 //! master copies, what an optimizer keeps beside them.
 
 use super::groups::{Mesh, placement_of};
-use super::ranks::Among;
+use super::ranks::ProcessGroup;
 use super::shard::{beside, sliced};
-use super::share::Share;
+use super::sharding::Sharding;
 use crate::error::EngineError;
 use moesaic_kernel::DType;
-use moesaic_plan::{Parallel, Place, Placement};
+use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
 impl Mesh {
-    /// Whether a parameter is this rank's to move. Of slices of an expert the first alone
+    /// Whether a parameter is this rank's to move. Of shards of an expert the first alone
     /// adds the last bias; the others hold zeros, which have to stay.
     pub fn holds(&self, name: &str) -> bool {
         holds(self.parallel(), self.place(), name)
     }
 
-    /// Who has the same of a parameter: [`Among::of`] on this mesh.
-    pub fn among(&self, name: &str) -> Among {
-        Among::of(self.parallel(), name)
+    /// Who has the same of a parameter: [`ProcessGroup::of`] on this mesh.
+    pub fn among(&self, name: &str) -> ProcessGroup {
+        ProcessGroup::of(self.parallel(), name)
     }
 
-    /// This rank's part of a tensor: of experts its own, of sliced shared experts its slices,
+    /// This rank's part of a tensor: of experts its own, of sliced shared experts its shards,
     /// of all else everything. Only that is asked of the source.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ impl Mesh {
     /// once: all, but of experts with replicas those that it owns. `rows` is the part's
     /// first dimension.
     pub fn counted(&self, name: &str, rows: usize) -> Vec<Range<usize>> {
-        let of_experts = Share::of(self.parallel(), name).counts_experts();
+        let of_experts = Sharding::of(self.parallel(), name).counts_experts();
         let placement = self.placement().filter(|_| of_experts);
         let Some(placement) = placement else {
             return std::iter::once(0..rows).collect();
@@ -65,7 +65,7 @@ pub(super) struct Around<'a> {
 impl WeightSource for Around<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.part.describe(name)?;
-        let of_experts = Share::of(self.mesh, name).counts_experts();
+        let of_experts = Sharding::of(self.mesh, name).counts_experts();
         if let Some(experts) = shape.first_mut().filter(|_| of_experts) {
             *experts = self.experts;
         }
@@ -75,7 +75,7 @@ impl WeightSource for Around<'_> {
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
         let described = self
             .describe(name)
-            .filter(|_| !Share::of(self.mesh, name).is_everywhere());
+            .filter(|_| !Sharding::of(self.mesh, name).is_everywhere());
         let Some((dtype, mut shape)) = described else {
             return self.part.rows(name, rows);
         };
@@ -84,24 +84,29 @@ impl WeightSource for Around<'_> {
     }
 }
 
-fn holds(mesh: Parallel, place: Place, name: &str) -> bool {
-    place.shard == 0 || !Share::of(mesh, name).once
+fn holds(mesh: Parallel, place: RankCoords, name: &str) -> bool {
+    place.tp == 0 || !Sharding::of(mesh, name).once
 }
 
 /// The shape of what the rank at a place of a mesh has of a tensor of a shape; `None` if
 /// they cannot share it.
-pub fn part_shape(mesh: Parallel, place: Place, name: &str, whole: &[usize]) -> Option<Vec<usize>> {
+pub fn part_shape(
+    mesh: Parallel,
+    place: RankCoords,
+    name: &str,
+    whole: &[usize],
+) -> Option<Vec<usize>> {
     part_shape_placed((mesh, None), place, name, whole)
 }
 
 /// The same where experts are placed as the caller says; `None`: as [`part_shape`].
 pub fn part_shape_placed(
     (mesh, placement): (Parallel, Option<&Placement>),
-    place: Place,
+    place: RankCoords,
     name: &str,
     whole: &[usize],
 ) -> Option<Vec<usize>> {
-    let share = Share::of(mesh, name);
+    let share = Sharding::of(mesh, name);
     let mut shape = whole.to_vec();
     if share.counts_experts() {
         let experts = shape.first_mut()?;
@@ -109,23 +114,23 @@ pub fn part_shape_placed(
     }
     if let Some(dimension) = share.hidden {
         let width = shape.get_mut(dimension)?;
-        if !width.is_multiple_of(mesh.shards) {
+        if !width.is_multiple_of(mesh.expert_tp) {
             return None;
         }
-        *width /= mesh.shards;
+        *width /= mesh.expert_tp;
     }
     Some(shape)
 }
 
 /// What the rank at a place of a mesh has of a tensor of the whole, by the tensor's name:
-/// [`Among::of`] says whose it is.
+/// [`ProcessGroup::of`] says whose it is.
 ///
 /// # Errors
 /// [`EngineError::Weight`] for a tensor that is not there, or whose sizes the mesh cannot
 /// share; [`EngineError::Source`].
 pub fn part_of(
     mesh: Parallel,
-    place: Place,
+    place: RankCoords,
     source: &dyn WeightSource,
     name: &str,
 ) -> Result<Tensor<'static>, EngineError> {
@@ -138,7 +143,7 @@ pub fn part_of(
 /// As [`part_of`].
 pub fn part_of_placed(
     (mesh, placement): (Parallel, Option<&Placement>),
-    place: Place,
+    place: RankCoords,
     source: &dyn WeightSource,
     name: &str,
 ) -> Result<Tensor<'static>, EngineError> {
@@ -148,16 +153,16 @@ pub fn part_of_placed(
     };
     let described = source.describe(name);
     let (dtype, shape) = described.ok_or_else(|| problem("is missing".to_string()))?;
-    let share = Share::of(mesh, name);
+    let share = Sharding::of(mesh, name);
     let Some(own) = part_shape_placed((mesh, placement), place, name, &shape) else {
-        let Parallel { ep, shards, .. } = mesh;
-        let message = format!("of shape {shape:?} cannot be shared by {ep} x {shards} ranks");
+        let Parallel { ep, expert_tp, .. } = mesh;
+        let message = format!("of shape {shape:?} cannot be shared by {ep} x {expert_tp} ranks");
         return Err(problem(message));
     };
     if !holds(mesh, place, name) {
-        return Ok(Tensor::zeros(dtype, &own)); // the first slice has it
+        return Ok(Tensor::zeros(dtype, &own)); // the first shard has it
     }
-    let slice = |dimension: usize| mesh.hidden(place.shard, shape[dimension]);
+    let slice = |dimension: usize| mesh.hidden(place.tp, shape[dimension]);
     let rows = shape.first().copied().unwrap_or(1);
     let placement = placement_of(mesh, placement, rows).filter(|_| share.counts_experts());
     let rows = match (&placement, share.hidden) {
@@ -166,7 +171,7 @@ pub fn part_of_placed(
         (None, _) => std::iter::once(0..rows).collect(),
     };
     let part = read(source, name, &rows)?;
-    Ok(match share.hidden.filter(|_| mesh.shards > 1) {
+    Ok(match share.hidden.filter(|_| mesh.expert_tp > 1) {
         Some(dimension) if dimension > 0 => sliced(&part, dimension, &slice(dimension)),
         _ => part,
     })
@@ -179,7 +184,7 @@ pub(super) fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
     runs.map(|run| run[0]..run[0] + run.len()).collect()
 }
 
-/// Rows of a tensor, put together if they come in pieces.
+/// Rows of a tensor, put together if they come in chunks.
 fn read(
     source: &dyn WeightSource,
     name: &str,
@@ -189,17 +194,17 @@ fn read(
         name: name.to_string(),
         source,
     };
-    let mut pieces: Vec<Tensor<'_>> = Vec::new();
+    let mut chunks: Vec<Tensor<'_>> = Vec::new();
     for rows in runs {
         let mut first = rows.start;
-        while first < rows.end || pieces.is_empty() {
-            let piece = source.rows(name, first..rows.end).map_err(failed)?;
-            first += piece.shape.first().copied().unwrap_or(1).max(1);
-            pieces.push(piece);
+        while first < rows.end || chunks.is_empty() {
+            let chunk = source.rows(name, first..rows.end).map_err(failed)?;
+            first += chunk.shape.first().copied().unwrap_or(1).max(1);
+            chunks.push(chunk);
         }
     }
-    Ok(match pieces.len() {
-        1 => pieces.remove(0).into_static(),
-        _ => beside(&pieces, 0),
+    Ok(match chunks.len() {
+        1 => chunks.remove(0).into_static(),
+        _ => beside(&chunks, 0),
     })
 }

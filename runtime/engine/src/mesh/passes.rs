@@ -1,80 +1,80 @@
-//! The passes of a rank with their launches bound, by the pieces that rows travel in.
+//! The passes of a rank with their launches bound, by the chunks that rows travel in.
 
 use crate::error::EngineError;
 use crate::launch::Bound;
-use moesaic_plan::{self as plan, Cut, Exchange, LayerPlan, Pieces, RankStep, Step};
+use moesaic_plan::{self as plan, Exchange, LayerPlan, Overlap, OverlapBy, RankStep, Step};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Why there is a side of shared experts.
+/// Why there is a part of shared experts.
 pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
 
-/// Why there is a side of shadows.
+/// Why there is a part of shadows.
 pub(super) const SHADOWED: &str = "steps of shadows are of plans with shadows";
 
 /// Steps of a pass, launches bound.
 pub(super) enum Segment {
-    /// Of a side, for all rows or for a piece of them.
-    Launches(plan::Side, Arc<Bound>, Option<plan::Piece>),
+    /// Of a part, for all rows or for a chunk of them.
+    Launches(plan::PlanPart, Arc<Bound>, Option<plan::Chunk>),
     Exchange(Exchange),
     /// Rows of several tensors that [go together](Exchange::goes_with).
     Together(Vec<Exchange>),
 }
 
-/// The steps of a pass, launches of a side that follow each other together. The same
-/// launches for several pieces are bound once.
+/// The steps of a pass, launches of a part that follow each other together. The same
+/// launches for several chunks are bound once.
 pub(super) fn segments(
     steps: &[RankStep],
-    bind: impl Fn(plan::Side, &[usize]) -> Result<Bound, EngineError>,
+    bind: impl Fn(plan::PlanPart, &[usize]) -> Result<Bound, EngineError>,
 ) -> Result<Vec<Segment>, EngineError> {
     let whose = |step: &RankStep| match step {
-        RankStep::Launch { side, piece, .. } => Some((*side, *piece)),
+        RankStep::Launch { part, chunk, .. } => Some((*part, *chunk)),
         RankStep::Exchange(_) => None,
     };
     let together =
         |a: &RankStep, b: &RankStep| a.goes_with(b) || (whose(a).is_some() && whose(a) == whose(b));
-    let mut known: HashMap<(plan::Side, Vec<usize>), Arc<Bound>> = HashMap::new();
-    let parts = steps.chunk_by(together).map(|part| match &part[0] {
-        RankStep::Exchange(exchange) if part.len() == 1 => Ok(Segment::Exchange(exchange.clone())),
+    let mut known: HashMap<(plan::PlanPart, Vec<usize>), Arc<Bound>> = HashMap::new();
+    let parts = steps.chunk_by(together).map(|run| match &run[0] {
+        RankStep::Exchange(exchange) if run.len() == 1 => Ok(Segment::Exchange(exchange.clone())),
         RankStep::Exchange(_) => {
-            let exchanges = part.iter().filter_map(RankStep::exchange);
+            let exchanges = run.iter().filter_map(RankStep::exchange);
             Ok(Segment::Together(exchanges.cloned().collect()))
         }
-        RankStep::Launch { side, piece, .. } => {
-            let numbers = part.iter().filter_map(|step| match step {
+        RankStep::Launch { part, chunk, .. } => {
+            let numbers = run.iter().filter_map(|step| match step {
                 RankStep::Launch { step, .. } => Some(*step),
                 RankStep::Exchange(_) => None,
             });
             let numbers: Vec<usize> = numbers.collect();
-            let bound = match known.get(&(*side, numbers.clone())) {
+            let bound = match known.get(&(*part, numbers.clone())) {
                 Some(bound) => Arc::clone(bound),
-                None => Arc::new(bind(*side, &numbers)?),
+                None => Arc::new(bind(*part, &numbers)?),
             };
-            known.insert((*side, numbers), Arc::clone(&bound));
-            Ok(Segment::Launches(*side, bound, *piece))
+            known.insert((*part, numbers), Arc::clone(&bound));
+            Ok(Segment::Launches(*part, bound, *chunk))
         }
     });
     parts.collect()
 }
 
-/// For how many pieces the experts' products are launched, and what makes one.
-pub(super) fn pieces(segments: &[Segment]) -> (usize, Cut) {
+/// For how many chunks the experts' products are launched, and what makes one.
+pub(super) fn chunks(segments: &[Segment]) -> (usize, OverlapBy) {
     let of = |segment: &Segment| match segment {
-        Segment::Launches(plan::Side::Experts, _, piece) => {
-            piece.map(|piece| (piece.of, piece.cut))
+        Segment::Launches(plan::PlanPart::Experts, _, chunk) => {
+            chunk.map(|chunk| (chunk.of, chunk.by))
         }
         _ => None,
     };
     let found = segments.iter().find_map(of);
-    found.unwrap_or((1, Cut::default()))
+    found.unwrap_or((1, OverlapBy::default()))
 }
 
-/// Steps of passes of a side.
+/// Steps of passes of a part.
 pub(super) type Launched = fn(&LayerPlan) -> &[Step];
 
 /// What a rank does in each pass.
 pub(super) struct Passes {
-    pub pieces: Pieces,
+    pub chunks: Overlap,
     pub forward: Vec<Segment>,
     pub evaluation: Vec<Segment>,
     pub backward: Vec<Segment>,

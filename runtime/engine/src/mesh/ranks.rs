@@ -1,7 +1,7 @@
-//! Host memory between the ranks of a mesh: what training sums, gathers and hands out.
+//! Host memory group the ranks of a mesh: what training sums, gathers and hands out.
 
 use super::groups::{Groups, Mesh};
-use super::share::Share;
+use super::sharding::Sharding;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -14,29 +14,29 @@ use std::sync::Arc;
 
 /// Which ranks of a mesh do something together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Among {
+pub enum ProcessGroup {
     /// All. They have the same of what is no expert's: router, whole shared experts, and all
     /// that a model has around its layers.
     World,
     /// Those that hold all experts once.
-    Group,
-    /// Those with the slices of the same experts.
-    Slices,
-    /// Those with the same slices of the same experts. They have the same weights of
+    Ep,
+    /// Those with the shards of the same experts.
+    ExpertTp,
+    /// Those with the same shards of the same experts. They have the same weights of
     /// experts.
-    Replicas,
-    /// Those with slices of the same number, of whatever experts. They have the same of
+    ExpertDp,
+    /// Those with shards of the same number, of whatever experts. They have the same of
     /// shared experts that are sliced.
-    SameSlice,
+    EpDp,
 }
 
-impl Among {
+impl ProcessGroup {
     /// Who has the same of a parameter on a mesh, by its name: `experts.` and what follows,
     /// with anything in front, is of experts; `shared.0.` and what follows, but for its
-    /// `router.`, of slices of a shared expert where the mesh has such
+    /// `router.`, of shards of a shared expert where the mesh has such
     /// ([`SharedExperts`](moesaic_plan::SharedExperts)); all else is everybody's.
-    pub fn of(mesh: Parallel, name: &str) -> Among {
-        Share::of(mesh, name).among
+    pub fn of(mesh: Parallel, name: &str) -> ProcessGroup {
+        Sharding::of(mesh, name).among
     }
 }
 
@@ -58,13 +58,13 @@ impl Engine {
 }
 
 impl Groups {
-    pub fn among(&mut self, among: Among) -> &mut dyn Collectives {
+    pub fn among(&mut self, among: ProcessGroup) -> &mut dyn Collectives {
         match among {
-            Among::World => &mut *self.world,
-            Among::Group => &mut *self.rows,
-            Among::Slices => &mut *self.slices,
-            Among::Replicas => &mut *self.replicas,
-            Among::SameSlice => &mut **self.same_slice.as_mut().unwrap_or(&mut self.world),
+            ProcessGroup::World => &mut *self.world,
+            ProcessGroup::Ep => &mut *self.rows,
+            ProcessGroup::ExpertTp => &mut *self.slices,
+            ProcessGroup::ExpertDp => &mut *self.replicas,
+            ProcessGroup::EpDp => &mut **self.same_slice.as_mut().unwrap_or(&mut self.world),
         }
     }
 }
@@ -83,7 +83,7 @@ impl Ranks {
     }
 
     /// The ranks of a group that this one is in, and its own place among them.
-    pub fn among(&self, among: Among) -> (usize, usize) {
+    pub fn among(&self, among: ProcessGroup) -> (usize, usize) {
         let mut groups = self.mesh.groups();
         let group = groups.among(among);
         (group.rank(), group.size())
@@ -93,7 +93,12 @@ impl Ranks {
     ///
     /// # Errors
     /// [`EngineError::Collective`], also for other numbers of values elsewhere.
-    pub fn sum(&self, values: &mut [f32], among: Among, what: &str) -> Result<(), EngineError> {
+    pub fn sum(
+        &self,
+        values: &mut [f32],
+        among: ProcessGroup,
+        what: &str,
+    ) -> Result<(), EngineError> {
         let mut groups = self.mesh.groups();
         let group = groups.among(among);
         if group.size() == 1 {
@@ -113,7 +118,7 @@ impl Ranks {
     pub fn sum_f64(
         &self,
         values: &[f64],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f64>, EngineError> {
         self.fold_f64(values, among, what, (0.0, |sum, value| sum + value))
@@ -126,7 +131,7 @@ impl Ranks {
     pub fn max_f64(
         &self,
         values: &[f64],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f64>, EngineError> {
         self.fold_f64(values, among, what, (f64::NEG_INFINITY, f64::max))
@@ -136,7 +141,7 @@ impl Ranks {
     fn fold_f64(
         &self,
         values: &[f64],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
         (first, fold): (f64, fn(f64, f64) -> f64),
     ) -> Result<Vec<f64>, EngineError> {
@@ -162,7 +167,12 @@ impl Ranks {
     ///
     /// # Errors
     /// As [`Ranks::sum`].
-    pub fn gather(&self, own: &[f32], among: Among, what: &str) -> Result<Vec<f32>, EngineError> {
+    pub fn gather(
+        &self,
+        own: &[f32],
+        among: ProcessGroup,
+        what: &str,
+    ) -> Result<Vec<f32>, EngineError> {
         let mut groups = self.mesh.groups();
         let group = groups.among(among);
         if group.size() == 1 {
@@ -183,7 +193,7 @@ impl Ranks {
 
     /// This rank's part of values that all have, as equal as can be, in the order of
     /// ranks; the inverse of [`Ranks::gather`] where they share evenly.
-    pub fn scattered<'v, T>(&self, values: &'v [T], among: Among) -> &'v [T] {
+    pub fn scattered<'v, T>(&self, values: &'v [T], among: ProcessGroup) -> &'v [T] {
         let (rank, size) = self.among(among);
         let edge = |rank: usize| rank * values.len() / size;
         &values[edge(rank)..edge(rank + 1)]
@@ -197,7 +207,7 @@ impl Ranks {
     pub fn sum_scattered(
         &self,
         own: &[f32],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f32>, EngineError> {
         let mut groups = self.mesh.groups();
@@ -222,7 +232,7 @@ impl Ranks {
     pub fn all_to_all(
         &self,
         parts: &[Vec<f32>],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
@@ -252,15 +262,15 @@ impl Ranks {
 
     /// Hands bytes to some of a group, and gets some: peers with bytes, and peers with the
     /// number of bytes that they have for this rank, several of one in the same order on
-    /// both sides. Returns what arrives.
+    /// both parts. Returns what arrives.
     ///
     /// # Errors
-    /// [`EngineError::Collective`], also where both sides expect other sizes.
+    /// [`EngineError::Collective`], also where both parts expect other sizes.
     pub fn trade(
         &self,
         sends: &[(usize, Vec<u8>)],
         receives: &[(usize, usize)],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<u8>>, EngineError> {
         let sent: Vec<&[u8]> = sends.iter().map(|(_, bytes)| &**bytes).collect();
@@ -289,7 +299,7 @@ impl Ranks {
     pub fn gather_bytes(
         &self,
         own: &[u8],
-        among: Among,
+        among: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<u8>>, EngineError> {
         Ok(self
@@ -303,7 +313,12 @@ impl Ranks {
     ///
     /// # Errors
     /// As [`Ranks::sum`].
-    pub fn broadcast(&self, bytes: &mut [u8], among: Among, what: &str) -> Result<(), EngineError> {
+    pub fn broadcast(
+        &self,
+        bytes: &mut [u8],
+        among: ProcessGroup,
+        what: &str,
+    ) -> Result<(), EngineError> {
         let mut groups = self.mesh.groups();
         let group = groups.among(among);
         if group.size() == 1 {

@@ -1,7 +1,7 @@
 //! Calls of a rank on device memory that someone else owns.
 //!
 //! Kernels use the caller's tensors where they lie. What ranks exchange lies in the layer's own
-//! memory: an exchange may still be under way when a call has failed, and then keeps the memory
+//! memory: an exchange may still be in flight when a call has failed, and then keeps the memory
 //! that it uses, which it cannot with a caller's. So the few tensors of a call that exchanges
 //! move are copied on the device, in the order of its stream: `x` and `dy` where shared experts
 //! are sliced, and numbers such as `counts`.
@@ -12,7 +12,7 @@ use super::run::Run;
 use crate::call::{Counters, RawBackward, RawCall, input_error};
 use crate::error::EngineError;
 use crate::pass::Pass;
-use moesaic_plan::{RankPlan, RankStep, Role, SATURATED, TensorId, Way};
+use moesaic_plan::{CollectiveOp, RankPlan, RankStep, Role, SATURATED, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -136,7 +136,7 @@ impl MeshLayer {
     }
 }
 
-/// What a raw call has of the tokens' side in memory that kernels do not use: tensors of the
+/// What a raw call has of the dispatch part in memory that kernels do not use: tensors of the
 /// layer, each with the caller's memory for it.
 #[derive(Default)]
 pub(super) struct Beside {
@@ -183,8 +183,8 @@ impl Run<'_> {
     /// Weights and their gradients lie with their ranks, who add gradients up there.
     fn refuse_weights(&self, tensors: &[(&str, Ptr)]) -> Result<(), EngineError> {
         let is_weight = |name: &str| {
-            let mut sides = self.plan.sides();
-            sides.any(|plan| plan.tensor(name).is_some_and(|t| t.role == Role::Weight))
+            let mut parts = self.plan.parts();
+            parts.any(|plan| plan.tensor(name).is_some_and(|t| t.role == Role::Weight))
         };
         for (name, _) in tensors {
             let problem = match name.strip_prefix("grad.") {
@@ -260,38 +260,41 @@ fn theirs(address: Ptr, bytes: u64) -> Arc<Buffer> {
     Arc::new(Buffer::new(address, bytes as usize, Box::new(())))
 }
 
-/// The tensors of the tokens' side that exchanges move, or the host reads for them.
+/// The tensors of the dispatch part that exchanges move, or the host reads for them.
 pub(super) fn exchanged(plan: &RankPlan) -> BTreeSet<TensorId> {
     let steps = plan.steps.iter().chain(&plan.evaluation);
     let exchanges = steps.chain(&plan.backward).filter_map(RankStep::exchange);
-    let moved = exchanges.flat_map(|exchange| of_tokens(&exchange.way));
+    let moved = exchanges.flat_map(|exchange| of_tokens(&exchange.op));
     let read = ["offsets", "row_slots"];
     let read = read.into_iter().filter_map(|name| plan.tokens.id(name));
     moved.flatten().chain(read).collect()
 }
 
 /// Those of one exchange.
-fn of_tokens(way: &Way) -> [Option<TensorId>; 2] {
+fn of_tokens(way: &CollectiveOp) -> [Option<TensorId>; 2] {
     match *way {
-        Way::ToExperts { from, .. } | Way::ToShadows { from, .. } | Way::ToSlices { from, .. } => {
-            [Some(from), None]
+        CollectiveOp::Dispatch { from, .. }
+        | CollectiveOp::KeepShadowRows { from, .. }
+        | CollectiveOp::AllGatherTp { from, .. } => [Some(from), None],
+        CollectiveOp::Combine { to, .. }
+        | CollectiveOp::ReturnShadowRows { to, .. }
+        | CollectiveOp::ReduceScatterTp { to, .. }
+        | CollectiveOp::BroadcastTp { to, .. }
+        | CollectiveOp::AllGatherExperts { to, .. } => [Some(to), None],
+        CollectiveOp::AllReduceSum { from, to }
+        | CollectiveOp::CountLiveTokens { ids: from, to } => [Some(from), Some(to)],
+        CollectiveOp::AllReduceMax { tensor } | CollectiveOp::ReduceLossParts { tensor } => {
+            [Some(tensor), None]
         }
-        Way::ToTokens { to, .. }
-        | Way::FromShadows { to, .. }
-        | Way::FromSlices { to, .. }
-        | Way::OfFirst { to, .. }
-        | Way::Gather { to, .. } => [Some(to), None],
-        Way::Sum { from, to } | Way::Live { ids: from, to } => [Some(from), Some(to)],
-        Way::Most { tensor } | Way::LossParts { tensor } => [Some(tensor), None],
-        Way::Tokens
-        | Way::Loads
-        | Way::Counts
-        | Way::Placed
-        | Way::Neighbours
-        | Way::OverShards { .. }
-        | Way::ShadowWeight { .. }
-        | Way::ShadowGradient { .. }
-        | Way::GatherWeight { .. }
-        | Way::ScatterGradient { .. } => [None, None],
+        CollectiveOp::TokenCounts
+        | CollectiveOp::TokensPerExpert
+        | CollectiveOp::RowCounts
+        | CollectiveOp::GlobalRouting
+        | CollectiveOp::TpTokenCounts
+        | CollectiveOp::AllReduceTp { .. }
+        | CollectiveOp::BroadcastShadowWeight { .. }
+        | CollectiveOp::ReduceShadowGradient { .. }
+        | CollectiveOp::AllGatherWeight { .. }
+        | CollectiveOp::ReduceScatterGradient { .. } => [None, None],
     }
 }

@@ -1,7 +1,7 @@
 //! Gradients of weights over the ranks that have the same.
 
 use super::layer::MeshLayer;
-use super::ranks::Among;
+use super::ranks::ProcessGroup;
 use super::replicas::OnDevice;
 use crate::error::EngineError;
 use crate::layer::Layer;
@@ -12,8 +12,8 @@ use moesaic_plan::TensorId;
 impl MeshLayer {
     /// Adds up the gradients of weights over the ranks that have the same weights: those
     /// of experts over the groups that hold all experts, and over the groups of ranks with
-    /// replicas of an expert ([`Placement`](moesaic_plan::Placement)), those of slices of shared experts
-    /// over the slices of the same number, all others over all ranks. They are then those of
+    /// replicas of an expert ([`Placement`](moesaic_plan::Placement)), those of shards of shared experts
+    /// over the shards of the same number, all others over all ranks. They are then those of
     /// one process that had the tokens of all ranks, and the same bytes on every rank that
     /// has them. After any number of backward passes that add.
     ///
@@ -29,7 +29,7 @@ impl MeshLayer {
         sum(self.replicated(), &mut *groups.world)?;
         sum(self.own(), &mut *groups.replicas)?;
         if let Some(shared) = self.shared() {
-            sum(shared, groups.among(Among::SameSlice))?;
+            sum(shared, groups.among(ProcessGroup::EpDp))?;
         }
         drop(groups);
         self.sum_replicas()

@@ -1,7 +1,7 @@
 //! What the groups with replicas of an expert have to do with each other: gradients are
 //! summed by the owner, and what the owner has becomes everybody's.
 
-use super::ranks::{Among, Ranks};
+use super::ranks::{ProcessGroup, Ranks};
 use crate::error::EngineError;
 use bytemuck::cast_slice;
 use moesaic_plan::{Parallel, Placement};
@@ -75,7 +75,7 @@ struct Replicas<'a> {
     placement: &'a Placement,
     mesh: Parallel,
     ep: usize,
-    shard: usize,
+    tp: usize,
 }
 
 impl Ranks {
@@ -127,7 +127,7 @@ impl Ranks {
             placement: placement.filter(|placement| !placement.replicated().is_empty())?,
             mesh,
             ep: place.ep,
-            shard: place.shard,
+            tp: place.tp,
         })
     }
 }
@@ -140,9 +140,9 @@ impl Replicas<'_> {
         }
     }
 
-    /// The rank of a group with the slice of this one.
+    /// The rank of a group with the shard of this one.
     fn peer(&self, group: usize) -> usize {
-        group * self.mesh.shards + self.shard
+        group * self.mesh.expert_tp + self.tp
     }
 
     /// Replicated experts that this rank has: which, where, and whether it owns them.
@@ -173,7 +173,9 @@ impl Replicas<'_> {
                 sends.push((self.peer(self.placement.owner(expert)), row))
             }
         }
-        let arrived = self.ranks.trade(&sends, &receives, Among::Group, what)?;
+        let arrived = self
+            .ranks
+            .trade(&sends, &receives, ProcessGroup::Ep, what)?;
         let mut arrived = arrived.into_iter();
         for (expert, slot, _) in self.own().into_iter().filter(|(.., owned)| *owned) {
             let mut rows: Vec<(usize, Vec<u8>)> = vec![(self.ep, slots.read(slot)?)];
@@ -196,7 +198,9 @@ impl Replicas<'_> {
                 receives.push((self.peer(self.placement.owner(expert)), row.len()))
             }
         }
-        let arrived = self.ranks.trade(&sends, &receives, Among::Group, what)?;
+        let arrived = self
+            .ranks
+            .trade(&sends, &receives, ProcessGroup::Ep, what)?;
         let replicas = self.own().into_iter().filter(|(.., owned)| !owned);
         for ((_, slot, _), row) in replicas.zip(arrived) {
             slots.write(slot, &row)?;

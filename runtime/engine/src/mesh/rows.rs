@@ -1,14 +1,14 @@
 //! Which rows go where in one call, from counts alone.
 
 use moesaic_collectives::plan::{DedupMap, HopCounts};
-use moesaic_plan::{self as plan, Cut, Distance, Parallel, Place, Placement};
+use moesaic_plan::{self as plan, Distance, OverlapBy, Parallel, Placement, RankCoords};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Rows of this rank's tokens, by expert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OwnRows {
-    /// Where the rows of each of all experts begin on the tokens' side, and their end.
+    /// Where the rows of each of all experts begin on the dispatch part, and their end.
     pub offsets: Vec<usize>,
     /// Experts that have shadows in this call, in the order of theirs: rows stay.
     pub shadowed: Vec<usize>,
@@ -29,7 +29,7 @@ impl OwnRows {
         }
     }
 
-    /// Where the rows of each shadow begin on the shadows' side, and their end, for `shadows`
+    /// Where the rows of each shadow begin on the shadow part, and their end, for `shadows`
     /// of them; those that no expert has are empty.
     pub fn shadow_offsets(&self, shadows: usize) -> Vec<i64> {
         let mut list = vec![0; shadows + 1];
@@ -44,13 +44,13 @@ impl OwnRows {
     }
 }
 
-/// A piece's first row is a multiple of this, so that what has two bytes a row begins there
+/// A chunk's first row is a multiple of this, so that what has two bytes a row begins there
 /// where a buffer could.
 const ALIGN: usize = 32;
 
 /// Rows in a row, from or to another rank of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct RowRange {
     /// The other rank, within the group.
     pub peer: usize,
     /// The first row.
@@ -59,14 +59,14 @@ pub(super) struct Piece {
     pub rows: usize,
 }
 
-/// The rows of one call of one rank. They may come in pieces. At the experts they lie by
-/// piece, then by expert, then by rank.
+/// The rows of one call of one rank. They may come in chunks. At the experts they lie by
+/// chunk, then by expert, then by rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
     mesh: Parallel,
-    place: Place,
+    place: RankCoords,
     placement: Placement,
-    /// On the tokens' side.
+    /// On the dispatch part.
     pub own: Arc<OwnRows>,
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
@@ -74,24 +74,24 @@ pub(super) struct Rows {
     pub hop_counts: Option<Arc<HopCounts>>,
     /// Which of them are of one token, where each crosses to a node once.
     pub dedup: Option<Arc<DedupMap>>,
-    /// Where each piece begins at the experts, and the end of all.
+    /// Where each chunk begins at the experts, and the end of all.
     firsts: Vec<usize>,
-    /// What makes a piece.
-    cut: Cut,
+    /// What makes a chunk.
+    by: OverlapBy,
 }
 
 impl Rows {
     /// What a rank tells the others: the rows that it has for the experts of each, rank
     /// after rank. Slices of an expert get the same.
     pub fn told(
-        (mesh, place): (Parallel, Place),
+        (mesh, place): (Parallel, RankCoords),
         placement: &Placement,
         own: &OwnRows,
     ) -> (Vec<i64>, Vec<usize>) {
-        let from = (place.ep * mesh.shards + place.shard, place.ep);
+        let from = (place.ep * mesh.expert_tp + place.tp, place.ep);
         let (mut counts, mut sizes) = (Vec::new(), Vec::new());
         for peer in 0..mesh.group() {
-            let group = peer / mesh.shards;
+            let group = peer / mesh.expert_tp;
             let theirs = placement.of(group);
             sizes.push(theirs.len());
             counts.extend(
@@ -105,7 +105,7 @@ impl Rows {
 
     /// From what the others have told, as many numbers as this rank has experts from each.
     pub fn new(
-        (mesh, place): (Parallel, Place),
+        (mesh, place): (Parallel, RankCoords),
         placement: Placement,
         own: Arc<OwnRows>,
         told: &[i64],
@@ -121,16 +121,16 @@ impl Rows {
             hop_counts: None,
             dedup: None,
             firsts: Vec::new(),
-            cut: Cut::default(),
+            by: OverlapBy::default(),
         };
-        rows.in_pieces(1, Cut::default())
+        rows.in_chunks(1, OverlapBy::default())
     }
 
-    /// The same rows in so many pieces.
-    pub fn in_pieces(mut self, pieces: usize, cut: Cut) -> Rows {
-        self.cut = cut;
-        self.firsts = vec![0; pieces + 1];
-        for number in 0..pieces {
+    /// The same rows in so many chunks.
+    pub fn in_chunks(mut self, chunks: usize, by: OverlapBy) -> Rows {
+        self.by = by;
+        self.firsts = vec![0; chunks + 1];
+        for number in 0..chunks {
             let first = self.firsts[number].next_multiple_of(ALIGN);
             self.firsts[number] = first;
             self.firsts[number + 1] = first + self.rows_of(number);
@@ -138,35 +138,35 @@ impl Rows {
         self
     }
 
-    /// The pieces.
-    pub fn pieces(&self) -> usize {
+    /// The chunks.
+    pub fn chunks(&self) -> usize {
         self.firsts.len() - 1
     }
 
-    fn piece(&self, number: usize) -> plan::Piece {
-        let (of, cut) = (self.pieces(), self.cut);
-        plan::Piece { number, of, cut }
+    fn chunk(&self, number: usize) -> plan::Chunk {
+        let (of, by) = (self.chunks(), self.by);
+        plan::Chunk { number, of, by }
     }
 
-    /// What is in a piece of so many rows that a rank of the group has for an expert of another.
-    pub fn cut(&self, number: usize, rows: usize, (from, to): (usize, usize)) -> Range<usize> {
-        let group = |rank: usize| rank / self.mesh.shards;
+    /// What is in a chunk of so many rows that a rank of the group has for an expert of another.
+    pub fn part_of(&self, number: usize, rows: usize, (from, to): (usize, usize)) -> Range<usize> {
+        let group = |rank: usize| rank / self.mesh.expert_tp;
         let distance = Distance::between(group(from), group(to), self.mesh.ep);
-        self.piece(number).rows(rows, distance)
+        self.chunk(number).rows(rows, distance)
     }
 
     /// This rank's number in its group.
     fn rank(&self) -> usize {
-        self.place.ep * self.mesh.shards + self.place.shard
+        self.place.ep * self.mesh.expert_tp + self.place.tp
     }
 
-    /// How many rows a piece has of a rank for one of this rank's experts.
+    /// How many rows a chunk has of a rank for one of this rank's experts.
     fn received(&self, number: usize, peer: usize, expert: usize) -> usize {
         let all = self.received[peer][expert];
-        self.cut(number, all, (peer, self.rank())).len()
+        self.part_of(number, all, (peer, self.rank())).len()
     }
 
-    /// Rows of a piece that arrive here.
+    /// Rows of a chunk that arrive here.
     pub fn rows_of(&self, number: usize) -> usize {
         let of = |peer: usize| {
             let experts = 0..self.received[peer].len();
@@ -175,36 +175,36 @@ impl Rows {
         (0..self.received.len()).flat_map(of).sum()
     }
 
-    /// The number of each row at the experts within its piece; 0 between pieces.
-    pub fn numbers_in_pieces(&self) -> Vec<i32> {
+    /// The number of each row at the experts within its chunk; 0 group chunks.
+    pub fn numbers_in_chunks(&self) -> Vec<i32> {
         let mut numbers = vec![0; self.room()];
-        for piece in 0..self.pieces() {
-            let own = &mut numbers[self.span(piece..piece + 1)];
+        for chunk in 0..self.chunks() {
+            let own = &mut numbers[self.span(chunk..chunk + 1)];
             own.iter_mut().zip(0..).for_each(|(row, n)| *row = n);
         }
         numbers
     }
 
-    /// Where a piece begins at the experts.
+    /// Where a chunk begins at the experts.
     pub fn first_of(&self, number: usize) -> usize {
         self.firsts[number]
     }
 
-    /// The rows at the experts that pieces of these numbers have, and those between them.
-    pub fn span(&self, pieces: Range<usize>) -> Range<usize> {
-        let last = pieces.end - 1;
-        self.firsts[pieces.start]..self.firsts[last] + self.rows_of(last)
+    /// The rows at the experts that chunks of these numbers have, and those group them.
+    pub fn span(&self, chunks: Range<usize>) -> Range<usize> {
+        let last = chunks.end - 1;
+        self.firsts[chunks.start]..self.firsts[last] + self.rows_of(last)
     }
 
     /// Rows that there must be room for at the experts.
     pub fn room(&self) -> usize {
-        self.firsts[self.pieces()]
+        self.firsts[self.chunks()]
     }
 
-    /// The numbers of pieces of these rows that make up a piece of an exchange; all of them
+    /// The numbers of chunks of these rows that make up a chunk of an exchange; all of them
     /// where it has none.
-    pub fn numbers(&self, piece: Option<plan::Piece>) -> Range<usize> {
-        piece.map_or(0..self.pieces(), |piece| piece.units(self.pieces()))
+    pub fn numbers(&self, chunk: Option<plan::Chunk>) -> Range<usize> {
+        chunk.map_or(0..self.chunks(), |chunk| chunk.units(self.chunks()))
     }
 
     /// Rows of this rank's tokens.
@@ -217,96 +217,96 @@ impl Rows {
         self.received.iter().flatten().sum()
     }
 
-    /// Where the rows of each expert of this rank begin in a piece, and their end.
-    pub fn expert_offsets(&self, piece: usize) -> Vec<i64> {
+    /// Where the rows of each expert of this rank begin in a chunk, and their end.
+    pub fn expert_offsets(&self, chunk: usize) -> Vec<i64> {
         let mut list = vec![0];
         for expert in 0..self.received[0].len() {
             let peers = 0..self.received.len();
-            let rows: usize = peers.map(|peer| self.received(piece, peer, expert)).sum();
+            let rows: usize = peers.map(|peer| self.received(chunk, peer, expert)).sum();
             list.push(list[expert] + rows as i64);
         }
         list
     }
 
-    /// Where the row tiles of each expert of this rank begin in a piece, and their end.
-    pub fn row_tiles(&self, piece: usize, tile_rows: usize) -> Vec<i32> {
-        row_tiles(&self.expert_offsets(piece), tile_rows)
+    /// Where the row tiles of each expert of this rank begin in a chunk, and their end.
+    pub fn row_tiles(&self, chunk: usize, tile_rows: usize) -> Vec<i32> {
+        row_tiles(&self.expert_offsets(chunk), tile_rows)
     }
 
-    /// What this rank's tokens send to every slice of their experts: pieces of the tokens'
+    /// What this rank's tokens send to every shard of their experts: chunks of the tokens'
     /// side, an expert's rows each.
-    pub fn sent(&self, pieces: &Range<usize>) -> Vec<Piece> {
+    pub fn sent(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = 0..self.mesh.group();
-        let peers = peers.flat_map(|peer| self.of_owner(peer, pieces));
+        let peers = peers.flat_map(|peer| self.of_owner(peer, chunks));
         peers.collect()
     }
 
-    /// What comes back from the slices that answer this rank: those with its own number.
-    pub fn answered(&self, pieces: &Range<usize>) -> Vec<Piece> {
+    /// What comes back from the shards that answer this rank: those with its own number.
+    pub fn answered(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = (0..self.mesh.group()).filter(|peer| self.same_slice(*peer));
-        let peers = peers.flat_map(|peer| self.of_owner(peer, pieces));
+        let peers = peers.flat_map(|peer| self.of_owner(peer, chunks));
         peers.collect()
     }
 
-    /// What arrives here: pieces of the experts' side, by expert, then by rank.
-    pub fn arrived(&self, pieces: &Range<usize>) -> Vec<Piece> {
+    /// What arrives here: chunks of the expert part, by expert, then by rank.
+    pub fn arrived(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = 0..self.mesh.group();
-        let peers = peers.flat_map(|peer| self.of_source(peer, pieces));
+        let peers = peers.flat_map(|peer| self.of_source(peer, chunks));
         peers.collect()
     }
 
-    /// What this rank sends back: the rows of ranks whose slice has its number.
-    pub fn answers(&self, pieces: &Range<usize>) -> Vec<Piece> {
+    /// What this rank sends back: the rows of ranks whose shard has its number.
+    pub fn answers(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = (0..self.mesh.group()).filter(|peer| self.same_slice(*peer));
-        let peers = peers.flat_map(|peer| self.of_source(peer, pieces));
+        let peers = peers.flat_map(|peer| self.of_source(peer, chunks));
         peers.collect()
     }
 
     fn same_slice(&self, peer: usize) -> bool {
-        peer % self.mesh.shards == self.place.shard
+        peer % self.mesh.expert_tp == self.place.tp
     }
 
     /// Whether a rank with rows of another's tokens answers that one.
     pub fn answers_to(&self, from: usize, to: usize) -> bool {
-        from % self.mesh.shards == to % self.mesh.shards
+        from % self.mesh.expert_tp == to % self.mesh.expert_tp
     }
 
-    /// The rows of this rank's tokens for the experts of a rank, by piece.
-    fn of_owner(&self, peer: usize, pieces: &Range<usize>) -> Vec<Piece> {
-        let (ep, from, group) = (self.place.ep, self.rank(), peer / self.mesh.shards);
+    /// The rows of this rank's tokens for the experts of a rank, by chunk.
+    fn of_owner(&self, peer: usize, chunks: &Range<usize>) -> Vec<RowRange> {
+        let (ep, from, group) = (self.place.ep, self.rank(), peer / self.mesh.expert_tp);
         let experts = self.placement.of(group);
-        let piece = |number: usize, e: usize| {
+        let chunk = |number: usize, e: usize| {
             let share = self.placement.share((from, ep), e, self.own.sent(e), group);
-            let rows = self.cut(number, share.len(), (from, peer));
-            Piece {
+            let rows = self.part_of(number, share.len(), (from, peer));
+            RowRange {
                 peer,
                 first: self.own.offsets[e] + share.start + rows.start,
                 rows: rows.len(),
             }
         };
-        let pieces = pieces.clone();
-        let pieces = pieces.flat_map(|number| experts.iter().map(move |&e| (number, e)));
-        let pieces = pieces.map(|(number, e)| piece(number, e));
-        pieces.filter(|piece| piece.rows > 0).collect()
+        let chunks = chunks.clone();
+        let chunks = chunks.flat_map(|number| experts.iter().map(move |&e| (number, e)));
+        let chunks = chunks.map(|(number, e)| chunk(number, e));
+        chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 
-    /// The rows of a rank's tokens for this rank's experts, by piece.
-    fn of_source(&self, peer: usize, pieces: &Range<usize>) -> Vec<Piece> {
-        let of_piece = |number: usize| {
+    /// The rows of a rank's tokens for this rank's experts, by chunk.
+    fn of_source(&self, peer: usize, chunks: &Range<usize>) -> Vec<RowRange> {
+        let of_chunk = |number: usize| {
             let offsets = self.expert_offsets(number);
-            let piece = |e: usize| {
+            let chunk = |e: usize| {
                 let size = |peer: usize| self.received(number, peer, e);
                 let before: usize = (0..peer).map(size).sum();
-                Piece {
+                RowRange {
                     peer,
                     first: self.firsts[number] + offsets[e] as usize + before,
                     rows: size(peer),
                 }
             };
-            (0..offsets.len() - 1).map(piece).collect::<Vec<_>>()
+            (0..offsets.len() - 1).map(chunk).collect::<Vec<_>>()
         };
-        let pieces = pieces.clone().flat_map(of_piece);
-        pieces.filter(|piece| piece.rows > 0).collect()
+        let chunks = chunks.clone().flat_map(of_chunk);
+        chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 }
 
@@ -378,14 +378,15 @@ mod tests {
 
     /// Meshes with placements, contiguous ones and others.
     fn meshes() -> Vec<(Parallel, Placement)> {
-        let mesh = |ep, shards| Parallel {
+        let mesh = |ep, expert_tp| Parallel {
             ep,
-            shards,
+            expert_tp,
             ..Parallel::default()
         };
         let sizes = [(1, 1, 3), (2, 1, 5), (3, 2, 7), (2, 3, 2), (4, 1, 4)];
-        let plain = sizes
-            .map(|(ep, shards, experts)| (mesh(ep, shards), Placement::contiguous(ep, experts)));
+        let plain = sizes.map(|(ep, expert_tp, experts)| {
+            (mesh(ep, expert_tp), Placement::contiguous(ep, experts))
+        });
         let texts = [
             (1, "3,1 | 0,2"),
             (2, "4,0,+2 | 2,1 | 3,+0"),
@@ -393,9 +394,9 @@ mod tests {
             (3, "near: +1,0 | 1,+0"),
             (1, "0-3 | +0,+3 | +0,+1,+2,+3"),
         ];
-        let others = texts.map(|(shards, text)| {
+        let others = texts.map(|(expert_tp, text)| {
             let placement: Placement = text.parse().unwrap();
-            (mesh(placement.groups(), shards), placement)
+            (mesh(placement.groups(), expert_tp), placement)
         });
         plain.into_iter().chain(others).collect()
     }
@@ -403,30 +404,30 @@ mod tests {
     #[test]
     fn every_row_goes_to_every_slice_of_its_expert_and_comes_back_once() {
         for (mesh, placement) in meshes() {
-            let shards = mesh.shards;
+            let expert_tp = mesh.expert_tp;
             let counts = some_counts(mesh.group(), placement.experts());
             let all = placed(mesh, &placement, &counts);
             let arriving: Vec<usize> = all.iter().map(Rows::arriving).collect();
-            let want = placement.received(shards, &counts);
-            let want = want.iter().flat_map(|rows| vec![*rows; shards]);
+            let want = placement.received(expert_tp, &counts);
+            let want = want.iter().flat_map(|rows| vec![*rows; expert_tp]);
             assert!(want.eq(arriving), "{placement}: {:?}", counts);
             for (rank, rows) in all.iter().enumerate() {
                 let own: usize = counts[rank].iter().sum();
-                let back: usize = rows.answered(&(0..1)).iter().map(|piece| piece.rows).sum();
+                let back: usize = rows.answered(&(0..1)).iter().map(|chunk| chunk.rows).sum();
                 assert_eq!(back, own, "{mesh:?}: rank {rank} gets its rows back");
                 let mut next: Vec<_> = rows.answered(&(0..1)).iter().map(|p| p.first).collect();
                 next.sort();
                 next.dedup();
                 assert_eq!(next.len(), rows.answered(&(0..1)).len());
-                let sent: usize = rows.sent(&(0..1)).iter().map(|piece| piece.rows).sum();
-                assert_eq!(sent, own * shards);
-                let arrived: usize = rows.arrived(&(0..1)).iter().map(|piece| piece.rows).sum();
+                let sent: usize = rows.sent(&(0..1)).iter().map(|chunk| chunk.rows).sum();
+                assert_eq!(sent, own * expert_tp);
+                let arrived: usize = rows.arrived(&(0..1)).iter().map(|chunk| chunk.rows).sum();
                 assert_eq!(arrived, rows.arriving());
             }
         }
     }
 
-    /// In any number of pieces, and for exchanges that take some of them together.
+    /// In any number of chunks, and for exchanges that take some of them together.
     #[test]
     fn pieces_of_rows_are_all_rows_once_and_fit_their_peers() {
         for (mesh, placement) in meshes() {
@@ -434,19 +435,19 @@ mod tests {
             let whole = placed(mesh, &placement, &counts);
             let by_rows = [(1, 1), (2, 2), (4, 2), (6, 3), (5, 1)];
             let by_ranks = [(1, 1), (2, 2), (4, 2), (7, 3), (5, 1)];
-            let by_rows = by_rows.map(|numbers| (numbers, Cut::Rows));
-            let by_ranks = by_ranks.map(|numbers| (numbers, Cut::Ranks));
-            for ((pieces, of), cut) in by_rows.into_iter().chain(by_ranks) {
+            let by_rows = by_rows.map(|numbers| (numbers, OverlapBy::Rows));
+            let by_ranks = by_ranks.map(|numbers| (numbers, OverlapBy::Peers));
+            for ((chunks, of), by) in by_rows.into_iter().chain(by_ranks) {
                 let all: Vec<Rows> = whole
                     .iter()
-                    .map(|rows| rows.clone().in_pieces(pieces, cut))
+                    .map(|rows| rows.clone().in_chunks(chunks, by))
                     .collect();
                 let mut taken: Vec<Vec<usize>> = vec![Vec::new(); all.len()];
                 for number in 0..of {
-                    let units = all[0].numbers(Some(plan::Piece { number, of, cut }));
-                    let sizes = |pieces: Vec<Piece>, peer: usize| -> Vec<usize> {
-                        let of_peer = pieces.into_iter().filter(|piece| piece.peer == peer);
-                        of_peer.map(|piece| piece.rows).collect()
+                    let units = all[0].numbers(Some(plan::Chunk { number, of, by }));
+                    let sizes = |chunks: Vec<RowRange>, peer: usize| -> Vec<usize> {
+                        let of_peer = chunks.into_iter().filter(|chunk| chunk.peer == peer);
+                        of_peer.map(|chunk| chunk.rows).collect()
                     };
                     for a in 0..mesh.group() {
                         for b in 0..mesh.group() {
@@ -457,7 +458,7 @@ mod tests {
                         }
                         let arrived = all[a].arrived(&units).into_iter();
                         let span = all[a].span(units.clone());
-                        let rows = arrived.flat_map(|piece| piece.first..piece.first + piece.rows);
+                        let rows = arrived.flat_map(|chunk| chunk.first..chunk.first + chunk.rows);
                         let rows: Vec<usize> = rows.collect();
                         assert!(rows.iter().all(|row| span.contains(row)));
                         taken[a].extend(rows);
@@ -467,9 +468,9 @@ mod tests {
                     taken.sort();
                     taken.dedup();
                     assert_eq!(taken.len(), rows.arriving());
-                    assert!(rows.room() < rows.arriving() + pieces * ALIGN);
+                    assert!(rows.room() < rows.arriving() + chunks * ALIGN);
                     let sizes =
-                        (0..pieces).map(|piece| *rows.expert_offsets(piece).last().unwrap());
+                        (0..chunks).map(|chunk| *rows.expert_offsets(chunk).last().unwrap());
                     assert_eq!(sizes.sum::<i64>() as usize, rows.arriving());
                 }
             }
@@ -481,9 +482,9 @@ mod tests {
         for (mesh, placement) in meshes() {
             let counts = some_counts(mesh.group(), placement.experts());
             let all = placed(mesh, &placement, &counts);
-            let sizes = |pieces: Vec<Piece>, peer: usize| -> Vec<usize> {
-                let of_peer = pieces.into_iter().filter(|piece| piece.peer == peer);
-                of_peer.map(|piece| piece.rows).collect()
+            let sizes = |chunks: Vec<RowRange>, peer: usize| -> Vec<usize> {
+                let of_peer = chunks.into_iter().filter(|chunk| chunk.peer == peer);
+                of_peer.map(|chunk| chunk.rows).collect()
             };
             for a in 0..mesh.group() {
                 for b in 0..mesh.group() {
@@ -513,8 +514,8 @@ mod tests {
         assert_eq!(all[0].row_tiles(0, 3), [0, 2, 3]);
         assert_eq!(all[1].expert_offsets(0), [0, 4]);
         let places = |rows: &Rows| -> Vec<_> {
-            let pieces = rows.arrived(&(0..1)).into_iter();
-            pieces.map(|p| (p.peer, p.first, p.rows)).collect()
+            let chunks = rows.arrived(&(0..1)).into_iter();
+            chunks.map(|p| (p.peer, p.first, p.rows)).collect()
         };
         assert_eq!(places(&all[0]), [(0, 0, 1), (0, 4, 2), (1, 1, 3)]);
         assert_eq!(places(&all[1]), [(1, 0, 4)]);
@@ -533,7 +534,7 @@ mod tests {
         assert_eq!(all[1].expert_offsets(0), [0, 0, 5]);
         let peers = |rows: &Rows| -> Vec<usize> {
             let sent = rows.sent(&(0..1)).into_iter();
-            sent.map(|piece| piece.peer).collect()
+            sent.map(|chunk| chunk.peer).collect()
         };
         assert_eq!((peers(&all[0]), peers(&all[1])), (vec![0, 1], vec![]));
         assert_eq!(all[0].own.shadow_offsets(3), [0, 0, 1, 1]);

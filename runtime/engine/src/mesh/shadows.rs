@@ -4,18 +4,20 @@
 //! gradients go back there. Who has a shadow follows from the rows of all ranks, which
 //! every rank is told, so that all choose alike.
 
-use super::groups::Between;
-use super::lent::clear;
+use super::groups::GroupId;
+use super::in_flight::Request;
 use super::passes::SHADOWED;
+use super::plan_part::PartCall;
 use super::rows::row_tiles;
 use super::run::{Run, element};
-use super::side::Side;
-use super::under_way::Started;
+use super::workspace_pool::clear;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Call, Element, Reduction, Slice};
-use moesaic_plan::{self as plan, LayerPlan, RankStep, Role, ShadowModel, TensorId, Way, shadows};
+use moesaic_plan::{
+    self as plan, CollectiveOp, LayerPlan, RankStep, Role, ShadowModel, TensorId, shadows,
+};
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::{Arc, Mutex};
 
@@ -73,13 +75,13 @@ impl Run<'_> {
         let experts = self.plan.tokens.spec.shape.experts;
         let own = (0..experts).map(|expert| self.own.of(expert) as u64);
         let (own, call) = (own.collect::<Vec<_>>(), self.call("loads"));
-        let counts = self.each_tells(&own, Between::Rows(self.plan.ways), &call)?;
+        let counts = self.each_tells(&own, GroupId::Rows(self.plan.adaptive_r), &call)?;
         let placement = self.plan.placement();
         let model = ShadowModel {
             most: self.model.most.min(self.shadow_plan().spec.shape.experts),
             ..*self.model
         };
-        let mut chosen = shadows(&model, &placement, self.plan.mesh.shards, &counts);
+        let mut chosen = shadows(&model, &placement, self.plan.mesh.expert_tp, &counts);
         // One owner's after the other's: their gradients are parts of a sum, rank after rank.
         chosen.sort_by_key(|&expert| (placement.owner(expert), expert));
         Arc::make_mut(&mut self.own).shadowed = chosen;
@@ -116,44 +118,44 @@ impl Run<'_> {
         let both = [Role::WeightGradient, Role::Weight];
         let roles = &both[..both.len() - usize::from(stayed.is_some())];
         let lent = self.borrowed(of, roles)?;
-        let side = self.shadows.as_mut().expect(SHADOWED);
-        side.lent = lent;
-        side.staying = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
+        let part = self.shadows.as_mut().expect(SHADOWED);
+        part.lent = lent;
+        part.staying = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
         Ok(())
     }
 
     /// Tells the kernels of shadows where rows of each lie.
     pub fn lay_out_shadows(&self) -> Result<(), EngineError> {
-        let (side, plan) = (self.shadow_side(), self.shadow_plan());
+        let (part, plan) = (self.shadow_part(), self.shadow_plan());
         let offsets = self.own.shadow_offsets(plan.spec.shape.experts);
         let rows: Vec<i32> = (0..offsets[offsets.len() - 1] as i32).collect();
-        side.tell("offsets", cast_slice(&offsets))?;
-        side.tell(
+        part.tell("offsets", cast_slice(&offsets))?;
+        part.tell(
             "row_tiles",
             cast_slice(&row_tiles(&offsets, plan.tile_rows())),
         )?;
-        side.tell("row_slots", cast_slice(&rows))
+        part.tell("row_slots", cast_slice(&rows))
     }
 
-    /// Rows of the tokens' side become those of shadows.
+    /// Rows of the dispatch part become those of shadows.
     pub fn stay(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
-        let row = self.plan.row_bytes(plan::Side::Tokens, from);
-        let (from, to) = (self.tokens.buffer(from), self.shadow_side().buffer(to));
+        let row = self.plan.row_bytes(plan::PlanPart::Dispatch, from);
+        let (from, to) = (self.tokens.buffer(from), self.shadow_part().buffer(to));
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
             self.copy_bytes((from, here * row), (to, there * row), rows * row)
         })
     }
 
-    /// Rows of shadows become those of the tokens' side.
+    /// Rows of shadows become those of the dispatch part.
     pub fn leave(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
-        let row = self.plan.row_bytes(plan::Side::Shadows, from);
-        let (from, to) = (self.shadow_side().buffer(from), self.tokens.buffer(to));
+        let row = self.plan.row_bytes(plan::PlanPart::Shadows, from);
+        let (from, to) = (self.shadow_part().buffer(from), self.tokens.buffer(to));
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
             self.copy_bytes((from, there * row), (to, here * row), rows * row)
         })
     }
 
-    /// Of each shadow the first row on the tokens' side, the first one on that of shadows, and
+    /// Of each shadow the first row on the dispatch part, the first one on that of shadows, and
     /// how many there are.
     fn rows_of_shadows(&self) -> impl Iterator<Item = [usize; 3]> {
         let own = &self.own;
@@ -171,7 +173,7 @@ impl Run<'_> {
         to: TensorId,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let to = Arc::clone(self.shadow_side().buffer(to));
+        let to = Arc::clone(self.shadow_part().buffer(to));
         let own = Arc::clone(self.own(from, &self.owned.weights)?);
         let (dtype, elements) = self.of_expert(from);
         let bytes = elements * dtype.size();
@@ -181,9 +183,9 @@ impl Run<'_> {
         }
         for (number, [owner, _]) in owners.into_iter().enumerate() {
             let data = Slice::new(&to, dtype, number * elements, elements)?;
-            let group = self.groups.between(Between::Rows(self.plan.ways));
+            let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
             let sent = group.broadcast(&data, owner, call)?;
-            self.complete(Started::of(sent, &data))?;
+            self.complete(Request::of(sent, &data))?;
         }
         Ok(())
     }
@@ -195,7 +197,7 @@ impl Run<'_> {
             return Ok(());
         }
         for (from, to) in shadow_gradients(&self.plan.backward) {
-            let gradient = self.shadow_side().buffer(from);
+            let gradient = self.shadow_part().buffer(from);
             let own = self.own(to, self.owned.gradient_buffers()?)?;
             let bytes = self.of_expert(to).1 * Element::F32.size();
             let owners = self.owners();
@@ -220,19 +222,19 @@ impl Run<'_> {
         owners
             .iter()
             .for_each(|[owner, _]| counts[*owner] += elements);
-        let sums = self.spare(counts[me] * Element::F32.size())?;
-        let from = Arc::clone(self.shadow_side().buffer(from));
+        let sums = self.workspaces(counts[me] * Element::F32.size())?;
+        let from = Arc::clone(self.shadow_part().buffer(from));
         let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
         let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
-        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
         let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
-        self.complete(Started::of(sum, &input))?;
+        self.complete(Request::of(sum, &input))?;
         let own = self.own(to, self.owned.gradient_buffers()?)?;
         let bytes = elements * Element::F32.size();
         for (number, (_, slot)) in self.mine(&owners).enumerate() {
             self.copy_bytes((&sums, number * bytes), (own, slot * bytes), bytes)?;
         }
-        self.groups.spare.give([sums]);
+        self.groups.workspaces.give([sums]);
         Ok(())
     }
 
@@ -254,14 +256,14 @@ impl Run<'_> {
         all.filter_map(move |(number, [owner, slot])| (*owner == me).then_some((number, *slot)))
     }
 
-    /// The type of a tensor of the experts' side, and how many elements an expert has.
+    /// The type of a tensor of the expert part, and how many elements an expert has.
     fn of_expert(&self, tensor: TensorId) -> (Element, usize) {
         let tensor = &self.plan.experts[tensor];
         let each = tensor.shape[1..].iter().map(|size| size.eval(0) as usize);
         (element(tensor.dtype), each.product())
     }
 
-    fn shadow_side(&self) -> &Side<'_> {
+    fn shadow_part(&self) -> &PartCall<'_> {
         self.shadows.as_ref().expect(SHADOWED)
     }
 
@@ -292,8 +294,8 @@ impl Run<'_> {
 /// The gradients that a pass sums, and where the sums go.
 fn shadow_gradients(steps: &[RankStep]) -> impl Iterator<Item = (TensorId, TensorId)> {
     let exchanges = steps.iter().filter_map(RankStep::exchange);
-    exchanges.filter_map(|exchange| match exchange.way {
-        Way::ShadowGradient { from, to } => Some((from, to)),
+    exchanges.filter_map(|exchange| match exchange.op {
+        CollectiveOp::ReduceShadowGradient { from, to } => Some((from, to)),
         _ => None,
     })
 }

@@ -2,20 +2,20 @@
 
 use super::groups::placement_of;
 use super::part::runs;
-use super::share::{Share, shared_part};
+use super::sharding::{Sharding, shared_part};
 use moesaic_kernel::DType;
-use moesaic_plan::{Parallel, Place, Placement};
+use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
-/// The weights of a rank's own experts, and of its slices of shared ones, as a source of its
+/// The weights of a rank's own experts, and of its shards of shared ones, as a source of its
 /// own: names and types are the layer's, counts and hidden widths those of the rank. Only
 /// what the rank holds is asked of the whole source.
 pub struct Shard<'a> {
     whole: &'a dyn WeightSource,
     mesh: Parallel,
-    place: Place,
+    place: RankCoords,
     placement: Option<&'a Placement>,
     /// Whole experts.
     experts: usize,
@@ -30,7 +30,7 @@ impl<'a> Shard<'a> {
     pub fn new(
         spec: &LayerSpec,
         mesh: Parallel,
-        place: Place,
+        place: RankCoords,
         whole: &'a dyn WeightSource,
     ) -> Shard<'a> {
         Shard {
@@ -57,19 +57,19 @@ impl<'a> Shard<'a> {
 
     /// How a weight is shared, with its dimension that is cut here and the whole's width
     /// there.
-    fn share(&self, name: &str) -> (Share, Option<(usize, usize)>) {
-        let share = Share::of(self.mesh, name);
+    fn share(&self, name: &str) -> (Sharding, Option<(usize, usize)>) {
+        let share = Sharding::of(self.mesh, name);
         let width = match shared_part(name).filter(|_| !share.counts_experts()) {
             Some((index, _)) => self.shared.get(index).copied(),
             None => Some(self.hidden),
         };
         let cut = share.hidden.zip(width);
-        (share, cut.filter(|_| self.mesh.shards > 1))
+        (share, cut.filter(|_| self.mesh.expert_tp > 1))
     }
 
     /// The rank's part of a hidden width.
     fn own(&self, width: usize) -> Range<usize> {
-        self.mesh.hidden(self.place.shard, width)
+        self.mesh.hidden(self.place.tp, width)
     }
 }
 
@@ -78,7 +78,7 @@ impl<'a> Shard<'a> {
 pub fn joined<'t>(
     name: &str,
     mesh: Parallel,
-    part: impl Fn(Place) -> Tensor<'t>,
+    part: impl Fn(RankCoords) -> Tensor<'t>,
 ) -> Tensor<'static> {
     joined_placed(name, (mesh, None), part)
 }
@@ -87,14 +87,14 @@ pub fn joined<'t>(
 pub fn joined_placed<'t>(
     name: &str,
     (mesh, placement): (Parallel, Option<&Placement>),
-    part: impl Fn(Place) -> Tensor<'t>,
+    part: impl Fn(RankCoords) -> Tensor<'t>,
 ) -> Tensor<'static> {
-    let share = Share::of(mesh, name);
+    let share = Sharding::of(mesh, name);
     let dimension = share.hidden;
-    // Of what slices do not cut each has the same, or zeros: the first counts.
-    let slices = dimension.map_or(1, |_| mesh.shards);
+    // Of what shards do not cut each has the same, or zeros: the first counts.
+    let slices = dimension.map_or(1, |_| mesh.expert_tp);
     let group = |ep: usize| {
-        let of = |shard: usize| part(Place { dp: 0, ep, shard });
+        let of = |tp: usize| part(RankCoords { dp: 0, ep, tp });
         let parts: Vec<Tensor<'_>> = (0..slices).map(of).collect();
         beside(&parts, dimension.unwrap_or(0))
     };
@@ -163,8 +163,8 @@ impl WeightSource for Shard<'_> {
 
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
         let (share, cut) = self.share(name);
-        if share.once && self.place.shard > 0 {
-            // The first slice has it.
+        if share.once && self.place.tp > 0 {
+            // The first shard has it.
             let (dtype, mut shape) = self.describe(name).ok_or_else(|| gone(name))?;
             shape[0] = rows.len();
             return Ok(Tensor::zeros(dtype, &shape));
@@ -226,7 +226,7 @@ mod tests {
         serde_json::from_str(text).unwrap()
     }
 
-    fn place(ep: usize, shard: usize) -> Shard<'static> {
+    fn place(ep: usize, tp: usize) -> Shard<'static> {
         let mut weights = Tensors::new();
         for (name, shape) in [
             ("experts.up.weight", vec![3, 4, 2]),
@@ -239,16 +239,16 @@ mod tests {
         }
         let mesh = Parallel {
             ep: 2,
-            shards: 2,
+            expert_tp: 2,
             ..Parallel::default()
         };
-        let place = Place { dp: 0, ep, shard };
+        let place = RankCoords { dp: 0, ep, tp };
         Shard::new(&spec(), mesh, place, Box::leak(Box::new(weights)))
     }
 
-    fn read(shard: &Shard<'_>, name: &str) -> (Vec<usize>, Vec<f32>) {
-        let (_, shape) = shard.describe(name).unwrap();
-        let tensor = shard.rows(name, 0..shape[0]).unwrap();
+    fn read(tp: &Shard<'_>, name: &str) -> (Vec<usize>, Vec<f32>) {
+        let (_, shape) = tp.describe(name).unwrap();
+        let tensor = tp.rows(name, 0..shape[0]).unwrap();
         assert_eq!(tensor.shape, shape);
         (shape, tensor.to_f32())
     }
@@ -271,7 +271,7 @@ mod tests {
     fn parts_make_the_whole_again() {
         let mesh = Parallel {
             ep: 2,
-            shards: 2,
+            expert_tp: 2,
             ..Parallel::default()
         };
         for name in [
@@ -279,10 +279,10 @@ mod tests {
             "experts.up.bias",
             "experts.down.weight",
         ] {
-            let part = |at: Place| {
-                let shard = place(at.ep, at.shard);
-                let (_, shape) = shard.describe(name).unwrap();
-                shard.rows(name, 0..shape[0]).unwrap().into_static()
+            let part = |at: RankCoords| {
+                let tp = place(at.ep, at.tp);
+                let (_, shape) = tp.describe(name).unwrap();
+                tp.rows(name, 0..shape[0]).unwrap().into_static()
             };
             let whole = joined(name, mesh, part).to_f32();
             let numbers = (0..whole.len()).map(|n| n as f32);
@@ -307,35 +307,35 @@ mod tests {
         }
         let whole = Parallel {
             ep: 2,
-            shards: 2,
+            expert_tp: 2,
             ..Parallel::default()
         };
         let mesh = Parallel {
-            shared: SharedExperts::Sliced,
+            shared: SharedExperts::Sharded,
             ..whole
         };
         let second = |mesh| {
-            let place = Place {
+            let place = RankCoords {
                 dp: 0,
                 ep: 1,
-                shard: 1,
+                tp: 1,
             };
             Shard::new(&spec, mesh, place, &weights)
         };
-        let shard = second(mesh);
-        let up = read(&shard, "shared.0.up.weight");
+        let tp = second(mesh);
+        let up = read(&tp, "shared.0.up.weight");
         assert_eq!(up, (vec![3, 2], vec![6., 7., 8., 9., 10., 11.]));
-        let piece = shard.rows("shared.0.up.weight", 1..2).unwrap();
-        assert_eq!(piece.to_f32(), [8., 9.]);
-        assert_eq!(read(&shard, "shared.0.up.bias").1, [3., 4., 5.]);
-        let down = read(&shard, "shared.0.down.weight");
+        let chunk = tp.rows("shared.0.up.weight", 1..2).unwrap();
+        assert_eq!(chunk.to_f32(), [8., 9.]);
+        assert_eq!(read(&tp, "shared.0.up.bias").1, [3., 4., 5.]);
+        let down = read(&tp, "shared.0.down.weight");
         assert_eq!(down, (vec![2, 3], vec![3., 4., 5., 9., 10., 11.]));
-        assert_eq!(read(&shard, "shared.0.down.bias").1, [0., 0.]);
+        assert_eq!(read(&tp, "shared.0.down.bias").1, [0., 0.]);
         let parts = |name: &str| {
             let part = |place| {
-                let shard = Shard::new(&spec, mesh, place, &weights);
-                let (_, shape) = shard.describe(name).unwrap();
-                shard.rows(name, 0..shape[0]).unwrap().into_static()
+                let tp = Shard::new(&spec, mesh, place, &weights);
+                let (_, shape) = tp.describe(name).unwrap();
+                tp.rows(name, 0..shape[0]).unwrap().into_static()
             };
             joined(name, mesh, part)
         };

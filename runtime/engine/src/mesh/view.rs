@@ -1,4 +1,4 @@
-//! What a rank runs in a form: at a number of ways, with so many shadows.
+//! What a rank runs in a form: at a adaptive parallelism degree, with so many shadows.
 
 use super::passes::{Launched, Passes, SHADOWED, SLICED, Segment, segments};
 use super::raw::exchanged;
@@ -9,13 +9,13 @@ use crate::layer::Layer;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_plan::TensorId;
-use moesaic_plan::{self as plan, LayerPlan, Pieces, RankPlan, RankStep, Role, Step, Strategy};
+use moesaic_plan::{self as plan, LayerPlan, Overlap, RankPlan, RankStep, Role, Step, Strategy};
 use moesaic_tensor::Tensors;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// A plan and its steps, bound, over the layers of a rank's sides: those that hold its
-/// weights, but where a number of ways needs others.
+/// A plan and its steps, bound, over the layers of a rank's parts: those that hold its
+/// weights, but where a adaptive parallelism degree needs others.
 pub(super) struct View {
     /// What of a strategy it is for.
     pub form: Form,
@@ -33,22 +33,22 @@ pub(super) struct View {
     pub passes: Arc<Passes>,
     /// Of an evaluation, and of a pass that trains.
     pub routing: [Vec<Segment>; 2],
-    /// Tensors of the tokens' side that exchanges move.
+    /// Tensors of the dispatch part that exchanges move.
     pub exchanged: BTreeSet<TensorId>,
 }
 
 /// What of a strategy makes other kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Form {
-    /// To how many slices of its expert a row goes.
-    pub ways: usize,
+    /// To how many shards of its expert a row goes.
+    pub adaptive_r: usize,
     /// The most experts with shadows, as asked for.
     pub shadows: usize,
 }
 
-/// The layers of a rank's sides.
+/// The layers of a rank's parts.
 #[derive(Clone, Copy)]
-pub(super) struct Sides<'l> {
+pub(super) struct PartLayers<'l> {
     pub tokens: &'l Layer,
     pub experts: &'l Layer,
     /// Where experts may have shadows.
@@ -59,9 +59,9 @@ pub(super) struct Sides<'l> {
 
 impl View {
     /// Over layers that have weights.
-    pub fn over(form: Form, plan: RankPlan, sides: Sides<'_>) -> Result<View, EngineError> {
+    pub fn over(form: Form, plan: RankPlan, parts: PartLayers<'_>) -> Result<View, EngineError> {
         let routing = |steps: &[RankStep], of: Launched| {
-            sides.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
+            parts.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
         };
         let evaluation = plan.evaluation_steps();
         Ok(View {
@@ -70,7 +70,7 @@ impl View {
                 routing(evaluation, LayerPlan::evaluation_steps)?,
                 routing(&plan.steps, |plan| &plan.steps)?,
             ],
-            passes: sides.passes(&plan, Strategy::default().pieces())?.into(),
+            passes: parts.passes(&plan, Strategy::default().chunks())?.into(),
             tokens: None,
             experts: None,
             shadows: None,
@@ -80,21 +80,21 @@ impl View {
         })
     }
 
-    /// Of a plan with shadows, whose other sides are those that hold weights.
+    /// Of a plan with shadows, whose other parts are those that hold weights.
     pub fn shadowed(
         engine: &Engine,
         (form, plan): (Form, RankPlan),
-        held: Sides<'_>,
+        held: PartLayers<'_>,
     ) -> Result<View, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
         let shadows = plan.shadows.as_ref();
         let shadows = shadows.map(|plan| engine.borrowing_layer(&texts(plan)?));
         let shadows = shadows.transpose()?;
-        let sides = Sides {
+        let parts = PartLayers {
             shadows: shadows.as_ref(),
             ..held
         };
-        let view = View::over(form, plan, sides)?;
+        let view = View::over(form, plan, parts)?;
         Ok(View { shadows, ..view })
     }
 
@@ -102,7 +102,7 @@ impl View {
     pub fn beside(
         engine: &Engine,
         (form, plan): (Form, RankPlan),
-        held: Sides<'_>,
+        held: PartLayers<'_>,
     ) -> Result<View, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
         let experts = engine.borrowing_layer(&texts(&plan.experts)?)?;
@@ -113,12 +113,12 @@ impl View {
         } else {
             Some(sharing(engine, &texts(&plan.tokens)?, held.tokens)?)
         };
-        let sides = Sides {
+        let parts = PartLayers {
             tokens: tokens.as_ref().unwrap_or(held.tokens),
             experts: &experts,
             ..held
         };
-        let view = View::over(form, plan, sides)?;
+        let view = View::over(form, plan, parts)?;
         Ok(View {
             tokens,
             experts: Some(experts),
@@ -126,10 +126,14 @@ impl View {
         })
     }
 
-    /// Binds its passes for rows in pieces.
-    pub fn take_pieces(&mut self, held: Sides<'_>, pieces: Pieces) -> Result<(), EngineError> {
-        if pieces != self.passes.pieces {
-            let passes = self.sides(held).passes(&self.plan, pieces)?;
+    /// Binds its passes for rows in chunks.
+    pub fn take_pieces(
+        &mut self,
+        held: PartLayers<'_>,
+        chunks: Overlap,
+    ) -> Result<(), EngineError> {
+        if chunks != self.passes.chunks {
+            let passes = self.parts(held).passes(&self.plan, chunks)?;
             self.passes = passes.into();
         }
         Ok(())
@@ -154,8 +158,8 @@ impl View {
     }
 
     /// The layers that it runs on, out of those that hold weights.
-    pub fn sides<'l>(&'l self, held: Sides<'l>) -> Sides<'l> {
-        Sides {
+    pub fn parts<'l>(&'l self, held: PartLayers<'l>) -> PartLayers<'l> {
+        PartLayers {
             tokens: self.tokens.as_ref().unwrap_or(held.tokens),
             experts: self.experts.as_ref().unwrap_or(held.experts),
             shadows: self.shadows.as_ref(),
@@ -164,31 +168,31 @@ impl View {
     }
 }
 
-impl Sides<'_> {
-    fn get(&self, side: plan::Side) -> &Layer {
-        match side {
-            plan::Side::Tokens => self.tokens,
-            plan::Side::Experts => self.experts,
-            plan::Side::Shadows => self.shadows.expect(SHADOWED),
-            plan::Side::Shared => self.shared.expect(SLICED),
+impl PartLayers<'_> {
+    fn get(&self, part: plan::PlanPart) -> &Layer {
+        match part {
+            plan::PlanPart::Dispatch => self.tokens,
+            plan::PlanPart::Experts => self.experts,
+            plan::PlanPart::Shadows => self.shadows.expect(SHADOWED),
+            plan::PlanPart::Shared => self.shared.expect(SLICED),
         }
     }
 
-    /// Steps of a pass; `of` has the steps of the same pass of a side.
+    /// Steps of a pass; `of` has the steps of the same pass of a part.
     fn bind(&self, steps: &[RankStep], of: Launched) -> Result<Vec<Segment>, EngineError> {
-        segments(steps, |side, numbers| {
-            let layer = self.get(side);
+        segments(steps, |part, numbers| {
+            let layer = self.get(part);
             let all = of(layer.plan());
             let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
             layer.bind(&steps)
         })
     }
 
-    /// The passes of a plan with rows in pieces.
-    fn passes(&self, plan: &RankPlan, pieces: Pieces) -> Result<Passes, EngineError> {
-        let plan = plan.in_pieces(pieces);
+    /// The passes of a plan with rows in chunks.
+    fn passes(&self, plan: &RankPlan, chunks: Overlap) -> Result<Passes, EngineError> {
+        let plan = plan.in_chunks(chunks);
         Ok(Passes {
-            pieces,
+            chunks,
             forward: self.bind(&plan.steps, |plan| &plan.steps)?,
             evaluation: self.bind(plan.evaluation_steps(), LayerPlan::evaluation_steps)?,
             backward: self.bind(&plan.backward, |plan| &plan.backward)?,

@@ -1,7 +1,7 @@
-//! Weights and gradients of a rank's part of a layer, both sides under one set of names.
+//! Weights and gradients of a rank's part of a layer, both parts under one set of names.
 
 use super::layer::MeshLayer;
-use super::ranks::{Among, Ranks};
+use super::ranks::{ProcessGroup, Ranks};
 use crate::error::EngineError;
 use crate::layer::Layer;
 use moesaic_spec::canonical_tensors;
@@ -14,7 +14,7 @@ impl MeshLayer {
     }
 
     /// This rank's part of the weights of the whole layer: what is not of experts, its own
-    /// experts, and its slices of shared ones. Only that is read.
+    /// experts, and its shards of shared ones. Only that is read.
     ///
     /// # Errors
     /// As [`part_of`](crate::part_of).
@@ -35,7 +35,7 @@ impl MeshLayer {
     /// [`EngineError::NotTraining`].
     pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
         let mut all = self.replicated().gradients()?;
-        all.retain(|name, _| self.mesh().among(name) == Among::World);
+        all.retain(|name, _| self.mesh().among(name) == ProcessGroup::World);
         all.extend(self.own().gradients()?);
         if let Some(shared) = self.shared() {
             all.extend(shared.gradients()?);
@@ -44,7 +44,7 @@ impl MeshLayer {
         Ok(all)
     }
 
-    /// Replaces this rank's part of a weight, when no call is under way.
+    /// Replaces this rank's part of a weight, when no call is in flight.
     ///
     /// # Errors
     /// As [`Layer::set_weight`].
@@ -55,8 +55,8 @@ impl MeshLayer {
     /// The side whose weight it is.
     pub fn side_of(&self, name: &str) -> &Layer {
         match self.mesh().among(name) {
-            Among::Replicas => self.own(),
-            Among::SameSlice => self.shared().unwrap_or(self.replicated()),
+            ProcessGroup::ExpertDp => self.own(),
+            ProcessGroup::EpDp => self.shared().unwrap_or(self.replicated()),
             _ => self.replicated(),
         }
     }

@@ -1,16 +1,16 @@
 //! The simulator against what the plan says of itself, and against other ways to ask.
 
 use super::*;
-use crate::{Bound, RouteFactor, Routing, Space, published, search};
-use moesaic_plan::{Cut, Training, Wire};
+use crate::{AllToAllFactor, Bound, Routing, Space, published, search};
+use moesaic_plan::{CommDtype, OverlapBy, Training};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
 const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, top_k = 2 }
                      precision = { weights = \"bf16\", activations = \"bf16\" }";
 
-fn question(world: usize, tokens: u64, training: bool) -> Question {
+fn scenario(world: usize, tokens: u64, training: bool) -> Scenario {
     let spec = LayerSpec::from_toml(LAYER).unwrap();
-    Question {
+    Scenario {
         routing: Routing::even(tokens, spec.shape.experts, spec.shape.top_k),
         placement: None,
         shadow_model: ShadowModel::of(&spec),
@@ -21,10 +21,10 @@ fn question(world: usize, tokens: u64, training: bool) -> Question {
     }
 }
 
-fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
+fn mesh(ep: usize, expert_tp: usize, dp: usize) -> Parallel {
     Parallel {
         ep,
-        shards,
+        expert_tp,
         dp,
         ..Parallel::default()
     }
@@ -36,12 +36,12 @@ fn strategy(text: &str) -> Strategy {
 
 #[test]
 fn bytes_are_those_that_the_plan_says_of_itself() {
-    for (ep, shards, dp) in [(8, 1, 1), (16, 1, 1), (4, 2, 2), (4, 4, 1), (1, 1, 8)] {
-        let question = question(ep * shards * dp, 4096, true);
-        let simulator = Simulator::new(&question);
-        let mesh = mesh(ep, shards, dp);
+    for (ep, expert_tp, dp) in [(8, 1, 1), (16, 1, 1), (4, 2, 2), (4, 4, 1), (1, 1, 8)] {
+        let scenario = scenario(ep * expert_tp * dp, 4096, true);
+        let simulator = Simulator::new(&scenario);
+        let mesh = mesh(ep, expert_tp, dp);
         let found = simulator.predict(mesh, Strategy::default()).unwrap();
-        let planned = simulator.plan(mesh, shards, 0).unwrap();
+        let planned = simulator.plan(mesh, expert_tp, 0).unwrap();
         let plan = &planned.plan;
         // Sums of gradients are no steps of a pass.
         let summed = found.passes.iter().filter(|pass| pass.name == "gradients");
@@ -67,7 +67,7 @@ fn bytes_are_those_that_the_plan_says_of_itself() {
 
 #[test]
 fn equal_counts_of_every_rank_are_as_good_as_one_class() {
-    let even = question(16, 1600, true);
+    let even = scenario(16, 1600, true);
     let counts = vec![vec![200; 16]; 16];
     let mut other = counts.clone();
     other[3][2] = 201;
@@ -77,9 +77,9 @@ fn equal_counts_of_every_rank_are_as_good_as_one_class() {
         let [a, b] = [&even, &counted].map(Simulator::new);
         for text in [
             "default",
-            "degree=4",
-            "route=intra-first",
-            "route=once,degree=2",
+            "overlap_degree=4",
+            "all_to_all=2dh",
+            "all_to_all=dedup,overlap_degree=2",
         ] {
             let [a, b] = [&a, &b].map(|s| s.predict(mesh(16, 1, 1), strategy(text)).unwrap());
             assert!(
@@ -92,8 +92,8 @@ fn equal_counts_of_every_rank_are_as_good_as_one_class() {
 
 #[test]
 fn repeated_experts_cost_the_sums_of_their_gradients() {
-    let question = question(16, 64, true);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 64, true);
+    let simulator = Simulator::new(&scenario);
     let sums = |ep, dp| {
         let found = simulator
             .predict(mesh(ep, 1, dp), Strategy::default())
@@ -118,8 +118,8 @@ fn repeated_experts_cost_the_sums_of_their_gradients() {
 
 #[test]
 fn one_rank_exchanges_nothing() {
-    let question = question(1, 100, false);
-    let found = Simulator::new(&question)
+    let scenario = scenario(1, 100, false);
+    let found = Simulator::new(&scenario)
         .predict(mesh(1, 1, 1), Strategy::default())
         .unwrap();
     assert_eq!(found.sent, [0.0; 4]);
@@ -135,8 +135,8 @@ fn one_rank_exchanges_nothing() {
 #[test]
 fn no_tokens_are_no_trouble() {
     for world in [1, 16] {
-        let question = question(world, 0, true);
-        let ranked = search(&question, &Space::default()).unwrap();
+        let scenario = scenario(world, 0, true);
+        let ranked = search(&scenario, &Space::default()).unwrap();
         assert!(
             ranked
                 .best
@@ -148,9 +148,9 @@ fn no_tokens_are_no_trouble() {
 
 #[test]
 fn a_step_is_as_long_as_its_phases_where_nothing_overlaps() {
-    let question = question(16, 4096, true);
-    let simulator = Simulator::new(&question);
-    for text in ["default", "route=intra-first", "ways=0", "wire=fp8"] {
+    let scenario = scenario(16, 4096, true);
+    let simulator = Simulator::new(&scenario);
+    for text in ["default", "all_to_all=2dh", "r=0", "comm_dtype=fp8"] {
         let (found, timeline) = simulator.timeline(mesh(16, 1, 1), strategy(text)).unwrap();
         let phases = found.passes.iter().flat_map(|pass| &pass.phases);
         let sum: f64 = phases.map(|phase| phase.seconds).sum();
@@ -162,18 +162,18 @@ fn a_step_is_as_long_as_its_phases_where_nothing_overlaps() {
 
 #[test]
 fn pieces_overlap_and_nothing_of_a_stream_does() {
-    let question = question(16, 65536, true);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 65536, true);
+    let simulator = Simulator::new(&scenario);
     let whole = simulator
         .predict(mesh(16, 1, 1), Strategy::default())
         .unwrap();
-    let (pieces, timeline) = simulator
-        .timeline(mesh(16, 1, 1), strategy("degree=4"))
+    let (chunks, timeline) = simulator
+        .timeline(mesh(16, 1, 1), strategy("overlap_degree=4"))
         .unwrap();
     assert!(
-        pieces.seconds < whole.seconds,
+        chunks.seconds < whole.seconds,
         "{} {}",
-        pieces.seconds,
+        chunks.seconds,
         whole.seconds
     );
     let both = |stream: &str| {
@@ -196,37 +196,48 @@ fn pieces_overlap_and_nothing_of_a_stream_does() {
     }
 }
 
-/// By ranks every message is in one piece, by rows in each of them; bytes are the same.
+/// By ranks every message is in one chunk, by rows in each of them; bytes are the same.
 #[test]
 fn pieces_by_ranks_have_no_more_messages_than_one() {
-    let question = question(16, 1600, true);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 1600, true);
+    let simulator = Simulator::new(&scenario);
     let of = |text: &str| simulator.predict(mesh(16, 1, 1), strategy(text)).unwrap();
-    let [one, rows, ranks] = ["default", "degree=8", "degree=8,cut=ranks"].map(of);
+    let [one, rows, ranks] = [
+        "default",
+        "overlap_degree=8",
+        "overlap_degree=8,overlap_by=peers",
+    ]
+    .map(of);
     assert!(ranks.seconds < rows.seconds, "{ranks:?} {rows:?}");
     for (one, ranks) in one.sent.iter().zip(ranks.sent) {
         assert!((ranks / one.max(1.0) - one / one.max(1.0)).abs() < 1e-9);
     }
     let error = simulator
-        .predict(mesh(16, 1, 1), strategy("degree=2,cut=ranks,route=once"))
+        .predict(
+            mesh(16, 1, 1),
+            strategy("overlap_degree=2,overlap_by=peers,all_to_all=dedup"),
+        )
         .unwrap_err();
-    assert!(error.to_string().contains("take route=linear"), "{error}");
+    assert!(
+        error.to_string().contains("take all_to_all=linear"),
+        "{error}"
+    );
 }
 
 /// What is dropped is neither sent nor multiplied.
 #[test]
 fn a_hot_expert_takes_no_more_than_its_capacity() {
-    let mut question = question(16, 65536, true);
-    question.routing = Routing::zipf(65536, 16, 2, 1.2).unwrap();
-    let seconds = |question: &Question| {
-        let found = Simulator::new(question).predict(mesh(16, 1, 1), Strategy::default());
+    let mut scenario = scenario(16, 65536, true);
+    scenario.routing = Routing::zipf(65536, 16, 2, 1.2).unwrap();
+    let seconds = |scenario: &Scenario| {
+        let found = Simulator::new(scenario).predict(mesh(16, 1, 1), Strategy::default());
         found.unwrap().seconds
     };
-    let all = seconds(&question);
-    let capacity = &mut question.spec.capacity;
+    let all = seconds(&scenario);
+    let capacity = &mut scenario.spec.capacity;
     (capacity.mode, capacity.factor) = (CapacityMode::Factor, 1.0);
-    let capped = seconds(&question);
-    let mut even = question.clone();
+    let capped = seconds(&scenario);
+    let mut even = scenario.clone();
     even.routing = Routing::even(65536, 16, 2);
     assert!(capped < 0.6 * all, "{capped} {all}");
     assert!(capped < 1.05 * seconds(&even) && capped > 0.5 * seconds(&even));
@@ -234,10 +245,10 @@ fn a_hot_expert_takes_no_more_than_its_capacity() {
 
 #[test]
 fn skew_makes_the_rank_of_a_hot_expert_the_slowest() {
-    let even = question(16, 65536, false);
+    let even = scenario(16, 65536, false);
     let mut skewed = even.clone();
     skewed.routing = Routing::zipf(65536, 16, 2, 1.5).unwrap();
-    let time = |q: &Question| {
+    let time = |q: &Scenario| {
         let found = Simulator::new(q).predict(mesh(16, 1, 1), Strategy::default());
         found.unwrap().seconds
     };
@@ -246,8 +257,8 @@ fn skew_makes_the_rank_of_a_hot_expert_the_slowest() {
 
 #[test]
 fn fewer_ways_send_fewer_rows_and_gather_weights() {
-    let question = question(16, 4096, false);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 4096, false);
+    let simulator = Simulator::new(&scenario);
     let found = |text: &str| simulator.predict(mesh(2, 8, 1), strategy(text)).unwrap();
     let rows = |found: &Prediction| {
         let phases = &found.passes[0].phases;
@@ -256,8 +267,8 @@ fn fewer_ways_send_fewer_rows_and_gather_weights() {
             .filter(|p| p.whose == "ranks" && p.name == "rows");
         rows.map(|p| p.sent.iter().sum::<f64>()).sum::<f64>()
     };
-    let (all, two, none) = (found("default"), found("ways=2"), found("ways=0"));
-    // What a rank sends is that for all slices less that for its own, half: 7.5 and 1.5 times.
+    let (all, two, none) = (found("default"), found("r=2"), found("r=0"));
+    // What a rank sends is that for all shards less that for its own, half: 7.5 and 1.5 times.
     assert!((rows(&all) / rows(&two) - 5.0).abs() < 1e-6);
     assert_eq!(rows(&none), 0.0);
     assert!(all.memory.gathered == 0.0 && two.memory.gathered > 0.0);
@@ -269,15 +280,19 @@ fn fewer_ways_send_fewer_rows_and_gather_weights() {
     );
 }
 
-/// A node has all slices of an expert here, so it gets a token as often however many of them
+/// A node has all shards of an expert here, so it gets a token as often however many of them
 /// take its rows, and gives one sum back.
 #[test]
 fn what_crosses_once_does_so_at_any_number_of_ways() {
-    let question = question(16, 4096, true);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 4096, true);
+    let simulator = Simulator::new(&scenario);
     let nodes = crate::expected_groups(16.0, 2, 4.0) * 3.0 / 4.0;
     let expected = 4096.0 * nodes * 512.0;
-    for text in ["route=once", "ways=2,route=once", "ways=1,route=once"] {
+    for text in [
+        "all_to_all=dedup",
+        "r=2,all_to_all=dedup",
+        "r=1,all_to_all=dedup",
+    ] {
         let found = simulator.predict(mesh(4, 4, 1), strategy(text)).unwrap();
         for (pass, name) in [(0, "rows"), (1, "dout"), (1, "drows")] {
             let phases = found.passes[pass].phases.iter();
@@ -303,7 +318,7 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
              {groups}"
         );
         let spec = LayerSpec::from_toml(&layer).unwrap();
-        let question = Question {
+        let scenario = Scenario {
             routing: Routing::even(4096, 256, 8),
             machine: published("h100-ib").unwrap().with_per_node(per_node),
             shadow_model: ShadowModel::of(&spec),
@@ -312,7 +327,7 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
             training: None,
             spec,
         };
-        let found = Simulator::new(&question).predict(mesh(64, 1, 1), strategy(text));
+        let found = Simulator::new(&scenario).predict(mesh(64, 1, 1), strategy(text));
         let phases = &found.unwrap().passes[0].phases;
         let rows = phases.iter().filter(|phase| phase.name == "rows");
         let bytes: f64 = rows.map(|phase| phase.sent[1]).sum();
@@ -333,16 +348,16 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
         (&*kept(1), 4, crate::expected_groups(32.0, 8, 2.0)),
         (&*kept(1), 16, 1.0),
     ] {
-        let found = sent(groups, per_node, "route=once");
+        let found = sent(groups, per_node, "all_to_all=dedup");
         // Which rows are of one token goes with the rows.
         let off = found - nodes;
         assert!(
             (-0.01..0.07).contains(&off),
             "{groups}, {per_node}: {found}, not {nodes}"
         );
-        // In pieces a token crosses more than once, but never more often than it has experts.
-        let pieces = sent(groups, per_node, "route=once,degree=4");
-        assert!(pieces >= found && pieces <= 8.1, "{groups}: {pieces}");
+        // In chunks a token crosses more than once, but never more often than it has experts.
+        let chunks = sent(groups, per_node, "all_to_all=dedup,overlap_degree=4");
+        assert!(chunks >= found && chunks <= 8.1, "{groups}: {chunks}");
         let linear = sent(groups, per_node, "default");
         assert!((linear - 8.0).abs() < 0.2, "{linear}");
     }
@@ -350,15 +365,15 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
 
 #[test]
 fn what_is_smaller_between_nodes_is_smaller_there_alone() {
-    let question = question(16, 4096, false);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 4096, false);
+    let simulator = Simulator::new(&scenario);
     let found = |text: &str| {
         simulator
             .predict(mesh(16, 1, 1), strategy(text))
             .unwrap()
             .sent
     };
-    let (exact, fp8) = (found("default"), found("wire=fp8"));
+    let (exact, fp8) = (found("default"), found("comm_dtype=fp8"));
     assert_eq!(exact[0], fp8[0]);
     assert!(
         (fp8[1] / exact[1] - 264.0 / 512.0).abs() < 0.01,
@@ -368,13 +383,13 @@ fn what_is_smaller_between_nodes_is_smaller_there_alone() {
 }
 
 fn wire_free() -> f64 {
-    crate::ways::wire_part(Wire::Bf16, 512.0, 2)
+    crate::collective_ops::wire_part(CommDtype::Bf16, 512.0, 2)
 }
 
 #[test]
 fn what_cannot_be_says_what_can() {
-    let question = question(16, 64, false);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(16, 64, false);
+    let simulator = Simulator::new(&scenario);
     let error = |mesh, text| {
         simulator
             .predict(mesh, strategy(text))
@@ -385,27 +400,27 @@ fn what_cannot_be_says_what_can() {
         error(mesh(4, 1, 1), "default"),
         "the mesh has 4 ranks, the job 16"
     );
-    assert!(error(mesh(4, 4, 1), "ways=3").contains("a divisor of 4"));
+    assert!(error(mesh(4, 4, 1), "r=3").contains("a divisor of 4"));
     assert!(error(mesh(32, 1, 1), "default").contains("at most 16"));
-    let error = error(mesh(4, 1, 4), "route=once");
+    let error = error(mesh(4, 1, 4), "all_to_all=dedup");
     assert!(error.contains("4 ranks with 4 a node do not"), "{error}");
 }
 
 #[test]
 fn the_best_that_is_found_is_the_best_of_all() {
-    let question = question(16, 8192, true);
-    let simulator = Simulator::new(&question);
-    let ranked = search(&question, &Space::default()).unwrap();
+    let scenario = scenario(16, 8192, true);
+    let simulator = Simulator::new(&scenario);
+    let ranked = search(&scenario, &Space::default()).unwrap();
     // The simplest of those that are as good as equal comes before the fastest.
     let all = ranked.best.iter();
     let best = all.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).unwrap();
     let sorted = ranked.best[1..].windows(2);
     assert!(sorted.clone().all(|w| w[0].seconds <= w[1].seconds + 1e-9));
     assert!(ranked.best[0].seconds <= best.seconds * 1.03);
-    for (ep, shards, dp) in [(16, 1, 1), (8, 2, 1), (4, 2, 2), (1, 1, 16), (2, 8, 1)] {
-        for text in ["default", "degree=2/4", "ways=0"] {
+    for (ep, expert_tp, dp) in [(16, 1, 1), (8, 2, 1), (4, 2, 2), (1, 1, 16), (2, 8, 1)] {
+        for text in ["default", "overlap_degree=2/4", "r=0"] {
             let found = simulator
-                .predict(mesh(ep, shards, dp), strategy(text))
+                .predict(mesh(ep, expert_tp, dp), strategy(text))
                 .unwrap();
             assert!(best.seconds <= found.seconds + 1e-9, "{best:?} {found:?}");
         }
@@ -414,18 +429,18 @@ fn the_best_that_is_found_is_the_best_of_all() {
 }
 
 /// 16 ranks of one expert each, one of which has most rows.
-fn hot(tokens: u64, zipf: f64) -> Question {
-    let question = question(16, tokens, true);
-    Question {
+fn hot(tokens: u64, zipf: f64) -> Scenario {
+    let scenario = scenario(16, tokens, true);
+    Scenario {
         routing: Routing::zipf(tokens, 16, 2, zipf).unwrap(),
-        ..question
+        ..scenario
     }
 }
 
 #[test]
 fn a_hot_expert_has_a_shadow_and_its_rows_stay() {
-    let question = hot(16384, 1.5);
-    let simulator = Simulator::new(&question);
+    let scenario = hot(16384, 1.5);
+    let simulator = Simulator::new(&scenario);
     let mesh = mesh(16, 1, 1);
     let of = |text: &str| simulator.predict(mesh, strategy(text)).unwrap();
     let (plain, shadowed) = (of("default"), of("shadows=4"));
@@ -441,17 +456,17 @@ fn a_hot_expert_has_a_shadow_and_its_rows_stay() {
     let bytes = |found: &Prediction| found.sent.iter().sum::<f64>();
     assert!(bytes(&shadowed) < bytes(&plain));
     assert!(shadowed.memory.bytes() != plain.memory.bytes());
-    // Products of shadows run while the first rows travel.
+    // Products of shadows run while the first rows comm.
     let (_, timeline) = simulator
-        .timeline(mesh, strategy("degree=4,shadows=4"))
+        .timeline(mesh, strategy("overlap_degree=4,shadows=4"))
         .unwrap();
     let first = |name: &str| timeline.iter().find(|event| event.name.contains(name));
     let all: Vec<&str> = timeline.iter().map(|event| &*event.name).collect();
     let loads = first("loads").unwrap_or_else(|| panic!("{all:?}"));
     assert!(loads.end > loads.start);
-    // With few rows weights are what travels, and a shadow does not pay.
-    let question = hot(16, 1.5);
-    let simulator = Simulator::new(&question);
+    // With few rows weights are what moving, and a shadow does not pay.
+    let scenario = hot(16, 1.5);
+    let simulator = Simulator::new(&scenario);
     let of = |text: &str| simulator.predict(mesh, strategy(text)).unwrap();
     assert!(of("shadows=4").seconds >= of("default").seconds);
 }
@@ -462,8 +477,8 @@ fn a_search_looks_for_shadows_where_an_expert_is_hot() {
         mesh: Some(mesh(16, 1, 1)),
         ..Space::default()
     };
-    let shadowed = |question: &Question| {
-        let ranked = search(question, &space).unwrap();
+    let shadowed = |scenario: &Scenario| {
+        let ranked = search(scenario, &space).unwrap();
         let shadows = ranked.best.iter().map(|found| found.strategy.shadows);
         shadows.filter(|most| *most > 0).count()
     };
@@ -471,54 +486,55 @@ fn a_search_looks_for_shadows_where_an_expert_is_hot() {
     assert_eq!(shadowed(&hot(16384, 0.0)), 0);
 }
 
-/// What both passes consist of is launched in both ([`Pieces::common`]).
+/// What both passes consist of is launched in both ([`Overlap::common`]).
 #[test]
 fn other_pieces_in_backward_are_launches_more_in_forward() {
-    let question = question(8, 64, true);
-    let simulator = Simulator::new(&question);
+    let scenario = scenario(8, 64, true);
+    let simulator = Simulator::new(&scenario);
     let forward = |text: &str| {
         let found = simulator.predict(mesh(8, 1, 1), strategy(text)).unwrap();
         found.passes[0].seconds
     };
-    let launch = question.machine.launch();
-    let (one, more) = (forward("default"), forward("degree=1/4"));
+    let launch = scenario.machine.launch();
+    let (one, more) = (forward("default"), forward("overlap_degree=1/4"));
     // Two products, three times more.
     assert!((more - one) >= 6.0 * launch, "{one} {more} {launch}");
-    assert_eq!(forward("degree=4"), forward("degree=4/2"));
-    assert!(forward("degree=4/3") > forward("degree=4"));
+    assert_eq!(forward("overlap_degree=4"), forward("overlap_degree=4/2"));
+    assert!(forward("overlap_degree=4/3") > forward("overlap_degree=4"));
 }
 
-/// What steps by a route took longer than links say is on rows that go by it, and on nothing
+/// What steps by an all-to-all algorithm took longer than links say is on rows that go by it, and on nothing
 /// else.
 #[test]
 fn a_route_takes_as_much_longer_as_was_measured() {
-    let mut question = question(8, 2048, true);
-    let seconds = |question: &Question, text: &str| {
-        let found = Simulator::new(question).predict(mesh(8, 1, 1), strategy(text));
+    let mut scenario = scenario(8, 2048, true);
+    let seconds = |scenario: &Scenario, text: &str| {
+        let found = Simulator::new(scenario).predict(mesh(8, 1, 1), strategy(text));
         found.unwrap().seconds
     };
-    let [before, other] = ["default", "route=inter-first"].map(|text| seconds(&question, text));
+    let [before, other] =
+        ["default", "all_to_all=2dh-inter-first"].map(|text| seconds(&scenario, text));
     let mut with = |by: f64| {
-        question.machine.routes = vec![RouteFactor {
-            name: Route::Linear,
-            cut: Cut::Rows,
-            degree: 1,
+        scenario.machine.all_to_all_factors = vec![AllToAllFactor {
+            name: AllToAll::Linear,
+            overlap_by: OverlapBy::Rows,
+            overlap_degree: 1,
             message_kib: 1.0,
             by,
         }];
-        seconds(&question, "default")
+        seconds(&scenario, "default")
     };
     let (double, triple) = (with(2.0), with(3.0));
     assert!(double > before && double < 2.0 * before);
     assert!(((triple - double) / (double - before) - 1.0).abs() < 1e-9);
-    assert_eq!(seconds(&question, "route=inter-first"), other);
+    assert_eq!(seconds(&scenario, "all_to_all=2dh-inter-first"), other);
 }
 
-fn placed(question: Question, text: &str) -> Question {
+fn placed(scenario: Scenario, text: &str) -> Scenario {
     let placement = Some(text.parse().expect("a placement"));
-    Question {
+    Scenario {
         placement,
-        ..question
+        ..scenario
     }
 }
 
@@ -526,12 +542,12 @@ fn placed(question: Question, text: &str) -> Question {
 #[test]
 fn replicas_take_rows_of_a_hot_expert() {
     let mesh = mesh(16, 1, 1);
-    let predict = |question: &Question| {
-        let simulator = Simulator::new(question);
+    let predict = |scenario: &Scenario| {
+        let simulator = Simulator::new(scenario);
         simulator.predict(mesh, Strategy::default()).unwrap()
     };
-    let hottest = |question: &Question| {
-        let rows = question.routing.rows(0);
+    let hottest = |scenario: &Scenario| {
+        let rows = scenario.routing.rows(0);
         let most = |a: &usize, b: &usize| rows[*a].total_cmp(&rows[*b]);
         (0..16).max_by(most).unwrap()
     };
@@ -570,7 +586,7 @@ fn replicas_take_rows_of_a_hot_expert() {
 
 #[test]
 fn a_placement_has_to_fit_the_ranks_and_the_layer() {
-    let asked = |text: &str| search(&placed(question(16, 64, false), text), &Space::default());
+    let asked = |text: &str| search(&placed(scenario(16, 64, false), text), &Space::default());
     let error = asked("0-4 | 5-9 | 10-15").unwrap_err().to_string();
     assert!(error.contains("on 3 groups of ranks, which 16"), "{error}");
     let error = asked("0-3 | 4-7").unwrap_err().to_string();
@@ -578,7 +594,7 @@ fn a_placement_has_to_fit_the_ranks_and_the_layer() {
     let found = asked("8-15 | 0-7").unwrap();
     assert!(found.best.iter().all(|p| p.mesh.ep == 2));
     let mesh = mesh(16, 1, 1);
-    let question = placed(question(16, 64, false), "8-15 | 0-7");
-    let wrong = Simulator::new(&question).predict(mesh, Strategy::default());
+    let scenario = placed(scenario(16, 64, false), "8-15 | 0-7");
+    let wrong = Simulator::new(&scenario).predict(mesh, Strategy::default());
     assert!(matches!(wrong, Err(PlannerError::Plan(_))), "{wrong:?}");
 }

@@ -1,24 +1,28 @@
-//! Messages of routes against every row followed from rank to rank.
+//! Messages of all-to-all algorithms against every row followed from rank to rank.
 
 use super::*;
 use crate::published;
 
 /// The ranks that a row passes from one to another.
-fn hops(route: Route, node: usize, from: usize, to: usize) -> Vec<(usize, usize)> {
-    let via = match route {
-        Route::IntraFirst => from / node * node + to % node,
-        Route::InterFirst => to / node * node + from % node,
+fn hops(all_to_all: AllToAll, node: usize, from: usize, to: usize) -> Vec<(usize, usize)> {
+    let via = match all_to_all {
+        AllToAll::TwoDh => from / node * node + to % node,
+        AllToAll::TwoDhInterFirst => to / node * node + from % node,
         _ => from,
     };
     let all = [(from, via), (via, to)];
     all.into_iter().filter(|(a, b)| a != b).collect()
 }
 
-fn followed(group: &Group, route: Route, rows: impl Fn(usize, usize) -> f64) -> Vec<[f64; 4]> {
+fn followed(
+    group: &Group,
+    all_to_all: AllToAll,
+    rows: impl Fn(usize, usize) -> f64,
+) -> Vec<[f64; 4]> {
     let mut moved = vec![[0.0; 4]; group.ranks()];
     for from in 0..group.ranks() {
         for to in 0..group.ranks() {
-            for (a, b) in hops(route, group.units[0], from, to) {
+            for (a, b) in hops(all_to_all, group.units[0], from, to) {
                 let level = group.level(a, b).unwrap();
                 moved[a][level] += rows(from, to);
                 moved[b][2 + level] += rows(from, to);
@@ -42,11 +46,11 @@ fn sums(traffic: &Traffic) -> Vec<[f64; 4]> {
     (0..traffic.own.len()).map(of).collect()
 }
 
-const ROUTES: [Route; 4] = [
-    Route::Linear,
-    Route::IntraFirst,
-    Route::InterFirst,
-    Route::Concurrent,
+const ROUTES: [AllToAll; 4] = [
+    AllToAll::Linear,
+    AllToAll::TwoDh,
+    AllToAll::TwoDhInterFirst,
+    AllToAll::TwoDhConcurrent,
 ];
 
 /// Rows of each rank by expert: unequal ones, some ranks with none, and the same for all.
@@ -62,10 +66,10 @@ fn counts(ranks: usize, experts: usize) -> [Vec<Vec<u64>>; 2] {
 #[test]
 fn every_row_takes_the_messages_that_are_counted() {
     let experts = 9;
-    for (ep, shards, node) in [(6, 2, 4), (8, 1, 2), (3, 4, 4), (4, 1, 4), (5, 1, 8)] {
+    for (ep, expert_tp, node) in [(6, 2, 4), (8, 1, 2), (3, 4, 4), (4, 1, 4), (5, 1, 8)] {
         let mesh = Parallel {
             ep,
-            shards,
+            expert_tp,
             dp: 2,
             ..Parallel::default()
         };
@@ -75,28 +79,31 @@ fn every_row_takes_the_messages_that_are_counted() {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
             for start in [0, mesh.group()] {
                 let group = Group::new(&machine, mesh, start, &routing, &placement);
-                for route in ROUTES {
-                    if route != Route::Linear && !group.has_nodes() {
+                for all_to_all in ROUTES {
+                    if all_to_all != AllToAll::Linear && !group.has_nodes() {
                         continue;
                     }
                     let rows = |from: usize, to: usize| {
-                        let own = mesh.experts(to / shards, experts);
+                        let own = mesh.experts(to / expert_tp, experts);
                         counts[start + from][own].iter().sum::<u64>() as f64
                     };
-                    let expected = match route {
-                        Route::Concurrent => {
-                            let both = [Route::IntraFirst, Route::InterFirst];
-                            let [a, b] = both.map(|route| followed(&group, route, rows));
+                    let expected = match all_to_all {
+                        AllToAll::TwoDhConcurrent => {
+                            let both = [AllToAll::TwoDh, AllToAll::TwoDhInterFirst];
+                            let [a, b] = both.map(|all_to_all| followed(&group, all_to_all, rows));
                             let mean = |(a, b): (&[f64; 4], &[f64; 4])| {
                                 std::array::from_fn(|at| (a[at] + b[at]) / 2.0)
                             };
                             a.iter().zip(&b).map(mean).collect()
                         }
-                        route => followed(&group, route, rows),
+                        all_to_all => followed(&group, all_to_all, rows),
                     };
-                    let found = sums(&group.traffic(route));
+                    let found = sums(&group.traffic(all_to_all));
                     for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-                        assert!((found - expected).abs() < 1e-6, "{mesh:?} {node} {route}");
+                        assert!(
+                            (found - expected).abs() < 1e-6,
+                            "{mesh:?} {node} {all_to_all}"
+                        );
                     }
                 }
             }
@@ -104,25 +111,27 @@ fn every_row_takes_the_messages_that_are_counted() {
     }
 }
 
-/// A row for fewer slices than there are goes to those ranks of its expert's blocks that have
-/// the place of its own rank, and comes back from the slice of that rank's number.
+/// A row for fewer shards than there are goes to those ranks of its expert's blocks that have
+/// the place of its own rank, and comes back from the shard of that rank's number.
 #[test]
 fn a_row_stays_with_ranks_of_its_place() {
     let experts = 9;
-    for (ep, shards, ways, node) in [(3, 4, 1, 4), (3, 4, 2, 4), (2, 6, 3, 4), (4, 2, 1, 2)] {
+    for (ep, expert_tp, adaptive_r, node) in
+        [(3, 4, 1, 4), (3, 4, 2, 4), (2, 6, 3, 4), (4, 2, 1, 2)]
+    {
         let mesh = Parallel {
             ep,
-            shards,
+            expert_tp,
             ..Parallel::default()
         };
-        let block = shards / ways;
+        let block = expert_tp / adaptive_r;
         let machine = published("h800").unwrap().with_per_node(node);
         let placement = Placement::contiguous(ep, experts);
         for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
-            let group = Group::new(&machine, mesh, 0, &routing, &placement).at_ways(ways);
+            let group = Group::new(&machine, mesh, 0, &routing, &placement).at_r(adaptive_r);
             let rows = |from: usize, to: usize| {
-                let own = mesh.experts(to / shards, experts);
+                let own = mesh.experts(to / expert_tp, experts);
                 counts[from][own].iter().sum::<u64>() as f64
             };
             let there = |from: usize, to: usize| {
@@ -134,23 +143,30 @@ fn a_row_stays_with_ranks_of_its_place() {
                 }
             };
             let back = |from: usize, to: usize| {
-                let same = from % shards == to % shards;
+                let same = from % expert_tp == to % expert_tp;
                 if same { rows(to, from) } else { 0.0 }
             };
             let check = |found: &Traffic, expected: Vec<[f64; 4]>, peers: usize| {
                 let found_sums = sums(found);
                 for (found, expected) in found_sums.iter().flatten().zip(expected.iter().flatten())
                 {
-                    assert!((found - expected).abs() < 1e-6, "{mesh:?} {ways} {node}");
+                    assert!(
+                        (found - expected).abs() < 1e-6,
+                        "{mesh:?} {adaptive_r} {node}"
+                    );
                 }
                 for loads in &found.steps[0].loads {
                     let all: f64 = loads.iter().map(|load| load.peers).sum();
-                    assert_eq!(all, peers as f64 - 1.0, "{mesh:?} {ways} {node}");
+                    assert_eq!(all, peers as f64 - 1.0, "{mesh:?} {adaptive_r} {node}");
                 }
             };
-            let linear = followed(&group, Route::Linear, there);
-            check(&group.traffic(Route::Linear), linear, ep * ways);
-            check(&group.answers(), followed(&group, Route::Linear, back), ep);
+            let linear = followed(&group, AllToAll::Linear, there);
+            check(&group.traffic(AllToAll::Linear), linear, ep * adaptive_r);
+            check(
+                &group.answers(),
+                followed(&group, AllToAll::Linear, back),
+                ep,
+            );
         }
     }
 }
@@ -165,10 +181,10 @@ fn a_token_crosses_to_a_node_once() {
     let routing = Routing::even(1000, 64, 8);
     let placement = Placement::contiguous(16, 64);
     let group = Group::new(&machine, mesh, 0, &routing, &placement);
-    let once = sums(&group.traffic(Route::Once));
+    let once = sums(&group.traffic(AllToAll::Dedup));
     let each = 1000.0 * crate::expected_groups(64.0, 8, 4.0) / 4.0;
     assert!((once[0][1] - 3.0 * each).abs() < 1e-6);
-    let many = sums(&group.traffic(Route::InterFirst));
+    let many = sums(&group.traffic(AllToAll::TwoDhInterFirst));
     assert!(once[0][1] < 0.5 * many[0][1] && once[0][0] == many[0][0]);
 }
 
@@ -184,7 +200,7 @@ fn links_that_are_shared_carry_what_all_send() {
     };
     let placement = Placement::contiguous(mesh.ep, 4);
     let group = Group::new(&machine, mesh, 0, &routing, &placement);
-    let step = &group.traffic(Route::Linear).steps[0];
+    let step = &group.traffic(AllToAll::Linear).steps[0];
     let sent = |rank: usize| step.loads[rank][1].sent;
     assert_eq!([sent(0), sent(1), sent(2)], [4.5, 4.5, 0.0]);
 }
@@ -212,10 +228,10 @@ fn ranges_are_counted_by_level() {
 /// share them out.
 #[test]
 fn replicas_get_what_ranks_send_them() {
-    let (experts, shards) = (9, 2);
+    let (experts, expert_tp) = (9, 2);
     let mesh = Parallel {
         ep: 4,
-        shards,
+        expert_tp,
         ..Parallel::default()
     };
     let machine = published("h800").unwrap().with_per_node(4);
@@ -232,18 +248,18 @@ fn replicas_get_what_ranks_send_them() {
             let routing = Routing::counted(mesh.ranks(), experts, 2, &counts).unwrap();
             let group = Group::new(&machine, mesh, 0, &routing, &placement);
             let share = |from: usize, to: usize| {
-                let (source, ep) = ((from, from / shards), to / shards);
+                let (source, ep) = ((from, from / expert_tp), to / expert_tp);
                 let of = |(e, n): (usize, &u64)| placement.share(source, e, *n as usize, ep).len();
                 counts[from].iter().enumerate().map(of).sum::<usize>() as f64
             };
-            for route in ROUTES
+            for all_to_all in ROUTES
                 .into_iter()
-                .filter(|route| *route != Route::Concurrent)
+                .filter(|all_to_all| *all_to_all != AllToAll::TwoDhConcurrent)
             {
-                let found = sums(&group.traffic(route));
-                let expected = followed(&group, route, share);
+                let found = sums(&group.traffic(all_to_all));
+                let expected = followed(&group, all_to_all, share);
                 for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-                    assert!((found - expected).abs() < 1e-6, "{text} {route}");
+                    assert!((found - expected).abs() < 1e-6, "{text} {all_to_all}");
                 }
             }
             for rank in 0..group.ranks() {
@@ -255,12 +271,12 @@ fn replicas_get_what_ranks_send_them() {
     }
 }
 
-/// A replica sends the gradient of its expert to the owner, slice by slice.
+/// A replica sends the gradient of its expert to the owner, shard by shard.
 #[test]
 fn sums_of_replicas_go_to_owners() {
     let mesh = Parallel {
         ep: 3,
-        shards: 2,
+        expert_tp: 2,
         ..Parallel::default()
     };
     let machine = published("h800").unwrap().with_per_node(2);

@@ -2,7 +2,7 @@
 
 use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
 use crate::{ReadError, expected_groups, published, read};
-use moesaic_plan::Route;
+use moesaic_plan::AllToAll;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -44,13 +44,13 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     let text = include_str!("../../data/hiermoe.toml");
     let data: Data = read::toml("HierMoE's lines", text)?;
     let machine = published("hiermoe-a6000")?;
-    let ms = |bytes, route| even(&machine, RANKS, bytes, route).time.seconds * 1e3;
+    let ms = |bytes, all_to_all| even(&machine, RANKS, bytes, all_to_all).time.seconds * 1e3;
     let sizes = [8.0, 32.0, 128.0, 512.0].map(|mib| mib * MIB);
     let row = |bytes: f64| Row {
         point: format!("standard, {} MiB", bytes / MIB),
         role: Role::HeldOut,
         measured: data.standard.ms(bytes),
-        predicted: ms(bytes, Route::Linear),
+        predicted: ms(bytes, AllToAll::Linear),
     };
     let mut rows: Vec<Row> = sizes.iter().map(|bytes| row(*bytes)).collect();
     let (mean, worst) = errors(held_out(&rows));
@@ -63,7 +63,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         point: format!("two levels, {} MiB", bytes / MIB),
         role: Role::Calibration,
         measured: data.inter[0].ms(bytes) + data.intra[0].ms(bytes),
-        predicted: ms(bytes, Route::InterFirst),
+        predicted: ms(bytes, AllToAll::TwoDhInterFirst),
     });
     let (_, worst) = errors(&lines);
     rows.extend(lines);
@@ -72,7 +72,8 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         worst <= 0.10,
         format!("worst {}", percent(worst)),
     ));
-    let slower = sizes.map(|bytes| ms(bytes, Route::InterFirst) / ms(bytes, Route::Linear));
+    let slower =
+        sizes.map(|bytes| ms(bytes, AllToAll::TwoDhInterFirst) / ms(bytes, AllToAll::Linear));
     report.checks.push(Check::new(
         "2DH is slower than the plain exchange on 32 A6000",
         slower.iter().all(|ratio| *ratio > 1.0),

@@ -1,10 +1,10 @@
-//! Layers as other libraries run them: two exchanges and two products, in pieces.
+//! Layers as other libraries run them: two exchanges and two products, in chunks.
 
 use super::even_in;
-use crate::schedule::{Piece, pipeline};
+use crate::schedule::{Chunk, pipeline};
 use crate::{Machine, PhaseTime};
 use moesaic_kernel::DType;
-use moesaic_plan::Route;
+use moesaic_plan::AllToAll;
 
 /// A layer of a library with slots of equal number for every expert, in f32.
 #[derive(Clone, Copy, Debug)]
@@ -34,25 +34,31 @@ impl Layer {
         self.rows() * self.width * self.element
     }
 
-    /// Seconds of one exchange of a `degree`th of the rows. Pieces are sent from where they
+    /// Seconds of one exchange of a `overlap_degree`th of the rows. Pieces are sent from where they
     /// lie: a message for each expert.
-    pub fn exchange(&self, machine: &Machine, route: Route, degree: usize) -> f64 {
-        self.time(machine, route, degree).seconds
+    pub fn exchange(&self, machine: &Machine, all_to_all: AllToAll, overlap_degree: usize) -> f64 {
+        self.time(machine, all_to_all, overlap_degree).seconds
     }
 
-    fn time(&self, machine: &Machine, route: Route, degree: usize) -> PhaseTime {
-        let pieces = match degree {
+    fn time(&self, machine: &Machine, all_to_all: AllToAll, overlap_degree: usize) -> PhaseTime {
+        let chunks = match overlap_degree {
             1 => 1.0,
             _ => self.experts.max(1.0),
         };
-        let bytes = self.bytes() / degree as f64;
-        even_in(machine, self.ranks, bytes, route, pieces).time
+        let bytes = self.bytes() / overlap_degree as f64;
+        even_in(machine, self.ranks, bytes, all_to_all, chunks).time
     }
 
-    /// Seconds of both products of a `degree`th of the rows, with `batch` rows of an expert
+    /// Seconds of both products of a `overlap_degree`th of the rows, with `batch` rows of an expert
     /// in one product.
-    pub fn products(&self, machine: &Machine, degree: usize, batch: f64, processors: f64) -> f64 {
-        let rows = self.rows() / degree as f64;
+    pub fn products(
+        &self,
+        machine: &Machine,
+        overlap_degree: usize,
+        batch: f64,
+        processors: f64,
+    ) -> f64 {
+        let rows = self.rows() / overlap_degree as f64;
         let batch = batch.min(rows / self.experts.max(1.0)).max(1.0);
         let tile = TILE.min(batch.log2().ceil().exp2().max(16.0));
         let all = machine.compute.multiprocessors as f64;
@@ -68,14 +74,20 @@ impl Layer {
     }
 
     /// Seconds of a pass whose products take `times` those of forward.
-    pub fn pass(&self, machine: &Machine, route: Route, degree: usize, times: f64) -> f64 {
+    pub fn pass(
+        &self,
+        machine: &Machine,
+        all_to_all: AllToAll,
+        overlap_degree: usize,
+        times: f64,
+    ) -> f64 {
         let all = machine.compute.multiprocessors as f64;
         let left = all - machine.overlap.multiprocessors as f64;
-        let product = self.products(machine, degree, f64::INFINITY, all) * times;
-        let fewer = self.products(machine, degree, f64::INFINITY, left) * times;
-        let exchange = self.time(machine, route, degree);
+        let product = self.products(machine, overlap_degree, f64::INFINITY, all) * times;
+        let fewer = self.products(machine, overlap_degree, f64::INFINITY, left) * times;
+        let exchange = self.time(machine, all_to_all, overlap_degree);
         let slowed = product * (1.0 + machine.overlap.compute_slowdown);
-        let piece = Piece {
+        let chunk = Chunk {
             there: exchange.seconds,
             product,
             hindered: fewer.max(slowed) + 2.0 * exchange.copies,
@@ -84,7 +96,12 @@ impl Layer {
             beside: 0.0,
         };
         let slowdown = machine.overlap.transfer_slowdown;
-        let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![piece; degree]], slowdown);
+        let lines = pipeline(
+            (&[0.0], &[0.0]),
+            &[0],
+            &[vec![chunk; overlap_degree]],
+            slowdown,
+        );
         lines[0].end() + self.around(machine)
     }
 

@@ -10,11 +10,11 @@ mod nccl;
 mod shapes;
 mod tutel;
 
+use crate::collective_ops::{Carried, OpCost};
 use crate::exchange::MOST_LEVELS;
 use crate::geometry;
-use crate::ways::{Carried, Taken};
 use crate::{Machine, Routing};
-use moesaic_plan::{Parallel, Placement, Route};
+use moesaic_plan::{AllToAll, Parallel, Placement};
 use serde::Deserialize;
 use std::fmt::Write;
 
@@ -174,24 +174,30 @@ fn percent(part: f64) -> String {
     format!("{:.1} %", 100.0 * part)
 }
 
-/// An exchange of `bytes` of every rank, an equal part to each, as a route's messages.
-fn even(machine: &Machine, ranks: usize, bytes: f64, route: Route) -> Taken {
-    even_in(machine, ranks, bytes, route, 1.0)
+/// An exchange of `bytes` of every rank, an equal part to each, as an all-to-all algorithm's messages.
+fn even(machine: &Machine, ranks: usize, bytes: f64, all_to_all: AllToAll) -> OpCost {
+    even_in(machine, ranks, bytes, all_to_all, 1.0)
 }
 
-/// The same where a message is cut into `pieces`.
-fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f64) -> Taken {
+/// The same where a message is cut into `chunks`.
+fn even_in(
+    machine: &Machine,
+    ranks: usize,
+    bytes: f64,
+    all_to_all: AllToAll,
+    chunks: f64,
+) -> OpCost {
     let routing = Routing::even(ranks as u64, ranks, 1);
     let mesh = Parallel {
         ep: ranks,
         ..Parallel::default()
     };
     let placed = Placement::contiguous(ranks, ranks);
-    let mut all = geometry::ranks(machine, mesh, (&routing, &placed), (route, 1), None);
+    let mut all = geometry::ranks(machine, mesh, (&routing, &placed), (all_to_all, 1), None);
     let mut rank = all.swap_remove(0);
     for phase in &mut rank.phases {
         for level in 0..MOST_LEVELS {
-            phase.loads[level].messages *= pieces;
+            phase.loads[level].messages *= chunks;
         }
     }
     let carried = Carried {
@@ -199,12 +205,12 @@ fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f6
         own: bytes / ranks as f64,
         peers: 1.0,
         dedup_indices: bytes / ranks as f64,
-        wire: 1.0,
+        comm_dtype: 1.0,
         there: true,
         once: true,
-        side_by_side: route == Route::Concurrent,
+        side_by_side: all_to_all == AllToAll::TwoDhConcurrent,
     };
-    carried.taken(machine, &rank)
+    carried.cost_of(machine, &rank)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
 use crate::fit::{Point, fit};
 use crate::{Machine, ReadError, published, read};
-use moesaic_plan::Route;
+use moesaic_plan::AllToAll;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -32,7 +32,7 @@ struct Published {
 impl Published {
     fn seconds(&self, machine: &Machine) -> f64 {
         let ranks = self.nodes * machine.per_node();
-        even(machine, ranks, self.mib * 1024.0 * 1024.0, Route::Linear)
+        even(machine, ranks, self.mib * 1024.0 * 1024.0, AllToAll::Linear)
             .time
             .seconds
     }

@@ -4,7 +4,7 @@ use super::layers::Layer;
 use super::{Check, Report};
 use crate::{Machine, ReadError, published};
 use moesaic_kernel::DType;
-use moesaic_plan::Route;
+use moesaic_plan::AllToAll;
 
 pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     fastermoe(report)?;
@@ -37,9 +37,9 @@ fn fastermoe(report: &mut Report) -> Result<(), ReadError> {
         element: 4.0,
         dtype: DType::F32,
     };
-    let step = |degree| {
-        layer.pass(&machine, Route::Linear, degree, 1.0)
-            + layer.pass(&machine, Route::Linear, degree, 2.0)
+    let step = |overlap_degree| {
+        layer.pass(&machine, AllToAll::Linear, overlap_degree, 1.0)
+            + layer.pass(&machine, AllToAll::Linear, overlap_degree, 2.0)
     };
     // Its groups are the two nodes.
     let gain = step(1) / step(2);
@@ -52,10 +52,10 @@ fn fastermoe(report: &mut Report) -> Result<(), ReadError> {
 }
 
 /// The part of the exchanges that is hidden behind products.
-fn hidden(layer: &Layer, machine: &Machine, degree: usize) -> f64 {
-    let apart = layer.pass(machine, Route::Linear, 1, 1.0);
-    let exchanges = 2.0 * layer.exchange(machine, Route::Linear, 1);
-    let together = layer.pass(machine, Route::Linear, degree, 1.0);
+fn hidden(layer: &Layer, machine: &Machine, overlap_degree: usize) -> f64 {
+    let apart = layer.pass(machine, AllToAll::Linear, 1, 1.0);
+    let exchanges = 2.0 * layer.exchange(machine, AllToAll::Linear, 1);
+    let together = layer.pass(machine, AllToAll::Linear, overlap_degree, 1.0);
     (apart - together) / exchanges
 }
 
@@ -73,13 +73,13 @@ fn comet(report: &mut Report) -> Result<(), ReadError> {
         element: 2.0,
         dtype: DType::Bf16,
     };
-    let parts = [2, 4, 8].map(|degree| hidden(&layer, &machine, degree));
+    let parts = [2, 4, 8].map(|overlap_degree| hidden(&layer, &machine, overlap_degree));
     let best = parts.into_iter().fold(0.0, f64::max);
     report.checks.push(Check::new(
-        "Comet on 8 H800: pieces hide 68.6 % of exchanges in Tutel, within 25 %",
+        "Comet on 8 H800: chunks hide 68.6 % of exchanges in Tutel, within 25 %",
         (best / 0.686 - 1.0).abs() <= 0.25,
         format!(
-            "{:.0?} % with 2, 4, 8 pieces",
+            "{:.0?} % with 2, 4, 8 chunks",
             parts.map(|part| 100.0 * part)
         ),
     ));

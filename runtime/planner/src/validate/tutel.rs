@@ -4,7 +4,7 @@ use super::layers::Layer;
 use super::{Check, Report, Role, Row, Table, errors, percent};
 use crate::{Machine, ReadError, published, read};
 use moesaic_kernel::DType;
-use moesaic_plan::{Both, Route, Strategy};
+use moesaic_plan::{AllToAll, Both, Strategy};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -66,18 +66,18 @@ struct Gains {
     kernels: f64,
     hierarchical: Option<f64>,
     flexible: Option<f64>,
-    degree: f64,
+    overlap_degree: f64,
 }
 
-const CHOICES: [(Route, usize); 8] = [
-    (Route::Linear, 1),
-    (Route::Linear, 2),
-    (Route::Linear, 4),
-    (Route::Linear, 8),
-    (Route::IntraFirst, 1),
-    (Route::IntraFirst, 2),
-    (Route::IntraFirst, 4),
-    (Route::IntraFirst, 8),
+const CHOICES: [(AllToAll, usize); 8] = [
+    (AllToAll::Linear, 1),
+    (AllToAll::Linear, 2),
+    (AllToAll::Linear, 4),
+    (AllToAll::Linear, 8),
+    (AllToAll::TwoDh, 1),
+    (AllToAll::TwoDh, 2),
+    (AllToAll::TwoDh, 4),
+    (AllToAll::TwoDh, 8),
 ];
 
 /// f32, as both the tables' readings say.
@@ -109,7 +109,7 @@ fn table2(report: &mut Report, data: &Table2, machine: &Machine) {
     for point in &data.point {
         let widths = [data.width; 2];
         let layer = layer(point.ranks, data.tokens, widths, data.experts);
-        let exchange = 4.0 * layer.exchange(machine, Route::Linear, 1) * 1e3;
+        let exchange = 4.0 * layer.exchange(machine, AllToAll::Linear, 1) * 1e3;
         let all = machine.compute.multiprocessors as f64;
         let compute = 3.0 * layer.products(machine, 1, f64::INFINITY, all) * 1e3;
         let mut row = |what: &str, measured: f64, predicted: f64| {
@@ -147,9 +147,9 @@ fn means(data: &Table6, machine: &Machine, ranks: usize) -> [f64; 8] {
             for &hidden in &data.widths {
                 for &tokens in &data.tokens {
                     let layer = layer(ranks, tokens, [width, hidden], experts);
-                    let time = |(route, degree)| {
-                        layer.pass(machine, route, degree, 1.0)
-                            + layer.pass(machine, route, degree, 2.0)
+                    let time = |(all_to_all, overlap_degree)| {
+                        layer.pass(machine, all_to_all, overlap_degree, 1.0)
+                            + layer.pass(machine, all_to_all, overlap_degree, 2.0)
                     };
                     let times = CHOICES.map(time);
                     let best = times.iter().copied().fold(f64::INFINITY, f64::min);
@@ -212,9 +212,9 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
     let said: Vec<String> = right
         .iter()
         .map(|(ranks, same, own, means)| {
-            let (route, degree) = CHOICES[*own];
+            let (all_to_all, overlap_degree) = CHOICES[*own];
             let judged = if *same { "right" } else { "wrong" };
-            format!("{ranks}: {route} d{degree} {judged} {means:?}")
+            format!("{ranks}: {all_to_all} d{overlap_degree} {judged} {means:?}")
         })
         .collect();
     let check = Check::new(
@@ -242,15 +242,15 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
 /// What the planner would take of choices that are behind the best of each layer by such parts:
 /// of those that are as good as equal the simplest.
 fn chosen(means: &[f64; 8]) -> usize {
-    let strategy = |(route, degree)| Strategy {
-        route,
-        degree: Both::same(degree),
+    let strategy = |(all_to_all, overlap_degree)| Strategy {
+        all_to_all,
+        overlap_degree: Both::same(overlap_degree),
         ..Strategy::default()
     };
     let timed = CHOICES.into_iter().zip(means);
     let timed = timed.map(|(choice, mean)| (strategy(choice), 1.0 + mean));
     let simplest = Strategy::simplest(timed);
-    let is_it = |choice: &(Route, usize)| Some(strategy(*choice)) == simplest;
+    let is_it = |choice: &(AllToAll, usize)| Some(strategy(*choice)) == simplest;
     CHOICES.iter().position(is_it).unwrap_or(0)
 }
 
@@ -266,11 +266,12 @@ fn forward(layer: &Layer, machine: &Machine) -> [f64; 5] {
     let per_rank = slots / (layer.experts.max(1.0) * layer.ranks as f64);
     let rigid = layer.products(machine, 1, per_rank, all);
     let flexible = layer.products(machine, 1, f64::INFINITY, all);
-    let linear = 2.0 * layer.exchange(machine, Route::Linear, 1);
-    let hierarchical = 2.0 * layer.exchange(machine, Route::IntraFirst, 1);
+    let linear = 2.0 * layer.exchange(machine, AllToAll::Linear, 1);
+    let hierarchical = 2.0 * layer.exchange(machine, AllToAll::TwoDh, 1);
     let around = layer.around(machine);
-    let best = |route| {
-        let times = [1, 2, 4, 8].map(|degree| layer.pass(machine, route, degree, 1.0));
+    let best = |all_to_all| {
+        let times =
+            [1, 2, 4, 8].map(|overlap_degree| layer.pass(machine, all_to_all, overlap_degree, 1.0));
         times.into_iter().fold(f64::INFINITY, f64::min)
     };
     [
@@ -278,7 +279,7 @@ fn forward(layer: &Layer, machine: &Machine) -> [f64; 5] {
         around + linear + rigid,
         around + linear.min(hierarchical) + rigid,
         around + linear.min(hierarchical) + flexible,
-        best(Route::Linear).min(best(Route::IntraFirst)),
+        best(AllToAll::Linear).min(best(AllToAll::TwoDh)),
     ]
 }
 
@@ -292,7 +293,7 @@ fn stages(report: &mut Report, data: &Stages, machine: &Machine) {
             Some(point.kernels),
             point.hierarchical,
             point.flexible,
-            Some(point.degree),
+            Some(point.overlap_degree),
         ];
         let order = |gains: &[(usize, f64)]| -> Vec<usize> {
             let mut order = gains.to_vec();
@@ -308,7 +309,8 @@ fn stages(report: &mut Report, data: &Stages, machine: &Machine) {
             .iter()
             .zip(&own_order)
             .all(|(a, b)| value(*a) == value(*b));
-        let said = format!("kernels, 2DH, flexible, degree: {own:.2?}, published {theirs:.2?}");
+        let said =
+            format!("kernels, 2DH, flexible, overlap_degree: {own:.2?}, published {theirs:.2?}");
         report.checks.push(Check::new(
             format!("Tutel's stages at {} GPUs: the largest gain", point.ranks),
             value(theirs_order[0]) == value(own_order[0]),

@@ -3,8 +3,8 @@
 use super::slices::{concat, gather};
 use super::{Layout, check_spec};
 use crate::TrainError;
-use moesaic_engine::{Among, joined_placed, part_of_placed, part_shape_placed};
-use moesaic_plan::{MeshError, Parallel, Place, Placement};
+use moesaic_engine::{ProcessGroup, joined_placed, part_of_placed, part_shape_placed};
+use moesaic_plan::{MeshError, Parallel, Placement, RankCoords};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 
@@ -160,8 +160,8 @@ pub fn unshard_placed(
     }
     let layout = Layout::new(spec);
     let sets: Vec<&Tensors<'_>> = shards.iter().collect();
-    let whole = each_name(&sets, |name, list| match Among::of(mesh, name) {
-        Among::World => same(name, list),
+    let whole = each_name(&sets, |name, list| match ProcessGroup::of(mesh, name) {
+        ProcessGroup::World => same(name, list),
         _ => {
             let wanted = layout.shape(name);
             let wanted = wanted.ok_or_else(|| TrainError::tensor(name, "is of no layer"))?;
@@ -175,7 +175,8 @@ pub fn unshard_placed(
                     &wanted.shape,
                 )?;
             }
-            if let Some(placement) = placement.filter(|_| Among::of(mesh, name) == Among::Replicas)
+            if let Some(placement) =
+                placement.filter(|_| ProcessGroup::of(mesh, name) == ProcessGroup::ExpertDp)
             {
                 check_replicas(name, list, mesh, placement)?;
             }
@@ -220,7 +221,11 @@ fn check_replicas(
     placement: &Placement,
 ) -> Result<(), TrainError> {
     let of = |expert: usize, ep: usize, shard: usize| {
-        let tensor = list[mesh.rank(Place { dp: 0, ep, shard })];
+        let tensor = list[mesh.rank(RankCoords {
+            dp: 0,
+            ep,
+            tp: shard,
+        })];
         let (slot, row) = (
             placement.slot(ep, expert)?,
             tensor.data.len() / placement.count(ep),
@@ -232,7 +237,7 @@ fn check_replicas(
         for (&ep, shard) in placement
             .holders(expert)
             .iter()
-            .flat_map(|ep| (0..mesh.shards).map(move |shard| (ep, shard)))
+            .flat_map(|ep| (0..mesh.expert_tp).map(move |shard| (ep, shard)))
         {
             if of(expert, ep, shard) != of(expert, owner, shard) {
                 let problem =
@@ -260,7 +265,7 @@ fn one_group(
     Ok(mesh)
 }
 
-fn place(mesh: Parallel, rank: usize) -> Result<Place, TrainError> {
+fn place(mesh: Parallel, rank: usize) -> Result<RankCoords, TrainError> {
     let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
     mesh.place(rank).map_err(refused)
 }

@@ -3,7 +3,7 @@
 use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
 use super::{Machine, Op, Operator};
-use crate::mesh::Wire;
+use crate::mesh::CommDtype;
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param};
 use serde::{Deserialize, Serialize};
@@ -15,8 +15,8 @@ const SPAN: usize = 128;
 /// and back. See [`WireDesc::row_bytes`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireDesc {
-    /// What rows are between nodes; not [`Wire::Exact`].
-    pub wire: Wire,
+    /// What rows are between nodes; not [`CommDtype::Unchanged`].
+    pub wire: CommDtype,
     /// Values of a row.
     pub width: usize,
     /// Element type of the rows.
@@ -44,9 +44,9 @@ impl WireDesc {
     /// ```
     pub fn row_bytes(&self) -> usize {
         let used = match self.wire {
-            Wire::Exact => self.width * self.rows.size(),
-            Wire::F16 | Wire::Bf16 => 2 * self.width,
-            Wire::Fp8 => {
+            CommDtype::Unchanged => self.width * self.rows.size(),
+            CommDtype::F16 | CommDtype::Bf16 => 2 * self.width,
+            CommDtype::Fp8 => {
                 let scales = self.width.div_ceil(SPAN) * F32.size();
                 self.width.next_multiple_of(F32.size()) + scales
             }
@@ -56,7 +56,7 @@ impl WireDesc {
 
     /// Whether values that are too large are counted.
     pub fn counts(&self) -> bool {
-        self.wire == Wire::F16
+        self.wire == CommDtype::F16
     }
 }
 

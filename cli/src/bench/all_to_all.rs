@@ -1,11 +1,11 @@
-//! What steps take by each route and in pieces: `moesaic bench --ranks` times real ones, since the
+//! What steps take by each all-to-all algorithm and in chunks: `moesaic bench --ranks` times real ones, since the
 //! figures of links know nothing of what ranks do between their messages.
 
 use crate::failure::{Failure, Result};
 use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
-use moesaic::plan::{Both, Cut, Route, ShadowModel};
-use moesaic::planner::{Machine, Question, RouteFactor, Routing, route_factor};
+use moesaic::plan::{AllToAll, Both, OverlapBy, ShadowModel};
+use moesaic::planner::{AllToAllFactor, Machine, Routing, Scenario, all_to_all_factor};
 use moesaic::{Counters, Engine, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
@@ -14,15 +14,15 @@ use std::time::Instant;
 const ROUNDS: usize = 8;
 
 /// Those that need nodes last.
-const ROUTES: [Route; 5] = [
-    Route::Linear,
-    Route::IntraFirst,
-    Route::InterFirst,
-    Route::Concurrent,
-    Route::Once,
+const ALGORITHMS: [AllToAll; 5] = [
+    AllToAll::Linear,
+    AllToAll::TwoDh,
+    AllToAll::TwoDhInterFirst,
+    AllToAll::TwoDhConcurrent,
+    AllToAll::Dedup,
 ];
 
-/// In how many pieces: what lies between is interpolated.
+/// In how many chunks: what lies between is interpolated.
 const DEGREES: [usize; 3] = [1, 2, 4];
 
 /// Steps of a layer whose experts are spread over all ranks.
@@ -41,17 +41,17 @@ struct Timed {
     seconds: Vec<(Strategy, f64)>,
 }
 
-/// A step by a route, in so many pieces.
-pub struct ByRoute {
+/// A step by a all-to-all algorithm, in so many chunks.
+pub struct ByAllToAll {
     pub tokens: usize,
     pub strategy: Strategy,
     pub seconds: f64,
     /// How much longer rows took than links say.
-    pub factor: RouteFactor,
+    pub factor: AllToAllFactor,
 }
 
 impl Steps {
-    /// Times steps with each of these numbers of tokens; by routes in two dimensions where
+    /// Times steps with each of these numbers of tokens; by all-to-all algorithms in two dimensions where
     /// several nodes have several ranks each. `None` where experts cannot be spread evenly.
     pub fn time(
         engine: &Engine,
@@ -69,11 +69,11 @@ impl Steps {
         let ranks = Mesh::new(world, mesh)?;
         let mut layer = engine.mesh_layer(&ranks, spec, weights, Some(Training::default()))?;
         let nodes = topology.shape.filter(|it| it.nodes > 1 && it.per_node > 1);
-        let routes = match nodes {
-            Some(_) => &ROUTES[..],
-            None => &ROUTES[..1],
+        let algorithms = match nodes {
+            Some(_) => &ALGORITHMS[..],
+            None => &ALGORITHMS[..1],
         };
-        let mut strategies = strategies(routes);
+        let mut strategies = strategies(algorithms);
         strategies.retain(|strategy| layer.check_strategy(*strategy).is_ok());
         let each = tokens.iter().map(|tokens| {
             let input = own_input(spec, *tokens, world.rank());
@@ -91,13 +91,13 @@ impl Steps {
     }
 
     /// Each step beside what a machine with such links is predicted to take.
-    pub fn on(&self, machine: &Machine) -> Result<Vec<ByRoute>> {
+    pub fn on(&self, machine: &Machine) -> Result<Vec<ByAllToAll>> {
         let mut list = Vec::new();
         for timed in &self.timed {
             let question = self.question(machine, timed)?;
             for &(strategy, seconds) in &timed.seconds {
-                let factor = route_factor(&question, self.mesh, strategy, seconds);
-                list.push(ByRoute {
+                let factor = all_to_all_factor(&question, self.mesh, strategy, seconds);
+                list.push(ByAllToAll {
                     tokens: timed.tokens,
                     strategy,
                     seconds,
@@ -108,10 +108,10 @@ impl Steps {
         Ok(list)
     }
 
-    fn question(&self, machine: &Machine, timed: &Timed) -> Result<Question> {
+    fn question(&self, machine: &Machine, timed: &Timed) -> Result<Scenario> {
         let (shape, ranks) = (&self.spec.shape, self.mesh.ranks());
         let routing = Routing::counted(ranks, shape.experts, shape.top_k, &timed.counts);
-        Ok(Question {
+        Ok(Scenario {
             routing: routing.map_err(Failure::work)?,
             placement: None,
             shadow_model: ShadowModel::of(&self.spec),
@@ -123,18 +123,23 @@ impl Steps {
     }
 }
 
-/// Each route in one piece and in several, and pieces by ranks.
-fn strategies(routes: &[Route]) -> Vec<Strategy> {
-    let of = |route, degree, cut| Strategy {
-        route,
-        degree: Both::same(degree),
-        cut,
+/// Each all-to-all algorithm in one chunk and in several, and chunks by ranks.
+fn strategies(algorithms: &[AllToAll]) -> Vec<Strategy> {
+    let of = |all_to_all, overlap_degree, overlap_by| Strategy {
+        all_to_all,
+        overlap_degree: Both::same(overlap_degree),
+        overlap_by,
         ..Strategy::default()
     };
-    let each = |&route: &Route| DEGREES.map(|degree| of(route, degree, Cut::Rows));
-    let pieces = DEGREES.into_iter().filter(|degree| *degree > 1);
-    let by_ranks = pieces.map(|degree| of(Route::Linear, degree, Cut::Ranks));
-    routes.iter().flat_map(each).chain(by_ranks).collect()
+    let each = |&all_to_all: &AllToAll| {
+        DEGREES.map(|overlap_degree| of(all_to_all, overlap_degree, OverlapBy::Rows))
+    };
+    let chunks = DEGREES
+        .into_iter()
+        .filter(|overlap_degree| *overlap_degree > 1);
+    let by_ranks =
+        chunks.map(|overlap_degree| of(AllToAll::Linear, overlap_degree, OverlapBy::Peers));
+    algorithms.iter().flat_map(each).chain(by_ranks).collect()
 }
 
 /// Seconds of a step with each strategy, all in turns: the lower quartile of the slowest rank's.

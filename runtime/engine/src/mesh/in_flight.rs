@@ -1,16 +1,16 @@
 //! Exchanges that are begun, and when they are waited for.
 
+use super::comm_cast::Coming;
 use super::run::Run;
-use super::wire::Coming;
 use crate::error::EngineError;
 use crate::trace::{Activity, Lane};
 use moesaic_collectives::{Handle, Slice, Transfer};
-use moesaic_plan::{Exchange, Side, TensorId};
+use moesaic_plan::{Exchange, PlanPart, TensorId};
 use std::ops::Range;
 use std::time::Instant;
 
 /// An exchange that was begun.
-pub(super) struct Started {
+pub(super) struct Request {
     pub handle: Handle,
     /// Of what this rank sends.
     pub bytes: u64,
@@ -18,10 +18,10 @@ pub(super) struct Started {
     pub coming: Option<Coming>,
 }
 
-impl Started {
+impl Request {
     /// Of messages of this rank.
-    pub fn sending(handle: Handle, sends: &[Transfer]) -> Started {
-        Started {
+    pub fn sending(handle: Handle, sends: &[Transfer]) -> Request {
+        Request {
             handle,
             bytes: sends.iter().map(|send| send.slice.bytes() as u64).sum(),
             coming: None,
@@ -29,8 +29,8 @@ impl Started {
     }
 
     /// Of data of all ranks.
-    pub fn of(handle: Handle, data: &Slice) -> Started {
-        Started {
+    pub fn of(handle: Handle, data: &Slice) -> Request {
+        Request {
             handle,
             bytes: data.bytes() as u64,
             coming: None,
@@ -41,16 +41,16 @@ impl Started {
 /// Rows that an exchange writes.
 #[derive(Clone, Debug)]
 pub(super) struct Written {
-    pub side: Side,
+    pub part: PlanPart,
     pub tensor: TensorId,
-    /// Numbers of pieces of [`Rows`](super::rows::Rows).
-    pub pieces: Range<usize>,
+    /// Numbers of chunks of [`Rows`](super::rows::Rows).
+    pub chunks: Range<usize>,
 }
 
 impl Written {
-    /// Whether rows of any of these pieces are among them.
-    pub fn shares(&self, pieces: &Range<usize>) -> bool {
-        self.pieces.start < pieces.end && pieces.start < self.pieces.end
+    /// Whether rows of any of these chunks are among them.
+    pub fn shares(&self, chunks: &Range<usize>) -> bool {
+        self.chunks.start < chunks.end && chunks.start < self.chunks.end
     }
 }
 
@@ -58,7 +58,7 @@ impl Written {
 pub(super) type Recording = Option<(Activity, Instant)>;
 
 /// An exchange that is not waited for yet.
-pub(super) struct UnderWay {
+pub(super) struct InFlight {
     handle: Handle,
     /// Of each tensor.
     writes: Vec<Written>,
@@ -74,55 +74,55 @@ impl Run<'_> {
         let activity = Activity {
             lane: Lane::Exchange,
             name: exchange.name.clone(),
-            piece: exchange.piece,
+            chunk: exchange.chunk,
             bytes: 0,
         };
         recorder.begins(&activity);
         Some((activity, Instant::now()))
     }
 
-    /// Waits until launches that follow see the result, unless it is of a piece: then until
+    /// Waits until launches that follow see the result, unless it is of a chunk: then until
     /// something needs it. What is in the stream's order is waited for when the pass has been
     /// launched.
     pub(super) fn keep(
         &mut self,
         exchange: &Exchange,
-        started: Started,
+        request: Request,
         writes: Vec<Written>,
         recorded: Recording,
     ) -> Result<(), EngineError> {
-        let Started {
+        let Request {
             handle,
             bytes,
             coming,
-        } = started;
+        } = request;
         let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
         let in_stream = handle.is_in_stream();
-        let later = in_stream || handle.is_beside() || exchange.piece.is_some();
-        let mut under_way = UnderWay {
+        let later = in_stream || handle.is_overlapped() || exchange.chunk.is_some();
+        let mut in_flight = InFlight {
             handle,
             writes,
             recorded,
             coming,
         };
         if in_stream {
-            self.unpack(under_way.coming.take())?;
+            self.unpack(in_flight.coming.take())?;
         }
         if later {
-            self.under_way.push(under_way)
+            self.in_flight.push(in_flight)
         } else {
-            self.wait(under_way)?
+            self.wait(in_flight)?
         }
         Ok(())
     }
 
     /// Until launches that follow see the result, of an exchange that is not recorded.
-    pub(super) fn complete(&mut self, started: Started) -> Result<(), EngineError> {
-        let handle = started.handle;
+    pub(super) fn complete(&mut self, request: Request) -> Result<(), EngineError> {
+        let handle = request.handle;
         if !handle.is_in_stream() {
             return Ok(handle.wait()?);
         }
-        self.under_way.push(UnderWay {
+        self.in_flight.push(InFlight {
             handle,
             writes: Vec::new(),
             recorded: None,
@@ -137,14 +137,14 @@ impl Run<'_> {
         &mut self,
         needed: impl Fn(&Written) -> bool,
     ) -> Result<(), EngineError> {
-        let needed = |one: &UnderWay| !one.handle.is_in_stream() && one.writes.iter().any(&needed);
-        while let Some(at) = self.under_way.iter().position(needed) {
-            if !self.under_way[at].handle.is_beside() {
-                let one = self.under_way.remove(at);
+        let needed = |one: &InFlight| !one.handle.is_in_stream() && one.writes.iter().any(&needed);
+        while let Some(at) = self.in_flight.iter().position(needed) {
+            if !self.in_flight[at].handle.is_overlapped() {
+                let one = self.in_flight.remove(at);
                 self.wait(one)?;
                 continue;
             }
-            let one = &mut self.under_way[at];
+            let one = &mut self.in_flight[at];
             one.handle.join()?;
             one.writes.clear();
             let coming = one.coming.take();
@@ -155,11 +155,11 @@ impl Run<'_> {
 
     /// Waits for all.
     pub(super) fn finish_all(&mut self) -> Result<(), EngineError> {
-        let all = std::mem::take(&mut self.under_way);
+        let all = std::mem::take(&mut self.in_flight);
         all.into_iter().try_for_each(|one| self.wait(one))
     }
 
-    fn wait(&mut self, one: UnderWay) -> Result<(), EngineError> {
+    fn wait(&mut self, one: InFlight) -> Result<(), EngineError> {
         let end = one.handle.wait_timed()?;
         self.ended(one.recorded, end);
         self.unpack(one.coming)

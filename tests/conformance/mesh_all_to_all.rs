@@ -4,7 +4,7 @@ use super::arranged::Arranged;
 use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{compare_on, evaluated, layer_on, mesh, part, shares, specs, trained};
-use super::mesh_ways::at_ways;
+use super::mesh_adaptive_r::at_r;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, Collectives, threads};
@@ -14,10 +14,10 @@ use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Training};
 use std::sync::Arc;
 
 const ROUTES: [&str; 4] = [
-    "route=intra-first",
-    "route=inter-first",
-    "route=concurrent",
-    "route=once",
+    "all_to_all=2dh",
+    "all_to_all=2dh-inter-first",
+    "all_to_all=2dh-concurrent",
+    "all_to_all=dedup",
 ];
 
 /// Threads that say that they are on several nodes.
@@ -56,7 +56,7 @@ fn compare(engine: &Engine, parallel: Parallel, per_node: usize, case: &Case) {
             case.describe()
         );
         // Sums inside nodes are rounded: of gradients, and of outputs that are weighted before.
-        let sums = route == "route=once";
+        let sums = route == "all_to_all=dedup";
         let late = case.spec.router.weight_on == WeightSite::Output;
         if sums && !late {
             near(&what, &case.spec, &found.1["y"], &linear.1["y"], largest);
@@ -141,8 +141,8 @@ fn nodes_that_a_route_cannot_have_are_said() {
         let mut layer = layer_on(&engine, &mesh, &case, None);
         let mut error = |text: &str| layer.set_strategy(text.parse().unwrap()).unwrap_err();
         let errors = [
-            error("route=inter-first").to_string(),
-            error("route=once").to_string(),
+            error("all_to_all=2dh-inter-first").to_string(),
+            error("all_to_all=dedup").to_string(),
         ];
         // It was no failure of the group, and the strategy is what it was.
         assert_eq!(layer.strategy(), Strategy::default());
@@ -152,8 +152,8 @@ fn nodes_that_a_route_cannot_have_are_said() {
     });
     for errors in errors.unwrap() {
         let [nodes, once] = errors.unwrap();
-        assert!(once.contains("route=once needs nodes"), "{once}");
-        let said = "route=inter-first needs nodes with equally many ranks, one node's after the \
+        assert!(once.contains("all_to_all=dedup needs nodes"), "{once}");
+        let said = "all_to_all=2dh-inter-first needs nodes with equally many ranks, one node's after the \
                     other's, but ranks lie on a (3), b (1)";
         assert!(nodes.contains(said), "{nodes}");
     }
@@ -164,13 +164,13 @@ fn nodes_that_a_route_cannot_have_are_said() {
 fn rows_go_by_routes_at_other_ways() {
     let engine = cpu();
     let case = Case::random(&specs()[0], 31, 3);
-    let grid = at_ways(mesh(2, 4, 1), 2);
+    let grid = at_r(mesh(2, 4, 1), 2);
     let straight = evaluated(&engine, grid, &case);
     for route in ROUTES {
         let ranks = by(&engine, 4, route);
         assert!(evaluated(&ranks, grid, &case) == straight, "{route}");
     }
-    let once = by(&engine, 4, "route=once");
+    let once = by(&engine, 4, "all_to_all=dedup");
     compare_on(&engine, &once, grid, &case, Recompute::None);
 }
 
@@ -198,7 +198,7 @@ fn exchanged(strategy: &str, case: &Case) -> Vec<Vec<(String, u64)>> {
 }
 
 /// Weights of rows go with the rows, and their gradients with those of the rows: a rank sends
-/// another both in one message, in pieces, too.
+/// another both in one message, in chunks, too.
 #[test]
 fn what_goes_the_same_way_goes_together() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
@@ -209,10 +209,10 @@ fn what_goes_the_same_way_goes_together() {
         (named.len(), named.iter().sum())
     };
     let rows = 2 * 32;
-    for (strategy, pieces) in [("default", 1), ("degree=2", 2)] {
+    for (strategy, chunks) in [("default", 1), ("overlap_degree=2", 2)] {
         let of = |name: &str| of_ranks(strategy, name);
-        assert_eq!(of("rows"), (2 * pieces, rows * (4 * 8 + 4)), "{strategy}");
-        assert_eq!(of("drows").0, 2 * pieces, "{strategy}");
+        assert_eq!(of("rows"), (2 * chunks, rows * (4 * 8 + 4)), "{strategy}");
+        assert_eq!(of("drows").0, 2 * chunks, "{strategy}");
         assert!(of("drows").1 > rows * 4 * 8, "{strategy}");
         for gone in ["row_weights", "dweight_parts"] {
             assert_eq!(of(gone), (0, 0), "{strategy}: {gone}");

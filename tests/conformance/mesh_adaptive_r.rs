@@ -1,4 +1,4 @@
-//! Rows to fewer slices than weights have: whatever the number of ways, ranks get what one
+//! Rows to fewer slices than weights have: whatever the adaptive parallelism degree, ranks get what one
 //! process gets, and gradients land where the weights are.
 
 use super::case::{Case, floats, host, longs};
@@ -10,32 +10,32 @@ use super::mesh::{
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
-use moesaic::mesh::Among;
-use moesaic::plan::{Place, Ways};
+use moesaic::mesh::ProcessGroup;
+use moesaic::plan::{AdaptiveMesh, RankCoords};
 use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{AdamW, masters};
 use moesaic::{Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
-fn strategy(ways: usize) -> Strategy {
+fn strategy(adaptive_r: usize) -> Strategy {
     Strategy {
-        ways: Some(ways),
+        adaptive_r: Some(adaptive_r),
         ..Strategy::default()
     }
 }
 
-pub fn at_ways(parallel: Parallel, ways: usize) -> Grid {
+pub fn at_r(parallel: Parallel, adaptive_r: usize) -> Grid {
     Grid {
         parallel,
-        strategy: strategy(ways),
+        strategy: strategy(adaptive_r),
     }
 }
 
-/// Every number of ways of a mesh but that of its slices, which other tests have.
+/// Every adaptive parallelism degree of a mesh but that of its slices, which other tests have.
 fn others(parallel: Parallel) -> Vec<usize> {
-    let mut all = Ways::all(parallel);
-    all.retain(|ways| *ways != parallel.shards);
+    let mut all = AdaptiveMesh::all(parallel);
+    all.retain(|adaptive_r| *adaptive_r != parallel.expert_tp);
     all
 }
 
@@ -73,10 +73,13 @@ fn rows_that_meet_whole_experts_have_the_bytes_of_one_process() {
         let case = Case::random(&spec(text), 41, seed as u64);
         let whole = case.layer(&engine).forward(&case.input()).unwrap();
         let parallel = MESHES[seed];
-        for ways in others(parallel) {
-            let found = evaluated(&engine, at_ways(parallel, ways), &case);
-            let what = format!("{ways} ways on {parallel:?} of {}", case.describe());
-            if ways <= 1 {
+        for adaptive_r in others(parallel) {
+            let found = evaluated(&engine, at_r(parallel, adaptive_r), &case);
+            let what = format!(
+                "{adaptive_r} adaptive_r on {parallel:?} of {}",
+                case.describe()
+            );
+            if adaptive_r <= 1 {
                 assert!(found == *whole.y().data, "{what}");
             }
             let numbers = |data: &[u8]| {
@@ -99,9 +102,9 @@ fn gradients_do_not_depend_on_ways() {
     for (seed, text) in LAYERS.iter().enumerate() {
         let case = Case::random(&spec(text), 41, seed as u64);
         let parallel = MESHES[seed + 2];
-        let ways = others(parallel);
-        let ways = ways[(seed + 1) % ways.len()];
-        compare(&engine, at_ways(parallel, ways), &case, Recompute::None);
+        let adaptive_r = others(parallel);
+        let adaptive_r = adaptive_r[(seed + 1) % adaptive_r.len()];
+        compare(&engine, at_r(parallel, adaptive_r), &case, Recompute::None);
     }
 }
 
@@ -111,8 +114,8 @@ fn ranks_without_tokens_gather_weights() {
     let engine = cpu();
     for tokens in [2, 1, 0] {
         let case = Case::random(&spec(LAYERS[1]), tokens, 4);
-        for ways in others(MESHES[0]) {
-            compare(&engine, at_ways(MESHES[0], ways), &case, Recompute::All);
+        for adaptive_r in others(MESHES[0]) {
+            compare(&engine, at_r(MESHES[0], adaptive_r), &case, Recompute::All);
         }
     }
 }
@@ -122,12 +125,12 @@ fn ranks_without_tokens_gather_weights() {
 fn slices_of_shared_experts_do_not_follow_ways() {
     let engine = cpu();
     let case = Case::random(&spec(LAYERS[1]), 29, 8);
-    for (parallel, ways) in [
+    for (parallel, adaptive_r) in [
         (sliced(2, 2, 2), 1),
         (sliced(1, 4, 1), 2),
         (sliced(2, 2, 1), 0),
     ] {
-        compare(&engine, at_ways(parallel, ways), &case, Recompute::None);
+        compare(&engine, at_r(parallel, adaptive_r), &case, Recompute::None);
     }
 }
 
@@ -142,9 +145,9 @@ fn random_layers_do_not_depend_on_ways() {
         let Some(parallel) = meshes.into_iter().find(|mesh| mesh.check(&spec).is_ok()) else {
             continue; // one expert that cannot be cut
         };
-        let ways = others(parallel);
-        let ways = ways[seed as usize % ways.len()];
-        compare(&engine, at_ways(parallel, ways), &case, Recompute::None);
+        let adaptive_r = others(parallel);
+        let adaptive_r = adaptive_r[seed as usize % adaptive_r.len()];
+        compare(&engine, at_r(parallel, adaptive_r), &case, Recompute::None);
     }
 }
 
@@ -162,10 +165,10 @@ fn capacities_do_not_depend_on_ways() {
         let case = Case::random(&spec(&format!("{base}\ncapacity = {{ {mode} }}")), 40, 4);
         let shares = shares(40, parallel.ranks());
         let each = on_ranks(&engine, parallel, |mesh| {
-            let mut layer = layer_on(&engine, &mesh.for_any_ways(), &case, None);
+            let mut layer = layer_on(&engine, &mesh.for_any_r(), &case, None);
             let own = part(&case, &shares[mesh.rank()]);
-            [2, 1, 0].map(|ways| {
-                layer.set_strategy(strategy(ways)).unwrap();
+            [2, 1, 0].map(|adaptive_r| {
+                layer.set_strategy(strategy(adaptive_r)).unwrap();
                 let output = layer.forward_with(&own.input(), &["y", "capacity", "counts"]);
                 let output = output.unwrap_or_else(|e| panic!("{mode}: {e}"));
                 let counts = [longs(&output, "capacity"), longs(&output, "counts")];
@@ -187,15 +190,15 @@ fn weights_are_gathered_on_simulated_gpus() {
     let case = Case::random(&spec(text), 13, 6);
     for target in ["sim:sm_90a", "sim:gfx942"] {
         let engine = open(target);
-        for (parallel, ways) in [(mesh(1, 2, 1), 1), (mesh(2, 1, 1), 0)] {
-            compare(&engine, at_ways(parallel, ways), &case, Recompute::None);
+        for (parallel, adaptive_r) in [(mesh(1, 2, 1), 1), (mesh(2, 1, 1), 0)] {
+            compare(&engine, at_r(parallel, adaptive_r), &case, Recompute::None);
         }
     }
 }
 
 /// Gradients of the rank's own weights after two passes whose gradients add up, each with ways
 /// of its own.
-fn added(parallel: Parallel, case: &Case, ways: [usize; 2]) -> Vec<Tensors<'static>> {
+fn added(parallel: Parallel, case: &Case, adaptive_r: [usize; 2]) -> Vec<Tensors<'static>> {
     let engine = cpu();
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
@@ -204,8 +207,8 @@ fn added(parallel: Parallel, case: &Case, ways: [usize; 2]) -> Vec<Tensors<'stat
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
         let mut saved = Vec::new();
-        for ways in ways {
-            layer.set_strategy(strategy(ways)).unwrap();
+        for adaptive_r in adaptive_r {
+            layer.set_strategy(strategy(adaptive_r)).unwrap();
             let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
             saved.push(call.unwrap().1);
         }
@@ -224,9 +227,14 @@ fn added(parallel: Parallel, case: &Case, ways: [usize; 2]) -> Vec<Tensors<'stat
 fn gradients_add_up_whatever_the_ways_of_each_pass() {
     let case = Case::random(&spec(LAYERS[1]), 37, 3);
     for parallel in [mesh(2, 2, 1), mesh(1, 4, 2)] {
-        let want = added(parallel, &case, [parallel.shards; 2]);
-        for ways in [[1, 1], [0, 1], [parallel.shards, 0], [1, parallel.shards]] {
-            let found = added(parallel, &case, ways);
+        let want = added(parallel, &case, [parallel.expert_tp; 2]);
+        for adaptive_r in [
+            [1, 1],
+            [0, 1],
+            [parallel.expert_tp, 0],
+            [1, parallel.expert_tp],
+        ] {
+            let found = added(parallel, &case, adaptive_r);
             for (rank, (found, want)) in found.iter().zip(&want).enumerate() {
                 assert!(found.keys().eq(want.keys()), "{:?}", found.keys());
                 let numbers = |tensor: &Tensor<'_>| -> Vec<f64> {
@@ -235,7 +243,8 @@ fn gradients_add_up_whatever_the_ways_of_each_pass() {
                 let all = want.values().flat_map(numbers);
                 let largest = all.fold(0.0, |most: f64, v| most.max(v.abs()));
                 for (name, want) in want {
-                    let what = format!("{ways:?} ways, {parallel:?}, rank {rank}, {name}");
+                    let what =
+                        format!("{adaptive_r:?} adaptive_r, {parallel:?}, rank {rank}, {name}");
                     let (found, want) = (numbers(&found[name]), numbers(want));
                     near(&what, &case.spec, &found, &want, largest);
                 }
@@ -256,7 +265,7 @@ fn learning() -> Case {
 }
 
 /// Parameters after three steps, each with ways of its own.
-fn learned(mesh: &Mesh, case: &Case, ways: &[usize]) -> (Tensors<'static>, Vec<f64>) {
+fn learned(mesh: &Mesh, case: &Case, adaptive_r: &[usize]) -> (Tensors<'static>, Vec<f64>) {
     let engine = cpu();
     let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
@@ -273,7 +282,7 @@ fn learned(mesh: &Mesh, case: &Case, ways: &[usize]) -> (Tensors<'static>, Vec<f
     let (width, mut norms) = (case.spec.output_dim(), Vec::new());
     for step in 0..STEPS {
         layer
-            .set_strategy(strategy(ways[step as usize % ways.len()]))
+            .set_strategy(strategy(adaptive_r[step as usize % adaptive_r.len()]))
             .unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
@@ -289,20 +298,25 @@ fn learned(mesh: &Mesh, case: &Case, ways: &[usize]) -> (Tensors<'static>, Vec<f
 }
 
 /// Holds what ranks have learned against one rank.
-fn check(parallel: Parallel, case: &Case, ways: &[usize], want: &(Tensors<'static>, Vec<f64>)) {
-    let run = || on_ranks(&cpu(), parallel, |mesh| learned(mesh, case, ways));
+fn check(
+    parallel: Parallel,
+    case: &Case,
+    adaptive_r: &[usize],
+    want: &(Tensors<'static>, Vec<f64>),
+) {
+    let run = || on_ranks(&cpu(), parallel, |mesh| learned(mesh, case, adaptive_r));
     let ranks = run();
-    let what = format!("{ways:?} ways on {parallel:?}");
+    let what = format!("{adaptive_r:?} adaptive_r on {parallel:?}");
     for (found, want) in ranks[0].1.iter().zip(&want.1) {
         assert!(
             (found - want).abs() / want < 1e-5,
             "{what}: {found}, not {want}"
         );
     }
-    let of = |place: Place| &ranks[parallel.rank(place)].0;
+    let of = |place: RankCoords| &ranks[parallel.rank(place)].0;
     for (name, want) in &want.0 {
-        let found = match Among::of(parallel, name) {
-            Among::World => ranks[0].0[name].lend(),
+        let found = match ProcessGroup::of(parallel, name) {
+            ProcessGroup::World => ranks[0].0[name].lend(),
             _ => joined(name, parallel, |place| of(place)[name].lend()),
         };
         for (found, want) in found.to_f32().iter().zip(want.to_f32()) {
@@ -322,8 +336,8 @@ fn ranks_learn_the_same_whatever_the_ways() {
         assert!(tensor != &start[name], "`{name}` does not move");
     }
     for parallel in [mesh(2, 4, 1), mesh(2, 2, 2), mesh(4, 1, 1)] {
-        for ways in Ways::all(parallel) {
-            check(parallel, &case, &[ways], &want);
+        for adaptive_r in AdaptiveMesh::all(parallel) {
+            check(parallel, &case, &[adaptive_r], &want);
         }
     }
     // Another number at each step.
@@ -339,25 +353,25 @@ fn a_switch_leaves_nothing_of_the_other_ways() {
     let parallel = mesh(1, 4, 1);
     let shares = shares(23, 4);
     let all = on_ranks(&engine, parallel, |mesh| {
-        let mut layer = layer_on(&engine, &mesh.for_any_ways(), &case, None);
+        let mut layer = layer_on(&engine, &mesh.for_any_r(), &case, None);
         let own = part(&case, &shares[mesh.rank()]);
         let mut seen: BTreeMap<usize, Vec<u8>> = BTreeMap::new();
-        for ways in [4, 1, 2, 0, 1, 4, 0, 2] {
-            layer.set_strategy(strategy(ways)).unwrap();
+        for adaptive_r in [4, 1, 2, 0, 1, 4, 0, 2] {
+            layer.set_strategy(strategy(adaptive_r)).unwrap();
             let y = layer.forward(&own.input()).unwrap().y().data.to_vec();
-            let before = seen.entry(ways).or_insert_with(|| y.clone());
-            assert!(*before == y, "{ways} ways");
+            let before = seen.entry(adaptive_r).or_insert_with(|| y.clone());
+            assert!(*before == y, "{adaptive_r} adaptive_r");
         }
         seen
     });
-    let bytes = |ways| {
+    let bytes = |adaptive_r| {
         all.iter()
-            .flat_map(|seen| seen[&ways].clone())
+            .flat_map(|seen| seen[&adaptive_r].clone())
             .collect::<Vec<u8>>()
     };
-    for ways in [0, 1, 2, 4] {
-        let alone = evaluated(&engine, at_ways(parallel, ways), &case);
-        assert!(bytes(ways) == alone, "{ways} ways");
+    for adaptive_r in [0, 1, 2, 4] {
+        let alone = evaluated(&engine, at_r(parallel, adaptive_r), &case);
+        assert!(bytes(adaptive_r) == alone, "{adaptive_r} adaptive_r");
     }
 }
 
@@ -365,17 +379,20 @@ fn a_switch_leaves_nothing_of_the_other_ways() {
 fn wrong_choices_say_what_is_possible() {
     let engine = cpu();
     let case = Case::random(&spec(LAYERS[0]), 4, 0);
-    let refused = |mesh: &Mesh, ways: usize| -> String {
+    let refused = |mesh: &Mesh, adaptive_r: usize| -> String {
         let mut layer: MeshLayer = layer_on(&engine, mesh, &case, None);
-        layer.set_strategy(strategy(ways)).unwrap_err().to_string()
+        layer
+            .set_strategy(strategy(adaptive_r))
+            .unwrap_err()
+            .to_string()
     };
     let errors = on_ranks(&engine, mesh(1, 4, 1), |mesh| {
         let packed = refused(mesh, 2);
-        let other = refused(&mesh.for_any_ways(), 3);
+        let other = refused(&mesh.for_any_r(), 3);
         [packed, other, refused(mesh, mesh.rank())]
     });
     for [packed, other, differ] in errors {
-        assert!(packed.contains("Mesh::for_any_ways"), "{packed}");
+        assert!(packed.contains("Mesh::for_any_r"), "{packed}");
         assert!(other.contains("a divisor of 4"), "{other}");
         assert!(
             differ.contains("`strategy`") && differ.contains("rank"),
@@ -393,7 +410,7 @@ fn what_is_computed_again_is_the_same_at_any_ways() {
         let training = Training { recompute };
         trained(
             &engine,
-            at_ways(mesh(2, 2, 1), 1),
+            at_r(mesh(2, 2, 1), 1),
             &case,
             training,
             &["y"],

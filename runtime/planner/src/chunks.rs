@@ -1,7 +1,7 @@
-//! What of a pass is in one piece of it.
+//! What of a pass is in one chunk of it.
 
 use crate::reach::Alike;
-use moesaic_plan::{Cut, Parallel, Piece};
+use moesaic_plan::{Chunk, OverlapBy, Parallel};
 
 /// Experts that tokens of a rank choose evenly.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,17 +16,17 @@ pub(crate) struct Choices {
     pub nodes: Vec<Alike>,
 }
 
-/// Places among the tokens at which chances are taken.
+/// Places among the tokens at which chances are cost_of.
 const PLACES: usize = 32;
 
 impl Choices {
-    /// In how many of `pieces` pieces of a node's rows a token is that has some there, on
-    /// average; [`Cut::Rows`] cuts the rows for each expert by their number. Rows lie in the
+    /// In how many of `chunks` chunks of a node's rows a token is that has some there, on
+    /// average; [`OverlapBy::Rows`] cuts the rows for each expert by their number. Rows lie in the
     /// order of tokens, so that a token is about as far into the rows of one of its experts
     /// as into those of another: by how much they differ is the spread of a bridge, a walk
     /// over the tokens whose end is known.
-    pub fn pieces_touched(&self, pieces: usize) -> f64 {
-        if pieces < 2 {
+    pub fn chunks_touched(&self, chunks: usize) -> f64 {
+        if chunks < 2 {
             return 1.0;
         }
         let hits = self.hits();
@@ -35,7 +35,7 @@ impl Choices {
             hits.iter().zip(0..).map(|(hit, n)| hit * some_of(n)).sum()
         };
         let places = (0..PLACES).map(|at| (at as f64 + 0.5) / PLACES as f64);
-        let chances = places.flat_map(|u| self.chances(u, pieces));
+        let chances = places.flat_map(|u| self.chances(u, chunks));
         let sum: f64 = chances.map(in_piece).sum();
         let crosses = 1.0 - hits[0];
         sum / PLACES as f64 / crosses.max(f64::MIN_POSITIVE)
@@ -55,17 +55,17 @@ impl Choices {
         hits
     }
 
-    /// How likely the row of a token at `u` of all tokens is in each piece of an expert's.
-    fn chances(&self, u: f64, pieces: usize) -> Vec<f64> {
+    /// How likely the row of a token at `u` of all tokens is in each chunk of an expert's.
+    fn chances(&self, u: f64, chunks: usize) -> Vec<f64> {
         let part = (self.top_k as f64 / self.experts).min(1.0);
         let rows = (self.tokens * part).max(1.0);
         let spread = (u * (1.0 - u) * (1.0 - part) / rows).sqrt().max(1e-9);
-        let before = |piece: usize| match piece {
+        let before = |chunk: usize| match chunk {
             0 => 0.0,
-            last if last == pieces => 1.0,
-            _ => below((piece as f64 / pieces as f64 - u) / spread),
+            last if last == chunks => 1.0,
+            _ => below((chunk as f64 / chunks as f64 - u) / spread),
         };
-        (0..pieces).map(|i| before(i + 1) - before(i)).collect()
+        (0..chunks).map(|i| before(i + 1) - before(i)).collect()
     }
 }
 
@@ -74,9 +74,9 @@ fn below(x: f64) -> f64 {
     1.0 / (1.0 + (-1.702 * x).exp())
 }
 
-/// Parts of what a whole pass has.
+/// Shares of what a whole pass has.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Part {
+pub(crate) struct ChunkShare {
     /// Of the rows that other ranks get.
     pub others: f64,
     /// Of the messages.
@@ -86,12 +86,12 @@ pub(crate) struct Part {
     /// Of the rows that are multiplied.
     pub products: f64,
     /// For how many parts of it products are launched: more than one where the other pass
-    /// has other pieces.
+    /// has other chunks.
     pub launches: usize,
 }
 
-impl Part {
-    pub const WHOLE: Part = Part {
+impl ChunkShare {
+    pub const WHOLE: ChunkShare = ChunkShare {
         others: 1.0,
         peers: 1.0,
         own: 1.0,
@@ -99,16 +99,25 @@ impl Part {
         launches: 1,
     };
 
-    /// The pieces of a pass over a mesh in which rows go to `ways` slices; products are
-    /// launched for `launched` pieces. By [`Cut::Ranks`] rows are taken to be spread evenly
+    /// The chunks of a pass over a mesh in which rows go to `adaptive_r` shards; products are
+    /// launched for `launched` chunks. By [`OverlapBy::Peers`] rows are cost_of to be spread evenly
     /// over distances.
-    pub fn all((of, launched): (usize, usize), cut: Cut, mesh: Parallel, ways: usize) -> Vec<Part> {
-        let groups = if ways == 0 { 1 } else { mesh.ep };
+    pub fn all(
+        (of, launched): (usize, usize),
+        overlap_by: OverlapBy,
+        mesh: Parallel,
+        adaptive_r: usize,
+    ) -> Vec<ChunkShare> {
+        let groups = if adaptive_r == 0 { 1 } else { mesh.ep };
         let part = |number: usize| {
-            let piece = Piece { number, of, cut };
-            Part {
-                launches: piece.units(launched).len(),
-                ..Part::of(piece, groups, mesh.shards)
+            let chunk = Chunk {
+                number,
+                of,
+                by: overlap_by,
+            };
+            ChunkShare {
+                launches: chunk.units(launched).len(),
+                ..ChunkShare::of(chunk, groups, mesh.expert_tp)
             }
         };
         (0..of).map(part).collect()
@@ -119,21 +128,21 @@ impl Part {
         self.products / self.launches.max(1) as f64
     }
 
-    fn of(piece: Piece, groups: usize, shards: usize) -> Part {
-        if piece.cut == Cut::Rows {
-            let part = 1.0 / piece.of as f64;
-            return Part {
+    fn of(chunk: Chunk, groups: usize, expert_tp: usize) -> ChunkShare {
+        if chunk.by == OverlapBy::Rows {
+            let part = 1.0 / chunk.of as f64;
+            return ChunkShare {
                 others: part,
                 own: part,
                 products: part,
-                ..Part::WHOLE
+                ..ChunkShare::WHOLE
             };
         }
-        let distances = piece.distances(groups);
+        let distances = chunk.distances(groups);
         let own = usize::from(distances.contains(&0));
-        let others = distances.len() * shards - own;
-        let of_all = others as f64 / (groups * shards - 1).max(1) as f64;
-        Part {
+        let others = distances.len() * expert_tp - own;
+        let of_all = others as f64 / (groups * expert_tp - 1).max(1) as f64;
+        ChunkShare {
             others: of_all,
             peers: of_all,
             own: own as f64,
@@ -150,7 +159,7 @@ mod tests {
 
     /// Against tokens that are drawn: each of `experts`, with `top_k` of them, `here` of which
     /// are of the node.
-    fn drawn(choices: &Choices, here: usize, pieces: usize) -> f64 {
+    fn drawn(choices: &Choices, here: usize, chunks: usize) -> f64 {
         let (tokens, experts) = (choices.tokens as usize, choices.experts as usize);
         let mut state = 1u64;
         let mut random = |n: usize| {
@@ -173,8 +182,11 @@ mod tests {
             for own in &ids {
                 let mut of = std::collections::BTreeSet::new();
                 for &id in own.iter().filter(|id| **id < here) {
-                    let cut = |i: usize| i * counts[id] / pieces;
-                    of.extend((0..pieces).filter(|i| (cut(*i)..cut(i + 1)).contains(&before[id])));
+                    let overlap_by = |i: usize| i * counts[id] / chunks;
+                    of.extend(
+                        (0..chunks)
+                            .filter(|i| (overlap_by(*i)..overlap_by(i + 1)).contains(&before[id])),
+                    );
                 }
                 own.iter().for_each(|id| before[*id] += 1);
                 touched += of.len();
@@ -203,14 +215,14 @@ mod tests {
                     nodes: 1.0,
                 }],
             };
-            for pieces in [1, 2, 4, 8] {
+            for chunks in [1, 2, 4, 8] {
                 let (found, real) = (
-                    choices.pieces_touched(pieces),
-                    drawn(&choices, here as usize, pieces),
+                    choices.chunks_touched(chunks),
+                    drawn(&choices, here as usize, chunks),
                 );
                 assert!(
                     (found / real - 1.0).abs() < 0.03,
-                    "{choices:?}, {pieces}: {found} {real}"
+                    "{choices:?}, {chunks}: {found} {real}"
                 );
             }
         }
@@ -218,19 +230,19 @@ mod tests {
 
     #[test]
     fn parts_make_up_the_whole() {
-        for (ep, shards, ways) in [(1, 1, 1), (4, 1, 1), (7, 2, 2), (4, 2, 0)] {
+        for (ep, expert_tp, adaptive_r) in [(1, 1, 1), (4, 1, 1), (7, 2, 2), (4, 2, 0)] {
             let mesh = Parallel {
                 ep,
-                shards,
+                expert_tp,
                 ..Parallel::default()
             };
-            for cut in [Cut::Rows, Cut::Ranks] {
+            for overlap_by in [OverlapBy::Rows, OverlapBy::Peers] {
                 for of in [1, 2, 4, 8] {
-                    let parts = Part::all((of, of), cut, mesh, ways);
-                    let sum = |part: fn(&Part) -> f64| parts.iter().map(part).sum::<f64>();
+                    let parts = ChunkShare::all((of, of), overlap_by, mesh, adaptive_r);
+                    let sum = |part: fn(&ChunkShare) -> f64| parts.iter().map(part).sum::<f64>();
                     assert!((sum(|part| part.products) - 1.0).abs() < 1e-12);
                     assert!((sum(|part| part.own) - 1.0).abs() < 1e-12);
-                    if ways > 0 && ep * shards > 1 {
+                    if adaptive_r > 0 && ep * expert_tp > 1 {
                         assert!((sum(|part| part.others) - 1.0).abs() < 1e-12);
                     }
                 }
@@ -238,34 +250,37 @@ mod tests {
         }
     }
 
-    /// The first piece is what a rank has for itself, and every message is in one piece.
+    /// The first chunk is what a rank has for itself, and every message is in one chunk.
     #[test]
     fn pieces_by_ranks_have_a_part_of_the_messages() {
         let mesh = Parallel {
             ep: 4,
             ..Parallel::default()
         };
-        let parts = Part::all((4, 4), Cut::Ranks, mesh, 1);
+        let parts = ChunkShare::all((4, 4), OverlapBy::Peers, mesh, 1);
         let peers: Vec<f64> = parts.iter().map(|part| 3.0 * part.peers).collect();
         assert_eq!(peers, [0.0, 1.0, 1.0, 1.0]);
         assert_eq!(parts[0].own, 1.0);
-        let by_rows = Part::all((4, 4), Cut::Rows, mesh, 1);
+        let by_rows = ChunkShare::all((4, 4), OverlapBy::Rows, mesh, 1);
         assert!(by_rows.iter().all(|part| part.peers == 1.0));
     }
 
-    /// With `degree=2/4` forward launches the pieces of backward.
+    /// With `overlap_degree=2/4` forward launches the chunks of backward.
     #[test]
     fn a_piece_is_launched_in_the_parts_that_both_passes_have() {
         let mesh = Parallel::default();
-        let launches = |of, cut, launched| -> Vec<usize> {
-            let parts = Part::all((of, launched), cut, mesh, 1);
+        let launches = |of, overlap_by, launched| -> Vec<usize> {
+            let parts = ChunkShare::all((of, launched), overlap_by, mesh, 1);
             parts.iter().map(|part| part.launches).collect()
         };
-        assert_eq!(launches(2, Cut::Rows, 4), [2, 2]);
-        assert_eq!(launches(1, Cut::Rows, 4), [4]);
-        assert_eq!(launches(4, Cut::Rows, 4), [1; 4]);
-        // The first piece is the same in both passes; seven others make up three.
-        assert_eq!(launches(4, Cut::Ranks, 22), [1, 7, 7, 7]);
-        assert_eq!(Part::all((1, 4), Cut::Rows, mesh, 1)[0].launched(), 0.25);
+        assert_eq!(launches(2, OverlapBy::Rows, 4), [2, 2]);
+        assert_eq!(launches(1, OverlapBy::Rows, 4), [4]);
+        assert_eq!(launches(4, OverlapBy::Rows, 4), [1; 4]);
+        // The first chunk is the same in both passes; seven others make up three.
+        assert_eq!(launches(4, OverlapBy::Peers, 22), [1, 7, 7, 7]);
+        assert_eq!(
+            ChunkShare::all((1, 4), OverlapBy::Rows, mesh, 1)[0].launched(),
+            0.25
+        );
     }
 }

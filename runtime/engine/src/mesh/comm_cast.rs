@@ -1,9 +1,9 @@
 //! Rows that are packed for the way to other nodes.
 
-use super::route::Load;
-use super::rows::Piece;
+use super::all_to_all::Payload;
+use super::in_flight::Request;
+use super::rows::RowRange;
 use super::run::{Moved, Run, transfers};
-use super::under_way::Started;
 use crate::call::Counters;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -11,10 +11,10 @@ use crate::launch::{Bound, Scalars};
 use crate::memory::{Addresses, Workspace};
 use crate::texts::Texts;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::{RowBytes, Sums};
+use moesaic_collectives::plan::{DedupCombine, RowBytes};
 use moesaic_collectives::{Call, Transfer};
-use moesaic_plan::{Both, Packed, Place, RankPlan, RankStep, SATURATED, Side};
-use moesaic_plan::{TensorId, Tilings, Wire};
+use moesaic_plan::{Both, Packed, PlanPart, RankCoords, RankPlan, RankStep, SATURATED};
+use moesaic_plan::{CommDtype, TensorId, Tilings};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::Tensor;
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(super) struct Packing {
     /// What a rank does with them.
     pub plan: RankPlan,
-    wire: Both<Wire>,
+    comm_dtype: Both<CommDtype>,
     /// The plan of the kernels alone; `None` where no row is packed.
     tilings: Option<Tilings>,
     /// Each of its steps.
@@ -35,7 +35,7 @@ pub(super) struct Packing {
     rooms: Mutex<Vec<Room>>,
 }
 
-/// Memory of one exchange for its rows on the wire; as many as are under way at once.
+/// Memory of one exchange for its rows on the wire; as many as are in flight at once.
 #[derive(Default)]
 pub(super) struct Room {
     workspace: Workspace,
@@ -45,10 +45,14 @@ pub(super) struct Room {
 impl Packing {
     /// # Errors
     /// As [`Engine::layer`].
-    pub fn new(engine: &Engine, plan: &RankPlan, wire: Both<Wire>) -> Result<Packing, EngineError> {
-        let plan = plan.in_wire(wire);
+    pub fn new(
+        engine: &Engine,
+        plan: &RankPlan,
+        comm_dtype: Both<CommDtype>,
+    ) -> Result<Packing, EngineError> {
+        let plan = plan.in_comm_dtype(comm_dtype);
         let (mut steps, mut tilings) = (Vec::new(), None);
-        if let Some(kernels) = &plan.wire {
+        if let Some(kernels) = &plan.comm_cast {
             let texts = Texts::of(kernels.clone().into())?;
             let modules = engine.modules(&texts)?;
             for step in &kernels.steps {
@@ -64,7 +68,7 @@ impl Packing {
             tilings,
             steps,
             plan,
-            wire,
+            comm_dtype,
         })
     }
 
@@ -108,7 +112,7 @@ pub(super) struct Hop<'l> {
 /// Rows that come packed, and what they are unpacked to.
 pub(super) struct Coming {
     pub packed: Packed,
-    pub side: Side,
+    pub part: PlanPart,
     pub tensor: TensorId,
     /// Which row of the tensor each is.
     pub places: Vec<i32>,
@@ -119,10 +123,10 @@ pub(super) struct Coming {
 impl Hop<'_> {
     /// Whether a backward pass counts what is too large.
     pub fn counts_backward(&self) -> bool {
-        self.packing.wire.backward == Wire::F16
+        self.packing.comm_dtype.backward == CommDtype::F16
     }
 
-    /// Memory for so many rows on the wire, which nothing under way has.
+    /// Memory for so many rows on the wire, which nothing in flight has.
     pub fn room(&mut self, rows: usize) -> Result<Room, EngineError> {
         let mut room = self.rooms.pop().unwrap_or_default();
         let Some(tilings) = &self.packing.tilings else {
@@ -208,9 +212,9 @@ impl Room {
         &self,
         tensor: TensorId,
         row_bytes: usize,
-        pieces: &[Piece],
+        chunks: &[RowRange],
     ) -> Result<Vec<Transfer>, EngineError> {
-        transfers(self.buffer(tensor), row_bytes, pieces)
+        transfers(self.buffer(tensor), row_bytes, chunks)
     }
 
     pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
@@ -228,25 +232,25 @@ impl<'l> Run<'l> {
     pub(super) fn send_packed(
         &mut self,
         packed: &'l Packed,
-        (load, pieces): (Load, Range<usize>),
+        (load, chunks): (Payload, Range<usize>),
         sent: Moved,
         came: Moved,
         call: &Call,
-    ) -> Result<Started, EngineError> {
+    ) -> Result<Request, EngineError> {
         let near = self.plan.row_bytes(sent.0, sent.1);
-        if let (Load::Addends(element), Some(dedup)) = (load, &self.rows().dedup) {
+        if let (Payload::Addends(element), Some(dedup)) = (load, &self.rows().dedup) {
             let shape = dedup.shape();
             let sums = self
                 .rows()
-                .sums(&pieces, (element, near))
-                .map(Sums::inside_nodes);
+                .sums(&chunks, (element, near))
+                .map(DedupCombine::inside_nodes);
             let sums = sums.expect("rows have tokens where each crosses once");
             return self.send_sums(packed, (&sums, shape), sent, came, call);
         }
         let hosts = self.hosts();
         let crosses = |from: usize, to: usize| hosts[from] != hosts[to];
         let far = packed.row_bytes;
-        let path = (self.rows()).schedule(load, &pieces, (RowBytes { near, far }, &crosses));
+        let path = (self.rows()).schedule(load, &chunks, (RowBytes { near, far }, &crosses));
         let own = self.own_member();
         let out = Crossing::of(&sent.2, |peer| crosses(own, peer));
         let back = Crossing::of(&came.2, |peer| crosses(own, peer));
@@ -257,7 +261,7 @@ impl<'l> Run<'l> {
         hop.pack(
             &mut room,
             packed,
-            self.side(sent.0).buffer(sent.1),
+            self.part(sent.0).buffer(sent.1),
             &out.places,
         )?;
         let near = self.transfers(sent.0, sent.1, &out.near)?;
@@ -266,17 +270,17 @@ impl<'l> Run<'l> {
         let near = self.transfers(came.0, came.1, &back.near)?;
         let far = room.transfers(packed.came.bytes, packed.row_bytes, &back.far)?;
         let receives = by_peer(near, far);
-        let started = self.send_by(path, &sends, &receives, call)?;
+        let request = self.send_by(path, &sends, &receives, call)?;
         let coming = Coming {
             packed: packed.clone(),
-            side: came.0,
+            part: came.0,
             tensor: came.1,
             places: back.places,
             room,
         };
-        Ok(Started {
+        Ok(Request {
             coming: Some(coming),
-            ..started
+            ..request
         })
     }
 
@@ -285,7 +289,7 @@ impl<'l> Run<'l> {
         let Some(coming) = coming else {
             return Ok(());
         };
-        let rows = Arc::clone(self.side(coming.side).buffer(coming.tensor));
+        let rows = Arc::clone(self.part(coming.part).buffer(coming.tensor));
         let hop = self.hop.as_mut().expect(MAY);
         hop.unpack(coming, &rows)
     }
@@ -294,8 +298,8 @@ impl<'l> Run<'l> {
     fn hosts(&self) -> Vec<&'l str> {
         let (mesh, (travels, place)) = (self.mesh, self.travels());
         let host = |member: usize| {
-            let (ep, shard) = (member / travels.shards, member % travels.shards);
-            let rank = self.plan.by().rank(Place { ep, shard, ..place });
+            let (ep, tp) = (member / travels.expert_tp, member % travels.expert_tp);
+            let rank = self.plan.by().rank(RankCoords { ep, tp, ..place });
             &*mesh.hosts()[rank]
         };
         (0..travels.group()).map(host).collect()
@@ -304,7 +308,7 @@ impl<'l> Run<'l> {
     /// The number of this rank among them.
     pub(super) fn own_member(&self) -> usize {
         let (travels, place) = self.travels();
-        place.ep * travels.shards + place.shard
+        place.ep * travels.expert_tp + place.tp
     }
 }
 
@@ -326,36 +330,36 @@ pub(super) fn counted(saturated: i64) -> Tensor<'static> {
     Tensor::owned(&[1], vec![saturated])
 }
 
-/// The pieces of an exchange: those on this node as they are, and those of other nodes in
+/// The chunks of an exchange: those on this node as they are, and those of other nodes in
 /// rows of the wire.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Crossing {
     /// To ranks of this node, or from them.
-    pub near: Vec<Piece>,
+    pub near: Vec<RowRange>,
     /// To others: their first row is one of the wire.
-    pub far: Vec<Piece>,
+    pub far: Vec<RowRange>,
     /// Which row of the tensor each row of the wire is.
     pub places: Vec<i32>,
 }
 
 impl Crossing {
     /// Rows that go to several ranks are on the wire once.
-    pub fn of(pieces: &[Piece], is_far: impl Fn(usize) -> bool) -> Crossing {
+    pub fn of(chunks: &[RowRange], is_far: impl Fn(usize) -> bool) -> Crossing {
         let mut dedup_indices = Crossing::default();
         let mut known = BTreeMap::new();
-        for piece in pieces {
-            if !is_far(piece.peer) {
-                dedup_indices.near.push(*piece);
+        for chunk in chunks {
+            if !is_far(chunk.peer) {
+                dedup_indices.near.push(*chunk);
                 continue;
             }
             let places = &mut dedup_indices.places;
-            let first = *known.entry((piece.first, piece.rows)).or_insert_with(|| {
+            let first = *known.entry((chunk.first, chunk.rows)).or_insert_with(|| {
                 let next = places.len();
-                let rows = piece.first..piece.first + piece.rows;
+                let rows = chunk.first..chunk.first + chunk.rows;
                 places.extend(rows.map(|row| row as i32));
                 next
             });
-            dedup_indices.far.push(Piece { first, ..*piece });
+            dedup_indices.far.push(RowRange { first, ..*chunk });
         }
         dedup_indices
     }
@@ -367,25 +371,25 @@ mod tests {
 
     #[test]
     fn rows_for_several_ranks_are_on_the_wire_once() {
-        let piece = |peer, first, rows| Piece { peer, first, rows };
-        let pieces = [
-            piece(0, 0, 2),
-            piece(1, 0, 2),
-            piece(2, 5, 3),
-            piece(2, 9, 1),
-            piece(3, 5, 3),
-            piece(3, 9, 1),
+        let chunk = |peer, first, rows| RowRange { peer, first, rows };
+        let chunks = [
+            chunk(0, 0, 2),
+            chunk(1, 0, 2),
+            chunk(2, 5, 3),
+            chunk(2, 9, 1),
+            chunk(3, 5, 3),
+            chunk(3, 9, 1),
         ];
-        let dedup_indices = Crossing::of(&pieces, |peer| peer > 1);
-        assert_eq!(dedup_indices.near, pieces[..2]);
+        let dedup_indices = Crossing::of(&chunks, |peer| peer > 1);
+        assert_eq!(dedup_indices.near, chunks[..2]);
         assert_eq!(dedup_indices.places, [5, 6, 7, 9]);
         let far = [
-            piece(2, 0, 3),
-            piece(2, 3, 1),
-            piece(3, 0, 3),
-            piece(3, 3, 1),
+            chunk(2, 0, 3),
+            chunk(2, 3, 1),
+            chunk(3, 0, 3),
+            chunk(3, 3, 1),
         ];
         assert_eq!(dedup_indices.far, far);
-        assert_eq!(Crossing::of(&pieces, |_| false).places, [0i32; 0]);
+        assert_eq!(Crossing::of(&chunks, |_| false).places, [0i32; 0]);
     }
 }

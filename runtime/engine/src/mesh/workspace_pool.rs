@@ -1,22 +1,22 @@
 //! Weights that ranks gather of each other for one pass, and gradients that go back to their
 //! owners.
 
-use super::groups::Between;
+use super::groups::GroupId;
+use super::in_flight::Request;
 use super::run::{Run, element};
-use super::under_way::Started;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
-use moesaic_plan::{LayerPlan, RankStep, Role, Strip, TensorId, TensorPlan, Way};
+use moesaic_plan::{CollectiveOp, LayerPlan, RankStep, Role, ShardRegion, TensorId, TensorPlan};
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::Arc;
 
 /// Memory that the calls of all layers of a mesh borrow, one after the other: as much as the
 /// largest has needed.
 #[derive(Default)]
-pub(super) struct Spare(Vec<Arc<Buffer>>);
+pub(super) struct WorkspacePool(Vec<Arc<Buffer>>);
 
-impl Spare {
+impl WorkspacePool {
     /// The smallest buffer with so many bytes that is free, or a new one.
     pub fn take(&mut self, device: &dyn Device, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
         let fits = |buffer: &&Arc<Buffer>| buffer.bytes() >= bytes;
@@ -55,22 +55,22 @@ struct Rows {
 }
 
 impl Run<'_> {
-    /// Borrows memory for what the experts' side has no weights of its own for, if the call
+    /// Borrows memory for what the expert part has no weights of its own for, if the call
     /// gathers them; with gradients for a pass back.
     pub fn lend(&mut self, gradients: bool) -> Result<(), EngineError> {
-        if !self.plan.by().own_alone() {
+        if !self.plan.by().is_owner_only() {
             let roles = &[Role::Weight, Role::WeightGradient][..1 + usize::from(gradients)];
             self.experts.lent = self.borrowed(&self.plan.experts, roles)?;
         }
         Ok(())
     }
 
-    /// Memory for the weights of a side, or their gradients, or both.
+    /// Memory for the weights of a part, or their gradients, or both.
     pub fn borrowed(&mut self, of: &LayerPlan, roles: &[Role]) -> Result<Buffers, EngineError> {
         let mut lent = Buffers::default();
         for (at, tensor) in of.tensors.iter().enumerate() {
             if roles.contains(&tensor.role) {
-                lent.push(TensorId(at), self.spare(tensor.bytes(0) as usize)?);
+                lent.push(TensorId(at), self.workspaces(tensor.bytes(0) as usize)?);
             }
         }
         Ok(lent)
@@ -78,10 +78,10 @@ impl Run<'_> {
 
     /// What was borrowed goes back: what uses it has been launched.
     pub fn return_lent(&mut self) {
-        for side in [&mut self.experts].into_iter().chain(&mut self.shadows) {
-            let lent = std::mem::take(&mut side.lent);
+        for part in [&mut self.experts].into_iter().chain(&mut self.shadows) {
+            let lent = std::mem::take(&mut part.lent);
             let buffers = lent.into_iter().map(|(_, buffer)| buffer);
-            self.groups.spare.give(buffers);
+            self.groups.workspaces.give(buffers);
         }
     }
 
@@ -92,46 +92,46 @@ impl Run<'_> {
         cut: Option<usize>,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let strips = self.plan.strips(weight, cut);
+        let regions = self.plan.regions(weight, cut);
         let to = Arc::clone(self.experts.buffer(weight));
         let own = Arc::clone(self.own(weight, &self.owned.weights)?);
         let experts = self.plan.experts_here().len();
-        // Rows of whole experts go to where they belong, smaller ones in one piece.
-        if strips.iter().any(|strip| strip.rows > experts) {
-            self.gather_pieces(weight, &strips, [&own, &to], call)
+        // Rows of whole experts go to where they belong, smaller ones in one chunk.
+        if regions.iter().any(|region| region.rows > experts) {
+            self.gather_pieces(weight, &regions, [&own, &to], call)
         } else {
-            self.gather_rows(weight, &strips, [&own, &to], call)
+            self.gather_rows(weight, &regions, [&own, &to], call)
         }
     }
 
     fn gather_rows(
         &mut self,
         weight: TensorId,
-        strips: &[Strip],
+        regions: &[ShardRegion],
         [own, to]: [&Arc<Buffer>; 2],
         call: &Call,
     ) -> Result<(), EngineError> {
         let element = element(self.plan.experts[weight].dtype);
-        let rows = |strip: &Strip, buffer: &Arc<Buffer>, peer: usize, at: Rows| {
+        let rows = |region: &ShardRegion, buffer: &Arc<Buffer>, peer: usize, at: Rows| {
             let row = |row: usize| {
-                let slice = Slice::new(buffer, element, at.first + row * at.stride, strip.row)?;
+                let slice = Slice::new(buffer, element, at.first + row * at.stride, region.row)?;
                 Ok(Transfer { peer, slice })
             };
-            (0..strip.rows)
+            (0..region.rows)
                 .map(row)
                 .collect::<Result<Vec<_>, EngineError>>()
         };
         let (me, size) = self.in_block();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for peer in 0..size {
-            for mine in strips.iter().filter(|strip| strip.owner == me) {
+            for mine in regions.iter().filter(|region| region.owner == me) {
                 sends.extend(rows(mine, own, peer, packed(mine, mine.own))?);
             }
         }
-        for strip in strips {
-            receives.extend(rows(strip, to, strip.owner, spread(strip))?);
+        for region in regions {
+            receives.extend(rows(region, to, region.owner, spread(region))?);
         }
-        let block = Between::Block(self.plan.ways);
+        let block = GroupId::Block(self.plan.adaptive_r);
         let exchange = self.send(block, &sends, &receives, call)?;
         self.complete(exchange)
     }
@@ -139,42 +139,42 @@ impl Run<'_> {
     fn gather_pieces(
         &mut self,
         weight: TensorId,
-        strips: &[Strip],
+        regions: &[ShardRegion],
         [own, to]: [&Arc<Buffer>; 2],
         call: &Call,
     ) -> Result<(), EngineError> {
         let element = element(self.plan.experts[weight].dtype);
         let (me, size) = self.in_block();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        let elements: usize = strips.iter().map(Strip::elements).sum();
-        let pieces = self.spare(elements * element.size())?;
+        let elements: usize = regions.iter().map(ShardRegion::elements).sum();
+        let chunks = self.workspaces(elements * element.size())?;
         let mut first = 0;
-        for strip in strips {
-            let slice = |buffer, first| Slice::new(buffer, element, first, strip.elements());
+        for region in regions {
+            let slice = |buffer, first| Slice::new(buffer, element, first, region.elements());
             let transfer = |peer, slice| Transfer { peer, slice };
-            if strip.owner == me {
+            if region.owner == me {
                 for peer in (0..size).filter(|peer| *peer != me) {
-                    sends.push(transfer(peer, slice(own, strip.own)?));
+                    sends.push(transfer(peer, slice(own, region.own)?));
                 }
             } else {
-                receives.push(transfer(strip.owner, slice(&pieces, first)?));
+                receives.push(transfer(region.owner, slice(&chunks, first)?));
             }
-            first += strip.elements();
+            first += region.elements();
         }
-        let block = Between::Block(self.plan.ways);
+        let block = GroupId::Block(self.plan.adaptive_r);
         let exchange = self.send(block, &sends, &receives, call)?;
         self.complete(exchange)?;
         let mut first = 0;
-        for strip in strips {
-            let (from, at) = if strip.owner == me {
-                (own, packed(strip, strip.own))
+        for region in regions {
+            let (from, at) = if region.owner == me {
+                (own, packed(region, region.own))
             } else {
-                (&pieces, packed(strip, first))
+                (&chunks, packed(region, first))
             };
-            self.copy(strip, element, [(from, at), (to, spread(strip))])?;
-            first += strip.elements();
+            self.copy(region, element, [(from, at), (to, spread(region))])?;
+            first += region.elements();
         }
-        self.groups.spare.give([pieces]);
+        self.groups.workspaces.give([chunks]);
         Ok(())
     }
 
@@ -185,60 +185,60 @@ impl Run<'_> {
         cut: Option<usize>,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let strips = self.plan.strips(gradient, cut);
+        let regions = self.plan.regions(gradient, cut);
         let (me, size) = self.in_block();
         let mut counts = vec![0; size];
-        for strip in &strips {
-            counts[strip.owner] += strip.elements();
+        for region in &regions {
+            counts[region.owner] += region.elements();
         }
         let elements: usize = counts.iter().sum();
         let from = Arc::clone(self.experts.buffer(gradient));
-        let pieces = if in_order(&strips) {
+        let chunks = if in_order(&regions) {
             None
         } else {
-            Some(self.spare(elements * Element::F32.size())?)
+            Some(self.workspaces(elements * Element::F32.size())?)
         };
         let mut first = 0;
-        for strip in strips.iter().filter(|_| pieces.is_some()) {
-            let to = pieces.as_ref().unwrap_or(&from);
-            let places = [(&from, spread(strip)), (to, packed(strip, first))];
-            self.copy(strip, Element::F32, places)?;
-            first += strip.elements();
+        for region in regions.iter().filter(|_| chunks.is_some()) {
+            let to = chunks.as_ref().unwrap_or(&from);
+            let places = [(&from, spread(region)), (to, packed(region, first))];
+            self.copy(region, Element::F32, places)?;
+            first += region.elements();
         }
-        let input = pieces.as_ref().unwrap_or(&from);
+        let input = chunks.as_ref().unwrap_or(&from);
         let input = Slice::new(input, Element::F32, 0, elements)?;
         let own = Arc::clone(self.own(gradient, self.owned.gradient_buffers()?)?);
-        let mine: Vec<&Strip> = strips.iter().filter(|strip| strip.owner == me).collect();
-        // Replicas of other owners' experts lie between those of this rank.
+        let mine: Vec<&ShardRegion> = regions.iter().filter(|region| region.owner == me).collect();
+        // Replicas of other owners' experts lie group those of this rank.
         let sums = if without_gaps(&mine) {
             None
         } else {
-            Some(self.spare(counts[me] * Element::F32.size())?)
+            Some(self.workspaces(counts[me] * Element::F32.size())?)
         };
         let output = sums.as_ref().unwrap_or(&own);
         let output = Slice::new(output, Element::F32, 0, counts[me])?;
-        let block = self.groups.between(Between::Block(self.plan.ways));
+        let block = self.groups.group(GroupId::Block(self.plan.adaptive_r));
         let sum = block.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
-        self.complete(Started::of(sum, &input))?;
+        self.complete(Request::of(sum, &input))?;
         let mut first = 0;
-        for strip in mine.iter().filter(|_| sums.is_some()) {
+        for region in mine.iter().filter(|_| sums.is_some()) {
             let from = sums.as_ref().unwrap_or(&own);
             let places = [
-                (from, packed(strip, first)),
-                (&own, packed(strip, strip.own)),
+                (from, packed(region, first)),
+                (&own, packed(region, region.own)),
             ];
-            self.copy(strip, Element::F32, places)?;
-            first += strip.elements();
+            self.copy(region, Element::F32, places)?;
+            first += region.elements();
         }
-        self.groups.spare.give(pieces.into_iter().chain(sums));
+        self.groups.workspaces.give(chunks.into_iter().chain(sums));
         Ok(())
     }
 
     /// The gradients that go back to their owners, and what cuts them.
     fn scattered(&self) -> impl Iterator<Item = (TensorId, Option<usize>)> {
         let exchanges = self.plan.backward.iter().filter_map(RankStep::exchange);
-        exchanges.filter_map(|exchange| match exchange.way {
-            Way::ScatterGradient { gradient, cut } => Some((gradient, cut)),
+        exchanges.filter_map(|exchange| match exchange.op {
+            CollectiveOp::ReduceScatterGradient { gradient, cut } => Some((gradient, cut)),
             _ => None,
         })
     }
@@ -247,7 +247,7 @@ impl Run<'_> {
     /// those of this rank's weights if the pass adds to them, so that the sums have them, and
     /// zero for all others'. A replica whose owner has the sum keeps what it has, or has none.
     pub fn begin_gradients(&mut self, accumulate: bool) -> Result<(), EngineError> {
-        if self.plan.by().own_alone() {
+        if self.plan.by().is_owner_only() {
             return Ok(());
         }
         let me = self.in_block().0;
@@ -266,12 +266,12 @@ impl Run<'_> {
             let bytes = self.plan.experts[gradient].bytes(0) as usize;
             clear(device, &to, bytes)?;
             let own = self.own(gradient, self.owned.gradient_buffers()?)?;
-            let strips = self.plan.strips(gradient, cut);
-            for strip in strips.iter().filter(|strip| strip.owner == me) {
+            let regions = self.plan.regions(gradient, cut);
+            for region in regions.iter().filter(|region| region.owner == me) {
                 self.copy(
-                    strip,
+                    region,
                     Element::F32,
-                    [(own, packed(strip, strip.own)), (&to, spread(strip))],
+                    [(own, packed(region, region.own)), (&to, spread(region))],
                 )?;
             }
         }
@@ -282,10 +282,10 @@ impl Run<'_> {
     fn has_replicas_alone(&self) -> bool {
         let (placement, ep) = (self.plan.placement(), self.plan.place.ep);
         let mut slots = 0..placement.count(ep);
-        self.plan.ways == 0 && slots.any(|slot| !placement.owns(ep, slot))
+        self.plan.adaptive_r == 0 && slots.any(|slot| !placement.owns(ep, slot))
     }
 
-    /// This rank's part of a tensor of the experts' side.
+    /// This rank's part of a tensor of the expert part.
     pub(super) fn own<'b>(
         &self,
         tensor: TensorId,
@@ -306,13 +306,13 @@ impl Run<'_> {
         (rank - block.start, block.len())
     }
 
-    pub(super) fn spare(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
-        self.groups.spare.take(&*self.owned.device, bytes)
+    pub(super) fn workspaces(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
+        self.groups.workspaces.take(&*self.owned.device, bytes)
     }
 
     fn copy(
         &self,
-        strip: &Strip,
+        region: &ShardRegion,
         element: Element,
         [from, to]: [(&Arc<Buffer>, Rows); 2],
     ) -> Result<(), EngineError> {
@@ -324,41 +324,41 @@ impl Run<'_> {
             to: to.0,
             to_offset: to.1.first * size,
             to_stride: to.1.stride * size,
-            rows: strip.rows,
-            row_bytes: strip.row * size,
+            rows: region.rows,
+            row_bytes: region.row * size,
         };
         Ok(self.owned.device.copy_rows(&copy)?)
     }
 }
 
-/// A strip without gaps.
-fn packed(strip: &Strip, first: usize) -> Rows {
-    let stride = strip.row;
+/// A region without gaps.
+fn packed(region: &ShardRegion, first: usize) -> Rows {
+    let stride = region.row;
     Rows { first, stride }
 }
 
-/// A strip in the whole.
-fn spread(strip: &Strip) -> Rows {
-    let Strip { first, stride, .. } = *strip;
+/// A region in the whole.
+fn spread(region: &ShardRegion) -> Rows {
+    let ShardRegion { first, stride, .. } = *region;
     Rows { first, stride }
 }
 
-/// Whether an owner has strips one after the other, from the start on.
-fn without_gaps(strips: &[&Strip]) -> bool {
+/// Whether an owner has regions one after the other, from the start on.
+fn without_gaps(regions: &[&ShardRegion]) -> bool {
     let mut next = 0;
-    strips.iter().all(|strip| {
-        let follows = strip.own == next;
-        next += strip.elements();
+    regions.iter().all(|region| {
+        let follows = region.own == next;
+        next += region.elements();
         follows
     })
 }
 
-/// Whether strips lie one after the other, from the start on.
-fn in_order(strips: &[Strip]) -> bool {
+/// Whether regions lie one after the other, from the start on.
+fn in_order(regions: &[ShardRegion]) -> bool {
     let mut next = 0;
-    strips.iter().all(|strip| {
-        let follows = strip.rows == 1 && strip.first == next;
-        next += strip.elements();
+    regions.iter().all(|region| {
+        let follows = region.rows == 1 && region.first == next;
+        next += region.elements();
         follows
     })
 }

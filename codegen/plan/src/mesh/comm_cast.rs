@@ -10,7 +10,7 @@
 //! Weights of rows and the parts of their gradients are few and travel as they are. Sums are
 //! always of rows, never of what is on the wire.
 
-use super::{Both, Exchange, RankPlan, RankStep, Side, Way, Wire};
+use super::{Both, CollectiveOp, CommDtype, Exchange, PlanPart, RankPlan, RankStep};
 use crate::ops::WireDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
 use crate::{TensorId, TensorPlan};
@@ -29,15 +29,15 @@ const OF_TOKENS: [&str; 4] = ["rows", "out", "dout", "drows"];
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packed {
     /// What they are.
-    pub wire: Wire,
+    pub comm_dtype: CommDtype,
     /// Bytes of one.
     pub row_bytes: usize,
-    /// The steps of [`RankPlan::wire`] before the exchange. `tokens` are the rows of this
+    /// The steps of [`RankPlan::comm_cast`] before the exchange. `tokens` are the rows of this
     /// rank that go to other nodes.
     pub pack: Vec<usize>,
     /// The one after it. `tokens` are the rows that came from other nodes.
     pub unpack: usize,
-    /// The rows, wherever they are: of [`RankPlan::wire`], which has no memory for it.
+    /// The rows, wherever they are: of [`RankPlan::comm_cast`], which has no memory for it.
     pub rows: TensorId,
     /// What goes.
     pub sent: Lane,
@@ -45,7 +45,7 @@ pub struct Packed {
     pub came: Lane,
 }
 
-/// Rows on the wire, of [`RankPlan::wire`].
+/// Rows on the wire, of [`RankPlan::comm_cast`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lane {
     /// Their bytes.
@@ -58,26 +58,26 @@ impl RankPlan {
     /// The same passes with rows that are packed where they go to other nodes; where rows are
     /// of that type anyway, they stay as they are.
     #[must_use]
-    pub fn in_wire(&self, wire: Both<Wire>) -> RankPlan {
+    pub fn in_comm_dtype(&self, comm_dtype: Both<CommDtype>) -> RankPlan {
         let mut between = Between::of(self);
-        let mut pass = |steps: &[RankStep], wire| {
+        let mut pass = |steps: &[RankStep], comm_dtype| {
             let steps = steps.iter().map(|step| match step {
                 RankStep::Exchange(exchange) => RankStep::Exchange(Exchange {
-                    packed: between.packed(self, exchange, wire),
+                    packed: between.packed(self, exchange, comm_dtype),
                     ..exchange.clone()
                 }),
                 RankStep::Launch { .. } => step.clone(),
             });
             steps.collect::<Vec<_>>()
         };
-        let steps = pass(&self.steps, wire.forward);
-        let evaluation = pass(&self.evaluation, wire.forward);
-        let backward = pass(&self.backward, wire.backward);
+        let steps = pass(&self.steps, comm_dtype.forward);
+        let evaluation = pass(&self.evaluation, comm_dtype.forward);
+        let backward = pass(&self.backward, comm_dtype.backward);
         RankPlan {
             steps,
             evaluation,
             backward,
-            wire: (!between.plan.kernels.is_empty()).then_some(between.plan),
+            comm_cast: (!between.plan.kernels.is_empty()).then_some(between.plan),
             ..self.clone()
         }
     }
@@ -107,24 +107,33 @@ impl Between {
     }
 
     /// How rows of an exchange travel; `None`: as they are.
-    fn packed(&mut self, plan: &RankPlan, exchange: &Exchange, wire: Wire) -> Option<Packed> {
-        let (side, tensor) = match exchange.way {
-            Way::ToExperts { from, .. } => (Side::Tokens, from),
-            Way::ToTokens { from, .. } => (Side::Experts, from),
+    fn packed(
+        &mut self,
+        plan: &RankPlan,
+        exchange: &Exchange,
+        comm_dtype: CommDtype,
+    ) -> Option<Packed> {
+        let (part, tensor) = match exchange.op {
+            CollectiveOp::Dispatch { from, .. } => (PlanPart::Dispatch, from),
+            CollectiveOp::Combine { from, .. } => (PlanPart::Experts, from),
             _ => return None,
         };
-        let rows = plan.side(side)[tensor].dtype;
-        let as_they_are = match wire {
-            Wire::Exact => true,
-            Wire::F16 => rows == DType::F16,
-            Wire::Bf16 => rows == DType::Bf16,
-            Wire::Fp8 => false,
+        let rows = plan.part(part)[tensor].dtype;
+        let as_they_are = match comm_dtype {
+            CommDtype::Unchanged => true,
+            CommDtype::F16 => rows == DType::F16,
+            CommDtype::Bf16 => rows == DType::Bf16,
+            CommDtype::Fp8 => false,
         };
-        let width = plan.row_bytes(side, tensor) / rows.size();
+        let width = plan.row_bytes(part, tensor) / rows.size();
         if as_they_are || !OF_TOKENS.contains(&&*exchange.name) {
             return None;
         }
-        let desc = WireDesc { wire, width, rows };
+        let desc = WireDesc {
+            wire: comm_dtype,
+            width,
+            rows,
+        };
         let known = self.known.iter().find(|(known, _)| *known == desc);
         Some(match known {
             Some((_, packed)) => packed.clone(),
@@ -176,7 +185,7 @@ impl Between {
         }
         let last = self.plan.kernels[kernel].entries.len() - 1;
         let packed = Packed {
-            wire: desc.wire,
+            comm_dtype: desc.wire,
             row_bytes: desc.row_bytes(),
             pack: steps,
             unpack: self.step(kernel, last, vec![came.bytes, came.places, rows]),
@@ -240,7 +249,7 @@ mod tests {
         plan_rank(&spec, "cuda:sm_90a".parse().unwrap(), &options, mesh, 1).unwrap()
     }
 
-    /// The lines between launches of other sides.
+    /// The lines between launches of other parts.
     fn exchanged(plan: &RankPlan) -> Vec<String> {
         let text = plan.text();
         let lines = text.lines().map(str::trim);
@@ -250,11 +259,11 @@ mod tests {
 
     #[test]
     fn rows_are_packed_before_they_go_and_unpacked_when_they_came() {
-        let wire = Both {
-            forward: Wire::F16,
-            backward: Wire::Fp8,
+        let comm_dtype = Both {
+            forward: CommDtype::F16,
+            backward: CommDtype::Fp8,
         };
-        let lines = exchanged(&planned("f32").in_wire(wire));
+        let lines = exchanged(&planned("f32").in_comm_dtype(comm_dtype));
         let rows = "ranks    rows to rows of experts: 640 bytes a row; between nodes f16, \
                     320 bytes a row";
         let at = lines.iter().position(|line| line == rows).unwrap();
@@ -276,12 +285,12 @@ mod tests {
 
     #[test]
     fn one_kernel_is_for_all_rows_of_a_kind() {
-        let plan = planned("f32").in_wire(Both::same(Wire::Fp8));
-        let wire = plan.wire.unwrap();
-        assert_eq!((wire.kernels.len(), wire.steps.len()), (1, 2));
-        assert_eq!(wire.kernels[0].name, "wire_rows_fp8");
-        for step in &wire.steps {
-            for (tensor, param) in wire.names(step).zip(["rows", "places", "wire"]) {
+        let plan = planned("f32").in_comm_dtype(Both::same(CommDtype::Fp8));
+        let casts = plan.comm_cast.unwrap();
+        assert_eq!((casts.kernels.len(), casts.steps.len()), (1, 2));
+        assert_eq!(casts.kernels[0].name, "wire_rows_fp8");
+        for step in &casts.steps {
+            for (tensor, param) in casts.names(step).zip(["rows", "places", "wire"]) {
                 assert!(!tensor.is_empty() && !param.is_empty());
             }
         }
@@ -290,15 +299,15 @@ mod tests {
     #[test]
     fn rows_that_are_of_the_type_stay_as_they_are() {
         let plan = planned("bf16");
-        assert_eq!(plan.in_wire(Both::same(Wire::Exact)), plan);
-        assert_eq!(plan.in_wire(Both::same(Wire::Bf16)), plan);
-        assert_ne!(plan.in_wire(Both::same(Wire::F16)), plan);
+        assert_eq!(plan.in_comm_dtype(Both::same(CommDtype::Unchanged)), plan);
+        assert_eq!(plan.in_comm_dtype(Both::same(CommDtype::Bf16)), plan);
+        assert_ne!(plan.in_comm_dtype(Both::same(CommDtype::F16)), plan);
     }
 
     #[test]
     fn what_other_nodes_get_is_counted_as_packed() {
         let plan = planned("f32");
-        let packed = plan.in_wire(Both::same(Wire::Fp8));
+        let packed = plan.in_comm_dtype(Both::same(CommDtype::Fp8));
         let of = |plan: &RankPlan| plan.bytes_of(&plan.steps, 100, 2);
         let (exact, packed) = (of(&plan), of(&packed));
         assert_eq!((exact.here, exact.node), (packed.here, packed.node));

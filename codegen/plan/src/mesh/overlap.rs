@@ -1,58 +1,60 @@
-//! Passes whose rows travel in pieces, so that one is multiplied while others are under way.
+//! Passes whose rows travel in chunks, so that one is multiplied while others are under way.
 //!
 //! ```text
 //! exchanges   to experts 0, 1, .. d-1         answers 0      1           d-1
 //! launches                   experts 0     1         ..           d-1
 //! ```
 //!
-//! A piece has a part of the rows of every rank for every expert, or all rows of some ranks
-//! ([`Cut`]), so that routing and capacity are as without pieces. Exchanges are queued as
+//! A chunk has a part of the rows of every rank for every expert, or all rows of some ranks
+//! ([`OverlapBy`]), so that routing and capacity are as without chunks. Exchanges are queued as
 //! soon as their rows exist, the order that ends first: all rows to experts, then the answer
-//! of each piece behind its products. Shadows, whose rows stay, are multiplied first.
-//! Backward walks the pieces from the last to the first, whose rows were used last; where
+//! of each chunk behind its products. Shadows, whose rows stay, are multiplied first.
+//! Backward walks the chunks from the last to the first, whose rows were used last; where
 //! the first are a rank's own rows, which wait for nobody, it begins with them, too.
 //!
-//! Rows lie at their experts by piece, then by expert, then by rank. Backward reads them
-//! where forward has put them, so that with other numbers of pieces in both, products are
-//! launched for the pieces that both consist of ([`Pieces::common`]).
+//! Rows lie at their experts by chunk, then by expert, then by rank. Backward reads them
+//! where forward has put them, so that with other numbers of chunks in both, products are
+//! launched for the chunks that both consist of ([`Overlap::common`]).
 
-use super::{Both, Exchange, RankPlan, RankStep, Side, Way};
+use super::{Both, CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
 
-/// What makes a piece.
+/// What makes a chunk.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
-pub enum Cut {
+pub enum OverlapBy {
     /// An equal part of the rows that each rank has for each expert: as many messages in
-    /// every piece as there are without pieces.
+    /// every chunk as there are without chunks.
     #[default]
     Rows,
     /// All rows between ranks of some distances: first those that a rank has for itself,
     /// then those for the next ranks, as in FasterMoE's schedule. Every message is in one
-    /// piece.
-    Ranks,
+    /// chunk.
+    Peers,
 }
 
-/// In how many pieces rows travel, and what makes one.
+/// In how many chunks rows travel, and what makes one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pieces {
+pub struct Overlap {
     /// How many in each pass.
     pub degree: Both<usize>,
     /// Of both passes.
-    pub cut: Cut,
+    pub by: OverlapBy,
 }
 
-impl Pieces {
-    /// The least number of pieces of which both a piece in forward and one in backward
+impl Overlap {
+    /// The least number of chunks of which both a chunk in forward and one in backward
     /// consist.
     pub fn common(self) -> usize {
         let Both { forward, backward } = self.degree;
-        match self.cut {
-            Cut::Ranks if forward > 1 && backward > 1 => 1 + multiple(forward - 1, backward - 1),
+        match self.by {
+            OverlapBy::Peers if forward > 1 && backward > 1 => {
+                1 + multiple(forward - 1, backward - 1)
+            }
             _ => multiple(forward, backward),
         }
     }
@@ -87,38 +89,38 @@ impl Distance {
 
 /// A part of the rows that ranks have for experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Piece {
+pub struct Chunk {
     /// From 0.
     pub number: usize,
-    /// How many pieces there are.
+    /// How many chunks there are.
     pub of: usize,
     /// What makes one.
-    pub cut: Cut,
+    pub by: OverlapBy,
 }
 
-impl Piece {
+impl Chunk {
     /// Its part of the `n` rows that a rank has for an expert at a distance. By
-    /// [`Cut::Rows`] these are `[number * n / of, (number + 1) * n / of)`.
+    /// [`OverlapBy::Rows`] these are `[number * n / of, (number + 1) * n / of)`.
     pub fn rows(&self, n: usize, distance: Distance) -> Range<usize> {
-        match self.cut {
-            Cut::Rows => self.part(n),
-            Cut::Ranks if self.distances(distance.groups).contains(&distance.steps) => 0..n,
-            Cut::Ranks => 0..0,
+        match self.by {
+            OverlapBy::Rows => self.part(n),
+            OverlapBy::Peers if self.distances(distance.groups).contains(&distance.steps) => 0..n,
+            OverlapBy::Peers => 0..0,
         }
     }
 
-    /// The distances whose rows it has by [`Cut::Ranks`], of so many groups: 0 alone is the
-    /// first piece, and the others have equally many as nearly as can be.
+    /// The distances whose rows it has by [`OverlapBy::Peers`], of so many groups: 0 alone is the
+    /// first chunk, and the others have equally many as nearly as can be.
     pub fn distances(&self, groups: usize) -> Range<usize> {
         self.behind_first(groups)
     }
 
-    /// The numbers of the pieces that it consists of, where there are `units` in all:
-    /// [`Pieces::common`] of its own number and another.
+    /// The numbers of the chunks that it consists of, where there are `units` in all:
+    /// [`Overlap::common`] of its own number and another.
     pub fn units(&self, units: usize) -> Range<usize> {
-        match self.cut {
-            Cut::Rows => self.part(units),
-            Cut::Ranks => self.behind_first(units),
+        match self.by {
+            OverlapBy::Rows => self.part(units),
+            OverlapBy::Peers => self.behind_first(units),
         }
     }
 
@@ -127,7 +129,7 @@ impl Piece {
         edge(self.number)..edge(self.number + 1)
     }
 
-    /// The first of `n` is a piece, and the others are cut into the pieces that are left.
+    /// The first of `n` is a chunk, and the others are cut into the chunks that are left.
     fn behind_first(&self, n: usize) -> Range<usize> {
         match (self.number, self.of) {
             (_, 1) => 0..n,
@@ -140,28 +142,28 @@ impl Piece {
     }
 }
 
-impl fmt::Display for Piece {
+impl fmt::Display for Chunk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.number + 1, self.of)
     }
 }
 
 impl RankPlan {
-    /// The same passes with rows that travel in pieces; with one piece the plan itself.
+    /// The same passes with rows that travel in chunks; with one chunk the plan itself.
     #[must_use]
-    pub fn in_pieces(&self, pieces: Pieces) -> RankPlan {
-        let Pieces { degree, cut } = pieces;
-        let (forward, backward, common) = (degree.forward, degree.backward, pieces.common());
+    pub fn in_chunks(&self, chunks: Overlap) -> RankPlan {
+        let Overlap { degree, by } = chunks;
+        let (forward, backward, common) = (degree.forward, degree.backward, chunks.common());
         let launched = match self.tokens.training {
             Some(_) => common,
             None => forward, // there is no backward pass
         };
-        let backwards = match cut {
-            Cut::Rows => Order::Down,
-            Cut::Ranks => Order::Up,
+        let backwards = match by {
+            OverlapBy::Rows => Order::Down,
+            OverlapBy::Peers => Order::Up,
         };
         let of = |steps: &[RankStep], of: usize, launched: usize, order: Order| {
-            in_pieces(steps, (of, launched), (cut, order))
+            in_chunks(steps, (of, launched), (by, order))
         };
         RankPlan {
             steps: of(&self.steps, forward, launched, Order::Up),
@@ -171,14 +173,14 @@ impl RankPlan {
         }
     }
 
-    /// The number of pieces for which a pass launches the experts' products.
-    pub fn launched_pieces(steps: &[RankStep]) -> usize {
+    /// The number of chunks for which a pass launches the experts' products.
+    pub fn launched_chunks(steps: &[RankStep]) -> usize {
         let launched = |step: &RankStep| match step {
             RankStep::Launch {
-                side: Side::Experts,
-                piece,
+                part: PlanPart::Experts,
+                chunk,
                 ..
-            } => piece.map(|piece| piece.of),
+            } => chunk.map(|chunk| chunk.of),
             _ => None,
         };
         steps.iter().find_map(launched).unwrap_or(1)
@@ -192,7 +194,7 @@ struct Travel {
     /// What is done while rows travel: products of shadows.
     meanwhile: Vec<RankStep>,
     launches: Vec<usize>,
-    /// Sums over slices.
+    /// Sums over shards.
     sums: Vec<Exchange>,
     answers: Vec<Exchange>,
     /// Where the first of it is in the list of steps.
@@ -207,22 +209,22 @@ impl Travel {
         for step in steps {
             match step {
                 RankStep::Launch {
-                    side: Side::Experts,
+                    part: PlanPart::Experts,
                     step,
                     ..
                 } => travel.launches.push(*step),
                 RankStep::Launch {
-                    side: Side::Shadows,
+                    part: PlanPart::Shadows,
                     ..
                 } => travel.meanwhile.push(step.clone()),
-                RankStep::Exchange(exchange) => match exchange.way {
-                    Way::FromShadows { .. } => travel.meanwhile.push(step.clone()),
-                    Way::ToExperts { .. } => {
+                RankStep::Exchange(exchange) => match exchange.op {
+                    CollectiveOp::ReturnShadowRows { .. } => travel.meanwhile.push(step.clone()),
+                    CollectiveOp::Dispatch { .. } => {
                         travel.first = travel.first.min(left.len());
                         travel.sends.push(exchange.clone());
                     }
-                    Way::OverShards { .. } => travel.sums.push(exchange.clone()),
-                    Way::ToTokens { .. } => travel.answers.push(exchange.clone()),
+                    CollectiveOp::AllReduceTp { .. } => travel.sums.push(exchange.clone()),
+                    CollectiveOp::Combine { .. } => travel.answers.push(exchange.clone()),
                     _ => left.push(step.clone()),
                 },
                 RankStep::Launch { .. } => left.push(step.clone()),
@@ -233,7 +235,7 @@ impl Travel {
     }
 }
 
-/// From which end pieces are walked.
+/// From which end chunks are walked.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     Up,
@@ -249,13 +251,13 @@ impl Order {
     }
 }
 
-/// A pass whose exchanges are in `of` pieces, and whose products are launched for `launched`.
-fn in_pieces(
+/// A pass whose exchanges are in `of` chunks, and whose products are launched for `launched`.
+fn in_chunks(
     steps: &[RankStep],
     (of, launched): (usize, usize),
-    (cut, order): (Cut, Order),
+    (by, order): (OverlapBy, Order),
 ) -> Vec<RankStep> {
-    let piece = |number: usize, of: usize| Piece { number, of, cut };
+    let chunk = |number: usize, of: usize| Chunk { number, of, by };
     if launched == 1 || steps.is_empty() {
         return steps.to_vec();
     }
@@ -263,22 +265,22 @@ fn in_pieces(
     let numbers = order.walk(0..of);
     let after = list.split_off(travel.first);
     let exchange = |exchanges: &[Exchange], number: usize| -> Vec<RankStep> {
-        let of_piece = |exchange: &Exchange| Exchange {
-            piece: (of > 1).then_some(piece(number, of)),
+        let of_chunk = |exchange: &Exchange| Exchange {
+            chunk: (of > 1).then_some(chunk(number, of)),
             ..exchange.clone()
         };
-        let exchanges = exchanges.iter().map(of_piece);
+        let exchanges = exchanges.iter().map(of_chunk);
         exchanges.map(RankStep::Exchange).collect()
     };
     for &number in &numbers {
         list.extend(exchange(&travel.sends, number));
     }
     list.extend(travel.meanwhile);
-    // What slices have to sum is answered one piece later, while the next is multiplied.
+    // What shards have to sum is answered one chunk later, while the next is multiplied.
     let mut summed = None;
     for &number in &numbers {
-        let units = order.walk(piece(number, of).units(launched));
-        let units = units.into_iter().map(|number| piece(number, launched));
+        let units = order.walk(chunk(number, of).units(launched));
+        let units = units.into_iter().map(|number| chunk(number, launched));
         list.extend(launches(&travel.launches, units));
         if let Some(before) = summed.take() {
             list.extend(exchange(&travel.answers, before));
@@ -297,36 +299,36 @@ fn in_pieces(
     list
 }
 
-/// The products of some pieces.
-fn launches(steps: &[usize], pieces: impl Iterator<Item = Piece>) -> Vec<RankStep> {
-    let launch = |piece: Piece| {
+/// The products of some chunks.
+fn launches(steps: &[usize], chunks: impl Iterator<Item = Chunk>) -> Vec<RankStep> {
+    let launch = |chunk: Chunk| {
         steps.iter().map(move |&step| RankStep::Launch {
-            side: Side::Experts,
+            part: PlanPart::Experts,
             step,
-            piece: Some(piece),
+            chunk: Some(chunk),
         })
     };
-    pieces.flat_map(launch).collect()
+    chunks.flat_map(launch).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Every distance is in one piece, and pieces of both passes are made of common ones.
+    /// Every distance is in one chunk, and chunks of both passes are made of common ones.
     #[test]
     fn pieces_by_ranks_have_every_distance_once_and_nest() {
         for (forward, backward) in [(1, 1), (1, 4), (2, 2), (2, 4), (3, 4), (8, 2), (5, 3)] {
             let degree = Both { forward, backward };
-            let cut = Cut::Ranks;
-            let common = Pieces { degree, cut }.common();
+            let by = OverlapBy::Peers;
+            let common = Overlap { degree, by }.common();
             for groups in [1, 2, 3, 7, 16] {
-                let distances = |number, of| Piece { number, of, cut }.distances(groups);
+                let distances = |number, of| Chunk { number, of, by }.distances(groups);
                 for of in [forward, backward] {
                     let all: Vec<usize> = (0..of).flat_map(|n| distances(n, of)).collect();
-                    assert!(all.into_iter().eq(0..groups), "{of} pieces of {groups}");
+                    assert!(all.into_iter().eq(0..groups), "{of} chunks of {groups}");
                     for number in 0..of {
-                        let units = Piece { number, of, cut }.units(common);
+                        let units = Chunk { number, of, by }.units(common);
                         let parts = units.flat_map(|unit| distances(unit, common));
                         assert!(parts.eq(distances(number, of)));
                     }
@@ -339,14 +341,14 @@ mod tests {
     fn distances_are_counted_upwards_and_around() {
         let steps = |from, to| Distance::between(from, to, 4).steps;
         assert_eq!((steps(1, 1), steps(3, 0), steps(0, 3)), (0, 1, 3));
-        let own = Piece {
+        let own = Chunk {
             number: 0,
             of: 3,
-            cut: Cut::Ranks,
+            by: OverlapBy::Peers,
         };
-        let rows = |piece: Piece, to| piece.rows(10, Distance::between(1, to, 4));
+        let rows = |chunk: Chunk, to| chunk.rows(10, Distance::between(1, to, 4));
         assert_eq!((rows(own, 1), rows(own, 2)), (0..10, 0..0));
-        let far = Piece { number: 2, ..own };
+        let far = Chunk { number: 2, ..own };
         assert_eq!(
             (rows(far, 1), rows(far, 2), rows(far, 0)),
             (0..0, 0..0, 0..10)

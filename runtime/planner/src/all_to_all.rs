@@ -1,19 +1,19 @@
-//! By how much steps that were measured differ from what links say: [`Machine::routes`].
+//! By how much steps that were measured differ from what links say: [`Machine::all_to_all_factors`].
 //!
-//! [`Machine::routes`]: crate::Machine::routes
+//! [`Machine::all_to_all_factors`]: crate::Machine::all-to-all algorithms
 
-use crate::{PlannerError, Question, RouteFactor, Simulator};
+use crate::{AllToAllFactor, PlannerError, Scenario, Simulator};
 use moesaic_plan::{Parallel, Strategy};
 
-/// What a factor may be: beyond it something else than the route is not understood.
+/// What a factor may be: beyond it something else than the all-to-all algorithm is not understood.
 const POSSIBLE: [f64; 2] = [0.25, 4.0];
 
 /// A factor this near to a bound was stopped by it.
 const AT_BOUND: f64 = 1e-3;
 
-impl RouteFactor {
+impl AllToAllFactor {
     /// Whether no factor that may be explains what was timed: another job ran beside, or the
-    /// steps are so short that other things than rows fill them. Factors of other routes cannot
+    /// steps are so short that other things than rows fill them. Factors of other all-to-all algorithms cannot
     /// be compared with it.
     pub fn is_at_bound(&self) -> bool {
         let [least, most] = POSSIBLE;
@@ -24,32 +24,32 @@ impl RouteFactor {
 /// Which leaves less than a millionth of a factor.
 const HALVINGS: usize = 24;
 
-/// So many times as long rows have to take, by the route and in the pieces of a strategy, that
+/// So many times as long rows have to take, by the all-to-all algorithm and in the chunks of a strategy, that
 /// forward and backward of a step take `seconds`, as they were measured to; at least a quarter,
 /// at most four times. Found by halving what lies between: a step takes no less where its rows
 /// take longer.
 ///
 /// # Errors
 /// [`PlannerError`] for a mesh that cannot be, or has no such strategy.
-pub fn route_factor(
-    question: &Question,
+pub fn all_to_all_factor(
+    scenario: &Scenario,
     mesh: Parallel,
     strategy: Strategy,
     seconds: f64,
-) -> Result<RouteFactor, PlannerError> {
-    let mut question = question.clone();
-    let mut found = RouteFactor {
-        name: strategy.route,
-        cut: strategy.cut,
-        degree: strategy.degree.forward,
-        message_kib: Simulator::new(&question).message(mesh, strategy)?.max(1.0) / 1024.0,
+) -> Result<AllToAllFactor, PlannerError> {
+    let mut scenario = scenario.clone();
+    let mut found = AllToAllFactor {
+        name: strategy.all_to_all,
+        overlap_by: strategy.overlap_by,
+        overlap_degree: strategy.overlap_degree.forward,
+        message_kib: Simulator::new(&scenario).message(mesh, strategy)?.max(1.0) / 1024.0,
         by: 1.0,
     };
     let mut by = POSSIBLE;
     for _ in 0..HALVINGS {
         found.by = (by[0] * by[1]).sqrt();
-        question.machine.routes = vec![found];
-        let step = Simulator::new(&question).predict(mesh, strategy)?;
+        scenario.machine.all_to_all_factors = vec![found];
+        let step = Simulator::new(&scenario).predict(mesh, strategy)?;
         by[usize::from(step.both_passes() > seconds)] = found.by;
     }
     Ok(found)
@@ -62,10 +62,10 @@ mod tests {
     use moesaic_plan::{ShadowModel, Training};
     use moesaic_spec::LayerSpec;
 
-    fn asked() -> (Question, Parallel) {
+    fn asked() -> (Scenario, Parallel) {
         let text = "shape = { model_dim = 256, hidden_dim = 128, experts = 16, top_k = 2 }";
         let spec = LayerSpec::from_toml(text).unwrap();
-        let question = Question {
+        let scenario = Scenario {
             routing: Routing::even(512, 16, 2),
             placement: None,
             shadow_model: ShadowModel::of(&spec),
@@ -78,57 +78,61 @@ mod tests {
             ep: 16,
             ..Parallel::default()
         };
-        (question, mesh)
+        (scenario, mesh)
     }
 
     /// The weights of rows, in messages of their own, are in what was timed.
     #[test]
     fn what_is_beside_rows_has_their_factor() {
-        let (mut question, mesh) = asked();
+        let (mut scenario, mesh) = asked();
         let strategy = Strategy::default();
-        let passes = |question: &Question| {
-            let found = Simulator::new(question).predict(mesh, strategy);
+        let passes = |scenario: &Scenario| {
+            let found = Simulator::new(scenario).predict(mesh, strategy);
             found.unwrap().both_passes()
         };
-        let own = passes(&question);
-        let of_rows = route_factor(&question, mesh, strategy, own).unwrap();
-        let of_less = RouteFactor {
+        let own = passes(&scenario);
+        let of_rows = all_to_all_factor(&scenario, mesh, strategy, own).unwrap();
+        let of_less = AllToAllFactor {
             message_kib: of_rows.message_kib / 64.0,
             by: 4.0,
             ..of_rows
         };
-        question.machine.routes = vec![of_rows, of_less];
-        let found = passes(&question) / own;
+        scenario.machine.all_to_all_factors = vec![of_rows, of_less];
+        let found = passes(&scenario) / own;
         assert!((found - 1.0).abs() < 1e-6, "{found}");
     }
 
     #[test]
     fn a_factor_makes_a_step_take_what_was_measured() {
-        let (mut question, mesh) = asked();
+        let (mut scenario, mesh) = asked();
         for text in [
             "default",
-            "route=inter-first",
-            "degree=4",
-            "degree=4,cut=ranks",
+            "all_to_all=2dh-inter-first",
+            "overlap_degree=4",
+            "overlap_degree=4,overlap_by=peers",
         ] {
             let strategy: Strategy = text.parse().unwrap();
-            let passes = |question: &Question| {
-                let found = Simulator::new(question).predict(mesh, strategy);
+            let passes = |scenario: &Scenario| {
+                let found = Simulator::new(scenario).predict(mesh, strategy);
                 found.unwrap().both_passes()
             };
-            let own = passes(&question);
+            let own = passes(&scenario);
             for part in [0.95, 1.0, 1.3] {
-                let by = route_factor(&question, mesh, strategy, part * own).unwrap();
-                question.machine.routes = vec![by];
-                let found = passes(&question) / own;
+                let by = all_to_all_factor(&scenario, mesh, strategy, part * own).unwrap();
+                scenario.machine.all_to_all_factors = vec![by];
+                let found = passes(&scenario) / own;
                 assert!((found / part - 1.0).abs() < 1e-6, "{text} {by:?}: {found}");
-                question.machine.routes.clear();
+                scenario.machine.all_to_all_factors.clear();
             }
-            let of = |seconds| route_factor(&question, mesh, strategy, seconds).unwrap().by;
+            let of = |seconds| {
+                all_to_all_factor(&scenario, mesh, strategy, seconds)
+                    .unwrap()
+                    .by
+            };
             assert!((of(1e3) / 4.0 - 1.0).abs() < 1e-6);
             assert!((of(0.0) / 0.25 - 1.0).abs() < 1e-6);
             for (seconds, at_bound) in [(own, false), (1e3, true), (0.0, true)] {
-                let found = route_factor(&question, mesh, strategy, seconds).unwrap();
+                let found = all_to_all_factor(&scenario, mesh, strategy, seconds).unwrap();
                 assert_eq!(found.is_at_bound(), at_bound, "{text} {found:?}");
             }
         }

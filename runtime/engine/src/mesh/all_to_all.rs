@@ -4,30 +4,32 @@ use super::groups::Mesh;
 use super::rows::Rows;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::plan::{self, DedupMap, Schedule, Block, HopCounts, RowBytes, DedupCombine};
+use moesaic_collectives::plan::{
+    self, Block, DedupCombine, DedupMap, HopCounts, RowBytes, Schedule,
+};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
 };
-use moesaic_plan::{PlanError, Route, StrategyError, Ways};
+use moesaic_plan::{AdaptiveMesh, AllToAll, PlanError, StrategyError};
 use moesaic_target::{Buffer, Device};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// How rows go among the ranks that exchange them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Course {
+pub(super) enum RowSchedule {
     /// From each rank to each.
-    Straight,
+    Direct,
     /// By way of other ranks.
-    Over(Algorithm),
+    OverNodes(Algorithm),
     /// Once to each node, by way of the rank of the same place there, and back as one sum.
-    /// What differs from expert to expert goes between nodes first, each row of it.
-    Once(NodeShape),
+    /// What differs from expert to expert goes group nodes first, each row of it.
+    Dedup(NodeShape),
 }
 
 /// What rows of an exchange are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Load {
+pub(super) enum Payload {
     /// On their way to experts; all those of a token are equal.
     Tokens,
     /// On their way to experts.
@@ -39,29 +41,33 @@ pub(super) enum Load {
 }
 
 impl Mesh {
-    /// How rows go by a route at some number of ways; those that stay, straight.
+    /// How rows go by a route at some adaptive parallelism degree; those that stay, straight.
     ///
     /// # Errors
     /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
-    pub(super) fn course(&self, route: Route, by: Ways) -> Result<Course, EngineError> {
-        if route == Route::Linear || by.count() == 0 {
-            return Ok(Course::Straight);
+    pub(super) fn row_schedule(
+        &self,
+        all_to_all: AllToAll,
+        by: AdaptiveMesh,
+    ) -> Result<RowSchedule, EngineError> {
+        if all_to_all == AllToAll::Linear || by.count() == 0 {
+            return Ok(RowSchedule::Direct);
         }
         let shape = self.shape(by).map_err(|reason| {
-            let error = StrategyError::Nodes { route, reason };
+            let error = StrategyError::Nodes { all_to_all, reason };
             EngineError::from(PlanError::from(error))
         })?;
-        Ok(match route {
-            Route::Linear => Course::Straight,
-            Route::IntraFirst => Course::Over(Algorithm::Hierarchical(shape)),
-            Route::InterFirst => Course::Over(Algorithm::InterFirst(shape)),
-            Route::Concurrent => Course::Over(Algorithm::Concurrent(shape)),
-            Route::Once => Course::Once(shape),
+        Ok(match all_to_all {
+            AllToAll::Linear => RowSchedule::Direct,
+            AllToAll::TwoDh => RowSchedule::OverNodes(Algorithm::Hierarchical(shape)),
+            AllToAll::TwoDhInterFirst => RowSchedule::OverNodes(Algorithm::InterFirst(shape)),
+            AllToAll::TwoDhConcurrent => RowSchedule::OverNodes(Algorithm::Concurrent(shape)),
+            AllToAll::Dedup => RowSchedule::Dedup(shape),
         })
     }
 
     /// The nodes of the ranks that exchange rows, or how these lie.
-    fn shape(&self, by: Ways) -> Result<NodeShape, String> {
+    fn shape(&self, by: AdaptiveMesh) -> Result<NodeShape, String> {
         let own = by.place(self.rank()).dp;
         let members = self.hosts().iter().enumerate();
         let members = members.filter(|(rank, _)| by.place(*rank).dp == own);
@@ -94,30 +100,30 @@ impl Rows {
         (counts, sizes): (&[i64], &[usize]),
         call: &Call,
     ) -> Result<(Vec<i64>, Arc<HopCounts>), EngineError> {
-        let pieces = sizes.iter().copied().max().unwrap_or(0).max(1);
-        let mut units = vec![0; pieces * sizes.len()];
+        let chunks = sizes.iter().copied().max().unwrap_or(0).max(1);
+        let mut units = vec![0; chunks * sizes.len()];
         let mut counts = counts.iter();
-        for (row, &size) in units.chunks_exact_mut(pieces).zip(sizes) {
+        for (row, &size) in units.chunks_exact_mut(chunks).zip(sizes) {
             for (unit, count) in row.iter_mut().zip(counts.by_ref().take(size)) {
                 *unit = *count as u64;
             }
         }
-        let hop_counts = group.tell(algorithm, pieces, &units, call)?;
+        let hop_counts = group.exchange_counts(algorithm, chunks, &units, call)?;
         let own = sizes[group.rank()];
-        let rows = hop_counts.received().chunks_exact(pieces);
+        let rows = hop_counts.received().chunks_exact(chunks);
         let told = rows.flat_map(|row| row[..own].iter().map(|units| *units as i64));
         Ok((told.collect(), Arc::new(hop_counts)))
     }
 
-    /// How rows of pieces go by way of other ranks; `None` where they go straight. `crosses`
+    /// How rows of chunks go by way of other ranks; `None` where they go straight. `crosses`
     /// says whether two ranks are on different nodes.
     pub fn schedule(
         &self,
-        load: Load,
-        pieces: &Range<usize>,
+        load: Payload,
+        chunks: &Range<usize>,
         (bytes, crosses): (RowBytes, &dyn Fn(usize, usize) -> bool),
     ) -> Option<Box<dyn Schedule>> {
-        let hop_counts = self.hop_counts_of(pieces)?;
+        let hop_counts = self.hop_counts_of(chunks)?;
         let row = |block: Block| {
             if crosses(block.from, block.to) {
                 bytes.far
@@ -126,44 +132,44 @@ impl Rows {
             }
         };
         let size = |block: Block| block.units as usize * row(block);
-        Some(match (load, self.dedup_of(pieces)) {
-            (Load::Tokens, Some(dedup)) => Box::new(dedup.of_rows(bytes)),
-            (Load::Tokens | Load::Rows, _) => Box::new(hop_counts.there(&size)),
-            (Load::Addends(element), Some(_)) => {
-                Box::new(self.sums(pieces, (element, bytes.near))?)
+        Some(match (load, self.dedup_of(chunks)) {
+            (Payload::Tokens, Some(dedup)) => Box::new(dedup.of_rows(bytes)),
+            (Payload::Tokens | Payload::Rows, _) => Box::new(hop_counts.there(&size)),
+            (Payload::Addends(element), Some(_)) => {
+                Box::new(self.sums(chunks, (element, bytes.near))?)
             }
-            (Load::Answers | Load::Addends(_), _) => Box::new(hop_counts.back(&|block| {
+            (Payload::Answers | Payload::Addends(_), _) => Box::new(hop_counts.back(&|block| {
                 let answers = self.answers_to(block.from, block.to);
                 if answers { size(block) } else { 0 }
             })),
         })
     }
 
-    /// How answers of pieces are summed inside nodes, where each token crosses once.
-    pub fn sums(&self, pieces: &Range<usize>, row: (Element, usize)) -> Option<DedupCombine> {
+    /// How answers of chunks are summed inside nodes, where each token crosses once.
+    pub fn sums(&self, chunks: &Range<usize>, row: (Element, usize)) -> Option<DedupCombine> {
         let answers = |from, to| self.answers_to(from, to);
-        Some(self.dedup_of(pieces)?.summed(row, &answers))
+        Some(self.dedup_of(chunks)?.summed(row, &answers))
     }
 
-    fn hop_counts_of(&self, pieces: &Range<usize>) -> Option<Arc<HopCounts>> {
+    fn hop_counts_of(&self, chunks: &Range<usize>) -> Option<Arc<HopCounts>> {
         let whole = self.hop_counts.as_ref()?;
-        Some(match self.pieces() {
+        Some(match self.chunks() {
             1 => Arc::clone(whole),
-            _ => Arc::new(whole.in_parts(pieces.clone(), &self.blocks_of_chunk())),
+            _ => Arc::new(whole.in_parts(chunks.clone(), &self.blocks_of_chunk())),
         })
     }
 
-    fn dedup_of(&self, pieces: &Range<usize>) -> Option<Arc<DedupMap>> {
+    fn dedup_of(&self, chunks: &Range<usize>) -> Option<Arc<DedupMap>> {
         let whole = self.dedup.as_ref()?;
-        Some(match self.pieces() {
+        Some(match self.chunks() {
             1 => Arc::clone(whole),
-            _ => Arc::new(whole.in_parts(pieces.clone(), &self.blocks_of_chunk())),
+            _ => Arc::new(whole.in_parts(chunks.clone(), &self.blocks_of_chunk())),
         })
     }
 
-    /// What is in a piece, as collectives ask for it.
+    /// What is in a chunk, as collectives ask for it.
     fn blocks_of_chunk(&self) -> impl Fn(usize, Block) -> Range<usize> {
-        |number, block| self.cut(number, block.units as usize, (block.from, block.to))
+        |number, block| self.part_of(number, block.units as usize, (block.from, block.to))
     }
 
     /// Ranks of equal places tell each other which rows for each other's nodes are of one
@@ -183,8 +189,8 @@ impl Rows {
         let numbers = |other: usize| {
             let there = sent
                 .iter()
-                .filter(|piece| shape.split(piece.peer).0 == other);
-            let rows = there.flat_map(|piece| piece.first..piece.first + piece.rows);
+                .filter(|chunk| shape.split(chunk.peer).0 == other);
+            let rows = there.flat_map(|chunk| chunk.first..chunk.first + chunk.rows);
             plan::dedup_indices(rows.map(|row| tokens[row]))
         };
         let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();

@@ -5,12 +5,12 @@ use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, Turn};
 use crate::memory::{Addresses, Buffers};
 use crate::training::Saved;
-use moesaic_plan::{Piece, TensorId};
+use moesaic_plan::{Chunk, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::sync::Arc;
 
 /// A side of one call. The layer takes no other call meanwhile.
-pub(super) struct Side<'l> {
+pub(super) struct PartCall<'l> {
     pub layer: &'l Layer,
     workspaces: Turn<'l>,
     kept: Kept<'l>,
@@ -22,15 +22,15 @@ pub(super) struct Side<'l> {
     /// Tensors that lie where a raw call has them, of which no exchange moves any.
     pub given: Vec<(TensorId, Ptr)>,
     /// Room for the addresses of some of the rows.
-    piece: Addresses,
+    chunk: Addresses,
     /// Whether gradients of weights of some of the rows are there.
     begun: bool,
 }
 
-/// Rows that are next to each other, of a piece.
+/// Rows that are next to each other, of a chunk.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    pub piece: Piece,
+    pub chunk: Chunk,
     /// The first row.
     pub first: usize,
     /// How many.
@@ -44,9 +44,9 @@ enum Kept<'l> {
     Before(&'l Saved),
 }
 
-impl<'l> Side<'l> {
-    pub fn new(layer: &'l Layer) -> Side<'l> {
-        Side {
+impl<'l> PartCall<'l> {
+    pub fn new(layer: &'l Layer) -> PartCall<'l> {
+        PartCall {
             layer,
             workspaces: layer.lock_workspaces(),
             kept: Kept::Nothing,
@@ -54,7 +54,7 @@ impl<'l> Side<'l> {
             lent: Buffers::default(),
             staying: Buffers::default(),
             given: Vec::new(),
-            piece: Addresses::default(),
+            chunk: Addresses::default(),
             begun: false,
         }
     }
@@ -110,7 +110,7 @@ impl<'l> Side<'l> {
         self.scalars.as_ref().expect("there is room for the call")
     }
 
-    /// Launches steps of this side.
+    /// Launches steps of this part.
     pub fn run(&self, steps: &Bound) -> Result<(), EngineError> {
         let addresses = &self.workspaces.addresses;
         self.layer.run(steps, self.scalars(), addresses, None)
@@ -120,17 +120,17 @@ impl<'l> Side<'l> {
     /// where it does for all: scratch, which launches use one after the other, weights, and
     /// their gradients, to which every part but the first adds.
     pub fn run_part(&mut self, steps: &Bound, part: Part) -> Result<(), EngineError> {
-        let scalars = self.scalars().of_piece(part.rows, self.begun);
+        let scalars = self.scalars().of_chunk(part.rows, self.begun);
         let plan = self.layer.plan();
-        self.piece.copy(&self.workspaces.addresses);
+        self.chunk.copy(&self.workspaces.addresses);
         for (at, tensor) in plan.tensors.iter().enumerate() {
             if tensor.is_by_token() {
                 let bytes = tensor.bytes(part.first as u64);
-                self.piece.shift(TensorId(at), bytes);
+                self.chunk.shift(TensorId(at), bytes);
             }
         }
-        let (layer, piece) = (self.layer, Some(part.piece));
-        layer.run_piece(steps, &scalars, &self.piece, None, piece)?;
+        let (layer, chunk) = (self.layer, Some(part.chunk));
+        layer.run_chunk(steps, &scalars, &self.chunk, None, chunk)?;
         self.begun = true;
         Ok(())
     }

@@ -10,7 +10,7 @@ use moesaic_spec::LayerSpec;
 
 /// A layer on a machine.
 #[derive(Clone, Debug)]
-pub struct Question {
+pub struct Scenario {
     /// The layer.
     pub spec: LayerSpec,
     /// The machine, with its ranks a node.
@@ -57,24 +57,26 @@ pub enum PlannerError {
         /// Of the job.
         world: usize,
     },
-    /// A route in two dimensions where there is one.
+    /// A all-to-all in two dimensions where there is one.
     #[error(
-        "route={route} needs groups of ep x shards ranks that fill several whole nodes; {group} \
-         ranks with {per_node} a node do not\ntake route=linear, or another mesh"
+        "all_to_all={all_to_all} needs groups of ep x expert_tp ranks that fill several whole nodes; {group} \
+         ranks with {per_node} a node do not\ntake all_to_all=linear, or another mesh"
     )]
-    Route {
+    AllToAll {
         /// As asked for.
-        route: String,
+        all_to_all: String,
         /// Ranks of a group.
         group: usize,
         /// Of a node.
         per_node: usize,
     },
     /// Pieces that are not simulated.
-    #[error("cut=ranks with route={route} is not simulated; take route=linear, or cut=rows")]
-    Cut {
+    #[error(
+        "overlap_by=peers with all_to_all={all_to_all} is not simulated; take all_to_all=linear, or overlap_by=rows"
+    )]
+    OverlapBy {
         /// As asked for.
-        route: String,
+        all_to_all: String,
     },
     /// No mesh at all.
     #[error("no mesh of {world} ranks fits this layer in {gib} GiB a rank")]
@@ -123,8 +125,8 @@ pub struct PassTime {
     pub name: &'static str,
     /// Until the last rank is done.
     pub seconds: f64,
-    /// What the slowest rank does, in order; those of pieces are together. They overlap
-    /// where rows travel in pieces. Empty where no detail was asked for.
+    /// What the slowest rank does, in order; those of chunks are together. They overlap
+    /// where rows comm in chunks. Empty where no detail was asked for.
     pub phases: Vec<PhaseOf>,
 }
 
@@ -135,7 +137,7 @@ pub struct PhaseOf {
     pub name: String,
     /// Whose launch (`tokens`, `experts`, `shared`), or `ranks` for an exchange.
     pub whose: &'static str,
-    /// Seconds, of all pieces together.
+    /// Seconds, of all chunks together.
     pub seconds: f64,
     /// Bytes that the rank sends, by level.
     pub sent: LevelTime,

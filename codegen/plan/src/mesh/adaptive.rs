@@ -1,122 +1,124 @@
-//! Rows that go to fewer slices than weights have: adaptive parallelism, whose degree is the
+//! Rows that go to fewer shards than weights have: adaptive parallelism, whose degree is the
 //! `r` of Tutel (Hwang et al., MLSys 2023, section 3.1).
 //!
 //! Weights stay where their owners have them. At `r` ways an expert's `s` owners are `r`
 //! blocks of `s / r` ranks in a row. Each block gathers one `r`th of the expert, so that
 //! every rank of it can do what the others can, and takes the rows of its own part of all
 //! ranks: place `j` in a block is one more `dp` coordinate. So rows travel in a mesh of
-//! `ep`, `r` and `dp * s / r`, with the same ranks in another order. At 0 ways a block is
+//! `ep`, `r` and `dp * s / r`, with the same ranks in another order. At r = 0 a block is
 //! all ranks that hold the experts once, each gathers all of them, and rows stay.
 
-use super::{Parallel, Place, RankPlan, SharedExperts, StrategyError};
+use super::{Parallel, RankCoords, RankPlan, SharedExperts, StrategyError};
 use crate::{Placement, TensorId};
 use std::ops::Range;
 
-/// To how many slices of its expert a row goes, in a mesh by which weights are shared.
+/// To how many shards of its expert a row goes, in a mesh by which weights are shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ways {
+pub struct AdaptiveMesh {
     pub(super) weights: Parallel,
-    pub(super) ways: usize,
+    pub(super) adaptive_r: usize,
 }
 
-impl Ways {
+impl AdaptiveMesh {
     /// # Errors
-    /// [`StrategyError::Ways`] for a number that is neither 0 nor a divisor of the slices.
-    pub fn new(weights: Parallel, ways: usize) -> Result<Ways, StrategyError> {
-        let shards = weights.shards;
-        if ways == 0 || shards.is_multiple_of(ways) {
-            Ok(Ways { weights, ways })
+    /// [`StrategyError::AdaptiveMesh`] for a number that is neither 0 nor a divisor of the shards.
+    pub fn new(weights: Parallel, adaptive_r: usize) -> Result<AdaptiveMesh, StrategyError> {
+        let expert_tp = weights.expert_tp;
+        if adaptive_r == 0 || expert_tp.is_multiple_of(adaptive_r) {
+            Ok(AdaptiveMesh {
+                weights,
+                adaptive_r,
+            })
         } else {
-            Err(StrategyError::Ways { ways, shards })
+            Err(StrategyError::AdaptiveMesh {
+                adaptive_r,
+                expert_tp,
+            })
         }
     }
 
     /// The same, if at most so many experts may have shadows at it.
     ///
     /// # Errors
-    /// [`StrategyError::Shadows`] where experts are in slices, or rows stay.
-    pub fn shadowing(self, shadows: usize) -> Result<Ways, StrategyError> {
-        let (ways, shards) = (self.ways, self.weights.shards);
-        if shadows == 0 || (ways, shards) == (1, 1) {
+    /// [`StrategyError::Shadows`] where experts are in shards, or rows stay.
+    pub fn shadowing(self, shadows: usize) -> Result<AdaptiveMesh, StrategyError> {
+        let (adaptive_r, expert_tp) = (self.adaptive_r, self.weights.expert_tp);
+        if shadows == 0 || (adaptive_r, expert_tp) == (1, 1) {
             Ok(self)
         } else {
             Err(StrategyError::Shadows {
                 shadows,
-                shards,
-                ways,
+                expert_tp,
+                adaptive_r,
             })
         }
     }
 
     /// All that a mesh can have, ascending.
     pub fn all(weights: Parallel) -> Vec<usize> {
-        let divides = |ways: &usize| weights.shards.is_multiple_of(*ways);
-        let divisors = (1..=weights.shards).filter(divides);
+        let divides = |adaptive_r: &usize| weights.expert_tp.is_multiple_of(*adaptive_r);
+        let divisors = (1..=weights.expert_tp).filter(divides);
         [0].into_iter().chain(divisors).collect()
     }
 
-    /// To how many slices; 0 where rows stay.
+    /// To how many shards; 0 where rows stay.
     pub fn count(&self) -> usize {
-        self.ways
+        self.adaptive_r
     }
 
     /// Whether every rank multiplies with what it owns, and no weight travels.
-    pub fn own_alone(&self) -> bool {
-        self.ways == self.weights.shards
+    pub fn is_owner_only(&self) -> bool {
+        self.adaptive_r == self.weights.expert_tp
     }
 
     /// Slices of an owner in one that a rank multiplies with.
     pub fn width(&self) -> usize {
-        self.weights.shards / self.ways.max(1)
+        self.weights.expert_tp / self.adaptive_r.max(1)
     }
 
     /// The mesh that rows travel in.
     pub fn mesh(&self) -> Parallel {
         let Parallel { ep, dp, .. } = self.weights;
-        let (ep, shards, dp) = match self.ways {
+        let (ep, expert_tp, dp) = match self.adaptive_r {
             0 => (1, 1, self.weights.ranks()),
-            ways => (ep, ways, dp * self.width()),
+            adaptive_r => (ep, adaptive_r, dp * self.width()),
         };
         Parallel {
             ep,
-            shards,
+            expert_tp,
             dp,
             shared: SharedExperts::Whole,
         }
     }
 
     /// Where a rank is in that mesh.
-    pub fn place(&self, rank: usize) -> Place {
-        if self.ways == 0 {
-            let (ep, shard) = (0, 0);
-            return Place {
-                dp: rank,
-                ep,
-                shard,
-            };
+    pub fn place(&self, rank: usize) -> RankCoords {
+        if self.adaptive_r == 0 {
+            let (ep, tp) = (0, 0);
+            return RankCoords { dp: rank, ep, tp };
         }
-        let Parallel { ep, shards, .. } = self.weights;
-        let (width, owner) = (self.width(), rank % shards);
-        Place {
-            dp: rank / (ep * shards) * width + owner % width,
-            ep: rank / shards % ep,
-            shard: owner / width,
+        let Parallel { ep, expert_tp, .. } = self.weights;
+        let (width, owner) = (self.width(), rank % expert_tp);
+        RankCoords {
+            dp: rank / (ep * expert_tp) * width + owner % width,
+            ep: rank / expert_tp % ep,
+            tp: owner / width,
         }
     }
 
     /// The rank at a place of that mesh.
-    pub fn rank(&self, place: Place) -> usize {
-        if self.ways == 0 {
+    pub fn rank(&self, place: RankCoords) -> usize {
+        if self.adaptive_r == 0 {
             return place.dp;
         }
-        let Parallel { ep, shards, .. } = self.weights;
-        let (width, Place { dp, shard, .. }) = (self.width(), place);
-        (dp / width * ep + place.ep) * shards + shard * width + dp % width
+        let Parallel { ep, expert_tp, .. } = self.weights;
+        let (width, RankCoords { dp, tp, .. }) = (self.width(), place);
+        (dp / width * ep + place.ep) * expert_tp + tp * width + dp % width
     }
 
     /// How many ranks own what one multiplies with.
     pub fn owners(&self) -> usize {
-        match self.ways {
+        match self.adaptive_r {
             0 => self.weights.group(),
             _ => self.width(),
         }
@@ -130,10 +132,10 @@ impl Ways {
     }
 }
 
-/// Where in a tensor of a rank's experts' side a part of one owner lies: rows of elements in a
+/// Where in a tensor of a rank's expert part a part of one owner lies: rows of elements in a
 /// row, so many elements from one row to the next. The owner has them without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Strip {
+pub struct ShardRegion {
     /// Which rank of the block.
     pub owner: usize,
     /// Where the owner's own tensor has them.
@@ -148,7 +150,7 @@ pub struct Strip {
     pub stride: usize,
 }
 
-impl Strip {
+impl ShardRegion {
     /// All elements.
     pub fn elements(&self) -> usize {
         self.rows * self.row
@@ -157,15 +159,18 @@ impl Strip {
 
 impl RankPlan {
     /// How rows travel.
-    pub fn by(&self) -> Ways {
-        let (weights, ways) = (self.mesh, self.ways);
-        Ways { weights, ways }
+    pub fn by(&self) -> AdaptiveMesh {
+        let (weights, adaptive_r) = (self.mesh, self.adaptive_r);
+        AdaptiveMesh {
+            weights,
+            adaptive_r,
+        }
     }
 
     /// Which groups of the mesh that rows travel in multiply with which experts: where rows
     /// stay, each with all of them in order.
     pub fn row_placement(&self) -> Placement {
-        match self.ways {
+        match self.adaptive_r {
             0 => Placement::contiguous(1, self.tokens.spec.shape.experts),
             _ => self.placement(),
         }
@@ -177,33 +182,33 @@ impl RankPlan {
         self.row_placement().of(place.ep).into_owned()
     }
 
-    /// The parts of a weight of the experts' side, or of its gradient, that the ranks of this
-    /// one's block own, in the order of ranks; slices cut it along dimension `cut`, if they
+    /// The parts of a weight of the expert part, or of its gradient, that the ranks of this
+    /// one's block own, in the order of ranks; shards cut it along dimension `cut`, if they
     /// do. What they do not cut, the last bias, the first of them owns alone; of an expert with
     /// replicas the owner's is a part, where those are gathered that are on several groups.
-    pub fn strips(&self, tensor: TensorId, cut: Option<usize>) -> Vec<Strip> {
+    pub fn regions(&self, tensor: TensorId, cut: Option<usize>) -> Vec<ShardRegion> {
         let shape = &self.experts[tensor].shape;
         let shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
         let by = self.by();
         let block = by.block(self.mesh.rank(self.place));
         let placement = self.placement();
         let owners = block.clone().map(|rank| (rank - block.start, rank));
-        let strips = |(owner, rank): (usize, usize)| {
-            let slice = rank % self.mesh.shards % by.width();
+        let regions = |(owner, rank): (usize, usize)| {
+            let slice = rank % self.mesh.expert_tp % by.width();
             let owns = cut.is_some() || slice == 0;
             let runs = owns.then(|| self.runs(&placement, rank));
             let runs = runs.into_iter().flatten();
-            let strip = |run| self.strip(&shape, cut, (owner, slice), run);
-            runs.map(strip).collect::<Vec<_>>()
+            let region = |run| self.region(&shape, cut, (owner, slice), run);
+            runs.map(region).collect::<Vec<_>>()
         };
-        owners.flat_map(strips).collect()
+        owners.flat_map(regions).collect()
     }
 
-    /// Experts of a rank of the block that others gather, in a row on both sides: the first
+    /// Experts of a rank of the block that others gather, in a row on both parts: the first
     /// one's number there, here, and how many.
     fn runs(&self, placement: &Placement, rank: usize) -> Vec<[usize; 3]> {
-        let ep = rank / self.mesh.shards % self.mesh.ep;
-        if self.ways > 0 {
+        let ep = rank / self.mesh.expert_tp % self.mesh.ep;
+        if self.adaptive_r > 0 {
             // The ranks of a block have the same experts.
             return vec![[0, 0, placement.count(ep)]];
         }
@@ -217,13 +222,13 @@ impl RankPlan {
         runs.map(|run| [run[0].0, run[0].1, run.len()]).collect()
     }
 
-    fn strip(
+    fn region(
         &self,
         shape: &[usize],
         cut: Option<usize>,
         (owner, slice): (usize, usize),
         [slot, here, experts]: [usize; 3],
-    ) -> Strip {
+    ) -> ShardRegion {
         let width = self.by().width();
         let (before, behind) = shape.split_at(cut.unwrap_or(1));
         let each = before[1..].iter().product::<usize>();
@@ -231,7 +236,7 @@ impl RankPlan {
         let stride: usize = behind.iter().product();
         let row = cut.map_or(stride, |_| stride / width);
         let first = here * shape[1..].iter().product::<usize>() + slice * row;
-        let strip = Strip {
+        let region = ShardRegion {
             owner,
             own: slot * each * row,
             first,
@@ -240,20 +245,20 @@ impl RankPlan {
             stride,
         };
         if row == stride {
-            Strip {
+            ShardRegion {
                 rows: 1,
                 row: rows * row,
                 stride: rows * row,
-                ..strip
+                ..region
             }
         } else {
-            strip
+            region
         }
     }
 }
 
-/// The dimension of a weight of experts, by its name, along which slices cut it: the hidden
-/// one. `None` for the last bias, which the first slice has.
+/// The dimension of a weight of experts, by its name, along which shards cut it: the hidden
+/// one. `None` for the last bias, which the first shard has.
 pub(super) fn cut_of(name: &str) -> Option<usize> {
     match name.rsplit_once("experts.")?.1 {
         "gate.weight" | "up.weight" | "gate.bias" | "up.bias" => Some(1),
@@ -279,9 +284,9 @@ mod tests {
             (5, 2, 3),
             (1, 1, 1),
         ];
-        sizes.into_iter().map(|(ep, shards, dp)| Parallel {
+        sizes.into_iter().map(|(ep, expert_tp, dp)| Parallel {
             ep,
-            shards,
+            expert_tp,
             dp,
             ..Parallel::default()
         })
@@ -290,25 +295,25 @@ mod tests {
     #[test]
     fn every_rank_has_one_place_at_any_number_of_ways() {
         for mesh in meshes() {
-            for ways in Ways::all(mesh) {
-                let by = Ways::new(mesh, ways).unwrap();
+            for adaptive_r in AdaptiveMesh::all(mesh) {
+                let by = AdaptiveMesh::new(mesh, adaptive_r).unwrap();
                 assert_eq!(by.mesh().ranks(), mesh.ranks());
                 for rank in 0..mesh.ranks() {
                     let place = by.place(rank);
-                    assert_eq!(by.rank(place), rank, "{mesh:?}, {ways} ways");
-                    assert!(!by.own_alone() || mesh.place(rank) == Ok(place));
+                    assert_eq!(by.rank(place), rank, "{mesh:?}, {adaptive_r} adaptive_r");
+                    assert!(!by.is_owner_only() || mesh.place(rank) == Ok(place));
                     // Of a block each does the same for other tokens.
                     let block = by.block(rank);
                     assert!(block.contains(&rank));
-                    let kept = |rank: usize| (by.place(rank).ep, by.place(rank).shard);
+                    let kept = |rank: usize| (by.place(rank).ep, by.place(rank).tp);
                     assert!(block.clone().all(|other| kept(other) == kept(rank)));
                     let others = block.map(|rank| by.place(rank).dp);
                     let others: std::collections::BTreeSet<_> = others.collect();
                     assert_eq!(others.len(), by.owners());
                 }
             }
-            let more = mesh.shards + 1;
-            assert!(Ways::new(mesh, more).is_err());
+            let more = mesh.expert_tp + 1;
+            assert!(AdaptiveMesh::new(mesh, more).is_err());
         }
     }
 
@@ -330,9 +335,9 @@ mod tests {
         let parsed = |text: &str| text.parse::<Placement>().unwrap();
         let both = |mesh: Parallel| [None, placements(mesh.ep).map(parsed)].map(|p| (mesh, p));
         for (mesh, placement) in meshes().flat_map(both) {
-            for ways in Ways::all(mesh) {
+            for adaptive_r in AdaptiveMesh::all(mesh) {
                 let rank = mesh.ranks() * 2 / 3;
-                let sharing = Sharing::from(mesh).at_ways(ways);
+                let sharing = Sharing::from(mesh).at_r(adaptive_r);
                 let sharing = sharing.placed(placement.as_ref());
                 let plan = plan_rank(&spec, target, &options, sharing, rank).unwrap();
                 for (at, tensor) in plan.experts.tensors.iter().enumerate() {
@@ -365,21 +370,21 @@ mod tests {
             _ => [experts[e], a, b],
         };
         let (placement, all) = (plan.placement(), plan.experts_here());
-        let here = hidden(by.place(rank).shard, by.mesh()).start;
+        let here = hidden(by.place(rank).tp, by.mesh()).start;
         let mut covered = vec![0; shape.iter().product()];
-        for strip in plan.strips(tensor, cut) {
-            let owner = mesh.place(by.block(rank).start + strip.owner).unwrap();
+        for region in plan.regions(tensor, cut) {
+            let owner = mesh.place(by.block(rank).start + region.owner).unwrap();
             let experts = placement.of(owner.ep);
             let mut own = shape.clone();
             own[0] = experts.len();
             if let Some(cut) = cut {
-                own[cut] = 24 / mesh.shards;
+                own[cut] = 24 / mesh.expert_tp;
             }
-            let theirs = cut.map_or(0, |_| hidden(owner.shard, mesh).start);
-            for index in 0..strip.elements() {
-                let at = strip.first + index / strip.row * strip.stride + index % strip.row;
+            let theirs = cut.map_or(0, |_| hidden(owner.tp, mesh).start);
+            for index in 0..region.elements() {
+                let at = region.first + index / region.row * region.stride + index % region.row;
                 covered[at] += 1;
-                let from = whole(coordinates(strip.own + index, &own), &experts, theirs);
+                let from = whole(coordinates(region.own + index, &own), &experts, theirs);
                 let first = cut.map_or(0, |_| here);
                 let to = whole(coordinates(at, &shape), &all, first);
                 assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);

@@ -7,7 +7,7 @@ use super::mesh::{layer_on, mesh, part, shares, spec};
 use super::simulated::open;
 use super::trained::COUNTERS;
 use moesaic::collectives::{Call, Collectives, threads};
-use moesaic::mesh::{Both, Wire};
+use moesaic::mesh::{Both, CommDtype};
 use moesaic::plan::SATURATED;
 use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Training};
 use std::collections::BTreeMap;
@@ -114,7 +114,7 @@ fn errors_are_those_of_the_format() {
         };
         let exact = nodes.trained(&case, "default");
         for (wire, format) in ERRORS {
-            let packed = nodes.trained(&case, &format!("wire={wire}"));
+            let packed = nodes.trained(&case, &format!("comm_dtype={wire}"));
             assert_eq!(packed.len(), exact.len());
             for (name, want) in &exact {
                 let error = error(&packed[name], want);
@@ -126,9 +126,9 @@ fn errors_are_those_of_the_format() {
             }
         }
         // Forward alone, and backward alone.
-        let forward = nodes.trained(&case, "wire=fp8/exact");
+        let forward = nodes.trained(&case, "comm_dtype=fp8/none");
         assert!(error(&forward["y"], &exact["y"]) > 2e-3);
-        let backward = nodes.trained(&case, "wire=exact/fp8");
+        let backward = nodes.trained(&case, "comm_dtype=none/fp8");
         assert_eq!(backward["y"], exact["y"]);
         assert!(error(&backward["dx"], &exact["dx"]) > 2e-3);
     }
@@ -147,7 +147,7 @@ fn simulated_gpus_pack_rows() {
             per_node: 1,
         };
         let exact = nodes.trained(&case, "default");
-        let packed = nodes.trained(&case, "wire=fp8/f16");
+        let packed = nodes.trained(&case, "comm_dtype=fp8/f16");
         for (name, format) in [("y", 2.6e-2), ("dx", 2.6e-2)] {
             let error = error(&packed[name], &exact[name]);
             let found = error > 0.3 * format && error < 2.0 * format;
@@ -167,9 +167,10 @@ fn routes_change_nothing() {
             parallel,
             per_node,
         };
-        let straight = nodes.trained(&case, "wire=fp8/f16");
+        let straight = nodes.trained(&case, "comm_dtype=fp8/f16");
         for route in ["intra-first", "inter-first", "concurrent"] {
-            let same = nodes.trained(&case, &format!("route={route},wire=fp8/f16")) == straight;
+            let same =
+                nodes.trained(&case, &format!("all_to_all={route},comm_dtype=fp8/f16")) == straight;
             assert!(same, "{route} on {parallel:?}");
         }
     }
@@ -189,7 +190,7 @@ fn rows_of_one_node_stay_as_they_are() {
         };
         let exact = nodes.trained(&case, "default");
         assert_eq!(
-            nodes.trained(&case, &format!("wire={wire}")),
+            nodes.trained(&case, &format!("comm_dtype={wire}")),
             exact,
             "{wire}"
         );
@@ -204,7 +205,7 @@ fn rows_of_one_node_stay_as_they_are() {
         };
         let (exact, packed) = (
             nodes.trained(&case, "default"),
-            nodes.trained(&case, "wire=fp8"),
+            nodes.trained(&case, "comm_dtype=fp8"),
         );
         assert_eq!(exact["y"].len(), packed["y"].len());
     }
@@ -230,7 +231,7 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
     };
     let shares = shares(case.input.tokens, 4);
     let counts = nodes.each(|mesh| {
-        let mut layer = nodes.layer(mesh, &case, "wire=f16");
+        let mut layer = nodes.layer(mesh, &case, "comm_dtype=f16");
         let input = part(&case, &shares[mesh.rank()]);
         let names = ["y", "topk_ids", SATURATED];
         let output = layer.forward_with(&input.input(), &names).unwrap();
@@ -250,9 +251,9 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
         // The next call counts for itself, and other formats count nothing.
         let again = layer.forward_with(&input.input(), &[SATURATED]).unwrap();
         assert_eq!(longs(&again, SATURATED), [expected as i64]);
-        for wire in [Wire::Fp8, Wire::Bf16, Wire::Exact] {
+        for wire in [CommDtype::Fp8, CommDtype::Bf16, CommDtype::Unchanged] {
             let strategy = Strategy {
-                wire: Both::same(wire),
+                comm_dtype: Both::same(wire),
                 ..Strategy::default()
             };
             layer.set_strategy(strategy).unwrap();
@@ -276,7 +277,7 @@ fn backward_goes_as_forward_did_and_counts_its_own() {
     nodes.each(|mesh| {
         let tokens = &shares(24, 2)[mesh.rank()];
         let input = part(&case, tokens);
-        let mut layer = nodes.layer(mesh, &case, "wire=exact/f16");
+        let mut layer = nodes.layer(mesh, &case, "comm_dtype=none/f16");
         let (_, saved) = layer
             .forward_train(&input.input(), &["y"], COUNTERS)
             .unwrap();

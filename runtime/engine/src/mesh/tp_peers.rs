@@ -1,19 +1,19 @@
-//! Which tokens go where between ranks with slices of the same shared experts.
+//! Which tokens go where group ranks with shards of the same shared experts.
 
-use super::rows::Piece;
+use super::rows::RowRange;
 
-/// The tokens of the ranks with slices of the same experts, one rank's after the other's.
+/// The tokens of the ranks with shards of the same experts, one rank's after the other's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Neighbours {
+pub(super) struct TpPeers {
     /// Tokens of each.
     counts: Vec<usize>,
     /// Which of them this is.
     own: usize,
 }
 
-impl Neighbours {
-    pub fn new(counts: Vec<usize>, own: usize) -> Neighbours {
-        Neighbours { counts, own }
+impl TpPeers {
+    pub fn new(counts: Vec<usize>, own: usize) -> TpPeers {
+        TpPeers { counts, own }
     }
 
     /// Tokens of all.
@@ -22,29 +22,29 @@ impl Neighbours {
     }
 
     /// What this rank sends to each: all of its rows.
-    pub fn sent(&self) -> Vec<Piece> {
+    pub fn sent(&self) -> Vec<RowRange> {
         let rows = self.counts[self.own];
-        let piece = |peer| Piece {
+        let chunk = |peer| RowRange {
             peer,
             first: 0,
             rows,
         };
-        let pieces = (0..self.counts.len()).map(piece);
-        pieces.filter(|piece| piece.rows > 0).collect()
+        let chunks = (0..self.counts.len()).map(chunk);
+        chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 
     /// Where the rows of each arrive.
-    pub fn arrived(&self) -> Vec<Piece> {
+    pub fn arrived(&self) -> Vec<RowRange> {
         let mut first = 0;
-        let pieces = self.counts.iter().enumerate().map(|(peer, &rows)| {
+        let chunks = self.counts.iter().enumerate().map(|(peer, &rows)| {
             first += rows;
-            Piece {
+            RowRange {
                 peer,
                 first: first - rows,
                 rows,
             }
         });
-        pieces.filter(|piece| piece.rows > 0).collect()
+        chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 
     /// Elements of each one's rows, of so many in a row.
@@ -65,10 +65,10 @@ mod tests {
     #[test]
     fn tokens_of_slices_lie_by_rank() {
         let counts = vec![2, 0, 3];
-        let at = |own| Neighbours::new(counts.clone(), own);
-        let places = |pieces: Vec<Piece>| -> Vec<_> {
-            let pieces = pieces.into_iter();
-            pieces.map(|p| (p.peer, p.first, p.rows)).collect()
+        let at = |own| TpPeers::new(counts.clone(), own);
+        let places = |chunks: Vec<RowRange>| -> Vec<_> {
+            let chunks = chunks.into_iter();
+            chunks.map(|p| (p.peer, p.first, p.rows)).collect()
         };
         assert_eq!(places(at(0).arrived()), [(0, 0, 2), (2, 2, 3)]);
         assert_eq!(places(at(2).sent()), [(0, 0, 3), (1, 0, 3), (2, 0, 3)]);

@@ -1,15 +1,15 @@
-//! What launches of each side cost a rank.
+//! What launches of each part cost a rank.
 
+use crate::collective_ops::CommConfig;
 use crate::cost::{Cost, Launches, Rows};
 use crate::geometry::Rank;
-use crate::ways::Travel;
-use moesaic_plan::{LayerPlan, Side, Step};
+use moesaic_plan::{LayerPlan, PlanPart, Step};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Costs of the launches of each side, in one pass.
-pub(crate) struct Sides {
+/// Costs of the launches of each part, in one pass.
+pub(crate) struct PartCosts {
     tokens: Rc<Launches>,
     experts: Rc<Launches>,
     shared: Option<Rc<Launches>>,
@@ -19,59 +19,59 @@ pub(crate) struct Sides {
 }
 
 /// Costs of the launches of a plan's passes, for a range of rows each.
-pub(crate) type Costs = RefCell<HashMap<(Side, &'static str, [u64; 2]), Rc<Launches>>>;
+pub(crate) type Costs = RefCell<HashMap<(PlanPart, &'static str, [u64; 2]), Rc<Launches>>>;
 
-/// A pass: its steps, and those of each side's plan.
+/// A pass: its steps, and those of each part's plan.
 pub(crate) type StepsOf = fn(&LayerPlan) -> &[Step];
 
-/// Pieces have at least a part `least` of the rows.
-pub(crate) fn sides(
+/// Chunks have at least a part `least` of the rows.
+pub(crate) fn part_costs(
     ranks: &[Rank],
-    travel: &Travel,
+    comm: &CommConfig,
     pass: &'static str,
     of: StepsOf,
     least: f64,
-) -> Sides {
+) -> PartCosts {
     let range = |rows: &dyn Fn(&Rank) -> f64| {
         let each = ranks.iter().map(rows);
         each.fold((f64::INFINITY, 0.0f64), |(low, high), n| {
             (low.min(n), high.max(n))
         })
     };
-    let plan = travel.plan;
-    let made = |side: Side, (few, many): (f64, f64)| {
-        let key = (side, pass, [few, many].map(f64::to_bits));
-        let mut costs = travel.costs.borrow_mut();
+    let plan = comm.plan;
+    let made = |part: PlanPart, (few, many): (f64, f64)| {
+        let key = (part, pass, [few, many].map(f64::to_bits));
+        let mut costs = comm.costs.borrow_mut();
         let make = || {
-            let plan = plan.side(side);
-            Rc::new(Launches::new(plan, of(plan), travel.machine, few, many))
+            let plan = plan.part(part);
+            Rc::new(Launches::new(plan, of(plan), comm.machine, few, many))
         };
         Rc::clone(costs.entry(key).or_insert_with(make))
     };
     let tokens = range(&|rank| rank.tokens);
-    let (few, many) = range(&|rank| all_rows(travel, rank));
-    let shards = travel.mesh.shards as f64;
-    let neighbours = (tokens.0 * shards, tokens.1 * shards);
-    let shares = travel.machine.compute.ranks_per_processor > 1.0;
+    let (few, many) = range(&|rank| all_rows(comm, rank));
+    let expert_tp = comm.mesh.expert_tp as f64;
+    let neighbours = (tokens.0 * expert_tp, tokens.1 * expert_tp);
+    let shares = comm.machine.compute.ranks_per_processor > 1.0;
     let beside = ranks.iter().filter(|_| shares);
-    Sides {
-        beside: beside.map(|rank| all_rows(travel, rank)).collect(),
-        tokens: made(Side::Tokens, tokens),
-        experts: made(Side::Experts, (few * least, many)),
+    PartCosts {
+        beside: beside.map(|rank| all_rows(comm, rank)).collect(),
+        tokens: made(PlanPart::Dispatch, tokens),
+        experts: made(PlanPart::Experts, (few * least, many)),
         shared: plan
             .shared
             .is_some()
-            .then(|| made(Side::Shared, neighbours)),
+            .then(|| made(PlanPart::Shared, neighbours)),
         shadows: plan
             .shadows
             .is_some()
-            .then(|| made(Side::Shadows, range(&|rank| rank.stay.iter().sum()))),
+            .then(|| made(PlanPart::Shadows, range(&|rank| rank.stay.iter().sum()))),
     }
 }
 
 /// Rows at a rank's experts.
-fn all_rows(travel: &Travel, rank: &Rank) -> f64 {
-    rows_of(travel, rank).iter().sum()
+fn all_rows(comm: &CommConfig, rank: &Rank) -> f64 {
+    rows_of(comm, rank).iter().sum()
 }
 
 /// What a rank's launches at its experts take, of what they take while all ranks that share
@@ -87,58 +87,58 @@ fn of_shared(beside: &[f64], own: f64, ranks_per_processor: f64) -> f64 {
 }
 
 /// Rows of a rank by expert.
-fn rows_of(travel: &Travel, rank: &Rank) -> Vec<f64> {
-    match travel.ways {
+fn rows_of(comm: &CommConfig, rank: &Rank) -> Vec<f64> {
+    match comm.adaptive_r {
         0 => {
             // As many as its tokens have, as evenly as those that arrive.
-            let experts = travel.plan.tokens.spec.shape.experts;
+            let experts = comm.plan.tokens.spec.shape.experts;
             vec![rank.rows / experts as f64; experts]
         }
         _ => rank
             .arriving
             .iter()
-            .map(|rows| rows * travel.part())
+            .map(|rows| rows * comm.part())
             .collect(),
     }
 }
 
 pub(crate) fn cost(
-    travel: &Travel,
-    sides: &Sides,
+    comm: &CommConfig,
+    parts: &PartCosts,
     rank: &Rank,
-    (side, step): (Side, usize),
-    part: f64,
+    (part, step): (PlanPart, usize),
+    of_rows: f64,
     multiprocessors: f64,
 ) -> Cost {
-    let machine = travel.machine;
+    let machine = comm.machine;
     let alone = |all: f64| Rows {
         all,
         by_expert: &[],
         multiprocessors,
     };
-    match side {
-        Side::Tokens => sides.tokens.cost(step, machine, alone(rank.tokens)),
+    match part {
+        PlanPart::Dispatch => parts.tokens.cost(step, machine, alone(rank.tokens)),
         // Nothing is launched where no expert has one.
-        Side::Shadows if rank.stay.is_empty() => Cost::default(),
-        Side::Shadows => {
+        PlanPart::Shadows if rank.stay.is_empty() => Cost::default(),
+        PlanPart::Shadows => {
             let rows = by_expert(&rank.stay, multiprocessors);
-            let shadows = sides.shadows.as_ref();
+            let shadows = parts.shadows.as_ref();
             shadows.map_or_else(Cost::default, |shadows| shadows.cost(step, machine, rows))
         }
-        Side::Shared => {
-            let tokens = rank.tokens * travel.mesh.shards as f64;
-            let shared = sides.shared.as_ref();
+        PlanPart::Shared => {
+            let tokens = rank.tokens * comm.mesh.expert_tp as f64;
+            let shared = parts.shared.as_ref();
             shared.map_or_else(Cost::default, |shared| {
                 shared.cost(step, machine, alone(tokens))
             })
         }
-        Side::Experts => {
-            let mut rows = rows_of(travel, rank);
+        PlanPart::Experts => {
+            let mut rows = rows_of(comm, rank);
             let own = rows.iter().sum();
-            let by = of_shared(&sides.beside, own, machine.compute.ranks_per_processor);
-            rows.iter_mut().for_each(|n| *n *= part);
+            let by = of_shared(&parts.beside, own, machine.compute.ranks_per_processor);
+            rows.iter_mut().for_each(|n| *n *= of_rows);
             let rows = by_expert(&rows, multiprocessors);
-            sides.experts.cost(step, machine, rows).times(by)
+            parts.experts.cost(step, machine, rows).times(by)
         }
     }
 }
@@ -151,22 +151,22 @@ fn by_expert(rows: &[f64], multiprocessors: f64) -> Rows<'_> {
     }
 }
 
-pub(crate) fn name(sides: &Sides, (side, step): (Side, usize)) -> String {
-    let launches = match side {
-        Side::Tokens => Some(&sides.tokens),
-        Side::Experts => Some(&sides.experts),
-        Side::Shared => sides.shared.as_ref(),
-        Side::Shadows => sides.shadows.as_ref(),
+pub(crate) fn name(parts: &PartCosts, (part, step): (PlanPart, usize)) -> String {
+    let launches = match part {
+        PlanPart::Dispatch => Some(&parts.tokens),
+        PlanPart::Experts => Some(&parts.experts),
+        PlanPart::Shared => parts.shared.as_ref(),
+        PlanPart::Shadows => parts.shadows.as_ref(),
     };
     launches.map_or_else(String::new, |launches| launches.name(step).to_string())
 }
 
-pub(crate) fn whose(side: Side) -> &'static str {
-    match side {
-        Side::Tokens => "tokens",
-        Side::Experts => "experts",
-        Side::Shared => "shared",
-        Side::Shadows => "shadows",
+pub(crate) fn whose(part: PlanPart) -> &'static str {
+    match part {
+        PlanPart::Dispatch => "tokens",
+        PlanPart::Experts => "experts",
+        PlanPart::Shared => "shared",
+        PlanPart::Shadows => "shadows",
     }
 }
 

@@ -1,37 +1,37 @@
 //! What ranks have of a parameter, by its name.
 
-use super::ranks::Among;
+use super::ranks::ProcessGroup;
 use moesaic_plan::Parallel;
 
 /// How ranks share a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Share {
+pub(super) struct Sharding {
     /// Who has the same of it.
-    pub among: Among,
-    /// The dimension along which slices cut it, if they do.
+    pub among: ProcessGroup,
+    /// The dimension along which shards cut it, if they do.
     pub hidden: Option<usize>,
-    /// The first slice alone adds it; the others hold zeros.
+    /// The first shard alone adds it; the others hold zeros.
     pub once: bool,
 }
 
-impl Share {
+impl Sharding {
     /// Of a parameter of this name, with anything in front.
-    pub fn of(mesh: Parallel, name: &str) -> Share {
+    pub fn of(mesh: Parallel, name: &str) -> Sharding {
         if let Some(part) = expert_part(name) {
-            return Share {
-                among: Among::Replicas,
+            return Sharding {
+                among: ProcessGroup::ExpertDp,
                 hidden: hidden_dimension(part).map(|dimension| dimension + 1),
                 once: part == LAST_BIAS,
             };
         }
-        match shared_part(name).filter(|_| mesh.slices_shared()) {
-            Some((_, part)) => Share {
-                among: Among::SameSlice,
+        match shared_part(name).filter(|_| mesh.shards_shared()) {
+            Some((_, part)) => Sharding {
+                among: ProcessGroup::EpDp,
                 hidden: hidden_dimension(part),
                 once: part == LAST_BIAS,
             },
-            None => Share {
-                among: Among::World,
+            None => Sharding {
+                among: ProcessGroup::World,
                 hidden: None,
                 once: false,
             },
@@ -40,12 +40,12 @@ impl Share {
 
     /// Whether the first dimension counts experts, of which ranks have some.
     pub fn counts_experts(&self) -> bool {
-        self.among == Among::Replicas
+        self.among == ProcessGroup::ExpertDp
     }
 
     /// Whether all have all of it.
     pub fn is_everywhere(&self) -> bool {
-        self.among == Among::World
+        self.among == ProcessGroup::World
     }
 }
 
@@ -89,24 +89,24 @@ mod tests {
     fn a_name_says_who_has_the_same() {
         let whole = Parallel {
             ep: 2,
-            shards: 2,
+            expert_tp: 2,
             ..Parallel::default()
         };
         let sliced = Parallel {
-            shared: SharedExperts::Sliced,
+            shared: SharedExperts::Sharded,
             ..whole
         };
-        let among = |mesh, name| Share::of(mesh, name).among;
+        let among = |mesh, name| Sharding::of(mesh, name).among;
         for name in ["experts.up.weight", "block3.experts.down.bias"] {
-            assert_eq!(among(whole, name), Among::Replicas);
-            assert_eq!(among(sliced, name), Among::Replicas);
+            assert_eq!(among(whole, name), ProcessGroup::ExpertDp);
+            assert_eq!(among(sliced, name), ProcessGroup::ExpertDp);
         }
         for name in [
             "shared.0.up.weight",
             "optimizer.first.b3.shared.12.down.bias",
         ] {
-            assert_eq!(among(whole, name), Among::World);
-            assert_eq!(among(sliced, name), Among::SameSlice);
+            assert_eq!(among(whole, name), ProcessGroup::World);
+            assert_eq!(among(sliced, name), ProcessGroup::EpDp);
         }
         for name in [
             "shared.0.router.weight",
@@ -114,20 +114,20 @@ mod tests {
             "unshared.0.up.weight",
             "router.weight",
         ] {
-            assert_eq!(among(sliced, name), Among::World);
+            assert_eq!(among(sliced, name), ProcessGroup::World);
         }
         let one = Parallel {
-            shards: 1,
+            expert_tp: 1,
             ..sliced
         };
-        assert_eq!(among(one, "shared.0.up.weight"), Among::World);
+        assert_eq!(among(one, "shared.0.up.weight"), ProcessGroup::World);
     }
 
     #[test]
     fn slices_cut_the_hidden_dimension() {
         let mesh = Parallel {
-            shards: 2,
-            shared: SharedExperts::Sliced,
+            expert_tp: 2,
+            shared: SharedExperts::Sharded,
             ..Parallel::default()
         };
         for (part, dimension) in [
@@ -136,8 +136,8 @@ mod tests {
             ("down.weight", Some(1)),
             ("down.bias", None),
         ] {
-            let shared = Share::of(mesh, &format!("a.shared.3.{part}"));
-            let routed = Share::of(mesh, &format!("a.experts.{part}"));
+            let shared = Sharding::of(mesh, &format!("a.shared.3.{part}"));
+            let routed = Sharding::of(mesh, &format!("a.experts.{part}"));
             assert_eq!(shared.hidden, dimension);
             assert_eq!(routed.hidden, dimension.map(|at| at + 1));
             assert_eq!([shared.once, routed.once], [part == "down.bias"; 2]);
