@@ -46,7 +46,7 @@ use data::{Call, Folder};
 use gauge::Gauge;
 use here::Here;
 use moesaic::DType;
-use peer::{Peer, Way};
+use peer::{Peer, Variant};
 use select::Selection;
 use shapes::Shape;
 use std::error::Error;
@@ -107,15 +107,15 @@ fn layer(
     let here = Here::new(&spec, &weights, threads, selection.pass)?;
     let router = data::router_rows(&weights);
     drop(weights);
-    let mut ways: Vec<Way> = Vec::new();
+    let mut variants: Vec<Variant> = Vec::new();
     for (index, peer) in peers.iter_mut().enumerate() {
-        ways.extend(peer.load(index, folder.path(), selection.pass));
+        variants.extend(peer.load(index, folder.path(), selection.pass));
     }
-    ways.retain(|way| !selection.without.contains(&way.title));
+    variants.retain(|variant| !selection.without.contains(&variant.title));
     let product = timing::torch_product(dtype, peers);
     table::head(shape, dtype, threads, product);
     let gauge = Gauge::new(threads, dtype)?;
-    let table = Table::new(&ways);
+    let table = Table::new(&variants);
     table.titles();
     for skew in &selection.skews {
         for &tokens in &selection.tokens {
@@ -124,8 +124,8 @@ fn layer(
             let work = Work::of(shape, dtype, tokens, &ids, selection.pass);
             let input = folder.input(&call, dtype, shape)?;
             let run = here.start(&call, &ids)?;
-            let equal = compare::all(&run, peers, &ways, &input, &folder, selection.pass)?;
-            let times = timing::pairs(&run, &work, &gauge, peers, &ways, &equal, selection)?;
+            let equal = compare::all(&run, peers, &variants, &input, &folder, selection.pass)?;
+            let times = timing::pairs(&run, &work, &gauge, peers, &variants, &equal, selection)?;
             table.row(*skew, tokens, selection.pass, &work, &times);
         }
     }

@@ -166,21 +166,21 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
             let tensors = baseline::tensors(&weights, 0..spec.shape.experts);
             let training = options.training.then(Training::default);
             let layer = engine.mesh_layer(&mesh, &spec, &tensors, training)?;
-            let mut sliced = None;
-            if size.is_multiple_of(SLICES) && options.hidden.is_multiple_of(SLICES) {
+            let mut sharded = None;
+            if size.is_multiple_of(SHARDS) && options.hidden.is_multiple_of(SHARDS) {
                 let parallel = Parallel {
-                    ep: size / SLICES,
-                    expert_tp: SLICES,
+                    ep: size / SHARDS,
+                    expert_tp: SHARDS,
                     ..Parallel::default()
                 };
                 let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_r();
-                sliced = Some(engine.mesh_layer(&mesh, &spec, &tensors, training)?);
+                sharded = Some(engine.mesh_layer(&mesh, &spec, &tensors, training)?);
             }
             let mut party = Party {
                 first: own == 0,
                 ranks: engine.ranks(&mesh),
                 layer,
-                sliced,
+                sharded,
                 baseline: Baseline::new(engine, &spec, &weights, (own, size), options.training)?,
                 rounds: options.rounds,
                 training: options.training,
@@ -212,43 +212,43 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
 
 /// How a pass is done.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum Variant {
     OneHot(Layout),
     Ours(Strategy),
     /// The same with experts in slices.
-    Sliced(Strategy),
+    Sharded(Strategy),
 }
 
-impl Way {
+impl Variant {
     fn name(self) -> String {
         match self {
-            Way::OneHot(Layout::BySource) => "one-hot, a product for each source".to_string(),
-            Way::OneHot(Layout::ByExpert) => "one-hot, a product for each expert".to_string(),
-            Way::Ours(strategy) if strategy == Strategy::default() => "linear".to_string(),
-            Way::Ours(strategy) => strategy.to_string(),
-            Way::Sliced(strategy) => format!("{SLICES} slices, {strategy}"),
+            Variant::OneHot(Layout::BySource) => "one-hot, a product for each source".to_string(),
+            Variant::OneHot(Layout::ByExpert) => "one-hot, a product for each expert".to_string(),
+            Variant::Ours(strategy) if strategy == Strategy::default() => "linear".to_string(),
+            Variant::Ours(strategy) => strategy.to_string(),
+            Variant::Sharded(strategy) => format!("{SHARDS} slices, {strategy}"),
         }
     }
 }
 
 /// Of an expert, in the second layer.
-const SLICES: usize = 2;
+const SHARDS: usize = 2;
 
 /// One stage: what it adds, and what it may choose from.
 struct Stage {
     name: &'static str,
-    ways: Vec<Way>,
+    variants: Vec<Variant>,
 }
 
 /// Stages in the order in which they are added. What a stage chooses from contains what the
 /// stages of our kernels before it could choose.
-fn stages(sliced: bool) -> Vec<Stage> {
-    let ours = |texts: &[&str]| -> Vec<Way> {
+fn stages(sharded: bool) -> Vec<Stage> {
+    let ours = |texts: &[&str]| -> Vec<Variant> {
         let parsed = texts.iter().filter_map(|text| text.parse().ok());
-        parsed.map(Way::Ours).collect()
+        parsed.map(Variant::Ours).collect()
     };
-    let linear = || vec![Way::Ours(Strategy::default())];
-    let routes = ours(&[
+    let linear = || vec![Variant::Ours(Strategy::default())];
+    let algorithms = ours(&[
         "all_to_all=2dh",
         "all_to_all=2dh-inter-first",
         "all_to_all=2dh-concurrent",
@@ -260,35 +260,35 @@ fn stages(sliced: bool) -> Vec<Stage> {
         "overlap_degree=2,overlap_by=peers",
         "overlap_degree=4,overlap_by=peers",
     ]);
-    let mut ways = ours(&["r=0"]);
-    if sliced {
+    let mut variants = ours(&["r=0"]);
+    if sharded {
         let inner = ["r=0", "r=1", "r=2"].map(str::parse);
-        ways.extend(inner.into_iter().flatten().map(Way::Sliced));
+        variants.extend(inner.into_iter().flatten().map(Variant::Sharded));
     }
     vec![
         Stage {
             name: "one-hot products, equal parts, linear",
-            ways: vec![Way::OneHot(Layout::BySource)],
+            variants: vec![Variant::OneHot(Layout::BySource)],
         },
         Stage {
             name: "+ flexible layout: one product an expert",
-            ways: vec![Way::OneHot(Layout::ByExpert)],
+            variants: vec![Variant::OneHot(Layout::ByExpert)],
         },
         Stage {
             name: "+ kernels",
-            ways: linear(),
+            variants: linear(),
         },
         Stage {
             name: "+ two-dimensional exchange",
-            ways: routes,
+            variants: algorithms,
         },
         Stage {
             name: "+ adaptive chunks",
-            ways: chunks,
+            variants: chunks,
         },
         Stage {
             name: "+ adaptive parallelism",
-            ways,
+            variants,
         },
     ]
 }
@@ -299,7 +299,7 @@ struct Party {
     ranks: Ranks,
     layer: MeshLayer,
     /// Where ranks can have slices.
-    sliced: Option<MeshLayer>,
+    sharded: Option<MeshLayer>,
     baseline: Baseline,
     rounds: usize,
     training: bool,
@@ -332,20 +332,23 @@ impl Party {
     fn stages(&mut self, world: &mut Communicator, tokens: usize) -> Result {
         let width = self.layer.plan().tokens.spec.shape.model_dim;
         let given = Given::new(world.rank(), tokens, width);
-        let stages = stages(self.sliced.is_some());
-        let ways: Vec<Way> = stages.iter().flat_map(|stage| stage.ways.clone()).collect();
-        let expected = self.prepared(world, ways[0], &given)?;
-        for &way in &ways[1..] {
-            let y = self.prepared(world, way, &given)?;
+        let stages = stages(self.sharded.is_some());
+        let variants: Vec<Variant> = stages
+            .iter()
+            .flat_map(|stage| stage.variants.clone())
+            .collect();
+        let expected = self.prepared(world, variants[0], &given)?;
+        for &variant in &variants[1..] {
+            let y = self.prepared(world, variant, &given)?;
             self.compare(&expected, &y)?;
         }
-        let mut times = vec![Vec::new(); ways.len()];
+        let mut times = vec![Vec::new(); variants.len()];
         for _ in 0..self.rounds {
-            for (way, times) in ways.iter().zip(&mut times) {
-                self.prepare(*way)?;
+            for (variant, times) in variants.iter().zip(&mut times) {
+                self.prepare(*variant)?;
                 world.barrier(&Call::new("round"))?.wait()?;
                 let start = Instant::now();
-                self.pass(world, *way, &given)?;
+                self.pass(world, *variant, &given)?;
                 times.push(start.elapsed().as_secs_f64());
             }
         }
@@ -353,42 +356,55 @@ impl Party {
         let slowest = self.ranks.max_f64(&flat, ProcessGroup::World, "times")?;
         let medians: Vec<f64> = slowest.chunks(self.rounds).map(median).collect();
         if self.first {
-            report(tokens, &stages, &ways, &medians);
+            report(tokens, &stages, &variants, &medians);
         }
         Ok(())
     }
 
-    fn prepare(&mut self, way: Way) -> Result {
-        let (layer, strategy) = match way {
-            Way::OneHot(_) => return Ok(()),
-            Way::Ours(strategy) => (Some(&mut self.layer), strategy),
-            Way::Sliced(strategy) => (self.sliced.as_mut(), strategy),
+    fn prepare(&mut self, variant: Variant) -> Result {
+        let (layer, strategy) = match variant {
+            Variant::OneHot(_) => return Ok(()),
+            Variant::Ours(strategy) => (Some(&mut self.layer), strategy),
+            Variant::Sharded(strategy) => (self.sharded.as_mut(), strategy),
         };
         let other = layer.filter(|layer| layer.strategy() != strategy);
         other.map_or(Ok(()), |layer| Ok(layer.set_strategy(strategy)?))
     }
 
-    fn layer_of(&self, way: Way) -> &MeshLayer {
-        match (way, &self.sliced) {
-            (Way::Sliced(_), Some(sliced)) => sliced,
+    fn layer_of(&self, variant: Variant) -> &MeshLayer {
+        match (variant, &self.sharded) {
+            (Variant::Sharded(_), Some(sharded)) => sharded,
             _ => &self.layer,
         }
     }
 
-    fn prepared(&mut self, world: &mut Communicator, way: Way, given: &Given) -> Result<Vec<f32>> {
-        self.prepare(way)?;
-        self.pass(world, way, given)
+    fn prepared(
+        &mut self,
+        world: &mut Communicator,
+        variant: Variant,
+        given: &Given,
+    ) -> Result<Vec<f32>> {
+        self.prepare(variant)?;
+        self.pass(world, variant, given)
     }
 
     /// `y`, and of a step `dx` behind it.
-    fn pass(&mut self, world: &mut Communicator, way: Way, given: &Given) -> Result<Vec<f32>> {
+    fn pass(
+        &mut self,
+        world: &mut Communicator,
+        variant: Variant,
+        given: &Given,
+    ) -> Result<Vec<f32>> {
         let Given { tokens, x, dy } = given;
-        match (way, self.training) {
-            (Way::OneHot(layout), false) => self.baseline.forward(world, x, layout),
-            (Way::OneHot(layout), true) => self.baseline.step(world, [x, dy], layout),
-            (_, false) => named(&self.layer_of(way).forward(&Input::new(*tokens, x))?, "y"),
+        match (variant, self.training) {
+            (Variant::OneHot(layout), false) => self.baseline.forward(world, x, layout),
+            (Variant::OneHot(layout), true) => self.baseline.step(world, [x, dy], layout),
+            (_, false) => named(
+                &self.layer_of(variant).forward(&Input::new(*tokens, x))?,
+                "y",
+            ),
             (_, true) => {
-                let (layer, input) = (self.layer_of(way), Input::new(*tokens, x));
+                let (layer, input) = (self.layer_of(variant), Input::new(*tokens, x));
                 let (output, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
                 let dy = Tensor::new(&[*tokens, dy.len() / tokens], dy);
                 let back = layer.backward(&saved, &dy, false)?;
@@ -419,11 +435,11 @@ fn median(times: &[f64]) -> f64 {
     times[times.len() / 2]
 }
 
-fn report(tokens: usize, stages: &[Stage], ways: &[Way], medians: &[f64]) {
+fn report(tokens: usize, stages: &[Stage], variants: &[Variant], medians: &[f64]) {
     println!("tokens of a rank: {tokens}");
     let (mut at, mut before, mut first) = (0, f64::INFINITY, 0.0);
     for (index, stage) in stages.iter().enumerate() {
-        let own = at..at + stage.ways.len();
+        let own = at..at + stage.variants.len();
         at = own.end;
         let fastest = own.min_by(|a, b| medians[*a].total_cmp(&medians[*b]));
         let Some(fastest) = fastest else { continue };
@@ -436,7 +452,7 @@ fn report(tokens: usize, stages: &[Stage], ways: &[Way], medians: &[f64]) {
         } else if time >= before {
             " [as before]".to_string()
         } else {
-            format!(" [{}]", ways[fastest].name())
+            format!(" [{}]", variants[fastest].name())
         };
         if index == 0 {
             (before, first) = (time, time);
@@ -451,8 +467,8 @@ fn report(tokens: usize, stages: &[Stage], ways: &[Way], medians: &[f64]) {
         before = kept;
     }
     println!("  all:");
-    for (way, time) in ways.iter().zip(medians) {
-        let name = way.name();
+    for (variant, time) in variants.iter().zip(medians) {
+        let name = variant.name();
         println!("    {name:40} {:9.2} ms", time * 1e3);
     }
 }

@@ -22,7 +22,7 @@ pub struct Drawn {
     pub mesh: Parallel,
     /// Of the mean, what an expert takes; `None`: all.
     pub capacity: Option<f64>,
-    pub wire: CommDtype,
+    pub comm_dtype: CommDtype,
     pub skew: Skew,
 }
 
@@ -44,21 +44,21 @@ impl Drawn {
 
     fn draw(number: u64, random: &mut Random) -> Drawn {
         // A quarter of the layers has slices of experts, for other adaptive parallelism degree.
-        let slices = one(random, &[1, 1, 1, 4]);
+        let expert_tp = one(random, &[1, 1, 1, 4]);
         Drawn {
             number,
             tokens: one(random, &[64, 128, 256, 512]),
             model_dim: one(random, &[64, 128, 256, 512]),
             hidden_dim: one(random, &[32, 64, 128]),
-            experts: one(random, &[16, 32]) / slices,
+            experts: one(random, &[16, 32]) / expert_tp,
             top_k: one(random, &[1, 2, 4]),
             mesh: Parallel {
-                ep: RANKS / slices,
-                expert_tp: slices,
+                ep: RANKS / expert_tp,
+                expert_tp: expert_tp,
                 ..Parallel::default()
             },
             capacity: one(random, &[None, None, Some(1.0), Some(1.5)]),
-            wire: one(
+            comm_dtype: one(
                 random,
                 &[
                     CommDtype::Unchanged,
@@ -170,7 +170,7 @@ impl fmt::Display for Drawn {
             self.top_k,
             self.mesh.ep,
             self.mesh.expert_tp,
-            self.wire,
+            self.comm_dtype,
             self.skew
         )
     }

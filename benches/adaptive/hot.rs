@@ -28,7 +28,7 @@ fn layer() -> Drawn {
             ..Parallel::default()
         },
         capacity: None,
-        wire: CommDtype::Unchanged,
+        comm_dtype: CommDtype::Unchanged,
         skew: Skew::Zipf(1.5),
     }
 }

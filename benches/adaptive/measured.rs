@@ -113,7 +113,7 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
     let own = rank.world.rank();
     let (input, dy) = (drawn.input(own), drawn.output_gradient(own));
     let mut space = planner::Space {
-        comm_dtypes: vec![drawn.wire],
+        comm_dtypes: vec![drawn.comm_dtype],
         ..planner::Space::default()
     };
     if drawn.zipf() == 0.0 {
@@ -246,7 +246,7 @@ fn adaptive(
     (input, dy): (&Input<'_>, &Tensor<'_>),
 ) -> Result<MeshLayer> {
     let planned = Planned {
-        comm_dtypes: vec![drawn.wire],
+        comm_dtypes: vec![drawn.comm_dtype],
         ..Planned::of(machine.clone())
     };
     let predict = planned.predict(&layer)?;

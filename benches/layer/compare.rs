@@ -5,14 +5,14 @@ use crate::answer;
 use crate::data::Folder;
 use crate::here::Run;
 use crate::pass::Pass;
-use crate::peer::{Peer, Way};
+use crate::peer::{Peer, Variant};
 use std::path::Path;
 
-/// For each way whether it agrees with us; a line for each that does not.
+/// For each variant whether it agrees with us; a line for each that does not.
 pub fn all(
     run: &Run<'_>,
     peers: &mut [Peer],
-    ways: &[Way],
+    variants: &[Variant],
     input: &Path,
     folder: &Folder,
     pass: Pass,
@@ -23,13 +23,13 @@ pub fn all(
         let _ = peer.ask(&format!("input {}", input.display()));
     }
     let mut agree = Vec::new();
-    for way in ways {
+    for variant in variants {
         let path = folder.answer();
-        let order = format!("check {} {pass} {}", way.name, path.display());
-        let answer = peers[way.peer].ask(&order);
+        let order = format!("check {} {pass} {}", variant.name, path.display());
+        let answer = peers[variant.peer].ask(&order);
         let result = answer.and_then(|_| one(run, &path));
         if let Err(problem) = &result {
-            println!("# {} is left out: {problem}", way.title);
+            println!("# {} is left out: {problem}", variant.title);
         }
         agree.push(result.is_ok());
     }

@@ -15,9 +15,9 @@ pub struct Peer {
     orders: ChildStdin,
 }
 
-/// One way in which a peer can run the layer.
+/// One variant in which a peer can run the layer.
 #[derive(Clone)]
-pub struct Way {
+pub struct Variant {
     /// Index of the peer.
     pub peer: usize,
     /// The peer's word for it.
@@ -47,8 +47,8 @@ impl Peer {
         Ok((peer, title))
     }
 
-    /// Reads `folder`; the ways that can run the pass. A line when there is none.
-    pub fn load(&mut self, index: usize, folder: &Path, pass: Pass) -> Vec<Way> {
+    /// Reads `folder`; the variants that can run the pass. A line when there is none.
+    pub fn load(&mut self, index: usize, folder: &Path, pass: Pass) -> Vec<Variant> {
         let words = match self.ask(&format!("load {}", folder.display())) {
             Ok(words) => words,
             Err(problem) => {
@@ -60,7 +60,7 @@ impl Peer {
             let (name, most) = word.split_once(':')?;
             (pass == Pass::Forward || most == "both").then(|| name.to_string())
         });
-        let way = |name: String| Way {
+        let variant = |name: String| Variant {
             peer: index,
             title: match name.as_str() {
                 "layer" => self.name.clone(),
@@ -68,12 +68,12 @@ impl Peer {
             },
             name,
         };
-        can.map(way).collect()
+        can.map(variant).collect()
     }
 
     /// Nanoseconds of each of `count` calls.
-    pub fn run(&mut self, way: &Way, pass: Pass, count: usize) -> Result<Vec<Duration>> {
-        let words = self.ask(&format!("run {} {pass} {count}", way.name))?;
+    pub fn run(&mut self, variant: &Variant, pass: Pass, count: usize) -> Result<Vec<Duration>> {
+        let words = self.ask(&format!("run {} {pass} {count}", variant.name))?;
         let time = |word: &String| Ok(Duration::from_nanos(word.parse()?));
         words.iter().map(time).collect()
     }

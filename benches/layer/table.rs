@@ -1,7 +1,7 @@
 //! What the bench prints; benches/peers/plot.py reads it.
 
 use crate::pass::Pass;
-use crate::peer::Way;
+use crate::peer::Variant;
 use crate::shapes::Shape;
 use crate::timing::Times;
 use crate::work::Work;
@@ -13,7 +13,7 @@ pub const LEGEND: &str = "\
 # ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
 # arithmetic at the rate of multiply-adds alone and memory at the rate of reading alone (columns `at most` and `GB/s`), each for 20 ms
 # before and 20 ms after our turn, as long as they take and not at best; median of pairs. Right of the bar: a peer's time over ours, likewise;
-# behind it the fastest way of each peer on this line, which is what a claim goes by.
+# behind it the fastest variant of each peer on this line, which is what a claim goes by.
 # Memory's rate is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
 ";
 
@@ -59,16 +59,19 @@ pub fn head(shape: &Shape, dtype: DType, threads: usize, product: Option<f64>) {
 
 /// One layer's lines.
 pub struct Table<'a> {
-    ways: &'a [Way],
+    variants: &'a [Variant],
 }
 
 impl Table<'_> {
-    pub fn new(ways: &[Way]) -> Table<'_> {
-        Table { ways }
+    pub fn new(variants: &[Variant]) -> Table<'_> {
+        Table { variants }
     }
 
     pub fn titles(&self) {
-        let titles = self.ways.iter().map(|way| format!(" {:>14}", way.title));
+        let titles = self
+            .variants
+            .iter()
+            .map(|variant| format!(" {:>14}", variant.title));
         println!(
             "routing   tokens     pass         ms   GFLOP/s  at most   GB/s  of limit |{} | fastest",
             titles.collect::<String>()
@@ -97,11 +100,11 @@ impl Table<'_> {
     /// The quickest way of each peer, by name, and its ratio.
     fn fastest(&self, times: &Times) -> String {
         let mut best: BTreeMap<usize, (&str, f64)> = BTreeMap::new();
-        for (way, ratio) in self.ways.iter().zip(&times.ratios) {
+        for (variant, ratio) in self.variants.iter().zip(&times.ratios) {
             let Some(ratio) = *ratio else { continue };
-            let held = best.entry(way.peer).or_insert((&way.title, ratio));
+            let held = best.entry(variant.peer).or_insert((&variant.title, ratio));
             if ratio < held.1 {
-                *held = (&way.title, ratio);
+                *held = (&variant.title, ratio);
             }
         }
         let words = best

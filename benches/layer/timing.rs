@@ -4,7 +4,7 @@ use crate::Result;
 use crate::gauge::{Gauge, Limits};
 use crate::here::Run;
 use crate::pass::Pass;
-use crate::peer::{Peer, Way};
+use crate::peer::{Peer, Variant};
 use crate::select::Selection;
 use crate::work::Work;
 use moesaic::DType;
@@ -26,7 +26,7 @@ pub struct Times {
     /// The least time of the work over ours, over pairs of a turn and what the
     /// machine could do before and after it.
     pub of_limit: f64,
-    /// For each way their time over ours, the median over pairs.
+    /// For each variant their time over ours, the median over pairs.
     pub ratios: Vec<Option<f64>>,
 }
 
@@ -77,7 +77,7 @@ const LONG: Duration = Duration::from_secs(15);
 const LEAST: usize = 3;
 const MOST: usize = 25;
 
-/// Times ours beside each way in `equal` and beside what the machine can do, in turns.
+/// Times ours beside each variant in `equal` and beside what the machine can do, in turns.
 ///
 /// # Errors
 /// When our layer or a probe fails.
@@ -86,15 +86,15 @@ pub fn pairs(
     work: &Work,
     gauge: &Gauge,
     peers: &mut [Peer],
-    ways: &[Way],
+    variants: &[Variant],
     equal: &[bool],
     selection: &Selection,
 ) -> Result<Times> {
     let mut held = Held::default();
-    let mut ratios = vec![Vec::new(); ways.len()];
+    let mut ratios = vec![Vec::new(); variants.len()];
     let mut lost: Vec<bool> = equal.iter().map(|equal| !equal).collect();
-    let counts = counts(run, peers, ways, &mut lost, selection.pass)?;
-    let mut spent = vec![Duration::ZERO; ways.len()];
+    let counts = counts(run, peers, variants, &mut lost, selection.pass)?;
+    let mut spent = vec![Duration::ZERO; variants.len()];
     let begun = Instant::now();
     for round in 0..MOST {
         let enough = |spent: Duration| match round {
@@ -103,7 +103,7 @@ pub fn pairs(
             _ => spent > selection.budget,
         };
         let open = |i: &usize| !lost[*i] && !enough(spent[*i]);
-        let open: Vec<usize> = (0..ways.len()).filter(open).collect();
+        let open: Vec<usize> = (0..variants.len()).filter(open).collect();
         if open.is_empty() && round >= LEAST && begun.elapsed() > selection.budget {
             break;
         }
@@ -117,8 +117,8 @@ pub fn pairs(
             let ours = turn(run, counts.0)?;
             held.turn(ours);
             sleep(PAUSE);
-            let peer = &mut peers[ways[i].peer];
-            if let Ok(times) = peer.run(&ways[i], selection.pass, counts.1[i]) {
+            let peer = &mut peers[variants[i].peer];
+            if let Ok(times) = peer.run(&variants[i], selection.pass, counts.1[i]) {
                 ratios[i].push(settled(times).as_secs_f64() / ours.as_secs_f64());
             }
             spent[i] += began.elapsed();
@@ -133,21 +133,21 @@ pub fn pairs(
 fn counts(
     run: &Run<'_>,
     peers: &mut [Peer],
-    ways: &[Way],
+    variants: &[Variant],
     lost: &mut [bool],
     pass: Pass,
 ) -> Result<(usize, Vec<usize>)> {
     run.once()?;
     let ours = calls(run.once()?);
-    let mut theirs = vec![0; ways.len()];
-    for (i, way) in ways.iter().enumerate() {
+    let mut theirs = vec![0; variants.len()];
+    for (i, variant) in variants.iter().enumerate() {
         if lost[i] {
             continue;
         }
-        match peers[way.peer].run(way, pass, 1) {
+        match peers[variant.peer].run(variant, pass, 1) {
             Ok(times) => theirs[i] = calls(times[0]),
             Err(problem) => {
-                println!("# {} is left out: {problem}", way.title);
+                println!("# {} is left out: {problem}", variant.title);
                 lost[i] = true;
             }
         }

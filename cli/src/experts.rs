@@ -106,9 +106,9 @@ struct ShardArgs {
     ranks: usize,
     /// Ranks among them that share each expert, along its hidden width
     #[arg(long, value_name = "N", default_value_t = 1)]
-    shards: usize,
-    /// What ranks have of shared experts: whole or sliced, in as many shards
-    #[arg(long, value_name = "whole|sliced", value_parser = parse_shared, default_value = "whole")]
+    expert_tp: usize,
+    /// What ranks have of shared experts: whole or sharded, in as many shards
+    #[arg(long, value_name = "whole|sharded", value_parser = parse_shared, default_value = "whole")]
     shared: SharedExperts,
     /// Which ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if not said
     #[arg(long, value_name = "FILE")]
@@ -128,9 +128,9 @@ struct UnshardArgs {
     ranks: Vec<PathBuf>,
     /// Ranks among them that share each expert, along its hidden width
     #[arg(long, value_name = "N", default_value_t = 1)]
-    shards: usize,
-    /// What ranks have of shared experts: whole or sliced, in as many shards
-    #[arg(long, value_name = "whole|sliced", value_parser = parse_shared, default_value = "whole")]
+    expert_tp: usize,
+    /// What ranks have of shared experts: whole or sharded, in as many shards
+    #[arg(long, value_name = "whole|sharded", value_parser = parse_shared, default_value = "whole")]
     shared: SharedExperts,
     /// Which ranks have which experts, as for `shard`
     #[arg(long, value_name = "FILE")]
@@ -262,7 +262,7 @@ fn merge(args: &MergeArgs, console: &Console) -> Result {
 
 fn shard(args: &ShardArgs, console: &Console) -> Result {
     let (spec, weights) = args.whole.load(console)?;
-    let mesh = mesh(args.ranks, args.shards, args.shared)?;
+    let mesh = mesh(args.ranks, args.expert_tp, args.shared)?;
     mesh.check(&spec).map_err(Failure::input)?;
     let file = |rank| args.output.join(shards::file_name(rank, mesh.ranks()));
     let names: Vec<PathBuf> = (0..mesh.ranks()).map(file).collect();
@@ -309,14 +309,14 @@ fn parse_margin(text: &str) -> std::result::Result<f32, String> {
 }
 
 /// The mesh of ranks of which some share each expert.
-fn mesh(ranks: usize, shards: usize, shared: SharedExperts) -> Result<Parallel> {
-    if shards == 0 || !ranks.is_multiple_of(shards) {
-        let message = format!("{ranks} ranks cannot share each expert by {shards}");
+fn mesh(ranks: usize, expert_tp: usize, shared: SharedExperts) -> Result<Parallel> {
+    if expert_tp == 0 || !ranks.is_multiple_of(expert_tp) {
+        let message = format!("{ranks} ranks cannot share each expert by {expert_tp}");
         return Err(Failure::input(message));
     }
     Ok(Parallel {
-        ep: ranks / shards,
-        expert_tp: shards,
+        ep: ranks / expert_tp,
+        expert_tp,
         dp: 1,
         shared,
     })
@@ -332,7 +332,7 @@ fn unshard(args: &UnshardArgs, console: &Console) -> Result {
         .check()?;
     let spec = read_spec(&args.spec, console)?;
     let Ordered { files, said } = shards::in_order(&args.ranks, console)?;
-    let mesh = mesh(files.len(), args.shards, args.shared);
+    let mesh = mesh(files.len(), args.expert_tp, args.shared);
     let placement = placement(args.placement.as_deref())?;
     if let Some((file, said)) = &said {
         args.check_cut(&spec, placement.as_ref(), file, said)?;
@@ -354,15 +354,15 @@ impl UnshardArgs {
         file: &Path,
         said: &Cut,
     ) -> Result {
-        let groups = said.ranks / self.shards.max(1);
+        let groups = said.ranks / self.expert_tp.max(1);
         let placed = match placement {
             Some(placement) => placement.to_string(),
             None => Placement::contiguous(groups.max(1), spec.shape.experts).to_string(),
         };
         let own = Cut {
             ranks: said.ranks,
-            shards: self.shards,
-            sliced: self.shared == SharedExperts::Sharded && self.shards > 1,
+            expert_tp: self.expert_tp,
+            sharded: self.shared == SharedExperts::Sharded && self.expert_tp > 1,
             placement: placed,
         };
         own.check(file, said)

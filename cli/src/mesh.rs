@@ -25,24 +25,26 @@ pub fn parse(text: &str) -> Result<Parallel, String> {
         let number = number.map_err(|_| format!("`{part}` is not NAME=NUMBER, as in ep=4"))?;
         match name {
             "ep" => mesh.ep = number,
-            "shards" => mesh.expert_tp = number,
+            "expert_tp" => mesh.expert_tp = number,
             "dp" => mesh.dp = number,
-            other => return Err(format!("`{other}` is none of ep, shards, dp, shared")),
+            other => return Err(format!("`{other}` is none of ep, expert_tp, dp, shared")),
         }
     }
     Ok(mesh)
 }
 
-/// Reads what ranks have of shared experts: `whole` or `sliced`.
+/// Reads what ranks have of shared experts: `whole` or `sharded`.
 pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
     match text {
         "whole" => Ok(SharedExperts::Whole),
-        "sliced" => Ok(SharedExperts::Sharded),
-        other => Err(format!("shared experts are whole or sliced, not `{other}`")),
+        "sharded" => Ok(SharedExperts::Sharded),
+        other => Err(format!(
+            "shared experts are whole or sharded, not `{other}`"
+        )),
     }
 }
 
-/// A mesh in words: `ep 2 x shards 2 x dp 1, shared experts sliced`.
+/// A mesh in words: `ep 2 x shards 2 x dp 1, shared experts sharded`.
 pub fn words(mesh: Parallel) -> String {
     let Parallel {
         ep,
@@ -50,12 +52,12 @@ pub fn words(mesh: Parallel) -> String {
         dp,
         ..
     } = mesh;
-    let sliced = if mesh.shards_shared() {
-        ", shared experts sliced"
+    let sharded = if mesh.shards_shared() {
+        ", shared experts sharded"
     } else {
         ""
     };
-    format!("ep {ep} x shards {shards} x dp {dp}{sliced}")
+    format!("ep {ep} x expert_tp {shards} x dp {dp}{sharded}")
 }
 
 #[cfg(test)]
@@ -69,7 +71,10 @@ mod tests {
         assert_eq!(mesh.shared, SharedExperts::Whole);
         let mesh = parse("ep=4, expert_tp=2, shared=sharded").unwrap();
         assert!(mesh.shards_shared());
-        assert_eq!(words(mesh), "ep 4 x shards 2 x dp 1, shared experts sliced");
+        assert_eq!(
+            words(mesh),
+            "ep 4 x expert_tp 2 x dp 1, shared experts sharded"
+        );
         assert_eq!(parse("shared=whole").unwrap(), Parallel::default());
         for wrong in [
             "",

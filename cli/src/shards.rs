@@ -20,9 +20,9 @@ pub struct Cut {
     /// How many ranks have parts.
     pub ranks: usize,
     /// Ranks among them that share each expert.
-    pub shards: usize,
+    pub expert_tp: usize,
     /// Whether they share the shared experts, too.
-    pub sliced: bool,
+    pub sharded: bool,
     /// Which groups of ranks have which experts, as text.
     pub placement: String,
 }
@@ -48,8 +48,8 @@ impl Cut {
     pub fn new(mesh: Parallel, placement: String) -> Cut {
         Cut {
             ranks: mesh.ranks(),
-            shards: mesh.expert_tp,
-            sliced: mesh.shards_shared(),
+            expert_tp: mesh.expert_tp,
+            sharded: mesh.shards_shared(),
             placement,
         }
     }
@@ -59,7 +59,7 @@ impl Cut {
         json!({
             "rank": rank,
             "ranks": self.ranks,
-            "shards": self.shards,
+            "expert_tp": self.expert_tp,
             "shared": self.shared(),
             "placement": self.placement,
         })
@@ -67,7 +67,7 @@ impl Cut {
     }
 
     fn shared(&self) -> &'static str {
-        if self.sliced { "sliced" } else { "whole" }
+        if self.sharded { "sharded" } else { "whole" }
     }
 
     /// A rank and its cut, from the text.
@@ -77,8 +77,8 @@ impl Cut {
         let word = |key: &str| read.get(key)?.as_str();
         let cut = Cut {
             ranks: number("ranks")?,
-            shards: number("shards")?,
-            sliced: word("shared")? == "sliced",
+            expert_tp: number("expert_tp")?,
+            sharded: word("shared")? == "sharded",
             placement: word("placement")?.to_string(),
         };
         Some((number("rank")?, cut))
@@ -89,7 +89,7 @@ impl Cut {
     pub fn check(&self, file: &Path, said: &Cut) -> Result {
         let parts = |cut: &Cut| {
             [
-                format!("--shards {}", cut.shards),
+                format!("--expert-tp {}", cut.expert_tp),
                 format!("--shared {}", cut.shared()),
                 format!("a --placement that says `{}`", cut.placement),
             ]

@@ -186,7 +186,7 @@ fn weights_of_replicas_that_differ_anywhere_are_named() {
     };
     let done = two(&mpich(), [&Told::new(&small, "--mesh dp=2"), &other]);
     assert_eq!(done.code, 2, "{}", done.stderr);
-    let says = "`experts.up.weight` of expert 1, slice 0 on rank 1 is not that of rank 0";
+    let says = "`experts.up.weight` of expert 1, shard 0 on rank 1 is not that of rank 0";
     assert_eq!(done.stderr.matches(says).count(), 2, "{}", done.stderr);
     assert!(!small.output.exists());
 }

@@ -255,12 +255,20 @@ fn parts_and_shards_come_together_again() {
     for (number, slices) in [(5, "1"), (2, "1"), (4, "2")] {
         let count = number.to_string();
         let whole_layer = ["--spec", &spec, "--weights", &weights];
-        let cut = ["--ranks", &count, "--shards", slices, "-o", &parts];
+        let cut = ["--ranks", &count, "--expert-tp", slices, "-o", &parts];
         experts(&[&["shard"], &whole_layer[..], &cut].concat()).ok();
         let ranks: Vec<String> = (0..number)
             .map(|r| part(&format!("rank-{r}.safetensors")))
             .collect();
-        let mut unshard = vec!["unshard", "--spec", &spec, "--shards", slices, "-o", &whole];
+        let mut unshard = vec![
+            "unshard",
+            "--spec",
+            &spec,
+            "--expert-tp",
+            slices,
+            "-o",
+            &whole,
+        ];
         unshard.extend(ranks.iter().map(String::as_str));
         std::fs::remove_file(&whole).expect("it was there");
         experts(&unshard).ok();
@@ -286,7 +294,7 @@ fn shards_of_shared_experts(parts: &str, whole: &str) {
     all.insert("shared.0.router.weight", tensor(&[1, 20], 7));
     save(dir, "w.safetensors", &all);
     let (spec, weights) = (path(dir, "small.toml"), path(dir, "w.safetensors"));
-    let sliced = ["--spec", &spec, "--shards", "2", "--shared", "sliced"];
+    let sliced = ["--spec", &spec, "--expert-tp", "2", "--shared", "sharded"];
     let cut = ["shard", "--weights", &weights, "--ranks", "4", "-o", parts];
     experts(&[&cut, &sliced[..]].concat()).ok();
     let rank = |rank: usize| format!("{parts}/rank-{rank}.safetensors");

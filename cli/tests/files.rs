@@ -358,7 +358,8 @@ fn shards_know_their_rank() {
         2,
         &["the part of rank 0 is missing: there are 12 ranks, and 11 files"],
     );
-    unshard(&globbed, &["--shards", "2"]).fails(2, &["was cut with --shards 1, not --shards 2"]);
+    unshard(&globbed, &["--expert-tp", "2"])
+        .fails(2, &["was cut with --expert-tp 1, not --expert-tp 2"]);
     let mut mixed = globbed.clone();
     mixed[3] = "w.safetensors";
     unshard(&mixed, &[]).fails(2, &["w.safetensors does not"]);

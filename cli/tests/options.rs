@@ -405,7 +405,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("spec", Always),
             ("weights", Always),
             ("ranks", Always),
-            ("shards", Always),
+            ("expert-tp", Always),
             ("shared", Always),
             ("placement", Always),
             ("output", Always),
@@ -415,7 +415,7 @@ const TABLE: &[(&str, &[Row])] = &[
         "experts unshard",
         &[
             ("spec", Always),
-            ("shards", Always),
+            ("expert-tp", Always),
             ("shared", Always),
             ("placement", Always),
             ("output", Always),

@@ -257,7 +257,10 @@ fn what_cannot_be_says_what_can() {
     );
     fails(
         &[&JOB[..], &["--mesh", "ep=4"]].concat(),
-        &["the mesh has 4 ranks, the job 16", "hint: ep x shards x dp"],
+        &[
+            "the mesh has 4 ranks, the job 16",
+            "hint: ep x expert_tp x dp",
+        ],
     );
     fails(
         &[&JOB[..], &["--mesh", "ep=16", "--strategy", "r=3"]].concat(),

@@ -413,15 +413,15 @@ fn shared_experts_may_be_sliced() {
     }
     let words = [&["--strict", "--reference"], &mesh[..]].concat();
     let text = call_of("qwen2_moe", &mut ours(&["run"]), &file("y"), &words).ok();
-    let says = "(ep 2 x shards 2 x dp 1, shared experts sliced)";
+    let says = "(ep 2 x expert_tp 2 x dp 1, shared experts sharded)";
     assert!(text.contains(says), "{text}");
     let mut inspect = ours(&["inspect"]);
     inspect.args(mesh).args(["--rank", "1", "--tokens", "8"]);
     let text = finish(inspect.args(&layer[2..]).arg(&model)).ok();
     for part in [
-        "; slices of shared experts, of width",
+        "; shards of shared experts, of width",
         "shared   grouped_gemm_down",
-        "shared.0.out summed over 2 slices to shared.0.out",
+        "shared.0.out summed over 2 shards to shared.0.out",
     ] {
         assert!(text.contains(part), "{text}");
     }
@@ -469,8 +469,8 @@ fn meshes_that_cannot_be_say_what_can() {
         (&["--ranks", "2", "--mesh", "ep=3"][..], "there are 2"),
         (&["--mesh", "ep=9"], "9 groups cannot share 8 experts"),
         (&["--mesh", "ep=2,expert_tp=3"], "take a divisor"),
-        (&["--mesh", "pp=2"], "none of ep, shards, dp, shared"),
-        (&["--mesh", "ep=2,shared=2"], "whole or sliced, not `2`"),
+        (&["--mesh", "pp=2"], "none of ep, expert_tp, dp, shared"),
+        (&["--mesh", "ep=2,shared=2"], "whole or sharded, not `2`"),
         (
             &["--mesh", "ep=3", "--placement", &placement],
             "the placement is of 8 experts on 2 groups, the layer has 8 on 3",

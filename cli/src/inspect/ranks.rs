@@ -93,7 +93,7 @@ fn passes(plan: &RankPlan) -> Vec<(&'static str, &[RankStep])> {
 pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette) -> String {
     let mesh = plan.mesh;
     let mut text = format!(
-        "rank {} of {}: ep {} of {}, slice {} of {}, group {} of {}; experts {}{}\n\n{}\n",
+        "rank {} of {}: ep {} of {}, shard {} of {}, group {} of {}; experts {}{}\n\n{}\n",
         mesh.rank(plan.place),
         mesh.ranks(),
         plan.place.ep,
@@ -103,7 +103,7 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
         plan.place.dp,
         mesh.dp,
         experts(plan),
-        slices(plan) + &adaptive_r(plan),
+        shards(plan) + &adaptive_r(plan),
         plan.text()
     );
     let mut table = Table::new(&[
@@ -136,28 +136,28 @@ fn experts(plan: &RankPlan) -> String {
 }
 
 /// What is said of sliced shared experts.
-fn slices(plan: &RankPlan) -> String {
-    let Some(sliced) = &plan.shared else {
+fn shards(plan: &RankPlan) -> String {
+    let Some(sharded) = &plan.shared else {
         return String::new();
     };
-    let widths = sliced
+    let widths = sharded
         .spec
         .shared
         .iter()
         .map(|one| one.hidden_dim.to_string());
     let widths = widths.collect::<Vec<_>>().join(", ");
-    format!("; slices of shared experts, of width {widths}")
+    format!("; shards of shared experts, of width {widths}")
 }
 
 /// What is said of weights that are gathered.
 fn adaptive_r(plan: &RankPlan) -> String {
     let by = plan.by();
-    let (place, slices) = (by.place(plan.mesh.rank(plan.place)), by.mesh().expert_tp);
+    let (place, shards) = (by.place(plan.mesh.rank(plan.place)), by.mesh().expert_tp);
     match by.count() {
         _ if by.is_owner_only() => String::new(),
         0 => "; rows stay, and weights of all experts are gathered".to_string(),
         adaptive_r => format!(
-            "; rows go {adaptive_r} adaptive_r, and slice {} of {slices} is gathered from {} ranks",
+            "; rows go {adaptive_r} adaptive_r, and shard {} of {shards} is gathered from {} ranks",
             place.tp,
             by.owners()
         ),

@@ -233,7 +233,7 @@ impl PlanArgs {
             PlannerError::Nothing { .. } => {
                 failure.hint("more ranks, or a machine with more memory, hold it")
             }
-            PlannerError::World { .. } => failure.hint("ep x shards x dp ranks make the job"),
+            PlannerError::World { .. } => failure.hint("ep x expert_tp x dp ranks make the job"),
             _ => failure,
         }
     }

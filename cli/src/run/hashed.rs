@@ -58,11 +58,11 @@ impl<'w> Hashed<'w> {
             let what = match mesh.among(name) {
                 ProcessGroup::World => format!("`{name}`"),
                 ProcessGroup::ExpertDp => match experts.get(*row) {
-                    Some(expert) => format!("`{name}` of expert {expert}, slice {slice}"),
-                    None => format!("`{name}`, slice {slice}"),
+                    Some(expert) => format!("`{name}` of expert {expert}, shard {slice}"),
+                    None => format!("`{name}`, shard {slice}"),
                 },
                 ProcessGroup::Ep | ProcessGroup::ExpertTp | ProcessGroup::EpDp => {
-                    format!("`{name}`, slice {slice}")
+                    format!("`{name}`, shard {slice}")
                 }
             };
             (what, hasher.finalize().to_hex().to_string())

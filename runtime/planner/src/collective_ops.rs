@@ -18,7 +18,7 @@ use moesaic_spec::WeightSite;
 pub(crate) const SUMS: [&str; 4] = [
     "gradients of experts",
     "other gradients",
-    "gradients of slices",
+    "gradients of shards",
     "gradients of replicas",
 ];
 
@@ -188,8 +188,8 @@ impl CommConfig<'_> {
             CollectiveOp::AllReduceTp { tensor } => {
                 let arriving: f64 = rank.arriving.iter().sum();
                 let rows = arriving * self.part() * self.chunk.products;
-                let (slices, step) = self.slices(rank);
-                self.sum(rank, slices, step, rows * row(PlanPart::Experts, tensor))
+                let (shards, step) = self.shards(rank);
+                self.sum(rank, shards, step, rows * row(PlanPart::Experts, tensor))
             }
             CollectiveOp::TpTokenCounts => self.neighbours(rank, 8.0),
             CollectiveOp::AllGatherTp { from, .. } => {
@@ -285,11 +285,11 @@ impl CommConfig<'_> {
         let replicas = rank.rank % group..world;
         let whole = gradient_bytes(&self.plan.tokens);
         let shared = self.plan.shared.as_ref().map_or(0.0, gradient_bytes);
-        let slices = rank.rank % self.mesh.expert_tp..world;
+        let shards = rank.rank % self.mesh.expert_tp..world;
         [
             self.sum(rank, replicas, group, own),
             self.sum(rank, 0..world, 1, whole),
-            self.sum(rank, slices, self.mesh.expert_tp, shared),
+            self.sum(rank, shards, self.mesh.expert_tp, shared),
             self.of_replicas(rank, own),
         ]
     }
@@ -310,7 +310,7 @@ impl CommConfig<'_> {
     }
 
     /// The ranks that multiplied the same rows with the shards of an expert.
-    fn slices(&self, rank: &Rank) -> (std::ops::Range<usize>, usize) {
+    fn shards(&self, rank: &Rank) -> (std::ops::Range<usize>, usize) {
         let block = traffic::block(self.mesh, self.adaptive_r);
         let first = rank.rank - rank.rank % self.mesh.expert_tp + rank.rank % block;
         (first..first + self.adaptive_r * block, block)

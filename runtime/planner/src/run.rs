@@ -542,7 +542,7 @@ fn travelling(steps: &[RankStep]) -> (usize, usize) {
 fn first_name(list: &[&Exchange]) -> String {
     let last = list
         .iter()
-        .find(|exchange| !exchange.name.ends_with("of slices"));
+        .find(|exchange| !exchange.name.ends_with("of shards"));
     last.or(list.first())
         .map_or_else(String::new, |exchange| exchange.name.clone())
 }

@@ -63,10 +63,10 @@ impl Builder {
     /// Drops the tensors of experts that are elsewhere and that no step names, weights too.
     pub(crate) fn forget_experts(&mut self) {
         let named = self.named_tensors();
-        let sliced = self.sliced.is_some();
+        let sharded = self.sharded.is_some();
         let of_expert = |name: &str| {
             let name = name.trim_start_matches("grad.");
-            name.starts_with("experts.") || sliced && name.starts_with("shared.")
+            name.starts_with("experts.") || sharded && name.starts_with("shared.")
         };
         let tensors = &mut self.plan.tensors;
         tensors.retain(|tensor| !of_expert(&tensor.name) || named.contains(&tensor.name));
@@ -87,7 +87,7 @@ impl Builder {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),
         };
-        self.every_shared(match self.sliced {
+        self.every_shared(match self.sharded {
             Some(_) => Self::shared_gate,
             None => Self::shared,
         });

@@ -143,7 +143,7 @@ impl Builder {
 
     /// Shared experts, and then the weights of all.
     pub(super) fn shared_bwd(&mut self, combine: &CombineBwd) {
-        if self.sliced.is_none() {
+        if self.sharded.is_none() {
             self.every_shared(|builder, index| builder.expert_bwd(Some(index), &mut true));
         }
         self.combine_bwd_weights(combine.routed);
@@ -182,7 +182,7 @@ impl Builder {
         if !self.is_around() {
             self.product("grouped_gemm_up_again", Half::Up, None, true);
         }
-        if self.sliced.is_none() {
+        if self.sharded.is_none() {
             self.shared_again(recompute);
         }
         has_rows

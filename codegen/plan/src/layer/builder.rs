@@ -28,7 +28,7 @@ pub(crate) struct Builder {
     pub(crate) packs: bool,
     /// Of shared experts that are on the side of their slices: the parts that those leave of
     /// the gradient of each one's weight.
-    pub(crate) sliced: Option<Vec<usize>>,
+    pub(crate) sharded: Option<Vec<usize>>,
 }
 
 /// What part of a layer a plan is of.
@@ -91,7 +91,7 @@ impl Builder {
             part: Part::Whole,
             few: training.is_none() && !options.one_for_all,
             packs: training.is_none(),
-            sliced: None,
+            sharded: None,
         }
     }
 

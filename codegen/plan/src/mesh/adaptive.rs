@@ -194,11 +194,11 @@ impl RankPlan {
         let placement = self.placement();
         let owners = block.clone().map(|rank| (rank - block.start, rank));
         let regions = |(owner, rank): (usize, usize)| {
-            let slice = rank % self.mesh.expert_tp % by.width();
-            let owns = cut.is_some() || slice == 0;
+            let shard = rank % self.mesh.expert_tp % by.width();
+            let owns = cut.is_some() || shard == 0;
             let runs = owns.then(|| self.runs(&placement, rank));
             let runs = runs.into_iter().flatten();
-            let region = |run| self.region(&shape, cut, (owner, slice), run);
+            let region = |run| self.region(&shape, cut, (owner, shard), run);
             runs.map(region).collect::<Vec<_>>()
         };
         owners.flat_map(regions).collect()
@@ -226,7 +226,7 @@ impl RankPlan {
         &self,
         shape: &[usize],
         cut: Option<usize>,
-        (owner, slice): (usize, usize),
+        (owner, shard): (usize, usize),
         [slot, here, experts]: [usize; 3],
     ) -> ShardRegion {
         let width = self.by().width();
@@ -235,7 +235,7 @@ impl RankPlan {
         let rows = experts * each;
         let stride: usize = behind.iter().product();
         let row = cut.map_or(stride, |_| stride / width);
-        let first = here * shape[1..].iter().product::<usize>() + slice * row;
+        let first = here * shape[1..].iter().product::<usize>() + shard * row;
         let region = ShardRegion {
             owner,
             own: slot * each * row,
@@ -355,8 +355,8 @@ mod tests {
         let shape = &plan.experts[tensor].shape;
         let mut shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
         shape.resize(3, 1);
-        let hidden = |slice: usize, mesh: Parallel| match cut {
-            Some(_) => mesh.hidden(slice, 24),
+        let hidden = |shard: usize, mesh: Parallel| match cut {
+            Some(_) => mesh.hidden(shard, 24),
             None => 0..shape[1],
         };
         let coordinates = |index: usize, shape: &[usize]| {

@@ -47,7 +47,7 @@ impl RankPlan {
         // Rows between this rank and the experts of another, and the other way.
         let to = |rank: usize| of_chunk(ep(own), ep(rank));
         let from = |rank: usize| of_chunk(ep(rank), ep(own));
-        let slices: Vec<usize> = (0..self.mesh.expert_tp).map(|s| self.slice(s)).collect();
+        let shards: Vec<usize> = (0..self.mesh.expert_tp).map(|s| self.shard(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
             for &rank in ranks {
@@ -82,8 +82,8 @@ impl RankPlan {
                 to(rank) * row_to(rank, PlanPart::Dispatch, from)
             }),
             CollectiveOp::Combine { from: tensor, .. } => {
-                let slice = |rank: usize| self.by().place(rank).tp;
-                let same = |rank: usize| slice(rank) == slice(own);
+                let shard = |rank: usize| self.by().place(rank).tp;
+                let same = |rank: usize| shard(rank) == shard(own);
                 each(&group, &|rank| {
                     if same(rank) {
                         from(rank) * row_to(rank, PlanPart::Experts, tensor)
@@ -96,16 +96,16 @@ impl RankPlan {
                 let arriving: u64 = group.iter().map(|&rank| from(rank)).sum();
                 summed(&among, arriving * row(PlanPart::Experts, tensor))
             }
-            CollectiveOp::TpTokenCounts => each(&slices, &|_| 8),
+            CollectiveOp::TpTokenCounts => each(&shards, &|_| 8),
             CollectiveOp::AllGatherTp { from, .. } => {
-                each(&slices, &|_| tokens * row(PlanPart::Dispatch, from))
+                each(&shards, &|_| tokens * row(PlanPart::Dispatch, from))
             }
             CollectiveOp::ReduceScatterTp { to, .. } => Sent {
                 here: 0,
-                ..each(&slices, &|_| tokens * row(PlanPart::Dispatch, to))
+                ..each(&shards, &|_| tokens * row(PlanPart::Dispatch, to))
             },
             CollectiveOp::BroadcastTp { to, .. } if self.place.tp == 0 => {
-                each(&slices, &|_| self.tokens[to].bytes(0))
+                each(&shards, &|_| self.tokens[to].bytes(0))
             }
             CollectiveOp::BroadcastTp { .. } => Sent::default(),
             CollectiveOp::AllReduceSum { from, .. } => {
@@ -174,7 +174,7 @@ impl RankPlan {
     }
 
     /// The rank with another shard of the same experts.
-    fn slice(&self, tp: usize) -> usize {
+    fn shard(&self, tp: usize) -> usize {
         self.mesh.rank(super::RankCoords { tp, ..self.place })
     }
 
@@ -226,7 +226,7 @@ mod tests {
         // 100 rows of 32 bytes, or of a weight of 4, to each of two shards.
         assert_eq!(sent(3, "x"), of(3200, 3200));
         assert_eq!(sent(3, "shared.0.weight"), of(400, 400));
-        assert_eq!(sent(3, "tokens of slices"), of(8, 8));
+        assert_eq!(sent(3, "tokens of shards"), of(8, 8));
         // Of a sum the other's rows alone.
         assert_eq!(sent(3, "shared.0.out"), of(0, 3200));
         assert_eq!(sent(3, "shared.0.down.bias"), Sent::default());

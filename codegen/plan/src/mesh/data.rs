@@ -325,7 +325,7 @@ impl RankPlan {
             }
             PlanPart::Shared => {
                 let shared = self.shared.as_ref();
-                shared.expect("steps of shared experts are of ranks with slices of them")
+                shared.expect("steps of shared experts are of ranks with shards of them")
             }
         }
     }

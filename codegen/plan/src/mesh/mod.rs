@@ -14,7 +14,7 @@
 //! one for each expert whatever the number of ranks. Backward goes the same way with the
 //! counts that forward kept.
 //!
-//! Shared experts are on the dispatch part, whole, or on a third one, sliced as the routed
+//! Shared experts are on the dispatch part, whole, or on a third one, sharded as the routed
 //! experts are ([`SharedExperts`]): ranks with shards of the same experts gather their
 //! tokens, each multiplies them all with its shard, and sums come back to their tokens.
 //!
@@ -171,8 +171,8 @@ pub fn plan_rank<'p>(
         let shadowed = of_so_many(spec, by.mesh(), by.place(rank), most);
         plan_experts(spec, target, &options, &shadowed)
     });
-    let sliced = mesh.shards_shared() && !spec.shared.is_empty();
-    let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
+    let sharded = mesh.shards_shared() && !spec.shared.is_empty();
+    let shared = sharded.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
     let plan = RankPlan {
         mesh,
@@ -233,7 +233,7 @@ fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usiz
 
 /// The shards of a layer's shared experts as a layer of their own.
 pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
-    let sliced = |shared: &SharedExpert| SharedExpert {
+    let sharded = |shared: &SharedExpert| SharedExpert {
         hidden_dim: shared.hidden_dim / mesh.expert_tp,
         ..shared.clone()
     };
@@ -249,7 +249,7 @@ pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
             ..spec.experts.clone()
         },
         latent: None,
-        shared: spec.shared.iter().map(sliced).collect(),
+        shared: spec.shared.iter().map(sharded).collect(),
         ..spec.decided_elsewhere()
     }
 }
@@ -339,7 +339,7 @@ fn plan_tokens(
     builder.part = Part::Tokens {
         parts: parts.map_or(0, |parts| parts.shape[1].eval(0) as usize),
     };
-    builder.sliced = shared.map(shared_columns);
+    builder.sharded = shared.map(shared_columns);
     let recompute = options
         .training
         .map_or(Recompute::None, |training| training.recompute);
@@ -350,8 +350,8 @@ fn plan_tokens(
             tensor.role = Role::Scratch;
         }
         // They are brought at every backward pass, so that forward need not keep them.
-        let sliced = shared.is_some();
-        let name = shared_part(&tensor.name).filter(|_| sliced);
+        let sharded = shared.is_some();
+        let name = shared_part(&tensor.name).filter(|_| sharded);
         if BROUGHT_BACK.contains(&name.unwrap_or(&tensor.name)) {
             tensor.role = Role::OutputGradient;
         }

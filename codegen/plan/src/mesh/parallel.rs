@@ -88,7 +88,7 @@ pub enum MeshError {
     /// A group would have no expert.
     #[error(
         "{ep} groups cannot share {experts} experts: at most {experts}\n\
-         with more ranks, cut experts into slices (`expert_tp`) or repeat them (`dp`)"
+         with more ranks, cut experts into shards (`expert_tp`) or repeat them (`dp`)"
     )]
     TooManyGroups {
         /// As asked for.
@@ -97,7 +97,7 @@ pub enum MeshError {
         experts: usize,
     },
     /// Slices would not be equal.
-    #[error("{expert_tp} slices of hidden_dim = {hidden} are not equal; take a divisor of it")]
+    #[error("{expert_tp} shards of hidden_dim = {hidden} are not equal; take a divisor of it")]
     Uneven {
         /// As asked for.
         expert_tp: usize,
@@ -106,7 +106,7 @@ pub enum MeshError {
     },
     /// Slices of a shared expert would not be equal.
     #[error(
-        "{expert_tp} slices of hidden_dim = {hidden} of shared expert {index} are not equal; take \
+        "{expert_tp} shards of hidden_dim = {hidden} of shared expert {index} are not equal; take \
          a divisor of it, or leave shared experts whole"
     )]
     UnevenShared {
@@ -139,7 +139,7 @@ pub enum MeshError {
 
 impl Parallel {
     /// The mesh that `ranks` ranks have where nothing else is said: as many groups share
-    /// the experts as can, then experts are sliced, then repeated.
+    /// the experts as can, then experts are sharded, then repeated.
     pub fn of(ranks: usize, spec: &LayerSpec) -> Parallel {
         let largest = |of: usize, fits: &dyn Fn(usize) -> bool| {
             let divisors = (1..=of).rev().filter(|n| of.is_multiple_of(*n));

@@ -92,7 +92,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     launch(&mut list, PlanPart::Experts, 0..multiply.len());
     list.extend(to_tokens(plan, &["out"]));
     if let Some(shared) = &plan.shared {
-        list.push(exchange("tokens of slices", CollectiveOp::TpTokenCounts));
+        list.push(exchange("tokens of shards", CollectiveOp::TpTokenCounts));
         list.extend(to_slices(plan, shared, "x"));
         launch(
             &mut list,
@@ -356,7 +356,7 @@ fn to_tokens(plan: &RankPlan, names: &[&str]) -> Vec<RankStep> {
         };
         if plan.by().mesh().expert_tp > 1 {
             let op = CollectiveOp::AllReduceTp { tensor };
-            sums.push(exchange(&format!("{name} of slices"), op));
+            sums.push(exchange(&format!("{name} of shards"), op));
         }
         back.push(exchange(name, CollectiveOp::Combine { from: tensor, to }));
     }

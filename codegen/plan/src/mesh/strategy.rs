@@ -294,7 +294,7 @@ impl FromStr for Strategy {
 pub enum StrategyError {
     /// A adaptive parallelism degree that shards do not divide into.
     #[error(
-        "rows cannot go to {adaptive_r} of {expert_tp} slices; 0, where rows stay and weights are \
+        "rows cannot go to {adaptive_r} of {expert_tp} shards; 0, where rows stay and weights are \
          gathered, or a divisor of {expert_tp}"
     )]
     AdaptiveMesh {
@@ -331,7 +331,7 @@ pub enum StrategyError {
     },
     /// Shadows of experts that are in shards, or where rows stay.
     #[error(
-        "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} slices \
+        "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} shards \
          with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and leave out `adaptive_r`, or \
          take shadows=0"
     )]
@@ -547,7 +547,7 @@ mod tests {
         assert_eq!(check("overlap_degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         let error = check("shadows=2").unwrap_err().to_string();
-        assert!(error.contains("a layer in 4 slices"), "{error}");
+        assert!(error.contains("a layer in 4 shards"), "{error}");
         assert_eq!(check("r=4"), Ok(()));
         assert_eq!(check("comm_dtype=fp8/bf16"), Ok(()));
         assert_eq!(

@@ -415,7 +415,7 @@ fn ranks_agree_on_the_parts_of_a_gradient() {
     }
 }
 
-/// Weights of experts are on the expert part, of sliced shared experts on theirs, all
+/// Weights of experts are on the expert part, of sharded shared experts on theirs, all
 /// others on the tokens'. What the first shard adds alone the dispatch part has, too, where
 /// it is weighted.
 #[test]
@@ -561,7 +561,7 @@ fn ways_send_what_their_table_says() {
                 assert!((found - want).abs() <= 1e-6 * want, "{what}");
             };
             near(sent(&["rows"]), there, "rows");
-            near(sent(&["out of slices", "out"]), back, "answers");
+            near(sent(&["out of shards", "out"]), back, "answers");
             let matrices = ["gate", "up", "down"].map(|name| format!("experts.{name}.weight"));
             near(
                 sent(&matrices.each_ref().map(|name| &**name)),

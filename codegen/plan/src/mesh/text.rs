@@ -113,13 +113,13 @@ impl RankPlan {
                 row(experts, from)
             ),
             CollectiveOp::AllReduceTp { tensor } => format!(
-                "{} of experts summed over {} slices: {} bytes a row",
+                "{} of experts summed over {} shards: {} bytes a row",
                 name(experts, tensor),
                 self.by().mesh().expert_tp,
                 row(experts, tensor)
             ),
             CollectiveOp::TpTokenCounts => {
-                "each slice's number of tokens to the others: 8 bytes".to_string()
+                "each shard's number of tokens to the others: 8 bytes".to_string()
             }
             CollectiveOp::AllGatherTp { from, to } => format!(
                 "{} to {} of shared experts: {} bytes a row{}",
@@ -129,14 +129,14 @@ impl RankPlan {
                 to_each(self.mesh.expert_tp)
             ),
             CollectiveOp::ReduceScatterTp { from, to } => format!(
-                "{} summed over {} slices to {}: {} bytes a row",
+                "{} summed over {} shards to {}: {} bytes a row",
                 name(shared, from),
                 self.mesh.expert_tp,
                 name(tokens, to),
                 row(shared, from)
             ),
             CollectiveOp::BroadcastTp { from, to } => format!(
-                "{} of the first slice to {} of all: {} bytes",
+                "{} of the first shard to {} of all: {} bytes",
                 name(shared, from),
                 name(tokens, to),
                 self.tokens[to].bytes(0)
@@ -193,9 +193,9 @@ impl RankPlan {
     }
 }
 
-fn to_each(slices: usize) -> String {
-    match slices {
+fn to_each(shards: usize) -> String {
+    match shards {
         1 => String::new(),
-        slices => format!(", to each of {slices} slices"),
+        shards => format!(", to each of {shards} shards"),
     }
 }

@@ -1,6 +1,6 @@
 //! The passes of a rank's part of a layer.
 
-use super::comm_cast::{Hop, Packing, counted};
+use super::comm_cast::{CastCall, Packing, counted};
 use super::layer::MeshLayer;
 use super::passes::{Passes, Segment};
 use super::plan_part::PartCall;
@@ -106,7 +106,7 @@ impl MeshLayer {
         run.routing = routing;
         let evaluation = &view.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, Counters::default())?;
-        run.lend(false)?;
+        run.borrow_workspace(false)?;
         run.run(evaluation, |part, rows| {
             let layer = part.layer;
             part.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
@@ -227,7 +227,7 @@ impl MeshLayer {
         run.idle_weights = Some(&view.idle_weights);
         let forward = &view.passes.forward;
         run.begin(Pass::Train, forward, given, counters)?;
-        run.lend(false)?;
+        run.borrow_workspace(false)?;
         run.run(forward, |part, rows| {
             let layer = part.layer;
             part.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
@@ -283,7 +283,7 @@ impl MeshLayer {
     ) -> Result<Output, EngineError> {
         let run = self.back(saved, &Dy::Host(dy), accumulate)?;
         let mut names = self.tokens.input_gradients();
-        if run.hop.as_ref().is_some_and(Hop::counts_backward) {
+        if run.cast.as_ref().is_some_and(CastCall::counts_backward) {
             names.push(SATURATED);
         }
         run.read(&names)
@@ -320,9 +320,9 @@ impl MeshLayer {
     ) -> Result<Run<'l>, EngineError> {
         let parts = view.parts(self.held());
         let groups = self.mesh.groups();
-        let hop = self.packing(view, comm_dtype).map(Packing::begin);
+        let cast = self.packing(view, comm_dtype).map(Packing::begin);
         Ok(Run {
-            hop: hop.transpose()?,
+            cast: cast.transpose()?,
             mesh: &self.mesh,
             plan: &view.plan,
             label: &view.plan.tokens.spec.name,
@@ -405,7 +405,7 @@ impl<'l> Run<'l> {
             let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
             self.take((tokens, tensors), inputs.as_slice(), ports)?;
         }
-        self.lend(true)?;
+        self.borrow_workspace(true)?;
         self.lend_shadows_back(saved.shadow_weights.as_ref())?;
         self.tokens.back(&saved.tokens, accumulate)?;
         self.experts.back(&saved.experts, accumulate)?;
@@ -434,8 +434,8 @@ impl<'l> Run<'l> {
         let own = of_layer(names);
         let mut output = self.tokens.layer.read(&own, tokens, buffer)?;
         if own.len() < names.len() {
-            let saturated = match &self.hop {
-                Some(hop) => hop.saturated()?,
+            let saturated = match &self.cast {
+                Some(cast) => cast.saturated()?,
                 None => counted(0),
             };
             output.tensors.insert(SATURATED.to_string(), saturated);

@@ -169,8 +169,8 @@ impl Ranks {
             sends.push(Transfer { peer: 0, slice });
         }
         let first = self.mesh().rank() == 0;
-        let room = if first { ranks.len() * bytes } else { 0 };
-        let buffer = self.buffer(&vec![0; room])?;
+        let workspace = if first { ranks.len() * bytes } else { 0 };
+        let buffer = self.buffer(&vec![0; workspace])?;
         let from = ranks.filter(|_| first).enumerate().map(|(at, peer)| {
             let slice = Slice::new(&buffer, Element::U8, at * bytes, bytes)?;
             Ok(Transfer { peer, slice })
@@ -178,8 +178,8 @@ impl Ranks {
         let receives = from.collect::<Result<Vec<_>, EngineError>>()?;
         let call = Call::new(&format!("saving {name}"));
         let mut groups = self.mesh().groups();
-        groups.rows.exchange(&sends, &receives, &call)?.wait()?;
-        let mut all = vec![0; room];
+        groups.ep.exchange(&sends, &receives, &call)?.wait()?;
+        let mut all = vec![0; workspace];
         self.device().download(&buffer, 0, &mut all)?;
         let Some(dimension) = beside.filter(|_| first) else {
             return Ok(all);

@@ -32,12 +32,12 @@ pub(super) struct Packing {
     steps: Vec<Bound>,
     device: Arc<dyn Device>,
     saturated: Arc<Buffer>,
-    rooms: Mutex<Vec<Room>>,
+    workspaces: Mutex<Vec<CastWorkspace>>,
 }
 
 /// Memory of one exchange for its rows on the wire; as many as are in flight at once.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct CastWorkspace {
     workspace: Workspace,
     addresses: Addresses,
 }
@@ -63,7 +63,7 @@ impl Packing {
         let device = engine.device().clone();
         Ok(Packing {
             saturated: Arc::new(device.alloc(64)?),
-            rooms: Mutex::default(),
+            workspaces: Mutex::default(),
             device,
             tilings,
             steps,
@@ -73,14 +73,14 @@ impl Packing {
     }
 
     /// Begins a call: nothing is too large so far.
-    pub fn begin(&self) -> Result<Hop<'_>, EngineError> {
+    pub fn begin(&self) -> Result<CastCall<'_>, EngineError> {
         self.device
             .upload(&0i64.to_le_bytes(), &self.saturated, 0)?;
-        let rooms = self.rooms.lock();
-        Ok(Hop {
+        let workspaces = self.workspaces.lock();
+        Ok(CastCall {
             packing: self,
             // A panic can only have left memory that the next exchange lays anew.
-            rooms: rooms.unwrap_or_else(PoisonError::into_inner),
+            workspaces: workspaces.unwrap_or_else(PoisonError::into_inner),
         })
     }
 
@@ -103,34 +103,34 @@ impl Packing {
 }
 
 /// The kernels and their memory in one call.
-pub(super) struct Hop<'l> {
+pub(super) struct CastCall<'l> {
     pub packing: &'l Packing,
     /// Those that no exchange has.
-    rooms: MutexGuard<'l, Vec<Room>>,
+    workspaces: MutexGuard<'l, Vec<CastWorkspace>>,
 }
 
 /// Rows that come packed, and what they are unpacked to.
-pub(super) struct Coming {
+pub(super) struct IncomingRows {
     pub packed: Packed,
     pub part: PlanPart,
     pub tensor: TensorId,
     /// Which row of the tensor each is.
     pub places: Vec<i32>,
     /// Their memory.
-    pub room: Room,
+    pub workspace: CastWorkspace,
 }
 
-impl Hop<'_> {
+impl CastCall<'_> {
     /// Whether a backward pass counts what is too large.
     pub fn counts_backward(&self) -> bool {
         self.packing.comm_dtype.backward == CommDtype::F16
     }
 
     /// Memory for so many rows on the wire, which nothing in flight has.
-    pub fn room(&mut self, rows: usize) -> Result<Room, EngineError> {
-        let mut room = self.rooms.pop().unwrap_or_default();
+    pub fn workspace(&mut self, rows: usize) -> Result<CastWorkspace, EngineError> {
+        let mut workspace = self.workspaces.pop().unwrap_or_default();
         let Some(tilings) = &self.packing.tilings else {
-            return Ok(room);
+            return Ok(workspace);
         };
         let plan = tilings.first();
         let elsewhere = |id: &TensorId| {
@@ -140,35 +140,42 @@ impl Hop<'_> {
         let all = (0..plan.tensors.len()).map(TensorId);
         let own = all.filter(|id| !elsewhere(id));
         let device = &*self.packing.device;
-        room.workspace.reserve(own, tilings, device, rows as u64)?;
-        Ok(room)
+        workspace
+            .workspace
+            .reserve(own, tilings, device, rows as u64)?;
+        Ok(workspace)
     }
 
     /// Packs the rows of a tensor that go to other nodes.
     pub fn pack(
         &self,
-        room: &mut Room,
+        workspace: &mut CastWorkspace,
         packed: &Packed,
         rows: &Buffer,
         places: &[i32],
     ) -> Result<(), EngineError> {
         let list = (packed.sent.places, places);
-        self.launch(room, &packed.pack, list, (packed, rows))
+        self.launch(workspace, &packed.pack, list, (packed, rows))
     }
 
     /// Makes rows of a tensor of those that came. What used their memory has been launched
     /// then.
-    fn unpack(&mut self, mut coming: Coming, rows: &Buffer) -> Result<(), EngineError> {
-        let packed = &coming.packed;
-        let list = (packed.came.places, &*coming.places);
-        self.launch(&mut coming.room, &[packed.unpack], list, (packed, rows))?;
-        self.rooms.push(coming.room);
+    fn unpack(&mut self, mut incoming: IncomingRows, rows: &Buffer) -> Result<(), EngineError> {
+        let packed = &incoming.packed;
+        let list = (packed.came.places, &*incoming.places);
+        self.launch(
+            &mut incoming.workspace,
+            &[packed.unpack],
+            list,
+            (packed, rows),
+        )?;
+        self.workspaces.push(incoming.workspace);
         Ok(())
     }
 
     fn launch(
         &self,
-        room: &mut Room,
+        workspace: &mut CastWorkspace,
         steps: &[usize],
         (list, places): (TensorId, &[i32]),
         (packed, rows): (&Packed, &Buffer),
@@ -177,11 +184,11 @@ impl Hop<'_> {
         let Some(tilings) = packing.tilings.as_ref().filter(|_| !places.is_empty()) else {
             return Ok(());
         };
-        let Room {
+        let CastWorkspace {
             workspace,
             addresses,
-        } = room;
-        let listed = workspace.get(list).expect(ROOM);
+        } = workspace;
+        let listed = workspace.get(list).expect(HAS_WORKSPACE);
         packing.device.upload(cast_slice(places), listed, 0)?;
         addresses.clear(tilings.first().tensors.len());
         addresses.lay(&workspace.buffers);
@@ -206,7 +213,7 @@ impl Hop<'_> {
     }
 }
 
-impl Room {
+impl CastWorkspace {
     /// Rows on the wire, of a tensor of the kernels' plan.
     pub fn transfers(
         &self,
@@ -218,14 +225,14 @@ impl Room {
     }
 
     pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
-        self.workspace.buffers.handle(tensor).expect(ROOM)
+        self.workspace.buffers.handle(tensor).expect(HAS_WORKSPACE)
     }
 }
 
 impl<'l> Run<'l> {
     /// How rows of an exchange are packed for other nodes, if they are.
     pub(super) fn packed(&self, name: &str) -> Option<&'l Packed> {
-        self.hop.as_ref()?.packing.packed(name)
+        self.cast.as_ref()?.packing.packed(name)
     }
 
     /// As [`Run::send_rows`], with rows for other nodes packed, and unpacked when they came.
@@ -255,43 +262,43 @@ impl<'l> Run<'l> {
         let out = Crossing::of(&sent.2, |peer| crosses(own, peer));
         let back = Crossing::of(&came.2, |peer| crosses(own, peer));
         let rows = out.places.len().max(back.places.len());
-        let hop = self.hop.as_mut().expect(MAY);
-        let mut room = hop.room(rows)?;
-        let hop = self.hop.as_ref().expect(MAY);
-        hop.pack(
-            &mut room,
+        let cast = self.cast.as_mut().expect(MAY_CAST);
+        let mut workspace = cast.workspace(rows)?;
+        let cast = self.cast.as_ref().expect(MAY_CAST);
+        cast.pack(
+            &mut workspace,
             packed,
             self.part(sent.0).buffer(sent.1),
             &out.places,
         )?;
         let near = self.transfers(sent.0, sent.1, &out.near)?;
-        let far = room.transfers(packed.sent.bytes, packed.row_bytes, &out.far)?;
+        let far = workspace.transfers(packed.sent.bytes, packed.row_bytes, &out.far)?;
         let sends = by_peer(near, far);
         let near = self.transfers(came.0, came.1, &back.near)?;
-        let far = room.transfers(packed.came.bytes, packed.row_bytes, &back.far)?;
+        let far = workspace.transfers(packed.came.bytes, packed.row_bytes, &back.far)?;
         let receives = by_peer(near, far);
         let request = self.send_by(path, &sends, &receives, call)?;
-        let coming = Coming {
+        let incoming = IncomingRows {
             packed: packed.clone(),
             part: came.0,
             tensor: came.1,
             places: back.places,
-            room,
+            workspace,
         };
         Ok(Request {
-            coming: Some(coming),
+            incoming: Some(incoming),
             ..request
         })
     }
 
     /// Unpacks rows that came, where they go.
-    pub(super) fn unpack(&mut self, coming: Option<Coming>) -> Result<(), EngineError> {
-        let Some(coming) = coming else {
+    pub(super) fn unpack(&mut self, incoming: Option<IncomingRows>) -> Result<(), EngineError> {
+        let Some(incoming) = incoming else {
             return Ok(());
         };
-        let rows = Arc::clone(self.part(coming.part).buffer(coming.tensor));
-        let hop = self.hop.as_mut().expect(MAY);
-        hop.unpack(coming, &rows)
+        let rows = Arc::clone(self.part(incoming.part).buffer(incoming.tensor));
+        let cast = self.cast.as_mut().expect(MAY_CAST);
+        cast.unpack(incoming, &rows)
     }
 
     /// The hosts of the ranks that exchange rows, in their order.
@@ -320,10 +327,10 @@ fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
 }
 
 /// Why a tensor of the kernels has memory.
-pub(super) const ROOM: &str = "there is room for the rows of an exchange before it";
+pub(super) const HAS_WORKSPACE: &str = "there is workspace for the rows of an exchange before it";
 
 /// Why there are kernels.
-pub(super) const MAY: &str = "rows are packed in a call that may";
+pub(super) const MAY_CAST: &str = "rows are packed in a call that may";
 
 /// [`SATURATED`], a number.
 pub(super) fn counted(saturated: i64) -> Tensor<'static> {

@@ -109,7 +109,7 @@ impl Run<'_> {
         };
         if self.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
-            let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
+            let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
             let (told, hop_counts) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
             let mut rows = Rows::new((mesh, place), placement, own, &told);
             rows.hop_counts = Some(hop_counts);
@@ -124,7 +124,7 @@ impl Run<'_> {
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
         let receives = vec![here; mesh.group()];
         let call = self.call("counts");
-        let rows = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
+        let rows = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
         rows.all_to_all_v(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
@@ -160,7 +160,7 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
+        let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
         rows.exchange_dedup_map(group, device, (shape, &tokens), &call)?;
         Ok(rows)
     }
@@ -168,7 +168,7 @@ impl Run<'_> {
     /// Ranks with shards of the same experts learn how many tokens each has.
     pub fn count_tp_peers(&mut self, exchange: &Exchange) -> Result<TpPeers, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, GroupId::Slices, &call)?;
+        let counts = self.each_has(tokens, GroupId::SharedTp, &call)?;
         Ok(TpPeers::new(counts, self.mesh.place().tp))
     }
 

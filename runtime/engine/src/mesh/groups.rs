@@ -47,13 +47,13 @@ pub(super) struct Groups {
     /// Everybody.
     pub world: Box<dyn Collectives>,
     /// Those that hold all experts once: rows are exchanged among them.
-    pub rows: Box<dyn Collectives>,
+    pub ep: Box<dyn Collectives>,
     /// Those with the shards of the same experts.
-    pub slices: Box<dyn Collectives>,
+    pub expert_tp: Box<dyn Collectives>,
     /// Those with the same shards of the same experts.
-    pub replicas: Box<dyn Collectives>,
+    pub expert_dp: Box<dyn Collectives>,
     /// Those with shards of the same number; where there is one shard, everybody.
-    pub same_slice: Option<Box<dyn Collectives>>,
+    pub ep_dp: Option<Box<dyn Collectives>>,
     /// For each adaptive parallelism degree that was asked for, but that of shards.
     by_r: BTreeMap<usize, AdaptiveGroups>,
     /// Memory that calls borrow.
@@ -63,11 +63,11 @@ pub(super) struct Groups {
 /// Groups of a adaptive parallelism degree.
 struct AdaptiveGroups {
     /// Rows are exchanged among them.
-    rows: Box<dyn Collectives>,
+    ep: Box<dyn Collectives>,
     /// Those of them with the shards of the same experts.
-    slices: Box<dyn Collectives>,
+    expert_tp: Box<dyn Collectives>,
     /// Those that gather each other's weights.
-    block: Box<dyn Collectives>,
+    gather: Box<dyn Collectives>,
 }
 
 /// GroupId whom something of a pass goes.
@@ -75,31 +75,31 @@ struct AdaptiveGroups {
 pub(super) enum GroupId {
     World,
     /// Those that rows are exchanged among at that degree.
-    Rows(usize),
+    Ep(usize),
     /// Those of them whose rows are summed.
-    Parts(usize),
+    ExpertTp(usize),
     /// Those that gather each other's weights.
-    Block(usize),
+    GatherGroup(usize),
     /// Those with shards of the same shared experts.
-    Slices,
+    SharedTp,
 }
 
 impl Groups {
     pub fn group(&mut self, group: GroupId) -> &mut dyn Collectives {
         let of_ways = match group {
-            GroupId::Rows(adaptive_r) | GroupId::Parts(adaptive_r) | GroupId::Block(adaptive_r) => {
-                self.by_r.get_mut(&adaptive_r)
-            }
+            GroupId::Ep(adaptive_r)
+            | GroupId::ExpertTp(adaptive_r)
+            | GroupId::GatherGroup(adaptive_r) => self.by_r.get_mut(&adaptive_r),
             _ => None,
         };
         match (group, of_ways) {
             (GroupId::World, _) => &mut *self.world,
-            (GroupId::Rows(_), Some(groups)) => &mut *groups.rows,
-            (GroupId::Parts(_), Some(groups)) => &mut *groups.slices,
-            (GroupId::Block(_), Some(groups)) => &mut *groups.block,
-            (GroupId::Rows(_), None) => &mut *self.rows,
+            (GroupId::Ep(_), Some(groups)) => &mut *groups.ep,
+            (GroupId::ExpertTp(_), Some(groups)) => &mut *groups.expert_tp,
+            (GroupId::GatherGroup(_), Some(groups)) => &mut *groups.gather,
+            (GroupId::Ep(_), None) => &mut *self.ep,
             // Without groups of their own ranks multiply with what they have.
-            (_, _) => &mut *self.slices,
+            (_, _) => &mut *self.expert_tp,
         }
     }
 
@@ -116,9 +116,9 @@ impl Groups {
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = AdaptiveGroups {
-            rows: group("rows", dp)?,
-            slices: group("slices", dp * mesh.ep + ep)?,
-            block: group("blocks", by.block(rank).start)?,
+            ep: group("rows", dp)?,
+            expert_tp: group("slices", dp * mesh.ep + ep)?,
+            gather: group("blocks", by.block(rank).start)?,
         };
         self.by_r.insert(by.count(), groups);
         Ok(())
@@ -127,7 +127,7 @@ impl Groups {
     /// From now on exchanges go on while this rank computes, where ranks have no streams.
     pub fn help(&mut self) {
         if self.progress_thread.is_none() {
-            self.progress_thread = self.rows.progress_thread();
+            self.progress_thread = self.ep.progress_thread();
         }
     }
 }
@@ -173,10 +173,10 @@ impl Mesh {
         let groups = Groups {
             progress_thread: None,
             world: group("world", 0)?,
-            rows: group("rows", dp)?,
-            slices: group("slices", dp * parallel.ep + ep)?,
-            replicas: group("replicas", ep * parallel.expert_tp + tp)?,
-            same_slice: match parallel.expert_tp {
+            ep: group("rows", dp)?,
+            expert_tp: group("slices", dp * parallel.ep + ep)?,
+            expert_dp: group("replicas", ep * parallel.expert_tp + tp)?,
+            ep_dp: match parallel.expert_tp {
                 1 => None,
                 _ => Some(group("same slices", tp)?),
             },

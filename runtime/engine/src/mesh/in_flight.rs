@@ -1,6 +1,6 @@
 //! Exchanges that are begun, and when they are waited for.
 
-use super::comm_cast::Coming;
+use super::comm_cast::IncomingRows;
 use super::run::Run;
 use crate::error::EngineError;
 use crate::trace::{Activity, Lane};
@@ -15,7 +15,7 @@ pub(super) struct Request {
     /// Of what this rank sends.
     pub bytes: u64,
     /// Rows that come packed.
-    pub coming: Option<Coming>,
+    pub incoming: Option<IncomingRows>,
 }
 
 impl Request {
@@ -24,7 +24,7 @@ impl Request {
         Request {
             handle,
             bytes: sends.iter().map(|send| send.slice.bytes() as u64).sum(),
-            coming: None,
+            incoming: None,
         }
     }
 
@@ -33,7 +33,7 @@ impl Request {
         Request {
             handle,
             bytes: data.bytes() as u64,
-            coming: None,
+            incoming: None,
         }
     }
 }
@@ -64,7 +64,7 @@ pub(super) struct InFlight {
     writes: Vec<Written>,
     recorded: Recording,
     /// What is unpacked when it has ended.
-    coming: Option<Coming>,
+    incoming: Option<IncomingRows>,
 }
 
 impl Run<'_> {
@@ -94,7 +94,7 @@ impl Run<'_> {
         let Request {
             handle,
             bytes,
-            coming,
+            incoming,
         } = request;
         let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
         let in_stream = handle.is_in_stream();
@@ -103,10 +103,10 @@ impl Run<'_> {
             handle,
             writes,
             recorded,
-            coming,
+            incoming,
         };
         if in_stream {
-            self.unpack(in_flight.coming.take())?;
+            self.unpack(in_flight.incoming.take())?;
         }
         if later {
             self.in_flight.push(in_flight)
@@ -126,7 +126,7 @@ impl Run<'_> {
             handle,
             writes: Vec::new(),
             recorded: None,
-            coming: None,
+            incoming: None,
         });
         Ok(())
     }
@@ -147,8 +147,8 @@ impl Run<'_> {
             let one = &mut self.in_flight[at];
             one.handle.join()?;
             one.writes.clear();
-            let coming = one.coming.take();
-            self.unpack(coming)?;
+            let incoming = one.incoming.take();
+            self.unpack(incoming)?;
         }
         Ok(())
     }
@@ -162,7 +162,7 @@ impl Run<'_> {
     fn wait(&mut self, one: InFlight) -> Result<(), EngineError> {
         let end = one.handle.wait_timed()?;
         self.ended(one.recorded, end);
-        self.unpack(one.coming)
+        self.unpack(one.incoming)
     }
 
     /// Tells the recorder that an exchange has ended.

@@ -31,9 +31,9 @@ impl Run<'_> {
         for tile in parts.chunks(width.max(1)) {
             sums.iter_mut().zip(tile).for_each(|(sum, n)| *sum += n);
         }
-        let room = Arc::new(device.alloc((4 * width).max(64))?);
-        device.upload(cast_slice(&sums), &room, 0)?;
-        let data = Slice::new(&room, Element::F32, 0, width)?;
+        let workspace = Arc::new(device.alloc((4 * width).max(64))?);
+        device.upload(cast_slice(&sums), &workspace, 0)?;
+        let data = Slice::new(&workspace, Element::F32, 0, width)?;
         let world = &mut self.groups.world;
         world
             .all_reduce(&data, &data, Reduction::Sum, call)?
@@ -42,7 +42,7 @@ impl Run<'_> {
             return Ok(());
         }
         parts.fill(0.0);
-        device.download(&room, 0, cast_slice_mut(&mut parts[..width]))?;
+        device.download(&workspace, 0, cast_slice_mut(&mut parts[..width]))?;
         device.upload(cast_slice(&parts), self.tokens.buffer(tensor), 0)?;
         Ok(())
     }

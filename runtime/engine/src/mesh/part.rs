@@ -3,7 +3,7 @@
 
 use super::groups::{Mesh, placement_of};
 use super::ranks::ProcessGroup;
-use super::shard::{beside, sliced};
+use super::shard::{beside, sharded};
 use super::sharding::Sharding;
 use crate::error::EngineError;
 use moesaic_kernel::DType;
@@ -172,7 +172,7 @@ pub fn part_of_placed(
     };
     let part = read(source, name, &rows)?;
     Ok(match share.hidden.filter(|_| mesh.expert_tp > 1) {
-        Some(dimension) if dimension > 0 => sliced(&part, dimension, &slice(dimension)),
+        Some(dimension) if dimension > 0 => sharded(&part, dimension, &slice(dimension)),
         _ => part,
     })
 }

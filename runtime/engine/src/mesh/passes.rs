@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Why there is a part of shared experts.
-pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
+pub(super) const SHARDED: &str = "steps of shared experts are of ranks with slices of them";
 
 /// Why there is a part of shadows.
 pub(super) const SHADOWED: &str = "steps of shadows are of plans with shadows";

@@ -16,7 +16,7 @@ pub(super) struct PartCall<'l> {
     kept: Kept<'l>,
     scalars: Option<Scalars>,
     /// What the call has of the layer's weights and gradients, where it holds none itself.
-    pub lent: Buffers,
+    pub borrowed: Buffers,
     /// Weights of shadows that stay from forward to backward.
     pub staying: Buffers,
     /// Tensors that lie where a raw call has them, of which no exchange moves any.
@@ -51,7 +51,7 @@ impl<'l> PartCall<'l> {
             workspaces: layer.lock_workspaces(),
             kept: Kept::Nothing,
             scalars: None,
-            lent: Buffers::default(),
+            borrowed: Buffers::default(),
             staying: Buffers::default(),
             given: Vec::new(),
             chunk: Addresses::default(),
@@ -64,7 +64,7 @@ impl<'l> PartCall<'l> {
         self.layer.reserve(&mut self.workspaces, scalars.tokens())?;
         self.scalars = Some(scalars);
         self.layer.lay_passing(&mut self.workspaces);
-        self.workspaces.addresses.lay(&self.lent);
+        self.workspaces.addresses.lay(&self.borrowed);
         self.workspaces.addresses.give(&self.given);
         Ok(())
     }
@@ -76,7 +76,7 @@ impl<'l> PartCall<'l> {
         let mut saved = layer.saved(tokens, scalars)?;
         saved.kept.given.extend_from_slice(&self.given);
         layer.lay_saved(&mut self.workspaces, &saved);
-        self.workspaces.addresses.lay(&self.lent);
+        self.workspaces.addresses.lay(&self.borrowed);
         self.workspaces.addresses.lay(&self.staying);
         (self.scalars, self.kept) = (Some(scalars), Kept::Now(saved));
         Ok(())
@@ -89,7 +89,7 @@ impl<'l> PartCall<'l> {
         layer.reserve_every(&mut self.workspaces.every, saved.tokens())?;
         layer.gradient_buffers()?;
         layer.lay_saved(&mut self.workspaces, saved);
-        self.workspaces.addresses.lay(&self.lent);
+        self.workspaces.addresses.lay(&self.borrowed);
         self.workspaces.addresses.lay(&self.staying);
         self.workspaces.addresses.give(&self.given);
         self.scalars = Some(saved.scalars().accumulating(accumulate));
@@ -107,7 +107,9 @@ impl<'l> PartCall<'l> {
 
     /// The scalars, once there is room.
     pub fn scalars(&self) -> &Scalars {
-        self.scalars.as_ref().expect("there is room for the call")
+        self.scalars
+            .as_ref()
+            .expect("there is workspace for the call")
     }
 
     /// Launches steps of this part.
@@ -163,7 +165,7 @@ impl<'l> PartCall<'l> {
         };
         kept.or_else(|| self.workspaces.every.buffers.handle(tensor))
             .or_else(|| self.layer.weights.handle(tensor))
-            .or_else(|| self.lent.handle(tensor))
+            .or_else(|| self.borrowed.handle(tensor))
             .or_else(|| self.staying.handle(tensor))
     }
 }

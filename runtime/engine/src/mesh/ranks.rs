@@ -61,10 +61,10 @@ impl Groups {
     pub fn among(&mut self, among: ProcessGroup) -> &mut dyn Collectives {
         match among {
             ProcessGroup::World => &mut *self.world,
-            ProcessGroup::Ep => &mut *self.rows,
-            ProcessGroup::ExpertTp => &mut *self.slices,
-            ProcessGroup::ExpertDp => &mut *self.replicas,
-            ProcessGroup::EpDp => &mut **self.same_slice.as_mut().unwrap_or(&mut self.world),
+            ProcessGroup::Ep => &mut *self.ep,
+            ProcessGroup::ExpertTp => &mut *self.expert_tp,
+            ProcessGroup::ExpertDp => &mut *self.expert_dp,
+            ProcessGroup::EpDp => &mut **self.ep_dp.as_mut().unwrap_or(&mut self.world),
         }
     }
 }

@@ -221,8 +221,8 @@ impl Run<'_> {
         let Some(to) = &self.beside.saturated else {
             return Ok(());
         };
-        match &self.hop {
-            Some(hop) => self.carry(hop.packing.saturated(), to, to.bytes()),
+        match &self.cast {
+            Some(cast) => self.carry(cast.packing.saturated(), to, to.bytes()),
             None => Ok(self.owned.device.upload(&0i64.to_le_bytes(), to, 0)?),
         }
     }

@@ -27,7 +27,7 @@ impl MeshLayer {
         self.replicated().check_training()?;
         let mut groups = self.mesh().groups();
         sum(self.replicated(), &mut *groups.world)?;
-        sum(self.own(), &mut *groups.replicas)?;
+        sum(self.own(), &mut *groups.expert_dp)?;
         if let Some(shared) = self.shared() {
             sum(shared, groups.among(ProcessGroup::EpDp))?;
         }

@@ -177,7 +177,7 @@ impl Rows {
 
     /// The number of each row at the experts within its chunk; 0 group chunks.
     pub fn numbers_in_chunks(&self) -> Vec<i32> {
-        let mut numbers = vec![0; self.room()];
+        let mut numbers = vec![0; self.workspace()];
         for chunk in 0..self.chunks() {
             let own = &mut numbers[self.span(chunk..chunk + 1)];
             own.iter_mut().zip(0..).for_each(|(row, n)| *row = n);
@@ -197,7 +197,7 @@ impl Rows {
     }
 
     /// Rows that there must be room for at the experts.
-    pub fn room(&self) -> usize {
+    pub fn workspace(&self) -> usize {
         self.firsts[self.chunks()]
     }
 
@@ -243,7 +243,7 @@ impl Rows {
 
     /// What comes back from the shards that answer this rank: those with its own number.
     pub fn answered(&self, chunks: &Range<usize>) -> Vec<RowRange> {
-        let peers = (0..self.mesh.group()).filter(|peer| self.same_slice(*peer));
+        let peers = (0..self.mesh.group()).filter(|peer| self.same_shard(*peer));
         let peers = peers.flat_map(|peer| self.of_owner(peer, chunks));
         peers.collect()
     }
@@ -257,12 +257,12 @@ impl Rows {
 
     /// What this rank sends back: the rows of ranks whose shard has its number.
     pub fn answers(&self, chunks: &Range<usize>) -> Vec<RowRange> {
-        let peers = (0..self.mesh.group()).filter(|peer| self.same_slice(*peer));
+        let peers = (0..self.mesh.group()).filter(|peer| self.same_shard(*peer));
         let peers = peers.flat_map(|peer| self.of_source(peer, chunks));
         peers.collect()
     }
 
-    fn same_slice(&self, peer: usize) -> bool {
+    fn same_shard(&self, peer: usize) -> bool {
         peer % self.mesh.expert_tp == self.place.tp
     }
 
@@ -468,7 +468,7 @@ mod tests {
                     taken.sort();
                     taken.dedup();
                     assert_eq!(taken.len(), rows.arriving());
-                    assert!(rows.room() < rows.arriving() + chunks * ALIGN);
+                    assert!(rows.workspace() < rows.arriving() + chunks * ALIGN);
                     let sizes =
                         (0..chunks).map(|chunk| *rows.expert_offsets(chunk).last().unwrap());
                     assert_eq!(sizes.sum::<i64>() as usize, rows.arriving());

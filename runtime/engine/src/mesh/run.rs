@@ -1,10 +1,10 @@
 //! A pass of one rank: launches of all parts, and exchanges group ranks.
 
 use super::all_to_all::{Payload, RowSchedule};
-use super::comm_cast::Hop;
+use super::comm_cast::CastCall;
 use super::groups::{GroupId, Groups, Mesh};
 use super::in_flight::{InFlight, Request, Written};
-use super::passes::{SHADOWED, SLICED, Segment, chunks};
+use super::passes::{SHADOWED, SHARDED, Segment, chunks};
 use super::plan_part::{Part, PartCall};
 use super::raw::Beside;
 use super::routing::Routing;
@@ -67,7 +67,7 @@ pub(super) struct Run<'l> {
     /// Exchanges that are not waited for yet, in their order.
     pub in_flight: Vec<InFlight>,
     /// Where rows are packed for other nodes.
-    pub hop: Option<Hop<'l>>,
+    pub cast: Option<CastCall<'l>>,
     /// Who is told of exchanges.
     pub recorder: Option<&'l dyn Recorder>,
 }
@@ -99,7 +99,7 @@ impl Run<'_> {
                         let recorded = self.begins(exchange);
                         let rows = self.count()?.in_chunks(chunks, cut);
                         self.ended(recorded, Instant::now());
-                        arrive(&mut self.experts, rows.room())?;
+                        arrive(&mut self.experts, rows.workspace())?;
                         self.lay_out(&rows)?;
                         self.rows = Some(rows);
                     }
@@ -107,7 +107,7 @@ impl Run<'_> {
                         let recorded = self.begins(exchange);
                         let tp_peers = self.count_tp_peers(exchange)?;
                         self.ended(recorded, Instant::now());
-                        let shared = self.shared.as_mut().expect(SLICED);
+                        let shared = self.shared.as_mut().expect(SHARDED);
                         arrive(shared, tp_peers.tokens())?;
                         self.tp_peers = Some(tp_peers);
                     }
@@ -117,7 +117,7 @@ impl Run<'_> {
             }
         }
         self.finish_all()?;
-        self.return_lent();
+        self.return_workspace();
         Ok(())
     }
 
@@ -152,7 +152,7 @@ impl Run<'_> {
             plan::PlanPart::Dispatch => &self.tokens,
             plan::PlanPart::Experts => &self.experts,
             plan::PlanPart::Shadows => self.shadows.as_ref().expect(SHADOWED),
-            plan::PlanPart::Shared => self.shared.as_ref().expect(SLICED),
+            plan::PlanPart::Shared => self.shared.as_ref().expect(SHARDED),
         }
     }
 
@@ -282,7 +282,7 @@ impl Run<'_> {
                 let width = self.plan.row_bytes(plan::PlanPart::Experts, tensor) / element.size();
                 let buffer = self.experts.buffer(tensor);
                 let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
-                let slices = self.groups.group(GroupId::Parts(self.plan.adaptive_r));
+                let slices = self.groups.group(GroupId::ExpertTp(self.plan.adaptive_r));
                 let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
                 Ok(Request::of(sum, &data))
             }
@@ -291,7 +291,7 @@ impl Run<'_> {
                 let (sent, arrived) = (tp_peers.sent(), tp_peers.arrived());
                 let sends = self.transfers(plan::PlanPart::Dispatch, from, &sent)?;
                 let receives = self.transfers(plan::PlanPart::Shared, to, &arrived)?;
-                self.send(GroupId::Slices, &sends, &receives, &call)
+                self.send(GroupId::SharedTp, &sends, &receives, &call)
             }
             CollectiveOp::ReduceScatterTp { from, to } => self.sum_to_tokens(from, to, &call),
             CollectiveOp::BroadcastTp { from, to } => self.take_of_first(from, to, &call),
@@ -384,7 +384,7 @@ impl Run<'_> {
         receives: &[Transfer],
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
+        let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
         let handle = match path {
             None => group.exchange(sends, receives, call)?,
             Some(path) => group.exchange_with(sends, receives, &*path, call)?,
@@ -444,7 +444,7 @@ impl Run<'_> {
             counts.iter().sum(),
         )?;
         let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
-        let (slices, reduction) = (&mut self.groups.slices, Reduction::Sum);
+        let (slices, reduction) = (&mut self.groups.expert_tp, Reduction::Sum);
         let sum = slices.reduce_scatter_v(&input, &counts, &output, reduction, call)?;
         Ok(Request::of(sum, &input))
     }
@@ -468,7 +468,7 @@ impl Run<'_> {
         };
         let sends = self.transfers(plan::PlanPart::Shared, from, &sends)?;
         let receives = self.transfers(plan::PlanPart::Dispatch, to, &[chunk(0)])?;
-        self.send(GroupId::Slices, &sends, &receives, call)
+        self.send(GroupId::SharedTp, &sends, &receives, call)
     }
 
     /// Tells the experts' kernels which row is which, and where rows of the first chunk lie.
@@ -537,7 +537,7 @@ impl Run<'_> {
         let receives: Vec<RowRange> = (0..mesh.ep).flat_map(|ep| runs(ep, true)).collect();
         let sends = self.transfers(plan::PlanPart::Experts, from, &sends)?;
         let receives = self.transfers(plan::PlanPart::Dispatch, to, &receives)?;
-        self.send(GroupId::Rows(self.plan.adaptive_r), &sends, &receives, call)
+        self.send(GroupId::Ep(self.plan.adaptive_r), &sends, &receives, call)
     }
 }
 

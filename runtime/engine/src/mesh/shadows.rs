@@ -75,7 +75,7 @@ impl Run<'_> {
         let experts = self.plan.tokens.spec.shape.experts;
         let own = (0..experts).map(|expert| self.own.of(expert) as u64);
         let (own, call) = (own.collect::<Vec<_>>(), self.call("loads"));
-        let counts = self.each_tells(&own, GroupId::Rows(self.plan.adaptive_r), &call)?;
+        let counts = self.each_tells(&own, GroupId::Ep(self.plan.adaptive_r), &call)?;
         let placement = self.plan.placement();
         let model = ShadowModel {
             most: self.model.most.min(self.shadow_plan().spec.shape.experts),
@@ -98,8 +98,8 @@ impl Run<'_> {
             return Ok(());
         };
         let Some(idle) = self.idle_weights.filter(|_| plan.keeps_shadow_weights()) else {
-            let lent = self.borrowed(of, &[Role::Weight])?;
-            self.shadows.as_mut().expect(SHADOWED).lent = lent;
+            let borrowed = self.take_workspace(of, &[Role::Weight])?;
+            self.shadows.as_mut().expect(SHADOWED).borrowed = borrowed;
             return Ok(());
         };
         let weights = ShadowWeights::take(of, idle, &*self.owned.device)?;
@@ -117,9 +117,9 @@ impl Run<'_> {
         };
         let both = [Role::WeightGradient, Role::Weight];
         let roles = &both[..both.len() - usize::from(stayed.is_some())];
-        let lent = self.borrowed(of, roles)?;
+        let borrowed = self.take_workspace(of, roles)?;
         let part = self.shadows.as_mut().expect(SHADOWED);
-        part.lent = lent;
+        part.borrowed = borrowed;
         part.staying = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Run<'_> {
         }
         for (number, [owner, _]) in owners.into_iter().enumerate() {
             let data = Slice::new(&to, dtype, number * elements, elements)?;
-            let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
+            let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
             let sent = group.broadcast(&data, owner, call)?;
             self.complete(Request::of(sent, &data))?;
         }
@@ -226,7 +226,7 @@ impl Run<'_> {
         let from = Arc::clone(self.shadow_part().buffer(from));
         let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
         let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
-        let group = self.groups.group(GroupId::Rows(self.plan.adaptive_r));
+        let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
         let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
         let own = self.own(to, self.owned.gradient_buffers()?)?;

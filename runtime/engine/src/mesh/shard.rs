@@ -185,7 +185,7 @@ impl WeightSource for Shard<'_> {
         let own = self.whole.rows(name, asked)?;
         Ok(match cut {
             None | Some((0, _)) => own,
-            Some((dimension, width)) => sliced(&own, dimension, &self.own(width)),
+            Some((dimension, width)) => sharded(&own, dimension, &self.own(width)),
         })
     }
 }
@@ -195,7 +195,7 @@ fn gone(name: &str) -> SourceError {
 }
 
 /// A range of a dimension, copied.
-pub(super) fn sliced(
+pub(super) fn sharded(
     tensor: &Tensor<'_>,
     dimension: usize,
     range: &Range<usize>,

@@ -92,21 +92,21 @@ mod tests {
             expert_tp: 2,
             ..Parallel::default()
         };
-        let sliced = Parallel {
+        let sharded = Parallel {
             shared: SharedExperts::Sharded,
             ..whole
         };
         let among = |mesh, name| Sharding::of(mesh, name).among;
         for name in ["experts.up.weight", "block3.experts.down.bias"] {
             assert_eq!(among(whole, name), ProcessGroup::ExpertDp);
-            assert_eq!(among(sliced, name), ProcessGroup::ExpertDp);
+            assert_eq!(among(sharded, name), ProcessGroup::ExpertDp);
         }
         for name in [
             "shared.0.up.weight",
             "optimizer.first.b3.shared.12.down.bias",
         ] {
             assert_eq!(among(whole, name), ProcessGroup::World);
-            assert_eq!(among(sliced, name), ProcessGroup::EpDp);
+            assert_eq!(among(sharded, name), ProcessGroup::EpDp);
         }
         for name in [
             "shared.0.router.weight",
@@ -114,11 +114,11 @@ mod tests {
             "unshared.0.up.weight",
             "router.weight",
         ] {
-            assert_eq!(among(sliced, name), ProcessGroup::World);
+            assert_eq!(among(sharded, name), ProcessGroup::World);
         }
         let one = Parallel {
             expert_tp: 1,
-            ..sliced
+            ..sharded
         };
         assert_eq!(among(one, "shared.0.up.weight"), ProcessGroup::World);
     }

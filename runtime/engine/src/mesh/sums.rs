@@ -7,7 +7,7 @@
 //! wire_unpack  to the token's first row of that node; zeros to its others
 //! ```
 
-use super::comm_cast::{Coming, MAY};
+use super::comm_cast::{IncomingRows, MAY_CAST};
 use super::in_flight::Request;
 use super::rows::RowRange;
 use super::run::{Moved, Run, transfers};
@@ -86,29 +86,31 @@ impl<'l> Run<'l> {
         let summed = self.groups.workspaces.take(&*device, gone * bytes)?;
         let inside = [(sent.0, sent.1, sent.2), (part, tensor, near)];
         let inside = self.sum_inside(sums, inside, (&summed, &dedup_indices.sent), call)?;
-        let hop = self.hop.as_mut().expect(MAY);
-        let mut room = hop.room(gone.max(dedup_indices.places.len()))?;
+        let cast = self.cast.as_mut().expect(MAY_CAST);
+        let mut workspace = cast.workspace(gone.max(dedup_indices.places.len()))?;
         let all: Vec<i32> = (0..gone as i32).collect();
-        hop.pack(&mut room, packed, &summed, &all)?;
+        cast.pack(&mut workspace, packed, &summed, &all)?;
         self.groups.workspaces.give([summed]);
         let zeros = vec![0; (dedup_indices.places.len() - arrive) * packed.row_bytes];
         if !zeros.is_empty() {
             let behind = arrive * packed.row_bytes;
-            device.upload(&zeros, room.buffer(packed.came.bytes), behind)?;
+            device.upload(&zeros, workspace.buffer(packed.came.bytes), behind)?;
         }
-        let sends = room.transfers(packed.sent.bytes, packed.row_bytes, &dedup_indices.sent)?;
-        let receives = room.transfers(packed.came.bytes, packed.row_bytes, &dedup_indices.came)?;
+        let sends =
+            workspace.transfers(packed.sent.bytes, packed.row_bytes, &dedup_indices.sent)?;
+        let receives =
+            workspace.transfers(packed.came.bytes, packed.row_bytes, &dedup_indices.came)?;
         let request = self.send_by(None, &sends, &receives, call)?;
-        let coming = Coming {
+        let incoming = IncomingRows {
             packed: packed.clone(),
             part,
             tensor,
             places: dedup_indices.places,
-            room,
+            workspace,
         };
         Ok(Request {
             bytes: request.bytes + inside,
-            coming: Some(coming),
+            incoming: Some(incoming),
             ..request
         })
     }

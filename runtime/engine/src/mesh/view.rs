@@ -1,6 +1,6 @@
 //! What a rank runs in a form: at a adaptive parallelism degree, with so many shadows.
 
-use super::passes::{Launched, Passes, SHADOWED, SLICED, Segment, segments};
+use super::passes::{Launched, Passes, SHADOWED, SHARDED, Segment, segments};
 use super::raw::exchanged;
 use super::shadows::IdleWeights;
 use crate::engine::Engine;
@@ -174,7 +174,7 @@ impl PartLayers<'_> {
             plan::PlanPart::Dispatch => self.tokens,
             plan::PlanPart::Experts => self.experts,
             plan::PlanPart::Shadows => self.shadows.expect(SHADOWED),
-            plan::PlanPart::Shared => self.shared.expect(SLICED),
+            plan::PlanPart::Shared => self.shared.expect(SHARDED),
         }
     }
 

@@ -57,30 +57,34 @@ struct Rows {
 impl Run<'_> {
     /// Borrows memory for what the expert part has no weights of its own for, if the call
     /// gathers them; with gradients for a pass back.
-    pub fn lend(&mut self, gradients: bool) -> Result<(), EngineError> {
+    pub fn borrow_workspace(&mut self, gradients: bool) -> Result<(), EngineError> {
         if !self.plan.by().is_owner_only() {
             let roles = &[Role::Weight, Role::WeightGradient][..1 + usize::from(gradients)];
-            self.experts.lent = self.borrowed(&self.plan.experts, roles)?;
+            self.experts.borrowed = self.take_workspace(&self.plan.experts, roles)?;
         }
         Ok(())
     }
 
     /// Memory for the weights of a part, or their gradients, or both.
-    pub fn borrowed(&mut self, of: &LayerPlan, roles: &[Role]) -> Result<Buffers, EngineError> {
-        let mut lent = Buffers::default();
+    pub fn take_workspace(
+        &mut self,
+        of: &LayerPlan,
+        roles: &[Role],
+    ) -> Result<Buffers, EngineError> {
+        let mut borrowed = Buffers::default();
         for (at, tensor) in of.tensors.iter().enumerate() {
             if roles.contains(&tensor.role) {
-                lent.push(TensorId(at), self.workspaces(tensor.bytes(0) as usize)?);
+                borrowed.push(TensorId(at), self.workspaces(tensor.bytes(0) as usize)?);
             }
         }
-        Ok(lent)
+        Ok(borrowed)
     }
 
     /// What was borrowed goes back: what uses it has been launched.
-    pub fn return_lent(&mut self) {
+    pub fn return_workspace(&mut self) {
         for part in [&mut self.experts].into_iter().chain(&mut self.shadows) {
-            let lent = std::mem::take(&mut part.lent);
-            let buffers = lent.into_iter().map(|(_, buffer)| buffer);
+            let borrowed = std::mem::take(&mut part.borrowed);
+            let buffers = borrowed.into_iter().map(|(_, buffer)| buffer);
             self.groups.workspaces.give(buffers);
         }
     }
@@ -131,7 +135,7 @@ impl Run<'_> {
         for region in regions {
             receives.extend(rows(region, to, region.owner, spread(region))?);
         }
-        let block = GroupId::Block(self.plan.adaptive_r);
+        let block = GroupId::GatherGroup(self.plan.adaptive_r);
         let exchange = self.send(block, &sends, &receives, call)?;
         self.complete(exchange)
     }
@@ -161,7 +165,7 @@ impl Run<'_> {
             }
             first += region.elements();
         }
-        let block = GroupId::Block(self.plan.adaptive_r);
+        let block = GroupId::GatherGroup(self.plan.adaptive_r);
         let exchange = self.send(block, &sends, &receives, call)?;
         self.complete(exchange)?;
         let mut first = 0;
@@ -217,7 +221,9 @@ impl Run<'_> {
         };
         let output = sums.as_ref().unwrap_or(&own);
         let output = Slice::new(output, Element::F32, 0, counts[me])?;
-        let block = self.groups.group(GroupId::Block(self.plan.adaptive_r));
+        let block = self
+            .groups
+            .group(GroupId::GatherGroup(self.plan.adaptive_r));
         let sum = block.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
         let mut first = 0;

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::pass::Pass;
-use crate::peer::{Peer, Way};
+use crate::peer::{Peer, Variant};
 use crate::timing::{Placed, median};
 use crate::{answer, gradient};
 use moesaic::Layer;
@@ -12,13 +12,13 @@ use std::process::Command;
 /// Peers that are there, and what they have done so far.
 pub struct Peers {
     peers: Vec<Peer>,
-    ways: Vec<Column>,
+    variants: Vec<Column>,
     pass: Pass,
 }
 
-/// One way of a peer to run the layer of a table.
+/// One variant of a peer to run the layer of a table.
 struct Column {
-    way: Way,
+    variant: Variant,
     /// It agreed with us on this line's input.
     agrees: bool,
     /// Their time over ours, turn by turn.
@@ -33,7 +33,7 @@ impl Peers {
     pub fn none() -> Peers {
         Peers {
             peers: Vec::new(),
-            ways: Vec::new(),
+            variants: Vec::new(),
             pass: Pass::Forward,
         }
     }
@@ -68,11 +68,11 @@ impl Peers {
     /// Reads a layer, for tables of one pass.
     pub fn load(&mut self, folder: &Path, pass: Pass) {
         self.pass = pass;
-        self.ways.clear();
+        self.variants.clear();
         for (index, peer) in self.peers.iter_mut().enumerate() {
-            let ways = peer.load(index, folder, pass).into_iter();
-            self.ways.extend(ways.map(|way| Column {
-                way,
+            let variants = peer.load(index, folder, pass).into_iter();
+            self.variants.extend(variants.map(|variant| Column {
+                variant,
                 agrees: false,
                 ratios: Vec::new(),
             }));
@@ -81,14 +81,14 @@ impl Peers {
 
     /// Nobody is in the next table.
     pub fn unload(&mut self) {
-        self.ways.clear();
+        self.variants.clear();
     }
 
     pub fn titles(&self) -> String {
         let titles = self
-            .ways
+            .variants
             .iter()
-            .map(|column| format!("  {:>14}", column.way.title));
+            .map(|column| format!("  {:>14}", column.variant.title));
         titles.collect()
     }
 
@@ -99,13 +99,18 @@ impl Peers {
             // A peer that cannot says so again when it is to run.
             let _ = peer.ask(&format!("input {}", input.display()));
         }
-        for column in &mut self.ways {
+        for column in &mut self.variants {
             let path = input.with_file_name("answer.safetensors");
-            let order = format!("check {} {} {}", column.way.name, self.pass, path.display());
-            let answer = self.peers[column.way.peer].ask(&order);
+            let order = format!(
+                "check {} {} {}",
+                column.variant.name,
+                self.pass,
+                path.display()
+            );
+            let answer = self.peers[column.variant.peer].ask(&order);
             let result = answer.and_then(|_| agree(placed, layer, &path, gradients));
             if let Err(problem) = &result {
-                println!("# {} is left out: {problem}", column.way.title);
+                println!("# {} is left out: {problem}", column.variant.title);
             }
             column.agrees = result.is_ok();
             column.ratios.clear();
@@ -114,12 +119,12 @@ impl Peers {
 
     /// Everyone's turn after ours, which took so many milliseconds a call.
     pub fn turn(&mut self, ours: f64) {
-        for column in self.ways.iter_mut().filter(|column| column.agrees) {
-            let peer = &mut self.peers[column.way.peer];
+        for column in self.variants.iter_mut().filter(|column| column.agrees) {
+            let peer = &mut self.peers[column.variant.peer];
             // As many as fill a turn, by how long the last took.
             let one = ours * column.ratios.last().copied().unwrap_or(1.0);
             let count = (TURN_MS / one).clamp(1.0, CALLS) as usize;
-            match peer.run(&column.way, self.pass, count) {
+            match peer.run(&column.variant, self.pass, count) {
                 Ok(times) => {
                     let times = times.iter().map(|time| time.as_secs_f64() * 1e3);
                     column
@@ -127,7 +132,7 @@ impl Peers {
                         .extend(median(times.collect()).map(|time| time / ours));
                 }
                 Err(problem) => {
-                    println!("# {} is left out: {problem}", column.way.title);
+                    println!("# {} is left out: {problem}", column.variant.title);
                     column.agrees = false;
                 }
             }
@@ -136,7 +141,7 @@ impl Peers {
 
     /// The columns of a line.
     pub fn ratios(&self) -> String {
-        let columns = self.ways.iter().map(|column| {
+        let columns = self.variants.iter().map(|column| {
             match median(column.ratios.clone()).filter(|_| column.agrees) {
                 Some(ratio) => format!("  {ratio:14.2}"),
                 None => format!("  {:>14}", "-"),

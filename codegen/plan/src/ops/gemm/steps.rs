@@ -157,7 +157,7 @@ impl Builder {
 
     /// The same of each shared expert.
     pub(crate) fn shared_parts(&self) -> Vec<usize> {
-        if let Some(columns) = &self.sliced {
+        if let Some(columns) = &self.sharded {
             return columns.clone();
         }
         let spec = &self.plan.spec;
