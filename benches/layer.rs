@@ -14,7 +14,7 @@
 mod answer;
 #[path = "layer/compare.rs"]
 mod compare;
-#[allow(dead_code, reason = "the kit of GPUs uses the rest")]
+#[allow(dead_code, reason = "the GPU smoke test uses the rest")]
 #[path = "layer/data.rs"]
 mod data;
 #[path = "layer/gauge.rs"]

@@ -12,8 +12,8 @@ mod one_hot;
 #[path = "routing/share.rs"]
 mod share;
 
+use moesaic::engine::StepTime;
 use moesaic::reference::{self, Random};
-use moesaic::tools::StepTime;
 use moesaic::{
     Counters, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors, Training,
 };

@@ -133,7 +133,7 @@ impl Compilers {
         }
     }
 
-    /// A job for [`precompile`](crate::ahead::precompile): the kernels that an engine of
+    /// A job for [`precompile`](crate::aot::precompile): the kernels that an engine of
     /// this machine asks for, for inference or for training. On a CPU they follow
     /// the caches of this one.
     ///

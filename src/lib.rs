@@ -37,7 +37,7 @@
 //! | let ranks choose how they exchange rows | [`Strategy`], [`tune`] |
 //! | bring experts of your own, or several routers | [`experts`] |
 //! | see where time goes | [`trace`] |
-//! | compile before it runs | [`ahead`], [`Store`], [`Compilers`] |
+//! | compile before it runs | [`aot`], [`Store`], [`Compilers`] |
 //!
 //! # Features
 //! None is on by default; each adds and changes no result.
@@ -45,6 +45,7 @@
 //! * `macros`: [`layer!`].
 //! * `train`: [`train`], optimizers and what else training needs beside a layer.
 //! * `tune`: [`tune`], strategies of ranks, chosen from call to call.
+//! * `packs`: a store's kernels as one file ([`Store`]'s `export` and `import`).
 //! * `cuda`, `rocm`: devices of this machine. Compiling for them needs no feature.
 //! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs here.
 //! * `reference`: the whole layer in f64 as plain loops, to hold results against.
@@ -53,14 +54,14 @@
 //! This crate is the only one to depend on. Those named `moesaic-*` are its
 //! parts; they change without notice.
 
-pub mod ahead;
+pub mod aot;
 mod compilers;
-mod engine;
 pub mod experts;
-mod face;
 pub mod mesh;
 #[cfg(not(all(feature = "cuda", feature = "rocm", feature = "sim")))]
 mod missing;
+mod open;
+mod reexports;
 #[cfg(feature = "sim")]
 mod simulators;
 pub mod trace;
@@ -69,11 +70,11 @@ pub mod trace;
 use missing::simulators;
 
 pub use compilers::{Compilers, TargetNameError, resolve_target};
-pub use engine::{Engine, EngineOptions, OpenError};
-pub use face::*;
 #[cfg(feature = "macros")]
 #[doc(inline)]
 pub use moesaic_macros::layer;
+pub use open::{Engine, EngineOptions, OpenError};
+pub use reexports::*;
 
 #[doc(inline)]
 pub use moesaic_collectives as collectives;
@@ -167,7 +168,7 @@ pub use moesaic_cuda as cuda;
 #[doc(hidden)]
 pub use moesaic_emit as emit;
 #[doc(hidden)]
-pub use moesaic_engine as tools;
+pub use moesaic_engine as engine;
 #[doc(hidden)]
 pub use moesaic_kernel as kernel;
 #[doc(hidden)]

@@ -3,12 +3,12 @@
 //! checkpoint is in memory once.
 
 use moesaic::cpu::{CpuDevice, Nodes};
+use moesaic::engine::{Measured, Untuned};
 use moesaic::plan::{Role, Tuning};
 use moesaic::reference;
 use moesaic::spec::hf;
 use moesaic::target::Ptr;
 use moesaic::toolchain::testing::{Tool, needed};
-use moesaic::tools::{Measured, Untuned};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
     Counters, DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, Store, Tensor,

@@ -13,7 +13,7 @@ use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Kind, Registry};
 use moesaic::{Compilers, Target};
-use moesaic_rig::kept::{Kept, once};
+use moesaic_harness::kept::{Kept, once};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -8,8 +8,10 @@ mod golden;
 mod golden_files;
 mod mutants;
 mod new_project;
+mod old_words;
 mod oracle;
 mod pages;
+mod prose;
 mod tidy;
 mod training;
 

@@ -90,6 +90,87 @@ fn links_lead_somewhere() {
     assert!(dead.is_empty(), "{}", dead.join("\n"));
 }
 
+/// Returns the anchor of a heading, as GitHub makes it: lower case, punctuation gone, spaces as
+/// hyphens.
+fn anchor(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = text
+        .chars()
+        .filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+#[test]
+fn anchors_are_headings() {
+    let mut dead = Vec::new();
+    for page in pages() {
+        let content = fs::read_to_string(&page).expect("a page");
+        let folder = page.parent().expect("a folder");
+        for link in content.lines().flat_map(links) {
+            let Some((file, wanted)) = link.split_once('#') else {
+                continue;
+            };
+            let target = match file {
+                "" => page.clone(),
+                file => folder.join(file),
+            };
+            if link.contains("://") || !file.is_empty() && !file.ends_with(".md") {
+                continue;
+            }
+            let other = fs::read_to_string(&target).unwrap_or_default();
+            let heading = |(_, line): &(usize, &str)| line.starts_with('#');
+            let mut headings = lines(&other).into_iter().filter(heading);
+            if !headings.any(|(_, line)| anchor(line) == wanted) {
+                dead.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(dead.is_empty(), "links to no heading:\n{}", dead.join("\n"));
+}
+
+/// Folders at the root whose files pages and comments name by their whole path.
+const FOLDERS: [&str; 12] = [
+    "benches/",
+    "cli/",
+    "codegen/",
+    "docs/",
+    "examples/",
+    "interop/",
+    "runtime/",
+    "src/",
+    "targets/",
+    "templates/",
+    "tests/",
+    "xtask/",
+];
+
+/// Files that a page names in code, such as `benches/results/layer.txt`, are there.
+#[test]
+fn files_that_are_named_exist() {
+    let mut gone = Vec::new();
+    for page in pages() {
+        let content = fs::read_to_string(&page).expect("a page");
+        for (number, line) in lines(&content) {
+            for named in line.split('`').skip(1).step_by(2) {
+                let path = named.trim_end_matches('/');
+                let plain = path
+                    .chars()
+                    .all(|c| c.is_alphanumeric() || "_-./".contains(c));
+                let ours = FOLDERS.iter().any(|folder| path.starts_with(folder));
+                // A crate's own folders have such names too.
+                let there = || {
+                    let beside = page.parent().expect("a folder").join(path);
+                    root().join(path).exists() || beside.exists()
+                };
+                if plain && ours && !there() {
+                    gone.push(format!("{}:{number}: {named}", page.display()));
+                }
+            }
+        }
+    }
+    assert!(gone.is_empty(), "names of no file:\n{}", gone.join("\n"));
+}
+
 /// What is made of the program's help aside: a terminal has no links.
 #[test]
 fn pages_that_are_named_are_links() {

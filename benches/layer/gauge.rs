@@ -69,10 +69,10 @@ impl Limits {
         }
     }
 
-    /// The least seconds of the work: arithmetic or memory, whichever takes
+    /// Returns the roofline of the work in seconds: arithmetic or memory, whichever takes
     /// longer.
     #[must_use]
-    pub fn least(&self, work: &Work) -> f64 {
+    pub fn roofline(&self, work: &Work) -> f64 {
         (work.flops / self.gflops).max(work.bytes / self.gbps) / 1e9
     }
 }

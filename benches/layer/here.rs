@@ -5,9 +5,9 @@ use crate::Result;
 use crate::data::{Call, floats};
 use crate::gradient;
 use crate::pass::Pass;
+use moesaic::engine::StepTime;
 use moesaic::plan::{Op, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
-use moesaic::tools::StepTime;
 use moesaic::{
     Counters, DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall, Tensor,
     Tensors, Training,

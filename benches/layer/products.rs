@@ -9,13 +9,13 @@ use crate::shapes::Shape;
 use crate::timing::{median, middle};
 use crate::{Result, SEED, table};
 use moesaic::DType;
+use moesaic::engine::StepTime;
 use moesaic::reference::Skew;
-use moesaic::tools::StepTime;
 use std::time::{Duration, Instant};
 
 pub const LEGEND: &str = "\
 # of peak: arithmetic that a product needs over its time, over what multiply-adds alone reach in 100 ms before and 100 ms after
-# the pass that it is part of (column `peak`), as long as products take and not at best; median over passes.
+# the pass that it is part of (column `peak`), a sustained rate, not the peak of a moment; median over passes.
 ";
 
 /// Time for the peak between two passes.

@@ -10,9 +10,9 @@ use moesaic::{DType, Engine};
 use std::collections::BTreeMap;
 
 pub const LEGEND: &str = "\
-# ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
-# arithmetic at the rate of multiply-adds alone and memory at the rate of reading alone (columns `at most` and `GB/s`), each for 20 ms
-# before and 20 ms after our turn, as long as they take and not at best; median of pairs. Right of the bar: a peer's time over ours, likewise;
+# ms: ours, the median; % of roofline: the roofline of the work on this machine over our time, where the roofline is the longer of
+# arithmetic at the rate of multiply-adds alone and memory at the rate of reading alone (columns `peak` and `GB/s`), each for 20 ms
+# before and 20 ms after our turn, sustained rates, not peaks of a moment; median of pairs. Right of the bar: a peer's time over ours, likewise;
 # behind it the fastest variant of each peer on this line, which is what a claim goes by.
 # Memory's rate is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
 ";
@@ -73,7 +73,7 @@ impl Table<'_> {
             .iter()
             .map(|variant| format!(" {:>14}", variant.title));
         println!(
-            "routing   tokens     pass         ms   GFLOP/s  at most   GB/s  of limit |{} | fastest",
+            "routing   tokens     pass         ms   GFLOP/s     peak   GB/s  % of roofline |{} | fastest",
             titles.collect::<String>()
         );
     }
@@ -87,12 +87,12 @@ impl Table<'_> {
         let ratios: String = times.ratios.iter().map(ratio).collect();
         let (skew, pass) = (skew.to_string(), pass.to_string());
         println!(
-            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:8.0} {:6.1} {:7.0} % |{ratios} | {}",
+            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:8.0} {:6.1}  {:13.0} |{ratios} | {}",
             seconds * 1e3,
             work.flops / seconds / 1e9,
             times.limits.gflops,
             times.limits.gbps,
-            100.0 * times.of_limit,
+            100.0 * times.of_roofline,
             self.fastest(times),
         );
     }

@@ -1,4 +1,4 @@
-//! The least work of a layer, and pairs of times.
+//! The roofline of a layer, and pairs of times.
 
 use crate::Result;
 use crate::gauge::{Gauge, Limits};
@@ -23,9 +23,9 @@ pub struct Times {
     pub here: Duration,
     /// What the machine could do meanwhile.
     pub limits: Limits,
-    /// The least time of the work over ours, over pairs of a turn and what the
-    /// machine could do before and after it.
-    pub of_limit: f64,
+    /// The roofline of the work over our time: the median over pairs of a turn and the limits
+    /// that the machine had before and after it.
+    pub of_roofline: f64,
     /// For each variant their time over ours, the median over pairs.
     pub ratios: Vec<Option<f64>>,
 }
@@ -43,10 +43,10 @@ impl Held {
         self.turns.push((self.limits.len() - 1, time));
     }
 
-    fn of_limit(&self, work: &Work) -> f64 {
+    fn of_roofline(&self, work: &Work) -> f64 {
         let shares = self.turns.iter().map(|&(round, time)| {
             let limits = self.limits[round].mean(self.limits[round + 1]);
-            limits.least(work) / time.as_secs_f64()
+            limits.roofline(work) / time.as_secs_f64()
         });
         middle(shares.collect()).unwrap_or(f64::NAN)
     }
@@ -59,7 +59,7 @@ impl Held {
                 gflops: of(|limits| limits.gflops).unwrap_or(f64::NAN),
                 gbps: of(|limits| limits.gbps).unwrap_or(f64::NAN),
             },
-            of_limit: self.of_limit(work),
+            of_roofline: self.of_roofline(work),
             ratios: ratios.into_iter().map(middle).collect(),
         }
     }

@@ -1,4 +1,4 @@
-//! The least work of a layer.
+//! The arithmetic and traffic that a layer cannot do without.
 
 use crate::pass::Pass;
 use crate::shapes::Shape;

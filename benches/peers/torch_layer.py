@@ -1,6 +1,6 @@
-"""PyTorch's MoE layers as a peer of `cargo bench -p moesaic-benches --bench layer` and of the kit of GPUs.
+"""PyTorch's MoE layers as a peer of `cargo bench -p moesaic-benches --bench layer` and of the GPU smoke test.
 
-The bench starts this with `--threads N`, the kit with `--device cuda`, and talks to it
+The bench starts this with `--threads N`, the smoke test with `--device cuda`, and talks to it
 in lines; README.md has the protocol. Ways to run the layer, all on the same weights:
 
     eager    transformers' block of that model, its own loop over experts

@@ -2,10 +2,10 @@
 //! costs that experts are unequally popular.
 
 use crate::{ms, rows};
+use moesaic::engine::StepTime;
 use moesaic::kernel::DType;
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;
-use moesaic::tools::StepTime;
 use moesaic::{Engine, Input, Layer, LayerSpec, Tensor, Tensors};
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! Many ranks that start at once on one cache.
 
 use crate::common::*;
+use moesaic::engine::{Engine, EngineParts};
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
-use moesaic::tools::{Engine, EngineParts};
 use moesaic::{LayerSpec, Store, Target};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;

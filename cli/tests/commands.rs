@@ -149,7 +149,7 @@ fn inspect_tells_everything_in_json() {
     let last = launches.last().unwrap();
     assert_eq!(last["writes"], serde_json::json!(["y"]));
     assert_eq!(last["at"][1]["tokens"], 100);
-    assert!(last["at"][1]["least_seconds"].as_f64().unwrap() > 0.0);
+    assert!(last["at"][1]["roofline_seconds"].as_f64().unwrap() > 0.0);
     assert_eq!(json["machine"]["origin"], "measured");
 }
 
@@ -312,7 +312,7 @@ fn bench_checks_and_times() {
     let runs = json["runs"].as_array().unwrap();
     assert_eq!(runs[1]["tokens"], 33);
     assert_eq!(runs[1]["launches"].as_array().unwrap().len(), 8);
-    assert!(runs[1]["of_limit"].as_f64().unwrap() > 0.0);
+    assert!(runs[1]["of_roofline"].as_f64().unwrap() > 0.0);
     let shared = format!(
         "{SMALL}[[shared]]\nhidden_dim = 8\ngate = \"sigmoid\"\n[capacity]\nmode = \"factor\"\n"
     );

@@ -85,8 +85,8 @@ fn check_tried(tried: &[serde_json::Value]) {
 /// Puts sizes for 8 tokens into the cache that a measurement might have found, for
 /// as many threads as this machine has; for 64 tokens none are better.
 fn pretend(cache: &Path, spec: &Path) -> (PathBuf, String) {
+    use moesaic::engine::{Measured, Untuned};
     use moesaic::plan::Tuning;
-    use moesaic::tools::{Measured, Untuned};
     use moesaic::{Engine, LayerSpec, Store};
     let spec = LayerSpec::from_toml(&fs::read_to_string(spec).unwrap()).unwrap();
     let engine = Engine::cpu().unwrap();

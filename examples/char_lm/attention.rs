@@ -2,8 +2,8 @@
 
 use super::common::gemm::{View, product};
 use super::common::ops::{Linear, Module, Param};
+use super::common::threads;
 use moesaic::reference::Random;
-use rayon::prelude::*;
 
 /// `softmax(Q·Kᵀ/√w, causal) · V` per head, between two linear maps.
 pub struct Attention {
@@ -126,11 +126,11 @@ impl Attention {
         let squares = n * n * shape.heads;
         let mut probabilities = vec![0.0; x.len() / (n * d) * squares];
         let mut mixed = vec![0.0; x.len()];
-        probabilities
-            .par_chunks_exact_mut(squares)
-            .zip(mixed.par_chunks_exact_mut(n * d))
-            .zip(qkv.par_chunks_exact(3 * n * d))
-            .for_each(|((p, mixed), qkv)| shape.mix(qkv, p, mixed));
+        let sequences = probabilities
+            .chunks_exact_mut(squares)
+            .zip(mixed.chunks_exact_mut(n * d))
+            .zip(qkv.chunks_exact(3 * n * d));
+        threads::for_each(sequences, |((p, mixed), qkv)| shape.mix(qkv, p, mixed));
         let y = self.out.forward(&mixed);
         let saved = Saved {
             x,
@@ -146,11 +146,14 @@ impl Attention {
         let (n, d, shape) = (self.shape.context, self.shape.width, self.shape);
         let dmixed = self.out.backward(&saved.mixed, dy);
         let mut dqkv = vec![0.0; saved.qkv.len()];
-        dqkv.par_chunks_exact_mut(3 * n * d)
-            .zip(saved.qkv.par_chunks_exact(3 * n * d))
-            .zip(saved.probabilities.par_chunks_exact(n * n * shape.heads))
-            .zip(dmixed.par_chunks_exact(n * d))
-            .for_each(|(((dqkv, qkv), p), dmixed)| shape.unmix(qkv, p, dmixed, dqkv));
+        let sequences = dqkv
+            .chunks_exact_mut(3 * n * d)
+            .zip(saved.qkv.chunks_exact(3 * n * d))
+            .zip(saved.probabilities.chunks_exact(n * n * shape.heads))
+            .zip(dmixed.chunks_exact(n * d));
+        threads::for_each(sequences, |(((dqkv, qkv), p), dmixed)| {
+            shape.unmix(qkv, p, dmixed, dqkv);
+        });
         self.qkv.backward(&saved.x, &dqkv)
     }
 }

@@ -1,6 +1,6 @@
-//! Matrix products over strided views, spread over rayon's threads by rows.
+//! Matrix products over strided views, spread over threads by rows.
 
-use rayon::prelude::*;
+use super::threads;
 
 /// Rows of the product that one task computes.
 const ROWS: usize = 128;
@@ -98,7 +98,7 @@ pub fn matmul_into(a: View, b: View, beta: f32, c: &mut [f32]) {
     if n == 0 {
         return;
     }
-    c.par_chunks_mut(ROWS * n).enumerate().for_each(|(i, c)| {
+    threads::for_each(c.chunks_mut(ROWS * n).enumerate(), |(i, c)| {
         let part = View {
             data: a.data.get(i * ROWS * a.row..).unwrap_or_default(),
             rows: c.len() / n,

@@ -14,3 +14,4 @@ pub mod gemm;
 pub mod mesh_experts;
 pub mod ops;
 pub mod optimizer;
+pub mod threads;

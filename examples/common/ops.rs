@@ -1,8 +1,11 @@
 //! Parameters, linear maps, layer norm, ReLU, cross entropy.
 
 use super::gemm::{View, matmul, matmul_into};
+use super::threads;
 use moesaic::reference::Random;
-use rayon::prelude::*;
+
+/// Rows of logits that one task takes.
+const TASK_ROWS: usize = 64;
 
 /// A tensor that is learned, and its gradient.
 pub struct Param {
@@ -200,18 +203,25 @@ pub fn add(a: &mut [f32], b: &[f32]) {
 pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize], all: usize) -> (f64, Vec<f32>) {
     let classes = (logits.len() / targets.len().max(1)).max(1);
     let share = 1.0 / all as f32;
-    let losses: Vec<f64> = logits
-        .par_chunks_exact_mut(classes)
-        .zip(targets)
-        .map(|(row, &target)| {
-            let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let hit = f64::from(row[target] - top);
-            row.iter_mut().for_each(|v| *v = (*v - top).exp());
-            let sum: f32 = row.iter().sum();
-            row.iter_mut().for_each(|v| *v *= share / sum);
-            row[target] -= share;
-            f64::from(sum).ln() - hit
-        })
-        .collect();
+    let one = |row: &mut [f32], target: usize| {
+        let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let hit = f64::from(row[target] - top);
+        row.iter_mut().for_each(|v| *v = (*v - top).exp());
+        let sum: f32 = row.iter().sum();
+        row.iter_mut().for_each(|v| *v *= share / sum);
+        row[target] -= share;
+        f64::from(sum).ln() - hit
+    };
+    let mut losses = vec![0.0f64; targets.len()];
+    let parts = logits
+        .chunks_mut(TASK_ROWS * classes)
+        .zip(targets.chunks(TASK_ROWS))
+        .zip(losses.chunks_mut(TASK_ROWS));
+    threads::for_each(parts, |((rows, targets), losses)| {
+        let rows = rows.chunks_exact_mut(classes);
+        for ((row, target), loss) in rows.zip(targets).zip(losses) {
+            *loss = one(row, *target);
+        }
+    });
     (losses.iter().sum::<f64>() / all as f64, logits)
 }

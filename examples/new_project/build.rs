@@ -2,7 +2,7 @@
 //! without a compiler.
 
 use moesaic::{CompileOptions, Compilers, LayerSpec, Store, Training, resolve_target};
-use moesaic::ahead::{Outcome, precompile};
+use moesaic::aot::{Outcome, precompile};
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;

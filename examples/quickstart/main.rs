@@ -77,8 +77,8 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The same family of layer at a size that fills a machine, against what the
-/// machine can do at best.
+/// Times the same family of layer at a size that fills a machine, against the roofline of the
+/// machine.
 fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
     let spec = LayerSpec::from_toml(
         r#"

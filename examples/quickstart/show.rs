@@ -1,8 +1,8 @@
 //! What the quickstart prints.
 
 use moesaic::cpu::limits::Limits;
+use moesaic::engine::StepTime;
 use moesaic::plan::{LayerPlan, Role, Work};
-use moesaic::tools::StepTime;
 use moesaic::{Engine, EngineError, Layer, LayerSpec};
 use std::time::Duration;
 
@@ -61,10 +61,10 @@ fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
             .any(|step| plan.names(step).any(|other| other == name))
 }
 
-/// The yardstick.
+/// Describes the limits of this machine, which rooflines follow from.
 pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
     format!(
-        "\nthis machine at best: {:.0} GFLOP/s f32, {:.1} GB/s read from memory ({} threads)\n\
+        "\nlimits of this machine: {:.0} GFLOP/s f32, {:.1} GB/s read from memory ({} threads)\n\
          (what fits in a cache is read faster, so that small steps can do better than that)\n\
          layer `{}` at {} x {} x {}, f32:\n",
         limits.f32_gflops,
@@ -77,14 +77,15 @@ pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
     )
 }
 
-/// Time per stage beside the least time that the machine's limits allow.
+/// Returns the time of each stage beside its roofline, the shortest time the machine allows.
 pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits) -> String {
     let plan = layer.plan();
     let mut text = format!(
-        "  T = {tokens:<5} {:<22} {:>9} {:>9} {:>7}\n",
-        "", "ms", "least ms", "of it"
+        "  T = {tokens:<5} {:<22} {:>9} {:>11} {:>13}
+",
+        "", "ms", "roofline ms", "% of roofline"
     );
-    let (mut sum, mut least) = (0.0, 0.0);
+    let (mut sum, mut rooflines) = (0.0, 0.0);
     for (step, timed) in plan.steps.iter().zip(times) {
         let work = Work::of(plan, step, tokens as u64);
         let floor = work
@@ -93,14 +94,14 @@ pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits)
             * 1e3;
         text += &row(&timed.symbol, ms(timed.time), floor);
         sum += ms(timed.time);
-        least += floor;
+        rooflines += floor;
     }
-    text + &row("the whole layer", sum, least)
+    text + &row("the whole layer", sum, rooflines)
 }
 
-fn row(name: &str, time: f64, least: f64) -> String {
-    let share = 100.0 * least / time;
-    format!("            {name:<22} {time:>9.3} {least:>9.3} {share:>6.0}%\n")
+fn row(name: &str, time: f64, roofline: f64) -> String {
+    let share = 100.0 * roofline / time;
+    format!("            {name:<22} {time:>9.3} {roofline:>11.3} {share:>13.0}\n")
 }
 
 /// The run with the least total time.

@@ -5,7 +5,7 @@ use super::Case;
 use super::case::floats;
 use super::quick;
 use super::trained::Results;
-use moesaic::ahead::{Job, precompile};
+use moesaic::aot::{Job, precompile};
 use moesaic::cache::Store;
 use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;

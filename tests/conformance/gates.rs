@@ -7,7 +7,7 @@ use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
 use super::trained::COUNTERS;
 use super::user::{external, random_dy};
-use moesaic::ahead::{Job, precompile};
+use moesaic::aot::{Job, precompile};
 use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};

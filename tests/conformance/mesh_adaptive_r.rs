@@ -10,9 +10,9 @@ use super::mesh::{
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
+use moesaic::engine::joined;
 use moesaic::mesh::ProcessGroup;
 use moesaic::plan::{AdaptiveMesh, RankCoords};
-use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{AdamW, masters};
 use moesaic::{Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Tensors, Training};

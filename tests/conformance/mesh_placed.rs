@@ -8,12 +8,12 @@ use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, shares,
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
 use super::trained::COUNTERS;
+use moesaic::engine::joined_placed;
 use moesaic::mesh::ProcessGroup;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Split};
 use moesaic::plan::{Placement, ShadowForm, ShadowModel, shadows};
 use moesaic::spec::testing::Counter;
 use moesaic::tensor::WeightSource;
-use moesaic::tools::joined_placed;
 use moesaic::train::elastic::{shard_placed, unshard_placed};
 use moesaic::weights::{Checkpoint, Writer};
 use moesaic::{Engine, Parallel, Recompute, Strategy, Tensors, Training};

@@ -80,7 +80,7 @@ impl Rank {
 
 /// What two ranks with a compiler each return.
 fn two<T: Send>(deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
-    let inner = moesaic_rig::quick::cpu();
+    let inner = moesaic_harness::quick::cpu();
     let device = quick::open("cpu", poisoned()).unwrap().device().clone();
     let ranks = threads::run(
         2,

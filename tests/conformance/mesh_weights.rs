@@ -3,10 +3,10 @@
 use super::case::Case;
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_ranks, sliced, spec};
+use moesaic::engine::{Shard, part_of};
 use moesaic::kernel::DType;
 use moesaic::plan::RankCoords;
 use moesaic::tensor::{Described, SourceError, WeightSink, WeightSource};
-use moesaic::tools::{Shard, part_of};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, Writer};
 use moesaic::{Parallel, Tensor, Tensors};
 use std::collections::BTreeSet;

@@ -1,4 +1,4 @@
-//! Engines whose kernels are compiled in a hurry ([`moesaic_rig::quick`]). What users get is
+//! Engines whose kernels are compiled in a hurry ([`moesaic_harness::quick`]). What users get is
 //! what [`shipped`](super::layers::shipped) compiles, random layers forward and backward on every
 //! instruction set, and what most oracles do.
 
@@ -7,7 +7,7 @@ use moesaic::kernel::{CpuIsa, SimArch, Target};
 use moesaic::target::Compiler;
 use moesaic::{Engine, EngineOptions, OpenError, resolve_target};
 use moesaic_emulated::EmulatedCompiler;
-use moesaic_rig::quick;
+use moesaic_harness::quick;
 use std::sync::{Arc, OnceLock};
 
 /// An engine for a CPU, of this machine or emulated, whose kernels are compiled in a hurry;

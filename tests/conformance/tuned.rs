@@ -5,11 +5,11 @@ use super::Case;
 use super::case::{floats, host};
 use super::layers::{engine, engines};
 use super::trained::Results;
-use moesaic::ahead::{Job, precompile};
+use moesaic::aot::{Job, precompile};
 use moesaic::cache::Store;
+use moesaic::engine::{Measured, Untuned};
 use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
-use moesaic::tools::{Measured, Untuned};
 use moesaic::{
     Compilers, Counters, DType, Engine, EngineOptions, Layer, Output, PlanOptions, Target, Training,
 };

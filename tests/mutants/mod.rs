@@ -12,7 +12,7 @@ use moesaic::spec::LayerSpec;
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::{Compilers, Engine, EngineOptions, Recompute, Target};
-use moesaic_rig::kept::Kept;
+use moesaic_harness::kept::Kept;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,5 +1,5 @@
 //! Gradients as other projects' autograd gives them: one fixture on one engine.
-//! `tests/kit` runs them on hardware.
+//! `tests/gpu-smoke` runs them on hardware.
 
 use super::layers::{Tutel, import};
 use moesaic::spec::hf::Parts;

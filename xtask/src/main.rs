@@ -1,6 +1,6 @@
 //! Project automation. `cargo xtask` lists the commands.
 
-mod kit;
+mod gpu_smoke;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -14,10 +14,12 @@ usage: cargo xtask <command>
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
   sweep   compile random layers, forward and training, for every GPU
-  same    BEFORE AFTER, two builds of the command line: the text of kernels
+  reprodiff
+          BEFORE AFTER, two builds of the command line: the text of kernels
           and the results of passes are the same bytes
           (options of these follow; `cargo xtask sweep --help` lists them)
-  gpu-kit a folder for a machine with a GPU, its driver and nothing else: program,
+  gpu-smoke
+          a folder for a machine with a GPU, its driver and nothing else: program,
           kernels, data and run.sh (docs/PLATFORM.md)
   validate
           how far the model of machines is from published measurements (docs/SCALE.md)
@@ -36,8 +38,8 @@ fn main() -> ExitCode {
         "test" => test(),
         "bless" => bless(),
         "fuzz" => program(&["--package", "moesaic-fuzz"]),
-        "gpu-kit" => kit::kit(std::env::args().skip(2)),
-        "same" => program(&["--package", "moesaic-same"]),
+        "gpu-smoke" => gpu_smoke::folder(std::env::args().skip(2)),
+        "reprodiff" => program(&["--package", "moesaic-reprodiff"]),
         "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
         "validate" => program(&["--package", "moesaic-planner", "--example", "validate"]),
         "lint" => lint(),
@@ -139,10 +141,10 @@ fn lint() -> Result<(), String> {
 const UNPUBLISHED: [&str; 9] = [
     "moesaic-benches",
     "moesaic-fuzz",
-    "moesaic-kit",
+    "moesaic-gpu-smoke",
     "moesaic-probe",
-    "moesaic-rig",
-    "moesaic-same",
+    "moesaic-harness",
+    "moesaic-reprodiff",
     "moesaic-sweep",
     "moesaic-tests",
     "xtask",

@@ -65,8 +65,8 @@ impl Report<'_> {
             ">TIME",
             ">GFLOP/s",
             ">GB/s",
-            ">LEAST",
-            ">OF LIMIT",
+            ">ROOFLINE",
+            ">% OF ROOFLINE",
         ];
         let mut table = Table::new(&titles);
         for launch in &run.launches {
@@ -97,14 +97,14 @@ impl Report<'_> {
 
     fn cells(&self, launch: &Launch) -> Vec<Cell> {
         let time = launch.time.as_secs_f64();
-        let least = self.least(launch);
+        let roofline = self.roofline(launch);
         vec![
             launch.label.as_str().into(),
             units::seconds(time).into(),
             units::short(launch.work.flops / time / 1e9).into(),
             units::short(launch.work.bytes / time / 1e9).into(),
-            least.map_or("-".to_string(), units::seconds).into(),
-            percent(least, time).into(),
+            roofline.map_or("-".to_string(), units::seconds).into(),
+            percent(roofline, time).into(),
         ]
     }
 
@@ -114,28 +114,31 @@ impl Report<'_> {
             .launches
             .iter()
             .fold(moesaic::plan::Work::default(), |sum, l| sum + l.work);
-        let least = self.least_of(run);
+        let roofline = self.roofline_of(run);
         let bold = |text: String| Cell::styled(&text, "1");
         vec![
             bold("the layer".to_string()),
             bold(units::seconds(time)),
             bold(units::short(work.flops / time / 1e9)),
             bold(units::short(work.bytes / time / 1e9)),
-            bold(least.map_or("-".to_string(), units::seconds)),
-            bold(percent(least, time)),
+            bold(roofline.map_or("-".to_string(), units::seconds)),
+            bold(percent(roofline, time)),
         ]
     }
 
-    /// The least time of a launch on the machine, in seconds.
-    fn least(&self, launch: &Launch) -> Option<f64> {
+    /// Returns the roofline of a launch: the shortest time that the machine allows, in seconds.
+    fn roofline(&self, launch: &Launch) -> Option<f64> {
         let machine = self.machine.as_ref()?;
         let plan = self.layer.plan();
         let flops = machine.flops(arithmetic(&plan.kernels[launch.kernel], &plan.spec));
         Some(launch.work.floor(flops, machine.bytes_per_second).0)
     }
 
-    fn least_of(&self, run: &Run) -> Option<f64> {
-        run.launches.iter().map(|launch| self.least(launch)).sum()
+    fn roofline_of(&self, run: &Run) -> Option<f64> {
+        run.launches
+            .iter()
+            .map(|launch| self.roofline(launch))
+            .sum()
     }
 
     /// For scripts.
@@ -156,18 +159,18 @@ impl Report<'_> {
 
     fn run_json(&self, run: &Run) -> Value {
         let launch = |launch: &Launch| {
-            let (time, least) = (launch.time.as_secs_f64(), self.least(launch));
+            let (time, roofline) = (launch.time.as_secs_f64(), self.roofline(launch));
             json!({
                 "launch": launch.label,
                 "kernel": self.layer.plan().kernels[launch.kernel].name,
                 "seconds": time,
                 "flops": launch.work.flops,
                 "bytes": launch.work.bytes,
-                "least_seconds": least,
-                "of_limit": least.map(|least| least / time),
+                "roofline_seconds": roofline,
+                "of_roofline": roofline.map(|roofline| roofline / time),
             })
         };
-        let (time, least) = (run.time().as_secs_f64(), self.least_of(run));
+        let (time, roofline) = (run.time().as_secs_f64(), self.roofline_of(run));
         let against = |against: &AgainstUniform| {
             json!({
                 "uniform_seconds": against.uniform.as_secs_f64(),
@@ -182,16 +185,16 @@ impl Report<'_> {
             "seconds": time,
             "call_seconds": run.call.as_secs_f64(),
             "tokens_per_second": run.tokens as f64 / time,
-            "least_seconds": least,
-            "of_limit": least.map(|least| least / time),
+            "roofline_seconds": roofline,
+            "of_roofline": roofline.map(|roofline| roofline / time),
             "against_uniform": run.against.as_ref().map(against),
             "launches": run.launches.iter().map(launch).collect::<Vec<_>>(),
         })
     }
 }
 
-fn percent(least: Option<f64>, time: f64) -> String {
-    least.map_or("-".to_string(), |least| {
-        format!("{:.0}%", 100.0 * least / time)
+fn percent(roofline: Option<f64>, time: f64) -> String {
+    roofline.map_or("-".to_string(), |roofline| {
+        format!("{:.0}", 100.0 * roofline / time)
     })
 }

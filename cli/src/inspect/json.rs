@@ -106,7 +106,7 @@ fn one_point(at: &At) -> Value {
         "grid": at.grid,
         "flops": at.work.flops,
         "bytes": at.work.bytes,
-        "least_seconds": at.least.map(|least| least.seconds),
-        "bound_by": at.least.map(|_| super::text::bound(at)),
+        "roofline_seconds": at.roofline.map(|roofline| roofline.seconds),
+        "bound_by": at.roofline.map(|_| super::text::bound(at)),
     })
 }

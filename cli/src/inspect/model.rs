@@ -4,14 +4,14 @@ use super::counted::Counted;
 use crate::failure::{Failure, Result};
 use crate::machine::Machine;
 use crate::suggest::closest;
-use moesaic::ahead::{Job, Outcome, Row, precompile};
+use moesaic::aot::{Job, Outcome, Row, precompile};
 use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
+use moesaic::engine::Untuned;
 use moesaic::kernel::{Entry, KernelSource, Stem};
 use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
-use moesaic::tools::Untuned;
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, LayerSpec, PlanOptions, Store, Target,
 };
@@ -83,13 +83,13 @@ pub struct At {
     pub tokens: u64,
     pub grid: [u64; 2],
     pub work: Work,
-    /// The least time on the machine, if its limits are known.
-    pub least: Option<Least>,
+    /// The roofline on the machine, if the limits of the machine are known.
+    pub roofline: Option<Roofline>,
 }
 
-/// The least time a launch can take.
+/// The roofline of a launch: the shortest time that the machine allows for it.
 #[derive(Clone, Copy, Debug)]
-pub struct Least {
+pub struct Roofline {
     pub seconds: f64,
     /// Arithmetic is what takes it, not memory.
     pub compute_bound: bool,
@@ -344,10 +344,10 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
     let Step::Launch(launch) = step;
     let (entry, kernel) = (&plan[launch.entry], &plan.kernels[launch.entry.kernel]);
     let work = Work::of(plan, step, tokens);
-    let least = machine.map(|machine| {
+    let roofline = machine.map(|machine| {
         let flops = machine.flops(arithmetic(kernel, &plan.spec));
         let (seconds, compute_bound) = work.floor(flops, machine.bytes_per_second);
-        Least {
+        Roofline {
             seconds,
             compute_bound,
             flops,
@@ -361,7 +361,7 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
         tokens,
         grid,
         work,
-        least,
+        roofline,
     }
 }
 

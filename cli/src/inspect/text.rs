@@ -329,7 +329,7 @@ pub fn grid(at: &At) -> String {
 
 fn roofline_title(inspection: &Inspection) -> String {
     let Some(machine) = &inspection.machine else {
-        return "least work (this target's limits are not known; --machine names a GPU)"
+        return "arithmetic and traffic (this target's limits are not known; --machine names a GPU)"
             .to_string();
     };
     format!("roofline on {}", roofs(machine))
@@ -356,7 +356,7 @@ fn roofline(inspection: &Inspection) -> Table {
         ">FLOP",
         ">TRAFFIC",
         ">FLOP/BYTE",
-        ">LEAST TIME",
+        ">ROOFLINE",
         "BOUND BY",
     ]);
     for (i, tokens) in inspection.tokens.iter().enumerate() {
@@ -364,14 +364,14 @@ fn roofline(inspection: &Inspection) -> Table {
             table.row(roofline_row(&launch.label, &launch.at[i]));
         }
         let total = inspection.total(i);
-        let least = total.1.map_or("-".to_string(), units::seconds);
+        let roofline = total.1.map_or("-".to_string(), units::seconds);
         table.row(vec![
             Cell::from(tokens.to_string()),
-            Cell::styled("together", "1"),
+            Cell::styled("sum", "1"),
             units::flops(total.0.flops).into(),
             units::traffic(total.0.bytes).into(),
             units::short(intensity(&total.0)).into(),
-            Cell::styled(&least, "1"),
+            Cell::styled(&roofline, "1"),
             "".into(),
         ]);
     }
@@ -379,26 +379,26 @@ fn roofline(inspection: &Inspection) -> Table {
 }
 
 fn roofline_row(symbol: &str, at: &At) -> Vec<Cell> {
-    let least = at
-        .least
-        .map_or("-".to_string(), |least| units::seconds(least.seconds));
+    let roofline = at
+        .roofline
+        .map_or("-".to_string(), |roofline| units::seconds(roofline.seconds));
     vec![
         at.tokens.to_string().into(),
         symbol.into(),
         units::flops(at.work.flops).into(),
         units::traffic(at.work.bytes).into(),
         units::short(intensity(&at.work)).into(),
-        least.into(),
+        roofline.into(),
         bound(at).into(),
     ]
 }
 
 /// What bounds a launch.
 pub fn bound(at: &At) -> &'static str {
-    match at.least {
+    match at.roofline {
         None => "-",
-        Some(least) if least.seconds == 0.0 => "nothing",
-        Some(least) if least.compute_bound => "arithmetic",
+        Some(roofline) if roofline.seconds == 0.0 => "nothing",
+        Some(roofline) if roofline.compute_bound => "arithmetic",
         Some(_) => "memory",
     }
 }
@@ -413,12 +413,14 @@ pub fn intensity(work: &moesaic::plan::Work) -> f64 {
 }
 
 impl Inspection {
-    /// The work of all launches shown, and their least time, at the i-th
+    /// Returns the work of all launches shown, and the sum of their rooflines, at the i-th
     /// token count.
     pub fn total(&self, i: usize) -> (moesaic::plan::Work, Option<f64>) {
         let add = |(work, time): (moesaic::plan::Work, Option<f64>), launch: &Launch| {
             let at = launch.at[i];
-            let time = time.zip(at.least).map(|(sum, least)| sum + least.seconds);
+            let time = time
+                .zip(at.roofline)
+                .map(|(sum, roofline)| sum + roofline.seconds);
             (work + at.work, time)
         };
         self.launches

@@ -1,6 +1,6 @@
 //! The launcher's side of a job: one loop over everything that ranks say.
 
-use super::desk::{Desk, Pipe};
+use super::job_dir::{JobDir, Pipe};
 use super::lines::{Line, Queue};
 use super::rank::NOT_FOUND;
 use super::system::{self, Pid, Watch};
@@ -77,7 +77,12 @@ pub struct Style {
 
 impl Job {
     /// Opens everything before a rank starts.
-    pub fn prepare(desk: &Desk, ranks: usize, style: &Style, console: &Console) -> io::Result<Job> {
+    pub fn prepare(
+        job_dir: &JobDir,
+        ranks: usize,
+        style: &Style,
+        console: &Console,
+    ) -> io::Result<Job> {
         let list = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
         let signals = system::signals(&list)?;
         system::adopt_orphans()?;
@@ -95,7 +100,7 @@ impl Job {
                     String::new()
                 };
                 sources.push(Source {
-                    file: Some(system::open_fifo(&desk.path(rank, pipe))?),
+                    file: Some(system::open_fifo(&job_dir.path(rank, pipe))?),
                     origin: Origin::Rank(rank, pipe),
                     line: Line::default(),
                     prefix,
@@ -108,7 +113,7 @@ impl Job {
             starters: Vec::new(),
             said: Vec::new(),
             signals,
-            life: Some(desk.keep_alive()?),
+            life: Some(job_dir.hold_liveness_pipe()?),
             grace: style.grace,
             limit: None,
             outcome: None,

@@ -1,7 +1,7 @@
 //! `moesaic launch`.
 
-mod desk;
 mod job;
+mod job_dir;
 mod lines;
 mod mpi;
 mod place;
@@ -11,8 +11,8 @@ mod system;
 use crate::console::Console;
 use crate::failure::{Code, Failure, Result};
 use clap::Args;
-use desk::{Desk, Terms};
 use job::{Job, Style};
+use job_dir::{JobConfig, JobDir};
 use moesaic::target::Scratch;
 use mpi::{Choice, Mpiexec};
 use place::{Bind, Machine, Place};
@@ -82,19 +82,19 @@ pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
     program[0] = find_program(&program[0])?.into_os_string();
     let mpiexec = choose_mpi(args, console)?;
     let ranks = usize::from(args.ranks);
-    let terms = Terms {
+    let config = JobConfig {
         port: args.port.map_or_else(free_port, Ok)?,
         grace: Duration::from_secs_f64(args.grace),
         processors: processors(args, ranks),
     };
     let folder = Scratch::new()?;
-    let desk = Desk::at(folder.path());
-    desk.furnish(&terms)?;
+    let job_dir = JobDir::at(folder.path());
+    job_dir.create(&config)?;
     let style = Style {
         prefix: !args.no_prefix,
-        grace: terms.grace,
+        grace: config.grace,
     };
-    let mut job = Job::prepare(&desk, ranks, &style, console)?;
+    let mut job = Job::prepare(&job_dir, ranks, &style, console)?;
     let started = match &mpiexec {
         Some(mpiexec) => start_by(mpiexec, ranks, folder.path(), &program, &mut job),
         None => start_here(ranks, folder.path(), &program, &mut job),
@@ -255,19 +255,19 @@ fn processors(args: &LaunchArgs, ranks: usize) -> Vec<Vec<usize>> {
 }
 
 /// This program as a rank.
-fn rank_words(desk: &Path, program: &[OsString]) -> io::Result<Vec<OsString>> {
+fn rank_words(job_dir: &Path, program: &[OsString]) -> io::Result<Vec<OsString>> {
     let mut words = vec![
         env::current_exe()?.into_os_string(),
         OsString::from("launch-rank"),
-        desk.as_os_str().to_os_string(),
+        job_dir.as_os_str().to_os_string(),
         OsString::from("--"),
     ];
     words.extend_from_slice(program);
     Ok(words)
 }
 
-fn start_here(ranks: usize, desk: &Path, program: &[OsString], job: &mut Job) -> Result {
-    let words = rank_words(desk, program)?;
+fn start_here(ranks: usize, job_dir: &Path, program: &[OsString], job: &mut Job) -> Result {
+    let words = rank_words(job_dir, program)?;
     for rank in 0..ranks {
         let mut command = Command::new(&words[0]);
         command
@@ -283,12 +283,12 @@ fn start_here(ranks: usize, desk: &Path, program: &[OsString], job: &mut Job) ->
 fn start_by(
     mpiexec: &Mpiexec,
     ranks: usize,
-    desk: &Path,
+    job_dir: &Path,
     program: &[OsString],
     job: &mut Job,
 ) -> Result {
     let mut command = mpiexec.command(ranks);
-    command.args(rank_words(desk, program)?);
+    command.args(rank_words(job_dir, program)?);
     // What it says matters only when no rank has come so far as to say what is wrong.
     let (said, end) = io::pipe()?;
     command.stdout(end.try_clone()?).stderr(end);

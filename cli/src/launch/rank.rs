@@ -5,7 +5,7 @@
 //! launcher is gone; what watches over the program is the second, which then ends
 //! everything in good order.
 
-use super::desk::{Desk, Pipe, Terms};
+use super::job_dir::{JobConfig, JobDir, Pipe};
 use super::system::{self, Pid, Side, Watch};
 use crate::failure::{Failure, Result};
 use clap::Args;
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 #[derive(Args, Debug)]
 pub struct RankArgs {
     /// The launcher's folder
-    desk: PathBuf,
+    job_dir: PathBuf,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     program: Vec<OsString>,
@@ -74,17 +74,17 @@ fn stand_for(keeper: Pid) -> io::Result<u8> {
 
 /// Runs the program to its end; its exit code.
 fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
-    let desk = Desk::at(&args.desk);
-    let terms = desk.terms()?;
-    if world.size != terms.processors.len() {
+    let job_dir = JobDir::at(&args.job_dir);
+    let config = job_dir.read_config()?;
+    if world.size != config.processors.len() {
         return Err(Failure::work(format!(
             "{} ranks were asked for and {} started",
-            terms.processors.len(),
+            config.processors.len(),
             world.size
         )));
     }
-    let mut status = open(&desk, world.rank, Pipe::Status)?;
-    let code = match Rank::start(args, &desk, &terms, world) {
+    let mut status = open(&job_dir, world.rank, Pipe::Status)?;
+    let code = match Rank::start(args, &job_dir, &config, world) {
         Ok(mut rank) => rank
             .run(&mut status)
             .inspect_err(|_| system::kill_descendants())?,
@@ -103,8 +103,10 @@ fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
     Ok(ExitCode::from(code))
 }
 
-fn open(desk: &Desk, rank: usize, pipe: Pipe) -> io::Result<File> {
-    OpenOptions::new().write(true).open(desk.path(rank, pipe))
+fn open(job_dir: &JobDir, rank: usize, pipe: Pipe) -> io::Result<File> {
+    OpenOptions::new()
+        .write(true)
+        .open(job_dir.path(rank, pipe))
 }
 
 /// One line in one piece, as the launcher reads it.
@@ -123,19 +125,24 @@ struct Rank {
 }
 
 impl Rank {
-    fn start(args: &RankArgs, desk: &Desk, terms: &Terms, world: World) -> io::Result<Rank> {
+    fn start(
+        args: &RankArgs,
+        job_dir: &JobDir,
+        config: &JobConfig,
+        world: World,
+    ) -> io::Result<Rank> {
         let signals = system::signals(&SIGNALS)?;
         system::adopt_orphans()?;
-        let life = desk.watch_life()?;
+        let life = job_dir.watch_liveness_pipe()?;
         let mut command = Command::new(&args.program[0]);
         command
             .args(&args.program[1..])
             .stdin(Stdio::null())
-            .stdout(open(desk, world.rank, Pipe::Out)?)
-            .stderr(open(desk, world.rank, Pipe::Err)?)
+            .stdout(open(job_dir, world.rank, Pipe::Out)?)
+            .stderr(open(job_dir, world.rank, Pipe::Err)?)
             .process_group(0)
             .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", terms.port.to_string());
+            .env("MASTER_PORT", config.port.to_string());
         for (name, value) in [
             ("RANK", world.rank),
             ("WORLD_SIZE", world.size),
@@ -144,14 +151,14 @@ impl Rank {
         ] {
             command.env(name, value.to_string());
         }
-        let processors = terms.processors[world.rank].clone();
+        let processors = config.processors[world.rank].clone();
         // SAFETY: between fork and exec only system calls are made, and nothing is allocated.
         unsafe { command.pre_exec(move || system::before_exec(libc::SIGKILL, &processors)) };
         Ok(Rank {
             program: command.spawn()?.id() as Pid,
             signals,
             life: Some(life),
-            grace: terms.grace,
+            grace: config.grace,
             limit: None,
         })
     }

@@ -11,11 +11,11 @@ use crate::{experts, mesh};
 use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
 use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
+use moesaic::engine::{Shard, joined_placed};
 use moesaic::kernel::Target;
 use moesaic::mesh::{Placement, ProcessGroup, TokenScope};
 use moesaic::spec::LossKind;
 use moesaic::tensor::WeightSource;
-use moesaic::tools::{Shard, joined_placed};
 use moesaic::trace::{Recorder, Trace};
 use moesaic::weights::LayerReader;
 use moesaic::{

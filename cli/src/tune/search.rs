@@ -8,8 +8,8 @@ use super::measure::{Bench, Pairs};
 use crate::failure::Result;
 use crate::progress::Progress;
 use moesaic::Layer;
+use moesaic::engine::{Measured, Variants};
 use moesaic::plan::{Choice, Tuning};
-use moesaic::tools::{Measured, Variants};
 
 /// A size is better whose launches take less than this part of their time ...
 const CLEAR: f64 = 0.98;

@@ -1,8 +1,5 @@
 //! What a misspelt key or value was meant to be.
 
-// Insertions, deletions, replacements and swaps of neighbours.
-use strsim::osa_distance as distance;
-
 /// The closest of `known`, if it is close enough to be what was meant.
 pub fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = plain(word);
@@ -14,6 +11,27 @@ pub fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&
     let scored = near.map(|candidate| (distance(&word, &plain(candidate)), candidate));
     let (best, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
     (best <= allowed).then_some(candidate)
+}
+
+/// Returns the optimal string alignment distance: the least number of insertions, deletions,
+/// replacements and swaps of neighbours that make `b` of `a`.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
+    rows[0] = (0..=b.len()).collect();
+    for i in 1..=a.len() {
+        rows[i][0] = i;
+        for j in 1..=b.len() {
+            let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let mut least = replaced.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
+            let swap = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+            if swap {
+                least = least.min(rows[i - 2][j - 2] + 1);
+            }
+            rows[i][j] = least;
+        }
+    }
+    rows[a.len()][b.len()]
 }
 
 /// Typing errors tolerated in a word of that many letters.

@@ -70,6 +70,7 @@ pub enum FetchError {
 }
 
 /// A pack that could not be written or read.
+#[cfg(feature = "packs")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PackError {

@@ -29,17 +29,21 @@ mod home;
 mod key;
 mod layout;
 mod lock;
+#[cfg(feature = "packs")]
 mod pack;
 mod stats;
 mod store;
 mod tuned;
 mod upkeep;
 
-pub use error::{FetchError, PackError, StoreError};
+#[cfg(feature = "packs")]
+pub use error::PackError;
+pub use error::{FetchError, StoreError};
 pub use fetch::{Fetched, Origin, Request};
 pub use format::{FORMAT_VERSION, KernelInfo, Stored, hash_source};
 pub use home::{NoHome, home};
 pub use key::{Key, KeyParts};
+#[cfg(feature = "packs")]
 pub use pack::{Exported, Imported};
 pub use stats::Stats;
 pub use store::{PATIENCE, Store};

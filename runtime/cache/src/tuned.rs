@@ -246,11 +246,13 @@ impl Store {
         files::try_write(&self.layout, &self.tuned_dir())
     }
 
+    #[cfg(feature = "packs")]
     pub(crate) fn has_tuned(&self, tuned: &Tuned) -> bool {
         self.tuned(tuned.target, &tuned.layer, &tuned.machine)
             .is_some()
     }
 
+    #[cfg(feature = "packs")]
     pub(crate) fn remove_tuned(&self, tuned: &Tuned) {
         let _ = std::fs::remove_file(self.tuned_dir().join(tuned.file_name()));
     }

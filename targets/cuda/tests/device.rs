@@ -4,7 +4,7 @@
 #[path = "../../api/tests/gpu/mod.rs"]
 mod gpu;
 
-use gpu::{Case, Driver, Rig, Words, check_error, check_part, dims, entry, fail, log, nothing};
+use gpu::{Case, Driver, Harness, Words, check_error, check_part, dims, entry, fail, log, nothing};
 use moesaic_cuda::CudaDevice;
 use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Param, Stem, Swizzle, TensorMap,
@@ -46,7 +46,7 @@ const CASES: &[Case] = &[
 ];
 
 fn main() {
-    gpu::main(&Rig {
+    gpu::main(&Harness {
         backend: "cuda",
         fake: "tests/fake_cuda.c",
         library: "libcuda.so.1",
@@ -135,7 +135,7 @@ fn compile() -> Artifact {
         .unwrap()
 }
 
-fn cuda_facts(_: &Rig) {
+fn cuda_facts(_: &Harness) {
     let device = CudaDevice::open(0).unwrap();
     let info = device.info();
     assert_eq!((info.name.as_str(), info.units), ("Fake H200", 132));
@@ -150,7 +150,7 @@ fn cuda_facts(_: &Rig) {
     assert_eq!((facts.lanes, facts.l2_bytes), (Some(32), Some(62_914_560)));
 }
 
-fn shares_its_stream(_: &Rig) {
+fn shares_its_stream(_: &Harness) {
     let first = CudaDevice::open(0).unwrap();
     let stream = first.stream().clone();
     let second = CudaDevice::on(stream).unwrap();
@@ -164,10 +164,10 @@ fn shares_its_stream(_: &Rig) {
     );
 }
 
-fn with_shared(rig: &Rig, device: &dyn Device, bytes: u32) -> Result<(), DeviceError> {
+fn with_shared(harness: &Harness, device: &dyn Device, bytes: u32) -> Result<(), DeviceError> {
     let mut entry = entry();
     entry.launch.shared_bytes = bytes;
-    let module = device.load(&rig.artifact(), &[entry])?;
+    let module = device.load(&harness.artifact(), &[entry])?;
     let dims = LaunchDims {
         shared_bytes: bytes,
         ..dims([1, 1])
@@ -176,21 +176,21 @@ fn with_shared(rig: &Rig, device: &dyn Device, bytes: u32) -> Result<(), DeviceE
     unsafe { module.launch("scale", dims, &nothing()) }
 }
 
-fn shared_memory(rig: &Rig) {
-    let device = rig.open();
+fn shared_memory(harness: &Harness) {
+    let device = harness.open();
     // 1024 bytes are static: both count.
-    with_shared(rig, &*device, 47 << 10).unwrap();
+    with_shared(harness, &*device, 47 << 10).unwrap();
     assert!(!log().iter().any(|line| line.starts_with("attribute")));
-    with_shared(rig, &*device, (47 << 10) + 1).unwrap();
+    with_shared(harness, &*device, (47 << 10) + 1).unwrap();
     assert!(log().contains(&"attribute 8 of scale = 48129".to_string()));
-    with_shared(rig, &*device, 200 << 10).unwrap();
+    with_shared(harness, &*device, 200 << 10).unwrap();
     assert!(log().contains(&"attribute 8 of scale = 204800".to_string()));
     check_part(
-        with_shared(rig, &*device, 232_448),
+        with_shared(harness, &*device, 232_448),
         "it needs 233472 bytes of shared memory per block (232448 dynamic, 1024 static), Fake \
          H200 has 232448",
     );
-    let module = rig.load(&*device);
+    let module = harness.load(&*device);
     let dims = LaunchDims {
         shared_bytes: 48_129,
         ..dims([1, 1])
@@ -202,19 +202,19 @@ fn shared_memory(rig: &Rig) {
     );
 }
 
-fn refused_shared_memory(rig: &Rig) {
+fn refused_shared_memory(harness: &Harness) {
     check_error(
-        with_shared(rig, &*rig.open(), 100_000),
+        with_shared(harness, &*harness.open(), 100_000),
         "cannot load kernel `scale`: 100000 bytes of dynamic shared memory are refused: \
          CUDA_ERROR_SOME: some words",
     );
 }
 
-fn in_clusters(rig: &Rig, blocks: u32, x: u64) -> Result<(), DeviceError> {
-    let device = rig.open();
+fn in_clusters(harness: &Harness, blocks: u32, x: u64) -> Result<(), DeviceError> {
+    let device = harness.open();
     let mut entry = entry();
     entry.launch.cluster = blocks;
-    let module = device.load(&rig.artifact(), &[entry])?;
+    let module = device.load(&harness.artifact(), &[entry])?;
     let dims = LaunchDims {
         cluster: blocks,
         ..dims([x, 2])
@@ -223,44 +223,44 @@ fn in_clusters(rig: &Rig, blocks: u32, x: u64) -> Result<(), DeviceError> {
     unsafe { module.launch("scale", dims, &nothing()) }
 }
 
-fn clusters(rig: &Rig) {
-    in_clusters(rig, 2, 6).unwrap();
+fn clusters(harness: &Harness) {
+    in_clusters(harness, 2, 6).unwrap();
     let launch = "launch scale grid 6 2 1 block 256 1 1 shared 0 attribute 4 = 2 1 1 on s1";
     assert!(log().iter().any(|line| line.starts_with(launch)));
     assert!(!log().iter().any(|line| line.starts_with("attribute")));
-    in_clusters(rig, 16, 32).unwrap();
+    in_clusters(harness, 16, 32).unwrap();
     assert!(log().contains(&"attribute 14 of scale = 1".to_string()));
     check_error(
-        in_clusters(rig, 4, 6),
+        in_clusters(harness, 4, 6),
         "launch of kernel `scale` failed: 6 blocks in x are not whole clusters of 4; grid 6 x 2, \
          256 threads, 0 bytes of dynamic shared memory, clusters of 4",
     );
     check_part(
-        in_clusters(rig, 32, 32),
+        in_clusters(harness, 32, 32),
         "clusters of 32 blocks are too large; the most are 16",
     );
-    fail(rig, "launch_ex", 701);
-    check_part(in_clusters(rig, 2, 6), "clusters of 2");
+    fail(harness, "launch_ex", 701);
+    check_part(in_clusters(harness, 2, 6), "clusters of 2");
 }
 
-fn no_clusters(rig: &Rig) {
+fn no_clusters(harness: &Harness) {
     check_error(
-        in_clusters(rig, 2, 6),
+        in_clusters(harness, 2, 6),
         "cannot load kernel `scale`: it runs in clusters of 2 blocks, which need sm_90 or later \
          and a driver for CUDA 11.8 or later",
     );
 }
 
-fn no_clusters_on_ampere(rig: &Rig) {
+fn no_clusters_on_ampere(harness: &Harness) {
     // SAFETY: this process has one thread now.
     unsafe { std::env::set_var("FAKE_CUDA_MAJOR", "8") };
-    assert_eq!(rig.open().info().target.to_string(), "cuda:sm_80");
-    check_part(in_clusters(rig, 2, 6), "which need sm_90 or later");
-    check_part(map_over(rig, [128, 100, 1, 1, 1], 0), "it needs sm_90");
+    assert_eq!(harness.open().info().target.to_string(), "cuda:sm_80");
+    check_part(in_clusters(harness, 2, 6), "which need sm_90 or later");
+    check_part(map_over(harness, [128, 100, 1, 1, 1], 0), "it needs sm_90");
     // SAFETY: as above.
     unsafe { std::env::set_var("FAKE_CUDA_MAJOR", "6") };
     check_part(
-        (rig.open)(0),
+        (harness.open)(0),
         "Fake H200 has compute capability 6.0, which is not supported",
     );
 }
@@ -283,9 +283,9 @@ fn mapped() -> Entry {
 }
 
 /// Launches `mapped` over a tensor `offset` bytes into a buffer.
-fn map_over(rig: &Rig, dims: [u64; 5], offset: u64) -> Result<(), DeviceError> {
-    let device = rig.open();
-    let module = device.load(&rig.artifact(), &[mapped()])?;
+fn map_over(harness: &Harness, dims: [u64; 5], offset: u64) -> Result<(), DeviceError> {
+    let device = harness.open();
+    let module = device.load(&harness.artifact(), &[mapped()])?;
     let (tensor, out) = (device.alloc(40_000)?, device.alloc(128)?);
     let args = [
         Arg::TensorMap {
@@ -299,8 +299,8 @@ fn map_over(rig: &Rig, dims: [u64; 5], offset: u64) -> Result<(), DeviceError> {
     unsafe { module.launch("mapped", gpu::dims([blocks, 1]), &args) }
 }
 
-fn tensor_maps(rig: &Rig) {
-    map_over(rig, [128, 100, 1, 1, 1], 256).unwrap();
+fn tensor_maps(harness: &Harness) {
+    map_over(harness, [128, 100, 1, 1, 1], 256).unwrap();
     let log = log();
     assert!(
         log.contains(
@@ -312,8 +312,8 @@ fn tensor_maps(rig: &Rig) {
     );
     let launch = log.iter().find(|line| line.starts_with("launch")).unwrap();
     assert!(launch.ends_with("params map 0001 a2+0"), "{launch}");
-    map_over(rig, [128, 0, 1, 1, 1], 0).unwrap();
-    let error = map_over(rig, [128, 100, 1, 1, 1], 8).unwrap_err();
+    map_over(harness, [128, 0, 1, 1, 1], 0).unwrap();
+    let error = map_over(harness, [128, 100, 1, 1, 1], 8).unwrap_err();
     let error = error.to_string();
     assert!(
         error
@@ -324,7 +324,7 @@ fn tensor_maps(rig: &Rig) {
         "{error}"
     );
     check_part(
-        map_over(rig, [100, 100, 1, 1, 1], 0),
+        map_over(harness, [100, 100, 1, 1, 1], 0),
         "the stride of dimension 1 is 200 bytes, not a multiple of 16",
     );
     let encodes = gpu::log()
@@ -337,30 +337,30 @@ fn tensor_maps(rig: &Rig) {
     );
 }
 
-fn no_tensor_maps(rig: &Rig) {
+fn no_tensor_maps(harness: &Harness) {
     check_part(
-        map_over(rig, [128, 100, 1, 1, 1], 0),
+        map_over(harness, [128, 100, 1, 1, 1], 0),
         "it needs sm_90 or later and a driver for CUDA 12.0 or later",
     );
 }
 
-fn refused_tensor_map(rig: &Rig) {
+fn refused_tensor_map(harness: &Harness) {
     check_part(
-        map_over(rig, [128, 100, 1, 1, 1], 0),
+        map_over(harness, [128, 100, 1, 1, 1], 0),
         "swizzle B128: CUDA_ERROR_SOME: some words",
     );
 }
 
-fn unknown_code(rig: &Rig) {
+fn unknown_code(harness: &Harness) {
     check_error(
-        rig.open().alloc(8),
+        harness.open().alloc(8),
         "allocation of 8 bytes failed: CUDA error 9999",
     );
 }
 
 /// The first thread has a context; another one cannot get it.
-fn no_context(rig: &Rig) {
-    let device = rig.open();
+fn no_context(harness: &Harness) {
+    let device = harness.open();
     let error = std::thread::scope(|scope| scope.spawn(|| device.alloc(8)).join().unwrap());
     check_part(error, "allocation of 8 bytes failed: CUDA_ERROR_SOME");
     drop(device.alloc(8).unwrap());

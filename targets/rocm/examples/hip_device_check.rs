@@ -4,7 +4,7 @@
 #[path = "../../api/tests/device_check/mod.rs"]
 mod device_check;
 
-use device_check::{Check, Kit};
+use device_check::{Backend, Check};
 use moesaic_kernel::{Entry, KernelSource, Language};
 use moesaic_rocm::HipDevice;
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device};
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         eprintln!("usage: hip_device_check [ORDINAL]");
         return ExitCode::from(2);
     };
-    device_check::main(Kit {
+    device_check::main(Backend {
         device: HipDevice::open(ordinal).map(|device| Arc::new(device) as Arc<dyn Device>),
         language: Language::Hip,
         text: TEXT,

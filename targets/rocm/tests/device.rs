@@ -4,7 +4,7 @@
 #[path = "../../api/tests/gpu/mod.rs"]
 mod gpu;
 
-use gpu::{Case, Rig, Words, check_error, check_part, dims, entry, log, nothing};
+use gpu::{Case, Harness, Words, check_error, check_part, dims, entry, log, nothing};
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_rocm::HipDevice;
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, LaunchDims, Report};
@@ -35,7 +35,7 @@ const CASES: &[Case] = &[
 ];
 
 fn main() {
-    gpu::main(&Rig {
+    gpu::main(&Harness {
         backend: "rocm",
         fake: "tests/fake_hip.c",
         library: "libamdhip64.so.7",
@@ -126,7 +126,7 @@ fn read(binary: &[u8]) -> Report {
     }
 }
 
-fn hip_facts(_: &Rig) {
+fn hip_facts(_: &Harness) {
     let device = HipDevice::open(1).unwrap();
     let info = device.info();
     assert_eq!((info.name.as_str(), info.units), ("Fake MI300X", 304));
@@ -146,9 +146,9 @@ fn hip_facts(_: &Rig) {
     assert_eq!(facts.shared_bytes_per_unit, None, "zero is not known");
 }
 
-fn by_path(rig: &Rig) {
+fn by_path(harness: &Harness) {
     let folder = std::env::var("LD_LIBRARY_PATH").unwrap();
-    let path = Path::new(&folder).join(rig.library);
+    let path = Path::new(&folder).join(harness.library);
     let device = HipDevice::open_with(&path, 0).unwrap();
     drop(device.alloc(8).unwrap());
     check_part(
@@ -157,23 +157,23 @@ fn by_path(rig: &Rig) {
     );
 }
 
-fn architectures(rig: &Rig) {
+fn architectures(harness: &Harness) {
     let set = |arch| {
         // SAFETY: this process has one thread.
         unsafe { std::env::set_var("FAKE_HIP_ARCH", arch) };
     };
     set("gfx1100");
-    assert_eq!(rig.open().info().target.to_string(), "rocm:gfx1100");
+    assert_eq!(harness.open().info().target.to_string(), "rocm:gfx1100");
     set("gfx803");
     check_part(
-        (rig.open)(0),
+        (harness.open)(0),
         "Fake MI300X is of architecture `gfx803`, which is not supported",
     );
 }
 
-fn limits(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn limits(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     // SAFETY: each launch is refused, or touches nothing.
     let launch = |dims| unsafe { module.launch("scale", dims, &nothing()) };
     check_part(
@@ -191,13 +191,13 @@ fn limits(rig: &Rig) {
     let mut entry = entry();
     entry.launch.cluster = 2;
     check_error(
-        device.load(&rig.artifact(), &[entry.clone()]),
+        device.load(&harness.artifact(), &[entry.clone()]),
         "cannot load kernel `scale`: it runs in clusters of 2 blocks, which AMD GPUs do not have",
     );
     // All of a block's memory is there without asking.
     entry.launch.cluster = 1;
     entry.launch.shared_bytes = 64_000;
-    let module = device.load(&rig.artifact(), &[entry]).unwrap();
+    let module = device.load(&harness.artifact(), &[entry]).unwrap();
     let dims = LaunchDims {
         shared_bytes: 64_000,
         ..dims([1, 1])
@@ -216,9 +216,9 @@ fn limits(rig: &Rig) {
     );
 }
 
-fn no_device(rig: &Rig) {
+fn no_device(harness: &Harness) {
     check_error(
-        rig.open().alloc(8),
+        harness.open().alloc(8),
         "allocation of 8 bytes failed: hipErrorSome: some words",
     );
 }

@@ -7,7 +7,7 @@ use moesaic_target::{
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Takes kernels and runs none of them. On it the kit compiles everything,
+/// Takes kernels and runs none of them. On it the probe compiles everything,
 /// and has to find every result wrong.
 pub struct Idle {
     info: DeviceInfo,

@@ -106,7 +106,7 @@ fn failed(
     }
 }
 
-/// By target, text and symbols, so that another build of the kit finds its own
+/// By target, text and symbols, so that another build of the probe finds its own
 /// kernels or none.
 fn file_name(source: &KernelSource) -> String {
     let symbols = source.entries.iter().map(|entry| entry.symbol.as_str());

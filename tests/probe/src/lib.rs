@@ -1,9 +1,9 @@
-//! The probe kit: runs each hardware primitive as a small kernel, built from
+//! The probe: runs each hardware primitive as a small kernel, built from
 //! the same named device functions that real kernels use, and compares bits
 //! with the tables of `moesaic-hardware`.
 //!
 //! Inputs are random and such that every sum is exact in f32, so the order in
-//! which hardware adds does not matter. On a simulator the kit checks the
+//! which hardware adds does not matter. On a simulator the probe checks the
 //! simulator and itself; on a GPU it confirms the tables.
 
 pub mod bench;

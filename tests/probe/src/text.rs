@@ -76,7 +76,7 @@ pub fn render(
     tera.register_filter("f32", |value: f64, _: tera::Kwargs, _: &tera::State| {
         format!("{value:?}f")
     });
-    // Those of custom activations, which no kernel of the kit has.
+    // Those of custom activations, which no kernel of the probe has.
     for name in ["calls", "vec_value", "vec_slope", "value", "slope"] {
         tera.register_filter(name, |text: String, _: tera::Kwargs, _: &tera::State| text);
     }

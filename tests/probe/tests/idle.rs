@@ -1,4 +1,4 @@
-//! The kit has to notice a device on which nothing happens. Every kernel is
+//! The probe has to notice a device on which nothing happens. Every kernel is
 //! really compiled, so this also says that all of them assemble.
 
 use moesaic_kernel::Target;

@@ -113,9 +113,9 @@ fn facts(inspection: &Inspection) -> String {
     let kernels = units::count(inspection.kernels.len(), "kernel");
     list.push((binaries(inspection), format!("binaries of {kernels}")));
     let last = inspection.tokens.iter().enumerate().next_back();
-    let least = last.and_then(|(i, tokens)| Some((tokens, inspection.total(i).1?)));
-    if let Some((tokens, seconds)) = least {
-        let name = format!("least time for {}", units::count(*tokens as usize, "token"));
+    let roofline = last.and_then(|(i, tokens)| Some((tokens, inspection.total(i).1?)));
+    if let Some((tokens, seconds)) = roofline {
+        let name = format!("roofline for {}", units::count(*tokens as usize, "token"));
         list.push((units::seconds(seconds), name));
     }
     let card = |(value, name): &(String, String)| {

@@ -28,9 +28,10 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
         format!(" Only moving bytes, and not drawn: {}.", idle.join(", "))
     };
     format!(
-        "<h2 id=\"roofline\">Roofline</h2><p>Where each launch can be at best on {}: numbers are those \
-         of the plan at the largest token count, small circles the smaller ones. The table has the \
-         arithmetic and traffic of the largest and the least time of each, with what bounds it.{idle}</p>\
+        "<h2 id=\"roofline\">Roofline</h2><p>The roofline of each launch on {}: numbered \
+         circles stand for the largest token count, small ones for the others. The table shows \
+         arithmetic and traffic at the largest count, and the roofline time at each count with the \
+         limit that sets it.{idle}</p>\
          <div class=\"card roof\">{}</div><p></p><div class=\"card\">{}</div>\n",
         escape(&machine.name),
         drawing(inspection, machine),
@@ -48,10 +49,10 @@ impl Axes {
     fn of(machine: &Machine, intensities: &[f64]) -> Axes {
         let top = machine.flops(DType::Bf16).max(machine.f32_flops);
         let ridge = top / machine.bytes_per_second;
-        let least = intensities.iter().copied().fold(ridge / 10.0, f64::min);
+        let lowest = intensities.iter().copied().fold(ridge / 10.0, f64::min);
         let most = intensities.iter().copied().fold(ridge * 10.0, f64::max);
         let x = [
-            decade(least / 1.5, f64::floor),
+            decade(lowest / 1.5, f64::floor),
             decade(most * 1.5, f64::ceil),
         ];
         let y = [
@@ -201,7 +202,9 @@ fn points(
             .filter(|at| at.work.flops > 0.0)
             .map(|at| {
                 let intensity = intensity(&at.work);
-                let flops = at.least.map_or(machine.f32_flops, |least| least.flops);
+                let flops = at
+                    .roofline
+                    .map_or(machine.f32_flops, |roofline| roofline.flops);
                 let rate = flops.min(intensity * machine.bytes_per_second);
                 (
                     axes.px(intensity),
@@ -284,17 +287,17 @@ fn table(inspection: &Inspection) -> String {
         .collect();
     let sums: String = (0..inspection.tokens.len())
         .map(|i| {
-            let least = inspection
+            let roofline = inspection
                 .total(i)
                 .1
                 .map_or("–".to_string(), units::seconds);
-            format!("<td class=\"n\">{least}</td>")
+            format!("<td class=\"n\">{roofline}</td>")
         })
         .collect();
     format!(
         "<table><thead><tr><th class=\"n\"></th><th>Entry</th><th class=\"n\">Arithmetic</th>\
          <th class=\"n\">Traffic</th><th class=\"n\">FLOP/byte</th>{counts}</tr></thead>\
-         <tbody>{rows}<tr class=\"sum\"><td></td><td>least time together</td><td></td><td></td><td></td>{sums}</tr></tbody></table>"
+         <tbody>{rows}<tr class=\"sum\"><td></td><td>sum of rooflines</td><td></td><td></td><td></td>{sums}</tr></tbody></table>"
     )
 }
 
@@ -303,11 +306,11 @@ fn row(inspection: &Inspection, launch: &Launch) -> String {
         .at
         .iter()
         .map(|at| {
-            let least = at
-                .least
-                .map_or("–".to_string(), |least| units::seconds(least.seconds));
+            let roofline = at.roofline.map_or("–".to_string(), |roofline| {
+                units::seconds(roofline.seconds)
+            });
             format!(
-                "<td class=\"n\">{least}<span class=\"by\">{}</span></td>",
+                "<td class=\"n\">{roofline}<span class=\"by\">{}</span></td>",
                 bound(at)
             )
         })

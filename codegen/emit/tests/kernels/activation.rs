@@ -3,11 +3,11 @@
 
 use moesaic_cpu::load_shared_object;
 use moesaic_emit::{emit_layer, part};
+use moesaic_harness::plans::planned;
+use moesaic_harness::{cpu, fibers};
 use moesaic_kernel::CpuIsa;
 use moesaic_plan::PlanOptions;
 use moesaic_reference::activate;
-use moesaic_rig::plans::planned;
-use moesaic_rig::{cpu, fibers};
 use moesaic_spec::*;
 
 /// A plain expert with this activation.

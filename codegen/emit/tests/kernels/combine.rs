@@ -1,14 +1,14 @@
 //! The sum of a token's rows alone, on the PTX interpreter and on fibers: its bytes in calls of
 //! few and of many tokens, and what the kernel reads and writes.
 
+use moesaic_harness::Harness;
+use moesaic_harness::memory::{Given, Values};
+use moesaic_harness::plans::{only, planned};
+use moesaic_harness::specs::{layer, with};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_kernel::Stem;
 use moesaic_plan::{CombineDesc, Op, PlanOptions, Step};
 use moesaic_reference::{Random, round_to};
-use moesaic_rig::Rig;
-use moesaic_rig::memory::{Given, Values};
-use moesaic_rig::plans::{only, planned};
-use moesaic_rig::specs::{layer, with};
 use moesaic_spec::*;
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ const MOST: usize = 70;
 
 /// One kernel of a layer, and what its parameters hold in a call of [`MOST`] tokens.
 struct Sum {
-    rig: Rig,
+    harness: Harness,
     given: Values,
 }
 
@@ -30,7 +30,7 @@ impl Sum {
         });
         assert_eq!(plan.kernels.len(), 1, "{name} of {spec:?}");
         let mut sum = Sum {
-            rig: Rig::of(plan),
+            harness: Harness::of(plan),
             given: Values::new(),
         };
         sum.given = (sum.names())
@@ -41,7 +41,7 @@ impl Sum {
     }
 
     fn desc(&self) -> &CombineDesc {
-        match &self.rig.plan.kernels[0].op {
+        match &self.harness.plan.kernels[0].op {
             Op::Combine { desc, .. } => desc,
             other => panic!("{other:?}"),
         }
@@ -49,7 +49,7 @@ impl Sum {
 
     /// Parameters and the tensors behind them.
     fn names(&self) -> Vec<(String, String)> {
-        let plan = &self.rig.plan;
+        let plan = &self.harness.plan;
         let Step::Launch(step) = &plan.steps[0];
         let params = plan[step.entry].params.iter().map(|p| p.name.clone());
         let tensors = step.tensors.iter().map(|&id| plan[id].name.clone());
@@ -64,7 +64,7 @@ impl Sum {
 
     /// Elements of a tensor that belong to a token.
     fn per_token(&self, tensor: &str) -> usize {
-        self.rig.plan.tensor(tensor).unwrap().elements(1) as usize
+        self.harness.plan.tensor(tensor).unwrap().elements(1) as usize
     }
 
     /// Every fourth slot has no row. Rows lie in the order of tokens, those of one token last
@@ -86,7 +86,7 @@ impl Sum {
                 } as f64)
                 .collect(),
             _ => {
-                let dtype = self.rig.plan.tensor(tensor).unwrap().dtype;
+                let dtype = self.harness.plan.tensor(tensor).unwrap().dtype;
                 let seed = param.bytes().map(u64::from).sum();
                 let values = Random::new(seed).vec(MOST * self.per_token(tensor));
                 values.into_iter().map(|v| round_to(dtype, v)).collect()
@@ -109,11 +109,11 @@ impl Sum {
                 _ => Given::Whole(own.copied().collect()),
             })
         };
-        let memory = self.rig.memory(count, given);
-        let Step::Launch(step) = &self.rig.plan.steps[0];
+        let memory = self.harness.memory(count, given);
+        let Step::Launch(step) = &self.harness.plan.steps[0];
         let none = |name: &str| panic!("no scalar `{name}`");
-        self.rig.launch(step, count, &memory, &none);
-        self.rig.read(&memory, &y)
+        self.harness.launch(step, count, &memory, &none);
+        self.harness.read(&memory, &y)
     }
 
     /// The sum in the order of the slots, then of the shared experts, in f32, rounded once.
@@ -153,7 +153,7 @@ impl Sum {
 
     /// A token alone, and in calls of few and of many.
     fn check_company(&self) {
-        let what = format!("{}: {:?}", self.rig.plan.target, self.desc());
+        let what = format!("{}: {:?}", self.harness.plan.target, self.desc());
         let width = self.desc().output_dim;
         let all = self.call(0..MOST);
         if self.desc().shared.iter().all(|shared| !shared.gated) {
@@ -171,7 +171,7 @@ impl Sum {
     }
 
     fn check_part(&self, all: &[f64], tokens: Range<usize>) {
-        let (what, width) = (self.rig.plan.target, self.desc().output_dim);
+        let (what, width) = (self.harness.plan.target, self.desc().output_dim);
         let own = &all[tokens.start * width..tokens.end * width];
         let found = self.call(tokens.clone());
         assert!(own == found, "{tokens:?}, {what}: {:?}", self.desc());
@@ -258,13 +258,13 @@ fn bytes_are_read_and_written_once() {
     let (packs, slices, of_few) = (97, 4, 4);
     for target in ["sim:sm_80", "sim:sm_90a", "rocm:gfx942"] {
         let sum = Sum::new(&spec, target, "combine");
-        let of_many = match &sum.rig.plan.kernels[0].op {
+        let of_many = match &sum.harness.plan.kernels[0].op {
             Op::Combine { config, .. } => config.tile_tokens as u64,
             other => panic!("{other:?}"),
         };
         for tokens in [1, 8, 64, 65, 70] {
             sum.call(0..tokens);
-            let counters = &sum.rig.take_counters()[0];
+            let counters = &sum.harness.take_counters()[0];
             let rows = &sum.given[&sum.tensor("slot_rows")][..3 * tokens];
             let rows = rows.iter().filter(|&&row| row >= 0.0).count() as u64;
             let tokens = tokens as u64;

@@ -1,10 +1,10 @@
 //! The backward kernels for CPUs, stem by stem.
 
+use moesaic_harness::cpu::{host, isas};
+use moesaic_harness::specs::{biased, external as spec, with};
+use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_plan::{Recompute, Training};
-use moesaic_rig::cpu::{host, isas};
-use moesaic_rig::specs::{biased, external as spec, with};
-use moesaic_rig::{Rig, backward, specs};
 use moesaic_spec::*;
 
 fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
@@ -12,11 +12,11 @@ fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
 }
 
 fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
-    let rig = Rig::training(spec, isa, 2, Training::default());
+    let harness = Harness::training(spec, isa, 2, Training::default());
     for &tokens in tokens {
-        let tensors = rig.train(tokens, &[0]);
+        let tensors = harness.train(tokens, &[0]);
         backward::all(
-            &rig,
+            &harness,
             &tensors,
             &format!("{isa:?}, {tokens} tokens, {spec:?}"),
         );
@@ -175,8 +175,8 @@ fn busy() -> LayerSpec {
 #[test]
 fn recomputing_gives_the_same_bits() {
     let run = |recompute| {
-        let rig = Rig::training(&busy(), host(), 2, Training { recompute });
-        rig.train(300, &[0])
+        let harness = Harness::training(&busy(), host(), 2, Training { recompute });
+        harness.train(300, &[0])
     };
     let kept = run(Recompute::None);
     for recompute in [Recompute::Hidden, Recompute::All] {
@@ -188,8 +188,8 @@ fn recomputing_gives_the_same_bits() {
 #[test]
 fn threads_give_the_same_bits() {
     let run = |threads| {
-        let rig = Rig::training(&busy(), host(), threads, Training::default());
-        rig.train(300, &[0])
+        let harness = Harness::training(&busy(), host(), threads, Training::default());
+        harness.train(300, &[0])
     };
     let one = run(1);
     assert_eq!(run(2).gradients(), one.gradients());
@@ -199,10 +199,10 @@ fn threads_give_the_same_bits() {
 #[test]
 fn gradients_add_up() {
     for tokens in [0, 200] {
-        let rig = Rig::training(&busy(), host(), 2, Training::default());
-        let once = rig.train(tokens, &[0]);
-        let twice = rig.train(tokens, &[0, 1]);
-        let weights = rig
+        let harness = Harness::training(&busy(), host(), 2, Training::default());
+        let once = harness.train(tokens, &[0]);
+        let twice = harness.train(tokens, &[0, 1]);
+        let weights = harness
             .plan
             .tensors
             .iter()
@@ -220,12 +220,12 @@ fn experts_without_rows_get_zeros() {
         let spec = with(typed(spec(20, 30, 5, 2), DType::F32, DType::F32), |s| {
             s.shared.clear();
         });
-        let rig = Rig::training(&spec, host(), 2, Training::default());
-        let mut input = rig.random_input(90, 3);
+        let harness = Harness::training(&spec, host(), 2, Training::default());
+        let mut input = harness.random_input(90, 3);
         let routing = input.routing.as_mut().unwrap();
         routing.0.fill(if dropped { -1 } else { 3 });
-        let tensors = rig.run_training(&input, &rig.random_dy(90), &[0]);
-        backward::all(&rig, &tensors, "one expert");
+        let tensors = harness.run_training(&input, &harness.random_dy(90), &[0]);
+        backward::all(&harness, &tensors, "one expert");
         let grad = tensors.get("grad.experts.up.weight");
         let touched: Vec<bool> = grad
             .chunks(20 * 30)

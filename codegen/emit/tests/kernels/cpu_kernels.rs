@@ -1,17 +1,17 @@
 //! The CPU kernels, stem by stem, against the reference.
 
+use moesaic_harness::cpu::{host, isas};
+use moesaic_harness::specs::{biased, spec, with};
+use moesaic_harness::{Harness, check, specs};
 use moesaic_kernel::{CpuIsa, DType};
-use moesaic_rig::cpu::{host, isas};
-use moesaic_rig::specs::{biased, spec, with};
-use moesaic_rig::{Rig, check, specs};
 use moesaic_spec::*;
 
 fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
-    let rig = Rig::new(spec, isa, 2);
+    let harness = Harness::new(spec, isa, 2);
     for (i, &tokens) in tokens.iter().enumerate() {
-        let tensors = rig.run(&rig.random_input(tokens, i as u64));
+        let tensors = harness.run(&harness.random_input(tokens, i as u64));
         check::all(
-            &rig,
+            &harness,
             &tensors,
             &format!("{isa:?}, {tokens} tokens, {spec:?}"),
         );
@@ -242,20 +242,20 @@ fn many_assignments_take_many_scan_tiles() {
 #[test]
 fn all_tokens_go_to_one_expert() {
     let external = specs::external(20, 30, 5, 2);
-    let rig = Rig::new(&external, host(), 2);
-    let mut input = rig.random_input(400, 3);
+    let harness = Harness::new(&external, host(), 2);
+    let mut input = harness.random_input(400, 3);
     let (ids, _) = input.routing.as_mut().unwrap();
     ids.chunks_mut(2)
         .for_each(|pair| pair.copy_from_slice(&[3, -1]));
-    check::all(&rig, &rig.run(&input), "all to expert 3");
+    check::all(&harness, &harness.run(&input), "all to expert 3");
 }
 
 #[test]
 fn results_do_not_depend_on_threads_or_on_other_tokens() {
     let spec = spec(130, 40, 4, 2);
-    let many = Rig::new(&spec, host(), 3);
+    let many = Harness::new(&spec, host(), 3);
     let input = many.random_input(300, 5);
-    let (all, one) = (many.run(&input), Rig::new(&spec, host(), 1).run(&input));
+    let (all, one) = (many.run(&input), Harness::new(&spec, host(), 1).run(&input));
     for name in [
         "router.logits",
         "topk_ids",
@@ -276,14 +276,14 @@ fn results_do_not_depend_on_threads_or_on_other_tokens() {
 #[test]
 fn a_nan_token_spoils_only_itself() {
     for score in [Score::Softmax, Score::Sigmoid, Score::SoftmaxSelected] {
-        let rig = Rig::new(
+        let harness = Harness::new(
             &with(spec(24, 16, 7, 3), |s| s.router.score = score),
             host(),
             2,
         );
-        let mut input = rig.random_input(30, 9);
+        let mut input = harness.random_input(30, 9);
         input.x[5 * 24 + 2] = f64::NAN;
-        let tensors = rig.run(&input);
+        let tensors = harness.run(&input);
         for (token, ids) in tensors.ids().chunks(3).enumerate() {
             assert!(ids.iter().all(|id| (0..7).contains(id)), "{ids:?}");
             assert!(

@@ -2,11 +2,11 @@
 //! range.
 
 use half::{bf16, f16};
+use moesaic_harness::cpu::{host, isas};
+use moesaic_harness::pass::Tensors;
+use moesaic_harness::{Harness, specs};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_reference::{Input, activate, round_to};
-use moesaic_rig::cpu::{host, isas};
-use moesaic_rig::pass::Tensors;
-use moesaic_rig::{Rig, specs};
 use moesaic_spec::*;
 
 /// One expert of width one behind tokens of width `d`.
@@ -24,10 +24,10 @@ fn near(name: &str, x: f64, got: f64, want: f64, relative: f64, floor: f64) {
 
 /// Runs a layer whose weights are all one on tokens of width one.
 fn run_scalar(spec: &LayerSpec, isa: CpuIsa, x: &[f64]) -> Tensors {
-    let mut rig = Rig::new(spec, isa, 1);
-    let tensors = rig.weights.0.values_mut();
+    let mut harness = Harness::new(spec, isa, 1);
+    let tensors = harness.weights.0.values_mut();
     tensors.for_each(|tensor| tensor.data.fill(1.0));
-    rig.run(&Input {
+    harness.run(&Input {
         tokens: x.len(),
         x: x.to_vec(),
         ..Input::default()
@@ -117,7 +117,7 @@ fn every_half_converts_and_rounds() {
                 routing: Some((vec![0; tokens], weights.clone())),
                 ..Input::default()
             };
-            let tensors = Rig::new(&spec, isa, 2).run(&input);
+            let tensors = Harness::new(&spec, isa, 2).run(&input);
             for (i, (&got, &x)) in tensors.get("rows").iter().zip(&x).enumerate() {
                 let product = (x as f32) * (weights[i / WIDTH] as f32);
                 let want = round_to(dtype, f64::from(product));

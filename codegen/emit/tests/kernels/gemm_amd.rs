@@ -1,11 +1,11 @@
 //! The matrix-core GEMMs of AMD on this CPU, lane by lane, against the
 //! reference: routing is made up here, so that rows lie as a test wants.
 
+use moesaic_harness::Harness;
+use moesaic_harness::gemm::Gemms;
+use moesaic_harness::rows::Spread;
+use moesaic_harness::specs::{endings, layer};
 use moesaic_kernel::DType;
-use moesaic_rig::Rig;
-use moesaic_rig::gemm::Gemms;
-use moesaic_rig::rows::Spread;
-use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 pub const MFMA: [&str; 3] = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"];
@@ -21,8 +21,8 @@ fn family(target: &str) -> &'static str {
 
 /// The GEMMs of a layer, all on matrix units.
 fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
-    let gemms = Gemms::new(spec, target, Rig::of);
-    let all = gemms.rig.families();
+    let gemms = Gemms::new(spec, target, Harness::of);
+    let all = gemms.harness.families();
     let on_unit = all.iter().all(|name| *name == family(target));
     assert!(on_unit, "{all:?} for {target}");
     gemms
@@ -150,7 +150,7 @@ fn waves_without_rows_rest() {
         let gemms = gemms(&spec, target);
         let products = |rows: usize| {
             gemms.check_call(rows, Spread::One);
-            let up = &gemms.rig.take_counters()[0];
+            let up = &gemms.harness.take_counters()[0];
             assert_eq!(up.symbol, "grouped_gemm_up");
             up.tensor_multiply_adds
         };

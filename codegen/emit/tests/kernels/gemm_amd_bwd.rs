@@ -2,12 +2,12 @@
 //! against the reference.
 
 use crate::gemm_amd::{MFMA, WMMA, epilogues};
+use moesaic_harness::Harness;
+use moesaic_harness::gemm_bwd::BackwardGemms;
+use moesaic_harness::rows::{Rows, Spread};
+use moesaic_harness::specs::layer;
 use moesaic_kernel::DType;
 use moesaic_plan::KernelPlan;
-use moesaic_rig::Rig;
-use moesaic_rig::gemm_bwd::BackwardGemms;
-use moesaic_rig::rows::{Rows, Spread};
-use moesaic_rig::specs::layer;
 use moesaic_spec::*;
 
 /// All products of experts, and of routers those whose types the unit takes.
@@ -21,8 +21,8 @@ fn products(spec: &LayerSpec, target: &str) -> BackwardGemms {
         let of_router = kernel.name.contains("router") || kernel.name.contains("gate_shared");
         !of_router || kernel.family() == unit
     };
-    let products = BackwardGemms::new(spec, target, wanted, Rig::of);
-    for kernel in &products.rig.plan.kernels {
+    let products = BackwardGemms::new(spec, target, wanted, Harness::of);
+    for kernel in &products.harness.plan.kernels {
         assert_eq!(kernel.family(), unit, "{} for {target}", kernel.name);
     }
     products

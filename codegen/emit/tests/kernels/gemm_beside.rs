@@ -2,12 +2,12 @@
 //! experts' where both are alike, else in a launch of their own.
 
 use crate::gemm_amd::MFMA;
+use moesaic_harness::Harness;
+use moesaic_harness::gemm::Gemms;
+use moesaic_harness::rows::Spread;
+use moesaic_harness::specs::{layer, with};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::{Op, PlanOptions};
-use moesaic_rig::Rig;
-use moesaic_rig::gemm::Gemms;
-use moesaic_rig::rows::Spread;
-use moesaic_rig::specs::{layer, with};
 use moesaic_spec::*;
 
 /// A layer whose experts have `hidden` columns, the shared one `shared`.
@@ -22,13 +22,13 @@ fn shared(dtype: DType, experts: [usize; 2], [hidden, shared]: [usize; 2]) -> La
 }
 
 fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
-    Gemms::planned(spec, target, &PlanOptions::default(), Rig::of)
+    Gemms::planned(spec, target, &PlanOptions::default(), Harness::of)
 }
 
 /// The products of few rows and of many: launches, and how many of them have a shared expert.
 fn launches(gemms: &Gemms) -> [[usize; 2]; 2] {
     let mut launches = [[0; 2]; 2];
-    for kernel in &gemms.rig.plan.kernels {
+    for kernel in &gemms.harness.plan.kernels {
         if let Op::GroupedGemm { desc, config } = &kernel.op {
             let many = !config.family.name().ends_with("_few");
             launches[many as usize][0] += 1;

@@ -2,13 +2,13 @@
 //! what they read and write.
 
 use crate::gemm_amd::{self, MFMA};
+use moesaic_harness::Harness;
+use moesaic_harness::gemm::Gemms;
+use moesaic_harness::plans::only;
+use moesaic_harness::rows::{Rows, Spread};
+use moesaic_harness::specs::{layer, with};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::PlanOptions;
-use moesaic_rig::Rig;
-use moesaic_rig::gemm::Gemms;
-use moesaic_rig::plans::only;
-use moesaic_rig::rows::{Rows, Spread};
-use moesaic_rig::specs::{layer, with};
 use moesaic_spec::*;
 use moesaic_target::KernelCounters;
 use std::collections::BTreeSet;
@@ -20,8 +20,8 @@ fn gemms(spec: &LayerSpec) -> Gemms {
 
 fn cuda(spec: &LayerSpec, target: &str) -> Gemms {
     let options = PlanOptions::default();
-    let gemms = Gemms::planned(spec, target, &options, Rig::of);
-    let pairs = gemms.rig.families();
+    let gemms = Gemms::planned(spec, target, &options, Harness::of);
+    let pairs = gemms.harness.families();
     let few = pairs
         .chunks(2)
         .all(|pair| pair[0] == "mma_few" && ["mma", "wgmma"].contains(&pair[1]));
@@ -89,9 +89,9 @@ fn rows_lie_anywhere() {
 fn amd(spec: &LayerSpec, target: &str) -> Gemms {
     let few_only = |plan| only(plan, |kernel| kernel.family() == Some("mfma_few"));
     let gemms = Gemms::planned(spec, target, &PlanOptions::default(), |plan| {
-        Rig::of(few_only(plan))
+        Harness::of(few_only(plan))
     });
-    let families = gemms.rig.families();
+    let families = gemms.harness.families();
     assert!(families.len() >= 2, "{families:?} for {target}");
     gemms
 }
@@ -248,16 +248,16 @@ impl Reader {
     /// Runs both products, for rows of one expert and of several, and holds what they read and
     /// write to what there is, to the byte. `also` is shown the bytes of weights and rows.
     fn check(&self, gemms: &Gemms, tokens: usize, also: &dyn Fn(&KernelCounters, u64)) {
-        let spec = &gemms.rig.plan.spec;
+        let spec = &gemms.harness.plan.spec;
         for spread in [Spread::One, Spread::Random] {
             gemms.check_call(tokens, spread);
             let rows = Rows::new(spec, tokens, spread);
-            let counters = gemms.rig.take_counters();
+            let counters = gemms.harness.take_counters();
             assert_eq!(counters.len(), 2, "kernels of many are not launched");
             for (counters, (product, columns)) in
                 counters.iter().zip(products(spec, &rows, self.lines))
             {
-                let target = gemms.rig.plan.target;
+                let target = gemms.harness.plan.target;
                 let what = format!("{target}, {tokens} tokens {spread:?}, {spec:?}");
                 let read = product.factors() + self.indices(&product, counters.blocks);
                 assert_eq!(counters.global_loads.bytes, read, "read, {what}");

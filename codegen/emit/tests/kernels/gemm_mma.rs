@@ -1,23 +1,23 @@
 //! The `mma.sync` GEMM on the PTX interpreter, against the reference. Copies
 //! arrive late there, and memory that nobody wrote is an error.
 
+use moesaic_harness::Harness;
+use moesaic_harness::gemm::Gemms;
+use moesaic_harness::rows::Spread;
+use moesaic_harness::specs::{endings, layer};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::{GemmFamily, LayerPlan};
-use moesaic_rig::Rig;
-use moesaic_rig::gemm::Gemms;
-use moesaic_rig::rows::Spread;
-use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 /// The GEMMs of a layer on a simulated A100.
 fn gemms(spec: &LayerSpec) -> Gemms {
-    Gemms::new(spec, "sim:sm_80", Rig::of)
+    Gemms::new(spec, "sim:sm_80", Harness::of)
 }
 
 /// The GEMMs of a layer, which are all of this family.
 fn matrix(spec: &LayerSpec) -> Gemms {
     let gemms = gemms(spec);
-    let families = gemms.rig.families();
+    let families = gemms.harness.families();
     assert!(
         families.iter().all(|f| *f == "mma"),
         "{families:?} of {spec:?}"
@@ -128,9 +128,9 @@ fn rows_lie_anywhere() {
 #[test]
 fn rows_are_gathered() {
     let mut spec = layer([16, 16, 16], [3, 2], Bf16);
-    assert!(matrix(&spec).rig.plan.tensor("rows").is_none());
+    assert!(matrix(&spec).harness.plan.tensor("rows").is_none());
     spec.router.weight_on = WeightSite::Input;
-    assert!(matrix(&spec).rig.plan.tensor("rows").is_some());
+    assert!(matrix(&spec).harness.plan.tensor("rows").is_some());
 }
 
 /// A half whose rows have odd widths stays with SIMT; both halves still share
@@ -139,7 +139,7 @@ fn rows_are_gathered() {
 fn a_half_of_odd_width_falls_back() {
     for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
         let gemms = gemms(&layer(shape, experts, F16));
-        let families = gemms.rig.families();
+        let families = gemms.harness.families();
         let matrix = families.iter().filter(|f| **f == "mma");
         assert_eq!(matrix.count(), 1, "{families:?}");
         gemms.check_call(70, Spread::Random);
@@ -152,7 +152,7 @@ fn split_products_are_near_those_of_f32() {
     let spec = layer([520, 392, 520], [3, 2], F32);
     let error = |gemms: Gemms| gemms.error(20, Spread::Random);
     let split = error(matrix(&spec));
-    let simt = error(Gemms::new(&spec, "sim:sm_75", Rig::of));
+    let simt = error(Gemms::new(&spec, "sim:sm_75", Harness::of));
     assert!(split <= 4.0 * simt, "{split:e} against {simt:e}");
 }
 
@@ -160,7 +160,7 @@ fn split_products_are_near_those_of_f32() {
 #[test]
 fn tf32_rounds_factors() {
     let spec = layer([72, 40, 72], [3, 2], F32);
-    let gemms = Gemms::new(&spec, "sim:sm_80", |plan| Rig::of(with_tf32(plan)));
+    let gemms = Gemms::new(&spec, "sim:sm_80", |plan| Harness::of(with_tf32(plan)));
     let error = gemms.error(20, Spread::Random);
     assert!((1e-5..5e-3).contains(&error), "{error:e}");
 }
@@ -185,7 +185,7 @@ fn traffic_is_what_it_has_to_be() {
         let spec = layer([256, 192, 320], [2, 1], dtype);
         let gemms = matrix(&spec);
         gemms.check_call(100, Spread::One);
-        let counters = gemms.rig.take_counters();
+        let counters = gemms.harness.take_counters();
         for (counters, [matrices, inner, outer]) in
             counters.iter().zip([[2, 256, 192], [1, 192, 320]])
         {

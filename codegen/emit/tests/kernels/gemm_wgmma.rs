@@ -1,26 +1,26 @@
 //! The Hopper GEMM on the PTX interpreter, against the reference. The copy
 //! engine and `wgmma` run late there, by delays that depend on a seed.
 
+use moesaic_harness::Harness;
+use moesaic_harness::gemm::Gemms;
+use moesaic_harness::memory::Values;
+use moesaic_harness::plans::at_most;
+use moesaic_harness::rows::Spread;
+use moesaic_harness::specs::{endings, layer};
 use moesaic_kernel::DType::{self, Bf16, F16};
-use moesaic_rig::Rig;
-use moesaic_rig::gemm::Gemms;
-use moesaic_rig::memory::Values;
-use moesaic_rig::plans::at_most;
-use moesaic_rig::rows::Spread;
-use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 const TARGET: &str = "sim:sm_90a";
 
 /// The GEMMs of a layer on a simulated H100 whose engines are late by `seed`.
 fn gemms(spec: &LayerSpec, seed: u64) -> Gemms {
-    Gemms::new(spec, TARGET, |plan| Rig::late(plan, seed))
+    Gemms::new(spec, TARGET, |plan| Harness::late(plan, seed))
 }
 
 /// The GEMMs of a layer, which are all of this family.
 fn hopper(spec: &LayerSpec, seed: u64) -> Gemms {
     let gemms = gemms(spec, seed);
-    let families = gemms.rig.families();
+    let families = gemms.harness.families();
     assert!(
         families.iter().all(|f| *f == "wgmma"),
         "{families:?} of {spec:?}"
@@ -127,7 +127,9 @@ fn blocks_go_from_tile_to_tile() {
         let seed = i as u64;
         let each = hopper(spec, seed).check_call(300, Spread::Random);
         for blocks in [[1, 7], [3, 7]][i % 2] {
-            let gemms = Gemms::new(spec, TARGET, |plan| Rig::late(at_most(plan, blocks), seed));
+            let gemms = Gemms::new(spec, TARGET, |plan| {
+                Harness::late(at_most(plan, blocks), seed)
+            });
             let few = gemms.check_call(300, Spread::Random);
             assert!(bits(&few) == bits(&each), "{blocks} blocks of {spec:?}");
             gemms.check_call(0, Spread::Random);
@@ -158,7 +160,7 @@ fn a_half_that_does_not_fit_falls_back() {
     for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
         let spec = layer(shape, experts, DType::Bf16);
         let gemms = gemms(&spec, 4);
-        let families = gemms.rig.families();
+        let families = gemms.harness.families();
         let hopper = families.iter().filter(|f| **f == "wgmma");
         assert_eq!(hopper.count(), 1, "{families:?}");
         gemms.check_call(70, Spread::Random);
@@ -173,7 +175,7 @@ fn full_tiles_waste_nothing() {
     let spec = layer([128, 256, 256], [1, 1], DType::Bf16);
     let gemms = hopper(&spec, 5);
     gemms.check_call(rows as usize, Spread::One);
-    let up = &gemms.rig.take_counters()[0];
+    let up = &gemms.harness.take_counters()[0];
     assert_eq!(up.symbol, "grouped_gemm_up");
     assert_eq!(up.tensor_multiply_adds, rows * inner * 2 * outer);
     let tiles = (rows / 128) * (outer / 128);
@@ -192,6 +194,6 @@ fn full_tiles_waste_nothing() {
 
     // Of a tile with few rows half is multiplied.
     gemms.check_call(128 + 40, Spread::One);
-    let up = &gemms.rig.take_counters()[0];
+    let up = &gemms.harness.take_counters()[0];
     assert_eq!(up.tensor_multiply_adds, (128 + 64) * inner * 2 * outer);
 }

@@ -1,11 +1,11 @@
 //! The backward kernels of the ordinary units, run by simulators of GPUs,
 //! stem by stem.
 
+use moesaic_harness::plans::planned;
+use moesaic_harness::specs::{biased, external as spec, with};
+use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::DType;
 use moesaic_plan::{PlanOptions, Recompute, Training};
-use moesaic_rig::plans::planned;
-use moesaic_rig::specs::{biased, external as spec, with};
-use moesaic_rig::{Rig, backward, specs};
 use moesaic_spec::*;
 
 /// GPUs whose matrices no matrix unit takes: warps of 32 and waves of 64 on
@@ -16,17 +16,17 @@ fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
     biased(specs::typed(spec, weights, activations))
 }
 
-fn rig(spec: &LayerSpec, target: &str, training: Training) -> Rig {
+fn harness(spec: &LayerSpec, target: &str, training: Training) -> Harness {
     let options = PlanOptions::training(training);
-    Rig::of(planned(spec, target.parse().unwrap(), &options))
+    Harness::of(planned(spec, target.parse().unwrap(), &options))
 }
 
 fn run(target: &str, spec: &LayerSpec, tokens: &[usize]) {
-    let rig = rig(spec, target, Training::default());
+    let harness = harness(spec, target, Training::default());
     for &tokens in tokens {
-        let tensors = rig.train(tokens, &[0]);
+        let tensors = harness.train(tokens, &[0]);
         let what = format!("{target}, {tokens} tokens, {spec:?}");
-        backward::all(&rig, &tensors, &what);
+        backward::all(&harness, &tensors, &what);
     }
 }
 
@@ -166,8 +166,8 @@ fn busy() -> LayerSpec {
 fn recomputing_gives_the_same_bits() {
     for target in TARGETS {
         let run = |recompute| {
-            let rig = rig(&busy(), target, Training { recompute });
-            rig.train(90, &[0])
+            let harness = harness(&busy(), target, Training { recompute });
+            harness.train(90, &[0])
         };
         let kept = run(Recompute::None);
         for recompute in [Recompute::Hidden, Recompute::All] {
@@ -180,9 +180,9 @@ fn recomputing_gives_the_same_bits() {
 #[test]
 fn gradients_are_added_in_place() {
     for target in TARGETS {
-        let rig = rig(&busy(), target, Training::default());
-        let (once, twice) = (rig.train(90, &[0]), rig.train(90, &[0, 1]));
-        for tensor in &rig.plan.tensors {
+        let harness = harness(&busy(), target, Training::default());
+        let (once, twice) = (harness.train(90, &[0]), harness.train(90, &[0, 1]));
+        for tensor in &harness.plan.tensors {
             if tensor.role != moesaic_plan::Role::WeightGradient {
                 continue;
             }

@@ -2,10 +2,10 @@
 //! stack, with the signatures that the plan says.
 
 use moesaic_emit::{emit, emit_layer};
+use moesaic_harness::kept::Kept;
+use moesaic_harness::specs::{self, spec};
 use moesaic_kernel::{DType, KernelSource, Stem, Target};
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Training, plan};
-use moesaic_rig::kept::Kept;
-use moesaic_rig::specs::{self, spec};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;

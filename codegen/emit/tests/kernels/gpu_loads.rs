@@ -3,9 +3,9 @@
 
 use crate::gpu_compile::{deepseek_v3, mixtral, qwen3};
 use moesaic_emit::emit;
+use moesaic_harness::kept::Kept;
 use moesaic_kernel::Target;
 use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
-use moesaic_rig::kept::Kept;
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;
 

@@ -2,10 +2,10 @@
 
 use half::{bf16, f16};
 use moesaic_cpu::load_shared_object;
+use moesaic_harness::fibers::{compiled, emitted};
+use moesaic_harness::plans::planned;
 use moesaic_plan::PlanOptions;
 use moesaic_reference::{Random, erf};
-use moesaic_rig::fibers::{compiled, emitted};
-use moesaic_rig::plans::planned;
 use moesaic_spec::*;
 
 /// A layer whose gate has every function but the error function.

@@ -1,11 +1,11 @@
 //! Routing and the copy into expert order at awkward sizes, thread by thread
 //! on this CPU, against the reference. The experts' products are left out.
 
+use moesaic_harness::pass::Tensors;
+use moesaic_harness::plans::{only, planned, routes};
+use moesaic_harness::{Harness, check, specs};
 use moesaic_plan::PlanOptions;
 use moesaic_reference::Input;
-use moesaic_rig::pass::Tensors;
-use moesaic_rig::plans::{only, planned, routes};
-use moesaic_rig::{Rig, check, specs};
 use moesaic_spec::*;
 
 /// A target with warps of 32 and one with waves of 64.
@@ -24,27 +24,27 @@ fn external(e: usize, k: usize, order: CapacityOrder) -> LayerSpec {
 
 /// The routing steps of a layer.
 struct Routing {
-    rig: Rig,
+    harness: Harness,
     target: &'static str,
 }
 
 impl Routing {
     fn new(spec: &LayerSpec, target: &'static str) -> Routing {
         let plan = planned(spec, target.parse().unwrap(), &PlanOptions::default());
-        let rig = Rig::of(only(plan, routes));
-        Routing { rig, target }
+        let harness = Harness::of(only(plan, routes));
+        Routing { harness, target }
     }
 
     fn run(&self, input: &Input) -> Tensors {
-        let tensors = self.rig.run(input);
-        let spec = &self.rig.plan.spec;
+        let tensors = self.harness.run(input);
+        let spec = &self.harness.plan.spec;
         let what = format!("{}, {} tokens, {spec:?}", self.target, input.tokens);
-        check::routing(&self.rig, &tensors, &what);
+        check::routing(&self.harness, &tensors, &what);
         tensors
     }
 
     fn check(&self, tokens: usize) {
-        let input = self.rig.random_input(tokens, tokens as u64);
+        let input = self.harness.random_input(tokens, tokens as u64);
         self.run(&input);
     }
 }
@@ -102,7 +102,7 @@ fn one_expert_takes_all() {
     for order in [CapacityOrder::SlotMajor, CapacityOrder::TokenMajor] {
         for target in TARGETS {
             let routing = Routing::new(&external(33, 2, order), target);
-            let mut input = routing.rig.random_input(4100, 1);
+            let mut input = routing.harness.random_input(4100, 1);
             let ids = &mut input.routing.as_mut().unwrap().0;
             ids.fill(32);
             let tensors = routing.run(&input);
@@ -126,12 +126,12 @@ fn who_counts_does_not_show() {
         inside.capacity.mode = CapacityMode::Factor;
         for target in TARGETS {
             let routing = Routing::new(&inside, target);
-            let input = routing.rig.random_input(500, 3);
+            let input = routing.harness.random_input(500, 3);
             let first = routing.run(&input);
             let mut spec = inside.clone();
             spec.router.kind = RouterKind::External;
             let routing = Routing::new(&spec, target);
-            let mut input = routing.rig.random_input(500, 3);
+            let mut input = routing.harness.random_input(500, 3);
             input.routing = Some((first.ids(), first.get("topk_weights").to_vec()));
             let second = routing.run(&input);
             for name in ["counts", "capacity", "offsets", "locations", "slot_rows"] {

@@ -1,11 +1,11 @@
 //! The GPU kernels, run on this CPU thread by thread, against the reference.
 
+use moesaic_harness::pass::Tensors;
+use moesaic_harness::plans::planned;
+use moesaic_harness::specs::{spec, with};
+use moesaic_harness::{Harness, check};
 use moesaic_kernel::DType;
 use moesaic_plan::PlanOptions;
-use moesaic_rig::pass::Tensors;
-use moesaic_rig::plans::planned;
-use moesaic_rig::specs::{spec, with};
-use moesaic_rig::{Rig, check};
 use moesaic_spec::*;
 
 /// A target with warps of 32 and one with waves of 64.
@@ -13,26 +13,26 @@ const TARGETS: [&str; 2] = ["cuda:sm_75", "rocm:gfx942"];
 
 /// A layer whose kernels run under several orders of the threads.
 struct Simulated {
-    rig: Rig,
+    harness: Harness,
     target: &'static str,
 }
 
 impl Simulated {
     fn new(spec: &LayerSpec, target: &'static str) -> Simulated {
         let plan = planned(spec, target.parse().unwrap(), &PlanOptions::default());
-        let rig = Rig::of(plan);
-        Simulated { rig, target }
+        let harness = Harness::of(plan);
+        Simulated { harness, target }
     }
 
     fn run(&self, tokens: usize, seed: u64) -> Tensors {
-        self.rig.run(&self.rig.random_input(tokens, seed))
+        self.harness.run(&self.harness.random_input(tokens, seed))
     }
 
     fn check(&self, tokens: usize) {
         let tensors = self.run(tokens, tokens as u64);
-        let spec = &self.rig.plan.spec;
+        let spec = &self.harness.plan.spec;
         check::all(
-            &self.rig,
+            &self.harness,
             &tensors,
             &format!("{}, {tokens} tokens, {spec:?}", self.target),
         );
@@ -278,7 +278,7 @@ fn shared_experts() {
 fn ties_go_to_the_lower_expert() {
     for target in TARGETS {
         let mut layer = Simulated::new(&spec(6, 4, 70, 5), target);
-        let router = layer.rig.weights.0.get_mut("router.weight").unwrap();
+        let router = layer.harness.weights.0.get_mut("router.weight").unwrap();
         router.data.fill(0.0);
         let tensors = layer.run(40, 1);
         for row in tensors.ids().chunks(5) {
@@ -298,7 +298,7 @@ fn ties_keep_their_place() {
         spec.capacity.order = order;
         for target in TARGETS {
             let mut layer = Simulated::new(&spec, target);
-            let router = layer.rig.weights.0.get_mut("router.weight").unwrap();
+            let router = layer.harness.weights.0.get_mut("router.weight").unwrap();
             router.data.fill(0.0);
             layer.check(70);
         }
@@ -309,7 +309,7 @@ fn ties_keep_their_place() {
 fn nan_logits_give_valid_choices() {
     for target in TARGETS {
         let mut layer = Simulated::new(&spec(6, 4, 70, 5), target);
-        let router = layer.rig.weights.0.get_mut("router.weight").unwrap();
+        let router = layer.harness.weights.0.get_mut("router.weight").unwrap();
         router.data[3 * 6..4 * 6].fill(f64::NAN);
         let tensors = layer.run(20, 1);
         for row in tensors.ids().chunks(5) {

@@ -2,10 +2,10 @@
 //! without a word, spills or stack.
 
 use moesaic_emit::emit;
+use moesaic_harness::kept::Kept;
+use moesaic_harness::specs::layer;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{KernelPlan, Op, PlanOptions, Recompute, Training, plan};
-use moesaic_rig::kept::Kept;
-use moesaic_rig::specs::layer;
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;

@@ -1,11 +1,11 @@
 //! Whole passes whose products are on NVIDIA's matrix units, on the PTX
 //! interpreter: forward, backward, each stem against its formula.
 
+use moesaic_harness::plans::planned;
+use moesaic_harness::specs::{external, typed};
+use moesaic_harness::{Harness, backward};
 use moesaic_kernel::DType;
 use moesaic_plan::{LayerPlan, Op, PlanOptions, Training};
-use moesaic_rig::plans::planned;
-use moesaic_rig::specs::{external, typed};
-use moesaic_rig::{Rig, backward};
 use moesaic_spec::*;
 
 /// A layer whose routing comes from outside, so that no gate is needed.
@@ -26,11 +26,11 @@ fn run(target: &str, family: &str, spec: &LayerSpec, tokens: &[usize]) {
     let options = PlanOptions::training(Training::default());
     let plan = planned(spec, target.parse().unwrap(), &options);
     check_family(&plan, family);
-    let rig = Rig::of(plan);
+    let harness = Harness::of(plan);
     for &tokens in tokens {
-        let tensors = rig.train(tokens, &[0]);
+        let tensors = harness.train(tokens, &[0]);
         backward::all(
-            &rig,
+            &harness,
             &tensors,
             &format!("{target}, {tokens} tokens, {spec:?}"),
         );

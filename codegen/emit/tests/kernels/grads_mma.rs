@@ -1,18 +1,23 @@
 //! Backward products by `mma.sync` on the PTX interpreter, against f64. Copies
 //! arrive late there, and memory that nobody wrote is an error.
 
+use moesaic_harness::Harness;
+use moesaic_harness::gemm_bwd::BackwardGemms;
+use moesaic_harness::rows::{Rows, Spread};
+use moesaic_harness::specs::{endings, layer};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
-use moesaic_rig::Rig;
-use moesaic_rig::gemm_bwd::BackwardGemms;
-use moesaic_rig::rows::{Rows, Spread};
-use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 /// The backward GEMMs of a layer on a simulated A100 that are of this family:
 /// four of them at least.
 fn matrix(spec: &LayerSpec) -> BackwardGemms {
-    let grads = BackwardGemms::new(spec, "sim:sm_80", |k| k.family() == Some("mma"), Rig::of);
-    let families = grads.rig.families();
+    let grads = BackwardGemms::new(
+        spec,
+        "sim:sm_80",
+        |k| k.family() == Some("mma"),
+        Harness::of,
+    );
+    let families = grads.harness.families();
     assert!(families.len() >= 4, "{families:?} of {spec:?}");
     grads
 }
@@ -95,9 +100,9 @@ fn shared_experts_are_dense() {
         }];
         let grads = matrix(&spec);
         assert!(
-            grads.rig.families().len() >= 8,
+            grads.harness.families().len() >= 8,
             "{:?}",
-            grads.rig.families()
+            grads.harness.families()
         );
         for tokens in [0, 1, 70] {
             grads.check_alone(&Rows::new(&spec, tokens, Spread::Gaps));
@@ -128,7 +133,7 @@ fn traffic_is_what_it_has_to_be() {
         let spec = layer([256, 128, 256], [2, 1], dtype);
         let grads = matrix(&spec);
         grads.check_alone(&Rows::new(&spec, 96, Spread::One));
-        for counters in grads.rig.take_counters() {
+        for counters in grads.harness.take_counters() {
             let what = format!("{dtype}: {counters:?}");
             assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
             let stores = counters.global_stores;

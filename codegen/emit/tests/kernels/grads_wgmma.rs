@@ -1,11 +1,11 @@
 //! Backward products by `wgmma` on the PTX interpreter, against f64. The copy
 //! engine and `wgmma` run late there, by delays that depend on a seed.
 
+use moesaic_harness::Harness;
+use moesaic_harness::gemm_bwd::BackwardGemms;
+use moesaic_harness::rows::{Rows, Spread};
+use moesaic_harness::specs::{endings, layer};
 use moesaic_kernel::DType::{self, Bf16, F16};
-use moesaic_rig::Rig;
-use moesaic_rig::gemm_bwd::BackwardGemms;
-use moesaic_rig::rows::{Rows, Spread};
-use moesaic_rig::specs::{endings, layer};
 use moesaic_spec::*;
 
 /// The backward GEMMs of a layer on a simulated H100 that are of this family:
@@ -15,9 +15,9 @@ fn hopper(spec: &LayerSpec, seed: u64) -> BackwardGemms {
         spec,
         "sim:sm_90a",
         |kernel| kernel.family() == Some("wgmma"),
-        |plan| Rig::late(plan, seed),
+        |plan| Harness::late(plan, seed),
     );
-    let families = grads.rig.families();
+    let families = grads.harness.families();
     assert!(families.len() >= 4, "{families:?} of {spec:?}");
     grads
 }
@@ -75,9 +75,9 @@ fn shared_experts_are_dense() {
         }];
         let grads = hopper(&spec, 2);
         assert!(
-            grads.rig.families().len() >= 8,
+            grads.harness.families().len() >= 8,
             "{:?}",
-            grads.rig.families()
+            grads.harness.families()
         );
         for tokens in [0, 1, 70] {
             grads.check_alone(&Rows::new(&spec, tokens, Spread::Gaps));
@@ -117,7 +117,7 @@ fn full_tiles_waste_nothing() {
     let spec = layer([256, 128, 256], [1, 1], Bf16);
     let grads = hopper(&spec, 5);
     grads.check_alone(&Rows::new(&spec, 128, Spread::One));
-    for counters in grads.rig.take_counters() {
+    for counters in grads.harness.take_counters() {
         let what = format!("{counters:?}");
         assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
         let stores = counters.global_stores;

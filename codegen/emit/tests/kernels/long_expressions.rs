@@ -2,9 +2,9 @@
 //! ordinary units: shorter ones have registers enough, whatever they are made of.
 
 use moesaic_emit::emit;
+use moesaic_harness::kept::Kept;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{Op, PlanOptions, Training, plan};
-use moesaic_rig::kept::Kept;
 use moesaic_spec::testing::Counter;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};

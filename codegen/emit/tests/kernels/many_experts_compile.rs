@@ -2,9 +2,9 @@
 //! vendors' compilers: without a word, spills or stack, in static shared memory.
 
 use moesaic_emit::emit;
+use moesaic_harness::kept::Kept;
 use moesaic_kernel::{Stem, Target};
 use moesaic_plan::{PlanOptions, Training, plan};
-use moesaic_rig::kept::Kept;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;

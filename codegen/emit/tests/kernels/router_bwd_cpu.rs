@@ -1,8 +1,8 @@
 //! Losses and gradients of routers on this CPU.
 
+use moesaic_harness::cpu::host;
+use moesaic_harness::router_bwd::{Router, every_loss, sample};
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_rig::cpu::host;
-use moesaic_rig::router_bwd::{Router, every_loss, sample};
 
 #[test]
 fn routers_of_every_kind() {

@@ -1,7 +1,7 @@
 //! Losses and gradients of routers as GPUs compute them, thread by thread on
 //! this CPU.
 
-use moesaic_rig::router_bwd::{Router, every_loss, sample};
+use moesaic_harness::router_bwd::{Router, every_loss, sample};
 use moesaic_spec::LayerSpec;
 
 /// A target with warps of 32 and one with waves of 64.

@@ -1,11 +1,11 @@
 //! Selections beyond top-k, masks, and what training draws, on this CPU and
 //! on simulated GPUs, against the reference.
 
+use moesaic_harness::cpu::host;
+use moesaic_harness::plans::{only, planned, routes};
+use moesaic_harness::{Harness, check, specs};
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{PlanOptions, Training};
-use moesaic_rig::cpu::host;
-use moesaic_rig::plans::{only, planned, routes};
-use moesaic_rig::{Rig, check, specs};
 use moesaic_spec::*;
 
 type Change = fn(&mut LayerSpec);
@@ -19,7 +19,7 @@ fn spec(change: Change, experts: usize) -> LayerSpec {
 }
 
 /// The routing of a layer on one target.
-fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
+fn harness(spec: &LayerSpec, target: &str, training: bool) -> Harness {
     let to = match target {
         "cpu" => Target::Cpu(host()),
         gpu => gpu.parse().unwrap(),
@@ -27,23 +27,23 @@ fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
     let options = PlanOptions::training(training.then(Training::default));
     let mut plan = planned(spec, to, &options);
     (plan.evaluation, plan.backward) = (Vec::new(), Vec::new());
-    Rig::of(only(plan, routes))
+    Harness::of(only(plan, routes))
 }
 
 fn agree(target: &str, changes: &[Change], training: bool) {
     for (i, &change) in changes.iter().enumerate() {
         let spec = spec(change, [37, 6][i % 2]);
         spec.validate().unwrap();
-        let rig = rig(&spec, target, training);
+        let harness = harness(&spec, target, training);
         // One token alone balances to ties, which rounding breaks.
         let few = match spec.router.select {
             Select::Sinkhorn(_) => 3,
             _ => 1,
         };
         for tokens in [0, few, 67] {
-            let tensors = rig.run(&rig.random_input(tokens, i as u64 + 5));
+            let tensors = harness.run(&harness.random_input(tokens, i as u64 + 5));
             let what = format!("{target}, {tokens} tokens of {}", spec.to_toml());
-            check::routing(&rig, &tensors, &what);
+            check::routing(&harness, &tensors, &what);
         }
     }
 }
@@ -183,11 +183,11 @@ fn capacities(target: &str) {
                 renormalize_after_drop: mode != MaxCount && j % 2 == 0,
             };
             spec.validate().unwrap();
-            let rig = rig(&spec, target, false);
+            let harness = harness(&spec, target, false);
             for tokens in [1, 83] {
-                let tensors = rig.run(&rig.random_input(tokens, (i + j) as u64));
+                let tensors = harness.run(&harness.random_input(tokens, (i + j) as u64));
                 let what = format!("{target}, {tokens} tokens of {}", spec.to_toml());
-                check::routing(&rig, &tensors, &what);
+                check::routing(&harness, &tensors, &what);
             }
         }
     }

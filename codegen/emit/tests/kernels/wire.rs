@@ -3,11 +3,11 @@
 
 use half::{bf16, f16};
 use moesaic_emit::emit;
+use moesaic_harness::kept::Kept;
+use moesaic_harness::{cpu, dims, fibers, ptx};
 use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
 use moesaic_plan::{CacheClass, CommDtype, KernelPlan, Machine, Operator, WireDesc};
 use moesaic_reference::{Random, pack_row, unpack_row};
-use moesaic_rig::kept::Kept;
-use moesaic_rig::{cpu, dims, fibers, ptx};
 use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Module};
 use moesaic_toolchain::testing;
 use std::sync::Arc;

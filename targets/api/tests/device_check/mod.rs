@@ -13,8 +13,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What the checks need of a target.
-pub struct Kit {
+/// A target under check: its device, its compiler and its kernels.
+pub struct Backend {
     pub device: Result<Arc<dyn Device>, DeviceError>,
     pub language: Language,
     /// Kernels `scale` and `crash`, and those of `extra`.
@@ -59,15 +59,15 @@ const CHECKS: &[Check] = &[
     ("memory that is not there", memory_that_is_not_there),
 ];
 
-pub fn main(kit: Kit) -> ExitCode {
-    let bench = match open(&kit) {
+pub fn main(backend: Backend) -> ExitCode {
+    let bench = match open(&backend) {
         Ok(bench) => bench,
         Err(error) => {
             eprintln!("{error}");
             return ExitCode::from(2);
         }
     };
-    let extra = (kit.extra)().1;
+    let extra = (backend.extra)().1;
     // The last one breaks the device for this process.
     let fault: Check = ("a fault and its name", fault);
     let checks = CHECKS.iter().chain(&extra).chain([&fault]);
@@ -92,13 +92,18 @@ fn report(bench: &Bench, (name, check): &Check) -> bool {
     true
 }
 
-fn open(kit: &Kit) -> Result<Bench, Box<dyn Error>> {
-    let device = match &kit.device {
+fn open(backend: &Backend) -> Result<Bench, Box<dyn Error>> {
+    let device = match &backend.device {
         Ok(device) => device.clone(),
         Err(error) => return Err(error.to_string().into()),
     };
-    let source = source(kit.language, kit.text, kit.extra, device.info().target);
-    let artifact = (kit.compile)(&source)?;
+    let source = source(
+        backend.language,
+        backend.text,
+        backend.extra,
+        device.info().target,
+    );
+    let artifact = (backend.compile)(&source)?;
     let module = device.load(&artifact, &source.entries)?;
     Ok(Bench {
         device,

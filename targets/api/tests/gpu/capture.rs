@@ -35,9 +35,9 @@ struct Bench {
 
 impl Bench {
     /// Two buffers of 10 floats, the first one with 0 to 9.
-    fn new(rig: &Rig) -> Bench {
-        let device = rig.open();
-        let module = rig.load(&*device);
+    fn new(harness: &Harness) -> Bench {
+        let device = harness.open();
+        let module = harness.load(&*device);
         let (a, b) = (device.alloc(40).unwrap(), device.alloc(40).unwrap());
         let values: Vec<f32> = (0..10).map(|i| i as f32).collect();
         device.upload(&bytes_of(&values), &a, 0).unwrap();
@@ -70,8 +70,8 @@ impl Bench {
     }
 }
 
-fn a_graph_replays(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn a_graph_replays(harness: &Harness) {
+    let bench = Bench::new(harness);
     let gpu = bench.gpu();
     let start = log().len();
     gpu.begin_capture("double").unwrap();
@@ -114,8 +114,8 @@ fn a_graph_replays(rig: &Rig) {
     assert_eq!(log()[start..], ["synchronize s1", "destroy x1"]);
 }
 
-fn refused_while_capturing(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn refused_while_capturing(harness: &Harness) {
+    let bench = Bench::new(harness);
     let (device, gpu) = (&*bench.device, bench.gpu());
     let event = gpu.record().unwrap();
     gpu.begin_capture("decode").unwrap();
@@ -130,7 +130,7 @@ fn refused_while_capturing(rig: &Rig) {
         );
     };
     refused(
-        device.load(&rig.artifact(), &[entry()]).map(drop),
+        device.load(&harness.artifact(), &[entry()]).map(drop),
         "the load of kernel `scale`",
     );
     refused(device.alloc(5).map(drop), "an allocation of 5 bytes");
@@ -162,8 +162,8 @@ fn refused_while_capturing(rig: &Rig) {
     );
 }
 
-fn a_capture_spreads(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn a_capture_spreads(harness: &Harness) {
+    let bench = Bench::new(harness);
     let gpu = bench.gpu();
     let other = gpu.fork().unwrap();
     let on_other = other.adopt(&*bench.module).unwrap();
@@ -189,8 +189,8 @@ fn a_capture_spreads(rig: &Rig) {
     assert_eq!(bench.back()[3], (3.0 * 2.0 + 0.25) * 2.0 + 0.25);
 }
 
-fn a_capture_left_open(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn a_capture_left_open(harness: &Harness) {
+    let bench = Bench::new(harness);
     let gpu = bench.gpu();
     let other = gpu.fork().unwrap();
     let on_other = other.adopt(&*bench.module).unwrap();
@@ -206,8 +206,8 @@ fn a_capture_left_open(rig: &Rig) {
     drop(other.alloc(4).unwrap());
 }
 
-fn events_of_a_graph(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn events_of_a_graph(harness: &Harness) {
+    let bench = Bench::new(harness);
     let gpu = bench.gpu();
     let other = gpu.fork().unwrap();
     gpu.begin_capture("timed").unwrap();
@@ -228,10 +228,10 @@ fn events_of_a_graph(rig: &Rig) {
     check_part(inside.elapsed_ms(&*outside).map(drop), text);
 }
 
-fn a_graph_keeps_what_it_uses(rig: &Rig) {
-    let mut bench = Bench::new(rig);
+fn a_graph_keeps_what_it_uses(harness: &Harness) {
+    let mut bench = Bench::new(harness);
     let workspace = bench.device.alloc(40).unwrap();
-    let unused = rig.load(&*bench.device);
+    let unused = harness.load(&*bench.device);
     bench.gpu().begin_capture("kept").unwrap();
     bench.scale(&bench.a, &workspace, &*bench.module);
     bench.scale(&workspace, &bench.a, &*bench.module);
@@ -257,8 +257,8 @@ fn a_graph_keeps_what_it_uses(rig: &Rig) {
 }
 
 /// Memory that its owner lets go of after the capture, as a layer does that grows.
-fn a_graph_keeps_what_it_is_given(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn a_graph_keeps_what_it_is_given(harness: &Harness) {
+    let bench = Bench::new(harness);
     let workspace = Arc::new(bench.device.alloc(40).unwrap());
     bench.device.keep(workspace.clone());
     assert_eq!(Arc::strong_count(&workspace), 1, "there is no graph yet");
@@ -293,8 +293,8 @@ impl Module for Gone {
     }
 }
 
-fn graphs_dropped_in_a_capture(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn graphs_dropped_in_a_capture(harness: &Harness) {
+    let bench = Bench::new(harness);
     let workspace = bench.device.alloc(40).unwrap();
     bench.gpu().begin_capture("first").unwrap();
     bench.scale(&bench.a, &workspace, &*bench.module);
@@ -322,11 +322,11 @@ fn graphs_dropped_in_a_capture(rig: &Rig) {
 }
 
 /// The module was never used on the stream that its graph runs on.
-fn dropped_in_a_broken_capture(rig: &Rig) {
-    let device = rig.open();
+fn dropped_in_a_broken_capture(harness: &Harness) {
+    let device = harness.open();
     let gpu = streams(&*device);
     let other = gpu.fork().unwrap();
-    let module = rig.load(&*other);
+    let module = harness.load(&*other);
     gpu.begin_capture("first").unwrap();
     other.wait(&*gpu.record().unwrap()).unwrap();
     // SAFETY: it touches nothing.
@@ -355,11 +355,11 @@ fn dropped_in_a_broken_capture(rig: &Rig) {
 
 /// While a graph is captured a module goes that still runs on a stream outside
 /// of it, and on one that became part of it later.
-fn a_module_of_other_streams(rig: &Rig) {
-    let device = rig.open();
+fn a_module_of_other_streams(harness: &Harness) {
+    let device = harness.open();
     let gpu = streams(&*device);
     let (outside, joined) = (gpu.fork().unwrap(), gpu.fork().unwrap());
-    let module = rig.load(&*device);
+    let module = harness.load(&*device);
     for stream in [&outside, &joined] {
         let module = stream.adopt(&*module).unwrap();
         // SAFETY: it touches nothing.
@@ -375,13 +375,13 @@ fn a_module_of_other_streams(rig: &Rig) {
     assert!(log().contains(&"unload m1".to_string()));
 }
 
-fn an_abandoned_capture(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn an_abandoned_capture(harness: &Harness) {
+    let bench = Bench::new(harness);
     bench.gpu().begin_capture("never").unwrap();
     bench.scale(&bench.a, &bench.b, &*bench.module);
     let other = {
         let fork = bench.gpu().record().unwrap();
-        let device = rig.open();
+        let device = harness.open();
         drop(fork);
         device
     };
@@ -390,8 +390,8 @@ fn an_abandoned_capture(rig: &Rig) {
     assert!(log().contains(&"end capture on s1".to_string()));
 }
 
-fn a_refused_graph(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn a_refused_graph(harness: &Harness) {
+    let bench = Bench::new(harness);
     bench.gpu().begin_capture("layer").unwrap();
     bench.scale(&bench.a, &bench.b, &*bench.module);
     check_part(
@@ -401,8 +401,8 @@ fn a_refused_graph(rig: &Rig) {
     bench.device.synchronize().unwrap();
 }
 
-fn a_broken_capture(rig: &Rig) {
-    let bench = Bench::new(rig);
+fn a_broken_capture(harness: &Harness) {
+    let bench = Bench::new(harness);
     bench.gpu().begin_capture("layer").unwrap();
     check_part(
         bench.gpu().end_capture().map(drop),

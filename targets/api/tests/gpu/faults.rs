@@ -52,8 +52,8 @@ pub const EACH: [&str; 35] = [
 ];
 
 /// Everything a device does, once. A failure is an error and no crash.
-pub fn whole_life(rig: &Rig) {
-    match life(rig) {
+pub fn whole_life(harness: &Harness) {
+    match life(harness) {
         Ok(()) => println!("no error"),
         Err(error) => {
             assert!(error.to_string().contains("some words"), "{error}");
@@ -61,12 +61,12 @@ pub fn whole_life(rig: &Rig) {
     }
 }
 
-fn life(rig: &Rig) -> Result<(), DeviceError> {
-    let device = (rig.open)(0)?;
+fn life(harness: &Harness) -> Result<(), DeviceError> {
+    let device = (harness.open)(0)?;
     let gpu = device.streams()?;
     let other = gpu.fork()?;
     gpu.reaches(1)?;
-    let module = device.load(&rig.artifact(), &[entry()])?;
+    let module = device.load(&harness.artifact(), &[entry()])?;
     let on_other = other.adopt(&*module)?;
     gpu.occupancy(&*module, "scale", 256, 0)?;
     let (a, b) = (device.alloc(40)?, device.alloc(40)?);
@@ -124,22 +124,22 @@ fn shape(x: u32) -> String {
     format!("grid {x} x 1, 256 threads, 0 bytes of dynamic shared memory")
 }
 
-fn a_late_fault(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn a_late_fault(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let buffer = device.alloc(64).unwrap();
     launch(&*module, [7, 1]);
     device.synchronize().unwrap();
     launch(&*module, [9, 1]);
-    fail(rig, "stream_synchronize", 700);
+    fail(harness, "stream_synchronize", 700);
     let first = format!(
         "launch of kernel `scale` failed: {}: some words; it came to light at a later \
          synchronize; {}",
-        rig.words.illegal_address,
+        harness.words.illegal_address,
         shape(9)
     );
     check_error(device.synchronize(), &first);
-    every_later_call_says_so(rig, &*device, &buffer, &first);
+    every_later_call_says_so(harness, &*device, &buffer, &first);
     // SAFETY: it is refused.
     check_part(
         unsafe { module.launch("scale", dims([1, 1]), &nothing()) },
@@ -148,7 +148,7 @@ fn a_late_fault(rig: &Rig) {
     );
 }
 
-fn every_later_call_says_so(rig: &Rig, device: &dyn Device, buffer: &Buffer, cause: &str) {
+fn every_later_call_says_so(harness: &Harness, device: &dyn Device, buffer: &Buffer, cause: &str) {
     let gpu = streams(device);
     let calls = log().len();
     let lost = |result: Result<(), DeviceError>, operation: &str| {
@@ -165,7 +165,7 @@ fn every_later_call_says_so(rig: &Rig, device: &dyn Device, buffer: &Buffer, cau
     lost(device.upload(&[1], buffer, 0), "upload");
     lost(device.download(buffer, 0, &mut [0]), "download");
     lost(
-        device.load(&rig.artifact(), &[entry()]).map(drop),
+        device.load(&harness.artifact(), &[entry()]).map(drop),
         "load of kernel `scale`",
     );
     lost(gpu.record().map(drop), "a new event");
@@ -174,9 +174,9 @@ fn every_later_call_says_so(rig: &Rig, device: &dyn Device, buffer: &Buffer, cau
     assert_eq!(log().len(), calls, "nothing reached the driver");
 }
 
-fn one_of_several(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn one_of_several(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let other = streams(&*device).fork().unwrap();
     let on_other = other.adopt(&*module).unwrap();
     launch(&*module, [1, 1]);
@@ -185,7 +185,7 @@ fn one_of_several(rig: &Rig) {
     launch(&*module, [3, 1]);
     launch(&*module, [4, 1]);
     launch(&*module, [3, 1]);
-    fail(rig, "download", 719);
+    fail(harness, "download", 719);
     let buffer = device.alloc(4).unwrap();
     let mut bytes = [0; 4];
     let error = device.download(&buffer, 0, &mut bytes);
@@ -197,24 +197,24 @@ fn one_of_several(rig: &Rig) {
         shape(3),
         shape(4),
         shape(2),
-        rig.words.blocking
+        harness.words.blocking
     );
     assert!(error.starts_with("a launched kernel failed: "), "{error}");
     assert!(error.ends_with(&expected), "{error}\n{expected}");
 }
 
-fn nothing_launched(rig: &Rig) {
-    let device = rig.open();
-    fail(rig, "stream_synchronize", 700);
+fn nothing_launched(harness: &Harness) {
+    let device = harness.open();
+    fail(harness, "stream_synchronize", 700);
     check_part(
         device.synchronize(),
         "nothing was launched here since the last synchronise: it is of another user of the GPU",
     );
 }
 
-fn a_fault_in_a_graph(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn a_fault_in_a_graph(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let gpu = streams(&*device);
     gpu.begin_capture("decode").unwrap();
     launch(&*module, [1, 1]);
@@ -222,7 +222,7 @@ fn a_fault_in_a_graph(rig: &Rig) {
     let graph = gpu.end_capture().unwrap();
     // SAFETY: its kernels touch nothing.
     unsafe { graph.launch() }.unwrap();
-    fail(rig, "stream_synchronize", 700);
+    fail(harness, "stream_synchronize", 700);
     let expected = format!(
         "one of: graph `decode` with `scale` ({}), `scale` ({}); set",
         shape(1),
@@ -231,11 +231,11 @@ fn a_fault_in_a_graph(rig: &Rig) {
     check_part(device.synchronize(), &expected);
 }
 
-fn a_fault_at_a_launch(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn a_fault_at_a_launch(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     launch(&*module, [5, 1]);
-    fail(rig, "launch", 700);
+    fail(harness, "launch", 700);
     // SAFETY: it is refused.
     let error = unsafe { module.launch("scale", dims([6, 1]), &nothing()) };
     let expected = format!("it came to light at a later launch; {}", shape(5));
@@ -243,17 +243,17 @@ fn a_fault_at_a_launch(rig: &Rig) {
 }
 
 /// No kernel is accused of it.
-fn a_fault_of_the_hardware(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn a_fault_of_the_hardware(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let buffer = device.alloc(4).unwrap();
     launch(&*module, [1, 1]);
-    fail(rig, "stream_synchronize", 220);
+    fail(harness, "stream_synchronize", 220);
     let error = device.synchronize().unwrap_err().to_string();
     assert!(error.starts_with("synchronize failed: "), "{error}");
     assert!(
         error.ends_with(": some words; the GPU is lost to this process"),
         "{error}"
     );
-    every_later_call_says_so(rig, &*device, &buffer, &error);
+    every_later_call_says_so(harness, &*device, &buffer, &error);
 }

@@ -31,9 +31,9 @@ pub const CASES: &[Case] = &[
 ];
 
 /// 300 floats, scaled, with the input offset so that a wrong offset shows.
-fn scale(rig: &Rig, device: &dyn Device) -> Result<(), DeviceError> {
+fn scale(harness: &Harness, device: &dyn Device) -> Result<(), DeviceError> {
     let values = (0..300).map(|i| i as f32 * 0.5 - 3.0).collect::<Vec<_>>();
-    let module = device.load(&rig.artifact(), &[entry()])?;
+    let module = device.load(&harness.artifact(), &[entry()])?;
     let input = device.alloc(1204)?;
     let output = device.alloc(1200)?;
     device.upload(&bytes_of(&values), &input, 4)?;
@@ -59,12 +59,12 @@ fn scale(rig: &Rig, device: &dyn Device) -> Result<(), DeviceError> {
     Ok(())
 }
 
-fn a_layer_runs(rig: &Rig) {
-    let device = rig.open();
+fn a_layer_runs(harness: &Harness) {
+    let device = harness.open();
     // Another thread has no device of its own.
     std::thread::scope(|scope| {
         scope
-            .spawn(|| scale(rig, &*device).unwrap())
+            .spawn(|| scale(harness, &*device).unwrap())
             .join()
             .unwrap()
     });
@@ -93,7 +93,7 @@ fn a_layer_runs(rig: &Rig) {
     ];
     let log = log();
     // CUDA retains a context.
-    expected.extend(Some(rig.words.last).filter(|last| !last.is_empty()));
+    expected.extend(Some(harness.words.last).filter(|last| !last.is_empty()));
     let start = log
         .iter()
         .position(|line| line.starts_with("load"))
@@ -103,10 +103,10 @@ fn a_layer_runs(rig: &Rig) {
     assert!(log[..start].contains(&"pool attribute 4 = ffffffffffffffff".to_string()));
 }
 
-fn without_pools(rig: &Rig) {
-    let device = rig.open();
+fn without_pools(harness: &Harness) {
+    let device = harness.open();
     assert!(!streams(&*device).gpu_info().pools);
-    scale(rig, &*device).unwrap();
+    scale(harness, &*device).unwrap();
     let log = log();
     assert!(log.contains(&"alloc a1 of 1204".to_string()), "{log:?}");
     assert!(log.contains(&"free a1".to_string()), "{log:?}");
@@ -116,34 +116,34 @@ fn without_pools(rig: &Rig) {
     );
 }
 
-fn pools_that_refuse(rig: &Rig) {
-    scale(rig, &*rig.open()).unwrap();
+fn pools_that_refuse(harness: &Harness) {
+    scale(harness, &*harness.open()).unwrap();
     let log = log();
     assert!(log.contains(&"alloc a1 of 1204".to_string()), "{log:?}");
     assert!(log.contains(&"free a1".to_string()), "{log:?}");
 }
 
-fn unavailable(rig: &Rig) -> [String; 2] {
+fn unavailable(harness: &Harness) -> [String; 2] {
     let errors = [
-        (rig.open)(0).err().expect("no device").to_string(),
-        (rig.count)().expect_err("no device").to_string(),
+        (harness.open)(0).err().expect("no device").to_string(),
+        (harness.count)().expect_err("no device").to_string(),
     ];
-    let start = format!("no `{}` device is available: ", rig.backend);
+    let start = format!("no `{}` device is available: ", harness.backend);
     assert!(errors.iter().all(|e| e.starts_with(&start)), "{errors:?}");
     errors
 }
 
-fn no_driver(rig: &Rig) {
-    for error in unavailable(rig) {
-        let tried = format!("`{}` (", rig.library);
+fn no_driver(harness: &Harness) {
+    for error in unavailable(harness) {
+        let tried = format!("`{}` (", harness.library);
         assert!(error.contains(&tried), "{error}");
         assert!(error.contains("; install "), "{error}");
     }
 }
 
-fn no_graphs(rig: &Rig) {
-    let missing = format!("has no symbol `{}`", (rig.symbol)("graph_instantiate"));
-    for error in unavailable(rig) {
+fn no_graphs(harness: &Harness) {
+    let missing = format!("has no symbol `{}`", (harness.symbol)("graph_instantiate"));
+    for error in unavailable(harness) {
         assert!(error.contains(&missing), "{error}");
         assert!(
             error.contains("CUDA 11.4 or later") || error.contains("ROCm 6.0 or later"),
@@ -152,35 +152,35 @@ fn no_graphs(rig: &Rig) {
     }
 }
 
-fn no_gpu(rig: &Rig) {
-    let expected = format!("available: {}: some words", rig.words.no_device);
-    for error in unavailable(rig) {
+fn no_gpu(harness: &Harness) {
+    let expected = format!("available: {}: some words", harness.words.no_device);
+    for error in unavailable(harness) {
         assert!(error.ends_with(&expected), "{error}");
     }
 }
 
-fn wrong_gpu(rig: &Rig) {
-    check_part((rig.open)(2), "GPU 2 was asked for; the ");
-    check_part((rig.open)(2), " has 2, counted from 0");
-    assert_eq!((rig.count)().unwrap(), 2);
+fn wrong_gpu(harness: &Harness) {
+    check_part((harness.open)(2), "GPU 2 was asked for; the ");
+    check_part((harness.open)(2), " has 2, counted from 0");
+    assert_eq!((harness.count)().unwrap(), 2);
     assert_eq!(
-        streams(&*(rig.open)(1).unwrap()).gpu_info().ordinal,
+        streams(&*(harness.open)(1).unwrap()).gpu_info().ordinal,
         1,
         "the other one is there"
     );
 }
 
-fn out_of_memory(rig: &Rig) {
+fn out_of_memory(harness: &Harness) {
     check_error(
-        rig.open().alloc(1 << 40),
+        harness.open().alloc(1 << 40),
         "out of device memory: 1099511627776 bytes were asked for (4096 bytes are free)",
     );
 }
 
-fn refused_binary(rig: &Rig) {
-    let words = &rig.words;
+fn refused_binary(harness: &Harness) {
+    let words = &harness.words;
     check_error(
-        rig.open().load(&rig.artifact(), &[entry()]),
+        harness.open().load(&harness.artifact(), &[entry()]),
         &format!(
             "cannot load kernel `scale`: {}: some words; it was compiled by {}, and {}",
             words.no_binary, words.compiler, words.driver
@@ -188,20 +188,20 @@ fn refused_binary(rig: &Rig) {
     );
 }
 
-fn refused_launch(rig: &Rig) {
+fn refused_launch(harness: &Harness) {
     check_error(
-        scale(rig, &*rig.open()),
+        scale(harness, &*harness.open()),
         &format!(
             "launch of kernel `scale` failed: {}: some words; grid 2 x 1, 256 threads, 0 bytes of \
              dynamic shared memory",
-            rig.words.out_of_resources
+            harness.words.out_of_resources
         ),
     );
 }
 
-fn bad_requests(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn bad_requests(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let launch = |symbol: &str, grid, args: &[Arg]| {
         // SAFETY: each launch is refused, or has nothing to do.
         unsafe { module.launch(symbol, dims(grid), args) }
@@ -240,12 +240,12 @@ fn bad_requests(rig: &Rig) {
     assert!(!log().iter().any(|line| line.contains("load 2 ")));
 }
 
-fn bad_entries(rig: &Rig) {
-    let device = rig.open();
+fn bad_entries(harness: &Harness) {
+    let device = harness.open();
     let refusal = |artifact: &Artifact, entry: Entry, part: &str| {
         check_part(device.load(artifact, &[entry]), part);
     };
-    let artifact = rig.artifact();
+    let artifact = harness.artifact();
     let mut short = entry();
     short.params.pop();
     refusal(
@@ -277,10 +277,10 @@ fn bad_entries(rig: &Rig) {
     refusal(&rubbish, entry(), "not a readable ELF file");
 }
 
-fn facts(rig: &Rig) {
-    let device = rig.open();
+fn facts(harness: &Harness) {
+    let device = harness.open();
     let facts = streams(&*device).gpu_info();
-    assert_eq!(facts.driver.as_deref(), Some(rig.words.driver));
+    assert_eq!(facts.driver.as_deref(), Some(harness.words.driver));
     assert!(facts.pools && facts.lanes.is_some() && facts.l2_bytes.is_some());
     assert!(facts.clock_khz.unwrap() > 1_000_000);
     let reaches = |peer| streams(&*device).reaches(peer);
@@ -289,9 +289,9 @@ fn facts(rig: &Rig) {
     assert_eq!(device.capturing(), None);
 }
 
-fn occupancy(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn occupancy(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let blocks = |symbol| streams(&*device).occupancy(&*module, symbol, 128, 4096);
     assert_eq!(blocks("scale").unwrap(), 16);
     assert!(log().contains(&"occupancy of scale at 128 threads and 4096 bytes".to_string()));
@@ -325,8 +325,8 @@ fn upload_often(device: &dyn Device, length: usize, times: u8) -> Vec<String> {
 
 /// They pass through pinned memory: the host waits for none of what is in the
 /// stream before the fifth, and then for the first alone.
-fn small_uploads(rig: &Rig) {
-    let device = rig.open();
+fn small_uploads(harness: &Harness) {
+    let device = harness.open();
     let length = 256 << 10;
     let mut expected = vec!["pin 1048576 flags 1".to_string()];
     for upload in 0..6 {
@@ -342,8 +342,8 @@ fn small_uploads(rig: &Rig) {
 }
 
 /// They are read where they lie.
-fn large_uploads(rig: &Rig) {
-    let device = rig.open();
+fn large_uploads(harness: &Harness) {
+    let device = harness.open();
     let length = (256 << 10) + 1;
     let expected = [
         "upload 262145 to a1+0 on s1".to_string(),
@@ -352,14 +352,14 @@ fn large_uploads(rig: &Rig) {
     assert_eq!(upload_often(&*device, length, 1), expected);
 }
 
-fn waited_for(rig: &Rig) {
-    let calls = upload_often(&*rig.open(), 8, 5);
+fn waited_for(harness: &Harness) {
+    let calls = upload_often(&*harness.open(), 8, 5);
     let waits = calls.iter().filter(|line| *line == "synchronize s1");
     assert_eq!(waits.count(), 5, "{calls:?}");
 }
 
-fn uploads_of_many_threads(rig: &Rig) {
-    let device = rig.open();
+fn uploads_of_many_threads(harness: &Harness) {
+    let device = harness.open();
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| upload_often(&*device, 1000, 8));
@@ -368,8 +368,8 @@ fn uploads_of_many_threads(rig: &Rig) {
 }
 
 /// Nobody waits for them; their stream does, before it gives up the memory.
-fn uploads_left_behind(rig: &Rig) {
-    let device = rig.open();
+fn uploads_left_behind(harness: &Harness) {
+    let device = harness.open();
     let buffer = device.alloc(64).unwrap();
     for byte in 0..3 {
         device.upload(&[byte; 64], &buffer, 0).unwrap();
@@ -377,9 +377,9 @@ fn uploads_left_behind(rig: &Rig) {
 }
 
 /// The binary is the caller's again once it is loaded.
-fn an_image_may_go(rig: &Rig) {
-    let device = rig.open();
-    let mut artifact = rig.artifact();
+fn an_image_may_go(harness: &Harness) {
+    let device = harness.open();
+    let mut artifact = harness.artifact();
     let module = device.load(&artifact, &[entry()]).unwrap();
     artifact.binary.fill(0);
     // SAFETY: it touches nothing.
@@ -387,8 +387,8 @@ fn an_image_may_go(rig: &Rig) {
     drop(module);
 }
 
-fn pinned_and_copied(rig: &Rig) {
-    let device = rig.open();
+fn pinned_and_copied(harness: &Harness) {
+    let device = harness.open();
     let gpu = streams(&*device);
     let mut host = gpu.pinned(12).unwrap();
     assert_eq!(host[..], [0; 12], "no old contents");
@@ -421,8 +421,8 @@ fn pinned_and_copied(rig: &Rig) {
     assert_eq!(copies, ["copy 12 from a1+4 to a2+8 on s1"]);
 }
 
-fn rows_copied(rig: &Rig) {
-    let device = rig.open();
+fn rows_copied(harness: &Harness) {
+    let device = harness.open();
     let (a, b) = (device.alloc(16).unwrap(), device.alloc(20).unwrap());
     device.upload(b"0123456789abcdef", &a, 0).unwrap();
     device.upload(&[b'-'; 20], &b, 0).unwrap();
@@ -455,9 +455,9 @@ fn rows_copied(rig: &Rig) {
     assert_eq!(copies.collect::<Vec<_>>(), [expected]);
 }
 
-fn buffers_outlive_the_device(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn buffers_outlive_the_device(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let buffer = device.alloc(64).unwrap();
     let pinned = streams(&*device).pinned(8).unwrap();
     let event = streams(&*device).record().unwrap();
@@ -476,6 +476,6 @@ fn buffers_outlive_the_device(rig: &Rig) {
         "destroy e1",
         "destroy s1",
     ];
-    expected.extend(Some(rig.words.last).filter(|last| !last.is_empty()));
+    expected.extend(Some(harness.words.last).filter(|last| !last.is_empty()));
     assert_eq!(log, expected);
 }

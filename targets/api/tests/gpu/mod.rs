@@ -21,7 +21,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 /// A target under test.
-pub struct Rig {
+pub struct Harness {
     /// The backend's name in errors.
     pub backend: &'static str,
     /// The stand-in's source, in the target's tests.
@@ -62,7 +62,7 @@ pub struct Case {
     pub driver: Driver,
     /// A function that fails, its code, and how many calls go well first.
     pub fail: Option<(&'static str, i32, u32)>,
-    pub run: fn(&Rig),
+    pub run: fn(&Harness),
     /// Whether a broken context may leave things behind.
     pub may_leak: bool,
 }
@@ -76,7 +76,7 @@ pub enum Driver {
 }
 
 impl Case {
-    pub const fn new(name: &'static str, run: fn(&Rig)) -> Case {
+    pub const fn new(name: &'static str, run: fn(&Harness)) -> Case {
         Case {
             name,
             driver: Driver::Whole,
@@ -103,7 +103,7 @@ impl Case {
 }
 
 /// The whole program of a test.
-pub fn main(rig: &Rig) {
+pub fn main(harness: &Harness) {
     let cases = || {
         let common = [
             launches::CASES,
@@ -111,16 +111,16 @@ pub fn main(rig: &Rig) {
             capture::CASES,
             faults::CASES,
         ];
-        common.into_iter().flatten().chain(rig.cases)
+        common.into_iter().flatten().chain(harness.cases)
     };
     match std::env::var("CASE") {
-        Ok(name) if name.starts_with("each ") => faults::whole_life(rig),
+        Ok(name) if name.starts_with("each ") => faults::whole_life(harness),
         Ok(name) => {
             let mut found = cases().filter(|case| case.name == name);
-            (found.next().expect("a case of this name").run)(rig);
+            (found.next().expect("a case of this name").run)(harness);
         }
         Err(_) => {
-            let lab = Lab::new(rig);
+            let lab = Lab::new(harness);
             cases().for_each(|case| lab.run(case));
             faults::EACH.iter().for_each(|function| lab.fail(function));
         }
@@ -129,18 +129,18 @@ pub fn main(rig: &Rig) {
 
 /// Builds stand-ins and runs cases against them.
 struct Lab<'a> {
-    rig: &'a Rig,
+    harness: &'a Harness,
     folder: tempfile::TempDir,
     binary: PathBuf,
 }
 
 impl Lab<'_> {
-    fn new(rig: &Rig) -> Lab<'_> {
+    fn new(harness: &Harness) -> Lab<'_> {
         let folder = tempfile::tempdir().unwrap();
         let binary = folder.path().join("scale.bin");
-        std::fs::write(&binary, (rig.compile)().binary).unwrap();
+        std::fs::write(&binary, (harness.compile)().binary).unwrap();
         Lab {
-            rig,
+            harness,
             folder,
             binary,
         }
@@ -148,7 +148,7 @@ impl Lab<'_> {
 
     fn run(&self, case: &Case) {
         let fail = case.fail.map(|(function, code, skip)| {
-            let function = (self.rig.symbol)(function);
+            let function = (self.harness.symbol)(function);
             format!("{function}:{code}:{skip}")
         });
         let driver = self.driver(case.driver);
@@ -162,7 +162,7 @@ impl Lab<'_> {
             .iter()
             .any(|part| function.contains(part));
         for skip in 0..2 {
-            let fail = format!("{}:1:{skip}", (self.rig.symbol)(function));
+            let fail = format!("{}:1:{skip}", (self.harness.symbol)(function));
             let name = format!("each {function} {skip}");
             let driver = self.driver(Driver::Whole);
             self.child(&name, &driver, Some(&fail), may_leak);
@@ -198,7 +198,7 @@ impl Lab<'_> {
         let (name, flag) = match driver {
             Driver::Whole => ("whole".to_string(), None),
             Driver::Lacks(function) => {
-                let symbol = (self.rig.symbol)(function);
+                let symbol = (self.harness.symbol)(function);
                 (format!("no_{symbol}"), Some(format!("-D{symbol}=absent")))
             }
             Driver::Absent => ("absent".to_string(), None),
@@ -218,8 +218,8 @@ impl Lab<'_> {
         let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/tests/gpu");
         let status = Command::new("cc")
             .args(["-shared", "-fPIC", "-w", "-o"])
-            .arg(folder.join(self.rig.library))
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(self.rig.fake))
+            .arg(folder.join(self.harness.library))
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(self.harness.fake))
             .arg("-I")
             .arg(shared)
             .args(flag)
@@ -243,7 +243,7 @@ fn hide_drivers(folder: &Path) {
     }
 }
 
-impl Rig {
+impl Harness {
     pub fn open(&self) -> Arc<dyn Device> {
         (self.open)(0).unwrap_or_else(|error| panic!("{error}"))
     }
@@ -271,8 +271,8 @@ pub fn log() -> Vec<String> {
 }
 
 /// From now on this function fails.
-pub fn fail(rig: &Rig, function: &str, code: i32) {
-    let value = format!("{}:{code}", (rig.symbol)(function));
+pub fn fail(harness: &Harness, function: &str, code: i32) {
+    let value = format!("{}:{code}", (harness.symbol)(function));
     // SAFETY: each case is a process with one thread when it calls this.
     unsafe { std::env::set_var("FAKE_GPU_FAIL", value) };
 }

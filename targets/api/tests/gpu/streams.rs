@@ -13,9 +13,9 @@ pub const CASES: &[Case] = &[
     Case::new("foreign_things", foreign_things),
 ];
 
-fn two_streams(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn two_streams(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let (a, b) = (device.alloc(40).unwrap(), device.alloc(40).unwrap());
     let values: Vec<f32> = (0..10).map(|i| i as f32).collect();
     device.upload(&bytes_of(&values), &a, 0).unwrap();
@@ -58,9 +58,9 @@ fn two_streams(rig: &Rig) {
     assert_eq!(log()[start..], expected);
 }
 
-fn time_between_events(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn time_between_events(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let buffer = device.alloc(4).unwrap();
     let start = streams(&*device).record().unwrap();
     for _ in 0..6 {
@@ -81,9 +81,9 @@ fn time_between_events(rig: &Rig) {
 }
 
 /// A module may run on a stream whose device object is long gone.
-fn modules_wait_for_every_stream(rig: &Rig) {
-    let device = rig.open();
-    let module = rig.load(&*device);
+fn modules_wait_for_every_stream(harness: &Harness) {
+    let device = harness.open();
+    let module = harness.load(&*device);
     let other = streams(&*device).fork().unwrap();
     let on_other = other.adopt(&*module).unwrap();
     // SAFETY: it touches nothing.
@@ -128,12 +128,12 @@ impl Module for OtherModule {
     }
 }
 
-fn foreign_things(rig: &Rig) {
-    let device = rig.open();
+fn foreign_things(harness: &Harness) {
+    let device = harness.open();
     let gpu = streams(&*device);
     let other = gpu.fork().unwrap().native_stream().unwrap();
     assert_ne!(gpu.native_stream().unwrap(), other);
-    let text = |what: &str| format!("`{}` does not support {what}", rig.backend);
+    let text = |what: &str| format!("`{}` does not support {what}", harness.backend);
     check_error(
         gpu.wait(&OtherEvent),
         &text("waiting for an event of another kind of device"),
@@ -147,8 +147,8 @@ fn foreign_things(rig: &Rig) {
         gpu.adopt(&OtherModule),
         &text("launching a module of another device"),
     );
-    let second = (rig.open)(1).unwrap();
-    let module = rig.load(&*second);
+    let second = (harness.open)(1).unwrap();
+    let module = harness.load(&*second);
     check_error(
         gpu.adopt(&*module),
         &text("launching a module of another device"),

@@ -1,6 +1,6 @@
 //! What an NVIDIA GPU is checked for, with CUDA kernels.
 
-use super::device_check::{self, Bench, Check, Kit, Outcome, entry, refusal};
+use super::device_check::{self, Backend, Bench, Check, Outcome, entry, refusal};
 use moesaic_cuda::CudaDevice;
 use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Param, Swizzle, Target, TensorMap,
@@ -24,9 +24,9 @@ extern "C" __global__ void __launch_bounds__(256) mapped(
 "#;
 
 /// What the checks need of the first GPU, or of the one with that number.
-pub fn kit(ordinal: usize, compile: device_check::Compile) -> Kit {
+pub fn backend(ordinal: usize, compile: device_check::Compile) -> Backend {
     let device = CudaDevice::open(ordinal);
-    Kit {
+    Backend {
         device: device.map(|device| Arc::new(device) as Arc<dyn Device>),
         language: Language::Cuda,
         text: TEXT,

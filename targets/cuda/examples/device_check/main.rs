@@ -1,7 +1,7 @@
 //! Puts the first GPU through everything the CUDA device path does:
 //! `device_check [ORDINAL]`. One line per check; exit code 2 without a GPU.
 
-#[allow(dead_code, reason = "the kit of GPUs compiles ahead")]
+#[allow(dead_code, reason = "the GPU smoke test compiles ahead of time")]
 mod cuda;
 #[path = "../../../api/tests/device_check/mod.rs"]
 mod device_check;
@@ -18,7 +18,7 @@ fn main() -> ExitCode {
         eprintln!("usage: device_check [ORDINAL]");
         return ExitCode::from(2);
     };
-    device_check::main(cuda::kit(ordinal, Box::new(compile)))
+    device_check::main(cuda::backend(ordinal, Box::new(compile)))
 }
 
 fn compile(source: &KernelSource) -> Result<Artifact, Box<dyn Error>> {

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Rig, SCRATCH};
+use common::{Harness, SCRATCH};
 use moesaic_emulated::{EmulatedCompiler, EmulatedDevice};
 use moesaic_kernel::*;
 use moesaic_target::*;
@@ -13,12 +13,12 @@ fn every_block_of_a_grid_runs_once() {
     let body = "
     for (i64 b = first; b < last; b++)
         y[b] = (float)(100 * (b / grid_x) + b % grid_x) * by;";
-    let rig = Rig::new(CpuIsa::Neon, body);
-    let y = rig.run([3, 2], 7, 0.5).unwrap();
+    let harness = Harness::new(CpuIsa::Neon, body);
+    let y = harness.run([3, 2], 7, 0.5).unwrap();
     assert_eq!(y[..6], [0.0, 0.5, 1.0, 50.0, 50.5, 51.0]);
     assert!(y[6].is_nan(), "new memory is poisoned");
     assert!(
-        rig.run([0, 2], 1, 0.5).unwrap()[0].is_nan(),
+        harness.run([0, 2], 1, 0.5).unwrap()[0].is_nan(),
         "no block, no launch"
     );
 }
@@ -31,12 +31,12 @@ fn scratch_memory_starts_with_zeros_and_ends_where_it_should() {
     y[1] = own[16];
     own[by > 1 ? SCRATCH / 4 : 0] = by;"
         .replace("SCRATCH", &SCRATCH.to_string());
-    let rig = Rig::new(CpuIsa::Neon, &body);
+    let harness = Harness::new(CpuIsa::Neon, &body);
     for _ in 0..2 {
-        let y = rig.run([1, 1], 2, 1.0).unwrap();
+        let y = harness.run([1, 1], 2, 1.0).unwrap();
         assert!(y[0] == 0.0 && y[1].is_nan(), "{y:?}");
     }
-    let error = rig.run([1, 1], 2, 2.0).unwrap_err().to_string();
+    let error = harness.run([1, 1], 2, 2.0).unwrap_err().to_string();
     assert!(error.contains("behind the end of the 128 bytes"), "{error}");
 }
 
@@ -52,22 +52,24 @@ fn copies_need_no_library() {
     __builtin_memcpy(y, &to, (unsigned long)count);
     __builtin_memmove(y + 1, y, (unsigned long)count / 2);
     __builtin_memmove(y + 8, y + 9, (unsigned long)count / 2);";
-    let y = Rig::new(CpuIsa::Neon, body).run([1, 1], 24, 1.0).unwrap();
+    let y = Harness::new(CpuIsa::Neon, body)
+        .run([1, 1], 24, 1.0)
+        .unwrap();
     let expected = [0, 0, 1, 2, 4, 5, 0, 0, 0].map(|v| v as f32);
     assert_eq!(y[..9], expected);
 }
 
 #[test]
 fn writing_behind_the_end_is_an_error_of_the_launch() {
-    let rig = Rig::new(CpuIsa::Neon, "y[count] = by;");
-    rig.fails(&["`k`", "0 bytes behind the end of the 20 bytes"]);
+    let harness = Harness::new(CpuIsa::Neon, "y[count] = by;");
+    harness.fails(&["`k`", "0 bytes behind the end of the 20 bytes"]);
 }
 
 #[test]
 fn a_wild_pointer_is_an_error_and_the_next_launch_runs() {
-    let rig = Rig::new(CpuIsa::Neon, "*(count > 4 ? (float *)8 : y) = by;");
-    rig.fails(&["`k`", "the emulated program ended", "signal 11"]);
-    assert_eq!(rig.run([1, 1], 1, 2.5).unwrap(), [2.5]);
+    let harness = Harness::new(CpuIsa::Neon, "*(count > 4 ? (float *)8 : y) = by;");
+    harness.fails(&["`k`", "the emulated program ended", "signal 11"]);
+    assert_eq!(harness.run([1, 1], 1, 2.5).unwrap(), [2.5]);
 }
 
 const DOT: &str = "
@@ -83,9 +85,11 @@ const DOT: &str = "
 /// The kernels of `neon` run on a CPU without what `neonbf16` adds.
 #[test]
 fn only_one_of_the_sets_has_dot_products() {
-    let y = Rig::new(CpuIsa::NeonBf16, DOT).run([1, 1], 4, 0.5).unwrap();
+    let y = Harness::new(CpuIsa::NeonBf16, DOT)
+        .run([1, 1], 4, 0.5)
+        .unwrap();
     assert_eq!(y, [11.5; 4]);
-    Rig::new(CpuIsa::Neon, DOT).fails(&["the emulated program ended", "signal 4"]);
+    Harness::new(CpuIsa::Neon, DOT).fails(&["the emulated program ended", "signal 4"]);
 }
 
 /// `bf16_of_f32` of `prelude/cpu_bf16.h` is one instruction on `neonbf16`: to
@@ -105,7 +109,7 @@ fn the_conversion_to_bf16_is_that_of_the_other_sets() {
         for (int j = 0; j < 4; j++)
             y[i + j] = (float)narrow[j];
     }";
-    let y = Rig::new(CpuIsa::NeonBf16, body)
+    let y = Harness::new(CpuIsa::NeonBf16, body)
         .run([1, 1], 8, 1.0)
         .unwrap();
     let expected = [
@@ -116,7 +120,7 @@ fn the_conversion_to_bf16_is_that_of_the_other_sets() {
 
 #[test]
 fn wrong_calls_are_refused() {
-    let rig = Rig::new(CpuIsa::Neon, "y[0] = by;");
+    let harness = Harness::new(CpuIsa::Neon, "y[0] = by;");
     let dims = LaunchDims {
         grid: [1, 1],
         threads: 1,
@@ -125,7 +129,7 @@ fn wrong_calls_are_refused() {
     };
     let call = |symbol: &str, args: &[Arg]| {
         // SAFETY: nothing is launched.
-        unsafe { rig.module.launch(symbol, dims, args) }
+        unsafe { harness.module.launch(symbol, dims, args) }
             .unwrap_err()
             .to_string()
     };

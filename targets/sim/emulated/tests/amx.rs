@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::Rig;
+use common::Harness;
 use moesaic_emulated::{EmulatedCompiler, EmulatedDevice};
 use moesaic_kernel::*;
 use moesaic_target::Compiler;
@@ -36,23 +36,23 @@ static bf16 bf16_of(float value)
 }
 "#;
 
-/// A rig on this CPU, or nothing where it cannot be.
-fn rig(body: &str) -> Option<Rig> {
+/// A harness on this CPU, or nothing where it cannot be.
+fn harness(body: &str) -> Option<Harness> {
     if let Err(error) = EmulatedDevice::new(CpuIsa::Amx) {
         eprintln!("not tested: {error}");
         return None;
     }
-    Some(Rig::with(CpuIsa::Amx, HEAD, body))
+    Some(Harness::with(CpuIsa::Amx, HEAD, body))
 }
 
 fn run(body: &str, count: usize, by: f32) -> Option<Vec<f32>> {
-    let results = rig(body)?.run([1, 1], count, by);
+    let results = harness(body)?.run([1, 1], count, by);
     Some(results.unwrap_or_else(|e| panic!("{e}")))
 }
 
 fn fails(body: &str, parts: &[&str]) {
-    if let Some(rig) = rig(body) {
-        rig.fails(parts);
+    if let Some(harness) = harness(body) {
+        harness.fails(parts);
     }
 }
 

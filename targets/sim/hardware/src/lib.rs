@@ -1,7 +1,7 @@
 //! What the matrix units, copy engines and barriers of GPUs do, as pure
 //! functions over tables.
 //!
-//! The simulators call it, the probe kit compares hardware with it. Lanes are
+//! The simulators call it, the probe compares hardware with it. Lanes are
 //! arrays: `[[u32; 32]]` is a list of registers, each with its 32 lanes.
 //!
 //! | module | what |

@@ -1,10 +1,10 @@
 //! The emitted kernels of whole layers, in the machine, against the reference.
 
 use moesaic_emit::emit_layer;
+use moesaic_harness::{Harness, check};
 use moesaic_kernel::{CudaArch, DType, KernelSource, SimArch, Target};
 use moesaic_plan::{PlanOptions, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
-use moesaic_rig::{Rig, check};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler, Device};
 use moesaic_toolchain::testing;
@@ -34,7 +34,7 @@ fn typed(mut spec: LayerSpec, dtype: DType) -> LayerSpec {
     spec
 }
 
-fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
+fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Harness {
     spec.validate().unwrap();
     let arch = arch(name);
     let device = PtxDevice::new(arch, options);
@@ -50,15 +50,15 @@ fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
         device.load(&artifact, &source.entries).unwrap()
     };
     let modules = emit_layer(&plan).unwrap().iter().map(load).collect();
-    Rig::on((Arc::new(device), modules), plan)
+    Harness::on((Arc::new(device), modules), plan)
 }
 
 fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {
-    let rig = rig_of(spec, name, PtxOptions::default());
+    let harness = rig_of(spec, name, PtxOptions::default());
     for &tokens in tokens {
-        let tensors = rig.run(&rig.random_input(tokens, tokens as u64));
+        let tensors = harness.run(&harness.random_input(tokens, tokens as u64));
         check::all(
-            &rig,
+            &harness,
             &tensors,
             &format!("{name}, {tokens} tokens, {spec:?}"),
         );

@@ -1,11 +1,11 @@
 //! Routing and data movement in the machine, at awkward sizes, with every check.
 
 use moesaic_emit::emit;
+use moesaic_harness::pass::Tensors;
+use moesaic_harness::{Harness, check};
 use moesaic_kernel::{CudaArch, DType, SimArch, Stem, Target};
 use moesaic_plan::{PlanOptions, Step, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
-use moesaic_rig::pass::Tensors;
-use moesaic_rig::{Rig, check};
 use moesaic_spec::*;
 use moesaic_target::{
     Arg, CompileOptions, Compiler, Device, DeviceError, FunctionId, KernelCounters, LaunchDims,
@@ -47,7 +47,7 @@ fn spec(d: usize, e: usize, k: usize) -> LayerSpec {
     serde_json::from_str(&text).unwrap()
 }
 
-fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Rig {
+fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Harness {
     spec.validate().unwrap();
     let arch = arch(name);
     let options = PtxOptions {
@@ -76,20 +76,20 @@ fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Rig {
         device.load(&artifact, &source.entries).unwrap()
     };
     let modules = plan.kernels.iter().map(load).collect();
-    Rig::on((Arc::new(device), modules), plan)
+    Harness::on((Arc::new(device), modules), plan)
 }
 
 fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {
-    let rig = rig_of(spec, name, ROUTING, 1);
+    let harness = rig_of(spec, name, ROUTING, 1);
     for &tokens in tokens {
-        checked(&rig, tokens, name);
+        checked(&harness, tokens, name);
     }
 }
 
-fn checked(rig: &Rig, tokens: usize, name: &str) -> Tensors {
-    let tensors = rig.run(&rig.random_input(tokens, tokens as u64));
-    let what = format!("{name}, {tokens} tokens, {:?}", rig.plan.spec);
-    check::routing(rig, &tensors, &what);
+fn checked(harness: &Harness, tokens: usize, name: &str) -> Tensors {
+    let tensors = harness.run(&harness.random_input(tokens, tokens as u64));
+    let what = format!("{name}, {tokens} tokens, {:?}", harness.plan.spec);
+    check::routing(harness, &tensors, &what);
     tensors
 }
 
@@ -156,9 +156,13 @@ fn copies_are_wide_and_coalesced() {
     let mut spec = spec(d, 4, k);
     spec.precision.activations = DType::Bf16;
     for name in ["sm_80", "sm_90a", "sm_100a"] {
-        let rig = rig_of(&spec, name, &Stem::FORWARD, 1);
-        check::all(&rig, &rig.run(&rig.random_input(tokens, 3)), name);
-        let counters = rig.take_counters();
+        let harness = rig_of(&spec, name, &Stem::FORWARD, 1);
+        check::all(
+            &harness,
+            &harness.run(&harness.random_input(tokens, 3)),
+            name,
+        );
+        let counters = harness.take_counters();
         let row = 2 * d as u64;
         let of = |symbol: &str| counters.iter().find(|c| c.symbol == symbol);
         for (symbol, written) in [("dispatch", tokens * k), ("combine", tokens)] {

@@ -8,7 +8,7 @@ use moesaic_target::*;
 use std::sync::Arc;
 
 /// A kernel `k` with parameters `y` (f32), `count` and `by`.
-pub struct Rig {
+pub struct Harness {
     device: EmulatedDevice,
     pub module: Arc<dyn Module>,
 }
@@ -64,13 +64,13 @@ fn needed<T>(found: Result<T, impl std::fmt::Display>) -> T {
     })
 }
 
-impl Rig {
-    pub fn new(isa: CpuIsa, body: &str) -> Rig {
-        Rig::with(isa, "", body)
+impl Harness {
+    pub fn new(isa: CpuIsa, body: &str) -> Harness {
+        Harness::with(isa, "", body)
     }
 
     /// `body` follows the parameters, `head` the types.
-    pub fn with(isa: CpuIsa, head: &str, body: &str) -> Rig {
+    pub fn with(isa: CpuIsa, head: &str, body: &str) -> Harness {
         let source = KernelSource {
             stem: Stem::Dispatch,
             name: "k".to_string(),
@@ -86,7 +86,7 @@ impl Rig {
         assert_eq!(artifact.report.log, "");
         let device = needed(EmulatedDevice::new(isa));
         let module = device.load(&artifact, &source.entries).unwrap();
-        Rig { device, module }
+        Harness { device, module }
     }
 
     fn launch(&self, grid: [u64; 2], y: Ptr, count: usize, by: f32) -> Result<(), DeviceError> {
