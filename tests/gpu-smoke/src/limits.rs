@@ -7,7 +7,7 @@ use crate::layers::DTYPE;
 use crate::timing::median;
 use moesaic::spec::LayerSpec;
 use moesaic::target::DeviceCopy;
-use moesaic::{Engine, Input, Tensor, tools::StepTime};
+use moesaic::{Engine, Input, Tensor, engine::StepTime};
 
 /// Bytes of a copy: many times any cache.
 const BYTES: usize = 1 << 30;
