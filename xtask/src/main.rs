@@ -11,6 +11,8 @@ usage: cargo xtask <command>
   test    install what the tests need (NVRTC, clang and MPICH by pip; an emulator of
           aarch64, gcc for it and Open MPI by apt-get, which needs root), run every test,
           also those of interop, which is no part of the workspace
+          --quick: five minutes on two cores, and no tool but a C compiler: unit tests,
+          golden text, whole layers on the CPU, oracles of Hugging Face and Tutel
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
   sweep   compile random layers, forward and training, for every GPU
@@ -35,7 +37,11 @@ const CANDLE: &str = "interop/candle/Cargo.toml";
 fn main() -> ExitCode {
     let command = std::env::args().nth(1).unwrap_or_default();
     let done = match command.as_str() {
-        "test" => test(),
+        "test" => match std::env::args().nth(2).as_deref() {
+            None => test(),
+            Some("--quick") => quick(),
+            Some(_) => Err(USAGE.to_string()),
+        },
         "bless" => bless(),
         "fuzz" => program(&["--package", "moesaic-fuzz"]),
         "gpu-smoke" => gpu_smoke::folder(std::env::args().skip(2)),
@@ -66,7 +72,66 @@ fn test() -> Result<(), String> {
     run(Command::new(program).args(["toolchain", "install", "cuda", "rocm", "mpi"]))?;
     install_packages();
     cargo(&["test", "--workspace", "--no-fail-fast"])?;
-    cargo(&["test", "--locked", "--manifest-path", CANDLE])
+    candle(&["test", "--locked"], &[])
+}
+
+/// Runs cargo on [`CANDLE`]. It builds in the workspace's folder, where crates of the registry
+/// that both need are there already.
+fn candle(before: &[&str], after: &[&str]) -> Result<(), String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let folder = target(&root).display().to_string();
+    let own = ["--manifest-path", CANDLE, "--target-dir", &folder];
+    cargo(&[before, &own, after].concat())
+}
+
+/// Crates whose unit tests are worth a newcomer's minute: what reads, plans, writes and runs a
+/// layer. Those of simulators, ranks and tuning wait for the whole run.
+const UNITS: [&str; 10] = [
+    "moesaic-cache",
+    "moesaic-cpu",
+    "moesaic-engine",
+    "moesaic-kernel",
+    "moesaic-plan",
+    "moesaic-reference",
+    "moesaic-spec",
+    "moesaic-tensor",
+    "moesaic-typed",
+    "moesaic-weights",
+];
+
+/// The project's own tests that need a C compiler and nothing else.
+const QUICK: [&str; 15] = [
+    "conformance::batch::",
+    "conformance::layers::",
+    "conformance::routing::",
+    "conformance::training::",
+    "golden::emitted_text",
+    "golden::kernels_include",
+    "golden_files::",
+    "oracle::backward::tutel",
+    "oracle::families::",
+    "oracle::hugging_face",
+    "oracle::tutel",
+    "pages::",
+    "prose::",
+    "tidy::",
+    "compared::",
+];
+
+/// Of these, what takes minutes: random layers of every option, and simulators.
+const SLOW: [&str; 2] = ["random_specs", "simulated"];
+
+/// Units first, which say most in least time. `moesaic-tests` has none, and is named all the
+/// same: cargo chooses features by the packages it is given, and with others it would build
+/// everything twice.
+fn quick() -> Result<(), String> {
+    let mut units = vec!["test", "--lib", "--package", "moesaic-tests"];
+    units.extend(UNITS.iter().flat_map(|name| ["--package", name]));
+    cargo(&units)?;
+    let mut own = vec!["test", "--package", "moesaic-tests", "--test", "main", "--"];
+    own.extend(QUICK);
+    own.extend(SLOW.iter().flat_map(|name| ["--skip", name]));
+    cargo(&own)
 }
 
 /// QEMU and gcc for aarch64, and Open MPI, if they are missing. Where that fails,
@@ -129,12 +194,14 @@ fn program(which: &[&str]) -> Result<(), String> {
     cargo(&words.chain(["--"]).chain(options).collect::<Vec<_>>())
 }
 
+const CLIPPY: [&str; 4] = ["--all-targets", "--", "--deny", "warnings"];
+
 /// `--locked` fails where a lock file does not say what would be built.
 fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
-    clippy(&["--workspace"])?;
+    cargo(&[&["clippy", "--locked", "--workspace"][..], &CLIPPY].concat())?;
     cargo(&["fmt", "--manifest-path", CANDLE, "--check"])?;
-    clippy(&["--manifest-path", CANDLE])
+    candle(&["clippy", "--locked"], &CLIPPY)
 }
 
 /// Crates that stay here.
@@ -186,13 +253,6 @@ fn silent(args: &[&str]) -> Result<(), String> {
     } else {
         Err(said.into_owned())
     }
-}
-
-fn clippy(what: &[&str]) -> Result<(), String> {
-    let mut words = vec!["clippy", "--locked"];
-    words.extend(what);
-    words.extend(["--all-targets", "--", "--deny", "warnings"]);
-    cargo(&words)
 }
 
 /// The folder that cargo builds in.
