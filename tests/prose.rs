@@ -222,7 +222,8 @@ fn first_word(line: &str) -> &str {
 fn by_folder(places: &[String]) -> String {
     let mut folders: BTreeMap<String, Vec<&String>> = BTreeMap::new();
     for place in places {
-        let folder: Vec<&str> = place.split('/').take(2).collect();
+        let below = place.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let folder: Vec<&str> = below.split('/').take(2).collect();
         folders.entry(folder.join("/")).or_default().push(place);
     }
     let mut folders: Vec<_> = folders.into_iter().collect();
@@ -260,7 +261,7 @@ fn doc_comments_say_what_an_item_is() {
 /// Whether a line declares a field, or an argument of a program, that is true or false.
 fn is_boolean_field(item: &str) -> bool {
     let declared = item.trim_end().trim_end_matches(',');
-    declared.ends_with(": bool") || declared.ends_with("Option<bool>")
+    declared.ends_with(": bool") || declared.contains("bool>") || declared.contains("[bool")
 }
 
 #[test]
@@ -299,7 +300,7 @@ fn sentences(page: &str) -> Vec<String> {
     }
     let ends = |paragraph: &String| -> Vec<String> {
         let whole = paragraph.replace("? ", ".\n").replace("! ", ".\n");
-        let whole = whole.replace(". ", ".\n").replace(": ", ":\n");
+        let whole = whole.replace(". ", ".\n");
         whole.lines().map(str::to_string).collect()
     };
     let each = paragraphs.iter().flat_map(ends);
