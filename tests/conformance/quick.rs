@@ -1,6 +1,6 @@
 //! Engines whose kernels are compiled in a hurry ([`moesaic_harness::quick`]). What users get is
 //! what [`shipped`](super::layers::shipped) compiles, random layers forward and backward on every
-//! instruction set, and what most oracles do.
+//! instruction set, and what Hugging Face's first layers, Tutel's and the quantized ones do.
 
 use moesaic::cpu::CpuCompiler;
 use moesaic::kernel::{CpuIsa, SimArch, Target};
