@@ -1,4 +1,4 @@
-//! What machines can do at best: the roofs of a roofline.
+//! The limits of machines: the roofs of a roofline.
 
 use crate::failure::{Failure, Result};
 use moesaic::cpu::{CpuDevice, limits};
