@@ -18,7 +18,7 @@ Needs NVRTC, and for the program zig: MOESAIC_ZIG, `zig` on PATH, or by pip.";
 /// The oldest C library that the program runs on.
 const GLIBC: (u32, u32) = (2, 31);
 
-/// What the folder may have, so that it travels.
+/// The most bytes of a folder, so that it can be carried to another machine.
 const MOST_BYTES: u64 = 60 << 20;
 
 /// The C compiler that links against any release of glibc.

@@ -118,7 +118,7 @@ const QUICK: [&str; 15] = [
     "compared::",
 ];
 
-/// Of these, what takes minutes: random layers of every option, and simulators.
+/// Tests among [`QUICK`] that take minutes: random layers of every option, and simulators.
 const SLOW: [&str; 2] = ["random_specs", "simulated"];
 
 /// Units first, which say most in least time. `moesaic-tests` has none, and is named all the
@@ -237,7 +237,8 @@ fn package() -> Result<(), String> {
     )
 }
 
-/// What cargo misses: there is no address to name before the project is published.
+/// The one warning of cargo that stays: there is no address to name before the project is
+/// published.
 const NOWHERE: &str = "manifest has no documentation, homepage or repository";
 
 /// Runs cargo; a warning of it is a failure, but for [`NOWHERE`].

@@ -11,19 +11,20 @@ use std::os::fd::AsRawFd;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// How often an ending job is looked at.
+/// Interval at which the launcher checks a job that is ending.
 const LOOK: Duration = Duration::from_millis(20);
-/// What ranks have beyond their grace before the launcher ends everything itself.
+/// Time beyond `--grace` after which the launcher kills every process of the job itself. Ranks
+/// kill their own programs first, so this is for ranks that hang.
 const MARGIN: Duration = Duration::from_secs(5);
-/// The most that is kept of what `mpiexec` says.
+/// The most bytes of `mpiexec`'s own output that are kept for the error message.
 const KEPT: usize = 16 << 10;
 
-/// How a job ended.
+/// The outcome of a job.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// The exit code: that of the first rank that failed, or of the signal.
     pub code: u8,
-    /// What `mpiexec` said, if it failed and no rank had.
+    /// The output of `mpiexec`, if it failed and no rank did.
     pub starter: Option<String>,
 }
 
@@ -32,13 +33,13 @@ pub struct Job {
     ranks: Vec<Rank>,
     /// Processes that were started here, and have not ended.
     starters: Vec<Pid>,
-    /// What `mpiexec` says itself.
+    /// The output of `mpiexec` itself.
     said: Vec<u8>,
     signals: File,
-    /// Closed to have all ranks end.
-    life: Option<File>,
+    /// The write end of the liveness pipe; closing it tells all ranks to end.
+    liveness: Option<File>,
     grace: Duration,
-    /// When what is left is ended by force.
+    /// The time at which the processes that are left get SIGKILL.
     limit: Option<Instant>,
     outcome: Option<u8>,
     /// Whether the cause is known: a rank that was named, or a signal to the launcher.
@@ -69,14 +70,14 @@ enum Rank {
     Ended,
 }
 
-/// How a job's output is shown, and how it ends.
+/// The display of a job's output, and the time it has to end.
 pub struct Style {
     pub prefix: bool,
     pub grace: Duration,
 }
 
 impl Job {
-    /// Opens everything before a rank starts.
+    /// Opens every pipe before a rank starts, so that no rank waits for a reader.
     pub fn prepare(
         job_dir: &JobDir,
         ranks: usize,
@@ -113,7 +114,7 @@ impl Job {
             starters: Vec::new(),
             said: Vec::new(),
             signals,
-            life: Some(job_dir.hold_liveness_pipe()?),
+            liveness: Some(job_dir.hold_liveness_pipe()?),
             grace: style.grace,
             limit: None,
             outcome: None,
@@ -123,7 +124,7 @@ impl Job {
         })
     }
 
-    /// Adds a process that is a rank, or starts ranks; of the latter, what it says.
+    /// Adds a process that is a rank or that starts ranks. `said` is the output of `mpiexec`.
     pub fn add(&mut self, child: &Child, said: impl IntoIterator<Item = File>) {
         self.starters.push(child.id() as Pid);
         self.sources.extend(said.into_iter().map(|file| Source {
@@ -134,12 +135,12 @@ impl Job {
         }));
     }
 
-    /// Ends everything before it has begun: a rank could not be started.
+    /// Ends the job because a rank could not be started.
     pub fn give_up(&mut self) {
         self.finish(1);
     }
 
-    /// Until nothing of the job is left.
+    /// Runs the job until none of its processes is left.
     pub fn run(mut self) -> io::Result<Outcome> {
         loop {
             self.wait()?;
@@ -215,15 +216,15 @@ impl Job {
         self.finish(128 + signal as u8);
     }
 
-    /// Has all ranks end; the first cause is the job's outcome.
+    /// Tells all ranks to end. The first call decides the job's outcome.
     fn finish(&mut self, code: u8) {
         self.outcome.get_or_insert(code);
-        self.life = None;
+        self.liveness = None;
         self.limit
             .get_or_insert_with(|| Instant::now() + self.grace + MARGIN);
     }
 
-    /// Takes what has come, and closes what is at its end.
+    /// Reads from every pipe that is ready, and closes those at their end.
     fn read(&mut self) {
         let full = self.out.is_full() || self.err.is_full();
         let gone = self.starters.is_empty();
@@ -272,7 +273,8 @@ impl Job {
         source.file = None;
     }
 
-    /// A rank writes less at a time than a pipe takes in one piece.
+    /// Handles status lines of a rank. Each arrives whole, because a rank writes less at a time than
+    /// a pipe takes in one piece.
     fn heard(&mut self, rank: usize, bytes: &[u8]) {
         for line in String::from_utf8_lossy(bytes).lines() {
             let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
@@ -293,7 +295,7 @@ impl Job {
         }
     }
 
-    /// A rank has closed its status: it had ended, or something has ended it.
+    /// Handles a rank that closed its status pipe: the rank ended, or was killed.
     fn left(&mut self, rank: usize) {
         if std::mem::replace(&mut self.ranks[rank], Rank::Ended) == Rank::Started {
             self.failed(rank, 128 + libc::SIGKILL as u8, "was ended from outside");
@@ -314,7 +316,8 @@ impl Job {
         self.finish(code);
     }
 
-    /// Who had ended well by then: the failed rank may have waited for one of these.
+    /// Lists the ranks that ended with exit code 0 before `rank` failed, because it may have waited
+    /// for one of them.
     fn ended_before(&self, rank: usize) -> String {
         let ranks = self.ranks.iter().enumerate();
         let ended = ranks.filter(|(other, state)| *other != rank && **state == Rank::Ended);

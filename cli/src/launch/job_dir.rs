@@ -25,7 +25,7 @@ impl Pipe {
 /// Settings of a job, which the launcher writes and every rank reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobConfig {
-    /// The port of MASTER_PORT.
+    /// The value of MASTER_PORT.
     pub port: u16,
     /// Time between SIGTERM and SIGKILL.
     pub grace: Duration,
@@ -86,20 +86,20 @@ impl JobDir {
         self.0.join(format!("{rank}.{name}"))
     }
 
-    /// A pipe that only the launcher holds open for writing: when it ends in any way, or
-    /// wants its ranks to end, they see the end of the file.
+    /// Returns the path of the liveness pipe. The launcher alone holds it open for writing, so ranks
+    /// read the end of the file when the launcher ends in any way or closes it to end them.
     fn liveness_pipe(&self) -> PathBuf {
         self.0.join("alive")
     }
 
-    /// The launcher's end of [`JobDir::liveness_pipe`].
+    /// Opens the launcher's end of [`JobDir::liveness_pipe`].
     pub fn hold_liveness_pipe(&self) -> io::Result<File> {
         // With both directions, opening does not wait for a reader.
         let mut options = fs::OpenOptions::new();
         options.read(true).write(true).open(self.liveness_pipe())
     }
 
-    /// A rank's end of it.
+    /// Opens a rank's end of [`JobDir::liveness_pipe`].
     pub fn watch_liveness_pipe(&self) -> io::Result<File> {
         system::open_fifo(&self.liveness_pipe())
     }

@@ -4,12 +4,12 @@ use std::io::Write;
 
 /// A line that is longer goes out in parts.
 const LONGEST: usize = 64 << 10;
-/// What a pipe that is ready takes without making its writer wait.
+/// Bytes that a ready pipe takes without blocking its writer: POSIX `PIPE_BUF` on Linux.
 const AT_ONCE: usize = 4096;
-/// With so much unwritten, no more is read from ranks.
+/// Unwritten bytes at which the launcher stops reading from ranks.
 const FULL: usize = 1 << 20;
 
-/// What has come of one stream of a rank and is no whole line yet.
+/// The unfinished last line of one stream of a rank.
 #[derive(Default)]
 pub struct Line(Vec<u8>);
 
@@ -41,9 +41,9 @@ impl Line {
 #[derive(Default)]
 pub struct Queue {
     bytes: Vec<u8>,
-    /// How many of them are written.
+    /// Bytes at the front that are written already.
     written: usize,
-    /// Nobody reads any more.
+    /// Whether nobody reads any more.
     pub closed: bool,
 }
 
@@ -68,7 +68,7 @@ impl Queue {
         self.bytes.len() - self.written > FULL
     }
 
-    /// Whether what was written last is a part of a line.
+    /// Returns whether the last write ended inside a line.
     pub fn inside_line(&self) -> bool {
         self.written > 0 && self.bytes[self.written - 1] != b'\n'
     }
@@ -100,7 +100,7 @@ impl Queue {
 mod tests {
     use super::*;
 
-    /// What comes out, four kilobytes at most at a time.
+    /// Writes the queue, at most four kilobytes at a time, and returns what came out.
     fn written(queue: &mut Queue) -> String {
         let mut out = Vec::new();
         while !queue.is_empty() {

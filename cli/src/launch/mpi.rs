@@ -1,4 +1,4 @@
-//! Which `mpiexec` starts the ranks.
+//! The choice of the `mpiexec` that starts the ranks.
 
 use crate::failure::Result;
 use moesaic::toolchain::{Registry, mpi};
@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Whether ranks are an MPI world.
+/// The use of MPI: whether the ranks are an MPI world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Choice {
     /// If an MPI is found
@@ -22,7 +22,7 @@ pub enum Choice {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mpiexec {
     pub program: PathBuf,
-    /// What ranks are told to open; `None` leaves it to them.
+    /// The MPI library that ranks open; `None` leaves the choice to them.
     pub library: Option<PathBuf>,
     /// Whether `MOESAIC_MPI` names its library.
     pub is_asked_for: bool,
@@ -36,13 +36,14 @@ const ROOT: [[&str; 2]; 2] = [
     ["PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"],
 ];
 
-/// Whether the environment says to Open MPI that root may start ranks.
+/// Returns whether the environment allows Open MPI to start ranks as root.
 pub fn root_is_allowed() -> bool {
     let set = |name: &&str| env::var_os(name).is_some_and(|value| value == "1");
     ROOT.iter().any(|pair| pair.iter().all(set))
 }
 
-/// The launcher that belongs to `MOESAIC_MPI`, else the installed one, else the machine's.
+/// Returns the launcher that belongs to `MOESAIC_MPI`, else the one that `moesaic toolchain`
+/// installed, else the one on PATH.
 pub fn find() -> Result<Option<Mpiexec>> {
     let named = env::var_os("MOESAIC_MPI").filter(|value| !value.is_empty());
     let path = env::var_os("PATH").unwrap_or_default();
@@ -63,7 +64,7 @@ pub fn find() -> Result<Option<Mpiexec>> {
     Ok(installed.or_else(of_machine))
 }
 
-/// Beside the library, in the `bin` of its installation, or on the path.
+/// Looks beside the library, in the `bin` of its installation, and on the path.
 fn of_library(library: &Path, path: &OsString) -> Option<PathBuf> {
     let folder = library.parent().filter(|f| !f.as_os_str().is_empty());
     let near = folder.into_iter().flat_map(|folder| {
@@ -102,7 +103,8 @@ impl Mpiexec {
         }
     }
 
-    /// Whether it is Open MPI's, by what it says of itself: distributors give it many names.
+    /// Returns whether this is Open MPI's launcher. Its `--version` decides, because distributors
+    /// give the program many names.
     pub fn is_open_mpi(&self) -> bool {
         let said = Command::new(&self.program).arg("--version").output();
         said.is_ok_and(|said| {
@@ -113,8 +115,8 @@ impl Mpiexec {
         })
     }
 
-    /// `mpiexec -n ranks`, on this machine alone, also within a cluster's job, with as many
-    /// ranks as were asked for, bound by nobody but us.
+    /// Returns `mpiexec -n ranks` for this machine alone, also inside a cluster's job. `mpiexec`
+    /// starts every rank even on too few cores, and binds none: the launcher does.
     pub fn command(&self, ranks: usize) -> Command {
         let mut command = Command::new(&self.program);
         command.args(["-n", &ranks.to_string()]);

@@ -1,4 +1,4 @@
-//! Which processors a rank runs on: those of the NUMA node that its GPU is on.
+//! The processors that a rank runs on: those of the NUMA node that its GPU is on.
 
 use moesaic::cpu::numbered_nodes;
 use std::collections::{BTreeMap, BTreeSet};
@@ -6,7 +6,7 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 
-/// What a rank is bound to.
+/// The set of processors that a rank is bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Bind {
     /// Nothing
@@ -17,7 +17,7 @@ pub enum Bind {
     Cores,
 }
 
-/// What is known of a machine, in so far as ranks are put on it.
+/// The parts of a machine that decide where ranks run.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Machine {
     /// NUMA nodes by the system's number, with the processors that may be used.
@@ -26,18 +26,18 @@ pub struct Machine {
     gpus: Vec<(String, Option<u32>)>,
     /// The first processor of each processor's core.
     cores: BTreeMap<usize, usize>,
-    /// Why GPUs do not count, although there are some.
+    /// The reason why GPUs do not decide, although there are some.
     pub trouble: Option<String>,
 }
 
-/// Where a rank runs.
+/// The place of a rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Place {
     /// The PCI address of the GPU that decided.
     pub gpu: Option<String>,
     /// The NUMA node.
     pub node: Option<u32>,
-    /// Its processors; none for all.
+    /// Its processors; an empty list stands for all.
     pub processors: Vec<usize>,
 }
 
@@ -85,7 +85,7 @@ impl Machine {
         machine
     }
 
-    /// A place for each of so many ranks. A rank is where its GPU is; without GPUs, or
+    /// Returns a place for each of `ranks` ranks. A rank is where its GPU is; without GPUs, or
     /// where the system does not say on which node they are, ranks go round the nodes.
     pub fn places(&self, bind: Bind, ranks: usize) -> Vec<Place> {
         if bind == Bind::Off || self.nodes.is_empty() {
@@ -112,7 +112,7 @@ impl Machine {
         (0..ranks).map(one).collect()
     }
 
-    /// A rank's GPU, if it decides, and the index of its node.
+    /// Returns the GPU of a rank, if a GPU decides, and the index of the rank's node.
     fn home(&self, rank: usize) -> (Option<String>, usize) {
         let around = rank % self.nodes.len();
         if self.gpus.is_empty() {
@@ -126,7 +126,8 @@ impl Machine {
         index.map_or((None, around), |index| (Some(address.clone()), index))
     }
 
-    /// The part of rank `index` of `ranks`: whole cores. All, if there is no core for each.
+    /// Returns the share of rank `index` of `ranks` in whole cores, or all processors if there are
+    /// fewer cores than ranks.
     fn share(&self, processors: &[usize], index: usize, ranks: usize) -> Vec<usize> {
         let core = |processor: &usize| self.cores.get(processor).copied().unwrap_or(*processor);
         let cores: BTreeSet<usize> = processors.iter().map(core).collect();
@@ -145,7 +146,7 @@ impl Machine {
     }
 }
 
-/// The first processor of a processor's core.
+/// Returns the first processor of a processor's core.
 fn core(sysfs: &Path, processor: usize) -> usize {
     let file = format!("devices/system/cpu/cpu{processor}/topology/thread_siblings_list");
     let text = fs::read_to_string(sysfs.join(file)).unwrap_or_default();
@@ -153,7 +154,7 @@ fn core(sysfs: &Path, processor: usize) -> usize {
     first.trim().parse().unwrap_or(processor)
 }
 
-/// The GPUs of a vendor: displays and accelerators among the PCI devices.
+/// Returns the GPUs of a vendor: displays and accelerators among the PCI devices.
 fn gpus(sysfs: &Path, vendor: &str) -> Vec<(String, Option<u32>)> {
     let entries = fs::read_dir(sysfs.join("bus/pci/devices"))
         .into_iter()
@@ -175,7 +176,7 @@ fn gpus(sysfs: &Path, vendor: &str) -> Vec<(String, Option<u32>)> {
     gpus
 }
 
-/// The GPUs that a variable leaves, in its order.
+/// Returns the GPUs that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
 fn visible(
     gpus: Vec<(String, Option<u32>)>,
     list: Option<&str>,
@@ -213,7 +214,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// `0-3,8`, of ascending numbers.
+/// Writes ascending numbers as ranges, such as `0-3,8`.
 pub fn ranges(numbers: &[usize]) -> String {
     let mut list: Vec<(usize, usize)> = Vec::new();
     for number in numbers {

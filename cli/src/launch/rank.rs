@@ -1,9 +1,9 @@
-//! One rank of `moesaic launch`: starts the program, watches over it and all that it
-//! starts, and ends all of it when the launcher asks for that or is gone.
+//! One rank of `moesaic launch`. It starts the program, and ends the program and every process
+//! that the program started when the launcher asks for it or is gone.
 //!
-//! A rank is two processes. `mpiexec` knows the first, and may kill it at once when the
-//! launcher is gone; what watches over the program is the second, which then ends
-//! everything in good order.
+//! A rank is two processes. `mpiexec` knows the first one, and may kill it at once when the
+//! launcher is gone. The second one, the keeper, owns the program, and then still ends it with
+//! SIGTERM first.
 
 use super::job_dir::{JobConfig, JobDir, Pipe};
 use super::system::{self, Pid, Side, Watch};
@@ -29,18 +29,18 @@ pub struct RankArgs {
     program: Vec<OsString>,
 }
 
-/// How often a rank that is ending is looked at.
+/// Interval at which a rank checks the processes that it is ending.
 const LOOK: Duration = Duration::from_millis(20);
-/// Nothing is waited for longer, in case a signal was missed.
+/// The longest wait, in case a signal was missed.
 const LONGEST: Duration = Duration::from_secs(5);
-/// What a rank listens to.
+/// The signals that a rank handles.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 /// A shell's exit code for a program that is not there, or whose interpreter is not.
 pub const NOT_FOUND: u8 = 127;
 /// A shell's exit code for a program that is there and cannot be started.
 const NOT_STARTED: u8 = 126;
 
-/// A rank, from its start to its end; the program's exit code.
+/// Runs a rank to its end, and returns the program's exit code.
 pub fn execute(args: &RankArgs) -> Result<ExitCode> {
     let world = World::from_environment().map_err(Failure::input)?;
     let world = world.ok_or_else(|| Failure::input("this is started by `moesaic launch`"))?;
@@ -50,7 +50,7 @@ pub fn execute(args: &RankArgs) -> Result<ExitCode> {
     }
 }
 
-/// Passes on what is asked of this process until the keeper has ended; its exit code.
+/// Passes signals on to the keeper until it has ended, and returns its exit code.
 fn stand_for(keeper: Pid) -> io::Result<u8> {
     let signals = system::signals(&SIGNALS)?;
     let watch = [Watch {
@@ -72,7 +72,7 @@ fn stand_for(keeper: Pid) -> io::Result<u8> {
     }
 }
 
-/// Runs the program to its end; its exit code.
+/// Runs the program to its end, and returns its exit code.
 fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
     let job_dir = JobDir::at(&args.job_dir);
     let config = job_dir.read_config()?;
@@ -109,7 +109,7 @@ fn open(job_dir: &JobDir, rank: usize, pipe: Pipe) -> io::Result<File> {
         .open(job_dir.path(rank, pipe))
 }
 
-/// One line in one piece, as the launcher reads it.
+/// Writes one line in one piece, as the launcher expects it.
 fn say(status: &mut File, line: &str) -> io::Result<()> {
     status.write_all(format!("{line}\n").as_bytes())
 }
@@ -117,10 +117,10 @@ fn say(status: &mut File, line: &str) -> io::Result<()> {
 struct Rank {
     program: Pid,
     signals: File,
-    /// `None` when the end was asked for.
-    life: Option<File>,
+    /// The read end of the liveness pipe; `None` once the rank was told to end.
+    liveness: Option<File>,
     grace: Duration,
-    /// When what is left is ended by force.
+    /// The time at which the processes that are left get SIGKILL.
     limit: Option<Instant>,
 }
 
@@ -133,7 +133,7 @@ impl Rank {
     ) -> io::Result<Rank> {
         let signals = system::signals(&SIGNALS)?;
         system::adopt_orphans()?;
-        let life = job_dir.watch_liveness_pipe()?;
+        let liveness = job_dir.watch_liveness_pipe()?;
         let mut command = Command::new(&args.program[0]);
         command
             .args(&args.program[1..])
@@ -157,13 +157,13 @@ impl Rank {
         Ok(Rank {
             program: command.spawn()?.id() as Pid,
             signals,
-            life: Some(life),
+            liveness: Some(liveness),
             grace: config.grace,
             limit: None,
         })
     }
 
-    /// Until the program and all that it has started have ended.
+    /// Waits until the program and every process that it started have ended.
     fn run(&mut self, status: &mut File) -> io::Result<u8> {
         // The launcher may be gone, which `wait` will find.
         let _ = say(status, "started");
@@ -176,7 +176,7 @@ impl Rank {
                     code = Some(ended.code);
                 }
             }
-            let asked = self.life.is_none();
+            let asked = self.liveness.is_none();
             let left = if asked || code.is_some() {
                 system::descendants()
             } else {
@@ -190,14 +190,14 @@ impl Rank {
         }
     }
 
-    /// Waits for a signal, the launcher, or a moment when it is ending.
+    /// Waits for a signal or the launcher; while the rank is ending, for [`LOOK`] at most.
     fn wait(&mut self) -> io::Result<()> {
         let read = |file: &File| Watch {
             file: file.as_raw_fd(),
             write: false,
         };
         let mut watches = vec![read(&self.signals)];
-        watches.extend(self.life.as_ref().map(read));
+        watches.extend(self.liveness.as_ref().map(read));
         let longest = self.limit.map_or(LONGEST, |_| LOOK);
         system::wait(&watches, longest)?;
         let mut asked = false;
@@ -205,16 +205,16 @@ impl Rank {
             asked |= signal != libc::SIGCHLD;
         }
         // The launcher never writes: there is an end of the file, or nothing.
-        if let Some(life) = &mut self.life {
-            asked |= matches!(life.read(&mut [0]), Ok(0));
+        if let Some(liveness) = &mut self.liveness {
+            asked |= matches!(liveness.read(&mut [0]), Ok(0));
         }
         if asked {
-            self.life = None;
+            self.liveness = None;
         }
         Ok(())
     }
 
-    /// Asks what is left to end; later ends it.
+    /// Sends SIGTERM to the processes that are left, and SIGKILL after the grace.
     fn end(&mut self, left: &[Pid]) {
         let signal = match self.limit {
             None => {
@@ -227,10 +227,10 @@ impl Rank {
         left.iter().for_each(|pid| system::kill(*pid, signal));
     }
 
-    /// After a failure, until the launcher has decided: an `mpiexec` in between would kill
-    /// the other ranks without giving them time.
+    /// Waits after a failure until the launcher has decided. If this rank ended first, an `mpiexec`
+    /// in between would kill the other ranks without any grace.
     fn hold(&mut self, code: u8) -> io::Result<()> {
-        while code != 0 && self.life.is_some() {
+        while code != 0 && self.liveness.is_some() {
             self.wait()?;
         }
         Ok(())

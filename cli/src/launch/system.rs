@@ -1,4 +1,4 @@
-//! The calls of Linux that the standard library does not have.
+//! Linux system calls that the standard library does not have.
 
 use std::ffi::{CString, c_int};
 use std::fs::{self, File};
@@ -32,13 +32,13 @@ pub fn open_fifo(path: &Path) -> io::Result<File> {
     options.read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
-/// Reading returns at once from now on.
+/// Makes reads return at once from now on.
 pub fn make_nonblocking(file: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: the descriptor is open while it is borrowed; numbers only.
     done(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) })
 }
 
-/// A file that has something to read when one of the signals has come. They are blocked.
+/// Blocks the signals, and returns a file that is readable once one of them has come.
 pub fn signals(list: &[c_int]) -> io::Result<File> {
     // SAFETY: a set of signals is plain bits, which `sigemptyset` makes empty.
     let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
@@ -58,7 +58,7 @@ pub fn signals(list: &[c_int]) -> io::Result<File> {
     Ok(unsafe { File::from_raw_fd(fd) })
 }
 
-/// The next signal of [`signals`], if one has come.
+/// Returns the next signal of [`signals`], if one has come.
 pub fn next_signal(signals: &File) -> Option<c_int> {
     let mut info = std::mem::MaybeUninit::<libc::signalfd_siginfo>::uninit();
     let size = size_of::<libc::signalfd_siginfo>();
@@ -68,15 +68,15 @@ pub fn next_signal(signals: &File) -> Option<c_int> {
     (read == size as isize).then(|| unsafe { info.assume_init() }.ssi_signo as c_int)
 }
 
-/// What is waited for.
+/// A file to wait for.
 #[derive(Clone, Copy)]
 pub struct Watch {
     pub file: RawFd,
-    /// Room to write instead of something to read.
+    /// Whether to wait for room to write instead of something to read.
     pub write: bool,
 }
 
-/// Waits until one of the files is ready or so long, and says which are.
+/// Waits until one of the files is ready, for `longest` at most, and returns which files are.
 pub fn wait(list: &[Watch], longest: Duration) -> io::Result<Vec<bool>> {
     let event = |watch: &Watch| {
         if watch.write {
@@ -103,7 +103,7 @@ pub fn wait(list: &[Watch], longest: Duration) -> io::Result<Vec<bool>> {
     }
 }
 
-/// What happened to a child.
+/// The end of a child process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
     pub pid: Pid,
@@ -111,7 +111,7 @@ pub struct Ended {
     pub code: u8,
 }
 
-/// A child that has ended since, if there is one; the first of any.
+/// Returns one child that has ended since the last call, if there is one.
 pub fn reap() -> Option<Ended> {
     let mut status = 0;
     // SAFETY: the status is an int; no pointer is kept.
@@ -133,8 +133,8 @@ pub fn kill(pid: Pid, signal: c_int) {
     unsafe { libc::kill(pid, signal) };
 }
 
-/// Everything that this process and its children have started, also what has left its
-/// parent: orphans come to the next [`adopt_orphans`].
+/// Returns every process that this process and its children started. Those that lost their parent
+/// are among them, because they went to the nearest process that called [`adopt_orphans`].
 pub fn descendants() -> Vec<Pid> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pairs: Vec<(Pid, Pid)> = entries
@@ -158,17 +158,18 @@ pub fn descendants() -> Vec<Pid> {
     found.split_off(1)
 }
 
-/// Who a process is after [`fork_keeper`].
+/// The role of a process after [`fork_keeper`].
 pub enum Side {
-    /// The one that was there, with the number of the other.
+    /// The process that called, with the number of the new one.
     First(Pid),
     Keeper,
 }
 
-/// Makes a second process of this one, in a session of its own, where no signal to the
-/// first one's group reaches it. It gets SIGTERM when the first ends, however that ends.
+/// Forks a second process into a session of its own, where no signal to the first one's group
+/// reaches it. It gets SIGTERM when the first process ends, however that ends.
 ///
-/// For a process of one thread.
+/// Call this in a process of one thread only: the child has no other threads, and a lock that one
+/// of them held would stay locked.
 pub fn fork_keeper() -> io::Result<Side> {
     let first = std::process::id() as Pid;
     // SAFETY: there is no other thread that could hold a lock.
@@ -195,14 +196,14 @@ pub fn kill_descendants() {
         .for_each(|pid| kill(pid, libc::SIGKILL));
 }
 
-/// What loses its parent below this process becomes its child, not init's.
+/// Makes this process the parent of orphans below it, in place of init.
 pub fn adopt_orphans() -> io::Result<()> {
     // SAFETY: a number only.
     done(unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) })
 }
 
-/// Called between fork and exec: this process gets the signal when its parent ends, runs
-/// on these processors, if there are any, and hears all signals.
+/// Prepares the child between fork and exec: it gets the signal when its parent ends, runs on
+/// these processors if the list is not empty, and has all signals unblocked.
 pub fn before_exec(at_parents_end: c_int, processors: &[usize]) -> io::Result<()> {
     // SAFETY: numbers only.
     done(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, at_parents_end) })?;
