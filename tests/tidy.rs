@@ -369,6 +369,9 @@ fn has_example(text: &str) -> bool {
         })
 }
 
+/// Crates that a user of the library builds, ours included.
+const MOST_CRATES: usize = 70;
+
 #[test]
 fn the_library_stays_small() {
     let output = std::process::Command::new(env!("CARGO"))
@@ -378,7 +381,7 @@ fn the_library_stays_small() {
             "-p",
             "moesaic",
             "-e",
-            "normal,build",
+            "normal",
             "--prefix",
             "none",
         ])
@@ -392,6 +395,10 @@ fn the_library_stays_small() {
         "moesaic-fibers",
         "moesaic-ptx",
         "moesaic-hardware",
+        "moesaic-planner",
+        "moesaic-reference",
+        "rayon",
+        "tar v",
     ] {
         assert!(
             !text.contains(part),
@@ -401,12 +408,13 @@ fn the_library_stays_small() {
     let crates: BTreeSet<&str> = text
         .lines()
         .filter_map(|line| line.split(" (").next())
-        .filter(|line| !line.is_empty() && !line.starts_with("moesaic"))
+        .filter(|line| !line.is_empty())
         .collect();
     assert!(
         !crates.is_empty(),
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
-    assert!(crates.len() < 70, "{} crates: {crates:?}", crates.len());
+    let count = crates.len();
+    assert!(count <= MOST_CRATES, "{count} crates: {crates:?}");
 }
