@@ -100,7 +100,7 @@ const UNITS: [&str; 10] = [
 ];
 
 /// The project's own tests that need a C compiler and nothing else.
-const QUICK: [&str; 15] = [
+const QUICK: [&str; 16] = [
     "conformance::batch::",
     "conformance::layers::",
     "conformance::routing::",
@@ -111,6 +111,7 @@ const QUICK: [&str; 15] = [
     "oracle::backward::tutel",
     "oracle::families::",
     "oracle::hugging_face",
+    "oracle::layers_of_more",
     "oracle::tutel",
     "pages::",
     "prose::",
