@@ -2,7 +2,7 @@
 //!
 //! With `w` the warp of the four, `g = lane / 4`, `t = lane % 4`:
 //!
-//! | register | what it is |
+//! | register | element |
 //! |---|---|
 //! | D `4 j + 2 h + e` of f32 | row `16 w + g + 8 h`, column `8 j + 2 t + e` |
 //! | D `2 j + h` of halves | row `16 w + g + 8 h`, columns `8 j + 2 t`, `8 j + 2 t + 1` |
@@ -30,8 +30,8 @@ pub struct WgmmaKind {
 }
 
 impl WgmmaKind {
-    /// The form, or `None` when there is none: n is a multiple of 8 up to
-    /// 256; f16 to f32 or f16, bf16 and tf32 to f32.
+    /// Returns the form, or `None` when there is none: n is a multiple of 8 up
+    /// to 256; f16 accumulates in f32 or f16, bf16 and tf32 in f32.
     pub fn new(n: usize, element: Element, accumulator: Accumulator) -> Option<WgmmaKind> {
         let types = matches!(
             (element, accumulator),
@@ -46,12 +46,12 @@ impl WgmmaKind {
         })
     }
 
-    /// Columns of B.
+    /// Returns the columns of B.
     pub const fn n(self) -> usize {
         self.n as usize
     }
 
-    /// Columns of A: 16, or 8 for tf32.
+    /// Returns the columns of A: 16, or 8 for tf32.
     pub const fn k(self) -> usize {
         match self.element {
             Element::Tf32 => 8,
@@ -59,22 +59,22 @@ impl WgmmaKind {
         }
     }
 
-    /// Element type of A and B.
+    /// Returns the element type of A and B.
     pub const fn element(self) -> Element {
         self.element
     }
 
-    /// Element type of D.
+    /// Returns the element type of D.
     pub const fn accumulator(self) -> Accumulator {
         self.accumulator
     }
 
-    /// Registers of D per lane: n / 2, or n / 4 of packed halves.
+    /// Returns the registers of D per lane: n / 2, or n / 4 for packed halves.
     pub const fn d_registers(self) -> usize {
         self.n() / 2 / self.packed_d()
     }
 
-    /// Elements of D in one register.
+    /// Returns the elements of D in one register.
     pub const fn packed_d(self) -> usize {
         match self.accumulator {
             Accumulator::F16 => 2,
@@ -82,7 +82,7 @@ impl WgmmaKind {
         }
     }
 
-    /// Elements of A in one register.
+    /// Returns the elements of A in one register.
     pub const fn packed_a(self) -> usize {
         match self.element {
             Element::Tf32 => 1,
@@ -90,8 +90,8 @@ impl WgmmaKind {
         }
     }
 
-    /// Row and column of element `part` of register `register` of D, in warp
-    /// `warp` of the four.
+    /// Returns row and column of element `part` of register `register` of D, in
+    /// warp `warp` of the four.
     pub const fn d_index(
         self,
         warp: usize,
@@ -105,7 +105,7 @@ impl WgmmaKind {
         (row, 8 * group + 2 * (lane % 4) + edge)
     }
 
-    /// Row and k of element `part` of register `register` (of 4) of A.
+    /// Returns row and k of element `part` of register `register` (of 4) of A.
     pub const fn a_index(
         self,
         warp: usize,
@@ -119,7 +119,7 @@ impl WgmmaKind {
     }
 }
 
-/// Where A comes from.
+/// The source of operand A.
 #[derive(Clone, Copy, Debug)]
 pub enum SourceA<'a> {
     /// Shared memory.
@@ -128,22 +128,22 @@ pub enum SourceA<'a> {
     Registers(&'a [Lanes; 16]),
 }
 
-/// One instruction.
+/// One `wgmma.mma_async` instruction.
 #[derive(Clone, Copy, Debug)]
 pub struct Wgmma<'a> {
     /// Shape and types.
     pub kind: WgmmaKind,
-    /// A.
+    /// Source of A.
     pub a: SourceA<'a>,
-    /// B.
+    /// Descriptor of B.
     pub b: Descriptor,
-    /// Which index of B is contiguous.
+    /// Contiguous index of B.
     pub b_major: Major,
-    /// Whether D is added to (`scale-d`), or overwritten.
+    /// Whether the product is added to D (`scale-d`) or overwrites it.
     pub accumulate: bool,
-    /// `imm-scale-a` is -1.
+    /// Whether `imm-scale-a` is -1.
     pub negate_a: bool,
-    /// `imm-scale-b` is -1.
+    /// Whether `imm-scale-b` is -1.
     pub negate_b: bool,
 }
 
@@ -152,11 +152,11 @@ pub struct Wgmma<'a> {
 pub struct Shared<'a> {
     /// Address of the first byte.
     pub base: u32,
-    /// Contents.
+    /// Contents, from `base` on.
     pub bytes: &'a [u8],
 }
 
-/// Why a product cannot be carried out.
+/// A reason that a product cannot run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WgmmaError {
@@ -164,13 +164,13 @@ pub enum WgmmaError {
     OutOfBounds {
         /// `'A'` or `'B'`.
         operand: char,
-        /// The address.
+        /// Shared-memory address of the read.
         address: u32,
     },
-    /// An MN-major operand of elements that exist only K-major.
+    /// The operand is MN-major, but its elements exist only K-major.
     Major(Element),
-    /// A base offset other than 0: how hardware applies it has not been
-    /// confirmed.
+    /// The descriptor has a base offset other than 0, whose effect no hardware
+    /// has confirmed.
     BaseOffset(u32),
 }
 
@@ -199,14 +199,13 @@ impl std::error::Error for WgmmaError {}
 
 impl Wgmma<'_> {
     /// Computes D. Register `r` of warp `w` is `d[w * d_registers + r]`. Sums
-    /// are made in f32 in the order of k and, for f16, rounded once at the
-    /// end.
+    /// are made in f32 in the order of k and, for f16, rounded once at the end.
     ///
     /// # Errors
-    /// [`WgmmaError`]; `d` is unchanged.
+    /// [`WgmmaError`]; `d` is unchanged then.
     ///
     /// # Panics
-    /// When `d` does not hold 4 * d_registers.
+    /// Panics when the length of `d` is not `4 * d_registers`.
     pub fn execute(&self, shared: Shared<'_>, d: &mut [Lanes]) -> Result<(), WgmmaError> {
         let (n, k) = (self.kind.n(), self.kind.k());
         assert_eq!(d.len(), 4 * self.kind.d_registers(), "registers of D");
@@ -217,6 +216,8 @@ impl Wgmma<'_> {
         read(operand, 'B', shared, n, |column, depth, value| {
             b[depth * n + column] = value;
         })?;
+        // Two negations cancel, so one pass over A, the smaller operand, serves
+        // both immediates.
         if self.negate_a != self.negate_b {
             a.iter_mut().for_each(|value| *value = -*value);
         }
@@ -230,7 +231,7 @@ impl Wgmma<'_> {
         Ok(())
     }
 
-    /// B as an operand in shared memory.
+    /// Returns B as an operand in shared memory.
     pub fn operand_b(&self) -> Operand {
         Operand {
             descriptor: self.b,
@@ -239,7 +240,8 @@ impl Wgmma<'_> {
         }
     }
 
-    /// A as an operand in shared memory; `None` when it is in registers.
+    /// Returns A as an operand in shared memory; `None` when it is in
+    /// registers.
     pub fn operand_a(&self) -> Option<Operand> {
         match self.a {
             SourceA::Registers(_) => None,
@@ -294,6 +296,9 @@ fn read(
         Major::Mn => (extent, 2 * per),
     };
     for other in 0..outer {
+        // The unit is a chunk of 16 bytes because the swizzle keeps chunks
+        // whole: one address computation serves its eight (four for tf32)
+        // elements.
         for first in (0..inner).step_by(per) {
             let (mn, k, step_mn) = match operand.major {
                 Major::K => (other, first, 0),
@@ -316,13 +321,16 @@ fn read(
 fn check(operand: Operand) -> Result<(), WgmmaError> {
     let offset = operand.descriptor.base_offset;
     match (operand.major, operand.element) {
+        // `imm-trans-a` and `imm-trans-b` exist for f16 and bf16 alone (PTX
+        // ISA, "wgmma.mma_async"). No ptxas sees the text that runs here, so
+        // the machine has to refuse.
         (Major::Mn, Element::Tf32) => Err(WgmmaError::Major(Element::Tf32)),
         _ if offset != 0 => Err(WgmmaError::BaseOffset(offset)),
         _ => Ok(()),
     }
 }
 
-/// The elements of a chunk; four of tf32, else eight.
+/// Widens the elements of a chunk: four of tf32, repeated, or eight.
 #[inline]
 fn widen(element: Element, chunk: &[u8; 16]) -> [f32; 8] {
     let half = |i: usize| u32::from(u16::from_le_bytes([chunk[2 * i], chunk[2 * i + 1]]));
@@ -335,17 +343,18 @@ fn widen(element: Element, chunk: &[u8; 16]) -> [f32; 8] {
 }
 
 impl<'a> Shared<'a> {
-    /// The 16 bytes at an address.
+    /// Returns the 16 bytes at an address.
     #[inline]
     pub fn chunk(&self, address: u32) -> Option<&'a [u8; 16]> {
+        // A descriptor may point below the block's window as well as beyond it.
         let at = address.checked_sub(self.base)? as usize;
         self.bytes.get(at..)?.first_chunk()
     }
 }
 
-/// Calls `visit` with every eight neighbouring columns of a row: the row, the
-/// first column, the first register of those that hold them, and their lanes'
-/// first.
+/// Calls `visit` for every eight neighbouring columns of a row with the row,
+/// the first column, the index of the first register that holds them, and the
+/// first of their four lanes.
 #[inline(always)]
 fn for_each_eight(kind: WgmmaKind, mut visit: impl FnMut(usize, usize, usize, usize)) {
     let (n, registers) = (kind.n(), kind.d_registers());

@@ -12,9 +12,9 @@ fn size(element: Element) -> usize {
     if element == Element::Tf32 { 4 } else { 2 }
 }
 
-/// An operand as a copy engine would leave it: boxes whose rows are one span
-/// of the swizzle, each aligned to its atom; without swizzle, rows of 16
-/// bytes. Returns the descriptor of k block `block`.
+/// Places an operand as TMA would: boxes whose rows are one span of the
+/// swizzle, each aligned to its atom; without swizzle, rows of 16 bytes.
+/// Returns the descriptor of k block `block`.
 ///
 /// K-major: rows are `mn`, the box holds all of them. MN-major: rows are k,
 /// boxes stand side by side along `mn`.
@@ -207,8 +207,8 @@ fn every_n_and_type_with_a_from_either_place() {
     }
 }
 
-/// A tile of 64 k values as four products that step through it by moving the
-/// start address, as kernels do.
+/// Splits a tile of 64 k values into four products that step through it by
+/// moving the start address, as kernels do.
 #[test]
 fn descriptors_step_along_k() {
     let mut random = Random::new(10);
@@ -325,8 +325,8 @@ fn chunks_are_what_a_product_reads() {
     }
 }
 
-/// The error of a product whose B is `b`, in 4 KB of shared memory from 1024
-/// on; it has to leave D alone.
+/// Returns the error of a product whose B is `b`, in 4 KB of shared memory from
+/// 1024 on, and checks that D is unchanged.
 fn refusal(n: usize, element: Element, b: Descriptor, b_major: Major) -> Option<String> {
     let kind = kind(n, element, Accumulator::F32);
     let call = Wgmma {

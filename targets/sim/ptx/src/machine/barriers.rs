@@ -1,4 +1,4 @@
-//! Named barriers of a block, barriers of a cluster, barriers in memory.
+//! Named barriers of a block and the barrier of a cluster.
 
 use super::Machine;
 use super::clock::{Gathered, Known};
@@ -10,18 +10,18 @@ use crate::finding::{Fault, FindingKind, Step};
 /// One of the sixteen barriers of a block.
 #[derive(Clone, Debug, Default)]
 pub struct NamedBarrier {
-    /// Threads that make it complete; 0 while nobody has come.
+    /// Threads that complete the barrier; 0 before the first arrives.
     pub expected: u32,
     pub arrived: u32,
-    /// Times it has completed.
+    /// Number of completions so far.
     pub generation: u32,
-    /// Lanes that wait, by warp of the cluster.
+    /// Waiting lanes, per warp of the cluster.
     pub waiting: Vec<(u32, u32)>,
-    /// Those that have not read the result of a reduction.
+    /// Lanes that have not read the result of a reduction.
     pub unread: Vec<(u32, u32)>,
-    /// What those that have come know.
+    /// Joint knowledge of the threads that have come.
     pub gathered: Gathered,
-    /// A reduction under way: all, any and how many said yes.
+    /// The reduction so far: whether all said yes, and how many did.
     pub votes: (bool, u32),
     /// The result of the last reduction.
     pub result: (bool, u32),
@@ -32,13 +32,13 @@ pub struct NamedBarrier {
 pub struct ClusterState {
     pub arrived: u32,
     pub generation: u32,
-    /// Lanes that arrived and have not waited, by warp.
+    /// Lanes that arrived and have not waited, per warp.
     pub pending: Vec<u32>,
-    /// Lanes whose wait is over and that have not noticed.
+    /// Lanes whose wait is over and that have not noticed, per warp.
     pub released: Vec<u32>,
-    /// What those that have come know.
+    /// Joint knowledge of the threads that have come.
     pub gathered: Gathered,
-    /// What those of the last round knew.
+    /// Joint knowledge of the last round's threads.
     pub complete: Option<Known>,
 }
 
@@ -60,6 +60,8 @@ impl Machine<'_> {
         }
         let first = mask.trailing_zeros() as usize;
         let id = warp.word(barrier.id)[first];
+        // A block has barriers 0 to 15 (PTX ISA, "barrier"). Hardware takes the
+        // number from a register, so ptxas cannot check it.
         if id >= 16 {
             let text = format!("barrier {id}: a block has barriers 0 to 15");
             return Err(Fault::new(FindingKind::Barrier, mask, text));
@@ -81,7 +83,7 @@ impl Machine<'_> {
             match (barrier.reduce.is_some(), own.generation != generation) {
                 (false, true) => Flow::Next,
                 (false, false) => Flow::After(wait),
-                // The result is read when the instruction is executed again.
+                // The instruction is executed again and then reads the result.
                 (true, true) => self
                     .finished_reduction(warp, barrier, mask, id)
                     .unwrap_or(Flow::Next),
@@ -102,6 +104,8 @@ impl Machine<'_> {
         self.changes += 1;
         self.clock_arrive(warp, block, id, mask, barrier.arrive);
         let own = &mut self.blocks[block].barriers[id as usize];
+        // All threads of one round must name the same count, or the barrier's
+        // behaviour is undefined (PTX ISA, "barrier": operand b).
         if own.expected != 0 && own.expected != count {
             let text = format!(
                 "barrier {id} is used with {count} threads while {} have come to wait for {}",
@@ -109,7 +113,8 @@ impl Machine<'_> {
             );
             return Err(Fault::new(FindingKind::Barrier, mask, text));
         }
-        // The hardware counts warps: lanes that have ended count with theirs.
+        // Hardware counts warps, so lanes that have ended count with theirs.
+        // Only the unaligned form counts lanes.
         let here = if barrier.aligned { warp.lanes } else { mask };
         let votes = barrier.reduce.as_ref().map(|reduce| {
             let yes = warp.predicate(reduce.p, reduce.negate) & mask;
@@ -135,6 +140,9 @@ impl Machine<'_> {
             return Ok(self.launch.threads);
         }
         let count = warp.word(barrier.count)[lane];
+        // The thread count must be a multiple of the warp size (PTX ISA,
+        // "barrier": operand b). A larger count than the block has would wait
+        // for ever.
         if count == 0
             || !count.is_multiple_of(32)
             || count > self.launch.threads.next_multiple_of(32)
@@ -149,7 +157,7 @@ impl Machine<'_> {
         Ok(count)
     }
 
-    /// The result of a reduction this warp has waited for.
+    /// Returns the result of a reduction that this warp has waited for.
     fn finished_reduction(
         &mut self,
         warp: &mut Warp,
@@ -159,6 +167,8 @@ impl Machine<'_> {
     ) -> Option<Flow> {
         let reduce = barrier.reduce.as_ref()?;
         let own = &mut self.blocks[warp.block as usize].barriers[id as usize];
+        // Warp and mask identify the waiter: a diverged warp may have two
+        // groups in the same reduction.
         let done = |entry: &(u32, u32)| entry.0 == warp.number && entry.1 == mask;
         let at = own.unread.iter().position(done)?;
         own.unread.remove(at);
@@ -175,7 +185,7 @@ impl Machine<'_> {
         Some(Flow::Next)
     }
 
-    /// Whether what a group waits for has happened.
+    /// Returns true if the event that a group waits for has happened.
     pub fn has_come(&self, number: usize, group: &Group) -> bool {
         let block = self.warps[number].block.max(self.current_block(number));
         match group.wait {
@@ -188,7 +198,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The block of a warp, which may be out of the list while it runs.
+    /// Returns the block of a warp, which may be out of the list while it runs.
     fn current_block(&self, number: usize) -> u32 {
         let owner = self
             .blocks
@@ -231,6 +241,9 @@ impl Machine<'_> {
                 self.changes += 1;
                 self.cluster_arrive(warp, mask);
                 Ok(Flow::Next)
+            // PTX ISA, "barrier.cluster": a thread must not arrive again before
+            // it has waited; hardware would count the second arrival for the
+            // next phase.
             }
             op::ClusterBarrier::Wait { .. } => {
                 let _ = pending;
@@ -240,6 +253,8 @@ impl Machine<'_> {
     }
 
     fn cluster_wait(&mut self, warp: &mut Warp, mask: u32) -> Step<Flow> {
+        // Threads that exited count as arrived for the cluster barrier. The
+        // running warp is not in the list, so its ended lanes are added apart.
         let total: u32 = self.launch.threads * self.launch.cluster;
         let ended: u32 = self
             .warps
@@ -250,6 +265,8 @@ impl Machine<'_> {
         let state = &mut self.cluster_barrier;
         let own = state.pending[warp.number as usize];
         let passed = state.passed(warp.number, mask);
+        // PTX ISA, "barrier.cluster": `wait` without an `arrive` before it is
+        // undefined.
         if own & mask != mask && !passed {
             let text = "waits at the cluster barrier without having arrived";
             return Err(Fault::new(FindingKind::Barrier, mask & !own, text));
@@ -259,6 +276,9 @@ impl Machine<'_> {
             self.changes += 1;
         }
         if self.cluster_barrier.passed(warp.number, mask) {
+            // The release flag is taken lane by lane, because lanes of a warp
+            // may wait at different instructions; a round cannot be told from
+            // its generation alone.
             self.cluster_barrier.take(warp.number, mask);
             self.cluster_acquire(warp, mask);
             Ok(Flow::Next)
@@ -280,7 +300,7 @@ impl NamedBarrier {
         }
     }
 
-    /// Starts the next round; returns who waited.
+    /// Starts the next round; returns the lanes that waited.
     fn complete(&mut self) -> Vec<(u32, u32)> {
         self.arrived = 0;
         self.expected = 0;
