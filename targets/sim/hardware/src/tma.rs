@@ -309,7 +309,7 @@ impl fmt::Display for ReduceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "the copy engine has no {:?} of {:?}",
+            "TMA has no {:?} of {:?}",
             self.op, self.element
         )
     }

@@ -113,7 +113,7 @@ fn barriers_are_set_up_before_they_are_used() {
         &counted(),
         &no_fence,
         FindingKind::MissingProxyFence,
-        "lets the copy engine use",
+        "lets TMA use",
     );
     let twice = LOAD.replace(
         "fence.mbarrier",

@@ -1,4 +1,4 @@
-//! Matrix instructions of a warp.
+//! `mma.sync`, `ldmatrix` and `stmatrix`.
 
 use super::Machine;
 use super::access::{addresses, lanes_of};
@@ -9,7 +9,7 @@ use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
 use moesaic_hardware::{matrix, mma};
 
-/// Bytes of a row of an 8 x 8 matrix.
+/// Bytes in a row of an 8 x 8 matrix.
 const ROW: usize = 16;
 
 impl Machine<'_> {
@@ -17,6 +17,9 @@ impl Machine<'_> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
+        // A block whose size is no multiple of 32 has a short last warp.
+        // Fragments are spread over all 32 lanes, so the instruction is
+        // undefined there.
         if mask != u32::MAX {
             return Err(short_warp(mask));
         }
@@ -45,6 +48,9 @@ impl Machine<'_> {
         if mask != u32::MAX {
             return Err(short_warp(mask));
         }
+        // Only the lanes whose addresses the form uses: 8 per matrix. The
+        // others may hold anything (PTX ISA, "ldmatrix": threads 0-7, 8-15,
+        // ...).
         let lanes = 8 * op.rows.len();
         let used = (u64::from(u32::MAX) >> (32 - lanes)) as u32;
         let space = match op.space {

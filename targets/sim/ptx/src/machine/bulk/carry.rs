@@ -1,4 +1,4 @@
-//! The engine carries copies out.
+//! The execution of bulk copies.
 
 use super::{Action, Job};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
@@ -39,6 +39,7 @@ impl Machine<'_> {
 
     fn deliver_move(&mut self, from: Option<usize>, block: usize, own: &Move, fill: &[u8; 16]) {
         let (at, bytes) = (own.shared as usize, own.bytes as usize);
+        // Moves outside the tensor keep the fill value.
         let mut data = *fill;
         match (own.global, from) {
             (Some(offset), Some(source)) => {
@@ -59,7 +60,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The bytes of a copy have arrived.
+    /// Counts the bytes of a copy on its mbarrier.
     fn signal(
         &mut self,
         job: &Job,
@@ -79,6 +80,8 @@ impl Machine<'_> {
             fault
         };
         let under_way = self.phase_under_way(block, offset).map_or(0, |own| own.1);
+        // The phase at the issue must still be the current one. A phase that
+        // went on means that the mbarrier completed without these bytes.
         if under_way != phase {
             return Err(fault(format!(
                 "{bytes} bytes of a bulk copy arrive at the mbarrier at {offset:#x} after its \
@@ -115,6 +118,8 @@ impl Machine<'_> {
         };
         let Some(region) = self.launch.regions.find(global, bytes, self.hint) else {
             return Ok(());
+        // The region was checked at the issue. A buffer freed since then would
+        // be a fault of the host and not of the kernel.
         };
         let region = &self.launch.regions.list[region];
         let offset = (global - region.base) as usize;

@@ -1,4 +1,4 @@
-//! Threads hand copies to the engine: everything is checked here.
+//! The issue of bulk copies: all checks are made here.
 
 use super::{Action, Line};
 use crate::code::layout::RANK_SHIFT;
@@ -28,6 +28,8 @@ impl Machine<'_> {
                 _ => (from[lane], to[lane]),
             };
             let size = bytes[lane];
+            // PTX ISA, "cp.async.bulk": both addresses and the size must be
+            // multiples of 16.
             for address in [shared, other, u64::from(size)] {
                 if !address.is_multiple_of(16) {
                     return Err(misaligned(
@@ -77,6 +79,8 @@ impl Machine<'_> {
                 .collect();
             let invalid = |text: String| Fault::new(FindingKind::Operand, 1 << lane, text);
             let offset = shared[lane] as u32 & ((1 << RANK_SHIFT) - 1);
+            // The box is cut into moves at the issue: coordinates live in
+            // registers, which change before the copy runs.
             let mut moves = Vec::new();
             tma::box_moves(&map, &coordinates, offset, |own| moves.push(own))
                 .map_err(|error| invalid(error.to_string()))?;
@@ -99,9 +103,12 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    /// The tensor map at a generic address: a parameter, or global memory.
+    /// Returns the tensor map at a generic address: a parameter, or global
+    /// memory.
     fn tensor_map(&mut self, address: u64, lane: usize) -> Step<TensorMap> {
         let mut bytes = [0; 128];
+        // A `CUtensorMap` is aligned to 64 bytes (CUDA driver API,
+        // `cuTensorMapEncodeTiled`).
         if !address.is_multiple_of(64) {
             let space = Space::Generic;
             return Err(misaligned(
@@ -161,15 +168,18 @@ impl Machine<'_> {
         match kind.zip(element) {
             Some(pair) => Ok(Some(pair)),
             None => {
-                let text = "a reduction the copy engine does not have";
+                let text = "a reduction that TMA does not have";
                 Err(Fault::new(FindingKind::Operand, 1 << lane, text))
             }
         }
     }
 
-    /// Blocks a load goes to: that of the address, or those of the mask.
+    /// Returns the blocks that a load goes to: the block of the address, or the
+    /// blocks of the multicast mask.
     fn targets(&self, warp: &Warp, shared: u64, multicast: u16, lane: usize) -> Vec<usize> {
         if multicast == NONE {
+            // Rank 0 in an address stands for the thread's own block, so ranks
+            // are stored plus one.
             let rank = (shared >> RANK_SHIFT) as usize & 0xff;
             return vec![rank.checked_sub(1).unwrap_or(warp.block as usize)];
         }
@@ -189,6 +199,10 @@ impl Machine<'_> {
         let blocks = self.targets(warp, line.shared, multicast, lane);
         let mut phases = Vec::new();
         let offset = mbarrier & ((1 << RANK_SHIFT) - 1);
+        // A multicast load writes at the same offset in every block and signals
+        // the mbarrier at the same offset there (PTX ISA,
+        // "cp.async.bulk.tensor": .multicast::cluster), so each block is
+        // checked.
         for block in &blocks {
             let address = (*block as u64 + 1) << RANK_SHIFT | offset;
             self.shared_at("signals", warp.block, address, 8, lane)?;
@@ -199,13 +213,16 @@ impl Machine<'_> {
             phases.push(phase);
             self.box_starts(warp, *block, &line, component, phase)?;
         }
+        // Global memory is read by TMA through the async proxy, but writes of
+        // other launches are complete by then. Only the block's own writes
+        // race, which the log finds.
         for own in &line.moves {
             if let Some(global) = own.global {
                 let bytes = own.bytes as usize;
                 let (region, at) = self.global_bytes("copies", global, bytes, lane as u32)?;
                 match self.note_read(false, region, at, bytes, 1 << lane) {
-                    // A box may reach over rows that nobody has written. They
-                    // arrive as NaN, so that what is made of them shows.
+                    // A box may cover rows that nobody has written. They arrive
+                    // as NaN, so a result that depends on them shows.
                     Err(fault) if line.is_box && fault.kind == FindingKind::UninitialisedGlobal => {
                         self.log.touch(Touch::Read, region, at, bytes, self.pc);
                     }
@@ -225,7 +242,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The mbarrier must be known to the engine, too.
+    /// Checks that TMA may use the mbarrier: its init must be fenced for the
+    /// async proxy.
     fn check_signal(&mut self, warp: &Warp, block: usize, offset: usize, lane: usize) -> Step<()> {
         if !self.is_mbarrier(block, offset) {
             let text = format!("signals the mbarrier at {offset:#x}, which was not initialised");
@@ -235,6 +253,9 @@ impl Machine<'_> {
             return Ok(());
         }
         let known = &warp.known[lane];
+        // A plain `__syncthreads` is not enough after `mbarrier.init` (PTX ISA,
+        // "fence.mbarrier_init", and the CUTLASS pipelines): TMA reads the
+        // barrier through the async proxy.
         let result = self.blocks[block]
             .shadow
             .check_engine_read(known, offset, 8);
@@ -242,13 +263,13 @@ impl Machine<'_> {
             self.clash(
                 warp,
                 1 << lane,
-                ("lets the copy engine use", offset, 8),
+                ("lets TMA use", offset, 8),
                 clash,
             )
         })
     }
 
-    /// From now on nobody but the engine may touch where the box goes.
+    /// Checks the destination of a box, which from now on belongs to TMA alone.
     fn box_starts(
         &mut self,
         warp: &Warp,
@@ -260,6 +281,8 @@ impl Machine<'_> {
         let (lane, bytes) = (line.lane, line.bytes as usize);
         let offset = (line.shared & ((1 << RANK_SHIFT) - 1)) as usize;
         let address = (block as u64 + 1) << RANK_SHIFT | offset as u64;
+        // First and last 16 bytes are enough for the bounds: a box is dense in
+        // shared memory, and the swizzle stays within the box's atoms.
         for at in [0, bytes.saturating_sub(16)] {
             self.shared_at("copies to", warp.block, address + at as u64, 16, lane)?;
         }
@@ -275,6 +298,9 @@ impl Machine<'_> {
             pc: self.pc,
         };
         let shadow = &mut self.blocks[block].shadow;
+        // A write by TMA after ordinary reads needs no proxy fence, but it
+        // needs the order: the readers must have arrived at a barrier that this
+        // thread has waited for.
         if let Err(clash) = shadow.check_write(&by, offset, bytes) {
             return Err(self.clash(warp, 1 << lane, ("copies to", offset, bytes), clash));
         }
@@ -282,7 +308,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// A copy to another block of the cluster.
+    /// Copies to another block of the cluster.
     fn send(
         &mut self,
         warp: &Warp,
@@ -331,7 +357,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The engine reads shared memory: it must see what threads wrote there.
+    /// Checks that TMA sees what threads wrote to its source in shared memory.
     fn engine_source(
         &mut self,
         warp: &Warp,
@@ -353,6 +379,8 @@ impl Machine<'_> {
         if let Err(clash) = shadow.check_engine_read(known, offset, bytes) {
             return Err(self.clash(warp, 1 << lane, ("copies", offset, bytes), clash));
         }
+        // The source must stay as it is until the group was waited for, so
+        // reads are recorded for the writes that come.
         if let Some((component, step)) = step {
             for at in (0..bytes).step_by(16) {
                 shadow.engine_reads(component, step, offset + at);
@@ -382,6 +410,7 @@ impl Machine<'_> {
             };
             let bytes = own.bytes as usize;
             let (region, at) = self.global_bytes("copies to", global, bytes, lane as u32)?;
+            // A reduction reads the old bytes, so they have to be there.
             if reduction.is_some() {
                 self.note_read(false, region, at, bytes, 1 << lane)?;
             }
