@@ -1,6 +1,7 @@
-//! What kernel text calls: the table `Machine` of `prelude/sim/machine.hpp`.
+//! The functions that kernel text calls: the table `Machine` of
+//! `prelude/sim/machine.hpp`.
 //!
-//! Every function runs on the stack of the fiber that calls it, and holds no
+//! Every function runs on the stack of the calling fiber, and holds no
 //! reference to the worker while another fiber may run.
 
 use crate::block::{Collective, State};
@@ -28,7 +29,7 @@ pub(crate) struct Machine {
     defect: extern "C" fn(i32, *const u8, u64),
 }
 
-/// The only one: which worker is meant is a matter of the calling thread.
+/// The only table; the calling thread of the host determines the worker.
 pub(crate) static MACHINE: Machine = Machine {
     thread_index,
     block_x,
@@ -73,6 +74,8 @@ extern "C" fn block_sync(line: i32) {
     if worker.block.arrived < worker.block.threads() {
         return park(State::Barrier(line));
     }
+    // The last thread does not park: it wakes the others and goes on itself, so
+    // a barrier costs one switch per thread.
     worker.block.arrived = 0;
     let threads = worker.block.threads();
     worker.block.wake(0..threads);
@@ -87,6 +90,8 @@ extern "C" fn shuffle(value: u32, lane: i32, line: i32) -> u32 {
     let brought = u64::from(lane as u32) << 32 | u64::from(value);
     meet(Collective::Shuffle, line, brought, |lanes| {
         let all = lanes.brought.len();
+        // The lane number wraps as on the GPU, where `ds_bpermute_b32` takes it
+        // modulo the lanes of a wave (CDNA3 ISA guide, DS_BPERMUTE_B32).
         for (to, from) in lanes.results.iter_mut().zip(lanes.brought) {
             *to = lanes.brought[(from >> 32) as usize & (all - 1)] & 0xffff_ffff;
         }
@@ -102,6 +107,8 @@ extern "C" fn ballot(vote: u32, line: i32) -> u64 {
 }
 
 extern "C" fn match_any(value: u32, bits: i32, line: i32) -> u64 {
+    // The text promises a number of bits, which lets the GPU version compare
+    // bit by bit. A larger value would match wrongly there, but not here.
     if u64::from(value) >> bits != 0 {
         fail(Fault::Wide { value, bits, line });
     }
@@ -202,19 +209,22 @@ fn check(address: usize, bytes: usize, kind: Kind, from: usize) {
     }
 }
 
-/// What the lanes of a wave bring to a collective, and what they get.
+/// The operands of the lanes of a wave, and room for their results.
 struct Lanes<'a> {
     brought: &'a [u64],
     results: &'a mut [u64],
 }
 
-/// A collective: the last lane to come computes for all.
+/// Runs a collective: the last lane to arrive computes for all.
 fn meet(what: Collective, line: i32, brought: u64, resolve: impl FnOnce(Lanes<'_>)) -> u64 {
     // SAFETY: called by a kernel; the reference ends before `park` and `fail`.
     let worker = unsafe { current() };
     let (block, here) = (&mut worker.block, (what, line));
     let (lane, count, thread) = (block.lane(), block.lanes, block.current);
     let wave = block.wave();
+    // A wave executes in lockstep on the GPU, so its lanes cannot be in two
+    // collectives. Compiled for the host, each lane runs alone and may get
+    // there.
     if wave.arrived != 0 && wave.meeting != here {
         let (there, lane) = (wave.meeting, wave.arrived.trailing_zeros() as usize);
         fail(Fault::Apart { here, there, lane });
@@ -227,6 +237,9 @@ fn meet(what: Collective, line: i32, brought: u64, resolve: impl FnOnce(Lanes<'_
         // SAFETY: as above, and this fiber runs again.
         return unsafe { current().block.wave().results[lane] };
     }
+    // Cleared before the others run: a lane may come to its next collective
+    // while some still have to fetch this result. Their results stay in place
+    // until all lanes have come again.
     wave.arrived = 0;
     resolve(Lanes {
         brought: &wave.values[..count],

@@ -1,4 +1,4 @@
-//! The tensors of a launch, and who touched them.
+//! The tensors of a launch and the threads that touched them.
 
 use crate::fault::{Access, Earlier, Fault, Kind, Problem};
 use crate::memory::{Allocation, GRAIN};
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(crate) struct Region {
     pub(crate) start: usize,
     pub(crate) bytes: usize,
-    /// Whether a parameter that is written points into it. Nobody is noted
-    /// as a reader of the others.
+    /// Whether a written parameter points into it. Readers of other regions are
+    /// not recorded.
     pub(crate) writable: bool,
     pub(crate) allocation: Arc<Allocation>,
 }
@@ -26,7 +26,7 @@ impl Region {
         }
     }
 
-    /// Who wrote the byte last.
+    /// Returns the last writer of the byte.
     pub(crate) fn writer(&self, byte: usize) -> Stamp {
         load(&self.allocation.stamps()[byte / GRAIN][0])
     }
@@ -36,14 +36,14 @@ impl Region {
         address.wrapping_sub(self.start) < self.bytes
     }
 
-    /// Whether an access that starts in the region ends in it.
+    /// Returns a fault if an access that starts in the region ends outside.
     #[inline]
     pub(crate) fn bounds(&self, access: Access) -> Option<Fault> {
         let end = access.address - self.start + access.bytes;
         (end > self.bytes).then_some(Fault::Memory(access, Problem::Outside))
     }
 
-    /// Checks and notes an access that starts in the region.
+    /// Checks and records an access that starts in the region.
     #[inline]
     pub(crate) fn touch(&self, access: Access, now: Stamp, shift: u32) -> Option<Fault> {
         let outside = self.bounds(access);

@@ -55,7 +55,8 @@ pub fn naive(a: &[f32], b: &[f32], c: &[f32], [m, n, k]: [usize; 3]) -> Vec<f32>
     d
 }
 
-/// Whether the places are every pair below the extents, each `times` times.
+/// Returns true if the places are every pair below the extents, each `times`
+/// times.
 pub fn covers(
     places: impl Iterator<Item = (usize, usize)>,
     [rows, columns]: [usize; 2],

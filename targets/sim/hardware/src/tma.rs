@@ -307,11 +307,7 @@ pub struct ReduceError {
 
 impl fmt::Display for ReduceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "TMA has no {:?} of {:?}",
-            self.op, self.element
-        )
+        write!(f, "TMA has no {:?} of {:?}", self.op, self.element)
     }
 }
 

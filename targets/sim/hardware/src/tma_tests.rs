@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::Random;
 
-/// What a box load leaves in shared memory, by plain loops over elements.
+/// Returns the shared memory after a box load, by plain loops over elements.
 fn naive_load(map: &TensorMap, coordinates: &[i32], memory: &[u8]) -> Vec<u8> {
     let size = map.element.bytes() as usize;
     let mut image = vec![0xcc; map.box_bytes() as usize];

@@ -179,8 +179,9 @@ fn run(
         full: shared.options.checks == Checks::Full,
     };
     let clusters = u64::from(grid[0]) * u64::from(grid[1]) / u64::from(cluster);
-    // Kernels that pass values from block to block in launch order (a decoupled
-    // scan) would spin for ever when a later block held the only core.
+    // Results of such a kernel depend on the order of its blocks (float
+    // atomics, waits for other blocks). One worker makes the order that of the
+    // block numbers, on every host.
     let workers = if kernel.in_order {
         1
     } else {

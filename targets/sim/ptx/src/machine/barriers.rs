@@ -241,9 +241,9 @@ impl Machine<'_> {
                 self.changes += 1;
                 self.cluster_arrive(warp, mask);
                 Ok(Flow::Next)
-            // PTX ISA, "barrier.cluster": a thread must not arrive again before
-            // it has waited; hardware would count the second arrival for the
-            // next phase.
+                // PTX ISA, "barrier.cluster": a thread must not arrive again before
+                // it has waited; hardware would count the second arrival for the
+                // next phase.
             }
             op::ClusterBarrier::Wait { .. } => {
                 let _ = pending;

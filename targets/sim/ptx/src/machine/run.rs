@@ -207,8 +207,9 @@ impl Machine<'_> {
             }
             Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
             Op::Clock { d, wide } => {
-                // A step larger than any real instruction: time differences are
-                // never zero, and no kernel can mistake them for measured ones.
+                // Each read advances the clock, so a loop that waits for time
+                // to pass ends, and two reads always differ. Nothing else
+                // depends on the step.
                 self.clock += 100;
                 if *wide {
                     warp.put_double(*d, &[self.clock; 32], mask)

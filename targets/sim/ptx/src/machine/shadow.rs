@@ -156,9 +156,9 @@ impl Shadow {
             if !(plain && cell.time <= floor) {
                 check_write(&self.bytes, cell, self.write_pcs[word], word, need, by)?;
             }
-            // Atomic reads are not recorded: a later plain write that races
-            // with one is rare, and recording them would make every spin loop a
-            // reader of its flag.
+            // Atomic and volatile reads leave no trace: a thread may poll a
+            // flag that its owner resets by a plain store. The price is that a
+            // plain write which races with such a read goes unseen.
             if by.atomic {
                 continue;
             }

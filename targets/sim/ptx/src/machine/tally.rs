@@ -87,9 +87,8 @@ fn sectors(addresses: &Doubles, mask: u32, bytes: u64) -> u64 {
             last = Some(sector);
         }
     }
-    // Ascending addresses, the common case, have counted each sector once
-    // already. More than 64 can only come from scattered vectors, where the sum
-    // is exact enough.
+    // Ascending sectors, the common case, were counted once each. The list
+    // holds 64; a request with more keeps the plain count.
     if sorted || count > 64 {
         return count as u64;
     }

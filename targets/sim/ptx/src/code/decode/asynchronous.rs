@@ -1,4 +1,4 @@
-//! Copies that run by themselves, and wgmma.
+//! Decodes asynchronous copies and wgmma.
 
 use super::{Decoder, Result};
 use crate::code::Source;
@@ -25,7 +25,7 @@ impl Decoder<'_> {
         Ok(Op::Async(Box::new(op)))
     }
 
-    /// `cp.async.mbarrier.arrive[.noinc]`
+    /// Decodes `cp.async.mbarrier.arrive[.noinc]`.
     fn copy_arrive(&mut self) -> Result<Op> {
         self.parts.flag("arrive");
         self.parts.flag("b64");
@@ -72,7 +72,8 @@ impl Decoder<'_> {
         }))
     }
 
-    /// The fourth operand: how many bytes to read, or a predicate to read none.
+    /// Reads the fourth operand: the number of bytes to read, or a predicate to
+    /// read none.
     fn copy_limit(&mut self, bytes: u64) -> Result<(Row, Option<(Row, bool)>)> {
         let whole = self.words.row(Source::Literal(bytes));
         match self.statement.operands.get(3) {
@@ -81,7 +82,7 @@ impl Decoder<'_> {
             Some(Operand::Register(r)) if r.class == Class::Predicate => {
                 Ok((whole, Some(self.predicate(3)?)))
             }
-            // A cache policy is 64 bits and changes nothing.
+            // A 64-bit register is a cache policy, which changes no result.
             Some(Operand::Register(r)) if r.class == Class::Double => Ok((whole, None)),
             Some(_) => Ok((self.word(3)?, None)),
         }
@@ -120,7 +121,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// A prefetch: it moves nothing that can be seen.
+    /// Returns a prefetch, which moves nothing that can be observed.
     fn nothing(&mut self) -> Bulk {
         let fixed = crate::code::op::Address {
             base: Base::Fixed,
@@ -137,7 +138,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Destination and source spaces, in this order in the opcode.
+    /// Reads the destination and source spaces, in this order in the opcode.
     fn direction(&mut self) -> Result<Direction> {
         let spaces: Vec<&str> = self
             .statement
@@ -298,7 +299,7 @@ impl Decoder<'_> {
         kind.ok_or_else(|| self.unsupported("its shape and types"))
     }
 
-    /// Whether an address without a space is generic or shared.
+    /// Returns `Generic` or `Shared` for an address, as the opcode says.
     pub(super) fn shared_or_generic(&mut self) -> Space {
         self.space().0
     }

@@ -1,4 +1,4 @@
-//! Barriers of blocks and clusters, barriers in shared memory, fences.
+//! Decodes barriers of blocks and clusters, mbarriers and fences.
 
 use super::{Decoder, Result};
 use crate::code::op::{
@@ -202,7 +202,7 @@ impl Decoder<'_> {
         if self.parts.flag("noComplete") {
             return Err(self.unsupported("`.noComplete`"));
         }
-        // An arrival may announce bytes: `.arrive.expect_tx`.
+        // An arrival may also announce bytes: `.arrive.expect_tx`.
         let expects = self.parts.flag("expect_tx");
         let names = [
             ("init", MbarrierKind::Init),

@@ -1,10 +1,10 @@
-//! Matrix instructions of a warp.
+//! Decodes the matrix instructions of a warp.
 
 use super::{Decoder, Result};
 use crate::code::op::{Matrix, Mma, Number, Op};
 use moesaic_hardware::mma::{Accumulator, Element, MmaKind};
 
-/// The element of a matrix operand.
+/// Returns the element of a matrix operand.
 pub fn element(ty: Number) -> Option<Element> {
     Some(match ty {
         Number::F16 => Element::F16,

@@ -1,4 +1,4 @@
-//! Copy and matrix instructions.
+//! Operands of copies and matrix instructions.
 
 use super::{Address, AtomicKind, Number, Row};
 use crate::text::Space;
@@ -12,16 +12,17 @@ pub struct CopyAsync {
     pub from: Address,
     pub from_generic: bool,
     pub bytes: u8,
-    /// How many bytes come from memory; the others are zero.
+    /// Bytes that come from memory; the others are zero.
     pub source_bytes: Row,
     pub ignore: Option<(Row, bool)>,
 }
 
-/// Arithmetic of bulk reductions.
+/// The operation of a bulk reduction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Reduction {
     pub kind: AtomicKind,
-    /// `None` in the form with a tensor map, which knows the type.
+    /// Element type; `None` in the form with a tensor map, which knows the
+    /// type.
     pub ty: Option<Number>,
 }
 
@@ -37,7 +38,7 @@ pub struct Bulk {
     pub reduction: Option<Reduction>,
 }
 
-/// Which way a bulk copy goes.
+/// The direction of a bulk copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     GlobalToShared,
@@ -92,7 +93,7 @@ pub struct Wgmma {
     pub d: Vec<Row>,
     pub a: WgmmaA,
     pub b: Row,
-    /// False: D is not added to.
+    /// Predicate; where false, the product overwrites D.
     pub scale_d: Row,
     pub negate_a: bool,
     pub negate_b: bool,
@@ -100,12 +101,12 @@ pub struct Wgmma {
     pub transpose_b: bool,
 }
 
-/// Instructions of the asynchronous engines and their groups.
+/// Instructions of asynchronous copies and products, and of their groups.
 #[derive(Clone, Debug)]
 pub enum AsyncOp {
     Copy(CopyAsync),
     CopyCommit,
-    /// `None`: all.
+    /// Waits for all groups but so many; `None` waits for all copies.
     CopyWait(Option<u32>),
     Bulk(Bulk),
     Tensor(TensorCopy),

@@ -118,8 +118,8 @@ impl Machine<'_> {
         };
         let Some(region) = self.launch.regions.find(global, bytes, self.hint) else {
             return Ok(());
-        // The region was checked at the issue. A buffer freed since then would
-        // be a fault of the host and not of the kernel.
+            // The region was checked at the issue. A buffer freed since then would
+            // be a fault of the host and not of the kernel.
         };
         let region = &self.launch.regions.list[region];
         let offset = (global - region.base) as usize;

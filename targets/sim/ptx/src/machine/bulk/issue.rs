@@ -213,9 +213,8 @@ impl Machine<'_> {
             phases.push(phase);
             self.box_starts(warp, *block, &line, component, phase)?;
         }
-        // Global memory is read by TMA through the async proxy, but writes of
-        // other launches are complete by then. Only the block's own writes
-        // race, which the log finds.
+        // The reads are logged at the issue, like those of a thread. The log
+        // finds the writes of other blocks that race with them.
         for own in &line.moves {
             if let Some(global) = own.global {
                 let bytes = own.bytes as usize;
@@ -259,14 +258,7 @@ impl Machine<'_> {
         let result = self.blocks[block]
             .shadow
             .check_engine_read(known, offset, 8);
-        result.map_err(|clash| {
-            self.clash(
-                warp,
-                1 << lane,
-                ("lets TMA use", offset, 8),
-                clash,
-            )
-        })
+        result.map_err(|clash| self.clash(warp, 1 << lane, ("lets TMA use", offset, 8), clash))
     }
 
     /// Checks the destination of a box, which from now on belongs to TMA alone.
