@@ -3,19 +3,20 @@
 use crate::pool::ThreadPool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-/// One pool for the process, while a device uses it: its threads end with the
-/// last such device. Devices do not meet otherwise, and results do not depend on
-/// threads.
+/// The pool of the process, while a device uses it; its threads end with the
+/// last such device. Devices have nothing else in common, and results do not
+/// depend on threads.
 static POOL: Mutex<Weak<ThreadPool>> = Mutex::new(Weak::new());
 
-/// A device's part in the pool; the first run starts the threads.
+/// A device's share in the pool; the first run starts the threads.
 pub(crate) struct Shared {
     threads: usize,
     pool: OnceLock<Arc<ThreadPool>>,
 }
 
 impl Shared {
-    /// As many threads as this process may use processors, a caller included.
+    /// Makes a share of as many threads as this process may use processors, a
+    /// caller included.
     pub(crate) fn new() -> Shared {
         Shared {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -32,7 +33,7 @@ impl Shared {
     }
 }
 
-/// The pool there is, or a new one.
+/// Returns the existing pool, or a new one.
 fn current(known: &Mutex<Weak<ThreadPool>>, workers: usize) -> Arc<ThreadPool> {
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
     known.upgrade().unwrap_or_else(|| {

@@ -48,8 +48,8 @@ fn launcher(target: Target) -> String {
         Target::Cpu(CpuIsa::Amx) => TILES,
         _ => NOTHING,
     };
-    // The launcher maps the memory before any block runs, and refuses to run
-    // when the place is taken; so both sides have to agree on the numbers.
+    // The launcher maps the memory at this address before any block runs, and
+    // the device hands out addresses in it; both sides need the same numbers.
     format!(
         "#define MEMORY_START {:#x}\n#define MEMORY_BYTES {:#x}\n{LAUNCHER}\n{rest}",
         memory::START,
