@@ -157,8 +157,8 @@ impl Executor {
                 &several[..count]
             }
         };
-        // Where a thread runs is asked once a run: launches are short, and one
-        // that is moved meanwhile is slower, not wrong.
+        // The lane of a thread is asked for once a run. Launches are short, and
+        // a thread that the system moves meanwhile is slower, not wrong.
         let help = help();
         let share = || drain(lanes, places.here(), help, &work);
         let helpers = (threads.min(blocks) - 1) as usize;
@@ -175,7 +175,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicI64, Ordering};
 
-    /// Processors in turns on so many nodes, whatever this machine has.
+    /// Returns processors in turns on so many nodes, whatever this machine has.
     fn nodes(count: usize) -> Nodes {
         Nodes::new((0..count).map(|node| (node..64).step_by(count).collect()))
     }

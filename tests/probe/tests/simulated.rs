@@ -1,4 +1,4 @@
-//! The whole kit on the simulated GPUs: kernels, machine and tables agree.
+//! The whole probe on the simulated GPUs: kernels, machine and tables agree.
 
 use moesaic_probe::open::{Kernels, open};
 use moesaic_probe::report::Report;

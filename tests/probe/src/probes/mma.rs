@@ -1,4 +1,4 @@
-//! `mma.sync`, by the prelude's functions and in every form there is.
+//! `mma.sync`, by the prelude's functions and in every form.
 
 use super::{Probe, lanes, small};
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
@@ -49,7 +49,7 @@ fn every_form(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     run(bench, random, &MmaKind::ALL, None, assembly)
 }
 
-/// Runs kinds out of one file; with `activations` by the prelude.
+/// Runs kinds from one file; with `activations`, by the prelude.
 fn run(
     bench: &Bench,
     random: &mut Random,
@@ -100,7 +100,7 @@ fn run(
     Ok(rows)
 }
 
-/// Registers with small whole numbers.
+/// Returns registers with small whole numbers.
 fn operands(kind: MmaKind, random: &mut Random) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     let element = kind.element();
     let mut fill = |registers: usize, word: &dyn Fn(&mut Random) -> u32| -> Vec<u32> {
@@ -132,7 +132,7 @@ fn by_table(kind: MmaKind, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     d.concat()
 }
 
-/// Names of the types in an instruction.
+/// Returns the names of the types in an instruction.
 fn names(kind: MmaKind) -> (&'static str, &'static str) {
     let element = match kind.element() {
         Element::F16 => "f16",
@@ -168,7 +168,7 @@ fn form(kind: MmaKind, statement: String) -> Form {
     }
 }
 
-/// The instruction itself, for forms that no kernel uses yet.
+/// Returns the instruction itself, for forms that no kernel uses yet.
 fn assembly(kind: &MmaKind) -> String {
     let (element, accumulator) = names(*kind);
     let [na, nb, nc] = [kind.a_registers(), kind.b_registers(), kind.c_registers()];

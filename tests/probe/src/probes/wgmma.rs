@@ -27,7 +27,7 @@ const B_AT: u32 = 16 * 1024;
 const CASES: usize = 2;
 const MAJORS: [Major; 2] = [Major::K, Major::Mn];
 
-/// A form with where its operands lie.
+/// A form with the places of its operands.
 struct Case {
     form: Form,
     a_swizzle: Swizzle,
@@ -110,7 +110,7 @@ fn run(
     cases: &[Case],
     prelude: Option<&str>,
 ) -> Result<Vec<Row>, Trouble> {
-    // Cases may share a kernel and differ in where operands lie.
+    // Cases may share a kernel and differ in the places of operands.
     let mut forms: Vec<Form> = cases.iter().map(|case| case.form).collect();
     forms.sort_by_key(Form::symbol);
     forms.dedup_by_key(|form| form.symbol());
@@ -161,7 +161,7 @@ impl Case {
     }
 }
 
-/// Operands of the cases of a launch.
+/// The operands of the cases of a launch.
 struct Inputs {
     image: Vec<u32>,
     registers: Vec<u32>,
@@ -174,8 +174,8 @@ impl Inputs {
     fn new(case: &Case, random: &mut Random) -> Inputs {
         let kind = case.form.kind;
         let element = kind.element();
-        // Every place holds a number, so that one read at the wrong place
-        // gives a wrong sum.
+        // Every place holds a number, so that a read at the wrong place gives a
+        // wrong sum.
         let mut many =
             |count: usize| -> Vec<u32> { (0..count).map(|_| small(element, random)).collect() };
         let image = many(CASES * WORDS);
@@ -229,11 +229,11 @@ impl Inputs {
     }
 }
 
-/// Tiles at a multiple of 1024, with offsets beyond the least that fits, so
-/// that a wrong one reads other numbers.
+/// Describes tiles at a multiple of 1024, with offsets beyond the least that
+/// fits, so that a wrong offset reads other numbers.
 fn descriptor(start: u32, major: Major, swizzle: Swizzle, extent: usize) -> Descriptor {
     let eight = 8 * swizzle.span();
-    // Distances between what is 8 rows, or one span, apart.
+    // Distances between groups of 8 rows, and between spans.
     let (near, far) = (eight, 2048);
     let (leading, stride) = match (major, swizzle) {
         (Major::K, Swizzle::None) => (near * extent as u32 / 8 + 256, near),
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
     use moesaic_hardware::wgmma::Operand;
 
-    /// Distinct elements lie at distinct places, inside the tile.
+    /// Checks that distinct elements lie at distinct places, inside the tile.
     #[test]
     fn operands_fit_and_do_not_overlap() {
         for swizzle in Swizzle::ALL {
