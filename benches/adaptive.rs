@@ -37,7 +37,7 @@ use std::fs;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// What the machine is called that emulated nodes are.
+/// Name of the machine that emulated nodes form.
 const MACHINE: &str = "mpi-emulated";
 
 const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | \

@@ -53,7 +53,7 @@ use std::error::Error;
 use table::Table;
 use work::Work;
 
-/// Of the draw of experts.
+/// Seed of the draw of experts.
 const SEED: u64 = 5;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;

@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// Of the draw of experts.
+/// Seed of the draw of experts.
 const SEED: u64 = 5;
 
 /// A turn is at least this long, if that takes more than one call.
@@ -275,7 +275,7 @@ fn words(list: &[String], count: usize) -> String {
     list[..count.min(list.len())].join(" ")
 }
 
-/// What all ranks sent in one call: six numbers of each.
+/// Formats the traffic of all ranks in one call: six numbers of each.
 fn traffic(list: &[String], once: u64) -> String {
     let numbers: Vec<u64> = list.iter().filter_map(|word| word.parse().ok()).collect();
     let sum = |at: usize| numbers.chunks(6).map(|rank| rank[at]).sum::<u64>();

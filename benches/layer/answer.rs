@@ -1,4 +1,4 @@
-//! What a peer computed, held against ours.
+//! Compares the results of a peer with ours.
 
 use crate::Result;
 use crate::data::floats;

@@ -1,4 +1,5 @@
-//! What the machine can do, measured in turns with what is held against it.
+//! The rates of the machine, measured in turns with the work that is compared
+//! with them.
 
 use crate::Result;
 use crate::work::Work;
@@ -15,7 +16,7 @@ pub struct Gauge {
     dtype: DType,
 }
 
-/// What the machine did for some time, not at its best.
+/// The rates of the machine over some time, not its best.
 #[derive(Clone, Copy)]
 pub struct Limits {
     /// Multiply-adds.
@@ -60,7 +61,7 @@ impl Gauge {
 }
 
 impl Limits {
-    /// Of what was measured before and after some work: the means.
+    /// Returns the means of the rates before and after some work.
     #[must_use]
     pub fn mean(self, after: Limits) -> Limits {
         Limits {

@@ -1,4 +1,4 @@
-//! What a run of the bench covers.
+//! The options of a run of the bench.
 
 use crate::Result;
 use crate::pass::Pass;

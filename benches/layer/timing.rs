@@ -21,7 +21,7 @@ pub fn torch_product(dtype: DType, peers: &mut [Peer]) -> Option<f64> {
 /// Medians of one line.
 pub struct Times {
     pub here: Duration,
-    /// What the machine could do meanwhile.
+    /// Rates of the machine at the same time.
     pub limits: Limits,
     /// The least time of the work over ours, over pairs of a turn and what the
     /// machine could do before and after it.

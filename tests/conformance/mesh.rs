@@ -86,7 +86,8 @@ impl Grid {
         layer
     }
 
-    /// Whether a row meets whole experts, so that its sums are those of one process.
+    /// Returns true if a row meets whole experts, so that its sums are those of
+    /// one process.
     fn sums_alike(&self) -> bool {
         self.strategy.adaptive_r(&self.parallel) <= 1 && !self.parallel.shards_shared()
     }
@@ -141,7 +142,7 @@ pub trait Ranks {
         None
     }
 
-    /// How layers of these ranks carry out calls.
+    /// Returns the strategy of the layers of these ranks.
     fn strategy(&self) -> Strategy {
         Strategy::default()
     }
