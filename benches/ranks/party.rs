@@ -92,7 +92,7 @@ impl Party {
         Ok(party)
     }
 
-    /// How many write results.
+    /// Returns the number of ranks that write results.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
@@ -123,7 +123,7 @@ impl Party {
         Ok(calls.clamp(1, 2000) as usize)
     }
 
-    /// Whether all processes still run.
+    /// Returns true if all processes still run.
     pub fn alive(&mut self) -> bool {
         let mut children = self.children.iter_mut();
         children.all(|child| matches!(child.try_wait(), Ok(None)))

@@ -55,7 +55,8 @@ impl From<Parallel> for Grid {
 }
 
 impl Grid {
-    /// What ranks do by themselves, at its own adaptive parallelism degree.
+    /// Returns the grid with the strategy of the ranks, at its own adaptive
+    /// parallelism degree.
     pub fn on(self, ranks: &impl Ranks) -> Grid {
         let (own, theirs) = (self.strategy, ranks.strategy());
         let strategy = if theirs == Strategy::default() {

@@ -3,7 +3,7 @@
 use crate::lanes::{Help, Lane, Lanes, drain};
 use crate::nodes::{Nodes, host_nodes};
 use crate::pool::ThreadPool;
-use crate::shared::Shared;
+use crate::shared::SharedPool;
 use moesaic_target::DeviceError;
 use std::cell::Cell;
 use std::io;
@@ -44,7 +44,7 @@ fn help() -> Help {
 
 enum Threads {
     /// The calling thread and the threads that devices share.
-    Shared(Shared),
+    Shared(SharedPool),
     /// The calling thread alone.
     Alone,
     /// The calling thread and these threads.
@@ -55,7 +55,7 @@ impl Executor {
     /// Makes an executor of the calling thread and the threads that devices
     /// share.
     pub(crate) fn shared() -> Executor {
-        Executor::on(host_nodes().clone(), Threads::Shared(Shared::new()))
+        Executor::on(host_nodes().clone(), Threads::Shared(SharedPool::new()))
     }
 
     /// Makes an executor of exactly `threads` threads, the caller included.

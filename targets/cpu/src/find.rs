@@ -10,14 +10,14 @@ const ADVICE: &str = "install a C compiler (gcc or clang), set MOESAIC_CC to one
 
 /// The part of a machine that the search sees: the environment, or a test's
 /// stand-in.
-pub(crate) trait Machine {
+pub(crate) trait SearchSpace {
     fn var(&self, name: &str) -> Option<OsString>;
 }
 
 /// The environment of this process.
 pub(crate) struct Process;
 
-impl Machine for Process {
+impl SearchSpace for Process {
     fn var(&self, name: &str) -> Option<OsString> {
         std::env::var_os(name)
     }
@@ -27,7 +27,7 @@ impl Machine for Process {
 /// `fallback`. An unusable `MOESAIC_CC` is an error, because you asked for it
 /// by name. `CC` is often set for other builds, so it is only a hint.
 pub(crate) fn find(
-    machine: &impl Machine,
+    machine: &impl SearchSpace,
     fallback: Option<&Path>,
 ) -> Result<Driver, CompileError> {
     let mut tried = Vec::new();
@@ -71,7 +71,7 @@ pub(crate) fn find(
 /// `aarch64-linux-gnu-gcc`, then `fallback`, if that compiles for all.
 pub(crate) fn find_for(
     architecture: &str,
-    machine: &impl Machine,
+    machine: &impl SearchSpace,
     fallback: Option<&Path>,
 ) -> Result<Driver, CompileError> {
     let path = machine.var("PATH").unwrap_or_default();
@@ -155,7 +155,7 @@ mod tests {
 
     struct Fake<'a>(&'a [(&'a str, String)]);
 
-    impl Machine for Fake<'_> {
+    impl SearchSpace for Fake<'_> {
         fn var(&self, name: &str) -> Option<OsString> {
             self.0
                 .iter()

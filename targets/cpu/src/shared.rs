@@ -9,16 +9,16 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 static POOL: Mutex<Weak<ThreadPool>> = Mutex::new(Weak::new());
 
 /// A device's share in the pool; the first run starts the threads.
-pub(crate) struct Shared {
+pub(crate) struct SharedPool {
     threads: usize,
     pool: OnceLock<Arc<ThreadPool>>,
 }
 
-impl Shared {
+impl SharedPool {
     /// Makes a share of as many threads as this process may use processors, a
     /// caller included.
-    pub(crate) fn new() -> Shared {
-        Shared {
+    pub(crate) fn new() -> SharedPool {
+        SharedPool {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             pool: OnceLock::new(),
         }
@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn devices_have_the_same_team() {
-        let (first, second) = (Shared::new(), Shared::new());
+        let (first, second) = (SharedPool::new(), SharedPool::new());
         assert!(std::ptr::eq(first.pool(), second.pool()));
         assert_eq!(first.pool().workers() + 1, first.threads());
     }

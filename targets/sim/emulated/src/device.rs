@@ -1,6 +1,6 @@
 //! An emulated CPU as a [`Device`].
 
-use crate::machine::Machine;
+use crate::machine::ProgramHost;
 use crate::memory::Memory;
 use crate::module::EmulatedModule;
 use crate::program::{Program, Request};
@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// synchronous.
 pub struct EmulatedDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
 /// The state that modules share with their device.
-pub(crate) struct Shared {
-    machine: Machine,
+pub(crate) struct DeviceState {
+    machine: ProgramHost,
     memory: Arc<Memory>,
     /// The running programs, the one launched last at the end.
     running: Mutex<Vec<(PathBuf, Program)>>,
@@ -49,7 +49,7 @@ impl EmulatedDevice {
             backend: "sim".to_string(),
             reason,
         };
-        let machine = Machine::find(isa).map_err(unavailable)?;
+        let machine = ProgramHost::find(isa).map_err(unavailable)?;
         let memory = Memory::new().map_err(|error| unavailable(error.to_string()))?;
         let info = DeviceInfo {
             name: machine.name(),
@@ -58,7 +58,7 @@ impl EmulatedDevice {
             memory_bytes: Some(crate::memory::BYTES),
         };
         let memory = Arc::new(memory);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(DeviceState {
             machine,
             memory,
             running: Mutex::default(),
@@ -67,7 +67,7 @@ impl EmulatedDevice {
     }
 }
 
-impl Shared {
+impl DeviceState {
     /// Runs a request. Launches run one after the other, as on a stream. A
     /// program that failed is gone, and its next launch starts it again.
     pub(crate) fn run(&self, file: &Path, request: &Request<'_>) -> Result<(), String> {

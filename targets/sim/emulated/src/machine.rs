@@ -8,22 +8,22 @@ use std::process::Command;
 
 /// A CPU that runs programs of an instruction set.
 #[derive(Debug)]
-pub(crate) enum Machine {
+pub(crate) enum ProgramHost {
     /// QEMU, as this CPU of aarch64.
     Qemu(PathBuf, &'static str),
     /// This CPU; a program handles the instructions that it lacks.
     Own,
 }
 
-impl Machine {
+impl ProgramHost {
     /// Returns the machine for an instruction set.
     ///
     /// # Errors
     /// A message with the missing part and the remedy.
-    pub(crate) fn find(isa: CpuIsa) -> Result<Machine, String> {
+    pub(crate) fn find(isa: CpuIsa) -> Result<ProgramHost, String> {
         match isa {
-            CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(Machine::Qemu(find_qemu()?, cpu(isa))),
-            CpuIsa::Amx => own().map(|()| Machine::Own),
+            CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(ProgramHost::Qemu(find_qemu()?, cpu(isa))),
+            CpuIsa::Amx => own().map(|()| ProgramHost::Own),
             _ => Err(format!("`{}` is not emulated", Target::Cpu(isa))),
         }
     }
@@ -31,23 +31,23 @@ impl Machine {
     /// Returns the command that starts `program`.
     pub(crate) fn command(&self, program: &Path) -> Command {
         match self {
-            Machine::Qemu(qemu, cpu) => {
+            ProgramHost::Qemu(qemu, cpu) => {
                 let mut command = Command::new(qemu);
                 command.args(["-cpu", cpu]).arg(program);
                 command
             }
-            Machine::Own => Command::new(program),
+            ProgramHost::Own => Command::new(program),
         }
     }
 
     /// Returns a name for messages: `aarch64 under qemu-aarch64-static`.
     pub(crate) fn name(&self) -> String {
         match self {
-            Machine::Qemu(qemu, _) => {
+            ProgramHost::Qemu(qemu, _) => {
                 let program = qemu.file_name().unwrap_or(qemu.as_os_str());
                 format!("aarch64 under {}", program.to_string_lossy())
             }
-            Machine::Own => "this CPU with emulated tiles".to_string(),
+            ProgramHost::Own => "this CPU with emulated tiles".to_string(),
         }
     }
 }

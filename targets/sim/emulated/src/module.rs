@@ -1,6 +1,6 @@
 //! Loaded kernels and their launch.
 
-use crate::device::Shared;
+use crate::device::DeviceState;
 use crate::program::Request;
 use moesaic_kernel::Entry;
 use moesaic_target::{
@@ -21,7 +21,7 @@ struct Program {
 /// A program of kernels, started when one of them is launched.
 pub(crate) struct EmulatedModule {
     entries: Vec<(Entry, u64)>,
-    device: Arc<Shared>,
+    device: Arc<DeviceState>,
     program: Program,
 }
 
@@ -29,7 +29,7 @@ impl EmulatedModule {
     pub(crate) fn load(
         artifact: &Artifact,
         entries: &[Entry],
-        device: Arc<Shared>,
+        device: Arc<DeviceState>,
     ) -> Result<EmulatedModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
         let refuse = |reason: String| DeviceError::Load {

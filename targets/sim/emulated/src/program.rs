@@ -1,6 +1,6 @@
 //! The process of a kernel program, and its messages.
 
-use crate::machine::Machine;
+use crate::machine::ProgramHost;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -52,7 +52,7 @@ pub(crate) struct Program {
 
 impl Program {
     /// Starts the file on `machine`, with `memory` as the device's memory.
-    pub(crate) fn start(machine: &Machine, file: &Path, memory: &File) -> io::Result<Program> {
+    pub(crate) fn start(machine: &ProgramHost, file: &Path, memory: &File) -> io::Result<Program> {
         // Files 0 and 1 carry the memory and the requests, because the launcher
         // has no C library to open anything with. Standard error stays free for
         // the last words of a program that ends.

@@ -47,11 +47,11 @@ const MOST_CORES: usize = 16;
 /// collectives fail in the same way. Launches are synchronous.
 pub struct FiberDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
 /// The state that modules share with their device.
-pub(crate) struct Shared {
+pub(crate) struct DeviceState {
     pub(crate) arch: RocmArch,
     pub(crate) cores: usize,
     pub(crate) orders: Vec<Order>,
@@ -86,7 +86,7 @@ impl FiberDevice {
             units: cores as u32,
             memory_bytes: host.info().memory_bytes,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(DeviceState {
             arch,
             cores,
             orders: options.orders,
@@ -100,7 +100,7 @@ impl FiberDevice {
     }
 }
 
-impl Shared {
+impl DeviceState {
     /// Returns the shared memory that a block may take, in bytes: the LDS of a
     /// compute unit (CDNA3 and CDNA4 ISA guides, "Local Data Share").
     pub(crate) fn shared_bytes(&self) -> u32 {

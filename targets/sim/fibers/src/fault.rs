@@ -6,18 +6,18 @@ use crate::stamp::Stamp;
 
 /// Reading, writing, or both as one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum AccessKind {
     Read,
     Write,
     Atomic,
 }
 
-impl Kind {
+impl AccessKind {
     pub(crate) fn verb(self) -> &'static str {
         match self {
-            Kind::Read => "reads",
-            Kind::Write => "writes",
-            Kind::Atomic => "adds to",
+            AccessKind::Read => "reads",
+            AccessKind::Write => "writes",
+            AccessKind::Atomic => "adds to",
         }
     }
 }
@@ -27,7 +27,7 @@ impl Kind {
 pub(crate) struct Access {
     pub(crate) address: usize,
     pub(crate) bytes: usize,
-    pub(crate) kind: Kind,
+    pub(crate) kind: AccessKind,
     /// Address of the instruction behind the access.
     pub(crate) from: usize,
 }

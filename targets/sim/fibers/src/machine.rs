@@ -5,14 +5,14 @@
 //! reference to the worker while another fiber may run.
 
 use crate::block::{Collective, State};
-use crate::fault::{Access, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Fault, Problem};
 use crate::product::{Operands, Shape};
 use crate::worker::{current, fail, park};
 use std::ffi::c_void;
 
 /// The table, in the order of the text.
 #[repr(C)]
-pub(crate) struct Machine {
+pub(crate) struct MachineTable {
     thread_index: extern "C" fn() -> i32,
     block_x: extern "C" fn() -> i64,
     block_y: extern "C" fn() -> i64,
@@ -30,7 +30,7 @@ pub(crate) struct Machine {
 }
 
 /// The only table; the calling thread of the host determines the worker.
-pub(crate) static MACHINE: Machine = Machine {
+pub(crate) static MACHINE: MachineTable = MachineTable {
     thread_index,
     block_x,
     block_y,
@@ -130,7 +130,7 @@ extern "C" fn warp_max(value: u32, line: i32) -> u32 {
 }
 
 unsafe extern "C" fn shared_add(counter: *mut i32, value: i32, from: *const c_void) {
-    check(counter as usize, 4, Kind::Atomic, from as usize);
+    check(counter as usize, 4, AccessKind::Atomic, from as usize);
     // SAFETY: the check has found the counter in memory of the launch; fibers
     // of other cores may add to it at the same time.
     let counter = unsafe { std::sync::atomic::AtomicI32::from_ptr(counter) };
@@ -168,9 +168,9 @@ extern "C" fn access(address: *const c_void, bytes: u64, kind: i32, from: *const
     let aligned = free || address.is_multiple_of(bytes.max(1));
     let along = kind & 4 != 0;
     let kind = if kind & 1 != 0 {
-        Kind::Write
+        AccessKind::Write
     } else {
-        Kind::Read
+        AccessKind::Read
     };
     let from = from as usize;
     let access = Access {
@@ -196,7 +196,7 @@ extern "C" fn defect(kind: i32, facts: *const u8, value: u64) {
 }
 
 #[inline]
-fn check(address: usize, bytes: usize, kind: Kind, from: usize) {
+fn check(address: usize, bytes: usize, kind: AccessKind, from: usize) {
     let access = Access {
         address,
         bytes,

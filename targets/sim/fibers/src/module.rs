@@ -1,13 +1,13 @@
 //! Loaded kernels and their launch.
 
 use crate::block::Order;
-use crate::device::Shared;
+use crate::device::DeviceState;
 use crate::fault::Fault;
 use crate::image::Facts;
-use crate::machine::{MACHINE, Machine};
+use crate::machine::{MACHINE, MachineTable};
 use crate::region::Region;
 use crate::words::Scene;
-use crate::worker::{Body, Counts, Image, Job, Worker};
+use crate::worker::{BlockJob, Body, Counts, Image, Worker};
 use moesaic_cpu::{Loaded, load_shared_object};
 use moesaic_kernel::{Access, Entry};
 use moesaic_target::{
@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The header that the text exports: `Image` of `prelude/sim/machine.hpp`.
 #[repr(C)]
 struct Header {
-    machine: *const Machine,
+    machine: *const MachineTable,
     shared: usize,
     shared_end: usize,
     wave: i64,
@@ -40,7 +40,7 @@ pub(crate) struct FiberModule {
     binary: Vec<u8>,
     entries: Vec<Entry>,
     facts: Facts,
-    device: Arc<Shared>,
+    device: Arc<DeviceState>,
     copies: Mutex<Vec<Arc<Copy>>>,
 }
 
@@ -48,7 +48,7 @@ impl FiberModule {
     pub(crate) fn load(
         artifact: &Artifact,
         entries: &[Entry],
-        device: Arc<Shared>,
+        device: Arc<DeviceState>,
     ) -> Result<FiberModule, DeviceError> {
         let refuse = |reason| DeviceError::Load {
             kernel: entries
@@ -353,7 +353,7 @@ impl Launch<'_> {
 
     /// Runs blocks on one core until none is left or one has failed.
     fn run_blocks(&self, copy: &Copy, number: u32, order: Order, progress: &Progress) {
-        let job = Job {
+        let job = BlockJob {
             body: copy.bodies[self.index],
             image: copy.image,
             values: self.values,

@@ -1,6 +1,6 @@
 //! Matrix products of a wave, with the layouts of `moesaic-hardware`.
 
-use moesaic_hardware::mfma::{Element, MfmaKind, execute};
+use moesaic_hardware::mfma::{MfmaElement, MfmaKind, execute};
 use moesaic_kernel::RocmArch;
 
 /// The operands of one lane, on its stack.
@@ -45,9 +45,9 @@ impl Shape {
     /// Returns the instruction, if the architecture has it.
     pub(crate) fn on(self, arch: RocmArch) -> Option<Product> {
         let element = match self.element {
-            0 => Element::F16,
-            1 => Element::Bf16,
-            _ => Element::F32,
+            0 => MfmaElement::F16,
+            1 => MfmaElement::Bf16,
+            _ => MfmaElement::F32,
         };
         let (edge, k) = (
             usize::try_from(self.edge).ok()?,
@@ -60,8 +60,8 @@ impl Shape {
         };
         // gfx950 (CDNA4) doubled k; bf16 in this form came with gfx90a (CDNA2).
         let wide = edge * k > 256 && arch.name != "gfx950";
-        let old = arch.name == "gfx908" && element == Element::Bf16;
-        let flushes = arch.name == "gfx90a" && element != Element::F32;
+        let old = arch.name == "gfx908" && element == MfmaElement::Bf16;
+        let flushes = arch.name == "gfx90a" && element != MfmaElement::F32;
         let kind = kind.filter(|_| !wide && !old)?;
         Some(Product { kind, flushes })
     }
@@ -116,7 +116,7 @@ impl Product {
         }
         if self.flushes {
             let exponent = match self.kind.element() {
-                Element::F16 => 0x7c00,
+                MfmaElement::F16 => 0x7c00,
                 _ => 0x7f80,
             };
             let registers = a[..inputs].iter_mut().chain(&mut b[..inputs]);

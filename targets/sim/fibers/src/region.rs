@@ -1,6 +1,6 @@
 //! The tensors of a launch and the threads that touched them.
 
-use crate::fault::{Access, Earlier, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Earlier, Fault, Problem};
 use crate::memory::{Allocation, GRAIN};
 use crate::stamp::Stamp;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl Region {
         }
         let first = access.address - self.start;
         let grains = first / GRAIN..(first + access.bytes).div_ceil(GRAIN);
-        if access.kind == Kind::Write {
+        if access.kind == AccessKind::Write {
             if !self.writable {
                 return Some(Fault::Memory(access, Problem::ReadOnly));
             }
@@ -83,7 +83,7 @@ impl Region {
             // that misses a conflict at worst, and invents none.
             let [writer, readers] = pair.each_ref().map(load);
             let conflict = match access.kind {
-                Kind::Read => (!writer.before(now, shift)).then_some((writer, true)),
+                AccessKind::Read => (!writer.before(now, shift)).then_some((writer, true)),
                 _ if !writer.before(now, shift) => Some((writer, true)),
                 _ => (!readers.before(now, shift)).then_some((readers, false)),
             };
@@ -92,7 +92,7 @@ impl Region {
                 return Some(Fault::Conflict(access, Earlier { stamp, wrote, from }));
             }
             match access.kind {
-                Kind::Read => pair[1].store(readers.and(now, shift).bits(), Relaxed),
+                AccessKind::Read => pair[1].store(readers.and(now, shift).bits(), Relaxed),
                 _ => pair[0].store(now.bits(), Relaxed),
             }
         }

@@ -1,6 +1,6 @@
 //! The shared memory of a block and the threads that touched it.
 
-use crate::fault::{Access, Earlier, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Earlier, Fault, Problem};
 use crate::memory::{GRAIN, POISON};
 use crate::stamp::Stamp;
 
@@ -16,13 +16,13 @@ struct Grain {
 
 /// A watched range of shared memory.
 #[derive(Default)]
-pub(crate) struct Shared {
+pub(crate) struct SharedMemory {
     start: usize,
     bytes: usize,
     grains: Vec<Grain>,
 }
 
-impl Shared {
+impl SharedMemory {
     /// Watches another range, whose history is unknown.
     pub(crate) fn watch(&mut self, start: usize, bytes: usize) {
         (self.start, self.bytes) = (start, bytes);
@@ -86,9 +86,9 @@ impl Shared {
             }
             let before = *grain;
             let fault = match access.kind {
-                Kind::Read => grain.read(now, shift, from),
-                Kind::Write => grain.write(now, shift, from),
-                Kind::Atomic => grain.add(now, shift, from),
+                AccessKind::Read => grain.read(now, shift, from),
+                AccessKind::Write => grain.write(now, shift, from),
+                AccessKind::Atomic => grain.add(now, shift, from),
             };
             if let Some(found) = fault {
                 return Some(found.of(access, image));

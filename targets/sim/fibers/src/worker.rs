@@ -1,10 +1,10 @@
 //! A worker: it runs blocks on one core, thread by thread.
 
 use crate::block::{Block, Order, State};
-use crate::fault::{Access, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Fault, Problem};
 use crate::product::{Product, Shape};
 use crate::region::Region;
-use crate::shared::Shared;
+use crate::shared::SharedMemory;
 use crate::stacks::Stacks;
 use crate::stamp::{MOST_BLOCK_BARRIERS, MOST_WAVE_BARRIERS};
 use crate::switch::{Context, prepare, switch};
@@ -26,7 +26,7 @@ pub(crate) struct Image {
 }
 
 /// The part of a launch that its blocks have in common.
-pub(crate) struct Job<'a> {
+pub(crate) struct BlockJob<'a> {
     pub(crate) body: Body,
     pub(crate) image: Image,
     pub(crate) values: *const *mut c_void,
@@ -71,8 +71,8 @@ pub(crate) struct Worker {
     stacks: Stacks,
     contexts: Vec<Context>,
     scheduler: Context,
-    statics: Shared,
-    dynamic: Shared,
+    statics: SharedMemory,
+    dynamic: SharedMemory,
     dynamic_memory: Vec<u128>,
     job: JobPart,
     /// The region that an instruction touched last, by the instruction's
@@ -80,7 +80,7 @@ pub(crate) struct Worker {
     recent: [u32; 256],
 }
 
-/// The part of a [`Job`] that accesses need while it runs.
+/// The part of a [`BlockJob`] that accesses need while it runs.
 #[derive(Clone, Copy)]
 struct JobPart {
     body: Option<Body>,
@@ -119,8 +119,8 @@ impl Worker {
             stacks: Stacks::new(0)?,
             contexts: Vec::new(),
             scheduler: ptr::null_mut(),
-            statics: Shared::default(),
-            dynamic: Shared::default(),
+            statics: SharedMemory::default(),
+            dynamic: SharedMemory::default(),
             dynamic_memory: Vec::new(),
             job: JobPart {
                 body: None,
@@ -133,7 +133,7 @@ impl Worker {
     }
 
     /// Prepares for the blocks of a job.
-    pub(crate) fn begin(&mut self, job: &Job) -> std::io::Result<()> {
+    pub(crate) fn begin(&mut self, job: &BlockJob) -> std::io::Result<()> {
         if self.stacks.count() < job.threads {
             self.stacks = Stacks::new(job.threads)?;
         }
@@ -161,7 +161,7 @@ impl Worker {
     ///
     /// # Safety
     /// `begin` was called with this job, whose body takes its values.
-    pub(crate) unsafe fn run_block(&mut self, job: &Job, number: u32, at: [i64; 2]) -> bool {
+    pub(crate) unsafe fn run_block(&mut self, job: &BlockJob, number: u32, at: [i64; 2]) -> bool {
         self.fault = None;
         self.counts.blocks += 1;
         // SAFETY: the image's shared memory and the worker's own; no fiber runs.
@@ -214,7 +214,7 @@ impl Worker {
         if let Some(i) = found {
             self.recent[slot] = i as u32;
             match access.kind {
-                Kind::Read => self.counts.global_read_bytes += bytes as u64,
+                AccessKind::Read => self.counts.global_read_bytes += bytes as u64,
                 _ => self.counts.global_written_bytes += bytes as u64,
             }
             return regions[i].touch(access, now, shift);
@@ -242,7 +242,7 @@ impl Worker {
         let image = self.job.image;
         let constant = access.address.wrapping_sub(image.start) < image.bytes;
         match (constant, access.kind) {
-            (true, Kind::Read) => None,
+            (true, AccessKind::Read) => None,
             (true, _) => Some(Fault::Memory(access, Problem::Constant)),
             _ => Some(Fault::Memory(access, Problem::Outside)),
         }

@@ -23,7 +23,7 @@ use crate::product::add_product;
 
 /// The type of the elements of A and B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Element {
+pub enum MfmaElement {
     /// IEEE half.
     F16,
     /// bfloat16.
@@ -38,28 +38,28 @@ pub struct MfmaKind {
     /// Rows of A and columns of B, 16 or 32.
     edge: u8,
     k: u8,
-    element: Element,
+    element: MfmaElement,
     lanes: u8,
 }
 
 impl MfmaKind {
     /// Every instruction that this crate executes.
     pub const ALL: [MfmaKind; 12] = [
-        MfmaKind::of(32, 8, Element::F16, 64),
-        MfmaKind::of(32, 8, Element::Bf16, 64),
-        MfmaKind::of(16, 16, Element::F16, 64),
-        MfmaKind::of(16, 16, Element::Bf16, 64),
-        MfmaKind::of(32, 16, Element::F16, 64),
-        MfmaKind::of(32, 16, Element::Bf16, 64),
-        MfmaKind::of(16, 32, Element::F16, 64),
-        MfmaKind::of(16, 32, Element::Bf16, 64),
-        MfmaKind::of(32, 2, Element::F32, 64),
-        MfmaKind::of(16, 4, Element::F32, 64),
-        MfmaKind::of(16, 16, Element::F16, 32),
-        MfmaKind::of(16, 16, Element::Bf16, 32),
+        MfmaKind::of(32, 8, MfmaElement::F16, 64),
+        MfmaKind::of(32, 8, MfmaElement::Bf16, 64),
+        MfmaKind::of(16, 16, MfmaElement::F16, 64),
+        MfmaKind::of(16, 16, MfmaElement::Bf16, 64),
+        MfmaKind::of(32, 16, MfmaElement::F16, 64),
+        MfmaKind::of(32, 16, MfmaElement::Bf16, 64),
+        MfmaKind::of(16, 32, MfmaElement::F16, 64),
+        MfmaKind::of(16, 32, MfmaElement::Bf16, 64),
+        MfmaKind::of(32, 2, MfmaElement::F32, 64),
+        MfmaKind::of(16, 4, MfmaElement::F32, 64),
+        MfmaKind::of(16, 16, MfmaElement::F16, 32),
+        MfmaKind::of(16, 16, MfmaElement::Bf16, 32),
     ];
 
-    const fn of(edge: u8, k: u8, element: Element, lanes: u8) -> MfmaKind {
+    const fn of(edge: u8, k: u8, element: MfmaElement, lanes: u8) -> MfmaKind {
         MfmaKind {
             edge,
             k,
@@ -70,14 +70,14 @@ impl MfmaKind {
 
     /// Returns `v_mfma_f32_EDGExEDGExK` of wave64, or `None` when there is
     /// none.
-    pub fn mfma(edge: usize, k: usize, element: Element) -> Option<MfmaKind> {
+    pub fn mfma(edge: usize, k: usize, element: MfmaElement) -> Option<MfmaKind> {
         let (edge, k) = (u8::try_from(edge).ok()?, u8::try_from(k).ok()?);
         let kind = MfmaKind::of(edge, k, element, 64);
         MfmaKind::ALL.contains(&kind).then_some(kind)
     }
 
     /// Returns `v_wmma_f32_16x16x16` of wave32, or `None` for f32.
-    pub fn wmma(element: Element) -> Option<MfmaKind> {
+    pub fn wmma(element: MfmaElement) -> Option<MfmaKind> {
         let kind = MfmaKind::of(16, 16, element, 32);
         MfmaKind::ALL.contains(&kind).then_some(kind)
     }
@@ -93,7 +93,7 @@ impl MfmaKind {
     }
 
     /// Returns the element type of A and B.
-    pub const fn element(self) -> Element {
+    pub const fn element(self) -> MfmaElement {
         self.element
     }
 
@@ -105,8 +105,8 @@ impl MfmaKind {
     /// Returns the elements of A or B in one register.
     pub const fn packed(self) -> usize {
         match self.element {
-            Element::F16 | Element::Bf16 => 2,
-            Element::F32 => 1,
+            MfmaElement::F16 | MfmaElement::Bf16 => 2,
+            MfmaElement::F32 => 1,
         }
     }
 
@@ -159,9 +159,9 @@ impl MfmaKind {
     fn unpack(self, register: u32, part: usize) -> f32 {
         let half = (register >> (16 * part)) as u16;
         match self.element {
-            Element::F16 => f32_from_f16(half),
-            Element::Bf16 => f32_from_bf16(half),
-            Element::F32 => f32::from_bits(register),
+            MfmaElement::F16 => f32_from_f16(half),
+            MfmaElement::Bf16 => f32_from_bf16(half),
+            MfmaElement::F32 => f32::from_bits(register),
         }
     }
 }

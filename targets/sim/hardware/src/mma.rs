@@ -24,7 +24,7 @@ use crate::product::add_product;
 
 /// The type of the elements of A and B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Element {
+pub enum MmaElement {
     /// IEEE half.
     F16,
     /// bfloat16.
@@ -52,26 +52,26 @@ pub enum Accumulator {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaKind {
     k: u8,
-    element: Element,
+    element: MmaElement,
     accumulator: Accumulator,
 }
 
 impl MmaKind {
     /// Every form that this crate executes.
     pub const ALL: [MmaKind; 10] = [
-        MmaKind::of(8, Element::F16, Accumulator::F32),
-        MmaKind::of(16, Element::F16, Accumulator::F32),
-        MmaKind::of(8, Element::F16, Accumulator::F16),
-        MmaKind::of(16, Element::F16, Accumulator::F16),
-        MmaKind::of(8, Element::Bf16, Accumulator::F32),
-        MmaKind::of(16, Element::Bf16, Accumulator::F32),
-        MmaKind::of(4, Element::Tf32, Accumulator::F32),
-        MmaKind::of(8, Element::Tf32, Accumulator::F32),
-        MmaKind::of(32, Element::S8, Accumulator::S32),
-        MmaKind::of(32, Element::U8, Accumulator::S32),
+        MmaKind::of(8, MmaElement::F16, Accumulator::F32),
+        MmaKind::of(16, MmaElement::F16, Accumulator::F32),
+        MmaKind::of(8, MmaElement::F16, Accumulator::F16),
+        MmaKind::of(16, MmaElement::F16, Accumulator::F16),
+        MmaKind::of(8, MmaElement::Bf16, Accumulator::F32),
+        MmaKind::of(16, MmaElement::Bf16, Accumulator::F32),
+        MmaKind::of(4, MmaElement::Tf32, Accumulator::F32),
+        MmaKind::of(8, MmaElement::Tf32, Accumulator::F32),
+        MmaKind::of(32, MmaElement::S8, Accumulator::S32),
+        MmaKind::of(32, MmaElement::U8, Accumulator::S32),
     ];
 
-    const fn of(k: u8, element: Element, accumulator: Accumulator) -> MmaKind {
+    const fn of(k: u8, element: MmaElement, accumulator: Accumulator) -> MmaKind {
         MmaKind {
             k,
             element,
@@ -80,7 +80,7 @@ impl MmaKind {
     }
 
     /// Returns the form with this k, or `None` when there is none.
-    pub fn new(k: usize, element: Element, accumulator: Accumulator) -> Option<MmaKind> {
+    pub fn new(k: usize, element: MmaElement, accumulator: Accumulator) -> Option<MmaKind> {
         let kind = MmaKind::of(u8::try_from(k).ok()?, element, accumulator);
         MmaKind::ALL.contains(&kind).then_some(kind)
     }
@@ -91,7 +91,7 @@ impl MmaKind {
     }
 
     /// Returns the element type of A and B.
-    pub const fn element(self) -> Element {
+    pub const fn element(self) -> MmaElement {
         self.element
     }
 
@@ -103,9 +103,9 @@ impl MmaKind {
     /// Returns the elements of A or B in one register.
     pub const fn packed(self) -> usize {
         match self.element {
-            Element::F16 | Element::Bf16 => 2,
-            Element::Tf32 => 1,
-            Element::S8 | Element::U8 => 4,
+            MmaElement::F16 | MmaElement::Bf16 => 2,
+            MmaElement::Tf32 => 1,
+            MmaElement::S8 | MmaElement::U8 => 4,
         }
     }
 
@@ -158,7 +158,7 @@ impl MmaKind {
     }
 }
 
-impl Element {
+impl MmaElement {
     /// Returns the value of element `part` of a register; integers are exact.
     #[inline(always)]
     pub fn unpack(self, register: u32, part: usize) -> f32 {
@@ -167,11 +167,11 @@ impl Element {
         let half = (register >> ((16 * part) & 31)) as u16;
         let byte = (register >> ((8 * part) & 31)) as u8;
         match self {
-            Element::F16 => f32_from_f16(half),
-            Element::Bf16 => f32_from_bf16(half),
-            Element::Tf32 => f32_from_tf32(register),
-            Element::S8 => f32::from(byte.cast_signed()),
-            Element::U8 => f32::from(byte),
+            MmaElement::F16 => f32_from_f16(half),
+            MmaElement::Bf16 => f32_from_bf16(half),
+            MmaElement::Tf32 => f32_from_tf32(register),
+            MmaElement::S8 => f32::from(byte.cast_signed()),
+            MmaElement::U8 => f32::from(byte),
         }
     }
 }

@@ -19,24 +19,24 @@ use crate::product::add_product;
 use std::fmt;
 
 /// The type of the elements of A and B.
-pub use crate::mma::{Accumulator, Element};
+pub use crate::mma::{Accumulator, MmaElement};
 
 /// A form of `wgmma.mma_async.sync.aligned.m64nNkK`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaKind {
     n: u16,
-    element: Element,
+    element: MmaElement,
     accumulator: Accumulator,
 }
 
 impl WgmmaKind {
     /// Returns the form, or `None` when there is none: n is a multiple of 8 up
     /// to 256; f16 accumulates in f32 or f16, bf16 and tf32 in f32.
-    pub fn new(n: usize, element: Element, accumulator: Accumulator) -> Option<WgmmaKind> {
+    pub fn new(n: usize, element: MmaElement, accumulator: Accumulator) -> Option<WgmmaKind> {
         let types = matches!(
             (element, accumulator),
-            (Element::F16, Accumulator::F32 | Accumulator::F16)
-                | (Element::Bf16 | Element::Tf32, Accumulator::F32)
+            (MmaElement::F16, Accumulator::F32 | Accumulator::F16)
+                | (MmaElement::Bf16 | MmaElement::Tf32, Accumulator::F32)
         );
         let shape = n.is_multiple_of(8) && (8..=256).contains(&n);
         (types && shape).then_some(WgmmaKind {
@@ -54,13 +54,13 @@ impl WgmmaKind {
     /// Returns the columns of A: 16, or 8 for tf32.
     pub const fn k(self) -> usize {
         match self.element {
-            Element::Tf32 => 8,
+            MmaElement::Tf32 => 8,
             _ => 16,
         }
     }
 
     /// Returns the element type of A and B.
-    pub const fn element(self) -> Element {
+    pub const fn element(self) -> MmaElement {
         self.element
     }
 
@@ -85,7 +85,7 @@ impl WgmmaKind {
     /// Returns the elements of A in one register.
     pub const fn packed_a(self) -> usize {
         match self.element {
-            Element::Tf32 => 1,
+            MmaElement::Tf32 => 1,
             _ => 2,
         }
     }
@@ -122,7 +122,7 @@ impl WgmmaKind {
 /// The source of operand A.
 #[derive(Clone, Copy, Debug)]
 pub enum SourceA<'a> {
-    /// Shared memory.
+    /// SharedMemory memory.
     Shared(Descriptor, Major),
     /// Registers: register `r` of warp `w` is `[4 w + r]`.
     Registers(&'a [Lanes; 16]),
@@ -147,9 +147,9 @@ pub struct Wgmma<'a> {
     pub negate_b: bool,
 }
 
-/// Shared memory of a block: `bytes[0]` has address `base`.
+/// SharedMemory memory of a block: `bytes[0]` has address `base`.
 #[derive(Clone, Copy, Debug)]
-pub struct Shared<'a> {
+pub struct SharedMemory<'a> {
     /// Address of the first byte.
     pub base: u32,
     /// Contents, from `base` on.
@@ -164,11 +164,11 @@ pub enum WgmmaError {
     OutOfBounds {
         /// `'A'` or `'B'`.
         operand: char,
-        /// Shared-memory address of the read.
+        /// SharedMemory-memory address of the read.
         address: u32,
     },
     /// The operand is MN-major, but its elements exist only K-major.
-    Major(Element),
+    Major(MmaElement),
     /// The descriptor has a base offset other than 0, whose effect no hardware
     /// has confirmed.
     BaseOffset(u32),
@@ -206,7 +206,7 @@ impl Wgmma<'_> {
     ///
     /// # Panics
     /// Panics when the length of `d` is not `4 * d_registers`.
-    pub fn execute(&self, shared: Shared<'_>, d: &mut [Lanes]) -> Result<(), WgmmaError> {
+    pub fn execute(&self, shared: SharedMemory<'_>, d: &mut [Lanes]) -> Result<(), WgmmaError> {
         let (n, k) = (self.kind.n(), self.kind.k());
         assert_eq!(d.len(), 4 * self.kind.d_registers(), "registers of D");
         let (mut a, mut b) = ([0.0; 64 * 16], [0.0; 16 * 256]);
@@ -253,7 +253,7 @@ impl Wgmma<'_> {
         }
     }
 
-    fn read_a(&self, shared: Shared<'_>, a: &mut [f32]) -> Result<(), WgmmaError> {
+    fn read_a(&self, shared: SharedMemory<'_>, a: &mut [f32]) -> Result<(), WgmmaError> {
         let k = self.kind.k();
         let mut put = |row: usize, depth: usize, value| a[row * k + depth] = value;
         match (self.a, self.operand_a()) {
@@ -285,7 +285,7 @@ fn for_each_a(kind: WgmmaKind, mut visit: impl FnMut(usize, usize, usize, usize)
 fn read(
     operand: Operand,
     name: char,
-    shared: Shared<'_>,
+    shared: SharedMemory<'_>,
     extent: usize,
     mut put: impl FnMut(usize, usize, f32),
 ) -> Result<(), WgmmaError> {
@@ -324,7 +324,7 @@ fn check(operand: Operand) -> Result<(), WgmmaError> {
         // `imm-trans-a` and `imm-trans-b` exist for f16 and bf16 alone (PTX
         // ISA, "wgmma.mma_async"). No ptxas sees the text that runs here, so
         // the machine has to refuse.
-        (Major::Mn, Element::Tf32) => Err(WgmmaError::Major(Element::Tf32)),
+        (Major::Mn, MmaElement::Tf32) => Err(WgmmaError::Major(MmaElement::Tf32)),
         _ if offset != 0 => Err(WgmmaError::BaseOffset(offset)),
         _ => Ok(()),
     }
@@ -332,17 +332,17 @@ fn check(operand: Operand) -> Result<(), WgmmaError> {
 
 /// Widens the elements of a chunk: four of tf32, repeated, or eight.
 #[inline]
-fn widen(element: Element, chunk: &[u8; 16]) -> [f32; 8] {
+fn widen(element: MmaElement, chunk: &[u8; 16]) -> [f32; 8] {
     let half = |i: usize| u32::from(u16::from_le_bytes([chunk[2 * i], chunk[2 * i + 1]]));
     let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| chunk[4 * i + b]));
     match element {
-        Element::Tf32 => std::array::from_fn(|i| element.unpack(word(i % 4), 0)),
-        Element::F16 => std::array::from_fn(|i| Element::F16.unpack(half(i), 0)),
-        _ => std::array::from_fn(|i| Element::Bf16.unpack(half(i), 0)),
+        MmaElement::Tf32 => std::array::from_fn(|i| element.unpack(word(i % 4), 0)),
+        MmaElement::F16 => std::array::from_fn(|i| MmaElement::F16.unpack(half(i), 0)),
+        _ => std::array::from_fn(|i| MmaElement::Bf16.unpack(half(i), 0)),
     }
 }
 
-impl<'a> Shared<'a> {
+impl<'a> SharedMemory<'a> {
     /// Returns the 16 bytes at an address.
     #[inline]
     pub fn chunk(&self, address: u32) -> Option<&'a [u8; 16]> {

@@ -4,7 +4,7 @@ use crate::artifact::Texts;
 use crate::code::Kernel;
 use crate::error::PtxError;
 use crate::finding::Finding;
-use crate::launch::{Loaded, Shared, launch};
+use crate::launch::{DeviceState, Loaded, launch};
 use crate::memory::Allocation;
 use crate::text::{self, Space};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
@@ -52,7 +52,7 @@ impl Default for PtxOptions {
 /// and has ended when the call returns; a defect is the error of the launch.
 pub struct PtxDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
 /// Returns the shared memory a block can have, in bytes, by architecture: the
@@ -82,7 +82,7 @@ impl PtxDevice {
                 units: threads.get() as u32,
                 memory_bytes: None,
             },
-            shared: Arc::new(Shared {
+            shared: Arc::new(DeviceState {
                 options,
                 threads: threads.get(),
                 shared_limit: shared_limit(arch),
@@ -116,7 +116,7 @@ impl std::fmt::Debug for PtxDevice {
 
 /// Frees an allocation on drop.
 struct Owner {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
     base: u64,
 }
 
@@ -188,7 +188,7 @@ impl Device for PtxDevice {
 
 /// A loaded artifact.
 struct PtxModule {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
     kernels: Vec<Loaded>,
     /// Memory of the module's own variables.
     _variables: Vec<Owner>,
@@ -196,7 +196,7 @@ struct PtxModule {
 
 impl PtxModule {
     fn load(
-        shared: &Arc<Shared>,
+        shared: &Arc<DeviceState>,
         artifact: &Artifact,
         entries: &[Entry],
     ) -> Result<PtxModule, PtxError> {
@@ -242,7 +242,7 @@ impl PtxModule {
 }
 
 /// Allocates the global and constant variables that kernels use.
-fn place_variables(shared: &Arc<Shared>, module: &text::ModuleText) -> (Vec<u64>, Vec<Owner>) {
+fn place_variables(shared: &Arc<DeviceState>, module: &text::ModuleText) -> (Vec<u64>, Vec<Owner>) {
     let mut owners = Vec::new();
     let address = |(i, variable): (usize, &text::Variable)| {
         // A module names every variable of its headers. Only those that an

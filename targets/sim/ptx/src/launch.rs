@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 /// The state that a device and its modules share.
-pub struct Shared {
+pub struct DeviceState {
     pub options: PtxOptions,
     pub threads: usize,
-    /// Shared memory that a block can have, in bytes.
+    /// DeviceState memory that a block can have, in bytes.
     pub shared_limit: u32,
     pub heap: Mutex<Heap>,
     pub findings: Mutex<Vec<Finding>>,
@@ -34,7 +34,7 @@ pub struct Loaded {
 
 /// Runs a launch to its end.
 pub fn launch(
-    shared: &Shared,
+    shared: &DeviceState,
     loaded: &Loaded,
     dims: LaunchDims,
     args: &[Arg],
@@ -115,7 +115,7 @@ fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, St
 
 /// Returns a finding if the launch asks for more shared memory or threads than
 /// there are.
-fn size_finding(shared: &Shared, loaded: &Loaded, dims: &LaunchDims) -> Option<Finding> {
+fn size_finding(shared: &DeviceState, loaded: &Loaded, dims: &LaunchDims) -> Option<Finding> {
     let kernel = &loaded.kernel;
     let at_start = |kind, message| Failure {
         kind,
@@ -154,7 +154,7 @@ struct Part {
 }
 
 fn run(
-    shared: &Shared,
+    shared: &DeviceState,
     loaded: &Loaded,
     dims: &LaunchDims,
     grid: [u32; 2],

@@ -16,7 +16,7 @@ use crate::bench::{Bench, Trouble};
 use crate::random::Random;
 use crate::report::Row;
 use moesaic_hardware::float::{bf16_from_f32, f16_from_f32};
-use moesaic_hardware::mma::Element;
+use moesaic_hardware::mma::MmaElement;
 
 /// A probe of one part of the hardware.
 pub struct Probe {
@@ -62,15 +62,17 @@ pub fn all() -> impl Iterator<Item = &'static Probe> {
 
 /// Returns a register of elements that are whole numbers from -8 to 8, or all
 /// of a byte's values.
-fn small(element: Element, random: &mut Random) -> u32 {
+fn small(element: MmaElement, random: &mut Random) -> u32 {
     let mut value = || random.range(-8, 8) as f32;
     match element {
-        Element::F16 => u32::from(f16_from_f32(value())) | u32::from(f16_from_f32(value())) << 16,
-        Element::Bf16 => {
+        MmaElement::F16 => {
+            u32::from(f16_from_f32(value())) | u32::from(f16_from_f32(value())) << 16
+        }
+        MmaElement::Bf16 => {
             u32::from(bf16_from_f32(value())) | u32::from(bf16_from_f32(value())) << 16
         }
-        Element::Tf32 => value().to_bits(),
-        Element::S8 | Element::U8 => random.bits(),
+        MmaElement::Tf32 => value().to_bits(),
+        MmaElement::S8 | MmaElement::U8 => random.bits(),
     }
 }
 

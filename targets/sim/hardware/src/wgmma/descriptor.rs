@@ -1,6 +1,6 @@
 //! Matrix descriptors and the addresses of an operand's elements.
 
-use crate::mma::Element;
+use crate::mma::MmaElement;
 use crate::swizzle::Swizzle;
 
 /// A 64-bit matrix descriptor, its fields in bytes (PTX ISA, "Matrix Descriptor
@@ -87,8 +87,8 @@ pub struct Operand {
     pub descriptor: Descriptor,
     /// Contiguous index.
     pub major: Major,
-    /// Element type.
-    pub element: Element,
+    /// MmaElement type.
+    pub element: MmaElement,
 }
 
 impl Operand {
@@ -151,9 +151,9 @@ impl Operand {
 
     const fn element_bytes(&self) -> u32 {
         match self.element {
-            Element::F16 | Element::Bf16 => 2,
-            Element::Tf32 => 4,
-            Element::S8 | Element::U8 => 1,
+            MmaElement::F16 | MmaElement::Bf16 => 2,
+            MmaElement::Tf32 => 4,
+            MmaElement::S8 | MmaElement::U8 => 1,
         }
     }
 

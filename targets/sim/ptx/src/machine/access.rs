@@ -55,27 +55,39 @@ pub fn space_of(address: u64) -> (Space, u64) {
     }
 }
 
+/// The part of an access that goes to one address space.
+pub struct SpacePart {
+    pub space: Space,
+    /// Offsets within the space, by lane.
+    pub addresses: Doubles,
+    /// Lanes of the part.
+    pub mask: u32,
+}
+
 impl Machine<'_> {
     /// Resolves generic addresses: splits a mask into one part per space.
-    pub fn resolve(
-        &self,
-        space: Space,
-        addresses: &Doubles,
-        mask: u32,
-    ) -> Vec<(Space, Doubles, u32)> {
+    pub fn resolve(&self, space: Space, addresses: &Doubles, mask: u32) -> Vec<SpacePart> {
         if space != Space::Generic {
-            return vec![(space, *addresses, mask)];
+            return vec![SpacePart {
+                space,
+                addresses: *addresses,
+                mask,
+            }];
         }
-        let mut parts: Vec<(Space, Doubles, u32)> = Vec::new();
+        let mut parts: Vec<SpacePart> = Vec::new();
         for lane in lanes_of(mask) {
             let (space, address) = space_of(addresses[lane]);
-            let known = parts.iter().position(|part| part.0 == space);
+            let known = parts.iter().position(|part| part.space == space);
             let at = known.unwrap_or_else(|| {
-                parts.push((space, [0; 32], 0));
+                parts.push(SpacePart {
+                    space,
+                    addresses: [0; 32],
+                    mask: 0,
+                });
                 parts.len() - 1
             });
-            parts[at].1[lane] = address;
-            parts[at].2 |= 1 << lane;
+            parts[at].addresses[lane] = address;
+            parts[at].mask |= 1 << lane;
         }
         parts
     }
@@ -89,12 +101,13 @@ impl Machine<'_> {
             Space::Param => self.load_param(warp, access, &addresses, mask),
             Space::Local => self.load_local(warp, access, &addresses, mask),
             Space::Generic => {
-                for (space, addresses, mask) in self.resolve(Space::Generic, &addresses, mask) {
-                    match space {
-                        Space::Shared => self.load_shared(warp, access, &addresses, mask)?,
-                        Space::Local => self.load_local(warp, access, &addresses, mask)?,
-                        Space::Param => self.load_param(warp, access, &addresses, mask)?,
-                        _ => self.load_global(warp, access, &addresses, mask)?,
+                for part in self.resolve(Space::Generic, &addresses, mask) {
+                    let (addresses, mask) = (&part.addresses, part.mask);
+                    match part.space {
+                        Space::Shared => self.load_shared(warp, access, addresses, mask)?,
+                        Space::Local => self.load_local(warp, access, addresses, mask)?,
+                        Space::Param => self.load_param(warp, access, addresses, mask)?,
+                        _ => self.load_global(warp, access, addresses, mask)?,
                     }
                 }
                 Ok(())
@@ -110,11 +123,12 @@ impl Machine<'_> {
             Space::Shared => self.store_shared(warp, access, &addresses, mask),
             Space::Local => self.store_local(warp, access, &addresses, mask),
             Space::Generic => {
-                for (space, addresses, mask) in self.resolve(Space::Generic, &addresses, mask) {
-                    match space {
-                        Space::Shared => self.store_shared(warp, access, &addresses, mask)?,
-                        Space::Local => self.store_local(warp, access, &addresses, mask)?,
-                        _ => self.store_global(warp, access, &addresses, mask)?,
+                for part in self.resolve(Space::Generic, &addresses, mask) {
+                    let (addresses, mask) = (&part.addresses, part.mask);
+                    match part.space {
+                        Space::Shared => self.store_shared(warp, access, addresses, mask)?,
+                        Space::Local => self.store_local(warp, access, addresses, mask)?,
+                        _ => self.store_global(warp, access, addresses, mask)?,
                     }
                 }
                 Ok(())

@@ -1,7 +1,7 @@
 //! `atom` and `red`.
 
 use super::Machine;
-use super::access::{addresses, lanes_of, little};
+use super::access::{SpacePart, addresses, lanes_of, little};
 use super::global::GlobalAccess;
 use super::lanes::atomic::combine;
 use super::warp::{Doubles, Warp};
@@ -15,7 +15,12 @@ impl Machine<'_> {
         self.changes += 1;
         let addresses = addresses(warp, &atomic.address);
         let mut old = vec![[0; 32]; atomic.operands.len()];
-        for (space, addresses, mask) in self.resolve(atomic.space, &addresses, mask) {
+        for part in self.resolve(atomic.space, &addresses, mask) {
+            let SpacePart {
+                space,
+                addresses,
+                mask,
+            } = part;
             let bytes = u64::from(atomic.bytes) * old.len() as u64;
             // An atomic with release semantics publishes before its update, and
             // one with acquire learns after it; `acq_rel` does both, in this

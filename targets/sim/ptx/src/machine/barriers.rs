@@ -3,9 +3,18 @@
 use super::Machine;
 use super::clock::{Gathered, Known};
 use super::run::Flow;
-use super::warp::{Group, Wait, Warp};
+use super::warp::{Group, Wait, Warp, WarpLanes};
 use crate::code::op::{self, BlockBarrier, NONE, VoteKind};
 use crate::finding::{Fault, FindingKind, Step};
+
+/// The votes of a barrier reduction.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Votes {
+    /// All threads said yes.
+    pub all: bool,
+    /// Number of threads that said yes.
+    pub yes: u32,
+}
 
 /// One of the sixteen barriers of a block.
 #[derive(Clone, Debug, Default)]
@@ -16,15 +25,15 @@ pub struct NamedBarrier {
     /// Number of completions so far.
     pub generation: u32,
     /// Waiting lanes, per warp of the cluster.
-    pub waiting: Vec<(u32, u32)>,
+    pub waiting: Vec<WarpLanes>,
     /// Lanes that have not read the result of a reduction.
-    pub unread: Vec<(u32, u32)>,
+    pub unread: Vec<WarpLanes>,
     /// Joint knowledge of the threads that have come.
     pub gathered: Gathered,
     /// The reduction so far: whether all said yes, and how many did.
-    pub votes: (bool, u32),
+    pub votes: Votes,
     /// The result of the last reduction.
-    pub result: (bool, u32),
+    pub result: Votes,
 }
 
 /// The barrier of a cluster.
@@ -70,7 +79,7 @@ impl Machine<'_> {
             return Ok(result);
         }
         let count = self.barrier_count(warp, barrier, first)?;
-        let generation = self.come(warp, barrier, mask, (id, count))?;
+        let generation = self.come(warp, barrier, mask, id, count)?;
         if barrier.arrive {
             return Ok(Flow::Next);
         }
@@ -98,7 +107,8 @@ impl Machine<'_> {
         warp: &mut Warp,
         barrier: &BlockBarrier,
         mask: u32,
-        (id, count): (u32, u32),
+        id: u32,
+        count: u32,
     ) -> Step<u32> {
         let block = warp.block as usize;
         self.changes += 1;
@@ -118,11 +128,17 @@ impl Machine<'_> {
         let here = if barrier.aligned { warp.lanes } else { mask };
         let votes = barrier.reduce.as_ref().map(|reduce| {
             let yes = warp.predicate(reduce.p, reduce.negate) & mask;
-            (yes == mask, yes.count_ones())
+            Votes {
+                all: yes == mask,
+                yes: yes.count_ones(),
+            }
         });
         own.add(count, here.count_ones(), votes);
         if !barrier.arrive {
-            own.waiting.push((warp.number, mask));
+            own.waiting.push(WarpLanes {
+                warp: warp.number,
+                lanes: mask,
+            });
         }
         let generation = own.generation;
         if own.arrived >= own.expected {
@@ -169,10 +185,10 @@ impl Machine<'_> {
         let own = &mut self.blocks[warp.block as usize].barriers[id as usize];
         // Warp and mask identify the waiter: a diverged warp may have two
         // groups in the same reduction.
-        let done = |entry: &(u32, u32)| entry.0 == warp.number && entry.1 == mask;
+        let done = |entry: &WarpLanes| entry.warp == warp.number && entry.lanes == mask;
         let at = own.unread.iter().position(done)?;
         own.unread.remove(at);
-        let (all, yes) = own.result;
+        let Votes { all, yes } = own.result;
         let holds = match reduce.kind {
             VoteKind::All => all,
             _ => yes > 0,
@@ -289,19 +305,20 @@ impl Machine<'_> {
 }
 
 impl NamedBarrier {
-    fn add(&mut self, expected: u32, threads: u32, votes: Option<(bool, u32)>) {
+    fn add(&mut self, expected: u32, threads: u32, votes: Option<Votes>) {
         if self.arrived == 0 {
-            self.votes = (true, 0);
+            self.votes = Votes { all: true, yes: 0 };
         }
         self.expected = expected;
         self.arrived += threads;
-        if let Some((all, yes)) = votes {
-            self.votes = (self.votes.0 && all, self.votes.1 + yes);
+        if let Some(votes) = votes {
+            self.votes.all &= votes.all;
+            self.votes.yes += votes.yes;
         }
     }
 
     /// Starts the next round; returns the lanes that waited.
-    fn complete(&mut self) -> Vec<(u32, u32)> {
+    fn complete(&mut self) -> Vec<WarpLanes> {
         self.arrived = 0;
         self.expected = 0;
         self.generation += 1;

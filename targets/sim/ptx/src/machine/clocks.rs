@@ -4,7 +4,7 @@
 use super::clock::{Gathered, Known};
 use super::global::GlobalShadow;
 use super::shadow::{Accessor, Clash};
-use super::warp::{Doubles, Warp, Words};
+use super::warp::{Doubles, Warp, WarpLanes, Words};
 use super::{Machine, access::lanes_of};
 use crate::code::op::{Fence, Order};
 use crate::finding::{Fault, FindingKind, Step};
@@ -30,6 +30,16 @@ pub enum Component {
     Products { group: usize },
     /// Bulk groups of a thread of the cluster.
     Bulk { thread: u32 },
+}
+
+/// A step of a component: the phase of an mbarrier, or the number of a product
+/// or of a bulk group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CompletionStep {
+    /// Index in [`Sync::components`].
+    pub component: u32,
+    /// The accesses are over once the component has reached this step.
+    pub step: u32,
 }
 
 /// The history of an mbarrier.
@@ -102,14 +112,18 @@ impl Machine<'_> {
         warp: &mut Warp,
         block: usize,
         id: u32,
-        waiting: &[(u32, u32)],
+        waiting: &[WarpLanes],
     ) {
         let gathered = self.blocks[block].barriers[id as usize].gathered.take();
         let Some(mut known) = gathered else {
             return;
         };
         let seen = std::rc::Rc::make_mut(&mut known.seen);
-        for &(number, lanes) in waiting {
+        for &WarpLanes {
+            warp: number,
+            lanes,
+        } in waiting
+        {
             let ended = if number == warp.number {
                 warp.ended
             } else {
@@ -123,7 +137,11 @@ impl Machine<'_> {
             }
         }
         self.time += 1;
-        for &(number, lanes) in waiting {
+        for &WarpLanes {
+            warp: number,
+            lanes,
+        } in waiting
+        {
             let own = if number == warp.number {
                 &mut *warp
             } else {
@@ -275,9 +293,12 @@ impl Machine<'_> {
 
     /// Returns the component of an mbarrier, and the number of the current
     /// phase.
-    pub fn phase_under_way(&self, block: usize, offset: usize) -> Option<(u32, u32)> {
+    pub fn phase_under_way(&self, block: usize, offset: usize) -> Option<CompletionStep> {
         let own = self.sync.mbarriers.get(&(block, offset))?;
-        Some((own.component, own.count + 1))
+        Some(CompletionStep {
+            component: own.component,
+            step: own.count + 1,
+        })
     }
 
     /// Releases a thread's knowledge before a store or an atomic that others

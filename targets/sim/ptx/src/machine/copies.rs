@@ -16,14 +16,14 @@ use crate::text::Space;
 /// The copies of a warp that no thread has waited for.
 #[derive(Debug, Default)]
 pub struct Copies {
-    jobs: Vec<Job>,
+    jobs: Vec<AsyncCopy>,
     /// Number of groups that each lane has committed.
     committed: Words,
 }
 
 /// The copies of one instruction.
 #[derive(Debug)]
-struct Job {
+struct AsyncCopy {
     lanes: u32,
     /// Number of the group; `None` before commit.
     group: Option<u32>,
@@ -111,7 +111,7 @@ impl Machine<'_> {
                 self.note_read(false, region, at, count, 1 << lane)?;
             }
         }
-        self.copies[warp.number as usize].jobs.push(Job {
+        self.copies[warp.number as usize].jobs.push(AsyncCopy {
             lanes: mask,
             group: None,
             to,
@@ -176,7 +176,7 @@ impl Machine<'_> {
             // number belongs to a thread and not to a warp (PTX ISA,
             // "cp.async.commit_group": per thread).
             if same != job.lanes {
-                let rest = Job {
+                let rest = AsyncCopy {
                     lanes: job.lanes & !same,
                     group: None,
                     moved: false,

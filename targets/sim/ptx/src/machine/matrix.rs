@@ -1,10 +1,10 @@
 //! `mma.sync`, `ldmatrix` and `stmatrix`.
 
 use super::Machine;
-use super::access::{addresses, lanes_of};
+use super::access::{SpacePart, addresses, lanes_of};
 use super::run::Flow;
 use super::warp::{Warp, Words};
-use crate::code::op::{Matrix, Mma, Order};
+use crate::code::op::{MatrixOp, Mma, Order};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
 use moesaic_hardware::{matrix, mma};
@@ -41,7 +41,7 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    pub fn matrix(&mut self, warp: &mut Warp, op: &Matrix, mask: u32) -> Step<Flow> {
+    pub fn matrix(&mut self, warp: &mut Warp, op: &MatrixOp, mask: u32) -> Step<Flow> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
@@ -58,20 +58,27 @@ impl Machine<'_> {
             _ => Space::Shared,
         };
         let parts = self.resolve(space, &addresses(warp, &op.address), used);
-        let &[(Space::Shared, addresses, _)] = &parts[..] else {
+        let [
+            SpacePart {
+                space: Space::Shared,
+                addresses,
+                ..
+            },
+        ] = &parts[..]
+        else {
             let text = "a matrix has to be in shared memory";
             return Err(Fault::new(FindingKind::OutOfBounds, used, text));
         };
-        self.tally.shared(&addresses, used, ROW as u64);
+        self.tally.shared(addresses, used, ROW as u64);
         if op.store {
-            self.matrix_store(warp, op, &addresses)?
+            self.matrix_store(warp, op, addresses)?
         } else {
-            self.matrix_load(warp, op, &addresses)?
+            self.matrix_load(warp, op, addresses)?
         }
         Ok(Flow::Next)
     }
 
-    fn matrix_load(&mut self, warp: &mut Warp, op: &Matrix, addresses: &[u64; 32]) -> Step<()> {
+    fn matrix_load(&mut self, warp: &mut Warp, op: &MatrixOp, addresses: &[u64; 32]) -> Step<()> {
         for (number, d) in op.rows.iter().enumerate() {
             let mut rows = [[0; ROW]; 8];
             for (at, row) in rows.iter_mut().enumerate() {
@@ -87,7 +94,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn matrix_store(&mut self, warp: &mut Warp, op: &Matrix, addresses: &[u64; 32]) -> Step<()> {
+    fn matrix_store(&mut self, warp: &mut Warp, op: &MatrixOp, addresses: &[u64; 32]) -> Step<()> {
         for (number, row) in op.rows.iter().enumerate() {
             let rows = matrix::store(warp.word(*row), op.transposed);
             for (at, row) in rows.iter().enumerate() {

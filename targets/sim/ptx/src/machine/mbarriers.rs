@@ -1,7 +1,7 @@
 //! Instructions on mbarriers.
 
 use super::Machine;
-use super::access::{addresses, lanes_of, little};
+use super::access::{SpacePart, addresses, lanes_of, little};
 use super::run::Flow;
 use super::warp::{Wait, Warp};
 use crate::code::op::{self, MbarrierKind, NONE};
@@ -16,7 +16,7 @@ fn misuse(error: MbarrierError, offset: usize, lane: usize) -> Box<Fault> {
 }
 
 impl Machine<'_> {
-    pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::Mbarrier, mask: u32) -> Step<Flow> {
+    pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::MbarrierOp, mask: u32) -> Step<Flow> {
         let list = self.resolve(
             match op.space {
                 Space::Generic => Space::Generic,
@@ -25,7 +25,12 @@ impl Machine<'_> {
             &addresses(warp, &op.address),
             mask,
         );
-        for (space, list, mask) in list {
+        for SpacePart {
+            space,
+            addresses: list,
+            mask,
+        } in list
+        {
             if space != Space::Shared {
                 let text = "an mbarrier has to be in shared memory";
                 return Err(Fault::new(FindingKind::Mbarrier, mask, text));
@@ -45,7 +50,7 @@ impl Machine<'_> {
     fn mbarrier_lane(
         &mut self,
         warp: &mut Warp,
-        op: &op::Mbarrier,
+        op: &op::MbarrierOp,
         at: (usize, usize),
         lane: usize,
     ) -> Step<Option<Wait>> {
@@ -114,7 +119,7 @@ impl Machine<'_> {
     fn change(
         &mut self,
         warp: &mut Warp,
-        op: &op::Mbarrier,
+        op: &op::MbarrierOp,
         (block, offset): (usize, usize),
         mut barrier: Mbarrier,
         a: u32,
@@ -152,7 +157,7 @@ impl Machine<'_> {
     fn test(
         &mut self,
         warp: &mut Warp,
-        op: &op::Mbarrier,
+        op: &op::MbarrierOp,
         (block, offset): (usize, usize),
         barrier: Mbarrier,
         parity: bool,

@@ -4,10 +4,10 @@ use super::Machine;
 use super::access::lanes_of;
 use super::clocks::Component;
 use super::run::Flow;
-use super::warp::{Wait, Warp, Words};
-use crate::code::op::{AsyncOp, Op, Row, Wgmma, WgmmaA};
+use super::warp::{IssuedProduct, Wait, Warp, Words};
+use crate::code::op::{AsyncOp, Op, Row, WgmmaA, WgmmaOp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
-use moesaic_hardware::wgmma::{Descriptor, Major, Shared, SourceA, Wgmma as Unit};
+use moesaic_hardware::wgmma::{Descriptor, Major, SharedMemory, SourceA, Wgmma as Unit};
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -41,7 +41,7 @@ impl Machine<'_> {
         (rank * warps.div_ceil(4) + local / 4, local % 4)
     }
 
-    pub fn wgmma(&mut self, warp: &mut Warp, op: &Wgmma, mask: u32) -> Step<Flow> {
+    pub fn wgmma(&mut self, warp: &mut Warp, op: &WgmmaOp, mask: u32) -> Step<Flow> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
@@ -72,13 +72,13 @@ impl Machine<'_> {
         // The operands must be ready at the issue already. The product may read
         // shared memory at any time from now on.
         self.check_operands(warp, op, step)?;
-        warp.flying.push_back((step, self.pc));
+        warp.flying.push_back(IssuedProduct { step, pc: self.pc });
         self.tally.multiply_adds += (16 * op.kind.n() * op.kind.k()) as u64;
         Ok(Flow::Next)
     }
 
     /// Returns the operands of a product, on which all lanes must agree.
-    fn product(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<Product> {
+    fn product(&self, warp: &Warp, op: &WgmmaOp, mask: u32) -> Step<Product> {
         let same = |row: Row| {
             let values = warp.double(row);
             if lanes_of(mask).all(|lane| values[lane] == values[0]) {
@@ -108,7 +108,7 @@ impl Machine<'_> {
 
     /// Checks that `wgmma.fence` has run since ordinary instructions wrote the
     /// registers.
-    fn check_registers(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<()> {
+    fn check_registers(&self, warp: &Warp, op: &WgmmaOp, mask: u32) -> Step<()> {
         let a: &[Row] = match &op.a {
             WgmmaA::Registers(rows) => rows,
             WgmmaA::Descriptor(_) => &[],
@@ -126,7 +126,7 @@ impl Machine<'_> {
 
     /// Checks the shared memory that a product reads: a quarter of the chunks
     /// per warp.
-    fn check_operands(&mut self, warp: &Warp, op: &Wgmma, step: u32) -> Step<()> {
+    fn check_operands(&mut self, warp: &Warp, op: &WgmmaOp, step: u32) -> Step<()> {
         if !self.launch.full {
             return Ok(());
         }
@@ -151,7 +151,7 @@ impl Machine<'_> {
 
     /// Returns every 16 bytes of shared memory that a product reads. The result
     /// is cached, because kernels use the same few descriptors over and over.
-    fn chunks(&mut self, warp: &Warp, op: &Wgmma) -> Rc<[u32]> {
+    fn chunks(&mut self, warp: &Warp, op: &WgmmaOp) -> Rc<[u32]> {
         let (a, b) = self.descriptors(warp, op);
         if let Some(known) = self.chunks.get(&(self.pc, a, b)) {
             return Rc::clone(known);
@@ -168,7 +168,7 @@ impl Machine<'_> {
         list
     }
 
-    fn descriptors(&self, warp: &Warp, op: &Wgmma) -> (u64, u64) {
+    fn descriptors(&self, warp: &Warp, op: &WgmmaOp) -> (u64, u64) {
         let a = match op.a {
             WgmmaA::Descriptor(row) => warp.double(row)[0],
             WgmmaA::Registers(_) => 0,
@@ -212,7 +212,7 @@ impl Machine<'_> {
         if over == 0 {
             return Ok(Flow::Next);
         }
-        while warp.flying.front().is_some_and(|(step, _)| *step <= over) {
+        while warp.flying.front().is_some_and(|own| own.step <= over) {
             warp.flying.pop_front();
         }
         let component = self.component(Component::Products { group });
@@ -287,7 +287,7 @@ impl Machine<'_> {
         let mut unit = unit(op, (product.a, product.b), SourceA::Registers(&a));
         unit.accumulate = product.accumulate;
         let block = self.warps[first].block as usize;
-        let shared = Shared {
+        let shared = SharedMemory {
             base: 0,
             bytes: &self.blocks[block].shared,
         };
@@ -325,19 +325,19 @@ impl Machine<'_> {
             return Ok(());
         }
         for &(row, writes) in touches.iter() {
-            let clash = warp.flying.iter().find(|(_, at)| {
-                let uses = &self.kernel.products[at];
+            let clash = warp.flying.iter().find(|own| {
+                let uses = &self.kernel.products[&own.pc];
                 // Reading A's registers is allowed while a product reads them
                 // too; writing them is not. D may be neither read nor written
                 // (PTX ISA, "wgmma.mma_async": accessing registers before
                 // wait_group is undefined).
                 uses.d.contains(&row) || (writes && uses.a.contains(&row))
             });
-            if let Some((_, at)) = clash {
+            if let Some(product) = clash {
                 let verb = if writes { "writes" } else { "reads" };
                 let text = format!("{verb} a register of a wgmma that has not been waited for");
                 let mut fault = Fault::new(FindingKind::AccumulatorInFlight, mask, text);
-                fault.other = Some(*at);
+                fault.other = Some(product.pc);
                 fault.at = Some(FaultPlace {
                     pc: pc as u32,
                     block: warp.block,
@@ -355,7 +355,7 @@ impl Machine<'_> {
     }
 }
 
-fn unit<'a>(op: &Wgmma, (a, b): (u64, u64), registers: SourceA<'a>) -> Unit<'a> {
+fn unit<'a>(op: &WgmmaOp, (a, b): (u64, u64), registers: SourceA<'a>) -> Unit<'a> {
     let major = |transposed: bool| if transposed { Major::Mn } else { Major::K };
     Unit {
         kind: op.kind,

@@ -32,6 +32,24 @@ pub enum Wait {
     Politely,
 }
 
+/// Some lanes of one warp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WarpLanes {
+    /// Number of the warp in the cluster.
+    pub warp: u32,
+    /// Lane mask.
+    pub lanes: u32,
+}
+
+/// A product that its warp has issued and not waited for.
+#[derive(Clone, Copy, Debug)]
+pub struct IssuedProduct {
+    /// Number of the product among those of the warp, from 1.
+    pub step: u32,
+    /// Its instruction.
+    pub pc: u32,
+}
+
 /// Threads of a warp that are at the same instruction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Group {
@@ -69,8 +87,8 @@ pub struct Warp {
     pub early: u32,
     /// Lanes that have executed a memory fence.
     pub fences: u32,
-    /// Products in flight: number and instruction.
-    pub flying: VecDeque<(u32, u32)>,
+    /// Products in flight.
+    pub flying: VecDeque<IssuedProduct>,
     /// A wgmma.fence was executed.
     pub fenced: bool,
     /// Registers of products written since the last fence.

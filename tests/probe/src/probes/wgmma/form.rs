@@ -1,6 +1,6 @@
 //! The text of one `wgmma`.
 
-use moesaic_hardware::wgmma::{Accumulator, Element, Major, WgmmaKind};
+use moesaic_hardware::wgmma::{Accumulator, Major, MmaElement, WgmmaKind};
 use serde::Serialize;
 
 /// Widths for which the prelude's functions are made: both kinds of text, with
@@ -81,10 +81,10 @@ impl Form {
 
 fn names(kind: WgmmaKind) -> (&'static str, &'static str) {
     let element = match kind.element() {
-        Element::F16 => "f16",
-        Element::Bf16 => "bf16",
-        Element::Tf32 => "tf32",
-        Element::S8 | Element::U8 => "8-bit",
+        MmaElement::F16 => "f16",
+        MmaElement::Bf16 => "bf16",
+        MmaElement::Tf32 => "tf32",
+        MmaElement::S8 | MmaElement::U8 => "8-bit",
     };
     let accumulator = match kind.accumulator() {
         Accumulator::F16 => "f16",
@@ -159,7 +159,7 @@ fn transposes(form: &Form) -> String {
     let bit = |major| u32::from(major == Major::Mn);
     let right = bit(form.b_major);
     match (form.kind.element(), form.left) {
-        (Element::Tf32, _) => String::new(),
+        (MmaElement::Tf32, _) => String::new(),
         (_, Left::Registers) => format!(", {right}"),
         (_, Left::Shared(major)) => format!(", {}, {right}", bit(major)),
     }

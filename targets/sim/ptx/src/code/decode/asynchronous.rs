@@ -3,11 +3,11 @@
 use super::{Decoder, Result};
 use crate::code::Source;
 use crate::code::op::{
-    AsyncOp, Base, Bulk, CopyAsync, Direction, Mbarrier, MbarrierKind, NONE, Op, Reduction, Row,
-    TensorCopy, Wgmma, WgmmaA,
+    AsyncOp, Base, BulkOp, CopyAsync, Direction, MbarrierKind, MbarrierOp, NONE, Op, ReductionOp,
+    Row, TensorCopy, WgmmaA, WgmmaOp,
 };
 use crate::text::{Class, Operand, Space};
-use moesaic_hardware::wgmma::{Accumulator, Element, WgmmaKind};
+use moesaic_hardware::wgmma::{Accumulator, MmaElement, WgmmaKind};
 
 impl Decoder<'_> {
     pub(super) fn copy(&mut self) -> Result<Op> {
@@ -31,7 +31,7 @@ impl Decoder<'_> {
         self.parts.flag("b64");
         let counted = !self.parts.flag("noinc");
         let (space, cluster) = self.space();
-        Ok(Op::Mbarrier(Box::new(Mbarrier {
+        Ok(Op::Mbarrier(Box::new(MbarrierOp {
             kind: MbarrierKind::CopyArrive { counted },
             address: self.address(0)?,
             space,
@@ -122,12 +122,12 @@ impl Decoder<'_> {
     }
 
     /// Returns a prefetch, which moves nothing that can be observed.
-    fn nothing(&mut self) -> Bulk {
+    fn nothing(&mut self) -> BulkOp {
         let fixed = crate::code::op::Address {
             base: Base::Fixed,
             offset: 0,
         };
-        Bulk {
+        BulkOp {
             direction: Direction::PrefetchL2,
             to: fixed,
             from: fixed,
@@ -158,9 +158,9 @@ impl Decoder<'_> {
         }
     }
 
-    fn reduction(&mut self, tensor: bool) -> Result<Reduction> {
+    fn reduction(&mut self, tensor: bool) -> Result<ReductionOp> {
         self.parts.flag("noftz");
-        Ok(Reduction {
+        Ok(ReductionOp {
             kind: self.atomic_kind()?,
             ty: if tensor { None } else { Some(self.number()?) },
         })
@@ -169,13 +169,13 @@ impl Decoder<'_> {
     fn line_copy(
         &mut self,
         direction: Direction,
-        reduction: Option<Reduction>,
+        reduction: Option<ReductionOp>,
         multicast: bool,
         hint: bool,
     ) -> Result<AsyncOp> {
         let signals = direction != Direction::SharedToGlobal;
         let last = self.count() - usize::from(hint);
-        Ok(AsyncOp::Bulk(Bulk {
+        Ok(AsyncOp::Bulk(BulkOp {
             direction,
             to: self.address(0)?,
             from: self.address(1)?,
@@ -197,7 +197,7 @@ impl Decoder<'_> {
     fn tensor_copy(
         &mut self,
         direction: Direction,
-        reduction: Option<Reduction>,
+        reduction: Option<ReductionOp>,
         multicast: bool,
         hint: bool,
     ) -> Result<AsyncOp> {
@@ -246,7 +246,7 @@ impl Decoder<'_> {
         Ok(Op::Async(Box::new(op)))
     }
 
-    fn product_async(&mut self) -> Result<Wgmma> {
+    fn product_async(&mut self) -> Result<WgmmaOp> {
         let kind = self.wgmma_kind()?;
         let d = self.word_rows(0)?;
         let a = match self.operand(1)? {
@@ -263,7 +263,7 @@ impl Decoder<'_> {
             majors.push(self.literal(at)? == 1);
         }
         let transpose_b = majors.last().copied().unwrap_or(false);
-        Ok(Wgmma {
+        Ok(WgmmaOp {
             kind,
             d,
             b: self.double(2)?,
@@ -295,7 +295,7 @@ impl Decoder<'_> {
         };
         let kind = n
             .zip(element)
-            .and_then(|(n, element): (usize, Element)| WgmmaKind::new(n, element, accumulator));
+            .and_then(|(n, element): (usize, MmaElement)| WgmmaKind::new(n, element, accumulator));
         kind.ok_or_else(|| self.unsupported("its shape and types"))
     }
 

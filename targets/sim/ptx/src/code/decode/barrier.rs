@@ -2,8 +2,8 @@
 
 use super::{Decoder, Result};
 use crate::code::op::{
-    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, Mbarrier, MbarrierKind, NONE, Op, VoteKind,
-    WarpOp,
+    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, MbarrierKind, MbarrierOp, NONE, Op,
+    VoteKind, WarpOp,
 };
 use crate::text::Operand;
 
@@ -186,7 +186,7 @@ impl Decoder<'_> {
         } else {
             self.word(at + 1)?
         };
-        Ok(Op::Mbarrier(Box::new(Mbarrier {
+        Ok(Op::Mbarrier(Box::new(MbarrierOp {
             kind,
             address: self.address(at)?,
             space,

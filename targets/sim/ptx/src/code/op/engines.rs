@@ -19,7 +19,7 @@ pub struct CopyAsync {
 
 /// The operation of a bulk reduction.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Reduction {
+pub struct ReductionOp {
     pub kind: AtomicKind,
     /// Element type; `None` in the form with a tensor map, which knows the
     /// type.
@@ -28,14 +28,14 @@ pub struct Reduction {
 
 /// A bulk copy in one dimension.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Bulk {
+pub struct BulkOp {
     pub direction: Direction,
     pub to: Address,
     pub from: Address,
     pub bytes: Row,
     pub mbarrier: Option<Address>,
     pub multicast: Row,
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<ReductionOp>,
 }
 
 /// The direction of a bulk copy.
@@ -56,7 +56,7 @@ pub struct TensorCopy {
     pub coordinates: Vec<Row>,
     pub mbarrier: Option<Address>,
     pub multicast: Row,
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<ReductionOp>,
 }
 
 /// `mma.sync`.
@@ -71,7 +71,7 @@ pub struct Mma {
 
 /// `ldmatrix` and `stmatrix`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Matrix {
+pub struct MatrixOp {
     pub store: bool,
     pub transposed: bool,
     pub address: Address,
@@ -88,7 +88,7 @@ pub enum WgmmaA {
 
 /// `wgmma.mma_async`.
 #[derive(Clone, Debug)]
-pub struct Wgmma {
+pub struct WgmmaOp {
     pub kind: WgmmaKind,
     pub d: Vec<Row>,
     pub a: WgmmaA,
@@ -108,14 +108,14 @@ pub enum AsyncOp {
     CopyCommit,
     /// Waits for all groups but so many; `None` waits for all copies.
     CopyWait(Option<u32>),
-    Bulk(Bulk),
+    Bulk(BulkOp),
     Tensor(TensorCopy),
     BulkCommit,
     BulkWait {
         left: u32,
         read: bool,
     },
-    Wgmma(Wgmma),
+    Wgmma(WgmmaOp),
     WgmmaFence,
     WgmmaCommit,
     WgmmaWait(u32),

@@ -14,11 +14,11 @@ pub use arithmetic::{
     Logic, Mode, Number, Rounding,
 };
 pub use engines::{
-    AsyncOp, Bulk, CopyAsync, Direction, Matrix, Mma, Reduction, TensorCopy, Wgmma, WgmmaA,
+    AsyncOp, BulkOp, CopyAsync, Direction, MatrixOp, Mma, ReductionOp, TensorCopy, WgmmaA, WgmmaOp,
 };
 pub use memory::{Access, Address, Atomic, AtomicKind, AtomicType, Base, Order};
 pub use threads::{
-    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, Mbarrier, MbarrierKind, Shuffle,
+    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, MbarrierKind, MbarrierOp, Shuffle,
     ShuffleMode, VoteKind, WarpOp,
 };
 
@@ -401,10 +401,10 @@ pub enum Op {
     Warp(Box<WarpOp>),
     Barrier(Box<BlockBarrier>),
     Cluster(ClusterBarrier),
-    Mbarrier(Box<Mbarrier>),
+    Mbarrier(Box<MbarrierOp>),
     Async(Box<AsyncOp>),
     Mma(Box<Mma>),
-    Matrix(Box<Matrix>),
+    Matrix(Box<MatrixOp>),
     Fence(Fence),
     /// Waits for the launches before this one.
     AwaitLaunches,

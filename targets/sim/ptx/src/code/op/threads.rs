@@ -102,7 +102,7 @@ pub struct BarrierReduce {
 
 /// An `mbarrier.*` instruction.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Mbarrier {
+pub struct MbarrierOp {
     pub kind: MbarrierKind,
     pub address: Address,
     pub space: Space,

@@ -1,6 +1,6 @@
 //! The execution of bulk copies.
 
-use super::{Action, Job};
+use super::{Action, BulkCopy};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 use crate::machine::Machine;
 use crate::machine::access::little;
@@ -9,7 +9,7 @@ use moesaic_hardware::tensor_map::ElementType;
 use moesaic_hardware::tma::{self, Move, Reduction};
 
 impl Machine<'_> {
-    pub fn carry_out(&mut self, job: Job) -> Step<()> {
+    pub fn carry_out(&mut self, job: BulkCopy) -> Step<()> {
         match &job.action {
             Action::Load {
                 from,
@@ -63,7 +63,7 @@ impl Machine<'_> {
     /// Counts the bytes of a copy on its mbarrier.
     fn signal(
         &mut self,
-        job: &Job,
+        job: &BulkCopy,
         block: usize,
         offset: usize,
         phase: u32,
@@ -79,7 +79,9 @@ impl Machine<'_> {
             fault.at = Some(place.clone());
             fault
         };
-        let under_way = self.phase_under_way(block, offset).map_or(0, |own| own.1);
+        let under_way = self
+            .phase_under_way(block, offset)
+            .map_or(0, |own| own.step);
         // The phase at the issue must still be the current one. A phase that
         // went on means that the mbarrier completed without these bytes.
         if under_way != phase {
@@ -110,7 +112,7 @@ impl Machine<'_> {
         block: usize,
         own: &Move,
         reduction: Option<(Reduction, ElementType)>,
-        job: &Job,
+        job: &BulkCopy,
     ) -> Step<()> {
         let (at, bytes) = (own.shared as usize, own.bytes as usize);
         let Some(global) = own.global else {

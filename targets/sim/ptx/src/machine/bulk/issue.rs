@@ -6,7 +6,7 @@ use crate::code::op::{self, Address, AtomicKind, Direction, NONE, Number, Tensor
 use crate::finding::{Fault, FindingKind, Step};
 use crate::machine::Machine;
 use crate::machine::access::{self, addresses, lanes_of, misaligned};
-use crate::machine::clocks::Component;
+use crate::machine::clocks::{CompletionStep, Component};
 use crate::machine::run::Flow;
 use crate::machine::shadow::Accessor;
 use crate::machine::warp::Warp;
@@ -16,7 +16,7 @@ use moesaic_hardware::tensor_map::{ElementType, TensorMap};
 use moesaic_hardware::tma::{self, Move, Reduction};
 
 impl Machine<'_> {
-    pub fn bulk(&mut self, warp: &mut Warp, op: &op::Bulk, mask: u32) -> Step<Flow> {
+    pub fn bulk(&mut self, warp: &mut Warp, op: &op::BulkOp, mask: u32) -> Step<Flow> {
         if op.direction == Direction::PrefetchL2 {
             return Ok(Flow::Next);
         }
@@ -148,7 +148,7 @@ impl Machine<'_> {
 
     fn reduction(
         &self,
-        asked: Option<&op::Reduction>,
+        asked: Option<&op::ReductionOp>,
         element: Option<ElementType>,
         lane: usize,
     ) -> Step<Option<(Reduction, ElementType)>> {
@@ -207,11 +207,11 @@ impl Machine<'_> {
             let address = (*block as u64 + 1) << RANK_SHIFT | offset;
             self.shared_at("signals", warp.block, address, 8, lane)?;
             self.check_signal(warp, *block, offset as usize, lane)?;
-            let (component, phase) = self
+            let step = self
                 .phase_under_way(*block, offset as usize)
-                .unwrap_or((0, 0));
-            phases.push(phase);
-            self.box_starts(warp, *block, &line, component, phase)?;
+                .unwrap_or_default();
+            phases.push(step.step);
+            self.box_starts(warp, *block, &line, step)?;
         }
         // The reads are logged at the issue, like those of a thread. The log
         // finds the writes of other blocks that race with them.
@@ -267,8 +267,7 @@ impl Machine<'_> {
         warp: &Warp,
         block: usize,
         line: &Line,
-        component: u32,
-        phase: u32,
+        step: CompletionStep,
     ) -> Step<()> {
         let (lane, bytes) = (line.lane, line.bytes as usize);
         let offset = (line.shared & ((1 << RANK_SHIFT) - 1)) as usize;
@@ -296,7 +295,7 @@ impl Machine<'_> {
         if let Err(clash) = shadow.check_write(&by, offset, bytes) {
             return Err(self.clash(warp, 1 << lane, ("copies to", offset, bytes), clash));
         }
-        shadow.engine_write(component, phase, self.pc, offset, bytes);
+        shadow.engine_write(step.component, step.step, self.pc, offset, bytes);
         Ok(())
     }
 
@@ -304,7 +303,7 @@ impl Machine<'_> {
     fn send(
         &mut self,
         warp: &Warp,
-        op: &op::Bulk,
+        op: &op::BulkOp,
         (to, from): (u64, u64),
         bytes: u32,
         lane: usize,
@@ -336,13 +335,13 @@ impl Machine<'_> {
         let mbarrier = mbarrier.map_or(0, |address| addresses(warp, address)[lane]);
         let (block, offset) = self.shared_at("signals", warp.block, mbarrier, 8, lane)?;
         self.check_signal(warp, block, offset, lane)?;
-        let (component, phase) = self.phase_under_way(block, offset).unwrap_or((0, 0));
-        self.box_starts(warp, block, &line, component, phase)?;
+        let step = self.phase_under_way(block, offset).unwrap_or_default();
+        self.box_starts(warp, block, &line, step)?;
         self.enqueue(warp, line, |line| Action::Load {
             from: Some(source),
             blocks: vec![block],
             mbarrier: offset,
-            phases: vec![phase],
+            phases: vec![step.step],
             bytes: line.bytes,
             fill: line.fill,
         });
@@ -357,7 +356,7 @@ impl Machine<'_> {
         offset: usize,
         bytes: usize,
         lane: usize,
-        step: Option<(u32, u32)>,
+        step: Option<CompletionStep>,
     ) -> Step<()> {
         let address = (block as u64 + 1) << RANK_SHIFT | offset as u64;
         for at in [0, bytes.saturating_sub(16)] {
@@ -373,7 +372,7 @@ impl Machine<'_> {
         }
         // The source must stay as it is until the group was waited for, so
         // reads are recorded for the writes that come.
-        if let Some((component, step)) = step {
+        if let Some(CompletionStep { component, step }) = step {
             for at in (0..bytes).step_by(16) {
                 shadow.engine_reads(component, step, offset + at);
             }
@@ -394,7 +393,10 @@ impl Machine<'_> {
         groups.open = true;
         let group = groups.committed + 1;
         let component = self.component(Component::Bulk { thread });
-        let step = Some((component, group));
+        let step = Some(CompletionStep {
+            component,
+            step: group,
+        });
         self.engine_source(warp, block, offset, line.bytes as usize, lane, step)?;
         for own in &line.moves {
             let Some(global) = own.global else {

@@ -16,7 +16,7 @@ use std::collections::HashMap;
 /// The copies in flight and the groups of each thread.
 #[derive(Default)]
 pub struct Bulks {
-    jobs: Vec<Job>,
+    jobs: Vec<BulkCopy>,
     threads: HashMap<u32, Groups>,
     step: u64,
 }
@@ -32,7 +32,7 @@ struct Groups {
 }
 
 /// A copy in flight.
-pub struct Job {
+pub struct BulkCopy {
     due: u64,
     pub pc: u32,
     pub thread: u32,
@@ -65,14 +65,14 @@ impl Bulks {
         self.jobs.is_empty()
     }
 
-    pub fn first(&self) -> Option<&Job> {
+    pub fn first(&self) -> Option<&BulkCopy> {
         self.jobs.first()
     }
 
     /// Checks that a phase which completes has no copy in flight that signals
     /// it.
     pub fn check_phase(&self, block: usize, offset: usize, phase: u32) -> Step<()> {
-        let late = |job: &&Job| match &job.action {
+        let late = |job: &&BulkCopy| match &job.action {
             Action::Load {
                 blocks,
                 mbarrier,
@@ -123,7 +123,7 @@ impl Machine<'_> {
             _ => self.random.below(24),
         };
         let action = action(&line);
-        self.bulk.jobs.push(Job {
+        self.bulk.jobs.push(BulkCopy {
             due: self.bulk.step + delay,
             pc: self.pc,
             thread: warp.number * 32 + line.lane as u32,
