@@ -57,6 +57,7 @@ impl Program {
         // has no C library to open anything with. Standard error stays free for
         // the last words of a program that ends.
         let (line, theirs) = UnixStream::pair()?;
+        // Without a limit a kernel that loops for ever would hang the caller.
         line.set_read_timeout(Some(PATIENCE))?;
         let mut command = machine.command(file);
         command

@@ -79,8 +79,7 @@ impl Mbarrier {
     /// [`MbarrierError::InitTwice`], [`MbarrierError::Count`].
     pub fn init(word: u64, count: u32) -> Result<u64, MbarrierError> {
         // PTX ISA, "mbarrier.init": initialising a location that already holds
-        // a valid object is undefined. Hardware overwrites it silently, so only
-        // this check finds a barrier that two blocks of code both initialise.
+        // a valid object is undefined, so a kernel has to invalidate it first.
         if Mbarrier::load(word).is_ok() {
             return Err(MbarrierError::InitTwice);
         }
@@ -143,8 +142,8 @@ impl Mbarrier {
     /// [`MbarrierError::ArrivePastCount`].
     pub fn arrive(&mut self, count: u32) -> Result<bool, MbarrierError> {
         // The count may not go below zero (PTX ISA, "Arrive-on operation on
-        // mbarrier object"). On hardware an arrival too many completes a later
-        // phase early, which shows as a race far from its cause.
+        // mbarrier object"). An arrival too many would belong to a later phase
+        // and complete it early, far from its cause.
         let pending = self.pending;
         let left = pending
             // A word of random contents has to fail here too: shared memory

@@ -115,8 +115,6 @@ impl Operand {
         let span = d.swizzle.span();
         // Leading and stride trade their roles between the four layouts, and
         // one of them is unused in K-major swizzled tiles (PTX ISA, "Strides").
-        // Kernels that move a descriptor from one layout to another fail here
-        // first.
         let (plain, within) = match (self.major, d.swizzle) {
             (Major::K, Swizzle::None) => {
                 let rows = mn / 8 * d.stride + mn % 8 * 16;

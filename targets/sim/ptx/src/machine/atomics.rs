@@ -104,9 +104,8 @@ impl Machine<'_> {
             let whole = bytes * old.len();
             let (region, first) = self.global("updates", addresses[lane], whole, lane as u32)?;
             let allocation = &self.launch.regions.list[region];
-            // A counter that nobody cleared is the most frequent defect of this
-            // kind: an atomic on unwritten memory is refused even though it
-            // writes.
+            // An atomic reads the bytes that it updates, so unwritten ones are
+            // refused although it writes them: a counter that nobody cleared.
             if !allocation.valid.all(first, whole)
                 && !self.log.wrote(region, first, &allocation.valid, whole)
             {

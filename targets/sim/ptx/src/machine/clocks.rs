@@ -216,8 +216,8 @@ impl Machine<'_> {
                 ..Phases::default()
             });
         // The init is a plain write: another thread that uses the barrier races
-        // with it unless a barrier or fence comes between, which is the mistake
-        // that kernels make most.
+        // with it unless a barrier or fence comes between. One of the planted
+        // mistakes of docs/SIMULATOR.md is just this.
         self.shared_write(warp, block, offset, &[0; 8], lane, Order::Weak)
     }
 

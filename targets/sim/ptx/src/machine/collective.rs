@@ -49,9 +49,9 @@ impl Machine<'_> {
                 warp.put(*d, &out, mask);
             }
             WarpOp::Elect { d, p, .. } => {
-                // PTX ISA, "elect.sync" leaves the choice of the leader open
-                // and only promises the same one for the same mask; the lowest
-                // lane is what hardware was seen to take.
+                // PTX ISA, "elect.sync", leaves the choice of the leader open
+                // and only promises the same one for the same mask; this
+                // machine takes the lowest lane.
                 let leader = named[mask.trailing_zeros() as usize].trailing_zeros();
                 warp.put(*d, &[leader; 32], mask);
                 warp.put_predicate(*p, 1 << leader, mask);
@@ -138,8 +138,7 @@ impl Machine<'_> {
             inside |= u32::from(valid) << lane;
             let there = mask & named[lane] & warp.alive();
             // PTX ISA, "shfl.sync": a value read from an inactive thread is
-            // undefined. Hardware returns some register content, often the
-            // right one.
+            // undefined.
             if there >> source & 1 == 0 {
                 let text = format!(
                     "{} reads the register of lane {source}, which does not take part",

@@ -142,9 +142,8 @@ impl Warp {
         self.predicates.resize(kernel.predicates as usize, 0);
         // An immediate predicate reads this row: `Rows::truth`.
         self.predicates.push(u32::MAX);
-        // Local memory starts with a recognisable pattern; its reads are not
-        // checked for validity, since compilers spill and reload whole
-        // registers.
+        // Local memory starts with a pattern that shows in results; its reads
+        // are not checked.
         self.local.clear();
         self.local.resize(32 * kernel.local_bytes as usize, 0xee);
         self.words.clear();
