@@ -111,6 +111,8 @@ fn touch(statement: &Statement) -> Touch {
         };
         registers(operand, list);
     }
+    // A wgmma reads its accumulators as well as writing them, whatever
+    // `scale-d` says at run time.
     found.late = statement.part(0) == "wgmma";
     if found.late {
         found.reads.extend(found.writes.clone());
@@ -118,6 +120,8 @@ fn touch(statement: &Statement) -> Touch {
     if let Some((guard, _)) = statement.guard {
         found.reads.push(guard);
     }
+    // A guarded write leaves the old value in the lanes that the guard excludes,
+    // so the register stays live before it.
     found.kills = statement.guard.is_none() && !found.late;
     found
 }
@@ -209,6 +213,9 @@ fn intervals(entry: &EntryText, touches: &[Touch]) -> Intervals {
             cover(*register, result);
             cover(*register, at + 1);
         });
+        // The product uses its registers until a wait that may be anywhere
+        // behind it, also around a loop: they keep their rows for the whole
+        // kernel.
         if touch.late {
             for register in &touch.reads {
                 cover(*register, 0);

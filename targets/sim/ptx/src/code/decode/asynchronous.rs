@@ -102,6 +102,8 @@ impl Decoder<'_> {
         let hint = self.parts.flag("L2::cache_hint");
         let multicast = self.parts.flag("multicast::cluster");
         let tensor = self.parts.flag("tensor");
+        // Every form of prefetch does nothing, so its remaining modifiers need
+        // no names.
         if prefetch {
             self.parts = super::Parts::new(&[]);
             return Ok(AsyncOp::Bulk(self.nothing()));

@@ -194,6 +194,7 @@ fn rounded(rounding: Rounding, value: f64) -> f64 {
 /// becomes the top bit alone.
 fn integer_from_float(convert: &Convert, value: f64) -> u64 {
     let (least, largest) = range(convert.to);
+    // PTX ISA, "cvt": the result for NaN is documented for each width.
     if value.is_nan() {
         let wide = convert.to.bits() == 64 || convert.from == Number::F64;
         let top = 1u64 << (convert.to.bits() - 1);

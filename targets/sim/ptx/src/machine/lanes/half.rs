@@ -72,6 +72,8 @@ pub fn narrow_exact(half: Half, value: f64) -> u16 {
     if value.is_nan() || f64::from(nearest) == value || !nearest.is_finite() {
         return narrow(half, nearest);
     }
+    // Rounding twice to nearest can round a tie up that was none. An odd last
+    // bit in between marks every inexact value as no tie.
     let bits = nearest.to_bits();
     let past = f64::from(nearest).abs() > value.abs();
     let truncated = if past { bits - 1 } else { bits };
