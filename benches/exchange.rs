@@ -78,7 +78,7 @@ fn under_mpi(ranks: usize) -> Result {
         .ok_or_else(|| "mpiexec failed".into())
 }
 
-/// Something beside which ours is timed: from, to, bytes per pair.
+/// A reference that the exchange is timed with: from, to, bytes per pair.
 type Beside<'a> = dyn Fn(&Communicator, &Slice, &Slice, usize) -> Result + Sync + 'a;
 
 fn of_process() -> Result {

@@ -1,4 +1,4 @@
-//! Whole layers of known models beside other people's implementations, on the
+//! Whole layers of known models, compared with other implementations on the
 //! same weights and inputs, in pairs: ours, theirs, ours, theirs.
 //!
 //! ```sh
@@ -92,7 +92,7 @@ fn main() -> Result {
     Ok(())
 }
 
-/// One table: a layer in one type on so many threads.
+/// Prints one table: a layer in one type on a number of threads.
 fn layer(
     selection: &Selection,
     peers: &mut [Peer],

@@ -1,5 +1,6 @@
-//! A layer on ranks beside the same layer in one process with as many threads, and beside
-//! Tutel on as many processes: outputs compared first, then pairs in turn.
+//! A layer on ranks, compared with the same layer in one process with as many
+//! threads, and with Tutel on as many processes. The outputs are compared
+//! first, then pairs are timed in turns.
 //!
 //! ```sh
 //! cargo bench -p moesaic-benches --bench ranks
@@ -103,7 +104,8 @@ fn load() -> String {
     all.split(' ').next().unwrap_or("unknown").to_string()
 }
 
-/// One layer in one type: weights once, then each kind of ranks beside its rival.
+/// Measures one layer in one type: loads the weights once, then compares each
+/// kind of ranks with its rival.
 fn layer(selection: &Selection, shape: &Shape, dtype: DType, pass: Pass) -> Result {
     let folder = tempfile::tempdir()?;
     let spec = shape.spec(dtype);

@@ -250,7 +250,8 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
     }
 }
 
-/// Exchanges of so many bytes a rank are bound by links, and smaller ones by what each costs.
+/// Exchanges of more bytes per rank than this are bound by links, and smaller
+/// ones by their fixed cost.
 const BOUND_BY_LINKS: usize = 64 << 10;
 
 /// The mean errors of steps with exchanges that links bound, and of the others.

@@ -9,7 +9,7 @@ use moesaic::toolchain::{self, Registry};
 use std::path::Path;
 use std::time::Duration;
 
-/// The probes of one type on so many threads.
+/// The probes of one type on a number of threads.
 pub struct Gauge {
     probe: limits::Probe,
     memory: limits::Memory,
@@ -42,10 +42,10 @@ impl Gauge {
         })
     }
 
-    /// GFLOP/s for so long.
+    /// Returns the GFLOP/s over `time`.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// A launch fails.
     pub fn arithmetic(&self, time: Duration) -> Result<f64> {
         Ok(self.probe.sustained(self.dtype, time)?)
     }

@@ -77,7 +77,8 @@ const LONG: Duration = Duration::from_secs(15);
 const LEAST: usize = 3;
 const MOST: usize = 25;
 
-/// Times ours beside each variant in `equal` and beside what the machine can do, in turns.
+/// Times ours in turns with each variant in `equal` and with the rates of the
+/// machine.
 ///
 /// # Errors
 /// When our layer or a probe fails.

@@ -230,7 +230,7 @@ impl Rank {
         Ok(Vec::new())
     }
 
-    /// Nanoseconds of so many calls, after one that does not count.
+    /// Returns the nanoseconds of `count` calls, after one that does not count.
     fn run(&mut self, count: usize) -> Result<Vec<u64>> {
         self.once()?;
         self.meet()?;

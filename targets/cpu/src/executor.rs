@@ -175,7 +175,8 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicI64, Ordering};
 
-    /// Returns processors in turns on so many nodes, whatever this machine has.
+    /// Returns `count` nodes with processors in turns, whatever this machine
+    /// has.
     fn nodes(count: usize) -> Nodes {
         Nodes::new((0..count).map(|node| (node..64).step_by(count).collect()))
     }

@@ -191,7 +191,7 @@ mod tests {
         Nodes::new(processors.iter().map(|node| node.to_vec()))
     }
 
-    /// Returns a machine of so many nodes, with one, two and three processors
+    /// Returns a machine of `count` nodes, with one, two and three processors
     /// in turns.
     fn machine(count: usize) -> Nodes {
         let mut next = 0..;

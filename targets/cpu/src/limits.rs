@@ -126,8 +126,8 @@ struct Rate {
 }
 
 impl Rate {
-    /// Rounds of a launch: short beside disturbances of a host, long beside the
-    /// cost of a launch.
+    /// Rounds of a launch: short compared with disturbances of a host, long
+    /// compared with the cost of a launch.
     const ROUNDS: i64 = 200_000;
 }
 

@@ -44,7 +44,7 @@ struct Arguments {
     /// so that you can compare two commits.
     #[arg(long)]
     list: bool,
-    /// Begins no layer after so many seconds.
+    /// Begins no layer after this number of seconds.
     #[arg(long)]
     seconds: Option<u64>,
     /// Number of simultaneous compiles; one per processor by default.

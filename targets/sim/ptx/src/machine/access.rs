@@ -311,8 +311,8 @@ impl Machine<'_> {
         let allocation = &self.launch.regions.list[region];
         let valid = allocation.valid.all(offset, bytes);
         // `ld.global.nc` promises that the bytes do not change during the
-        // launch. The log keeps the promise apart, to hold it against writes by
-        // any block.
+        // launch. The log keeps such reads apart and compares them with writes
+        // by any block.
         if access_constant && valid {
             self.launch
                 .log

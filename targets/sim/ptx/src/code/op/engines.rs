@@ -106,7 +106,7 @@ pub struct WgmmaOp {
 pub enum AsyncOp {
     Copy(CopyAsync),
     CopyCommit,
-    /// Waits for all groups but so many; `None` waits for all copies.
+    /// Waits for all groups but the last ones; `None` waits for all copies.
     CopyWait(Option<u32>),
     Bulk(BulkOp),
     Tensor(TensorCopy),
