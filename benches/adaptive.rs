@@ -1,18 +1,22 @@
-//! Every strategy of layers over ranks, measured, and what the planner says of them.
+//! Measures every strategy of layers over ranks, and compares it with the
+//! predictions of the planner.
 //!
 //! ```sh
 //! benches/nodes/planned.sh          # all of it, on emulated nodes: docs/SCALE.md
 //! cargo bench -p moesaic-benches --bench adaptive -- compare measured.txt calibration.toml
 //! ```
 //!
-//! `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI: layers that are drawn by number,
-//! each strategy in turns, a line of JSON for each; with a calibration also a layer that
-//! chooses by itself, and finals: the fastest, what the planner would take and what the layer
-//! chose once more, in turns. `again MEASURED CALIBRATION` does the latter beside lines that are
-//! there. `hot ROUNDS [CALIBRATION]` runs under MPI: a hot expert with and
-//! without shadows and replicas, beside what the planner says.
-//! `compare MEASURED CALIBRATION` reads those lines and predicts each. `phases NUMBER STRATEGY
-//! CALIBRATION` runs under MPI: where the time of a drawn layer's step goes, part by part.
+//! - `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI. It draws layers
+//!   by number, measures each strategy in turns, and prints a line of JSON for
+//!   each. With a calibration it also measures a layer that chooses by itself,
+//!   and finals: the fastest, the planner's and the layer's choice once more, in
+//!   turns.
+//! - `again MEASURED CALIBRATION` repeats the latter for existing lines.
+//! - `hot ROUNDS [CALIBRATION]` runs under MPI: a hot expert with and without
+//!   shadows and replicas, with the planner's predictions.
+//! - `compare MEASURED CALIBRATION` reads those lines and predicts each.
+//! - `phases NUMBER STRATEGY CALIBRATION` runs under MPI: the time of each part
+//!   of a drawn layer's step.
 
 #[path = "adaptive/compared.rs"]
 mod compared;
@@ -37,7 +41,7 @@ use std::fs;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// What the machine is called that emulated nodes are.
+/// Name of the machine that emulated nodes form.
 const MACHINE: &str = "mpi-emulated";
 
 const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | \

@@ -1,5 +1,5 @@
-//! What an all-to-all exchange costs beside what carries it: between processes beside
-//! `MPI_Alltoallv` of the same bytes, between threads beside copying them.
+//! Compares an all-to-all exchange with its carrier: between processes with
+//! `MPI_Alltoallv` of the same bytes, between threads with copying them.
 //!
 //! ```sh
 //! cargo bench -p moesaic-benches --bench exchange
@@ -36,7 +36,7 @@ const SIZES: [usize; 9] = [
     64 << 20,
 ];
 
-/// What is measured, and what it is held against.
+/// The measured kinds, and the reference that they are compared with.
 const KINDS: [&str; 3] = ["equal", "by counts", "beside"];
 
 fn main() -> Result {
@@ -78,7 +78,7 @@ fn under_mpi(ranks: usize) -> Result {
         .ok_or_else(|| "mpiexec failed".into())
 }
 
-/// Something beside which ours is timed: from, to, bytes per pair.
+/// A reference that the exchange is timed with: from, to, bytes per pair.
 type Beside<'a> = dyn Fn(&Communicator, &Slice, &Slice, usize) -> Result + Sync + 'a;
 
 fn of_process() -> Result {

@@ -1,5 +1,6 @@
-//! What the host does for a launch and for a call of a layer: on a device that does
-//! nothing, and through the CUDA device with a driver that does nothing.
+//! The time of the host for a launch and for a call of a layer: on a device
+//! that does nothing, and through the CUDA device with a driver that does
+//! nothing.
 //!
 //! ```sh
 //! cargo bench -p moesaic-benches --bench launch

@@ -1,4 +1,4 @@
-//! Whole layers of known models beside other people's implementations, on the
+//! Whole layers of known models, compared with other implementations on the
 //! same weights and inputs, in pairs: ours, theirs, ours, theirs.
 //!
 //! ```sh
@@ -53,7 +53,7 @@ use std::error::Error;
 use table::Table;
 use work::Work;
 
-/// Of the draw of experts.
+/// Seed of the draw of experts.
 const SEED: u64 = 5;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
@@ -92,7 +92,7 @@ fn main() -> Result {
     Ok(())
 }
 
-/// One table: a layer in one type on so many threads.
+/// Prints one table: a layer in one type on a number of threads.
 fn layer(
     selection: &Selection,
     peers: &mut [Peer],

@@ -1,5 +1,6 @@
-//! A layer on ranks beside the same layer in one process with as many threads, and beside
-//! Tutel on as many processes: outputs compared first, then pairs in turn.
+//! A layer on ranks, compared with the same layer in one process with as many
+//! threads, and with Tutel on as many processes. The outputs are compared
+//! first, then pairs are timed in turns.
 //!
 //! ```sh
 //! cargo bench -p moesaic-benches --bench ranks
@@ -41,7 +42,7 @@ use std::time::{Duration, Instant};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// Of the draw of experts.
+/// Seed of the draw of experts.
 const SEED: u64 = 5;
 
 /// A turn is at least this long, if that takes more than one call.
@@ -103,7 +104,8 @@ fn load() -> String {
     all.split(' ').next().unwrap_or("unknown").to_string()
 }
 
-/// One layer in one type: weights once, then each kind of ranks beside its rival.
+/// Measures one layer in one type: loads the weights once, then compares each
+/// kind of ranks with its rival.
 fn layer(selection: &Selection, shape: &Shape, dtype: DType, pass: Pass) -> Result {
     let folder = tempfile::tempdir()?;
     let spec = shape.spec(dtype);
@@ -275,7 +277,7 @@ fn words(list: &[String], count: usize) -> String {
     list[..count.min(list.len())].join(" ")
 }
 
-/// What all ranks sent in one call: six numbers of each.
+/// Formats the traffic of all ranks in one call: six numbers of each.
 fn traffic(list: &[String], once: u64) -> String {
     let numbers: Vec<u64> = list.iter().filter_map(|word| word.parse().ok()).collect();
     let sum = |at: usize| numbers.chunks(6).map(|rank| rank[at]).sum::<u64>();

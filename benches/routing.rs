@@ -170,7 +170,7 @@ impl<'a> Run<'a> {
 struct Times(Vec<StepTime>);
 
 impl Times {
-    /// What is routing, dispatch or combine, in one direction.
+    /// Returns the time of routing, dispatch and combine in one direction.
     fn routing(&self, backward: bool) -> Duration {
         let first = self.0.iter().position(|step| step.kernel.contains("_bwd"));
         let (forward, back) = self.0.split_at(first.expect("a training layer"));
@@ -179,7 +179,7 @@ impl Times {
         steps.iter().filter(counted).map(|step| step.time).sum()
     }
 
-    /// By stem, in order of appearance, products left out.
+    /// Returns times by stem, in order of appearance, without GEMMs.
     fn by_stem(&self) -> Vec<(&str, Duration)> {
         let mut list: Vec<(&str, Duration)> = Vec::new();
         for step in self.0.iter().filter(|step| !is_product(step)) {

@@ -1,18 +1,20 @@
-//! What each stage brings over dispatch by one-hot products: the layout of rows, kernels,
-//! routes, chunks, and ways, one after the other, as passes of ranks with nodes.
+//! The gain of each stage over dispatch by one-hot GEMMs: the layout of rows,
+//! kernels, all-to-all schedules, chunks, and adaptive r, one after the other,
+//! as passes of ranks with nodes.
 //!
 //! ```sh
 //! cargo bench -p moesaic-benches --bench stages
 //! benches/nodes/stages.sh 4 2 200   # 4 nodes of 2 ranks, links of 200 Mbit/s
 //! ```
 //!
-//! The first stage is what fairseq and DeepSpeed do: masks with a column for every slot of
-//! every expert, two dense products with them, as many slots for every expert, one message
-//! for each pair of ranks, and a product for each expert and source rank
-//! (`stages/baseline.rs`). Its experts are this compiler's kernels, so that no stage is
-//! about the speed of large products. A stage with choices has the fastest of them, and
-//! never less than the stage before it had: what adapts has the best static choice at best,
-//! and what a tuner loses to it is not in here (docs/ADAPTIVE.md).
+//! The first stage is the layer of fairseq and DeepSpeed: masks with a column
+//! for every slot of every expert, two dense GEMMs with them, equally many
+//! slots for every expert, one message for each pair of ranks, and a GEMM for
+//! each expert and source rank (`stages/baseline.rs`). Its experts are kernels
+//! of this compiler, so no stage depends on the speed of large GEMMs. A stage
+//! with choices takes the fastest of them and may always keep the choice of the
+//! stage before it. An adaptive layer reaches the best static choice at most;
+//! the loss of a tuner to it is not part of this bench (docs/ADAPTIVE.md).
 //!
 //! Ways between none and one need experts in slices. The last stage has a second layer of the
 //! same weights, whose experts are shared by half as many groups of two ranks.
@@ -56,7 +58,7 @@ Ranks are those that mpiexec has started, or threads.
   --training      steps, forward and backward, instead of forward passes
 ";
 
-/// What is asked for.
+/// The options of a run.
 #[derive(Clone)]
 struct Options {
     ranks: usize,
@@ -210,7 +212,7 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
         })
 }
 
-/// How a pass is done.
+/// The way to run a pass.
 #[derive(Clone, Copy, PartialEq)]
 enum Variant {
     OneHot(Layout),
@@ -231,7 +233,7 @@ impl Variant {
     }
 }
 
-/// Of an expert, in the second layer.
+/// Number of slices of an expert in the second layer.
 const SHARDS: usize = 2;
 
 /// One stage: what it adds, and what it may choose from.
@@ -305,12 +307,12 @@ struct Party {
     training: bool,
 }
 
-/// What a rank is given.
+/// The inputs of a rank.
 struct Given {
     tokens: usize,
-    /// `[tokens, width]`.
+    /// Tokens `[tokens, width]`.
     x: Vec<f32>,
-    /// The same, of gradients.
+    /// Gradients, likewise.
     dy: Vec<f32>,
 }
 

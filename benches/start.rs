@@ -1,4 +1,4 @@
-//! What it costs to have a layer ready: from nothing, and from the cache.
+//! The time until a layer is ready: from nothing, and from the cache.
 //!
 //! Each sample is a process of its own that opens the CPU engine and builds a
 //! layer without weights to speak of, so that kernels are all that counts.

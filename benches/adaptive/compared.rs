@@ -1,4 +1,4 @@
-//! What was measured beside what the planner says.
+//! Compares measurements with the predictions of the planner.
 
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::Passes;
@@ -16,7 +16,7 @@ struct Line {
     /// Measured again, with the fastest of the others in turns.
     #[serde(rename = "final")]
     again: Option<String>,
-    /// What the layer chose, and of how many steps.
+    /// Choice of the layer, and the number of steps that it took.
     adaptive: Option<String>,
     steps: Option<usize>,
     #[serde(default)]
@@ -38,7 +38,7 @@ impl Point {
     }
 }
 
-/// Of a layer.
+/// The measurements of a layer.
 #[derive(Default)]
 struct Layer {
     points: Vec<Point>,
@@ -56,7 +56,7 @@ impl Layer {
         finals.min_by(least).or_else(|| points.min_by(least))
     }
 
-    /// What a strategy took, in the finals where it was there.
+    /// Returns the seconds of a strategy, in the finals if it was there.
     fn again(&self, strategy: &str) -> f64 {
         let finals = self.finals.iter().map(|(name, s)| (&**name, *s));
         let points = self.points.iter().map(|p| (&*p.strategy, p.measured));
@@ -64,7 +64,7 @@ impl Layer {
         all.next().map_or(f64::NAN, |(_, seconds)| seconds)
     }
 
-    /// What the planner would take.
+    /// Returns the strategy that the planner would take.
     fn chosen(&self) -> Option<&Point> {
         let timed = self.points.iter().filter_map(|point| {
             let strategy: Strategy = point.strategy.parse().ok()?;
@@ -175,7 +175,7 @@ fn question(drawn: &Drawn, machine: &Machine) -> Result<Scenario> {
     })
 }
 
-/// What a part of a step is called: something that ranks do together, or a launch.
+/// Returns the name of a part of a step: a collective op, or a launch.
 pub fn part(together: bool, name: &str) -> String {
     let whose = if together { "ranks" } else { "launch" };
     format!("{whose} {name}")
@@ -250,7 +250,8 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
     }
 }
 
-/// Exchanges of so many bytes a rank are bound by links, and smaller ones by what each costs.
+/// Exchanges of more bytes per rank than this are bound by links, and smaller
+/// ones by their fixed cost.
 const BOUND_BY_LINKS: usize = 64 << 10;
 
 /// The mean errors of steps with exchanges that links bound, and of the others.
@@ -269,7 +270,8 @@ fn by_size(layers: &BTreeMap<u64, Layer>) {
     }
 }
 
-/// By how much each strategy that all layers could have is slower than the best of each.
+/// Prints by how much each strategy that all layers could have is slower than
+/// the best of each layer.
 fn statics(layers: &BTreeMap<u64, Layer>) {
     let mut each: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for layer in layers.values() {

@@ -13,14 +13,14 @@ pub const RANKS: usize = 16;
 #[derive(Clone, Debug)]
 pub struct Drawn {
     pub number: u64,
-    /// Of each rank.
+    /// Tokens of each rank.
     pub tokens: usize,
     pub model_dim: usize,
     pub hidden_dim: usize,
     pub experts: usize,
     pub top_k: usize,
     pub mesh: Parallel,
-    /// Of the mean, what an expert takes; `None`: all.
+    /// Capacity of an expert as a multiple of the mean; `None` takes all rows.
     pub capacity: Option<f64>,
     pub comm_dtype: CommDtype,
     pub skew: Skew,

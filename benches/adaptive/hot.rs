@@ -110,8 +110,9 @@ fn links(spec: &LayerSpec) -> ShadowModel {
     }
 }
 
-/// What the balancer proposes when it has seen the counts of a few steps. Experts are of one
-/// group, so that replicas may be on any node: its link is what a hot expert fills.
+/// Returns the placement that the balancer proposes after the counts of a few
+/// steps. Experts form one group, so replicas may be on any node, because a hot
+/// expert fills the link of its node.
 fn balanced(drawn: &Drawn, present: &Placement) -> Result<Placement> {
     let eplb = Eplb {
         replicas: 3 * RANKS,

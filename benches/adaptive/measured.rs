@@ -93,7 +93,8 @@ pub fn run(numbers: RangeInclusive<u64>, rounds: usize, machine: Option<Machine>
     rank.finish()
 }
 
-/// What chooses, and finals, once more beside the strategies of earlier lines.
+/// Measures the layer that chooses, and finals, once more beside the strategies
+/// of earlier lines.
 pub fn again(lines: &str, machine: &Machine) -> Result {
     let mut rank = Rank::start()?;
     for (number, measured) in compared::measured(lines)? {
@@ -132,8 +133,8 @@ fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>)
     choose(rank, drawn, layer, (measured, machine))
 }
 
-/// What is predicted to take at most so many times as long as the fastest: the rest would take
-/// most of the time there is.
+/// Strategies are measured that are predicted to take at most this many times
+/// as long as the fastest. The others would take most of the time.
 const WORTH: f64 = 4.0;
 
 fn worth_it(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Vec<Strategy>> {
@@ -170,14 +171,14 @@ fn choose(
     in_turns(rank, drawn, &mut layer, finals, (&input, &dy)).map(drop)
 }
 
-/// How many of the fastest are measured again,
+/// Number of the fastest strategies that are measured again;
 const FASTEST: usize = 6;
-/// and how often.
+/// number of those measurements.
 const FINALS: usize = 16;
 
-/// The fastest of all that were measured, and some others. Of many times of which each is off
-/// by chance the least is one that was lucky: what the fastest takes is what it takes when it
-/// is measured again.
+/// Returns the fastest measured strategies and some others. The least of many
+/// noisy times belongs to a lucky one, so the time of the fastest is what it
+/// takes when it is measured again.
 fn finalists(mut measured: Vec<(Strategy, f64)>, others: [Strategy; 2]) -> Vec<Strategy> {
     measured.sort_by(|a, b| a.1.total_cmp(&b.1));
     let fastest = measured.into_iter().map(|(strategy, _)| strategy);
@@ -190,7 +191,7 @@ fn finalists(mut measured: Vec<(Strategy, f64)>, others: [Strategy; 2]) -> Vec<S
     list
 }
 
-/// What the planner would take.
+/// Returns the strategy that the planner would take.
 fn planned(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Strategy> {
     let each = predicted(drawn, all, machine)?;
     Ok(Strategy::simplest(each.into_iter()).unwrap_or_default())

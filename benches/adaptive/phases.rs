@@ -1,4 +1,4 @@
-//! Where the time of a step goes, beside what the planner says of each part.
+//! The time of each part of a step, with the planner's prediction for it.
 
 use crate::drawn::Drawn;
 use crate::measured::{self, Rank};

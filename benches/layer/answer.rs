@@ -1,4 +1,4 @@
-//! What a peer computed, held against ours.
+//! Compares the results of a peer with ours.
 
 use crate::Result;
 use crate::data::floats;
@@ -6,8 +6,9 @@ use moesaic::DType;
 use safetensors::SafeTensors;
 use std::path::Path;
 
-/// Compares each tensor of the file `path` with ours of that name: `ours` gives its values
-/// and the length of a row, the whole tensor without one; none for a tensor that is passed over.
+/// Compares each tensor of the file `path` with ours of that name. `ours`
+/// returns the values and the length of a row (none for the whole tensor), or
+/// `None` to skip the tensor.
 ///
 /// # Errors
 /// What differs, and by how much.

@@ -1,4 +1,5 @@
-//! What the machine can do, measured in turns with what is held against it.
+//! The rates of the machine, measured in turns with the work that is compared
+//! with them.
 
 use crate::Result;
 use crate::work::Work;
@@ -8,14 +9,14 @@ use moesaic::toolchain::{self, Registry};
 use std::path::Path;
 use std::time::Duration;
 
-/// The probes of one type on so many threads.
+/// The probes of one type on a number of threads.
 pub struct Gauge {
     probe: limits::Probe,
     memory: limits::Memory,
     dtype: DType,
 }
 
-/// What the machine did for some time, not at its best.
+/// The rates of the machine over some time, not its best.
 #[derive(Clone, Copy)]
 pub struct Limits {
     /// Multiply-adds.
@@ -41,10 +42,10 @@ impl Gauge {
         })
     }
 
-    /// GFLOP/s for so long.
+    /// Returns the GFLOP/s over `time`.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// A launch fails.
     pub fn arithmetic(&self, time: Duration) -> Result<f64> {
         Ok(self.probe.sustained(self.dtype, time)?)
     }
@@ -60,7 +61,7 @@ impl Gauge {
 }
 
 impl Limits {
-    /// Of what was measured before and after some work: the means.
+    /// Returns the means of the rates before and after some work.
     #[must_use]
     pub fn mean(self, after: Limits) -> Limits {
         Limits {

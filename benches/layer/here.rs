@@ -202,7 +202,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What the last pass left: `y`, and after backward `dx`.
+    /// Returns the results of the last pass: `y`, and after backward `dx`.
     ///
     /// # Errors
     /// When memory cannot be read.

@@ -1,6 +1,6 @@
 //! Forward, or forward and backward.
 
-/// What one call does.
+/// The passes of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     Forward,

@@ -1,5 +1,5 @@
-//! The products of experts, each beside the peak of the machine's arithmetic, in
-//! turns: the peak, all products, the peak, all products.
+//! The GEMMs of experts, each compared with the peak of the machine's
+//! arithmetic, in turns: the peak, all GEMMs, the peak, all GEMMs.
 
 use crate::data::{self, Call};
 use crate::gauge::Gauge;
@@ -24,7 +24,7 @@ const PEAK: Duration = Duration::from_millis(100);
 /// Passes of a line, at least.
 const LEAST: usize = 5;
 
-/// One table: a layer in one type on so many threads.
+/// Prints one table: a layer in one type on a number of threads.
 ///
 /// # Errors
 /// When the layer or the probe fails.

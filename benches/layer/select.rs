@@ -1,4 +1,4 @@
-//! What a run of the bench covers.
+//! The options of a run of the bench.
 
 use crate::Result;
 use crate::pass::Pass;
@@ -40,7 +40,7 @@ pub struct Selection {
     pub peers: Vec<String>,
     pub without: Vec<String>,
     pub pass: Pass,
-    /// Products alone, instead of layers beside peers.
+    /// GEMMs alone, instead of layers with peers.
     pub products: bool,
     pub budget: Duration,
     pub python: String,

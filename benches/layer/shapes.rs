@@ -3,7 +3,7 @@
 use moesaic::{DType, LayerSpec};
 use serde_json::{Value, json};
 
-/// What lies between the two products of an expert.
+/// The activation between the two GEMMs of an expert.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `silu(gate) * up`.
@@ -26,7 +26,7 @@ pub enum Score {
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub name: &'static str,
-    /// What is smaller than in the model, for the table's head.
+    /// Sizes that are smaller than in the model, for the table's head.
     pub scaled: &'static str,
     pub model_dim: usize,
     pub hidden_dim: usize,
@@ -180,7 +180,7 @@ impl Shape {
         }
     }
 
-    /// What we run.
+    /// Returns the spec that we run.
     ///
     /// # Panics
     /// Never: the shapes above are valid.
@@ -225,7 +225,7 @@ impl Shape {
         format!("[experts]\nbias = {}\n{what}{shared}", self.bias)
     }
 
-    /// What peers are told; `layer.json`.
+    /// Returns `layer.json`, the shape for peers.
     pub fn json(&self, dtype: DType) -> Value {
         json!({
             "name": self.name,

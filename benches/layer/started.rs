@@ -6,7 +6,7 @@ use crate::select::Selection;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Those of the selection that are there; a line for each that is not.
+/// Starts the peers of the selection; prints a line for each that is missing.
 pub fn all(selection: &Selection, threads: usize) -> Vec<Peer> {
     let mut peers = Vec::new();
     for name in &selection.peers {

@@ -1,4 +1,4 @@
-//! What the bench prints; benches/peers/plot.py reads it.
+//! The output of the bench; benches/peers/plot.py reads it.
 
 use crate::pass::Pass;
 use crate::peer::Variant;

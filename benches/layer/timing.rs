@@ -21,7 +21,7 @@ pub fn torch_product(dtype: DType, peers: &mut [Peer]) -> Option<f64> {
 /// Medians of one line.
 pub struct Times {
     pub here: Duration,
-    /// What the machine could do meanwhile.
+    /// Rates of the machine at the same time.
     pub limits: Limits,
     /// The roofline of the work over our time: the median over pairs of a turn and the limits
     /// that the machine had before and after it.
@@ -77,7 +77,8 @@ const LONG: Duration = Duration::from_secs(15);
 const LEAST: usize = 3;
 const MOST: usize = 25;
 
-/// Times ours beside each variant in `equal` and beside what the machine can do, in turns.
+/// Times ours in turns with each variant in `equal` and with the rates of the
+/// machine.
 ///
 /// # Errors
 /// When our layer or a probe fails.

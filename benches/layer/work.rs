@@ -5,7 +5,8 @@ use crate::shapes::Shape;
 use moesaic::DType;
 use std::collections::BTreeSet;
 
-/// What a layer must do, whoever does it. Intermediate tensors are no part of it.
+/// The least work of a layer, whoever does it. Intermediate tensors are not
+/// part of it.
 pub struct Work {
     /// Products of experts and router; a multiply-add counts two.
     pub flops: f64,

@@ -1,4 +1,4 @@
-//! Whether two parties have computed the same.
+//! Compares the results of two parties.
 
 use crate::Result;
 use crate::data::floats;
@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// What the ranks of a party have written, put together.
+/// The results that the ranks of a party have written, joined.
 pub struct Results(BTreeMap<String, Vec<u8>>);
 
 impl Results {

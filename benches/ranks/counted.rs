@@ -5,7 +5,7 @@ use moesaic::collectives::transport::{MemoryRange, Request};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a rank has sent.
+/// Counts of a rank's messages and bytes.
 #[derive(Debug, Default)]
 pub struct Counts {
     eager: AtomicU64,

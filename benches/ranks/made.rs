@@ -78,8 +78,8 @@ impl Made {
         }
     }
 
-    /// What the plan says this rank sends to others and keeps, where every expert gets
-    /// equally many rows.
+    /// Returns the bytes that, by the plan, this rank sends to others and
+    /// keeps, if every expert gets equally many rows.
     pub fn planned(&self, pass: Pass, tokens: usize, ranks: usize) -> [u64; 2] {
         match self {
             Made::Alone(_) => [0, 0],

@@ -158,7 +158,7 @@ impl Rank {
         }
     }
 
-    /// What all ranks tell, in one line by the first.
+    /// Prints the answers of all ranks in one line, by the first.
     fn answer(&mut self, told: &str) -> Result {
         let call = collectives::Call::new("answers").within(PATIENCE);
         let all = match &mut self.world {
@@ -230,7 +230,7 @@ impl Rank {
         Ok(Vec::new())
     }
 
-    /// Nanoseconds of so many calls, after one that does not count.
+    /// Returns the nanoseconds of `count` calls, after one that does not count.
     fn run(&mut self, count: usize) -> Result<Vec<u64>> {
         self.once()?;
         self.meet()?;
@@ -251,8 +251,9 @@ impl Rank {
         Ok(())
     }
 
-    /// What a call sends: eager messages, their bytes, rendezvous messages, their bytes; what the plan says
-    /// goes to others, and stays.
+    /// Returns the traffic of a call: eager messages, their bytes, rendezvous
+    /// messages, their bytes; and the bytes that, by the plan, go to others and
+    /// stay.
     fn traffic(&mut self) -> Result<Vec<u64>> {
         if self.counts.read()[0] == 0 {
             return Err("nothing is counted".into());

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 /// Who computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// One process with a thread for each of the ranks it stands beside.
+    /// One process with a thread for each of the ranks it is compared with.
     Single,
     /// Ranks that are threads, one thread each.
     Threads,
@@ -92,12 +92,12 @@ impl Party {
         Ok(party)
     }
 
-    /// How many write results.
+    /// Returns the number of ranks that write results.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
 
-    /// The words after `ok`.
+    /// Sends an order and returns the words after `ok`.
     ///
     /// # Errors
     /// The reason after `no`, or what was said at the end.
@@ -108,7 +108,8 @@ impl Party {
         self.answer("ok")
     }
 
-    /// The time of a call, of the slowest rank, when there are so many after each other.
+    /// Returns the time of a call on the slowest rank, over `count` calls in a
+    /// row.
     pub fn run(&mut self, count: usize) -> Result<Duration> {
         let words = self.ask(&format!("run {count}"))?;
         let nanos: Vec<u64> = words.iter().filter_map(|word| word.parse().ok()).collect();
@@ -123,7 +124,7 @@ impl Party {
         Ok(calls.clamp(1, 2000) as usize)
     }
 
-    /// Whether all processes still run.
+    /// Returns true if all processes still run.
     pub fn alive(&mut self) -> bool {
         let mut children = self.children.iter_mut();
         children.all(|child| matches!(child.try_wait(), Ok(None)))

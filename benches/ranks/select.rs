@@ -1,4 +1,4 @@
-//! What a run of the bench covers.
+//! The options of a run of the bench.
 
 use crate::Result;
 use crate::party::Kind;
@@ -20,7 +20,7 @@ cargo bench -p moesaic-benches --bench ranks -- [OPTIONS]
   --python PATH     a Python with torch and Tutel, see benches/peers/README.md   [python3]
 ";
 
-/// What one call does.
+/// The passes of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     Forward,

@@ -5,7 +5,7 @@
 use matrixmultiply::sgemm;
 use rayon::prelude::*;
 
-/// What is given: logits `[T, E]`.
+/// The inputs: logits `[T, E]`.
 pub struct OneHot {
     logits: Vec<f32>,
     tokens: usize,
@@ -26,7 +26,7 @@ pub struct Masks {
     dispatch: Vec<f32>,
 }
 
-/// What forward leaves for backward, and its result.
+/// The state that forward keeps for backward, and its result.
 pub struct State {
     masks: Masks,
     /// `[E·C, d]`: what the experts get; here also what they return.

@@ -1,5 +1,5 @@
-//! What routing, maps, dispatch and combine are of a whole layer, and what it
-//! costs that experts are unequally popular.
+//! The share of routing, maps, dispatch and combine in a whole layer, and the
+//! cost of unequally popular experts.
 
 use crate::{ms, rows};
 use moesaic::engine::StepTime;

@@ -11,7 +11,7 @@ use moesaic::{
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How rows that have come lie before experts.
+/// The order of received rows before experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Layout {
     /// `[ranks, experts, slots]`, as they came: a product for each expert and source.
@@ -20,12 +20,12 @@ pub enum Layout {
     ByExpert,
 }
 
-/// What forward keeps for backward.
+/// The state that forward keeps for backward.
 struct Kept {
     gate: OneHot,
     masks: Masks,
     saved: Option<Saved>,
-    /// What experts made of the rows, `[experts, slots, width]`.
+    /// The experts' outputs, `[experts, slots, width]`.
     back: Vec<f32>,
 }
 

@@ -37,7 +37,7 @@ fn engine(target: &str, caches: Option<CpuCaches>, options: EngineOptions) -> Op
     }
 }
 
-/// What both passes give, and `y` of inference.
+/// Returns the results of both passes, and `y` of inference.
 fn results(case: &Case, engine: &Engine) -> (Results, Vec<f64>) {
     let layer = case.training_layer(engine, Recompute::None);
     let (trained, _) = case.train(&layer, &case.dy(7), &[false]);

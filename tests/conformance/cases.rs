@@ -31,7 +31,7 @@ pub fn random() -> Vec<Case> {
     (200..212).map(case).collect()
 }
 
-/// Sizes that fit no tile, and sizes that matrix units take.
+/// Sizes that fit no tile, and sizes that tensor cores and matrix cores take.
 pub fn shapes() -> Vec<Case> {
     let shapes = [
         (1, 1, 1, 1),
@@ -113,7 +113,8 @@ fn external(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
     with(small(d, h, e, k), |s| s.router.kind = RouterKind::External)
 }
 
-/// Sizes that fit no tile, and sizes that matrix units take, in every type, to train.
+/// Sizes that fit no tile, and sizes that tensor cores and matrix cores take,
+/// in every type, to train.
 pub fn trained_shapes() -> Vec<Case> {
     let mut cases = Vec::new();
     for (d, h, e, k) in [(1, 1, 1, 1), (37, 21, 5, 5), (64, 72, 7, 2)] {

@@ -136,7 +136,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
     (errors / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
-/// What a format does to a row, relative: docs/kernels/wire.md.
+/// Returns the relative error of a row in a format: docs/kernels/wire.md.
 fn format_error(wire: CommDtype) -> f64 {
     match wire {
         CommDtype::Unchanged => 0.0,
@@ -302,7 +302,7 @@ fn simulated_gpus_have_everything_together() {
     }
 }
 
-/// What a backward pass of rows that another layer has packed cannot do.
+/// A backward pass of rows that another layer has packed is not exact.
 #[test]
 fn what_another_layer_has_packed_is_not_taken_as_exact() {
     let engine = cpu();
@@ -562,7 +562,7 @@ fn strategies_drawn_anew_at_every_step_learn_the_same() {
     }
 }
 
-/// What rounding differs in grows from step to step.
+/// Differences by rounding grow from step to step.
 #[test]
 #[ignore = "a long run"]
 fn strategies_drawn_anew_at_forty_steps_learn_the_same() {

@@ -1,4 +1,5 @@
-//! What training draws, and selections beyond top-k: the same on every target.
+//! The random numbers of training, and selections beyond top-k: the same on
+//! every target.
 
 use super::case::{Case, floats, ints, longs};
 use super::cases::{changed, drawing, exact, selecting, small};

@@ -62,7 +62,7 @@ fn two_faced() -> Vec<LayerSpec> {
     specs
 }
 
-/// What every forward pass gives.
+/// Returns the results of every forward pass.
 fn all(case: &Case, layer: &Layer) -> Output {
     let output = layer.forward_with(&case.input(), &case.outputs());
     output.unwrap_or_else(|e| panic!("{}: {e}", case.describe()))
@@ -117,7 +117,7 @@ fn training_does_something_else() {
     }
 }
 
-/// What a loss of kind `global` takes.
+/// Adds the inputs of a loss of kind `global`.
 fn global_inputs(input: &mut Input<'_>, counts: &[i64], tokens: i64) {
     let counts = Tensor::owned(&[counts.len()], counts.to_vec());
     input.insert("global_counts", counts);

@@ -164,7 +164,8 @@ fn multi_gate(engine: &Engine, cases: &[Case; 3], training: Option<Training>) ->
 const SMALL: &str = "shape = { model_dim = 12, hidden_dim = 10, experts = 5, top_k = 2 }\n";
 const ALL: &str = "shape = { model_dim = 12, hidden_dim = 10, experts = 4, top_k = 4 }\n";
 
-/// What routers and experts can be asked: with two experts of a token, and with all.
+/// Returns layers with every option of routers and experts: with two experts
+/// per token, and with all.
 fn specs() -> Vec<String> {
     let of_two = [
         "router.renormalize = \"sum\"",

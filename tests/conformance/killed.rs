@@ -41,12 +41,12 @@ impl Folder {
         self.0.join("checkpoint")
     }
 
-    /// What a rank is left with.
+    /// Path of the tensors that a rank is left with.
     fn left(&self, rank: usize) -> PathBuf {
         self.0.join(format!("left-{rank}"))
     }
 
-    /// Of which experts that is.
+    /// Path of the list of their experts.
     fn held(&self, rank: usize) -> PathBuf {
         self.0.join(format!("held-{rank}"))
     }
@@ -56,7 +56,7 @@ impl Folder {
         held.split(',').map(|e| e.parse().unwrap()).collect()
     }
 
-    /// What it has when it has gone on.
+    /// Path of a rank's tensors after going on.
     fn after(&self, rank: usize) -> PathBuf {
         self.0.join(format!("after-{rank}"))
     }
@@ -66,7 +66,7 @@ impl Folder {
         self.0.join("doomed")
     }
 
-    /// What was resumed, as a whole layer.
+    /// Path of the resumed weights, as a whole layer.
     fn again(&self) -> PathBuf {
         self.0.join("again")
     }
@@ -148,7 +148,8 @@ fn loses(folder: &Folder, engine: &Engine, mut world: Communicator, in_commit: b
     std::process::exit(0);
 }
 
-/// What comes next is what a rank is killed in: it waits for one that waits for its death.
+/// Blocks in the moment in which a rank is killed: each waits for a rank that
+/// waits for its death.
 fn meet_the_end(folder: &Folder, ep: usize) {
     let own = std::process::id();
     if ep == KILLED {
@@ -168,7 +169,7 @@ fn meet_the_end(folder: &Folder, ep: usize) {
     }
 }
 
-/// Whether there is no such process, or what is left of one.
+/// Returns true if there is no such process, or only a zombie.
 fn is_dead(process: &str) -> bool {
     let status = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     let state = status
@@ -213,8 +214,8 @@ fn resumes(folder: &Folder, engine: &Engine, mut world: Communicator) {
     world.finish(&Call::new("end")).unwrap();
 }
 
-/// What is left is of these experts and maybe others, and what comes of it is what one rank
-/// learns that nothing happens to.
+/// Checks that the files left hold at least these experts, and that resuming
+/// from them learns what one undisturbed rank learns.
 fn check_case(name: &str, left: [&[usize]; 3]) {
     let scratch = tempfile::tempdir().unwrap();
     let folder = Folder(scratch.path().to_path_buf());

@@ -55,7 +55,8 @@ impl From<Parallel> for Grid {
 }
 
 impl Grid {
-    /// What ranks do by themselves, at its own adaptive parallelism degree.
+    /// Returns the grid with the strategy of the ranks, at its own adaptive
+    /// parallelism degree.
     pub fn on(self, ranks: &impl Ranks) -> Grid {
         let (own, theirs) = (self.strategy, ranks.strategy());
         let strategy = if theirs == Strategy::default() {
@@ -86,7 +87,8 @@ impl Grid {
         layer
     }
 
-    /// Whether a row meets whole experts, so that its sums are those of one process.
+    /// Returns true if a row meets whole experts, so that its sums are those of
+    /// one process.
     fn sums_alike(&self) -> bool {
         self.strategy.adaptive_r(&self.parallel) <= 1 && !self.parallel.shards_shared()
     }
@@ -141,7 +143,7 @@ pub trait Ranks {
         None
     }
 
-    /// How layers of these ranks carry out calls.
+    /// Returns the strategy of the layers of these ranks.
     fn strategy(&self) -> Strategy {
         Strategy::default()
     }

@@ -126,7 +126,7 @@ fn slices_that_are_not_equal_are_refused() {
     }
 }
 
-/// What was drawn, dropped and counted has nothing to do with shared experts.
+/// Shared experts do not change what is drawn, dropped and counted.
 #[test]
 fn routing_is_the_same_with_slices_of_shared_experts() {
     let engine = cpu();

@@ -33,7 +33,8 @@ fn grids() -> Vec<Parallel> {
     all.filter(|grid| (2..=8).contains(&grid.ranks())).collect()
 }
 
-/// What a rank has after its steps: its parameters, and the norms of gradients on the way.
+/// The state of a rank after its steps: its parameters, and the norms of
+/// gradients on the way.
 pub type Learned = (Tensors<'static>, Vec<f64>);
 
 /// Three steps of an optimizer from a case's weights. The loss is `Σ y·dy` over the

@@ -134,8 +134,9 @@ fn hollow(path: &Path, tensors: &[moesaic::spec::TensorSpec]) {
     file.set_len((bytes.len() + end) as u64).unwrap();
 }
 
-/// Of 3 GiB of experts, in one file or one for each tensor, a rank has a few MiB in
-/// memory afterwards: its own 768 KiB, and what the system puts beside them.
+/// A rank keeps a few MiB of 3 GiB of experts in memory, whether they lie in
+/// one file or one for each tensor: its own 768 KiB, and what the system puts
+/// beside them.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_rank_reads_its_part_of_files() {

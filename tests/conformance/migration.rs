@@ -125,7 +125,7 @@ enum Lost {
     AfterAllHaveConfirmed,
 }
 
-/// What a rank is left with.
+/// The state that a rank is left with.
 struct Left {
     held: Vec<usize>,
     tensors: Tensors<'static>,

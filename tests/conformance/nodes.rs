@@ -32,7 +32,8 @@ fn engine(threads: usize, count: usize, pinned: bool) -> Engine {
     Engine::on_device(Arc::new(device.poisoned()), options).unwrap()
 }
 
-/// What both passes give, and `y` of inference, whose weights are packed.
+/// Returns the results of both passes, and `y` of inference, whose weights are
+/// packed.
 fn results(case: &Case, engine: &Engine) -> (Results, Vec<f64>) {
     let layer = case.training_layer(engine, Recompute::None);
     let (trained, _) = case.train(&layer, &case.dy(7), &[false]);

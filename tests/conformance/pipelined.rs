@@ -90,7 +90,7 @@ fn pieces_without_rows_change_nothing() {
     }
 }
 
-/// What runs out and who is first is decided before rows are cut.
+/// Capacity and its order are decided before rows are divided into chunks.
 #[test]
 fn capacity_and_its_order_do_not_see_pieces() {
     let engine = cpu();
@@ -242,7 +242,7 @@ impl Transport for Slow {
     }
 }
 
-/// What is sent of a chunk, and what was launched for it.
+/// Finds the exchange of a chunk, or a launch for it.
 fn of_chunk<'r>(recorded: &'r [Recorded], lane: Lane, name: &str, number: usize) -> &'r Recorded {
     let found = recorded.iter().find(|recorded| {
         let activity = &recorded.activity;

@@ -1,4 +1,4 @@
-//! What 16-bit types cost: the error of a layer against exact arithmetic on
+//! The cost of 16-bit types: the error of a layer against exact arithmetic on
 //! exact numbers is at most twice that of rounding inputs and outputs alone.
 
 use super::Case;

@@ -58,7 +58,7 @@ pub fn trained(seed: u64, engine: &Engine) -> bool {
     agrees(&spoilt(case, seed), engine)
 }
 
-/// What the reference needs to know that a call says.
+/// Returns a case with the inputs of the call that the reference needs.
 fn called(spec: &LayerSpec, tokens: usize, seed: u64) -> Case {
     let mut case = Case::random(spec, tokens, seed);
     case.input.draw = Some(draw(COUNTERS));

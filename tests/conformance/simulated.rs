@@ -29,7 +29,7 @@ pub fn random_specs(target: &str) {
     check_on(cases::random(), &opened(target, Engine::open));
 }
 
-/// Sizes that fit no tile, and sizes that matrix units take.
+/// Sizes that fit no tile, and sizes that tensor cores and matrix cores take.
 pub fn shapes(target: &str) {
     check(cases::shapes(), target);
 }

@@ -5,7 +5,8 @@ use super::cases::{trained_options, trained_shapes};
 use super::simulated::{SIMULATORS, open};
 use moesaic::Recompute;
 
-/// Sizes that fit no tile, and sizes that matrix units take, in every type.
+/// Sizes that fit no tile, and sizes that tensor cores and matrix cores take,
+/// in every type.
 pub fn shapes(target: &str) {
     let engine = open(target);
     let cases = trained_shapes();

@@ -49,7 +49,7 @@ fn results(case: &Case, layer: &Layer) -> (Results, Vec<u64>) {
     (gradients, y)
 }
 
-/// What it gives for one token, which has blocks of other widths.
+/// Returns the results for one token, which has blocks of other widths.
 fn of_one_token(case: &Case, layer: &Layer) -> Vec<u64> {
     let one = Case::random(&case.spec, 1, 3);
     let y = floats(&layer.forward(&one.input()).unwrap(), "y");
@@ -187,8 +187,8 @@ fn engines_use_the_tuning_of_their_machine() {
 /// Token counts in every bucket, the largest first and last.
 const CALLS: [usize; 7] = [500, 1, 46, 5, 6, 45, 500];
 
-/// What forward calls give, and where the layer trains what backward gives in
-/// another order, when all forward calls are over.
+/// Returns the results of forward calls and, if the layer trains, those of
+/// backward calls in another order, after all forward calls.
 fn calls(layer: &Layer, cases: &[Case]) -> Vec<Vec<u64>> {
     let bits = |output: &Output, name| floats(output, name).iter().map(|v| v.to_bits()).collect();
     if layer.plan().training.is_none() {

@@ -19,7 +19,7 @@ struct Mlp {
     output: usize,
     up: Vec<f32>,
     down: Vec<f32>,
-    /// Of up, then of down; seen from outside.
+    /// Gradients of up, then of down; visible from outside.
     gradients: Arc<Mutex<[Vec<f32>; 2]>>,
 }
 

@@ -1,5 +1,5 @@
-//! What layers do with memory, seen from the device: a CPU that says it captures a
-//! graph, notes what it is given, and makes callers meet.
+//! Layers' use of memory, observed from the device: a CPU that claims to
+//! capture a graph, records its arguments, and makes callers meet.
 
 use super::Case;
 use super::layers::engine;
@@ -21,26 +21,27 @@ use std::time::Duration;
 
 const SPEC: &str = "shape = { model_dim = 24, hidden_dim = 20, experts = 4, top_k = 2 }\n";
 
-/// What was seen.
+/// The observations.
 #[derive(Default)]
 struct Seen {
-    /// Where memory is allocated now.
+    /// Addresses of allocated memory.
     live: BTreeSet<u64>,
     capturing: bool,
     /// Addresses that captured launches name.
     captured: BTreeSet<u64>,
-    /// What the graph was given.
+    /// Buffers that the graph keeps.
     kept: Vec<Arc<Buffer>>,
-    /// Where bytes of the host were that were copied.
+    /// Ranges of host bytes that were copied.
     uploaded: Vec<Range<usize>>,
     /// Launches of each kernel.
     launched: BTreeMap<String, usize>,
-    /// Passes under way, the most at a time, and for how many the first waits.
+    /// Passes in flight, their largest number at a time; `awaited` is the
+    /// number that the first waits for.
     passes: [usize; 2],
     awaited: usize,
 }
 
-/// A CPU that is watched.
+/// A CPU under observation.
 struct Watched {
     cpu: Arc<dyn Device>,
     seen: Arc<(Mutex<Seen>, Condvar)>,
@@ -268,7 +269,7 @@ fn a_graph_keeps_the_memory_of_its_calls() {
     assert!(gone(&watched.seen()) > 20, "after the graph");
 }
 
-/// What a captured step keeps is not what another call writes.
+/// Another call does not write what a captured step keeps.
 #[test]
 fn what_a_captured_step_keeps_is_not_reused() {
     let watched = Watched::new();

@@ -1,4 +1,4 @@
-//! The mistakes.
+//! The list of mistakes.
 
 use super::Mutant;
 
@@ -10,11 +10,11 @@ pub(super) const GFX942: &str = "sim:gfx942";
 const SHALLOW: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
-/// Enough steps that every ring goes round.
+/// Enough steps that every pipeline wraps around.
 const DEEP: &str = "shape = { model_dim = 448, hidden_dim = 72, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
-/// Weights on the input: rows are scaled on their way, so they are dispatched.
+/// Weights on the input: rows are scaled on the way, so they are dispatched.
 const DISPATCHED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
 router = { weight_on = \"input\" }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
@@ -32,8 +32,9 @@ pub(super) const MUTANT: Mutant = Mutant {
     caught: "",
 };
 
-/// A layer whose backward runs on the ordinary units of every GPU: no matrix
-/// unit takes factors of two types. In f32 no rounding crosses the clamp.
+/// A layer whose backward runs on the CUDA cores or vector units of every GPU,
+/// because no tensor or matrix core takes factors of two types. In f32 no
+/// rounding crosses the clamp.
 const TRAINED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
 router = { kind = \"external\" }
 experts = { clamp = 0.4, bias = true }

@@ -1,5 +1,5 @@
-//! Our own kernels with one mistake each: the simulators have to catch every
-//! one. docs/SIMULATOR.md holds the table this list makes.
+//! Real kernels with one mistake each, which the simulators must catch.
+//! docs/SIMULATOR.md holds the table that this list makes.
 
 mod few;
 mod list;
@@ -19,15 +19,15 @@ use std::sync::Arc;
 
 /// A kernel with a planted mistake.
 pub struct Mutant {
-    /// What is wrong, as the table says it.
+    /// The mistake, in the words of the table.
     pub mistake: &'static str,
     /// The simulator that runs it.
     pub target: &'static str,
     /// The kernel: `grouped_gemm_up`.
     pub kernel: &'static str,
-    /// Text of the kernel, and what stands there instead. It occurs once.
+    /// Text of the kernel that the mistake replaces. It occurs once.
     pub from: &'static str,
-    /// The mistake.
+    /// The text of the mistake.
     pub to: &'static str,
     /// The layer, as TOML.
     pub layer: &'static str,
@@ -91,13 +91,13 @@ impl Compiler for Planting<'static> {
 fn options() -> EngineOptions {
     EngineOptions {
         // A mistaken kernel must not reach the user's store, nor pass for a
-        // right one: it is kept by its own text.
+        // correct one: its own text is its key.
         store: None,
         ..EngineOptions::default()
     }
 }
 
-/// Runs the layer and compares what it gives.
+/// Runs the layer and compares its results.
 fn hold(mutant: &Mutant, case: &Case, engine: &Engine) {
     if mutant.training {
         case.check_training(engine, Recompute::None)
@@ -106,7 +106,8 @@ fn hold(mutant: &Mutant, case: &Case, engine: &Engine) {
     }
 }
 
-/// What the simulator or the comparison says; `None` when all is well.
+/// Returns the report of the simulator or the comparison, or `None` when all is
+/// well.
 fn report(mutant: &Mutant, case: &Case, engine: &Engine) -> Option<String> {
     let caught = catch_unwind(AssertUnwindSafe(|| hold(mutant, case, engine))).err()?;
     let text = |payload: &dyn Any| {
@@ -116,7 +117,7 @@ fn report(mutant: &Mutant, case: &Case, engine: &Engine) -> Option<String> {
     Some(text(&*caught).unwrap_or_default())
 }
 
-/// What is wrong with how a mistake was caught, if anything is.
+/// Returns the difference between the expected and the actual report, if any.
 fn missed(mutant: &'static Mutant) -> Option<String> {
     let what = format!("{} on {}", mutant.mistake, mutant.target);
     let spec = LayerSpec::from_toml(mutant.layer)
@@ -133,13 +134,13 @@ fn missed(mutant: &'static Mutant) -> Option<String> {
     }
 }
 
-/// All of them, in the order of the table.
+/// Iterates over all of them, in the order of the table.
 fn mutants() -> impl Iterator<Item = &'static Mutant> {
     let parts = [list::MUTANTS, few::MUTANTS, scan::MUTANTS, walk::MUTANTS];
     parts.into_iter().flatten()
 }
 
-/// Without its mistake every layer of the list passes.
+/// Checks that every layer of the list passes without its mistake.
 #[test]
 fn the_kernels_as_they_are_pass() {
     let mut seen = Vec::new();
@@ -155,7 +156,7 @@ fn the_kernels_as_they_are_pass() {
     }
 }
 
-/// Every mutant of one simulator.
+/// Checks every mutant of one simulator.
 fn check_all(target: &str) {
     let own: Vec<&Mutant> = mutants().filter(|m| m.target == target).collect();
     assert!(!own.is_empty());
@@ -178,7 +179,7 @@ fn every_mistake_is_caught_on_gfx942() {
     check_all("sim:gfx942");
 }
 
-/// The table of the document is that of the list.
+/// Checks that the table of the document is that of the list.
 #[test]
 fn the_document_lists_them() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/SIMULATOR.md");

@@ -11,7 +11,7 @@ precision = { weights = \"bf16\", activations = \"bf16\" }";
 const WIDE: &str = "shape = { model_dim = 64, hidden_dim = 4224, experts = 40, top_k = 1 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
-/// Of the list: the up product of that layer.
+/// Defaults of the list: the up GEMM of that layer.
 const WALK: Mutant = Mutant {
     target: SM_90A,
     kernel: "grouped_gemm_up",

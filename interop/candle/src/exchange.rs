@@ -5,23 +5,28 @@ use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Te
 use moesaic::Tensor as HostTensor;
 use moesaic::mesh::{ProcessGroup, Ranks};
 
-/// What ranks do with their tensors, and what with the gradients. All ranks of a group call
-/// the same, and walk their graphs backward in the same order, with tensors of one shape.
+/// An exchange of tensors between ranks, and of their gradients. All ranks of a
+/// group call the same exchanges and walk their graphs backward in the same
+/// order, with tensors of one shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exchange {
-    /// Everybody gets the tensors of all, one after the other. The gradient of a rank's
-    /// tensor is the sum of what all have for it ([`Exchange::SumParts`]).
+    /// Every rank receives the tensors of all, concatenated. The gradient of a
+    /// rank's tensor is the sum of all ranks' gradients for it
+    /// ([`Exchange::SumParts`]).
     Gather,
-    /// Each keeps its part of a tensor that all have. Gradients are gathered.
+    /// Each rank keeps its part of a tensor that all have. Gradients are
+    /// gathered.
     Split,
     /// Part `q` goes to rank `q`, forward and backward.
     AllToAll,
-    /// Part `q` of the sum of all is rank `q`'s. Gradients are gathered.
+    /// Rank `q` receives part `q` of the sum over ranks. Gradients are
+    /// gathered.
     SumParts,
-    /// Everybody gets the sum of all. The gradient, of which all have the same, goes on as
-    /// it is.
+    /// Every rank receives the sum over ranks. The gradient, which is the same
+    /// on all ranks, passes unchanged.
     Sum,
-    /// Nothing. Gradients, of which each has a part, are summed.
+    /// The tensor stays as it is. Gradients, of which each rank has a part, are
+    /// summed.
     SumGradients,
 }
 
@@ -36,7 +41,8 @@ impl Exchange {
         }
     }
 
-    /// The values and the size of the first dimension after.
+    /// Returns the values, and the size of the first dimension after the
+    /// exchange.
     fn run(
         self,
         (ranks, among): (&Ranks, ProcessGroup),
@@ -78,12 +84,12 @@ impl Exchange {
     }
 }
 
-/// An exchange as a differentiable operation: `x [R, ..]` in f32 to what the exchange makes
-/// of it along the first dimension.
+/// Applies an exchange as a differentiable operation: takes `x [R, ..]` in f32
+/// and exchanges along the first dimension.
 ///
 /// # Errors
-/// When the tensor has no dimension, is not f32, or its rows cannot be shared by the ranks;
-/// those of the exchange.
+/// The tensor has no dimension, is not f32, or its rows cannot be shared by the
+/// ranks; and the errors of the exchange.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};

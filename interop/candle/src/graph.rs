@@ -12,14 +12,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub struct Call {
     pub inner: Arc<Inner>,
     pub saved: Mutex<AnySaved>,
-    /// What is tied to the layer: weights, and `topk_weights`.
+    /// Names of the tensors tied to the layer: weights, and `topk_weights`.
     pub tied: Vec<String>,
-    /// Their gradients, of the backward pass that is under way.
+    /// Their gradients, of the backward pass in flight.
     pub gradients: Mutex<BTreeMap<String, HostTensor<'static>>>,
 }
 
 impl Call {
-    /// Runs the layer backward; keeps the gradients of what is tied, gives dx.
+    /// Runs the layer backward, keeps the gradients of tied tensors and returns
+    /// dx.
     fn backward(&self, dy: &HostTensor<'_>) -> Result<HostTensor<'static>> {
         let _turn = lock(&self.inner.turn);
         let layer = &self.inner.layer;
@@ -39,8 +40,8 @@ impl Call {
     }
 }
 
-/// Ties a tensor to the layer: from a link to the next one. Forward does
-/// nothing, backward gives the gradient that the layer found.
+/// An operation that ties a tensor to the layer, from one link to the next.
+/// Forward does nothing; backward returns the gradient that the layer computed.
 pub struct Tie {
     pub call: Arc<Call>,
     pub name: String,
@@ -76,8 +77,8 @@ impl CustomOp2 for Tie {
     }
 }
 
-/// The layer, from rows `[T, d]` and the last link to rows `[T, d_out]`, which
-/// the call has found.
+/// The operation of the layer, from rows `[T, d]` and the last link to rows
+/// `[T, d_out]`, which the call has computed.
 pub struct Whole {
     pub call: Arc<Call>,
     /// Taken when the operation is applied.
@@ -114,7 +115,7 @@ impl CustomOp2 for Whole {
     }
 }
 
-/// A panic elsewhere leaves values that the next call replaces.
+/// Locks a mutex even after a panic, because the next call replaces the values.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()

@@ -1,15 +1,15 @@
-//! Between candle's tensors and the engine's.
+//! Conversions between candle's tensors and the engine's.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
 use moesaic::half::{bf16, f16};
 use moesaic::{DType, Tensor as HostTensor};
 
-/// Shows a tensor's elements, as `dtype` and under a shape of as many elements:
-/// where they lie, or a converted copy.
+/// Passes a tensor's elements to a function, as `dtype` and under a shape with
+/// as many elements: in place, or as a converted copy.
 ///
 /// # Errors
-/// When the tensor is not on the CPU, or a conversion would be no rounding.
+/// The tensor is not on the CPU, or a conversion would be no rounding.
 pub fn lend<R>(
     tensor: &Tensor,
     dtype: DType,
@@ -36,13 +36,13 @@ pub fn lend<R>(
     })
 }
 
-/// As [`lend`], a copy that stays.
+/// Returns the elements as [`lend`] passes them, in a copy that stays.
 pub fn copied(tensor: &Tensor, dtype: DType, shape: &[usize]) -> Result<HostTensor<'static>> {
     lend(tensor, dtype, shape, |host| Ok(host.into_static()))
 }
 
-/// The tensor in another type, outside the graph. Floats are rounded; integers,
-/// of which candle has more types than the engine, have to fit.
+/// Converts a tensor to another type, outside the graph. Floats are rounded;
+/// integers, of which candle has more types than the engine, must fit.
 fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     let (given, wanted) = (tensor.dtype(), candle_type(dtype));
     match (given.is_int(), wanted.is_int()) {
@@ -53,7 +53,7 @@ fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// 64-bit integers in a type that may be narrower.
+/// Converts 64-bit integers to a type that may be narrower.
 fn fitting(wide: &Tensor, wanted: candle_core::DType) -> Result<Tensor> {
     let values = wide.flatten_all()?.to_vec1::<i64>()?;
     let fits = |value: &i64| i32::try_from(*value).is_ok();
@@ -65,7 +65,7 @@ fn fitting(wide: &Tensor, wanted: candle_core::DType) -> Result<Tensor> {
     }
 }
 
-/// What candle calls a type of the engine.
+/// Returns candle's name of an engine type.
 pub fn candle_type(dtype: DType) -> candle_core::DType {
     match dtype {
         DType::F32 => candle_core::DType::F32,
@@ -76,10 +76,10 @@ pub fn candle_type(dtype: DType) -> candle_core::DType {
     }
 }
 
-/// What the engine calls a type of candle.
+/// Returns the engine's name of a candle type.
 ///
 /// # Errors
-/// When it has none such.
+/// The engine has no such type.
 pub fn host_type(dtype: candle_core::DType) -> Result<DType> {
     Ok(match dtype {
         candle_core::DType::F32 => DType::F32,
@@ -91,7 +91,7 @@ pub fn host_type(dtype: candle_core::DType) -> Result<DType> {
     })
 }
 
-/// The elements of what the engine gave.
+/// Returns the elements of an engine tensor.
 pub fn storage(host: &HostTensor<'_>) -> CpuStorage {
     let same = "the type was just matched";
     match host.dtype {
@@ -103,13 +103,13 @@ pub fn storage(host: &HostTensor<'_>) -> CpuStorage {
     }
 }
 
-/// What the engine gave, under a shape of as many elements.
+/// Returns an engine tensor under a shape with as many elements.
 pub fn tensor(host: &HostTensor<'_>, shape: &[usize]) -> Tensor {
     let storage = Storage::Cpu(storage(host));
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
-/// An error that says which tensor it is about.
+/// Adds the name of the tensor to an error.
 pub fn named(name: &str, error: Error) -> Error {
     Error::Msg(format!("`{name}`: {error}"))
 }

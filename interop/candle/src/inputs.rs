@@ -1,4 +1,4 @@
-//! What a call is given.
+//! The inputs of a call.
 
 use crate::host::{copied, named};
 use candle_core::{Device, Error, Result, Tensor};
@@ -6,9 +6,9 @@ use moesaic::plan::{Role, TensorPlan};
 use moesaic::{AnyLayer, Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 
-/// The tokens of a call and what else its layer's spec asks for. Tensors with a
-/// value per token have the leading sizes of `x`, or `[T]` in their place;
-/// integers may be of any of candle's types.
+/// The tokens of a call and the further inputs of its layer's spec. Tensors
+/// with a value per token have the leading sizes of `x`, or `[T]` in their
+/// place; integers may be of any of candle's types.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     pub(crate) x: Tensor,
@@ -17,7 +17,7 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// The tokens `[.., d]`, in the layer's activation type.
+    /// Makes inputs of the tokens `[.., d]`, in the layer's activation type.
     pub fn new(x: &Tensor) -> Inputs {
         Inputs {
             x: x.clone(),
@@ -26,49 +26,51 @@ impl Inputs {
         }
     }
 
-    /// The ids `[..]` that a table router looks up.
+    /// Sets the ids `[..]` that a table router looks up.
     pub fn token_ids(self, ids: &Tensor) -> Inputs {
         self.with("token_ids", ids)
     }
 
-    /// The decision `[.., K]` of a router that is not the layer's
-    /// (`kind = "external"`). The gradient of `weights` flows back to where
-    /// they come from.
+    /// Sets the decision `[.., K]` of a router outside the layer (`kind =
+    /// "external"`). The gradient of `weights` flows back to the operation that
+    /// computed them.
     pub fn routing(self, ids: &Tensor, weights: &Tensor) -> Inputs {
         self.with("topk_ids", ids).with("topk_weights", weights)
     }
 
-    /// Which tokens `[..]` count, where the spec has `token_mask`: 0 is padding.
+    /// Sets the mask `[..]` of tokens that count, if the spec has `token_mask`:
+    /// 0 is padding.
     pub fn token_mask(self, mask: &Tensor) -> Inputs {
         self.with("token_mask", mask)
     }
 
-    /// How many of the K slots this call uses, where the spec has `active_k`.
+    /// Sets the number of the K slots that this call uses, if the spec has
+    /// `active_k`.
     ///
     /// # Errors
-    /// None that a CPU has.
+    /// None on a CPU.
     pub fn active_k(self, active: u32) -> Result<Inputs> {
         Ok(self.with("active_k", &Tensor::new(&[active], &Device::Cpu)?))
     }
 
-    /// The sequence `[..]` of each token, for a `sequence` loss.
+    /// Sets the sequence `[..]` of each token, for a `sequence` loss.
     pub fn sequence_ids(self, ids: &Tensor) -> Inputs {
         self.with("sequence_ids", ids)
     }
 
-    /// Choices of each expert `[E]` and the number of tokens over the group that
-    /// a `global` loss is meant for, such as all micro-batches. The ranks of a mesh count
-    /// themselves, and a layer over them reads neither.
+    /// Sets the choices of each expert `[E]` and the number of tokens over the
+    /// group of a `global` loss, such as all micro-batches. The ranks of a mesh
+    /// count themselves, so a layer over them reads neither.
     ///
     /// # Errors
-    /// None that a CPU has.
+    /// None on a CPU.
     pub fn global(self, counts: &Tensor, tokens: i64) -> Result<Inputs> {
         let tokens = Tensor::new(&[tokens], &Device::Cpu)?;
         let given = self.with("global_counts", counts);
         Ok(given.with("global_tokens", &tokens))
     }
 
-    /// A capacity factor for this call instead of the spec's.
+    /// Sets a capacity factor for this call instead of the spec's.
     pub fn capacity_factor(mut self, factor: f64) -> Inputs {
         self.capacity_factor = Some(factor);
         self
@@ -79,7 +81,7 @@ impl Inputs {
         self
     }
 
-    /// The sizes of `x` before its width.
+    /// Returns the sizes of `x` before its width.
     pub(crate) fn leading(&self) -> &[usize] {
         let dims = self.x.dims();
         &dims[..dims.len().saturating_sub(1)]
@@ -93,8 +95,8 @@ impl Inputs {
         self.leading().iter().product()
     }
 
-    /// All but `x` as the engine takes it. What the layer would not read is an
-    /// error: its spec lacks the option that reads it.
+    /// Returns everything but `x` in the engine's form. An input that the layer
+    /// would not read is an error: its spec lacks the option that reads it.
     pub(crate) fn hosts(&self, layer: &AnyLayer) -> Result<Tensors<'static>> {
         let tensors = layer.plan().tensors.iter();
         let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();

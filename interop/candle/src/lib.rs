@@ -1,26 +1,27 @@
 //! A moesaic layer as a differentiable operation of candle.
 //!
-//! A [`MoeLayer`] has two calls. [`MoeLayer::forward`] evaluates: no noise, no
-//! losses, nothing kept, and its result is detached from the graph.
-//! [`MoeLayer::forward_train`] draws what the spec draws in training, from the
-//! [`Counters`] of the call, and takes part in candle's autograd. They give
-//! different types, so that one is not taken for the other.
+//! A [`MoeLayer`] has two calls. [`MoeLayer::forward`] evaluates: it has no
+//! noise and no losses, keeps nothing, and its result is detached from the
+//! graph. [`MoeLayer::forward_train`] draws the random numbers of training from
+//! the [`Counters`] of the call, and takes part in candle's autograd. The two
+//! return different types, so you cannot take one for the other.
 //!
 //! # Losses
-//! The auxiliary losses of a spec are part of what the layer differentiates:
-//! `coefficient · loss` is added on the way back, once per call that `backward`
-//! reaches. [`Trained::losses`] are their values, detached: to log them, or to
-//! add them to a total that is logged. Adding them changes no gradient. Where
-//! the total is scaled before `backward`, as for micro-batches that are averaged,
-//! the coefficients in the spec are to be scaled alike.
+//! The layer differentiates the auxiliary losses of its spec, too: it adds the
+//! gradient of `coefficient · loss` in backward, once per call that `backward`
+//! reaches. [`Trained::losses`] holds their values, detached, for you to log or
+//! to add to a total that you log. Adding them changes no gradient. If you
+//! scale the total before `backward`, as you do when you average micro-batches,
+//! scale the coefficients in the spec alike.
 //!
 //! # In the graph
-//! candle's custom operations take at most three inputs, an expert layer has
-//! more weights than that. So each weight is tied to the layer by an operation
-//! of its own: its inputs are the weight and a *link*, a tensor of one number, and
-//! it gives the next link. Its backward gives the gradient that the layer found.
-//! The layer itself is an operation of two inputs, `x` and the last link. Nothing
-//! is concatenated or kept twice, and candle's own autograd orders it all.
+//! candle's custom operations take at most three inputs, and an expert layer
+//! has more weights than that. So an operation of its own ties each weight to
+//! the layer: its inputs are the weight and a *link*, a tensor of one number,
+//! and its output is the next link. Its backward returns the gradient that the
+//! layer computed. The layer itself is an operation of two inputs, `x` and the
+//! last link. Nothing is concatenated or kept twice, and candle's own autograd
+//! orders the operations.
 //!
 //! ```text
 //! link ──tie(router)──> link ──tie(up)──> link ──tie(down)──> link ─┐
@@ -30,10 +31,11 @@
 //! Tensors lie on candle's CPU device; the layer may run on any target.
 
 //! # Over ranks
-//! [`MoeLayer::new_over`] makes a rank's part of a layer: the same calls, each made by all
-//! ranks in the same order, `backward` too, with the tokens of each. Gradients of weights
-//! are this rank's until [`MoeLayer::reduce_gradients`] has added them up, those of the
-//! tokens are whole. [`part`] cuts weights of the whole layer.
+//! [`MoeLayer::new_over`] makes a rank's part of a layer. Its calls are the
+//! same; all ranks make each of them in the same order, `backward` too, with
+//! their own tokens. Gradients of weights are this rank's until
+//! [`MoeLayer::reduce_gradients`] adds them up; gradients of tokens are
+//! complete. [`part`] returns a rank's part of a weight of the whole layer.
 
 mod exchange;
 mod graph;
@@ -64,14 +66,14 @@ pub struct MoeLayer {
     weights: Vec<Held>,
 }
 
-/// The compiled layer; weights and their gradients lie in it, so that one
-/// pass uses it at a time.
+/// The compiled layer. Weights and their gradients lie in it, so one pass uses
+/// it at a time.
 struct Inner {
     layer: AnyLayer,
     turn: Mutex<()>,
 }
 
-/// A weight, and the type in which the layer has it.
+/// A weight, and its type in the layer.
 struct Held {
     name: String,
     tensor: Tensor,
@@ -90,42 +92,43 @@ impl Held {
 pub struct Routing {
     /// The experts of each token `[.., K]`, i32; negative where a slot is masked.
     pub ids: Tensor,
-    /// Their weights `[.., K]`, f32.
+    /// Weights of these experts `[.., K]`, f32.
     pub weights: Tensor,
-    /// How often each expert was chosen `[E]`, i64, dropped choices included:
-    /// what balancing without a loss and a `global` loss count.
+    /// Number of choices of each expert `[E]`, i64, dropped choices included:
+    /// the counts for balancing without a loss and for a `global` loss.
     pub counts: Tensor,
 }
 
-/// What evaluation gave; nothing of it is in the graph.
+/// The result of an evaluation, detached from the graph.
 #[derive(Clone, Debug)]
 pub struct Evaluated {
-    /// `[.., d_out]`.
+    /// Output `[.., d_out]`.
     pub y: Tensor,
-    /// Who went where.
+    /// Decision of the router.
     pub routing: Routing,
 }
 
-/// What a training call gave.
+/// The result of a training call.
 #[derive(Clone, Debug)]
 pub struct Trained {
-    /// `[.., d_out]`, differentiable.
+    /// Output `[.., d_out]`, differentiable.
     pub y: Tensor,
-    /// The auxiliary losses by kind, such as `switch`, without coefficients:
-    /// detached numbers, since the layer adds their gradients itself.
+    /// Auxiliary losses by kind, such as `switch`, without coefficients. They
+    /// are detached numbers, because the layer adds their gradients itself.
     pub losses: BTreeMap<String, Tensor>,
-    /// Who went where.
+    /// Decision of the router.
     pub routing: Routing,
 }
 
 impl MoeLayer {
-    /// The layer of `spec` with its weights by canonical name, which each call reads
-    /// anew. Variables are trained; others stay as they are, such as a `router.table`
-    /// of integers. Floats may be of another type than the spec's and are rounded
-    /// to it: f32 masters of a layer in bf16 get f32 gradients.
+    /// Compiles the layer of `spec` with its weights by canonical name, which
+    /// each call reads anew. Variables are trained; other tensors stay as they
+    /// are, such as a `router.table` of integers. Floats may be of another type
+    /// than the spec's and are rounded to it: f32 masters of a layer in bf16
+    /// get f32 gradients.
     ///
     /// # Errors
-    /// When a weight is missing or misshapen, or the kernels do not compile.
+    /// A weight is missing or misshapen, or the kernels do not compile.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,
@@ -134,13 +137,14 @@ impl MoeLayer {
         MoeLayer::made(engine, None, spec, weights)
     }
 
-    /// As [`MoeLayer::new`], this rank's part of a layer over ranks. All ranks of the mesh
-    /// call it. `weights` are this rank's: of experts its own, as [`part`] cuts them, all
-    /// else as every rank has it.
+    /// Makes this rank's part of a layer over ranks, as [`MoeLayer::new`] does
+    /// for a whole layer. All ranks of the mesh call it. `weights` are this
+    /// rank's: its own experts, as [`part`] returns them, and everything else
+    /// in full.
     ///
     /// # Errors
-    /// As [`MoeLayer::new`]; also when the layer cannot have the mesh, or ranks make
-    /// different layers.
+    /// As [`MoeLayer::new`]; also if the layer cannot run on the mesh, or ranks
+    /// make different layers.
     pub fn new_over(
         engine: &Engine,
         mesh: &Mesh,
@@ -187,18 +191,18 @@ impl MoeLayer {
         })
     }
 
-    /// The weights by canonical name.
+    /// Returns the weights by canonical name.
     pub fn weights(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.weights.iter().map(|held| (&*held.name, &held.tensor))
     }
 
-    /// Evaluates: `x [.., d]` to `y [.., d_out]`, without noise, jitter, dropout and
-    /// losses. It is not differentiable, whatever its inputs are: nothing is kept,
-    /// and gradients end here.
+    /// Evaluates: `x [.., d]` to `y [.., d_out]`, without noise, jitter,
+    /// dropout and losses. The result is not differentiable, whatever its
+    /// inputs are: nothing is kept, and gradients end here.
     ///
     /// # Errors
-    /// When an input is missing, misshapen, of another type, or one that the
-    /// layer does not read.
+    /// An input is missing, misshapen, of another type, or one that the layer
+    /// does not read.
     pub fn forward(&self, inputs: &Inputs) -> Result<Evaluated> {
         let _turn = lock(&self.inner.turn);
         self.hand_over_weights()?;
@@ -212,10 +216,10 @@ impl MoeLayer {
         })
     }
 
-    /// One training call: `x [.., d]` to `y [.., d_out]`, differentiable in `x`, in
-    /// the weights and in the weights of an external decision. Random numbers
-    /// follow from `counters` alone: a call with other counters draws others, so
-    /// each step and each layer has its own.
+    /// Runs one training call: `x [.., d]` to `y [.., d_out]`, differentiable
+    /// in `x`, in the weights and in the weights of an external decision.
+    /// `counters` alone determine the random numbers, so use other counters for
+    /// each step and each layer.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
@@ -240,7 +244,7 @@ impl MoeLayer {
         })
     }
 
-    /// Decides where tokens go as [`MoeLayer::forward`] does, and nothing else.
+    /// Routes tokens as [`MoeLayer::forward`] does, and nothing else.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
@@ -252,9 +256,9 @@ impl MoeLayer {
         Ok(routing(&output, inputs))
     }
 
-    /// Decides where tokens go as [`MoeLayer::forward_train`] does with the same
-    /// counters, and nothing else: the counts that a `global` loss sums over ranks
-    /// and micro-batches.
+    /// Routes tokens as [`MoeLayer::forward_train`] does with the same
+    /// counters, and nothing else. The counts are those that a `global` loss
+    /// sums over ranks and micro-batches.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
@@ -266,7 +270,7 @@ impl MoeLayer {
         Ok(routing(&self.with_input(inputs, route)?, inputs))
     }
 
-    /// Gives the layer its weights as they are now.
+    /// Copies the current weights into the layer.
     fn hand_over_weights(&self) -> Result<()> {
         for weight in &self.weights {
             weight.lend(|host| {
@@ -301,7 +305,7 @@ impl MoeLayer {
         })
     }
 
-    /// Puts a call into the graph: its `y`.
+    /// Adds a call to the graph and returns its `y`.
     fn tie(&self, inputs: &Inputs, y: &HostTensor<'static>, saved: AnySaved) -> Result<Tensor> {
         let layer = &self.inner.layer;
         let decided = inputs.others.get_key_value("topk_weights");
@@ -343,7 +347,8 @@ fn routing(output: &Output, inputs: &Inputs) -> Routing {
     }
 }
 
-/// The shape of what has a row per token, as `x` has tokens.
+/// Returns the shape of a result with a row per token, with the leading sizes
+/// of `x`.
 fn shape_of(rows: &HostTensor<'_>, inputs: &Inputs) -> Vec<usize> {
     [inputs.leading(), &rows.shape[1..]].concat()
 }

@@ -9,11 +9,13 @@ use moesaic::train::mesh;
 use moesaic::{AnyLayer, Mesh, Strategy, Tensor as HostTensor, Tensors};
 use std::sync::Arc;
 
-/// This rank's part of a weight of the whole layer, by the weight's name: of experts its own,
-/// of shared experts that the mesh slices its slices, of all else everything. A copy, outside the graph.
+/// Returns this rank's part of a weight of the whole layer, by the weight's
+/// name: its own experts of a weight of experts, its shards of shared experts
+/// that the mesh shards, and everything else in full. The part is a copy,
+/// outside the graph.
 ///
 /// # Errors
-/// When the ranks cannot share a tensor of this shape, or it is not on the CPU.
+/// The ranks cannot share a tensor of this shape, or it is not on the CPU.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -44,17 +46,20 @@ pub fn part(mesh: &Mesh, name: &str, whole: &Tensor) -> Result<Tensor> {
     Ok(tensor(&own, &own.shape))
 }
 
-/// Adds up the gradients of named variables over the ranks that have the same: of experts
-/// (`experts.` and the rest of the name, with anything in front) those that hold them, of
-/// slices of shared experts those with the same slices, of all else all ranks. They are then those of one process that had the tokens of all.
-/// Every rank calls it with variables of the same names; one that took no part counts as
-/// zeros. Sums are in f32, and rounded to the variable's type.
+/// Adds up the gradients of named variables over the ranks that have the same
+/// variable: for experts (`experts.` and the rest of the name, with anything in
+/// front) over their replicas, for shards of shared experts over the ranks with
+/// the same shards, and for everything else over all ranks. The sums are the
+/// gradients of one process that is given the tokens of all ranks. Every rank
+/// calls the function with variables of the same names; a variable that took no
+/// part counts as zeros. Sums are made in f32, and rounded to the variable's
+/// type.
 ///
-/// A loss that is a mean over each rank's own tokens wants all gradients divided by the
-/// number of ranks, those of experts too.
+/// If your loss is a mean over each rank's own tokens, divide all gradients by
+/// the number of ranks, those of experts too.
 ///
 /// # Errors
-/// When ranks cannot be reached, or have other variables.
+/// Ranks cannot be reached, or have other variables.
 pub fn reduce_gradients<'t>(
     ranks: &Ranks,
     weights: impl IntoIterator<Item = (&'t str, &'t Tensor)>,
@@ -81,12 +86,12 @@ pub fn reduce_gradients<'t>(
 }
 
 impl MoeLayer {
-    /// Chooses how the ranks of its mesh carry out calls from now on; results are the same up to
-    /// the rounding of sums. All ranks call it, and choose the same.
+    /// Sets the strategy of the following calls; results are the same up to the
+    /// rounding of sums. All ranks call it with the same strategy.
     ///
     /// # Errors
-    /// Without a mesh, or for what the mesh cannot do; also while a result of
-    /// [`MoeLayer::forward_train`] is in a graph that is still there.
+    /// The layer has no mesh, the mesh cannot carry out the strategy, or a
+    /// result of [`MoeLayer::forward_train`] is in a graph that still exists.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<()> {
         let Some(inner) = Arc::get_mut(&mut self.inner) else {
             candle_core::bail!(
@@ -97,8 +102,9 @@ impl MoeLayer {
         inner.layer.set_strategy(strategy).map_err(Error::wrap)
     }
 
-    /// Adds up the gradients of this layer's variables over the ranks of its mesh, as
-    /// [`reduce_gradients`] does for a whole model; nothing without a mesh.
+    /// Adds up the gradients of this layer's variables over the ranks of its
+    /// mesh, as [`reduce_gradients`] does for a whole model. Does nothing
+    /// without a mesh.
     ///
     /// # Errors
     /// As [`reduce_gradients`].

@@ -1,6 +1,6 @@
-//! Prints this machine's limits, what a launch costs, and how evenly blocks of
-//! very different cost are spread, over shared threads and over the device's own:
-//! `cargo run --release -p moesaic-cpu --example launch`.
+//! Prints this machine's limits, the cost of a launch, and how evenly blocks of
+//! very different cost are spread, over shared threads and over the device's
+//! own: `cargo run --release -p moesaic-cpu --example launch`.
 
 use moesaic_cpu::{CpuCompiler, CpuDevice, host_isa, limits};
 use moesaic_kernel::{Entry, KernelSource, Language, Launch, Param, Size, Stem, Target};
@@ -84,7 +84,7 @@ fn spin_source(entry: &Entry) -> KernelSource {
     }
 }
 
-/// Microseconds of the median launch.
+/// Returns the time of the median launch in microseconds.
 fn time(module: &dyn Module, blocks: u64, args: &[Arg]) -> Result<f64, Box<dyn Error>> {
     let dims = LaunchDims {
         grid: [blocks, 1],

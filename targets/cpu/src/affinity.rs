@@ -1,10 +1,10 @@
-//! Which processors threads may run on.
+//! The processors on which threads may run.
 
 use std::io;
 use std::thread::JoinHandle;
 
-/// Keeps each thread on one of some processors, from the second one on and
-/// around.
+/// Keeps each thread on one of some processors, starting with the second and
+/// going around.
 #[cfg(target_os = "linux")]
 pub(crate) fn spread<'a>(
     threads: impl Iterator<Item = &'a JoinHandle<()>>,
@@ -17,7 +17,7 @@ pub(crate) fn spread<'a>(
     Ok(())
 }
 
-/// Elsewhere threads stay where the system puts them.
+/// Does nothing: elsewhere threads stay where the system puts them.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn spread<'a>(
     _: impl Iterator<Item = &'a JoinHandle<()>>,
@@ -27,10 +27,10 @@ pub(crate) fn spread<'a>(
     Err(io::Error::new(io::ErrorKind::Unsupported, reason))
 }
 
-/// The processors this process may use, ascending.
+/// Returns the processors that this process may use, ascending.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the system.
 #[cfg(target_os = "linux")]
 pub fn processors() -> io::Result<Vec<usize>> {
     // SAFETY: a set of processors is plain bits, all zero is the empty one.
@@ -52,7 +52,7 @@ pub fn processors() -> io::Result<Vec<usize>> {
     }
 }
 
-/// Elsewhere they are not known.
+/// Returns an empty list: elsewhere the processors are unknown.
 ///
 /// # Errors
 /// None.
@@ -61,14 +61,14 @@ pub fn processors() -> io::Result<Vec<usize>> {
     Ok(Vec::new())
 }
 
-/// The processor that the calling thread runs on now.
+/// Returns the processor on which the calling thread runs now.
 #[cfg(target_os = "linux")]
 pub(crate) fn processor() -> Option<usize> {
     // SAFETY: asks only.
     usize::try_from(unsafe { libc::sched_getcpu() }).ok()
 }
 
-/// Elsewhere it is not known.
+/// Returns `None`: elsewhere the processor is unknown.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn processor() -> Option<usize> {
     None

@@ -1,14 +1,14 @@
-//! What the system says of the caches of a core.
+//! The caches of a core, as the system reports them.
 
 use moesaic_kernel::CpuCaches;
 use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// The caches of this machine's cores, as far as they are known: of all
-/// processors that this process may use the smallest. They are read once, some
-/// files for each processor: what the first caller's thread may use counts for
-/// the process.
+/// Returns the known caches of this machine's cores: the smallest among all
+/// processors that this process may use. The function reads some files for each
+/// processor, once; the processors of the first caller's thread count for the
+/// process.
 pub fn host_caches() -> CpuCaches {
     static CACHES: OnceLock<CpuCaches> = OnceLock::new();
     *CACHES.get_or_init(|| {
@@ -17,7 +17,7 @@ pub fn host_caches() -> CpuCaches {
     })
 }
 
-/// The same of some processors, from a folder that is made up as Linux does it:
+/// Reads the caches of some processors from a folder with the layout of Linux:
 /// `cpu0/cache/index0/{level,type,size}`.
 pub fn read_caches(dir: &Path, processors: &[usize]) -> CpuCaches {
     let each = processors.iter().map(|processor| {
@@ -29,7 +29,7 @@ pub fn read_caches(dir: &Path, processors: &[usize]) -> CpuCaches {
     each.fold(CpuCaches::default(), CpuCaches::least)
 }
 
-/// One cache, if data go through it and its level and size are known.
+/// Returns one cache if data go through it and its level and size are known.
 fn one(dir: &Path) -> Option<CpuCaches> {
     let read = |name: &str| Some(fs::read_to_string(dir.join(name)).ok()?.trim().to_string());
     if !["Data", "Unified"].contains(&read("type")?.as_str()) {
@@ -45,7 +45,7 @@ fn one(dir: &Path) -> Option<CpuCaches> {
     Some(caches)
 }
 
-/// `48K`, `2M` or `4096`.
+/// Parses `48K`, `2M` or `4096`.
 fn bytes(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let unit = match &text[digits.len()..] {
@@ -63,7 +63,7 @@ fn bytes(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// A made-up tree; a cache is `cpu, index, level, type, size`.
+    /// Makes a tree; a cache is `cpu, index, level, type, size`.
     fn tree(caches: &[(usize, usize, &str, &str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (cpu, index, level, kind, size) in caches {

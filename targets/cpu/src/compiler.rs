@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// The C compiler of this machine. Making one starts no process; the version
-/// is asked for when it is first needed, unless [`CpuCompiler::recall`] knew it.
+/// The C compiler of this machine. Creating one starts no process; the version
+/// is asked for on first use, unless [`CpuCompiler::recall`] knew it.
 #[derive(Debug)]
 pub struct CpuCompiler {
     driver: Driver,
@@ -39,29 +39,30 @@ impl CpuCompiler {
         find::find_for(arch, &Process, fallback).map(CpuCompiler::from)
     }
 
-    /// Uses this program, whether or not it exists.
+    /// Uses this program without checking that it exists.
     pub fn at(program: &Path) -> CpuCompiler {
         let program = std::path::absolute(program).unwrap_or_else(|_| program.to_path_buf());
         CpuCompiler::from(Driver::new(program, Vec::new()))
     }
 
-    /// The program this compiler runs.
+    /// Returns the program that this compiler runs.
     pub fn program(&self) -> &Path {
         self.driver.program()
     }
 
-    /// Takes the version from an earlier process, if the program has not
-    /// changed since; whether it did. After that, nothing but
-    /// [`Compiler::compile`] runs the compiler.
+    /// Takes the version from an earlier process and returns true, if the
+    /// program has not changed since. From then on, [`Compiler::compile`] alone
+    /// runs the compiler.
     pub fn recall(&self, identity: &Identity) -> bool {
         let same = self.driver.leading_args().is_empty() && identity.is_current(self.program());
         same && self.version.set(identity.version.clone()).is_ok()
     }
 
-    /// What to remember for the next process. Runs the compiler once if its
-    /// version is not known yet. `None` when it does not say its version, or
-    /// when it is a launcher such as `ccache gcc`, whose file does not change
-    /// along with the compiler behind it.
+    /// Returns the identity to remember for the next process. Runs the compiler
+    /// once if its version is not known yet. The result is `None` if the
+    /// compiler does not tell its version, or if it is a launcher such as
+    /// `ccache gcc`, whose file does not change along with the compiler behind
+    /// it.
     pub fn identity(&self) -> Option<Identity> {
         if !self.driver.leading_args().is_empty() || self.version() == UNKNOWN {
             return None;
@@ -88,8 +89,8 @@ impl CpuCompiler {
         self.compile_form(kernel, isa, [text, ""], symbols, Form::Library)
     }
 
-    /// The kernel linked with `main`, another C text, to a static program
-    /// without a C library: what is not in the one must be in the other.
+    /// Links the kernel with `main`, another C text, to a static program
+    /// without a C library: each must define what the other lacks.
     ///
     /// # Errors
     /// As [`Compiler::compile`].
@@ -186,7 +187,7 @@ impl CpuCompiler {
     }
 }
 
-/// Stands for a version that cannot be had: compiling will say why.
+/// The version of a compiler that does not tell it; compiling will report why.
 const UNKNOWN: &str = "unknown version";
 
 impl From<Driver> for CpuCompiler {
@@ -203,7 +204,8 @@ impl Compiler for CpuCompiler {
         "cpu"
     }
 
-    /// `gcc 12.2.0`; the program's path when it does not say its version.
+    /// Returns `gcc 12.2.0`, or the program's path when it does not tell its
+    /// version.
     fn name(&self) -> String {
         short_name(self.version()).unwrap_or_else(|| self.driver.spelling())
     }
@@ -228,7 +230,7 @@ impl Compiler for CpuCompiler {
         let of = |arch| flags::isas_of(arch).iter().copied();
         let mut isas: Vec<CpuIsa> = match self.driver.foreign_machine() {
             _ if self.driver.is_universal() => of("x86_64").chain(of("aarch64")).collect(),
-            // The portable set is for the machine that compiles.
+            // The portable set is for the compiling machine.
             Some(arch) => of(arch).filter(|isa| *isa != CpuIsa::Portable).collect(),
             None => of(std::env::consts::ARCH).collect(),
         };
@@ -248,7 +250,7 @@ fn symbols(source: &KernelSource) -> Vec<&str> {
     entries.map(|entry| entry.symbol.as_str()).collect()
 }
 
-/// `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
+/// Returns `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
 fn short_name(version: &str) -> Option<String> {
     if version.starts_with("zig ") {
         return Some(version.to_string());

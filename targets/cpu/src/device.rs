@@ -8,8 +8,8 @@ use moesaic_kernel::{CpuCaches, Entry, Target};
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr, RowCopy};
 use std::sync::Arc;
 
-/// This machine's CPU. Launches are synchronous: a launch has finished when
-/// it returns.
+/// This machine's CPU. Launches are synchronous: they have finished when the
+/// call returns.
 pub struct CpuDevice {
     info: DeviceInfo,
     executor: Arc<Executor>,
@@ -17,15 +17,17 @@ pub struct CpuDevice {
 }
 
 impl CpuDevice {
-    /// A thread per processor that this process may use, the launching one
-    /// included. Such devices share their threads, which the first launch
-    /// starts; they sleep between calls and end with the last of the devices.
-    /// Launches from several threads run side by side.
+    /// Opens the CPU with a thread per processor that this process may use, the
+    /// launching thread included. Devices opened in this way share their
+    /// threads. The first launch starts the threads; they sleep between calls
+    /// and end with the last of the devices. Launches from several threads run
+    /// side by side.
     pub fn new() -> CpuDevice {
         CpuDevice::from(Executor::shared())
     }
 
-    /// Exactly `threads` threads, the launching one included; 0 counts as 1.
+    /// Opens the CPU with exactly `threads` threads, the launching one
+    /// included; 0 counts as 1.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] when the threads cannot be started.
@@ -33,9 +35,9 @@ impl CpuDevice {
         CpuDevice::with_nodes(threads, host_nodes().clone())
     }
 
-    /// The same on NUMA nodes that are not the machine's own: for tests, and
-    /// where the system does not tell the truth. Results are the same bytes for
-    /// any.
+    /// Opens the CPU with NUMA nodes other than the machine's own: for tests,
+    /// and for systems that report wrong ones. Results are the same bytes for
+    /// any nodes.
     ///
     /// # Errors
     /// As [`CpuDevice::with_threads`].
@@ -48,12 +50,12 @@ impl CpuDevice {
             })
     }
 
-    /// The same device with each of its own threads kept on one processor that
-    /// this process may use. Processors are taken one of each NUMA node in
-    /// turn, on one node in ascending order, so that few threads are spread over
-    /// all nodes; more threads than processors go round. The launching thread,
-    /// for which the first is left, is the caller's to keep in place; threads
-    /// that devices share stay where the system puts them.
+    /// Returns the same device with each of its own threads kept on one
+    /// processor that this process may use. Processors are taken one of each
+    /// NUMA node in turn and ascending on a node, so that few threads are
+    /// spread over all nodes; more threads than processors go round. The first
+    /// processor is left for the launching thread, which the caller has to keep
+    /// in place. Threads that devices share stay where the system puts them.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] when the system refuses, or is not Linux.
@@ -66,8 +68,8 @@ impl CpuDevice {
         Ok(self)
     }
 
-    /// The same device, but new buffers are filled with 0xFF (NaN as floats,
-    /// -1 as integers), so that reading what was never written shows.
+    /// Returns the same device, which fills new buffers with 0xFF (NaN as
+    /// floats, -1 as integers), so that reads of unwritten bytes show.
     #[must_use]
     pub fn poisoned(self) -> CpuDevice {
         CpuDevice {
@@ -76,7 +78,7 @@ impl CpuDevice {
         }
     }
 
-    /// Threads a launch from here would use.
+    /// Returns the number of threads that a launch from here would use.
     pub fn threads(&self) -> usize {
         self.executor.threads()
     }
@@ -105,16 +107,16 @@ impl From<Executor> for CpuDevice {
     }
 }
 
-/// The value of `name: value` in one of the kernel's text files.
+/// Returns the value of `name: value` in one of the kernel's text files.
 fn field(file: &str, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_once(':')?.1.trim().to_string())
 }
 
-/// What is left of the limit of this process's control group, if it has one
-/// of its own: containers and batch systems set it. Cached files count as
-/// left, since the system gives them up for memory that is asked for.
+/// Returns the bytes left of the limit of this process's control group, if it
+/// has one of its own: containers and batch systems set it. Cached files count
+/// as left, because the system gives them up for requested memory.
 fn group_bytes() -> Option<u64> {
     let read = |file: &str| std::fs::read_to_string(format!("/sys/fs/cgroup/{file}")).ok();
     let number = |text: &str| text.trim().parse::<u64>().ok();
@@ -234,21 +236,22 @@ impl Device for CpuDevice {
     }
 }
 
-/// Bytes that one thread uploads at a time: some huge pages. A page is put on
-/// the NUMA node of the thread that writes it first. Parts are blocks of a run
-/// like others, so that each node has a share of them in one piece.
+/// Bytes that one thread uploads at a time: some huge pages. A page is placed
+/// on the NUMA node of the thread that writes it first. Parts are blocks of a
+/// run like others, so that each node gets one contiguous share of them.
 const PART: usize = 8 << 20;
 
 fn parts(bytes: usize) -> i64 {
     bytes.div_ceil(PART) as i64
 }
 
-/// Where a part of `bytes` bytes starts; the one after the last at their end.
+/// Returns the start of a part of `bytes` bytes; the part after the last starts
+/// at their end.
 fn part_start(part: i64, bytes: usize) -> usize {
     (part as usize).saturating_mul(PART).min(bytes)
 }
 
-/// Where a buffer is written by several threads.
+/// The start of a buffer that several threads write.
 #[derive(Clone, Copy)]
 struct Start(*mut u8);
 
@@ -264,7 +267,8 @@ impl Start {
     }
 }
 
-/// The address of `offset` in `buffer`, if `length` bytes fit behind it.
+/// Returns the address of `offset` in `buffer`, if `length` bytes fit behind
+/// it.
 fn place(
     what: &str,
     buffer: &Buffer,

@@ -1,4 +1,4 @@
-//! Running a compiler program.
+//! Runs a compiler program.
 
 use moesaic_kernel::CpuIsa;
 use moesaic_target::CompileError;
@@ -9,7 +9,7 @@ use std::process::{Command, ExitStatus, Output, Stdio};
 
 use crate::flags;
 
-/// Names inside the compile directory. Relative, so that neither the binary
+/// Names inside the compile directory. They are relative, so neither the binary
 /// nor a message holds a path of this machine.
 pub(crate) const SOURCE: &str = "kernel.c";
 const OBJECT: &str = "kernel.o";
@@ -28,7 +28,7 @@ const CLEARED: [&str; 7] = [
     "CL",
 ];
 
-/// What a build makes.
+/// The product of a build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     /// A shared object of `SOURCE`.
@@ -37,7 +37,7 @@ pub(crate) enum Form {
     Program,
 }
 
-/// A compiler program and how it wants to be called.
+/// A compiler program and its calling convention.
 #[derive(Clone, Debug)]
 pub(crate) struct Driver {
     program: PathBuf,
@@ -54,7 +54,8 @@ enum Kind {
 }
 
 impl Driver {
-    /// `program` with `args` before every other argument. A `zig` needs none.
+    /// Makes a driver of `program` with `args` before every other argument. A
+    /// `zig` needs none.
     pub(crate) fn new(program: PathBuf, args: Vec<String>) -> Driver {
         let is_zig = program.file_stem().is_some_and(|stem| stem == "zig");
         if is_zig && (args.is_empty() || args == ["cc"]) {
@@ -80,20 +81,21 @@ impl Driver {
         &self.args
     }
 
-    /// The program and its leading arguments, as a person would type them.
+    /// Returns the program and its leading arguments, as a person would type
+    /// them.
     pub(crate) fn spelling(&self) -> String {
         let mut words = vec![self.program.display().to_string()];
         words.extend_from_slice(&self.args);
         words.join(" ")
     }
 
-    /// Whether it compiles for every machine.
+    /// Returns true if the program compiles for every machine.
     pub(crate) fn is_universal(&self) -> bool {
         self.kind == Kind::Zig
     }
 
-    /// The machine it compiles for, if it is not this one, by the name that
-    /// cross compilers have: `aarch64-linux-gnu-gcc`.
+    /// Returns the machine that the program compiles for, if it is not this
+    /// one, from the name of the cross compiler: `aarch64-linux-gnu-gcc`.
     pub(crate) fn foreign_machine(&self) -> Option<&'static str> {
         let name = self.program.file_name()?.to_str()?;
         let machine = ["aarch64", "x86_64"]
@@ -102,7 +104,7 @@ impl Driver {
         machine.filter(|machine| *machine != std::env::consts::ARCH)
     }
 
-    /// Asks for product, version and machine; one line without paths.
+    /// Asks for product, version and machine; returns one line without paths.
     pub(crate) fn version(&self) -> io::Result<String> {
         let args: &[&str] = match self.kind {
             Kind::Cc => &["-v"],
@@ -118,7 +120,7 @@ impl Driver {
         .ok_or_else(|| io::Error::other(format!("`{}` does not say its version", self.spelling())))
     }
 
-    /// Turns what is in `dir` into `BINARY`; returns what was said.
+    /// Builds the texts in `dir` into `BINARY`; returns the compiler's output.
     pub(crate) fn build(&self, dir: &Path, isa: CpuIsa, form: Form) -> Result<String, Failure> {
         let mut log = String::new();
         for args in self.steps(isa, form) {
@@ -153,8 +155,8 @@ impl Driver {
             command.env_remove(name);
         }
         if let Some(dir) = dir {
-            // The compiler's own temporary files go where they are removed
-            // even when it is killed.
+            // The compiler's temporary files go where they are removed even
+            // when it is killed.
             command.current_dir(dir).env("TMPDIR", dir);
         }
         command
@@ -199,17 +201,17 @@ fn zig_steps(flags: &[&str], isa: CpuIsa, form: Form) -> Vec<Vec<String>> {
     }
 }
 
-/// A build that gave no binary.
+/// A build without a binary.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// The program could not be started.
     NotRun(io::Error),
-    /// It ended badly, having said this.
+    /// The program failed with this output.
     Exited(ExitStatus, String),
 }
 
 impl Failure {
-    /// The error to report for kernel `kernel`.
+    /// Returns the error to report for kernel `kernel`.
     pub(crate) fn into_error(self, who: &str, kernel: &str, isa: CpuIsa) -> CompileError {
         let compiler = who.to_string();
         let failed = |reason| CompileError::Failed {
@@ -254,7 +256,7 @@ impl Failure {
     }
 }
 
-/// Why a compiler exited with an error, as far as its words tell.
+/// The reason that a compiler failed, as far as its output tells.
 enum Verdict {
     Crashed(String),
     NoRoom,
@@ -312,8 +314,8 @@ fn both_streams(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Enough of a log to act on: a wrong macro can repeat itself thousands of times, also in one
-/// line.
+/// Shortens a log to a length that you can act on: a wrong macro can repeat
+/// itself thousands of times, also within one line.
 pub(crate) fn trim(log: &str) -> String {
     const LINES: usize = 40;
     let lines: Vec<String> = log.trim().lines().map(short).collect();
@@ -323,7 +325,7 @@ pub(crate) fn trim(log: &str) -> String {
     }
 }
 
-/// A line of a log; of one that is very long its beginning.
+/// Returns a line of a log, or the beginning of a very long one.
 fn short(line: &str) -> String {
     const COLUMNS: usize = 500;
     match line.char_indices().nth(COLUMNS) {
@@ -335,7 +337,8 @@ fn short(line: &str) -> String {
     }
 }
 
-/// `gcc version 12.2.0 (Debian …)` and `Target: …` from the output of `-v`.
+/// Returns `gcc version 12.2.0 (Debian …)` and `Target: …` from the output of
+/// `-v`.
 fn version_line(text: &str) -> Option<String> {
     let version = text.lines().find(|line| line.contains(" version "))?.trim();
     let machine = text

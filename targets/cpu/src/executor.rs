@@ -1,35 +1,36 @@
-//! Running the blocks of a grid on several threads.
+//! Runs the blocks of a grid on several threads.
 
 use crate::lanes::{Help, Lane, Lanes, drain};
 use crate::nodes::{Nodes, host_nodes};
 use crate::pool::ThreadPool;
-use crate::shared::Shared;
+use crate::shared::SharedPool;
 use moesaic_target::DeviceError;
 use std::cell::Cell;
 use std::io;
 use std::sync::OnceLock;
 
-/// The threads of a device, and where they are.
+/// The threads of a device and their places.
 pub(crate) struct Executor {
     threads: Threads,
     nodes: Nodes,
-    /// As long as the system moves the threads.
+    /// The lanes while the system moves the threads.
     loose: Lanes,
-    /// From when on they stay on their processors.
+    /// The lanes once the threads stay on their processors.
     pinned: OnceLock<Lanes>,
 }
 
 thread_local! {
-    /// How often this thread began to place what stays where it is written.
+    /// Number of nested placements that this thread has begun.
     static PLACING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// From here to [`end_placing`] this thread's runs leave a lane to its own threads.
+/// Makes this thread's runs leave each lane to the lane's own threads, until
+/// [`end_placing`].
 pub(crate) fn begin_placing() {
     PLACING.set(PLACING.get() + 1);
 }
 
-/// To be called once for each [`begin_placing`].
+/// Ends one [`begin_placing`]; call it once for each.
 pub(crate) fn end_placing() {
     PLACING.set(PLACING.get() - 1);
 }
@@ -42,21 +43,22 @@ fn help() -> Help {
 }
 
 enum Threads {
-    /// The calling thread and those that devices share.
-    Shared(Shared),
-    /// Only the calling thread.
+    /// The calling thread and the threads that devices share.
+    Shared(SharedPool),
+    /// The calling thread alone.
     Alone,
-    /// The calling thread and these.
+    /// The calling thread and these threads.
     Own(ThreadPool),
 }
 
 impl Executor {
-    /// The calling thread and those that devices share.
+    /// Makes an executor of the calling thread and the threads that devices
+    /// share.
     pub(crate) fn shared() -> Executor {
-        Executor::on(host_nodes().clone(), Threads::Shared(Shared::new()))
+        Executor::on(host_nodes().clone(), Threads::Shared(SharedPool::new()))
     }
 
-    /// An executor of exactly `threads` threads, the caller included.
+    /// Makes an executor of exactly `threads` threads, the caller included.
     pub(crate) fn of(threads: usize, nodes: Nodes) -> io::Result<Executor> {
         let threads = match threads {
             0 | 1 => Threads::Alone,
@@ -103,7 +105,7 @@ impl Executor {
         self.pinned.get().unwrap_or(&self.loose)
     }
 
-    /// Has `bytes` bytes of scratch memory ready for each thread but the caller,
+    /// Prepares `bytes` bytes of scratch memory for each thread but the caller,
     /// which takes its own in its first run.
     pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
         match self.pool() {
@@ -112,7 +114,7 @@ impl Executor {
         }
     }
 
-    /// From here to [`Executor::end_pass`] its threads do not sleep, once they are awake.
+    /// Keeps the threads awake, once they are, until [`Executor::end_pass`].
     pub(crate) fn begin_pass(&self) {
         if let Some(pool) = self.pool() {
             pool.begin_pass();
@@ -155,8 +157,8 @@ impl Executor {
                 &several[..count]
             }
         };
-        // Where a thread runs is asked once a run: launches are short, and one
-        // that is moved meanwhile is slower, not wrong.
+        // The lane of a thread is asked for once a run. Launches are short, and
+        // a thread that the system moves meanwhile is slower, not wrong.
         let help = help();
         let share = || drain(lanes, places.here(), help, &work);
         let helpers = (threads.min(blocks) - 1) as usize;
@@ -173,7 +175,8 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicI64, Ordering};
 
-    /// Processors in turns on so many nodes, whatever this machine has.
+    /// Returns `count` nodes with processors in turns, whatever this machine
+    /// has.
     fn nodes(count: usize) -> Nodes {
         Nodes::new((0..count).map(|node| (node..64).step_by(count).collect()))
     }

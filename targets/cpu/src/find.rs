@@ -1,4 +1,4 @@
-//! Finding a C compiler on the machine.
+//! Finds a C compiler on the machine.
 
 use crate::driver::Driver;
 use moesaic_target::CompileError;
@@ -8,25 +8,26 @@ use std::path::{Path, PathBuf};
 const ADVICE: &str = "install a C compiler (gcc or clang), set MOESAIC_CC to one, \
                       or run `moesaic toolchain install c`";
 
-/// What the search may look at: the environment, or a test's stand-in.
-pub(crate) trait Machine {
+/// The part of a machine that the search sees: the environment, or a test's
+/// stand-in.
+pub(crate) trait SearchSpace {
     fn var(&self, name: &str) -> Option<OsString>;
 }
 
 /// The environment of this process.
 pub(crate) struct Process;
 
-impl Machine for Process {
+impl SearchSpace for Process {
     fn var(&self, name: &str) -> Option<OsString> {
         std::env::var_os(name)
     }
 }
 
 /// Looks for a compiler: `MOESAIC_CC`, `CC`, `cc`, `gcc`, `clang`, then
-/// `fallback`. A `MOESAIC_CC` that cannot be used is an error: it was asked
-/// for by name. `CC` is often set for other builds, so it is only a hint.
+/// `fallback`. An unusable `MOESAIC_CC` is an error, because you asked for it
+/// by name. `CC` is often set for other builds, so it is only a hint.
 pub(crate) fn find(
-    machine: &impl Machine,
+    machine: &impl SearchSpace,
     fallback: Option<&Path>,
 ) -> Result<Driver, CompileError> {
     let mut tried = Vec::new();
@@ -70,7 +71,7 @@ pub(crate) fn find(
 /// `aarch64-linux-gnu-gcc`, then `fallback`, if that compiles for all.
 pub(crate) fn find_for(
     architecture: &str,
-    machine: &impl Machine,
+    machine: &impl SearchSpace,
     fallback: Option<&Path>,
 ) -> Result<Driver, CompileError> {
     let path = machine.var("PATH").unwrap_or_default();
@@ -111,8 +112,8 @@ fn none(tried: Vec<String>) -> CompileError {
     }
 }
 
-/// A variable holds a program, or a program with leading arguments such as
-/// `ccache gcc`.
+/// Reads a variable that holds a program, possibly with leading arguments such
+/// as `ccache gcc`.
 fn from_variable(value: &OsString, path: &OsString) -> Option<Driver> {
     if let Some(program) = on_path(Path::new(value), path) {
         return Some(Driver::new(program, Vec::new()));
@@ -122,7 +123,8 @@ fn from_variable(value: &OsString, path: &OsString) -> Option<Driver> {
     Some(Driver::new(program, words.map(str::to_string).collect()))
 }
 
-/// The program as an absolute path: compiles run in another directory.
+/// Returns the program as an absolute path, because compiles run in another
+/// directory.
 fn on_path(program: &Path, path: &OsString) -> Option<PathBuf> {
     if program.components().count() > 1 {
         return std::path::absolute(program)
@@ -153,7 +155,7 @@ mod tests {
 
     struct Fake<'a>(&'a [(&'a str, String)]);
 
-    impl Machine for Fake<'_> {
+    impl SearchSpace for Fake<'_> {
         fn var(&self, name: &str) -> Option<OsString> {
             self.0
                 .iter()

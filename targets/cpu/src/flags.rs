@@ -1,15 +1,16 @@
-//! Compiler flags. Every flag that can change the machine code is here, so
-//! that a fingerprint of this file's output is enough for a cache key.
+//! Compiler flags. This file holds every flag that can change the machine code,
+//! so a fingerprint of its output is enough for a cache key.
 
 use moesaic_kernel::CpuIsa;
 
 /// Flags for every instruction set.
 ///
-/// No fast-math: sums keep the order they are written in. Contraction of
-/// `a * b + c` is asked for by name, since compilers differ in their default.
-/// Kernels read packed memory through vector types, hence no strict aliasing. A
-/// function that is not there is an error here and not at the first launch. An inlined
-/// function has one list of parameters for all layers, of which some need not all.
+/// Fast math is off, so sums keep the order in which they are written.
+/// Contraction of `a * b + c` is set by name, because compilers differ in their
+/// default. Strict aliasing is off, because kernels read packed memory through
+/// vector types. A call of a missing function is an error here and not at the
+/// first launch. Unused parameters do not warn, because an inlined function has
+/// one list of parameters for all layers, of which some need fewer.
 const COMMON: [&str; 14] = [
     "-std=gnu11",
     "-O3",
@@ -27,13 +28,13 @@ const COMMON: [&str; 14] = [
     "-g0",
 ];
 
-/// Armv8.6 brings these; CPUs of Armv8.2 may have them.
+/// Armv8.6 includes bf16; CPUs of Armv8.2 may have it.
 const NEON_BF16: [&str; 1] = ["-march=armv8.2-a+bf16"];
 
 const AVX2: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"];
 
-/// gcc 12 copies into arrays in the red zone with aligned stores that the red
-/// zone does not bear out (seen: `vmovdqa` to 8 mod 16), hence no red zone.
+/// The red zone is off: gcc 12 copies into arrays in it with aligned stores
+/// whose addresses are not aligned (seen: `vmovdqa` to 8 mod 16).
 const AVX512: [&str; 6] = [
     "-mno-red-zone",
     "-mavx512f",
@@ -43,8 +44,8 @@ const AVX512: [&str; 6] = [
     "-mprefer-vector-width=512",
 ];
 
-/// Flags of the compile step: never `-march=native`, so that a kernel made on
-/// a login node is the kernel a compute node would have made.
+/// Returns the flags of the compile step. `-march=native` is never among them,
+/// so a kernel made on a login node equals one made on a compute node.
 pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
     let features: &[&[&str]] = match isa {
         CpuIsa::Portable | CpuIsa::Neon => &[],
@@ -61,7 +62,7 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         .collect()
 }
 
-/// The instruction sets of a machine architecture, as Rust names it.
+/// Returns the instruction sets of a machine architecture, by Rust's name.
 pub(crate) fn isas_of(arch: &str) -> &'static [CpuIsa] {
     match arch {
         "x86_64" => &[
@@ -76,8 +77,8 @@ pub(crate) fn isas_of(arch: &str) -> &'static [CpuIsa] {
     }
 }
 
-/// The architecture an instruction set is for; the portable one is for
-/// whatever machine compiles it.
+/// Returns the architecture of an instruction set; the portable one belongs to
+/// the compiling machine.
 pub(crate) fn arch_of(isa: CpuIsa) -> &'static str {
     match isa {
         CpuIsa::Portable => std::env::consts::ARCH,

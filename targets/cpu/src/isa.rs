@@ -1,17 +1,18 @@
-//! What this machine's CPU can run.
+//! The instruction sets that this machine's CPU runs.
 
 use moesaic_kernel::CpuIsa;
 
-/// The fastest instruction set that this CPU and its operating system run.
+/// Returns the fastest instruction set that this CPU and its operating system
+/// run.
 ///
-/// It is the widest one (tiles first), except that AVX512-BF16 is passed over on Intel's
-/// cores: they multiply pairs of bf16 at half the rate of f32 (87 and 177
-/// GFLOP/s on a core of 2023), where AMD's do at twice the rate.
+/// The widest set wins (tiles first), except that AVX512-BF16 is skipped on
+/// Intel's cores: they multiply pairs of bf16 at half the rate of f32 (87 and
+/// 177 GFLOP/s on a core of 2023), where AMD's cores do at twice the rate.
 pub fn host_isa() -> CpuIsa {
     detect()
 }
 
-/// Whether this CPU and its operating system run code for `isa`.
+/// Returns true if this CPU and its operating system run code for `isa`.
 #[cfg(target_arch = "x86_64")]
 pub fn host_runs(isa: CpuIsa) -> bool {
     let avx2 = || {
@@ -37,7 +38,7 @@ pub fn host_runs(isa: CpuIsa) -> bool {
     }
 }
 
-/// Whether this CPU and its operating system run code for `isa`.
+/// Returns true if this CPU and its operating system run code for `isa`.
 #[cfg(target_arch = "aarch64")]
 pub fn host_runs(isa: CpuIsa) -> bool {
     match isa {
@@ -47,7 +48,7 @@ pub fn host_runs(isa: CpuIsa) -> bool {
     }
 }
 
-/// Whether this CPU and its operating system run code for `isa`.
+/// Returns true if this CPU and its operating system run code for `isa`.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub fn host_runs(isa: CpuIsa) -> bool {
     isa == CpuIsa::Portable
@@ -67,8 +68,9 @@ fn detect() -> CpuIsa {
         .unwrap_or(CpuIsa::Portable)
 }
 
-/// Whether the CPU has tiles of bf16 and Linux lets this process use them: it
-/// keeps the tiles of a thread only for processes that asked for that.
+/// Returns true if the CPU has tiles of bf16 and Linux lets this process use
+/// them: Linux keeps the tiles of a thread only for processes that asked for
+/// it.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 #[allow(unused_unsafe, reason = "the intrinsic is safe in newer compilers")]
 fn amx() -> bool {

@@ -1,35 +1,37 @@
-//! How the blocks of a run are handed out: a lane of them for each NUMA node.
+//! Lanes: the blocks of a run, divided among the NUMA nodes.
 
 use crate::nodes::Nodes;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Lanes that a run has at most; more nodes share them.
+/// Largest number of lanes of a run; more nodes share them.
 const MOST: usize = 16;
 
-/// Which threads begin with which blocks. Blocks of a launch lie in lanes one
-/// after the other, so that a lane's threads have the same part of a grid each
-/// time, and find near them what they wrote first.
+/// The blocks with which each thread begins. The blocks of a launch lie in
+/// lanes one after the other, so the threads of a lane work on the same part of
+/// a grid each time and find near them the memory that they wrote first.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Lanes {
-    /// The lane of each processor, ascending by processor.
+    /// Lane of each processor, ascending by processor.
     of: Vec<(usize, usize)>,
-    /// What share of the blocks each lane has, not all 0.
+    /// Share of the blocks of each lane, not all 0.
     weights: Vec<usize>,
 }
 
 impl Lanes {
-    /// For threads that the system moves: shares go by the processors of nodes.
+    /// Makes lanes for threads that the system moves: shares follow the
+    /// processors of nodes.
     pub(crate) fn loose(nodes: &Nodes) -> Lanes {
         Lanes::new(nodes, nodes.processors().iter().flatten())
     }
 
-    /// For threads that stay on these processors, one each.
+    /// Makes lanes for threads that stay on these processors, one each.
     pub(crate) fn pinned<'a>(nodes: &Nodes, threads: impl Iterator<Item = &'a usize>) -> Lanes {
         Lanes::new(nodes, threads)
     }
 
-    /// Shares go by how many of `counted` are on each lane.
+    /// Makes lanes whose shares follow the number of `counted` processors on
+    /// each.
     fn new<'a>(nodes: &Nodes, counted: impl Iterator<Item = &'a usize>) -> Lanes {
         let count = nodes.count().min(MOST);
         let each = nodes.processors().iter().enumerate();
@@ -57,7 +59,7 @@ impl Lanes {
         self.weights.len()
     }
 
-    /// The lane of the calling thread, by where it runs now.
+    /// Returns the lane of the calling thread, by its current processor.
     pub(crate) fn here(&self) -> usize {
         match self.count() {
             1 => 0,
@@ -65,13 +67,14 @@ impl Lanes {
         }
     }
 
-    /// The lane of a processor; the first, if no node names it.
+    /// Returns the lane of a processor; the first lane, if no node names it.
     fn lane(&self, processor: usize) -> usize {
         let found = self.of.binary_search_by_key(&processor, |(p, _)| *p);
         found.map_or(0, |at| self.of[at].1)
     }
 
-    /// The blocks `0..blocks` for `threads` threads; lanes past `count` are empty.
+    /// Divides the blocks `0..blocks` among `threads` threads; lanes past
+    /// `count` are empty.
     pub(crate) fn cut(&self, blocks: i64, threads: i64) -> [Lane; MOST] {
         let total = self.weights.iter().sum::<usize>() as u128;
         let (mut before, mut first) = (0, 0);
@@ -87,26 +90,28 @@ impl Lanes {
     }
 }
 
-/// Hands out ranges of blocks that shrink: long ones first, so that neighbours
-/// share a cache, single ones last, so that all threads finish together whatever a
-/// block costs. From the end on: the last blocks of a grid may have no rows, and
-/// as the last ones handed out they would leave long ranges to those that have.
-/// On lines of its own: threads of one node do not slow down those of another.
+/// A range of blocks that hands out shrinking parts: long ones first, so that
+/// neighbours share a cache, single ones last, so that all threads finish
+/// together whatever a block costs. Parts come from the end, because the last
+/// blocks of a grid may have no rows; handed out last, they would leave long
+/// ranges to the blocks that have rows. A lane has cache lines of its own, so
+/// threads of one node do not slow down those of another.
 #[repr(align(128))]
 pub(crate) struct Lane {
     first: i64,
-    /// Behind the last block that is left.
+    /// The end of the blocks that are left.
     end: AtomicI64,
     threads: i64,
-    /// Whether a thread of its own has begun.
+    /// Whether a thread of the lane has begun.
     visited: AtomicBool,
 }
 
-/// Parts each thread's fair share of the rest is cut into.
+/// Number of parts that each thread's fair share of the rest is divided into.
 const PARTS: i64 = 4;
 
 impl Lane {
-    /// The blocks `first..last`, for so many threads of its own.
+    /// Makes a lane of the blocks `first..last` for the given number of its own
+    /// threads.
     pub(crate) fn new(first: i64, last: i64, threads: i64) -> Lane {
         Lane {
             first,
@@ -128,7 +133,8 @@ impl Lane {
         Some((end - length(end), end))
     }
 
-    /// Whether its own threads will empty it: one has begun, or does so until then.
+    /// Returns true if its own threads will empty it: one has begun, or does so
+    /// until then.
     fn is_served(&self, until: Instant) -> bool {
         loop {
             if self.visited.load(Ordering::Relaxed) {
@@ -143,21 +149,22 @@ impl Lane {
     }
 }
 
-/// How long the threads of all other lanes may take to begin: some wake-ups of one.
+/// Time that the threads of all other lanes have to begin: some wake-ups of
+/// one.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// When a thread whose lane is empty works for another.
+/// The time at which a thread whose lane is empty works for another lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Help {
-    /// At once: helping far away is better than waiting.
+    /// At once, because helping from far away is better than waiting.
     AtOnce,
-    /// When that lane has no thread of its own: what is written stays where it is
-    /// written, and a helper would leave it far from those who read it later.
+    /// When that lane has no thread of its own. Written pages stay where they
+    /// are written, so a helper would leave them far from their later readers.
     IfNobodyComes,
 }
 
 /// Calls `work(first, last)` with ranges of the lane `own` until it is empty,
-/// then of the lanes behind it and around, as far as they want help.
+/// then with ranges of the following lanes, around, as far as they want help.
 pub(crate) fn drain(lanes: &[Lane], own: usize, help: Help, work: impl Fn(i64, i64)) {
     lanes[own].visited.store(true, Ordering::Relaxed);
     let mut until = None;
@@ -184,14 +191,15 @@ mod tests {
         Nodes::new(processors.iter().map(|node| node.to_vec()))
     }
 
-    /// As many nodes, of one, two and three processors in turns.
+    /// Returns a machine of `count` nodes, with one, two and three processors
+    /// in turns.
     fn machine(count: usize) -> Nodes {
         let mut next = 0..;
         let mut node = |i: usize| next.by_ref().take(i % 3 + 1).collect();
         Nodes::new((0..count).map(&mut node).collect::<Vec<_>>())
     }
 
-    /// Lanes of a run as `first..last, threads`.
+    /// Returns the lanes of a run as `first..last, threads`.
     fn cut(lanes: &Lanes, blocks: i64, threads: i64) -> Vec<(i64, i64, i64)> {
         let cut = lanes.cut(blocks, threads);
         let cut = cut.into_iter().take(lanes.count());
@@ -213,7 +221,8 @@ mod tests {
                 .iter()
                 .all(|(first, last)| last - first == 1)
         );
-        // From the end on, without gaps, and the same wherever a lane begins.
+        // Ranges come from the end, without gaps, and are the same wherever a
+        // lane begins.
         assert_eq!(ranges[0].1, 10_000);
         assert!(ranges.windows(2).all(|two| two[1].1 == two[0].0));
         let later = taken(&Lane::new(77, 10_077, 8)).into_iter();
@@ -306,7 +315,8 @@ mod tests {
         }
     }
 
-    /// The thread of lane 1 is at its first block until the other one is done.
+    /// Keeps the thread of lane 1 in its first block until the other one is
+    /// done.
     #[test]
     fn what_is_placed_is_left_to_the_threads_of_its_lane() {
         let lanes = Lanes::loose(&nodes(&[&[0], &[1]]));

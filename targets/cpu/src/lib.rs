@@ -1,6 +1,6 @@
 //! The CPU target: the system C compiler, dlopen, threads that wait for launches.
 //!
-//! A kernel is C11 with GNU vector extensions and no header. Each of its
+//! A kernel is C11 with GNU vector extensions and without headers. Each of its
 //! entries is a function
 //!
 //! ```c
@@ -10,13 +10,13 @@
 //! where `args[i]` points to the value of the i-th argument (a pointer,
 //! `int64_t` or `float`, as in CUDA's `kernelParams`) and the call runs the
 //! blocks `first <= b < last` of the linear grid, `b = y * grid_x + x`. Blocks
-//! must be independent: how they are cut into calls depends on the machine.
+//! must be independent, because the machine determines how they are divided
+//! into calls.
 //!
-//! [`CpuCompiler`] compiles, [`CpuDevice`] runs, [`limits`] measures what the
-//! machine can do at best.
+//! [`CpuCompiler`] compiles, [`CpuDevice`] runs, and [`limits`] measures the
+//! best rates of the machine.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 mod affinity;
 mod caches;

@@ -1,11 +1,11 @@
-//! Loading a shared object from bytes.
+//! Loads a shared object from bytes.
 
 use moesaic_dl::Library;
 use moesaic_target::Scratch;
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-/// A loaded shared object, and what must outlive it.
+/// A loaded shared object and its file, which must outlive it.
 pub struct Loaded {
     /// The library.
     pub library: Library,
@@ -21,12 +21,12 @@ enum Backing {
     Disk(#[expect(dead_code, reason = "removed on drop")] Scratch),
 }
 
-/// Loads `binary`, from memory if the system can, else from a temporary file:
-/// some systems forbid running code from memory files. Every call loads it
-/// anew, with data of its own.
+/// Loads `binary` from memory if the system can, else from a temporary file,
+/// because some systems forbid running code from memory files. Every call loads
+/// the object anew, with data of its own.
 ///
 /// # Errors
-/// The loader's words.
+/// The message of the loader.
 pub fn load(binary: &[u8]) -> Result<Loaded, String> {
     let from_memory = in_memory(binary).ok().and_then(|place| open(place).ok());
     match from_memory {
@@ -67,7 +67,7 @@ fn in_memory(_: &[u8]) -> io::Result<(PathBuf, Backing)> {
 fn on_disk(binary: &[u8]) -> io::Result<(PathBuf, Backing)> {
     let folder = Scratch::new()?;
     let path = folder.path().join("kernel.so");
-    // Closed before it is loaded: a file open for writing cannot be run.
+    // Closed before it is loaded: a file that is open for writing cannot run.
     std::fs::write(&path, binary)?;
     Ok((path, Backing::Disk(folder)))
 }

@@ -1,5 +1,5 @@
-//! What this machine can do at best, measured: the yardstick that benches and
-//! `inspect` hold kernels against.
+//! Measures the best rates of this machine, with which benches and `inspect`
+//! compare kernels.
 
 use crate::{CpuCompiler, CpuDevice};
 use moesaic_kernel::{Access, CpuIsa, DType, Entry, Launch, Param, ParamType, Size};
@@ -9,24 +9,25 @@ use std::time::{Duration, Instant};
 
 const TEXT: &str = include_str!("limits.c");
 
-/// The best this machine did with an instruction set, in a few short runs over all
-/// the device's threads.
+/// The best rates of this machine with an instruction set, in a few short runs
+/// over all the device's threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Threads that took part.
     pub threads: usize,
-    /// f32 multiply-adds, in 1e9 floating point operations per second.
+    /// Rate of f32 multiply-adds, in 1e9 floating point operations per second.
     pub f32_gflops: f64,
-    /// bf16 products with f32 sums, likewise; where the instruction set has them.
+    /// Rate of bf16 products with f32 sums, likewise; `None` if the instruction
+    /// set has none.
     pub bf16_gflops: Option<f64>,
-    /// Memory read, in 1e9 bytes per second. Caches do not help: what is read is
-    /// larger than they are.
+    /// Rate of memory reads, in 1e9 bytes per second. The memory read is larger
+    /// than the caches, so they do not help.
     pub read_gbps: f64,
-    /// Memory copied (each byte counts once), in 1e9 bytes per second.
+    /// Rate of memory copies (each byte counts once), in 1e9 bytes per second.
     pub copy_gbps: f64,
 }
 
-/// The measurement could not be made.
+/// A reason that the measurement failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LimitsError {
@@ -38,12 +39,13 @@ pub enum LimitsError {
     Device(#[from] DeviceError),
 }
 
-/// Measures what `isa` can do here for about a second, the compile included, with
-/// 2 GiB of memory at most, or four last-level caches. An instruction set that this
-/// CPU does not run is some other machine's: then it is [`host_isa`](crate::host_isa).
+/// Measures the rates of `isa` here for about a second, the compile included,
+/// with at most 2 GiB of memory or four last-level caches. An instruction set
+/// that this CPU does not run belongs to another machine;
+/// [`host_isa`](crate::host_isa) takes its place.
 ///
 /// # Errors
-/// When the compiler or the device fails.
+/// The compiler or the device fails.
 pub fn measure(
     compiler: &CpuCompiler,
     device: &CpuDevice,
@@ -63,19 +65,21 @@ pub fn measure(
     })
 }
 
-/// Time for one limit.
+/// Time to measure one limit.
 const BUDGET: Duration = Duration::from_millis(40);
 
-/// The least that a thread reads or copies, and a part of what it does: bytes.
+/// Least number of bytes that a thread reads or copies, and the unit of its
+/// work.
 const PIECE: usize = 32 << 20;
 
-/// The most that all threads read or copy, unless a cache is as large: bytes.
+/// Largest number of bytes that all threads read or copy, unless a cache is as
+/// large.
 const MOST: usize = 1 << 30;
 
-/// Bytes that each thread reads or copies: eight times the last-level cache, since
-/// each may have one to itself and a cache need not drop what was read longest ago;
-/// together [`MOST`] at most, or twice that cache, and an eighth of the memory
-/// that is free.
+/// Returns the bytes that each thread reads or copies: eight times the
+/// last-level cache, because each may have one to itself and a cache need not
+/// drop the oldest lines. All threads together take at most [`MOST`] or twice
+/// that cache, and an eighth of the free memory.
 fn share(device: &CpuDevice) -> usize {
     let threads = device.threads();
     let cache = last_level_cache().unwrap_or(0);
@@ -88,7 +92,7 @@ fn share(device: &CpuDevice) -> usize {
         .max(PIECE)
 }
 
-/// Bytes, as Linux reports them.
+/// Returns the bytes of the last-level cache, as Linux reports them.
 fn last_level_cache() -> Option<usize> {
     let caches = (0..8).filter_map(|i| {
         let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
@@ -98,15 +102,15 @@ fn last_level_cache() -> Option<usize> {
     caches.max().map(|kib| kib << 10)
 }
 
-/// Chains of multiply-adds in `limits.c`.
+/// Returns the number of chains of multiply-adds in `limits.c`.
 const fn chains(isa: CpuIsa) -> usize {
     if isa.vector_registers() == 32 { 24 } else { 12 }
 }
 
-/// Of a product of 16 x 32 by 32 x 16 elements.
+/// Operations of a product of 16 x 32 by 32 x 16 elements.
 const TILE_OPERATIONS: usize = 2 * 16 * 32 * 16;
 
-/// The probes, compiled: for who measures a rate beside something else, in turns.
+/// The compiled probes, to measure a rate in turns with something else.
 pub struct Probe {
     module: Arc<dyn Module>,
     threads: usize,
@@ -114,7 +118,7 @@ pub struct Probe {
     results: Buffer,
 }
 
-/// A loop of arithmetic: its symbol, and operations a round and thread.
+/// A loop of arithmetic: its symbol, and its operations per round and thread.
 #[derive(Clone, Copy)]
 struct Rate {
     symbol: &'static str,
@@ -122,16 +126,17 @@ struct Rate {
 }
 
 impl Rate {
-    /// Short beside what a host does to a machine, long beside a launch.
+    /// Rounds of a launch: short compared with disturbances of a host, long
+    /// compared with the cost of a launch.
     const ROUNDS: i64 = 200_000;
 }
 
 impl Probe {
-    /// An instruction set that this CPU does not run becomes
-    /// [`host_isa`](crate::host_isa), as in [`measure`].
+    /// Compiles the probes. [`host_isa`](crate::host_isa) replaces an
+    /// instruction set that this CPU does not run, as in [`measure`].
     ///
     /// # Errors
-    /// When the compiler or the device fails.
+    /// The compiler or the device fails.
     pub fn new(
         compiler: &CpuCompiler,
         device: &CpuDevice,
@@ -154,12 +159,13 @@ impl Probe {
         })
     }
 
-    /// Multiply-adds with f32 sums for about `time`, of bf16 pairs where `dtype` is
-    /// bf16 and the instruction set has them: 1e9 operations per second, whatever
-    /// happened meanwhile. [`Limits`] have the best of a few moments instead.
+    /// Returns the rate of multiply-adds with f32 sums over about `time`, in
+    /// 1e9 operations per second; of bf16 pairs if `dtype` is bf16 and the
+    /// instruction set has them. Disturbances count; [`Limits`] hold the best
+    /// of a few moments instead.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// A launch fails.
     pub fn sustained(&self, dtype: DType, time: Duration) -> Result<f64, LimitsError> {
         let rate = match dtype {
             DType::Bf16 => self.bf16_rate().unwrap_or(self.f32_rate()),
@@ -169,11 +175,11 @@ impl Probe {
         Ok(launches * self.giga_operations(rate) / seconds)
     }
 
-    /// Memory read, once and for about `time`: 1e9 bytes per second, whatever
-    /// happened meanwhile.
+    /// Returns the rate of memory reads, made once and over about `time`, in
+    /// 1e9 bytes per second. Disturbances count.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// A launch fails.
     pub fn sustained_read(&self, memory: &Memory, time: Duration) -> Result<f64, LimitsError> {
         let args = memory.args(&self.results);
         let (launches, seconds) = repeat(time, || self.run("limit_read", &args))?;
@@ -197,12 +203,12 @@ impl Probe {
         Some(Rate { symbol, operations })
     }
 
-    /// 32-bit lanes of all chains.
+    /// Returns the 32-bit lanes of all chains.
     fn lanes(&self) -> usize {
         self.isa.vector_bytes() / 4 * chains(self.isa)
     }
 
-    /// Of a launch.
+    /// Returns the operations of a launch, in 1e9.
     fn giga_operations(&self, rate: Rate) -> f64 {
         (rate.operations * self.threads) as f64 * Rate::ROUNDS as f64 / 1e9
     }
@@ -217,7 +223,7 @@ impl Probe {
         self.run(rate.symbol, &args)
     }
 
-    /// One block per thread.
+    /// Runs one block per thread.
     fn run(&self, symbol: &str, args: &[Arg]) -> Result<(), DeviceError> {
         let dims = LaunchDims {
             grid: [self.threads as u64, 1],
@@ -231,7 +237,8 @@ impl Probe {
     }
 }
 
-/// What is read and written to see how fast memory is: a share per thread of each.
+/// The memory that probes read and write to measure its speed: a share per
+/// thread of each.
 pub struct Memory {
     share: usize,
     from: Buffer,
@@ -239,15 +246,16 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// More than caches hold: see [`measure`].
+    /// Allocates more than caches hold: see [`measure`].
     ///
     /// # Errors
-    /// When there is no room.
+    /// There is no room.
     pub fn new(device: &CpuDevice) -> Result<Memory, DeviceError> {
         let share = share(device);
         let all = device.threads() * share;
         let (from, to) = (device.alloc(all)?, device.alloc(all)?);
-        // Untouched memory is one shared page of zeros and would read too fast.
+        // Untouched memory is one shared page of zeros, which would read too
+        // fast.
         let ones = vec![1; PIECE];
         for piece in 0..all / PIECE {
             device.upload(&ones, &from, piece * PIECE)?;
@@ -269,13 +277,14 @@ impl Memory {
         ]
     }
 
-    /// Of a launch.
+    /// Returns the bytes of a launch, in 1e9.
     fn giga_bytes(&self, threads: usize) -> f64 {
         (threads * self.share) as f64 / 1e9
     }
 }
 
-/// Launches for about `time`, at least one: how many, and the seconds they took.
+/// Launches for about `time`, at least once; returns the launches and their
+/// seconds.
 fn repeat(
     time: Duration,
     launch: impl Fn() -> Result<(), DeviceError>,
@@ -289,7 +298,7 @@ fn repeat(
     Ok((f64::from(launches), begun.elapsed().as_secs_f64()))
 }
 
-/// Seconds of the fastest of several launches.
+/// Returns the seconds of the fastest of several launches.
 fn best(launch: impl Fn() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
     let time = || -> Result<f64, DeviceError> {
         let started = Instant::now();

@@ -6,11 +6,11 @@ use std::ptr::NonNull;
 
 const ALIGN: usize = 64;
 
-/// From this size on, memory is aligned to huge pages and asks for them:
-/// expert weights are read in strides that miss a TLB of small pages.
+/// Smallest size that is aligned to huge pages and asks for them, because
+/// strided reads of expert weights miss a TLB of small pages.
 const HUGE: usize = 2 << 20;
 
-/// Ordinary pages are this large at most, on any CPU of Linux.
+/// Largest ordinary page of any CPU of Linux.
 #[cfg(target_os = "linux")]
 const LARGEST_PAGE: usize = 64 << 10;
 
@@ -27,8 +27,9 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// At least `bytes` bytes with undefined contents. Rounded up to whole
-    /// vectors; zero bytes get one, so that the address is always real.
+    /// Allocates at least `bytes` bytes with undefined contents, rounded up to
+    /// whole vectors. Zero bytes get one vector, so that the address is always
+    /// real.
     pub(crate) fn new(bytes: usize) -> Result<Memory, DeviceError> {
         let too_much = || DeviceError::OutOfMemory {
             asked: bytes,
@@ -52,15 +53,15 @@ impl Memory {
         self.start.as_ptr() as u64
     }
 
-    /// Fills it with 0xFF: NaN as any float type, -1 as any integer.
+    /// Fills the memory with 0xFF: NaN as any float type, -1 as any integer.
     pub(crate) fn poison(&self) {
         // SAFETY: the allocation is this long, and nobody else has it yet.
         unsafe { self.start.as_ptr().write_bytes(0xFF, self.layout.size()) };
     }
 
-    /// Pages that an allocator kept from before lie on the NUMA node of who
-    /// wrote them then: where there are several, they are given back, so that the
-    /// next to write decides.
+    /// Returns pages to the system where there are several NUMA nodes. Pages
+    /// that an allocator kept lie on the node of their last writer; once
+    /// returned, the next writer decides.
     #[cfg(target_os = "linux")]
     fn advise(&self) {
         if self.layout.align() < HUGE {

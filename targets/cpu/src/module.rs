@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
 /// An entry of a CPU kernel: argument values, first block, last block, grid x,
-/// scratch memory. Entries without the last take it and do not look.
+/// scratch memory. Entries without scratch memory ignore the last parameter.
 type Code = unsafe extern "C" fn(*const *const c_void, i64, i64, i64, *mut c_void);
 
 /// A loaded entry.
@@ -53,7 +53,7 @@ impl Function {
         }
     }
 
-    /// Whether the arguments are of the entry's kinds.
+    /// Checks that the arguments are of the entry's kinds.
     fn check(&self, args: &[Arg]) -> Result<(), DeviceError> {
         let params = &self.params;
         if params.len() != args.len() {
@@ -128,7 +128,8 @@ impl Module for CpuModule {
         let failure = OnceLock::new();
         with_table(args, |table| {
             self.executor.run(blocks, |first, last| {
-                // A Slot is transparent over the pointer the kernel expects.
+                // A Slot is transparent over the pointer that the kernel
+                // expects.
                 let table = table.as_ptr().cast::<*const c_void>();
                 let done = scratch::with(scratch_bytes, |own| {
                     // SAFETY: the arguments are of the entry's kinds, checked above;
@@ -146,7 +147,7 @@ impl Module for CpuModule {
     }
 }
 
-/// Arguments whose tables need no allocation.
+/// Largest number of arguments whose tables need no allocation.
 const NEAR: usize = 64;
 
 /// Calls `launch` with the addresses of the arguments' values.
@@ -162,7 +163,7 @@ fn with_table(args: &[Arg], launch: impl FnOnce(&[Slot])) {
     }
 }
 
-/// An argument value at the start of 8 aligned bytes.
+/// Returns an argument value at the start of 8 aligned bytes.
 fn value(arg: &Arg) -> u64 {
     match arg {
         Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,

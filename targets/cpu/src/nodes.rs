@@ -1,11 +1,11 @@
-//! What the system says of the machine's NUMA nodes.
+//! The NUMA nodes of the machine, as the system reports them.
 
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// The NUMA nodes of a machine: which processors are near which memory.
+/// The NUMA nodes of a machine: the processors near each memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nodes {
     /// Processors by node, ascending; none for a machine of one node.
@@ -13,9 +13,9 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Nodes with these processors, by the system's numbers. Nodes without any
-    /// do not count, and a processor is on the first node that names it; fewer
-    /// than two nodes are one that has all processors.
+    /// Makes nodes with these processors, by the system's numbers. Nodes
+    /// without processors do not count, and a processor is on the first node
+    /// that names it. Fewer than two nodes become one that has all processors.
     pub fn new(processors: impl IntoIterator<Item = Vec<usize>>) -> Nodes {
         let mut nodes: Vec<Vec<usize>> = Vec::new();
         for mut own in processors {
@@ -32,19 +32,19 @@ impl Nodes {
         Nodes { processors: nodes }
     }
 
-    /// How many there are, at least 1.
+    /// Returns the number of nodes, at least 1.
     pub fn count(&self) -> usize {
         self.processors.len().max(1)
     }
 
-    /// The processors of each node, if there are several.
+    /// Returns the processors of each node, if there are several.
     pub(crate) fn processors(&self) -> &[Vec<usize>] {
         &self.processors
     }
 
-    /// Processors in the order in which threads are put on them: the first of
-    /// each node, then the second of each, and so on, so that few threads are
-    /// spread over all nodes. What comes first stays first.
+    /// Returns the processors in the order in which threads are put on them:
+    /// the first of each node, then the second of each, and so on, so that few
+    /// threads are spread over all nodes. The first processor stays first.
     pub(crate) fn in_turns(&self, processors: &[usize]) -> Vec<usize> {
         let mut before = vec![0; self.count()];
         let turn = |&processor: &usize| {
@@ -57,7 +57,7 @@ impl Nodes {
         turns.into_iter().map(|(_, processor)| processor).collect()
     }
 
-    /// The node of a processor; the first, if no node names it.
+    /// Returns the node of a processor; the first node, if no node names it.
     fn of(&self, processor: usize) -> usize {
         let mut nodes = self.processors.iter();
         nodes
@@ -66,9 +66,10 @@ impl Nodes {
     }
 }
 
-/// The NUMA nodes of this machine that have processors which this process may
-/// use; one where the system does not say. They are read once: what the first
-/// caller's thread may use counts for the process.
+/// Returns the NUMA nodes of this machine that have processors which this
+/// process may use, or one node where the system does not tell. The function
+/// reads them once; the processors of the first caller's thread count for the
+/// process.
 pub fn host_nodes() -> &'static Nodes {
     static NODES: OnceLock<Nodes> = OnceLock::new();
     NODES.get_or_init(|| {
@@ -77,16 +78,16 @@ pub fn host_nodes() -> &'static Nodes {
     })
 }
 
-/// The nodes of some processors, from a folder that is made up as Linux does it:
+/// Reads the nodes of some processors from a folder with the layout of Linux:
 /// `node0/cpulist`. A node whose list cannot be read does not count, and its
-/// processors are with the first node.
+/// processors belong to the first node.
 pub fn read_nodes(dir: &Path, processors: &[usize]) -> Nodes {
     let nodes = numbered_nodes(dir, processors).into_iter();
     Nodes::new(nodes.map(|(_, processors)| processors))
 }
 
-/// The same with the system's number of each node, ascending; nodes that have none of the
-/// processors are among them.
+/// Reads the nodes with the system's number of each, ascending, including nodes
+/// that have none of the processors.
 pub fn numbered_nodes(dir: &Path, processors: &[usize]) -> Vec<(u32, Vec<usize>)> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let named = entries.filter_map(|entry| {
@@ -113,7 +114,7 @@ pub fn numbered_nodes(dir: &Path, processors: &[usize]) -> Vec<(u32, Vec<usize>)
     nodes
 }
 
-/// `0-3,8-11`; nothing for a node of memory alone.
+/// Parses `0-3,8-11`; returns an empty list for a node of memory alone.
 fn ranges(text: &str) -> Option<Vec<RangeInclusive<usize>>> {
     let number = |text: &str| text.parse::<usize>().ok();
     let range = |text: &str| match text.split_once('-') {
@@ -130,7 +131,7 @@ fn ranges(text: &str) -> Option<Vec<RangeInclusive<usize>>> {
 mod tests {
     use super::*;
 
-    /// A made-up tree of nodes and their lists.
+    /// Makes a tree of nodes and their lists.
     fn tree(lists: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (node, list) in lists {
@@ -158,7 +159,7 @@ mod tests {
         let expected = nodes([&[0, 1, 2, 3, 8, 9, 10, 11], &[4, 5, 6, 7, 12], &[13], &[14]]);
         assert_eq!(found, expected);
         assert_eq!(found.count(), 4);
-        // Only those that the process may use.
+        // Counts the processors alone that the process may use.
         let found = read_nodes(root.path(), &[1, 4, 5]);
         assert_eq!(found, nodes([&[1], &[4, 5]]));
         assert_eq!(read_nodes(root.path(), &[4, 5]).count(), 1);
@@ -188,7 +189,7 @@ mod tests {
             let found = read_nodes(root.path(), &[0, 1, 2, 3]);
             assert_eq!(found, nodes([&[0, 1, 2], &[3]]), "{odd}");
         }
-        // Backwards there is nothing, and no number is too large.
+        // A backward range is empty, and no number is too large.
         let root = tree(&[("node0", "1-0"), ("node1", "2-18446744073709551615")]);
         assert_eq!(read_nodes(root.path(), &[0, 2]), nodes([&[0], &[2]]));
         let root = tree(&[
@@ -219,7 +220,7 @@ mod tests {
         assert_eq!(two.in_turns(&all), [0, 4, 1, 5, 2, 6, 3, 7]);
         assert_eq!(two.in_turns(&[1, 2, 3, 7]), [1, 7, 2, 3]);
         assert_eq!(nodes([]).in_turns(&[2, 5, 6]), [2, 5, 6]);
-        // The first that the process may use stays the caller's.
+        // The first processor that the process may use stays the caller's.
         let crossed = nodes([&[1, 3], &[0, 2]]);
         assert_eq!(crossed.in_turns(&[0, 1, 2, 3]), [0, 1, 2, 3]);
         assert_eq!(crossed.in_turns(&[0, 2, 9]), [0, 9, 2]);

@@ -1,13 +1,13 @@
-//! Threads that wait for work: made once, and nothing is allocated per run.
+//! A thread pool whose runs allocate nothing.
 //!
-//! A run is published in a slot. Workers that look at it join, work beside the
-//! caller and leave; the caller closes the slot when its own share is done and
-//! waits for those that joined. A worker that was still asleep then has missed
-//! nothing, and nobody waits for it. After a run workers listen for the next one
-//! for a short while, and as long as a pass lasts whose next launch may come any
-//! moment; then they sleep.
+//! The caller publishes a run in a slot. Workers that see the slot join, work
+//! beside the caller and leave. The caller closes the slot when its own share
+//! is done and waits for the workers that joined. A worker that was still
+//! asleep then has missed nothing, and nobody waits for it. After a run workers
+//! listen for the next one for a short while, or for the length of a pass,
+//! whose next launch may come any moment; then they sleep.
 //!
-//! Several callers have a slot each, and no caller waits for another: workers
+//! Several callers have a slot each, and no caller waits for another. Workers
 //! go from slot to slot, also to runs that began while they were busy.
 
 use crate::scratch::{self, Supply};
@@ -19,19 +19,20 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, JoinHandle};
 
-/// What every thread of a run calls once.
+/// The work that every thread of a run calls once.
 type Work<'a> = dyn Fn() + Sync + 'a;
 
-/// How often a worker listens before it sleeps: tens of microseconds.
+/// Number of times a worker listens before it sleeps: tens of microseconds.
 const LOOKS: u32 = 1000;
 
-/// Runs at the same time that workers help; a caller beyond them works alone.
+/// Number of simultaneous runs that workers help; a caller beyond them works
+/// alone.
 const SLOTS: usize = 8;
 
 /// Set in `Slot::gate` while workers may join; the rest counts those inside.
 const OPEN: u32 = 1 << 31;
 
-/// Workers besides the calling threads.
+/// The workers besides the calling threads.
 pub(crate) struct ThreadPool {
     state: Arc<State>,
     workers: Vec<Worker>,
@@ -39,29 +40,30 @@ pub(crate) struct ThreadPool {
 
 struct Worker {
     asleep: Arc<AtomicBool>,
-    /// Taken when the pool is dropped.
+    /// `None` once the pool is dropped.
     thread: Option<JoinHandle<()>>,
 }
 
-/// What callers and workers share.
+/// The state that callers and workers share.
 struct State {
     slots: [Slot; SLOTS],
-    /// Counts the runs of all slots, so that a worker hears of a new one.
+    /// Counts the runs of all slots, so that a worker notices a new one.
     bell: AtomicU64,
-    /// Workers that have started.
+    /// Number of workers that have started.
     present: AtomicUsize,
-    /// Passes whose launches are not over: nobody goes to sleep meanwhile.
+    /// Number of passes whose launches are not over: nobody goes to sleep
+    /// meanwhile.
     passes: AtomicUsize,
     ended: AtomicBool,
     /// Scratch memory of the workers.
     supply: Arc<Supply>,
 }
 
-/// Where the work of a run is found. On lines of its own: workers of one run
-/// do not slow down those of another.
+/// The place of a run's work. A slot has cache lines of its own, so workers of
+/// one run do not slow down those of another.
 #[repr(align(128))]
 struct Slot {
-    /// Held by the caller whose run it is.
+    /// Held by the caller of the current run.
     turn: Mutex<()>,
     /// `OPEN` and the number of workers inside.
     gate: AtomicU32,
@@ -87,7 +89,7 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Starts `workers` threads, or as many as the system gives.
+    /// Starts `workers` threads, or as many as the system allows.
     pub(crate) fn up_to(workers: usize) -> ThreadPool {
         let mut pool = ThreadPool::empty();
         let _fewer_will_do = (0..workers).try_for_each(|_| pool.start_worker());
@@ -95,8 +97,8 @@ impl ThreadPool {
         pool
     }
 
-    /// Waits until all threads run: what their start costs and allocates falls
-    /// into no launch.
+    /// Waits until all threads run, so that the cost and the allocations of
+    /// their start fall into no launch.
     fn assemble(&self) {
         let mut looks = 0;
         while self.state.present.load(Ordering::Acquire) < self.workers.len() {
@@ -134,23 +136,24 @@ impl ThreadPool {
         self.state.passes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// To be called once for each [`ThreadPool::begin_pass`].
+    /// Ends one [`ThreadPool::begin_pass`]; call it once for each.
     pub(crate) fn end_pass(&self) {
         self.state.passes.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Makes sure that runs with `bytes` bytes of scratch memory allocate nothing
+    /// Ensures that runs with `bytes` bytes of scratch memory allocate nothing
     /// on a worker, whenever it first joins one.
     pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
         self.state.supply.provide(self.workers(), bytes)
     }
 
-    /// Calls `work` on this thread while `helpers` others are woken to do the
-    /// same; returns when all calls have. One that comes late does not call it,
-    /// and one that comes twice calls it twice: `work` asks what is left to do.
+    /// Calls `work` on this thread while `helpers` woken workers do the same;
+    /// returns when all calls have. A worker that comes too late does not call
+    /// it, and one that comes twice calls it twice, so `work` must look for
+    /// what is left to do.
     ///
     /// # Panics
-    /// When `work` did.
+    /// Panics when `work` did.
     pub(crate) fn run(&self, helpers: usize, work: &Work<'_>) {
         let Some((slot, _turn)) = self.state.free_slot() else {
             return work();
@@ -171,8 +174,8 @@ impl ThreadPool {
         }
     }
 
-    /// Keeps worker `i` on the `i + 1`-th of these processors; the first is left
-    /// to the caller. More workers than processors go round.
+    /// Keeps worker `i` on the `i + 1`-th of these processors; the first is
+    /// left to the caller. More workers than processors go round.
     pub(crate) fn pin(&self, processors: &[usize]) -> io::Result<()> {
         let threads = self
             .workers
@@ -197,8 +200,9 @@ impl Drop for ThreadPool {
 }
 
 impl Worker {
-    /// Wakes it if it sleeps. Sequentially consistent with `State::rest`:
-    /// either the worker hears the bell or this sees that it is asleep.
+    /// Wakes the worker if it sleeps. Sequentially consistent with
+    /// `State::rest`: either the worker hears the bell, or this call sees that
+    /// it is asleep.
     fn wake(&self) {
         if self.asleep.swap(false, Ordering::SeqCst)
             && let Some(thread) = &self.thread
@@ -220,13 +224,13 @@ impl State {
         }
     }
 
-    /// A slot that nobody else uses, and the right to use it.
+    /// Returns an unused slot and the right to use it.
     fn free_slot(&self) -> Option<(&Slot, MutexGuard<'_, ()>)> {
         let mut slots = self.slots.iter();
         slots.find_map(|slot| Some((slot, slot.try_turn()?)))
     }
 
-    /// A worker's life.
+    /// Runs the loop of a worker.
     fn serve(&self, asleep: &AtomicBool) {
         scratch::live_on(Arc::clone(&self.supply));
         self.present.fetch_add(1, Ordering::Release);
@@ -266,7 +270,8 @@ impl State {
         }
     }
 
-    /// Joins each run that this worker has not seen; says whether there was one.
+    /// Joins each run that this worker has not seen; returns true if there was
+    /// one.
     fn join_any(&self, seen: &mut [u64; SLOTS]) -> bool {
         let mut some = false;
         for (slot, seen) in self.slots.iter().zip(seen) {
@@ -281,7 +286,7 @@ impl State {
     }
 }
 
-/// Shuts the gate and waits until everybody has left, also while unwinding.
+/// Shuts the gate and waits until all workers have left, also while unwinding.
 struct Shut<'a>(&'a Slot);
 
 impl Drop for Shut<'_> {
@@ -315,7 +320,7 @@ impl Slot {
         }
     }
 
-    /// Only for the caller that has the turn.
+    /// Opens the gate; only the caller that has the turn may call it.
     fn open(&self, work: &'static Work<'static>) -> Shut<'_> {
         // SAFETY: the gate is shut and empty since the last run's `Shut`, and
         // this caller has the turn.
@@ -326,7 +331,7 @@ impl Slot {
         Shut(self)
     }
 
-    /// Works in the present run, if it is still open.
+    /// Works in the current run, if it is still open.
     fn join(&self) {
         let enter = |gate| (gate & OPEN != 0).then_some(gate + 1);
         if self
@@ -346,8 +351,8 @@ impl Slot {
     }
 }
 
-/// A moment of waiting for a thread that runs; gives way when it takes long,
-/// since that thread may have lost its processor.
+/// Waits a moment for a running thread; yields when the wait takes long,
+/// because that thread may have lost its processor.
 fn pause(looks: &mut u32) {
     if *looks < LOOKS {
         *looks += 1;
@@ -434,7 +439,7 @@ mod tests {
         assert!(calls.into_inner() >= 1);
     }
 
-    /// A worker that is busy with a long run comes to another when it is free.
+    /// A worker that is busy with a long run joins another when it is free.
     #[test]
     fn workers_come_to_runs_that_began_while_they_were_busy() {
         let pool = ThreadPool::new(1).unwrap();

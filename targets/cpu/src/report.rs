@@ -1,10 +1,10 @@
-//! What a shared object or a program says about its functions.
+//! The functions of a shared object or a program.
 
 use moesaic_target::KernelReport;
 use object::{Object, ObjectSymbol};
 
-/// One report per symbol, in order. `Err` says which symbol is not exported,
-/// or why the file is not a shared object.
+/// Returns one report per symbol, in order. An error names the symbol that is
+/// not exported, or says why the file is not a shared object.
 pub(crate) fn kernels(binary: &[u8], symbols: &[&str]) -> Result<Vec<KernelReport>, String> {
     if !binary.starts_with(b"\x7fELF") && !cfg!(target_os = "linux") {
         return Ok(symbols.iter().map(|symbol| unread(symbol)).collect());

@@ -1,4 +1,4 @@
-//! Scratch memory of a thread's own, which outlives launches.
+//! Scratch memory that belongs to a thread and outlives launches.
 
 use crate::memory::Memory;
 use moesaic_target::DeviceError;
@@ -10,23 +10,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Bytes at the start that every call finds zero.
 const HEADER: usize = 64;
 
-/// What workers take their memory from, so that none of them allocates in a run
-/// it joins late: the caller whose run needs more than any before puts a piece
-/// for each of them here. Untouched memory has no node yet, so a worker's piece
-/// still lies where it runs.
+/// The memory from which workers take their chunks, so that none of them
+/// allocates in a run that it joins late. A caller whose run needs more than
+/// any before puts a chunk for each worker here. Untouched memory has no node
+/// yet, so a worker's chunk still lies where the worker runs.
 #[derive(Default)]
 pub(crate) struct Supply {
-    /// Bytes of a piece; grows only.
+    /// Bytes of a chunk; grows only.
     bytes: AtomicUsize,
-    /// Pieces of that size that no worker has needed yet.
+    /// Chunks of that size that no worker has needed yet.
     ready: Mutex<Vec<Memory>>,
 }
 
 impl Supply {
-    /// Makes sure that each of `workers` threads finds `bytes` bytes.
+    /// Ensures that each of `workers` threads finds `bytes` bytes.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`]; what was there is kept.
+    /// [`DeviceError::OutOfMemory`]; existing chunks are kept.
     pub(crate) fn provide(&self, workers: usize, bytes: usize) -> Result<(), DeviceError> {
         if bytes <= self.bytes.load(Ordering::Acquire) {
             return Ok(());
@@ -40,7 +40,8 @@ impl Supply {
         Ok(())
     }
 
-    /// A piece of at least `bytes` bytes and its size, if one is left.
+    /// Takes a chunk of at least `bytes` bytes, if one is left; returns its
+    /// size too.
     fn take(&self, bytes: usize) -> Option<(usize, Memory)> {
         let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
         let size = self.bytes.load(Ordering::Acquire);
@@ -54,17 +55,17 @@ thread_local! {
     static SUPPLY: OnceCell<Arc<Supply>> = const { OnceCell::new() };
 }
 
-/// From now on this thread takes its memory from `supply` as long as that lasts.
+/// Makes this thread take its memory from `supply` while that lasts.
 pub(crate) fn live_on(supply: Arc<Supply>) {
     let _a_thread_is_of_one_team = SUPPLY.with(|own| own.set(supply));
 }
 
-/// Calls `work` with the address of `bytes` bytes of this thread's own: zeros in
-/// the first line, anything behind it. Nothing is allocated once a thread has
-/// had as much. `work` must not call this again.
+/// Calls `work` with the address of `bytes` bytes of this thread's own memory:
+/// zeros in the first line, anything behind it. Nothing is allocated once a
+/// thread has had as much. `work` must not call this function again.
 ///
 /// # Errors
-/// [`DeviceError::OutOfMemory`]; nothing was called then.
+/// [`DeviceError::OutOfMemory`]; `work` was not called then.
 pub(crate) fn with(bytes: usize, work: impl FnOnce(*mut c_void)) -> Result<(), DeviceError> {
     if bytes == 0 {
         work(std::ptr::null_mut());
@@ -85,7 +86,7 @@ pub(crate) fn with(bytes: usize, work: impl FnOnce(*mut c_void)) -> Result<(), D
     })
 }
 
-/// At least `bytes` bytes, and how many.
+/// Allocates at least `bytes` bytes; returns their number too.
 fn piece(bytes: usize) -> Result<(usize, Memory), DeviceError> {
     let supplied = SUPPLY.with(|supply| supply.get().and_then(|supply| supply.take(bytes)));
     match supplied {

@@ -3,21 +3,22 @@
 use crate::pool::ThreadPool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-/// One pool for the process, while a device uses it: its threads end with the
-/// last such device. Devices do not meet otherwise, and results do not depend on
-/// threads.
+/// The pool of the process, while a device uses it; its threads end with the
+/// last such device. Devices have nothing else in common, and results do not
+/// depend on threads.
 static POOL: Mutex<Weak<ThreadPool>> = Mutex::new(Weak::new());
 
-/// A device's part in the pool; the first run starts the threads.
-pub(crate) struct Shared {
+/// A device's share in the pool; the first run starts the threads.
+pub(crate) struct SharedPool {
     threads: usize,
     pool: OnceLock<Arc<ThreadPool>>,
 }
 
-impl Shared {
-    /// As many threads as this process may use processors, a caller included.
-    pub(crate) fn new() -> Shared {
-        Shared {
+impl SharedPool {
+    /// Makes a share of as many threads as this process may use processors, a
+    /// caller included.
+    pub(crate) fn new() -> SharedPool {
+        SharedPool {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             pool: OnceLock::new(),
         }
@@ -32,7 +33,7 @@ impl Shared {
     }
 }
 
-/// The pool there is, or a new one.
+/// Returns the existing pool, or a new one.
 fn current(known: &Mutex<Weak<ThreadPool>>, workers: usize) -> Arc<ThreadPool> {
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
     known.upgrade().unwrap_or_else(|| {
@@ -59,7 +60,7 @@ mod tests {
 
     #[test]
     fn devices_have_the_same_team() {
-        let (first, second) = (Shared::new(), Shared::new());
+        let (first, second) = (SharedPool::new(), SharedPool::new());
         assert!(std::ptr::eq(first.pool(), second.pool()));
         assert_eq!(first.pool().workers() + 1, first.threads());
     }

@@ -1,4 +1,4 @@
-//! Compiling with the system's compiler, and with ones that misbehave.
+//! Compiling with the system's compiler, and with compilers that misbehave.
 
 mod common;
 
@@ -9,11 +9,11 @@ use moesaic_target::{CompileOptions, Compiler};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// A compiler that is this shell script.
+/// Makes a compiler that is this shell script.
 fn script(dir: &Path, body: &str) -> PathBuf {
     let path = dir.join("fakecc");
-    // Written under another name by a shell: a file this process has open for
-    // writing while another test forks cannot be executed.
+    // A shell writes it under another name: a file that this process has open
+    // for writing while another test forks cannot run.
     let line = format!(
         "printf '%s' \"$1\" > '{0}' && chmod 755 '{0}'",
         path.display()
@@ -232,7 +232,7 @@ fn a_recalled_identity_saves_the_question() {
         format!("fake version 1.2.3, {}", std::env::consts::ARCH)
     );
 
-    // A compiler that would leave a trace if it were run, with the old size.
+    // A compiler that would leave a trace if it ran, with the old size.
     let warm = CpuCompiler::at(&path);
     let mut told = identity.clone();
     told.version = "gcc version 99.1 (told), here".to_string();

@@ -1,7 +1,8 @@
-//! Where the pages of a buffer lie: on the NUMA node whose lane wrote them first.
+//! The placement of a buffer's pages: on the NUMA node whose lane wrote them
+//! first.
 //!
 //! On a machine of one node there is one lane, and all pages are on that node.
-//! `benches/nodes/run.sh tests` runs these on several.
+//! `benches/nodes/run.sh tests` runs these tests on several.
 
 #![cfg(target_os = "linux")]
 
@@ -13,7 +14,7 @@ use moesaic_kernel::{DType, Param};
 use moesaic_target::{Arg, Device, LaunchDims};
 use std::io;
 
-/// Block b writes its own part of `to` when all blocks have begun, so that no
+/// Block b writes its own part of `to` once all blocks have begun, so that no
 /// thread has two of them.
 const FILL: &str = "
 typedef __INT64_TYPE__ i64;
@@ -30,7 +31,7 @@ void fill(void *const *args, i64 first, i64 last, i64 grid_x) {
 /// Bytes of a block: whole huge pages.
 const BYTES: usize = 4 << 20;
 
-/// The node of each page of some memory that starts with one.
+/// Returns the node of each page of some memory that starts with a page.
 fn nodes(start: u64, bytes: usize) -> Vec<i32> {
     let pages: Vec<u64> = (start..start + bytes as u64).step_by(4096).collect();
     let mut nodes = vec![-1; pages.len()];
@@ -62,7 +63,7 @@ fn stay() {
     }
 }
 
-/// The nodes that the blocks of a launch put their pages on, one each.
+/// Returns the node of the pages that each block of a launch wrote.
 fn filled(device: &CpuDevice, blocks: usize) -> Vec<i32> {
     let params = vec![
         Param::write("to", DType::I32, "[blocks]"),
@@ -97,7 +98,8 @@ fn filled(device: &CpuDevice, blocks: usize) -> Vec<i32> {
     blocks.map(one).collect()
 }
 
-/// A thread a node: the n-th block must be on the n-th node.
+/// Checks, with a thread per node, that the n-th block's pages are on the n-th
+/// node.
 fn check(before: impl Fn()) {
     let count = host_nodes().count();
     if count > 16 {
@@ -117,11 +119,12 @@ fn pages_lie_on_the_node_whose_lane_writes_them_first() {
     check(|| {});
 }
 
-/// What the allocator gives again has pages, on the node of who had it before.
+/// Memory that the allocator returns again has pages, on the node of its last
+/// owner.
 #[test]
 fn memory_that_was_freed_has_no_node_any_more() {
     check(|| {
-        // The first that is freed teaches glibc to keep others of its size.
+        // The first free teaches glibc to keep other memory of its size.
         for megabytes in [30, 28, 28] {
             std::hint::black_box(vec![1_u8; megabytes << 20]);
         }

@@ -1,5 +1,5 @@
-//! Compiles a CUDA file and prints what came of it: `compile_cuda FILE ARCH`,
-//! such as `compile_cuda k.cu sm_90a`. Spills are reported, not refused.
+//! Compiles a CUDA file and prints the report: `compile_cuda FILE ARCH`, such
+//! as `compile_cuda k.cu sm_90a`. Spills are reported, not refused.
 
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_target::{CompileOptions, Compiler};

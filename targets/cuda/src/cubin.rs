@@ -1,8 +1,8 @@
-//! What a CUBIN says of its kernels.
+//! Reads the facts that a CUBIN holds about its kernels.
 //!
-//! A CUBIN is an ELF file. Facts about kernels stand in `.nv.info` (registers
-//! and stack, by symbol) and in `.nv.info.KERNEL` (block limit, parameters):
-//! lists of records {format u8, attribute u8, length u16, payload}.
+//! A CUBIN is an ELF file. `.nv.info` holds registers and stack by symbol, and
+//! `.nv.info.KERNEL` holds block limit and parameters. Both are lists of
+//! records {format u8, attribute u8, length u16, payload}.
 
 use moesaic_target::{KernelReport, ParamSlot};
 use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
@@ -23,10 +23,10 @@ const SIZED: u8 = 4;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CubinError {
-    /// No bytes: what NVRTC gives when asked for a virtual architecture.
+    /// There are no bytes, as NVRTC returns for a virtual architecture.
     #[error("the CUBIN is empty")]
     Empty,
-    /// Not an ELF file, or one that is cut short.
+    /// The bytes are no ELF file, or one that is cut short.
     #[error("the CUBIN is not a readable ELF file: {0}")]
     Elf(String),
     /// A record runs past the end of its section.
@@ -34,8 +34,8 @@ pub enum CubinError {
     Truncated(String),
 }
 
-/// Reads every kernel, in the order of their code. The spilled bytes are not
-/// in the file and stay `None`.
+/// Reads every kernel, in the order of their code. The file does not hold the
+/// spilled bytes, which stay `None`.
 ///
 /// # Errors
 /// [`CubinError`], never a panic, whatever the bytes are.
@@ -62,8 +62,8 @@ pub fn read_cubin(bytes: &[u8]) -> Result<Vec<KernelReport>, CubinError> {
     Ok(kernels)
 }
 
-/// Shared memory that the system takes of each block from capability 9.0 on.
-/// The file counts it in; it is not the kernel's.
+/// Returns the shared memory that the system takes of each block from
+/// capability 9.0 on. The file includes it, but it is not the kernel's.
 fn reserved(elf: &object::File, section_bytes: u64) -> u64 {
     let reserves = elf.section_by_name(".nv.shared.reserved.0").is_some();
     if reserves && section_bytes >= 1024 {
@@ -83,8 +83,8 @@ fn find<'a>(kernels: &'a mut [KernelReport], symbol: Option<&str>) -> Option<&'a
         .find(|kernel| Some(kernel.symbol.as_str()) == symbol)
 }
 
-/// One kernel for each `.text.KERNEL`. A kernel without a shared section uses
-/// none.
+/// Returns one kernel for each `.text.KERNEL`. A kernel without a shared
+/// section uses no shared memory.
 fn code_sections(elf: &object::File) -> Result<Vec<KernelReport>, CubinError> {
     let mut kernels = Vec::new();
     for section in elf.sections() {
@@ -116,7 +116,7 @@ struct Record<'a> {
 }
 
 impl Record<'_> {
-    /// The payload's 32-bit word number `index`.
+    /// Returns the payload's 32-bit word number `index`.
     fn word(&self, index: usize) -> Option<u32> {
         let bytes = self.payload.get(index * 4..index * 4 + 4)?;
         Some(u32::from_le_bytes(bytes.try_into().ok()?))
@@ -142,7 +142,7 @@ fn records<'a>(section: &str, mut bytes: &'a [u8]) -> Result<Vec<Record<'a>>, Cu
     Ok(records)
 }
 
-/// Facts of `.nv.info`: each record is a symbol's index and a value.
+/// Reads the facts of `.nv.info`: each record is a symbol's index and a value.
 fn symbol_facts(kernels: &mut [KernelReport], symbols: &HashMap<u32, String>, records: &[Record]) {
     for record in records {
         let (Some(index), value) = (record.word(0), record.word(1)) else {
@@ -162,7 +162,7 @@ fn symbol_facts(kernels: &mut [KernelReport], symbols: &HashMap<u32, String>, re
     }
 }
 
-/// Facts of `.nv.info.KERNEL`.
+/// Reads the facts of `.nv.info.KERNEL`.
 fn kernel_facts(kernel: &mut KernelReport, records: &[Record]) {
     let mut params = Vec::new();
     for record in records {
@@ -182,7 +182,8 @@ fn threads(record: &Record) -> Option<u32> {
     x.checked_mul(y)?.checked_mul(z)
 }
 
-/// Words: an index that is unused, ordinal and offset, flags and size.
+/// Reads the words of a parameter: an unused index, ordinal and offset, flags
+/// and size.
 fn parameter(record: &Record) -> Option<(u32, ParamSlot)> {
     let place = record.word(1)?;
     let slot = ParamSlot {

@@ -1,5 +1,5 @@
-//! The CUDA driver as a [`Device`]. All use of cudarc is in this module: its
-//! contexts and streams are shared with others that use it.
+//! The CUDA driver as a [`Device`]. Only this module uses cudarc, whose
+//! contexts and streams other libraries share.
 
 mod tensor_map;
 mod vendor;
@@ -33,8 +33,8 @@ impl CudaDevice {
     /// [`DeviceError::Unavailable`] when there is no driver, listing the
     /// names tried, or no such GPU.
     pub fn open(ordinal: usize) -> Result<CudaDevice, DeviceError> {
-        // cudarc panics without a driver, or when it is too old to have a
-        // function: nothing of it may be called before this.
+        // cudarc panics without a driver, or when the driver is too old to have
+        // a function, so no function of cudarc may be called before this.
         let table = driver::table()?;
         check_ordinal(table, ordinal)?;
         let context = CudaContext::new(ordinal).map_err(|error| unavailable(table, &error))?;
@@ -42,11 +42,11 @@ impl CudaDevice {
         CudaDevice::on(stream.map_err(|error| unavailable(table, &error))?)
     }
 
-    /// Uses a stream that others use too, such as candle's: launches are in
+    /// Uses a stream that others use too, such as candle's; launches are in
     /// order with theirs.
     ///
     /// # Errors
-    /// When the device does not answer, or nothing can be compiled for it.
+    /// The device does not answer, or no target can be compiled for it.
     pub fn on(stream: Arc<CudaStream>) -> Result<CudaDevice, DeviceError> {
         let table = driver::table()?;
         let context = stream.context().clone();
@@ -74,20 +74,20 @@ impl CudaDevice {
         Ok(CudaDevice { gpu, stream })
     }
 
-    /// The stream everything runs on.
+    /// Returns the stream on which everything runs.
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// Free and total memory in bytes.
+    /// Returns free and total memory in bytes.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// The driver fails.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         self.gpu.memory()
     }
 
-    /// How many GPUs the driver has.
+    /// Returns the number of GPUs of the driver.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`], as for [`CudaDevice::open`].
@@ -162,7 +162,7 @@ fn check_ordinal(table: &Table, ordinal: usize) -> Result<(), DeviceError> {
     )))
 }
 
-/// What the driver says of a GPU.
+/// The driver's answers about a GPU.
 struct Facts<'a> {
     table: &'a Table,
     context: &'a CudaContext,
@@ -188,7 +188,7 @@ impl Facts<'_> {
     }
 
     fn gpu_info(&self) -> Result<GpuInfo, DeviceError> {
-        // Zero is how the driver says that it does not say.
+        // Zero is the driver's way to say that it does not know.
         let known = |attribute| self.attribute(attribute).ok().filter(|value| *value != 0);
         let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         Ok(GpuInfo {
@@ -207,7 +207,7 @@ impl Facts<'_> {
         })
     }
 
-    /// `0000:17:00`: domain, bus and device.
+    /// Returns `0000:17:00`: domain, bus and device.
     fn bus(&self) -> Option<String> {
         let part = |attribute| self.attribute(attribute).ok();
         let domain = part(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
@@ -229,8 +229,8 @@ impl Facts<'_> {
     }
 }
 
-/// The target that uses the most of a GPU: the architecture's own (`sm_90a`),
-/// else the newest of its family that it runs.
+/// Returns the target that uses the most of a GPU: the architecture's own
+/// (`sm_90a`), else the newest of its family that it runs.
 fn best_target(capability: u16) -> Option<Target> {
     let own = CudaArch {
         capability,

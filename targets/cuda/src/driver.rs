@@ -1,6 +1,6 @@
-//! The CUDA driver's functions. They are looked up here and not through
-//! cudarc, which panics where there is no driver or a function is missing,
-//! and which calls other versions of some functions than older drivers have.
+//! The functions of the CUDA driver. This module looks them up without cudarc,
+//! which panics where there is no driver or a function is missing, and which
+//! calls other versions of some functions than older drivers have.
 
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_target::DeviceError;
@@ -8,7 +8,8 @@ use moesaic_target::gpu::{FunctionHandle, Functions, Names, StreamHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
-/// The driver's names, in the order the system's loader is asked for them.
+/// The driver's names, in the order in which the system's loader is asked for
+/// them.
 #[cfg(not(windows))]
 const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 #[cfg(windows)]
@@ -30,8 +31,8 @@ const CUDARC: [&str; 12] = [
     "cuStreamDestroy_v2",
 ];
 
-/// What CUDA calls the functions that GPU drivers share. All are in drivers
-/// for CUDA 11.4 and later.
+/// CUDA's names of the functions that GPU drivers share. Drivers for CUDA 11.4
+/// and later have them all.
 const NAMES: Names = Names {
     memory_info: "cuMemGetInfo_v2",
     default_pool: "cuDeviceGetDefaultMemPool",
@@ -70,7 +71,7 @@ const NAMES: Names = Names {
 };
 
 dl_table! {
-    /// What only CUDA has.
+    /// The functions that only CUDA has.
     pub struct Own {
         init: fn(flags: c_uint) -> c_int = "cuInit";
         version: fn(version: *mut c_int) -> c_int = "cuDriverGetVersion";
@@ -107,7 +108,7 @@ dl_table! {
     }
 }
 
-/// A copy of rows, as the driver reads it: `CUDA_MEMCPY2D`.
+/// A copy of rows in the driver's form: `CUDA_MEMCPY2D`.
 #[repr(C)]
 pub struct Copy2d {
     pub from: Side2d,
@@ -116,7 +117,7 @@ pub struct Copy2d {
     pub rows: usize,
 }
 
-/// One side of it.
+/// One side of a copy.
 #[repr(C)]
 pub struct Side2d {
     pub first_byte: usize,
@@ -128,7 +129,7 @@ pub struct Side2d {
     pub stride: usize,
 }
 
-/// A launch with attributes, as the driver reads it.
+/// A launch with attributes in the driver's form.
 #[repr(C)]
 pub struct LaunchConfig {
     pub grid: [c_uint; 3],
@@ -153,12 +154,12 @@ pub struct Table {
     pub own: Own,
 }
 
-/// The driver, once it has been found to have all that is called, here or
-/// through cudarc.
+/// Returns the driver, once every function is found that this crate calls, here
+/// or through cudarc.
 ///
 /// # Errors
-/// [`DeviceError::Unavailable`] lists the names tried, or names the function
-/// that is missing.
+/// [`DeviceError::Unavailable`] lists the names tried, or names the missing
+/// function.
 pub fn table() -> Result<&'static Table, DeviceError> {
     static TABLE: OnceLock<Result<Table, DlError>> = OnceLock::new();
     let table = TABLE.get_or_init(load).as_ref();
@@ -180,18 +181,19 @@ fn load() -> Result<Table, DlError> {
 }
 
 impl Table {
-    /// For errors: `the driver is for CUDA 12.4`.
+    /// Returns a sentence for errors: `the driver is for CUDA 12.4`.
     pub fn version(&self) -> Option<String> {
         let (major, minor) = self.cuda()?;
         Some(format!("the driver is for CUDA {major}.{minor}"))
     }
 
-    /// Whether launches may overlap, in graphs too: drivers for CUDA 12.3 and later.
+    /// Returns true if launches may overlap, in graphs too: drivers for CUDA
+    /// 12.3 and later.
     pub fn overlaps(&self) -> bool {
         self.own.launch_ex.is_some() && self.cuda() >= Some((12, 3))
     }
 
-    /// The release of CUDA that the driver is for.
+    /// Returns the release of CUDA that the driver is for.
     fn cuda(&self) -> Option<(c_int, c_int)> {
         let mut version = 0;
         // SAFETY: the pointer is valid for a write. It works without `cuInit`.
@@ -199,7 +201,8 @@ impl Table {
         (code == 0).then_some((version / 1000, version % 1000 / 10))
     }
 
-    /// The driver's name and words for a code: `CUDA_ERROR_NO_DEVICE: no …`.
+    /// Returns the driver's name and text for a code: `CUDA_ERROR_NO_DEVICE: no
+    /// …`.
     pub fn words(&self, code: c_int) -> String {
         let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
         // SAFETY: the pointers are valid for a write; an unknown code leaves
@@ -228,7 +231,7 @@ unsafe fn static_text(text: *const c_char) -> Option<String> {
     Some(text.to_string_lossy().into_owned())
 }
 
-/// A [`DeviceError::Unavailable`] of this backend.
+/// Returns a [`DeviceError::Unavailable`] of this backend.
 pub fn unavailable(reason: String) -> DeviceError {
     DeviceError::Unavailable {
         backend: "cuda".to_string(),

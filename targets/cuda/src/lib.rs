@@ -1,11 +1,10 @@
 //! The CUDA target.
 //!
-//! Two halves that never meet: [`NvrtcCompiler`] turns CUDA C++ text into a
-//! CUBIN and needs no driver, `CudaDevice` (feature `driver`) loads CUBINs and launches them
-//! and needs no compiler. Neither links a vendor library.
+//! The crate has two independent halves: [`NvrtcCompiler`] turns CUDA C++ text
+//! into a CUBIN and needs no driver; `CudaDevice` (feature `driver`) loads and
+//! launches CUBINs and needs no compiler. Neither links a vendor library.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 mod cubin;
 #[cfg(feature = "driver")]

@@ -1,5 +1,5 @@
-//! [`CudaDevice`] against a stand-in for the driver: the suite that GPU
-//! targets share, and what only CUDA has.
+//! [`CudaDevice`] against a stand-in for the driver: the suite that GPU targets
+//! share, and the functions that only CUDA has.
 
 #[path = "../../api/tests/gpu/mod.rs"]
 mod gpu;
@@ -73,7 +73,7 @@ fn main() {
     });
 }
 
-/// The driver's names, apart from the code under test.
+/// Returns the driver's name of a function, independent of the code under test.
 fn symbol(function: &str) -> &'static str {
     match function {
         "init" => "cuInit",
@@ -178,7 +178,7 @@ fn with_shared(harness: &Harness, device: &dyn Device, bytes: u32) -> Result<(),
 
 fn shared_memory(harness: &Harness) {
     let device = harness.open();
-    // 1024 bytes are static: both count.
+    // 1024 bytes are static, and both kinds count.
     with_shared(harness, &*device, 47 << 10).unwrap();
     assert!(!log().iter().any(|line| line.starts_with("attribute")));
     with_shared(harness, &*device, (47 << 10) + 1).unwrap();
@@ -282,7 +282,7 @@ fn mapped() -> Entry {
     entry
 }
 
-/// Launches `mapped` over a tensor `offset` bytes into a buffer.
+/// Launches `mapped` over a tensor that starts `offset` bytes into a buffer.
 fn map_over(harness: &Harness, dims: [u64; 5], offset: u64) -> Result<(), DeviceError> {
     let device = harness.open();
     let module = device.load(&harness.artifact(), &[mapped()])?;
@@ -358,7 +358,7 @@ fn unknown_code(harness: &Harness) {
     );
 }
 
-/// The first thread has a context; another one cannot get it.
+/// The first thread has a context, which another thread cannot get.
 fn no_context(harness: &Harness) {
     let device = harness.open();
     let error = std::thread::scope(|scope| scope.spawn(|| device.alloc(8)).join().unwrap());

@@ -50,7 +50,7 @@ extern "C" __global__ void unbound(float* y) {
 }
 "#;
 
-/// Reads the accumulator while the product is still under way.
+/// Reads the accumulator while the product is in flight.
 const HASTY: &str = r#"
 extern "C" __global__ void __launch_bounds__(128) hasty(float* y, unsigned long long a, unsigned long long b) {
   float d[4] = {0, 0, 0, 0};
@@ -121,7 +121,7 @@ fn scale_params() -> Vec<Param> {
     ]
 }
 
-/// In another order than the text, which must be the report's.
+/// Entries in another order than the text, which the report must keep.
 fn entries() -> Vec<Entry> {
     vec![
         entry("scale", 256, scale_params()),

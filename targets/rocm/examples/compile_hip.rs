@@ -1,5 +1,5 @@
-//! Compiles a HIP file and prints what came of it: `compile_hip FILE ARCH`,
-//! such as `compile_hip k.hip gfx942`. Scratch is reported, not refused.
+//! Compiles a HIP file and prints the report: `compile_hip FILE ARCH`, such as
+//! `compile_hip k.hip gfx942`. Scratch is reported, not refused.
 
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_target::{CompileOptions, Compiler};

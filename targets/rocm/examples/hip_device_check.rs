@@ -1,5 +1,6 @@
-//! Puts the first GPU through everything the HIP device path does:
-//! `hip_device_check [ORDINAL]`. One line per check; exit code 2 without a GPU.
+//! Runs the first GPU through all functions of the HIP device:
+//! `hip_device_check [ORDINAL]`. Prints one line per check; exits with 2
+//! without a GPU.
 
 #[path = "../../api/tests/device_check/mod.rs"]
 mod device_check;

@@ -1,4 +1,4 @@
-//! Running a compiler as a child process, with a time limit.
+//! Runs a compiler as a child process, with a time limit.
 
 use std::fs::File;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How often a running child is looked at.
+/// Interval between two looks at a running child.
 const POLL: Duration = Duration::from_millis(2);
 
 /// A child that ended by itself.
@@ -16,9 +16,9 @@ pub struct Finished {
     pub stderr: String,
 }
 
-/// Runs `command` in `folder` for at most `limit`. Its output goes through
-/// files of that folder, so that a grandchild that outlives a killed child
-/// cannot keep a pipe open.
+/// Runs `command` in `folder` for at most `limit`. The output goes to files of
+/// that folder, so a grandchild that outlives a killed child cannot keep a pipe
+/// open.
 ///
 /// The error is a sentence for people.
 pub fn run(command: &mut Command, folder: &Path, limit: Duration) -> Result<Finished, String> {
@@ -54,7 +54,8 @@ fn wait(child: &mut Child, limit: Duration) -> Result<ExitStatus, String> {
     }
 }
 
-/// Kills and reaps. Failing to kill means that the child has just ended.
+/// Kills and reaps the child. A failure to kill means that the child has just
+/// ended.
 fn stop(child: &mut Child, limit: Duration) -> String {
     let _ = child.kill();
     let _ = child.wait();
@@ -64,7 +65,7 @@ fn stop(child: &mut Child, limit: Duration) -> String {
     )
 }
 
-/// How a child ended, when it did not end well: `crashed with signal 6`.
+/// Describes the end of a child that did not end well: `crashed with signal 6`.
 pub fn ending(status: ExitStatus) -> String {
     #[cfg(unix)]
     if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {

@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Flags of every compile, whoever compiles, beside the architecture.
+/// Flags of every compile by either compiler, besides the architecture.
 ///
-/// Code object version 5 is what every ROCm since 6.0 loads. A product and a
-/// sum may be fused, as NVRTC does it; nothing else of fast math is on.
+/// Every ROCm since 6.0 loads code object version 5. A product and a sum may be
+/// fused, as in NVRTC; the rest of fast math is off.
 pub const COMMON: [&str; 5] = [
     "-fdeclspec",
     "-O3",
@@ -21,14 +21,15 @@ pub const COMMON: [&str; 5] = [
     "-mcode-object-version=5",
 ];
 
-/// Loops over a thread's sums are unrolled however long their bodies are: LLVM else
-/// stops at long activations, and sums that are picked by a number lie in memory. Two
-/// words, never one with `=`: HIPRTC gives only such pairs to the step that optimizes.
+/// Unrolls loops over a thread's sums however long their bodies are. Otherwise
+/// LLVM stops at long activations, and sums that are indexed at run time lie in
+/// memory. The flag is two words, never one with `=`, because HIPRTC passes
+/// only such pairs to the optimizer.
 pub const UNROLL: [&str; 2] = ["-mllvm", "-pragma-unroll-threshold=16777216"];
 
-/// Flags of clang beside those. No ROCm headers and no device libraries: the
-/// text brings its own prelude. No configuration file of the machine may
-/// change the result.
+/// Further flags of clang. ROCm headers and device libraries are off, because
+/// the text includes its own prelude, and no configuration file of the machine
+/// may change the result.
 const FLAGS: [&str; 10] = [
     "--no-default-config",
     "-x",
@@ -42,10 +43,10 @@ const FLAGS: [&str; 10] = [
     "-fno-ident",
 ];
 
-/// The output file's name in the folder of a compile.
+/// Name of the output file in the folder of a compile.
 pub const OUTPUT: &str = "kernel.co";
 
-/// Variables that would add to what clang reads or does.
+/// Variables that would add to clang's input or behaviour.
 const FOREIGN: [&str; 6] = [
     "CPATH",
     "CPLUS_INCLUDE_PATH",
@@ -55,24 +56,24 @@ const FOREIGN: [&str; 6] = [
     "ROCM_PATH",
 ];
 
-/// How long a question to the compiler may take.
+/// Time limit of a question to the compiler.
 const ASK: Duration = Duration::from_secs(20);
 
-/// How to call a clang.
+/// The way to call a clang.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClangTool {
     /// The program.
     pub program: PathBuf,
     /// Arguments before all others: `clang` for a program with several tools.
     pub args: Vec<String>,
-    /// A folder to search before `PATH`, where the program `lld` is.
+    /// A folder to search before `PATH`, which holds the program `lld`.
     pub path: Option<PathBuf>,
-    /// What it answered when it was asked before. Without them it is asked
-    /// again, which starts it twice.
+    /// Its answers from an earlier process. Without them it is asked again,
+    /// which starts it twice.
     pub facts: Option<ClangFacts>,
 }
 
-/// What a clang says of itself.
+/// The answers of a clang about itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClangFacts {
     /// The first line of its version, which names vendor, release and revision.
@@ -81,7 +82,7 @@ pub struct ClangFacts {
     pub processors: Vec<String>,
 }
 
-/// A clang that has been asked what it can do.
+/// A clang that has answered.
 #[derive(Clone, Debug)]
 pub struct Clang {
     tool: ClangTool,
@@ -89,7 +90,7 @@ pub struct Clang {
 }
 
 impl ClangTool {
-    /// A clang that stands by itself.
+    /// Returns the tool of a stand-alone clang.
     pub fn program(program: impl Into<PathBuf>) -> ClangTool {
         ClangTool {
             program: program.into(),
@@ -99,8 +100,8 @@ impl ClangTool {
         }
     }
 
-    /// The clang inside the program `zig` of `folder`, with the linker that
-    /// `bin/lld` there calls.
+    /// Returns the tool of the clang inside the program `zig` of `folder`, with
+    /// the linker that `bin/lld` there calls.
     pub fn zig(folder: &Path) -> ClangTool {
         ClangTool {
             program: folder.join("zig"),
@@ -152,28 +153,30 @@ impl Clang {
         Ok(Clang { tool, facts })
     }
 
-    /// Whether it knows `arch`.
+    /// Returns true if it knows `arch`.
     pub fn knows(&self, arch: RocmArch) -> bool {
         self.facts.processors.iter().any(|name| name == arch.name)
     }
 
-    /// The version as people write it: `clang 22.1.8`, `AMD clang 18.0.0git`.
+    /// Returns the version as people write it: `clang 22.1.8`, `AMD clang
+    /// 18.0.0git`.
     pub fn name(&self) -> String {
         let short = self.facts.version.replacen("clang version ", "clang ", 1);
         short.split(" (").next().unwrap_or(&short).to_string()
     }
 
-    /// The program, for people.
+    /// Returns the program, for messages.
     pub fn program(&self) -> &Path {
         &self.tool.program
     }
 
-    /// Everything that decides the output.
+    /// Returns everything that decides the output.
     pub fn fingerprint(&self, arch: RocmArch) -> String {
         format!("{} {}", self.facts.version, flags(arch).join(" "))
     }
 
-    /// The command that compiles `file` of its working folder to [`OUTPUT`].
+    /// Returns the command that compiles `file` of its working folder to
+    /// [`OUTPUT`].
     pub fn command(&self, arch: RocmArch, file: &str) -> Command {
         let mut command = self.tool.command();
         command.args(flags(arch)).args(["-o", OUTPUT, file]);
@@ -209,7 +212,7 @@ fn flags(arch: RocmArch) -> Vec<String> {
         .collect()
 }
 
-/// Clang indents the names by a tab.
+/// Reads the names, which clang indents by a tab.
 fn processors(text: &str) -> Vec<String> {
     text.lines()
         .filter_map(|line| line.strip_prefix('\t'))

@@ -1,4 +1,4 @@
-//! What an AMD code object says of its kernels.
+//! Reads the facts that an AMD code object holds about its kernels.
 //!
 //! A code object is an ELF file with a note that holds a MessagePack map:
 //! `amdhsa.kernels` lists each kernel's registers, memory and arguments.
@@ -7,7 +7,7 @@ use crate::msgpack::Value;
 use moesaic_target::{KernelReport, ParamSlot};
 use object::{Object, ObjectSection, ObjectSymbol};
 
-/// The note's owner and type.
+/// Owner of the note; `TYPE` is its type.
 const OWNER: &[u8] = b"AMDGPU\0";
 const METADATA: u32 = 32;
 
@@ -18,7 +18,7 @@ const REGISTER_BYTES: u32 = 4;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodeObjectError {
-    /// Not an ELF file, or one that is cut short.
+    /// The bytes are no ELF file, or one that is cut short.
     #[error("the code object is not a readable ELF file: {0}")]
     Elf(String),
     /// The note is missing or cannot be decoded.
@@ -29,9 +29,9 @@ pub enum CodeObjectError {
 /// A kernel of a code object.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CodeObjectKernel {
-    /// What every target reports.
+    /// The facts that every target reports.
     pub report: KernelReport,
-    /// Lanes per wave it was compiled for.
+    /// Lanes of the wave that the kernel was compiled for.
     pub wave: Option<u32>,
 }
 
@@ -146,8 +146,8 @@ fn read_kernel(elf: &object::File, kernel: &Value) -> Result<CodeObjectKernel, C
     })
 }
 
-/// Registers that were moved to accumulation registers count as spilled too;
-/// without scratch none of them reached memory.
+/// Returns the spilled bytes. Registers that were moved to accumulation
+/// registers count as spilled too; without scratch none of them reached memory.
 fn spill_bytes(kernel: &Value, scratch: Option<u32>) -> Option<u32> {
     let registers = number(kernel, ".vgpr_spill_count")?;
     match scratch? {
@@ -163,7 +163,7 @@ fn code_bytes(elf: &object::File, symbol: &str) -> Option<u64> {
         .map(|found| found.size())
 }
 
-/// The arguments a launch passes; hidden ones are the runtime's.
+/// Returns the arguments that a launch passes; hidden ones are the runtime's.
 fn params(kernel: &Value) -> Vec<ParamSlot> {
     let slot = |argument: &Value| {
         let kind = get(argument, ".value_kind")?.as_str()?;

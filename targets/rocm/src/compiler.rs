@@ -1,4 +1,4 @@
-//! From HIP text to a code object.
+//! Compiles HIP text to a code object.
 
 use crate::child::{self, Finished};
 use crate::clang::{ClangFacts, ClangTool, OUTPUT};
@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 const ADVICE: &str = "run `moesaic toolchain install rocm`, \
     or set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld";
 
-/// How long one compile may take before its child is stopped.
+/// Time after which the child of a compile is stopped.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// A compiler for AMD GPUs as a [`Compiler`]: backend `rocm`, HIP text to a
-/// code object. It needs no ROCm and no GPU, and always runs in a child
-/// process, so that a crash of the compiler is an error and no more.
+/// code object. It needs no ROCm and no GPU. It always runs in a child process,
+/// so that a crash of the compiler is an ordinary error.
 #[derive(Debug)]
 pub struct RocmCompiler {
     tool: Tool,
@@ -30,11 +30,11 @@ pub struct RocmCompiler {
 }
 
 impl RocmCompiler {
-    /// Finds a compiler: the clang `MOESAIC_CLANG` alone when that is set,
-    /// else `registered`, one in `ROCM_PATH` or `/opt/rocm`, and the
-    /// `clang++` programs on `PATH`. The last resort is HIPRTC, if `main`
-    /// called [`maybe_run_child`](crate::maybe_run_child); `MOESAIC_HIPRTC`
-    /// names its library.
+    /// Finds a compiler: the clang `MOESAIC_CLANG` alone if that is set; else
+    /// `registered`, one in `ROCM_PATH` or `/opt/rocm`, and the `clang++`
+    /// programs on `PATH`. The last resort is HIPRTC, if `main` called
+    /// [`maybe_run_child`](crate::maybe_run_child); `MOESAIC_HIPRTC` names its
+    /// library.
     ///
     /// # Errors
     /// [`CompileError::NoCompiler`] lists what was tried.
@@ -55,17 +55,18 @@ impl RocmCompiler {
         Ok(RocmCompiler::of(Tool::Clang(clang)))
     }
 
-    /// Stops compiles that take longer than `limit`; 300 s unless set.
+    /// Stops compiles that take longer than `limit`, 300 s by default.
     pub fn with_limit(self, limit: Duration) -> RocmCompiler {
         RocmCompiler { limit, ..self }
     }
 
-    /// The program; for HIPRTC this program itself.
+    /// Returns the program; for HIPRTC this program itself.
     pub fn program(&self) -> &Path {
         self.tool.program()
     }
 
-    /// What a clang said of itself, to spare the next process asking.
+    /// Returns a clang's answers about itself, so that the next process need
+    /// not ask.
     pub fn facts(&self) -> Option<&ClangFacts> {
         self.tool.facts()
     }
@@ -75,7 +76,7 @@ impl RocmCompiler {
     }
 
     fn last_resort(mut refused: Vec<Refused>) -> Result<RocmCompiler, CompileError> {
-        // Whoever names a clang wants no other compiler.
+        // A user who names a clang wants no other compiler.
         if std::env::var_os("MOESAIC_CLANG").is_some_and(|value| !value.is_empty()) {
             return Err(no_compiler(&refused));
         }
@@ -120,7 +121,7 @@ impl RocmCompiler {
         }
     }
 
-    /// The code object, and what the compiler said.
+    /// Returns the code object and the compiler's output.
     fn build(
         &self,
         source: &KernelSource,
@@ -244,7 +245,7 @@ fn no_compiler(refused: &[Refused]) -> CompileError {
     }
 }
 
-/// Kernels are written for one wave size: a binary for the other would give
+/// Checks the wave size of kernels: a binary for the other size would return
 /// wrong results, not an error.
 fn check_waves(arch: RocmArch, kernels: &[CodeObjectKernel]) -> Result<(), String> {
     let wrong = kernels
@@ -262,7 +263,7 @@ fn check_waves(arch: RocmArch, kernels: &[CodeObjectKernel]) -> Result<(), Strin
     }
 }
 
-/// Any scratch counts as a spill: on AMD it is memory either way.
+/// Refuses any scratch as a spill: on AMD it is memory either way.
 fn refuse_scratch(
     source: &KernelSource,
     options: &CompileOptions,

@@ -29,7 +29,7 @@ impl HipDevice {
         HipDevice::new(Hip::open(None), ordinal)
     }
 
-    /// The same, with the runtime library at `path`.
+    /// Opens the GPU with the runtime library at `path`.
     ///
     /// # Errors
     /// As [`HipDevice::open`].
@@ -37,7 +37,7 @@ impl HipDevice {
         HipDevice::new(Hip::open(Some(path)), ordinal)
     }
 
-    /// How many GPUs the runtime has.
+    /// Returns the number of GPUs of the runtime.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`], as for [`HipDevice::open`].
@@ -46,10 +46,10 @@ impl HipDevice {
         hip.count().map_err(|fault| unavailable(fault.words))
     }
 
-    /// Free and total memory in bytes.
+    /// Returns free and total memory in bytes.
     ///
     /// # Errors
-    /// When the runtime fails.
+    /// The runtime fails.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         self.gpu.memory()
     }
@@ -132,7 +132,8 @@ fn check_ordinal(hip: &Hip, ordinal: usize) -> Result<i32, DeviceError> {
 }
 
 fn info(properties: &Properties) -> Result<DeviceInfo, DeviceError> {
-    // `gfx90a:sramecc+:xnack-`: our code objects leave the features open.
+    // `gfx90a:sramecc+:xnack-`: this project's code objects leave the features
+    // open.
     let arch = properties.arch.split(':').next().unwrap_or_default();
     let target = Target::all()
         .into_iter()
@@ -152,7 +153,7 @@ fn info(properties: &Properties) -> Result<DeviceInfo, DeviceError> {
 }
 
 fn gpu_info(hip: &Hip, ordinal: usize, properties: &Properties) -> GpuInfo {
-    // Zero is how the runtime says that it does not say.
+    // Zero is the runtime's way to say that it does not know.
     let known = |value: u32| Some(value).filter(|value| *value != 0);
     let small = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
     GpuInfo {
@@ -163,7 +164,7 @@ fn gpu_info(hip: &Hip, ordinal: usize, properties: &Properties) -> GpuInfo {
         lanes: known(properties.wave),
         l2_bytes: known(properties.l2_bytes).map(u64::from),
         clock_khz: known(properties.clock_khz),
-        // There is a pool where the runtime gives one.
+        // A pool exists where the runtime returns one.
         pools: true,
         driver: hip.version(),
         bus: hip.bus(i32::try_from(ordinal).unwrap_or(i32::MAX)),

@@ -1,21 +1,21 @@
-//! Where a clang with the AMDGPU target may be.
+//! Finds a clang with the AMDGPU target.
 
 use crate::clang::{Clang, ClangTool};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// The newest and the oldest clang whose versioned name is looked for. The
+/// The oldest and the newest clang whose versioned name is looked for. The
 /// oldest is the first that makes code object version 5 for gfx942.
 const VERSIONS: std::ops::RangeInclusive<u32> = 17..=23;
 
-/// A place that was tried, and what it said.
+/// A place that was tried, and its answer.
 pub struct Refused {
     pub place: String,
     pub reason: String,
 }
 
-/// Every clang to try. `MOESAIC_CLANG` is an order, so nothing else is tried
-/// when it is set; then what the toolchain registry knows, a ROCm
+/// Returns every clang to try. A set `MOESAIC_CLANG` is binding, so nothing
+/// else is tried then. Otherwise the order is the toolchain registry, a ROCm
 /// installation, and `PATH`.
 pub fn tools(
     registered: Option<&ClangTool>,
@@ -45,7 +45,8 @@ pub fn tools(
         .collect()
 }
 
-/// Asks each tool in turn; the first that can do it, else what each said.
+/// Asks each tool in turn; returns the first that can compile, or the answer of
+/// each.
 pub fn first(tools: Vec<ClangTool>) -> Result<Clang, Vec<Refused>> {
     let mut refused = Vec::new();
     for tool in tools {

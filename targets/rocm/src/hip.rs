@@ -1,4 +1,4 @@
-//! The HIP runtime's functions, and what it says of a GPU.
+//! The functions of the HIP runtime, and its facts about a GPU.
 
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_target::gpu::{Fault, Functions, Names, Rows, StreamHandle};
@@ -6,14 +6,15 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The runtime's names, newest first, in the order the loader is asked.
+/// The runtime's names, newest first, in the order in which the loader is
+/// asked.
 const LIBRARIES: [&str; 3] = ["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"];
 
-/// Bytes set aside for the property structure; the runtime's has 1472, and
+/// Bytes set aside for the property structure. The runtime's has 1472, and
 /// later ones may grow at the end.
 const PROPERTY_BYTES: usize = 4096;
 
-/// Where properties lie in the structure of `hipGetDevicePropertiesR0600`,
+/// Offsets of properties in the structure of `hipGetDevicePropertiesR0600`,
 /// which is fixed: another layout gets another function.
 const NAME: usize = 0;
 const TOTAL_MEMORY: usize = 288;
@@ -26,8 +27,8 @@ const THREADS_PER_UNIT: usize = 624;
 const SHARED_PER_UNIT: usize = 640;
 const ARCH_NAME: usize = 1160;
 
-/// What HIP calls the functions that GPU drivers share. All are in ROCm 6.0
-/// and later.
+/// HIP's names of the functions that GPU drivers share. ROCm 6.0 and later have
+/// them all.
 const NAMES: Names = Names {
     memory_info: "hipMemGetInfo",
     default_pool: "hipDeviceGetDefaultMemPool",
@@ -66,7 +67,7 @@ const NAMES: Names = Names {
 };
 
 dl_table! {
-    /// What HIP has in its own way.
+    /// The functions that only HIP has.
     struct Own {
         init: fn(flags: c_uint) -> c_int = "hipInit";
         runtime_version: fn(version: *mut c_int) -> c_int = "hipRuntimeGetVersion";
@@ -93,7 +94,7 @@ dl_table! {
     }
 }
 
-/// From a GPU's memory to a GPU's, in copies of rows.
+/// The direction from GPU memory to GPU memory, in copies of rows.
 const DEVICE_TO_DEVICE: c_int = 3;
 
 /// A loaded HIP runtime. Its functions may be called from any thread.
@@ -103,11 +104,11 @@ pub struct Hip {
     own: Arc<Own>,
 }
 
-/// What the runtime says of a device; zero where it does not say.
+/// The runtime's facts about a device; zero where it does not know.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Properties {
     pub name: String,
-    /// With features: `gfx90a:sramecc+:xnack-`.
+    /// The architecture with features: `gfx90a:sramecc+:xnack-`.
     pub arch: String,
     pub memory_bytes: u64,
     pub shared_bytes: u64,
@@ -136,8 +137,8 @@ impl Hip {
         }
     }
 
-    /// Opens the runtime: the library at `path` alone, if one is given, else
-    /// by the loader, then in the usual folders.
+    /// Opens the runtime: the library at `path` alone, if one is given; else by
+    /// the loader, then in the usual folders.
     pub fn open(path: Option<&Path>) -> Result<Hip, DlError> {
         let library = match path {
             Some(path) => Library::open_path("the HIP runtime", path),
@@ -162,8 +163,8 @@ impl Hip {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// For errors: `the runtime is HIP 6.2`. It packs major, minor and patch
-    /// as one number.
+    /// Returns a sentence for errors: `the runtime is HIP 6.2`. The runtime
+    /// packs major, minor and patch as one number.
     pub fn version(&self) -> Option<String> {
         let mut version = 0;
         // SAFETY: the pointer is valid for a write.
@@ -172,7 +173,7 @@ impl Hip {
         (code == 0).then(|| format!("the runtime is HIP {major}.{minor}"))
     }
 
-    /// A GPU's place on the bus: `0000:17:00`.
+    /// Returns a GPU's place on the bus: `0000:17:00`.
     pub fn bus(&self, device: i32) -> Option<String> {
         let mut text = [0 as c_char; 32];
         let bytes = text.len() as c_int - 1;
@@ -185,7 +186,7 @@ impl Hip {
         (code == 0 && !place.is_empty()).then(|| place.to_lowercase())
     }
 
-    /// Makes `device` the one of this thread.
+    /// Makes `device` the current one of this thread.
     pub fn bind(&self, device: i32) -> Result<(), Fault> {
         // SAFETY: no pointers; an unknown device is an error code.
         self.check(unsafe { self.own.set_device(device) })
@@ -201,7 +202,7 @@ impl Hip {
         Ok(read_properties(&bytes))
     }
 
-    /// The runtime's name and words for a code.
+    /// Returns the runtime's name and text for a code.
     pub fn words(&self, code: c_int) -> String {
         // SAFETY: the runtime answers any code with static strings.
         let (name, text) = unsafe {
@@ -236,7 +237,8 @@ unsafe fn static_text(text: *const c_char) -> String {
         .into_owned()
 }
 
-/// Names for the loader, then files of an installation it does not know.
+/// Returns names for the loader, then files of an installation that it does not
+/// know.
 fn candidates() -> Vec<String> {
     let root = std::env::var("ROCM_PATH")
         .ok()

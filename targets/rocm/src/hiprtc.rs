@@ -1,8 +1,9 @@
-//! HIPRTC, the compiler inside a ROCm run time, always in a child process.
+//! HIPRTC, the compiler inside a ROCm runtime, always in a child process.
 //!
-//! HIPRTC aborts on architectures it does not know, so it is never loaded
-//! here: the program starts itself over, and [`maybe_run_child`] does the work
-//! in the copy. A program whose `main` does not call it first gets no HIPRTC.
+//! HIPRTC aborts on architectures that it does not know, so this process never
+//! loads it: the program starts itself again, and [`maybe_run_child`] does the
+//! work in the copy. A program whose `main` does not call that function first
+//! gets no HIPRTC.
 
 use crate::child;
 use crate::clang::{COMMON, OUTPUT, UNROLL};
@@ -17,13 +18,13 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Tells a process that it is a child, and what to do.
+/// The variable that tells a process that it is a child, and its task.
 const ROLE: &str = "MOESAIC_HIPRTC_CHILD";
 
-/// Names the library, in place of the search.
+/// The variable that names the library, in place of the search.
 const LIBRARY: &str = "MOESAIC_HIPRTC";
 
-/// The library's names; ROCm 5 has its functions in the HIP run time.
+/// The library's names; ROCm 5 has its functions in the HIP runtime.
 const NAMES: [&str; 5] = [
     "libhiprtc.so.7",
     "libhiprtc.so.6",
@@ -32,11 +33,11 @@ const NAMES: [&str; 5] = [
     "libamdhip64.so",
 ];
 
-/// Before the name of the clang inside in a child's output.
+/// The word before the name of the inner clang in a child's output.
 const MARK: &str = "moesaic-hiprtc ";
 
-/// What is compiled to learn that name, and for what: the first architecture
-/// that every HIPRTC in question knows.
+/// The text whose compile reveals that name; the first architecture is one that
+/// every such HIPRTC knows.
 const NOTHING: &CStr = c"extern \"C\" __attribute__((global)) void nothing() {}\n";
 const FIRST: &str = "gfx90a";
 
@@ -47,7 +48,7 @@ const COMPILATION: c_int = 6;
 const REJECTED: i32 = 1;
 const BROKEN: i32 = 3;
 
-/// How long the question for the name may take.
+/// Time limit of the question for the name.
 const ASK: Duration = Duration::from_secs(20);
 
 static HOOKED: AtomicBool = AtomicBool::new(false);
@@ -55,7 +56,7 @@ static HOOKED: AtomicBool = AtomicBool::new(false);
 type Program = *mut c_void;
 
 dl_table! {
-    /// HIPRTC, as its header declares it.
+    /// The functions of HIPRTC, as its header declares them.
     struct Functions {
         create: fn(
             program: *mut Program,
@@ -74,24 +75,24 @@ dl_table! {
     }
 }
 
-/// A HIPRTC, and which clang it is. `hiprtcVersion` is 9.0 in every ROCm, so
-/// the code objects that it makes are asked: their `.comment` names vendor,
-/// release and revision.
+/// A HIPRTC and the version of its clang. `hiprtcVersion` is 9.0 in every ROCm,
+/// so the version comes from the code objects that it makes: their `.comment`
+/// names vendor, release and revision.
 #[derive(Clone, Debug)]
 pub struct Hiprtc {
     program: PathBuf,
     /// `AMD clang version 17.0.0 roc-6.0.2 24012 af27734ed982`.
     clang: String,
-    /// Its first number.
+    /// First number of the version.
     release: u32,
 }
 
-/// Does a child's work and ends the process, if this process was started as
-/// one by a [`RocmCompiler`](crate::RocmCompiler); else returns at once.
+/// Does a child's work and ends the process, if a
+/// [`RocmCompiler`](crate::RocmCompiler) started this process as one; else
+/// returns at once.
 ///
-/// Call it first in `main`. Where it is not called, HIPRTC is not used: a
-/// program that is started over and does not know it would do its own work
-/// twice.
+/// Call it first in `main`. HIPRTC is not used otherwise, because a program
+/// that is started again without knowing would do its own work twice.
 pub fn maybe_run_child() {
     HOOKED.store(true, Ordering::Relaxed);
     let Some(role) = std::env::var_os(ROLE) else {
@@ -111,7 +112,7 @@ pub fn maybe_run_child() {
 }
 
 impl Hiprtc {
-    /// Starts a child to ask which clang it is.
+    /// Starts a child to ask for the version of the clang.
     pub fn ask() -> Result<Hiprtc, String> {
         if !HOOKED.load(Ordering::Relaxed) {
             return Err("this program does not call `maybe_run_child` first".to_string());
@@ -135,20 +136,20 @@ impl Hiprtc {
         })
     }
 
-    /// The program that is started over.
+    /// Returns the program that is started again.
     pub fn program(&self) -> &PathBuf {
         &self.program
     }
 
-    /// The version as people write it: `HIPRTC of AMD clang 17.0.0`.
+    /// Returns the version as people write it: `HIPRTC of AMD clang 17.0.0`.
     pub fn name(&self) -> String {
         let (vendor, version) = self.clang.split_once("clang version ").unwrap_or_default();
         let version = version.split(' ').next().unwrap_or_default();
         format!("HIPRTC of {vendor}clang {version}")
     }
 
-    /// The list is of the clang in the ROCm that was made for each (7.0, 6.4,
-    /// 6.0, and 5.0 for the others): HIPRTC has no list.
+    /// Returns true if the clang in the first ROCm for `arch` (7.0, 6.4, 6.0,
+    /// and 5.0 for the others) is not newer: HIPRTC has no list.
     pub fn knows(&self, arch: RocmArch) -> bool {
         let since = match arch.name {
             "gfx950" => 20,
@@ -163,7 +164,8 @@ impl Hiprtc {
         format!("HIPRTC of {} {}", self.clang, flags(arch.name).join(" "))
     }
 
-    /// The command that compiles `file` of its working folder to [`OUTPUT`].
+    /// Returns the command that compiles `file` of its working folder to
+    /// [`OUTPUT`].
     pub fn command(&self, arch: RocmArch, file: &str) -> Command {
         let mut command = Command::new(&self.program);
         command
@@ -181,20 +183,20 @@ fn flags(arch: &str) -> Vec<String> {
         .collect()
 }
 
-/// The run time may talk on the same stream, so the line is marked.
+/// Finds the marked line, because the runtime may print to the same stream.
 fn read_name(text: &str) -> Option<String> {
     let name = text.lines().find_map(|line| line.strip_prefix(MARK))?;
     Some(name.to_string())
 }
 
-/// 17 of `AMD clang version 17.0.0 …`.
+/// Returns 17 from `AMD clang version 17.0.0 …`.
 fn release(clang: &str) -> Option<u32> {
     let (_, version) = clang.split_once("clang version ")?;
     version.split('.').next()?.parse().ok()
 }
 
-/// The clang that made a code object, in its own words, but without the place
-/// that its source came from: paths have no place in a key of a cache.
+/// Returns the clang that made a code object, in its own words but without the
+/// path of its source, which has no place in a cache key.
 fn maker(code_object: &[u8]) -> Option<String> {
     let elf = object::File::parse(code_object).ok()?;
     let comment = elf.section_by_name(".comment")?.data().ok()?;
@@ -207,7 +209,7 @@ fn maker(code_object: &[u8]) -> Option<String> {
     Some(words.collect::<Vec<_>>().join(" "))
 }
 
-/// What a child could not do: its exit code, and words for its parent.
+/// A failure of a child: its exit code, and a message for its parent.
 type Failure = (i32, String);
 
 fn broken(words: impl ToString) -> Failure {
@@ -255,7 +257,7 @@ fn check(function: &str, code: c_int) -> Result<(), Failure> {
     }
 }
 
-/// Arguments: the file, then the flags.
+/// Compiles; the arguments are the file, then the flags.
 fn compile(args: &[OsString]) -> Result<(), Failure> {
     let [file, flags @ ..] = args else {
         return Err(broken("no file was named"));
@@ -268,7 +270,7 @@ fn compile(args: &[OsString]) -> Result<(), Failure> {
     std::fs::write(OUTPUT, binary).map_err(broken)
 }
 
-/// A code object; what the compiler says goes to the error stream.
+/// Returns a code object; the compiler's output goes to the error stream.
 fn build(
     functions: &Functions,
     text: &CStr,
@@ -305,7 +307,7 @@ fn build(
             )));
         }
     }
-    // The program is not destroyed: the process ends soon.
+    // The program is not destroyed, because the process ends soon.
     read(functions, program, Functions::code_size, Functions::code)
 }
 

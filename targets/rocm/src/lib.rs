@@ -1,12 +1,11 @@
 //! The ROCm target.
 //!
-//! Two halves that never meet: [`RocmCompiler`] turns HIP text into a code
-//! object and needs no ROCm, [`HipDevice`] loads code objects and launches
-//! them and needs no compiler. Neither links a vendor library, and compilers
-//! only ever run in child processes: some abort on targets they do not know.
+//! The crate has two independent halves: [`RocmCompiler`] turns HIP text into a
+//! code object and needs no ROCm; [`HipDevice`] loads and launches code objects
+//! and needs no compiler. Neither links a vendor library. Compilers run in
+//! child processes only, because some abort on targets that they do not know.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 mod child;
 mod clang;

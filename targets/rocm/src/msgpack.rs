@@ -1,6 +1,6 @@
 //! MessagePack, as far as AMDGPU metadata uses it.
 //!
-//! A reader of one page instead of a crate and its three dependencies: the
+//! A reader of one page replaces a crate and its three dependencies: the
 //! library promises a small dependency tree, and the format is frozen.
 
 /// A decoded value. Floats, binaries and extensions do not occur.
@@ -8,19 +8,19 @@
 pub enum Value {
     Nil,
     Bool(bool),
-    /// Negative numbers do not occur either; they read as `None` elsewhere.
+    /// A number. Negative ones do not occur; they read as `None` elsewhere.
     Number(u64),
     Text(String),
     List(Vec<Value>),
     Map(Vec<(Value, Value)>),
 }
 
-/// Lists and maps inside each other; metadata has four levels.
+/// Largest depth of nested lists and maps; metadata has four levels.
 const DEEPEST: usize = 16;
 
 impl Value {
-    /// Reads one value from the front of `bytes`; `None` when they are not
-    /// one or end too early.
+    /// Reads one value from the front of `bytes`; returns `None` when they are
+    /// no value or end too early.
     pub fn read(bytes: &[u8]) -> Option<Value> {
         Reader { rest: bytes }.value(DEEPEST)
     }
@@ -95,7 +95,7 @@ impl<'a> Reader<'a> {
         Some(self.bytes(1)?[0])
     }
 
-    /// A big-endian number of so many bytes.
+    /// Reads a big-endian number of the given bytes.
     fn number(&mut self, bytes: u64) -> Option<u64> {
         Some(
             self.bytes(bytes)?
@@ -110,7 +110,7 @@ impl<'a> Reader<'a> {
         ))
     }
 
-    // Lengths are not trusted: lists grow as their elements are read.
+    // Lengths are not trusted, so lists grow as their elements are read.
     fn list(&mut self, length: u64, depth: usize) -> Option<Value> {
         let mut values = Vec::new();
         for _ in 0..length {

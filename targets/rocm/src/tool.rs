@@ -1,4 +1,4 @@
-//! A compiler that has been found: clang or HIPRTC.
+//! A compiler that was found: clang or HIPRTC.
 
 use crate::clang::{Clang, ClangFacts};
 use crate::hiprtc::Hiprtc;
@@ -6,7 +6,7 @@ use moesaic_kernel::RocmArch;
 use std::path::Path;
 use std::process::Command;
 
-/// Either compiler, called the same way: a command that compiles a file of
+/// Either compiler, called in the same way: a command that compiles a file of
 /// its working folder.
 #[derive(Clone, Debug)]
 pub enum Tool {
@@ -50,7 +50,7 @@ impl Tool {
         }
     }
 
-    /// What to remember of it; nothing of HIPRTC, which ROCm updates.
+    /// Returns the facts to remember; none for HIPRTC, which ROCm updates.
     pub fn facts(&self) -> Option<&ClangFacts> {
         match self {
             Tool::Clang(clang) => Some(&clang.facts),

@@ -1,5 +1,5 @@
-//! Real compiles with the clang of the toolchain registry, and a fake clang
-//! for what a real one does too rarely.
+//! Real compiles with the clang of the toolchain registry, and a fake clang for
+//! the rare failures of a real one.
 
 use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Size, Stem,
@@ -39,7 +39,7 @@ GLOBAL THREADS(256) scale(float factor, const float* in, float* out, long count,
 }
 ";
 
-/// An array that has to be indexed at run time lives in scratch.
+/// An array that is indexed at run time lives in scratch.
 const SPILLING: &str = "
 GLOBAL THREADS(1024) spilly(float* y, const float* x, long n) {
   float v[512];
@@ -104,7 +104,7 @@ fn scale_params() -> Vec<Param> {
     ]
 }
 
-/// In another order than the text, which must be the report's.
+/// Entries in another order than the text, which the report must keep.
 fn entries() -> Vec<Entry> {
     vec![
         entry("scale", 256, scale_params()),
@@ -335,7 +335,7 @@ fn damaged_code_objects_are_errors_not_panics() {
             state = state
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            // The note stands near the start.
+            // The note lies near the start.
             let place = (state >> 24) as usize % 2048;
             damaged[place] = (state >> 56) as u8;
         }
@@ -343,8 +343,9 @@ fn damaged_code_objects_are_errors_not_panics() {
     }
 }
 
-/// A script that answers questions like clang and compiles by `script`. The
-/// shell reads it: a program that was just written cannot always be started.
+/// Makes a script that answers questions like clang and compiles by `script`.
+/// The shell reads it, because a program that was just written cannot always be
+/// started.
 fn fake_clang(folder: &Path, script: &str) -> RocmCompiler {
     let path = folder.join("clang.sh");
     let text = format!(

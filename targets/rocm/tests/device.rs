@@ -1,5 +1,5 @@
-//! [`HipDevice`] against a stand-in for the runtime: the suite that GPU
-//! targets share, and what only HIP has.
+//! [`HipDevice`] against a stand-in for the runtime: the suite that GPU targets
+//! share, and the functions that only HIP has.
 
 #[path = "../../api/tests/gpu/mod.rs"]
 mod gpu;
@@ -58,7 +58,8 @@ fn main() {
     });
 }
 
-/// The runtime's names, apart from the code under test.
+/// Returns the runtime's name of a function, independent of the code under
+/// test.
 fn symbol(function: &str) -> &'static str {
     match function {
         "init" => "hipInit",
@@ -194,7 +195,7 @@ fn limits(harness: &Harness) {
         device.load(&harness.artifact(), &[entry.clone()]),
         "cannot load kernel `scale`: it runs in clusters of 2 blocks, which AMD GPUs do not have",
     );
-    // All of a block's memory is there without asking.
+    // All of a block's memory is available without asking.
     entry.launch.cluster = 1;
     entry.launch.shared_bytes = 64_000;
     let module = device.load(&harness.artifact(), &[entry]).unwrap();

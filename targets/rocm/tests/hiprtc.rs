@@ -1,5 +1,5 @@
-//! HIPRTC in a child process: this program starts itself over. A fake HIPRTC,
-//! built by the system C compiler, does what the real one does too rarely.
+//! HIPRTC in a child process: this program starts itself again. A fake HIPRTC,
+//! built by the system C compiler, shows the rare failures of a real one.
 
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_rocm::{RocmCompiler, maybe_run_child};
@@ -41,10 +41,10 @@ const TESTS: [(&str, fn()); 7] = [
     ("a_missing_library_is_named", a_missing_library_is_named),
 ];
 
-/// Where the C compiler is, for those who come after [`prepare`].
+/// Path of the C compiler, for code that runs after [`prepare`].
 static SYSTEM_PATH: OnceLock<OsString> = OnceLock::new();
 
-/// No clang is found from here on, and HIPRTC is the fake.
+/// Hides every clang from here on and makes HIPRTC the fake.
 fn prepare(folder: &Path) {
     let library = folder.join("libhiprtc.so");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_hiprtc.c");
@@ -76,7 +76,8 @@ fn set(variables: &[(&str, &Path)]) {
     }
 }
 
-/// As HIPRTC compiles, with the name of the clang: our own flags leave it out.
+/// Compiles as HIPRTC does, with the name of the clang, which this project's
+/// own flags leave out.
 fn compile_with_clang(folder: &Path) -> Vec<u8> {
     let registry = testing::installed(Kind::Rocm);
     let zig = registry.path(registry.get(Kind::Rocm).unwrap());
@@ -163,7 +164,8 @@ fn fingerprint(compiler: &RocmCompiler) -> String {
     compiler.fingerprint("rocm:gfx942".parse().unwrap())
 }
 
-/// The library says the same of all; its code objects do not.
+/// Checks that every release has a fingerprint: the library says the same of
+/// all, its code objects do not.
 fn every_release_has_its_fingerprint() {
     let compiler = with_maker("AMD clang version 17.0.0 (https://x/y roc-6.0.2 24012 af27)");
     assert_eq!(compiler.name(), "HIPRTC of AMD clang 17.0.0");
@@ -190,8 +192,8 @@ fn with_maker(maker: &str) -> RocmCompiler {
     found_with_maker(maker).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What is found when the code objects say that this made them. The system's
-/// C compiler makes files that say so.
+/// Returns the compiler found when the code objects name this maker. The
+/// system's C compiler makes such files.
 fn found_with_maker(maker: &str) -> Result<RocmCompiler, CompileError> {
     let real = std::env::var_os("CODE_OBJECT").unwrap();
     let folder = Path::new(&real).parent().unwrap();

@@ -6,10 +6,10 @@ use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
-/// More faults of one kind are more of the same.
+/// Number of faults of one kind after which a run ends; more teach nothing new.
 const ENOUGH: usize = 20;
 
-/// Whether nothing failed.
+/// Runs the inputs; returns true if nothing failed.
 pub fn run(options: &Options) -> Result<bool, String> {
     let watch = Watch::new();
     if !options.files.is_empty() {

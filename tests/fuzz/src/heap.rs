@@ -5,11 +5,12 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The system's allocator, counted.
+/// The system's allocator with counters.
 pub struct Counted;
 
-/// No honest input of the suite asks for a piece of this size. It is refused,
-/// which ends the process, rather than tried.
+/// Largest allocation. No honest input of the suite asks for more. The
+/// allocator refuses the request, which ends the process, rather than trying
+/// it.
 const LARGEST: usize = 1 << 30;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -50,14 +51,14 @@ fn note(size: usize) {
     TOTAL.fetch_add(size, Relaxed);
 }
 
-/// What was allocated since a moment.
+/// The allocations since a moment.
 pub struct Since {
     live: usize,
     total: usize,
 }
 
 impl Since {
-    /// Begins to count.
+    /// Starts counting.
     pub fn now() -> Since {
         let live = LIVE.load(Relaxed);
         PEAK.store(live, Relaxed);
@@ -67,13 +68,13 @@ impl Since {
         }
     }
 
-    /// Most bytes that were held at once, above those of the beginning.
+    /// Returns the most bytes that were held at once, above those at the start.
     pub fn peak(&self) -> usize {
         PEAK.load(Relaxed).saturating_sub(self.live)
     }
 
-    /// Bytes of all allocations: the measure of work. Whatever loops over an
-    /// input allocates for its messages, lists and copies.
+    /// Returns the bytes of all allocations, the measure of work: a loop over
+    /// an input allocates for its messages, lists and copies.
     pub fn total(&self) -> usize {
         TOTAL.load(Relaxed).wrapping_sub(self.total)
     }

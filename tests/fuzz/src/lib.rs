@@ -1,10 +1,10 @@
-//! Broken inputs into everything that reads files and texts of strangers.
+//! Broken inputs for everything that reads files and texts of strangers.
 //!
-//! A [`Surface`] makes inputs, most of them broken, and holds the program to
-//! what it promises for any input: an answer or an error, never a panic;
-//! memory and work within a multiple of the input's length; and no wrong
-//! success, such as a cache entry that was changed and still loads. Inputs
-//! follow from a seed and their number alone.
+//! A [`Surface`] makes inputs, most of them broken, and checks the promises of
+//! the program for any input: an answer or an error, never a panic; memory and
+//! work within a multiple of the input's length; and no wrong success, such as
+//! a changed cache entry that still loads. A seed and a number determine each
+//! input.
 //!
 //! ```text
 //! cargo xtask fuzz --inputs 1000000 --seed 1
@@ -22,11 +22,11 @@ pub use watch::{Fault, Watch};
 
 use moesaic_spec::testing::Counter;
 
-/// Counts what the suite allocates, hence for whoever links it.
+/// Counts the allocations of the suite, and of every program that links it.
 #[global_allocator]
 static HEAP: heap::Counted = heap::Counted;
 
-/// The input of that number. It does not depend on other numbers.
+/// Returns the input of a number, which does not depend on other numbers.
 pub fn input(surface: &mut dyn Surface, seed: u64, number: u64) -> Vec<u8> {
     let name = surface.name().bytes();
     let own = name.fold(seed, |hash, byte| {

@@ -1,7 +1,7 @@
 //! `fuzz [--inputs N] [--seed S] [--surface NAME [--first N]] [--file F]…`
 //!
 //! The program runs itself as a child that does the work, so that a crash of
-//! the child, a stack that overflows say, is a failure with a number like any
+//! the child, such as a stack overflow, is a failure with a number like any
 //! other.
 
 mod child;
@@ -20,7 +20,7 @@ usage: cargo xtask fuzz [options]
   --file F         a kept input, named KIND/NAME; may be given again
   --out DIR        where inputs that fail are written, target/fuzz";
 
-/// What to run.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     inputs: u64,
@@ -29,7 +29,8 @@ pub struct Options {
     first: u64,
     files: Vec<PathBuf>,
     out: PathBuf,
-    /// Where a child says which input it is at; absent in a parent.
+    /// The file to which a child writes the number of its input; absent in a
+    /// parent.
     at: Option<PathBuf>,
 }
 

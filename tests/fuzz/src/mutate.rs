@@ -1,9 +1,9 @@
-//! Small damage to text and bytes, by a counter: the same seed, the same
-//! damage.
+//! Small damage to text and bytes, drawn by a counter: the same seed gives the
+//! same damage.
 
 use moesaic_spec::testing::Counter;
 
-/// Numbers at the edges of types, and no numbers.
+/// Numbers at the edges of types, and texts that are no numbers.
 const NUMBERS: &[&str] = &[
     "0",
     "1",
@@ -62,14 +62,14 @@ const NUMBERS: &[&str] = &[
     "1979-05-27",
 ];
 
-/// Characters that mean something to some parser, and some that to none.
+/// Characters with a meaning to some parser, and some without.
 const SPICE: &[&str] = &[
     "=", "[", "]", "{", "}", "\"", "'", "\"\"\"", ".", ",", "#", "\n", "\r\n", "\t", " ", "-", "+",
     "_", "\\", "\\u", "\0", "\u{7f}", "é", "\u{feff}", "\u{202e}", "😀", "\u{0301}", "(", ")", "*",
     "/", "^", "<", "<=", ":", ";", "e", "//", "/*", "*/", "\u{2028}", "x", "../",
 ];
 
-/// What opens something, for nesting.
+/// Opening brackets and the like, for nesting.
 const OPEN: &[(&str, &str)] = &[
     ("[", "]"),
     ("{\"a\":", "}"),
@@ -84,7 +84,7 @@ const OPEN: &[(&str, &str)] = &[
     ("x^2/", ""),
 ];
 
-/// Text after one to six changes. `words` are of its language.
+/// Damages text by one to six changes; `words` belong to its language.
 pub fn text(rng: &mut Counter, seeds: &[String], words: &[&str]) -> Vec<u8> {
     let mut bytes = if rng.one_in(40) {
         noise(rng, 64)
@@ -105,13 +105,13 @@ pub fn text(rng: &mut Counter, seeds: &[String], words: &[&str]) -> Vec<u8> {
             11 if rng.one_in(4) => bytes.truncate(place(rng, &bytes)),
             _ => insert(rng, &mut bytes, words),
         }
-        // Growth is for the one seed of a thousand that nests.
+        // Growth is reserved for the one seed of a thousand that nests.
         bytes.truncate(1 << 16);
     }
     bytes
 }
 
-/// Bytes after one to four changes that know nothing of what they mean.
+/// Damages bytes by one to four changes that ignore their meaning.
 pub fn bytes(rng: &mut Counter, from: &[u8]) -> Vec<u8> {
     let mut bytes = from.to_vec();
     for _ in 0..rng.between(1, 4) {
@@ -130,8 +130,8 @@ pub fn bytes(rng: &mut Counter, from: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A place in the bytes, their end among them; mostly near either end, where
-/// headers and checksums are.
+/// Draws a place in the bytes, their end included, mostly near either end,
+/// where headers and checksums are.
 fn place(rng: &mut Counter, bytes: &[u8]) -> usize {
     let near = bytes.len().min(80);
     match rng.between(0, 3) {
@@ -175,7 +175,7 @@ fn repeat(rng: &mut Counter, bytes: &mut Vec<u8>) {
     bytes.splice(at..at, piece.repeat(times));
 }
 
-/// Eight little-endian bytes of an extreme number over what is there.
+/// Overwrites eight bytes with an extreme little-endian number.
 fn word(rng: &mut Counter, bytes: &mut [u8]) {
     let numbers = [
         0,
@@ -195,13 +195,13 @@ fn word(rng: &mut Counter, bytes: &mut [u8]) {
     }
 }
 
-/// The beginning of one and the end of the other.
+/// Joins the beginning of one and the end of the other.
 fn splice(rng: &mut Counter, bytes: &mut Vec<u8>, other: &[u8]) {
     bytes.truncate(place(rng, bytes));
     bytes.extend(&other[rng.between(0, other.len())..]);
 }
 
-/// A number of the text becomes another, or is put in where there is none.
+/// Replaces a number of the text, or inserts one where there is none.
 fn number(rng: &mut Counter, bytes: &mut Vec<u8>) {
     let from = rng.between(0, bytes.len());
     let digit = |byte: &u8| byte.is_ascii_digit();
@@ -213,7 +213,7 @@ fn number(rng: &mut Counter, bytes: &mut Vec<u8>) {
     bytes.splice(start..start + length, rng.pick(NUMBERS).bytes());
 }
 
-/// A line comes twice, or changes places with another: keys twice, tables twice.
+/// Doubles a line or swaps two, which makes keys and tables appear twice.
 fn line(rng: &mut Counter, bytes: &mut Vec<u8>) {
     let separator = rng.pick(b"\n\n,;");
     let mut lines: Vec<Vec<u8>> = bytes

@@ -1,4 +1,4 @@
-//! One child per kind of input, again after a crash.
+//! Runs one child per kind of input, and again after a crash.
 
 use crate::Options;
 use moesaic_fuzz::{input, surface, surfaces};
@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-/// More failures of one kind are more of the same.
+/// Number of failures of one kind after which a run ends; more teach nothing
+/// new.
 const ENOUGH: usize = 20;
 
-/// Whether nothing failed.
+/// Runs the children; returns true if nothing failed.
 pub fn run(options: &Options) -> Result<bool, String> {
     fs::create_dir_all(&options.out)
         .map_err(|error| format!("{}: {error}", options.out.display()))?;
@@ -80,7 +81,7 @@ fn one(options: &Options, name: &str, count: u64) -> Result<bool, String> {
     Ok(well)
 }
 
-/// The exit code; `None` for a crash.
+/// Returns the exit code, or `None` for a crash.
 fn child(options: &Options, words: &[String]) -> Result<Option<i32>, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
@@ -93,7 +94,7 @@ fn position(options: &Options) -> Option<u64> {
     Some(u64::from_le_bytes(*bytes.first_chunk()?))
 }
 
-/// Writes an input that failed; how to run it again.
+/// Writes a failing input; returns the command that runs it again.
 pub fn kept(options: &Options, name: &str, number: u64, bytes: &[u8]) -> Result<String, String> {
     let folder = options.out.join(name);
     let path = folder.join(format!("{}-{number}", options.seed));

@@ -1,4 +1,4 @@
-//! One input at a time under watch: panics, memory, work, time.
+//! Watches one input at a time: panics, memory, work, time.
 
 use crate::heap::Since;
 use crate::surface::Surface;
@@ -9,27 +9,27 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
-/// What an input did that none may.
+/// A forbidden behaviour on an input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault(pub String);
 
-/// A hang is what takes longer than a slow machine takes for the slowest
-/// input a hundred times. Bounds of work are in [`Surface::work`].
+/// Time after which an input counts as a hang: a hundred times what a slow
+/// machine takes for the slowest input. [`Surface::work`] bounds the work.
 const HANG: Duration = Duration::from_secs(60);
 
 thread_local! {
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Watches inputs of this process.
+/// The watch over inputs of this process.
 pub struct Watch {
     begun: Arc<AtomicU64>,
     start: Instant,
 }
 
 impl Watch {
-    /// Takes over what panics print, and begins to look for hangs: after one,
-    /// the process aborts.
+    /// Captures the output of panics and starts looking for hangs; the process
+    /// aborts after one.
     pub fn new() -> Watch {
         set_hook(Box::new(|panic| {
             PANIC.with_borrow_mut(|text| *text = panic.to_string());
@@ -49,7 +49,7 @@ impl Watch {
         Watch { begun, start }
     }
 
-    /// Whether the input was accepted; or what is wrong.
+    /// Runs an input; returns true if it was accepted.
     pub fn check(&self, surface: &mut dyn Surface, input: &[u8]) -> Result<bool, Fault> {
         self.begun
             .store(self.start.elapsed().as_millis() as u64, Relaxed);

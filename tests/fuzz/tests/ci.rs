@@ -25,7 +25,7 @@ fn ten_thousand_inputs_break_nothing() {
     let (well, said) = fuzz(&["--inputs", "10000", "--seed", "1"]);
     assert!(well, "{said}");
     for line in said.lines().filter(|line| line.contains("accepted")) {
-        // A surface that takes all or nothing tests nothing.
+        // A surface that accepts or rejects everything tests nothing.
         let numbers: Vec<u64> = line
             .split(' ')
             .filter_map(|word| word.parse().ok())

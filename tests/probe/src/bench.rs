@@ -1,4 +1,4 @@
-//! A device with its compiler, and how a kernel runs on it.
+//! A device with its compiler, and the way a kernel runs on it.
 
 use crate::text;
 use moesaic_kernel::{
@@ -13,17 +13,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tera::Context;
 
-/// Why a probe did not come to an end.
+/// A reason that a probe did not finish.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Trouble {
-    /// A template of the probe or of the prelude.
+    /// A template of the probe or of the prelude failed.
     #[error("the kernel text cannot be written: {0}")]
     Text(String),
-    /// The compiler.
+    /// The compiler failed.
     #[error(transparent)]
     Compile(#[from] CompileError),
-    /// The device, or the simulator that found a fault.
+    /// The device failed, or the simulator found a fault.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
@@ -33,11 +33,12 @@ pub struct Bench {
     target: Target,
     compiler: Box<dyn Compiler>,
     device: Arc<dyn Device>,
-    /// By text and symbols: tensor maps change from case to case, kernels do not.
+    /// Artifacts by text and symbols: tensor maps change from case to case,
+    /// kernels do not.
     artifacts: Mutex<HashMap<String, Artifact>>,
 }
 
-/// What a kernel takes.
+/// The type of a kernel's parameter.
 #[derive(Clone, Copy)]
 pub enum Takes {
     /// A pointer to 32-bit words.
@@ -48,9 +49,9 @@ pub enum Takes {
     Map(TensorMap),
 }
 
-/// A kernel of a file, and what it takes.
+/// A kernel of a file, and its parameters.
 pub struct Kernel {
-    /// The symbol.
+    /// Symbol.
     pub symbol: String,
     /// Threads of a block.
     pub threads: u32,
@@ -64,13 +65,13 @@ pub struct Kernel {
 
 /// A file of kernels to compile.
 pub struct File<'a> {
-    /// Its name below `kernels`, without `.tera`.
+    /// Name below `kernels`, without `.tera`.
     pub name: &'a str,
-    /// The element type of the prelude's products.
+    /// Element type of the prelude's GEMMs.
     pub activations: &'a str,
     /// Further variables.
     pub context: Context,
-    /// Its kernels.
+    /// Kernels of the file.
     pub kernels: Vec<Kernel>,
 }
 
@@ -82,7 +83,7 @@ pub struct Program {
 
 /// A value for a parameter.
 pub enum Value<'a> {
-    /// Words that the kernel reads, and may change: they come back.
+    /// Words that the kernel may change and that come back.
     Words(&'a mut [u32]),
     /// Words that the kernel only reads.
     Read(&'a [u32]),
@@ -94,7 +95,7 @@ pub enum Value<'a> {
 }
 
 impl Bench {
-    /// A device, the compiler for it, and what kernels are written for.
+    /// Makes a bench of a target, a compiler and a device.
     pub fn new(target: Target, compiler: Box<dyn Compiler>, device: Arc<dyn Device>) -> Bench {
         Bench {
             target,
@@ -104,23 +105,23 @@ impl Bench {
         }
     }
 
-    /// What kernels are written for.
+    /// Returns the target of the kernels.
     pub fn target(&self) -> Target {
         self.target
     }
 
-    /// Whether an earlier failure broke the device for this process.
+    /// Returns true if an earlier failure broke the device for this process.
     pub fn is_broken(&self) -> bool {
         self.device.synchronize().is_err()
     }
 
-    /// What the device says of itself, and the compiler's name.
+    /// Returns the device's description of itself, and the compiler's name.
     pub fn description(&self) -> String {
         let (device, compiler) = (&self.device.info().name, self.compiler.name());
         format!("{device} ({}), compiled by {compiler}", self.target)
     }
 
-    /// Compute capability times ten.
+    /// Returns the compute capability times ten.
     pub fn capability(&self) -> u16 {
         text::capability(self.target)
     }
@@ -132,7 +133,7 @@ impl Bench {
     pub fn load(&self, file: File<'_>) -> Result<Program, Trouble> {
         let text = text::render(file.name, self.target, file.activations, file.context)?;
         let source = KernelSource {
-            // A probe is no operator; the field is for people.
+            // A probe is no operator; the field is for readers.
             stem: Stem::GroupedGemm,
             name: file.name.to_string(),
             target: self.target,
@@ -169,8 +170,8 @@ impl Bench {
         Ok(artifact)
     }
 
-    /// Runs `blocks` blocks of a kernel and brings back what it may have
-    /// written.
+    /// Runs `blocks` blocks of a kernel and brings back the words that it may
+    /// have written.
     ///
     /// # Errors
     /// [`Trouble`].

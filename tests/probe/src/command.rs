@@ -1,4 +1,5 @@
-//! The command line: holds the tables of the simulators against a device, and keeps what
+//! The command line: compares the tables of the simulators with a device, and
+//! keeps the results.
 //! came out.
 
 use crate::open::{Kernels, OpenError};
@@ -11,8 +12,8 @@ use std::process::ExitCode;
 /// Runs every hardware primitive and compares bits with the tables.
 #[derive(Parser)]
 pub struct Arguments {
-    /// `cuda`, or a simulator such as `sim:sm_90a`; with --compile-only what
-    /// to compile for, such as `cuda:sm_90a`.
+    /// `cuda`, or a simulator such as `sim:sm_90a`; with --compile-only the
+    /// target to compile for, such as `cuda:sm_90a`.
     #[arg(long)]
     device: String,
     /// Compile every kernel into a folder, and run nothing.
@@ -21,16 +22,16 @@ pub struct Arguments {
     /// Take the kernels of `cuda` from a folder that --compile-only filled.
     #[arg(long, value_name = "FOLDER")]
     from: Option<PathBuf>,
-    /// Only the primitives with this in their names.
+    /// Run only the primitives with this text in their names.
     #[arg(long, value_name = "PART", default_value = "")]
     only: String,
-    /// The folder that keeps the table: benches/results, or this one where
-    /// there is no such folder.
+    /// The folder that keeps the table: benches/results by default, or the
+    /// current one where there is no such folder.
     #[arg(long)]
     results: Option<PathBuf>,
 }
 
-/// Why there is no table.
+/// A reason that there is no table.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
     #[error(transparent)]
@@ -42,8 +43,8 @@ enum Failure {
     },
 }
 
-/// Does what the arguments say: 0 when everything agrees or was compiled, 1 when not, 2 when
-/// nothing could be done.
+/// Runs the command. Returns 0 when everything agrees or was compiled, 1 when
+/// not, 2 when nothing could run.
 pub fn main(arguments: &Arguments) -> ExitCode {
     let clean = match &arguments.compile_only {
         Some(folder) => compile(&arguments.device, folder),
@@ -59,7 +60,7 @@ pub fn main(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Whether every kernel compiled.
+/// Compiles every kernel; returns true if all compiled.
 fn compile(target: &str, folder: &Path) -> Result<bool, Failure> {
     let bench = open::keeping(target, folder)?;
     let report = crate::run(&bench, |row| {
@@ -74,7 +75,7 @@ fn compile(target: &str, folder: &Path) -> Result<bool, Failure> {
     Ok(failures == 0)
 }
 
-/// Whether everything agreed.
+/// Runs the probes; returns true if everything agreed.
 fn run(arguments: &Arguments) -> Result<bool, Failure> {
     let kernels = arguments.from.clone();
     let kernels = kernels.map_or(Kernels::Compiled, Kernels::Kept);
@@ -102,7 +103,7 @@ fn results(arguments: &Arguments) -> PathBuf {
     }
 }
 
-/// A device's name without what file names should not have.
+/// Returns a device's name without characters that file names should not have.
 fn file_part(device: &str) -> String {
     device.replace(':', "-")
 }

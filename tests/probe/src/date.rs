@@ -2,13 +2,13 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Today in UTC: `2026-02-28`.
+/// Returns today in UTC: `2026-02-28`.
 pub fn today() -> String {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     date_of(since.map_or(0, |since| since.as_secs() / 86_400))
 }
 
-/// The date so many days after 1970-01-01.
+/// Returns the date a number of days after 1970-01-01.
 fn date_of(days: u64) -> String {
     let (mut year, mut left) = (1970, days);
     while left >= length(year) {

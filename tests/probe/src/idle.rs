@@ -7,15 +7,15 @@ use moesaic_target::{
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Takes kernels and runs none of them. On it the probe compiles everything,
-/// and has to find every result wrong.
+/// A device that accepts kernels and runs none of them. On it the probe
+/// compiles everything, and must find every result wrong.
 pub struct Idle {
     info: DeviceInfo,
     memory: Mutex<HashMap<u64, Vec<u8>>>,
 }
 
 impl Idle {
-    /// One that kernels are written for as for `target`.
+    /// Makes one that kernels are written for as for `target`.
     pub fn new(target: Target) -> Idle {
         Idle {
             info: DeviceInfo {
@@ -45,7 +45,7 @@ impl Module for IdleModule {
     }
 }
 
-/// The buffer does not fit what is asked of it.
+/// Returns the error of a range that does not fit the buffer.
 fn range(buffer: &Buffer, offset: usize, bytes: usize) -> DeviceError {
     DeviceError::Driver {
         operation: format!("a copy of {bytes} bytes at {offset}"),

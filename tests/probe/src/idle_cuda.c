@@ -1,5 +1,5 @@
-// libcuda that does nothing: every call succeeds at once. There is no memory behind
-// the addresses that it gives, and no lock.
+// A libcuda that does nothing: every call succeeds at once. There is no memory behind
+// the addresses that it returns, and no lock.
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>

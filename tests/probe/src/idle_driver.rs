@@ -1,20 +1,22 @@
-//! A CUDA driver that does nothing, so that what is left of a call is the host's.
+//! A CUDA driver that does nothing, so that the remaining time of a call is the
+//! host's.
 
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs, io};
 
-/// What it is made of.
+/// Source of the driver.
 const TEXT: &str = include_str!("idle_cuda.c");
 
-/// A program that has this variable was started with the driver.
+/// The variable of a program that was started with the driver.
 const HERE: &str = "MOESAIC_IDLE_DRIVER";
 
-/// This program, to be started again with the driver, which is put into `folder`.
+/// Returns the command that starts this program again with the driver, which is
+/// written to `folder`.
 ///
 /// # Errors
-/// When there is no C compiler `cc`, or the folder takes no files.
+/// There is no C compiler `cc`, or the folder takes no files.
 pub fn again(folder: &Path) -> io::Result<Command> {
     let source = folder.join("idle_cuda.c");
     fs::write(&source, TEXT)?;
@@ -36,7 +38,7 @@ pub fn again(folder: &Path) -> io::Result<Command> {
     Ok(program)
 }
 
-/// Whether this program was started with the driver.
+/// Returns true if this program was started with the driver.
 pub fn is_here() -> bool {
     env::var_os(HERE).is_some()
 }

@@ -1,5 +1,5 @@
-//! Kernels that are compiled on one machine and run on another, which has a
-//! GPU and no compiler.
+//! Kernels that are compiled on one machine and run on another, which has a GPU
+//! and no compiler.
 
 use moesaic_cuda::read_cubin;
 use moesaic_kernel::{KernelSource, Target};
@@ -7,17 +7,17 @@ use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelRep
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A compiler whose binaries are kept in a folder.
+/// A compiler that keeps its binaries in a folder.
 pub struct Keeping {
-    /// What compiles.
+    /// The compiler.
     pub compiler: Box<dyn Compiler>,
-    /// Where binaries go; made when the first comes.
+    /// Folder of the binaries, created with the first.
     pub folder: PathBuf,
 }
 
-/// Gives back what [`Keeping`] kept.
+/// A compiler that returns the binaries that [`Keeping`] kept.
 pub struct Kept {
-    /// Where binaries are.
+    /// Folder of the binaries.
     pub folder: PathBuf,
 }
 
@@ -65,7 +65,7 @@ impl Compiler for Kept {
         self.name()
     }
 
-    /// None that are known: the folder holds what it holds.
+    /// Returns no targets, because the folder does not tell.
     fn targets(&self) -> Vec<Target> {
         Vec::new()
     }
@@ -106,8 +106,8 @@ fn failed(
     }
 }
 
-/// By target, text and symbols, so that another build of the probe finds its own
-/// kernels or none.
+/// Returns a name by target, text and symbols, so that another build of the
+/// probe finds its own kernels or none.
 fn file_name(source: &KernelSource) -> String {
     let symbols = source.entries.iter().map(|entry| entry.symbol.as_str());
     let parts = [source.text.as_str()].into_iter().chain(symbols);

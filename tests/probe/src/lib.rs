@@ -1,8 +1,8 @@
-//! The probe: runs each hardware primitive as a small kernel, built from
-//! the same named device functions that real kernels use, and compares bits
-//! with the tables of `moesaic-hardware`.
+//! The probe runs each hardware primitive as a small kernel, built from the
+//! named device functions of real kernels, and compares bits with the tables of
+//! `moesaic-hardware`.
 //!
-//! Inputs are random and such that every sum is exact in f32, so the order in
+//! Inputs are random, and every sum of them is exact in f32, so the order in
 //! which hardware adds does not matter. On a simulator the probe checks the
 //! simulator and itself; on a GPU it confirms the tables.
 
@@ -23,7 +23,7 @@ use probes::Probe;
 use random::Random;
 use report::{Outcome, Report, Row};
 
-/// Runs every probe. `tell` sees each row as it comes.
+/// Runs every probe. `tell` receives each row as it comes.
 pub fn run(bench: &Bench, tell: impl FnMut(&Row)) -> Report {
     run_some(bench, "", tell)
 }
@@ -39,7 +39,7 @@ pub fn run_some(bench: &Bench, part: &str, mut tell: impl FnMut(&Row)) -> Report
     report
 }
 
-/// Runs one probe; a row says so when it cannot be run to its end.
+/// Runs one probe; returns a row that says so if it does not finish.
 pub fn try_one(probe: &Probe, bench: &Bench) -> Vec<Row> {
     let has = bench.capability();
     if has < probe.capability {

@@ -1,5 +1,5 @@
-//! `moesaic-probe --device cuda`: holds the tables of the simulators against
-//! a device, and keeps what came out.
+//! `moesaic-probe --device cuda`: compares the tables of the simulators with a
+//! device, and keeps the results.
 
 use clap::Parser;
 use moesaic_probe::command::{Arguments, main as command};

@@ -1,4 +1,4 @@
-//! From a device's name to a bench.
+//! Opens a bench by the name of its device.
 
 use crate::bench::Bench;
 use crate::idle::Idle;
@@ -11,46 +11,46 @@ use moesaic_toolchain::{Registry, ToolchainError, nvrtc};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Why there is no bench of a name.
+/// A reason that a name has no bench.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Not a name of a device.
+    /// The text is no name of a device.
     #[error("the probe runs on `cuda` and on simulators such as `sim:sm_90a`, not on `{0}`")]
     Name(String),
     /// This program was built without the CUDA device.
     #[error("this probe was built without the CUDA device; build it with `--features cuda`")]
     WithoutCuda,
-    /// No architecture of that name.
+    /// No architecture has this name.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// A simulator that does not run PTX.
+    /// The simulator does not run PTX.
     #[error("`{0}` runs no PTX, which is what the probe's kernels are")]
     NoPtx(String),
     /// Kernels are kept for hardware alone.
     #[error("kernels are kept for GPUs such as `cuda:sm_90a`, not for `{0}`")]
     NotHardware(Target),
-    /// Where compilers are registered.
+    /// The registry of compilers failed.
     #[error(transparent)]
     Toolchain(#[from] ToolchainError),
-    /// No compiler, or not one for the target.
+    /// There is no compiler, or none for the target.
     #[error("{0}\nor compile elsewhere with `--compile-only`, and run with `--from`")]
     Compiler(#[from] CompileError),
-    /// No device.
+    /// There is no device.
     #[error(transparent)]
     Device(#[from] moesaic_target::DeviceError),
 }
 
-/// Where kernels come from.
+/// The source of kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kernels {
-    /// From NVRTC on this machine.
+    /// NVRTC on this machine.
     Compiled,
-    /// From a folder that [`keeping`] has filled.
+    /// A folder that [`keeping`] has filled.
     Kept(PathBuf),
 }
 
-/// The bench of a device: `cuda` for the first GPU of the machine, or a
+/// Opens the bench of a device: `cuda` for the first GPU of the machine, or a
 /// simulator such as `sim:sm_90a`, which always compiles.
 ///
 /// # Errors
@@ -73,7 +73,7 @@ pub fn open(name: &str, kernels: &Kernels) -> Result<Bench, OpenError> {
     }
 }
 
-/// A bench that compiles for a target such as `cuda:sm_90a`, keeps the
+/// Opens a bench that compiles for a target such as `cuda:sm_90a`, keeps the
 /// binaries in `folder` and runs nothing.
 ///
 /// # Errors

@@ -1,40 +1,40 @@
-//! What came out, as a table.
+//! Results as a table.
 
 use std::fmt;
 
-/// How a primitive fared.
+/// The outcome of a primitive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// All cases gave the bits of the table.
     Agrees,
-    /// The first case that did not.
+    /// The first case that did not agree.
     Differs(String),
-    /// It could not be run to its end.
+    /// The probe did not finish.
     Failed(String),
-    /// The device does not have it.
+    /// The device does not have the primitive.
     NotRun(String),
 }
 
-/// One primitive.
+/// The result of one primitive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// What was tried.
+    /// Name of the primitive.
     pub primitive: String,
-    /// How many cases.
+    /// Number of cases.
     pub cases: usize,
-    /// What came out.
+    /// Outcome.
     pub outcome: Outcome,
 }
 
 /// All primitives on one device.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// In the order they were tried.
+    /// Results, in the order of the probes.
     pub rows: Vec<Row>,
 }
 
 impl Row {
-    /// One that the device does not have.
+    /// Returns a row for a primitive that the device does not have.
     pub fn not_run(primitive: impl Into<String>, reason: impl Into<String>) -> Row {
         Row {
             primitive: primitive.into(),
@@ -43,8 +43,8 @@ impl Row {
         }
     }
 
-    /// From a comparison: `Ok` when all cases agree, else the first that does
-    /// not.
+    /// Returns a row for a comparison: `Ok` when all cases agree, else the
+    /// first that does not.
     pub fn compared(primitive: impl Into<String>, cases: usize, result: Result<(), String>) -> Row {
         Row {
             primitive: primitive.into(),
@@ -55,13 +55,13 @@ impl Row {
 }
 
 impl Report {
-    /// Whether nothing differed and nothing failed.
+    /// Returns true if nothing differed and nothing failed.
     pub fn is_clean(&self) -> bool {
         let bad = |row: &Row| matches!(row.outcome, Outcome::Differs(_) | Outcome::Failed(_));
         !self.rows.iter().any(bad)
     }
 
-    /// One line: how many of each outcome.
+    /// Returns one line with the number of each outcome.
     pub fn summary(&self) -> String {
         let agree = self.count(|o| *o == Outcome::Agrees);
         let differ = self.count(|o| matches!(o, Outcome::Differs(_)));
@@ -97,10 +97,10 @@ impl fmt::Display for Report {
     }
 }
 
-/// Compares words, and says where they differ first.
+/// Compares words; an error names the first difference.
 ///
 /// # Errors
-/// A sentence with the place, what came and what the table says.
+/// A sentence with the place, the found word and the table's.
 pub fn same(what: &str, got: &[u32], table: &[u32]) -> Result<(), String> {
     let differs = got.iter().zip(table).position(|(got, table)| got != table);
     match differs {

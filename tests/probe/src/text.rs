@@ -1,4 +1,4 @@
-//! Kernel text: the probe's kernels over the prelude that real kernels use.
+//! Kernel text: the probe's kernels over the prelude of real kernels.
 
 use crate::bench::Trouble;
 use moesaic_kernel::Target;
@@ -25,7 +25,7 @@ const KERNELS: [(&str, &str); 11] = kernels![
     "wgmma.cu",
 ];
 
-/// What the prelude asks of the target.
+/// The target's variables that the prelude uses.
 #[derive(Serialize)]
 struct TargetText {
     backend: &'static str,
@@ -35,13 +35,14 @@ struct TargetText {
     capability: u16,
 }
 
-/// What the prelude asks of a desc.
+/// The variables of a desc that the prelude uses.
 #[derive(Serialize)]
 struct Desc<'a> {
     activations: &'a str,
 }
 
-/// Compute capability times ten; 0 of what is no GPU of NVIDIA.
+/// Returns the compute capability times ten, or 0 for a target that is no
+/// NVIDIA GPU.
 pub fn capability(target: Target) -> u16 {
     match target.hardware() {
         Target::Cuda(arch) => arch.capability,
@@ -49,10 +50,10 @@ pub fn capability(target: Target) -> u16 {
     }
 }
 
-/// Renders a kernel file. `activations` chooses among the prelude's products.
+/// Renders a kernel file. `activations` chooses among the prelude's GEMMs.
 ///
 /// # Errors
-/// [`Trouble::Text`] when a template is wrong.
+/// [`Trouble::Text`] if a template is wrong.
 pub fn render(
     file: &str,
     target: Target,
@@ -76,7 +77,7 @@ pub fn render(
     tera.register_filter("f32", |value: f64, _: tera::Kwargs, _: &tera::State| {
         format!("{value:?}f")
     });
-    // Those of custom activations, which no kernel of the probe has.
+    // Names of custom activations, which no kernel of the probe has.
     for name in ["calls", "vec_value", "vec_slope", "value", "slope"] {
         tera.register_filter(name, |text: String, _: tera::Kwargs, _: &tera::State| text);
     }

@@ -1,5 +1,5 @@
-//! The probe has to notice a device on which nothing happens. Every kernel is
-//! really compiled, so this also says that all of them assemble.
+//! The probe must notice a device on which nothing happens. Every kernel is
+//! really compiled, so the test also shows that all of them assemble.
 
 use moesaic_kernel::Target;
 use moesaic_probe::bench::Bench;

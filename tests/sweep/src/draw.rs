@@ -1,4 +1,4 @@
-//! Which layers are compiled, and for which targets.
+//! Draws the layers to compile and their targets.
 
 use moesaic_kernel::{DType, Target};
 use moesaic_spec::testing::{Counter, sample};
@@ -7,7 +7,7 @@ use moesaic_spec::{
     SharedExpert, SharedGate, WeightSite,
 };
 
-/// Widths of published layers, and some that matrix units take in small pieces.
+/// Widths of published layers, and some that tensor cores take in small blocks.
 const WIDTHS: [usize; 24] = [
     64, 96, 128, 136, 200, 256, 512, 706, 768, 1024, 1028, 1402, 1408, 1536, 2048, 2880, 3072,
     4096, 5120, 6144, 7168, 10752, 14336, 18432,
@@ -16,9 +16,9 @@ const WIDTHS: [usize; 24] = [
 /// Numbers of experts of published layers.
 const EXPERTS: [usize; 14] = [1, 2, 4, 8, 16, 32, 60, 64, 128, 160, 256, 512, 1025, 2048];
 
-/// The layer of a seed: in turn a small odd one, and one of widths that layers
-/// have, with options that are as random. Every second of the latter has products
-/// with much to do at their ends.
+/// Draws the layer of a seed: in turn a small odd layer, and one with published
+/// widths, both with random options. Every second of the latter has GEMMs with
+/// long epilogues.
 pub fn layer(seed: u64) -> LayerSpec {
     let small = sample(seed);
     if seed.is_multiple_of(2) {
@@ -31,8 +31,8 @@ pub fn layer(seed: u64) -> LayerSpec {
     }
 }
 
-/// `wide` with factors of one type, an error function, and rows that have weights: all
-/// that asks for registers at once, and rarely meets in layers that are drawn.
+/// Gives `wide` factors of one type, an error function and row weights: all
+/// that asks for registers at once, and is rarely drawn together.
 fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
     let rng = &mut Counter::new(seed ^ 0x10_46);
     let dtype = rng.pick(&[DType::F16, DType::Bf16, DType::F32]);
@@ -48,7 +48,7 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
     spec.validate().is_ok().then_some(spec)
 }
 
-/// `small` at widths of a published layer, if its options allow any.
+/// Gives `small` the widths of a published layer, if its options allow any.
 fn wide(seed: u64, small: &LayerSpec) -> Option<LayerSpec> {
     let rng = &mut Counter::new(seed ^ 0x51de);
     (0..8).find_map(|_| {
@@ -70,8 +70,8 @@ fn wide(seed: u64, small: &LayerSpec) -> Option<LayerSpec> {
     })
 }
 
-/// Widths whose rows are copied 16 bytes at a time, 8, 4, and element by element; pairs of
-/// model and hidden width.
+/// Pairs of model and hidden width whose rows are copied 16 bytes at a time, 8,
+/// 4, and element by element.
 const PRODUCTS: [[usize; 2]; 6] = [
     [2048, 768],
     [4096, 14336],
@@ -81,8 +81,8 @@ const PRODUCTS: [[usize; 2]; 6] = [
     [64, 2880],
 ];
 
-/// A layer of wide products with most of what they can be asked for, in any mix: gates,
-/// biases, clamps, error functions and longer expressions, weights of rows, tall tiles and
+/// Draws a layer of wide GEMMs with most options in any mix: gates, biases,
+/// clamps, error functions and longer expressions, row weights, tall tiles and
 /// short ones, every pair of types.
 pub fn products(seed: u64) -> LayerSpec {
     let rng = &mut Counter::new(seed ^ 0x9420);
@@ -118,7 +118,7 @@ pub fn products(seed: u64) -> LayerSpec {
     spec
 }
 
-/// One type for all more often than two.
+/// Draws one type for all more often than two.
 fn types(rng: &mut Counter) -> Precision {
     let all = [DType::F32, DType::F16, DType::Bf16];
     let weights = rng.pick(&all);
@@ -136,7 +136,7 @@ fn types(rng: &mut Counter) -> Precision {
     }
 }
 
-/// What is done at the ends of products.
+/// Draws the epilogues of the GEMMs.
 fn ends(rng: &mut Counter) -> Experts {
     let gated = rng.one_in(2);
     let own = Expression::parse("x / (1 + abs(x)) + 0.5 * erf(x) + log(1 + x^2) * tanh(x)");
@@ -155,12 +155,14 @@ fn ends(rng: &mut Counter) -> Experts {
     }
 }
 
-/// `each` of the targets, others for each seed; all of them where there are no more.
+/// Draws `each` of the targets, others for each seed; returns all of them where
+/// there are no more.
 pub fn targets(seed: u64, all: &[Target], each: usize) -> Vec<Target> {
     drawn(&mut Counter::new(seed ^ 0x7a26), all.to_vec(), each)
 }
 
-/// So many of a layer's kernels, others for each seed; all of them where none are said.
+/// Draws some of a layer's kernels, others for each seed; returns all of them
+/// without a number.
 pub fn some<T>(seed: u64, all: Vec<T>, kernels: Option<usize>) -> Vec<T> {
     match kernels {
         Some(kernels) => drawn(&mut Counter::new(seed ^ 0x51c3), all, kernels),
@@ -180,7 +182,7 @@ fn drawn<T>(rng: &mut Counter, mut left: Vec<T>, many: usize) -> Vec<T> {
 mod tests {
     use super::*;
 
-    /// In two hundred seeds there are some of each type that are wide, have weights
+    /// Among two hundred seeds, some of each type are wide and have row weights
     /// at the activation and an error function.
     #[test]
     fn layers_with_much_at_the_ends_of_products_are_drawn() {

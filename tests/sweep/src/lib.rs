@@ -17,39 +17,39 @@ use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// What is drawn, and how long.
+/// The settings of a sweep.
 #[derive(Clone, Debug)]
 pub struct Sweep {
-    /// The first seed; the others follow it.
+    /// First seed; the others follow it.
     pub seed: u64,
-    /// Layers at most.
+    /// Largest number of layers.
     pub specs: u64,
-    /// The layer of a seed: [`layer`] or [`products`].
+    /// Function that draws the layer of a seed: [`layer`] or [`products`].
     pub draw: fn(u64) -> LayerSpec,
-    /// What to compile for.
+    /// Targets to compile for.
     pub targets: Vec<Target>,
-    /// Targets of each layer, drawn from these.
+    /// Number of targets of each layer, drawn from these.
     pub each: usize,
-    /// How many kernels of each layer, drawn; all of them if not given.
+    /// Number of kernels of each layer, drawn; `None` takes all.
     pub kernels: Option<usize>,
-    /// Only kernels whose name begins so.
+    /// Beginning of the names of kernels to compile.
     pub only: String,
-    /// Only kernels whose text has this.
+    /// Text that a kernel must contain.
     pub with: String,
-    /// No layer is begun later.
+    /// Time after which no layer is begun.
     pub limit: Option<Duration>,
-    /// Compiles at a time.
+    /// Number of simultaneous compiles.
     pub threads: usize,
 }
 
-/// A kernel that does not compile, or says something when it does.
+/// A kernel that does not compile, or compiles with a complaint.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// Draws the layer again.
+    /// Seed that draws the layer again.
     pub seed: u64,
-    /// What for.
+    /// Target of the compile.
     pub target: Target,
-    /// What is wrong.
+    /// The complaint.
     pub reason: String,
 }
 
@@ -64,7 +64,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// What is shared between threads.
+/// The state that threads share.
 struct State<'a> {
     next: u64,
     seen: BTreeSet<(Target, String)>,
@@ -73,7 +73,8 @@ struct State<'a> {
 }
 
 impl Sweep {
-    /// The kernels that [`Sweep::run`] compiles, layer by layer; calls `found` for each.
+    /// Calls `found` for each kernel that [`Sweep::run`] compiles, layer by
+    /// layer.
     pub fn list(&self, found: &mut dyn FnMut(u64, Target, &KernelSource)) {
         let mut seen = BTreeSet::new();
         for seed in self.seed..self.seed + self.specs {
@@ -87,7 +88,8 @@ impl Sweep {
         }
     }
 
-    /// Kernels of a layer's inference and of its training, with their families.
+    /// Returns the kernels of a layer's inference and training, with their
+    /// families.
     fn kernels(&self, seed: u64, target: Target) -> Vec<Result<(String, KernelSource), String>> {
         let spec = (self.draw)(seed);
         let plans = [
@@ -114,7 +116,7 @@ impl Sweep {
         source.name.starts_with(&self.only) && source.text.contains(&self.with)
     }
 
-    /// Compiles; calls `failed` for each failure as it happens.
+    /// Compiles, and calls `failed` for each failure as it happens.
     pub fn run(
         &self,
         compilers: &[&dyn Compiler],
@@ -188,7 +190,7 @@ fn lock<'a, 'b>(state: &'a Mutex<State<'b>>) -> std::sync::MutexGuard<'a, State<
     state.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The stem, and of products the unit that multiplies.
+/// Returns the stem, and for GEMMs the unit that multiplies.
 fn family(kernel: &KernelPlan) -> String {
     match kernel.family() {
         Some(family) if family != "simt" => format!("{} {family}", kernel.stem()),
@@ -196,7 +198,7 @@ fn family(kernel: &KernelPlan) -> String {
     }
 }
 
-/// Without a word of the compiler.
+/// Compiles, and returns an error if the compiler complains.
 fn compile(compiler: &dyn Compiler, source: &KernelSource) -> Result<Report, String> {
     let artifact = compiler.compile(source, &CompileOptions::default());
     let report = artifact.map_err(|error| describe(source, &error))?.report;
@@ -207,7 +209,7 @@ fn compile(compiler: &dyn Compiler, source: &KernelSource) -> Result<Report, Str
     }
 }
 
-/// What a kernel keeps elsewhere than in its own registers.
+/// Describes the registers that a kernel keeps in memory.
 fn fault(kernel: &KernelReport) -> Option<String> {
     let symbol = &kernel.symbol;
     match kernel.scalar_spills {
@@ -218,7 +220,7 @@ fn fault(kernel: &KernelReport) -> Option<String> {
     }
 }
 
-/// The error, and of a product how it is tiled.
+/// Formats the error, and for a GEMM its tiles.
 fn describe(source: &KernelSource, error: &dyn std::error::Error) -> String {
     let mut text = error.to_string().replace('\n', " ");
     let _ = write!(text, " [{}]", source.config);

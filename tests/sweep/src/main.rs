@@ -10,51 +10,52 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Compiles random layers, forward and training, for GPUs: every one has to
+/// Compiles random layers, forward and training, for GPUs: every kernel must
 /// compile without spills.
 #[derive(Parser)]
 struct Arguments {
-    /// The first seed; the others follow it.
+    /// First seed; the others follow it.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// How many layers.
+    /// Number of layers.
     #[arg(long, default_value_t = 200)]
     specs: u64,
-    /// Targets, such as cuda:sm_90a,rocm:gfx942; every GPU if not given.
+    /// Targets, such as cuda:sm_90a,rocm:gfx942; every GPU by default.
     #[arg(long, value_delimiter = ',')]
     target: Vec<Target>,
-    /// How many of the targets each layer is compiled for, others each time;
-    /// all of them if not given.
+    /// Number of targets that each layer is compiled for, others each time; all
+    /// of them by default.
     #[arg(long, value_name = "N")]
     each: Option<usize>,
-    /// How many kernels of each layer, drawn; all of them if not given.
+    /// Number of kernels of each layer, drawn; all of them by default.
     #[arg(long, value_name = "N")]
     kernels: Option<usize>,
-    /// Only kernels whose name begins so, such as grouped_gemm.
+    /// Compiles only kernels whose name begins so, such as grouped_gemm.
     #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
-    /// Only kernels whose text has this: what a change of a template has touched.
+    /// Compiles only kernels whose text contains this, such as a change of a
+    /// template.
     #[arg(long, value_name = "TEXT", default_value = "")]
     with: String,
-    /// Draws layers whose products ask for most registers instead.
+    /// Draws layers whose GEMMs need most registers instead.
     #[arg(long)]
     products: bool,
-    /// Compiles nothing: a line for each kernel with its text's digest, so that two
-    /// commits can be compared.
+    /// Compiles nothing: prints a line for each kernel with its text's digest,
+    /// so that you can compare two commits.
     #[arg(long)]
     list: bool,
-    /// Begins no layer after so many seconds.
+    /// Begins no layer after this number of seconds.
     #[arg(long)]
     seconds: Option<u64>,
-    /// Compiles at a time; one per processor if not given.
+    /// Number of simultaneous compiles; one per processor by default.
     #[arg(long)]
     threads: Option<usize>,
-    /// Also writes the table to a file.
+    /// Also writes the table to this file.
     #[arg(long, value_name = "FILE", conflicts_with = "list")]
     results: Option<PathBuf>,
 }
 
-/// Why there is no sweep.
+/// A reason that there is no sweep.
 #[derive(Debug, thiserror::Error)]
 enum Failed {
     #[error(transparent)]
@@ -80,7 +81,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every kernel compiled.
+/// Runs the sweep; returns true if every kernel compiled.
 fn run(arguments: &Arguments) -> Result<bool, Failed> {
     let registry = Registry::open()?;
     let (cuda, rocm) = (nvrtc(&registry)?, rocm(&registry)?);

@@ -1,16 +1,17 @@
-//! What compilers report of the kernels, by target and family.
+//! A table of the compilers' reports, by target and family.
 
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::Report;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Of each target and family: kernels, and the entry with the most registers.
+/// For each target and family: the number of kernels, and the entry with the
+/// most registers.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
-    /// Layers that were begun.
+    /// Number of layers that were begun.
     pub layers: u64,
-    /// Kernels that did not compile as they should.
+    /// Number of kernels that did not compile as they should.
     pub failures: u64,
     rows: BTreeMap<(Target, String), Row>,
 }
@@ -24,7 +25,7 @@ struct Row {
 }
 
 impl Table {
-    /// Kernels that compiled.
+    /// Returns the number of kernels that compiled.
     pub fn kernels(&self) -> u64 {
         self.rows.values().map(|row| row.kernels).sum()
     }

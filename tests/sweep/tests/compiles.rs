@@ -1,24 +1,26 @@
-//! A part of the sweep: a kernel of each of a few hundred layers, and all of those that were
-//! found to spill once. `cargo xtask sweep` has the rest.
+//! A part of the sweep: one kernel of each of a few hundred layers, and all
+//! layers that once spilled. `cargo xtask sweep` runs the rest.
 
 use moesaic_kernel::Target;
 use moesaic_sweep::Sweep;
 use moesaic_target::Compiler;
 use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
 
-/// Layers of which one kernel is compiled.
+/// Number of layers of which one kernel is compiled.
 const LAYERS: u64 = 300;
 
-/// Seeds of layers with kernels that a sweep found to spill, each with its target.
+/// Seeds of layers with kernels that a sweep found to spill, each with its
+/// target.
 const FOUND: [(u64, &str); 6] = [
-    // A thread kept the tokens of 32 rows, which it gathers four bytes at a time, or what it
-    // made of them.
+    // A thread kept the tokens of 32 rows, which it gathers four bytes at a
+    // time, or values computed from them.
     (50535, "cuda:sm_103a"),
     (50561, "cuda:sm_90"),
     (51879, "cuda:sm_90"),
-    // It kept distances of rows whose width depends on whose they are.
+    // It kept distances of rows whose width depends on their owner.
     (94481, "cuda:sm_103"),
-    // It kept whether elements are within their lines, for every turn, in scalar registers.
+    // It kept, for every turn, in scalar registers whether elements are within
+    // their lines.
     (14, "rocm:gfx942"),
     (41, "rocm:gfx90a"),
 ];

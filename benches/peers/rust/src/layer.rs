@@ -1,4 +1,4 @@
-//! What both layers share: sizes, and the weights' file.
+//! The sizes and the weights' file, which both layers share.
 
 use crate::Result;
 use safetensors::SafeTensors;

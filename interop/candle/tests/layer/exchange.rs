@@ -22,7 +22,7 @@ fn given(rank: usize, rows: usize) -> Result<[Tensor; 2]> {
     ])
 }
 
-/// What ranks get, and the gradients of their tensors.
+/// Returns the results of ranks, and the gradients of their tensors.
 fn exchanged(what: Exchange, rows: usize) -> Vec<[Vec<f32>; 2]> {
     let engine = Engine::cpu().expect("a C compiler");
     let device = |_| Ok(engine.device().clone());
@@ -100,8 +100,8 @@ fn gradients_go_back_the_way_that_values_came() {
     });
 }
 
-/// Those of a tensor that all ranks have the same of, or of gradients of which all have the
-/// same: the other half is the caller's.
+/// Splits a tensor that all ranks have, and sums gradients that all ranks have;
+/// the other half is the caller's.
 #[test]
 fn values_that_all_have_are_split_and_summed() {
     let all: Vec<[Tensor; 2]> = (0..RANKS).map(|rank| given(rank, ROWS).unwrap()).collect();

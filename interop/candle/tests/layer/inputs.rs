@@ -1,4 +1,4 @@
-//! What a call can be given, and what it refuses.
+//! The inputs of a call, and the errors of wrong ones.
 
 use crate::in_candle::{Case, assert_close, floats, random, step, tensors};
 use candle_core::{DType, Device, Result, Tensor};
@@ -92,7 +92,7 @@ fn masked_tokens_and_fewer_choices() -> Result<()> {
     Ok(())
 }
 
-/// What the first expert has no room for adds nothing; a call can ask for more room.
+/// Rows without room at the first expert add nothing; a call can set more room.
 #[test]
 fn a_call_has_its_own_capacity() -> Result<()> {
     let toml = SPEC.replace(

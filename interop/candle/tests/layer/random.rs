@@ -1,4 +1,4 @@
-//! What training draws, and evaluation does not.
+//! The random numbers that training draws, and evaluation does not.
 
 use crate::in_candle::{Case, assert_close, floats};
 use candle_core::{Result, Tensor};
@@ -72,7 +72,8 @@ fn evaluation_draws_nothing() -> Result<()> {
     Ok(())
 }
 
-/// What is routed alone goes where the whole call with these counters sends it.
+/// Routing alone sends tokens where the whole call with these counters sends
+/// them.
 #[test]
 fn routing_alone_draws_the_same() -> Result<()> {
     let mut case = Case::new(&format!("{QUIET}noise = 6.0"))?;

@@ -20,11 +20,12 @@ shared = [{ hidden_dim = 12, gate = "sigmoid" }]
 const FIRST: usize = 4;
 const TOKENS: usize = 13;
 
-/// What a rank found, and what of one process it should be.
+/// The results of a rank, and the matching part of one process's results.
 struct Found {
     y: Tensor,
     dx: Tensor,
-    /// Of each weight: its name, this rank's gradient, the sum, the part of one process's.
+    /// For each weight: its name, this rank's gradient, the sum, and the part
+    /// of one process's gradient.
     gradients: Vec<(String, [Tensor; 3])>,
 }
 

@@ -1,4 +1,4 @@
-//! Small kernels in C, and their sources as codegen would hand them over.
+//! Small kernels in C and their sources, as codegen would return them.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 

@@ -1,4 +1,4 @@
-//! What an NVIDIA GPU is checked for, with CUDA kernels.
+//! The checks of an NVIDIA GPU, with CUDA kernels.
 
 use super::device_check::{self, Backend, Bench, Check, Outcome, entry, refusal};
 use moesaic_cuda::CudaDevice;
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) mapped(
 }
 "#;
 
-/// What the checks need of the first GPU, or of the one with that number.
+/// Opens the first GPU, or the one with that number, for the checks.
 pub fn backend(ordinal: usize, compile: device_check::Compile) -> Backend {
     let device = CudaDevice::open(ordinal);
     Backend {
@@ -35,7 +35,7 @@ pub fn backend(ordinal: usize, compile: device_check::Compile) -> Backend {
     }
 }
 
-/// The kernels of the checks, to compile them where no GPU is.
+/// Returns the kernels of the checks, to compile them where no GPU is.
 pub fn source(target: Target) -> KernelSource {
     device_check::source(Language::Cuda, TEXT, extra, target)
 }
@@ -56,7 +56,7 @@ fn extra() -> (Vec<Entry>, Vec<Check>) {
     (vec![entry("mapped", params)], checks)
 }
 
-/// The driver encodes a map, and it comes to the kernel whole.
+/// Checks that the driver encodes a map and that the kernel receives it whole.
 fn tensor_map(bench: &Bench) -> Outcome {
     let (tensor, out) = (bench.device.alloc(128 * 100 * 2)?, bench.device.alloc(128)?);
     bench.device.upload(&[0; 128], &out, 0)?;
@@ -89,7 +89,7 @@ fn tensor_map(bench: &Bench) -> Outcome {
     rule.map(|_| format!("{:02x?}", &bytes[..64]))
 }
 
-/// All the shared memory a block can have.
+/// Uses all the shared memory that a block can have.
 fn shared(bench: &Bench) -> Outcome {
     let most = bench.gpu()?.gpu_info().shared_bytes;
     let mut entry = bench.entries[0].clone();

@@ -1,5 +1,5 @@
-//! Puts the first GPU through everything the CUDA device path does:
-//! `device_check [ORDINAL]`. One line per check; exit code 2 without a GPU.
+//! Runs the first GPU through all functions of the CUDA device: `device_check
+//! [ORDINAL]`. Prints one line per check; exits with 2 without a GPU.
 
 #[allow(dead_code, reason = "the GPU smoke test compiles ahead of time")]
 mod cuda;

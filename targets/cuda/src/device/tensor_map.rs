@@ -1,6 +1,6 @@
-//! Tensor maps: the rules of `cuTensorMapEncodeTiled`, and its call. The
-//! driver answers every broken rule with the same code, so that they are
-//! checked here first.
+//! Tensor maps: the rules of `cuTensorMapEncodeTiled` (CUDA driver API), and
+//! its call. The driver answers every broken rule with the same code, so this
+//! module checks them first.
 
 use super::vendor::Cuda;
 use moesaic_kernel::{DType, Swizzle, TensorMap};
@@ -13,25 +13,25 @@ const MOST_BOX: u32 = 256;
 const MOST_SIZE: u64 = 1 << 32;
 const MOST_STRIDE: u64 = 1 << 40;
 
-/// Ask L2 for 256 bytes at a time: tiles are read whole.
+/// Asks L2 for 256 bytes at a time, because tiles are read whole.
 const PROMOTE_256: u32 = 3;
 
-/// Zeros where a box reaches beyond the tensor.
+/// Writes zeros where a box reaches beyond the tensor.
 const FILL_ZERO: u32 = 0;
 
-/// A map that keeps to the rules, as the driver wants it.
+/// A valid map in the driver's form.
 #[derive(Debug, PartialEq)]
 struct Tiled {
     data_type: u32,
     rank: u32,
     sizes: [u64; 5],
-    /// Bytes from one element to the next, of every dimension but the first.
+    /// Bytes from one element to the next, for every dimension but the first.
     strides: [u64; 4],
     tile: [u32; 5],
     swizzle: u32,
 }
 
-/// Room for a map, where drivers for CUDA 13 want it.
+/// Storage of a map, aligned as drivers for CUDA 13 require.
 #[repr(align(128))]
 struct Room(MapBytes);
 
@@ -129,7 +129,7 @@ fn check_box(map: &TensorMap, rank: usize) -> Result<(), String> {
     }
 }
 
-/// Of a dense row-major tensor.
+/// Returns the strides of a dense row-major tensor in bytes.
 fn strides(dtype: DType, rank: usize, sizes: &[u64; 5]) -> Result<[u64; 4], String> {
     let (mut strides, mut stride) = ([0; 4], dtype.size() as u64);
     for i in 0..rank - 1 {
@@ -161,7 +161,8 @@ fn data_type(dtype: DType) -> u32 {
     }
 }
 
-/// The driver's number, and the bytes it allows for a row of the box.
+/// Returns the driver's number, and the bytes that it allows for a row of the
+/// box.
 fn swizzle(swizzle: Swizzle) -> (u32, Option<u64>) {
     match swizzle {
         Swizzle::None => (0, None),

@@ -1,4 +1,4 @@
-//! What CUDA does in its own way.
+//! The part of the device that only CUDA has.
 
 use crate::driver::{Copy2d, LaunchAttribute, LaunchConfig, Side2d, Table};
 use cudarc::driver::CudaContext;
@@ -13,23 +13,23 @@ const SHARED_SIZE: c_int = 1;
 const MOST_DYNAMIC_SHARED: c_int = 8;
 const LARGE_CLUSTERS: c_int = 14;
 
-/// The launch attributes for clusters, and for blocks that may start before the launches
-/// before have ended.
+/// The launch attributes for clusters, and for blocks that may start before the
+/// previous launches have ended.
 const CLUSTER: u32 = 4;
 const DEPENDENT: u32 = 6;
 
-/// Blocks of a cluster that every GPU with clusters can have, and those that
-/// some have when asked.
+/// Blocks of a cluster that every GPU with clusters grants; the next constant
+/// is the number that some grant on request.
 const PORTABLE_CLUSTER: u32 = 8;
 const LARGEST_CLUSTER: u32 = 16;
 
-/// Memory of a GPU, in copies of rows.
+/// The memory of a GPU, in copies of rows.
 const DEVICE_MEMORY: u32 = 2;
 
-/// The driver's code for what it does not have.
+/// The driver's code for missing functions.
 const NOT_SUPPORTED: c_int = 801;
 
-/// A GPU by the CUDA driver.
+/// A GPU of the CUDA driver.
 #[derive(Clone)]
 pub struct Cuda {
     pub table: &'static Table,

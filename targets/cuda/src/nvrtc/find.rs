@@ -1,17 +1,17 @@
-//! Where NVRTC may be.
+//! Finds NVRTC.
 
 use super::table::Nvrtc;
 use moesaic_dl::{Attempt, DlError, Library};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Names the system's loader is asked for, newest first.
+/// Names that the system's loader is asked for, newest first.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
 /// Folders of a CUDA installation that hold its libraries.
 const FOLDERS: [&str; 3] = ["lib64", "lib", "targets/x86_64-linux/lib"];
 
-/// A place to look, in the order the user expects it to win.
+/// A place to look for NVRTC, in the order in which the user expects it to win.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// A library file, or a folder with one.
@@ -20,9 +20,9 @@ pub enum Place {
     Name(String),
 }
 
-/// Every place to look. `MOESAIC_NVRTC` is an order, so nothing else is tried
-/// when it is set; then what the toolchain registry knows, an installation
-/// named by the usual variables, and the system's loader.
+/// Returns every place to look. A set `MOESAIC_NVRTC` is binding, so nothing
+/// else is tried then. Otherwise the order is the toolchain registry, an
+/// installation named by the usual variables, and the system's loader.
 pub fn places(registered: Option<&Path>, var: impl Fn(&str) -> Option<OsString>) -> Vec<Place> {
     let set = |name| {
         var(name)
@@ -43,8 +43,8 @@ pub fn places(registered: Option<&Path>, var: impl Fn(&str) -> Option<OsString>)
         .collect()
 }
 
-/// Opens the first place that holds a working NVRTC, else says what each
-/// place said.
+/// Opens the first place that holds a working NVRTC; an error lists the answer
+/// of each place.
 pub fn open_first(places: &[Place]) -> Result<Nvrtc, Vec<Attempt>> {
     let mut attempts = Vec::new();
     for place in places {
@@ -80,9 +80,9 @@ fn open_path(path: &Path) -> Result<Nvrtc, Attempt> {
     finish(&name, Library::open_path("NVRTC", &file))
 }
 
-/// NVRTC opens its builtins library by name at the first compile. Releases
-/// without a run path do not find it beside themselves; once it is loaded,
-/// the loader answers from memory.
+/// Loads the builtins library, which NVRTC opens by name at the first compile.
+/// Releases without a run path do not find it beside themselves; once it is
+/// loaded, the loader answers from memory.
 fn preload_builtins(nvrtc: &Path) -> Result<(), DlError> {
     let folder = nvrtc.parent().unwrap_or(Path::new("."));
     if let Some(builtins) = newest(folder, "libnvrtc-builtins.so") {
@@ -91,7 +91,8 @@ fn preload_builtins(nvrtc: &Path) -> Result<(), DlError> {
     Ok(())
 }
 
-/// The file of `folder` that starts with `stem` and has the highest name.
+/// Returns the file of `folder` that starts with `stem` and has the highest
+/// name.
 fn newest(folder: &Path, stem: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(folder).ok()?;
     entries

@@ -1,4 +1,4 @@
-//! Reading the assembler's log, the only place that tells of spills.
+//! Reads the assembler's log, the only place that tells of spills.
 
 /// A function that spills registers to local memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,7 +9,7 @@ pub struct Spill {
     pub bytes: u32,
 }
 
-/// Every function of the log with its spilled bytes, zero included.
+/// Returns every function of the log with its spilled bytes, zero included.
 ///
 /// The assembler names a function on one line and its stack on the next:
 /// `Function properties for axpy`, then `0 bytes stack frame, 0 bytes spill
@@ -35,17 +35,18 @@ fn spill_stores(line: &str) -> Option<u32> {
     before.rsplit([' ', ',']).next()?.parse().ok()
 }
 
-/// Before what ptxas says of a text that it cannot follow: C7504 to C7508 that
-/// `setmaxnreg` is ignored, the codes after them that wgmma is serialised.
+/// The prefix of ptxas' warnings about text that it cannot follow: C7504 to
+/// C7508 report that `setmaxnreg` is ignored, the codes after them that wgmma
+/// is serialised.
 const LOSS: &str = "Potential Performance Loss";
 
-/// The first of those lines.
+/// Returns the first of those lines.
 pub fn performance_loss(log: &str) -> Option<String> {
     let line = log.lines().find(|line| line.contains(LOSS))?;
     Some(line.trim().to_string())
 }
 
-/// The log without the lines every compile has.
+/// Returns the log without the lines that every compile has.
 pub fn worth_reading(log: &str) -> String {
     let keep = |line: &&str| !is_routine(line);
     log.lines()
@@ -66,7 +67,7 @@ fn is_routine(line: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// As NVRTC 13.0 writes it.
+    /// A log of NVRTC 13.0.
     const LOG: &str = "\
 ptxas warning : Registers are spilled to local memory in function 'spilly', 1692 bytes spill stores, 1928 bytes spill loads
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ill formed pipeline stage in the function 'spilly'
@@ -102,7 +103,8 @@ ptxas info    : Compile time = 46.444 ms
         let note = performance_loss(LOG).unwrap();
         assert!(note.ends_with("ill formed pipeline stage in the function 'spilly'"));
         assert_eq!(performance_loss("ptxas info : 0 bytes gmem"), None);
-        // Of a call into another unit, and of a kernel without launch bounds.
+        // Lines about a call into another unit, and about a kernel without
+        // launch bounds.
         for line in [
             "ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain \
              compatibility across compilation units.",

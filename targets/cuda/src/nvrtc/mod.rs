@@ -1,4 +1,4 @@
-//! From CUDA C++ text to a CUBIN.
+//! Compiles CUDA C++ text to a CUBIN.
 
 mod find;
 mod log;
@@ -13,17 +13,18 @@ use std::path::Path;
 use std::time::Instant;
 use table::{Compiled, Failure, Nvrtc};
 
-/// Flags of every compile. No fast math: only the fusion of a product and a
-/// sum into one rounding, NVRTC's default, is left on. The assembler is asked
-/// to report spills, which stand nowhere else.
+/// Flags of every compile. Fast math is off; only the fusion of a product and a
+/// sum into one rounding, NVRTC's default, stays on. The assembler is asked to
+/// report spills, which appear nowhere else.
 const FLAGS: [&str; 3] = [
     "--std=c++17",
     "--ptxas-options=-v",
     "--ptxas-options=-warn-spills",
 ];
 
-/// The first release that keeps a cache of its own. It is turned off: ours
-/// has it all, and nothing is written outside its folder.
+/// The first release that keeps a cache of its own. The cache is turned off,
+/// because this program's own cache makes it redundant and nothing may be
+/// written outside its folder.
 const HAS_CACHE: (u32, u32) = (12, 9);
 
 const ADVICE: &str = "run `moesaic toolchain install cuda`, \
@@ -40,7 +41,7 @@ pub struct NvrtcCompiler {
 }
 
 impl NvrtcCompiler {
-    /// Finds NVRTC: in `MOESAIC_NVRTC` alone when that is set, else in
+    /// Finds NVRTC: in `MOESAIC_NVRTC` alone if that is set; else in
     /// `registered` (a folder, or the library itself), in `CUDA_HOME` and
     /// `CUDA_PATH`, and by the system's loader.
     ///
@@ -62,12 +63,12 @@ impl NvrtcCompiler {
         NvrtcCompiler::new(nvrtc)
     }
 
-    /// The name or path the library was loaded by.
+    /// Returns the name or path by which the library was loaded.
     pub fn library(&self) -> &str {
         self.nvrtc.library()
     }
 
-    /// Major and minor version.
+    /// Returns the major and minor version.
     pub fn version(&self) -> (u32, u32) {
         self.version
     }
@@ -82,7 +83,8 @@ impl NvrtcCompiler {
 
     fn ptx_with(&self, source: &KernelSource, flag: Option<&str>) -> Result<String, CompileError> {
         let arch = self.arch(source)?.to_string();
-        // Of a virtual architecture nothing is assembled: the same PTX in half the time.
+        // A virtual architecture is not assembled, which gives the same PTX in
+        // half the time.
         let mut flags = self.flags(arch.replace("sm_", "compute_"));
         flags.retain(|flag| !flag.starts_with("--ptxas"));
         flags.extend(flag.map(str::to_string));
@@ -91,8 +93,8 @@ impl NvrtcCompiler {
             .map_err(|failure| self.error(source, failure))
     }
 
-    /// [`NvrtcCompiler::ptx`] with directives that say which line of the
-    /// source each instruction comes from.
+    /// Compiles as [`NvrtcCompiler::ptx`] does, with directives that give the
+    /// source line of each instruction.
     ///
     /// # Errors
     /// As [`NvrtcCompiler::ptx`].
@@ -142,8 +144,8 @@ impl NvrtcCompiler {
         }
     }
 
-    /// Of a real architecture (`sm_`) for machine code: a virtual one (`compute_`) succeeds with
-    /// no bytes.
+    /// Returns the flags for an architecture. Machine code needs a real one
+    /// (`sm_`): a virtual one (`compute_`) succeeds with no bytes.
     fn flags(&self, arch: impl fmt::Display) -> Vec<String> {
         let cache = (self.version >= HAS_CACHE).then_some("--no-cache");
         std::iter::once(format!("--gpu-architecture={arch}"))
@@ -168,7 +170,8 @@ impl NvrtcCompiler {
         }
     }
 
-    /// The report on the entries of `source`; on every kernel if it has none.
+    /// Returns the report on the entries of `source`, or on every kernel if it
+    /// has none.
     fn kernels(
         &self,
         source: &KernelSource,
@@ -257,8 +260,8 @@ fn no_compiler(attempts: &[Attempt]) -> CompileError {
     }
 }
 
-/// Whether NVRTC takes `arch`: its list has no suffixed names. Suffix `a`
-/// came with capability 9.0, suffix `f` with release 12.9.
+/// Returns true if NVRTC takes `arch`. Its list has no suffixed names: suffix
+/// `a` came with capability 9.0, suffix `f` with release 12.9.
 fn accepts(arch: CudaArch, archs: &[u16], version: (u32, u32)) -> bool {
     let suffix = match arch.suffix {
         None => true,

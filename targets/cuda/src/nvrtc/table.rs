@@ -1,4 +1,4 @@
-//! The NVRTC functions in use, and a safe cover over them.
+//! The NVRTC functions in use, with a safe interface.
 
 use moesaic_dl::{DlError, Library, dl_table};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -7,7 +7,7 @@ use std::ptr;
 type Program = *mut c_void;
 
 dl_table! {
-    /// NVRTC, as its header declares it.
+    /// The functions of NVRTC, as its header declares them.
     struct Functions {
         version: fn(major: *mut c_int, minor: *mut c_int) -> c_int = "nvrtcVersion";
         arch_count: fn(count: *mut c_int) -> c_int = "nvrtcGetNumSupportedArchs";
@@ -45,22 +45,22 @@ pub struct Nvrtc {
     functions: Functions,
 }
 
-/// What a compile gave.
+/// The result of a compile.
 pub struct Compiled {
     pub cubin: Vec<u8>,
     pub log: String,
 }
 
-/// Why a compile gave nothing.
+/// The reason that a compile failed.
 pub enum Failure {
-    /// The text was rejected; the log says why.
+    /// NVRTC rejected the text; the log says why.
     Rejected(String),
-    /// Anything else: NVRTC's words, with its log.
+    /// Any other failure: NVRTC's message, with its log.
     Broken(String),
 }
 
 impl Nvrtc {
-    /// Takes the functions out of an opened library.
+    /// Looks the functions up in an opened library.
     pub fn load(library: Library) -> Result<Nvrtc, DlError> {
         // SAFETY: the signatures are those of nvrtc.h, unchanged since the
         // release that added the newest of them, nvrtcGetCUBIN in 11.1.
@@ -68,12 +68,12 @@ impl Nvrtc {
         Ok(Nvrtc { functions })
     }
 
-    /// The name or path it was loaded by.
+    /// Returns the name or path by which it was loaded.
     pub fn library(&self) -> &str {
         self.functions.library()
     }
 
-    /// Major and minor version.
+    /// Returns the major and minor version.
     pub fn version(&self) -> Result<(u32, u32), String> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both pointers are valid for a write.
@@ -81,7 +81,7 @@ impl Nvrtc {
         Ok((major.unsigned_abs(), minor.unsigned_abs()))
     }
 
-    /// The compute capabilities it compiles for, times ten.
+    /// Returns the compute capabilities that it compiles for, times ten.
     pub fn archs(&self) -> Result<Vec<u16>, String> {
         let mut count = 0;
         // SAFETY: the pointer is valid for a write.
@@ -95,7 +95,7 @@ impl Nvrtc {
             .collect())
     }
 
-    /// Compiles `text` to a CUBIN. `name` stands in messages.
+    /// Compiles `text` to a CUBIN. Messages contain `name`.
     pub fn compile(&self, name: &str, text: &str, flags: &[String]) -> Result<Compiled, Failure> {
         let program = self.program(name, text).map_err(Failure::Broken)?;
         program.compile(flags)?;
@@ -106,7 +106,7 @@ impl Nvrtc {
         Ok(Compiled { cubin, log })
     }
 
-    /// Compiles `text` to PTX, the assembly that a CUBIN is made from.
+    /// Compiles `text` to PTX, the assembly from which a CUBIN is made.
     pub fn ptx(&self, name: &str, text: &str, flags: &[String]) -> Result<String, Failure> {
         let program = self.program(name, text).map_err(Failure::Broken)?;
         program.compile(flags)?;
@@ -181,7 +181,8 @@ impl Loaded<'_> {
         }
     }
 
-    /// NVRTC's words for a code are terse; its log often says more.
+    /// Returns the failure for a code, with the log, which often says more than
+    /// NVRTC's terse message.
     fn broken(&self, words: String) -> Failure {
         let log = self.log().unwrap_or_default();
         Failure::Broken(format!("{words}\n{log}").trim().to_string())
@@ -219,7 +220,7 @@ fn c_string(text: &str) -> Result<CString, String> {
     CString::new(text).map_err(|_| "the text holds a NUL character".to_string())
 }
 
-/// NVRTC counts the terminating NUL of texts.
+/// Returns the text before the terminating NUL, which NVRTC counts.
 fn until_nul(bytes: &[u8]) -> String {
     let end = bytes
         .iter()

@@ -1,4 +1,4 @@
-//! What HIP does in its own way.
+//! The part of the device that only HIP has.
 
 use crate::hip::Hip;
 use crate::read_code_object;
@@ -7,10 +7,10 @@ use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Rows, Shape, StreamH
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
 
-/// The runtime's code for what it does not have.
+/// The runtime's code for missing functions.
 const NOT_SUPPORTED: c_int = 801;
 
-/// A GPU by the HIP runtime.
+/// A GPU of the HIP runtime.
 pub struct Rocm {
     pub hip: Hip,
     pub ordinal: i32,
@@ -20,14 +20,15 @@ impl Vendor for Rocm {
     const BACKEND: &'static str = "rocm";
     const BLOCKING: &'static str = "HIP_LAUNCH_BLOCKING";
 
-    /// Kernels have all of a block's memory without asking.
+    /// Kernels may use all of a block's memory without asking.
     const FREE_SHARED: u32 = u32::MAX;
 
     fn functions(&self) -> &Functions {
         &self.hip.functions
     }
 
-    /// The runtime keeps one current device per thread.
+    /// Makes the GPU current for this thread: the runtime keeps one current
+    /// device per thread.
     fn bind(&self) -> Result<(), Fault> {
         self.hip.bind(self.ordinal)
     }
@@ -54,7 +55,7 @@ impl Vendor for Rocm {
         no_clusters(launch.cluster)
     }
 
-    /// HIP counts the threads of a dimension in 32 bits.
+    /// Checks the shape: HIP counts the threads of a dimension in 32 bits.
     fn check_shape(&self, shape: &Shape) -> Result<(), String> {
         no_clusters(shape.cluster)?;
         let ([x, _], threads) = (shape.grid, shape.threads);

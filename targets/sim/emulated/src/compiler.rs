@@ -6,23 +6,24 @@ use moesaic_kernel::{CpuIsa, KernelSource, SimArch, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
 use std::path::Path;
 
-/// What each kernel is linked to.
+/// The text that each kernel is linked to.
 const LAUNCHER: &str = include_str!("launcher.c");
 
-/// What follows it: AMX on a CPU without, or nothing.
+/// The text after it: AMX for a CPU without tiles, or nothing.
 const TILES: &str = include_str!("tiles.c");
 const NOTHING: &str = "static void begin(void) {}\nstatic void end_of_launch(void) {}\n";
 
-/// C text to a program of aarch64 or x86-64 that runs blocks on request.
+/// The compiler of C text to a program of aarch64 or x86-64 that runs blocks on
+/// request.
 #[derive(Debug)]
 pub struct EmulatedCompiler {
     cross: CpuCompiler,
 }
 
 impl EmulatedCompiler {
-    /// Finds a compiler for the machine that has `isa`. For AMX it is that of
-    /// `cpu:amx`, for NEON `MOESAIC_CC_AARCH64`, `aarch64-linux-gnu-gcc`, then
-    /// `fallback`, the `zig` that `moesaic toolchain install` registered.
+    /// Finds a compiler for the machine that has `isa`. AMX takes the compiler
+    /// of `cpu:amx`; NEON takes `MOESAIC_CC_AARCH64`, `aarch64-linux-gnu-gcc`,
+    /// then `fallback`, the `zig` that `moesaic toolchain install` registered.
     ///
     /// # Errors
     /// [`CompileError::NoCompiler`] lists what was tried.
@@ -40,12 +41,15 @@ impl EmulatedCompiler {
     }
 }
 
-/// The launcher with its constants, and what the instruction set needs.
+/// Returns the launcher with its constants, and the text that the instruction
+/// set needs.
 fn launcher(target: Target) -> String {
     let rest = match target.hardware() {
         Target::Cpu(CpuIsa::Amx) => TILES,
         _ => NOTHING,
     };
+    // The launcher maps the memory at this address before any block runs, and
+    // the device hands out addresses in it; both sides need the same numbers.
     format!(
         "#define MEMORY_START {:#x}\n#define MEMORY_BYTES {:#x}\n{LAUNCHER}\n{rest}",
         memory::START,
@@ -53,7 +57,7 @@ fn launcher(target: Target) -> String {
     )
 }
 
-/// A number that tells launchers apart: FNV-1a.
+/// Computes a number that distinguishes launchers: FNV-1a.
 fn hash(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

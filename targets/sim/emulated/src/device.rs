@@ -1,6 +1,6 @@
 //! An emulated CPU as a [`Device`].
 
-use crate::machine::Machine;
+use crate::machine::ProgramHost;
 use crate::memory::Memory;
 use crate::module::EmulatedModule;
 use crate::program::{Program, Request};
@@ -9,26 +9,26 @@ use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One core of a CPU that has an instruction set which this machine lacks. New
-/// memory holds NaN, and a launch that wrote behind the end of a buffer is a
-/// [`DeviceError::Launch`]; so is one that ended the program, by reading what
-/// is not mapped or by an instruction that the CPU does not have. Launches
-/// are synchronous.
+/// One core of a CPU with an instruction set that this machine lacks. New
+/// memory holds NaN. A launch fails with [`DeviceError::Launch`] if it writes
+/// behind the end of a buffer, or if the program ends because it reads unmapped
+/// memory or executes an instruction that the CPU does not have. Launches are
+/// synchronous.
 pub struct EmulatedDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
-/// What modules need of their device.
-pub(crate) struct Shared {
-    machine: Machine,
+/// The state that modules share with their device.
+pub(crate) struct DeviceState {
+    machine: ProgramHost,
     memory: Arc<Memory>,
-    /// The programs that run, the one that was launched last at the end.
+    /// The running programs, the one launched last at the end.
     running: Mutex<Vec<(PathBuf, Program)>>,
 }
 
-/// Programs that wait for launches, of all that are loaded: each takes some
-/// ten megabytes and starts in some milliseconds.
+/// Largest number of programs that wait for launches: each takes some ten
+/// megabytes and starts in some milliseconds.
 const MOST_RUNNING: usize = 12;
 
 /// An allocation, freed on drop.
@@ -38,18 +38,18 @@ pub(crate) struct Owner {
 }
 
 impl EmulatedDevice {
-    /// A CPU with this instruction set: [`CpuIsa::Neon`],
+    /// Opens a CPU with this instruction set: [`CpuIsa::Neon`],
     /// [`CpuIsa::NeonBf16`] or [`CpuIsa::Amx`].
     ///
     /// # Errors
-    /// [`DeviceError::Unavailable`] names what to install where there is no
-    /// emulator, or what this CPU lacks.
+    /// [`DeviceError::Unavailable`] names the missing emulator to install, or
+    /// the feature that this CPU lacks.
     pub fn new(isa: CpuIsa) -> Result<EmulatedDevice, DeviceError> {
         let unavailable = |reason| DeviceError::Unavailable {
             backend: "sim".to_string(),
             reason,
         };
-        let machine = Machine::find(isa).map_err(unavailable)?;
+        let machine = ProgramHost::find(isa).map_err(unavailable)?;
         let memory = Memory::new().map_err(|error| unavailable(error.to_string()))?;
         let info = DeviceInfo {
             name: machine.name(),
@@ -58,7 +58,7 @@ impl EmulatedDevice {
             memory_bytes: Some(crate::memory::BYTES),
         };
         let memory = Arc::new(memory);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(DeviceState {
             machine,
             memory,
             running: Mutex::default(),
@@ -67,25 +67,32 @@ impl EmulatedDevice {
     }
 }
 
-impl Shared {
-    /// Launches are one after the other, as on a stream. A program that failed
-    /// is gone, and its next launch starts it again.
+impl DeviceState {
+    /// Runs a request. Launches run one after the other, as on a stream. A
+    /// program that failed is gone, and its next launch starts it again.
     pub(crate) fn run(&self, file: &Path, request: &Request<'_>) -> Result<(), String> {
         let mut running = self.running();
         let mut program = match take(&mut running, file) {
             Some(program) => program,
             None => self.start(file)?,
         };
+        // The program goes back into the list only after a good run: one that
+        // ended, or that did not answer in time, is dropped here, which kills
+        // it.
         program.run(request)?;
         if running.len() == MOST_RUNNING {
+            // The one that was launched longest ago: layers launch their
+            // kernels in turn, so the last ones come again soon.
             running.remove(0);
         }
         running.push((file.to_path_buf(), program));
+        // The fences of all allocations are checked, because a wild write may
+        // hit any of them, not only those of this launch's arguments.
         self.memory.check_fences()
     }
 
-    /// A block's own memory for a launch, if it wants any: its first line is
-    /// zero, as a thread of a real CPU finds it.
+    /// Allocates a block's scratch memory for a launch, if it needs any. The
+    /// first line is zero, as a thread of a real CPU finds it.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<Option<Owner>, DeviceError> {
         if bytes == 0 {
             return Ok(None);
@@ -102,7 +109,7 @@ impl Shared {
         Ok(Owner { address, memory })
     }
 
-    /// Ends the program, if it runs.
+    /// Ends the program if it runs.
     pub(crate) fn stop(&self, file: &Path) {
         drop(take(&mut self.running(), file));
     }

@@ -1,5 +1,5 @@
-// Runs blocks of a kernel on request: what each kernel of `sim:neon*` and
-// `sim:amx` is linked to, a program of Linux without a C library. File 0 is the
+// Runs blocks of a kernel on request. Each kernel of `sim:neon*` and `sim:amx` is
+// linked with this text to a Linux program without a C library. File 0 is the
 // memory of the device, file 1 the socket of requests. MEMORY_START and
 // MEMORY_BYTES are defined above this text.
 
@@ -9,7 +9,7 @@ typedef __SIZE_TYPE__ size;
 
 enum { MEMORY = 0, REQUESTS = 1, ERRORS = 2, MOST_ARGS = 128 };
 
-// Entries without scratch memory do not look at it.
+// Entries without scratch memory ignore the last argument.
 typedef void kernel_entry(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch);
 
 typedef struct {
@@ -19,8 +19,8 @@ typedef struct {
     u64 count; // of argument values, which follow
 } request;
 
-// What compilers call for copies and zeroes. The empty statement keeps them
-// from seeing a copy here, too.
+// Compilers call these functions for copies and zeroes. The empty statement keeps
+// them from recognising the loops below as copies, which would call themselves.
 void *memcpy(void *to, const void *from, size bytes)
 {
     for (size i = 0; i < bytes; i++) {
@@ -106,7 +106,7 @@ static void leave(int status)
         system_call(EXIT, status, 0, 0, 0, 0, 0);
 }
 
-// Whether all of them came; the other side may have gone.
+// Returns true if all bytes came; the other side may have gone.
 static int receive(void *to, u64 bytes)
 {
     for (u64 done = 0; done < bytes;) {
@@ -118,7 +118,7 @@ static int receive(void *to, u64 bytes)
     return 1;
 }
 
-// What an emulated instruction set needs, in a text of its own or not at all.
+// The hooks of an emulated instruction set, in a text of its own or empty.
 static void begin(void);
 static void end_of_launch(void);
 

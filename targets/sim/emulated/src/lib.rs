@@ -1,25 +1,23 @@
-//! CPU kernels of instruction sets that this machine lacks, run here: the
-//! targets `sim:neon*` and `sim:amx`.
+//! CPU kernels of instruction sets that this machine lacks: the targets
+//! `sim:neon*` and `sim:amx`.
 //!
-//! A kernel's text is that of `cpu:neon*` or `cpu:amx`, its machine code too: a
-//! compiler links it with a launcher of a hundred lines of C to a program.
-//! An emulator of user programs runs every instruction of aarch64; a program
-//! with tiles runs on this CPU, which must have AVX-512, and answers the signal
-//! that each instruction of AMX ends with itself. Memory of the device is one
-//! file that programs map, so a launch is a message with addresses and numbers.
-//! Every allocation has bytes behind it that nobody may write, and is filled
-//! with NaN.
+//! A kernel's text and machine code are those of `cpu:neon*` or `cpu:amx`. A
+//! compiler links them with a launcher of a hundred lines of C to a program.
+//! QEMU's user emulator runs every instruction of aarch64. A program with tiles
+//! runs on this CPU, which must have AVX-512, and its own signal handler
+//! answers each AMX instruction. The memory of the device is one file that
+//! programs map, so a launch is a message with addresses and numbers. Every
+//! allocation is filled with NaN and followed by bytes that nobody may write.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
 //! | `compiler`, `launcher.c`, `tiles.c` | text to program |
 //! | `device`, `module` | loading and launching |
-//! | `machine` | what runs programs: QEMU, or this CPU |
-//! | `program` | a process of one and what is said to it |
+//! | `machine` | the host of programs: QEMU, or this CPU |
+//! | `program` | the process of a program, and its messages |
 //! | `memory` | the file, its allocations and their fences |
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 mod compiler;
 mod device;

@@ -1,4 +1,4 @@
-//! What runs a program: an emulator of its CPU, or this CPU.
+//! The host of a program: an emulator of its CPU, or this CPU.
 
 use moesaic_cpu::host_runs;
 use moesaic_kernel::{CpuIsa, Target};
@@ -8,53 +8,53 @@ use std::process::Command;
 
 /// A CPU that runs programs of an instruction set.
 #[derive(Debug)]
-pub(crate) enum Machine {
-    /// QEMU as this CPU of aarch64.
+pub(crate) enum ProgramHost {
+    /// QEMU, as this CPU of aarch64.
     Qemu(PathBuf, &'static str),
-    /// This CPU; a program answers for the instructions that it lacks.
+    /// This CPU; a program handles the instructions that it lacks.
     Own,
 }
 
-impl Machine {
-    /// The machine for an instruction set.
+impl ProgramHost {
+    /// Returns the machine for an instruction set.
     ///
     /// # Errors
-    /// What is missing and what to do about it.
-    pub(crate) fn find(isa: CpuIsa) -> Result<Machine, String> {
+    /// A message with the missing part and the remedy.
+    pub(crate) fn find(isa: CpuIsa) -> Result<ProgramHost, String> {
         match isa {
-            CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(Machine::Qemu(find_qemu()?, cpu(isa))),
-            CpuIsa::Amx => own().map(|()| Machine::Own),
+            CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(ProgramHost::Qemu(find_qemu()?, cpu(isa))),
+            CpuIsa::Amx => own().map(|()| ProgramHost::Own),
             _ => Err(format!("`{}` is not emulated", Target::Cpu(isa))),
         }
     }
 
-    /// The command that starts `program`.
+    /// Returns the command that starts `program`.
     pub(crate) fn command(&self, program: &Path) -> Command {
         match self {
-            Machine::Qemu(qemu, cpu) => {
+            ProgramHost::Qemu(qemu, cpu) => {
                 let mut command = Command::new(qemu);
                 command.args(["-cpu", cpu]).arg(program);
                 command
             }
-            Machine::Own => Command::new(program),
+            ProgramHost::Own => Command::new(program),
         }
     }
 
-    /// For people: `aarch64 under qemu-aarch64-static`.
+    /// Returns a name for messages: `aarch64 under qemu-aarch64-static`.
     pub(crate) fn name(&self) -> String {
         match self {
-            Machine::Qemu(qemu, _) => {
+            ProgramHost::Qemu(qemu, _) => {
                 let program = qemu.file_name().unwrap_or(qemu.as_os_str());
                 format!("aarch64 under {}", program.to_string_lossy())
             }
-            Machine::Own => "this CPU with emulated tiles".to_string(),
+            ProgramHost::Own => "this CPU with emulated tiles".to_string(),
         }
     }
 }
 
-/// Whether this machine runs all of a program but its tiles, and ends each of
-/// their instructions with a signal. Where Linux has enabled tiles, some of them
-/// work, and what they do would not be seen.
+/// Checks that this machine runs all of a program but its tiles, and ends each
+/// tile instruction with a signal. Where Linux has enabled tiles some of them
+/// work, and their effects would escape the emulation.
 fn own() -> Result<(), String> {
     let reason = if !cfg!(target_os = "linux") {
         "this is not Linux"
@@ -70,8 +70,8 @@ fn own() -> Result<(), String> {
     ))
 }
 
-/// Whether the system keeps tiles for threads. Only for CPUs with AVX-512, which
-/// have the instruction that tells.
+/// Returns true if the system keeps tiles for threads. Call it only on CPUs
+/// with AVX-512, which have the instruction that tells.
 #[cfg(target_arch = "x86_64")]
 fn has_tiles() -> bool {
     const TILES: u64 = 0b11 << 17;
@@ -89,16 +89,19 @@ fn has_tiles() -> bool {
     false
 }
 
-/// The program that emulates: `MOESAIC_QEMU`, then Debian's names on `PATH`.
+/// Finds the program that emulates: `MOESAIC_QEMU`, then Debian's names on
+/// `PATH`.
 ///
 /// # Errors
-/// What was tried and what to install.
+/// A message that lists the names tried and the package to install.
 fn find_qemu() -> Result<PathBuf, String> {
     find_with(|name| std::env::var_os(name))
 }
 
 fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, String> {
     if let Some(asked) = variable("MOESAIC_QEMU").filter(|value| !value.is_empty()) {
+        // You asked for this program by name, so a wrong name is an error and
+        // the search does not go on.
         let program = PathBuf::from(asked);
         return if program.is_file() {
             Ok(program)
@@ -118,10 +121,12 @@ fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, Str
     })
 }
 
-/// The CPU to be: one that has the instruction set and little more, so that
-/// an instruction too many shows.
+/// Returns the CPU to emulate: one that has the instruction set and little
+/// more, so that an instruction too many fails.
 fn cpu(isa: CpuIsa) -> &'static str {
     match isa {
+        // An A72 is Armv8.0 without dot products and bf16; a kernel of
+        // `neon` that uses either ends with an illegal instruction.
         CpuIsa::NeonBf16 => "max",
         _ => "cortex-a72",
     }

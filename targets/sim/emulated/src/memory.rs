@@ -1,4 +1,5 @@
-//! Memory of the device: a file that programs map, cut into allocations.
+//! The memory of the device: a file that programs map, divided into
+//! allocations.
 
 use moesaic_target::DeviceError;
 use std::collections::BTreeMap;
@@ -7,28 +8,30 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Where emulated programs map it, far from where they and their stack lie.
+/// The address at which emulated programs map it, far from their text and
+/// stack.
 pub(crate) const START: u64 = 0x10_0000_0000;
 
-/// How much there is. The file is sparse: what nobody writes takes no memory.
-/// An emulator keeps a record of each page of it, hence no more.
+/// Bytes of the memory. The file is sparse, so unwritten pages take no memory;
+/// an emulator keeps a record of each page, so the file is no larger.
 pub(crate) const BYTES: u64 = 1 << 30;
 
-/// Every allocation starts at a multiple of this and ends with a fence of at
-/// least half as much.
+/// Alignment of allocations. Each ends with a fence of at least half as many
+/// bytes.
 const ALIGN: u64 = 128;
 
-/// What a fence holds: as a float of any type a large negative number, so that
-/// one who reads it shows as well.
+/// Content of a fence: as a float of any type a large negative number, so that
+/// reading one shows as well.
 const FENCE: u8 = 0xfb;
 
-/// The file and who has which part of it.
+/// The file and the owners of its parts.
 pub(crate) struct Memory {
     file: File,
     parts: Mutex<Parts>,
 }
 
-/// By start: the bytes asked for of each allocation, the length of each gap.
+/// The requested bytes of each allocation, and the length of each
+/// gap, by start.
 #[derive(Default)]
 struct Parts {
     used: BTreeMap<u64, u64>,
@@ -53,7 +56,7 @@ impl Memory {
         &self.file
     }
 
-    /// The address of `bytes` new bytes, all of them 0xFF.
+    /// Returns the address of `bytes` new bytes, all of them 0xFF.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<u64, DeviceError> {
         let size = whole(bytes as u64);
         let mut parts = self.lock();
@@ -61,6 +64,8 @@ impl Memory {
             let free = format!("; the largest gap is {} bytes", parts.largest_gap());
             return Err(DeviceError::OutOfMemory { asked: bytes, free });
         };
+        // Bytes of 0xff are NaN in every float type and -1 as integers, so a
+        // result that depends on unwritten memory shows.
         let mut contents = vec![FENCE; size as usize];
         contents[..bytes].fill(0xff);
         let written = self.file.write_all_at(&contents, start);
@@ -82,11 +87,13 @@ impl Memory {
         read.map_err(|error| failed("download", &error))
     }
 
-    /// Whether every fence stands; else which one does not.
+    /// Checks that every fence is intact; an error names the damaged one.
     pub(crate) fn check_fences(&self) -> Result<(), String> {
         let mut fence = [0; 2 * ALIGN as usize];
         for (start, bytes) in &self.lock().used {
             let fence = &mut fence[..(whole(*bytes) - bytes) as usize];
+            // Read through the file and not through a mapping: this process
+            // has none, and a program that ends leaves the file as it was.
             let read = self.file.read_exact_at(fence, start + bytes);
             read.map_err(|error| error.to_string())?;
             if let Some(at) = fence.iter().position(|byte| *byte != FENCE) {
@@ -104,13 +111,13 @@ impl Memory {
     }
 }
 
-/// An allocation with its fence.
+/// Returns the size of an allocation with its fence.
 const fn whole(bytes: u64) -> u64 {
     (bytes + ALIGN / 2).next_multiple_of(ALIGN)
 }
 
 impl Parts {
-    /// The first gap that is large enough.
+    /// Takes the first gap that is large enough.
     fn take(&mut self, bytes: u64, size: u64) -> Option<u64> {
         let (&start, &length) = self.free.iter().find(|(_, length)| **length >= size)?;
         self.free.remove(&start);
@@ -121,7 +128,7 @@ impl Parts {
         Some(start)
     }
 
-    /// Gaps that touch become one.
+    /// Frees an allocation and joins gaps that touch.
     fn give_back(&mut self, start: u64) {
         let Some(bytes) = self.used.remove(&start) else {
             return;

@@ -1,6 +1,6 @@
 //! Loaded kernels and their launch.
 
-use crate::device::Shared;
+use crate::device::DeviceState;
 use crate::program::Request;
 use moesaic_kernel::Entry;
 use moesaic_target::{
@@ -12,7 +12,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A program's file, and the folder that it is in.
+/// The file of a program and the folder that holds it.
 struct Program {
     path: PathBuf,
     _folder: Scratch,
@@ -21,7 +21,7 @@ struct Program {
 /// A program of kernels, started when one of them is launched.
 pub(crate) struct EmulatedModule {
     entries: Vec<(Entry, u64)>,
-    device: Arc<Shared>,
+    device: Arc<DeviceState>,
     program: Program,
 }
 
@@ -29,7 +29,7 @@ impl EmulatedModule {
     pub(crate) fn load(
         artifact: &Artifact,
         entries: &[Entry],
-        device: Arc<Shared>,
+        device: Arc<DeviceState>,
     ) -> Result<EmulatedModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
         let refuse = |reason: String| DeviceError::Load {
@@ -66,7 +66,8 @@ fn address(file: &object::File<'_>, symbol: &str) -> Option<u64> {
     Some(found.address())
 }
 
-/// A program cannot be run while it is open for writing, hence closed.
+/// Writes a program to a closed file, because a program cannot run while its
+/// file is open for writing.
 fn on_disk(binary: &[u8]) -> std::io::Result<Program> {
     let folder = Scratch::new()?;
     let path = folder.path().join("program");
@@ -94,6 +95,8 @@ impl Module for EmulatedModule {
             kernel: entry.symbol.clone(),
             reason,
         };
+        // Only for its checks of number and type; the values travel in the
+        // request.
         ArgBlock::new(entry, args)?;
         let [x, y] = dims.grid;
         let blocks = x.checked_mul(y).and_then(|n| i64::try_from(n).ok());
@@ -102,6 +105,8 @@ impl Module for EmulatedModule {
         if blocks == 0 {
             return Ok(());
         }
+        // Pointers stay as they are: the program maps the memory at the same
+        // address at which the device hands it out.
         let values: Vec<u64> = args.iter().map(value).collect();
         let scratch = self.device.scratch(dims.shared_bytes as usize)?;
         let request = Request {
@@ -117,7 +122,8 @@ impl Module for EmulatedModule {
     }
 }
 
-/// An argument as its bytes lie in memory, little-endian on every machine here.
+/// Returns an argument as its bytes lie in memory, little-endian on every
+/// machine here.
 fn value(arg: &Arg) -> u64 {
     match arg {
         Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,

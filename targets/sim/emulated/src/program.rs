@@ -1,6 +1,6 @@
-//! A process of a kernel program and what is said to it.
+//! The process of a kernel program, and its messages.
 
-use crate::machine::Machine;
+use crate::machine::ProgramHost;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -10,11 +10,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than any kernel takes: one that loops for ever is an error.
+/// Longest time for a kernel: one that loops for ever is an error.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Blocks to run: the address of the entry, the range, the grid, the address of
-/// scratch memory (0: none), and values.
+/// A request to run blocks: the address of the entry, the range, the grid, the
+/// address of scratch memory (0 for none), and values.
 pub(crate) struct Request<'a> {
     pub(crate) entry: u64,
     pub(crate) blocks: [i64; 2],
@@ -23,11 +23,12 @@ pub(crate) struct Request<'a> {
     pub(crate) values: &'a [u64],
 }
 
-/// How long a file may be busy: a child that another thread starts has it open for writing from
-/// its fork to its exec, if it was written meanwhile.
+/// Longest time for which a file may be busy. A child that another thread forks
+/// has the file open for writing until its exec, if the file was written
+/// meanwhile.
 const BUSY: Duration = Duration::from_secs(5);
 
-/// A child process, once its file is no longer busy.
+/// Starts a child process once its file is no longer busy.
 fn spawned(command: &mut Command) -> io::Result<Child> {
     let started = Instant::now();
     loop {
@@ -51,8 +52,12 @@ pub(crate) struct Program {
 
 impl Program {
     /// Starts the file on `machine`, with `memory` as the device's memory.
-    pub(crate) fn start(machine: &Machine, file: &Path, memory: &File) -> io::Result<Program> {
+    pub(crate) fn start(machine: &ProgramHost, file: &Path, memory: &File) -> io::Result<Program> {
+        // Files 0 and 1 carry the memory and the requests, because the launcher
+        // has no C library to open anything with. Standard error stays free for
+        // the last words of a program that ends.
         let (line, theirs) = UnixStream::pair()?;
+        // Without a limit a kernel that loops for ever would hang the caller.
         line.set_read_timeout(Some(PATIENCE))?;
         let mut command = machine.command(file);
         command
@@ -66,8 +71,8 @@ impl Program {
     /// Runs the blocks and waits for them.
     ///
     /// # Errors
-    /// When the kernel ended the program or gives no answer; the process is of
-    /// no use then.
+    /// The kernel ended the program, or gave no answer in time; the process is
+    /// of no use then.
     pub(crate) fn run(&mut self, request: &Request<'_>) -> Result<(), String> {
         match self.exchange(request) {
             Ok(()) => Ok(()),
@@ -87,14 +92,16 @@ impl Program {
             .chain(request.values.iter().copied());
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         self.line.write_all(&bytes)?;
+        // The answer is one word without meaning: that it comes says that all
+        // blocks have run. A program that ended closes the socket instead.
         self.line.read_exact(&mut [0; 8])
     }
 
-    /// How it ended, and what it said then.
+    /// Returns the exit status and the program's last output.
     fn last_words(&mut self) -> String {
         let mut said = String::new();
         if let Some(mut stream) = self.child.stderr.take() {
-            // Whatever was read before an error is worth showing.
+            // Output before an error is worth showing.
             let _ = stream.read_to_string(&mut said);
         }
         let status = match self.child.wait() {
@@ -107,7 +114,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

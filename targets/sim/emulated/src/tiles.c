@@ -1,6 +1,6 @@
 // AMX for programs of `sim:amx`: a CPU without tiles ends each of their
-// instructions with a signal. What answers it here does what the manual says of
-// the instruction and goes on behind it. Every other instruction is the CPU's
+// instructions with a signal. The handler here does what the manual specifies for
+// the instruction and continues behind it. Every other instruction is the CPU's
 // own. This text follows `launcher.c`.
 
 typedef float v16 __attribute__((vector_size(64), may_alias, aligned(4)));
@@ -19,7 +19,7 @@ static struct {
     char tiles[TILES][ROWS][ROW_BYTES];
 } amx __attribute__((aligned(64)));
 
-// What a kernel did that a CPU answers with a fault, in words.
+// Ends the program with a message where a CPU would fault.
 static void refuse(const char *what, size bytes)
 {
     system_call(WRITE, ERRORS, (i64)what, (i64)bytes, 0, 0, 0);
@@ -45,7 +45,7 @@ static void configure(const shapes *asked)
     memcpy(&amx.shapes, asked, sizeof amx.shapes);
 }
 
-// Whose shape it has, or the end.
+// Returns the number of a configured tile, or ends the program.
 static int tile(int number)
 {
     if (number >= TILES || !amx.shapes.palette || !amx.shapes.rows[number])
@@ -75,7 +75,7 @@ static void store(int from, char *to, i64 stride)
 
 // Intel's manual, TDPBF16PS: products of even and of odd places are summed by
 // themselves, each by fused multiply-adds, and both are added at the end.
-// Subnormals are zeros. What this leaves behind the end of a row no one can see.
+// Subnormals are zeros. Bytes behind the end of a row cannot be observed.
 static void multiply(int sums, int left, int right)
 {
     const shapes *s = &amx.shapes;
@@ -97,7 +97,7 @@ static void multiply(int sums, int left, int right)
     }
 }
 
-// Registers of the thread as Linux keeps them for a signal, by where it does.
+// Indices of the thread's registers in the context that Linux keeps for a signal.
 enum { R8 = 0, RDI = 8, RSI, RBP, RBX, RDX, RAX, RCX, RSP, RIP };
 
 typedef struct {
@@ -105,14 +105,14 @@ typedef struct {
     i64 registers[23];
 } context;
 
-// A register by the number that instructions have for it.
+// Returns a register by its number in instructions.
 static i64 value(const context *now, int number)
 {
     static const int places[8] = {RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI};
     return now->registers[number < 8 ? places[number] : R8 + number - 8];
 }
 
-// What follows the opcode: a tile, or memory and the stride in a register.
+// The operands behind the opcode: a tile, or memory and the stride in a register.
 typedef struct {
     int reg, rm; // numbers of registers or tiles
     int is_memory;
@@ -213,7 +213,7 @@ static void on_illegal(int signal, void *info, context *now)
     if (next) {
         now->registers[RIP] = (i64)next;
     } else {
-        // It comes once more, and ends the program.
+        // The instruction runs once more, and its signal ends the program.
         const action as_ever = {.flags = RESTORER, .restorer = leave_signal};
         system_call(SET_ACTION, SIGNAL_ILLEGAL, (i64)&as_ever, 0, sizeof as_ever.mask, 0, 0);
     }
@@ -225,7 +225,7 @@ static void begin(void)
     system_call(SET_ACTION, SIGNAL_ILLEGAL, (i64)&ours, 0, sizeof ours.mask, 0, 0);
 }
 
-// A thread that keeps its tiles makes every later switch of threads dearer.
+// A thread that keeps its tiles makes every later switch of threads slower.
 static void end_of_launch(void)
 {
     if (amx.shapes.palette)

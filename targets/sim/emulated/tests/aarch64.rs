@@ -1,5 +1,5 @@
-//! Small kernels of aarch64 under the emulator: what a launch does, and what
-//! is said when a kernel is wrong.
+//! Small kernels of aarch64 under the emulator: the effects of a launch, and
+//! the errors of wrong kernels.
 
 mod common;
 
@@ -40,7 +40,7 @@ fn scratch_memory_starts_with_zeros_and_ends_where_it_should() {
     assert!(error.contains("behind the end of the 128 bytes"), "{error}");
 }
 
-/// What compilers call although the text does not.
+/// Compilers call these functions although the text does not.
 #[test]
 fn copies_need_no_library() {
     let body = "

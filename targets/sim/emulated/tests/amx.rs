@@ -1,7 +1,7 @@
-//! Small kernels with tiles on a CPU that lacks them: what each instruction
-//! does, in which forms its operands may come, and what is said when a kernel
-//! is wrong. They need AVX-512 and a CPU without tiles, and are passed over with a
-//! word elsewhere.
+//! Small kernels with tiles on a CPU that lacks them: the effect of each
+//! instruction, the forms of its operands, and the errors of wrong kernels. The
+//! tests need AVX-512 and a CPU without tiles; elsewhere they print a line and
+//! pass.
 
 mod common;
 
@@ -36,7 +36,7 @@ static bf16 bf16_of(float value)
 }
 "#;
 
-/// A harness on this CPU, or nothing where it cannot be.
+/// Returns a harness on this CPU, or `None` where it cannot run.
 fn harness(body: &str) -> Option<Harness> {
     if let Err(error) = EmulatedDevice::new(CpuIsa::Amx) {
         eprintln!("not tested: {error}");

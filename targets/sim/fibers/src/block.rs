@@ -1,11 +1,12 @@
-//! The threads of a block: which run, which wait, and for what.
+//! The threads of a block: those that run, those that wait, and the event each
+//! waits for.
 
 use crate::product::Shape;
 use crate::stamp::Stamp;
 use std::collections::VecDeque;
 
-/// The order in which the threads of a block run. Results do not depend on
-/// it, unless a kernel is wrong.
+/// The order in which the threads of a block run. Results of a correct kernel
+/// do not depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
     /// The lowest thread first.
@@ -16,7 +17,7 @@ pub enum Order {
     Random(u64),
 }
 
-/// What a wave does together.
+/// An operation of a whole wave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Collective {
     Sync,
@@ -40,29 +41,29 @@ impl Collective {
     }
 }
 
-/// Where a thread is.
+/// The state of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// It can run.
+    /// The thread can run.
     Ready,
-    /// It waits at `block_sync` on this line.
+    /// The thread waits at `block_sync` on this line.
     Barrier(i32),
-    /// It waits for the other lanes of its wave, on this line.
+    /// The thread waits for the other lanes of its wave, on this line.
     Wave(Collective, i32),
-    /// It has returned.
+    /// The thread has returned.
     Done,
 }
 
-/// Lanes on their way to a collective.
+/// A wave on its way to a collective.
 pub(crate) struct Wave {
-    /// The lanes that are there.
+    /// Lanes that have arrived.
     pub(crate) arrived: u64,
-    /// What the first of them came for, and its line.
+    /// Collective and line of the first lane that arrived.
     pub(crate) meeting: (Collective, i32),
-    /// What each lane brings, and gets.
+    /// Operand of each lane; `results` holds the result of each.
     pub(crate) values: [u64; 64],
     pub(crate) results: [u64; 64],
-    /// Wave barriers so far, from 1.
+    /// Number of wave barriers so far, from 1.
     pub(crate) barriers: u32,
 }
 
@@ -78,25 +79,25 @@ impl Wave {
     }
 }
 
-/// A block that runs.
+/// A running block.
 pub(crate) struct Block {
     pub(crate) x: i64,
     pub(crate) y: i64,
-    /// Its number in the grid.
+    /// Number of the block in the grid.
     pub(crate) number: u32,
-    /// The launch it is of.
+    /// Number of the launch.
     launch: u32,
-    /// Lanes of a wave, and their binary logarithm.
+    /// Lanes of a wave, and the binary logarithm of that number.
     pub(crate) lanes: usize,
     pub(crate) shift: u32,
     pub(crate) current: usize,
-    /// The stamp of what the current thread does now.
+    /// Stamp of accesses that the current thread makes now.
     pub(crate) now: Stamp,
     /// Threads that have not returned.
     pub(crate) live: usize,
     pub(crate) states: Vec<State>,
     pub(crate) waves: Vec<Wave>,
-    /// Threads at the barrier, and barriers so far, from 1.
+    /// Threads at the barrier, and number of barriers so far, from 1.
     pub(crate) arrived: usize,
     pub(crate) barriers: u32,
     ready: VecDeque<u16>,
@@ -126,12 +127,12 @@ impl Block {
         }
     }
 
-    /// Makes ready for the blocks of a launch.
+    /// Prepares for the blocks of a launch.
     pub(crate) fn begin(&mut self, launch: u32, order: Order) {
         (self.launch, self.order) = (launch, order);
     }
 
-    /// Starts anew with all threads ready.
+    /// Starts a block, with all threads ready.
     pub(crate) fn reset(&mut self, number: u32, [x, y]: [i64; 2], threads: usize) {
         (self.x, self.y, self.number) = (x, y, number);
         (self.live, self.arrived, self.barriers) = (threads, 0, 1);
@@ -160,7 +161,7 @@ impl Block {
         self.current & (self.lanes - 1)
     }
 
-    /// Notes that a barrier was passed, or that another thread runs.
+    /// Updates the stamp after a barrier, or when another thread runs.
     pub(crate) fn stamp(&mut self) {
         let wave = self.waves[self.current >> self.shift].barriers;
         let thread = self.current as u32;
@@ -175,8 +176,8 @@ impl Block {
         }
     }
 
-    /// Lets those of `threads` run that wait, as the current one found that
-    /// what they wait for has come.
+    /// Wakes the waiting ones of `threads`, because the current thread
+    /// completed the event that they wait for.
     pub(crate) fn wake(&mut self, threads: std::ops::Range<usize>) {
         self.states[threads.clone()].fill(State::Ready);
         let current = self.current;
@@ -184,7 +185,7 @@ impl Block {
         self.push(current + 1..threads.end);
     }
 
-    /// The thread that runs next, which it makes the current one.
+    /// Makes the next thread the current one and returns it.
     pub(crate) fn next(&mut self) -> Option<usize> {
         let next = match self.order {
             Order::Random(_) if self.ready.len() > 1 => {
@@ -192,6 +193,8 @@ impl Block {
                 self.random ^= self.random >> 7;
                 self.random ^= self.random << 17;
                 let at = (self.random % self.ready.len() as u64) as usize;
+                // The order of the queue carries no meaning under a random
+                // order, so a swap is good enough and costs nothing.
                 self.ready.swap_remove_back(at)
             }
             _ => self.ready.pop_front(),
@@ -201,8 +204,8 @@ impl Block {
         Some(self.current)
     }
 
-    /// What the threads wait for, as a sentence: `threads 0-63 wait at
-    /// block_sync (line 70), threads 64-255 have returned`.
+    /// Describes what the threads wait for in one sentence: `threads 0-63 wait
+    /// at block_sync (line 70), threads 64-255 have returned`.
     pub(crate) fn waiting(&self) -> String {
         let mut parts = Vec::new();
         let mut first = 0;
@@ -223,7 +226,7 @@ impl Block {
     }
 }
 
-/// `thread 5` or `threads 5-9`.
+/// Formats `thread 5` or `threads 5-9`.
 fn range(first: usize, last: usize) -> String {
     if first == last {
         format!("thread {first}")
@@ -241,7 +244,7 @@ fn place(state: State) -> String {
     }
 }
 
-/// The splitmix64 output function.
+/// Computes the splitmix64 output function.
 fn mix(mut z: u64) -> u64 {
     z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);

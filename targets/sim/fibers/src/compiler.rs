@@ -8,13 +8,14 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Flags of every compile; every one can change the machine code, so all of
+/// Flags of every compile. Every flag can change the machine code, so all of
 /// them are in the fingerprint.
 ///
-/// The sanitizers' instrumentation stays, their libraries do not: the text
-/// defines the functions that are called at each access and at each defect.
-/// No contraction: `a * b + c` is fused where the text says so. `-O1` compiles in two thirds of
-/// the time of `-O2` and runs a sixth slower; a kernel that is tested runs for less than it took.
+/// The instrumentation of the sanitizers stays, but their libraries do not: the
+/// text defines the functions that they call at each access and at each defect.
+/// Contraction is off, so `a * b + c` is fused where the text says so alone.
+/// `-O1` compiles in two thirds of the time of `-O2` and runs a sixth slower; a
+/// tested kernel runs for less time than it compiles.
 const FLAGS: [&str; 20] = [
     "-std=c++17",
     "-O1",
@@ -38,17 +39,17 @@ const FLAGS: [&str; 20] = [
     "-Wno-unused-const-variable",
 ];
 
-/// No frame may take more than a quarter of a fiber's stack.
+/// Refuses frames of more than a quarter of a fiber's stack.
 const GCC_FRAMES: [&str; 1] = ["-Werror=frame-larger-than=16384"];
 const CLANG_FRAMES: [&str; 2] = ["-Wframe-larger-than=16384", "-Werror=frame-larger-than"];
 
-/// As [`FLAGS`], for CPUs with AVX2, so that `fused` is an instruction. No
-/// vector is wider than the accesses that are announced.
+/// Flags for CPUs with AVX2, so that `fused` is one instruction. No vector is
+/// wider than the accesses that are announced.
 const X86: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mprefer-vector-width=128"];
 
-/// HIP text to a shared object of this machine, with every access of memory
-/// announced. Making one starts no process; the version is asked for when it
-/// is first needed.
+/// The compiler of HIP text to a shared object of this machine that announces
+/// every access of memory. Creating one starts no process; the version is asked
+/// for on first use.
 #[derive(Debug)]
 pub struct FiberCompiler {
     tool: Tool,
@@ -66,13 +67,13 @@ impl FiberCompiler {
         tool::find(|name| std::env::var_os(name), fallback).map(FiberCompiler::of)
     }
 
-    /// Uses this program, whether or not it exists.
+    /// Uses this program without checking that it exists.
     pub fn at(program: &Path) -> FiberCompiler {
         let program = std::path::absolute(program).unwrap_or_else(|_| program.to_path_buf());
         FiberCompiler::of(Tool::at(&program, &[]))
     }
 
-    /// The program this compiler runs.
+    /// Returns the program that this compiler runs.
     pub fn program(&self) -> &Path {
         self.tool.program()
     }
@@ -158,7 +159,7 @@ impl FiberCompiler {
     }
 }
 
-/// Stands for a version that cannot be had: compiling will say why.
+/// The version of a compiler that does not tell it; compiling will report why.
 const UNKNOWN: &str = "unknown version";
 
 fn flags(version: &str) -> Vec<&'static str> {
@@ -178,7 +179,7 @@ fn flags(version: &str) -> Vec<&'static str> {
     flags
 }
 
-/// Enough of a log to act on.
+/// Shortens a log to a length that you can act on.
 fn trim(log: &str) -> String {
     const LINES: usize = 60;
     let lines: Vec<&str> = log.trim().lines().collect();
@@ -193,7 +194,8 @@ impl Compiler for FiberCompiler {
         "sim"
     }
 
-    /// `gcc 12.2.0`; the program's path when it does not say its version.
+    /// Returns `gcc 12.2.0`, or the program's path when it does not tell its
+    /// version.
     fn name(&self) -> String {
         short_name(self.version()).unwrap_or_else(|| self.program().display().to_string())
     }
@@ -210,7 +212,7 @@ impl Compiler for FiberCompiler {
         words.join(" ")
     }
 
-    /// Every `sim:gfx*`.
+    /// Returns every `sim:gfx*`.
     fn targets(&self) -> Vec<Target> {
         let all = Target::all().into_iter();
         all.filter(|target| matches!(target, Target::Sim(SimArch::Rocm(_))))
@@ -243,7 +245,7 @@ impl Compiler for FiberCompiler {
     }
 }
 
-/// `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
+/// Returns `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
 fn short_name(version: &str) -> Option<String> {
     if version.starts_with("zig ") {
         return Some(version.to_string());

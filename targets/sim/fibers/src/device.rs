@@ -12,19 +12,19 @@ use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, KernelCo
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How a [`FiberDevice`] runs kernels.
+/// Options of a [`FiberDevice`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FiberOptions {
-    /// Cores that run blocks, at most 16; all of them when it is `None`.
-    /// Results do not depend on it.
+    /// Cores that run blocks, at most 16; `None` takes all of them. Results do
+    /// not depend on the number.
     pub threads: Option<NonZeroUsize>,
     /// The orders of threads that each launch runs under. The first gives the
-    /// result; a launch whose result differs under another is an error.
+    /// result; the launch fails if the result differs under another.
     pub orders: Vec<Order>,
 }
 
 impl Default for FiberOptions {
-    /// All cores; threads in turn, and once more in random order.
+    /// Takes all cores, and runs threads in turn and once more in random order.
     fn default() -> FiberOptions {
         FiberOptions {
             threads: None,
@@ -33,29 +33,30 @@ impl Default for FiberOptions {
     }
 }
 
-/// Stacks have guard pages, of which a system has a limited number.
+/// Largest number of workers. Every stack has a guard page, and a system has a
+/// limited number of mappings.
 const MOST_CORES: usize = 16;
 
-/// A GPU of AMD, simulated: every thread of a block is a fiber on this CPU.
+/// A simulated AMD GPU: every thread of a block is a fiber on this CPU.
 ///
-/// It watches every access of memory: outside of a tensor, of what nobody has
-/// written, misaligned, to what is only read, and out of order with another
-/// thread's or another block's. Such a launch is a [`DeviceError::Launch`]
-/// that names block, thread, tensor, element and the line of the text; so are
-/// deadlocks and lanes of a wave at different collectives. Launches are
-/// synchronous.
+/// The device watches every access of memory. A launch fails with a
+/// [`DeviceError::Launch`] if an access is outside of a tensor, reads unwritten
+/// bytes, is misaligned, writes a read-only parameter, or is out of order with
+/// an access of another thread or block. The error names block, thread, tensor,
+/// element and the line of the text. Deadlocks and lanes of a wave at different
+/// collectives fail in the same way. Launches are synchronous.
 pub struct FiberDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
-/// What modules need of their device.
-pub(crate) struct Shared {
+/// The state that modules share with their device.
+pub(crate) struct DeviceState {
     pub(crate) arch: RocmArch,
     pub(crate) cores: usize,
     pub(crate) orders: Vec<Order>,
     pub(crate) memory: Arc<Memory>,
-    /// Held by the launch that runs.
+    /// Held while a launch runs.
     pub(crate) turn: Mutex<()>,
     launches: Mutex<u32>,
     idle: Mutex<Vec<Worker>>,
@@ -63,7 +64,7 @@ pub(crate) struct Shared {
 }
 
 impl FiberDevice {
-    /// The GPU of this architecture.
+    /// Returns the GPU of this architecture.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] on CPUs that fibers are not written for.
@@ -85,7 +86,7 @@ impl FiberDevice {
             units: cores as u32,
             memory_bytes: host.info().memory_bytes,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(DeviceState {
             arch,
             cores,
             orders: options.orders,
@@ -99,8 +100,9 @@ impl FiberDevice {
     }
 }
 
-impl Shared {
-    /// Bytes of shared memory a block may take.
+impl DeviceState {
+    /// Returns the shared memory that a block may take, in bytes: the LDS of a
+    /// compute unit (CDNA3 and CDNA4 ISA guides, "Local Data Share").
     pub(crate) fn shared_bytes(&self) -> u32 {
         match self.arch.name {
             "gfx950" => 160 << 10,
@@ -108,8 +110,8 @@ impl Shared {
         }
     }
 
-    /// The number of a launch, for stamps. When numbers come around, what
-    /// earlier launches did is forgotten first.
+    /// Returns the number of a launch, for stamps. When the numbers start
+    /// again, the device first forgets the accesses of earlier launches.
     pub(crate) fn next_launch(&self) -> u32 {
         let mut launches = lock(&self.launches);
         if *launches >= MOST_LAUNCHES {
@@ -129,7 +131,7 @@ impl Shared {
         lock(&self.idle).push(worker);
     }
 
-    /// Adds what a launch of this kernel counted.
+    /// Adds the counts of a launch of this kernel.
     pub(crate) fn count(&self, symbol: &str, counts: &Counts) {
         let mut list = lock(&self.counters);
         let at = list.iter().position(|c| c.symbol == symbol);
@@ -205,8 +207,8 @@ impl Device for FiberDevice {
         Ok(())
     }
 
-    /// Launches, blocks, collectives, barriers, matrix products and bytes of
-    /// global memory; what a fiber cannot know stays 0.
+    /// Returns launches, blocks, collectives, barriers, matrix products and
+    /// bytes of global memory; counters that a fiber cannot know stay 0.
     fn take_counters(&self) -> Vec<KernelCounters> {
         std::mem::take(&mut lock(&self.shared.counters))
     }

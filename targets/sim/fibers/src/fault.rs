@@ -1,41 +1,41 @@
-//! What can go wrong while a kernel runs.
+//! The faults of a running kernel.
 
 use crate::block::Collective;
 use crate::product::Shape;
 use crate::stamp::Stamp;
 
-/// Reading or writing, alone or as one step.
+/// Reading, writing, or both as one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum AccessKind {
     Read,
     Write,
     Atomic,
 }
 
-impl Kind {
+impl AccessKind {
     pub(crate) fn verb(self) -> &'static str {
         match self {
-            Kind::Read => "reads",
-            Kind::Write => "writes",
-            Kind::Atomic => "adds to",
+            AccessKind::Read => "reads",
+            AccessKind::Write => "writes",
+            AccessKind::Atomic => "adds to",
         }
     }
 }
 
-/// One access of the thread that runs.
+/// One access of the running thread.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Access {
     pub(crate) address: usize,
     pub(crate) bytes: usize,
-    pub(crate) kind: Kind,
-    /// The instruction behind it.
+    pub(crate) kind: AccessKind,
+    /// Address of the instruction behind the access.
     pub(crate) from: usize,
 }
 
-/// Why the thread that runs cannot go on.
+/// The reason that the running thread cannot go on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
-    /// An access to what is not there, or not to be touched so.
+    /// An access to memory that does not exist, or that forbids it.
     Memory(Access, Problem),
     /// An access out of order with an earlier one.
     Conflict(Access, Earlier),
@@ -46,15 +46,15 @@ pub(crate) enum Fault {
         /// One of the lanes that are there.
         lane: usize,
     },
-    /// `match_any` of a value with more bits than it says.
+    /// A `match_any` of a value with more bits than the call states.
     Wide { value: u32, bits: i32, line: i32 },
     /// A matrix product that the architecture does not have.
     NoProduct { shape: Shape, line: i32 },
-    /// Lanes l and l + 16 bring different operands to a WMMA.
+    /// Lanes l and l + 16 hold different operands of a WMMA.
     Halves { line: i32 },
     /// Threads wait for others that never come.
     Deadlock,
-    /// What the compiler's own checks found, with its facts.
+    /// The compiler's own checks found a defect; `facts` describes it.
     Defect {
         kind: i32,
         facts: *const u8,
@@ -62,20 +62,20 @@ pub(crate) enum Fault {
     },
 }
 
-/// What is wrong with an access.
+/// The defect of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Problem {
-    /// Nothing of the launch is there.
+    /// No memory of the launch is there.
     Outside,
-    /// Nobody has written it.
+    /// Nothing has written the bytes.
     Unwritten,
-    /// Not at a multiple of its size.
+    /// The address is no multiple of the size.
     Misaligned,
-    /// A parameter that is only read.
+    /// The parameter is read-only.
     ReadOnly,
-    /// The stack of another thread.
+    /// The address is on the stack of another thread.
     Foreign(usize),
-    /// Constants of the kernel.
+    /// The address is a constant of the kernel.
     Constant,
 }
 
@@ -84,6 +84,6 @@ pub(crate) enum Problem {
 pub(crate) struct Earlier {
     pub(crate) stamp: Stamp,
     pub(crate) wrote: bool,
-    /// The instruction, if it is known.
+    /// The instruction, if known.
     pub(crate) from: Option<usize>,
 }

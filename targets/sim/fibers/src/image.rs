@@ -1,4 +1,4 @@
-//! What the binary of a kernel says about itself.
+//! Facts that the binary of a kernel holds about itself.
 
 use crate::lines::Lines;
 use moesaic_kernel::Entry;
@@ -11,9 +11,9 @@ const SECTION: &str = "sim_shared";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Variable {
     pub(crate) name: String,
-    /// The function that declares it; empty when the name does not say.
+    /// The function that declares it; empty when the name does not tell.
     pub(crate) function: String,
-    /// Bytes from the start of shared memory, and how many it has.
+    /// Offset from the start of shared memory in bytes, and size.
     pub(crate) offset: usize,
     pub(crate) bytes: usize,
 }
@@ -23,7 +23,7 @@ pub(crate) struct Variable {
 pub(crate) struct Facts {
     pub(crate) variables: Vec<Variable>,
     pub(crate) lines: Lines,
-    /// The address of `sim_image`, and where the image ends.
+    /// Address of `sim_image`, and end of the image.
     pub(crate) anchor: u64,
     pub(crate) end: u64,
 }
@@ -45,7 +45,7 @@ impl Facts {
         })
     }
 
-    /// Bytes of shared memory that `kernel` takes: its own variables, and
+    /// Returns the shared memory of `kernel` in bytes: its own variables and
     /// those of functions that are no kernel.
     pub(crate) fn shared_bytes(&self, kernel: &str, entries: &[Entry]) -> u32 {
         let others = |v: &&Variable| {
@@ -55,15 +55,15 @@ impl Facts {
         bytes.sum()
     }
 
-    /// The variable at a byte of shared memory.
+    /// Returns the variable at a byte of shared memory.
     pub(crate) fn variable(&self, offset: usize) -> Option<&Variable> {
         let holds = |v: &&Variable| offset.wrapping_sub(v.offset) < v.bytes;
         self.variables.iter().find(holds)
     }
 }
 
-/// One report per entry. `Err` says which is not exported, or why the file
-/// is not a shared object.
+/// Returns one report per entry. An error names the entry that is not exported,
+/// or says why the file is not a shared object.
 pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelReport>, String> {
     let (file, facts) = (parse(binary)?, Facts::read(binary)?);
     let report = |entry: &Entry| {
@@ -108,8 +108,9 @@ fn variables(file: &object::File<'_>) -> Vec<Variable> {
     list
 }
 
-/// Function and name of a local: `_ZZ6kernelE4tile`, or `kernel()::tile` with
-/// parameters, or `tile.3` of a function with C linkage.
+/// Splits the symbol of a local variable into function and name:
+/// `_ZZ6kernelE4tile`, `kernel()::tile` with parameters, or `tile.3` of a
+/// function with C linkage.
 fn demangle(symbol: &str) -> (String, String) {
     let parts = symbol.strip_prefix("_ZZ").and_then(|rest| {
         let (function, rest) = counted(rest)?;
@@ -120,7 +121,7 @@ fn demangle(symbol: &str) -> (String, String) {
     parts.unwrap_or_else(|| (String::new(), plain.to_string()))
 }
 
-/// The name behind its length, and the rest.
+/// Returns the name behind its length, and the rest.
 fn counted(text: &str) -> Option<(&str, &str)> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let length: usize = text[..digits].parse().ok()?;

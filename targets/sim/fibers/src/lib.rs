@@ -1,23 +1,23 @@
 //! GPU kernels as host C++, a fiber for each thread: the target `sim:gfx*`.
 //!
-//! The HIP text of a kernel over `prelude/sim` is compiled by the C++ compiler
-//! of this machine with the instrumentation of its sanitizers, whose libraries
-//! are not linked: every access of memory calls this crate, which knows every
-//! allocation, who wrote each element last and which barriers lie between. So
-//! errors are found by what a kernel does, not by what happens to break:
-//! nothing here depends on guard pages or signals.
+//! The C++ compiler of this machine compiles the HIP text of a kernel over
+//! `prelude/sim` with the instrumentation of its sanitizers, whose libraries
+//! are not linked. So every access of memory calls this crate, which knows
+//! every allocation, the last writer of each element, and the barriers between.
+//! The crate finds errors by the behaviour of a kernel, not by what happens to
+//! break: nothing depends on guard pages or signals.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
 //! | `compiler`, `tool` | text to shared object |
 //! | `device`, `module` | loading, launching, blocks over cores |
 //! | `worker`, `block`, `switch`, `stacks` | the threads of a block as fibers |
-//! | `machine`, `product` | what the text calls: barriers, collectives, matrix products |
+//! | `machine`, `product` | functions that the text calls: barriers,
+//! collectives, matrix products |
 //! | `memory`, `region`, `shared`, `stamp` | watching memory |
-//! | `fault`, `words`, `image`, `lines` | errors, and their names and lines |
+//! | `fault`, `words`, `image`, `lines` | errors, with their names and lines |
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 mod block;
 mod compiler;

@@ -2,13 +2,12 @@
 
 use gimli::{DebugLine, DebugLineOffset, EndianSlice, LittleEndian};
 
-/// Where each run of instructions comes from: addresses in the image, and
-/// lines. Sorted by address.
+/// The line of each run of instructions, by address in the image, sorted.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Lines(Vec<(u64, u32)>);
 
 impl Lines {
-    /// Reads a `.debug_line` section; what cannot be read is left out.
+    /// Reads a `.debug_line` section and skips units that it cannot read.
     pub(crate) fn parse(bytes: &[u8]) -> Lines {
         let section = DebugLine::new(bytes, LittleEndian);
         let mut rows = Vec::new();
@@ -23,7 +22,7 @@ impl Lines {
         Lines(rows)
     }
 
-    /// The line of the instruction at `address`.
+    /// Returns the line of the instruction at `address`.
     pub(crate) fn at(&self, address: u64) -> Option<u32> {
         let after = self.0.partition_point(|row| row.0 <= address);
         let (_, line) = self.0.get(after.checked_sub(1)?)?;
@@ -31,8 +30,8 @@ impl Lines {
     }
 }
 
-/// Runs the program of the unit at `offset`; gives the bytes that the unit takes. What
-/// follows the end of a run of instructions has line 0.
+/// Runs the program of the unit at `offset` and returns the unit's length in
+/// bytes. The row behind the end of a run of instructions gets line 0.
 fn unit(
     section: &DebugLine<EndianSlice<LittleEndian>>,
     offset: usize,
@@ -55,7 +54,7 @@ fn unit(
 mod tests {
     use super::*;
 
-    /// A version 4 unit with this program.
+    /// Returns a version 4 unit with this program.
     fn section(program: &[u8]) -> Vec<u8> {
         let mut header = vec![1, 1, 1, (-5i8) as u8, 14, 13];
         header.extend([0, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1]);

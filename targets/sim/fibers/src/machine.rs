@@ -1,17 +1,18 @@
-//! What kernel text calls: the table `Machine` of `prelude/sim/machine.hpp`.
+//! The functions that kernel text calls: the table `Machine` of
+//! `prelude/sim/machine.hpp`.
 //!
-//! Every function runs on the stack of the fiber that calls it, and holds no
+//! Every function runs on the stack of the calling fiber, and holds no
 //! reference to the worker while another fiber may run.
 
 use crate::block::{Collective, State};
-use crate::fault::{Access, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Fault, Problem};
 use crate::product::{Operands, Shape};
 use crate::worker::{current, fail, park};
 use std::ffi::c_void;
 
 /// The table, in the order of the text.
 #[repr(C)]
-pub(crate) struct Machine {
+pub(crate) struct MachineTable {
     thread_index: extern "C" fn() -> i32,
     block_x: extern "C" fn() -> i64,
     block_y: extern "C" fn() -> i64,
@@ -28,8 +29,8 @@ pub(crate) struct Machine {
     defect: extern "C" fn(i32, *const u8, u64),
 }
 
-/// The only one: which worker is meant is a matter of the calling thread.
-pub(crate) static MACHINE: Machine = Machine {
+/// The only table; the calling thread of the host determines the worker.
+pub(crate) static MACHINE: MachineTable = MachineTable {
     thread_index,
     block_x,
     block_y,
@@ -73,6 +74,8 @@ extern "C" fn block_sync(line: i32) {
     if worker.block.arrived < worker.block.threads() {
         return park(State::Barrier(line));
     }
+    // The last thread does not park: it wakes the others and goes on itself, so
+    // a barrier costs one switch per thread.
     worker.block.arrived = 0;
     let threads = worker.block.threads();
     worker.block.wake(0..threads);
@@ -87,6 +90,8 @@ extern "C" fn shuffle(value: u32, lane: i32, line: i32) -> u32 {
     let brought = u64::from(lane as u32) << 32 | u64::from(value);
     meet(Collective::Shuffle, line, brought, |lanes| {
         let all = lanes.brought.len();
+        // The lane number wraps as on the GPU, where `ds_bpermute_b32` takes it
+        // modulo the lanes of a wave (CDNA3 ISA guide, DS_BPERMUTE_B32).
         for (to, from) in lanes.results.iter_mut().zip(lanes.brought) {
             *to = lanes.brought[(from >> 32) as usize & (all - 1)] & 0xffff_ffff;
         }
@@ -102,6 +107,8 @@ extern "C" fn ballot(vote: u32, line: i32) -> u64 {
 }
 
 extern "C" fn match_any(value: u32, bits: i32, line: i32) -> u64 {
+    // The text promises a number of bits, which lets the GPU version compare
+    // bit by bit. A larger value would match wrongly there, but not here.
     if u64::from(value) >> bits != 0 {
         fail(Fault::Wide { value, bits, line });
     }
@@ -123,7 +130,7 @@ extern "C" fn warp_max(value: u32, line: i32) -> u32 {
 }
 
 unsafe extern "C" fn shared_add(counter: *mut i32, value: i32, from: *const c_void) {
-    check(counter as usize, 4, Kind::Atomic, from as usize);
+    check(counter as usize, 4, AccessKind::Atomic, from as usize);
     // SAFETY: the check has found the counter in memory of the launch; fibers
     // of other cores may add to it at the same time.
     let counter = unsafe { std::sync::atomic::AtomicI32::from_ptr(counter) };
@@ -161,9 +168,9 @@ extern "C" fn access(address: *const c_void, bytes: u64, kind: i32, from: *const
     let aligned = free || address.is_multiple_of(bytes.max(1));
     let along = kind & 4 != 0;
     let kind = if kind & 1 != 0 {
-        Kind::Write
+        AccessKind::Write
     } else {
-        Kind::Read
+        AccessKind::Read
     };
     let from = from as usize;
     let access = Access {
@@ -189,7 +196,7 @@ extern "C" fn defect(kind: i32, facts: *const u8, value: u64) {
 }
 
 #[inline]
-fn check(address: usize, bytes: usize, kind: Kind, from: usize) {
+fn check(address: usize, bytes: usize, kind: AccessKind, from: usize) {
     let access = Access {
         address,
         bytes,
@@ -202,19 +209,22 @@ fn check(address: usize, bytes: usize, kind: Kind, from: usize) {
     }
 }
 
-/// What the lanes of a wave bring to a collective, and what they get.
+/// The operands of the lanes of a wave, and room for their results.
 struct Lanes<'a> {
     brought: &'a [u64],
     results: &'a mut [u64],
 }
 
-/// A collective: the last lane to come computes for all.
+/// Runs a collective: the last lane to arrive computes for all.
 fn meet(what: Collective, line: i32, brought: u64, resolve: impl FnOnce(Lanes<'_>)) -> u64 {
     // SAFETY: called by a kernel; the reference ends before `park` and `fail`.
     let worker = unsafe { current() };
     let (block, here) = (&mut worker.block, (what, line));
     let (lane, count, thread) = (block.lane(), block.lanes, block.current);
     let wave = block.wave();
+    // A wave executes in lockstep on the GPU, so its lanes cannot be in two
+    // collectives. Compiled for the host, each lane runs alone and may get
+    // there.
     if wave.arrived != 0 && wave.meeting != here {
         let (there, lane) = (wave.meeting, wave.arrived.trailing_zeros() as usize);
         fail(Fault::Apart { here, there, lane });
@@ -227,6 +237,9 @@ fn meet(what: Collective, line: i32, brought: u64, resolve: impl FnOnce(Lanes<'_
         // SAFETY: as above, and this fiber runs again.
         return unsafe { current().block.wave().results[lane] };
     }
+    // Cleared before the others run: a lane may come to its next collective
+    // while some still have to fetch this result. Their results stay in place
+    // until all lanes have come again.
     wave.arrived = 0;
     resolve(Lanes {
         brought: &wave.values[..count],

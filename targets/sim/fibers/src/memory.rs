@@ -1,4 +1,4 @@
-//! Device memory that knows what was written, and by whom.
+//! Device memory that records the writes, and their threads.
 
 use moesaic_target::{DeviceError, Ptr};
 use std::collections::BTreeMap;
@@ -6,14 +6,14 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Memory is watched in pieces of this many bytes, the smallest element.
+/// Bytes that are watched together: the smallest element.
 pub(crate) const GRAIN: usize = 2;
-/// Bytes between allocations, so that a near miss is nobody's memory.
+/// Bytes between allocations, so that a near miss hits nobody's memory.
 const APART: usize = 1 << 16;
-/// Fresh memory: NaN as any float, -1 as any integer.
+/// Content of fresh memory: NaN as any float, -1 as any integer.
 pub(crate) const POISON: u8 = 0xff;
 
-/// Zeroed pages that come when they are touched.
+/// Zeroed pages, which the system provides on first touch.
 struct Pages {
     start: NonNull<u8>,
     bytes: usize,
@@ -42,8 +42,8 @@ impl Drop for Pages {
     }
 }
 
-/// One allocation: the bytes, which grains of them were ever written, and who
-/// wrote and read each last.
+/// An allocation: its bytes, a mark for each written grain, and the last writer
+/// and readers of each grain.
 pub(crate) struct Allocation {
     data: Pages,
     known: Pages,
@@ -73,7 +73,7 @@ impl Allocation {
         self.bytes
     }
 
-    /// One mark per grain: not 0 once it was written.
+    /// Returns one mark per grain: not 0 once the grain was written.
     pub(crate) fn known(&self) -> &[AtomicU8] {
         let grains = self.bytes.div_ceil(GRAIN);
         // SAFETY: the mapping has this many bytes, which are only touched
@@ -81,21 +81,21 @@ impl Allocation {
         unsafe { std::slice::from_raw_parts(self.known.start.as_ptr().cast(), grains) }
     }
 
-    /// The last writer and the last readers of each grain.
+    /// Returns the last writer and the last readers of each grain.
     pub(crate) fn stamps(&self) -> &[[AtomicU64; 2]] {
         let grains = self.bytes.div_ceil(GRAIN);
         // SAFETY: as above; a mapping starts at a page.
         unsafe { std::slice::from_raw_parts(self.stamps.start.as_ptr().cast(), grains) }
     }
 
-    /// Says that bytes `from..from + count` were written from outside.
+    /// Marks `count` bytes from `from` on as written by the host.
     pub(crate) fn mark_written(&self, from: usize, count: usize) {
         let grains = from / GRAIN..(from + count).div_ceil(GRAIN);
         let known = &self.known()[grains];
         known.iter().for_each(|mark| mark.store(1, Relaxed));
     }
 
-    /// Forgets who touched it: every stamp is "never" again.
+    /// Resets every stamp to "never".
     pub(crate) fn forget(&self) {
         let (start, bytes) = (self.stamps.start.as_ptr().cast(), self.stamps.bytes);
         // SAFETY: all of a private mapping without a file, which then reads
@@ -110,7 +110,7 @@ pub(crate) struct Memory {
     live: Mutex<BTreeMap<usize, Arc<Allocation>>>,
 }
 
-/// Takes its allocation out of the list when the last owner lets go.
+/// Removes its allocation from the list when the last owner drops it.
 pub(crate) struct Owner {
     memory: Arc<Memory>,
     start: usize,
@@ -127,7 +127,7 @@ impl Memory {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new allocation, and what keeps it.
+    /// Returns a new allocation and its owner.
     pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<(Ptr, Owner), DeviceError> {
         let allocation = Allocation::new(bytes).ok_or_else(|| DeviceError::OutOfMemory {
             asked: bytes,
@@ -139,15 +139,17 @@ impl Memory {
         Ok((Ptr(start as u64), Owner { memory, start }))
     }
 
-    /// The allocation an address points into, or to the end of.
+    /// Returns the allocation that an address points into, or to the end of.
     pub(crate) fn find(&self, address: usize) -> Option<Arc<Allocation>> {
         let live = self.lock();
+        // The end counts as inside, because an argument may point to an empty
+        // tensor at the end of its buffer.
         let (_, allocation) = live.range(..=address).next_back()?;
         let inside = address - allocation.start() <= allocation.bytes();
         inside.then(|| Arc::clone(allocation))
     }
 
-    /// Forgets who touched what.
+    /// Forgets the accesses to all allocations.
     pub(crate) fn forget(&self) {
         self.lock()
             .values()

@@ -1,13 +1,13 @@
 //! Loaded kernels and their launch.
 
 use crate::block::Order;
-use crate::device::Shared;
+use crate::device::DeviceState;
 use crate::fault::Fault;
 use crate::image::Facts;
-use crate::machine::{MACHINE, Machine};
+use crate::machine::{MACHINE, MachineTable};
 use crate::region::Region;
 use crate::words::Scene;
-use crate::worker::{Body, Counts, Image, Job, Worker};
+use crate::worker::{BlockJob, Body, Counts, Image, Worker};
 use moesaic_cpu::{Loaded, load_shared_object};
 use moesaic_kernel::{Access, Entry};
 use moesaic_target::{
@@ -17,16 +17,17 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What the text exports: `Image` of `prelude/sim/machine.hpp`.
+/// The header that the text exports: `Image` of `prelude/sim/machine.hpp`.
 #[repr(C)]
 struct Header {
-    machine: *const Machine,
+    machine: *const MachineTable,
     shared: usize,
     shared_end: usize,
     wave: i64,
 }
 
-/// A kernel's image, loaded for one core: shared memory is a part of it.
+/// The image of a kernel, loaded for one core because shared memory is part of
+/// it.
 struct Copy {
     image: Image,
     bodies: Vec<Body>,
@@ -39,7 +40,7 @@ pub(crate) struct FiberModule {
     binary: Vec<u8>,
     entries: Vec<Entry>,
     facts: Facts,
-    device: Arc<Shared>,
+    device: Arc<DeviceState>,
     copies: Mutex<Vec<Arc<Copy>>>,
 }
 
@@ -47,7 +48,7 @@ impl FiberModule {
     pub(crate) fn load(
         artifact: &Artifact,
         entries: &[Entry],
-        device: Arc<Shared>,
+        device: Arc<DeviceState>,
     ) -> Result<FiberModule, DeviceError> {
         let refuse = |reason| DeviceError::Load {
             kernel: entries
@@ -71,7 +72,7 @@ impl FiberModule {
         Ok(module)
     }
 
-    /// Another copy of the image, with shared memory of its own.
+    /// Loads another copy of the image, with shared memory of its own.
     fn load_copy(&self) -> Result<Copy, String> {
         let loaded = load_shared_object(&self.binary)?;
         let words = |error: moesaic_dl::DlError| error.to_string();
@@ -112,7 +113,7 @@ impl FiberModule {
         })
     }
 
-    /// The first `count` copies, loaded when they are first needed.
+    /// Returns the first `count` copies, loading those that are missing.
     fn copies(&self, count: usize) -> Result<Vec<Arc<Copy>>, String> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         while copies.len() < count {
@@ -170,7 +171,7 @@ impl Module for FiberModule {
 }
 
 impl FiberModule {
-    /// Whether a compute unit could take such a block.
+    /// Checks that a compute unit could run such a block.
     fn check_block(&self, entry: &Entry, dims: &LaunchDims) -> Result<(), String> {
         let wave = self.device.arch.wave;
         if dims.threads == 0 || dims.threads > 1024 || !dims.threads.is_multiple_of(wave) {
@@ -192,7 +193,7 @@ impl FiberModule {
         }
     }
 
-    /// The allocations behind the arguments, by address.
+    /// Returns the allocations behind the arguments, by address.
     fn regions(&self, entry: &Entry, args: &[Arg]) -> Result<Vec<Region>, String> {
         let mut regions: Vec<Region> = Vec::new();
         for (param, arg) in entry.params.iter().zip(args) {
@@ -210,6 +211,8 @@ impl FiberModule {
             if regions.get(at).is_none_or(|region| region.start != start) {
                 regions.insert(at, Region::new(allocation));
             }
+            // Several tensors may lie in one allocation. One written parameter
+            // makes all of it writable, since a region has one history.
             regions[at].writable |= access != Access::Read;
         }
         Ok(regions)
@@ -230,23 +233,26 @@ struct Launch<'a> {
 // SAFETY: the values are only read, and outlive the launch.
 unsafe impl Sync for Launch<'_> {}
 
-/// What the cores of a launch share.
+/// The state that the cores of a launch share.
 struct Progress {
     next: AtomicU64,
-    /// The lowest block that failed; none above it starts.
+    /// The lowest failing block; no block above it starts.
     stop: AtomicU64,
     first: Mutex<Option<(u64, String)>>,
     counts: Mutex<Counts>,
 }
 
 impl Launch<'_> {
-    /// Runs the grid under each of the device's orders; all give the same.
+    /// Runs the grid under each of the device's orders and compares the
+    /// results.
     fn run(&self) -> Result<(), String> {
         let orders = &self.module.device.orders;
         let (first, others) = orders.split_first().unwrap_or((&Order::Ascending, &[]));
         if others.is_empty() {
             return self.run_once(*first).map(|counts| self.count(&counts));
         }
+        // Every order starts from the same bytes. Only memory that the kernel
+        // may write is kept, as the rest cannot change.
         let before = self.contents();
         let counts = self.run_once(*first)?;
         self.count(&counts);
@@ -268,7 +274,7 @@ impl Launch<'_> {
         self.regions.iter().filter(|region| region.writable)
     }
 
-    /// The bytes that the kernel may change.
+    /// Returns the bytes that the kernel may change.
     fn contents(&self) -> Vec<Vec<u8>> {
         let bytes = |region: &Region| {
             // SAFETY: the allocation is this long, and no kernel runs.
@@ -345,9 +351,9 @@ impl Launch<'_> {
         first.map_or(Ok(counts), |(_, reason)| Err(reason))
     }
 
-    /// Runs blocks on one core until there are none, or one has failed.
+    /// Runs blocks on one core until none is left or one has failed.
     fn run_blocks(&self, copy: &Copy, number: u32, order: Order, progress: &Progress) {
-        let job = Job {
+        let job = BlockJob {
             body: copy.bodies[self.index],
             image: copy.image,
             values: self.values,
@@ -386,8 +392,8 @@ impl Launch<'_> {
 }
 
 impl Progress {
-    /// Keeps the failure of the lowest block, which is the same however the
-    /// blocks are spread over cores.
+    /// Keeps the failure of the lowest block, which does not depend on the
+    /// spread of blocks over cores.
     fn fail(&self, block: u64, reason: String) {
         self.stop.fetch_min(block, Relaxed);
         let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);

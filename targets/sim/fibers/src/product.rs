@@ -1,6 +1,6 @@
-//! Matrix products of a wave, by the layouts of `moesaic-hardware`.
+//! Matrix products of a wave, with the layouts of `moesaic-hardware`.
 
-use moesaic_hardware::mfma::{Element, MfmaKind, execute};
+use moesaic_hardware::mfma::{MfmaElement, MfmaKind, execute};
 use moesaic_kernel::RocmArch;
 
 /// The operands of one lane, on its stack.
@@ -11,7 +11,7 @@ pub(crate) struct Operands {
     pub(crate) sums: *mut f32,
 }
 
-/// What the text asks for: `Shape` of `prelude/sim/machine.hpp`.
+/// The shape that the text asks for: `Shape` of `prelude/sim/machine.hpp`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
@@ -32,21 +32,22 @@ impl std::fmt::Display for Shape {
     }
 }
 
-/// An instruction.
+/// A matrix instruction.
 #[derive(Clone, Copy)]
 pub(crate) struct Product {
     kind: MfmaKind,
-    /// Halves that are subnormal count as zero, as gfx90a has it.
+    /// Subnormal halves of A and B count as zero, as on gfx90a, whose matrix
+    /// cores flush denormals of f16 and bf16.
     flushes: bool,
 }
 
 impl Shape {
-    /// The instruction, if the architecture has it.
+    /// Returns the instruction, if the architecture has it.
     pub(crate) fn on(self, arch: RocmArch) -> Option<Product> {
         let element = match self.element {
-            0 => Element::F16,
-            1 => Element::Bf16,
-            _ => Element::F32,
+            0 => MfmaElement::F16,
+            1 => MfmaElement::Bf16,
+            _ => MfmaElement::F32,
         };
         let (edge, k) = (
             usize::try_from(self.edge).ok()?,
@@ -57,31 +58,31 @@ impl Shape {
             64 => MfmaKind::mfma(edge, k, element),
             _ => MfmaKind::wmma(element).filter(|_| wmma),
         };
-        // Twice the terms came with gfx950, bf16 in this form with gfx90a.
+        // gfx950 (CDNA4) doubled k; bf16 in this form came with gfx90a (CDNA2).
         let wide = edge * k > 256 && arch.name != "gfx950";
-        let old = arch.name == "gfx908" && element == Element::Bf16;
-        let flushes = arch.name == "gfx90a" && element != Element::F32;
+        let old = arch.name == "gfx908" && element == MfmaElement::Bf16;
+        let flushes = arch.name == "gfx90a" && element != MfmaElement::F32;
         let kind = kind.filter(|_| !wide && !old)?;
         Some(Product { kind, flushes })
     }
 }
 
-/// Most registers of an operand, and of the sums.
+/// Largest number of registers of an operand; `SUMS` is that of the sums.
 const OPERAND: usize = 8;
 const SUMS: usize = 16;
 
 impl Product {
-    /// Multiplications of one instruction.
+    /// Returns the multiply-adds of one instruction.
     pub(crate) fn multiply_adds(self) -> u64 {
         (self.kind.edge() * self.kind.edge() * self.kind.k()) as u64
     }
 
-    /// `sums += a b` for all lanes; false when lanes that have to bring the
-    /// same, those of the two halves of a WMMA, do not.
+    /// Computes `sums += a b` for all lanes. Returns false if the two halves of
+    /// a WMMA hold different operands, which must be the same.
     ///
     /// # Safety
-    /// Each of `lanes` is the address of an [`Operands`] that leads to as many
-    /// registers as the instruction has.
+    /// Each of `lanes` is the address of an [`Operands`] that leads to the
+    /// registers of the instruction.
     pub(crate) unsafe fn run(self, lanes: &[u64]) -> bool {
         match lanes.len() {
             // SAFETY: the caller's.
@@ -107,12 +108,15 @@ impl Product {
             }
         }
         let halves = |register: &[u32; L]| register[..16] == register[16..32];
+        // RDNA3 ISA guide, "WMMA": lanes 0-15 and 16-31 must hold the same A
+        // and B. Hardware does not check, and results for other contents are
+        // not defined.
         if L == 32 && !a[..inputs].iter().chain(&b[..inputs]).all(halves) {
             return false;
         }
         if self.flushes {
             let exponent = match self.kind.element() {
-                Element::F16 => 0x7c00,
+                MfmaElement::F16 => 0x7c00,
                 _ => 0x7f80,
             };
             let registers = a[..inputs].iter_mut().chain(&mut b[..inputs]);
@@ -138,8 +142,8 @@ impl Product {
     }
 }
 
-/// A pair of halves with zeros of the same signs for what is subnormal; `exponent` are the bits
-/// of a half's exponent.
+/// Replaces subnormal halves of a pair by zeros of the same signs; `exponent`
+/// masks a half's exponent bits.
 fn flushed(pair: u32, exponent: u32) -> u32 {
     let half = |half: u32| {
         if half & exponent == 0 {

@@ -1,6 +1,6 @@
-//! The tensors of a launch, and who touched them.
+//! The tensors of a launch and the threads that touched them.
 
-use crate::fault::{Access, Earlier, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Earlier, Fault, Problem};
 use crate::memory::{Allocation, GRAIN};
 use crate::stamp::Stamp;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(crate) struct Region {
     pub(crate) start: usize,
     pub(crate) bytes: usize,
-    /// Whether a parameter that is written points into it. Nobody is noted
-    /// as a reader of the others.
+    /// Whether a written parameter points into it. Readers of other regions are
+    /// not recorded.
     pub(crate) writable: bool,
     pub(crate) allocation: Arc<Allocation>,
 }
@@ -26,7 +26,7 @@ impl Region {
         }
     }
 
-    /// Who wrote the byte last.
+    /// Returns the last writer of the byte.
     pub(crate) fn writer(&self, byte: usize) -> Stamp {
         load(&self.allocation.stamps()[byte / GRAIN][0])
     }
@@ -36,14 +36,14 @@ impl Region {
         address.wrapping_sub(self.start) < self.bytes
     }
 
-    /// Whether an access that starts in the region ends in it.
+    /// Returns a fault if an access that starts in the region ends outside.
     #[inline]
     pub(crate) fn bounds(&self, access: Access) -> Option<Fault> {
         let end = access.address - self.start + access.bytes;
         (end > self.bytes).then_some(Fault::Memory(access, Problem::Outside))
     }
 
-    /// Checks and notes an access that starts in the region.
+    /// Checks and records an access that starts in the region.
     #[inline]
     pub(crate) fn touch(&self, access: Access, now: Stamp, shift: u32) -> Option<Fault> {
         let outside = self.bounds(access);
@@ -52,7 +52,7 @@ impl Region {
         }
         let first = access.address - self.start;
         let grains = first / GRAIN..(first + access.bytes).div_ceil(GRAIN);
-        if access.kind == Kind::Write {
+        if access.kind == AccessKind::Write {
             if !self.writable {
                 return Some(Fault::Memory(access, Problem::ReadOnly));
             }
@@ -83,7 +83,7 @@ impl Region {
             // that misses a conflict at worst, and invents none.
             let [writer, readers] = pair.each_ref().map(load);
             let conflict = match access.kind {
-                Kind::Read => (!writer.before(now, shift)).then_some((writer, true)),
+                AccessKind::Read => (!writer.before(now, shift)).then_some((writer, true)),
                 _ if !writer.before(now, shift) => Some((writer, true)),
                 _ => (!readers.before(now, shift)).then_some((readers, false)),
             };
@@ -92,7 +92,7 @@ impl Region {
                 return Some(Fault::Conflict(access, Earlier { stamp, wrote, from }));
             }
             match access.kind {
-                Kind::Read => pair[1].store(readers.and(now, shift).bits(), Relaxed),
+                AccessKind::Read => pair[1].store(readers.and(now, shift).bits(), Relaxed),
                 _ => pair[0].store(now.bits(), Relaxed),
             }
         }

@@ -1,11 +1,11 @@
-//! The shared memory of a block, and who touched it.
+//! The shared memory of a block and the threads that touched it.
 
-use crate::fault::{Access, Earlier, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Earlier, Fault, Problem};
 use crate::memory::{GRAIN, POISON};
 use crate::stamp::Stamp;
 
-/// One grain: the last writer, the last readers, and their instructions as
-/// offsets from the start of the image.
+/// The history of one grain: the last writer, the last readers, and their
+/// instructions as offsets from the start of the image.
 #[derive(Clone, Copy, Default)]
 struct Grain {
     writer: Stamp,
@@ -14,15 +14,15 @@ struct Grain {
     readers_from: u32,
 }
 
-/// A range of shared memory, watched.
+/// A watched range of shared memory.
 #[derive(Default)]
-pub(crate) struct Shared {
+pub(crate) struct SharedMemory {
     start: usize,
     bytes: usize,
     grains: Vec<Grain>,
 }
 
-impl Shared {
+impl SharedMemory {
     /// Watches another range, whose history is unknown.
     pub(crate) fn watch(&mut self, start: usize, bytes: usize) {
         (self.start, self.bytes) = (start, bytes);
@@ -38,7 +38,7 @@ impl Shared {
         self.start
     }
 
-    /// A new block finds NaN, and no history.
+    /// Fills the range with NaN for a new block and clears the history.
     ///
     /// # Safety
     /// The range is writable, and no thread of a block runs.
@@ -48,8 +48,8 @@ impl Shared {
         self.grains.fill(Grain::default());
     }
 
-    /// Everything so far comes before everything from now on: barriers are
-    /// counted anew.
+    /// Orders everything so far before everything from now on, because barriers
+    /// are counted anew.
     pub(crate) fn settle(&mut self) {
         for grain in &mut self.grains {
             grain.readers = Stamp::default();
@@ -59,7 +59,7 @@ impl Shared {
         }
     }
 
-    /// Checks and notes an access that starts in the range.
+    /// Checks and records an access that starts in the range.
     #[inline]
     pub(crate) fn touch(
         &mut self,
@@ -74,7 +74,7 @@ impl Shared {
         }
         let from = access.from.wrapping_sub(image) as u32;
         let grains = first / GRAIN..(first + access.bytes).div_ceil(GRAIN);
-        // The grains of one access mostly have one history.
+        // The grains of one access mostly share one history.
         let mut last: Option<[Grain; 2]> = None;
         for grain in &mut self.grains[grains] {
             if let Some([before, after]) = last
@@ -86,9 +86,9 @@ impl Shared {
             }
             let before = *grain;
             let fault = match access.kind {
-                Kind::Read => grain.read(now, shift, from),
-                Kind::Write => grain.write(now, shift, from),
-                Kind::Atomic => grain.add(now, shift, from),
+                AccessKind::Read => grain.read(now, shift, from),
+                AccessKind::Write => grain.write(now, shift, from),
+                AccessKind::Atomic => grain.add(now, shift, from),
             };
             if let Some(found) = fault {
                 return Some(found.of(access, image));
@@ -99,7 +99,7 @@ impl Shared {
     }
 }
 
-/// What a grain says of an access.
+/// The defect that a grain finds in an access.
 enum Found {
     Unwritten,
     Conflict {

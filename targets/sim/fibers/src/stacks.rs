@@ -4,12 +4,13 @@ use std::io;
 use std::ptr::NonNull;
 
 const PAGE: usize = 4096;
-/// Bytes of a stack. The compiler refuses frames of more than a quarter.
+/// Bytes of a stack. The compiler refuses frames of more than a quarter of it.
 const STACK: usize = 1 << 16;
-/// A page nobody may touch, then a stack.
+/// An inaccessible page, then a stack.
 const SLOT: usize = STACK + PAGE;
 
-/// Stacks that end at a page nobody may touch; pages come when they are used.
+/// Stacks that end at an inaccessible page; the system provides pages on first
+/// use.
 pub(crate) struct Stacks {
     start: NonNull<u8>,
     count: usize,
@@ -19,7 +20,7 @@ pub(crate) struct Stacks {
 unsafe impl Send for Stacks {}
 
 impl Stacks {
-    /// `count` stacks.
+    /// Allocates `count` stacks.
     pub(crate) fn new(count: usize) -> io::Result<Stacks> {
         let (access, flags) = (
             libc::PROT_READ | libc::PROT_WRITE,
@@ -44,8 +45,9 @@ impl Stacks {
         self.count
     }
 
-    /// Where stack `i` ends, a multiple of 16. Stacks start at different
-    /// distances from a page, or all of them would share a few cache lines.
+    /// Returns the end of stack `i`, a multiple of 16. The ends lie at
+    /// different distances from a page, because otherwise all stacks would
+    /// share a few cache lines.
     pub(crate) fn top(&self, i: usize) -> *mut u8 {
         debug_assert!(i < self.count);
         let offset = (i % 61) * 64;
@@ -53,7 +55,7 @@ impl Stacks {
         unsafe { self.start.as_ptr().add((i + 1) * SLOT - offset) }
     }
 
-    /// Which stack an address lies in.
+    /// Returns the stack that an address lies in.
     pub(crate) fn owner(&self, address: usize) -> Option<usize> {
         let offset = address.checked_sub(self.start.as_ptr() as usize)?;
         (offset < self.count * SLOT).then_some(offset / SLOT)

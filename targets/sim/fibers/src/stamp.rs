@@ -1,12 +1,13 @@
-//! Who touched memory last, and whether what happens now comes after it.
+//! Stamps: the thread that touched memory last, and the test whether another
+//! access comes after it.
 //!
-//! Two accesses of a block are in order when a block barrier lies between
-//! them, or when they are of one wave and a wave barrier does; of one thread
-//! always. Two blocks of a launch are never in order. A conflict is a pair
-//! out of order, one of which writes, and not both of which are atomic.
+//! Two accesses of a block are in order if a block barrier lies between them,
+//! if they are of one wave with a wave barrier between, or if they are of one
+//! thread. Two blocks of a launch are never in order. A conflict is a pair out
+//! of order, of which at least one access writes and not both are atomic.
 
-/// An access, packed: launch 12 bits, block 20, who 11, block barriers 11,
-/// wave barriers 10. Zero is "never".
+/// An access, packed: launch 12 bits, block 20, thread or group 11, block
+/// barriers 11, wave barriers 10. Zero is "never".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp(u64);
 
@@ -16,14 +17,14 @@ const ATOMIC_WAVE: u64 = 1024 + 64;
 const SEVERAL_OF_WAVE: u64 = 1024;
 const ALL_BLOCKS: u64 = (1 << 20) - 1;
 
-/// Barriers are counted to here; then the history starts anew.
+/// Largest number of block barriers; then the history starts anew.
 pub(crate) const MOST_BLOCK_BARRIERS: u32 = 2046;
-/// As above, for the barriers of a wave.
+/// Largest number of wave barriers, likewise.
 pub(crate) const MOST_WAVE_BARRIERS: u32 = 1022;
-/// Launches are counted to here.
+/// Largest number of launches.
 pub(crate) const MOST_LAUNCHES: u32 = 4094;
 
-/// Who did it, as far as a stamp tells.
+/// The author of an access, as far as a stamp tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Who {
     Thread(u32),
@@ -32,10 +33,11 @@ pub(crate) enum Who {
 }
 
 impl Stamp {
-    /// Something written before all that is told apart: no launch has it.
+    /// A write before all others that are distinguished; no launch has it.
     pub(crate) const SETTLED: Stamp = Stamp(1);
 
-    /// An access of a thread. Launches and barriers are counted from 1.
+    /// Returns the stamp of a thread's access. Launches and barriers are
+    /// counted from 1.
     pub(crate) fn new(launch: u32, block: u32, thread: u32, barriers: u32, wave: u32) -> Stamp {
         let block = u64::from(block) % ALL_BLOCKS;
         Stamp(
@@ -75,7 +77,7 @@ impl Stamp {
         Stamp(self.0 & !(0x7ff << 21) | code << 21)
     }
 
-    /// The block as it was given, or `None` for several.
+    /// Returns the block, or `None` for several blocks.
     pub(crate) fn of_block(self) -> Option<u32> {
         (self.block() != ALL_BLOCKS).then_some(self.block() as u32)
     }
@@ -93,8 +95,8 @@ impl Stamp {
         self.code() >= ATOMIC_WAVE && self.code() <= MANY_ATOMIC
     }
 
-    /// The wave of an access, when it is one; `shift` is the binary logarithm
-    /// of its lanes.
+    /// Returns the wave of an access if it is of one wave; `shift` is the
+    /// binary logarithm of the wave's lanes.
     #[inline]
     const fn wave_of(self, shift: u32) -> Option<u64> {
         match self.code() {
@@ -105,8 +107,8 @@ impl Stamp {
         }
     }
 
-    /// Whether `now`, of a thread of a block with waves of `1 << shift` lanes,
-    /// comes after it.
+    /// Returns true if `now`, of a thread in a block with waves of `1 << shift`
+    /// lanes, comes after this access.
     #[inline]
     pub(crate) fn before(self, now: Stamp, shift: u32) -> bool {
         const LAUNCH_AND_BLOCK: u64 = !0 << 32;
@@ -116,6 +118,8 @@ impl Stamp {
             return true; // the same thread since the last barrier
         }
         if differ & LAUNCH_AND_BLOCK != 0 {
+            // Launches of a device are one after the other, so another launch
+            // is always in order, and another block of the same one never.
             return self.launch() != now.launch();
         }
         if differ & BARRIERS != 0 || self.code() == now.code() {
@@ -124,7 +128,7 @@ impl Stamp {
         self.wave_barriers() != now.wave_barriers() && self.wave_of(shift) == now.wave_of(shift)
     }
 
-    /// What to remember of two reads, this one and `now`.
+    /// Returns the stamp that remembers two reads, this one and `now`.
     #[inline]
     pub(crate) fn and(self, now: Stamp, shift: u32) -> Stamp {
         if self.before(now, shift) {
@@ -133,8 +137,8 @@ impl Stamp {
         self.joined(now, shift, SEVERAL_OF_WAVE, MANY)
     }
 
-    /// What to remember of an atomic access `now` after this write; `None`
-    /// when they conflict.
+    /// Returns the stamp that remembers an atomic access `now` after this
+    /// write, or `None` if they conflict.
     pub(crate) fn and_atomic(self, now: Stamp, shift: u32) -> Option<Stamp> {
         let alone = now.with_code(ATOMIC_WAVE + now.wave_of(shift).unwrap_or(0));
         if self.before(now, shift) {
@@ -144,12 +148,15 @@ impl Stamp {
             .then(|| self.joined(alone, shift, ATOMIC_WAVE, MANY_ATOMIC))
     }
 
-    /// Both of two that are out of order.
+    /// Joins two accesses that are out of order.
     #[inline]
     fn joined(self, now: Stamp, shift: u32, of_wave: u64, many: u64) -> Stamp {
         if self.block() != now.block() {
             return Stamp(now.0 | ALL_BLOCKS << 32).with_code(many);
         }
+        // A stamp has room for one author. Two lanes become their wave, and two
+        // waves become "many": less precise in the message, never wrong about
+        // the order.
         match (self.wave_of(shift), now.wave_of(shift)) {
             (Some(a), Some(b)) if a == b => now.with_code(of_wave + a),
             _ => now.with_code(many),

@@ -1,17 +1,18 @@
-//! Changing from one stack to another.
+//! Switching from one stack to another.
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::naked_asm;
 
-/// The stack pointer of what does not run now; its registers lie above.
+/// The stack pointer of a context that does not run; its registers lie above.
 pub(crate) type Context = *mut u8;
 
-/// Saves the registers a call keeps, leaves the stack pointer in `from`, takes
-/// up `to` and restores its registers: returns where `to` was left.
+/// Saves the registers that a call preserves, stores the stack pointer in
+/// `from`, loads `to` and restores its registers. Execution continues where
+/// `to` was left.
 ///
 /// # Safety
-/// `to` was left by this function or made by [`prepare`], on a stack that is
-/// still there, and is taken up once.
+/// `to` was left by this function or made by [`prepare`], its stack still
+/// exists, and it is resumed once.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn switch(from: *mut Context, to: Context) {
@@ -34,8 +35,8 @@ pub(crate) unsafe extern "C" fn switch(from: *mut Context, to: Context) {
     )
 }
 
-/// A context that starts `entry` on the stack that ends at `top`, a multiple
-/// of 16. `entry` never returns.
+/// Returns a context that starts `entry` on the stack that ends at `top`, a
+/// multiple of 16. `entry` never returns.
 ///
 /// # Safety
 /// The 64 bytes below `top` are writable and nobody else's.
@@ -51,8 +52,8 @@ pub(crate) unsafe fn prepare(top: *mut u8, entry: extern "C" fn() -> !) -> Conte
     }
 }
 
-/// As on x86-64: the ten integer and eight float registers a call keeps, the
-/// frame pointer and the return address.
+/// Switches as on x86-64; saves the ten integer and eight float registers that
+/// a call preserves, the frame pointer and the return address.
 ///
 /// # Safety
 /// As on x86-64.
@@ -89,7 +90,7 @@ pub(crate) unsafe extern "C" fn switch(from: *mut Context, to: Context) {
     )
 }
 
-/// As on x86-64.
+/// Returns a context as on x86-64.
 ///
 /// # Safety
 /// The 160 bytes below `top` are writable and nobody else's.
@@ -106,14 +107,14 @@ pub(crate) unsafe fn prepare(top: *mut u8, entry: extern "C" fn() -> !) -> Conte
 /// Whether fibers are written for this machine.
 pub(crate) const HERE: bool = cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
 
-/// Never called: no device opens where fibers are not written.
+/// Does nothing: no device opens where fibers are not written.
 ///
 /// # Safety
 /// None.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) unsafe extern "C" fn switch(_: *mut Context, _: Context) {}
 
-/// As above.
+/// Does nothing, likewise.
 ///
 /// # Safety
 /// None.

@@ -1,4 +1,4 @@
-//! Finding a C++ compiler on the machine, and running it.
+//! Finds a C++ compiler on the machine and runs it.
 
 use moesaic_target::CompileError;
 use std::ffi::{OsStr, OsString};
@@ -9,8 +9,8 @@ use std::process::{Command, ExitStatus, Output, Stdio};
 const ADVICE: &str = "install a C++ compiler (g++ or clang++), set MOESAIC_CXX to one, \
                       or run `moesaic toolchain install c`";
 
-/// Names inside the compile directory: relative, so that neither the binary
-/// nor a message holds a path of this machine.
+/// Names inside the compile directory: relative, so that neither the binary nor
+/// a message holds a path of this machine.
 pub(crate) const SOURCE: &str = "kernel.cpp";
 pub(crate) const BINARY: &str = "kernel.so";
 const OBJECT: &str = "kernel.o";
@@ -34,7 +34,7 @@ pub(crate) struct Tool {
     zig: bool,
 }
 
-/// A run that ended badly.
+/// A failed run.
 pub(crate) enum Failure {
     NotRun(io::Error),
     Exited(ExitStatus, String),
@@ -53,13 +53,13 @@ impl Tool {
         &self.program
     }
 
-    /// Leading arguments that are no paths.
+    /// Returns the leading arguments that are no paths.
     pub(crate) fn leading(&self) -> impl Iterator<Item = &str> {
         let words = self.leading.iter().map(String::as_str);
         words.filter(|word| !word.contains('/'))
     }
 
-    /// Product, version and machine as one line.
+    /// Returns product, version and machine as one line.
     pub(crate) fn version(&self) -> Option<String> {
         let args: &[&str] = if self.zig { &["version"] } else { &["-v"] };
         let output = self.command(None, args).output().ok()?;
@@ -71,7 +71,8 @@ impl Tool {
         }
     }
 
-    /// Turns [`SOURCE`] in `dir` into [`BINARY`]; returns what was said.
+    /// Compiles [`SOURCE`] in `dir` to [`BINARY`]; returns the compiler's
+    /// output.
     pub(crate) fn build(&self, dir: &Path, flags: &[&str]) -> Result<String, Failure> {
         let mut log = String::new();
         for args in self.steps(flags) {
@@ -95,8 +96,8 @@ impl Tool {
             let link = ["ld.lld", "-shared", "-o", BINARY, OBJECT];
             return vec![[&compile[..], flags].concat(), link.to_vec()];
         }
-        // Without the standard libraries gcc does not add those of the
-        // sanitizers either: the text defines what they would.
+        // With `-nostdlib` gcc does not add the libraries of the sanitizers
+        // either; the text defines the functions that they would.
         let files = ["-x", "c++", "-pipe", "-shared", "-o", BINARY, SOURCE];
         let libraries = ["-nostdlib", "-lm", "-Wl,--build-id=none"];
         vec![[flags, &files[..], &libraries[..]].concat()]
@@ -118,7 +119,7 @@ impl Tool {
 
 /// Looks for a compiler: `MOESAIC_CXX`, `CXX`, `c++`, `g++`, `clang++`, then
 /// `cc`, `gcc` and `clang`, which compile C++ where they can, then `fallback`.
-/// A `MOESAIC_CXX` that cannot be used is an error: it was asked for by name.
+/// An unusable `MOESAIC_CXX` is an error, because you asked for it by name.
 pub(crate) fn find(
     var: impl Fn(&str) -> Option<OsString>,
     fallback: Option<&Path>,
@@ -161,7 +162,7 @@ fn none(tried: &[String]) -> CompileError {
     }
 }
 
-/// A variable holds a program, or a program with leading arguments.
+/// Reads a variable that holds a program, possibly with leading arguments.
 fn from_variable(value: &OsString, path: &OsStr) -> Option<Tool> {
     if let Some(program) = on_path(Path::new(value), path) {
         return Some(Tool::at(&program, &[]));
@@ -171,7 +172,8 @@ fn from_variable(value: &OsString, path: &OsStr) -> Option<Tool> {
     Some(Tool::at(&program, &words.collect::<Vec<_>>()))
 }
 
-/// The program as an absolute path: compiles run in another directory.
+/// Returns the program as an absolute path, because compiles run in another
+/// directory.
 fn on_path(program: &Path, path: &OsStr) -> Option<PathBuf> {
     if program.components().count() > 1 {
         let program = std::path::absolute(program).ok()?;
@@ -191,7 +193,8 @@ fn both_streams(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// `gcc version 12.2.0 (Debian …), x86_64-linux-gnu` from what `-v` says.
+/// Returns `gcc version 12.2.0 (Debian …), x86_64-linux-gnu` from the output of
+/// `-v`.
 fn version_line(text: &str) -> Option<String> {
     let version = text.lines().find(|line| line.contains(" version "))?.trim();
     let mut lines = text.lines().map(str::trim);

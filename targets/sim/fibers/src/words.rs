@@ -1,4 +1,4 @@
-//! Faults as people read them.
+//! Messages of faults.
 
 use crate::block::Block;
 use crate::fault::{Access, Earlier, Fault, Problem};
@@ -9,10 +9,9 @@ use crate::worker::Image;
 use moesaic_kernel::{Entry, Param};
 use moesaic_target::Arg;
 
-/// What is needed to name things: the image of the worker that failed, and
-/// the launch.
+/// The context of a message: the image of the failing worker, and the launch.
 pub(crate) struct Scene<'a> {
-    /// The GPU's name.
+    /// Name of the GPU.
     pub(crate) arch: &'static str,
     pub(crate) facts: &'a Facts,
     pub(crate) image: Image,
@@ -23,7 +22,7 @@ pub(crate) struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    /// One sentence: block, thread, what it did, where.
+    /// Describes a fault in one sentence: block, thread, operation, place.
     pub(crate) fn describe(&self, fault: &Fault, block: &Block) -> String {
         let at = format!("block ({}, {})", block.x, block.y);
         let thread = format!("{at}, thread {}", block.current);
@@ -117,13 +116,13 @@ impl Scene<'_> {
 
     fn line(&self, from: usize) -> String {
         let address = (from as u64).wrapping_sub(self.image.start as u64);
-        // An address that is returned to lies behind the call.
+        // The address is that of the return, so the call lies just before.
         let line = self.facts.lines.at(address.wrapping_sub(1));
         line.map(|line| format!(" (line {line})"))
             .unwrap_or_default()
     }
 
-    /// An address by the name of what lies there.
+    /// Returns the name of what lies at an address.
     pub(crate) fn place(&self, address: usize) -> String {
         let offset = address.wrapping_sub(self.image.shared);
         if let Some(variable) = self.facts.variable(offset) {
@@ -132,7 +131,8 @@ impl Scene<'_> {
         }
         let named = self.entry.params.iter().zip(self.args);
         let tensors = named.filter_map(|(param, arg)| self.tensor(param, arg));
-        // Where tensors lie in one allocation, the last that starts before.
+        // Where several tensors share an allocation, the last one that starts
+        // before the address.
         let nearest =
             tensors.min_by_key(|tensor| (tensor.distance(address), tensor.start.abs_diff(address)));
         nearest
@@ -164,7 +164,7 @@ struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    /// How far an address is outside.
+    /// Returns the distance of an address from the tensor in bytes.
     fn distance(&self, address: usize) -> usize {
         match address {
             a if a < self.start => self.start - a,
@@ -173,7 +173,7 @@ impl Tensor<'_> {
         }
     }
 
-    /// The element at an address, if it is not too far off to be meant.
+    /// Returns the element at an address, unless it is too far off to be meant.
     fn element(&self, address: usize) -> Option<String> {
         const NEAR: usize = 1 << 20;
         let index = (address.wrapping_sub(self.start) as isize).div_euclid(self.size as isize);
@@ -205,7 +205,7 @@ fn defect(kind: i32, value: u64) -> String {
     }
 }
 
-/// Line and column of what the compiler says about a check.
+/// Reads line and column from the compiler's facts about a check.
 ///
 /// # Safety
 /// `facts` starts with the location that gcc and clang put there.

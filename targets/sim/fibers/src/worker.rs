@@ -1,10 +1,10 @@
-//! One core: it runs the blocks it is given, thread by thread.
+//! A worker: it runs blocks on one core, thread by thread.
 
 use crate::block::{Block, Order, State};
-use crate::fault::{Access, Fault, Kind, Problem};
+use crate::fault::{Access, AccessKind, Fault, Problem};
 use crate::product::{Product, Shape};
 use crate::region::Region;
-use crate::shared::Shared;
+use crate::shared::SharedMemory;
 use crate::stacks::Stacks;
 use crate::stamp::{MOST_BLOCK_BARRIERS, MOST_WAVE_BARRIERS};
 use crate::switch::{Context, prepare, switch};
@@ -13,10 +13,10 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr;
 
-/// A kernel's function for one thread: `values[i]` points to argument i.
+/// The function of a kernel for one thread; `values[i]` points to argument i.
 pub(crate) type Body = unsafe extern "C" fn(values: *const *mut c_void);
 
-/// Where the machine code, constants and shared memory of a kernel lie.
+/// The places of a kernel's machine code, constants and shared memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Image {
     pub(crate) start: usize,
@@ -25,20 +25,20 @@ pub(crate) struct Image {
     pub(crate) shared_bytes: usize,
 }
 
-/// What the blocks of a launch have in common.
-pub(crate) struct Job<'a> {
+/// The part of a launch that its blocks have in common.
+pub(crate) struct BlockJob<'a> {
     pub(crate) body: Body,
     pub(crate) image: Image,
     pub(crate) values: *const *mut c_void,
     pub(crate) regions: &'a [Region],
     pub(crate) threads: usize,
     pub(crate) dynamic_bytes: usize,
-    /// The number of the launch, for stamps.
+    /// Number of the launch, for stamps.
     pub(crate) launch: u32,
     pub(crate) order: Order,
 }
 
-/// What ran, counted.
+/// Counts of executed operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) blocks: u64,
@@ -62,7 +62,7 @@ impl Counts {
     }
 }
 
-/// A core's stacks and the block on it.
+/// The stacks of a core and the block on it.
 pub(crate) struct Worker {
     arch: RocmArch,
     pub(crate) block: Block,
@@ -71,15 +71,16 @@ pub(crate) struct Worker {
     stacks: Stacks,
     contexts: Vec<Context>,
     scheduler: Context,
-    statics: Shared,
-    dynamic: Shared,
+    statics: SharedMemory,
+    dynamic: SharedMemory,
     dynamic_memory: Vec<u128>,
     job: JobPart,
-    /// The region that an instruction touched last, by its address.
+    /// The region that an instruction touched last, by the instruction's
+    /// address.
     recent: [u32; 256],
 }
 
-/// The part of a [`Job`] that accesses need, for as long as it runs.
+/// The part of a [`BlockJob`] that accesses need while it runs.
 #[derive(Clone, Copy)]
 struct JobPart {
     body: Option<Body>,
@@ -97,11 +98,11 @@ thread_local! {
     static CURRENT: Cell<*mut Worker> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// The worker of the fiber that calls.
+/// Returns the worker of the calling fiber.
 ///
 /// # Safety
-/// Only for what a kernel calls while it runs; the reference must end before
-/// another fiber runs.
+/// Only functions that a running kernel calls may use it, and the reference
+/// must end before another fiber runs.
 #[inline]
 pub(crate) unsafe fn current<'a>() -> &'a mut Worker {
     // SAFETY: `run_block` has set it, and borrows the worker while fibers run.
@@ -118,8 +119,8 @@ impl Worker {
             stacks: Stacks::new(0)?,
             contexts: Vec::new(),
             scheduler: ptr::null_mut(),
-            statics: Shared::default(),
-            dynamic: Shared::default(),
+            statics: SharedMemory::default(),
+            dynamic: SharedMemory::default(),
             dynamic_memory: Vec::new(),
             job: JobPart {
                 body: None,
@@ -131,8 +132,8 @@ impl Worker {
         })
     }
 
-    /// Makes ready for the blocks of a job.
-    pub(crate) fn begin(&mut self, job: &Job) -> std::io::Result<()> {
+    /// Prepares for the blocks of a job.
+    pub(crate) fn begin(&mut self, job: &BlockJob) -> std::io::Result<()> {
         if self.stacks.count() < job.threads {
             self.stacks = Stacks::new(job.threads)?;
         }
@@ -155,11 +156,12 @@ impl Worker {
         Ok(())
     }
 
-    /// Runs one block; the fault is left in the worker.
+    /// Runs one block; returns false and leaves the fault in the worker if it
+    /// fails.
     ///
     /// # Safety
     /// `begin` was called with this job, whose body takes its values.
-    pub(crate) unsafe fn run_block(&mut self, job: &Job, number: u32, at: [i64; 2]) -> bool {
+    pub(crate) unsafe fn run_block(&mut self, job: &BlockJob, number: u32, at: [i64; 2]) -> bool {
         self.fault = None;
         self.counts.blocks += 1;
         // SAFETY: the image's shared memory and the worker's own; no fiber runs.
@@ -184,7 +186,7 @@ impl Worker {
         self.fault.is_none()
     }
 
-    /// Checks and notes an access of the current thread.
+    /// Checks and records an access of the current thread.
     #[inline]
     pub(crate) fn access(&mut self, access: Access) -> Option<Fault> {
         let Access { address, bytes, .. } = access;
@@ -199,6 +201,8 @@ impl Worker {
         }
         // SAFETY: the job is borrowed while its blocks run.
         let regions = unsafe { &*self.job.regions };
+        // An instruction mostly touches the same tensor again, so a table by
+        // instruction address finds the region without a search.
         let slot = access.from >> 2 & 255;
         let guess = self.recent[slot] as usize;
         let hit = regions.get(guess).is_some_and(|r| r.holds(address));
@@ -210,7 +214,7 @@ impl Worker {
         if let Some(i) = found {
             self.recent[slot] = i as u32;
             match access.kind {
-                Kind::Read => self.counts.global_read_bytes += bytes as u64,
+                AccessKind::Read => self.counts.global_read_bytes += bytes as u64,
                 _ => self.counts.global_written_bytes += bytes as u64,
             }
             return regions[i].touch(access, now, shift);
@@ -221,8 +225,9 @@ impl Worker {
         self.elsewhere(access)
     }
 
-    /// Checks a read of global memory that nobody uses: it may be there for the sake of other
-    /// lanes, so that it is not counted, and nobody need have written what it reads.
+    /// Checks a read of global memory whose value nobody uses. A lane may make
+    /// it for the sake of others, so it is not counted, and its bytes may be
+    /// unwritten.
     pub(crate) fn read_along(&mut self, access: Access) -> Option<Fault> {
         // SAFETY: the job is borrowed while its blocks run.
         let regions = unsafe { &*self.job.regions };
@@ -237,13 +242,13 @@ impl Worker {
         let image = self.job.image;
         let constant = access.address.wrapping_sub(image.start) < image.bytes;
         match (constant, access.kind) {
-            (true, Kind::Read) => None,
+            (true, AccessKind::Read) => None,
             (true, _) => Some(Fault::Memory(access, Problem::Constant)),
             _ => Some(Fault::Memory(access, Problem::Outside)),
         }
     }
 
-    /// The instruction for a product, which one lane more asks for.
+    /// Returns the instruction of a product and counts one lane's arrival.
     pub(crate) fn product(&mut self, shape: Shape) -> Option<Product> {
         let product = shape.on(self.arch)?;
         if self.block.lane() == 0 {
@@ -257,7 +262,7 @@ impl Worker {
         self.dynamic.start() as *mut c_void
     }
 
-    /// Another wave barrier of the current thread's wave.
+    /// Counts a wave barrier of the current thread's wave.
     pub(crate) fn count_wave_barrier(&mut self) {
         self.block.wave().barriers += 1;
         if self.block.wave().barriers > MOST_WAVE_BARRIERS {
@@ -266,7 +271,7 @@ impl Worker {
         self.block.stamp();
     }
 
-    /// Another barrier of the block.
+    /// Counts a barrier of the block.
     pub(crate) fn count_block_barrier(&mut self) {
         self.counts.block_barriers += 1;
         self.block.barriers += 1;
@@ -276,7 +281,7 @@ impl Worker {
         self.block.stamp();
     }
 
-    /// Counts barriers anew: what was before is forgotten, so that some
+    /// Starts counting barriers anew. The history is forgotten, so some
     /// conflicts are missed and none is invented.
     fn settle(&mut self) {
         self.statics.settle();
@@ -316,7 +321,7 @@ extern "C" fn fiber() -> ! {
     leave()
 }
 
-/// Goes on with another thread of the block, until this one is woken.
+/// Runs other threads of the block until this one is woken.
 pub(crate) fn park(state: State) {
     // SAFETY: the worker is there while fibers run; the reference ends before
     // the switch, and the context belongs to a stack of the worker.
@@ -330,7 +335,7 @@ pub(crate) fn park(state: State) {
     }
 }
 
-/// The fiber that runs next, or the scheduler when none can.
+/// Returns the fiber that runs next, or the scheduler when none can.
 fn successor(worker: &mut Worker) -> Context {
     match worker.block.next() {
         Some(next) => worker.contexts[next],
@@ -343,7 +348,7 @@ fn successor(worker: &mut Worker) -> Context {
     }
 }
 
-/// Goes on with another thread, for good.
+/// Runs other threads of the block for good.
 fn leave() -> ! {
     let mut nowhere = ptr::null_mut();
     // SAFETY: as in `park`; nobody takes up what is left here.
@@ -354,7 +359,7 @@ fn leave() -> ! {
     unreachable!("a fiber that has ended was taken up")
 }
 
-/// Ends the block with a fault of the thread that runs.
+/// Ends the block with a fault of the running thread.
 #[cold]
 pub(crate) fn fail(fault: Fault) -> ! {
     let mut nowhere = ptr::null_mut();

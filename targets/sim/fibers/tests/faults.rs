@@ -1,4 +1,4 @@
-//! Everything a kernel can do wrong is named: block, thread, place, line.
+//! Every defect of a kernel is reported with block, thread, place and line.
 
 mod common;
 
@@ -15,8 +15,8 @@ fn int_in(name: &str) -> Param {
     Param::read(name, DType::I32, "[n]")
 }
 
-/// A kernel of 128 threads over `x`, which it reads, and `y`, which it writes;
-/// 256 elements each.
+/// Returns a kernel of 128 threads over `x`, which it reads, and `y`, which it
+/// writes; 256 elements each.
 fn kernel(body: &str) -> Kernel {
     let text = format!(
         "KERNEL(128) k(const i32 *x, i32 *y)\n{{\n    const i32 t = thread_index(); (void)x; (void)y; (void)t;\n{body}\n}}"
@@ -24,8 +24,8 @@ fn kernel(body: &str) -> Kernel {
     Kernel::new("gfx942", 128, vec![int_in("x"), int_out("y")], &text)
 }
 
-/// What goes wrong with a body in one block, or in two. `LINE n` stands for the line
-/// of the n-th part.
+/// Checks the error of a body in one block or in two. `LINE n` stands for the
+/// line of the n-th part.
 fn fault(body: &str, expected: &str) {
     let kernel = kernel(body);
     let mut want = expected.to_string();
@@ -36,7 +36,7 @@ fn fault(body: &str, expected: &str) {
     }
     let mut buffers = [Data::ints(&[1; 256]), Data::room(256)];
     let blocks = if expected.contains("(1, 0)") { 2 } else { 1 };
-    // On one core, so that it is known which of two blocks comes first.
+    // One core fixes which of two blocks comes first.
     let device = device(kernel.arch, 1, &[Order::Ascending]);
     let result = kernel.run_on(&device, blocks, &mut buffers);
     let Err(error) = result else {
@@ -65,7 +65,7 @@ fn accesses_outside_of_tensors() {
     );
 }
 
-/// Equal, where `*` stands for anything.
+/// Compares, where `*` stands for any text.
 fn same(got: &str, want: &str) -> bool {
     let mut rest = Some(got);
     for part in want.split('*') {
@@ -91,7 +91,8 @@ fn what_may_not_be_touched_so() {
     );
     fault(
         "    y[t] = load<4>(x + t).at[3]; /*0*/",
-        // Some compilers see it themselves, the others write what is seen.
+        // Some compilers see it themselves, the others write what the check
+        // prints.
         "block (0, 0), thread 1 * not *",
     );
     fault(
@@ -126,7 +127,7 @@ fn races_name_both_sides() {
     );
 }
 
-/// What warps order, and what atomics may do.
+/// Orders that waves and atomics give are enough.
 #[test]
 fn order_is_enough() {
     let kernel = kernel(

@@ -1,4 +1,4 @@
-//! What the machine does: barriers, collectives, blocks, memory.
+//! Behaviour of the machine: barriers, collectives, blocks, memory.
 
 mod common;
 
@@ -11,7 +11,7 @@ fn out(name: &str) -> Param {
     Param::write(name, DType::I32, "[n]")
 }
 
-/// Each thread's answer to an expression, for two blocks of two waves.
+/// Returns each thread's answer to an expression, for two blocks of two waves.
 fn answers(gpu: &str, expression: &str) -> Vec<u32> {
     let threads = 2 * arch(gpu).wave;
     let body = format!(
@@ -84,8 +84,8 @@ fn cores_and_orders_do_not_show() {
     }
 }
 
-/// What no barrier orders and no race shows: the value that an atomic step
-/// returns, made here by a function that is not watched.
+/// Finds a result that no barrier orders and no race shows: the value that an
+/// atomic step returns, made here by a function that is not watched.
 #[test]
 fn a_result_that_depends_on_the_order_is_found() {
     let body = "PLAIN i32 take(i32 *next) { return (*next)++; }\n\
@@ -106,8 +106,8 @@ fn a_result_that_depends_on_the_order_is_found() {
     kernel.run_on(&one, 3, &mut [Data::room(192)]).unwrap();
 }
 
-/// A launch that fails leaves the device and the module usable, and a repeated
-/// one starts from what was there before.
+/// Checks that a failed launch leaves device and module usable, and that a
+/// repeated launch starts from the bytes before it.
 #[test]
 fn a_device_survives_faults_and_repeats() {
     let body = "KERNEL(64) k(const i32 *x, i32 *y)\n{\n    const i32 t = thread_index();\n\

@@ -6,8 +6,8 @@ mod common;
 use common::*;
 use moesaic_kernel::*;
 
-/// Where things lie: of a lane and the number of an element, the row or column
-/// and k of an operand, and row and column of the sums.
+/// A layout: from a lane and the number of an element to the row or column and
+/// k of an operand, and to row and column of the sums.
 struct Layout {
     edge: usize,
     k: usize,
@@ -156,7 +156,7 @@ fn products_follow_the_manuals() {
     check("gfx942", "mfma_16x16x4", "f32", &FLOAT_16);
 }
 
-/// Lanes of a WMMA bring their operands twice; a wave of gfx942 has no WMMA.
+/// Lanes of a WMMA hold their operands twice; a wave of gfx942 has no WMMA.
 #[test]
 fn products_that_cannot_be() {
     let fails = |gpu: &str, bf16: &str, call: &str, expected: &str| {

@@ -1,21 +1,21 @@
 //! Conversions between f32 and the narrow formats, as the hardware rounds.
 //!
-//! Rounding is to nearest, ties to even, unless the name says otherwise. A
-//! NaN becomes the canonical NaN that PTX names, all ones below the sign; but
-//! [`tf32_from_f32_rna`] keeps its upper bits.
+//! Conversions round to nearest, ties to even, unless the name says otherwise.
+//! A NaN becomes the canonical NaN of PTX, all ones below the sign; only
+//! [`tf32_from_f32_rna`] keeps the upper bits of a NaN.
 
-/// The NaN that conversions to f16 and bf16 give.
+/// The NaN that conversions to f16 and bf16 return.
 pub const NAN16: u16 = 0x7fff;
-/// The NaN that conversions to tf32 by an instruction of the GPU give.
+/// The NaN that tf32 conversion instructions of the GPU return.
 pub const NAN32: u32 = 0x7fff_ffff;
 
-/// The value of bf16 bits.
+/// Returns the value of bf16 bits.
 #[inline]
 pub const fn f32_from_bf16(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
-/// f32 to bf16.
+/// Converts f32 to bf16.
 #[inline]
 pub const fn bf16_from_f32(value: f32) -> u16 {
     if value.is_nan() {
@@ -26,7 +26,7 @@ pub const fn bf16_from_f32(value: f32) -> u16 {
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
-/// f32 to bf16, towards zero.
+/// Converts f32 to bf16, rounding towards zero.
 #[inline]
 pub const fn bf16_from_f32_rz(value: f32) -> u16 {
     if value.is_nan() {
@@ -35,7 +35,7 @@ pub const fn bf16_from_f32_rz(value: f32) -> u16 {
     (value.to_bits() >> 16) as u16
 }
 
-/// The value of f16 bits.
+/// Returns the value of f16 bits.
 #[inline(always)]
 pub const fn f32_from_f16(bits: u16) -> f32 {
     let sign = ((bits & 0x8000) as u32) << 16;
@@ -50,7 +50,7 @@ pub const fn f32_from_f16(bits: u16) -> f32 {
     f32::from_bits(sign | scaled | top)
 }
 
-/// f32 to f16; values beyond 65504 become infinity.
+/// Converts f32 to f16; values beyond 65504 become infinity.
 #[inline]
 pub const fn f16_from_f32(value: f32) -> u16 {
     if value.is_nan() {
@@ -61,7 +61,7 @@ pub const fn f16_from_f32(value: f32) -> u16 {
     sign | f16_magnitude(bits & 0x7fff_ffff)
 }
 
-/// f16 bits of a magnitude below NaN.
+/// Returns the f16 bits of a magnitude below NaN.
 const fn f16_magnitude(bits: u32) -> u16 {
     let exponent = (bits >> 23) as i32 - 127;
     if exponent >= 16 {
@@ -78,19 +78,19 @@ const fn f16_magnitude(bits: u32) -> u16 {
     round_shift(mantissa, (-1 - exponent) as u32) as u16
 }
 
-/// `bits / 2^shift`, to nearest, ties to even; `shift` from 1 to 31.
+/// Returns `bits / 2^shift`, to nearest, ties to even; `shift` is 1 to 31.
 const fn round_shift(bits: u32, shift: u32) -> u32 {
     let half = 1 << (shift - 1);
     let odd = (bits >> shift) & 1;
     (bits + half - 1 + odd) >> shift
 }
 
-/// f32 to tf32: to nearest, ties away from zero (`cvt.rna`). The low 13 bits
-/// of the result are zero, which splitting an f32 into two tf32 relies on.
+/// Converts f32 to tf32 to nearest, ties away from zero (`cvt.rna`). The low 13
+/// bits of the result are zero, which splitting an f32 into two tf32 relies on.
 ///
-/// GPUs have no instruction for it. ptxas makes an addition for all that is
-/// finite and clears the low bits of everything, so that a NaN keeps its upper
-/// bits, and one that has no others becomes infinity.
+/// GPUs have no instruction for this rounding. ptxas emits an addition for
+/// finite values and clears the low bits of every value, so a NaN keeps its
+/// upper bits, and a NaN without upper bits becomes infinity.
 #[inline]
 pub const fn tf32_from_f32_rna(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -101,7 +101,7 @@ pub const fn tf32_from_f32_rna(value: f32) -> u32 {
     }
 }
 
-/// f32 to tf32: to nearest, ties to even (`cvt.rn`).
+/// Converts f32 to tf32 to nearest, ties to even (`cvt.rn`).
 #[inline]
 pub const fn tf32_from_f32_rn(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -112,7 +112,7 @@ pub const fn tf32_from_f32_rn(value: f32) -> u32 {
     }
 }
 
-/// f32 to tf32 towards zero (`cvt.rz`).
+/// Converts f32 to tf32 towards zero (`cvt.rz`).
 #[inline]
 pub const fn tf32_from_f32_rz(value: f32) -> u32 {
     if value.is_nan() {
@@ -122,14 +122,14 @@ pub const fn tf32_from_f32_rz(value: f32) -> u32 {
     }
 }
 
-/// What a matrix unit reads out of a 32-bit register as tf32: the low 13 bits
-/// do not count.
+/// Returns the value that a tensor core reads from a 32-bit tf32 register: it
+/// ignores the low 13 bits.
 #[inline]
 pub const fn f32_from_tf32(bits: u32) -> f32 {
     f32::from_bits(bits & !0x1fff)
 }
 
-/// The value of e4m3 bits: no infinities, one NaN per sign.
+/// Returns the value of e4m3 bits: no infinities, one NaN per sign.
 #[inline]
 pub const fn f32_from_e4m3(bits: u8) -> f32 {
     if bits & 0x7f == 0x7f {
@@ -138,7 +138,7 @@ pub const fn f32_from_e4m3(bits: u8) -> f32 {
     small_float(bits, 3, 7)
 }
 
-/// The value of e5m2 bits, which are the upper half of an f16.
+/// Returns the value of e5m2 bits, which are the upper half of an f16.
 #[inline]
 pub const fn f32_from_e5m2(bits: u8) -> f32 {
     f32_from_f16((bits as u16) << 8)

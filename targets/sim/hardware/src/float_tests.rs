@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::Random;
 
-/// The value of a float of so many exponent and mantissa bits, in f64.
+/// The value, in f64, of a float with the given exponent and mantissa bits.
 fn plain(bits: u32, exponent_bits: u32, mantissa_bits: u32) -> f64 {
     let bias = (1 << (exponent_bits - 1)) - 1;
     let mantissa = f64::from(bits & ((1 << mantissa_bits) - 1));
@@ -60,8 +60,8 @@ fn every_narrow_value_survives_the_way_through_f32() {
     }
 }
 
-/// The nearest of the non-negative finite values `decode(0..=largest)`, by
-/// search; ties to even bits. Half a step beyond the largest is infinity.
+/// Finds the nearest of the non-negative finite values `decode(0..=largest)` by
+/// search; ties go to even bits. Half a step beyond the largest is infinity.
 fn nearest(value: f64, infinity: u16, decode: impl Fn(u16) -> f64) -> u16 {
     let (mut low, mut high) = (0, infinity - 1);
     while low < high {
@@ -72,7 +72,7 @@ fn nearest(value: f64, infinity: u16, decode: impl Fn(u16) -> f64) -> u16 {
             high = middle - 1
         }
     }
-    // What infinity would be if the exponent went on.
+    // The value infinity would have if the exponent went on.
     let next = if low + 1 == infinity {
         2.0 * decode(low) - decode(low - 1)
     } else {
@@ -121,8 +121,9 @@ fn narrowing_rounds_to_nearest_even() {
 fn the_special_values() {
     for nan in [f32::NAN, -f32::NAN, f32::from_bits(0x7f80_0001)] {
         assert_eq!((f16_from_f32(nan), bf16_from_f32(nan)), (NAN16, NAN16));
-        // As ptxas 13.0 makes it for sm_80, sm_90a and sm_100a: 0x1000 is added
-        // unless |value| is infinite or NaN, then the low 13 bits are cleared.
+        // ptxas 13.0 does the same for sm_80, sm_90a and sm_100a: it adds
+        // 0x1000 unless |value| is infinite or NaN, then clears the low 13
+        // bits.
         assert_eq!(tf32_from_f32_rna(nan), nan.to_bits() & 0xffff_e000);
         assert_eq!(tf32_from_f32_rn(nan), NAN32);
     }

@@ -1,10 +1,10 @@
-//! What the matrix units, copy engines and barriers of GPUs do, as pure
-//! functions over tables.
+//! Pure functions for the tensor cores, matrix cores, TMA and barriers of GPUs.
 //!
-//! The simulators call it, the probe compares hardware with it. Lanes are
-//! arrays: `[[u32; 32]]` is a list of registers, each with its 32 lanes.
+//! The simulators execute instructions with these functions, and the probe
+//! compares hardware with them. Lanes are arrays: `[[u32; 32]]` is a list of
+//! registers, each with its 32 lanes.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
 //! | [`float`] | f32 to and from bf16, f16, tf32, fp8 |
 //! | [`mma`] | `mma.sync` fragments and products |
@@ -15,9 +15,9 @@
 //! | [`wgmma`] | descriptors, operands and products of a warpgroup |
 //! | [`mbarrier`] | the state machine of a barrier in shared memory |
 //! | [`mfma`] | the matrix instructions of AMD: MFMA and WMMA |
+//! | [`mfma`] | matrix instructions of AMD: MFMA and WMMA |
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 pub mod float;
 pub mod matrix;

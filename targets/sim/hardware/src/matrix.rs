@@ -1,8 +1,8 @@
 //! `ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between
 //! shared memory and the registers of a warp.
 //!
-//! Lane `8 j + r` gives the address of row `r` of matrix `j`, 16 bytes. After
-//! a load, register `j` of lane `l` holds of matrix `j`:
+//! Lane `8 j + r` gives the address of row `r` of matrix `j`, 16 bytes. After a
+//! load, register `j` of lane `l` holds these elements of matrix `j`:
 //!
 //! | form | low half | high half |
 //! |---|---|---|
@@ -11,8 +11,8 @@
 
 use crate::Lanes;
 
-/// Row and column in the 8 x 8 matrix of the 16-bit element that a lane's
-/// register holds in half 0 (low) or 1 (high).
+/// Returns the row and column, within the 8 x 8 matrix, of the 16-bit element
+/// in half 0 (low) or 1 (high) of a lane's register.
 pub const fn element(transposed: bool, lane: usize, half: usize) -> (usize, usize) {
     let (major, minor) = (lane / 4, 2 * (lane % 4) + half);
     if transposed {
@@ -22,12 +22,13 @@ pub const fn element(transposed: bool, lane: usize, half: usize) -> (usize, usiz
     }
 }
 
-/// The lane whose address names row `row` of matrix `matrix`.
+/// Returns the lane whose address names row `row` of matrix `matrix`.
 pub const fn address_lane(matrix: usize, row: usize) -> usize {
     8 * matrix + row
 }
 
-/// One matrix as registers: what each lane gets from eight rows of 16 bytes.
+/// Distributes one matrix, eight rows of 16 bytes, over the lanes of a
+/// register.
 pub fn load(rows: &[[u8; 16]; 8], transposed: bool) -> Lanes {
     std::array::from_fn(|lane| {
         let half = |half| {
@@ -38,7 +39,7 @@ pub fn load(rows: &[[u8; 16]; 8], transposed: bool) -> Lanes {
     })
 }
 
-/// The inverse of [`load`]: the eight rows that a store writes.
+/// Gathers the eight rows that a store writes: the inverse of [`load`].
 pub fn store(register: &Lanes, transposed: bool) -> [[u8; 16]; 8] {
     let mut rows = [[0; 16]; 8];
     for (lane, word) in register.iter().enumerate() {

@@ -1,32 +1,32 @@
-//! The barrier in shared memory that counts arrivals and bytes.
+//! The barrier object in shared memory that counts arrivals and bytes.
 
 use std::fmt;
 
-/// The 64-bit word of a barrier. The layout is our own: programs may not
-/// look inside.
+/// The fields of a barrier's 64-bit word. The bit layout is this simulator's
+/// own, because the PTX ISA calls the contents of an mbarrier object opaque.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mbarrier {
     /// Arrivals per phase.
     pub expected: u32,
-    /// Arrivals still missing in this phase.
+    /// Arrivals still missing in the current phase.
     pub pending: u32,
-    /// Bytes announced and not yet arrived; below zero when they arrive first.
+    /// Bytes announced and not yet arrived; negative when bytes arrive first.
     pub tx: i32,
-    /// Parity of the phase that is under way.
+    /// Parity of the current phase.
     pub phase: bool,
 }
 
-/// Misuse of a barrier.
+/// A misuse of a barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MbarrierError {
-    /// The word is no initialised barrier.
+    /// The word is not an initialised barrier.
     Uninitialised,
-    /// `init` of a word that is a barrier already.
+    /// `init` ran on a word that already is a barrier.
     InitTwice,
     /// The count of `init` is not from 1 to 2^20 - 1.
     Count(u32),
-    /// More arrivals than are pending.
+    /// An operation arrives more often than the phase expects.
     ArrivePastCount {
         /// Arrivals of this operation.
         arrivals: u32,
@@ -65,17 +65,21 @@ impl fmt::Display for MbarrierError {
 
 impl std::error::Error for MbarrierError {}
 
-/// Arrivals and bytes a barrier can count.
+/// The largest count of arrivals, and of bytes in either direction. PTX ISA,
+/// "Contents of the mbarrier object", gives both ranges.
 const MOST: u32 = (1 << 20) - 1;
-/// The upper bits of a word that is a barrier.
+/// The two upper bits of every word that is a barrier.
 const TAG: u64 = 0b10;
 
 impl Mbarrier {
-    /// `mbarrier.init` over a word with these contents.
+    /// Executes `mbarrier.init` over `word`, the old contents, and returns the
+    /// new word.
     ///
     /// # Errors
     /// [`MbarrierError::InitTwice`], [`MbarrierError::Count`].
     pub fn init(word: u64, count: u32) -> Result<u64, MbarrierError> {
+        // PTX ISA, "mbarrier.init": initialising a location that already holds
+        // a valid object is undefined, so a kernel has to invalidate it first.
         if Mbarrier::load(word).is_ok() {
             return Err(MbarrierError::InitTwice);
         }
@@ -91,7 +95,7 @@ impl Mbarrier {
         Ok(fresh.store())
     }
 
-    /// `mbarrier.inval`: a word that is no barrier.
+    /// Executes `mbarrier.inval` and returns a word that is no barrier.
     ///
     /// # Errors
     /// [`MbarrierError::Uninitialised`].
@@ -99,7 +103,7 @@ impl Mbarrier {
         Mbarrier::load(word).map(|_| 0)
     }
 
-    /// Reads a word.
+    /// Reads the fields of a word.
     ///
     /// # Errors
     /// [`MbarrierError::Uninitialised`].
@@ -120,8 +124,8 @@ impl Mbarrier {
         }
     }
 
-    /// The word: expected arrivals from bit 0, pending from 20, the phase at
-    /// 40, bytes from 41, a tag from 62.
+    /// Packs the fields into a word: expected arrivals from bit 0, pending from
+    /// 20, the phase at 40, bytes from 41, a tag from 62.
     pub fn store(self) -> u64 {
         let tx = u64::from(self.tx.cast_unsigned()) & 0x1f_ffff;
         u64::from(self.expected)
@@ -131,13 +135,20 @@ impl Mbarrier {
             | TAG << 62
     }
 
-    /// `mbarrier.arrive` with `count` arrivals. True when a phase completed.
+    /// Executes `mbarrier.arrive` with `count` arrivals; returns true when the
+    /// phase completed.
     ///
     /// # Errors
     /// [`MbarrierError::ArrivePastCount`].
     pub fn arrive(&mut self, count: u32) -> Result<bool, MbarrierError> {
+        // The count may not go below zero (PTX ISA, "Arrive-on operation on
+        // mbarrier object"). An arrival too many would belong to a later phase
+        // and complete it early, far from its cause.
         let pending = self.pending;
         let left = pending
+            // A word of random contents has to fail here too: shared memory
+            // that nobody has initialised may hold any bits. The tag and both
+            // relations between the counts make an accident unlikely.
             .checked_sub(count)
             .ok_or(MbarrierError::ArrivePastCount {
                 arrivals: count,
@@ -147,12 +158,15 @@ impl Mbarrier {
         Ok(self.turn())
     }
 
-    /// `mbarrier.arrive_drop`: arrives, and expects as many fewer from the
-    /// next phase on.
+    /// Executes `mbarrier.arrive_drop`: arrives, and lowers the count expected
+    /// from the next phase on by `count`.
     ///
     /// # Errors
     /// [`MbarrierError::ArrivePastCount`].
     pub fn arrive_drop(&mut self, count: u32) -> Result<bool, MbarrierError> {
+        // The lower count must be in place before `arrive`, because the arrival
+        // itself may complete the phase and reload `pending` from `expected`.
+        // The copy keeps `self` unchanged when the arrival fails.
         let expected = self.expected.saturating_sub(count);
         let mut after = Mbarrier { expected, ..*self };
         let turned = after.arrive(count)?;
@@ -160,20 +174,26 @@ impl Mbarrier {
         Ok(turned)
     }
 
-    /// `mbarrier.expect_tx`: announces bytes.
+    /// Executes `mbarrier.expect_tx`: announces bytes.
     ///
     /// # Errors
     /// [`MbarrierError::TxOverflow`].
     pub fn expect_tx(&mut self, bytes: u32) -> Result<(), MbarrierError> {
+        // An announcement never completes a phase here, although it can bring
+        // `tx` to zero when the bytes came first: the arrival that follows it
+        // does.
         self.add(i64::from(bytes))
     }
 
-    /// `mbarrier.arrive.expect_tx`: announces, then arrives once. True when a
-    /// phase completed.
+    /// Executes `mbarrier.arrive.expect_tx`: announces bytes, then arrives
+    /// once; returns true when the phase completed.
     ///
     /// # Errors
-    /// As both.
+    /// [`MbarrierError::TxOverflow`], [`MbarrierError::ArrivePastCount`].
     pub fn arrive_expect_tx(&mut self, bytes: u32) -> Result<bool, MbarrierError> {
+        // The announcement comes first (PTX ISA, "mbarrier.arrive": expect-tx,
+        // then arrive-on). In the other order the last arrival would complete
+        // the phase before its bytes.
         let mut after = *self;
         after.expect_tx(bytes)?;
         let turned = after.arrive(1)?;
@@ -181,7 +201,7 @@ impl Mbarrier {
         Ok(turned)
     }
 
-    /// Bytes have arrived. True when a phase completed.
+    /// Counts bytes that arrived; returns true when the phase completed.
     ///
     /// # Errors
     /// [`MbarrierError::TxOverflow`].
@@ -190,9 +210,9 @@ impl Mbarrier {
         Ok(self.turn())
     }
 
-    /// `test_wait.parity`: whether the phase of this parity has completed.
-    /// True for the phase before the one under way, so also for parity 1 of a
-    /// fresh barrier.
+    /// Executes `test_wait.parity`: returns true when the phase of this parity
+    /// has completed. The phase before the current one counts as completed, so
+    /// parity 1 of a fresh barrier returns true.
     pub fn test_parity(&self, parity: bool) -> bool {
         self.phase != parity
     }
@@ -206,8 +226,11 @@ impl Mbarrier {
         Ok(())
     }
 
-    /// Starts the next phase when nothing is missing any more.
+    /// Starts the next phase once no arrivals and no bytes are missing.
     fn turn(&mut self) -> bool {
+        // Both counts must be zero at once (PTX ISA, "Phase Completion of the
+        // mbarrier object"); `tx` below zero means that bytes came before their
+        // announcement, so the phase stays open.
         let done = self.pending == 0 && self.tx == 0;
         if done {
             self.phase = !self.phase;

@@ -2,11 +2,11 @@ use super::*;
 use crate::mma;
 use crate::testing::{Random, covers, naive, pack};
 
-fn bits(element: Element, value: f32) -> u32 {
+fn bits(element: MfmaElement, value: f32) -> u32 {
     match element {
-        Element::F16 => pack(mma::Element::F16, value),
-        Element::Bf16 => pack(mma::Element::Bf16, value),
-        Element::F32 => value.to_bits(),
+        MfmaElement::F16 => pack(mma::MmaElement::F16, value),
+        MfmaElement::Bf16 => pack(mma::MmaElement::Bf16, value),
+        MfmaElement::F32 => value.to_bits(),
     }
 }
 
@@ -79,19 +79,19 @@ fn layouts_are_bijections() {
 #[test]
 fn single_places() {
     let kind = |edge, k, e| MfmaKind::mfma(edge, k, e).unwrap();
-    let wide = kind(32, 8, Element::Bf16);
+    let wide = kind(32, 8, MfmaElement::Bf16);
     assert_eq!((wide.a_registers(), wide.d_registers()), (2, 16));
     assert_eq!(wide.a_index(1, 0, 33), (1, 6));
     assert_eq!(wide.d_index(5, 40), (13, 8));
-    let small = kind(16, 16, Element::F16);
+    let small = kind(16, 16, MfmaElement::F16);
     assert_eq!(small.a_index(0, 1, 49), (1, 13));
     assert_eq!(small.d_index(3, 18), (7, 2));
-    let deep = kind(16, 32, Element::F16);
+    let deep = kind(16, 32, MfmaElement::F16);
     assert_eq!((deep.a_registers(), deep.d_registers()), (4, 4));
     assert_eq!(deep.a_index(3, 1, 17), (1, 15));
-    let single = kind(16, 4, Element::F32);
+    let single = kind(16, 4, MfmaElement::F32);
     assert_eq!(single.a_index(0, 0, 37), (5, 2));
-    let wmma = MfmaKind::wmma(Element::F16).unwrap();
+    let wmma = MfmaKind::wmma(MfmaElement::F16).unwrap();
     assert_eq!((wmma.a_registers(), wmma.d_registers()), (8, 8));
     assert_eq!(wmma.a_index(7, 1, 20), (4, 15));
     assert_eq!(wmma.d_index(3, 20), (7, 4));
@@ -99,6 +99,6 @@ fn single_places() {
 
 #[test]
 fn there_are_no_other_kinds() {
-    assert_eq!(MfmaKind::mfma(32, 32, Element::F16), None);
-    assert_eq!(MfmaKind::wmma(Element::F32), None);
+    assert_eq!(MfmaKind::mfma(32, 32, MfmaElement::F16), None);
+    assert_eq!(MfmaKind::wmma(MfmaElement::F32), None);
 }

@@ -3,7 +3,7 @@
 //! With `g = lane / 4`, `t = lane % 4`, and `p` the elements of a register
 //! (2 halves, 1 tf32, 4 bytes; part 0 is the lowest):
 //!
-//! | register | what part `i` of it is |
+//! | register | part `i` of the register |
 //! |---|---|
 //! | A 0 | row `g`, k `p t + i` |
 //! | A 1 | row `g + 8`, k `p t + i` |
@@ -24,7 +24,7 @@ use crate::product::add_product;
 
 /// The type of the elements of A and B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Element {
+pub enum MmaElement {
     /// IEEE half.
     F16,
     /// bfloat16.
@@ -52,26 +52,26 @@ pub enum Accumulator {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaKind {
     k: u8,
-    element: Element,
+    element: MmaElement,
     accumulator: Accumulator,
 }
 
 impl MmaKind {
-    /// Every form there is.
+    /// Every form that this crate executes.
     pub const ALL: [MmaKind; 10] = [
-        MmaKind::of(8, Element::F16, Accumulator::F32),
-        MmaKind::of(16, Element::F16, Accumulator::F32),
-        MmaKind::of(8, Element::F16, Accumulator::F16),
-        MmaKind::of(16, Element::F16, Accumulator::F16),
-        MmaKind::of(8, Element::Bf16, Accumulator::F32),
-        MmaKind::of(16, Element::Bf16, Accumulator::F32),
-        MmaKind::of(4, Element::Tf32, Accumulator::F32),
-        MmaKind::of(8, Element::Tf32, Accumulator::F32),
-        MmaKind::of(32, Element::S8, Accumulator::S32),
-        MmaKind::of(32, Element::U8, Accumulator::S32),
+        MmaKind::of(8, MmaElement::F16, Accumulator::F32),
+        MmaKind::of(16, MmaElement::F16, Accumulator::F32),
+        MmaKind::of(8, MmaElement::F16, Accumulator::F16),
+        MmaKind::of(16, MmaElement::F16, Accumulator::F16),
+        MmaKind::of(8, MmaElement::Bf16, Accumulator::F32),
+        MmaKind::of(16, MmaElement::Bf16, Accumulator::F32),
+        MmaKind::of(4, MmaElement::Tf32, Accumulator::F32),
+        MmaKind::of(8, MmaElement::Tf32, Accumulator::F32),
+        MmaKind::of(32, MmaElement::S8, Accumulator::S32),
+        MmaKind::of(32, MmaElement::U8, Accumulator::S32),
     ];
 
-    const fn of(k: u8, element: Element, accumulator: Accumulator) -> MmaKind {
+    const fn of(k: u8, element: MmaElement, accumulator: Accumulator) -> MmaKind {
         MmaKind {
             k,
             element,
@@ -79,37 +79,37 @@ impl MmaKind {
         }
     }
 
-    /// The form with this k, or `None` when there is none.
-    pub fn new(k: usize, element: Element, accumulator: Accumulator) -> Option<MmaKind> {
+    /// Returns the form with this k, or `None` when there is none.
+    pub fn new(k: usize, element: MmaElement, accumulator: Accumulator) -> Option<MmaKind> {
         let kind = MmaKind::of(u8::try_from(k).ok()?, element, accumulator);
         MmaKind::ALL.contains(&kind).then_some(kind)
     }
 
-    /// Columns of A.
+    /// Returns the columns of A.
     pub const fn k(self) -> usize {
         self.k as usize
     }
 
-    /// Element type of A and B.
-    pub const fn element(self) -> Element {
+    /// Returns the element type of A and B.
+    pub const fn element(self) -> MmaElement {
         self.element
     }
 
-    /// Element type of C and D.
+    /// Returns the element type of C and D.
     pub const fn accumulator(self) -> Accumulator {
         self.accumulator
     }
 
-    /// Elements of A or B in one register.
+    /// Returns the elements of A or B in one register.
     pub const fn packed(self) -> usize {
         match self.element {
-            Element::F16 | Element::Bf16 => 2,
-            Element::Tf32 => 1,
-            Element::S8 | Element::U8 => 4,
+            MmaElement::F16 | MmaElement::Bf16 => 2,
+            MmaElement::Tf32 => 1,
+            MmaElement::S8 | MmaElement::U8 => 4,
         }
     }
 
-    /// Elements of C or D in one register.
+    /// Returns the elements of C or D in one register.
     pub const fn packed_c(self) -> usize {
         match self.accumulator {
             Accumulator::F32 | Accumulator::S32 => 1,
@@ -117,65 +117,71 @@ impl MmaKind {
         }
     }
 
-    /// Registers of A per lane.
+    /// Returns the registers of A per lane.
     pub const fn a_registers(self) -> usize {
         16 * self.k() / 32 / self.packed()
     }
 
-    /// Registers of B per lane.
+    /// Returns the registers of B per lane.
     pub const fn b_registers(self) -> usize {
         8 * self.k() / 32 / self.packed()
     }
 
-    /// Registers of C or D per lane.
+    /// Returns the registers of C or D per lane.
     pub const fn c_registers(self) -> usize {
         4 / self.packed_c()
     }
 
-    /// Row and k of element `part` of a register of A.
+    /// Returns row and k of element `part` of a register of A.
     pub const fn a_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
         let row = lane / 4 + 8 * (register % 2);
         (row, self.k_of(register / 2, part, lane))
     }
 
-    /// k and column of element `part` of a register of B.
+    /// Returns k and column of element `part` of a register of B.
     pub const fn b_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
         (self.k_of(register, part, lane), lane / 4)
     }
 
     const fn k_of(self, half: usize, part: usize, lane: usize) -> usize {
+        // The fragment layouts differ only by the elements per register: four
+        // lanes share a row and take `packed` neighbouring elements each, and
+        // the upper registers lie one such group further along k (PTX ISA,
+        // "Matrix Fragments for mma.m16n8k16" and its neighbours).
         self.packed() * (4 * half + lane % 4) + part
     }
 
-    /// Row and column of element `part` of a register of C or D.
+    /// Returns row and column of element `part` of a register of C or D.
     pub const fn c_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
         let element = register * self.packed_c() + part;
         (lane / 4 + 8 * (element / 2), 2 * (lane % 4) + element % 2)
     }
 }
 
-impl Element {
-    /// The value of element `part` of a register; integers are exact.
+impl MmaElement {
+    /// Returns the value of element `part` of a register; integers are exact.
     #[inline(always)]
     pub fn unpack(self, register: u32, part: usize) -> f32 {
+        // The masks only bound the shift: one closure serves all types, and an
+        // unused one must not overflow for parts 2 and 3 of bytes.
         let half = (register >> ((16 * part) & 31)) as u16;
         let byte = (register >> ((8 * part) & 31)) as u8;
         match self {
-            Element::F16 => f32_from_f16(half),
-            Element::Bf16 => f32_from_bf16(half),
-            Element::Tf32 => f32_from_tf32(register),
-            Element::S8 => f32::from(byte.cast_signed()),
-            Element::U8 => f32::from(byte),
+            MmaElement::F16 => f32_from_f16(half),
+            MmaElement::Bf16 => f32_from_bf16(half),
+            MmaElement::Tf32 => f32_from_tf32(register),
+            MmaElement::S8 => f32::from(byte.cast_signed()),
+            MmaElement::U8 => f32::from(byte),
         }
     }
 }
 
-/// `d = a b + c`. The slices hold as many registers as `kind` says. Sums are
-/// made in f32 in the order of k and, for f16, rounded once at the end; for
-/// integers they wrap.
+/// Computes `d = a b + c`. The slices hold the registers that `kind` gives.
+/// Sums are made in f32 in the order of k and, for f16, rounded once at the
+/// end; integer sums wrap.
 ///
 /// # Panics
-/// When a slice is shorter than `kind` says.
+/// Panics when a slice is shorter than `kind` needs.
 pub fn mma_sync(kind: MmaKind, a: &[Lanes], b: &[Lanes], c: &[Lanes], d: &mut [Lanes]) {
     let form = MmaKind::ALL.iter().position(|form| *form == kind);
     FORMS[form.expect("kinds are made by MmaKind::new")](a, b, c, d);
@@ -245,13 +251,16 @@ fn add_halves(kind: MmaKind, a: &[f32], b: &[f32], c: &[Lanes], d: &mut [Lanes])
     for_each(2, 1, |r, _, lane| {
         let half = |part| {
             let (row, column) = kind.c_index(r, part, lane);
+            // PTX leaves the order of the sum and the intermediate precision
+            // open. One rounding at the end is the most exact reading.
             u32::from(f16_from_f32(sums[row * 8 + column]))
         };
         d[r][lane] = half(0) | half(1) << 16;
     });
 }
 
-/// Products of 32 bytes stay below 2^24, so f32 holds them exactly.
+/// Adds integer products: 32 products of bytes stay below 2^24, so f32 holds
+/// them exactly.
 fn add_integers(kind: MmaKind, a: &[f32], b: &[f32], c: &[Lanes], d: &mut [Lanes]) {
     let mut sums = [0.0; 16 * 8];
     add_product(a, b, &mut sums, 8, kind.k());

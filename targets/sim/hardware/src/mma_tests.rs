@@ -1,10 +1,10 @@
 use super::*;
 use crate::testing::{Random, covers, naive, pack};
 
-fn range(element: Element) -> (i64, i64) {
+fn range(element: MmaElement) -> (i64, i64) {
     match element {
-        Element::S8 => (-128, 127),
-        Element::U8 => (0, 255),
+        MmaElement::S8 => (-128, 127),
+        MmaElement::U8 => (0, 255),
         _ => (-8, 8),
     }
 }
@@ -47,7 +47,7 @@ fn product_is_exact(kind: MmaKind, random: &mut Random) {
     let c = random.matrix(16 * 8, -50, 50);
     let bits = |value: f32| match kind.accumulator() {
         Accumulator::F32 => value.to_bits(),
-        Accumulator::F16 => pack(Element::F16, value),
+        Accumulator::F16 => pack(MmaElement::F16, value),
         Accumulator::S32 => (value as i32).cast_unsigned(),
     };
     let of_a = |row: usize, at: usize| pack(e, a[row * k + at]);
@@ -112,7 +112,7 @@ fn fragments_are_those_of_the_manual() {
     let (f32, f16) = (Accumulator::F32, Accumulator::F16);
     for lane in 0..32 {
         let (group, id) = (lane >> 2, lane % 4);
-        let m16n8k16 = kind(16, Element::Bf16, f32);
+        let m16n8k16 = kind(16, MmaElement::Bf16, f32);
         for i in 0..8usize {
             let upper = i < 2 || (4..6).contains(&i);
             let row = if upper { group } else { group + 8 };
@@ -124,27 +124,27 @@ fn fragments_are_those_of_the_manual() {
             assert_eq!(m16n8k16.b_index(i / 2, i % 2, lane), (row, group));
             let c = (if i < 2 { group } else { group + 8 }, id * 2 + (i & 1));
             assert_eq!(m16n8k16.c_index(i, 0, lane), c);
-            let halves = kind(16, Element::F16, f16);
+            let halves = kind(16, MmaElement::F16, f16);
             assert_eq!(halves.c_index(i / 2, i % 2, lane), c);
-            let m16n8k8 = kind(8, Element::F16, f32);
+            let m16n8k8 = kind(8, MmaElement::F16, f32);
             let a = (if i < 2 { group } else { group + 8 }, id * 2 + (i & 1));
             assert_eq!(m16n8k8.a_index(i / 2, i % 2, lane), a);
-            let tf32 = kind(8, Element::Tf32, f32);
+            let tf32 = kind(8, MmaElement::Tf32, f32);
             let row = if i == 0 || i == 2 { group } else { group + 8 };
             let column = if i < 2 { id } else { id + 4 };
             assert_eq!(tf32.a_index(i, 0, lane), (row, column));
         }
         for i in 0..2 {
-            let tf32 = kind(8, Element::Tf32, f32);
+            let tf32 = kind(8, MmaElement::Tf32, f32);
             assert_eq!(tf32.b_index(i, 0, lane), (id + 4 * i, group));
-            let m16n8k4 = kind(4, Element::Tf32, f32);
+            let m16n8k4 = kind(4, MmaElement::Tf32, f32);
             assert_eq!(m16n8k4.a_index(i, 0, lane), (group + 8 * i, id));
             assert_eq!(
-                kind(8, Element::F16, f32).b_index(0, i, lane),
+                kind(8, MmaElement::F16, f32).b_index(0, i, lane),
                 (id * 2 + i, group)
             );
         }
-        let bytes = kind(32, Element::S8, Accumulator::S32);
+        let bytes = kind(32, MmaElement::S8, Accumulator::S32);
         for i in 0..16usize {
             let upper = i < 4 || (8..12).contains(&i);
             let row = if upper { group } else { group + 8 };
@@ -156,7 +156,7 @@ fn fragments_are_those_of_the_manual() {
 
 #[test]
 fn the_low_bits_of_tf32_do_not_count() {
-    let kind = MmaKind::new(4, Element::Tf32, Accumulator::F32).unwrap();
+    let kind = MmaKind::new(4, MmaElement::Tf32, Accumulator::F32).unwrap();
     let one = [[0x3f80_1fff; 32]; 2];
     let mut d = [[0; 32]; 4];
     mma_sync(kind, &one, &one[..1], &[[0; 32]; 4], &mut d);
@@ -165,8 +165,8 @@ fn the_low_bits_of_tf32_do_not_count() {
 
 #[test]
 fn a_sum_of_halves_is_rounded_once() {
-    let kind = MmaKind::new(16, Element::F16, Accumulator::F16).unwrap();
-    let half = |value| pack(Element::F16, value) * 0x1_0001;
+    let kind = MmaKind::new(16, MmaElement::F16, Accumulator::F16).unwrap();
+    let half = |value| pack(MmaElement::F16, value) * 0x1_0001;
     let (a, b) = ([[half(1.0); 32]; 4], [[half(0.25); 32]; 2]);
     let mut d = [[0; 32]; 2];
     // 2048 + 4: steps of 2; adding 0.25 sixteen times one by one would not move it.
@@ -176,7 +176,7 @@ fn a_sum_of_halves_is_rounded_once() {
 
 #[test]
 fn there_are_no_other_kinds() {
-    assert_eq!(MmaKind::new(16, Element::Tf32, Accumulator::F32), None);
-    assert_eq!(MmaKind::new(16, Element::Bf16, Accumulator::F16), None);
-    assert_eq!(MmaKind::new(272, Element::Bf16, Accumulator::F32), None);
+    assert_eq!(MmaKind::new(16, MmaElement::Tf32, Accumulator::F32), None);
+    assert_eq!(MmaKind::new(16, MmaElement::Bf16, Accumulator::F16), None);
+    assert_eq!(MmaKind::new(272, MmaElement::Bf16, Accumulator::F32), None);
 }

@@ -6,7 +6,7 @@
 //! | 64 bytes | 4, 5 | 7, 8 | 512 bytes |
 //! | 128 bytes | 4, 5, 6 | 7, 8, 9 | 1024 bytes |
 
-/// How 16-byte chunks are arranged in shared memory.
+/// An arrangement of 16-byte chunks in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Swizzle {
     /// Chunks stay in place.
@@ -20,10 +20,11 @@ pub enum Swizzle {
 }
 
 impl Swizzle {
-    /// All of them.
+    /// Every pattern.
     pub const ALL: [Swizzle; 4] = [Swizzle::None, Swizzle::B32, Swizzle::B64, Swizzle::B128];
 
-    /// Bytes of the span within which chunks trade places; 16 for none.
+    /// Returns the bytes of the span within which chunks trade places; 16 for
+    /// none.
     pub const fn span(self) -> u32 {
         match self {
             Swizzle::None => 16,
@@ -33,7 +34,7 @@ impl Swizzle {
         }
     }
 
-    /// Bytes after which the pattern repeats; 16 for none.
+    /// Returns the bytes after which the pattern repeats; 16 for none.
     pub const fn atom(self) -> u32 {
         match self {
             Swizzle::None => 16,
@@ -41,10 +42,13 @@ impl Swizzle {
         }
     }
 
-    /// Where the byte at the plain shared-memory address `address` lies. The
-    /// pattern hangs on the address itself, not on where a tile begins. Its
-    /// own inverse.
+    /// Returns the swizzled address of the byte at the plain shared-memory
+    /// address `address`. The pattern depends on the address itself, not on the
+    /// start of a tile. The function is its own inverse.
     pub const fn apply(self, address: u32) -> u32 {
+        // `span - 16` selects as many bits from bit 4 on as the pattern has;
+        // the same number of bits from bit 7 on, the 128-byte line within the
+        // atom, is XORed into them (PTX ISA, "Swizzling Modes").
         address ^ ((address >> 3) & (self.span() - 16))
     }
 }

@@ -1,10 +1,10 @@
-//! Tensor maps: what a copy engine knows of a tensor in global memory.
+//! Tensor maps: TMA's description of a tensor in global memory.
 
 use crate::swizzle::Swizzle;
 use std::fmt;
 
-/// What the elements are. Sizes matter to loads, kinds to reductions and to
-/// what may be filled with NaN.
+/// The type of a tensor's elements. Loads use the size alone; reductions and
+/// NaN fill depend on the type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ElementType {
     /// Unsigned bytes.
@@ -29,10 +29,10 @@ pub enum ElementType {
     Bf16,
 }
 
-/// What a load puts where a box reaches beyond the tensor.
+/// The value that a load writes where a box reaches beyond the tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OobFill {
-    /// Zeros.
+    /// All bits are zero.
     Zero,
     /// The NaN with all bits below the sign set; only for floats.
     Nan,
@@ -43,7 +43,7 @@ pub enum OobFill {
 pub struct TensorMap {
     /// Element type.
     pub element: ElementType,
-    /// Dimensions, 1 to 5. Entries of the arrays beyond it are ignored.
+    /// Number of dimensions, 1 to 5. Array entries beyond it are ignored.
     pub rank: u32,
     /// Address of the first element.
     pub address: u64,
@@ -53,17 +53,17 @@ pub struct TensorMap {
     pub strides: [u64; 4],
     /// Elements of a box in each dimension.
     pub tile: [u32; 5],
-    /// Every how many elements one is taken; 1 in most maps. Dimension 0 has
-    /// none whatever it says.
+    /// Distance, in elements, between two elements that a box takes; 1 in most
+    /// maps. Dimension 0 ignores its entry.
     pub element_strides: [u32; 5],
     /// Arrangement in shared memory.
     pub swizzle: Swizzle,
-    /// What loads put outside the tensor.
+    /// Value that loads write outside the tensor.
     pub fill: OobFill,
 }
 
-/// The rule of `cuTensorMapEncodeTiled` that a map breaks, or why 128 bytes
-/// are no map.
+/// The rule of `cuTensorMapEncodeTiled` that a map breaks, or the reason that
+/// 128 bytes are no map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TensorMapError {
@@ -108,9 +108,9 @@ pub enum TensorMapError {
         /// Stride.
         stride: u32,
     },
-    /// NaN fill of integers.
+    /// The map asks for NaN fill of integers.
     NanOfIntegers(ElementType),
-    /// The bytes are not what [`TensorMap::encode`] makes.
+    /// The bytes were not made by [`TensorMap::encode`].
     NotAMap,
 }
 
@@ -162,8 +162,8 @@ impl std::error::Error for TensorMapError {}
 const MAGIC: [u8; 8] = *b"moesTMap";
 
 impl TensorMap {
-    /// A dense row-major map: strides from dims, element strides 1, zero fill.
-    /// Its rank is the length of `dims`.
+    /// Returns a dense row-major map: strides from `dims`, element strides 1,
+    /// zero fill, and the length of `dims` as rank.
     pub fn dense(
         element: ElementType,
         address: u64,
@@ -191,12 +191,12 @@ impl TensorMap {
     }
 
     /// Checks the rules of `cuTensorMapEncodeTiled` for maps without
-    /// interleaving, as we know them: they have not been held against a
-    /// driver. Whether each stride is a multiple of the one before is not
-    /// checked.
+    /// interleaving. The rules come from the CUDA driver API reference; no
+    /// driver has confirmed them. The check leaves out that each stride must be
+    /// a multiple of the one before.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first rule that the map breaks.
     pub fn validate(&self) -> Result<(), TensorMapError> {
         if self.rank == 0 || self.rank > 5 {
             return Err(TensorMapError::Rank(self.rank));
@@ -220,6 +220,8 @@ impl TensorMap {
             }
         }
         for (index, &bytes) in self.strides[..rank - 1].iter().enumerate() {
+            // A kernel meets this rule with rows whose width is no multiple of
+            // 8 halves: such tensors need another kind of copy.
             if !bytes.is_multiple_of(16) || bytes >= 1 << 40 {
                 return Err(TensorMapError::Stride {
                     dim: index + 1,
@@ -233,6 +235,8 @@ impl TensorMap {
     fn check_box(&self) -> Result<(), TensorMapError> {
         for dim in 0..self.rank as usize {
             let (size, stride) = (self.tile[dim], self.element_strides[dim]);
+            // The limits are those that the CUDA driver API gives for `boxDim`
+            // and `elementStrides` of `cuTensorMapEncodeTiled`.
             if size == 0 || size > 256 {
                 return Err(TensorMapError::Box { dim, size });
             }
@@ -244,19 +248,21 @@ impl TensorMap {
         if !bytes.is_multiple_of(16) {
             return Err(TensorMapError::InnerBytes(bytes));
         }
+        // A row longer than the span would wrap into the next row's chunks,
+        // which TMA does not do: the caller has to split such a box.
         if swizzle != Swizzle::None && bytes > swizzle.span() {
             return Err(TensorMapError::InnerSpan { bytes, swizzle });
         }
         Ok(())
     }
 
-    /// Bytes of an innermost row of a box.
+    /// Returns the bytes of an innermost row of a box.
     pub fn row_bytes(&self) -> u32 {
         self.tile[0] * self.element.bytes()
     }
 
-    /// Elements that a box really takes in a dimension: where the element
-    /// stride is not 1, one of so many.
+    /// Returns the elements that a box takes in a dimension: one in every
+    /// `element_strides[dim]` of its extent.
     pub fn taken(&self, dim: usize) -> u32 {
         match dim {
             0 => self.tile[0],
@@ -264,15 +270,17 @@ impl TensorMap {
         }
     }
 
-    /// Bytes a box takes in shared memory, and what a load counts on its
-    /// barrier: always the full box.
+    /// Returns the bytes that a box takes in shared memory, which a load counts
+    /// on its barrier. The count is that of the full box, even where part of it
+    /// lies outside the tensor.
     pub fn box_bytes(&self) -> u32 {
         let outer = (1..self.rank as usize).map(|dim| self.taken(dim));
         self.row_bytes() * outer.product::<u32>()
     }
 
-    /// 128 bytes for a kernel parameter, once the map is valid. The layout is
-    /// our own: no GPU reads it, [`TensorMap::decode`] does.
+    /// Validates the map and encodes it as 128 bytes for a kernel parameter.
+    /// The layout is this simulator's own: no GPU reads it,
+    /// [`TensorMap::decode`] does.
     ///
     /// # Errors
     /// As [`TensorMap::validate`].
@@ -298,12 +306,16 @@ impl TensorMap {
         Ok(bytes)
     }
 
-    /// The inverse of [`TensorMap::encode`]; entries beyond the rank are as
-    /// they were, except that those out of range come back reduced.
+    /// Decodes a map: the inverse of [`TensorMap::encode`]. Entries beyond the
+    /// rank keep their value, except that those out of range come back reduced.
     ///
     /// # Errors
-    /// [`TensorMapError::NotAMap`] for other bytes, or the rule that is broken.
+    /// [`TensorMapError::NotAMap`] for other bytes, or the rule that the map
+    /// breaks.
     pub fn decode(bytes: &[u8; 128]) -> Result<TensorMap, TensorMapError> {
+        // A kernel could pass any 128 bytes, for one a map that was made for a
+        // real driver. Magic and checksum turn that into an error instead of a
+        // copy of random memory.
         let sum = checksum(&bytes[..CHECKED]).to_le_bytes();
         if bytes[..8] != MAGIC || bytes[CHECKED..] != sum {
             return Err(TensorMapError::NotAMap);
@@ -332,7 +344,7 @@ impl TensorMap {
     }
 }
 
-/// Bytes of an encoded map in front of its checksum.
+/// The bytes of an encoded map in front of its checksum.
 const CHECKED: usize = 120;
 
 struct Cursor<'a> {
@@ -347,7 +359,7 @@ impl Cursor<'_> {
     }
 }
 
-/// FNV-1a.
+/// Computes FNV-1a.
 fn checksum(bytes: &[u8]) -> u64 {
     let step = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
@@ -357,13 +369,13 @@ fn pick<T>(list: &[T], index: u32) -> Result<&T, TensorMapError> {
     list.get(index as usize).ok_or(TensorMapError::NotAMap)
 }
 
-/// The first five of `values`, ones behind them.
+/// Returns the first five of `values`, padded with ones.
 fn padded<T: Copy + From<u8>>(values: &[T]) -> [T; 5] {
     std::array::from_fn(|i| values.get(i).copied().unwrap_or_else(|| T::from(1)))
 }
 
 impl ElementType {
-    /// All of them.
+    /// Every type, in the order of its code in an encoded map.
     pub const ALL: [ElementType; 10] = [
         ElementType::U8,
         ElementType::U16,
@@ -377,7 +389,7 @@ impl ElementType {
         ElementType::Bf16,
     ];
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn bytes(self) -> u32 {
         match self {
             ElementType::U8 => 1,
@@ -387,7 +399,7 @@ impl ElementType {
         }
     }
 
-    /// Whether it is a floating-point type.
+    /// Returns true for floating-point types.
     pub const fn is_float(self) -> bool {
         use ElementType as E;
         matches!(self, E::F16 | E::F32 | E::F64 | E::Bf16)

@@ -1,7 +1,7 @@
 //! Random data for tests.
 
 use crate::float::{bf16_from_f32, f16_from_f32};
-use crate::mma::Element;
+use crate::mma::MmaElement;
 
 /// A small generator, the same numbers for the same seed.
 pub struct Random(u64);
@@ -32,13 +32,13 @@ impl Random {
 }
 
 /// The bits of a whole number as an element.
-pub fn pack(element: Element, value: f32) -> u32 {
+pub fn pack(element: MmaElement, value: f32) -> u32 {
     match element {
-        Element::F16 => u32::from(f16_from_f32(value)),
-        Element::Bf16 => u32::from(bf16_from_f32(value)),
-        Element::Tf32 => value.to_bits(),
-        Element::S8 => u32::from((value as i8).cast_unsigned()),
-        Element::U8 => u32::from(value as u8),
+        MmaElement::F16 => u32::from(f16_from_f32(value)),
+        MmaElement::Bf16 => u32::from(bf16_from_f32(value)),
+        MmaElement::Tf32 => value.to_bits(),
+        MmaElement::S8 => u32::from((value as i8).cast_unsigned()),
+        MmaElement::U8 => u32::from(value as u8),
     }
 }
 
@@ -55,7 +55,8 @@ pub fn naive(a: &[f32], b: &[f32], c: &[f32], [m, n, k]: [usize; 3]) -> Vec<f32>
     d
 }
 
-/// Whether the places are every pair below the extents, each `times` times.
+/// Returns true if the places are every pair below the extents, each `times`
+/// times.
 pub fn covers(
     places: impl Iterator<Item = (usize, usize)>,
     [rows, columns]: [usize; 2],

@@ -1,4 +1,4 @@
-//! The copy engine: which bytes of a box move where.
+//! TMA: the pieces of a box and their places in shared and global memory.
 //!
 //! A box lies in shared memory row-major without gaps, dimension 0 innermost,
 //! each 16-byte chunk at the swizzled address of its place. Element
@@ -15,28 +15,28 @@ use std::fmt;
 pub struct Move {
     /// Shared-memory address, swizzled.
     pub shared: u32,
-    /// Global address; `None` outside the tensor, where loads fill and stores
-    /// and reductions do nothing.
+    /// Global address; `None` outside the tensor, where loads write the fill
+    /// value and stores and reductions do nothing.
     pub global: Option<u64>,
     /// Bytes, 1 to 16.
     pub bytes: u32,
 }
 
-/// Why a copy cannot be carried out.
+/// A reason that a copy cannot run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TmaError {
     /// The shared address of a box is no multiple of 128.
     SharedAddress(u32),
-    /// The coordinates are not as many as the map has dimensions.
+    /// The number of coordinates is not the number of dimensions of the map.
     Rank {
-        /// Of the instruction.
+        /// Coordinates of the instruction.
         asked: usize,
-        /// Of the map.
+        /// Dimensions of the map.
         map: u32,
     },
-    /// The innermost row is shorter than the swizzle's span: how hardware
-    /// lays that out has not been confirmed.
+    /// The innermost row is shorter than the swizzle's span, a layout that no
+    /// hardware has confirmed.
     NarrowSwizzle {
         /// Bytes of the row.
         bytes: u32,
@@ -68,11 +68,11 @@ impl fmt::Display for TmaError {
 impl std::error::Error for TmaError {}
 
 /// Calls `visit` with every move of the box whose first element has these
-/// coordinates (innermost first; may be negative or beyond the tensor), with
-/// the box at shared-memory address `shared`. `map` must be valid.
+/// coordinates (innermost first; negative and beyond the tensor are allowed).
+/// The box lies at shared-memory address `shared`. `map` must be valid.
 ///
 /// # Errors
-/// [`TmaError`]; `visit` was not called.
+/// [`TmaError`]; `visit` was not called in that case.
 pub fn box_moves(
     map: &TensorMap,
     coordinates: &[i32],
@@ -83,6 +83,9 @@ pub fn box_moves(
     let rank = map.rank as usize;
     let taken: [u32; 5] = std::array::from_fn(|dim| if dim < rank { map.taken(dim) } else { 1 });
     let rows: u32 = taken[1..].iter().product();
+    // The loop counts rows of the box that are really taken: with an element
+    // stride above 1 the box is smaller in shared memory than `tile` says (PTX
+    // ISA, "Traversal-Stride").
     for row in 0..rows {
         let start = row_start(map, coordinates, &taken, row);
         let at = shared.wrapping_add(row * map.row_bytes());
@@ -96,6 +99,8 @@ fn check(map: &TensorMap, coordinates: &[i32], shared: u32) -> Result<(), TmaErr
     if asked != rank as usize {
         return Err(TmaError::Rank { asked, map: rank });
     }
+    // 128 bytes, whatever the swizzle (PTX ISA, "cp.async.bulk.tensor"). The
+    // alignment of the global side is a rule of the tensor map.
     if !shared.is_multiple_of(128) {
         return Err(TmaError::SharedAddress(shared));
     }
@@ -107,13 +112,16 @@ fn check(map: &TensorMap, coordinates: &[i32], shared: u32) -> Result<(), TmaErr
     }
 }
 
-/// Global address of element 0 of dimension 0 in row `row` of the box, or
-/// `None` when the row is outside the tensor.
+/// Returns the global address of element 0 of dimension 0 in row `row` of the
+/// box, or `None` when the row is outside the tensor.
 fn row_start(map: &TensorMap, coordinates: &[i32], taken: &[u32; 5], row: u32) -> Option<u64> {
     let (mut rest, mut address) = (row, map.address);
     for dim in 1..map.rank as usize {
         let step = (rest % taken[dim]) * map.element_strides[dim];
         rest /= taken[dim];
+        // Coordinates are signed 32 bits: a box may begin before the tensor,
+        // and its outside rows are filled rather than refused (PTX ISA, "Out of
+        // Boundary Access"). A negative index fails the conversion.
         let index = u64::try_from(i64::from(coordinates[dim]) + i64::from(step)).ok()?;
         if index >= map.dims[dim] {
             return None;
@@ -123,8 +131,8 @@ fn row_start(map: &TensorMap, coordinates: &[i32], taken: &[u32; 5], row: u32) -
     Some(address)
 }
 
-/// The moves of one row: chunks of 16 bytes, cut where the tensor begins and
-/// ends.
+/// Visits the moves of one row: chunks of 16 bytes, cut where the tensor begins
+/// and ends.
 fn row_moves(
     map: &TensorMap,
     first: i32,
@@ -134,12 +142,17 @@ fn row_moves(
 ) {
     let size = i64::from(map.element.bytes());
     let (bytes, first) = (i64::from(map.row_bytes()), i64::from(first) * size);
+    // The product with the element size must not overflow for tensors of 2^32
+    // elements and more; `i64::MAX / 16` leaves room for 8-byte elements.
     let extent = i64::try_from(map.dims[0]).unwrap_or(i64::MAX / 16) * size;
     let inside = match start {
         Some(_) => (-first).clamp(0, bytes)..(extent - first).clamp(0, bytes),
         None => 0..0,
     };
     let mut at = 0;
+    // The swizzle permutes whole 16-byte chunks, so a move never crosses one;
+    // the edges of the tensor cut further, because only bytes inside may be
+    // read or written.
     while at < bytes {
         let chunk_end = at / 16 * 16 + 16;
         let edge = [inside.start, inside.end].into_iter().filter(|e| *e > at);
@@ -154,7 +167,7 @@ fn row_moves(
     }
 }
 
-/// The 16 bytes that a load puts outside the tensor.
+/// Returns the 16 bytes that a load writes outside the tensor.
 pub fn fill(map: &TensorMap) -> [u8; 16] {
     let ones = |bytes: &[u8]| std::array::from_fn(|i| bytes[i % bytes.len()]);
     match (map.fill, map.element.bytes()) {
@@ -165,14 +178,14 @@ pub fn fill(map: &TensorMap) -> [u8; 16] {
     }
 }
 
-/// What `cp.reduce.async.bulk` does with old and new.
+/// An operation of `cp.reduce.async.bulk` on the old and the new value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reduction {
-    /// Sum.
+    /// The sum.
     Add,
-    /// Smaller.
+    /// The smaller value.
     Min,
-    /// Larger.
+    /// The larger value.
     Max,
     /// Bitwise and, integers only.
     And,
@@ -182,7 +195,7 @@ pub enum Reduction {
     Xor,
 }
 
-/// Carries out an integer reduction over elements of a type.
+/// Applies an integer reduction to elements of a type.
 macro_rules! integers {
     ($type:ty, $op:expr, $memory:expr, $value:expr) => {
         each(
@@ -202,12 +215,13 @@ macro_rules! integers {
     };
 }
 
-/// `memory = memory op value`, element by element; both of the same length, a
-/// multiple of the element's size. Sums of floats are rounded to nearest even
-/// and keep denormals; minimum and maximum prefer a number to a NaN.
+/// Computes `memory = memory op value`, element by element. Both slices have
+/// the same length, a multiple of the element's size. Sums of floats round to
+/// nearest even and keep denormals; minimum and maximum prefer a number to a
+/// NaN.
 ///
 /// # Errors
-/// [`ReduceError`] when the engine has no such operation.
+/// [`ReduceError`] when TMA has no such operation.
 pub fn reduce(
     op: Reduction,
     element: ElementType,
@@ -230,6 +244,8 @@ pub fn reduce(
             let (read, write) = (f64::from_le_bytes, f64::to_le_bytes);
             each(memory, value, read, write, |a, b| a + b);
         }
+        // PTX ISA, "cp.reduce.async.bulk": f32 and f64 have `.add` alone, and
+        // integers below 32 bits nothing.
         E::U8 | E::U16 | E::F32 | E::F64 => return Err(error),
     }
     Ok(())
@@ -251,7 +267,7 @@ fn each<T, const N: usize>(
     }
 }
 
-/// Reductions of the 16-bit floats, through f32.
+/// Applies a reduction to 16-bit floats, computed in f32.
 fn half(asked: ReduceError, memory: &mut [u8], value: &[u8]) -> Result<(), ReduceError> {
     let op = match asked.op {
         Reduction::Add => |a: f32, b: f32| a + b,
@@ -269,7 +285,8 @@ fn half(asked: ReduceError, memory: &mut [u8], value: &[u8]) -> Result<(), Reduc
     Ok(())
 }
 
-/// The smaller and the larger; -0 is below +0, and a NaN gives way.
+/// Returns the smaller and the larger value; -0 is below +0, and a NaN loses to
+/// a number.
 fn ordered(a: f32, b: f32) -> (f32, f32) {
     match (a.is_nan(), b.is_nan()) {
         (true, _) => (b, b),
@@ -279,22 +296,18 @@ fn ordered(a: f32, b: f32) -> (f32, f32) {
     }
 }
 
-/// A reduction that the engine does not have.
+/// A reduction that TMA does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReduceError {
     /// The operation.
     pub op: Reduction,
-    /// Of these elements.
+    /// The element type of the operation.
     pub element: ElementType,
 }
 
 impl fmt::Display for ReduceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the copy engine has no {:?} of {:?}",
-            self.op, self.element
-        )
+        write!(f, "TMA has no {:?} of {:?}", self.op, self.element)
     }
 }
 

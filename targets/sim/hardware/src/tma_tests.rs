@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::Random;
 
-/// What a box load leaves in shared memory, by plain loops over elements.
+/// Returns the shared memory after a box load, by plain loops over elements.
 fn naive_load(map: &TensorMap, coordinates: &[i32], memory: &[u8]) -> Vec<u8> {
     let size = map.element.bytes() as usize;
     let mut image = vec![0xcc; map.box_bytes() as usize];
@@ -279,7 +279,7 @@ fn reductions_of_floats() {
         Ok((-2.75f32).to_le_bytes())
     );
     let error = reduced(R::Max, ElementType::F32, a, b).unwrap_err();
-    assert_eq!(error.to_string(), "the copy engine has no Max of F32");
+    assert_eq!(error.to_string(), "TMA has no Max of F32");
     assert!(reduced(R::And, ElementType::F16, [0; 2], [0; 2]).is_err());
     assert!(reduced(R::Add, ElementType::U8, [0], [0]).is_err());
 }

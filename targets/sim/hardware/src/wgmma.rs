@@ -2,7 +2,7 @@
 //!
 //! With `w` the warp of the four, `g = lane / 4`, `t = lane % 4`:
 //!
-//! | register | what it is |
+//! | register | element |
 //! |---|---|
 //! | D `4 j + 2 h + e` of f32 | row `16 w + g + 8 h`, column `8 j + 2 t + e` |
 //! | D `2 j + h` of halves | row `16 w + g + 8 h`, columns `8 j + 2 t`, `8 j + 2 t + 1` |
@@ -19,24 +19,24 @@ use crate::product::add_product;
 use std::fmt;
 
 /// The type of the elements of A and B.
-pub use crate::mma::{Accumulator, Element};
+pub use crate::mma::{Accumulator, MmaElement};
 
 /// A form of `wgmma.mma_async.sync.aligned.m64nNkK`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaKind {
     n: u16,
-    element: Element,
+    element: MmaElement,
     accumulator: Accumulator,
 }
 
 impl WgmmaKind {
-    /// The form, or `None` when there is none: n is a multiple of 8 up to
-    /// 256; f16 to f32 or f16, bf16 and tf32 to f32.
-    pub fn new(n: usize, element: Element, accumulator: Accumulator) -> Option<WgmmaKind> {
+    /// Returns the form, or `None` when there is none: n is a multiple of 8 up
+    /// to 256; f16 accumulates in f32 or f16, bf16 and tf32 in f32.
+    pub fn new(n: usize, element: MmaElement, accumulator: Accumulator) -> Option<WgmmaKind> {
         let types = matches!(
             (element, accumulator),
-            (Element::F16, Accumulator::F32 | Accumulator::F16)
-                | (Element::Bf16 | Element::Tf32, Accumulator::F32)
+            (MmaElement::F16, Accumulator::F32 | Accumulator::F16)
+                | (MmaElement::Bf16 | MmaElement::Tf32, Accumulator::F32)
         );
         let shape = n.is_multiple_of(8) && (8..=256).contains(&n);
         (types && shape).then_some(WgmmaKind {
@@ -46,35 +46,35 @@ impl WgmmaKind {
         })
     }
 
-    /// Columns of B.
+    /// Returns the columns of B.
     pub const fn n(self) -> usize {
         self.n as usize
     }
 
-    /// Columns of A: 16, or 8 for tf32.
+    /// Returns the columns of A: 16, or 8 for tf32.
     pub const fn k(self) -> usize {
         match self.element {
-            Element::Tf32 => 8,
+            MmaElement::Tf32 => 8,
             _ => 16,
         }
     }
 
-    /// Element type of A and B.
-    pub const fn element(self) -> Element {
+    /// Returns the element type of A and B.
+    pub const fn element(self) -> MmaElement {
         self.element
     }
 
-    /// Element type of D.
+    /// Returns the element type of D.
     pub const fn accumulator(self) -> Accumulator {
         self.accumulator
     }
 
-    /// Registers of D per lane: n / 2, or n / 4 of packed halves.
+    /// Returns the registers of D per lane: n / 2, or n / 4 for packed halves.
     pub const fn d_registers(self) -> usize {
         self.n() / 2 / self.packed_d()
     }
 
-    /// Elements of D in one register.
+    /// Returns the elements of D in one register.
     pub const fn packed_d(self) -> usize {
         match self.accumulator {
             Accumulator::F16 => 2,
@@ -82,16 +82,16 @@ impl WgmmaKind {
         }
     }
 
-    /// Elements of A in one register.
+    /// Returns the elements of A in one register.
     pub const fn packed_a(self) -> usize {
         match self.element {
-            Element::Tf32 => 1,
+            MmaElement::Tf32 => 1,
             _ => 2,
         }
     }
 
-    /// Row and column of element `part` of register `register` of D, in warp
-    /// `warp` of the four.
+    /// Returns row and column of element `part` of register `register` of D, in
+    /// warp `warp` of the four.
     pub const fn d_index(
         self,
         warp: usize,
@@ -105,7 +105,7 @@ impl WgmmaKind {
         (row, 8 * group + 2 * (lane % 4) + edge)
     }
 
-    /// Row and k of element `part` of register `register` (of 4) of A.
+    /// Returns row and k of element `part` of register `register` (of 4) of A.
     pub const fn a_index(
         self,
         warp: usize,
@@ -119,44 +119,44 @@ impl WgmmaKind {
     }
 }
 
-/// Where A comes from.
+/// The source of operand A.
 #[derive(Clone, Copy, Debug)]
 pub enum SourceA<'a> {
-    /// Shared memory.
+    /// SharedMemory memory.
     Shared(Descriptor, Major),
     /// Registers: register `r` of warp `w` is `[4 w + r]`.
     Registers(&'a [Lanes; 16]),
 }
 
-/// One instruction.
+/// One `wgmma.mma_async` instruction.
 #[derive(Clone, Copy, Debug)]
 pub struct Wgmma<'a> {
     /// Shape and types.
     pub kind: WgmmaKind,
-    /// A.
+    /// Source of A.
     pub a: SourceA<'a>,
-    /// B.
+    /// Descriptor of B.
     pub b: Descriptor,
-    /// Which index of B is contiguous.
+    /// Contiguous index of B.
     pub b_major: Major,
-    /// Whether D is added to (`scale-d`), or overwritten.
+    /// Whether the product is added to D (`scale-d`) or overwrites it.
     pub accumulate: bool,
-    /// `imm-scale-a` is -1.
+    /// Whether `imm-scale-a` is -1.
     pub negate_a: bool,
-    /// `imm-scale-b` is -1.
+    /// Whether `imm-scale-b` is -1.
     pub negate_b: bool,
 }
 
-/// Shared memory of a block: `bytes[0]` has address `base`.
+/// SharedMemory memory of a block: `bytes[0]` has address `base`.
 #[derive(Clone, Copy, Debug)]
-pub struct Shared<'a> {
+pub struct SharedMemory<'a> {
     /// Address of the first byte.
     pub base: u32,
-    /// Contents.
+    /// Contents, from `base` on.
     pub bytes: &'a [u8],
 }
 
-/// Why a product cannot be carried out.
+/// A reason that a product cannot run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WgmmaError {
@@ -164,13 +164,13 @@ pub enum WgmmaError {
     OutOfBounds {
         /// `'A'` or `'B'`.
         operand: char,
-        /// The address.
+        /// SharedMemory-memory address of the read.
         address: u32,
     },
-    /// An MN-major operand of elements that exist only K-major.
-    Major(Element),
-    /// A base offset other than 0: how hardware applies it has not been
-    /// confirmed.
+    /// The operand is MN-major, but its elements exist only K-major.
+    Major(MmaElement),
+    /// The descriptor has a base offset other than 0, whose effect no hardware
+    /// has confirmed.
     BaseOffset(u32),
 }
 
@@ -199,15 +199,14 @@ impl std::error::Error for WgmmaError {}
 
 impl Wgmma<'_> {
     /// Computes D. Register `r` of warp `w` is `d[w * d_registers + r]`. Sums
-    /// are made in f32 in the order of k and, for f16, rounded once at the
-    /// end.
+    /// are made in f32 in the order of k and, for f16, rounded once at the end.
     ///
     /// # Errors
-    /// [`WgmmaError`]; `d` is unchanged.
+    /// [`WgmmaError`]; `d` is unchanged then.
     ///
     /// # Panics
-    /// When `d` does not hold 4 * d_registers.
-    pub fn execute(&self, shared: Shared<'_>, d: &mut [Lanes]) -> Result<(), WgmmaError> {
+    /// Panics when the length of `d` is not `4 * d_registers`.
+    pub fn execute(&self, shared: SharedMemory<'_>, d: &mut [Lanes]) -> Result<(), WgmmaError> {
         let (n, k) = (self.kind.n(), self.kind.k());
         assert_eq!(d.len(), 4 * self.kind.d_registers(), "registers of D");
         let (mut a, mut b) = ([0.0; 64 * 16], [0.0; 16 * 256]);
@@ -217,6 +216,8 @@ impl Wgmma<'_> {
         read(operand, 'B', shared, n, |column, depth, value| {
             b[depth * n + column] = value;
         })?;
+        // Two negations cancel, so one pass over A, the smaller operand, serves
+        // both immediates.
         if self.negate_a != self.negate_b {
             a.iter_mut().for_each(|value| *value = -*value);
         }
@@ -230,7 +231,7 @@ impl Wgmma<'_> {
         Ok(())
     }
 
-    /// B as an operand in shared memory.
+    /// Returns B as an operand in shared memory.
     pub fn operand_b(&self) -> Operand {
         Operand {
             descriptor: self.b,
@@ -239,7 +240,8 @@ impl Wgmma<'_> {
         }
     }
 
-    /// A as an operand in shared memory; `None` when it is in registers.
+    /// Returns A as an operand in shared memory; `None` when it is in
+    /// registers.
     pub fn operand_a(&self) -> Option<Operand> {
         match self.a {
             SourceA::Registers(_) => None,
@@ -251,7 +253,7 @@ impl Wgmma<'_> {
         }
     }
 
-    fn read_a(&self, shared: Shared<'_>, a: &mut [f32]) -> Result<(), WgmmaError> {
+    fn read_a(&self, shared: SharedMemory<'_>, a: &mut [f32]) -> Result<(), WgmmaError> {
         let k = self.kind.k();
         let mut put = |row: usize, depth: usize, value| a[row * k + depth] = value;
         match (self.a, self.operand_a()) {
@@ -283,7 +285,7 @@ fn for_each_a(kind: WgmmaKind, mut visit: impl FnMut(usize, usize, usize, usize)
 fn read(
     operand: Operand,
     name: char,
-    shared: Shared<'_>,
+    shared: SharedMemory<'_>,
     extent: usize,
     mut put: impl FnMut(usize, usize, f32),
 ) -> Result<(), WgmmaError> {
@@ -294,6 +296,9 @@ fn read(
         Major::Mn => (extent, 2 * per),
     };
     for other in 0..outer {
+        // The unit is a chunk of 16 bytes because the swizzle keeps chunks
+        // whole: one address computation serves its eight (four for tf32)
+        // elements.
         for first in (0..inner).step_by(per) {
             let (mn, k, step_mn) = match operand.major {
                 Major::K => (other, first, 0),
@@ -316,36 +321,40 @@ fn read(
 fn check(operand: Operand) -> Result<(), WgmmaError> {
     let offset = operand.descriptor.base_offset;
     match (operand.major, operand.element) {
-        (Major::Mn, Element::Tf32) => Err(WgmmaError::Major(Element::Tf32)),
+        // `imm-trans-a` and `imm-trans-b` exist for f16 and bf16 alone (PTX
+        // ISA, "wgmma.mma_async"). No ptxas sees the text that runs here, so
+        // the machine has to refuse.
+        (Major::Mn, MmaElement::Tf32) => Err(WgmmaError::Major(MmaElement::Tf32)),
         _ if offset != 0 => Err(WgmmaError::BaseOffset(offset)),
         _ => Ok(()),
     }
 }
 
-/// The elements of a chunk; four of tf32, else eight.
+/// Widens the elements of a chunk: four of tf32, repeated, or eight.
 #[inline]
-fn widen(element: Element, chunk: &[u8; 16]) -> [f32; 8] {
+fn widen(element: MmaElement, chunk: &[u8; 16]) -> [f32; 8] {
     let half = |i: usize| u32::from(u16::from_le_bytes([chunk[2 * i], chunk[2 * i + 1]]));
     let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| chunk[4 * i + b]));
     match element {
-        Element::Tf32 => std::array::from_fn(|i| element.unpack(word(i % 4), 0)),
-        Element::F16 => std::array::from_fn(|i| Element::F16.unpack(half(i), 0)),
-        _ => std::array::from_fn(|i| Element::Bf16.unpack(half(i), 0)),
+        MmaElement::Tf32 => std::array::from_fn(|i| element.unpack(word(i % 4), 0)),
+        MmaElement::F16 => std::array::from_fn(|i| MmaElement::F16.unpack(half(i), 0)),
+        _ => std::array::from_fn(|i| MmaElement::Bf16.unpack(half(i), 0)),
     }
 }
 
-impl<'a> Shared<'a> {
-    /// The 16 bytes at an address.
+impl<'a> SharedMemory<'a> {
+    /// Returns the 16 bytes at an address.
     #[inline]
     pub fn chunk(&self, address: u32) -> Option<&'a [u8; 16]> {
+        // A descriptor may point below the block's window as well as beyond it.
         let at = address.checked_sub(self.base)? as usize;
         self.bytes.get(at..)?.first_chunk()
     }
 }
 
-/// Calls `visit` with every eight neighbouring columns of a row: the row, the
-/// first column, the first register of those that hold them, and their lanes'
-/// first.
+/// Calls `visit` for every eight neighbouring columns of a row with the row,
+/// the first column, the index of the first register that holds them, and the
+/// first of their four lanes.
 #[inline(always)]
 fn for_each_eight(kind: WgmmaKind, mut visit: impl FnMut(usize, usize, usize, usize)) {
     let (n, registers) = (kind.n(), kind.d_registers());

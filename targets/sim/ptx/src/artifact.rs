@@ -1,4 +1,4 @@
-//! What the compiler hands to the device: PTX, and the source it came from.
+//! Artifacts: the PTX that the compiler hands to the device, with its source.
 
 use crate::error::PtxError;
 use moesaic_target::{Artifact, Report};
@@ -6,9 +6,9 @@ use moesaic_target::{Artifact, Report};
 /// The first bytes of an artifact; the last one is its version.
 const MAGIC: &[u8; 8] = b"moesptx\x01";
 
-/// An artifact of PTX that was not made from a kernel source: for tests, and
-/// to look into what others compiled. `source` is the text that `.loc`
-/// directives count lines of; it may be empty.
+/// Returns an artifact of PTX that no kernel source belongs to: for tests, and
+/// to examine the output of other compilers. `source` is the text whose lines
+/// `.loc` directives count; it may be empty.
 pub fn artifact_of_ptx(ptx: &str, source: &str) -> Artifact {
     let texts = Texts {
         ptx: ptx.to_string(),
@@ -29,7 +29,8 @@ pub struct Texts {
 }
 
 impl Texts {
-    /// The magic, the length of the PTX in eight bytes, the PTX, the source.
+    /// Returns the magic, the length of the PTX in eight bytes, the PTX and the
+    /// source.
     pub fn pack(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.extend((self.ptx.len() as u64).to_le_bytes());
@@ -38,7 +39,8 @@ impl Texts {
         bytes
     }
 
-    /// The inverse of [`Texts::pack`].
+    /// Reads the texts from an artifact's bytes: the inverse of
+    /// [`Texts::pack`].
     pub fn unpack(bytes: &[u8]) -> Result<Texts, PtxError> {
         let bad = |what: &str| PtxError::Artifact(what.to_string());
         let rest = bytes

@@ -11,16 +11,16 @@ use moesaic_target::{
 };
 use std::time::Instant;
 
-/// Compiles for `sim:sm_*`: NVRTC's PTX for the hardware target, and the
-/// source it came from, in one artifact. Every instruction is decoded here, so
-/// one that the machine does not have is an error of the compile.
+/// The compiler of `sim:sm_*`: NVRTC's PTX for the hardware target and its
+/// source, in one artifact. The compiler decodes every instruction, so an
+/// instruction that the machine lacks is an error of the compile.
 #[derive(Debug)]
 pub struct PtxCompiler {
     nvrtc: NvrtcCompiler,
 }
 
 impl PtxCompiler {
-    /// A compiler over this NVRTC.
+    /// Returns a compiler over this NVRTC.
     pub fn new(nvrtc: NvrtcCompiler) -> PtxCompiler {
         PtxCompiler { nvrtc }
     }
@@ -59,7 +59,8 @@ impl PtxCompiler {
         KernelReport::of_entries(source, found).map_err(bad)
     }
 
-    /// Nothing is assembled here, so what the assembler would not take is refused in its place.
+    /// Refuses kernels that declare too much shared memory, as ptxas would: the
+    /// simulator assembles nothing, so no assembler checks them.
     fn refuse_shared(
         &self,
         source: &KernelSource,
@@ -82,15 +83,16 @@ impl PtxCompiler {
     }
 }
 
-/// Bytes of shared memory that the assembler lets a kernel declare.
+/// Shared memory that ptxas lets a kernel declare, in bytes (CUDA C++
+/// Programming Guide, "Technical Specifications"). More must be dynamic.
 const DECLARED_SHARED: u32 = 48 << 10;
 
 fn names(targets: &[Target]) -> Vec<String> {
     targets.iter().map(Target::to_string).collect()
 }
 
-/// The facts of a decoded kernel. Registers, spills and machine code are what
-/// an assembler makes of PTX, so nobody knows them here.
+/// Returns the facts of a decoded kernel. An assembler decides registers,
+/// spills and machine code, so they stay unknown.
 fn report(kernel: Kernel) -> KernelReport {
     let params = kernel.params.iter().map(|param| ParamSlot {
         offset: param.offset,

@@ -4,7 +4,7 @@ use crate::artifact::Texts;
 use crate::code::Kernel;
 use crate::error::PtxError;
 use crate::finding::Finding;
-use crate::launch::{Loaded, Shared, launch};
+use crate::launch::{DeviceState, Loaded, launch};
 use crate::memory::Allocation;
 use crate::text::{self, Space};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
@@ -15,26 +15,26 @@ use moesaic_target::{
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// How the machine runs.
+/// Options of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PtxOptions {
-    /// Seed of the delays of asynchronous engines and of the order of warps.
-    /// Right kernels give the same results for every seed.
+    /// Seed of the delays of asynchronous copies and products, and of the order
+    /// of warps. A correct kernel gives the same results for every seed.
     pub seed: u64,
-    /// Threads of the host; `None`: as many as it has. Results do not depend
-    /// on it.
+    /// Host threads; `None` takes as many as the host has. Results do not
+    /// depend on the number.
     pub threads: Option<NonZeroUsize>,
-    /// What is checked beside what always is.
+    /// The set of checks.
     pub checks: Checks,
 }
 
-/// Which checks run. Bounds, alignment, masks, barriers and deadlocks are
-/// always checked.
+/// The set of checks that run. Bounds, alignment, masks, barriers and deadlocks
+/// are always checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checks {
-    /// Nothing more: the fastest.
+    /// No further checks: the fastest.
     Basic,
-    /// Races, uninitialised reads and proxy fences, too.
+    /// Races, uninitialised reads and proxy fences as well.
     Full,
 }
 
@@ -48,14 +48,16 @@ impl Default for PtxOptions {
     }
 }
 
-/// A simulated NVIDIA GPU. Launches run at once, on the calling thread and
-/// its helpers; a defect is the error of the launch.
+/// A simulated NVIDIA GPU. A launch runs on the calling thread and its workers
+/// and has ended when the call returns; a defect is the error of the launch.
 pub struct PtxDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
-/// Bytes of shared memory a block can have, by architecture.
+/// Returns the shared memory a block can have, in bytes, by architecture: the
+/// opt-in maximum of the CUDA C++ Programming Guide, table "Technical
+/// Specifications per Compute Capability".
 fn shared_limit(arch: CudaArch) -> u32 {
     match arch.capability {
         ..75 => 96 << 10,
@@ -67,7 +69,7 @@ fn shared_limit(arch: CudaArch) -> u32 {
 }
 
 impl PtxDevice {
-    /// A GPU of this architecture.
+    /// Returns a GPU of this architecture.
     pub fn new(arch: CudaArch, options: PtxOptions) -> PtxDevice {
         let threads = options
             .threads
@@ -80,7 +82,7 @@ impl PtxDevice {
                 units: threads.get() as u32,
                 memory_bytes: None,
             },
-            shared: Arc::new(Shared {
+            shared: Arc::new(DeviceState {
                 options,
                 threads: threads.get(),
                 shared_limit: shared_limit(arch),
@@ -91,7 +93,7 @@ impl PtxDevice {
         }
     }
 
-    /// The defects found so far, oldest first. A launch with a defect adds
+    /// Returns the defects found so far, oldest first; a failing launch adds
     /// one.
     pub fn findings(&self) -> Vec<Finding> {
         lock(&self.shared.findings).clone()
@@ -114,7 +116,7 @@ impl std::fmt::Debug for PtxDevice {
 
 /// Frees an allocation on drop.
 struct Owner {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
     base: u64,
 }
 
@@ -124,7 +126,7 @@ impl Drop for Owner {
     }
 }
 
-/// Locks, whatever a panicking thread left.
+/// Locks a mutex, even after a thread panicked while holding it.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()
@@ -186,7 +188,7 @@ impl Device for PtxDevice {
 
 /// A loaded artifact.
 struct PtxModule {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
     kernels: Vec<Loaded>,
     /// Memory of the module's own variables.
     _variables: Vec<Owner>,
@@ -194,7 +196,7 @@ struct PtxModule {
 
 impl PtxModule {
     fn load(
-        shared: &Arc<Shared>,
+        shared: &Arc<DeviceState>,
         artifact: &Artifact,
         entries: &[Entry],
     ) -> Result<PtxModule, PtxError> {
@@ -221,7 +223,7 @@ impl PtxModule {
         })
     }
 
-    /// The entries must be there, with the signature that they declare.
+    /// Checks that the entries exist, with the signature that they declare.
     fn check(&self, entries: &[Entry]) -> Result<(), DeviceError> {
         for entry in entries {
             let refuse = |reason: String| DeviceError::Load {
@@ -239,10 +241,13 @@ impl PtxModule {
     }
 }
 
-/// Gives the global and constant variables that kernels name memory.
-fn place_variables(shared: &Arc<Shared>, module: &text::ModuleText) -> (Vec<u64>, Vec<Owner>) {
+/// Allocates the global and constant variables that kernels use.
+fn place_variables(shared: &Arc<DeviceState>, module: &text::ModuleText) -> (Vec<u64>, Vec<Owner>) {
     let mut owners = Vec::new();
     let address = |(i, variable): (usize, &text::Variable)| {
+        // A module names every variable of its headers. Only those that an
+        // instruction uses get memory, so that an unused table costs no
+        // allocation and no race log.
         let placed = matches!(variable.space, Space::Global | Space::Const);
         if !placed || !crate::code::layout::is_used(module, i) {
             return 0;
@@ -264,7 +269,7 @@ fn place_variables(shared: &Arc<Shared>, module: &text::ModuleText) -> (Vec<u64>
 }
 
 impl Loaded {
-    /// The signature that the PTX declares.
+    /// Returns the signature that the PTX declares.
     pub fn report(&self) -> KernelReport {
         let params = self
             .kernel

@@ -1,28 +1,28 @@
-//! What cannot be loaded.
+//! Errors of loading PTX.
 
-/// PTX that cannot be run.
+/// A reason that PTX cannot run.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PtxError {
-    /// The text is not PTX as far as it was understood.
+    /// The parser does not understand the text as PTX.
     #[error("PTX line {line}: {what}")]
     Syntax {
         /// Line of the PTX, from 1.
         line: u32,
-        /// What was found, and what was expected.
+        /// The text found and the text expected.
         what: String,
     },
-    /// An instruction, or a form of one, that the machine does not have.
+    /// The machine lacks an instruction, or a form of one.
     #[error("PTX line {line}: `{instruction}` is not covered by the simulator: {what}")]
     Unsupported {
         /// Line of the PTX, from 1.
         line: u32,
         /// The opcode with its modifiers.
         instruction: String,
-        /// Which part of it.
+        /// The part that the machine lacks.
         what: String,
     },
-    /// The artifact is not one of the simulator's compiler.
+    /// The artifact was not made by the simulator's compiler.
     #[error("this is no PTX artifact: {0}")]
     Artifact(String),
 }

@@ -1,49 +1,50 @@
-//! What the machine found wrong with a kernel.
+//! Findings: the defects of a kernel, with the place where each showed.
 
 use std::fmt;
 
-/// The kinds of defects that are told apart.
+/// The kinds of defects that the machine distinguishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum FindingKind {
-    /// Two threads touch the same shared memory, one of them writes, and
-    /// nothing orders them.
+    /// Two threads touch the same shared memory, one of them writes, and no
+    /// synchronisation orders them.
     SharedRace,
-    /// The same in global memory.
+    /// Two threads or blocks race in the same way in global memory.
     GlobalRace,
-    /// The copy or matrix engines touch what ordinary instructions touch,
-    /// without a proxy fence.
+    /// TMA or a tensor core touches bytes that ordinary instructions touch,
+    /// without a proxy fence between the two.
     MissingProxyFence,
-    /// Shared memory is read that nothing has written.
+    /// A thread reads shared memory that nothing has written.
     UninitialisedShared,
-    /// Global memory is read that nothing has written.
+    /// A thread reads global memory that nothing has written.
     UninitialisedGlobal,
     /// An access outside every allocation, or outside shared memory.
     OutOfBounds,
-    /// An address that is no multiple of what the instruction needs.
+    /// An address is no multiple of the alignment that the instruction needs.
     Misaligned,
-    /// Shared memory is touched that an unfinished copy writes or reads.
+    /// A thread touches shared memory that an unfinished copy reads or writes.
     CopyInFlight,
-    /// Registers of a wgmma that is still running are touched.
+    /// A thread touches registers of a wgmma that is still running.
     AccumulatorInFlight,
-    /// A barrier in shared memory is misused.
+    /// A thread misuses an mbarrier in shared memory.
     Mbarrier,
-    /// A barrier of the block or the cluster is misused.
+    /// A thread misuses a barrier of the block or the cluster.
     Barrier,
-    /// Some lanes of a warp came to an instruction that wants all of them.
+    /// Only some lanes of a warp reached an instruction that needs all of them.
     PartialWarp,
-    /// A lane mask without the lane that uses it, or of lanes that never come.
+    /// A lane mask lacks the lane that uses it, or names lanes that never come.
     LaneMask,
-    /// Threads wait for what never happens.
+    /// Threads wait for an event that never happens.
     Deadlock,
-    /// A thread ended with copies or products of its own still under way.
+    /// A thread ended before its own copies or products had finished.
     PendingAtExit,
-    /// More shared memory than the launch asked for, or than there is.
+    /// A block needs more shared memory than the launch gave it, or than there
+    /// is.
     SharedSize,
-    /// Operands that the hardware does not take.
+    /// The instruction has operands that hardware does not accept.
     Operand,
-    /// A dependent launch touches global memory before it has waited for the launches
-    /// before it, or ends without having waited.
+    /// A dependent launch touches global memory before it has waited for the
+    /// launches before it, or ends without having waited.
     LaunchOrder,
     /// The kernel executed `trap`.
     Trap,
@@ -52,7 +53,7 @@ pub enum FindingKind {
 /// A defect, with the place where it showed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// Which defect.
+    /// Kind of the defect.
     pub kind: FindingKind,
     /// The kernel's symbol.
     pub kernel: String,
@@ -66,14 +67,15 @@ pub struct Finding {
     pub source_line: Option<u32>,
     /// The text of that line, trimmed.
     pub source_text: String,
-    /// Lines from which that function was inlined, innermost first.
+    /// Lines from which that function was inlined, innermost first, with their
+    /// text.
     pub called_from: Vec<(u32, String)>,
-    /// What happened.
+    /// The defect in one sentence.
     pub message: String,
 }
 
 impl FindingKind {
-    /// The defect in two or three words.
+    /// Returns the name of the defect, two or three words.
     pub const fn name(self) -> &'static str {
         match self {
             FindingKind::SharedRace => "race in shared memory",
@@ -125,7 +127,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Thread numbers with runs in short: `threads 0-31, 64`.
+/// Formats thread numbers with runs abbreviated: `threads 0-31, 64`.
 pub(crate) fn threads(list: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &thread in list {
@@ -148,16 +150,16 @@ pub(crate) fn threads(list: &[u32]) -> String {
     }
 }
 
-/// A defect before its place is known.
+/// A defect whose place is not known yet.
 #[derive(Debug)]
 pub(crate) struct Fault {
     pub kind: FindingKind,
-    /// The lanes at fault; zero means those that were active.
+    /// Lanes at fault; zero stands for the active ones.
     pub lanes: u32,
     pub message: String,
-    /// The instruction of the other access.
+    /// Instruction of the other access.
     pub other: Option<u32>,
-    /// Set where the place is not that of the instruction that ran.
+    /// The place, if it is not the instruction that ran.
     pub at: Option<FaultPlace>,
 }
 
@@ -165,7 +167,7 @@ pub(crate) struct Fault {
 #[derive(Clone, Debug)]
 pub(crate) struct FaultPlace {
     pub pc: u32,
-    /// In the cluster.
+    /// Number of the block in its cluster.
     pub block: u32,
     pub threads: Vec<u32>,
 }

@@ -1,4 +1,4 @@
-//! One launch: arguments, blocks over the cores of the host, the verdict.
+//! One launch: arguments, blocks spread over the cores of the host, the result.
 
 use crate::code::Kernel;
 use crate::code::layout::SHARED_START;
@@ -13,11 +13,11 @@ use moesaic_target::{Arg, ArgBlock, DeviceError, KernelCounters, LaunchDims, gpu
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
-/// What a device and its modules share.
-pub struct Shared {
+/// The state that a device and its modules share.
+pub struct DeviceState {
     pub options: PtxOptions,
     pub threads: usize,
-    /// Bytes of shared memory a block can have.
+    /// DeviceState memory that a block can have, in bytes.
     pub shared_limit: u32,
     pub heap: Mutex<Heap>,
     pub findings: Mutex<Vec<Finding>>,
@@ -34,7 +34,7 @@ pub struct Loaded {
 
 /// Runs a launch to its end.
 pub fn launch(
-    shared: &Shared,
+    shared: &DeviceState,
     loaded: &Loaded,
     dims: LaunchDims,
     args: &[Arg],
@@ -63,7 +63,7 @@ pub fn launch(
     }
 }
 
-/// The parameter block as the kernel reads it.
+/// Returns the parameter block that the kernel reads.
 fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
     let mut bytes = vec![0; loaded.kernel.param_bytes as usize];
     let Some(entry) = &loaded.entry else {
@@ -76,6 +76,9 @@ fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
         crate::tensor_map::encode(&entry.symbol, map, base, dims)
     };
     let mut block = ArgBlock::with_maps(entry, args, encode)?;
+    // The layout of the parameter block is the text's, not the caller's: PTX
+    // places each `.param` at its natural alignment, and ld.param addresses it
+    // by that offset.
     for (param, pointer) in loaded.kernel.params.iter().zip(block.pointers()) {
         let (start, count) = (param.offset as usize, param.bytes as usize);
         // SAFETY: every argument has room for the largest, 128 bytes, and
@@ -86,7 +89,7 @@ fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
     Ok(bytes)
 }
 
-/// Blocks of a cluster: what the text fixes, and what the launch asks for.
+/// Returns the blocks per cluster, which the text fixes or the launch asks for.
 fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, String> {
     let asked = dims.cluster.max(1);
     let cluster = match loaded.kernel.cluster {
@@ -98,6 +101,8 @@ fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, St
         Some(fixed) => fixed.max(1),
         None => asked,
     };
+    // PTX ISA, "Cluster of Cooperative Thread Arrays": 8 blocks are portable,
+    // and 16 is the most that any architecture grants a kernel that opts in.
     if grid[0].is_multiple_of(cluster) && cluster <= 16 {
         Ok(cluster)
     } else {
@@ -108,8 +113,9 @@ fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, St
     }
 }
 
-/// A launch with more shared memory or threads than there are.
-fn size_finding(shared: &Shared, loaded: &Loaded, dims: &LaunchDims) -> Option<Finding> {
+/// Returns a finding if the launch asks for more shared memory or threads than
+/// there are.
+fn size_finding(shared: &DeviceState, loaded: &Loaded, dims: &LaunchDims) -> Option<Finding> {
     let kernel = &loaded.kernel;
     let at_start = |kind, message| Failure {
         kind,
@@ -119,6 +125,8 @@ fn size_finding(shared: &Shared, loaded: &Loaded, dims: &LaunchDims) -> Option<F
         other: None,
         message,
     };
+    // The first kilobyte below SHARED_START does not count: the system reserves
+    // it on real devices as well, and a launch cannot ask for it.
     let used = kernel.dynamic_shared - SHARED_START + dims.shared_bytes;
     if used > shared.shared_limit {
         let text = format!(
@@ -138,7 +146,7 @@ fn size_finding(shared: &Shared, loaded: &Loaded, dims: &LaunchDims) -> Option<F
     None
 }
 
-/// The result of the blocks that one thread of the host ran.
+/// The result of the blocks that one host thread ran.
 struct Part {
     executed: Vec<u64>,
     tally: Tally,
@@ -146,7 +154,7 @@ struct Part {
 }
 
 fn run(
-    shared: &Shared,
+    shared: &DeviceState,
     loaded: &Loaded,
     dims: &LaunchDims,
     grid: [u32; 2],
@@ -171,16 +179,24 @@ fn run(
         full: shared.options.checks == Checks::Full,
     };
     let clusters = u64::from(grid[0]) * u64::from(grid[1]) / u64::from(cluster);
+    // Results of such a kernel depend on the order of its blocks (float
+    // atomics, waits for other blocks). One worker makes the order that of the
+    // block numbers, on every host.
     let workers = if kernel.in_order {
         1
     } else {
         (shared.threads as u64).min(clusters).max(1)
     };
     let sum = Part::sum(spread(&launch, clusters, workers), kernel.code.len());
+    // Blocks log their accesses apart and are compared here, once for the
+    // launch. A race between blocks does not depend on the schedule then: it
+    // shows even if the two blocks never ran at the same time.
     let conflict = log.finish(&regions, kernel.synchronises);
     let blocks = clusters * u64::from(cluster);
     let mut counters = lock(&shared.counters);
     count(&mut counters, kernel, blocks, &sum.executed, &sum.tally);
+    // A block's own finding comes first. A conflict between blocks may only
+    // follow from it, as with an address that went wrong.
     match sum.failure {
         Some((_, failure)) => Some(loaded.finding(failure)),
         None => conflict
@@ -190,7 +206,7 @@ fn run(
 }
 
 impl Part {
-    /// All parts in one, with the failure of the first block that has one.
+    /// Sums all parts, keeping the failure of the first block that has one.
     fn sum(parts: Vec<Part>, instructions: usize) -> Part {
         let mut sum = Part {
             executed: vec![0; instructions],
@@ -210,19 +226,25 @@ impl Part {
     }
 }
 
-/// Runs the clusters on `workers` threads, each taking the next in order. A
-/// failure stops those behind it, so that the first one is always found.
+/// Runs the clusters on `workers` threads; each takes the next in order. A
+/// failure stops the clusters behind it, so the first failing cluster is always
+/// found.
 fn spread(launch: &Launch<'_>, clusters: u64, workers: u64) -> Vec<Part> {
     let (next, stop) = (AtomicU64::new(0), AtomicU64::new(clusters));
     let work = || {
         let mut machine = Machine::new(launch);
         let mut failure = None;
         loop {
+            // Relaxed is enough: the counter hands out numbers alone. All
+            // results travel through `join`, which orders them.
             let number = next.fetch_add(1, Relaxed);
             if number >= stop.load(Relaxed) {
                 break;
             }
             if let Err(found) = machine.run(number) {
+                // Clusters with lower numbers are all taken already and run to
+                // their end, so the lowest failure wins however many threads
+                // there are.
                 stop.fetch_min(number, Relaxed);
                 failure = Some((number, found));
                 break;
@@ -250,7 +272,7 @@ fn spread(launch: &Launch<'_>, clusters: u64, workers: u64) -> Vec<Part> {
     })
 }
 
-/// The finding of two blocks that touch the same byte.
+/// Returns the failure for two blocks that touch the same byte.
 fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) -> Failure {
     let line = |pc: u32| loaded.kernel.code[pc as usize].line;
     let name = |block: u64| {

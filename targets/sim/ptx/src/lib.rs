@@ -1,13 +1,12 @@
-//! A machine that runs PTX, and says what is wrong with it.
+//! A machine that runs PTX and reports the defects of a kernel.
 //!
-//! [`PtxCompiler`] turns CUDA C++ into PTX with NVRTC; [`PtxDevice`] runs it,
-//! a warp at a time, with shared memory, barriers, copy and matrix engines,
-//! and checks every step: bounds, alignment, races, fences, what is read
-//! before it is written. A defect is a [`Finding`] with kernel, block, thread
-//! and line, and the error of the launch.
+//! [`PtxCompiler`] turns CUDA C++ into PTX with NVRTC. [`PtxDevice`] runs the
+//! PTX, a warp at a time, with shared memory, barriers, TMA and tensor cores,
+//! and checks every step: bounds, alignment, races, fences, reads of unwritten
+//! memory. A launch with a defect fails with a [`Finding`], which names kernel,
+//! block, thread and line.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! This crate is an internal part of `moesaic` and changes without notice.
 
 mod artifact;
 mod code;

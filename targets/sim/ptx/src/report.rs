@@ -8,7 +8,7 @@ use crate::machine::{Failure, Tally};
 use moesaic_target::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 
 impl Loaded {
-    /// An instruction's lines, in short.
+    /// Describes an instruction's lines in short.
     fn place(&self, pc: u32) -> String {
         let instruction = &self.kernel.code[pc as usize];
         let line = self.locations.frames(instruction.place).last();
@@ -25,7 +25,7 @@ impl Loaded {
         }
     }
 
-    /// The finding that people read.
+    /// Returns the finding that people read.
     pub fn finding(&self, failure: Failure) -> Finding {
         let instruction = &self.kernel.code[failure.pc as usize];
         let frames = self.locations.frames(instruction.place);
@@ -54,7 +54,7 @@ impl Loaded {
     }
 }
 
-/// Adds what a launch counted to the list, by symbol.
+/// Adds the counts of a launch to the list, by symbol.
 pub fn count(
     list: &mut Vec<KernelCounters>,
     kernel: &Kernel,

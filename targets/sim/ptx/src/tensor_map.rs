@@ -6,7 +6,7 @@ use moesaic_kernel::{DType, Swizzle, TensorMap};
 use moesaic_target::{DeviceError, MapBytes, Ptr};
 
 /// Encodes the map of a dense row-major tensor, dimensions innermost first.
-/// Those beyond the rank of the map are folded into its outermost one.
+/// Dimensions beyond the rank of the map are folded into its outermost one.
 pub fn encode(
     kernel: &str,
     map: &TensorMap,

@@ -1,5 +1,5 @@
-//! Each check of the machine, on PTX that has the defect and on PTX that has
-//! it mended.
+//! Each check of the machine, on PTX that has the defect and on the corrected
+//! PTX.
 
 use crate::common;
 use crate::common::Run;
@@ -302,7 +302,7 @@ fn lanes_that_ended_are_missing() {
     expect(&Run::default(), &body, FindingKind::PartialWarp, words);
     let body = body.replace("bar.sync 0;", "bar.warp.sync 0xffff0000;");
     clean(&Run::default(), &body);
-    // Lanes that the block does not have are not missed.
+    // Lanes that the block does not have do not count as missing.
     let run = Run {
         threads: 48,
         ..Run::default()
@@ -560,7 +560,7 @@ fn a_dependent_launch_waits_before_it_touches_global_memory() {
     expect(&run, "", FindingKind::LaunchOrder, forgotten);
     let one_warp = format!("setp.lt.u32 %p1, %r1, 32;\n@!%p1 bra D;\n{WAIT}D:\n");
     expect(&run, &one_warp, FindingKind::LaunchOrder, forgotten);
-    // Launched after the end of those before, it has nothing to wait for.
+    // A launch after the end of those before has nothing to wait for.
     clean(&two_warps(), &format!("{load}{WAIT}"));
     clean(&two_warps(), load);
 }

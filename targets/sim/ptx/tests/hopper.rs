@@ -1,5 +1,5 @@
-//! Barriers in memory, bulk copies, products of warpgroups and clusters, in
-//! hand-written PTX: right, and with one thing wrong.
+//! mbarriers, bulk copies, products of warpgroups and clusters in hand-written
+//! PTX: correct, and with one defect.
 
 use crate::common;
 use crate::common::Run;
@@ -32,7 +32,8 @@ fn counted() -> Run {
     }
 }
 
-/// Thread 0 sets up a barrier and loads 1024 bytes; everybody waits and reads.
+/// Thread 0 sets up a barrier and loads 1024 bytes; every thread waits and
+/// reads.
 const LOAD: &str = "
     mov.u32 %r2, st;  add.u32 %r3, %r2, 2048;
     setp.ne.u32 %p1, %r1, 0;
@@ -63,7 +64,7 @@ fn bulk_loads_arrive_at_their_barrier() {
     }
 }
 
-/// A read before the copy is there, or even before it is issued.
+/// Returns true for a read before the copy has arrived, or before it is issued.
 fn early(finding: &Finding) -> bool {
     matches!(
         finding.kind,
@@ -113,7 +114,7 @@ fn barriers_are_set_up_before_they_are_used() {
         &counted(),
         &no_fence,
         FindingKind::MissingProxyFence,
-        "lets the copy engine use",
+        "lets TMA use",
     );
     let twice = LOAD.replace(
         "fence.mbarrier",

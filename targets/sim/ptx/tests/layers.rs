@@ -84,7 +84,7 @@ fn a_layer_of_f32_with_odd_sizes() {
     run(&spec(31, 23, 7, 2), "sm_75", &[19]);
 }
 
-/// As the assembler would.
+/// The simulator refuses the kernel as the assembler would.
 #[test]
 fn more_shared_memory_than_may_be_declared_is_refused() {
     let target = Target::Sim(SimArch::Cuda(arch("sm_80")));

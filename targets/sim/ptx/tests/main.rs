@@ -1,4 +1,4 @@
-//! Tests of the interpreter, one binary: each that is linked costs seconds.
+//! Tests of the interpreter in one binary, because linking each costs seconds.
 
 mod arithmetic;
 mod checks;

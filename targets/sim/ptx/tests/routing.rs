@@ -16,7 +16,8 @@ use std::sync::{Arc, OnceLock};
 
 const ROUTING: &[Stem] = &[Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch];
 
-/// The experts' products and what follows: nothing launches them.
+/// Stands for the GEMMs and the kernels after them, which no test here
+/// launches.
 struct Absent;
 
 impl Module for Absent {
@@ -179,7 +180,8 @@ fn copies_are_wide_and_coalesced() {
             assert_eq!(stores.bytes, written, "{name}: {symbol}");
             assert_eq!(stores.sectors, written / 32, "{name}: {symbol}");
             assert_eq!(widths[4], (written + read) / 512, "{name}: {symbol}");
-            // Maps: at most the offsets, a slot or row and a weight per warp.
+            // Per warp, the maps cost at most the offsets, a slot or row, and a
+            // weight.
             let maps = loads.sectors - read / 32;
             assert!(
                 maps <= 3 * (tokens * k) as u64,

@@ -1,4 +1,4 @@
-//! What a store reads: kernels, tunings, facts.
+//! The files that a store reads: kernels, tunings, facts.
 
 use super::{Surface, folder, promise};
 use crate::mutate;
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 const TARGET: Target = Target::Cpu(CpuIsa::Avx2);
 
-/// A kernel that no compiler made.
+/// Returns a kernel that no compiler made.
 pub(super) fn kernel(name: &str) -> (Key, KernelSource, Stored) {
     let entry = Entry {
         symbol: format!("{name}_f32"),
@@ -98,7 +98,7 @@ pub struct EntryFile {
 }
 
 impl EntryFile {
-    /// With one kernel in a store.
+    /// Makes a surface with one kernel in a store.
     pub fn new() -> EntryFile {
         let folder = folder();
         let store = Store::open(folder.path());
@@ -148,7 +148,7 @@ impl Surface for EntryFile {
     }
 }
 
-/// Sizes that were measured.
+/// A file of measured tile sizes.
 pub struct Tuning {
     folder: TempDir,
     store: Store,
@@ -157,7 +157,7 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// With one tuning in a store.
+    /// Makes a surface with one tuning in a store.
     pub fn new() -> Tuning {
         let folder = folder();
         let store = Store::open(folder.path());
@@ -206,7 +206,7 @@ impl Surface for Tuning {
                 || "no gain".to_string(),
             )?;
         }
-        // What is read can be written, and stays inside the store.
+        // A store can write what it reads, and stays inside its folder.
         for tuned in self.store.tunings() {
             let copy = Store::open(self.folder.path().join("a/b/c/copy"));
             let path = copy.keep_tuned(&tuned).map_err(|error| error.to_string())?;
@@ -227,7 +227,7 @@ pub struct Fact {
 }
 
 impl Fact {
-    /// With one fact in a store.
+    /// Makes a surface with one fact in a store.
     pub fn new() -> Fact {
         let folder = folder();
         let store = Store::open(folder.path());

@@ -25,14 +25,14 @@ const TENSORS: [(&str, &str, &[u64]); 6] = [
     ("topk_weights", "F32", &[4, 2]),
 ];
 
-/// Two layers on this CPU, made when the first call comes.
+/// Two layers on this CPU, made on the first call.
 pub struct Call {
     folder: TempDir,
     layers: Option<Vec<Layer>>,
 }
 
 impl Call {
-    /// Compiles nothing yet.
+    /// Makes the surface; compiles nothing yet.
     pub fn new() -> Call {
         Call {
             folder: folder(),
@@ -63,7 +63,7 @@ fn layer(text: &str) -> Layer {
     engine.layer(&spec, &weights).expect("it compiles")
 }
 
-/// Small integers where ids are, more often than not in range.
+/// Writes small integers over ids, more often than not in range.
 fn integers(rng: &mut Counter, bytes: &mut [u8]) {
     let ids = [0, 1, 2, 3, 4, 5, -1, -2, 7, i32::MAX, i32::MIN];
     let most = if rng.one_in(3) { ids.len() - 1 } else { 3 };

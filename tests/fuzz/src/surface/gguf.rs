@@ -1,4 +1,4 @@
-//! GGUF files: metadata and tensor infos that lie, blocks that are cut short.
+//! GGUF files: wrong metadata and tensor infos, truncated blocks.
 
 use super::{Surface, folder, promise};
 use crate::mutate;
@@ -8,10 +8,11 @@ use moesaic_weights::{Checkpoint, LoadOptions, load_import};
 use std::fs;
 use tempfile::TempDir;
 
-/// Values that keys of the metadata have: small ones, and ones that nothing has.
+/// Values of metadata keys: small ones, and impossible ones.
 const NUMBERS: [u64; 10] = [0, 1, 2, 3, 32, 64, 4096, 1 << 31, 1 << 62, u64::MAX];
 
-/// ggml's numbers of types, with the elements and bytes of a block; the last are not read.
+/// Numbers of ggml types, with the elements and bytes of a block; moesaic does
+/// not read the last ones.
 const TYPES: [(u32, u64, u64); 9] = [
     (0, 1, 4),
     (1, 1, 2),
@@ -30,13 +31,13 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Over small files.
+    /// Makes a surface over small files.
     pub fn new() -> Gguf {
         Gguf { folder: folder() }
     }
 }
 
-/// A file that is a little wrong.
+/// Makes a file that is a little wrong.
 fn file(rng: &mut Counter) -> Vec<u8> {
     let (name, gated) = rng.pick(&[("qwen3moe", true), ("deepseek2", true), ("gpt-oss", false)]);
     let mut keys: Vec<(String, u32, Vec<u8>)> = Vec::new();

@@ -1,4 +1,4 @@
-//! What reads inputs, and what it promises for any of them.
+//! The readers of inputs, and their promises for any of them.
 
 mod cache;
 mod call;
@@ -14,34 +14,36 @@ use std::path::{Path, PathBuf};
 
 /// One kind of input.
 pub trait Surface {
-    /// Its name on the command line.
+    /// Returns the name on the command line.
     fn name(&self) -> &'static str;
 
-    /// How many of a thousand inputs are for it.
+    /// Returns the number of inputs for it among a thousand.
     fn share(&self) -> u64;
 
-    /// A random input, mostly a broken one.
+    /// Returns a random input, mostly a broken one.
     fn input(&mut self, rng: &mut Counter) -> Vec<u8>;
 
-    /// Reads the input and holds the answer against what is promised. Whether
-    /// it was accepted; the error is a promise that was broken.
+    /// Reads the input and checks the answer against the promises. Returns true
+    /// if the input was accepted; the error is a broken promise.
     fn check(&mut self, input: &[u8]) -> Result<bool, String>;
 
-    /// What has to be there before the first check, and is not part of one.
+    /// Prepares what the first check needs, outside the counts of a check.
     fn begin(&mut self) {}
 
-    /// Most bytes that reading so many may hold at once.
+    /// Returns the most bytes that reading an input of this length may hold at
+    /// once.
     fn memory(&self, length: usize) -> usize {
         (4 << 20) + 500 * length
     }
 
-    /// Most bytes that reading so many may allocate in all.
+    /// Returns the most bytes that reading an input of this length may allocate
+    /// in all.
     fn work(&self, length: usize) -> usize {
         (16 << 20) + 4000 * length
     }
 }
 
-/// Every surface.
+/// Returns every surface.
 pub fn surfaces() -> Vec<Box<dyn Surface>> {
     vec![
         Box::new(text::Spec::new()),
@@ -60,14 +62,15 @@ pub fn surfaces() -> Vec<Box<dyn Surface>> {
     ]
 }
 
-/// The surface of that name.
+/// Returns the surface of that name.
 pub fn surface(name: &str) -> Option<Box<dyn Surface>> {
     surfaces()
         .into_iter()
         .find(|surface| surface.name() == name)
 }
 
-/// A folder in memory where the system has one: many small files come and go.
+/// Returns a folder in memory where the system has one, because many small
+/// files come and go.
 fn folder() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() {
@@ -82,7 +85,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Fails with a sentence unless it holds.
+/// Fails with a sentence unless `holds`.
 fn promise(holds: bool, sentence: impl FnOnce() -> String) -> Result<(), String> {
     if holds { Ok(()) } else { Err(sentence()) }
 }

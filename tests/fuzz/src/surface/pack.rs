@@ -19,11 +19,11 @@ pub struct Pack {
     folder: TempDir,
     pack: Vec<u8>,
     tar: Vec<u8>,
-    /// What the store has after importing it.
+    /// Contents of the store after importing it.
     whole: BTreeMap<PathBuf, Vec<u8>>,
 }
 
-/// Every file below a folder, links not followed.
+/// Returns every file below a folder without following links.
 pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
     let mut list = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -56,7 +56,7 @@ fn zipped(tar: &[u8]) -> Vec<u8> {
 }
 
 impl Pack {
-    /// Exported from a store of its own.
+    /// Makes a surface with a pack exported from a store of its own.
     pub fn new() -> Pack {
         let folder = folder();
         let from = Store::open(folder.path().join("from"));
@@ -83,7 +83,7 @@ impl Pack {
         }
     }
 
-    /// The tar with one header changed and its checksum put right.
+    /// Changes one header of the tar and corrects its checksum.
     fn forged(&self, rng: &mut Counter) -> Vec<u8> {
         let mut tar = self.tar.clone();
         let heads: Vec<usize> = (0..tar.len() / 512)
@@ -155,7 +155,7 @@ impl Pack {
         tar
     }
 
-    /// The tar with JSON members changed in place.
+    /// Changes JSON members of the tar in place.
     fn retold(&self, rng: &mut Counter) -> Vec<u8> {
         let text = |from: &str, to: &str| {
             let at = self
@@ -215,7 +215,8 @@ impl Surface for Pack {
             })?,
             Ok(_) => {
                 for (name, bytes) in &found {
-                    // A tuning is JSON without a hash of its own: gzip's is over it.
+                    // A tuning is JSON without a hash of its own; gzip's
+                    // checksum covers it.
                     let same = self.whole.get(name) == Some(bytes) || name.starts_with("v1/tuned");
                     promise(same, || {
                         format!("{} is not what was packed", name.display())

@@ -1,4 +1,4 @@
-//! Specs, configurations of models, activations.
+//! Texts: specs, configurations of models, activations.
 
 use super::{Surface, promise, root};
 use crate::mutate;
@@ -7,7 +7,7 @@ use moesaic_spec::testing::{Counter, sample};
 use moesaic_spec::{Experts, Expression, LayerSpec, canonical_tensors, hf};
 use std::fs;
 
-/// The TOML of a layer.
+/// A surface of layer specs in TOML.
 pub struct Spec {
     examples: Vec<String>,
 }
@@ -35,7 +35,7 @@ const SPEC_WORDS: &[&str] = &[
 ];
 
 impl Spec {
-    /// With the examples of the project.
+    /// Makes a surface with the examples of the project.
     pub fn new() -> Spec {
         let entries = fs::read_dir(root().join("examples/specs")).expect("the examples are there");
         let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
@@ -107,7 +107,7 @@ impl Surface for Spec {
     }
 }
 
-/// A model's `config.json`.
+/// A surface of a model's `config.json`.
 pub struct Config {
     seeds: Vec<String>,
 }
@@ -144,7 +144,8 @@ const CONFIG_WORDS: &[&str] = &[
 ];
 
 impl Config {
-    /// With a configuration of every family, and those of real models.
+    /// Makes a surface with a configuration of every family, and those of real
+    /// models.
     pub fn new() -> Config {
         let least = |model: &str| {
             format!(
@@ -219,7 +220,8 @@ impl Surface for Config {
         Ok(accepted)
     }
 
-    /// A list of up to a hundred thousand layers is a number in the text.
+    /// Allows more memory, because a list of up to a hundred thousand layers is
+    /// one number in the text.
     fn memory(&self, length: usize) -> usize {
         (16 << 20) + 500 * length
     }
@@ -229,7 +231,7 @@ impl Surface for Config {
     }
 }
 
-/// An activation as an expression.
+/// A surface of activations as expressions.
 pub struct Activation {
     seeds: Vec<String>,
 }
@@ -270,7 +272,7 @@ const ACTIVATION_WORDS: &[&str] = &[
 ];
 
 impl Activation {
-    /// With functions that people use.
+    /// Makes a surface with functions in common use.
     pub fn new() -> Activation {
         let seeds = [
             "x * sigmoid(1.7 * x)",

@@ -58,7 +58,7 @@ fn size_of(dtype: &str) -> u64 {
     }
 }
 
-/// A file whose header is a little wrong.
+/// Makes a file whose header is a little wrong.
 pub(super) fn file(rng: &mut Counter, tensors: &[(&str, &str, &[u64])]) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut end = 0;
@@ -112,8 +112,8 @@ pub(super) fn file(rng: &mut Counter, tensors: &[(&str, &str, &[u64])]) -> Vec<u
     }
 }
 
-/// Every tensor is a piece of the file that belongs to it alone, or there is
-/// no checkpoint.
+/// Checks that every tensor is a part of the file that belongs to it alone,
+/// unless there is no checkpoint.
 fn pieces(checkpoint: &Checkpoint, length: usize) -> Result<(), String> {
     let mut ranges = Vec::new();
     for name in checkpoint.names() {
@@ -156,14 +156,14 @@ fn pieces(checkpoint: &Checkpoint, length: usize) -> Result<(), String> {
     })
 }
 
-/// A safetensors file: weights, tokens, a routing record.
+/// A surface of a safetensors file: weights, tokens, a routing record.
 pub struct File {
     folder: TempDir,
     specs: Vec<LayerSpec>,
 }
 
 impl File {
-    /// Over four small layers.
+    /// Makes a surface over four small layers.
     pub fn new() -> File {
         let specs = SPECS.map(|text| LayerSpec::from_toml(text).expect("it is valid"));
         File {
@@ -224,13 +224,13 @@ impl Surface for File {
     }
 }
 
-/// `model.safetensors.index.json` beside two files.
+/// A surface of `model.safetensors.index.json` beside two files.
 pub struct Index {
     folder: TempDir,
 }
 
 impl Index {
-    /// With the two files.
+    /// Makes a surface with the two files.
     pub fn new() -> Index {
         let folder = folder();
         let good = |names: &[usize]| {
@@ -286,7 +286,8 @@ impl Surface for Index {
         };
         let names: Vec<&str> = checkpoint.names().collect();
         for name in names {
-            // A shard may be damaged or not there: only what is asked for is opened.
+            // A shard may be damaged or missing, because only requested shards
+            // are opened.
             let tensor = match checkpoint.find(name) {
                 Ok(tensor) => tensor.ok_or("a name without a tensor")?,
                 Err(error) => {

@@ -5,12 +5,12 @@ use crate::mutate;
 use moesaic_spec::testing::Counter;
 use std::ffi::OsString;
 
-/// A command, a word a line.
+/// A surface of commands, a word per line.
 pub struct Words {
     commands: Vec<String>,
 }
 
-/// Commands that people write, whole.
+/// Whole commands in common use.
 const COMMANDS: [&str; 12] = [
     "bench --spec a.toml --tokens 1,64,1024 --seconds 0.5 --skew zipf:1.2 --target cpu",
     "bench --hf models/a --layer 3 --precision bf16 --tokens 4096 --machine H100 --json",
@@ -26,7 +26,7 @@ const COMMANDS: [&str; 12] = [
     "launch -n 4 --grace 2.5 --bind cores -- program --tokens 1,2",
 ];
 
-/// Pieces of such words.
+/// Parts of such words.
 const PIECES: &[&str] = &[
     ",",
     "1,64,",
@@ -67,7 +67,7 @@ const PIECES: &[&str] = &[
 const LISTS: [&str; 3] = ["--tokens", "--copy", "--counts"];
 
 impl Words {
-    /// With commands that people write.
+    /// Makes a surface with commands in common use.
     pub fn new() -> Words {
         Words {
             commands: COMMANDS.map(|line| line.replace(' ', "\n")).to_vec(),
@@ -105,7 +105,8 @@ impl Surface for Words {
         }
     }
 
-    /// Parsing makes all commands with their options and texts, whatever the input.
+    /// Allows more memory, because parsing builds all commands with their
+    /// options and texts, whatever the input.
     fn memory(&self, length: usize) -> usize {
         (8 << 20) + 500 * length
     }
@@ -121,7 +122,8 @@ fn understands(words: &[&str]) -> Result<String, String> {
     moesaic_cli::understands(std::iter::once(name).chain(words))
 }
 
-/// Options and their values, of commands that give no words to a program.
+/// Iterates over options and their values, for commands that pass no words to a
+/// program.
 fn values<'a>(words: &'a [&'a str]) -> impl Iterator<Item = (&'a str, &'a str)> {
     let own = !words.contains(&"--") && words.first() != Some(&"launch");
     let behind = words.windows(2).map(|pair| (pair[0], pair[1]));
@@ -130,7 +132,7 @@ fn values<'a>(words: &'a [&'a str]) -> impl Iterator<Item = (&'a str, &'a str)> 
     all.filter(|(option, _)| option.starts_with("--"))
 }
 
-/// What was read is what is written, read here in another way.
+/// Compares the parsed value with the text, read here in another way.
 fn agrees(option: &str, value: &str, read: &str) -> Result<(), String> {
     match option {
         "--mesh" => agrees_as_mesh(value, read),
@@ -183,7 +185,8 @@ fn agrees_as_target(value: &str, read: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Whole numbers of bytes stand there as they are; others fit into 64 bits.
+/// Compares sizes: whole numbers of bytes print as they are; others fit into 64
+/// bits.
 fn agrees_as_size(value: &str, read: &str) -> Result<(), String> {
     let number = value.split(char::is_alphabetic).next().unwrap_or("").trim();
     let fits = number.parse::<f64>().is_ok_and(|n| n < u64::MAX as f64);

@@ -1,4 +1,4 @@
-//! Clusters: what a block sees of its neighbours, and boxes for both of two.
+//! Clusters: shared memory of neighbour blocks, and boxes multicast to two.
 
 use super::{Probe, tma};
 use crate::bench::{Bench, File, Kernel, Program, Takes, Trouble, Value};
@@ -59,7 +59,8 @@ fn neighbours(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     Ok(rows)
 }
 
-/// For each block its rank, then the words of the next block of its cluster.
+/// Returns, for each block, its rank and then the words of the next block of
+/// its cluster.
 fn of_neighbours(input: &[u32], cluster: usize) -> Vec<u32> {
     let mut all = Vec::new();
     for tiles in input.chunks_exact(cluster * THREADS) {
@@ -121,7 +122,7 @@ fn multicast_of(
     Ok(same("both blocks", &image, &expected))
 }
 
-/// The boxes of a cluster's two blocks, in each of the two.
+/// Returns the boxes of a cluster's two blocks, in each of the two.
 fn to_both(case: &tma::Case, at: &[[i32; 5]], memory: &[u8]) -> Vec<u32> {
     let boxes = |pair: &[[i32; 5]]| {
         let each = pair.iter().map(|at| tma::loaded(case, &at[..2], memory));

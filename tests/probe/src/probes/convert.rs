@@ -63,7 +63,7 @@ fn run(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     ])
 }
 
-/// Every f16 pattern in the low half, under random upper halves, and the
+/// Returns every f16 pattern in the low half under random upper halves, and the
 /// special values.
 fn inputs(random: &mut Random) -> Vec<u32> {
     let mut list: Vec<u32> = (0..COUNT as u32)
@@ -79,7 +79,7 @@ fn inputs(random: &mut Random) -> Vec<u32> {
         0x7f80_0000,
         0xff80_0000,
         0x7f7f_ffff,
-        // NaNs: of all bits, of high and of low ones alone, and negative.
+        // NaNs with all bits set, with high or low bits alone, and negative.
         0x7fff_ffff,
         0x7fc0_0000,
         0x7fa0_1fff,
@@ -89,8 +89,8 @@ fn inputs(random: &mut Random) -> Vec<u32> {
     list
 }
 
-/// Bit for bit, but any NaN for a NaN: whether its payload is kept is not
-/// documented.
+/// Compares bit for bit, but takes any NaN for a NaN, because its payload is
+/// not documented.
 fn widened(input: &[u32], got: &[u32]) -> Result<(), String> {
     for (bits, got) in input.iter().zip(got) {
         let table = float::f32_from_f16(*bits as u16);
@@ -116,7 +116,7 @@ fn within(input: &[u32], got: &[u32], check: fn(f32, f32) -> bool) -> Result<(),
     Ok(())
 }
 
-/// Subnormals count as zero under `.ftz`.
+/// Flushes subnormals to zero, as `.ftz` does.
 fn flushed(x: f32) -> f64 {
     if x.is_subnormal() { 0.0 } else { x.into() }
 }
@@ -141,7 +141,7 @@ fn reciprocal_is_near(x: f32, y: f32) -> bool {
     relative(y, 1.0 / flushed(x), 2f64.powi(-23))
 }
 
-/// Subnormals are not compared: what becomes of them is not documented.
+/// Skips subnormals, whose results are not documented.
 fn tanh_is_near(x: f32, y: f32) -> bool {
     x.is_subnormal() || relative(y, f64::from(x).tanh(), 2f64.powi(-11))
 }

@@ -107,12 +107,12 @@ const fn trans(transposed: bool) -> &'static str {
     if transposed { ".trans" } else { "" }
 }
 
-/// For each case, which row each lane names.
+/// Returns, for each case, the row that each lane names.
 fn orders(random: &mut Random) -> Vec<u32> {
     (0..CASES).flat_map(|_| random.permutation(32)).collect()
 }
 
-/// The rows that the lanes of matrix `m` name.
+/// Returns the rows that the lanes of matrix `m` name.
 fn matrix(image: &[u32], order: &[u32], m: usize) -> [[u8; 16]; 8] {
     std::array::from_fn(|r| {
         let at = 4 * order[address_lane(m, r)] as usize;

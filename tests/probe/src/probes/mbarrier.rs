@@ -1,4 +1,4 @@
-//! Barriers in shared memory: phases, and bytes they wait for.
+//! mbarriers: phases, and the bytes that they wait for.
 
 use super::Probe;
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
@@ -35,7 +35,7 @@ fn run(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     ])
 }
 
-/// The kernel's steps by the state machine.
+/// Runs the kernel's steps on the state machine.
 fn by_table() -> Result<Vec<u32>, MbarrierError> {
     let mut barrier = Mbarrier::load(Mbarrier::init(0, 3)?)?;
     let mut states = Vec::new();

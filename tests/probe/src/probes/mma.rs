@@ -1,10 +1,10 @@
-//! `mma.sync`, by the prelude's functions and in every form there is.
+//! `mma.sync`, by the prelude's functions and in every form.
 
 use super::{Probe, lanes, small};
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
-use moesaic_hardware::mma::{Accumulator, Element, MmaKind, mma_sync};
+use moesaic_hardware::mma::{Accumulator, MmaElement, MmaKind, mma_sync};
 use serde::Serialize;
 use tera::Context;
 
@@ -31,9 +31,9 @@ struct Form {
 
 fn prelude(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     let functions = [
-        ("f32", 8, Element::Tf32, "mma_16x8x8_tf32"),
-        ("f16", 16, Element::F16, "mma_16x8x16_f16"),
-        ("bf16", 16, Element::Bf16, "mma_16x8x16_bf16"),
+        ("f32", 8, MmaElement::Tf32, "mma_16x8x8_tf32"),
+        ("f16", 16, MmaElement::F16, "mma_16x8x16_f16"),
+        ("bf16", 16, MmaElement::Bf16, "mma_16x8x16_bf16"),
     ];
     let mut rows = Vec::new();
     for (activations, k, element, function) in functions {
@@ -49,7 +49,7 @@ fn every_form(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     run(bench, random, &MmaKind::ALL, None, assembly)
 }
 
-/// Runs kinds out of one file; with `activations` by the prelude.
+/// Runs kinds from one file; with `activations`, by the prelude.
 fn run(
     bench: &Bench,
     random: &mut Random,
@@ -100,7 +100,7 @@ fn run(
     Ok(rows)
 }
 
-/// Registers with small whole numbers.
+/// Returns registers with small whole numbers.
 fn operands(kind: MmaKind, random: &mut Random) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     let element = kind.element();
     let mut fill = |registers: usize, word: &dyn Fn(&mut Random) -> u32| -> Vec<u32> {
@@ -110,7 +110,7 @@ fn operands(kind: MmaKind, random: &mut Random) -> (Vec<u32>, Vec<u32>, Vec<u32>
     let b = fill(kind.b_registers(), &|r| small(element, r));
     let c = fill(kind.c_registers(), &|r| match kind.accumulator() {
         Accumulator::F32 => (r.range(-50, 50) as f32).to_bits(),
-        Accumulator::F16 => small(Element::F16, r),
+        Accumulator::F16 => small(MmaElement::F16, r),
         Accumulator::S32 => r.bits(),
     });
     (a, b, c)
@@ -132,14 +132,14 @@ fn by_table(kind: MmaKind, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     d.concat()
 }
 
-/// Names of the types in an instruction.
+/// Returns the names of the types in an instruction.
 fn names(kind: MmaKind) -> (&'static str, &'static str) {
     let element = match kind.element() {
-        Element::F16 => "f16",
-        Element::Bf16 => "bf16",
-        Element::Tf32 => "tf32",
-        Element::S8 => "s8",
-        Element::U8 => "u8",
+        MmaElement::F16 => "f16",
+        MmaElement::Bf16 => "bf16",
+        MmaElement::Tf32 => "tf32",
+        MmaElement::S8 => "s8",
+        MmaElement::U8 => "u8",
     };
     let accumulator = match kind.accumulator() {
         Accumulator::F32 => "f32",
@@ -168,7 +168,7 @@ fn form(kind: MmaKind, statement: String) -> Form {
     }
 }
 
-/// The instruction itself, for forms that no kernel uses yet.
+/// Returns the instruction itself, for forms that no kernel uses yet.
 fn assembly(kind: &MmaKind) -> String {
     let (element, accumulator) = names(*kind);
     let [na, nb, nc] = [kind.a_registers(), kind.b_registers(), kind.c_registers()];

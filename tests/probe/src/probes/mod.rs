@@ -16,15 +16,15 @@ use crate::bench::{Bench, Trouble};
 use crate::random::Random;
 use crate::report::Row;
 use moesaic_hardware::float::{bf16_from_f32, f16_from_f32};
-use moesaic_hardware::mma::Element;
+use moesaic_hardware::mma::MmaElement;
 
-/// What tries one part of the hardware.
+/// A probe of one part of the hardware.
 pub struct Probe {
-    /// What it tries, for rows of probes that did not run.
+    /// Name, for rows of probes that did not run.
     pub name: &'static str,
-    /// The least compute capability, times ten, that has it.
+    /// Least compute capability, times ten, that has it.
     pub capability: u16,
-    /// Runs it.
+    /// Function that runs it.
     pub run: fn(&Bench, &mut Random) -> Result<Vec<Row>, Trouble>,
 }
 
@@ -42,7 +42,7 @@ impl Probe {
     }
 }
 
-/// Every probe.
+/// Returns every probe.
 pub fn all() -> impl Iterator<Item = &'static Probe> {
     let groups = [
         convert::PROBES,
@@ -60,21 +60,23 @@ pub fn all() -> impl Iterator<Item = &'static Probe> {
     groups.into_iter().flatten()
 }
 
-/// A register of elements that are whole numbers from -8 to 8, or all of a
-/// byte's values.
-fn small(element: Element, random: &mut Random) -> u32 {
+/// Returns a register of elements that are whole numbers from -8 to 8, or all
+/// of a byte's values.
+fn small(element: MmaElement, random: &mut Random) -> u32 {
     let mut value = || random.range(-8, 8) as f32;
     match element {
-        Element::F16 => u32::from(f16_from_f32(value())) | u32::from(f16_from_f32(value())) << 16,
-        Element::Bf16 => {
+        MmaElement::F16 => {
+            u32::from(f16_from_f32(value())) | u32::from(f16_from_f32(value())) << 16
+        }
+        MmaElement::Bf16 => {
             u32::from(bf16_from_f32(value())) | u32::from(bf16_from_f32(value())) << 16
         }
-        Element::Tf32 => value().to_bits(),
-        Element::S8 | Element::U8 => random.bits(),
+        MmaElement::Tf32 => value().to_bits(),
+        MmaElement::S8 | MmaElement::U8 => random.bits(),
     }
 }
 
-/// Words as registers of a warp.
+/// Returns words as registers of a warp.
 fn lanes(words: &[u32]) -> Vec<[u32; 32]> {
     let registers = words.chunks_exact(32);
     registers

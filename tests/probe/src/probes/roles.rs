@@ -1,5 +1,5 @@
-//! Warps with roles, and launches that depend on each other: whether the
-//! instructions run and do no harm, since what they gain cannot be seen.
+//! Warp specialisation and dependent launches. The probes check that the
+//! instructions run and do no harm, because their gain cannot be observed.
 
 use super::Probe;
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};

@@ -1,6 +1,6 @@
-//! What the Hopper GEMM is made of, together: boxes under the 128-byte swizzle,
-//! descriptors, steps along a row, and places of sums. The expectation is a
-//! plain product of matrices and knows none of the tables.
+//! The parts of the Hopper GEMM together: boxes under the 128-byte swizzle,
+//! descriptors, steps along a row, and places of sums. The expected result is a
+//! plain product of matrices that uses none of the tables.
 
 use super::Probe;
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};
@@ -77,7 +77,7 @@ fn map(dtype: DType, rows: usize) -> TensorMap {
     }
 }
 
-/// Whole numbers from -8 to 8: their sums are exact.
+/// Returns whole numbers from -8 to 8, whose sums are exact.
 fn numbers(random: &mut Random, count: usize) -> Vec<i32> {
     (0..count).map(|_| random.range(-8, 8) as i32).collect()
 }
@@ -93,7 +93,7 @@ fn packed(dtype: DType, numbers: &[i32]) -> Vec<u32> {
         .collect()
 }
 
-/// left · rightᵀ as f32, with zeros for the rows that are missing to 64.
+/// Returns left · rightᵀ as f32, with zeros for the rows missing to 64.
 fn plain(left: &[i32], right: &[i32]) -> Vec<u32> {
     let columns = right.len() / DEPTH;
     let mut product = vec![0f32.to_bits(); ROWS * columns];

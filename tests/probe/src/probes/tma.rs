@@ -1,5 +1,5 @@
-//! The copy engine: boxes of 1 to 5 dimensions under each swizzle, loaded,
-//! stored and reduced, across the edges of their tensors.
+//! TMA: boxes of 1 to 5 dimensions under each swizzle, loaded, stored and
+//! reduced, across the edges of their tensors.
 
 use super::Probe;
 use crate::bench::{Bench, File, Kernel, Program, Takes, Trouble, Value};
@@ -114,7 +114,7 @@ fn store_row(
     Ok(Row::compared(name, STORES, result))
 }
 
-/// Of whole numbers, so that each sum has one right result.
+/// Probes reductions of whole numbers, so that each sum has one correct result.
 fn reductions(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     let mut rows = Vec::new();
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::I32] {
@@ -127,7 +127,7 @@ fn reductions(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     Ok(rows)
 }
 
-/// Whether the engine has the reduction for the type.
+/// Returns true if TMA has the reduction for the type.
 fn has(dtype: DType, op: Reduction) -> bool {
     let element = table_element(dtype);
     let (mut old, new) = ([0; 8], [0; 8]);
@@ -157,7 +157,8 @@ fn reduction_row(
     Ok(Row::compared(name, 5, result))
 }
 
-/// Runs a kernel that writes a box into a tensor, and compares all of it.
+/// Runs a kernel that writes a box into a tensor, and compares the whole
+/// tensor.
 fn write_box(
     bench: &Bench,
     random: &mut Random,
@@ -206,12 +207,12 @@ fn program(bench: &Bench, case: &Case) -> Result<Program, Trouble> {
     })
 }
 
-/// How boxes are written.
+/// Iterates over the ways to write a box.
 fn ways() -> impl Iterator<Item = &'static str> {
     std::iter::once("store").chain(REDUCTIONS.map(|(name, _)| name))
 }
 
-/// The coordinates of a box, as the instructions name them.
+/// Returns the coordinates of a box, as the instructions name them.
 fn context(rank: usize) -> Context {
     let list = |item: &dyn Fn(usize) -> String| (0..rank).map(item).collect::<Vec<_>>().join(", ");
     let operands = |first: usize| format!("{{{}}}", list(&|i| format!("%{}", first + i)));
@@ -229,8 +230,8 @@ fn context(rank: usize) -> Context {
     context
 }
 
-/// A dense tensor whose rows are multiples of 16 bytes, and a box of at most
-/// 8 KB.
+/// Draws a dense tensor whose rows are multiples of 16 bytes, and a box of at
+/// most 8 KB.
 pub(super) fn case(random: &mut Random, dtype: DType, rank: usize, swizzle: Swizzle) -> Case {
     let size = dtype.size() as i64;
     let pattern = table_swizzle(swizzle);
@@ -285,14 +286,14 @@ fn table_swizzle(swizzle: Swizzle) -> swizzle::Swizzle {
     }
 }
 
-/// Words of the whole tensor.
+/// Returns the words of the whole tensor.
 pub(super) fn words_of(case: &Case) -> usize {
     let elements: u64 = case.dims.iter().product();
     (elements as usize * case.map.dtype.size()).div_ceil(4)
 }
 
-/// Five coordinates of a box that meets the tensor, often at its edge; one in
-/// four may miss it.
+/// Draws five coordinates of a box that meets the tensor, often at its edge;
+/// one in four may miss it.
 pub(super) fn coordinates(random: &mut Random, case: &Case) -> [i32; 5] {
     let miss = i64::from(random.range(0, 3) == 0);
     std::array::from_fn(|dim| {
@@ -305,8 +306,8 @@ pub(super) fn coordinates(random: &mut Random, case: &Case) -> [i32; 5] {
     })
 }
 
-/// Calls `visit` with place in shared memory, place in the tensor and bytes of
-/// every move.
+/// Calls `visit` for every move with its place in shared memory, its place in
+/// the tensor, and its bytes.
 fn moves(case: &Case, at: &[i32], mut visit: impl FnMut(usize, Option<usize>, usize)) {
     box_moves(&case.table, at, 0, |piece| {
         let global = piece.global.map(|address| address as usize);
@@ -315,7 +316,7 @@ fn moves(case: &Case, at: &[i32], mut visit: impl FnMut(usize, Option<usize>, us
     .unwrap_or_else(|error| panic!("the probe asks for a wrong box: {error}"));
 }
 
-/// Shared memory after a load, by the table.
+/// Returns the shared memory after a load, by the table.
 pub(super) fn loaded(case: &Case, at: &[i32], memory: &[u8]) -> Vec<u8> {
     let mut image = vec![0xcc; BYTES];
     let outside = fill(&case.table);

@@ -1,4 +1,4 @@
-//! What the lanes of a warp tell each other.
+//! Collectives of a warp.
 
 use super::Probe;
 use crate::bench::{Bench, File, Kernel, Takes, Trouble, Value};

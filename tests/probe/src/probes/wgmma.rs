@@ -10,7 +10,7 @@ use crate::report::{Row, same};
 use form::{Form, Left, text};
 use moesaic_hardware::swizzle::Swizzle;
 use moesaic_hardware::wgmma::{
-    Accumulator, Descriptor, Element, Major, Shared, SourceA, Wgmma, WgmmaKind,
+    Accumulator, Descriptor, Major, MmaElement, SharedMemory, SourceA, Wgmma, WgmmaKind,
 };
 use tera::Context;
 
@@ -27,14 +27,14 @@ const B_AT: u32 = 16 * 1024;
 const CASES: usize = 2;
 const MAJORS: [Major; 2] = [Major::K, Major::Mn];
 
-/// A form with where its operands lie.
+/// A form with the places of its operands.
 struct Case {
     form: Form,
     a_swizzle: Swizzle,
     b_swizzle: Swizzle,
 }
 
-fn kind(n: usize, element: Element, accumulator: Accumulator) -> WgmmaKind {
+fn kind(n: usize, element: MmaElement, accumulator: Accumulator) -> WgmmaKind {
     WgmmaKind::new(n, element, accumulator).expect("the probe names kinds there are")
 }
 
@@ -43,7 +43,7 @@ fn layouts(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     for (index, swizzle) in Swizzle::ALL.into_iter().enumerate() {
         for a_major in MAJORS {
             for b_major in MAJORS {
-                let elements = [Element::Bf16, Element::F16];
+                let elements = [MmaElement::Bf16, MmaElement::F16];
                 cases.push(Case {
                     form: Form {
                         left: Left::Shared(a_major),
@@ -61,10 +61,10 @@ fn layouts(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
 
 fn kinds(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     let types = [
-        (Element::F16, Accumulator::F16),
-        (Element::F16, Accumulator::F32),
-        (Element::Bf16, Accumulator::F32),
-        (Element::Tf32, Accumulator::F32),
+        (MmaElement::F16, Accumulator::F16),
+        (MmaElement::F16, Accumulator::F32),
+        (MmaElement::Bf16, Accumulator::F32),
+        (MmaElement::Tf32, Accumulator::F32),
     ];
     let mut cases = Vec::new();
     for (index, n) in [8, 16, 64, 136, 192, 256].into_iter().enumerate() {
@@ -88,7 +88,7 @@ fn kinds(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
 
 fn prelude(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     let mut rows = Vec::new();
-    for (name, element) in [("f16", Element::F16), ("bf16", Element::Bf16)] {
+    for (name, element) in [("f16", MmaElement::F16), ("bf16", MmaElement::Bf16)] {
         let cases: Vec<Case> = form::PRELUDE_COLUMNS
             .map(|n| Case {
                 form: Form {
@@ -110,7 +110,7 @@ fn run(
     cases: &[Case],
     prelude: Option<&str>,
 ) -> Result<Vec<Row>, Trouble> {
-    // Cases may share a kernel and differ in where operands lie.
+    // Cases may share a kernel and differ in the places of operands.
     let mut forms: Vec<Form> = cases.iter().map(|case| case.form).collect();
     forms.sort_by_key(Form::symbol);
     forms.dedup_by_key(|form| form.symbol());
@@ -161,7 +161,7 @@ impl Case {
     }
 }
 
-/// Operands of the cases of a launch.
+/// The operands of the cases of a launch.
 struct Inputs {
     image: Vec<u32>,
     registers: Vec<u32>,
@@ -174,14 +174,14 @@ impl Inputs {
     fn new(case: &Case, random: &mut Random) -> Inputs {
         let kind = case.form.kind;
         let element = kind.element();
-        // Every place holds a number, so that one read at the wrong place
-        // gives a wrong sum.
+        // Every place holds a number, so that a read at the wrong place gives a
+        // wrong sum.
         let mut many =
             |count: usize| -> Vec<u32> { (0..count).map(|_| small(element, random)).collect() };
         let image = many(CASES * WORDS);
         let registers = many(CASES * 16 * 32);
         let d = (0..CASES * 4 * kind.d_registers() * 32).map(|_| match kind.accumulator() {
-            Accumulator::F16 => small(Element::F16, random),
+            Accumulator::F16 => small(MmaElement::F16, random),
             _ => (random.range(-50, 50) as f32).to_bits(),
         });
         let a_major = match case.form.left {
@@ -218,7 +218,7 @@ impl Inputs {
                 negate_a: case.form.negate[0],
                 negate_b: case.form.negate[1],
             };
-            let shared = Shared {
+            let shared = SharedMemory {
                 base: 0,
                 bytes: &bytes,
             };
@@ -229,11 +229,11 @@ impl Inputs {
     }
 }
 
-/// Tiles at a multiple of 1024, with offsets beyond the least that fits, so
-/// that a wrong one reads other numbers.
+/// Describes tiles at a multiple of 1024, with offsets beyond the least that
+/// fits, so that a wrong offset reads other numbers.
 fn descriptor(start: u32, major: Major, swizzle: Swizzle, extent: usize) -> Descriptor {
     let eight = 8 * swizzle.span();
-    // Distances between what is 8 rows, or one span, apart.
+    // Distances between groups of 8 rows, and between spans.
     let (near, far) = (eight, 2048);
     let (leading, stride) = match (major, swizzle) {
         (Major::K, Swizzle::None) => (near * extent as u32 / 8 + 256, near),
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
     use moesaic_hardware::wgmma::Operand;
 
-    /// Distinct elements lie at distinct places, inside the tile.
+    /// Checks that distinct elements lie at distinct places, inside the tile.
     #[test]
     fn operands_fit_and_do_not_overlap() {
         for swizzle in Swizzle::ALL {
@@ -264,7 +264,7 @@ mod tests {
                 let operand = Operand {
                     descriptor,
                     major,
-                    element: Element::F16,
+                    element: MmaElement::F16,
                 };
                 let mut places = Vec::new();
                 operand.chunks(256, |address| places.push(address));

@@ -54,7 +54,7 @@ void k(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch) {
     (void)y, (void)count, (void)by, (void)first, (void)last, (void)grid_x, (void)scratch;
 ";
 
-/// What was found; else one line that says what to install.
+/// Returns the value found, or panics with one line that says what to install.
 fn needed<T>(found: Result<T, impl std::fmt::Display>) -> T {
     found.unwrap_or_else(|error| {
         let why = error.to_string();
@@ -69,7 +69,8 @@ impl Harness {
         Harness::with(isa, "", body)
     }
 
-    /// `body` follows the parameters, `head` the types.
+    /// Makes a harness whose `body` follows the parameters and whose `head` holds
+    /// the types.
     pub fn with(isa: CpuIsa, head: &str, body: &str) -> Harness {
         let source = KernelSource {
             stem: Stem::Dispatch,
@@ -101,7 +102,7 @@ impl Harness {
         unsafe { self.module.launch("k", dims, &args) }
     }
 
-    /// `count` floats after a launch; NaN where nothing was written.
+    /// Returns `count` floats after a launch; NaN where nothing was written.
     pub fn run(&self, grid: [u64; 2], count: usize, by: f32) -> Result<Vec<f32>, DeviceError> {
         let y = self.device.alloc(count * 4)?;
         self.launch(grid, y.ptr(), count, by)?;

@@ -38,7 +38,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// `body` follows the prelude, and declares `KERNEL(threads) k(...)`.
+    /// Makes a kernel whose `body` follows the prelude and declares
+    /// `KERNEL(threads) k(...)`.
     pub fn new(gpu: &str, threads: u32, params: Vec<Param>, body: &str) -> Kernel {
         let arch = arch(gpu);
         let launch = Launch {
@@ -73,7 +74,7 @@ impl Kernel {
         artifact
     }
 
-    /// The line on which `part` stands first.
+    /// Returns the line on which `part` first stands.
     pub fn line(&self, part: &str) -> usize {
         let found = self
             .source
@@ -93,7 +94,8 @@ impl Kernel {
         }
     }
 
-    /// Compiles and runs on two cores with these buffers; what went wrong.
+    /// Compiles and runs on two cores with these buffers; returns the error, if
+    /// any.
     pub fn run(&self, blocks: u64, buffers: &mut [Data]) -> Result<(), String> {
         self.run_on(&device(self.arch, 2, &[Order::Ascending]), blocks, buffers)
     }
@@ -110,11 +112,11 @@ impl Kernel {
     }
 }
 
-/// A buffer of a test: what is uploaded, and what came back.
+/// A buffer of a test: uploaded, or written and downloaded.
 pub enum Data {
     /// Bytes, uploaded.
     In(Vec<u8>),
-    /// So many bytes that the kernel writes.
+    /// A number of bytes that the kernel writes.
     Out(Vec<u8>),
     /// A scalar.
     Count(i64),
@@ -129,7 +131,7 @@ impl Data {
         Data::In(values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// Room for so many elements of four bytes.
+    /// Returns room for a number of 4-byte elements.
     pub fn room(elements: usize) -> Data {
         Data::Out(vec![0; 4 * elements])
     }
@@ -182,7 +184,7 @@ pub fn launch(
     Ok(())
 }
 
-/// The prelude of a GPU kernel on the host.
+/// Returns the prelude of a GPU kernel on the host.
 pub fn prelude(arch: RocmArch) -> String {
     rendered(arch, "prelude/base.hpp", "f32") + &rendered(arch, "prelude/warp.hpp", "f32")
 }
@@ -193,7 +195,7 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
     tera.register_filter("f32", |value: f64, _: tera::Kwargs, _: &tera::State| {
         value.to_string()
     });
-    // Those of custom activations, which no prelude of these tests has.
+    // Names of custom activations, which no prelude of these tests has.
     for name in ["calls", "vec_value", "vec_slope", "value", "slope"] {
         tera.register_filter(name, |text: String, _: tera::Kwargs, _: &tera::State| text);
     }
@@ -207,7 +209,8 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
     };
     context.insert("target", &target);
     context.insert("d", &DescFacts { activations });
-    // The type of a kernel's products, which its template names before it includes a prelude.
+    // The type of a kernel's GEMMs, which its template names before it includes
+    // a prelude.
     context.insert("element", activations);
     context.insert("multiplied", activations);
     tera.render(name, &context).unwrap()
@@ -225,7 +228,7 @@ struct DescFacts<'a> {
     activations: &'a str,
 }
 
-/// The matrix products of a GPU for operands of a type.
+/// Returns the matrix products of a GPU for operands of a type.
 pub fn products(gpu: &str, dtype: &str) -> String {
     let name = match arch(gpu).wave {
         64 => "prelude/sim/mfma.hpp",

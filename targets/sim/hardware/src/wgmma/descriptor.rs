@@ -1,9 +1,10 @@
-//! Matrix descriptors, and where the elements of an operand lie.
+//! Matrix descriptors and the addresses of an operand's elements.
 
-use crate::mma::Element;
+use crate::mma::MmaElement;
 use crate::swizzle::Swizzle;
 
-/// A 64-bit matrix descriptor, its fields in bytes.
+/// A 64-bit matrix descriptor, its fields in bytes (PTX ISA, "Matrix Descriptor
+/// Format").
 ///
 /// | bits | field |
 /// |---|---|
@@ -16,19 +17,21 @@ use crate::swizzle::Swizzle;
 pub struct Descriptor {
     /// Shared-memory address, a multiple of 16 below 2^18.
     pub start: u32,
-    /// Leading byte offset.
+    /// Leading byte offset, a multiple of 16.
     pub leading: u32,
-    /// Stride byte offset.
+    /// Stride byte offset, a multiple of 16.
     pub stride: u32,
-    /// Phase of the pattern; 0 where tiles are aligned to its atom.
+    /// Phase of the swizzle pattern; 0 where tiles are aligned to its atom.
     pub base_offset: u32,
-    /// Arrangement.
+    /// Arrangement of chunks.
     pub swizzle: Swizzle,
 }
 
 impl Descriptor {
-    /// Reads the bits.
+    /// Decodes the bits.
     pub const fn decode(bits: u64) -> Descriptor {
+        // The order of the codes is not that of the spans: 1 is the widest
+        // pattern and 3 the narrowest.
         const SWIZZLES: [Swizzle; 4] = [Swizzle::None, Swizzle::B128, Swizzle::B64, Swizzle::B32];
         Descriptor {
             start: field(bits),
@@ -39,7 +42,7 @@ impl Descriptor {
         }
     }
 
-    /// The bits. Low bits that the fields cannot hold are dropped.
+    /// Encodes the descriptor, dropping low bits that the fields cannot hold.
     pub const fn encode(&self) -> u64 {
         let layout = match self.swizzle {
             Swizzle::None => 0,
@@ -55,17 +58,17 @@ impl Descriptor {
     }
 }
 
-/// Bytes out of the 14 bits of a field.
+/// Returns the bytes that the 14 bits of a field stand for.
 const fn field(bits: u64) -> u32 {
     (bits as u32 & 0x3fff) << 4
 }
 
-/// The 14 bits of a field of bytes.
+/// Returns the 14 bits for a field of bytes.
 const fn bits(bytes: u32) -> u64 {
     (bytes as u64 >> 4) & 0x3fff
 }
 
-/// Which index of an operand is contiguous in shared memory.
+/// The index of an operand that is contiguous in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Major {
     /// k: rows of A, or columns of B, are contiguous.
@@ -74,26 +77,26 @@ pub enum Major {
     Mn,
 }
 
-/// Shared-memory addresses of a descriptor have 18 bits.
+/// The shared-memory addresses of a descriptor have 18 bits.
 const ADDRESS_MASK: u32 = 0x3_ffff;
 
-/// An operand in shared memory: where its elements lie.
+/// An operand in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand {
-    /// Where.
+    /// Address, strides and swizzle.
     pub descriptor: Descriptor,
-    /// How.
+    /// Contiguous index.
     pub major: Major,
-    /// Element type.
-    pub element: Element,
+    /// MmaElement type.
+    pub element: MmaElement,
 }
 
 impl Operand {
-    /// Shared-memory address of element (`mn`, `k`): row and k of A, or
-    /// column and k of B.
+    /// Returns the shared-memory address of element (`mn`, `k`): row and k of
+    /// A, or column and k of B.
     ///
-    /// With chunks of 16 bytes, `per` elements in each, and `s` the swizzle's
-    /// span in bytes (16 for none), before the swizzle:
+    /// Chunks have 16 bytes with `per` elements each, and `s` is the swizzle's
+    /// span in bytes (16 for none). Before the swizzle:
     ///
     /// | operand | address - start |
     /// |---|---|
@@ -102,7 +105,7 @@ impl Operand {
     /// | MN-major, none | `mn / per * stride + k / 8 * leading + k % 8 * 16` |
     /// | MN-major, swizzled | `mn / w * leading + mn % w / per * 16 + k / 8 * stride + k % 8 * s`, `w = s / 16 * per` |
     ///
-    /// and the bytes of the element within its chunk on top.
+    /// The bytes of the element within its chunk come on top.
     #[inline(always)]
     pub const fn address(&self, mn: usize, k: usize) -> u32 {
         let (mn, k) = (mn as u32, k as u32);
@@ -110,6 +113,8 @@ impl Operand {
         let per = 16 / size;
         let d = &self.descriptor;
         let span = d.swizzle.span();
+        // Leading and stride trade their roles between the four layouts, and
+        // one of them is unused in K-major swizzled tiles (PTX ISA, "Strides").
         let (plain, within) = match (self.major, d.swizzle) {
             (Major::K, Swizzle::None) => {
                 let rows = mn / 8 * d.stride + mn % 8 * 16;
@@ -130,25 +135,28 @@ impl Operand {
                 (across + depth, mn % per)
             }
         };
+        // The swizzle applies to the final address and not to the offset within
+        // the tile, so stepping the start address along k inside an atom works.
+        // The mask comes first, because addresses wrap at 18 bits.
         let address = d.start.wrapping_add(plain) & ADDRESS_MASK;
         d.swizzle.apply(address) + within * size
     }
 
-    /// Elements in a chunk of 16 bytes.
+    /// Returns the elements in a chunk of 16 bytes.
     pub const fn chunk(&self) -> usize {
         16 / self.element_bytes() as usize
     }
 
     const fn element_bytes(&self) -> u32 {
         match self.element {
-            Element::F16 | Element::Bf16 => 2,
-            Element::Tf32 => 4,
-            Element::S8 | Element::U8 => 1,
+            MmaElement::F16 | MmaElement::Bf16 => 2,
+            MmaElement::Tf32 => 4,
+            MmaElement::S8 | MmaElement::U8 => 1,
         }
     }
 
-    /// Calls `visit` with the address of every 16-byte chunk that a product
-    /// of `extent` rows (64 for A, N for B) reads.
+    /// Calls `visit` with the address of every 16-byte chunk that a product of
+    /// `extent` rows (64 for A, N for B) reads.
     pub fn chunks(&self, extent: usize, mut visit: impl FnMut(u32)) {
         let per = self.chunk();
         let (inner, outer) = match self.major {

@@ -2,19 +2,19 @@ use super::*;
 use crate::swizzle::Swizzle;
 use crate::testing::{Random, covers, naive, pack};
 
-const HALVES: [Element; 2] = [Element::F16, Element::Bf16];
+const HALVES: [MmaElement; 2] = [MmaElement::F16, MmaElement::Bf16];
 
-fn kind(n: usize, element: Element, accumulator: Accumulator) -> WgmmaKind {
+fn kind(n: usize, element: MmaElement, accumulator: Accumulator) -> WgmmaKind {
     WgmmaKind::new(n, element, accumulator).unwrap()
 }
 
-fn size(element: Element) -> usize {
-    if element == Element::Tf32 { 4 } else { 2 }
+fn size(element: MmaElement) -> usize {
+    if element == MmaElement::Tf32 { 4 } else { 2 }
 }
 
-/// An operand as a copy engine would leave it: boxes whose rows are one span
-/// of the swizzle, each aligned to its atom; without swizzle, rows of 16
-/// bytes. Returns the descriptor of k block `block`.
+/// Places an operand as TMA would: boxes whose rows are one span of the
+/// swizzle, each aligned to its atom; without swizzle, rows of 16 bytes.
+/// Returns the descriptor of k block `block`.
 ///
 /// K-major: rows are `mn`, the box holds all of them. MN-major: rows are k,
 /// boxes stand side by side along `mn`.
@@ -22,7 +22,7 @@ fn place(
     image: &mut [u8],
     base: u32,
     at: u32,
-    (major, swizzle, element): (Major, Swizzle, Element),
+    (major, swizzle, element): (Major, Swizzle, MmaElement),
     [extent, depth]: [usize; 2],
     value: impl Fn(usize, usize) -> f32,
 ) -> Descriptor {
@@ -65,7 +65,7 @@ fn place(
 
 fn bits_of_d(kind: WgmmaKind, value: f32) -> u32 {
     match kind.accumulator() {
-        Accumulator::F16 => pack(Element::F16, value),
+        Accumulator::F16 => pack(MmaElement::F16, value),
         _ => value.to_bits(),
     }
 }
@@ -151,7 +151,7 @@ fn execute_case(case: &Case, at: u32, (a, b): (&[f32], &[f32]), d: &mut [Lanes])
         negate_a: case.negate[0],
         negate_b: case.negate[1],
     };
-    let shared = Shared {
+    let shared = SharedMemory {
         base: BASE,
         bytes: &image,
     };
@@ -186,10 +186,10 @@ fn products_are_exact_in_every_layout() {
 fn every_n_and_type_with_a_from_either_place() {
     let mut random = Random::new(9);
     let types = [
-        (Element::F16, Accumulator::F16),
-        (Element::F16, Accumulator::F32),
-        (Element::Bf16, Accumulator::F32),
-        (Element::Tf32, Accumulator::F32),
+        (MmaElement::F16, Accumulator::F16),
+        (MmaElement::F16, Accumulator::F32),
+        (MmaElement::Bf16, Accumulator::F32),
+        (MmaElement::Tf32, Accumulator::F32),
     ];
     for (step, n) in (8..=256).step_by(8).enumerate() {
         let (element, accumulator) = types[step % 4];
@@ -207,16 +207,16 @@ fn every_n_and_type_with_a_from_either_place() {
     }
 }
 
-/// A tile of 64 k values as four products that step through it by moving the
-/// start address, as kernels do.
+/// Splits a tile of 64 k values into four products that step through it by
+/// moving the start address, as kernels do.
 #[test]
 fn descriptors_step_along_k() {
     let mut random = Random::new(10);
-    let (kind, n) = (kind(64, Element::Bf16, Accumulator::F32), 64);
+    let (kind, n) = (kind(64, MmaElement::Bf16, Accumulator::F32), 64);
     for (major, step) in [(Major::K, 32), (Major::Mn, 2048)] {
         let (a, b) = (random.matrix(64 * 64, -8, 8), random.matrix(64 * 64, -8, 8));
         let mut image = vec![0xff; 32 * 1024];
-        let form = (major, Swizzle::B128, Element::Bf16);
+        let form = (major, Swizzle::B128, MmaElement::Bf16);
         let of_a = |row: usize, depth: usize| a[row * 64 + depth];
         let of_b = |column: usize, depth: usize| b[depth * n + column];
         let da = place(&mut image, 0, 0, form, [64, 64], of_a);
@@ -236,7 +236,7 @@ fn descriptors_step_along_k() {
                 negate_a: false,
                 negate_b: false,
             };
-            let shared = Shared {
+            let shared = SharedMemory {
                 base: 0,
                 bytes: &image,
             };
@@ -250,9 +250,9 @@ fn descriptors_step_along_k() {
 #[test]
 fn registers_are_bijections() {
     for (n, element, accumulator) in [
-        (8, Element::F16, Accumulator::F16),
-        (96, Element::Bf16, Accumulator::F32),
-        (256, Element::Tf32, Accumulator::F32),
+        (8, MmaElement::F16, Accumulator::F16),
+        (96, MmaElement::Bf16, Accumulator::F32),
+        (256, MmaElement::Tf32, Accumulator::F32),
     ] {
         let kind = kind(n, element, accumulator);
         let mut places = Vec::new();
@@ -271,10 +271,10 @@ fn registers_are_bijections() {
 
 #[test]
 fn single_places_of_d() {
-    let f32s = kind(32, Element::Bf16, Accumulator::F32);
+    let f32s = kind(32, MmaElement::Bf16, Accumulator::F32);
     assert_eq!(f32s.d_index(0, 0, 0, 0), (0, 0));
     assert_eq!(f32s.d_index(2, 7, 0, 13), (32 + 3 + 8, 8 + 2 + 1));
-    let halves = kind(32, Element::F16, Accumulator::F16);
+    let halves = kind(32, MmaElement::F16, Accumulator::F16);
     assert_eq!(halves.d_index(2, 3, 1, 13), (32 + 3 + 8, 8 + 2 + 1));
 }
 
@@ -306,12 +306,12 @@ fn chunks_are_what_a_product_reads() {
     for major in [Major::K, Major::Mn] {
         for swizzle in Swizzle::ALL {
             let mut image = vec![0; 16384];
-            let form = (major, swizzle, Element::F16);
+            let form = (major, swizzle, MmaElement::F16);
             let descriptor = place(&mut image, 0, 0, form, [64, 16], |_, _| 1.0);
             let operand = Operand {
                 descriptor,
                 major,
-                element: Element::F16,
+                element: MmaElement::F16,
             };
             let mut count = 0;
             operand.chunks(64, |address| {
@@ -325,9 +325,9 @@ fn chunks_are_what_a_product_reads() {
     }
 }
 
-/// The error of a product whose B is `b`, in 4 KB of shared memory from 1024
-/// on; it has to leave D alone.
-fn refusal(n: usize, element: Element, b: Descriptor, b_major: Major) -> Option<String> {
+/// Returns the error of a product whose B is `b`, in 4 KB of shared memory from
+/// 1024 on, and checks that D is unchanged.
+fn refusal(n: usize, element: MmaElement, b: Descriptor, b_major: Major) -> Option<String> {
     let kind = kind(n, element, Accumulator::F32);
     let call = Wgmma {
         kind,
@@ -338,7 +338,7 @@ fn refusal(n: usize, element: Element, b: Descriptor, b_major: Major) -> Option<
         negate_a: false,
         negate_b: false,
     };
-    let shared = Shared {
+    let shared = SharedMemory {
         base: 1024,
         bytes: &[0; 4096],
     };
@@ -357,28 +357,28 @@ fn what_cannot_be_done_is_named() {
         base_offset: 0,
         swizzle: Swizzle::B128,
     };
-    assert_eq!(refusal(32, Element::Bf16, b, Major::K), None);
-    let outside = refusal(40, Element::Bf16, b, Major::K).unwrap();
+    assert_eq!(refusal(32, MmaElement::Bf16, b, Major::K), None);
+    let outside = refusal(40, MmaElement::Bf16, b, Major::K).unwrap();
     let place = "operand B of wgmma reads shared memory at 0x1400";
     assert!(outside.contains(place), "{outside}");
     let low = Descriptor { start: 0, ..b };
-    let error = refusal(8, Element::Bf16, low, Major::K).unwrap();
+    let error = refusal(8, MmaElement::Bf16, low, Major::K).unwrap();
     assert!(error.contains("at 0x0"), "{error}");
     assert_eq!(
-        refusal(8, Element::Tf32, b, Major::Mn).unwrap(),
+        refusal(8, MmaElement::Tf32, b, Major::Mn).unwrap(),
         "wgmma reads Tf32 operands K-major only, not MN-major"
     );
     let offset = Descriptor {
         base_offset: 3,
         ..b
     };
-    let error = refusal(8, Element::F16, offset, Major::K).unwrap();
+    let error = refusal(8, MmaElement::F16, offset, Major::K).unwrap();
     assert!(error.contains("is 3:"), "{error}");
 }
 
 #[test]
 fn there_are_no_other_kinds() {
-    assert_eq!(WgmmaKind::new(12, Element::F16, Accumulator::F32), None);
-    assert_eq!(WgmmaKind::new(264, Element::F16, Accumulator::F32), None);
-    assert_eq!(WgmmaKind::new(8, Element::Bf16, Accumulator::F16), None);
+    assert_eq!(WgmmaKind::new(12, MmaElement::F16, Accumulator::F32), None);
+    assert_eq!(WgmmaKind::new(264, MmaElement::F16, Accumulator::F32), None);
+    assert_eq!(WgmmaKind::new(8, MmaElement::Bf16, Accumulator::F16), None);
 }

@@ -1,27 +1,27 @@
-//! Where variables lie.
+//! Addresses of the variables of a kernel.
 
 use crate::text::{EntryText, ModuleText, Operand, Space};
 
-/// The first shared address. What is below belongs to the system, so that a
-/// null pointer is no address.
+/// The first shared address. The addresses below belong to the system, so a
+/// null pointer is never valid.
 pub const SHARED_START: u32 = 1024;
 
-/// Windows of the generic address space.
+/// Start of shared memory in the generic address space.
 pub const SHARED_WINDOW: u64 = 0x7f00_0000_0000;
-/// Local memory, seen generically.
+/// Start of local memory in the generic address space.
 pub const LOCAL_WINDOW: u64 = 0x7e00_0000_0000;
-/// Kernel parameters, seen generically.
+/// Start of the kernel parameters in the generic address space.
 pub const PARAM_WINDOW: u64 = 0x7d00_0000_0000;
-/// Every window spans this many bytes.
+/// Bytes that each window spans.
 pub const WINDOW: u64 = 0x100_0000_0000;
 
-/// Shared addresses of the blocks of a cluster: the rank, plus one, above
-/// this bit. Without it an address belongs to the block that uses it.
+/// Bit above which a shared address holds the rank of a block in its cluster,
+/// plus one. Zero there stands for the block that uses the address.
 pub const RANK_SHIFT: u32 = 24;
 
 /// Addresses of the variables that a kernel names.
 pub struct Layout {
-    /// By the variable's place in the module.
+    /// Addresses by the variable's index in the module.
     pub addresses: Vec<u64>,
     pub static_shared: u32,
     pub dynamic_shared: u32,
@@ -61,6 +61,9 @@ impl Layout {
                 _ => {}
             }
         }
+        // Dynamic shared memory starts behind the static variables, as in a
+        // real launch; `extern` arrays all share this one start (CUDA C++
+        // Programming Guide, "__shared__").
         layout.dynamic_shared = layout.static_shared.next_multiple_of(dynamic_align);
         for (i, variable) in module.variables.iter().enumerate() {
             if variable.space == Space::Shared && variable.dynamic {
@@ -77,7 +80,7 @@ fn place(end: &mut u32, align: u32, bytes: u32) -> u64 {
     u64::from(at)
 }
 
-/// Which variables an entry names.
+/// Returns true for each variable that an entry names.
 fn used(module: &ModuleText, entry: &EntryText) -> Vec<bool> {
     let mut used = vec![false; module.variables.len()];
     for statement in &entry.statements {
@@ -97,7 +100,7 @@ fn mark(operand: &Operand, used: &mut [bool]) {
     }
 }
 
-/// Whether any kernel of the module names variable `i`.
+/// Returns true if any kernel of the module names variable `i`.
 pub fn is_used(module: &ModuleText, i: usize) -> bool {
     module.entries.iter().any(|entry| used(module, entry)[i])
 }

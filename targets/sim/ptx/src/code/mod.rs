@@ -1,4 +1,4 @@
-//! From parsed text to instructions that run.
+//! Decoded kernels: from parsed text to instructions that run.
 
 pub mod decode;
 pub mod layout;
@@ -12,7 +12,7 @@ use layout::Layout;
 use op::{Instruction, Op, Row};
 use std::collections::HashMap;
 
-/// What a row behind the registers holds.
+/// The content of a row behind the registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     Literal(u64),
@@ -35,7 +35,7 @@ impl Pool {
         }
     }
 
-    /// The row that holds `source`.
+    /// Returns the row that holds `source`.
     pub fn row(&mut self, source: Source) -> Row {
         let next = self.first + self.sources.len() as Row;
         *self.known.entry(source).or_insert_with(|| {
@@ -52,10 +52,10 @@ pub struct Kernel {
     pub params: Vec<Parameter>,
     pub param_bytes: u32,
     pub max_threads: Option<u32>,
-    /// Blocks of a cluster, where the text fixes them.
+    /// Blocks per cluster, if the text fixes them.
     pub cluster: Option<u32>,
     pub code: Vec<Instruction>,
-    /// Registers of the 32-bit file; the literals follow.
+    /// Registers of the 32-bit file; the literals follow them.
     pub words: Row,
     pub word_sources: Vec<Source>,
     pub doubles: Row,
@@ -63,19 +63,20 @@ pub struct Kernel {
     pub predicates: Row,
     /// End of the static shared variables, from the start of shared memory.
     pub static_shared: u32,
-    /// Where dynamic shared memory starts.
+    /// Start of dynamic shared memory.
     pub dynamic_shared: u32,
     pub local_bytes: u32,
-    /// The kernel uses wgmma.
+    /// The kernel contains wgmma.
     pub has_products: bool,
-    /// Registers of wgmma that each instruction touches, and whether it
-    /// writes them; those of a wgmma itself are its D and A, and not listed.
+    /// For each instruction, the registers of any wgmma that it touches, and
+    /// true for writes. The list is empty for a wgmma itself, whose registers
+    /// are its D and A.
     pub touches: Vec<Box<[(Row, bool)]>>,
     /// The registers of each wgmma.
     pub products: HashMap<u32, ProductRows>,
     /// Results depend on the order in which blocks touch global memory.
     pub in_order: bool,
-    /// Blocks may order themselves by what they write and read.
+    /// Blocks may synchronise through global memory.
     pub synchronises: bool,
 }
 
@@ -155,7 +156,7 @@ fn product_rows(code: &[Instruction]) -> HashMap<u32, ProductRows> {
     rows.collect()
 }
 
-/// Which registers of wgmma each statement touches.
+/// Returns the registers of wgmma that each statement touches.
 fn touches(
     entry: &EntryText,
     rows: &registers::Rows,
@@ -170,6 +171,9 @@ fn touches(
         .copied()
         .collect();
     let list = entry.statements.iter().enumerate().map(|(pc, statement)| {
+        // A wgmma may use accumulators of a product in flight (PTX ISA,
+        // "wgmma.mma_async": same shape, in order). So its own registers do not
+        // count as a touch.
         if products.contains_key(&(pc as u32)) {
             return Box::default();
         }
@@ -182,7 +186,7 @@ fn touches(
     list.chain([Box::default()]).collect()
 }
 
-/// Whether an instruction may order what blocks do.
+/// Returns true if an instruction may order blocks among each other.
 fn synchronises(op: &Op) -> bool {
     use crate::text::Space;
     use op::{Fence, Order};
@@ -196,13 +200,17 @@ fn synchronises(op: &Op) -> bool {
     }
 }
 
-/// Whether results may depend on which block comes first: atomics on global
-/// memory that return something or round, and loads that wait for others.
+/// Returns true if results may depend on the order of blocks: atomics on global
+/// memory that return a value or round, and loads that wait for others.
 fn orders_blocks(op: &Op) -> bool {
     use crate::text::Space;
     use op::{AsyncOp, AtomicKind, AtomicType, Direction, Number, Order};
     let global = |space: Space| matches!(space, Space::Global | Space::Generic);
     match op {
+        // An integer sum without a result is the same in any order. A float sum
+        // rounds in the order of its terms, and a returned value is the order
+        // itself. Such kernels run their blocks one by one, so that results do
+        // not depend on the cores of the host.
         Op::Atomic(atomic) => {
             let whole = match atomic.ty {
                 AtomicType::Number(ty) => {

@@ -1,33 +1,35 @@
-//! Virtual registers to rows of a small file.
+//! Register allocation: virtual registers to rows of a small file.
 //!
-//! A kernel names thousands of registers, of which few live at a time.
-//! Liveness over the flow graph gives each an interval of statements; a linear
-//! scan hands out rows. A warp's file then stays in the host's first cache.
-//! Lanes diverge, yet each lane has its own column, so per-thread liveness is
-//! enough: a row is shared only by values that never live at once in a thread.
+//! A kernel names thousands of registers, of which few live at a time. Liveness
+//! over the flow graph gives each register an interval of statements, and a
+//! linear scan hands out rows. A warp's file then stays in the host's
+//! first-level cache. Lanes diverge, yet each lane has its own column, so
+//! per-thread liveness is enough: only values that never live at once in a
+//! thread share a row.
 
 use crate::text::{Class, EntryText, Operand, Statement, Virtual};
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
-/// Which row each virtual register lives in.
+/// The row of each virtual register.
 pub struct Rows {
     rows: HashMap<Virtual, u16>,
-    /// Rows in use, by class.
+    /// Rows in use, per class.
     pub counts: HashMap<Class, u16>,
 }
 
 impl Rows {
-    /// The row of a register.
+    /// Returns the row of a register.
     pub fn row(&self, register: Virtual) -> u16 {
         self.rows.get(&register).copied().unwrap_or(0)
     }
 
-    /// The predicate behind those of registers, which is always true.
+    /// Returns the predicate behind those of the registers, which is always
+    /// true.
     pub fn truth(&self) -> u16 {
         self.count(Class::Predicate)
     }
 
-    /// Rows of a class.
+    /// Returns the number of rows of a class.
     pub fn count(&self, class: Class) -> u16 {
         self.counts.get(&class).copied().unwrap_or(0)
     }
@@ -59,7 +61,7 @@ const NO_RESULT: [&str; 22] = [
     "brkpt",
 ];
 
-/// Whether the first operand is written.
+/// Returns true if the statement writes its first operand.
 pub fn has_result(statement: &Statement) -> bool {
     let stem = statement.part(0);
     let written = matches!(
@@ -86,14 +88,15 @@ fn registers(operand: &Operand, list: &mut Vec<Virtual>) {
     }
 }
 
-/// What a statement reads and writes.
+/// The registers that a statement reads and writes.
 #[derive(Default)]
 struct Touch {
     reads: Vec<Virtual>,
     writes: Vec<Virtual>,
-    /// The old values are gone: the write is unconditional.
+    /// The write is unconditional, so the old value is dead.
     kills: bool,
-    /// An engine uses the registers after the statement is done.
+    /// An asynchronous copy or product uses the registers after the statement
+    /// is done.
     late: bool,
 }
 
@@ -108,6 +111,8 @@ fn touch(statement: &Statement) -> Touch {
         };
         registers(operand, list);
     }
+    // A wgmma reads its accumulators as well as writing them, whatever
+    // `scale-d` says at run time.
     found.late = statement.part(0) == "wgmma";
     if found.late {
         found.reads.extend(found.writes.clone());
@@ -115,11 +120,13 @@ fn touch(statement: &Statement) -> Touch {
     if let Some((guard, _)) = statement.guard {
         found.reads.push(guard);
     }
+    // A guarded write leaves the old value in the lanes that the guard excludes,
+    // so the register stays live before it.
     found.kills = statement.guard.is_none() && !found.late;
     found
 }
 
-/// The 32-bit rows that a statement touches, and whether it writes them.
+/// Returns the 32-bit rows that a statement touches, and true for writes.
 pub fn word_rows(statement: &Statement, rows: &Rows) -> Vec<(u16, bool)> {
     let touch = touch(statement);
     let word = |register: &&Virtual| register.class == Class::Word;
@@ -199,13 +206,16 @@ fn intervals(entry: &EntryText, touches: &[Touch]) -> Intervals {
     for (i, touch) in touches.iter().enumerate() {
         let at = 2 * i as u32;
         touch.reads.iter().for_each(|register| cover(*register, at));
-        // Several results are written one after the other: none may take the
+        // Several results are written one after the other, so none may take the
         // row of an operand.
         let result = at + u32::from(touch.writes.len() == 1);
         touch.writes.iter().for_each(|register| {
             cover(*register, result);
             cover(*register, at + 1);
         });
+        // The product uses its registers until a wait that may be anywhere
+        // behind it, also around a loop: they keep their rows for the whole
+        // kernel.
         if touch.late {
             for register in &touch.reads {
                 cover(*register, 0);
@@ -244,7 +254,7 @@ struct Blocks {
     next: Vec<Vec<usize>>,
 }
 
-/// The statements a statement may jump to.
+/// Returns the statements to which a statement may jump.
 pub fn targets(statement: &Statement) -> Vec<usize> {
     let mut found = Vec::new();
     for operand in &statement.operands {
@@ -328,7 +338,7 @@ impl Set {
     }
 }
 
-/// What is live before a block, given what is live after it.
+/// Returns the registers live before a block, given those live after it.
 fn transfer(block: (usize, usize), after: &Set, index: &Index, touches: &[Touch]) -> Set {
     let mut live = after.clone();
     for touch in touches[block.0..block.1].iter().rev() {
@@ -352,7 +362,7 @@ fn transfer(block: (usize, usize), after: &Set, index: &Index, touches: &[Touch]
     live
 }
 
-/// What is live after each block.
+/// Returns the registers live after each block.
 fn liveness(blocks: &Blocks, index: &Index, touches: &[Touch]) -> Vec<Set> {
     let count = blocks.ranges.len();
     let mut before = vec![Set::new(index.names.len()); count];

@@ -11,7 +11,7 @@ use crate::memory::{Allocation, Touch};
 use crate::text::Space;
 use std::sync::Arc;
 
-/// The lanes of a mask.
+/// Iterates over the lanes of a mask.
 pub fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
     let mut left = mask;
     std::iter::from_fn(move || {
@@ -21,7 +21,7 @@ pub fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The addresses of an access, 64 bits.
+/// Returns the addresses of an access, 64 bits each.
 #[inline(always)]
 pub fn addresses(warp: &Warp, address: &Address) -> Doubles {
     let mut out = [0; 32];
@@ -45,7 +45,7 @@ pub fn addresses(warp: &Warp, address: &Address) -> Doubles {
     out
 }
 
-/// The space that generic addresses are of, by the first active lane.
+/// Returns the space and the offset of a generic address.
 pub fn space_of(address: u64) -> (Space, u64) {
     match address {
         SHARED_WINDOW.. => (Space::Shared, address - SHARED_WINDOW),
@@ -55,28 +55,39 @@ pub fn space_of(address: u64) -> (Space, u64) {
     }
 }
 
+/// The part of an access that goes to one address space.
+pub struct SpacePart {
+    pub space: Space,
+    /// Offsets within the space, by lane.
+    pub addresses: Doubles,
+    /// Lanes of the part.
+    pub mask: u32,
+}
+
 impl Machine<'_> {
-    /// Resolves generic addresses to one space; splits a mask whose lanes are
-    /// in several.
-    pub fn resolve(
-        &self,
-        space: Space,
-        addresses: &Doubles,
-        mask: u32,
-    ) -> Vec<(Space, Doubles, u32)> {
+    /// Resolves generic addresses: splits a mask into one part per space.
+    pub fn resolve(&self, space: Space, addresses: &Doubles, mask: u32) -> Vec<SpacePart> {
         if space != Space::Generic {
-            return vec![(space, *addresses, mask)];
+            return vec![SpacePart {
+                space,
+                addresses: *addresses,
+                mask,
+            }];
         }
-        let mut parts: Vec<(Space, Doubles, u32)> = Vec::new();
+        let mut parts: Vec<SpacePart> = Vec::new();
         for lane in lanes_of(mask) {
             let (space, address) = space_of(addresses[lane]);
-            let known = parts.iter().position(|part| part.0 == space);
+            let known = parts.iter().position(|part| part.space == space);
             let at = known.unwrap_or_else(|| {
-                parts.push((space, [0; 32], 0));
+                parts.push(SpacePart {
+                    space,
+                    addresses: [0; 32],
+                    mask: 0,
+                });
                 parts.len() - 1
             });
-            parts[at].1[lane] = address;
-            parts[at].2 |= 1 << lane;
+            parts[at].addresses[lane] = address;
+            parts[at].mask |= 1 << lane;
         }
         parts
     }
@@ -90,12 +101,13 @@ impl Machine<'_> {
             Space::Param => self.load_param(warp, access, &addresses, mask),
             Space::Local => self.load_local(warp, access, &addresses, mask),
             Space::Generic => {
-                for (space, addresses, mask) in self.resolve(Space::Generic, &addresses, mask) {
-                    match space {
-                        Space::Shared => self.load_shared(warp, access, &addresses, mask)?,
-                        Space::Local => self.load_local(warp, access, &addresses, mask)?,
-                        Space::Param => self.load_param(warp, access, &addresses, mask)?,
-                        _ => self.load_global(warp, access, &addresses, mask)?,
+                for part in self.resolve(Space::Generic, &addresses, mask) {
+                    let (addresses, mask) = (&part.addresses, part.mask);
+                    match part.space {
+                        Space::Shared => self.load_shared(warp, access, addresses, mask)?,
+                        Space::Local => self.load_local(warp, access, addresses, mask)?,
+                        Space::Param => self.load_param(warp, access, addresses, mask)?,
+                        _ => self.load_global(warp, access, addresses, mask)?,
                     }
                 }
                 Ok(())
@@ -111,11 +123,12 @@ impl Machine<'_> {
             Space::Shared => self.store_shared(warp, access, &addresses, mask),
             Space::Local => self.store_local(warp, access, &addresses, mask),
             Space::Generic => {
-                for (space, addresses, mask) in self.resolve(Space::Generic, &addresses, mask) {
-                    match space {
-                        Space::Shared => self.store_shared(warp, access, &addresses, mask)?,
-                        Space::Local => self.store_local(warp, access, &addresses, mask)?,
-                        _ => self.store_global(warp, access, &addresses, mask)?,
+                for part in self.resolve(Space::Generic, &addresses, mask) {
+                    let (addresses, mask) = (&part.addresses, part.mask);
+                    match part.space {
+                        Space::Shared => self.store_shared(warp, access, addresses, mask)?,
+                        Space::Local => self.store_local(warp, access, addresses, mask)?,
+                        _ => self.store_global(warp, access, addresses, mask)?,
                     }
                 }
                 Ok(())
@@ -145,7 +158,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The bits that lane `lane` stores as element `at`.
+    /// Returns the bits that lane `lane` stores as element `at`.
     #[inline(always)]
     pub fn stored(&self, warp: &Warp, access: &Access, at: usize, lane: usize) -> u64 {
         if access.wide {
@@ -242,7 +255,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The region and offset of an access to global memory.
+    /// Returns the region and offset of an access to global memory.
     #[inline(always)]
     pub fn global(
         &mut self,
@@ -251,10 +264,16 @@ impl Machine<'_> {
         bytes: usize,
         lane: u32,
     ) -> Step<(usize, usize)> {
+        // The order of these checks decides the finding. An address that is
+        // both outside and misaligned is reported as outside, because the
+        // alignment of a wild pointer says nothing.
         self.after_launches(verb, lane)?;
         let Some(region) = self.launch.regions.find(address, bytes, self.hint) else {
             return Err(self.not_global(verb, address, bytes, lane));
         };
+        // PTX ISA, "Addresses as Operands": an address must be aligned to the
+        // size of the whole access, for vectors to the vector and not to its
+        // element.
         if !address.is_multiple_of(bytes as u64) {
             return Err(misaligned(1 << lane, verb, bytes, Space::Global, address));
         }
@@ -263,7 +282,8 @@ impl Machine<'_> {
         Ok((region, offset))
     }
 
-    /// Refuses an access that does not wait for what launches before this one do.
+    /// Refuses an access of a thread that has not waited for the launches
+    /// before.
     #[inline(always)]
     pub fn after_launches(&self, verb: &str, lane: u32) -> Step<()> {
         match self.early >> lane & 1 {
@@ -278,7 +298,7 @@ impl Machine<'_> {
         outside(1 << lane, verb, bytes, Space::Global, address, &place)
     }
 
-    /// Notes a read and checks that something was written there.
+    /// Records a read and checks that the bytes were written.
     #[inline(always)]
     pub fn note_read(
         &mut self,
@@ -290,12 +310,17 @@ impl Machine<'_> {
     ) -> Step<()> {
         let allocation = &self.launch.regions.list[region];
         let valid = allocation.valid.all(offset, bytes);
+        // `ld.global.nc` promises that the bytes do not change during the
+        // launch. The log keeps such reads apart and compares them with writes
+        // by any block.
         if access_constant && valid {
             self.launch
                 .log
                 .constant(self.launch.regions, region, offset, bytes);
             return Ok(());
         }
+        // Bytes that this block wrote itself are valid for it before the launch
+        // ends; other blocks' writes become valid with the merge of their logs.
         if !valid && !self.log.wrote(region, offset, &allocation.valid, bytes) {
             return Err(unwritten(allocation, offset, bytes, lanes));
         }
@@ -315,9 +340,13 @@ impl Machine<'_> {
         self.tally.global(false, addresses, mask, bytes as u64);
         let mut values = [[0; 32]; 8];
         let constant = access.constant && access.order == Order::Weak;
+        // ptxas may move a non-coherent load across `griddepcontrol.wait`,
+        // since it is free to assume that nobody writes there.
         if constant && self.launch.dependent {
             return Err(movable(mask));
         }
+        // A full warp that reads one run of bytes, the usual case, is checked
+        // and logged once instead of 32 times.
         let run = contiguous(addresses, mask, bytes as u64);
         let mut places = [(0, 0); 32];
         for lane in lanes_of(mask) {
@@ -364,6 +393,8 @@ impl Machine<'_> {
             let (region, offset) = self.global("writes", addresses[lane], bytes, lane as u32)?;
             self.log.touch(touch, region, offset, bytes, self.pc);
             let allocation = Arc::clone(&self.launch.regions.list[region]);
+            // Whether the store changes anything matters to the race check: two
+            // threads that store the value already there do no harm.
             let mut same = true;
             for at in 0..count {
                 let value = self.stored(warp, access, at, lane);
@@ -387,7 +418,7 @@ impl Machine<'_> {
     }
 }
 
-/// The bytes that a full warp covers without a gap, lane after lane.
+/// Returns the bytes that a full warp covers without a gap, lane after lane.
 #[inline(always)]
 fn contiguous(addresses: &Doubles, mask: u32, bytes: u64) -> Option<usize> {
     if mask != u32::MAX {
@@ -400,7 +431,7 @@ fn contiguous(addresses: &Doubles, mask: u32, bytes: u64) -> Option<usize> {
     same.then_some(32 * bytes as usize)
 }
 
-/// The integer of up to eight bytes.
+/// Returns the little-endian integer of up to eight bytes.
 pub fn little(bytes: &[u8]) -> u64 {
     let mut whole = [0; 8];
     whole[..bytes.len()].copy_from_slice(bytes);
@@ -420,7 +451,7 @@ fn unwritten(allocation: &Allocation, offset: usize, bytes: usize, lanes: u32) -
     )
 }
 
-/// An access outside of what is there.
+/// Returns the fault of an access outside every allocation.
 #[cold]
 pub fn outside(
     lanes: u32,
@@ -440,7 +471,7 @@ pub fn outside(
     )
 }
 
-/// An address that is no multiple.
+/// Returns the fault of an address that is not a multiple of the access.
 #[cold]
 pub fn misaligned(lanes: u32, verb: &str, bytes: usize, space: Space, address: u64) -> Box<Fault> {
     Fault::new(

@@ -1,7 +1,7 @@
 //! `atom` and `red`.
 
 use super::Machine;
-use super::access::{addresses, lanes_of, little};
+use super::access::{SpacePart, addresses, lanes_of, little};
 use super::global::GlobalAccess;
 use super::lanes::atomic::combine;
 use super::warp::{Doubles, Warp};
@@ -15,8 +15,16 @@ impl Machine<'_> {
         self.changes += 1;
         let addresses = addresses(warp, &atomic.address);
         let mut old = vec![[0; 32]; atomic.operands.len()];
-        for (space, addresses, mask) in self.resolve(atomic.space, &addresses, mask) {
+        for part in self.resolve(atomic.space, &addresses, mask) {
+            let SpacePart {
+                space,
+                addresses,
+                mask,
+            } = part;
             let bytes = u64::from(atomic.bytes) * old.len() as u64;
+            // An atomic with release semantics publishes before its update, and
+            // one with acquire learns after it; `acq_rel` does both, in this
+            // order.
             self.order_before(warp, atomic.order, space, &addresses, mask);
             match space {
                 Space::Shared => {
@@ -65,6 +73,9 @@ impl Machine<'_> {
             let whole = bytes * old.len();
             let (block, first) =
                 self.shared_at("updates", warp.block, addresses[lane], whole, lane)?;
+            // An atomic reads and writes, and conflicts with plain accesses of
+            // either kind. Relaxed order keeps it from racing with other
+            // atomics.
             self.shared_read(warp, block, first, whole, 1 << lane, Order::Relaxed)?;
             self.shared_mark(warp, block, first, whole, lane)?;
             for (at, old) in old.iter_mut().enumerate() {
@@ -93,6 +104,8 @@ impl Machine<'_> {
             let whole = bytes * old.len();
             let (region, first) = self.global("updates", addresses[lane], whole, lane as u32)?;
             let allocation = &self.launch.regions.list[region];
+            // An atomic reads the bytes that it updates, so unwritten ones are
+            // refused although it writes them: a counter that nobody cleared.
             if !allocation.valid.all(first, whole)
                 && !self.log.wrote(region, first, &allocation.valid, whole)
             {

@@ -1,30 +1,39 @@
-//! Named barriers of a block, barriers of a cluster, barriers in memory.
+//! Named barriers of a block and the barrier of a cluster.
 
 use super::Machine;
 use super::clock::{Gathered, Known};
 use super::run::Flow;
-use super::warp::{Group, Wait, Warp};
+use super::warp::{Group, Wait, Warp, WarpLanes};
 use crate::code::op::{self, BlockBarrier, NONE, VoteKind};
 use crate::finding::{Fault, FindingKind, Step};
+
+/// The votes of a barrier reduction.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Votes {
+    /// All threads said yes.
+    pub all: bool,
+    /// Number of threads that said yes.
+    pub yes: u32,
+}
 
 /// One of the sixteen barriers of a block.
 #[derive(Clone, Debug, Default)]
 pub struct NamedBarrier {
-    /// Threads that make it complete; 0 while nobody has come.
+    /// Threads that complete the barrier; 0 before the first arrives.
     pub expected: u32,
     pub arrived: u32,
-    /// Times it has completed.
+    /// Number of completions so far.
     pub generation: u32,
-    /// Lanes that wait, by warp of the cluster.
-    pub waiting: Vec<(u32, u32)>,
-    /// Those that have not read the result of a reduction.
-    pub unread: Vec<(u32, u32)>,
-    /// What those that have come know.
+    /// Waiting lanes, per warp of the cluster.
+    pub waiting: Vec<WarpLanes>,
+    /// Lanes that have not read the result of a reduction.
+    pub unread: Vec<WarpLanes>,
+    /// Joint knowledge of the threads that have come.
     pub gathered: Gathered,
-    /// A reduction under way: all, any and how many said yes.
-    pub votes: (bool, u32),
+    /// The reduction so far: whether all said yes, and how many did.
+    pub votes: Votes,
     /// The result of the last reduction.
-    pub result: (bool, u32),
+    pub result: Votes,
 }
 
 /// The barrier of a cluster.
@@ -32,13 +41,13 @@ pub struct NamedBarrier {
 pub struct ClusterState {
     pub arrived: u32,
     pub generation: u32,
-    /// Lanes that arrived and have not waited, by warp.
+    /// Lanes that arrived and have not waited, per warp.
     pub pending: Vec<u32>,
-    /// Lanes whose wait is over and that have not noticed.
+    /// Lanes whose wait is over and that have not noticed, per warp.
     pub released: Vec<u32>,
-    /// What those that have come know.
+    /// Joint knowledge of the threads that have come.
     pub gathered: Gathered,
-    /// What those of the last round knew.
+    /// Joint knowledge of the last round's threads.
     pub complete: Option<Known>,
 }
 
@@ -60,6 +69,8 @@ impl Machine<'_> {
         }
         let first = mask.trailing_zeros() as usize;
         let id = warp.word(barrier.id)[first];
+        // A block has barriers 0 to 15 (PTX ISA, "barrier"). Hardware takes the
+        // number from a register, so ptxas cannot check it.
         if id >= 16 {
             let text = format!("barrier {id}: a block has barriers 0 to 15");
             return Err(Fault::new(FindingKind::Barrier, mask, text));
@@ -68,7 +79,7 @@ impl Machine<'_> {
             return Ok(result);
         }
         let count = self.barrier_count(warp, barrier, first)?;
-        let generation = self.come(warp, barrier, mask, (id, count))?;
+        let generation = self.come(warp, barrier, mask, id, count)?;
         if barrier.arrive {
             return Ok(Flow::Next);
         }
@@ -81,7 +92,7 @@ impl Machine<'_> {
             match (barrier.reduce.is_some(), own.generation != generation) {
                 (false, true) => Flow::Next,
                 (false, false) => Flow::After(wait),
-                // The result is read when the instruction is executed again.
+                // The instruction is executed again and then reads the result.
                 (true, true) => self
                     .finished_reduction(warp, barrier, mask, id)
                     .unwrap_or(Flow::Next),
@@ -96,12 +107,15 @@ impl Machine<'_> {
         warp: &mut Warp,
         barrier: &BlockBarrier,
         mask: u32,
-        (id, count): (u32, u32),
+        id: u32,
+        count: u32,
     ) -> Step<u32> {
         let block = warp.block as usize;
         self.changes += 1;
         self.clock_arrive(warp, block, id, mask, barrier.arrive);
         let own = &mut self.blocks[block].barriers[id as usize];
+        // All threads of one round must name the same count, or the barrier's
+        // behaviour is undefined (PTX ISA, "barrier": operand b).
         if own.expected != 0 && own.expected != count {
             let text = format!(
                 "barrier {id} is used with {count} threads while {} have come to wait for {}",
@@ -109,15 +123,22 @@ impl Machine<'_> {
             );
             return Err(Fault::new(FindingKind::Barrier, mask, text));
         }
-        // The hardware counts warps: lanes that have ended count with theirs.
+        // Hardware counts warps, so lanes that have ended count with theirs.
+        // Only the unaligned form counts lanes.
         let here = if barrier.aligned { warp.lanes } else { mask };
         let votes = barrier.reduce.as_ref().map(|reduce| {
             let yes = warp.predicate(reduce.p, reduce.negate) & mask;
-            (yes == mask, yes.count_ones())
+            Votes {
+                all: yes == mask,
+                yes: yes.count_ones(),
+            }
         });
         own.add(count, here.count_ones(), votes);
         if !barrier.arrive {
-            own.waiting.push((warp.number, mask));
+            own.waiting.push(WarpLanes {
+                warp: warp.number,
+                lanes: mask,
+            });
         }
         let generation = own.generation;
         if own.arrived >= own.expected {
@@ -135,6 +156,9 @@ impl Machine<'_> {
             return Ok(self.launch.threads);
         }
         let count = warp.word(barrier.count)[lane];
+        // The thread count must be a multiple of the warp size (PTX ISA,
+        // "barrier": operand b). A larger count than the block has would wait
+        // for ever.
         if count == 0
             || !count.is_multiple_of(32)
             || count > self.launch.threads.next_multiple_of(32)
@@ -149,7 +173,7 @@ impl Machine<'_> {
         Ok(count)
     }
 
-    /// The result of a reduction this warp has waited for.
+    /// Returns the result of a reduction that this warp has waited for.
     fn finished_reduction(
         &mut self,
         warp: &mut Warp,
@@ -159,10 +183,12 @@ impl Machine<'_> {
     ) -> Option<Flow> {
         let reduce = barrier.reduce.as_ref()?;
         let own = &mut self.blocks[warp.block as usize].barriers[id as usize];
-        let done = |entry: &(u32, u32)| entry.0 == warp.number && entry.1 == mask;
+        // Warp and mask identify the waiter: a diverged warp may have two
+        // groups in the same reduction.
+        let done = |entry: &WarpLanes| entry.warp == warp.number && entry.lanes == mask;
         let at = own.unread.iter().position(done)?;
         own.unread.remove(at);
-        let (all, yes) = own.result;
+        let Votes { all, yes } = own.result;
         let holds = match reduce.kind {
             VoteKind::All => all,
             _ => yes > 0,
@@ -175,7 +201,7 @@ impl Machine<'_> {
         Some(Flow::Next)
     }
 
-    /// Whether what a group waits for has happened.
+    /// Returns true if the event that a group waits for has happened.
     pub fn has_come(&self, number: usize, group: &Group) -> bool {
         let block = self.warps[number].block.max(self.current_block(number));
         match group.wait {
@@ -188,7 +214,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The block of a warp, which may be out of the list while it runs.
+    /// Returns the block of a warp, which may be out of the list while it runs.
     fn current_block(&self, number: usize) -> u32 {
         let owner = self
             .blocks
@@ -231,6 +257,9 @@ impl Machine<'_> {
                 self.changes += 1;
                 self.cluster_arrive(warp, mask);
                 Ok(Flow::Next)
+                // PTX ISA, "barrier.cluster": a thread must not arrive again before
+                // it has waited; hardware would count the second arrival for the
+                // next phase.
             }
             op::ClusterBarrier::Wait { .. } => {
                 let _ = pending;
@@ -240,6 +269,8 @@ impl Machine<'_> {
     }
 
     fn cluster_wait(&mut self, warp: &mut Warp, mask: u32) -> Step<Flow> {
+        // Threads that exited count as arrived for the cluster barrier. The
+        // running warp is not in the list, so its ended lanes are added apart.
         let total: u32 = self.launch.threads * self.launch.cluster;
         let ended: u32 = self
             .warps
@@ -250,6 +281,8 @@ impl Machine<'_> {
         let state = &mut self.cluster_barrier;
         let own = state.pending[warp.number as usize];
         let passed = state.passed(warp.number, mask);
+        // PTX ISA, "barrier.cluster": `wait` without an `arrive` before it is
+        // undefined.
         if own & mask != mask && !passed {
             let text = "waits at the cluster barrier without having arrived";
             return Err(Fault::new(FindingKind::Barrier, mask & !own, text));
@@ -259,6 +292,9 @@ impl Machine<'_> {
             self.changes += 1;
         }
         if self.cluster_barrier.passed(warp.number, mask) {
+            // The release flag is taken lane by lane, because lanes of a warp
+            // may wait at different instructions; a round cannot be told from
+            // its generation alone.
             self.cluster_barrier.take(warp.number, mask);
             self.cluster_acquire(warp, mask);
             Ok(Flow::Next)
@@ -269,19 +305,20 @@ impl Machine<'_> {
 }
 
 impl NamedBarrier {
-    fn add(&mut self, expected: u32, threads: u32, votes: Option<(bool, u32)>) {
+    fn add(&mut self, expected: u32, threads: u32, votes: Option<Votes>) {
         if self.arrived == 0 {
-            self.votes = (true, 0);
+            self.votes = Votes { all: true, yes: 0 };
         }
         self.expected = expected;
         self.arrived += threads;
-        if let Some((all, yes)) = votes {
-            self.votes = (self.votes.0 && all, self.votes.1 + yes);
+        if let Some(votes) = votes {
+            self.votes.all &= votes.all;
+            self.votes.yes += votes.yes;
         }
     }
 
-    /// Starts the next round; returns who waited.
-    fn complete(&mut self) -> Vec<(u32, u32)> {
+    /// Starts the next round; returns the lanes that waited.
+    fn complete(&mut self) -> Vec<WarpLanes> {
         self.arrived = 0;
         self.expected = 0;
         self.generation += 1;

@@ -1,4 +1,4 @@
-//! What is said of two accesses that nothing orders.
+//! The messages for two accesses that nothing orders.
 
 use super::Machine;
 use super::clocks::Component;
@@ -7,8 +7,8 @@ use super::warp::Warp;
 use crate::finding::{Fault, FindingKind};
 
 impl Machine<'_> {
-    /// The fault of two accesses that nothing orders: what was done, to which
-    /// offset, to how many bytes.
+    /// Returns the fault of two accesses that nothing orders; the triple holds
+    /// the verb, the offset and the number of bytes.
     #[cold]
     pub fn clash(
         &self,
@@ -34,7 +34,7 @@ impl Machine<'_> {
         fault
     }
 
-    /// What the access stands against.
+    /// Describes the other access.
     fn against(&self, warp: &Warp, clash: Clash) -> String {
         let name = |thread: u32| self.thread_name(warp, thread);
         match clash {
@@ -60,7 +60,7 @@ impl Machine<'_> {
         }
     }
 
-    /// A thread of the cluster as people call it.
+    /// Returns the name of a thread of the cluster for messages.
     pub fn thread_name(&self, warp: &Warp, thread: u32) -> String {
         let number = (thread / 32) as usize;
         let owner = self

@@ -1,31 +1,32 @@
-//! Vector clocks: what a thread knows to have happened.
+//! Vector clocks: the events that a thread knows to have happened before.
 //!
-//! Time is one counter for the machine, stepped whenever somebody releases
-//! something. An access is stamped with its thread and the time. A thread
-//! knows an access when its clock says at least that time for that thread:
-//! then something orders the two.
+//! Time is one counter for the machine, which advances whenever a thread
+//! releases its writes. An access is stamped with its thread and the time. A
+//! thread knows the access if its clock holds at least that time for that
+//! thread; then synchronisation orders the two (causality order of the PTX ISA,
+//! "Memory Consistency Model").
 //!
-//! Copies and products of the engines are numbered by who completes them: the
-//! phases of an mbarrier, the products of a warpgroup, the bulk groups of a
-//! thread. Each such counter is a further component of the clock.
+//! Copies and products complete in order per counter: the phases of an
+//! mbarrier, the products of a warpgroup, the bulk groups of a thread. Each
+//! such counter is a further component of the clock.
 
 use std::rc::Rc;
 
-/// What somebody knows.
+/// The events that one thread, or one barrier, knows.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Clock {
-    /// By warp: everything its threads did up to this time is known.
+    /// Per warp: the time up to which all events of its threads are known.
     warps: Vec<u32>,
-    /// By thread, sorted: what goes beyond its warp.
+    /// Per thread, sorted: times beyond those of its warp.
     threads: Vec<(u32, u32)>,
-    /// By engine component.
+    /// Per component of the copies and products: the last known step.
     engines: Vec<u32>,
-    /// The least of `warps`: everything up to it is known.
+    /// The smallest of `warps`: every event up to it is known.
     floor: u32,
 }
 
 impl Clock {
-    /// Everything up to `time` is known.
+    /// Returns a clock that knows every event up to `time`.
     pub fn start(warps: usize, time: u32) -> Clock {
         Clock {
             warps: vec![time; warps],
@@ -35,13 +36,13 @@ impl Clock {
         }
     }
 
-    /// Everything up to this time is known.
+    /// Returns the time up to which every event is known.
     #[inline(always)]
     pub fn floor(&self) -> u32 {
         self.floor
     }
 
-    /// Whether what `thread` did at `time` is known.
+    /// Returns true if the event of `thread` at `time` is known.
     #[inline]
     pub fn knows(&self, thread: u32, time: u32) -> bool {
         if time <= self.floor || time <= self.warps[thread as usize / 32] {
@@ -51,14 +52,14 @@ impl Clock {
         at.is_ok_and(|at| time <= self.threads[at].1)
     }
 
-    /// Whether step `number` of an engine component is known to be over.
+    /// Returns true if step `number` of a component is known to be over.
     #[inline]
     pub fn knows_engine(&self, component: u32, number: u32) -> bool {
         let own = self.engines.get(component as usize);
         own.is_some_and(|own| *own >= number)
     }
 
-    /// Steps of an engine component that are known to be over.
+    /// Adds the steps of a component up to `number`.
     pub fn add_engine(&mut self, component: u32, number: u32) {
         let at = component as usize;
         if self.engines.len() <= at {
@@ -67,14 +68,14 @@ impl Clock {
         self.engines[at] = self.engines[at].max(number);
     }
 
-    /// Everything the threads of a warp did up to `time`.
+    /// Adds all events of a warp's threads up to `time`.
     pub fn add_warp(&mut self, warp: u32, time: u32) {
         let own = &mut self.warps[warp as usize];
         *own = (*own).max(time);
         self.settle();
     }
 
-    /// Everything one thread did up to `time`.
+    /// Adds all events of one thread up to `time`.
     pub fn add_thread(&mut self, thread: u32, time: u32) {
         match self.threads.binary_search_by_key(&thread, |entry| entry.0) {
             Ok(at) => self.threads[at].1 = self.threads[at].1.max(time),
@@ -82,7 +83,7 @@ impl Clock {
         }
     }
 
-    /// Everything that `other` knows.
+    /// Adds everything that `other` knows.
     pub fn join(&mut self, other: &Clock) {
         for (own, other) in self.warps.iter_mut().zip(&other.warps) {
             *own = (*own).max(*other);
@@ -98,14 +99,21 @@ impl Clock {
         self.settle();
     }
 
-    /// Drops what the warps cover; 32 threads of a warp become the warp.
+    /// Drops entries that the warps cover; 32 threads of a warp become the
+    /// warp.
     fn settle(&mut self) {
         let warps = &mut self.warps;
         let mut at = 0;
+        // Without this step a clock grows by one entry per thread at every
+        // mbarrier arrival, and joins become quadratic in the threads of a
+        // block.
         while at + 32 <= self.threads.len() {
             let run = &self.threads[at..at + 32];
             let whole = run[0].0.is_multiple_of(32) && run[31].0 == run[0].0 + 31;
             if whole {
+                // The warp gets the oldest of the 32 times; threads beyond it
+                // keep entries of their own, because the warp's time must hold
+                // for all lanes.
                 let least = run.iter().map(|entry| entry.1).min().unwrap_or(0);
                 let warp = &mut warps[run[0].0 as usize / 32];
                 *warp = (*warp).max(least);
@@ -120,10 +128,13 @@ impl Clock {
     }
 }
 
-/// What a thread knows: of ordinary accesses, and of those that engines see,
-/// because a proxy fence stands between.
+/// A thread's knowledge: of ordinary accesses, and of the accesses that TMA and
+/// tensor cores see because a proxy fence came after them.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
+    // Two clocks are needed because the async proxy does not see what the
+    // generic proxy wrote, however well the two are ordered, until a
+    // `fence.proxy.async` follows the write (PTX ISA, "Proxies").
     pub seen: Rc<Clock>,
     pub fenced: Rc<Clock>,
 }
@@ -137,14 +148,17 @@ impl Known {
         }
     }
 
-    /// Learns what another knows.
+    /// Adds the knowledge of another thread.
     pub fn join(&mut self, other: &Known) {
         join(&mut self.seen, &other.seen);
         join(&mut self.fenced, &other.fenced);
     }
 
-    /// Everything that is known is now in order for the engines, too.
+    /// Copies all that is known to the fenced clock, as `fence.proxy.async`
+    /// does.
     pub fn fence(&mut self, thread: u32, time: u32) {
+        // The thread's own writes count too, though `seen` does not record
+        // them: a thread always knows its own past.
         let mut clock = Clock::clone(&self.seen);
         clock.add_thread(thread, time);
         clock.join(&self.fenced);
@@ -153,17 +167,19 @@ impl Known {
 }
 
 fn join(own: &mut Rc<Clock>, other: &Rc<Clock>) {
+    // Threads that met at the same barrier share one clock behind one pointer.
+    // The comparison of pointers is what keeps full checks affordable.
     if !Rc::ptr_eq(own, other) && own != other {
         Rc::make_mut(own).join(other);
     }
 }
 
-/// Knowledge that several threads put together, for those that wait.
+/// The knowledge that several threads put together for those that wait.
 #[derive(Clone, Debug, Default)]
 pub struct Gathered(Option<Known>);
 
 impl Gathered {
-    /// Adds what the lanes of a warp know and did.
+    /// Adds the knowledge and the events of the lanes of a warp.
     pub fn add(&mut self, known: &[Known], warp: u32, lanes: u32, whole: bool, time: u32) {
         let first = lanes.trailing_zeros() as usize;
         let mut last = &known[first];
@@ -171,6 +187,8 @@ impl Gathered {
         own.join(last);
         for lane in (first + 1..32).filter(|lane| lanes >> lane & 1 == 1) {
             let next = &known[lane];
+            // Lanes that came from the same barrier share a clock, so joining
+            // it once per run of equal lanes is enough.
             let same = Rc::ptr_eq(&next.seen, &last.seen) && Rc::ptr_eq(&next.fenced, &last.fenced);
             if !same {
                 own.join(next);
@@ -187,12 +205,12 @@ impl Gathered {
         }
     }
 
-    /// Adds what an engine's counter says.
+    /// Returns the gathered knowledge, if there is any.
     pub fn known(&self) -> Option<&Known> {
         self.0.as_ref()
     }
 
-    /// Takes what was gathered.
+    /// Takes the gathered knowledge.
     pub fn take(&mut self) -> Option<Known> {
         self.0.take()
     }

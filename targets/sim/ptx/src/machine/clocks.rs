@@ -1,26 +1,27 @@
-//! Who knows what: every synchronising instruction moves knowledge, every
-//! access to shared memory is held against it.
+//! Race detection: every synchronising instruction moves knowledge between
+//! threads, and every access to shared memory is compared with it.
 
 use super::clock::{Gathered, Known};
 use super::global::GlobalShadow;
 use super::shadow::{Accessor, Clash};
-use super::warp::{Doubles, Warp, Words};
+use super::warp::{Doubles, Warp, WarpLanes, Words};
 use super::{Machine, access::lanes_of};
 use crate::code::op::{Fence, Order};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
 use std::collections::HashMap;
 
-/// Barriers in memory, locations that order, components of engines.
+/// The mbarriers, the locations that order accesses, and the components of
+/// copies and products.
 #[derive(Default)]
 pub struct Sync {
     mbarriers: HashMap<(usize, usize), Phases>,
     locations: HashMap<(Space, u64), Gathered>,
-    /// What each engine component is.
+    /// The component that each number stands for.
     pub components: Vec<Component>,
 }
 
-/// A counter of an engine.
+/// A counter that orders copies or products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Component {
     /// Phases of an mbarrier of a block, at an offset.
@@ -31,11 +32,21 @@ pub enum Component {
     Bulk { thread: u32 },
 }
 
-/// An mbarrier's history.
+/// A step of a component: the phase of an mbarrier, or the number of a product
+/// or of a bulk group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CompletionStep {
+    /// Index in [`Sync::components`].
+    pub component: u32,
+    /// The accesses are over once the component has reached this step.
+    pub step: u32,
+}
+
+/// The history of an mbarrier.
 #[derive(Default)]
 struct Phases {
     component: u32,
-    /// Completed phases.
+    /// Number of completed phases.
     count: u32,
     gathered: Gathered,
     complete: Option<Known>,
@@ -45,15 +56,18 @@ impl Machine<'_> {
     /// Forgets the last cluster.
     pub fn begin_clocks(&mut self) {
         self.sync = Sync::default();
-        // Far from wrapping: a block steps it a few thousand times.
+        // The counter is far from wrapping: a block steps it a few thousand
+        // times.
         if self.time > u32::MAX / 2 {
+            // Shadows keep their stamps from cluster to cluster, because older
+            // times count as known. When time starts again they have to go.
             self.time = 1;
             self.blocks.clear();
             self.global = GlobalShadow::default();
         }
     }
 
-    /// The number of an engine component.
+    /// Returns the number of a component, which it gets on first use.
     pub fn component(&mut self, component: Component) -> u32 {
         let list = &mut self.sync.components;
         let known = list.iter().position(|own| *own == component);
@@ -64,11 +78,13 @@ impl Machine<'_> {
     }
 
     fn gather(&mut self, into: &mut Gathered, warp: &Warp, mask: u32) {
+        // Lanes that have ended cannot act any more, so the others stand for
+        // the whole warp.
         let whole = mask | warp.ended == u32::MAX;
         into.add(&warp.known, warp.number, mask, whole, self.time);
     }
 
-    /// Threads come to a barrier of the block.
+    /// Records that threads come to a barrier of the block.
     pub fn clock_arrive(
         &mut self,
         warp: &mut Warp,
@@ -83,53 +99,72 @@ impl Machine<'_> {
         let own = &mut self.blocks[block].barriers[id as usize].gathered;
         let mut gathered = std::mem::take(own);
         self.gather(&mut gathered, warp, mask);
-        // Those that only arrive go on at once, those that wait do nothing
-        // until the barrier is complete.
+        // Threads that only arrive go on at once and need a new time. Threads
+        // that wait do nothing until the barrier is complete.
         self.time += u32::from(goes_on);
         self.blocks[block].barriers[id as usize].gathered = gathered;
     }
 
-    /// A barrier of the block is complete: those that waited learn.
+    /// Completes a barrier of the block: its waiting threads learn what all
+    /// knew.
     pub fn clock_complete(
         &mut self,
         warp: &mut Warp,
         block: usize,
         id: u32,
-        waiting: &[(u32, u32)],
+        waiting: &[WarpLanes],
     ) {
         let gathered = self.blocks[block].barriers[id as usize].gathered.take();
         let Some(mut known) = gathered else {
             return;
         };
         let seen = std::rc::Rc::make_mut(&mut known.seen);
-        for &(number, lanes) in waiting {
+        for &WarpLanes {
+            warp: number,
+            lanes,
+        } in waiting
+        {
             let ended = if number == warp.number {
                 warp.ended
             } else {
                 self.warps[number as usize].ended
             };
+            // All lanes of a warp waited, so one entry for the warp replaces
+            // 32. The time is that of now, not of their arrival: a waiting
+            // thread does nothing in between.
             if lanes | ended == u32::MAX {
                 seen.add_warp(number, self.time);
             }
         }
         self.time += 1;
-        for &(number, lanes) in waiting {
+        for &WarpLanes {
+            warp: number,
+            lanes,
+        } in waiting
+        {
             let own = if number == warp.number {
                 &mut *warp
             } else {
                 &mut self.warps[number as usize]
             };
             for lane in lanes_of(lanes) {
+                // `bar.sync` and `barrier.sync` order all earlier accesses of
+                // all participating threads (PTX ISA, "barrier": memory
+                // ordering of sync and red). Threads that only arrived release,
+                // and do not learn.
                 own.known[lane] = known.clone();
             }
         }
     }
 
-    /// Lanes met at a warp barrier.
+    /// Joins the knowledge of lanes that met at a warp barrier.
     pub fn warp_barrier(&mut self, warp: &mut Warp, mask: u32, named: &Words) {
         if !self.launch.full {
             return;
         }
+        // `bar.warp.sync` orders memory among the lanes of its mask; shuffles
+        // and votes do not, so only this instruction comes here (PTX ISA,
+        // "bar.warp.sync").
         let all = named[mask.trailing_zeros() as usize] & warp.alive();
         let mut gathered = Gathered::default();
         self.gather(&mut gathered, warp, all);
@@ -159,12 +194,12 @@ impl Machine<'_> {
         }
     }
 
-    /// Whether an mbarrier was initialised here.
+    /// Returns true if an mbarrier was initialised at this place.
     pub fn is_mbarrier(&self, block: usize, offset: usize) -> bool {
         self.sync.mbarriers.contains_key(&(block, offset))
     }
 
-    /// `mbarrier.init`: a write, and a new history.
+    /// Records `mbarrier.init`: a write, and a new history.
     pub fn begin_mbarrier(
         &mut self,
         warp: &mut Warp,
@@ -180,10 +215,13 @@ impl Machine<'_> {
                 component,
                 ..Phases::default()
             });
+        // The init is a plain write: another thread that uses the barrier races
+        // with it unless a barrier or fence comes between. One of the planted
+        // mistakes of docs/SIMULATOR.md is just this.
         self.shared_write(warp, block, offset, &[0; 8], lane, Order::Weak)
     }
 
-    /// Any other use: the initialisation must be known.
+    /// Checks that the thread knows the initialisation, as every use must.
     pub fn use_mbarrier(
         &mut self,
         warp: &mut Warp,
@@ -195,6 +233,8 @@ impl Machine<'_> {
             let text = format!("uses the mbarrier at {offset:#x}, which was not initialised");
             return Err(Fault::new(FindingKind::Mbarrier, 1 << lane, text));
         }
+        // Relaxed order: barrier operations are atomic among themselves and
+        // never race with each other, only with plain accesses to the word.
         self.shared_read(warp, block, offset, 8, 1 << lane, Order::Relaxed)
     }
 
@@ -203,6 +243,9 @@ impl Machine<'_> {
             return;
         }
         let time = self.time;
+        // An arrival has release semantics at block scope by default (PTX ISA,
+        // "mbarrier.arrive"), so what this thread did reaches the threads that
+        // wait for the phase.
         if let Some(own) = self.sync.mbarriers.get_mut(&(block, offset)) {
             own.gathered
                 .add(&warp.known, warp.number, 1 << lane, false, time);
@@ -211,13 +254,15 @@ impl Machine<'_> {
     }
 
     pub fn mbarrier_acquire(&mut self, warp: &mut Warp, block: usize, offset: usize, lane: usize) {
+        // Only completed phases are acquired: what arrivals of the phase under
+        // way brought must stay invisible until it ends.
         let own = self.sync.mbarriers.get(&(block, offset));
         if let Some(known) = own.and_then(|own| own.complete.as_ref()) {
             warp.known[lane].join(known);
         }
     }
 
-    /// A phase is complete.
+    /// Completes a phase.
     pub fn mbarrier_phase(&mut self, block: usize, offset: usize) -> Step<()> {
         let warps = self.warps.len();
         let Some(own) = self.sync.mbarriers.get_mut(&(block, offset)) else {
@@ -228,6 +273,9 @@ impl Machine<'_> {
         if !self.launch.full {
             return Ok(());
         }
+        // Knowledge adds up over the phases: a thread that waits for phase n
+        // has also everything of the phases before, by the order of the
+        // barrier.
         let mut known = own
             .complete
             .take()
@@ -235,19 +283,26 @@ impl Machine<'_> {
         if let Some(gathered) = own.gathered.take() {
             known.join(&gathered);
         }
+        // Bytes that TMA wrote for this phase become known with the phase and
+        // in no other way. They carry the component's number instead of a
+        // thread's.
         std::rc::Rc::make_mut(&mut known.seen).add_engine(own.component, own.count);
         own.complete = Some(known);
         Ok(())
     }
 
-    /// The component of an mbarrier, and the phase that is under way.
-    pub fn phase_under_way(&self, block: usize, offset: usize) -> Option<(u32, u32)> {
+    /// Returns the component of an mbarrier, and the number of the current
+    /// phase.
+    pub fn phase_under_way(&self, block: usize, offset: usize) -> Option<CompletionStep> {
         let own = self.sync.mbarriers.get(&(block, offset))?;
-        Some((own.component, own.count + 1))
+        Some(CompletionStep {
+            component: own.component,
+            step: own.count + 1,
+        })
     }
 
-    /// What a thread does before a store or an atomic that others may wait
-    /// for.
+    /// Releases a thread's knowledge before a store or an atomic that others
+    /// may wait for.
     pub fn order_before(
         &mut self,
         warp: &mut Warp,
@@ -258,6 +313,9 @@ impl Machine<'_> {
     ) {
         let lanes = match order {
             Order::Weak | Order::Acquire => 0,
+            // A relaxed store after `fence.acq_rel` releases as a pattern (PTX
+            // ISA, "Release and Acquire Patterns"); a relaxed store without a
+            // fence releases nothing.
             Order::Relaxed => mask & warp.fences,
             _ => mask,
         };
@@ -277,7 +335,7 @@ impl Machine<'_> {
         self.time += 1;
     }
 
-    /// What a thread learns from a load or an atomic.
+    /// Acquires the knowledge that a load or an atomic brings.
     pub fn order_after(
         &mut self,
         warp: &mut Warp,
@@ -286,6 +344,10 @@ impl Machine<'_> {
         addresses: &Doubles,
         mask: u32,
     ) {
+        // Relaxed loads acquire as well. The strict rule wants a fence after
+        // them, but spin loops place that fence behind the loop, so the
+        // simulator is lenient here instead of reporting races in correct
+        // kernels.
         if matches!(order, Order::Weak | Order::Release) || self.sync.locations.is_empty() {
             return;
         }
@@ -300,6 +362,8 @@ impl Machine<'_> {
     pub fn fence(&mut self, warp: &mut Warp, fence: Fence, mask: u32) {
         match fence {
             Fence::Memory => warp.fences |= mask,
+            // `fence.mbarrier_init` makes the init visible to the async proxy
+            // in the same way, although it orders that one write alone.
             Fence::ProxyAsync | Fence::MbarrierInit if self.launch.full => {
                 for lane in lanes_of(mask) {
                     let thread = warp.number * 32 + lane as u32;
@@ -322,7 +386,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Checks and notes a read of some lanes that know the same.
+    /// Checks and records a read by lanes that know the same.
     #[inline]
     pub fn shared_read(
         &mut self,
@@ -341,7 +405,7 @@ impl Machine<'_> {
         result.map_err(|clash| self.clash(warp, lanes, ("reads", offset, bytes), clash))
     }
 
-    /// Checks and notes a write of these bytes.
+    /// Checks and records a write of these bytes.
     #[inline]
     pub fn shared_write(
         &mut self,
@@ -360,6 +424,8 @@ impl Machine<'_> {
         match own.shadow.check_write(&by, offset, new.len()) {
             Ok(()) => {}
             // Lanes of one instruction may write the same value to one place.
+            // PTX leaves the winner open, so equal values are the only safe
+            // case.
             Err(Clash::Write { thread, pc })
                 if thread / 32 == warp.number
                     && pc == self.pc
@@ -372,7 +438,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Checks and notes an atomic update.
+    /// Checks and records an atomic update.
     pub fn shared_mark(
         &mut self,
         warp: &Warp,
@@ -393,7 +459,7 @@ impl Machine<'_> {
         result.map_err(|clash| self.clash(warp, 1 << lane, ("updates", offset, bytes), clash))
     }
 
-    /// A `cp.async` begins to write.
+    /// Checks and records that a `cp.async` begins to write.
     pub fn copy_starts(
         &mut self,
         warp: &Warp,
@@ -409,12 +475,15 @@ impl Machine<'_> {
         let shadow = &mut self.blocks[block].shadow;
         let result = shadow.check_write(&by, offset, bytes);
         if result.is_ok() {
+            // A `cp.async` writes at an unknown time until its wait, so its
+            // stamp is one that nobody can know; even the issuing thread may
+            // not read yet.
             shadow.copy(&by, offset, bytes);
         }
         result.map_err(|clash| self.clash(warp, 1 << lane, ("copies to", offset, bytes), clash))
     }
 
-    /// The thread knows that its `cp.async` has written.
+    /// Records that the thread knows its `cp.async` to have written.
     pub fn copy_ends(
         &mut self,
         warp: &Warp,

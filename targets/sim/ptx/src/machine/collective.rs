@@ -49,6 +49,9 @@ impl Machine<'_> {
                 warp.put(*d, &out, mask);
             }
             WarpOp::Elect { d, p, .. } => {
+                // PTX ISA, "elect.sync", leaves the choice of the leader open
+                // and only promises the same one for the same mask; this
+                // machine takes the lowest lane.
                 let leader = named[mask.trailing_zeros() as usize].trailing_zeros();
                 warp.put(*d, &[leader; 32], mask);
                 warp.put_predicate(*p, 1 << leader, mask);
@@ -59,7 +62,8 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    /// Whether all lanes that the masks name are here; else what to wait for.
+    /// Returns the lanes to wait for, or `None` if all that the masks name are
+    /// here.
     fn lanes_here(
         &mut self,
         warp: &mut Warp,
@@ -69,6 +73,8 @@ impl Machine<'_> {
     ) -> Step<Option<Wait>> {
         let mut missing = 0;
         for lane in lanes_of(mask) {
+            // PTX ISA, "shfl.sync" and its kin: behaviour is undefined if the
+            // executing thread is not in the membermask.
             if named[lane] >> lane & 1 == 0 {
                 let text = format!(
                     "thread {} uses the lane mask {:#010x}, which it is not part of",
@@ -77,7 +83,8 @@ impl Machine<'_> {
                 );
                 return Err(Fault::new(FindingKind::LaneMask, 1 << lane, text));
             }
-            // A lane that has ended never comes.
+            // A lane that has ended never comes, so the wait ends as a
+            // deadlock.
             missing |= named[lane] & warp.lanes & !mask;
         }
         if missing == 0 {
@@ -92,9 +99,13 @@ impl Machine<'_> {
         Ok(Some(Wait::Lanes(waiting)))
     }
 
-    /// Lanes may wait for the same warp barrier at different instructions.
-    /// When all of them do, they all go on.
+    /// Lets lanes go on that wait for the same warp barrier at different
+    /// instructions, once all lanes of the mask do.
     fn meet_elsewhere(&self, warp: &mut Warp, named: &Words, mask: u32) -> bool {
+        // `bar.warp.sync` may converge at different addresses (PTX ISA,
+        // "bar.warp.sync": compilers duplicate it into both arms of a branch).
+        // All other collectives need one instruction, since their operands
+        // belong together.
         let want = named[mask.trailing_zeros() as usize] & warp.lanes;
         let code = &self.kernel.code;
         let at_barrier = |pc: u32| match &code[pc as usize].op {
@@ -126,6 +137,8 @@ impl Machine<'_> {
             let (source, valid) = shuffle_source(op.mode, lane as u32, by[lane], clamp[lane]);
             inside |= u32::from(valid) << lane;
             let there = mask & named[lane] & warp.alive();
+            // PTX ISA, "shfl.sync": a value read from an inactive thread is
+            // undefined.
             if there >> source & 1 == 0 {
                 let text = format!(
                     "{} reads the register of lane {source}, which does not take part",
@@ -141,8 +154,12 @@ impl Machine<'_> {
     }
 }
 
-/// The lane a shuffle reads, and whether it is inside the segment.
+/// Returns the lane that a shuffle reads, and whether it lies inside the
+/// segment.
 fn shuffle_source(mode: ShuffleMode, lane: u32, by: u32, clamp: u32) -> (u32, bool) {
+    // Operand c packs the clamp in bits 0 to 4 and the segment mask in bits 8
+    // to 12; the pseudo code of PTX ISA, "shfl.sync", computes the bounds in
+    // the same way.
     let (bound, segment) = (clamp & 31, clamp >> 8 & 31);
     let by = by & 31;
     let most = (lane & segment) | (bound & !segment);
@@ -150,6 +167,8 @@ fn shuffle_source(mode: ShuffleMode, lane: u32, by: u32, clamp: u32) -> (u32, bo
     let (source, inside) = match mode {
         ShuffleMode::Up => (
             lane.wrapping_sub(by),
+            // `up` compares with the lower bound and the others with the upper
+            // one: its clamp is 0, and the comparison has to be signed.
             lane as i32 - by as i32 >= most as i32,
         ),
         ShuffleMode::Down => (lane + by, lane + by <= most),

@@ -1,7 +1,9 @@
-//! `cp.async`: copies of a few bytes that run by themselves.
+//! `cp.async`: copies of up to 16 bytes per thread that complete in the
+//! background.
 //!
-//! Their bytes move as late as the program allows, or at commit when the seed
-//! says so. Until a thread has waited for them nobody may touch where they go.
+//! The bytes move as late as the program allows, or at commit if the seed says
+//! so. Until a thread has waited for its copies, no thread may touch their
+//! destination.
 
 use super::Machine;
 use super::access::{addresses, lanes_of};
@@ -14,16 +16,16 @@ use crate::text::Space;
 /// The copies of a warp that no thread has waited for.
 #[derive(Debug, Default)]
 pub struct Copies {
-    jobs: Vec<Job>,
-    /// Groups each lane has committed.
+    jobs: Vec<AsyncCopy>,
+    /// Number of groups that each lane has committed.
     committed: Words,
 }
 
-/// One instruction's copies.
+/// The copies of one instruction.
 #[derive(Debug)]
-struct Job {
+struct AsyncCopy {
     lanes: u32,
-    /// Group, by lane; `None` until committed.
+    /// Number of the group; `None` before commit.
     group: Option<u32>,
     to: Doubles,
     from: Doubles,
@@ -81,6 +83,9 @@ impl Machine<'_> {
             }
         }
         self.tally.shared(&to, mask, bytes as u64);
+        // `src-size` 0 reads nothing, so kernels point such lanes anywhere,
+        // past the end of a tensor as well (PTX ISA, "cp.async"). Neither
+        // bounds nor sectors may count them.
         let reads = lanes_of(mask).fold(0, |m, lane| m | u32::from(source_bytes[lane] > 0) << lane);
         if reads != 0 {
             self.tally.global(false, &from, reads, bytes as u64);
@@ -91,6 +96,9 @@ impl Machine<'_> {
                 let text = format!("cp.async of {bytes} bytes with a source of {count}");
                 return Err(Fault::new(FindingKind::Operand, 1 << lane, text));
             }
+            // All checks are made when the copy is issued, with the knowledge
+            // of the issuing thread. Later the thread may have learnt more,
+            // which would hide a race with the moment the copy really starts.
             let (block, offset) = self.shared_at("copies to", warp.block, to[lane], bytes, lane)?;
             self.copy_starts(warp, block, offset, bytes, lane)?;
             if !from[lane].is_multiple_of(bytes as u64) && count > 0 {
@@ -103,7 +111,7 @@ impl Machine<'_> {
                 self.note_read(false, region, at, count, 1 << lane)?;
             }
         }
-        self.copies[warp.number as usize].jobs.push(Job {
+        self.copies[warp.number as usize].jobs.push(AsyncCopy {
             lanes: mask,
             group: None,
             to,
@@ -116,7 +124,8 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    /// The region of bytes that need no alignment of their own.
+    /// Returns the region and offset of bytes that need no alignment of their
+    /// own.
     pub fn global_bytes(
         &mut self,
         verb: &str,
@@ -143,6 +152,10 @@ impl Machine<'_> {
     }
 
     fn copy_commit(&mut self, warp: &Warp, mask: u32) -> Step<()> {
+        // Both extremes of "asynchronous" have to give the same result: bytes
+        // that arrive at the commit and bytes that arrive at the wait. The
+        // first finds buffers that are still being read, the second finds
+        // missing waits.
         let early = self.launch.seed != 0 && self.random.below(3) == 0;
         let own = &mut self.copies[warp.number as usize];
         let mut at = 0;
@@ -154,12 +167,16 @@ impl Machine<'_> {
                 at += 1;
                 continue;
             }
-            // Lanes with the same number of groups stay one job.
+            // Lanes with equal group numbers stay one job.
             let number = own.committed[lanes.trailing_zeros() as usize];
             let same = lanes_of(lanes).filter(|lane| own.committed[*lane] == number);
             let same = same.fold(0, |lanes, lane| lanes | 1 << lane);
+            // Lanes may have committed different numbers of groups after
+            // divergence. The rest becomes a job of its own, since a group
+            // number belongs to a thread and not to a warp (PTX ISA,
+            // "cp.async.commit_group": per thread).
             if same != job.lanes {
-                let rest = Job {
+                let rest = AsyncCopy {
                     lanes: job.lanes & !same,
                     group: None,
                     moved: false,
@@ -175,6 +192,8 @@ impl Machine<'_> {
         for lane in lanes_of(mask) {
             own.committed[lane] += 1;
         }
+        // The rest of the bytes beyond `src-size` is zero, as the ISA says,
+        // hence the cleared buffer.
         if early {
             moves.into_iter().for_each(|at| self.copy_move(warp, at));
         }
@@ -204,11 +223,13 @@ impl Machine<'_> {
         }
     }
 
-    /// Ends the groups of the lanes of a mask, but the last `left`.
+    /// Completes the groups of the lanes of a mask except the last `left`.
     fn copy_wait(&mut self, warp: &mut Warp, left: Option<u32>, mask: u32) -> Step<()> {
         let number = warp.number as usize;
         let mut at = 0;
         while at < self.copies[number].jobs.len() {
+            // `wait_all` also covers copies that were never committed,
+            // `wait_group N` does not (PTX ISA, "cp.async.wait_group").
             let own = &self.copies[number];
             let job = &own.jobs[at];
             let done = lanes_of(job.lanes & mask).filter(|lane| match (job.group, left) {
@@ -222,7 +243,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Ends the copies of some lanes of a job; true when the job is gone.
+    /// Completes the copies of some lanes of a job; returns true when the job
+    /// is gone.
     fn copy_finish(&mut self, warp: &Warp, at: usize, lanes: u32) -> bool {
         if lanes == 0 {
             return false;
@@ -233,6 +255,9 @@ impl Machine<'_> {
         job.lanes &= !lanes;
         let gone = job.lanes == 0;
         for lane in lanes_of(lanes) {
+            // Only now does the write get a time that clocks can know. The
+            // waiting thread knows it at once, the others through the next
+            // barrier.
             if let Ok((block, offset)) = self.shared_at("", warp.block, to[lane], bytes, lane) {
                 self.copy_ends(warp, block, offset, bytes, lane, pc);
             }
@@ -243,7 +268,8 @@ impl Machine<'_> {
         gone
     }
 
-    /// `cp.async.mbarrier.arrive`: the lane arrives when its copies are done.
+    /// Executes `cp.async.mbarrier.arrive`: the lane arrives when its copies
+    /// are done.
     pub fn arrive_after_copies(
         &mut self,
         warp: &mut Warp,
@@ -251,6 +277,9 @@ impl Machine<'_> {
         offset: usize,
         lane: usize,
     ) -> Step<()> {
+        // Completing the copies at once is the earliest arrival that the ISA
+        // allows. The wait of the consumers stays, so nothing is hidden from
+        // them.
         let mut at = 0;
         while at < self.copies[warp.number as usize].jobs.len() {
             let job = &self.copies[warp.number as usize].jobs[at];
@@ -260,7 +289,7 @@ impl Machine<'_> {
         self.arrive_once(warp, block, offset, lane)
     }
 
-    /// Every thread of a mask ends: nothing of theirs may be under way.
+    /// Checks that threads which end have no copies or products in flight.
     pub fn end_threads(&mut self, warp: &mut Warp, mask: u32) -> Step<()> {
         let pending = self.copies[warp.number as usize].pending() & mask;
         if pending != 0 {

@@ -1,12 +1,12 @@
-//! When the engines do their work: late, by the seed.
+//! The progress of copies and products: late, as the seed says.
 
 use super::Machine;
 use super::warp::{Group, Wait, Warp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 
 impl Machine<'_> {
-    /// Lets the engines go a step. With `force` something has to happen, since
-    /// no thread can go on; true when it did.
+    /// Lets copies and products go on a step. With `force`, one must complete,
+    /// since no thread can go on; returns true when one did.
     pub fn engines(&mut self, force: bool) -> Step<bool> {
         if self.bulk.is_idle() && !self.kernel.has_products {
             return Ok(false);
@@ -15,7 +15,8 @@ impl Machine<'_> {
         Ok(products | self.run_bulk(force && !products)?)
     }
 
-    /// Whether what a group waits for from an engine has happened.
+    /// Returns true if the copies or products that a group waits for are
+    /// complete.
     pub fn engine_done(&self, number: usize, group: &Group) -> bool {
         match group.wait {
             Wait::Products(left) => self.products_done(number, left),
@@ -24,7 +25,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Threads end: no engine may still work for them.
+    /// Checks that threads which end have nothing in flight.
     pub fn end_engines(&mut self, warp: &mut Warp, mask: u32) -> Step<()> {
         if !warp.flying.is_empty() {
             let text = "ends with wgmma products it has not waited for";
@@ -33,7 +34,8 @@ impl Machine<'_> {
         self.end_bulk(warp, mask)
     }
 
-    /// Every thread has ended: no copy may still write to the blocks.
+    /// Checks, once every thread has ended, that no copy still writes to the
+    /// blocks.
     pub fn finish(&mut self) -> Result<(), (usize, Box<Fault>)> {
         let Some(job) = self.bulk.first() else {
             return Ok(());
@@ -48,7 +50,7 @@ impl Machine<'_> {
         Err((job.thread as usize / 32, fault))
     }
 
-    /// A thread of the cluster, counted in its block.
+    /// Returns the number in its block of a thread of the cluster.
     pub fn thread_in_block(&self, thread: u32) -> u32 {
         let warp = &self.warps[thread as usize / 32];
         warp.first_thread + thread % 32

@@ -1,5 +1,5 @@
-//! Shadow of the global memory that a block touches: races between its own
-//! threads. Races between blocks are found from the logs of the launch.
+//! The shadow of the global memory that a block touches, for races between the
+//! block's own threads. The logs of the launch find races between blocks.
 
 use super::Machine;
 use super::access::lanes_of;
@@ -8,10 +8,10 @@ use super::warp::Warp;
 use crate::finding::{Fault, FindingKind, Step};
 
 const PAGE: usize = 4096;
-/// Bytes of the smallest element that threads share words of.
+/// Size in bytes of the smallest element that threads share words of.
 const GRAIN: usize = 2;
 const CELLS: usize = PAGE / GRAIN;
-/// Pages that are kept from block to block.
+/// Pages kept from block to block.
 const MOST_PAGES: usize = 1024;
 const ATOMIC: u32 = 1 << 31;
 
@@ -29,15 +29,15 @@ struct Page {
     reads: [Stamp; CELLS],
 }
 
-/// The pages a machine has seen. Times only grow, so that what earlier blocks
-/// did is in order by itself.
+/// The pages that a machine has seen. Times only grow, so the accesses of
+/// earlier blocks count as ordered.
 #[derive(Default)]
 pub struct GlobalShadow {
     index: Vec<Vec<u32>>,
     pages: Vec<Box<Page>>,
 }
 
-/// One lane's access.
+/// The access of one lane.
 #[derive(Clone, Copy)]
 pub struct GlobalAccess {
     pub region: usize,
@@ -48,7 +48,7 @@ pub struct GlobalAccess {
 }
 
 impl GlobalShadow {
-    /// Drops what is too much.
+    /// Drops all pages once there are too many.
     pub fn begin(&mut self) {
         if self.pages.len() > MOST_PAGES {
             self.index.clear();
@@ -82,7 +82,7 @@ impl GlobalShadow {
     }
 }
 
-/// Who else touched the bytes, unordered.
+/// The other thread that touched the bytes without order.
 enum Other {
     Wrote { thread: u32, pc: u32 },
     Read { thread: u32 },
@@ -98,6 +98,9 @@ impl Page {
                 pc: self.pcs[at],
             });
         }
+        // Only the last reader of a cell is kept. With several unordered
+        // readers the race with one of them may go unseen in a run, which keeps
+        // a page at three stamps per cell; shared memory keeps all readers.
         self.reads[at] = Stamp { time, thread };
         None
     }
@@ -124,9 +127,10 @@ impl Page {
 }
 
 impl Machine<'_> {
-    /// Notes an ordinary load. Memory the block has not written is not
-    /// followed when `first` reads are of no interest.
+    /// Checks and records an ordinary load.
     pub fn global_read(&mut self, warp: &Warp, access: GlobalAccess) -> Step<()> {
+        // Accesses of single bytes are left out, because two threads may share
+        // a cell of two bytes without a race.
         if !self.launch.full || access.atomic || access.bytes < GRAIN {
             return Ok(());
         }
@@ -143,7 +147,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Notes a store or an atomic that stores `new`, the first eight bytes.
+    /// Checks and records a store or an atomic; `same` says that the bytes do
+    /// not change.
     pub fn global_write(&mut self, warp: &Warp, access: GlobalAccess, same: bool) -> Step<()> {
         if !self.launch.full || access.bytes < GRAIN {
             return Ok(());
@@ -193,7 +198,7 @@ impl Machine<'_> {
         fault
     }
 
-    /// Notes the ordinary loads of several lanes.
+    /// Checks and records the ordinary loads of several lanes.
     pub fn global_reads(
         &mut self,
         warp: &Warp,

@@ -1,15 +1,15 @@
-//! Matrix instructions of a warp.
+//! `mma.sync`, `ldmatrix` and `stmatrix`.
 
 use super::Machine;
-use super::access::{addresses, lanes_of};
+use super::access::{SpacePart, addresses, lanes_of};
 use super::run::Flow;
 use super::warp::{Warp, Words};
-use crate::code::op::{Matrix, Mma, Order};
+use crate::code::op::{MatrixOp, Mma, Order};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
 use moesaic_hardware::{matrix, mma};
 
-/// Bytes of a row of an 8 x 8 matrix.
+/// Bytes in a row of an 8 x 8 matrix.
 const ROW: usize = 16;
 
 impl Machine<'_> {
@@ -17,6 +17,9 @@ impl Machine<'_> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
+        // A block whose size is no multiple of 32 has a short last warp.
+        // Fragments are spread over all 32 lanes, so the instruction is
+        // undefined there.
         if mask != u32::MAX {
             return Err(short_warp(mask));
         }
@@ -38,13 +41,16 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    pub fn matrix(&mut self, warp: &mut Warp, op: &Matrix, mask: u32) -> Step<Flow> {
+    pub fn matrix(&mut self, warp: &mut Warp, op: &MatrixOp, mask: u32) -> Step<Flow> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
         if mask != u32::MAX {
             return Err(short_warp(mask));
         }
+        // Only the lanes whose addresses the form uses: 8 per matrix. The
+        // others may hold anything (PTX ISA, "ldmatrix": threads 0-7, 8-15,
+        // ...).
         let lanes = 8 * op.rows.len();
         let used = (u64::from(u32::MAX) >> (32 - lanes)) as u32;
         let space = match op.space {
@@ -52,20 +58,27 @@ impl Machine<'_> {
             _ => Space::Shared,
         };
         let parts = self.resolve(space, &addresses(warp, &op.address), used);
-        let &[(Space::Shared, addresses, _)] = &parts[..] else {
+        let [
+            SpacePart {
+                space: Space::Shared,
+                addresses,
+                ..
+            },
+        ] = &parts[..]
+        else {
             let text = "a matrix has to be in shared memory";
             return Err(Fault::new(FindingKind::OutOfBounds, used, text));
         };
-        self.tally.shared(&addresses, used, ROW as u64);
+        self.tally.shared(addresses, used, ROW as u64);
         if op.store {
-            self.matrix_store(warp, op, &addresses)?
+            self.matrix_store(warp, op, addresses)?
         } else {
-            self.matrix_load(warp, op, &addresses)?
+            self.matrix_load(warp, op, addresses)?
         }
         Ok(Flow::Next)
     }
 
-    fn matrix_load(&mut self, warp: &mut Warp, op: &Matrix, addresses: &[u64; 32]) -> Step<()> {
+    fn matrix_load(&mut self, warp: &mut Warp, op: &MatrixOp, addresses: &[u64; 32]) -> Step<()> {
         for (number, d) in op.rows.iter().enumerate() {
             let mut rows = [[0; ROW]; 8];
             for (at, row) in rows.iter_mut().enumerate() {
@@ -81,7 +94,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn matrix_store(&mut self, warp: &mut Warp, op: &Matrix, addresses: &[u64; 32]) -> Step<()> {
+    fn matrix_store(&mut self, warp: &mut Warp, op: &MatrixOp, addresses: &[u64; 32]) -> Step<()> {
         for (number, row) in op.rows.iter().enumerate() {
             let rows = matrix::store(warp.word(*row), op.transposed);
             for (at, row) in rows.iter().enumerate() {

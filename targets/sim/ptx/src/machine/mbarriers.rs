@@ -1,7 +1,7 @@
-//! Barriers in shared memory.
+//! Instructions on mbarriers.
 
 use super::Machine;
-use super::access::{addresses, lanes_of, little};
+use super::access::{SpacePart, addresses, lanes_of, little};
 use super::run::Flow;
 use super::warp::{Wait, Warp};
 use crate::code::op::{self, MbarrierKind, NONE};
@@ -9,14 +9,14 @@ use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
 use moesaic_hardware::mbarrier::{Mbarrier, MbarrierError};
 
-/// The fault of a barrier at an offset.
+/// Returns the fault of a barrier at an offset.
 fn misuse(error: MbarrierError, offset: usize, lane: usize) -> Box<Fault> {
     let text = format!("mbarrier at {offset:#x}: {error}");
     Fault::new(FindingKind::Mbarrier, 1 << lane, text)
 }
 
 impl Machine<'_> {
-    pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::Mbarrier, mask: u32) -> Step<Flow> {
+    pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::MbarrierOp, mask: u32) -> Step<Flow> {
         let list = self.resolve(
             match op.space {
                 Space::Generic => Space::Generic,
@@ -25,11 +25,18 @@ impl Machine<'_> {
             &addresses(warp, &op.address),
             mask,
         );
-        for (space, list, mask) in list {
+        for SpacePart {
+            space,
+            addresses: list,
+            mask,
+        } in list
+        {
             if space != Space::Shared {
                 let text = "an mbarrier has to be in shared memory";
                 return Err(Fault::new(FindingKind::Mbarrier, mask, text));
             }
+            // Lanes act one after the other, as 32 arrivals on hardware do: an
+            // elected lane and a whole warp use the same instruction.
             for lane in lanes_of(mask) {
                 let (block, offset) = self.shared_at("uses", warp.block, list[lane], 8, lane)?;
                 if let Some(wait) = self.mbarrier_lane(warp, op, (block, offset), lane)? {
@@ -43,13 +50,14 @@ impl Machine<'_> {
     fn mbarrier_lane(
         &mut self,
         warp: &mut Warp,
-        op: &op::Mbarrier,
+        op: &op::MbarrierOp,
         at: (usize, usize),
         lane: usize,
     ) -> Step<Option<Wait>> {
         let a = match (op.a, op.kind) {
             (NONE, _) => 1,
-            // Our state is the parity of the phase that was arrived at.
+            // The 64-bit state is opaque to programs; here it is the parity of
+            // the phase that the thread arrived at.
             (row, MbarrierKind::TestState | MbarrierKind::TryState) => {
                 warp.double(row)[lane] as u32
             }
@@ -68,6 +76,9 @@ impl Machine<'_> {
             | MbarrierKind::TestState
             | MbarrierKind::TryState => self.test(warp, op, at, barrier, a & 1 == 1, lane),
             MbarrierKind::CopyArrive { counted } => {
+                // Without `.noinc` the pending count grows by one for the
+                // arrival to come (PTX ISA, "cp.async.mbarrier.arrive"); with
+                // it, init has to count these arrivals.
                 if counted {
                     barrier.pending += 1;
                     self.put_mbarrier(block, offset, barrier.store());
@@ -79,7 +90,7 @@ impl Machine<'_> {
         }
     }
 
-    /// `init` and `inval`.
+    /// Executes `init` and `inval`.
     fn set_up(
         &mut self,
         warp: &mut Warp,
@@ -90,7 +101,8 @@ impl Machine<'_> {
     ) -> Step<()> {
         let word = little(&self.blocks[block].shared[offset..offset + 8]);
         let new = match kind {
-            // Memory that nothing has written holds no barrier.
+            // Memory that nothing has written holds no barrier, whatever its
+            // bits.
             MbarrierKind::Init if self.is_mbarrier(block, offset) => Mbarrier::init(word, count),
             MbarrierKind::Init => Mbarrier::init(0, count),
             _ => Mbarrier::inval(word),
@@ -103,16 +115,18 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Arrivals and announcements.
+    /// Executes arrivals and announcements.
     fn change(
         &mut self,
         warp: &mut Warp,
-        op: &op::Mbarrier,
+        op: &op::MbarrierOp,
         (block, offset): (usize, usize),
         mut barrier: Mbarrier,
         a: u32,
         lane: usize,
     ) -> Step<()> {
+        // The returned state is that of the phase before the arrival; the
+        // arrival itself may complete it.
         let before = barrier.phase;
         let completed = match op.kind {
             MbarrierKind::Arrive => barrier.arrive(a),
@@ -125,6 +139,9 @@ impl Machine<'_> {
         let completed = completed.map_err(|error| misuse(error, offset, lane))?;
         let arrives = !matches!(op.kind, MbarrierKind::ExpectTx | MbarrierKind::CompleteTx);
         if arrives && !op.relaxed {
+            // The release comes before the phase can complete, so that the
+            // completing thread's own writes are part of what the phase hands
+            // on.
             self.mbarrier_release(warp, block, offset, lane);
         }
         self.put_mbarrier(block, offset, barrier.store());
@@ -140,7 +157,7 @@ impl Machine<'_> {
     fn test(
         &mut self,
         warp: &mut Warp,
-        op: &op::Mbarrier,
+        op: &op::MbarrierOp,
         (block, offset): (usize, usize),
         barrier: Mbarrier,
         parity: bool,
@@ -148,6 +165,9 @@ impl Machine<'_> {
     ) -> Step<Option<Wait>> {
         let done = barrier.test_parity(parity);
         let tries = matches!(op.kind, MbarrierKind::TryParity | MbarrierKind::TryState);
+        // `try_wait` suspends the thread and `test_wait` returns at once.
+        // Suspending it here spares the scheduler the spinning, and a deadlock
+        // names the barrier.
         if !done && tries {
             let rank = (block as u32 + 1) << crate::code::layout::RANK_SHIFT;
             return Ok(Some(Wait::Mbarrier {
@@ -162,7 +182,7 @@ impl Machine<'_> {
         Ok(None)
     }
 
-    /// One arrival, for an engine.
+    /// Counts one arrival on behalf of a copy.
     pub fn arrive_once(
         &mut self,
         warp: &mut Warp,
@@ -198,6 +218,8 @@ impl Machine<'_> {
             return true;
         };
         let word = little(&self.blocks[block].shared[offset..offset + 8]);
+        // A barrier that was invalidated meanwhile wakes its waiters, and the
+        // instruction, executed again, reports the misuse.
         Mbarrier::load(word).map_or(true, |barrier| barrier.test_parity(parity))
     }
 

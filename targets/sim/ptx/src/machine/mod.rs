@@ -1,4 +1,4 @@
-//! The machine: blocks of a kernel, a warp at a time.
+//! The machine: runs the blocks of a kernel, a warp at a time.
 
 mod access;
 mod atomics;
@@ -40,7 +40,7 @@ use std::rc::Rc;
 pub use tally::Tally;
 use warp::{Place, Warp};
 
-/// What is the same for every block of a launch.
+/// The part of a launch that is the same for every block.
 pub struct Launch<'a> {
     pub kernel: &'a Kernel,
     pub params: &'a [u8],
@@ -48,14 +48,15 @@ pub struct Launch<'a> {
     pub log: &'a LaunchLog,
     pub grid: [u32; 3],
     pub threads: u32,
-    /// Blocks of a cluster, adjacent in x.
+    /// Blocks per cluster, adjacent in x.
     pub cluster: u32,
-    /// Dynamic shared memory of the launch.
+    /// Dynamic shared memory of the launch, in bytes.
     pub shared_bytes: u32,
     pub seed: u64,
-    /// Blocks run one after the other: what one wrote is there for the next.
+    /// Blocks run one after the other, and each sees the writes of those
+    /// before.
     pub in_order: bool,
-    /// The launches before may still be running.
+    /// Earlier launches may still be running.
     pub dependent: bool,
     /// Every check runs.
     pub full: bool,
@@ -69,7 +70,7 @@ pub struct Block {
     pub shared: Vec<u8>,
     pub shadow: Shadow,
     pub barriers: Vec<NamedBarrier>,
-    /// Warps of the block, in the machine's list.
+    /// Warps of the block: a range of the machine's list.
     pub warps: std::ops::Range<usize>,
 }
 
@@ -84,6 +85,8 @@ impl Block {
     ) {
         self.place = place;
         self.shared.clear();
+        // Bytes of 0xff are NaN in every float type, so that an unwritten
+        // operand shows in the result even where checks are basic.
         self.shared.resize(end, 0xff);
         self.barriers.clear();
         self.barriers.resize_with(16, NamedBarrier::default);
@@ -94,7 +97,7 @@ impl Block {
     }
 }
 
-/// Runs clusters of a launch, one after the other.
+/// Runs the clusters of a launch, one after the other.
 pub struct Machine<'a> {
     launch: &'a Launch<'a>,
     kernel: &'a Kernel,
@@ -106,34 +109,34 @@ pub struct Machine<'a> {
     sync: Sync,
     bulk: Bulks,
     products: Vec<WarpGroup>,
-    /// What products read, by instruction and descriptors.
+    /// Shared-memory chunks that products read, by instruction and descriptors.
     chunks: HashMap<(u32, u64, u64), Rc<[u32]>>,
     log: BlockLog,
     global: GlobalShadow,
-    /// The region that was used last.
+    /// Region of the last access.
     hint: usize,
-    /// Lanes of the warp that runs which must not touch global memory yet.
+    /// Lanes of the running warp that must not touch global memory yet.
     early: u32,
     random: Random,
-    /// Times each instruction was executed.
+    /// Executions of each instruction.
     pub executed: Vec<u64>,
     pub tally: Tally,
-    /// Things that others may wait for.
+    /// Number of events so far that other threads may wait for.
     changes: u64,
     /// Block number of the cluster's first block.
     first_block: u64,
-    /// Where the current slice began to matter.
+    /// The instruction that findings name.
     pc: u32,
     clock: u64,
-    /// Stepped whenever a thread releases what it did.
+    /// Current time, which advances whenever a thread releases its writes.
     time: u32,
 }
 
-/// A small generator: same seed, same delays.
+/// A small random generator: the same seed gives the same delays.
 pub struct Random(u64);
 
 impl Random {
-    /// A number below `end`.
+    /// Returns a number below `end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -142,14 +145,14 @@ impl Random {
     }
 }
 
-/// A defect with the block, the threads and the instruction.
+/// A defect with its block, threads and instruction.
 #[derive(Debug)]
 pub struct Failure {
     pub kind: FindingKind,
     pub block: [u32; 3],
     pub threads: Vec<u32>,
     pub pc: u32,
-    /// The instruction of the other access.
+    /// Instruction of the other access.
     pub other: Option<u32>,
     pub message: String,
 }
@@ -201,11 +204,16 @@ impl<'a> Machine<'a> {
         let launch = self.launch;
         let cluster = launch.cluster;
         self.first_block = number * u64::from(cluster);
+        // Each cluster gets a stream of its own, derived from its number:
+        // results may not depend on the host thread that runs it. Bit 0 is set
+        // because zero is a fixed point of xorshift.
         self.random =
             Random((launch.seed ^ self.first_block.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
         self.begin_clocks();
         self.global.begin();
         let known = Known::start(self.warps.len(), self.time);
+        // The start stamp must be older than any access: memory that the launch
+        // found counts as known to every thread, and later stamps do not.
         self.time += 1;
         let per_block = launch.threads.div_ceil(32);
         let end = self.kernel.dynamic_shared + launch.shared_bytes;
@@ -239,7 +247,7 @@ impl<'a> Machine<'a> {
         self.cluster_barrier = barriers::ClusterState::default();
     }
 
-    /// A fault with its place.
+    /// Adds the place to a fault.
     fn failure(&self, warp: usize, fault: Fault) -> Failure {
         let own = &self.warps[warp];
         let place = fault.at.unwrap_or_else(|| FaultPlace {
@@ -258,7 +266,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Block number to x, y, z.
+/// Returns the x, y, z of a block number.
 pub fn block_index(grid: [u32; 3], number: u64) -> [u32; 3] {
     let (x, y) = (u64::from(grid[0]), u64::from(grid[1]));
     [
@@ -269,7 +277,7 @@ pub fn block_index(grid: [u32; 3], number: u64) -> [u32; 3] {
 }
 
 impl Warp {
-    /// The threads of these lanes.
+    /// Returns the threads of these lanes.
     pub fn threads(&self, lanes: u32) -> Vec<u32> {
         (0..32)
             .filter(|lane| lanes >> lane & 1 == 1)

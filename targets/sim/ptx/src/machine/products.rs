@@ -1,13 +1,13 @@
-//! wgmma: products of a warpgroup that run by themselves.
+//! `wgmma`: products of a warpgroup that complete in the background.
 
 use super::Machine;
 use super::access::lanes_of;
 use super::clocks::Component;
 use super::run::Flow;
-use super::warp::{Wait, Warp, Words};
-use crate::code::op::{AsyncOp, Op, Row, Wgmma, WgmmaA};
+use super::warp::{IssuedProduct, Wait, Warp, Words};
+use crate::code::op::{AsyncOp, Op, Row, WgmmaA, WgmmaOp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
-use moesaic_hardware::wgmma::{Descriptor, Major, Shared, SourceA, Wgmma as Unit};
+use moesaic_hardware::wgmma::{Descriptor, Major, SharedMemory, SourceA, Wgmma as Unit};
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -15,14 +15,14 @@ use std::rc::Rc;
 #[derive(Default)]
 pub struct WarpGroup {
     queue: VecDeque<Product>,
-    /// Products each warp has issued.
+    /// Number of products that each warp has issued.
     issued: [u32; 4],
     executed: u32,
-    /// What each warp had issued at its commits.
+    /// For each warp, its issued products at each commit.
     commits: [VecDeque<u32>; 4],
 }
 
-/// A product that is not done by all, or not carried out.
+/// A product that is not yet executed, or not yet issued by all four warps.
 struct Product {
     pc: u32,
     a: u64,
@@ -33,12 +33,15 @@ struct Product {
 
 impl Machine<'_> {
     fn group_of(&self, number: usize) -> (usize, usize) {
+        // A warpgroup is four warps that start at a multiple of four within the
+        // block (PTX ISA, "wgmma: Warpgroup"), so groups never span two blocks
+        // of a cluster.
         let warps = self.blocks[0].warps.len();
         let (rank, local) = (number / warps, number % warps);
         (rank * warps.div_ceil(4) + local / 4, local % 4)
     }
 
-    pub fn wgmma(&mut self, warp: &mut Warp, op: &Wgmma, mask: u32) -> Step<Flow> {
+    pub fn wgmma(&mut self, warp: &mut Warp, op: &WgmmaOp, mask: u32) -> Step<Flow> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
@@ -46,6 +49,9 @@ impl Machine<'_> {
         let product = self.product(warp, op, mask)?;
         self.check_registers(warp, op, mask)?;
         let own = &mut self.products[group];
+        // Warps may run ahead of each other; the position in the queue pairs
+        // the n-th product of each. They must be the same instruction, because
+        // all four execute it together.
         let at = (own.issued[place] - own.executed) as usize;
         own.issued[place] += 1;
         let step = own.issued[place];
@@ -63,14 +69,16 @@ impl Machine<'_> {
             }
         }
         self.changes += 1;
+        // The operands must be ready at the issue already. The product may read
+        // shared memory at any time from now on.
         self.check_operands(warp, op, step)?;
-        warp.flying.push_back((step, self.pc));
+        warp.flying.push_back(IssuedProduct { step, pc: self.pc });
         self.tally.multiply_adds += (16 * op.kind.n() * op.kind.k()) as u64;
         Ok(Flow::Next)
     }
 
-    /// The operands of a product, which all lanes must agree on.
-    fn product(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<Product> {
+    /// Returns the operands of a product, on which all lanes must agree.
+    fn product(&self, warp: &Warp, op: &WgmmaOp, mask: u32) -> Step<Product> {
         let same = |row: Row| {
             let values = warp.double(row);
             if lanes_of(mask).all(|lane| values[lane] == values[0]) {
@@ -98,12 +106,16 @@ impl Machine<'_> {
         })
     }
 
-    /// Registers must have been fenced since ordinary instructions wrote them.
-    fn check_registers(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<()> {
+    /// Checks that `wgmma.fence` has run since ordinary instructions wrote the
+    /// registers.
+    fn check_registers(&self, warp: &Warp, op: &WgmmaOp, mask: u32) -> Step<()> {
         let a: &[Row] = match &op.a {
             WgmmaA::Registers(rows) => rows,
             WgmmaA::Descriptor(_) => &[],
         };
+        // The rule spares accumulators that only wgmma of the same shape has
+        // written (PTX ISA, "wgmma.fence"). `unfenced` lists writes by other
+        // instructions alone.
         let dirty = |row: &Row| warp.unfenced.contains(row);
         if !warp.fenced || op.d.iter().chain(a).any(dirty) {
             let text = "wgmma uses registers that were written since the last wgmma.fence";
@@ -112,8 +124,9 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// What the engine reads of shared memory: a quarter per warp.
-    fn check_operands(&mut self, warp: &Warp, op: &Wgmma, step: u32) -> Step<()> {
+    /// Checks the shared memory that a product reads: a quarter of the chunks
+    /// per warp.
+    fn check_operands(&mut self, warp: &Warp, op: &WgmmaOp, step: u32) -> Step<()> {
         if !self.launch.full {
             return Ok(());
         }
@@ -121,6 +134,9 @@ impl Machine<'_> {
         let component = self.component(Component::Products { group });
         let chunks = self.chunks(warp, op);
         let block = warp.block as usize;
+        // All four warps issue the product, and each has its own knowledge. A
+        // quarter each covers all chunks once, and every warp must have
+        // synchronised with the writer.
         for &offset in chunks.chunks(4).skip(place).step_by(4).flatten() {
             let offset = offset as usize;
             self.shared_at("multiplies", warp.block, offset as u64, 16, 0)?;
@@ -133,9 +149,9 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Every 16 bytes of shared memory that a product reads. Kernels use few
-    /// descriptors, again and again.
-    fn chunks(&mut self, warp: &Warp, op: &Wgmma) -> Rc<[u32]> {
+    /// Returns every 16 bytes of shared memory that a product reads. The result
+    /// is cached, because kernels use the same few descriptors over and over.
+    fn chunks(&mut self, warp: &Warp, op: &WgmmaOp) -> Rc<[u32]> {
         let (a, b) = self.descriptors(warp, op);
         if let Some(known) = self.chunks.get(&(self.pc, a, b)) {
             return Rc::clone(known);
@@ -152,7 +168,7 @@ impl Machine<'_> {
         list
     }
 
-    fn descriptors(&self, warp: &Warp, op: &Wgmma) -> (u64, u64) {
+    fn descriptors(&self, warp: &Warp, op: &WgmmaOp) -> (u64, u64) {
         let a = match op.a {
             WgmmaA::Descriptor(row) => warp.double(row)[0],
             WgmmaA::Registers(_) => 0,
@@ -196,17 +212,21 @@ impl Machine<'_> {
         if over == 0 {
             return Ok(Flow::Next);
         }
-        while warp.flying.front().is_some_and(|(step, _)| *step <= over) {
+        while warp.flying.front().is_some_and(|own| own.step <= over) {
             warp.flying.pop_front();
         }
         let component = self.component(Component::Products { group });
+        // The wait is a fact about the warpgroup's products, so it goes into
+        // the clock of each lane and travels on with the next barrier: a
+        // producer may refill the buffer once it has met this warp there.
         for lane in 0..32 {
             Rc::make_mut(&mut warp.known[lane].seen).add_engine(component, over);
         }
         Ok(Flow::Next)
     }
 
-    /// Whether all groups of a warp but the last `left` were carried out.
+    /// Returns true if all groups of a warp except the last `left` were
+    /// executed.
     pub fn products_done(&self, number: usize, left: u32) -> bool {
         let (group, place) = self.group_of(number);
         let own = &self.products[group];
@@ -215,8 +235,8 @@ impl Machine<'_> {
         commits.iter().take(due).all(|end| *end <= own.executed)
     }
 
-    /// Carries out products that all four warps have issued; by the seed some
-    /// of them early, all of them when threads wait.
+    /// Executes products that all four warps have issued: some early, as the
+    /// seed says, and all of them when threads wait.
     pub fn run_products(&mut self, force: bool) -> Step<bool> {
         let mut done = false;
         for group in 0..self.products.len() {
@@ -237,6 +257,9 @@ impl Machine<'_> {
     }
 
     fn multiply(&mut self, group: usize) -> Step<()> {
+        // The product executes with the registers and shared memory of this
+        // moment, not of its issue. A kernel that overwrites either too early
+        // gets wrong numbers as well as the finding.
         let own = &mut self.products[group];
         own.executed += 1;
         let Some(product) = own.queue.pop_front() else {
@@ -264,7 +287,7 @@ impl Machine<'_> {
         let mut unit = unit(op, (product.a, product.b), SourceA::Registers(&a));
         unit.accumulate = product.accumulate;
         let block = self.warps[first].block as usize;
-        let shared = Shared {
+        let shared = SharedMemory {
             base: 0,
             bytes: &self.blocks[block].shared,
         };
@@ -280,6 +303,8 @@ impl Machine<'_> {
         let values = d.chunks_exact(op.d.len());
         for (warp, values) in self.warps[first..first + 4].iter_mut().zip(values) {
             for (row, value) in op.d.iter().zip(values) {
+                // All lanes are written, whatever the mask: `watch` has kept
+                // every other instruction away from these registers.
                 warp.put(*row, value, u32::MAX);
             }
         }
@@ -291,8 +316,8 @@ impl Machine<'_> {
         self.blocks[group / per_block].warps.start + group % per_block * 4
     }
 
-    /// Holds an instruction against the products under way: nobody may touch
-    /// their registers.
+    /// Checks an instruction against the products in flight, whose registers no
+    /// instruction may touch.
     #[inline(never)]
     pub fn watch(&self, warp: &mut Warp, pc: usize, mask: u32) -> Step<()> {
         let touches = &self.kernel.touches[pc];
@@ -300,15 +325,19 @@ impl Machine<'_> {
             return Ok(());
         }
         for &(row, writes) in touches.iter() {
-            let clash = warp.flying.iter().find(|(_, at)| {
-                let uses = &self.kernel.products[at];
+            let clash = warp.flying.iter().find(|own| {
+                let uses = &self.kernel.products[&own.pc];
+                // Reading A's registers is allowed while a product reads them
+                // too; writing them is not. D may be neither read nor written
+                // (PTX ISA, "wgmma.mma_async": accessing registers before
+                // wait_group is undefined).
                 uses.d.contains(&row) || (writes && uses.a.contains(&row))
             });
-            if let Some((_, at)) = clash {
+            if let Some(product) = clash {
                 let verb = if writes { "writes" } else { "reads" };
                 let text = format!("{verb} a register of a wgmma that has not been waited for");
                 let mut fault = Fault::new(FindingKind::AccumulatorInFlight, mask, text);
-                fault.other = Some(*at);
+                fault.other = Some(product.pc);
                 fault.at = Some(FaultPlace {
                     pc: pc as u32,
                     block: warp.block,
@@ -316,6 +345,8 @@ impl Machine<'_> {
                 });
                 return Err(fault);
             }
+            // Every write is remembered, also with no product in flight: the
+            // next wgmma needs a fence after it.
             if writes && !warp.unfenced.contains(&row) {
                 warp.unfenced.push(row);
             }
@@ -324,7 +355,7 @@ impl Machine<'_> {
     }
 }
 
-fn unit<'a>(op: &Wgmma, (a, b): (u64, u64), registers: SourceA<'a>) -> Unit<'a> {
+fn unit<'a>(op: &WgmmaOp, (a, b): (u64, u64), registers: SourceA<'a>) -> Unit<'a> {
     let major = |transposed: bool| if transposed { Major::Mn } else { Major::K };
     Unit {
         kind: op.kind,

@@ -1,35 +1,36 @@
-//! A warp: groups of threads, divergence, control flow.
+//! Runs a warp: groups of threads, divergence, control flow.
 
 use super::Machine;
 use super::warp::{Group, Wait, Warp};
 use crate::code::op::{Guard, NONE, Op};
 use crate::finding::{Fault, FindingKind, Step};
 
-/// Backward branches of a turn, before other threads go first.
+/// Backward branches of a group before other threads may go first.
 const TURN: u32 = 4096;
 
-/// What an instruction does to the threads that executed it.
+/// The effect of an instruction on the threads that executed it.
 pub enum Flow {
-    /// They go on.
+    /// The threads go on.
     Next,
-    /// They execute it again once the wait is over.
+    /// The threads execute the instruction again once the wait is over.
     Again(Wait),
-    /// They go on once the wait is over.
+    /// The threads go on once the wait is over.
     After(Wait),
 }
 
-/// How a group's run ended.
+/// The end of a group's run.
 enum Leave {
-    /// At another instruction, for others to go first or to merge.
+    /// The group stands at another instruction: others go first or merge with
+    /// it.
     At(u32),
     Wait(u32, Wait),
-    /// Every thread of the group ended, or went into the warp's groups.
+    /// Every thread of the group ended, or moved into other groups of the warp.
     Gone,
     TurnOver(u32),
 }
 
 impl Machine<'_> {
-    /// Runs a warp until no group can go on; whether any did.
+    /// Runs a warp until no group can go on; returns true if any group ran.
     pub fn run_warp(&mut self, warp: &mut Warp) -> Step<bool> {
         let (mut ran, mut turns) = (false, 0);
         self.early = warp.early;
@@ -41,6 +42,12 @@ impl Machine<'_> {
                 .enumerate()
                 .filter(|(_, group)| group.wait == Wait::No);
             let Some((at, _)) = ready.min_by_key(|(_, group)| group.pc) else {
+                // The group that is furthest behind goes first. Reconvergence
+                // follows from that alone: code after a join has a higher
+                // address than both arms, so the arms meet there. The PTX ISA
+                // promises independent progress ("Independent Thread
+                // Scheduling", Volta and later) and no order, so any choice is
+                // legal.
                 return Ok(ran);
             };
             let mut group = warp.groups.swap_remove(at);
@@ -61,6 +68,10 @@ impl Machine<'_> {
                 Leave::Gone => ran = true,
                 Leave::TurnOver(pc) => {
                     group.pc = pc;
+                    // A spinning group has to let the others run, or a thread
+                    // that waits for another lane of its own warp would hang
+                    // the simulator. Hardware from sm_70 on makes the same
+                    // promise.
                     group.wait = Wait::Politely;
                     warp.groups.push(group);
                     ran = true;
@@ -81,6 +92,9 @@ impl Machine<'_> {
             let instruction = &kernel.code[pc];
             self.executed[pc] += 1;
             let mask = guarded(warp, instruction.guard, lanes);
+            // The registers of a running wgmma are off limits for every
+            // instruction, so this check stands before all others; kernels
+            // without wgmma skip it.
             if kernel.has_products {
                 self.watch(warp, pc, mask)?;
             }
@@ -106,7 +120,8 @@ impl Machine<'_> {
         }
     }
 
-    /// Everything but arithmetic: the next instruction, or how the run ends.
+    /// Executes everything but arithmetic; returns the next instruction or the
+    /// end of the run.
     #[inline(always)]
     fn step(
         &mut self,
@@ -118,6 +133,9 @@ impl Machine<'_> {
     ) -> Step<Result<usize, Leave>> {
         match op {
             Op::Branch { to } => Ok(branch(warp, pc, *to, lanes, mask)),
+            // A predicated-off instruction has no effect and must not fault on
+            // the addresses in its registers: kernels guard the ends of their
+            // tensors so.
             _ if mask == 0 => Ok(Ok(pc + 1)),
             Op::Load(access) => self.load(warp, access, mask).map(|()| Ok(pc + 1)),
             Op::Store(access) => self.store(warp, access, mask).map(|()| Ok(pc + 1)),
@@ -128,6 +146,9 @@ impl Machine<'_> {
                 Ok(match flow {
                     Flow::Next => Ok(pc + 1),
                     Flow::Again(wait) => {
+                        // The instruction runs again after the wait; counting
+                        // it twice would make instruction counts depend on the
+                        // schedule.
                         self.executed[pc] -= 1;
                         Err(self.pause(warp, pc, pc, lanes, mask, wait))
                     }
@@ -137,7 +158,8 @@ impl Machine<'_> {
         }
     }
 
-    /// Lets the lanes of `mask` wait; those the guard excluded go on alone.
+    /// Makes the lanes of `mask` wait; lanes that the guard excluded go on
+    /// alone.
     fn pause(
         &mut self,
         warp: &mut Warp,
@@ -185,6 +207,9 @@ impl Machine<'_> {
             }
             Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
             Op::Clock { d, wide } => {
+                // Each read advances the clock, so a loop that waits for time
+                // to pass ends, and two reads always differ. Nothing else
+                // depends on the step.
                 self.clock += 100;
                 if *wide {
                     warp.put_double(*d, &[self.clock; 32], mask)
@@ -210,6 +235,10 @@ impl Machine<'_> {
         mask: u32,
     ) -> Step<Result<usize, Leave>> {
         self.changes += 1;
+        // PTX ISA, "griddepcontrol": a grid completes its dependents when all
+        // its blocks exit. A block that ends without waiting may finish before
+        // the grid it depends on, and the grid after the next then overtakes
+        // both.
         if warp.early & mask != 0 {
             let text = "ends without having waited for the launches before this one, which the \
                         next may then overtake";
@@ -229,7 +258,10 @@ impl Machine<'_> {
         Ok(Err(Leave::Gone))
     }
 
-    /// Every lane has to be there, and none may have ended: waits for them.
+    /// Returns a wait unless every lane of the warp is in `mask`. `.aligned`
+    /// instructions need all lanes at once, and lanes that have ended never
+    /// come (PTX ISA, "barrier": all threads in the warp must execute the same
+    /// instruction).
     pub fn whole_warp(&self, warp: &Warp, mask: u32) -> Option<Flow> {
         let all = warp.lanes;
         (mask != all).then_some(Flow::Again(Wait::Lanes(all)))
@@ -244,7 +276,7 @@ fn guarded(warp: &Warp, guard: Guard, lanes: u32) -> u32 {
     }
 }
 
-/// Whether a group at `pc` has to let others go first, or has met some.
+/// Returns true if a group at `pc` must let others go first, or has met some.
 fn should_stop(groups: &[Group], pc: u32) -> bool {
     groups.iter().any(|other| match other.wait {
         Wait::No => other.pc <= pc,
@@ -253,7 +285,7 @@ fn should_stop(groups: &[Group], pc: u32) -> bool {
     })
 }
 
-/// Joins groups at the same instruction. Those that wait for each other may
+/// Joins groups at the same instruction. Groups that wait for each other may
 /// then go on.
 fn merge(groups: &mut Vec<Group>) {
     let meets = |group: &Group| matches!(group.wait, Wait::No | Wait::Lanes(_));
@@ -262,6 +294,9 @@ fn merge(groups: &mut Vec<Group>) {
         let mut other = at + 1;
         while other < groups.len() {
             let same = groups[at].pc == groups[other].pc;
+            // Joining clears the wait of both: the instruction is executed
+            // again and decides with the larger mask whether lanes are still
+            // missing.
             if same && meets(&groups[at]) && meets(&groups[other]) {
                 groups[at].lanes |= groups[other].lanes;
                 groups[at].wait = Wait::No;

@@ -1,11 +1,11 @@
-//! Which warp runs when.
+//! The scheduler: the order in which warps run, and the report of a deadlock.
 
 use super::Machine;
 use super::warp::{Group, Wait, Warp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step, threads};
 
-/// Passes over all warps in which nothing that others could wait for has
-/// happened, before spinning threads are called a deadlock.
+/// Passes over all warps without any event that others could wait for, after
+/// which spinning threads count as a deadlock.
 const PATIENCE: u32 = 300;
 
 impl Machine<'_> {
@@ -15,6 +15,9 @@ impl Machine<'_> {
         let count = self.warps.len();
         let (mut idle, mut seen) = (0, self.changes);
         loop {
+            // A random first warp varies the order in which warps reach
+            // barriers and copies finish; seed 0 keeps one order for those who
+            // debug.
             let first = match self.launch.seed {
                 0 => 0,
                 _ => self.random.below(count as u64) as usize,
@@ -32,10 +35,14 @@ impl Machine<'_> {
             if !alive {
                 return self.finish();
             }
-            // An engine may have done what warps before it in this pass wait for.
+            // A copy or product may have finished for which warps earlier in
+            // this pass wait.
             let still = self.changes == seen;
             idle = if still { idle + 1 } else { 0 };
             seen = self.changes;
+            // Nobody ran and nothing changed, or threads have spun for long:
+            // finish all copies and products at once. If that changes nothing
+            // either, only a thread could end the wait, and none will.
             let stuck = (!ran && still) || idle > PATIENCE;
             if stuck && !self.engines(true).map_err(|fault| (first, fault))? {
                 return Err(self.deadlock());
@@ -43,7 +50,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Lets one warp run until it has to wait, or its turn is over.
+    /// Runs one warp until it has to wait or its turn is over.
     fn turn(&mut self, number: usize) -> Step<bool> {
         let mut warp = std::mem::take(&mut self.warps[number]);
         for group in &mut warp.groups {
@@ -56,7 +63,7 @@ impl Machine<'_> {
         result
     }
 
-    /// Whether what a group waits for has happened.
+    /// Returns true if the event that a group waits for has happened.
     fn may_go_on(&self, number: usize, group: &Group) -> bool {
         match group.wait {
             Wait::No | Wait::Politely => true,
@@ -65,7 +72,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The deadlock, with every thread that waits and what for.
+    /// Returns the deadlock: every waiting thread and the event it waits for.
     fn deadlock(&self) -> (usize, Box<Fault>) {
         if let Some(found) = self.lonely_lanes() {
             return found;
@@ -105,7 +112,7 @@ impl Machine<'_> {
         (number, fault)
     }
 
-    /// Lanes that wait for others of their warp which wait elsewhere.
+    /// Finds lanes that wait for others of their warp which wait elsewhere.
     fn lonely_lanes(&self) -> Option<(usize, Box<Fault>)> {
         self.warps.iter().enumerate().find_map(|(number, warp)| {
             let group = warp
@@ -116,7 +123,7 @@ impl Machine<'_> {
         })
     }
 
-    /// The fault of lanes whose companions never came.
+    /// Returns the fault of lanes whose companions never came.
     pub fn partial(&self, warp: &Warp, group: &Group) -> Box<Fault> {
         let Wait::Lanes(mask) = group.wait else {
             return Fault::new(FindingKind::Deadlock, 0, "no thread can go on");
@@ -147,7 +154,7 @@ impl Machine<'_> {
         fault
     }
 
-    /// One line on a group that does not go on.
+    /// Describes a group that does not go on, in one line.
     fn waiting(&self, warp: &Warp, group: &Group) -> String {
         let line = self.kernel.code[group.pc as usize].line;
         let who = threads(&warp.threads(group.lanes));

@@ -1,22 +1,25 @@
-//! Shadow of a block's shared memory: who touched each word, and when.
+//! The shadow of a block's shared memory: the last accesses of each word and
+//! their times.
 //!
-//! A word is four bytes. Where threads write parts of a word, its bytes get
+//! A word has four bytes. Where threads write parts of a word, its bytes get
 //! stamps of their own.
 
 use super::clock::{Clock, Known};
 use std::collections::HashMap;
 
-/// A thread that wrote, or the component of an engine, with flags.
+/// A thread that wrote, or a component of TMA or the tensor cores, with flags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Who(u32);
 
+// The lower 24 bits number threads or components. Four bits from bit 28 say
+// which bytes of the word were ever written.
 const ENGINE: u32 = 1 << 24;
 const ATOMIC: u32 = 1 << 25;
 const SPLIT: u32 = 1 << 26;
 const VALID: u32 = 28;
 const NUMBER: u32 = (1 << 24) - 1;
 
-/// The time of a write that is under way: nobody knows it.
+/// The time of an unfinished write, which no clock reaches.
 pub const UNDER_WAY: u32 = u32::MAX;
 
 /// The last write of a word.
@@ -33,60 +36,60 @@ struct Reads {
     lanes: u32,
 }
 
-/// Somebody who accesses memory.
+/// A thread, or several, that access memory.
 pub struct Accessor<'a> {
-    /// Of the cluster.
+    /// Warp of the cluster.
     pub warp: u32,
-    /// One lane, or several that read the same bytes and know the same.
+    /// One lane, or several that read the same bytes with the same knowledge.
     pub lanes: u32,
     pub time: u32,
     pub known: &'a Known,
-    /// The access is atomic, or ordered by itself.
+    /// The access is atomic or ordered by itself.
     pub atomic: bool,
     pub pc: u32,
 }
 
-/// Two accesses that nothing orders, or a read of nothing.
+/// Two accesses that nothing orders, or a read of unwritten bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clash {
-    /// This thread wrote it, at this instruction.
+    /// This thread wrote the word, at this instruction.
     Write { thread: u32, pc: u32 },
-    /// This thread has read it.
+    /// This thread has read the word.
     Read { thread: u32 },
-    /// A `cp.async` of this thread writes it and has not been waited for.
+    /// A `cp.async` of this thread writes the word and was not waited for.
     Copy { thread: u32, pc: u32 },
-    /// A bulk copy wrote it; its mbarrier has not been waited for.
+    /// A bulk copy wrote the word, and nobody waited for its mbarrier.
     Bulk { pc: u32 },
-    /// An engine may still read it.
+    /// A copy or product may still read the word.
     EngineReads { component: u32 },
-    /// Written by ordinary stores, with no proxy fence since.
+    /// Ordinary stores wrote the word, with no proxy fence since.
     NoFence { thread: u32, pc: u32 },
-    /// Nothing has written it.
+    /// Nothing has written the word.
     Unwritten,
 }
 
-/// What is known of a block's shared memory.
+/// The recorded accesses to a block's shared memory.
 #[derive(Default)]
 pub struct Shadow {
     writes: Vec<Cell>,
     write_pcs: Vec<u32>,
-    /// By byte, for words with several writers.
+    /// Per byte, for words with several writers.
     bytes: HashMap<u32, [Cell; 4]>,
-    /// By warp of the cluster, by word.
+    /// Per warp of the cluster, per word.
     reads: Vec<Vec<Reads>>,
-    /// The latest read of a word by anybody.
+    /// The latest read of a word by any thread.
     last_reads: Vec<u32>,
-    /// By engine component: the last of its steps that reads each 16 bytes.
+    /// Per component: the last step that reads each 16 bytes.
     engine_reads: Vec<(u32, Vec<u32>)>,
 }
 
 impl Accessor<'_> {
-    /// The first of its threads, counted through the cluster.
+    /// Returns the first of its threads, counted through the cluster.
     fn thread(&self) -> u32 {
         self.warp * 32 + self.lanes.trailing_zeros()
     }
 
-    /// Whether `thread` is the only one.
+    /// Returns true if `thread` is the only one.
     fn is(&self, thread: u32) -> bool {
         thread / 32 == self.warp && self.lanes == 1 << (thread % 32)
     }
@@ -101,7 +104,7 @@ impl Cell {
         self.who.0 & NUMBER
     }
 
-    /// Whether the write is in order before what `clock` knows.
+    /// Returns true if `clock` knows the write.
     #[inline(always)]
     fn known_to(self, clock: &Clock) -> bool {
         if self.is_engine() {
@@ -113,21 +116,21 @@ impl Cell {
 }
 
 impl Shadow {
-    /// Forgets everything; `bytes` is the end of shared memory, `warps` those
-    /// of the cluster.
+    /// Forgets everything. `bytes` is the end of shared memory, `warps` the
+    /// number of the cluster's warps.
     pub fn reset(&mut self, bytes: usize, warps: usize) {
         let words = bytes.div_ceil(4);
         self.writes.clear();
         self.writes.resize(words, Cell::default());
         self.write_pcs.resize(words, 0);
         self.bytes.clear();
-        // Times only grow, so that old reads are in order by themselves.
+        // Times only grow, so old reads count as known without being cleared.
         self.last_reads.resize(words, 0);
         self.reads.resize(warps, Vec::new());
         self.engine_reads.clear();
     }
 
-    /// Notes a read by an ordinary instruction.
+    /// Checks and records a read by an ordinary instruction.
     #[inline]
     pub fn read(&mut self, by: &Accessor<'_>, offset: usize, count: usize) -> Result<(), Clash> {
         let (first, end) = (offset / 4, (offset + count).div_ceil(4));
@@ -141,17 +144,27 @@ impl Shadow {
         for word in first..end {
             let cell = self.writes[word];
             let need = byte_mask(word, offset, count);
+            // The check of unwritten bytes comes before that of races: a block
+            // starts with no valid bits, and a word nobody wrote has no writer
+            // to race with.
             if cell.who.0 >> VALID & need != need {
                 return Err(Clash::Unwritten);
             }
+            // The fast path: the last write is older than anything this thread
+            // might not know. It decides nearly all accesses.
             let plain = cell.who.0 & (ENGINE | SPLIT) == 0;
             if !(plain && cell.time <= floor) {
                 check_write(&self.bytes, cell, self.write_pcs[word], word, need, by)?;
             }
+            // Atomic and volatile reads leave no trace: a thread may poll a
+            // flag that its owner resets by a plain store. The price is that a
+            // plain write which races with such a read goes unseen.
             if by.atomic {
                 continue;
             }
             let own = &mut self.reads[warp][word];
+            // The lanes of one warp share an entry for as long as the warp
+            // releases nothing, since one time then stands for all their reads.
             if own.time == by.time {
                 own.lanes |= by.lanes
             } else {
@@ -165,7 +178,7 @@ impl Shadow {
         Ok(())
     }
 
-    /// Checks that nothing else touches these bytes unordered.
+    /// Checks that no other access to these bytes is unordered.
     #[inline]
     pub fn check_write(&self, by: &Accessor<'_>, offset: usize, count: usize) -> Result<(), Clash> {
         let floor = by.known.seen.floor();
@@ -179,6 +192,9 @@ impl Shadow {
             if self.last_reads[word] > floor {
                 self.check_reads(by, word)?;
             }
+            // `fence.proxy.async` is not needed against reads: a write after a
+            // read by TMA needs the read's completion alone, which the
+            // component's step gives.
             for (component, steps) in &self.engine_reads {
                 let step = steps[word / 4];
                 if step > 0 && !by.known.seen.knows_engine(*component, step) {
@@ -208,7 +224,7 @@ impl Shadow {
         Ok(())
     }
 
-    /// Stamps a write by an ordinary instruction.
+    /// Records a write by an ordinary instruction.
     #[inline]
     pub fn write(&mut self, by: &Accessor<'_>, offset: usize, count: usize) {
         debug_assert!(by.lanes.is_power_of_two());
@@ -216,7 +232,7 @@ impl Shadow {
         self.stamp(by.time, by.thread() | flags, by.pc, offset, count);
     }
 
-    /// Stamps a write of an engine: known once its component says `step`.
+    /// Records a write by TMA, known once its component reaches `step`.
     pub fn engine_write(
         &mut self,
         component: u32,
@@ -228,7 +244,7 @@ impl Shadow {
         self.stamp(step, component | ENGINE, pc, offset, count);
     }
 
-    /// Stamps a copy of a thread that is under way.
+    /// Records an unfinished copy of a thread.
     pub fn copy(&mut self, by: &Accessor<'_>, offset: usize, count: usize) {
         self.stamp(UNDER_WAY, by.thread(), by.pc, offset, count);
     }
@@ -243,8 +259,14 @@ impl Shadow {
                 time,
                 who: Who(who),
             };
+            // A part of a word is written while another part has, or may have,
+            // another writer: from now on each byte has a stamp. Without this,
+            // two threads that write neighbouring halves, as every bf16 kernel
+            // does, would seem to race.
             let mixed = need != 15 && (cell.who.0 & SPLIT != 0 || valid != need);
             let split = if mixed {
+                // The valid bits live in the word's cell alone; copies of it in
+                // the bytes must not keep stale ones.
                 let old = Cell {
                     who: Who(cell.who.0 & !(15 << VALID)),
                     ..*cell
@@ -270,7 +292,7 @@ impl Shadow {
         }
     }
 
-    /// Notes that step `step` of an engine component reads 16 bytes.
+    /// Records that step `step` of a component reads 16 bytes.
     pub fn engine_reads(&mut self, component: u32, step: u32, offset: usize) {
         let known = self.engine_reads.iter().position(|own| own.0 == component);
         let at = known.unwrap_or_else(|| {
@@ -281,7 +303,7 @@ impl Shadow {
         self.engine_reads[at].1[offset / 16] = step;
     }
 
-    /// Checks that an engine sees what was written to these bytes.
+    /// Checks that TMA or a tensor core sees the writes to these bytes.
     pub fn check_engine_read(
         &self,
         known: &Known,
@@ -317,12 +339,16 @@ fn check_engine(cell: Cell, pc: u32, known: &Known) -> Result<(), Clash> {
             Err(Clash::Bulk { pc })
         };
     }
+    // The order of the tests is that of the reports: an unfinished copy first,
+    // then a missing fence, which needs that the write is known at all.
     if cell.time == UNDER_WAY {
         return Err(Clash::Copy { thread, pc });
     }
     if cell.known_to(&known.fenced) {
         return Ok(());
     }
+    // The write is known but not fenced: the thread synchronised correctly and
+    // forgot only the proxy fence (PTX ISA, "Async proxy").
     Err(if cell.known_to(&known.seen) {
         Clash::NoFence { thread, pc }
     } else {
@@ -330,7 +356,7 @@ fn check_engine(cell: Cell, pc: u32, known: &Known) -> Result<(), Clash> {
     })
 }
 
-/// The bytes of a word that an access covers.
+/// Returns the mask of a word's bytes that an access covers.
 #[inline(always)]
 fn byte_mask(word: usize, offset: usize, count: usize) -> u32 {
     let start = offset.max(4 * word) - 4 * word;
@@ -366,6 +392,8 @@ fn check_cell(cell: Cell, pc: u32, by: &Accessor<'_>) -> Result<(), Clash> {
         return Err(Clash::Copy { thread, pc });
     }
     let own = !cell.is_engine() && by.is(thread);
+    // Two atomic accesses never race with each other (PTX ISA, "Conflict and
+    // Data-races": morally strong operations).
     let both_atomic = by.atomic && cell.who.0 & ATOMIC != 0;
     if own || both_atomic || cell.known_to(&by.known.seen) {
         return Ok(());

@@ -10,7 +10,7 @@ use crate::text::Space;
 use std::rc::Rc;
 
 impl Machine<'_> {
-    /// The block and the offset of a shared address.
+    /// Returns the block and the offset of a shared address.
     #[inline(always)]
     pub fn shared_at(
         &self,
@@ -22,8 +22,13 @@ impl Machine<'_> {
     ) -> Step<(usize, usize)> {
         let rank = (address >> RANK_SHIFT) as u32;
         let offset = (address & ((1 << RANK_SHIFT) - 1)) as usize;
+        // Rank 0 stands for the own block: plain shared addresses have no rank,
+        // and `mapa` adds the rank plus one above the offset.
         let block = if rank == 0 { own } else { rank - 1 } as usize;
         let end = self.blocks.get(block).map_or(0, |block| block.shared.len());
+        // Address 0 and the first kilobyte belong to nobody, so that a null
+        // pointer or a forgotten base is out of bounds instead of a hit in the
+        // first buffer.
         if offset < SHARED_START as usize || offset + bytes > end || address >> 32 != 0 {
             return Err(self.not_shared(verb, block, address, bytes, lane));
         }
@@ -68,6 +73,9 @@ impl Machine<'_> {
         for lane in lanes_of(mask) {
             let (block, offset) =
                 self.shared_at("reads", warp.block, addresses[lane], bytes, lane)?;
+            // Lanes that read the same address with the same knowledge are
+            // recorded together: broadcasts of a table are frequent, and 32
+            // equal checks are not cheap.
             if noted >> lane & 1 == 0 {
                 let same = same_bytes(warp, addresses, mask, lane);
                 noted |= same;
@@ -96,6 +104,8 @@ impl Machine<'_> {
         let (element, count) = (access.bytes as usize, access.rows.len());
         let bytes = element * count;
         self.tally.shared(addresses, mask, bytes as u64);
+        // The release comes before the write is checked and recorded: a flag's
+        // own write is part of what its reader acquires.
         self.order_before(warp, access.order, Space::Shared, addresses, mask);
         for lane in lanes_of(mask) {
             let (block, offset) =
@@ -121,6 +131,9 @@ impl Machine<'_> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
+        // PTX ISA, "setmaxnreg": the range 24 to 256 in steps of 8. The pool of
+        // registers itself is not simulated, so a pair of inc and dec that does
+        // not add up stays unseen.
         if !(24..=256).contains(&count) || !count.is_multiple_of(8) {
             let text = format!("setmaxnreg to {count}: it must be a multiple of 8 from 24 to 256");
             return Err(Fault::new(FindingKind::Operand, mask, text));
@@ -130,7 +143,8 @@ impl Machine<'_> {
     }
 }
 
-/// The lanes from `lane` on that read the same bytes and know the same.
+/// Returns the lanes from `lane` on that read the same bytes with the same
+/// knowledge.
 #[inline(always)]
 fn same_bytes(warp: &Warp, addresses: &Doubles, mask: u32, lane: usize) -> u32 {
     let mut same = 1 << lane;

@@ -1,4 +1,4 @@
-//! What memory instructions cost.
+//! Counts of memory requests, sectors, bank passes and multiply-adds.
 
 use super::warp::Doubles;
 
@@ -25,7 +25,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// One global request: `bytes` per active lane.
+    /// Counts one global request of `bytes` per active lane.
     pub fn global(&mut self, store: bool, addresses: &Doubles, mask: u32, bytes: u64) {
         let moved = bytes * u64::from(mask.count_ones());
         let sectors = sectors(addresses, mask, bytes);
@@ -42,7 +42,7 @@ impl Tally {
         }
     }
 
-    /// One shared request: `bytes` per active lane.
+    /// Counts one shared request of `bytes` per active lane.
     pub fn shared(&mut self, addresses: &Doubles, mask: u32, bytes: u64) {
         let (wavefronts, ideal) = wavefronts(addresses, mask, bytes);
         self.shared_requests += 1;
@@ -70,7 +70,7 @@ impl Tally {
     }
 }
 
-/// Different sectors that the active lanes touch.
+/// Returns the number of different sectors that the active lanes touch.
 fn sectors(addresses: &Doubles, mask: u32, bytes: u64) -> u64 {
     let (mut list, mut count, mut sorted) = ([0u64; 64], 0, true);
     let mut last = None;
@@ -87,6 +87,8 @@ fn sectors(addresses: &Doubles, mask: u32, bytes: u64) -> u64 {
             last = Some(sector);
         }
     }
+    // Ascending sectors, the common case, were counted once each. The list
+    // holds 64; a request with more keeps the plain count.
     if sorted || count > 64 {
         return count as u64;
     }
@@ -95,8 +97,8 @@ fn sectors(addresses: &Doubles, mask: u32, bytes: u64) -> u64 {
     1 + list.windows(2).filter(|pair| pair[0] != pair[1]).count() as u64
 }
 
-/// Passes over the 32 banks that an access takes, and the fewest possible.
-/// Accesses of 8 and 16 bytes go in halves and quarters of the warp.
+/// Returns the passes over the 32 banks that an access takes, and the fewest
+/// possible. Accesses of 8 and 16 bytes go in halves and quarters of the warp.
 pub fn wavefronts(addresses: &Doubles, mask: u32, bytes: u64) -> (u64, u64) {
     let per_pass = match bytes {
         16.. => 8,
@@ -113,6 +115,8 @@ pub fn wavefronts(addresses: &Doubles, mask: u32, bytes: u64) -> (u64, u64) {
             for word in addresses[lane] / 4..(addresses[lane] + bytes).div_ceil(4) {
                 let bank = (word % 32) as usize;
                 let known = depth[bank].min(4) as usize;
+                // Two lanes that read the same word share a pass by broadcast,
+                // so equal words of a bank count once.
                 if seen[bank][..known].contains(&word) {
                     continue;
                 }

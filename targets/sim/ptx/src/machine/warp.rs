@@ -1,4 +1,4 @@
-//! A warp: its registers and where its threads are.
+//! A warp: its registers and the places of its threads.
 
 use super::clock::Known;
 use crate::code::op::{NONE, Row};
@@ -11,25 +11,43 @@ pub type Words = [u32; 32];
 /// 64-bit values of the 32 lanes.
 pub type Doubles = [u64; 32];
 
-/// Why threads do not go on.
+/// The event that threads wait for.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Wait {
-    /// They can.
+    /// No event: the threads can go on.
     No,
-    /// For the other lanes of this mask to come to the same instruction.
+    /// The other lanes of this mask come to the same instruction.
     Lanes(u32),
-    /// For barrier `id` of the block.
+    /// Barrier `id` of the block completes a round.
     Barrier { id: u32, count: u32 },
-    /// For a phase of the barrier at a shared address.
+    /// The barrier at a shared address completes a phase.
     Mbarrier { address: u32, parity: bool },
-    /// For the products of the warpgroup, but the last so many groups.
+    /// The products of the warpgroup, except those of the last groups.
     Products(u32),
-    /// For the bulk copies of the thread, but the last so many groups.
+    /// The bulk copies of the thread, except those of the last groups.
     Bulk { left: u32, read: bool },
-    /// For the other blocks of the cluster.
+    /// The other blocks of the cluster arrive.
     Cluster,
-    /// They asked and got no; others should go first.
+    /// A polled condition was false; other threads go first.
     Politely,
+}
+
+/// Some lanes of one warp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WarpLanes {
+    /// Number of the warp in the cluster.
+    pub warp: u32,
+    /// Lane mask.
+    pub lanes: u32,
+}
+
+/// A product that its warp has issued and not waited for.
+#[derive(Clone, Copy, Debug)]
+pub struct IssuedProduct {
+    /// Number of the product among those of the warp, from 1.
+    pub step: u32,
+    /// Its instruction.
+    pub pc: u32,
 }
 
 /// Threads of a warp that are at the same instruction.
@@ -40,7 +58,7 @@ pub struct Group {
     pub wait: Wait,
 }
 
-/// The register files, and the rest of a warp's own state.
+/// The register files and the remaining state of a warp.
 #[derive(Debug, Default)]
 pub struct Warp {
     pub words: Vec<Words>,
@@ -50,11 +68,11 @@ pub struct Warp {
     pub carry: u32,
     /// Threads that have not ended.
     pub groups: Vec<Group>,
-    /// Among the warps of the cluster.
+    /// Number among the warps of the cluster.
     pub number: u32,
-    /// The block, among those of the cluster.
+    /// Number of the block in the cluster.
     pub block: u32,
-    /// The first thread, in the block.
+    /// First thread, counted in the block.
     pub first_thread: u32,
     /// Lanes that are threads.
     pub lanes: u32,
@@ -63,21 +81,21 @@ pub struct Warp {
     /// Local memory, thread by thread.
     pub local: Vec<u8>,
     pub max_registers: u32,
-    /// What each lane knows of what others did.
+    /// For each lane, the events of other threads that it knows.
     pub known: Vec<Known>,
-    /// Lanes that have not waited for the launches before this one, where they may still run.
+    /// Lanes that have not waited for earlier launches which may still run.
     pub early: u32,
     /// Lanes that have executed a memory fence.
     pub fences: u32,
-    /// Products of wgmma that were not waited for: number and instruction.
-    pub flying: VecDeque<(u32, u32)>,
+    /// Products in flight.
+    pub flying: VecDeque<IssuedProduct>,
     /// A wgmma.fence was executed.
     pub fenced: bool,
-    /// Registers of wgmma that were written since.
+    /// Registers of products written since the last fence.
     pub unfenced: Vec<Row>,
 }
 
-/// What special registers say.
+/// The values of the special registers.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Place {
     pub block: [u32; 3],
@@ -90,7 +108,7 @@ pub struct Place {
 }
 
 impl Warp {
-    /// Starts the warp over, at the first instruction of `kernel`.
+    /// Resets the warp to the first instruction of `kernel`.
     pub fn reset(
         &mut self,
         kernel: &Kernel,
@@ -122,12 +140,17 @@ impl Warp {
         self.max_registers = 0;
         self.predicates.clear();
         self.predicates.resize(kernel.predicates as usize, 0);
-        // What an immediate predicate reads: `Rows::truth`.
+        // An immediate predicate reads this row: `Rows::truth`.
         self.predicates.push(u32::MAX);
+        // Local memory starts with a pattern that shows in results; its reads
+        // are not checked.
         self.local.clear();
         self.local.resize(32 * kernel.local_bytes as usize, 0xee);
         self.words.clear();
         self.words.resize(kernel.words as usize, [0; 32]);
+        // Literals and special registers are rows behind the registers of the
+        // kernel, filled once per block. Operands are then row numbers
+        // throughout, with no test for immediates in the inner loops.
         let word = |source: &Source| value(source, first_thread, place).map(|value| value as u32);
         self.words.extend(kernel.word_sources.iter().map(word));
         self.doubles.clear();
@@ -137,19 +160,19 @@ impl Warp {
             .extend(kernel.double_sources.iter().map(double));
     }
 
-    /// A row of the 32-bit file.
+    /// Returns a row of the 32-bit file.
     #[inline(always)]
     pub fn word(&self, row: Row) -> &Words {
         &self.words[row as usize]
     }
 
-    /// A row of the 64-bit file.
+    /// Returns a row of the 64-bit file.
     #[inline(always)]
     pub fn double(&self, row: Row) -> &Doubles {
         &self.doubles[row as usize]
     }
 
-    /// A predicate, negated or not, as a lane mask.
+    /// Returns a predicate, negated or not, as a lane mask.
     #[inline(always)]
     pub fn predicate(&self, row: Row, negate: bool) -> u32 {
         self.predicates[row as usize] ^ 0u32.wrapping_sub(u32::from(negate))
@@ -180,12 +203,12 @@ impl Warp {
         }
     }
 
-    /// Lanes that can still run.
+    /// Returns the lanes that can still run.
     pub fn alive(&self) -> u32 {
         !self.ended
     }
 
-    /// Whether every thread has ended.
+    /// Returns true if every thread has ended.
     pub fn is_done(&self) -> bool {
         self.groups.is_empty()
     }
@@ -215,7 +238,7 @@ fn blend_double(row: &mut Doubles, value: &Doubles, mask: u32) {
     }
 }
 
-/// What a literal or a special register holds in each lane.
+/// Returns the value of a literal or a special register in each lane.
 fn value(source: &Source, first_thread: u32, place: &Place) -> Doubles {
     let special = match source {
         Source::Literal(value) => return [*value; 32],

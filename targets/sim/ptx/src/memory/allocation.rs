@@ -3,12 +3,14 @@
 use super::bits::SharedBits;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// What unwritten memory holds: NaN as a float of any width, -1 as an integer.
+/// The content of unwritten memory: NaN as a float of any width, -1 as an
+/// integer.
 const POISON: u64 = u64::MAX;
 
-/// Device memory. Several threads of the host run blocks that read and write
-/// it, so every access is a relaxed atomic one: a kernel with a race gets some
-/// value, as on hardware, and nothing worse.
+/// An allocation of device memory. Several host threads run blocks that read
+/// and write it, so every access is a relaxed atomic one: a kernel with a race
+/// gets some value, as on hardware, and the simulator itself stays free of
+/// undefined behaviour.
 pub struct Allocation {
     /// The device address of the first byte.
     pub base: u64,
@@ -30,7 +32,7 @@ impl Allocation {
         }
     }
 
-    /// Whether `count` bytes from `address` are inside.
+    /// Returns true if `count` bytes from `address` on are inside.
     #[inline(always)]
     pub fn holds(&self, address: u64, count: usize) -> bool {
         let offset = address.wrapping_sub(self.base);
@@ -74,7 +76,8 @@ impl Allocation {
         }
     }
 
-    /// Replaces 2, 4 or 8 bytes by a function of them; returns the old ones.
+    /// Replaces 2, 4 or 8 bytes by a function of them and returns the old
+    /// value.
     pub fn update(&self, offset: usize, count: usize, f: impl Fn(u64) -> u64) -> u64 {
         assert!(offset + count <= self.bytes && offset.is_multiple_of(count));
         // SAFETY: as in `read`.
@@ -100,7 +103,7 @@ impl Allocation {
         }
     }
 
-    /// Copies out, in the largest aligned pieces.
+    /// Copies bytes out, in the largest aligned chunks.
     pub fn copy_out(&self, offset: usize, to: &mut [u8]) {
         let mut done = 0;
         while done < to.len() {
@@ -111,7 +114,8 @@ impl Allocation {
         }
     }
 
-    /// Copies in, in the largest aligned pieces. Says nothing about validity.
+    /// Copies bytes in, in the largest aligned chunks, without marking them as
+    /// valid.
     pub fn copy_in(&self, offset: usize, from: &[u8]) {
         let mut done = 0;
         while done < from.len() {
@@ -124,7 +128,7 @@ impl Allocation {
     }
 }
 
-/// The largest power of two up to 8 that fits at an offset.
+/// Returns the largest power of two up to 8 that fits at an offset.
 fn piece(offset: usize, left: usize) -> usize {
     [8, 4, 2]
         .into_iter()

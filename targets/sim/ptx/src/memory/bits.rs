@@ -1,4 +1,4 @@
-//! Sets of bytes, one bit each.
+//! Sets of bytes, one bit for each.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -16,7 +16,7 @@ pub fn words(start: usize, count: usize, mut f: impl FnMut(usize, u64)) {
     }
 }
 
-/// A set that several threads fill at once.
+/// A set that several threads fill at the same time.
 pub struct SharedBits(Box<[AtomicU64]>);
 
 impl SharedBits {
@@ -27,13 +27,15 @@ impl SharedBits {
     #[inline(always)]
     pub fn set(&self, start: usize, count: usize) {
         words(start, count, |word, mask| {
+            // The load first: most bits are set already, and a read keeps the
+            // cache line shared between the host's cores.
             if self.0[word].load(Relaxed) & mask != mask {
                 self.0[word].fetch_or(mask, Relaxed);
             }
         });
     }
 
-    /// Adds a whole word.
+    /// Adds the bits of a whole word.
     pub fn set_word(&self, word: usize, mask: u64) {
         if mask != 0 {
             self.0[word].fetch_or(mask, Relaxed);

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 /// The first device address.
 const START: u64 = 0x10_0000_0000;
-/// Bytes nobody owns behind an allocation, at least.
+/// Least number of unowned bytes behind an allocation.
 const GAP: u64 = 4096;
-/// Allocations start at multiples of this.
+/// Alignment of allocations.
 const ALIGN: u64 = 512;
 
-/// Live allocations. Addresses are never used twice.
+/// The live allocations. Addresses are never used twice.
 #[derive(Default)]
 pub struct Heap {
     used: u64,
@@ -20,29 +20,31 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// A new allocation.
+    /// Returns a new allocation.
     pub fn allocate(&mut self, bytes: usize) -> Arc<Allocation> {
         let base = START + self.used;
+        // An address is never handed out again, so a pointer to freed memory
+        // stays recognisable for as long as the device lives.
         self.used += (bytes as u64 + GAP).next_multiple_of(ALIGN);
         let allocation = Arc::new(Allocation::new(base, bytes));
         self.live.insert(base, Arc::clone(&allocation));
         allocation
     }
 
-    /// Ends an allocation.
+    /// Frees an allocation.
     pub fn free(&mut self, base: u64) {
         if let Some(allocation) = self.live.remove(&base) {
             self.freed.insert(base, allocation.bytes);
         }
     }
 
-    /// The live allocation that starts here.
+    /// Returns the live allocation that holds this address.
     pub fn at(&self, base: u64) -> Option<Arc<Allocation>> {
         let (_, allocation) = self.live.range(..=base).next_back()?;
         allocation.holds(base, 0).then(|| Arc::clone(allocation))
     }
 
-    /// What a launch can reach.
+    /// Returns the allocations that a launch can reach.
     pub fn regions(&self) -> Regions {
         Regions {
             list: self.live.values().cloned().collect(),
@@ -59,8 +61,8 @@ pub struct Regions {
 }
 
 impl Regions {
-    /// The region that holds `count` bytes from `address`; `hint` is tried
-    /// first.
+    /// Returns the region that holds `count` bytes from `address` on; tries
+    /// `hint` first.
     #[inline(always)]
     pub fn find(&self, address: u64, count: usize, hint: usize) -> Option<usize> {
         let hinted = self.list.get(hint);
@@ -72,7 +74,7 @@ impl Regions {
         self.list[at].holds(address, count).then_some(at)
     }
 
-    /// Where an address that belongs to nobody lies.
+    /// Describes the place of an address outside all regions.
     pub fn describe(&self, address: u64) -> String {
         let freed = self.freed.range(..=address).next_back();
         if let Some((base, bytes)) = freed

@@ -1,8 +1,8 @@
-//! Which bytes of global memory each block has touched.
+//! Logs of the bytes of global memory that each block touches.
 //!
-//! A block keeps its own log while it runs. Logs are merged into that of the
-//! launch in any order; what is found does not depend on the order, since it
-//! is made of unions, minima and maxima only.
+//! A block keeps its own log while it runs. Finished logs are merged into the
+//! log of the launch in any order. The findings do not depend on the order,
+//! because the merge consists of unions, minima and maxima only.
 
 use super::bits::words;
 use super::{Regions, bits::SharedBits};
@@ -11,13 +11,13 @@ use std::sync::{Mutex, OnceLock};
 
 const PAGE: usize = 4096;
 const PAGE_WORDS: usize = PAGE / 64;
-/// Bytes one bit stands for among reads of constant memory. Tensors start at
+/// Granularity, in bytes, of reads of constant memory. Tensors start at
 /// multiples of it.
 const LINE: usize = 64;
 
 type Bytes = [u64; PAGE_WORDS];
 
-/// How memory was touched.
+/// The way in which memory was touched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Touch {
     Read,
@@ -31,10 +31,10 @@ struct Page {
     first: [u32; 3],
 }
 
-/// What one block has touched.
+/// The bytes that one block has touched.
 #[derive(Default)]
 pub struct BlockLog {
-    /// By region and page: the page's place in `pages`, plus one.
+    /// Per region and page: the page's place in `pages`, plus one.
     index: Vec<Vec<u32>>,
     pages: Vec<Page>,
     /// Region and number of the pages in use.
@@ -76,7 +76,7 @@ impl BlockLog {
         place
     }
 
-    /// Notes a touch of `count` bytes by instruction `pc`.
+    /// Records a touch of `count` bytes by instruction `pc`.
     #[inline]
     pub fn touch(&mut self, touch: Touch, region: usize, offset: usize, count: usize, pc: u32) {
         let (mut at, end) = (offset, offset + count);
@@ -93,7 +93,8 @@ impl BlockLog {
         }
     }
 
-    /// Whether the block itself has written all of these bytes.
+    /// Returns true if the block itself, or an earlier launch, has written all
+    /// of these bytes.
     pub fn wrote(&self, region: usize, offset: usize, valid: &SharedBits, count: usize) -> bool {
         let mut all = true;
         words(offset, count, |word, mask| {
@@ -109,14 +110,14 @@ impl BlockLog {
     }
 }
 
-/// What all blocks have done to a page.
+/// The touches of all blocks on one page.
 struct PageSum {
-    /// By any block.
+    /// Bytes touched by any block.
     once: [Bytes; 3],
-    /// By more than one.
+    /// Bytes touched by more than one block.
     again: [Bytes; 3],
-    /// Touched in two ways, and by one block in both: bytes read or updated
-    /// by the block that wrote them.
+    /// Bytes touched in two ways by one block: read or updated by the block
+    /// that wrote them.
     own: [Bytes; 3],
     least: [(u64, u32); 3],
     largest: [(u64, u32); 3],
@@ -127,17 +128,17 @@ struct PageSum {
 pub struct Conflict {
     pub region: usize,
     pub offset: usize,
-    /// Block and instruction that wrote.
+    /// Block and instruction of the write.
     pub writer: (u64, u32),
     /// Block and instruction of the other touch; `None` for a load of memory
-    /// that the kernel says nobody writes.
+    /// that the kernel declares constant.
     pub other: Option<(u64, u32)>,
-    /// The other one wrote, too.
+    /// The other touch is a write too.
     pub both_write: bool,
     pub atomic: bool,
 }
 
-/// Log of a launch.
+/// The log of a launch.
 pub struct LaunchLog {
     pages: Vec<Mutex<HashMap<u32, Box<PageSum>>>>,
     constant: Vec<OnceLock<SharedBits>>,
@@ -151,7 +152,7 @@ impl LaunchLog {
         }
     }
 
-    /// Notes a read of memory that nobody may write during the launch.
+    /// Records a read of memory that nobody may write during the launch.
     #[inline]
     pub fn constant(&self, regions: &Regions, region: usize, offset: usize, count: usize) {
         let lines = || SharedBits::new(regions.list[region].bytes.div_ceil(LINE));
@@ -160,8 +161,8 @@ impl LaunchLog {
         bits.set(first, (offset + count - 1) / LINE + 1 - first);
     }
 
-    /// Takes the log of a finished block, and empties it. What the block wrote
-    /// counts as written at once in the `visible` memory.
+    /// Merges and empties the log of a finished block. With `visible` memory,
+    /// the block's writes count as written at once.
     pub fn merge(&self, block: u64, log: &mut BlockLog, visible: Option<&Regions>) {
         for (place, (region, number)) in std::mem::take(&mut log.used).into_iter().enumerate() {
             let page = &mut log.pages[place];
@@ -177,9 +178,9 @@ impl LaunchLog {
         }
     }
 
-    /// Marks what the launch has written, and returns the first conflict. With
-    /// `ordered` blocks may know what others have written, and only writes to
-    /// the same byte count.
+    /// Marks the bytes that the launch has written and returns the first
+    /// conflict. With `ordered`, blocks may know each other's writes, and only
+    /// two writes to the same byte conflict.
     pub fn finish(&self, regions: &Regions, ordered: bool) -> Option<Conflict> {
         let mut found: Option<Conflict> = None;
         for (region, pages) in self.pages.iter().enumerate() {
@@ -187,6 +188,9 @@ impl LaunchLog {
             for (number, sum) in lock(pages).iter() {
                 let first = *number as usize * PAGE_WORDS;
                 for word in 0..PAGE_WORDS {
+                    // The smallest conflict is kept, not the first one found:
+                    // pages sit in a hash map, whose order changes from run to
+                    // run.
                     let written = sum.once[1][word] | sum.once[2][word];
                     allocation.valid.set_word(first + word, written);
                 }
@@ -201,7 +205,7 @@ impl LaunchLog {
 }
 
 impl Regions {
-    /// What a page's block wrote is there for others.
+    /// Publishes the bytes that a page's block wrote.
     fn publish(&self, region: u32, number: u32, page: &Page) {
         let valid = &self.list[region as usize].valid;
         for word in 0..PAGE_WORDS {
@@ -258,7 +262,7 @@ impl PageSum {
     ) -> Option<Conflict> {
         let [read, write, atomic, constant_read] = [0, 1, 2, 3];
         (0..PAGE_WORDS).find_map(|word| {
-            // Both kinds on a byte, and not by one block alone.
+            // Both kinds touch the byte, and not within one block alone.
             let mixed = |a: usize, b: usize, pair: usize| {
                 let both = self.once[a][word] & self.once[b][word];
                 both & (self.again[a][word] | self.again[b][word] | !self.own[pair][word])
@@ -274,6 +278,9 @@ impl PageSum {
                 (mixed(atomic, read, 2), atomic, read),
                 (constant, write, constant_read),
             ];
+            // A kernel that synchronises blocks by flags orders its reads in
+            // ways the logs cannot follow. Two plain writes to one byte stay
+            // suspicious even then.
             let counts = |other: usize| other == write || !ordered;
             let mut found = kinds.into_iter().filter(|kind| counts(kind.2));
             let (bits, writer, other) = found.find(|(bits, ..)| *bits != 0)?;

@@ -1,5 +1,5 @@
-//! Device memory: allocations with gaps between them, and which of their
-//! bytes have been written.
+//! Device memory: allocations with gaps between them, and records of the bytes
+//! that were written.
 
 mod allocation;
 mod bits;

@@ -1,4 +1,4 @@
-//! The body of a kernel: registers, labels, scopes, statements.
+//! Parses the body of a kernel: registers, labels, scopes, statements.
 
 use super::operand::operand;
 use super::parser::{Cursor, variable};
@@ -8,7 +8,7 @@ use std::collections::HashMap;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
-/// Names of one pair of braces. Inline assembly opens its own.
+/// The names of one pair of braces. Inline assembly opens its own pair.
 #[derive(Default)]
 struct Scope {
     registers: HashMap<String, Virtual>,
@@ -20,7 +20,7 @@ struct Scope {
     parent: usize,
 }
 
-/// A label that was used, to be resolved at the end.
+/// A use of a label, to be resolved at the end.
 struct Use {
     statement: usize,
     operand: usize,
@@ -34,7 +34,7 @@ pub struct Body<'p, 'a> {
     entry: &'p mut EntryText,
     params: HashMap<String, u32>,
     scopes: Vec<Scope>,
-    /// The innermost open scope.
+    /// Innermost open scope.
     scope: usize,
     uses: Vec<Use>,
     last_label: String,
@@ -65,7 +65,7 @@ impl<'p, 'a> Body<'p, 'a> {
         }
     }
 
-    /// Reads the body from its `{` to its `}`.
+    /// Parses the body from its `{` to its `}`.
     pub fn parse(mut self) -> Result<()> {
         self.cursor.expect("{")?;
         let mut depth = 1;
@@ -161,7 +161,8 @@ impl<'p, 'a> Body<'p, 'a> {
         }
     }
 
-    /// `.loc file line column [, function_name name, inlined_at file line column]`
+    /// Parses `.loc file line column [, function_name name, inlined_at file
+    /// line column]`.
     fn loc(&mut self) -> Result<()> {
         self.cursor.next()?;
         let mut numbers = [0; 3];
@@ -195,7 +196,7 @@ impl<'p, 'a> Body<'p, 'a> {
         Ok(())
     }
 
-    /// The targets of an indexed branch, named by the label before them.
+    /// Parses the targets of an indexed branch, named by the label before them.
     fn table(&mut self) -> Result<()> {
         self.cursor.next()?;
         let mut targets = Vec::new();
@@ -282,7 +283,7 @@ impl<'p, 'a> Body<'p, 'a> {
         }
     }
 
-    /// The register of this name, innermost scope first.
+    /// Returns the register of this name, innermost scope first.
     pub fn register(&self, name: &str) -> Option<Virtual> {
         self.enclosing(self.scope, |scope| {
             scope.registers.get(name).copied().or_else(|| {
@@ -297,7 +298,7 @@ impl<'p, 'a> Body<'p, 'a> {
         })
     }
 
-    /// The address of a variable or a parameter.
+    /// Returns the address of a variable or a parameter.
     pub fn symbol(&self, name: &str) -> Option<Operand> {
         if let Some(offset) = self.params.get(name) {
             return Some(Operand::Parameter(*offset));
@@ -306,8 +307,8 @@ impl<'p, 'a> Body<'p, 'a> {
             .map(Operand::Variable)
     }
 
-    /// The bytes a `.local` variable needs are counted by whoever lays it out;
-    /// here labels get their statements.
+    /// Resolves labels to their statements. The layout counts the bytes of
+    /// `.local` variables.
     fn resolve(self) -> Result<()> {
         for used in &self.uses {
             let find = |name: &str| {

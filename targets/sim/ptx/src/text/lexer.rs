@@ -7,7 +7,7 @@ pub struct Token<'a> {
     pub line: u32,
 }
 
-/// Cuts text into words (names, opcodes, directives, numbers), strings and
+/// Splits text into words (names, opcodes, directives, numbers), strings and
 /// single characters. Comments are dropped; `::` belongs to a word.
 pub fn tokens(text: &str) -> Vec<Token<'_>> {
     let bytes = text.as_bytes();
@@ -64,7 +64,7 @@ fn string_end(bytes: &[u8], from: usize) -> usize {
     rest.map_or(bytes.len(), |length| from + length + 2)
 }
 
-/// The end of the word at `from`, or of one character that is no word.
+/// Returns the end of the word at `from`, or of one character that is no word.
 fn word_end(bytes: &[u8], from: usize) -> usize {
     let mut end = from;
     while end < bytes.len() {

@@ -2,15 +2,16 @@
 
 use std::collections::HashMap;
 
-/// A place in the source, innermost line first, then where that function was
-/// inlined, and so on out to the kernel.
+/// A place in the source: the innermost line first, then the line at which that
+/// function was inlined, and so on out to the kernel.
 pub type Frames = Vec<u32>;
 
-/// Every place the text names. Place 0 is "unknown".
+/// Every place that the text names. Place 0 is "unknown".
 #[derive(Clone, Debug)]
 pub struct Locations {
     places: Vec<Frames>,
-    /// Where the function around (line, column) was inlined, as last said.
+    /// The place at which the function around (line, column) was inlined, by
+    /// the latest `.loc`.
     inlined: HashMap<(u32, u32), (u32, u32)>,
     current: u32,
 }
@@ -32,7 +33,7 @@ impl Locations {
         self.inlined.clear();
     }
 
-    /// Takes one `.loc`: line, column, and where it was inlined.
+    /// Takes one `.loc`: line, column, and the place of the inlining.
     pub fn enter(&mut self, at: (u32, u32), caller: Option<(u32, u32)>) {
         match caller {
             Some(caller) => self.inlined.insert(at, caller),
@@ -42,7 +43,8 @@ impl Locations {
         let mut next = caller;
         while let Some(frame) = next {
             frames.push(frame.0);
-            // A chain longer than this is a cycle of guesses.
+            // A chain longer than this is a cycle: a function that seems to be
+            // inlined in itself.
             next = self.inlined.get(&frame).copied();
             if frames.len() == 16 {
                 break;
@@ -56,12 +58,12 @@ impl Locations {
         };
     }
 
-    /// The place of the next instruction.
+    /// Returns the place of the next instruction.
     pub fn current(&self) -> u32 {
         self.current
     }
 
-    /// The lines of a place, innermost first; empty when unknown.
+    /// Returns the lines of a place, innermost first; empty when unknown.
     pub fn frames(&self, place: u32) -> &[u32] {
         self.places.get(place as usize).map_or(&[], Vec::as_slice)
     }

@@ -1,4 +1,4 @@
-//! PTX text to statements: names are resolved, nothing is interpreted.
+//! Parsed PTX: names are resolved, nothing is interpreted.
 
 mod body;
 mod lexer;
@@ -47,14 +47,14 @@ pub struct Variable {
     pub space: Space,
     pub align: u32,
     pub bytes: u32,
-    /// Declared `.extern`: its size is what the launch asks for.
+    /// Declared `.extern`: the launch gives the size.
     pub dynamic: bool,
     /// Initial contents of a global or constant variable.
     pub contents: Vec<u8>,
 }
 
 /// Special registers that are the same for a whole launch, block or warp, or
-/// that differ by lane.
+/// that differ per lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Special {
     Tid(u8),
@@ -78,7 +78,7 @@ pub enum Special {
     Clock,
 }
 
-/// Which lanes a lane mask register holds, relative to the lane.
+/// The lanes that a lane-mask register holds, relative to the lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Relation {
     Below,
@@ -92,12 +92,12 @@ pub enum Relation {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Operand {
     Register(Virtual),
-    /// A predicate, negated.
+    /// A negated predicate.
     Not(Virtual),
     /// The bits of a literal; floats by their hexadecimal form.
     Immediate(u64),
     Special(Special),
-    /// The address of a variable: its place among the module's variables.
+    /// The address of a variable: its index among the module's variables.
     Variable(usize),
     /// The offset of a kernel parameter.
     Parameter(u32),
@@ -110,7 +110,7 @@ pub enum Operand {
         offset: i64,
         rest: Vec<Operand>,
     },
-    /// The instruction a label stands before.
+    /// The instruction that a label stands before.
     Label(usize),
     /// `_`.
     Sink,
@@ -135,19 +135,19 @@ pub struct Parameter {
     pub bytes: u32,
 }
 
-/// A kernel as the text has it.
+/// A kernel as the text declares it.
 #[derive(Clone, Debug, Default)]
 pub struct EntryText {
     pub name: String,
     pub line: u32,
     pub params: Vec<Parameter>,
     pub param_bytes: u32,
-    /// `.maxntid` or `.reqntid`: the most threads of a block.
+    /// `.maxntid` or `.reqntid`: the largest number of threads of a block.
     pub max_threads: Option<u32>,
     /// `.reqnctapercluster`.
     pub cluster: Option<u32>,
     pub statements: Vec<Statement>,
-    /// How many registers of each class were declared.
+    /// Number of registers declared, per class.
     pub registers: HashMap<Class, u32>,
 }
 
@@ -161,17 +161,17 @@ pub struct ModuleText {
 }
 
 impl Statement {
-    /// The opcode in one piece.
+    /// Returns the opcode in one piece.
     pub fn name(&self) -> String {
         self.opcode.join(".")
     }
 
-    /// Whether the opcode has this part.
+    /// Returns true if the opcode has this part.
     pub fn has(&self, part: &str) -> bool {
         self.opcode.iter().any(|own| own == part)
     }
 
-    /// The part at `index`, empty beyond the end.
+    /// Returns the part at `index`, empty beyond the end.
     pub fn part(&self, index: usize) -> &str {
         self.opcode.get(index).map_or("", String::as_str)
     }

@@ -1,4 +1,4 @@
-//! Operands.
+//! Parses operands.
 
 use super::body::Body;
 use super::parser::literal;
@@ -7,7 +7,7 @@ use crate::error::PtxError;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
-/// One operand: a name, a number, `{...}`, `[...]`, `a|b`, `!p` or `_`.
+/// Parses one operand: a name, a number, `{...}`, `[...]`, `a|b`, `!p` or `_`.
 pub fn operand(body: &mut Body<'_, '_>) -> Result<Operand> {
     let first = simple(body)?;
     if body.cursor.take("|") {

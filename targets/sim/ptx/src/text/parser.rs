@@ -1,4 +1,4 @@
-//! The module level: variables, kernels and their parameters.
+//! Parses the module level: variables, kernels and their parameters.
 
 use super::body::Body;
 use super::lexer::{Token, tokens};
@@ -7,10 +7,10 @@ use crate::error::PtxError;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
-/// Reads a whole module.
+/// Parses a whole module.
 ///
 /// # Errors
-/// [`PtxError::Syntax`] at the first thing that is not understood.
+/// [`PtxError::Syntax`] at the first text that the parser does not understand.
 pub fn parse(text: &str) -> Result<ModuleText> {
     let tokens = tokens(text);
     let mut parser = Parser {
@@ -23,7 +23,7 @@ pub fn parse(text: &str) -> Result<ModuleText> {
     Ok(parser.module)
 }
 
-/// A place in a list of tokens.
+/// A position in a list of tokens.
 pub struct Cursor<'a> {
     tokens: &'a [Token<'a>],
     at: usize,
@@ -42,7 +42,7 @@ impl<'a> Cursor<'a> {
         self.peek().map_or("", |token| token.text)
     }
 
-    /// The text of the token after the next.
+    /// Returns the text of the token after the next.
     pub fn second_text(&self) -> &'a str {
         self.tokens.get(self.at + 1).map_or("", |token| token.text)
     }
@@ -77,7 +77,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// A decimal or hexadecimal integer, maybe negative.
+    /// Parses a decimal or hexadecimal integer, possibly negative.
     pub fn integer(&mut self) -> Result<i64> {
         let negative = self.take("-");
         let token = self.next()?;
@@ -92,14 +92,14 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    /// Skips to behind the next `;`.
+    /// Skips past the next `;`.
     pub fn skip_statement(&mut self) {
         while self.peek().is_some() && !self.take(";") {
             self.at += 1;
         }
     }
 
-    /// Skips a `{ ... }` with everything inside.
+    /// Skips a `{ ... }` with its contents.
     pub fn skip_braces(&mut self) -> Result<()> {
         self.expect("{")?;
         let mut depth = 1;
@@ -114,7 +114,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// The value of an integer literal.
+/// Returns the value of an integer literal.
 pub fn integer(text: &str) -> Option<u64> {
     let digits = text.strip_suffix('U').unwrap_or(text);
     match digits
@@ -126,7 +126,7 @@ pub fn integer(text: &str) -> Option<u64> {
     }
 }
 
-/// Bytes of a type such as `.u32`; `None` for what is no data type.
+/// Returns the bytes of a type such as `.u32`, or `None` if it is no data type.
 pub fn type_bytes(ty: &str) -> Option<u32> {
     let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
     match ty.trim_start_matches('.') {
@@ -182,7 +182,7 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// `.file 1 "name"`, with a time and a size behind it or not.
+    /// Parses `.file 1 "name"`, with or without a time and a size.
     fn file(&mut self) -> Result<()> {
         for _ in 0..3 {
             self.cursor.next()?;
@@ -209,7 +209,7 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// The parameter list; returns the names with their offsets.
+    /// Parses the parameter list; returns the names with their offsets.
     fn params(&mut self, entry: &mut EntryText) -> Result<Vec<(String, u32)>> {
         let mut names = Vec::new();
         if !self.cursor.take("(") {
@@ -247,7 +247,7 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// The product of the numbers that follow a directive.
+    /// Returns the product of the numbers that follow a directive.
     fn product(&mut self) -> Result<u32> {
         let mut product = 1u32;
         loop {
@@ -264,7 +264,7 @@ impl Parser<'_> {
     }
 }
 
-/// A declaration up to its `;`, or up to what follows a parameter.
+/// Parses a declaration up to its `;`, or up to the end of a parameter.
 pub fn variable(cursor: &mut Cursor<'_>) -> Result<Variable> {
     let mut found = Variable {
         name: String::new(),
@@ -302,7 +302,7 @@ pub fn variable(cursor: &mut Cursor<'_>) -> Result<Variable> {
     Ok(found)
 }
 
-/// The product of array bounds: 1 without, 0 for `[]`.
+/// Returns the product of array bounds: 1 without bounds, 0 for `[]`.
 fn elements(cursor: &mut Cursor<'_>) -> Result<u32> {
     let mut product = 1;
     while cursor.take("[") {
@@ -342,7 +342,8 @@ fn initialiser(cursor: &mut Cursor<'_>, variable: &mut Variable, element: u32) -
     }
 }
 
-/// The bits of a number: an integer, `0f` with the bits of a float, or `0d`.
+/// Returns the bits of a number: an integer, `0f` with the bits of a float, or
+/// `0d`.
 pub fn literal(cursor: &mut Cursor<'_>) -> Result<u64> {
     let text = cursor.peek_text();
     let float = text

@@ -16,7 +16,7 @@ pub struct Run {
     pub cluster: u32,
     pub dependent: bool,
     pub seed: u64,
-    /// Contents of the buffer, in words; the rest is not written.
+    /// Contents of the buffer, in words; the rest stays unwritten.
     pub input: Vec<u32>,
     /// Words of the buffer.
     pub words: usize,
@@ -39,16 +39,16 @@ impl Default for Run {
     }
 }
 
-/// What a launch left.
+/// The state after a launch.
 #[derive(Debug)]
 pub struct Left {
     pub words: Vec<u32>,
     pub counters: KernelCounters,
 }
 
-/// A kernel around `body`: `%rd1` is the buffer, `%r1` the thread; `%p0-15`,
-/// `%r0-99`, `%f0-99`, `%rd0-99`, `%h0-19` are free otherwise; `sm` is
-/// dynamic shared memory, `st` 4096 bytes of static.
+/// Returns a kernel around `body`. `%rd1` is the buffer and `%r1` the thread;
+/// `%p0-15`, `%r0-99`, `%f0-99`, `%rd0-99`, `%h0-19` are free otherwise. `sm`
+/// is dynamic shared memory, `st` 4096 bytes of static.
 pub fn kernel(body: &str) -> String {
     format!(
         ".version 8.6\n.target sm_90a\n.address_size 64\n\
@@ -62,7 +62,7 @@ pub fn kernel(body: &str) -> String {
 }
 
 impl Run {
-    /// Runs `body`; a defect is the finding.
+    /// Runs `body`; returns the finding if the kernel has a defect.
     pub fn run(&self, body: &str) -> Result<Left, Box<Finding>> {
         let arch = match "sim:sm_90a".parse() {
             Ok(Target::Sim(SimArch::Cuda(arch))) => arch,

@@ -1,13 +1,13 @@
 //! The text of one `wgmma`.
 
-use moesaic_hardware::wgmma::{Accumulator, Element, Major, WgmmaKind};
+use moesaic_hardware::wgmma::{Accumulator, Major, MmaElement, WgmmaKind};
 use serde::Serialize;
 
 /// Widths for which the prelude's functions are made: both kinds of text, with
 /// and without a rest beyond eight registers a line.
 pub const PRELUDE_COLUMNS: [usize; 6] = [8, 16, 24, 64, 128, 256];
 
-/// Where A is.
+/// The place of operand A.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Left {
     /// In shared memory.
@@ -21,19 +21,19 @@ pub enum Left {
 pub struct Form {
     /// Shape and types.
     pub kind: WgmmaKind,
-    /// Where A is.
+    /// Place of A.
     pub left: Left,
-    /// Which index of B is contiguous.
+    /// Contiguous index of B.
     pub b_major: Major,
-    /// The signs of A and B.
+    /// Signs of A and B: true negates.
     pub negate: [bool; 2],
-    /// Whether D is added to.
+    /// Whether the product is added to D.
     pub accumulate: bool,
-    /// By the prelude's function, which makes its own descriptors.
+    /// Whether the prelude's function is used, which makes its own descriptors.
     pub prelude: bool,
 }
 
-/// What the template sees.
+/// The template's view of a form.
 #[derive(Serialize)]
 pub struct Text {
     symbol: String,
@@ -46,7 +46,7 @@ pub struct Text {
 }
 
 impl Form {
-    /// K-major operands in shared memory, added to D.
+    /// Returns a form with K-major operands in shared memory, added to D.
     pub const fn plain(kind: WgmmaKind) -> Form {
         Form {
             kind,
@@ -58,7 +58,7 @@ impl Form {
         }
     }
 
-    /// The kernel's name, which tells forms apart.
+    /// Returns the kernel's name, which is unique to the form.
     pub fn symbol(&self) -> String {
         let left = match self.left {
             Left::Shared(Major::K) => "k",
@@ -81,10 +81,10 @@ impl Form {
 
 fn names(kind: WgmmaKind) -> (&'static str, &'static str) {
     let element = match kind.element() {
-        Element::F16 => "f16",
-        Element::Bf16 => "bf16",
-        Element::Tf32 => "tf32",
-        Element::S8 | Element::U8 => "8-bit",
+        MmaElement::F16 => "f16",
+        MmaElement::Bf16 => "bf16",
+        MmaElement::Tf32 => "tf32",
+        MmaElement::S8 | MmaElement::U8 => "8-bit",
     };
     let accumulator = match kind.accumulator() {
         Accumulator::F16 => "f16",
@@ -93,7 +93,7 @@ fn names(kind: WgmmaKind) -> (&'static str, &'static str) {
     (element, accumulator)
 }
 
-/// A form for the template.
+/// Returns a form for the template.
 pub fn text(form: &Form) -> Text {
     let float = form.kind.accumulator() == Accumulator::F32;
     Text {
@@ -111,7 +111,7 @@ pub fn text(form: &Form) -> Text {
     }
 }
 
-/// B begins 16 KB behind A, as in `B_AT`.
+/// Returns the call; B begins 16 KB behind A, as in `B_AT`.
 fn call(form: &Form) -> String {
     let (element, _) = names(form.kind);
     format!(
@@ -154,12 +154,12 @@ fn assembly(form: &Form) -> String {
     )
 }
 
-/// The immediates that say which operands are MN-major; tf32 has none.
+/// Returns the immediates that mark MN-major operands; tf32 has none.
 fn transposes(form: &Form) -> String {
     let bit = |major| u32::from(major == Major::Mn);
     let right = bit(form.b_major);
     match (form.kind.element(), form.left) {
-        (Element::Tf32, _) => String::new(),
+        (MmaElement::Tf32, _) => String::new(),
         (_, Left::Registers) => format!(", {right}"),
         (_, Left::Shared(major)) => format!(", {}, {right}", bit(major)),
     }

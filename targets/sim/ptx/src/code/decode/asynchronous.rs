@@ -1,13 +1,13 @@
-//! Copies that run by themselves, and wgmma.
+//! Decodes asynchronous copies and wgmma.
 
 use super::{Decoder, Result};
 use crate::code::Source;
 use crate::code::op::{
-    AsyncOp, Base, Bulk, CopyAsync, Direction, Mbarrier, MbarrierKind, NONE, Op, Reduction, Row,
-    TensorCopy, Wgmma, WgmmaA,
+    AsyncOp, Base, BulkOp, CopyAsync, Direction, MbarrierKind, MbarrierOp, NONE, Op, ReductionOp,
+    Row, TensorCopy, WgmmaA, WgmmaOp,
 };
 use crate::text::{Class, Operand, Space};
-use moesaic_hardware::wgmma::{Accumulator, Element, WgmmaKind};
+use moesaic_hardware::wgmma::{Accumulator, MmaElement, WgmmaKind};
 
 impl Decoder<'_> {
     pub(super) fn copy(&mut self) -> Result<Op> {
@@ -25,13 +25,13 @@ impl Decoder<'_> {
         Ok(Op::Async(Box::new(op)))
     }
 
-    /// `cp.async.mbarrier.arrive[.noinc]`
+    /// Decodes `cp.async.mbarrier.arrive[.noinc]`.
     fn copy_arrive(&mut self) -> Result<Op> {
         self.parts.flag("arrive");
         self.parts.flag("b64");
         let counted = !self.parts.flag("noinc");
         let (space, cluster) = self.space();
-        Ok(Op::Mbarrier(Box::new(Mbarrier {
+        Ok(Op::Mbarrier(Box::new(MbarrierOp {
             kind: MbarrierKind::CopyArrive { counted },
             address: self.address(0)?,
             space,
@@ -72,7 +72,8 @@ impl Decoder<'_> {
         }))
     }
 
-    /// The fourth operand: how many bytes to read, or a predicate to read none.
+    /// Reads the fourth operand: the number of bytes to read, or a predicate to
+    /// read none.
     fn copy_limit(&mut self, bytes: u64) -> Result<(Row, Option<(Row, bool)>)> {
         let whole = self.words.row(Source::Literal(bytes));
         match self.statement.operands.get(3) {
@@ -81,7 +82,7 @@ impl Decoder<'_> {
             Some(Operand::Register(r)) if r.class == Class::Predicate => {
                 Ok((whole, Some(self.predicate(3)?)))
             }
-            // A cache policy is 64 bits and changes nothing.
+            // A 64-bit register is a cache policy, which changes no result.
             Some(Operand::Register(r)) if r.class == Class::Double => Ok((whole, None)),
             Some(_) => Ok((self.word(3)?, None)),
         }
@@ -101,6 +102,8 @@ impl Decoder<'_> {
         let hint = self.parts.flag("L2::cache_hint");
         let multicast = self.parts.flag("multicast::cluster");
         let tensor = self.parts.flag("tensor");
+        // Every form of prefetch does nothing, so its remaining modifiers need
+        // no names.
         if prefetch {
             self.parts = super::Parts::new(&[]);
             return Ok(AsyncOp::Bulk(self.nothing()));
@@ -120,13 +123,13 @@ impl Decoder<'_> {
         }
     }
 
-    /// A prefetch: it moves nothing that can be seen.
-    fn nothing(&mut self) -> Bulk {
+    /// Returns a prefetch, which moves nothing that can be observed.
+    fn nothing(&mut self) -> BulkOp {
         let fixed = crate::code::op::Address {
             base: Base::Fixed,
             offset: 0,
         };
-        Bulk {
+        BulkOp {
             direction: Direction::PrefetchL2,
             to: fixed,
             from: fixed,
@@ -137,7 +140,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Destination and source spaces, in this order in the opcode.
+    /// Reads the destination and source spaces, in this order in the opcode.
     fn direction(&mut self) -> Result<Direction> {
         let spaces: Vec<&str> = self
             .statement
@@ -157,9 +160,9 @@ impl Decoder<'_> {
         }
     }
 
-    fn reduction(&mut self, tensor: bool) -> Result<Reduction> {
+    fn reduction(&mut self, tensor: bool) -> Result<ReductionOp> {
         self.parts.flag("noftz");
-        Ok(Reduction {
+        Ok(ReductionOp {
             kind: self.atomic_kind()?,
             ty: if tensor { None } else { Some(self.number()?) },
         })
@@ -168,13 +171,13 @@ impl Decoder<'_> {
     fn line_copy(
         &mut self,
         direction: Direction,
-        reduction: Option<Reduction>,
+        reduction: Option<ReductionOp>,
         multicast: bool,
         hint: bool,
     ) -> Result<AsyncOp> {
         let signals = direction != Direction::SharedToGlobal;
         let last = self.count() - usize::from(hint);
-        Ok(AsyncOp::Bulk(Bulk {
+        Ok(AsyncOp::Bulk(BulkOp {
             direction,
             to: self.address(0)?,
             from: self.address(1)?,
@@ -196,7 +199,7 @@ impl Decoder<'_> {
     fn tensor_copy(
         &mut self,
         direction: Direction,
-        reduction: Option<Reduction>,
+        reduction: Option<ReductionOp>,
         multicast: bool,
         hint: bool,
     ) -> Result<AsyncOp> {
@@ -245,7 +248,7 @@ impl Decoder<'_> {
         Ok(Op::Async(Box::new(op)))
     }
 
-    fn product_async(&mut self) -> Result<Wgmma> {
+    fn product_async(&mut self) -> Result<WgmmaOp> {
         let kind = self.wgmma_kind()?;
         let d = self.word_rows(0)?;
         let a = match self.operand(1)? {
@@ -262,7 +265,7 @@ impl Decoder<'_> {
             majors.push(self.literal(at)? == 1);
         }
         let transpose_b = majors.last().copied().unwrap_or(false);
-        Ok(Wgmma {
+        Ok(WgmmaOp {
             kind,
             d,
             b: self.double(2)?,
@@ -294,11 +297,11 @@ impl Decoder<'_> {
         };
         let kind = n
             .zip(element)
-            .and_then(|(n, element): (usize, Element)| WgmmaKind::new(n, element, accumulator));
+            .and_then(|(n, element): (usize, MmaElement)| WgmmaKind::new(n, element, accumulator));
         kind.ok_or_else(|| self.unsupported("its shape and types"))
     }
 
-    /// Whether an address without a space is generic or shared.
+    /// Returns `Generic` or `Shared` for an address, as the opcode says.
     pub(super) fn shared_or_generic(&mut self) -> Space {
         self.space().0
     }

@@ -1,9 +1,9 @@
-//! Barriers of blocks and clusters, barriers in shared memory, fences.
+//! Decodes barriers of blocks and clusters, mbarriers and fences.
 
 use super::{Decoder, Result};
 use crate::code::op::{
-    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, Mbarrier, MbarrierKind, NONE, Op, VoteKind,
-    WarpOp,
+    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, MbarrierKind, MbarrierOp, NONE, Op,
+    VoteKind, WarpOp,
 };
 use crate::text::Operand;
 
@@ -186,7 +186,7 @@ impl Decoder<'_> {
         } else {
             self.word(at + 1)?
         };
-        Ok(Op::Mbarrier(Box::new(Mbarrier {
+        Ok(Op::Mbarrier(Box::new(MbarrierOp {
             kind,
             address: self.address(at)?,
             space,
@@ -202,7 +202,7 @@ impl Decoder<'_> {
         if self.parts.flag("noComplete") {
             return Err(self.unsupported("`.noComplete`"));
         }
-        // An arrival may announce bytes: `.arrive.expect_tx`.
+        // An arrival may also announce bytes: `.arrive.expect_tx`.
         let expects = self.parts.flag("expect_tx");
         let names = [
             ("init", MbarrierKind::Init),

@@ -1,4 +1,4 @@
-//! Conversions between numbers and between address spaces.
+//! Decodes conversions between numbers and between address spaces.
 
 use super::{Decoder, Result};
 use crate::code::op::{Convert, Half, Number, Op, Rounding, Row};
@@ -52,7 +52,8 @@ impl Decoder<'_> {
         })))
     }
 
-    /// Registers may be wider than the number in them.
+    /// Returns true if the register is of the 64-bit file. Registers may be
+    /// wider than the number in them.
     fn is_wide(&self, at: usize, ty: Number) -> bool {
         ty.bits() == 64 || self.class(at) == Some(Class::Double)
     }
@@ -82,8 +83,8 @@ impl Decoder<'_> {
             .unwrap_or((Rounding::Nearest, false))
     }
 
-    /// The state space among the modifiers, and whether shared means that of
-    /// the whole cluster.
+    /// Reads the state space among the modifiers; true if shared memory of the
+    /// whole cluster is meant.
     pub(super) fn space(&mut self) -> (Space, bool) {
         let names = [
             ("global", (Space::Global, false)),

@@ -1,9 +1,9 @@
-//! Floating point arithmetic.
+//! Decodes floating-point arithmetic.
 
 use super::{Decoder, Result};
 use crate::code::op::{Float1, Float2, FloatTest, Half, HalfForm, Mode, Number, Op};
 
-/// The type floats are computed in.
+/// The type in which floats are computed.
 #[derive(Clone, Copy)]
 enum Form {
     Single,
@@ -40,8 +40,8 @@ impl Decoder<'_> {
         self.float2(op, form, mode)
     }
 
-    /// Only rounding to nearest; `.approx` and `.full` are computed better
-    /// than they must be.
+    /// Accepts rounding to nearest alone. `.approx` and `.full` are computed
+    /// more exactly than the ISA requires.
     fn rounding(&mut self) -> Result<()> {
         for exact in ["rn", "rna", "approx", "full", "noftz"] {
             self.parts.flag(exact);
@@ -110,7 +110,7 @@ impl Decoder<'_> {
                 a: self.word(1)?,
                 b: self.word(2)?,
             },
-            // The second operand of copysign is the magnitude.
+            // The second operand of `copysign` is the magnitude.
             Form::Single => Op::Float2 {
                 op,
                 mode,

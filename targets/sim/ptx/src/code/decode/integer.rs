@@ -1,9 +1,9 @@
-//! Integer arithmetic and logic.
+//! Decodes integer arithmetic and logic.
 
 use super::{Decoder, Result};
 use crate::code::op::{Int1, Int2, Int3, Logic, Number, Op, Row};
 
-/// Which part of a product is wanted.
+/// The part of a product that an instruction keeps.
 #[derive(Clone, Copy, PartialEq)]
 enum Half {
     Low,

@@ -1,4 +1,4 @@
-//! Loads, stores and atomics.
+//! Decodes loads, stores and atomics.
 
 use super::{Decoder, Result};
 use crate::code::op::{
@@ -12,7 +12,7 @@ impl Decoder<'_> {
             "ld" | "ldu" => self.load(),
             "st" => self.store(),
             "atom" | "red" => self.atomic(),
-            // Hints change nothing that can be seen.
+            // Hints change nothing that can be observed.
             _ => {
                 self.parts = super::Parts::new(&[]);
                 Ok(Op::Nop)
@@ -20,7 +20,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Ordering, scope and cache modifiers.
+    /// Reads ordering, scope and cache modifiers.
     fn order(&mut self) -> Order {
         for scope in ["cta", "cluster", "gpu", "sys"] {
             self.parts.flag(scope);
@@ -54,7 +54,7 @@ impl Decoder<'_> {
         if parts.len() != count {
             return Err(self.unsupported("a vector of another size than its type"));
         }
-        // A register may be wider than what is moved.
+        // A register may be wider than the value that is moved.
         let is_double =
             |part: &&Operand| matches!(part, Operand::Register(r) if r.class == Class::Double);
         let wide = ty.bits() == 64 || parts.iter().any(is_double);
@@ -94,7 +94,7 @@ impl Decoder<'_> {
             return Err(self.unsupported("`.async`"));
         }
         let returns = self.statement.part(0) == "atom";
-        // Without an order they are relaxed.
+        // Atomics without an order are relaxed (PTX ISA, "atom").
         let order = match self.order() {
             Order::Weak => Order::Relaxed,
             order => order,
@@ -176,7 +176,7 @@ impl Decoder<'_> {
 }
 
 impl AtomicType {
-    /// Bytes of one value.
+    /// Returns the bytes of one value.
     pub const fn bytes(self) -> u8 {
         match self {
             AtomicType::Number(ty) => (ty.bits() / 8) as u8,
@@ -186,7 +186,7 @@ impl AtomicType {
 }
 
 impl Space {
-    /// The space as people call it.
+    /// Returns the name of the space for messages.
     pub const fn name(self) -> &'static str {
         match self {
             Space::Generic => "generic",

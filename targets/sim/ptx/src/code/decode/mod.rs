@@ -1,5 +1,5 @@
-//! One statement to one instruction. What is not known is an error: nothing
-//! is skipped because it looks harmless.
+//! The decoder: one statement to one instruction. An unknown modifier is an
+//! error. The decoder skips nothing because it looks harmless.
 
 mod asynchronous;
 mod barrier;
@@ -22,7 +22,7 @@ use parts::Parts;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
-/// Reads one statement.
+/// The decoder of one statement.
 pub struct Decoder<'a> {
     statement: &'a Statement,
     parts: Parts<'a>,
@@ -32,7 +32,7 @@ pub struct Decoder<'a> {
     doubles: &'a mut Pool,
 }
 
-/// The end of a kernel is an exit.
+/// Returns the exit at the end of a kernel.
 pub fn end(entry: &EntryText) -> Instruction {
     Instruction {
         guard: Guard {
@@ -64,9 +64,11 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The instruction.
+    /// Decodes the instruction.
     pub fn instruction(&mut self) -> Result<Instruction> {
         let (class, op) = self.family()?;
+        // Every modifier must have been used up: one that the decoder ignored
+        // could change the result or the ordering.
         if let Some(left) = self.parts.left() {
             return Err(self.unsupported(format!("`.{left}`")));
         }
@@ -145,7 +147,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The error that names this instruction.
+    /// Returns the error that names this instruction.
     pub fn unsupported(&self, what: impl Into<String>) -> PtxError {
         PtxError::Unsupported {
             line: self.statement.line,
@@ -163,7 +165,7 @@ impl<'a> Decoder<'a> {
         self.statement.operands.len()
     }
 
-    /// The 32-bit row of operand `at`.
+    /// Returns the 32-bit row of operand `at`.
     fn word(&mut self, at: usize) -> Result<Row> {
         let operand = self.operand(at)?;
         self.word_of(operand)
@@ -182,7 +184,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The 64-bit row of operand `at`.
+    /// Returns the 64-bit row of operand `at`.
     fn double(&mut self, at: usize) -> Result<Row> {
         let operand = self.operand(at)?;
         self.double_of(operand)
@@ -215,7 +217,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The predicate row of operand `at`, and whether it is negated.
+    /// Returns the predicate row of operand `at` and true if the operand
+    /// negates it.
     fn predicate(&mut self, at: usize) -> Result<(Row, bool)> {
         let operand = self.operand(at)?;
         self.predicate_of(operand)
@@ -234,7 +237,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The row of operand `at` in the file that holds numbers of this type.
+    /// Returns the row of operand `at` in the file that holds numbers of this
+    /// type.
     fn value(&mut self, at: usize, ty: Number) -> Result<Row> {
         match ty.bits() {
             64 => self.double(at),
@@ -242,7 +246,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A literal integer.
+    /// Returns a literal integer.
     fn literal(&self, at: usize) -> Result<u64> {
         match self.operand(at)? {
             Operand::Immediate(value) => Ok(*value),
@@ -252,7 +256,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// `[base+offset]`.
+    /// Decodes `[base+offset]`.
     fn address(&mut self, at: usize) -> Result<Address> {
         let operand = self.operand(at)?;
         self.address_of(operand)
@@ -282,7 +286,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// What stands behind the comma of `[base, ...]`.
+    /// Returns the operands behind the comma of `[base, ...]`.
     fn address_rest(&self, at: usize) -> Result<&'a [Operand]> {
         match self.operand(at)? {
             Operand::Memory { rest, .. } => Ok(rest),
@@ -290,7 +294,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The parts of a vector; a single operand is a vector of one.
+    /// Returns the parts of a vector; a single operand is a vector of one.
     fn vector(&self, at: usize) -> Result<Vec<&'a Operand>> {
         Ok(match self.operand(at)? {
             Operand::Vector(parts) => parts.iter().collect(),
@@ -298,13 +302,13 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The 32-bit rows of a vector.
+    /// Returns the 32-bit rows of a vector.
     fn word_rows(&mut self, at: usize) -> Result<Vec<Row>> {
         let parts = self.vector(at)?;
         parts.into_iter().map(|part| self.word_of(part)).collect()
     }
 
-    /// The parts of `a|b`; the second is a sink when there is one part.
+    /// Returns the parts of `a|b`; the second is a sink when there is one part.
     fn pair(&self, at: usize) -> Result<(&'a Operand, &'a Operand)> {
         Ok(match self.operand(at)? {
             Operand::Pair(a, b) => (&**a, &**b),
@@ -312,7 +316,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The first type among the parts.
+    /// Takes the first type among the modifiers.
     fn number(&mut self) -> Result<Number> {
         let found = self.parts.number();
         found.ok_or_else(|| self.unsupported("its type"))
@@ -320,7 +324,7 @@ impl<'a> Decoder<'a> {
 }
 
 impl Number {
-    /// The type of this name; untyped bits are unsigned.
+    /// Returns the type of this name; untyped bits are unsigned.
     pub fn named(name: &str) -> Option<Number> {
         Some(match name {
             "u8" | "b8" => Number::U8,
@@ -340,7 +344,7 @@ impl Number {
         })
     }
 
-    /// Bits of a value.
+    /// Returns the bits of a value.
     pub const fn bits(self) -> u32 {
         match self {
             Number::U8 | Number::S8 => 8,
@@ -350,12 +354,12 @@ impl Number {
         }
     }
 
-    /// Two's complement.
+    /// Returns true for two's complement integers.
     pub const fn is_signed(self) -> bool {
         matches!(self, Number::S8 | Number::S16 | Number::S32 | Number::S64)
     }
 
-    /// A floating point format.
+    /// Returns true for floating-point formats.
     pub const fn is_float(self) -> bool {
         matches!(
             self,

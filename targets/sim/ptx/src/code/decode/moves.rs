@@ -1,4 +1,4 @@
-//! Moves, comparisons and selections.
+//! Decodes moves, comparisons and selections.
 
 use super::{Decoder, Result};
 use crate::code::Source;
@@ -36,8 +36,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The address of a parameter, as a generic one: kernels pass it on to
-    /// instructions that want a tensor map.
+    /// Decodes the generic address of a parameter, which kernels pass to
+    /// instructions that need a tensor map.
     fn parameter_address(&mut self, offset: u32, ty: Number) -> Result<Op> {
         if ty.bits() != 64 {
             return Err(self.unsupported("a short address of a parameter"));
@@ -105,7 +105,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// `createpolicy`: caches are not modelled, so any number will do.
+    /// Decodes `createpolicy`: caches are not modelled, so any number will do.
     pub(super) fn policy(&mut self) -> Result<Op> {
         self.parts = super::Parts::new(&[]);
         let d = self.double(0)?;
@@ -147,7 +147,7 @@ impl<'a> Decoder<'a> {
         let found = self.parts.one_of(&names);
         let found = found.ok_or_else(|| self.unsupported("the comparison"))?;
         Ok(match found {
-            // Ordinary inequality of floats is false for NaN.
+            // Ordered inequality of floats is false for NaN.
             Comparison::Ne if ty.is_float() => Comparison::Ne,
             found => found,
         })
@@ -167,7 +167,8 @@ impl<'a> Decoder<'a> {
         Ok(Op::Compare(Box::new(compare)))
     }
 
-    /// The comparison of the operands from `at`, results left open.
+    /// Decodes the comparison of the operands from `at` on; the results stay
+    /// open.
     fn compare_of(&mut self, at: usize) -> Result<(Compare, Number)> {
         self.parts.flag("ftz");
         let logic = [("and", Logic::And), ("or", Logic::Or), ("xor", Logic::Xor)];
@@ -213,7 +214,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// `set` gives all ones, or 1.0.
+    /// Decodes `set`, whose result is all ones or 1.0.
     fn set(&mut self) -> Result<Op> {
         let to = self.number()?;
         if to.bits() != 32 {
@@ -253,7 +254,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The class of operand `at`, when it is a register.
+    /// Returns the class of operand `at` if it is a register.
     pub(super) fn class(&self, at: usize) -> Option<Class> {
         match self.statement.operands.get(at) {
             Some(Operand::Register(register)) => Some(register.class),

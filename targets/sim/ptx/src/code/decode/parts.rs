@@ -1,8 +1,8 @@
-//! The modifiers of an opcode, taken off one by one.
+//! The modifiers of an opcode, taken one by one.
 
 use super::Number;
 
-/// What has not been understood yet.
+/// The modifiers that nobody has taken yet.
 pub struct Parts<'a> {
     left: Vec<&'a str>,
 }
@@ -41,14 +41,14 @@ impl<'a> Parts<'a> {
         self.left.remove(at).strip_prefix(prefix)
     }
 
-    /// Whether the first type is a floating point one.
+    /// Returns true if the first type is a floating-point one.
     pub fn float_type(&self) -> bool {
         self.left.iter().any(|part| {
             matches!(*part, "f16x2" | "bf16x2") || Number::named(part).is_some_and(Number::is_float)
         })
     }
 
-    /// Takes modifiers that say where to cache.
+    /// Takes the modifiers that give cache hints.
     pub fn cache_hints(&mut self) {
         self.left.retain(|part| {
             let hint = matches!(*part, "ca" | "cg" | "cs" | "lu" | "cv" | "wb" | "wt");
@@ -56,7 +56,7 @@ impl<'a> Parts<'a> {
         });
     }
 
-    /// The first modifier nobody took.
+    /// Returns the first modifier that nobody took.
     pub fn left(&self) -> Option<&'a str> {
         self.left.first().copied()
     }

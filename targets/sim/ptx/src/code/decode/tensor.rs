@@ -1,17 +1,17 @@
-//! Matrix instructions of a warp.
+//! Decodes the matrix instructions of a warp.
 
 use super::{Decoder, Result};
-use crate::code::op::{Matrix, Mma, Number, Op};
-use moesaic_hardware::mma::{Accumulator, Element, MmaKind};
+use crate::code::op::{MatrixOp, Mma, Number, Op};
+use moesaic_hardware::mma::{Accumulator, MmaElement, MmaKind};
 
-/// The element of a matrix operand.
-pub fn element(ty: Number) -> Option<Element> {
+/// Returns the element of a matrix operand.
+pub fn element(ty: Number) -> Option<MmaElement> {
     Some(match ty {
-        Number::F16 => Element::F16,
-        Number::Bf16 => Element::Bf16,
-        Number::Tf32 => Element::Tf32,
-        Number::S8 => Element::S8,
-        Number::U8 => Element::U8,
+        Number::F16 => MmaElement::F16,
+        Number::Bf16 => MmaElement::Bf16,
+        Number::Tf32 => MmaElement::Tf32,
+        Number::S8 => MmaElement::S8,
+        Number::U8 => MmaElement::U8,
         _ => return None,
     })
 }
@@ -77,7 +77,7 @@ impl Decoder<'_> {
         if rows.len() != count {
             return Err(self.unsupported("another number of registers than matrices"));
         }
-        Ok(Op::Matrix(Box::new(Matrix {
+        Ok(Op::Matrix(Box::new(MatrixOp {
             store,
             transposed,
             address: self.address(address)?,

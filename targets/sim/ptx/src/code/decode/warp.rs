@@ -1,4 +1,4 @@
-//! Instructions of a whole warp.
+//! Decodes the instructions of a whole warp.
 
 use super::{Decoder, Result};
 use crate::code::op::{Int2, NONE, Op, Shuffle, ShuffleMode, VoteKind, WarpOp};

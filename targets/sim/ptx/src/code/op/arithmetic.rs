@@ -2,7 +2,7 @@
 
 use super::Row;
 
-/// Two operands, integers of any width.
+/// Integer operations of two operands, any width.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Int2 {
     Add,
@@ -12,7 +12,7 @@ pub enum Int2 {
     MulHighUnsigned,
     Mul24Signed,
     Mul24Unsigned,
-    /// Products of 16-bit numbers, whole.
+    /// The whole product of two signed 16-bit numbers.
     Mul16Signed,
     Mul16Unsigned,
     DivSigned,
@@ -29,13 +29,13 @@ pub enum Int2 {
     ShiftLeft,
     ShiftRightSigned,
     ShiftRightUnsigned,
-    /// Saturating at the ends of the signed range.
+    /// The signed sum, saturating at both ends of the range.
     AddSaturated,
     SubSaturated,
     FieldMask,
 }
 
-/// One operand, integers of any width.
+/// Integer operations of one operand, any width.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Int1 {
     Negate,
@@ -51,7 +51,7 @@ pub enum Int1 {
     LogicalNot,
 }
 
-/// Three or four operands, integers.
+/// Integer operations of three or four operands.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Int3 {
     MulAdd,
@@ -78,7 +78,7 @@ pub enum Int3 {
     DotUnsigned,
 }
 
-/// Two operands, floats.
+/// Float operations of two operands.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Float2 {
     Add,
@@ -92,7 +92,7 @@ pub enum Float2 {
     CopySign,
 }
 
-/// One operand, floats.
+/// Float operations of one operand.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Float1 {
     Negate,
@@ -107,7 +107,8 @@ pub enum Float1 {
     Tanh,
 }
 
-/// Subnormals to zero, results to [0, 1], negative results to zero.
+/// Modifiers of a float operation: subnormals to zero, results to [0, 1],
+/// negative results to zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Mode {
     pub flush: bool,
@@ -115,14 +116,14 @@ pub struct Mode {
     pub relu: bool,
 }
 
-/// The element of half-precision arithmetic.
+/// The element type of half-precision arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Half {
     F16,
     Bf16,
 }
 
-/// Half-precision arithmetic, one or two elements per register.
+/// Half-precision arithmetic on one or two elements per register.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HalfForm {
     pub half: Half,
@@ -149,7 +150,7 @@ pub enum Comparison {
     Nan,
 }
 
-/// How a comparison is combined with a predicate.
+/// The combination of a comparison with a predicate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Logic {
     And,
@@ -181,17 +182,17 @@ pub struct Compare {
     pub ty: Number,
     pub comparison: Comparison,
     pub result: Row,
-    /// The second result: the comparison was false.
+    /// The second result: true where the comparison is false.
     pub inverse: Row,
     pub logic: Logic,
-    /// [`NONE`] when nothing is combined.
+    /// The predicate to combine with, or [`NONE`].
     pub with: Row,
     pub negate_with: bool,
     pub a: Row,
     pub b: Row,
 }
 
-/// How a conversion rounds.
+/// The rounding of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rounding {
     Nearest,
@@ -201,7 +202,7 @@ pub enum Rounding {
     Up,
 }
 
-/// A conversion of one number.
+/// The conversion of one number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Convert {
     pub to: Number,
@@ -211,14 +212,14 @@ pub struct Convert {
     pub saturate: bool,
     pub flush: bool,
     pub relu: bool,
-    /// The registers are of the 64-bit file.
+    /// The result is in the 64-bit file.
     pub wide_d: bool,
     pub wide_a: bool,
     pub d: Row,
     pub a: Row,
 }
 
-/// What `testp` asks.
+/// The property that `testp` tests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum FloatTest {
     Finite,

@@ -1,4 +1,4 @@
-//! Copy and matrix instructions.
+//! Operands of copies and matrix instructions.
 
 use super::{Address, AtomicKind, Number, Row};
 use crate::text::Space;
@@ -12,32 +12,33 @@ pub struct CopyAsync {
     pub from: Address,
     pub from_generic: bool,
     pub bytes: u8,
-    /// How many bytes come from memory; the others are zero.
+    /// Bytes that come from memory; the others are zero.
     pub source_bytes: Row,
     pub ignore: Option<(Row, bool)>,
 }
 
-/// Arithmetic of bulk reductions.
+/// The operation of a bulk reduction.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Reduction {
+pub struct ReductionOp {
     pub kind: AtomicKind,
-    /// `None` in the form with a tensor map, which knows the type.
+    /// Element type; `None` in the form with a tensor map, which knows the
+    /// type.
     pub ty: Option<Number>,
 }
 
 /// A bulk copy in one dimension.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Bulk {
+pub struct BulkOp {
     pub direction: Direction,
     pub to: Address,
     pub from: Address,
     pub bytes: Row,
     pub mbarrier: Option<Address>,
     pub multicast: Row,
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<ReductionOp>,
 }
 
-/// Which way a bulk copy goes.
+/// The direction of a bulk copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     GlobalToShared,
@@ -55,7 +56,7 @@ pub struct TensorCopy {
     pub coordinates: Vec<Row>,
     pub mbarrier: Option<Address>,
     pub multicast: Row,
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<ReductionOp>,
 }
 
 /// `mma.sync`.
@@ -70,7 +71,7 @@ pub struct Mma {
 
 /// `ldmatrix` and `stmatrix`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Matrix {
+pub struct MatrixOp {
     pub store: bool,
     pub transposed: bool,
     pub address: Address,
@@ -87,12 +88,12 @@ pub enum WgmmaA {
 
 /// `wgmma.mma_async`.
 #[derive(Clone, Debug)]
-pub struct Wgmma {
+pub struct WgmmaOp {
     pub kind: WgmmaKind,
     pub d: Vec<Row>,
     pub a: WgmmaA,
     pub b: Row,
-    /// False: D is not added to.
+    /// Predicate; where false, the product overwrites D.
     pub scale_d: Row,
     pub negate_a: bool,
     pub negate_b: bool,
@@ -100,21 +101,21 @@ pub struct Wgmma {
     pub transpose_b: bool,
 }
 
-/// Instructions of the asynchronous engines and their groups.
+/// Instructions of asynchronous copies and products, and of their groups.
 #[derive(Clone, Debug)]
 pub enum AsyncOp {
     Copy(CopyAsync),
     CopyCommit,
-    /// `None`: all.
+    /// Waits for all groups but the last ones; `None` waits for all copies.
     CopyWait(Option<u32>),
-    Bulk(Bulk),
+    Bulk(BulkOp),
     Tensor(TensorCopy),
     BulkCommit,
     BulkWait {
         left: u32,
         read: bool,
     },
-    Wgmma(Wgmma),
+    Wgmma(WgmmaOp),
     WgmmaFence,
     WgmmaCommit,
     WgmmaWait(u32),

@@ -1,9 +1,9 @@
-//! Loads, stores and atomics.
+//! Operands of loads, stores and atomics.
 
 use super::{Number, Row};
 use crate::text::Space;
 
-/// Where an address comes from.
+/// The source of an address.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Base {
     Word(Row),
@@ -19,11 +19,11 @@ pub struct Address {
     pub offset: i64,
 }
 
-/// Ordering and scope of an access, as far as checks care.
+/// The ordering and scope of an access, as far as the checks need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     Weak,
-    /// `.volatile`, `.relaxed`: no race by itself, orders nothing.
+    /// `.volatile` and `.relaxed`: never races by itself and orders nothing.
     Relaxed,
     Acquire,
     Release,
@@ -34,22 +34,22 @@ pub enum Order {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Access {
     pub space: Space,
-    /// Shared addresses may be of another block of the cluster.
+    /// Shared addresses may belong to another block of the cluster.
     pub cluster: bool,
     pub address: Address,
     /// Bytes of one element.
     pub bytes: u8,
-    /// Sign-extend loads narrower than the register.
+    /// Loads narrower than the register extend the sign.
     pub signed: bool,
-    /// Rows of the 64-bit file.
+    /// The rows are of the 64-bit file.
     pub wide: bool,
     pub rows: Vec<Row>,
     pub order: Order,
-    /// `.nc`: nobody writes it during the launch.
+    /// `.nc`: nobody writes the bytes during the launch.
     pub constant: bool,
 }
 
-/// What an atomic does.
+/// The operation of an atomic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtomicKind {
     Add,
@@ -64,7 +64,7 @@ pub enum AtomicKind {
     Decrement,
 }
 
-/// The type an atomic works on.
+/// The type that an atomic works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtomicType {
     Number(Number),
@@ -72,7 +72,7 @@ pub enum AtomicType {
     Pair(Number),
 }
 
-/// `atom` or `red`.
+/// An `atom` or `red` instruction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Atomic {
     pub space: Space,
@@ -82,10 +82,10 @@ pub struct Atomic {
     pub ty: AtomicType,
     pub bytes: u8,
     pub wide: bool,
-    /// Old values; empty for `red`.
+    /// Rows of the old values; empty for `red`.
     pub results: Vec<Row>,
     pub operands: Vec<Row>,
-    /// The new value of a compare and swap.
+    /// Row of the new value of a compare-and-swap.
     pub swap: Row,
     pub order: Order,
 }

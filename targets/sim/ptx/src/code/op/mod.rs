@@ -1,8 +1,8 @@
 //! Decoded instructions.
 //!
 //! Operands are rows of a warp's register file. Literals and special registers
-//! have rows of their own, behind those of the registers, so that no operand
-//! needs a case of its own when it is read.
+//! have rows of their own behind those of the registers, so reading an operand
+//! needs no case distinction.
 
 mod arithmetic;
 mod engines;
@@ -14,26 +14,26 @@ pub use arithmetic::{
     Logic, Mode, Number, Rounding,
 };
 pub use engines::{
-    AsyncOp, Bulk, CopyAsync, Direction, Matrix, Mma, Reduction, TensorCopy, Wgmma, WgmmaA,
+    AsyncOp, BulkOp, CopyAsync, Direction, MatrixOp, Mma, ReductionOp, TensorCopy, WgmmaA, WgmmaOp,
 };
 pub use memory::{Access, Address, Atomic, AtomicKind, AtomicType, Base, Order};
 pub use threads::{
-    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, Mbarrier, MbarrierKind, Shuffle,
+    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, MbarrierKind, MbarrierOp, Shuffle,
     ShuffleMode, VoteKind, WarpOp,
 };
 
 use crate::text::Space;
 
-/// A row of one of the three files.
+/// The index of a row in one of the three files.
 pub type Row = u16;
 
-/// No row: a result that is not wanted, a predicate that is not there.
+/// No row: an unused result or an absent predicate.
 pub const NONE: Row = Row::MAX;
 
 /// The predicate before an instruction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Guard {
-    /// [`NONE`] without one.
+    /// Row of the predicate, or [`NONE`].
     pub row: Row,
     pub negate: bool,
 }
@@ -45,12 +45,12 @@ pub struct Instruction {
     pub op: Op,
     /// Line of the PTX.
     pub line: u32,
-    /// Place in the source.
+    /// Index of the place in the source.
     pub place: u32,
     pub class: InstructionClass,
 }
 
-/// What an instruction counts as.
+/// The class under which an instruction is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionClass {
     Integer,
@@ -65,7 +65,7 @@ pub enum InstructionClass {
     Async,
 }
 
-/// Everything a warp can do.
+/// The instructions of a warp.
 #[derive(Clone, Debug)]
 pub enum Op {
     Nop,
@@ -139,7 +139,7 @@ pub enum Op {
         d: Row,
         a: Row,
     },
-    /// Population count and its like: 64 bits to 32.
+    /// Population count and the like, from 64 bits to 32.
     LongCount {
         op: Int1,
         d: Row,
@@ -178,7 +178,7 @@ pub enum Op {
         b: Row,
         c: Row,
     },
-    /// Add or subtract with the carry of the thread.
+    /// Adds or subtracts with the carry of the thread.
     Carry {
         subtract: bool,
         wide: bool,
@@ -252,7 +252,7 @@ pub enum Op {
         c: Row,
     },
     Compare(Box<Compare>),
-    /// A set of 32 bits instead of a predicate.
+    /// Sets 32 bits instead of a predicate.
     CompareSet {
         compare: Box<Compare>,
         d: Row,
@@ -280,7 +280,7 @@ pub enum Op {
         p: Row,
         negate: bool,
     },
-    /// By the sign of c.
+    /// Selects by the sign of c.
     SelectSign {
         float: bool,
         d: Row,
@@ -293,7 +293,7 @@ pub enum Op {
         d: Row,
         a: Row,
         b: Row,
-        /// Of `a` and of `b`.
+        /// Negation of `a` and of `b`.
         negate: [bool; 2],
     },
     PredicateMove {
@@ -309,7 +309,7 @@ pub enum Op {
         d: Row,
         a: Row,
     },
-    /// Two words to 64 bits, and back.
+    /// Joins two words to 64 bits, or splits them.
     Join {
         d: Row,
         low: Row,
@@ -320,7 +320,7 @@ pub enum Op {
         high: Row,
         a: Row,
     },
-    /// Two halves to a word, and back.
+    /// Joins two halves to a word, or splits them.
     ShortJoin {
         d: Row,
         low: Row,
@@ -331,7 +331,7 @@ pub enum Op {
         high: Row,
         a: Row,
     },
-    /// Four halves to 64 bits, and back.
+    /// Joins four halves to 64 bits, or splits them.
     ShortJoin4 {
         d: Row,
         parts: [Row; 4],
@@ -345,7 +345,8 @@ pub enum Op {
         wide: bool,
     },
     Convert(Box<Convert>),
-    /// Two floats to a packed pair: `high` from the first operand.
+    /// Converts two floats to a packed pair; `high` comes from the first
+    /// operand.
     ConvertPair {
         half: Half,
         rounding: Rounding,
@@ -354,7 +355,7 @@ pub enum Op {
         high: Row,
         low: Row,
     },
-    /// Generic address of a space's address, and back.
+    /// Converts an address of a space to a generic one, or back.
     ToGeneric {
         space: Space,
         wide: bool,
@@ -400,10 +401,10 @@ pub enum Op {
     Warp(Box<WarpOp>),
     Barrier(Box<BlockBarrier>),
     Cluster(ClusterBarrier),
-    Mbarrier(Box<Mbarrier>),
+    Mbarrier(Box<MbarrierOp>),
     Async(Box<AsyncOp>),
     Mma(Box<Mma>),
-    Matrix(Box<Matrix>),
+    Matrix(Box<MatrixOp>),
     Fence(Fence),
     /// Waits for the launches before this one.
     AwaitLaunches,

@@ -1,9 +1,9 @@
-//! What threads do together: shuffles, votes, barriers, fences.
+//! Operands of shuffles, votes, barriers and fences.
 
 use super::{Address, Int2, Row};
 use crate::text::Space;
 
-/// How shuffles name their source.
+/// The way a shuffle names its source lane.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ShuffleMode {
     Up,
@@ -24,7 +24,7 @@ pub struct Shuffle {
     pub mask: Row,
 }
 
-/// What a vote asks.
+/// The question of a vote.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum VoteKind {
     All,
@@ -80,13 +80,13 @@ pub enum WarpOp {
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockBarrier {
     pub id: Row,
-    /// [`NONE`]: every thread of the block.
+    /// Number of threads; [`NONE`] stands for every thread of the block.
     pub count: Row,
-    /// Arrive and go on.
+    /// The thread arrives and goes on.
     pub arrive: bool,
     /// Every thread of a warp takes part.
     pub aligned: bool,
-    /// What is computed over the threads.
+    /// A reduction over the threads, if there is one.
     pub reduce: Option<BarrierReduce>,
 }
 
@@ -100,14 +100,14 @@ pub struct BarrierReduce {
     pub negate: bool,
 }
 
-/// `mbarrier.*` on an address.
+/// An `mbarrier.*` instruction.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Mbarrier {
+pub struct MbarrierOp {
     pub kind: MbarrierKind,
     pub address: Address,
     pub space: Space,
     pub cluster: bool,
-    /// The state an arrival returns, or the predicate of a test.
+    /// The state that an arrival returns, or the predicate of a test.
     pub d: Row,
     /// Count, bytes, parity or state.
     pub a: Row,
@@ -115,7 +115,7 @@ pub struct Mbarrier {
     pub relaxed: bool,
 }
 
-/// What is done to a barrier.
+/// The operation on an mbarrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MbarrierKind {
     Init,
@@ -136,20 +136,20 @@ pub enum MbarrierKind {
     },
 }
 
-/// Fences.
+/// The kinds of fences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
     /// Block, cluster, device or system scope.
     Memory,
-    /// Between ordinary accesses and those of the copy and matrix engines.
+    /// Between ordinary accesses and those of TMA and tensor cores.
     ProxyAsync,
     /// After `mbarrier.init`.
     MbarrierInit,
-    /// Other proxies: nothing here depends on them.
+    /// Other proxies, which nothing here depends on.
     Other,
 }
 
-/// Cluster barrier.
+/// The two halves of the cluster barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClusterBarrier {
     Arrive { release: bool, aligned: bool },

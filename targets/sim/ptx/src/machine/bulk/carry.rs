@@ -1,6 +1,6 @@
-//! The engine carries copies out.
+//! The execution of bulk copies.
 
-use super::{Action, Job};
+use super::{Action, BulkCopy};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 use crate::machine::Machine;
 use crate::machine::access::little;
@@ -9,7 +9,7 @@ use moesaic_hardware::tensor_map::ElementType;
 use moesaic_hardware::tma::{self, Move, Reduction};
 
 impl Machine<'_> {
-    pub fn carry_out(&mut self, job: Job) -> Step<()> {
+    pub fn carry_out(&mut self, job: BulkCopy) -> Step<()> {
         match &job.action {
             Action::Load {
                 from,
@@ -39,6 +39,7 @@ impl Machine<'_> {
 
     fn deliver_move(&mut self, from: Option<usize>, block: usize, own: &Move, fill: &[u8; 16]) {
         let (at, bytes) = (own.shared as usize, own.bytes as usize);
+        // Moves outside the tensor keep the fill value.
         let mut data = *fill;
         match (own.global, from) {
             (Some(offset), Some(source)) => {
@@ -59,10 +60,10 @@ impl Machine<'_> {
         }
     }
 
-    /// The bytes of a copy have arrived.
+    /// Counts the bytes of a copy on its mbarrier.
     fn signal(
         &mut self,
-        job: &Job,
+        job: &BulkCopy,
         block: usize,
         offset: usize,
         phase: u32,
@@ -78,7 +79,11 @@ impl Machine<'_> {
             fault.at = Some(place.clone());
             fault
         };
-        let under_way = self.phase_under_way(block, offset).map_or(0, |own| own.1);
+        let under_way = self
+            .phase_under_way(block, offset)
+            .map_or(0, |own| own.step);
+        // The phase at the issue must still be the current one. A phase that
+        // went on means that the mbarrier completed without these bytes.
         if under_way != phase {
             return Err(fault(format!(
                 "{bytes} bytes of a bulk copy arrive at the mbarrier at {offset:#x} after its \
@@ -107,7 +112,7 @@ impl Machine<'_> {
         block: usize,
         own: &Move,
         reduction: Option<(Reduction, ElementType)>,
-        job: &Job,
+        job: &BulkCopy,
     ) -> Step<()> {
         let (at, bytes) = (own.shared as usize, own.bytes as usize);
         let Some(global) = own.global else {
@@ -115,6 +120,8 @@ impl Machine<'_> {
         };
         let Some(region) = self.launch.regions.find(global, bytes, self.hint) else {
             return Ok(());
+            // The region was checked at the issue. A buffer freed since then would
+            // be a fault of the host and not of the kernel.
         };
         let region = &self.launch.regions.list[region];
         let offset = (global - region.base) as usize;

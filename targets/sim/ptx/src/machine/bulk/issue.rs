@@ -1,4 +1,4 @@
-//! Threads hand copies to the engine: everything is checked here.
+//! The issue of bulk copies: all checks are made here.
 
 use super::{Action, Line};
 use crate::code::layout::RANK_SHIFT;
@@ -6,7 +6,7 @@ use crate::code::op::{self, Address, AtomicKind, Direction, NONE, Number, Tensor
 use crate::finding::{Fault, FindingKind, Step};
 use crate::machine::Machine;
 use crate::machine::access::{self, addresses, lanes_of, misaligned};
-use crate::machine::clocks::Component;
+use crate::machine::clocks::{CompletionStep, Component};
 use crate::machine::run::Flow;
 use crate::machine::shadow::Accessor;
 use crate::machine::warp::Warp;
@@ -16,7 +16,7 @@ use moesaic_hardware::tensor_map::{ElementType, TensorMap};
 use moesaic_hardware::tma::{self, Move, Reduction};
 
 impl Machine<'_> {
-    pub fn bulk(&mut self, warp: &mut Warp, op: &op::Bulk, mask: u32) -> Step<Flow> {
+    pub fn bulk(&mut self, warp: &mut Warp, op: &op::BulkOp, mask: u32) -> Step<Flow> {
         if op.direction == Direction::PrefetchL2 {
             return Ok(Flow::Next);
         }
@@ -28,6 +28,8 @@ impl Machine<'_> {
                 _ => (from[lane], to[lane]),
             };
             let size = bytes[lane];
+            // PTX ISA, "cp.async.bulk": both addresses and the size must be
+            // multiples of 16.
             for address in [shared, other, u64::from(size)] {
                 if !address.is_multiple_of(16) {
                     return Err(misaligned(
@@ -77,6 +79,8 @@ impl Machine<'_> {
                 .collect();
             let invalid = |text: String| Fault::new(FindingKind::Operand, 1 << lane, text);
             let offset = shared[lane] as u32 & ((1 << RANK_SHIFT) - 1);
+            // The box is cut into moves at the issue: coordinates live in
+            // registers, which change before the copy runs.
             let mut moves = Vec::new();
             tma::box_moves(&map, &coordinates, offset, |own| moves.push(own))
                 .map_err(|error| invalid(error.to_string()))?;
@@ -99,9 +103,12 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    /// The tensor map at a generic address: a parameter, or global memory.
+    /// Returns the tensor map at a generic address: a parameter, or global
+    /// memory.
     fn tensor_map(&mut self, address: u64, lane: usize) -> Step<TensorMap> {
         let mut bytes = [0; 128];
+        // A `CUtensorMap` is aligned to 64 bytes (CUDA driver API,
+        // `cuTensorMapEncodeTiled`).
         if !address.is_multiple_of(64) {
             let space = Space::Generic;
             return Err(misaligned(
@@ -141,7 +148,7 @@ impl Machine<'_> {
 
     fn reduction(
         &self,
-        asked: Option<&op::Reduction>,
+        asked: Option<&op::ReductionOp>,
         element: Option<ElementType>,
         lane: usize,
     ) -> Step<Option<(Reduction, ElementType)>> {
@@ -161,15 +168,18 @@ impl Machine<'_> {
         match kind.zip(element) {
             Some(pair) => Ok(Some(pair)),
             None => {
-                let text = "a reduction the copy engine does not have";
+                let text = "a reduction that TMA does not have";
                 Err(Fault::new(FindingKind::Operand, 1 << lane, text))
             }
         }
     }
 
-    /// Blocks a load goes to: that of the address, or those of the mask.
+    /// Returns the blocks that a load goes to: the block of the address, or the
+    /// blocks of the multicast mask.
     fn targets(&self, warp: &Warp, shared: u64, multicast: u16, lane: usize) -> Vec<usize> {
         if multicast == NONE {
+            // Rank 0 in an address stands for the thread's own block, so ranks
+            // are stored plus one.
             let rank = (shared >> RANK_SHIFT) as usize & 0xff;
             return vec![rank.checked_sub(1).unwrap_or(warp.block as usize)];
         }
@@ -189,23 +199,29 @@ impl Machine<'_> {
         let blocks = self.targets(warp, line.shared, multicast, lane);
         let mut phases = Vec::new();
         let offset = mbarrier & ((1 << RANK_SHIFT) - 1);
+        // A multicast load writes at the same offset in every block and signals
+        // the mbarrier at the same offset there (PTX ISA,
+        // "cp.async.bulk.tensor": .multicast::cluster), so each block is
+        // checked.
         for block in &blocks {
             let address = (*block as u64 + 1) << RANK_SHIFT | offset;
             self.shared_at("signals", warp.block, address, 8, lane)?;
             self.check_signal(warp, *block, offset as usize, lane)?;
-            let (component, phase) = self
+            let step = self
                 .phase_under_way(*block, offset as usize)
-                .unwrap_or((0, 0));
-            phases.push(phase);
-            self.box_starts(warp, *block, &line, component, phase)?;
+                .unwrap_or_default();
+            phases.push(step.step);
+            self.box_starts(warp, *block, &line, step)?;
         }
+        // The reads are logged at the issue, like those of a thread. The log
+        // finds the writes of other blocks that race with them.
         for own in &line.moves {
             if let Some(global) = own.global {
                 let bytes = own.bytes as usize;
                 let (region, at) = self.global_bytes("copies", global, bytes, lane as u32)?;
                 match self.note_read(false, region, at, bytes, 1 << lane) {
-                    // A box may reach over rows that nobody has written. They
-                    // arrive as NaN, so that what is made of them shows.
+                    // A box may cover rows that nobody has written. They arrive
+                    // as NaN, so a result that depends on them shows.
                     Err(fault) if line.is_box && fault.kind == FindingKind::UninitialisedGlobal => {
                         self.log.touch(Touch::Read, region, at, bytes, self.pc);
                     }
@@ -225,7 +241,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The mbarrier must be known to the engine, too.
+    /// Checks that TMA may use the mbarrier: its init must be fenced for the
+    /// async proxy.
     fn check_signal(&mut self, warp: &Warp, block: usize, offset: usize, lane: usize) -> Step<()> {
         if !self.is_mbarrier(block, offset) {
             let text = format!("signals the mbarrier at {offset:#x}, which was not initialised");
@@ -235,31 +252,28 @@ impl Machine<'_> {
             return Ok(());
         }
         let known = &warp.known[lane];
+        // A plain `__syncthreads` is not enough after `mbarrier.init` (PTX ISA,
+        // "fence.mbarrier_init", and the CUTLASS pipelines): TMA reads the
+        // barrier through the async proxy.
         let result = self.blocks[block]
             .shadow
             .check_engine_read(known, offset, 8);
-        result.map_err(|clash| {
-            self.clash(
-                warp,
-                1 << lane,
-                ("lets the copy engine use", offset, 8),
-                clash,
-            )
-        })
+        result.map_err(|clash| self.clash(warp, 1 << lane, ("lets TMA use", offset, 8), clash))
     }
 
-    /// From now on nobody but the engine may touch where the box goes.
+    /// Checks the destination of a box, which from now on belongs to TMA alone.
     fn box_starts(
         &mut self,
         warp: &Warp,
         block: usize,
         line: &Line,
-        component: u32,
-        phase: u32,
+        step: CompletionStep,
     ) -> Step<()> {
         let (lane, bytes) = (line.lane, line.bytes as usize);
         let offset = (line.shared & ((1 << RANK_SHIFT) - 1)) as usize;
         let address = (block as u64 + 1) << RANK_SHIFT | offset as u64;
+        // First and last 16 bytes are enough for the bounds: a box is dense in
+        // shared memory, and the swizzle stays within the box's atoms.
         for at in [0, bytes.saturating_sub(16)] {
             self.shared_at("copies to", warp.block, address + at as u64, 16, lane)?;
         }
@@ -275,18 +289,21 @@ impl Machine<'_> {
             pc: self.pc,
         };
         let shadow = &mut self.blocks[block].shadow;
+        // A write by TMA after ordinary reads needs no proxy fence, but it
+        // needs the order: the readers must have arrived at a barrier that this
+        // thread has waited for.
         if let Err(clash) = shadow.check_write(&by, offset, bytes) {
             return Err(self.clash(warp, 1 << lane, ("copies to", offset, bytes), clash));
         }
-        shadow.engine_write(component, phase, self.pc, offset, bytes);
+        shadow.engine_write(step.component, step.step, self.pc, offset, bytes);
         Ok(())
     }
 
-    /// A copy to another block of the cluster.
+    /// Copies to another block of the cluster.
     fn send(
         &mut self,
         warp: &Warp,
-        op: &op::Bulk,
+        op: &op::BulkOp,
         (to, from): (u64, u64),
         bytes: u32,
         lane: usize,
@@ -318,20 +335,20 @@ impl Machine<'_> {
         let mbarrier = mbarrier.map_or(0, |address| addresses(warp, address)[lane]);
         let (block, offset) = self.shared_at("signals", warp.block, mbarrier, 8, lane)?;
         self.check_signal(warp, block, offset, lane)?;
-        let (component, phase) = self.phase_under_way(block, offset).unwrap_or((0, 0));
-        self.box_starts(warp, block, &line, component, phase)?;
+        let step = self.phase_under_way(block, offset).unwrap_or_default();
+        self.box_starts(warp, block, &line, step)?;
         self.enqueue(warp, line, |line| Action::Load {
             from: Some(source),
             blocks: vec![block],
             mbarrier: offset,
-            phases: vec![phase],
+            phases: vec![step.step],
             bytes: line.bytes,
             fill: line.fill,
         });
         Ok(())
     }
 
-    /// The engine reads shared memory: it must see what threads wrote there.
+    /// Checks that TMA sees what threads wrote to its source in shared memory.
     fn engine_source(
         &mut self,
         warp: &Warp,
@@ -339,7 +356,7 @@ impl Machine<'_> {
         offset: usize,
         bytes: usize,
         lane: usize,
-        step: Option<(u32, u32)>,
+        step: Option<CompletionStep>,
     ) -> Step<()> {
         let address = (block as u64 + 1) << RANK_SHIFT | offset as u64;
         for at in [0, bytes.saturating_sub(16)] {
@@ -353,7 +370,9 @@ impl Machine<'_> {
         if let Err(clash) = shadow.check_engine_read(known, offset, bytes) {
             return Err(self.clash(warp, 1 << lane, ("copies", offset, bytes), clash));
         }
-        if let Some((component, step)) = step {
+        // The source must stay as it is until the group was waited for, so
+        // reads are recorded for the writes that come.
+        if let Some(CompletionStep { component, step }) = step {
             for at in (0..bytes).step_by(16) {
                 shadow.engine_reads(component, step, offset + at);
             }
@@ -374,7 +393,10 @@ impl Machine<'_> {
         groups.open = true;
         let group = groups.committed + 1;
         let component = self.component(Component::Bulk { thread });
-        let step = Some((component, group));
+        let step = Some(CompletionStep {
+            component,
+            step: group,
+        });
         self.engine_source(warp, block, offset, line.bytes as usize, lane, step)?;
         for own in &line.moves {
             let Some(global) = own.global else {
@@ -382,6 +404,7 @@ impl Machine<'_> {
             };
             let bytes = own.bytes as usize;
             let (region, at) = self.global_bytes("copies to", global, bytes, lane as u32)?;
+            // A reduction reads the old bytes, so they have to be there.
             if reduction.is_some() {
                 self.note_read(false, region, at, bytes, 1 << lane)?;
             }

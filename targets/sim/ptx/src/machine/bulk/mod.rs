@@ -1,4 +1,4 @@
-//! The copy engine: bulk copies of lines and boxes.
+//! TMA: bulk copies of lines and boxes.
 
 mod carry;
 mod issue;
@@ -13,10 +13,10 @@ use moesaic_hardware::tensor_map::ElementType;
 use moesaic_hardware::tma::{Move, Reduction};
 use std::collections::HashMap;
 
-/// Copies under way, and the groups of each thread.
+/// The copies in flight and the groups of each thread.
 #[derive(Default)]
 pub struct Bulks {
-    jobs: Vec<Job>,
+    jobs: Vec<BulkCopy>,
     threads: HashMap<u32, Groups>,
     step: u64,
 }
@@ -27,12 +27,12 @@ struct Groups {
     /// Copies were issued since the last commit.
     open: bool,
     committed: u32,
-    /// Groups the thread has waited for.
+    /// Number of groups the thread has waited for.
     waited: u32,
 }
 
-/// One copy.
-pub struct Job {
+/// A copy in flight.
+pub struct BulkCopy {
     due: u64,
     pub pc: u32,
     pub thread: u32,
@@ -40,10 +40,10 @@ pub struct Job {
     action: Action,
 }
 
-/// What a copy does with its moves.
+/// The direction and the completion of a copy.
 enum Action {
-    /// Global memory, or another block, to these blocks; each signals the
-    /// mbarrier at this offset.
+    /// Copies global memory, or the shared memory of another block, to these
+    /// blocks. Each signals the mbarrier at this offset.
     Load {
         from: Option<usize>,
         blocks: Vec<usize>,
@@ -52,7 +52,7 @@ enum Action {
         bytes: u32,
         fill: [u8; 16],
     },
-    /// A block's shared memory to global memory, in this group.
+    /// Copies a block's shared memory to global memory, in this group.
     Store {
         block: usize,
         group: u32,
@@ -65,19 +65,24 @@ impl Bulks {
         self.jobs.is_empty()
     }
 
-    pub fn first(&self) -> Option<&Job> {
+    pub fn first(&self) -> Option<&BulkCopy> {
         self.jobs.first()
     }
 
-    /// A phase is over: nothing that signals it may be under way.
+    /// Checks that a phase which completes has no copy in flight that signals
+    /// it.
     pub fn check_phase(&self, block: usize, offset: usize, phase: u32) -> Step<()> {
-        let late = |job: &&Job| match &job.action {
+        let late = |job: &&BulkCopy| match &job.action {
             Action::Load {
                 blocks,
                 mbarrier,
                 phases,
                 ..
             } => {
+                // A phase that completes with a copy outstanding means that the
+                // announced bytes were fewer than the copied ones. Hardware
+                // shows that as rare wrong tiles, since the late bytes are
+                // taken for the next phase.
                 *mbarrier == offset && blocks.iter().zip(phases).any(|own| own == (&block, &phase))
             }
             Action::Store { .. } => false,
@@ -97,25 +102,28 @@ impl Bulks {
     }
 }
 
-/// Where a copy goes and comes from, for one thread.
+/// The two ends of a copy, for one thread.
 struct Line {
     lane: usize,
     shared: u64,
     bytes: u32,
     moves: Vec<Move>,
     fill: [u8; 16],
-    /// Of a tensor, not of plain memory.
+    /// The copy is of a tensor's box, not of plain memory.
     is_box: bool,
 }
 
 impl Machine<'_> {
     fn enqueue(&mut self, warp: &Warp, line: Line, action: impl FnOnce(&Line) -> Action) {
+        // Delays differ per copy, so copies overtake each other. TMA gives no
+        // order between two bulk operations (PTX ISA, "cp.async.bulk": no
+        // ordering guarantee).
         let delay = match self.launch.seed {
             0 => 0,
             _ => self.random.below(24),
         };
         let action = action(&line);
-        self.bulk.jobs.push(Job {
+        self.bulk.jobs.push(BulkCopy {
             due: self.bulk.step + delay,
             pc: self.pc,
             thread: warp.number * 32 + line.lane as u32,
@@ -142,6 +150,7 @@ impl Machine<'_> {
             let Some(groups) = self.bulk.threads.get_mut(&thread) else {
                 continue;
             };
+            // Waiting for fewer groups later on does not undo an earlier wait.
             groups.waited = groups.waited.max(groups.committed.saturating_sub(left));
             let waited = groups.waited;
             let component = self.component(Component::Bulk { thread });
@@ -151,7 +160,8 @@ impl Machine<'_> {
         Ok(Flow::Next)
     }
 
-    /// Whether all but the last `left` groups of these threads are through.
+    /// Returns true if all but the last `left` groups of these threads are
+    /// complete.
     pub fn bulk_done(&self, warp: u32, mask: u32, left: u32, _read: bool) -> bool {
         lanes_of(mask).all(|lane| {
             let thread = warp * 32 + lane as u32;
@@ -161,6 +171,8 @@ impl Machine<'_> {
                 .get(&thread)
                 .map_or(0, |own| own.committed);
             let due = committed.saturating_sub(left);
+            // `.read` waits only for the reads of shared memory; here a store
+            // reads and writes in one step, so both waits end together.
             !self.bulk.jobs.iter().any(|job| match job.action {
                 Action::Store { group, .. } => job.thread == thread && group <= due,
                 Action::Load { .. } => false,
@@ -168,11 +180,13 @@ impl Machine<'_> {
         })
     }
 
-    /// Threads that end must have waited for their stores.
+    /// Checks that threads which end have waited for their stores.
     pub fn end_bulk(&mut self, warp: &Warp, mask: u32) -> Step<()> {
         for lane in lanes_of(mask) {
             let thread = warp.number * 32 + lane as u32;
             let own = self.bulk.threads.get(&thread).copied().unwrap_or_default();
+            // Shared memory is gone once its block ends, so a store that still
+            // reads it would copy another block's bytes.
             if own.open || own.waited < own.committed {
                 let text = "ends with bulk stores it has not waited for";
                 return Err(Fault::new(FindingKind::PendingAtExit, 1 << lane, text));
@@ -181,7 +195,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Carries out what is due; with `force` the copy that is due first.
+    /// Executes the copies that are due; with `force`, the one that is due
+    /// first.
     pub fn run_bulk(&mut self, force: bool) -> Step<bool> {
         self.bulk.step += 1;
         let mut done = false;
@@ -190,6 +205,9 @@ impl Machine<'_> {
             let Some((at, job)) = jobs.min_by_key(|(_, job)| job.due) else {
                 return Ok(done);
             };
+            // With `force` one copy must run even before its time. Only one,
+            // because it may already wake a thread, and the others can stay
+            // late.
             if job.due > self.bulk.step && (done || !force) {
                 return Ok(done);
             }

@@ -1,9 +1,9 @@
-//! What atomics compute.
+//! The arithmetic of atomics.
 
 use super::half::{narrow_exact, widen};
 use crate::code::op::{AtomicKind, AtomicType, Half, Number};
 
-/// The new value of memory.
+/// Returns the new value of memory.
 pub fn combine(kind: AtomicKind, ty: AtomicType, old: u64, operand: u64, swap: u64) -> u64 {
     match ty {
         AtomicType::Number(ty) => number(kind, ty, old, operand, swap),

@@ -122,7 +122,7 @@ impl Logic {
     }
 }
 
-/// The lanes for which the comparison itself is true.
+/// Returns the lanes for which the comparison itself is true.
 #[inline(always)]
 fn holds(warp: &Warp, compare: &Compare) -> u32 {
     let (a, b) = (compare.a, compare.b);

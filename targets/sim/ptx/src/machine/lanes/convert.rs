@@ -41,7 +41,8 @@ fn pair_part(half: Half, rounding: Rounding, relu: bool, value: f32) -> u32 {
     })
 }
 
-/// Towards zero: the nearest, stepped back when it is too far out.
+/// Rounds towards zero: takes the nearest value and steps it back if it is too
+/// far out.
 fn f16_towards_zero(value: f32) -> u16 {
     let nearest = f16_from_f32(value);
     if f32_from_f16(nearest).abs() > value.abs() {
@@ -74,7 +75,8 @@ fn one(warp: &mut Warp, convert: &Convert, mask: u32) {
             });
             warp.put(convert.d, &value, mask);
         }
-        // Of a NaN the very bits matter, which f64 in between would quieten.
+        // A NaN keeps its very bits here, which f64 in between would make
+        // quiet.
         (Number::Tf32, Number::F32) if plain => {
             let f = |v: u32| tf32(convert.rounding, f32::from_bits(v));
             let value = map1(warp.word(convert.a), f);
@@ -104,7 +106,7 @@ fn general(warp: &mut Warp, convert: &Convert, mask: u32) {
     }
 }
 
-/// A number in the middle of a conversion.
+/// A number halfway through a conversion.
 #[derive(Clone, Copy)]
 enum Middle {
     Integer(i128),
@@ -139,7 +141,7 @@ fn read(from: Number, bits: u64) -> Middle {
     }
 }
 
-/// The least and the largest value of an integer type.
+/// Returns the least and the largest value of an integer type.
 fn range(to: Number) -> (i128, i128) {
     let bits = to.bits();
     if to.is_signed() {
@@ -149,7 +151,7 @@ fn range(to: Number) -> (i128, i128) {
     }
 }
 
-/// Truncated to the type, then extended to the register by its sign.
+/// Truncates to the type, then extends to the register by the type's sign.
 fn integer(convert: &Convert, value: i128) -> u64 {
     let to = convert.to;
     let (least, largest) = range(to);
@@ -167,7 +169,7 @@ fn integer(convert: &Convert, value: i128) -> u64 {
     };
     match (convert.wide_d, to.bits()) {
         (true, _) | (_, 64) => extended,
-        // 16-bit registers hold no more than their bits.
+        // 16-bit registers hold their own bits alone.
         (false, 16) => extended & 0xffff,
         (false, _) => extended & 0xffff_ffff,
     }
@@ -187,10 +189,12 @@ fn rounded(rounding: Rounding, value: f64) -> f64 {
     }
 }
 
-/// Out of range goes to the nearer end. A NaN is zero, but the top bit alone
-/// for 64-bit results and sources of 64 bits.
+/// Converts a float to an integer: values out of range go to the nearer end. A
+/// NaN becomes zero, except for 64-bit results and sources of 64 bits, where it
+/// becomes the top bit alone.
 fn integer_from_float(convert: &Convert, value: f64) -> u64 {
     let (least, largest) = range(convert.to);
+    // PTX ISA, "cvt": the result for NaN is documented for each width.
     if value.is_nan() {
         let wide = convert.to.bits() == 64 || convert.from == Number::F64;
         let top = 1u64 << (convert.to.bits() - 1);

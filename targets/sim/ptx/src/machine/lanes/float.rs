@@ -1,16 +1,16 @@
-//! f32 and f64.
+//! Arithmetic in f32 and f64.
 //!
-//! A NaN that arithmetic makes is the one NVIDIA hardware makes, all ones
-//! below the sign. Approximate instructions are computed in f64 and rounded,
-//! which is inside every error bound that PTX states.
+//! A NaN that arithmetic makes is the one of NVIDIA hardware, all ones below
+//! the sign. Approximate instructions are computed in f64 and rounded, which
+//! satisfies every error bound that PTX states.
 
 use super::{map1, map2, map3};
 use crate::code::op::{Float1, Float2, FloatTest, Mode, Op};
 use crate::machine::warp::{Doubles, Warp, Words};
 
-/// The NaN that f32 arithmetic gives.
+/// The NaN that f32 arithmetic returns.
 const NAN: u32 = 0x7fff_ffff;
-/// The NaN that f64 arithmetic gives.
+/// The NaN that f64 arithmetic returns.
 const REAL_NAN: u64 = 0xfff8_0000_0000_0000;
 
 const PLAIN: Mode = Mode {
@@ -43,7 +43,7 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
     true
 }
 
-/// What an atomic on f64 leaves: a sum, or the operand.
+/// Returns the result of an atomic on f64: the sum, or the operand.
 pub fn real(add: bool, a: f64, b: f64) -> u64 {
     real_bits(if add { a + b } else { b })
 }
@@ -104,7 +104,7 @@ fn tests64(test: FloatTest, value: f64) -> bool {
     }
 }
 
-/// The bits of a result.
+/// Returns the bits of a result.
 #[inline(always)]
 pub fn bits(value: f32) -> u32 {
     if value.is_nan() { NAN } else { value.to_bits() }
@@ -118,7 +118,7 @@ fn real_bits(value: f64) -> u64 {
     }
 }
 
-/// Subnormals to zero of the same sign.
+/// Flushes subnormals to zero of the same sign.
 #[inline(always)]
 fn flushed(value: u32) -> u32 {
     match value & 0x7f80_0000 {
@@ -127,13 +127,13 @@ fn flushed(value: u32) -> u32 {
     }
 }
 
-/// What a mode makes of a result.
+/// Applies a mode to a result.
 #[inline(always)]
 pub fn finish(mode: Mode, value: u32) -> u32 {
     let value = if mode.flush { flushed(value) } else { value };
     let number = f32::from_bits(value);
     if mode.saturate {
-        // NaN becomes +0.
+        // PTX ISA, ".sat": NaN becomes +0.
         return if number >= 0.0 {
             number.min(1.0).to_bits() & 0x7fff_ffff
         } else {
@@ -187,7 +187,8 @@ pub fn float2(op: Float2, a: &Words, b: &Words) -> Words {
     }
 }
 
-/// The smaller number; -0 is smaller than +0. A NaN loses, or wins.
+/// Returns the smaller number; -0 is smaller than +0. A NaN loses, or wins if
+/// `nan`.
 #[inline(always)]
 fn smaller(a: u32, b: u32, nan: bool) -> u32 {
     let (x, y) = (f32::from_bits(a), f32::from_bits(b));
@@ -229,7 +230,7 @@ fn rare1(op: Float1, mode: Mode, a: &Words) -> Words {
     map1(a, |v| finish(mode, single(op, take(v))))
 }
 
-/// One number.
+/// Computes an operation of one number.
 pub fn single(op: Float1, value: u32) -> u32 {
     let x = f32::from_bits(value);
     let wide = f64::from(x);

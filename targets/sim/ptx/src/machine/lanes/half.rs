@@ -1,7 +1,7 @@
-//! f16 and bf16, one or two in a register.
+//! Arithmetic in f16 and bf16, one or two elements per register.
 //!
-//! Sums and products of two halves are exact in f64, so that one rounding
-//! gives what the hardware gives.
+//! Sums and products of two halves are exact in f64, so one rounding gives the
+//! result of the hardware.
 
 use super::float::{finish, single};
 use crate::code::op::{Float1, Float2, Half, HalfForm, Op};
@@ -38,8 +38,8 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
     true
 }
 
-/// Runs `f` for each element of a register; `f` gets a function that takes
-/// its element out of an operand.
+/// Runs `f` for each element of a register; `f` receives a function that
+/// extracts its element from an operand.
 fn each(form: HalfForm, f: impl Fn(&dyn Fn(u32) -> u16) -> u16) -> u32 {
     let low = u32::from(f(&|v| v as u16));
     if form.packed {
@@ -49,7 +49,7 @@ fn each(form: HalfForm, f: impl Fn(&dyn Fn(u32) -> u16) -> u16) -> u32 {
     }
 }
 
-/// The value of a half.
+/// Returns the value of a half.
 pub fn widen(half: Half, bits: u16) -> f32 {
     match half {
         Half::F16 => f32_from_f16(bits),
@@ -65,13 +65,15 @@ pub fn narrow(half: Half, value: f32) -> u16 {
     }
 }
 
-/// Rounds an f64 once: to f32 towards odd first, so that the second rounding
-/// sees whether anything was lost.
+/// Rounds an f64 once: first to f32 towards odd, so that the second rounding
+/// sees if anything was lost.
 pub fn narrow_exact(half: Half, value: f64) -> u16 {
     let nearest = value as f32;
     if value.is_nan() || f64::from(nearest) == value || !nearest.is_finite() {
         return narrow(half, nearest);
     }
+    // Rounding twice to nearest can round a tie up that was none. An odd last
+    // bit in between marks every inexact value as no tie.
     let bits = nearest.to_bits();
     let past = f64::from(nearest).abs() > value.abs();
     let truncated = if past { bits - 1 } else { bits };
@@ -96,8 +98,8 @@ fn half2(op: Float2, form: HalfForm, a: u16, b: u16) -> u16 {
 
 fn fused(form: HalfForm, a: u16, b: u16, c: u16) -> u16 {
     let [x, y, z] = [a, b, c].map(|v| f64::from(widen(form.half, v)));
-    // The product is exact; the sum of it and a third may not be, so it is
-    // rounded to odd.
+    // The product is exact. Its sum with a third number may not be, so the sum
+    // is rounded to odd before the final rounding.
     let product = x * y;
     let sum = product + z;
     let error = {

@@ -1,4 +1,4 @@
-//! 32-bit integers, and 16-bit ones in 32-bit rows.
+//! Arithmetic on 32-bit integers, and on 16-bit ones in 32-bit rows.
 
 use super::{map1, map2, map3};
 use crate::code::op::{Int1, Int2, Int3, Op, Row};
@@ -49,7 +49,7 @@ fn short(warp: &mut Warp, op: &Op, mask: u32) {
             a,
             b,
         } => {
-            // Shift amounts are 32 bits.
+            // Shift amounts are 32 bits whatever the type.
             let shift = matches!(
                 op,
                 Int2::ShiftLeft | Int2::ShiftRightSigned | Int2::ShiftRightUnsigned
@@ -91,7 +91,7 @@ fn inserts(warp: &Warp, rows: [Row; 4]) -> Words {
     std::array::from_fn(|l| insert(a[l].into(), b[l].into(), position[l], length[l], 32) as u32)
 }
 
-/// The low `length` bits of `a` at `position` of `b`, in `bits` bits.
+/// Inserts the low `length` bits of `a` at `position` of `b`, in `bits` bits.
 #[inline(always)]
 pub fn insert(a: u64, b: u64, position: u32, length: u32, bits: u32) -> u64 {
     let (position, length) = (position & 0xff, length & 0xff);
@@ -164,7 +164,7 @@ fn rare2(op: Int2, a: &Words, b: &Words) -> Words {
             (i32::from(a as u16 as i16) * i32::from(b as u16 as i16)).cast_unsigned()
         }),
         Int2::Mul16Unsigned => map2(a, b, |a: u32, b: u32| (a & 0xffff) * (b & 0xffff)),
-        // Division by zero gives all ones on NVIDIA hardware.
+        // PTX leaves division by zero open; NVIDIA hardware returns all ones.
         Int2::DivUnsigned => map2(a, b, |a: u32, b: u32| a.checked_div(b).unwrap_or(u32::MAX)),
         Int2::DivSigned => map2(
             a,
@@ -203,7 +203,7 @@ fn int1(op: Int1, a: &Words) -> Words {
     }
 }
 
-/// The bits that differ from the sign.
+/// Returns the bits that differ from the sign.
 #[inline(always)]
 fn magnitude(value: u32) -> u32 {
     value ^ (value.cast_signed() >> 31).cast_unsigned()

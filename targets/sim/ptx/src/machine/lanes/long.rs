@@ -1,4 +1,4 @@
-//! 64-bit integers.
+//! Arithmetic on 64-bit integers.
 
 use super::{integer, map1, map2, map3, scalar};
 use crate::code::op::{Int1, Int2, Op};

@@ -1,8 +1,8 @@
 //! Arithmetic: the same operation on the 32 lanes of a warp.
 //!
-//! The loops are plain; the compiler makes vector code of them. The whole
-//! family is compiled twice, for any processor and for one with 256-bit
-//! vectors and fused multiply-add, and the machine picks when it starts.
+//! The loops are plain, and the compiler vectorises them. The whole family is
+//! compiled twice, for any processor and for one with 256-bit vectors and fused
+//! multiply-add; the machine picks one at its start.
 
 pub mod atomic;
 mod compare;
@@ -17,11 +17,11 @@ pub mod scalar;
 use super::warp::Warp;
 use crate::code::op::Op;
 
-/// Runs an arithmetic instruction for the lanes of `mask`; false when the
-/// instruction is none.
+/// Runs an arithmetic instruction for the lanes of `mask`; returns false for
+/// any other instruction.
 pub type Execute = fn(&mut Warp, &Op, u32) -> bool;
 
-/// The fastest version for this processor.
+/// Returns the fastest version for this processor.
 pub fn pick() -> Execute {
     #[cfg(target_arch = "x86_64")]
     {
@@ -95,7 +95,7 @@ fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
     }
 }
 
-/// A function of one row.
+/// Maps a function over one row.
 #[inline(always)]
 fn map1<A: Copy, D: Copy + Default>(a: &[A; 32], f: impl Fn(A) -> D) -> [D; 32] {
     let mut out = [D::default(); 32];
@@ -105,7 +105,7 @@ fn map1<A: Copy, D: Copy + Default>(a: &[A; 32], f: impl Fn(A) -> D) -> [D; 32] 
     out
 }
 
-/// A function of two rows.
+/// Maps a function over two rows.
 #[inline(always)]
 fn map2<A: Copy, B: Copy, D: Copy + Default>(
     a: &[A; 32],
@@ -119,7 +119,7 @@ fn map2<A: Copy, B: Copy, D: Copy + Default>(
     out
 }
 
-/// A function of three rows.
+/// Maps a function over three rows.
 #[inline(always)]
 fn map3<A: Copy, B: Copy, C: Copy, D: Copy + Default>(
     a: &[A; 32],
@@ -134,7 +134,7 @@ fn map3<A: Copy, B: Copy, C: Copy, D: Copy + Default>(
     out
 }
 
-/// The lanes for which a question about two rows is true.
+/// Returns the lanes for which a predicate of two rows holds.
 #[inline(always)]
 fn ask2<A: Copy, B: Copy>(a: &[A; 32], b: &[B; 32], f: impl Fn(A, B) -> bool) -> u32 {
     let mut yes = [0u32; 32];
@@ -144,7 +144,7 @@ fn ask2<A: Copy, B: Copy>(a: &[A; 32], b: &[B; 32], f: impl Fn(A, B) -> bool) ->
     yes.iter().fold(0, |mask, bit| mask | bit)
 }
 
-/// Loaded bits with their sign extended, where the access asks for it.
+/// Extends the sign of loaded bits if the access asks for it.
 #[inline(always)]
 pub fn scalar_sign(
     access: &crate::code::op::Access,
@@ -158,7 +158,7 @@ pub fn scalar_sign(
     Some(map1(value, extend))
 }
 
-/// An integer operation on two single values.
+/// Computes an integer operation on two single values.
 pub fn reduce2(op: crate::code::op::Int2, a: u32, b: u32) -> u32 {
     integer::int2(op, &[a; 32], &[b; 32])[0]
 }

@@ -71,7 +71,7 @@ fn rare(warp: &mut Warp, op: &Op, mask: u32) -> bool {
     true
 }
 
-/// Conversions between address spaces.
+/// Executes conversions between address spaces.
 fn spaces(warp: &mut Warp, op: &Op, mask: u32) -> bool {
     match *op {
         Op::ToGeneric { space, wide, d, a } => address(warp, wide, d, a, mask, |v| match space {
@@ -129,7 +129,7 @@ fn is_own(own: u64, address: u64) -> bool {
     rank == 0 || rank == own
 }
 
-/// Whether a generic address is in a space.
+/// Returns true if a generic address is in a space.
 pub fn is_in(space: Space, address: u64) -> bool {
     let window = |start: u64| (start..start + WINDOW).contains(&address);
     match space {

@@ -1,9 +1,9 @@
-//! Bit operations of one lane that no host instruction does.
+//! Bit operations on one lane that the host has no instruction for.
 
 use crate::code::op::Int3;
 
-/// `prmt` without a mode: each nibble of `c` picks a byte of `b:a`, or, with
-/// its top bit set, the byte's sign in every bit.
+/// Computes `prmt` without a mode: each nibble of `c` picks a byte of `b:a`,
+/// or, with its top bit set, the byte's sign in every bit.
 #[inline(always)]
 pub fn permute(a: u32, b: u32, c: u32) -> u32 {
     let bytes = u64::from(b) << 32 | u64::from(a);
@@ -20,7 +20,8 @@ pub fn permute(a: u32, b: u32, c: u32) -> u32 {
     out
 }
 
-/// `bfe.32`: the `length` bits from `position`, sign-extended or not.
+/// Computes `bfe.32`: the `length` bits from `position` on, sign-extended or
+/// not.
 pub fn field(a: u32, position: u32, length: u32, signed: bool) -> u32 {
     let wide = if signed {
         i64::from(a.cast_signed()).cast_unsigned()
@@ -30,7 +31,8 @@ pub fn field(a: u32, position: u32, length: u32, signed: bool) -> u32 {
     long_field(wide, position, length, signed, 32) as u32
 }
 
-/// `bfe` over `bits` bits; bits beyond the top repeat the sign, or are zero.
+/// Computes `bfe` over `bits` bits; bits beyond the top repeat the sign or are
+/// zero.
 pub fn long_field(a: u64, position: u32, length: u32, signed: bool, bits: u32) -> u64 {
     let (position, length) = (position & 0xff, length & 0xff);
     if length == 0 {
@@ -52,7 +54,7 @@ pub fn long_field(a: u64, position: u32, length: u32, signed: bool, bits: u32) -
     }
 }
 
-/// Funnel shifts, the modes of `prmt`, dot products.
+/// Computes funnel shifts, the modes of `prmt`, and dot products.
 pub fn rare3(op: Int3, a: u32, b: u32, c: u32) -> u32 {
     let pair = u64::from(b) << 32 | u64::from(a);
     match op {
@@ -66,7 +68,7 @@ pub fn rare3(op: Int3, a: u32, b: u32, c: u32) -> u32 {
     }
 }
 
-/// The selector that a mode of `prmt` stands for.
+/// Returns the selector that a mode of `prmt` stands for.
 fn selector(op: Int3, c: u32) -> u32 {
     let nibbles = |f: &dyn Fn(u32) -> u32| (0..4).fold(0, |all, at| all | f(at) << (4 * at));
     match op {
