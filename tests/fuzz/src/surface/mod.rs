@@ -1,5 +1,7 @@
 //! What reads inputs, and what it promises for any of them.
 
+#[path = "../../../oracle/archive.rs"]
+mod archive;
 mod cache;
 mod call;
 mod gguf;
