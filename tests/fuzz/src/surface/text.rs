@@ -156,10 +156,7 @@ impl Config {
         let mut seeds: Vec<String> = hf::supported_models().into_iter().map(least).collect();
         let folders = ["hf", "hf_more", "quantized"];
         for folder in folders.map(archive::folder) {
-            let entries = fs::read_dir(folder)
-                .into_iter()
-                .flatten()
-                .flatten();
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
             let mut paths: Vec<_> = entries
                 .map(|entry| entry.path().join("config.json"))
                 .collect();
