@@ -1,7 +1,7 @@
 """Packs folders of fixtures: `pack.py hf families` writes `hf.tar` and `families.tar`.
 
-To change a fixture, unpack its archive first: `tar -xf hf.tar -C hf`. An archive has the same
-bytes wherever it is packed, and the folders that went into it are removed.
+To change a fixture, unpack its archive first: `mkdir -p hf && tar -xf hf.tar -C hf`. An archive has
+the same bytes wherever it is packed, and the folders that went into it are removed.
 """
 
 import pathlib
