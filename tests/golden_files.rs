@@ -1,5 +1,5 @@
-//! How golden text lies in `tests/golden`: the prelude of each language once, one kernel of
-//! each template and target in full, of every kernel a digest.
+//! The layout of `tests/golden`: the prelude of each language once, one kernel of each template
+//! in full for each target in full, and a digest of every kernel of every target.
 
 use moesaic::cache::hash_source;
 use moesaic::kernel::{KernelSource, Language};
@@ -42,12 +42,15 @@ pub fn files(kernels: &[Emitted], in_full: impl Fn(&Emitted) -> bool) -> BTreeMa
     let mut preludes: Vec<Prelude> = LANGUAGES.map(Prelude::new).into();
     let (mut files, mut seen) = (BTreeMap::new(), BTreeSet::new());
     for kernel in kernels {
+        if !in_full(kernel) {
+            continue;
+        }
         let language = kernel.source.language;
         let prelude = preludes.iter_mut().find(|p| p.language == language);
         let own = prelude
             .expect("it is of all")
             .take_from(&kernel.source.text);
-        if in_full(kernel) && seen.insert(kernel.template()) {
+        if seen.insert(kernel.template()) {
             files.insert(kernel.file(), own);
         }
     }
@@ -106,7 +109,7 @@ fn other_digests(was: &str, is: &str) -> Vec<String> {
     let names: BTreeSet<&str> = kernels
         .filter_map(|line| line.split(' ').next_back())
         .collect();
-    let said = |name: &str| format!("{name}: another text than its digest is of");
+    let said = |name: &str| format!("{name}: its text is not the one that its digest is of");
     names.into_iter().map(said).collect()
 }
 

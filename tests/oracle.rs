@@ -7,8 +7,9 @@ use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
 use moesaic::weights::{KeyOptions, load_keys, write_safetensors};
 use moesaic::{Engine, EngineError, EngineOptions, Tensor, Tensors, reference, resolve_target};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+mod archive;
 mod backward;
 mod families;
 mod gradients;
@@ -42,10 +43,9 @@ fn open(target: &str) -> Engine {
     needed(tool, Engine::open(target, options()))
 }
 
-/// The entries of a folder of `tests/oracle`, in order.
+/// Returns the fixtures of an archive of `tests/oracle`, in order.
 fn entries(folder: &str) -> Vec<PathBuf> {
-    let root = Path::new(crate::ROOT).join("tests/oracle");
-    fixtures(&root.join(folder))
+    fixtures(&archive::folder(folder))
 }
 
 fn hugging_face(engine: &Engine, folder: &str, least: usize) {

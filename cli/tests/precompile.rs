@@ -83,7 +83,10 @@ fn precompile_covers_the_layers_of_a_model() {
         let mut call = command();
         call.args(["precompile", "--target", "cpu", "--json", "--cache"]);
         call.arg(cache.path()).arg("--hf");
-        finish(call.arg(repository("tests/oracle").join(model)).args(more))
+        finish(
+            call.arg(repository(&format!("tests/oracle/{model}")))
+                .args(more),
+        )
     };
     let listed = |json: &serde_json::Value, key: &str| {
         let kernels = json["kernels"].as_array().unwrap().iter();

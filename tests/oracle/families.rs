@@ -1,6 +1,6 @@
 //! docs/FAMILIES.md against the code and the fixtures.
 
-use super::entries;
+use super::{archive, entries};
 use moesaic::spec::hf;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -80,12 +80,12 @@ fn every_family_that_is_read_has_a_fixture() {
         let names = names.map(|dir| dir.file_name().unwrap().to_string_lossy().to_string());
         left.extend(names.map(|name| format!("{folder}/{name}")));
     }
-    let root = Path::new(crate::ROOT).join("tests/oracle");
     for row in rows(&text("docs/FAMILIES.md")).iter().filter(|r| r.read) {
         let fixtures = quoted(&row.last);
         assert!(!fixtures.is_empty(), "{} has no fixture", row.folder);
         for fixture in fixtures {
-            let types = model_types(&root.join(&fixture));
+            let (folder, name) = fixture.split_once('/').expect("FOLDER/NAME");
+            let types = model_types(&archive::folder(folder).join(name));
             let known = types.iter().any(|name| row.names.contains(name));
             assert!(known, "{fixture} is of {types:?}, not of {:?}", row.names);
             assert!(left.remove(&fixture), "{fixture} is named twice");

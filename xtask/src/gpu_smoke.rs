@@ -1,6 +1,6 @@
 //! `gpu-smoke`: a folder for a machine that has a GPU, its driver and nothing else.
 
-use super::{CARGO, run, target};
+use super::{CARGO, archive, run, target};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,7 +26,7 @@ const ZIG: &str = "ziglang==0.17.0";
 
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
-/// Fixtures of the oracles.
+/// Archives of the oracles' fixtures.
 const DATA: [&str; 4] = ["hf", "hf_more", "families", "tutel"];
 
 struct Options {
@@ -58,10 +58,10 @@ pub fn folder(arguments: impl Iterator<Item = String>) -> Result<(), String> {
         &out.join("peers").join(peer),
     )?;
     for folder in DATA {
-        copy_all(
-            &root.join("tests/oracle").join(folder),
-            &out.join("data").join(folder),
-        )?;
+        let path = root.join("tests/oracle").join(folder).with_extension("tar");
+        let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        archive::unpack(&bytes, &out.join("data").join(folder))
+            .map_err(|error| format!("{}: {error}", path.display()))?;
     }
     fs::write(out.join("version"), version(&root)).map_err(|error| error.to_string())?;
     kernels(&options)?;
@@ -212,18 +212,6 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
     copied
         .map(drop)
         .map_err(|error| format!("{} to {}: {error}", from.display(), to.display()))
-}
-
-fn copy_all(from: &Path, to: &Path) -> Result<(), String> {
-    for entry in entries(from)? {
-        let target = to.join(entry.file_name().unwrap_or_default());
-        if entry.is_dir() {
-            copy_all(&entry, &target)?
-        } else {
-            copy(&entry, &target)?
-        }
-    }
-    Ok(())
 }
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, String> {

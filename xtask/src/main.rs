@@ -1,5 +1,7 @@
 //! Project automation. `cargo xtask` lists the commands.
 
+#[path = "../../tests/oracle/archive.rs"]
+mod archive;
 mod gpu_smoke;
 
 use std::path::{Path, PathBuf};

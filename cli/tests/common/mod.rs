@@ -3,6 +3,9 @@
 // Each test file uses a part of this.
 #![allow(dead_code)]
 
+#[path = "../../../tests/oracle/archive.rs"]
+mod archive;
+
 use moesaic::weights::{Checkpoint, write_safetensors};
 use moesaic::{DType, Tensor, Tensors};
 use std::ffi::OsStr;
@@ -108,6 +111,10 @@ impl Finished {
 
 /// A file of the repository.
 pub fn repository(path: &str) -> PathBuf {
+    if let Some(fixture) = path.strip_prefix("tests/oracle/") {
+        let (folder, rest) = fixture.split_once('/').unwrap_or((fixture, ""));
+        return archive::folder(folder).join(rest);
+    }
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .expect("cli has a parent")

@@ -5,6 +5,8 @@
 //! and models are the configurations in `tests/oracle`. A page that differs fails the test;
 //! `cargo xtask bless` writes it anew.
 
+#[path = "../../../tests/oracle/archive.rs"]
+mod archive;
 mod docs;
 mod models;
 mod ranges;

@@ -1,5 +1,7 @@
 //! Tests of reading and writing weights, one binary: each that is linked costs seconds.
 
+#[path = "../../../tests/oracle/archive.rs"]
+mod archive;
 mod files;
 mod gguf;
 mod keys;

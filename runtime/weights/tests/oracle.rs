@@ -1,16 +1,14 @@
 //! Layers imported from Hugging Face checkpoints give what transformers gives.
 
-use crate::support;
+use crate::{archive, support};
 use moesaic_spec::hf;
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::{Checkpoint, LoadOptions, load_import, write_safetensors};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 fn cases(folder: &str) -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../tests/oracle")
-        .join(folder);
+    let root = archive::folder(folder);
     let entries = fs::read_dir(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
     let mut dirs: Vec<PathBuf> = entries
         .map(|e| e.unwrap().path())

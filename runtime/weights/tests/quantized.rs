@@ -12,7 +12,6 @@ use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, load_import};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs;
-use std::path::Path;
 
 /// A configuration with a `quantization_config`, and without.
 fn imports(config: &Value, quantized: &Value) -> [Import; 2] {
@@ -432,7 +431,7 @@ fn every_code_is_its_number() {
 /// the layer gives what its block gave.
 #[test]
 fn transformers_dequantizes_so() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/oracle/quantized");
+    let root = crate::archive::folder("quantized");
     for name in ["deepseek_v3", "gpt_oss", "qwen3_moe"] {
         let dir = root.join(name);
         let text = fs::read_to_string(dir.join("config.json")).unwrap();

@@ -5,6 +5,8 @@
 //! every CPU instruction set and simulator that works here, have to be the same
 //! bytes.
 
+#[path = "../../oracle/archive.rs"]
+mod archive;
 mod compare;
 mod comparison;
 mod literals;

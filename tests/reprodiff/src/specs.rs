@@ -1,5 +1,6 @@
 //! The layers that both builds get.
 
+use crate::archive;
 use crate::literals::literals;
 use moesaic_spec::hf;
 use moesaic_spec::{LayerSpec, testing};
@@ -28,7 +29,7 @@ pub fn cases(root: &Path, seed: u64, samples: u64) -> Vec<Case> {
         examples(root),
         random.collect(),
         written_in_tests(root),
-        families(root),
+        families(),
     ];
     let mut seen = BTreeSet::new();
     let mut cases = mixed(kinds);
@@ -84,14 +85,15 @@ fn written_in(root: &Path, path: &Path) -> Vec<Case> {
 }
 
 /// The first layer with experts of every model family's test configuration.
-fn families(root: &Path) -> Vec<Case> {
-    let paths = files(&root.join("tests/oracle/families"), "json");
+fn families() -> Vec<Case> {
+    let folder = archive::folder("families");
+    let paths = files(&folder, "json");
     let configs = paths.iter().filter(|path| path.ends_with("config.json"));
     let read = |path: &PathBuf| {
         let text = fs::read_to_string(path).ok()?;
         let layer = *hf::moe_layers(&text).ok()?.first()?;
         Some(Case {
-            name: relative(root, path),
+            name: format!("tests/oracle/families/{}", relative(&folder, path)),
             spec: hf::import(&text, layer).ok()?.spec,
         })
     };

@@ -1,6 +1,6 @@
 //! The models of `tests/oracle`, by the values of their specs.
 
-use super::{PLAINEST, root};
+use super::{PLAINEST, archive};
 use crate::{LayerSpec, hf};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,8 +34,7 @@ impl Models {
         let plain = LayerSpec::from_toml(PLAINEST).expect("it is valid");
         let plain = serde_json::to_value(plain).expect("a spec is JSON");
         for folder in FOLDERS {
-            let folder = root().join("tests/oracle").join(folder);
-            for entry in fs::read_dir(folder).expect("fixtures") {
+            for entry in fs::read_dir(archive::folder(folder)).expect("fixtures") {
                 let folder = entry.expect("an entry").path();
                 let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
                 let (Some(config), Some(case)) = (read("config.json"), read("case.json")) else {

@@ -1,5 +1,7 @@
 //! The readers of inputs, and their promises for any of them.
 
+#[path = "../../../oracle/archive.rs"]
+mod archive;
 mod cache;
 mod call;
 mod gguf;

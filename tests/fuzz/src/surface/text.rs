@@ -1,6 +1,6 @@
 //! Texts: specs, configurations of models, activations.
 
-use super::{Surface, promise, root};
+use super::{Surface, archive, promise, root};
 use crate::mutate;
 use moesaic::reference;
 use moesaic_spec::testing::{Counter, sample};
@@ -156,11 +156,8 @@ impl Config {
         };
         let mut seeds: Vec<String> = hf::supported_models().into_iter().map(least).collect();
         let folders = ["hf", "hf_more", "quantized"];
-        for folder in folders.map(|name| format!("tests/oracle/{name}")) {
-            let entries = fs::read_dir(root().join(folder))
-                .into_iter()
-                .flatten()
-                .flatten();
+        for folder in folders.map(archive::folder) {
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
             let mut paths: Vec<_> = entries
                 .map(|entry| entry.path().join("config.json"))
                 .collect();
