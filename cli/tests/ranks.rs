@@ -164,7 +164,10 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
     let strategy = ["--strategy", "wire=fp8", "--tokens", "8", "--hf"];
     packed.args(words).args(strategy).arg(&model);
     let text = finish(&mut packed).ok();
-    for part in ["nodes    wire_pack", "between nodes fp8, 48 bytes a row"] {
+    for part in [
+        "nodes    comm_cast_pack",
+        "between nodes fp8, 48 bytes a row",
+    ] {
         assert!(text.contains(part), "{text}");
     }
 }
@@ -195,7 +198,7 @@ fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     strict("degree=2,wire=fp8/f16").ok();
     strict("ways=1,wire=fp8/f16").ok();
     let adds = "--mesh ep=2,shards=2 --any-ways --strategy ways=1,wire=bf16/fp8";
-    strict("wire=bf16/fp8,ways=1").fails(1, &["wire_rows_bf16", adds]);
+    strict("wire=bf16/fp8,ways=1").fails(1, &["comm_cast_rows_bf16", adds]);
     for ways in ["ways=1", "ways=0"] {
         strict(ways).ok();
         let mut inspect = command();
@@ -345,7 +348,7 @@ fn sources_of_ranks_can_be_read() {
         assert!(files.contains(&*path), "{path} is not in {listed}");
     }
     let text = |name: &str| fs::read_to_string(target.join(name)).unwrap();
-    let shown = of(&["inspect", "--kernel", "wire_pack", "--source"]).ok();
+    let shown = of(&["inspect", "--kernel", "comm_cast_pack", "--source"]).ok();
     let wire = "nodes/wire_rows_fp8.c";
     for part in [wire, text(wire).trim_end()] {
         assert!(shown.contains(part), "{shown}");

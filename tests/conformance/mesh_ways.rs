@@ -9,7 +9,7 @@ use super::mesh::{
 };
 use super::random::seeds;
 use super::simulated::open;
-use super::trained::{COUNTERS, near};
+use super::trained::{RNG_KEY, near};
 use moesaic::mesh::Among;
 use moesaic::plan::{Place, Ways};
 use moesaic::tools::joined;
@@ -206,7 +206,7 @@ fn added(parallel: Parallel, case: &Case, ways: [usize; 2]) -> Vec<Tensors<'stat
         let mut saved = Vec::new();
         for ways in ways {
             layer.set_strategy(strategy(ways)).unwrap();
-            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             saved.push(call.unwrap().1);
         }
         // Back as forward went, whatever has been chosen since.
@@ -277,7 +277,7 @@ fn learned(mesh: &Mesh, case: &Case, ways: &[usize]) -> (Tensors<'static>, Vec<f
             .unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         layer.backward(&saved, &dy, false).unwrap();
         let scaling = Scaling {
             most: Some(0.5),

@@ -17,7 +17,7 @@ mod compare;
 mod drawn;
 mod emulated;
 mod evaluation;
-mod few_tokens;
+mod decode_tokens;
 mod gates;
 mod global_loss;
 mod killed;

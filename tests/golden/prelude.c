@@ -728,7 +728,7 @@ INLINE vec activation_slope(vec x)
     return s + z * s * (1.0f - s);
 }
 
-// ==== prelude/cpu_wire.h ====
+// ==== prelude/cpu_comm_cast.h ====
 
 // Values between nodes.
 typedef __UINT8_TYPE__ u8;

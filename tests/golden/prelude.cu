@@ -602,7 +602,7 @@ DEVICE f32 activation_slope(f32 x)
     return fused(z * s, 1.0f - s, s);
 }
 
-// ==== prelude/product.hpp ====
+// ==== prelude/tile_gemm.hpp ====
 
 // ---- products of tiles ----
 
@@ -699,7 +699,7 @@ template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     }
 };
 
-// ==== prelude/wire.hpp ====
+// ==== prelude/comm_cast.hpp ====
 
 // ---- values between nodes ----
 

@@ -1,10 +1,10 @@
 //! Our own kernels with one mistake each: the simulators have to catch every
 //! one. docs/SIMULATOR.md holds the table this list makes.
 
-mod few;
+mod decode;
 mod list;
 mod scan;
-mod walk;
+mod scheduler;
 
 use crate::conformance::Case;
 use moesaic::kernel::KernelSource;
@@ -135,7 +135,7 @@ fn missed(mutant: &'static Mutant) -> Option<String> {
 
 /// All of them, in the order of the table.
 fn mutants() -> impl Iterator<Item = &'static Mutant> {
-    let parts = [list::MUTANTS, few::MUTANTS, scan::MUTANTS, walk::MUTANTS];
+    let parts = [list::MUTANTS, decode::MUTANTS, scan::MUTANTS, scheduler::MUTANTS];
     parts.into_iter().flatten()
 }
 

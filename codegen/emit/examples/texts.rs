@@ -38,7 +38,7 @@ const GPUS: [&str; 10] = [
 
 /// Tilings that no plan has: text does not mind.
 const TILINGS: [&str; 8] = [
-    "planned", "shallow", "deep", "packing", "few", "narrow", "wide", "gather",
+    "planned", "shallow", "deep", "packing", "decode", "narrow", "wide", "gather",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -107,9 +107,9 @@ fn tiled(kernel: &KernelPlan, tiling: &str) -> KernelPlan {
         match (tiling, config.family.cpu_mut()) {
             ("packing", Some(cpu)) => cpu.packed = !cpu.packed,
             ("gather", Some(cpu)) => cpu.gather = !cpu.gather,
-            ("few", Some(cpu)) => {
-                cpu.few_tokens = if cpu.few_tokens == 0 { 16 } else { 0 };
-                cpu.few_columns = columns;
+            ("decode", Some(cpu)) => {
+                cpu.decode_tokens = if cpu.decode_tokens == 0 { 16 } else { 0 };
+                cpu.decode_columns = columns;
             }
             ("shallow", _) => config.tile_depth = 64,
             ("deep", _) => config.tile_depth = 4096,

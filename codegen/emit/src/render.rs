@@ -180,10 +180,10 @@ pub(crate) fn template_name(kernel: &KernelPlan, target: Target) -> String {
         return "gpu/route.cu".to_string();
     }
     let vendor = match kernel.op.gemm().map(|config| &config.family) {
-        Some(GemmFamily::Mma { .. } | GemmFamily::MmaFew { .. } | GemmFamily::Wgmma { .. }) => {
+        Some(GemmFamily::Mma { .. } | GemmFamily::MmaDecode { .. } | GemmFamily::Wgmma { .. }) => {
             "cuda"
         }
-        Some(GemmFamily::Mfma { .. } | GemmFamily::MfmaFew { .. } | GemmFamily::Wmma { .. }) => {
+        Some(GemmFamily::Mfma { .. } | GemmFamily::MfmaDecode { .. } | GemmFamily::Wmma { .. }) => {
             "rocm"
         }
         _ => return plain_template(stem, target),

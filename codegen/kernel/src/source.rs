@@ -30,7 +30,7 @@ pub enum Stem {
     /// Gradients of expert rows back to tokens.
     DispatchBwd,
     /// Rows as they are between nodes, and back.
-    Wire,
+    CommCast,
 }
 
 impl Stem {
@@ -53,7 +53,7 @@ impl Stem {
     ];
 
     /// The stem of what is done to rows between ranks, in either pass.
-    pub const BETWEEN: [Stem; 1] = [Stem::Wire];
+    pub const BETWEEN: [Stem; 1] = [Stem::CommCast];
 
     /// Every stem.
     pub fn all() -> impl Iterator<Item = Stem> {
@@ -74,7 +74,7 @@ impl Stem {
             Stem::GroupedGemmWgrad => "grouped_gemm_wgrad",
             Stem::GateTopkBwd => "gate_topk_bwd",
             Stem::DispatchBwd => "dispatch_bwd",
-            Stem::Wire => "wire",
+            Stem::CommCast => "comm_cast",
         }
     }
 }

@@ -254,7 +254,7 @@ impl Tuning {
         if let Some(config) = op.gemm_mut()
             && let Some(cpu) = config.family.cpu_mut()
         {
-            cpu.few_columns = cpu.few_columns.min(config.tile_columns);
+            cpu.decode_columns = cpu.decode_columns.min(config.tile_columns);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! A [`MoeLayer`] has two calls. [`MoeLayer::forward`] evaluates: no noise, no
 //! losses, nothing kept, and its result is detached from the graph.
 //! [`MoeLayer::forward_train`] draws what the spec draws in training, from the
-//! [`Counters`] of the call, and takes part in candle's autograd. They give
+//! [`RngKey`] of the call, and takes part in candle's autograd. They give
 //! different types, so that one is not taken for the other.
 //!
 //! # Losses
@@ -43,7 +43,7 @@ mod ranks;
 
 pub use exchange::{Exchange, exchange};
 pub use inputs::Inputs;
-pub use moesaic::Counters;
+pub use moesaic::RngKey;
 pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
@@ -214,12 +214,12 @@ impl MoeLayer {
 
     /// One training call: `x [.., d]` to `y [.., d_out]`, differentiable in `x`, in
     /// the weights and in the weights of an external decision. Random numbers
-    /// follow from `counters` alone: a call with other counters draws others, so
+    /// follow from `rng_key` alone: a call with another RNG key draws others, so
     /// each step and each layer has its own.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
-    pub fn forward_train(&self, inputs: &Inputs, counters: Counters) -> Result<Trained> {
+    pub fn forward_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Trained> {
         let _turn = lock(&self.inner.turn);
         self.hand_over_weights()?;
         let layer = &self.inner.layer;
@@ -227,7 +227,7 @@ impl MoeLayer {
         let losses: Vec<(&str, String)> = kinds.map(|k| (k, format!("loss.{k}"))).collect();
         let mut names = [&["y"], &ROUTING[..]].concat();
         names.extend(losses.iter().map(|(_, name)| name.as_str()));
-        let run = |input: &Input<'_>| layer.forward_train(input, &names, counters);
+        let run = |input: &Input<'_>| layer.forward_train(input, &names, rng_key);
         let (output, saved) = self.with_input(inputs, run)?;
         let values = losses.iter().map(|(kind, name)| {
             let value = output.get(name).expect("it was asked for");
@@ -253,16 +253,16 @@ impl MoeLayer {
     }
 
     /// Decides where tokens go as [`MoeLayer::forward_train`] does with the same
-    /// counters, and nothing else: the counts that a `global` loss sums over ranks
+    /// RNG key, and nothing else: the counts that a `global` loss sums over ranks
     /// and micro-batches.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
-    pub fn route_train(&self, inputs: &Inputs, counters: Counters) -> Result<Routing> {
+    pub fn route_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Routing> {
         let _turn = lock(&self.inner.turn);
         self.hand_over_weights()?;
         let layer = &self.inner.layer;
-        let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, counters);
+        let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, rng_key);
         Ok(routing(&self.with_input(inputs, route)?, inputs))
     }
 

@@ -1,7 +1,7 @@
 //! A layer that measures its own steps.
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
-use moesaic_engine::{Among, Counters, EngineError, Input, MeshLayer, MeshSaved, Moment, Output};
+use moesaic_engine::{Among, EngineError, Input, MeshLayer, MeshSaved, Moment, Output, RngKey};
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
 use std::sync::Arc;
@@ -137,12 +137,12 @@ impl AdaptiveLayer {
         &mut self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let asked = (Calls::Training, input.tokens, input.capacity_factor);
-        let chosen = self.choose(asked, |layer| layer.loads(input, counters))?;
+        let chosen = self.choose(asked, |layer| layer.loads(input, rng_key))?;
         let started = Instant::now();
-        let (output, saved) = self.layer.forward_train(input, names, counters)?;
+        let (output, saved) = self.layer.forward_train(input, names, rng_key)?;
         let saved = AdaptiveSaved {
             saved,
             chosen,

@@ -33,8 +33,8 @@ fn few_rows_keep_loads_under_way() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
         for spec in [mixtral(), qwen3(), deepseek_v3()] {
             let plan = plan(&spec, target, &PlanOptions::default()).unwrap();
-            let few = |kernel: &&KernelPlan| kernel.family() == Some("mfma_few");
-            let kernels: Vec<_> = plan.kernels.iter().filter(few).collect();
+            let decode = |kernel: &&KernelPlan| kernel.family() == Some("mfma_decode");
+            let kernels: Vec<_> = plan.kernels.iter().filter(decode).collect();
             assert_eq!(kernels.len(), 2, "{target}");
             for kernel in kernels {
                 let source = emit(kernel, target).unwrap();

@@ -23,7 +23,7 @@ pub(crate) struct Builder {
     /// What part of a layer the plan is of.
     pub(crate) part: Part,
     /// Whether few tokens have kernels of their own.
-    pub(crate) few: bool,
+    pub(crate) decode: bool,
     /// Whether a CPU may pack weights.
     pub(crate) packs: bool,
     /// Of shared experts that are on the side of their slices: the parts that those leave of
@@ -89,7 +89,7 @@ impl Builder {
             named: BTreeMap::new(),
             pass: Pass::Forward,
             part: Part::Whole,
-            few: training.is_none() && !options.one_for_all,
+            decode: training.is_none() && !options.one_for_all,
             packs: training.is_none(),
             sliced: None,
         }

@@ -1,9 +1,9 @@
 //! Rows that are rounded for the way to other nodes.
 //!
 //! ```text
-//! wire_pack    rows of this rank that go to other nodes    rows to bytes
+//! comm_cast_pack    rows of this rank that go to other nodes    rows to bytes
 //! exchange     those, and as they are the rows that stay on the node
-//! wire_unpack  rows that came from other nodes             bytes to rows
+//! comm_cast_unpack  rows that came from other nodes             bytes to rows
 //! ```
 //!
 //! Rows of tokens are packed, and rows of gradients, each forward and backward by itself.
@@ -11,7 +11,7 @@
 //! always of rows, never of what is on the wire.
 
 use super::{Both, Exchange, RankPlan, RankStep, Side, Way, Wire};
-use crate::ops::WireDesc;
+use crate::ops::CommCastDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
 use crate::{TensorId, TensorPlan};
 use moesaic_kernel::DType::{self, I32, I64};
@@ -86,7 +86,7 @@ impl RankPlan {
 /// What is written down of the kernels between nodes.
 struct Between {
     plan: LayerPlan,
-    known: Vec<(WireDesc, Packed)>,
+    known: Vec<(CommCastDesc, Packed)>,
 }
 
 impl Between {
@@ -124,7 +124,11 @@ impl Between {
         if as_they_are || !OF_TOKENS.contains(&&*exchange.name) {
             return None;
         }
-        let desc = WireDesc { wire, width, rows };
+        let desc = CommCastDesc {
+            comm_dtype: wire,
+            width,
+            rows,
+        };
         let known = self.known.iter().find(|(known, _)| *known == desc);
         Some(match known {
             Some((_, packed)) => packed.clone(),
@@ -133,7 +137,7 @@ impl Between {
     }
 
     /// A kernel for rows of a kind, named after the exchange that has them first.
-    fn add(&mut self, name: &str, desc: WireDesc) -> Packed {
+    fn add(&mut self, name: &str, desc: CommCastDesc) -> Packed {
         let machine = Machine::of(self.plan.target, self.plan.caches);
         let config = desc.tiling(machine);
         let (width, words) = (desc.width as u64, desc.row_bytes() as u64 / 4);
@@ -159,7 +163,7 @@ impl Between {
         let entries = desc.entries(&config).into_iter();
         let entries = entries.map(|entry| machine.overlapping(entry)).collect();
         self.plan.kernels.push(KernelPlan {
-            name: format!("wire_{name}_{}", desc.wire),
+            name: format!("comm_cast_{name}_{}", desc.comm_dtype),
             entries,
             op: desc.clone().with(config),
         });
@@ -176,7 +180,7 @@ impl Between {
         }
         let last = self.plan.kernels[kernel].entries.len() - 1;
         let packed = Packed {
-            wire: desc.wire,
+            wire: desc.comm_dtype,
             row_bytes: desc.row_bytes(),
             pack: steps,
             unpack: self.step(kernel, last, vec![came.bytes, came.places, rows]),
@@ -259,16 +263,16 @@ mod tests {
                     320 bytes a row";
         let at = lines.iter().position(|line| line == rows).unwrap();
         let around = [
-            "nodes    wire_pack",
-            "nodes    wire_count",
+            "nodes    comm_cast_pack",
+            "nodes    comm_cast_count",
             rows,
-            "nodes    wire_unpack",
+            "nodes    comm_cast_unpack",
         ];
         assert_eq!(lines[at - 2..at + 2], around);
         let back = "ranks    drows of experts to drows: 640 bytes a row; between nodes fp8, \
                     176 bytes a row";
         let at = lines.iter().position(|line| line == back).unwrap();
-        let around = ["nodes    wire_pack", back, "nodes    wire_unpack"];
+        let around = ["nodes    comm_cast_pack", back, "nodes    comm_cast_unpack"];
         assert_eq!(lines[at - 1..at + 2], around);
         let whole = lines.iter().filter(|line| line.contains("dweight_parts"));
         assert!(whole.clone().count() > 0 && !whole.into_iter().any(|line| line.contains("nodes")));
@@ -279,9 +283,9 @@ mod tests {
         let plan = planned("f32").in_wire(Both::same(Wire::Fp8));
         let wire = plan.wire.unwrap();
         assert_eq!((wire.kernels.len(), wire.steps.len()), (1, 2));
-        assert_eq!(wire.kernels[0].name, "wire_rows_fp8");
+        assert_eq!(wire.kernels[0].name, "comm_cast_rows_fp8");
         for step in &wire.steps {
-            for (tensor, param) in wire.names(step).zip(["rows", "places", "wire"]) {
+            for (tensor, param) in wire.names(step).zip(["rows", "places", "packed"]) {
                 assert!(!tensor.is_empty() && !param.is_empty());
             }
         }

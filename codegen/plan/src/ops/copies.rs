@@ -14,7 +14,7 @@ const BLOCK_SOURCES: usize = 4096;
 
 /// Adjacent threads that sum a slice of a token where there are few tokens, a pack each: with
 /// packs of 16 bytes they read 512 bytes of a row, in whole sectors.
-const FEW_THREADS: u32 = 32;
+const DECODE_THREADS: u32 = 32;
 
 /// Rows of a block that copies them, and threads per row.
 pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
@@ -43,7 +43,7 @@ pub(crate) fn slice_tiling(
     token_threads: u32,
 ) -> (usize, u32, usize) {
     let least = COPY_THREADS / most_tokens(top_k) as u32;
-    let threads = token_threads.min(FEW_THREADS.max(least));
+    let threads = token_threads.min(DECODE_THREADS.max(least));
     let tokens = (COPY_THREADS / threads) as usize;
     let slices = packs(width, dtype).div_ceil(threads as usize);
     (tokens, threads, slices)

@@ -6,6 +6,7 @@
 
 mod calls;
 pub(crate) mod combine;
+mod comm_cast;
 mod copies;
 mod dispatch;
 pub(crate) mod gate;
@@ -15,21 +16,20 @@ mod params;
 pub(crate) mod route;
 pub(crate) mod scan;
 mod shared;
-mod wire;
 
 pub(crate) use calls::Calls;
-pub use calls::FEW_TOKENS;
-pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc, CombineFew};
+pub use calls::DECODE_TOKENS;
+pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDecode, CombineDesc};
+pub use comm_cast::{CommCastConfig, CommCastDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
-pub use gemm::{Beside, CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
+pub use gemm::{CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
-pub use route::{FewLogits, RouteConfig, RouteDesc};
+pub use route::{DecodeLogits, RouteConfig, RouteDesc};
 pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, most_rows, row_limit};
 pub use shared::{SharedBwdDesc, SharedDesc};
-pub use wire::{WireConfig, WireDesc};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};
@@ -95,7 +95,10 @@ pub enum Op {
         config: DispatchBwdConfig,
     },
     /// Rows as they are between nodes, and back.
-    Wire { desc: WireDesc, config: WireConfig },
+    CommCast {
+        desc: CommCastDesc,
+        config: CommCastConfig,
+    },
 }
 
 /// A desc: what a kernel computes, with every data-independent size and option
@@ -141,7 +144,7 @@ impl Op {
             Op::GroupedGemmWgrad { .. } => Stem::GroupedGemmWgrad,
             Op::GateTopkBwd { .. } => Stem::GateTopkBwd,
             Op::DispatchBwd { .. } => Stem::DispatchBwd,
-            Op::Wire { .. } => Stem::Wire,
+            Op::CommCast { .. } => Stem::CommCast,
         }
     }
 
@@ -159,7 +162,7 @@ impl Op {
             Op::GroupedGemmWgrad { desc, config } => desc.entries(config),
             Op::GateTopkBwd { desc, config } => desc.entries(config),
             Op::DispatchBwd { desc, config } => desc.entries(config),
-            Op::Wire { desc, config } => desc.entries(config),
+            Op::CommCast { desc, config } => desc.entries(config),
         }
     }
 
@@ -177,7 +180,7 @@ impl Op {
             Op::GroupedGemmWgrad { desc, .. } => desc.flops(symbol, tokens),
             Op::GateTopkBwd { desc, .. } => desc.flops(symbol, tokens),
             Op::DispatchBwd { desc, .. } => desc.flops(symbol, tokens),
-            Op::Wire { desc, .. } => desc.flops(symbol, tokens),
+            Op::CommCast { desc, .. } => desc.flops(symbol, tokens),
         }
     }
 

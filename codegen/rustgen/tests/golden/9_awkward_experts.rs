@@ -187,7 +187,7 @@ impl Layer9AwkwardExperts {
     }
 
     /// Decides where tokens go as `forward_train` does with the same
-    /// counters, and nothing else.
+    /// RNG key, and nothing else.
     ///
     /// # Errors
     /// As `forward`; also when the layer was not made by `training`.
@@ -195,13 +195,13 @@ impl Layer9AwkwardExperts {
         &self,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x, token_ids);
         Layer9AwkwardExpertsRouting::read(
             &self
                 .layer
-                .route_train(&input, Layer9AwkwardExpertsRouting::NAMES, counters)?,
+                .route_train(&input, Layer9AwkwardExpertsRouting::NAMES, rng_key)?,
         )
     }
 
@@ -740,7 +740,7 @@ impl Layer9AwkwardExperts {
     }
 
     /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `counters` are what random numbers depend on.
+    /// needs. `rng_key` are what random numbers depend on.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
@@ -751,9 +751,9 @@ impl Layer9AwkwardExperts {
         &self,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
-        self.train(&Self::training_input(x, token_ids), counters)
+        self.train(&Self::training_input(x, token_ids), rng_key)
     }
 
     /// As `forward_train`, with a capacity factor of this call's own.
@@ -765,19 +765,19 @@ impl Layer9AwkwardExperts {
         capacity_factor: f64,
         x: &[[::moesaic::half::f16; 20]],
         token_ids: &[i32],
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         let input = Self::training_input(x, token_ids);
-        self.train(&input.with_capacity_factor(capacity_factor), counters)
+        self.train(&input.with_capacity_factor(capacity_factor), rng_key)
     }
 
     fn train(
         &self,
         input: &::moesaic::Input<'_>,
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         let names = [Layer9AwkwardExpertsOutput::NAMES, &[]].concat();
-        let (output, saved) = self.layer.forward_train(input, &names, counters)?;
+        let (output, saved) = self.layer.forward_train(input, &names, rng_key)?;
         Ok(Layer9AwkwardExpertsTrained {
             output: Layer9AwkwardExpertsOutput::read(&output)?,
             saved,

@@ -162,18 +162,18 @@ impl Mixtral8x7b {
     }
 
     /// Decides where tokens go as `forward_train` does with the same
-    /// counters, and nothing else.
+    /// RNG key, and nothing else.
     ///
     /// # Errors
     /// As `forward`; also when the layer was not made by `training`.
     pub fn route_train(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x);
         Mixtral8x7bRouting::read(
-            &self.layer.route_train(&input, Mixtral8x7bRouting::NAMES, counters)?,
+            &self.layer.route_train(&input, Mixtral8x7bRouting::NAMES, rng_key)?,
         )
     }
 
@@ -534,7 +534,7 @@ impl Mixtral8x7b {
     }
 
     /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `counters` are what random numbers depend on.
+    /// needs. `rng_key` are what random numbers depend on.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
@@ -543,18 +543,18 @@ impl Mixtral8x7b {
     pub fn forward_train(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
-        self.train(&Self::training_input(x), counters)
+        self.train(&Self::training_input(x), rng_key)
     }
 
     fn train(
         &self,
         input: &::moesaic::Input<'_>,
-        counters: ::moesaic::Counters,
+        rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
         let names = [Mixtral8x7bOutput::NAMES, &[]].concat();
-        let (output, saved) = self.layer.forward_train(input, &names, counters)?;
+        let (output, saved) = self.layer.forward_train(input, &names, rng_key)?;
         Ok(Mixtral8x7bTrained {
             output: Mixtral8x7bOutput::read(&output)?,
             saved,

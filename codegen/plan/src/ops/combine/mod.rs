@@ -8,7 +8,7 @@ pub use bwd::{CombineBwdConfig, CombineBwdDesc};
 use super::copies::{COPY_THREADS, slice_tiling, token_tiling};
 use super::params::{entry, one, some, tokens_by, when};
 use super::shared::{SharedDesc, adds_later, shared};
-use super::{FEW_TOKENS, Machine, Op, Operator};
+use super::{DECODE_TOKENS, Machine, Op, Operator};
 use crate::layer::{Builder, borrowed, owned};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::{Entry, Param, Size};
@@ -57,13 +57,13 @@ pub struct CombineConfig {
     /// Adjacent threads that sum one token.
     pub token_threads: u32,
     /// Tiling of calls of few tokens, on GPUs.
-    pub few: Option<CombineFew>,
+    pub decode: Option<CombineDecode>,
 }
 
 /// Tiling of `combine` in calls of few tokens. A token is cut into slices of adjacent columns,
 /// so that there are blocks for many multiprocessors.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CombineFew {
+pub struct CombineDecode {
     /// The most tokens of such a call.
     pub tokens: u64,
     /// Tokens per block.
@@ -145,7 +145,7 @@ fn on_cpu() -> CombineConfig {
         threads: 1,
         tile_tokens: 32,
         token_threads: 1,
-        few: None,
+        decode: None,
     }
 }
 
@@ -157,15 +157,15 @@ fn on_gpu(d: &CombineDesc) -> CombineConfig {
         threads: COPY_THREADS,
         tile_tokens,
         token_threads,
-        few: Some(few(d, token_threads)),
+        decode: Some(decode(d, token_threads)),
     }
 }
 
-fn few(d: &CombineDesc, token_threads: u32) -> CombineFew {
+fn decode(d: &CombineDesc, token_threads: u32) -> CombineDecode {
     let (tile_tokens, token_threads, slices) =
         slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
-    CombineFew {
-        tokens: FEW_TOKENS,
+    CombineDecode {
+        tokens: DECODE_TOKENS,
         tile_tokens,
         token_threads,
         slices,
@@ -175,14 +175,14 @@ fn few(d: &CombineDesc, token_threads: u32) -> CombineFew {
 /// Blocks of tokens, and of a token's slices where there are any.
 fn grid(c: &CombineConfig) -> [Size; 2] {
     let many = [tokens_by(c.tile_tokens), one()];
-    let Some(few) = &c.few else {
+    let Some(decode) = &c.decode else {
         return many;
     };
     let [tokens, whole] = many;
-    let slices = Size::Const(few.slices as u64);
+    let slices = Size::Const(decode.slices as u64);
     [
-        Size::up_to(few.tokens, tokens_by(few.tile_tokens), tokens),
-        Size::up_to(few.tokens, slices, whole),
+        Size::up_to(decode.tokens, tokens_by(decode.tile_tokens), tokens),
+        Size::up_to(decode.tokens, slices, whole),
     ]
 }
 

@@ -91,13 +91,13 @@ fn slots_of_a_block_have_room() {
         );
         let kernels = plan.unwrap().kernels;
         let configs = kernels.iter().filter_map(|kernel| match &kernel.op {
-            crate::Op::Combine { config, .. } => config.few.as_ref(),
+            crate::Op::Combine { config, .. } => config.decode.as_ref(),
             _ => None,
         });
-        for few in configs {
-            assert!(few.tile_tokens * top_k <= 4096, "{top_k}: {few:?}");
-            let threads = few.tile_tokens as u32 * few.token_threads;
-            assert_eq!(threads, 128, "{top_k}: {few:?}");
+        for decode in configs {
+            assert!(decode.tile_tokens * top_k <= 4096, "{top_k}: {decode:?}");
+            let threads = decode.tile_tokens as u32 * decode.token_threads;
+            assert_eq!(threads, 128, "{top_k}: {decode:?}");
         }
     }
 }

@@ -27,8 +27,8 @@ pub(super) fn entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     list
 }
 
-/// The counters that random numbers depend on.
-pub(in crate::ops) fn counters() -> [Param; 4] {
+/// Returns the parameters of the RNG key: seed, step, layer and first token.
+pub(in crate::ops) fn rng_key_params() -> [Param; 4] {
     ["seed", "step", "layer", "first_token"].map(Param::i64)
 }
 
@@ -50,7 +50,7 @@ fn draw(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
         Param::read("x", d.activations, per_channel(d)),
         Param::write("router_x", d.activations, per_channel(d)),
     ];
-    params.extend(counters());
+    params.extend(rng_key_params());
     let (grid, threads) = by_token(c);
     let summary = "multiplies the channels of what the router reads by random factors";
     entry("gate_draw", summary, params, grid, threads)
@@ -58,7 +58,7 @@ fn draw(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
 
 fn draw_bwd(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
     let dx = Param::tensor("router_dx", F32, Access::ReadWrite, per_channel(d));
-    let params = [dx].into_iter().chain(counters()).collect();
+    let params = [dx].into_iter().chain(rng_key_params()).collect();
     let (grid, threads) = by_token(c);
     let summary = "multiplies the gradient of the router's input by the same factors";
     entry("gate_draw_bwd", summary, params, grid, threads)
@@ -71,7 +71,7 @@ fn noise(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
         when(d.learned_noise(), of("noise_logits")),
         Some(Param::write("logits", F32, per_expert(d))),
     ]);
-    let params = params.into_iter().chain(counters()).collect();
+    let params = params.into_iter().chain(rng_key_params()).collect();
     let (grid, threads) = by_token(c);
     entry("gate_noise", "adds noise to logits", params, grid, threads)
 }
@@ -95,7 +95,7 @@ fn noise_bwd(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 2] {
         entry(
             "gate_noise_bwd",
             first,
-            scales.into_iter().chain(counters()).collect(),
+            scales.into_iter().chain(rng_key_params()).collect(),
             grid.clone(),
             threads,
         ),
@@ -335,6 +335,11 @@ fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
             Param::write("tile_counts", I32, format!("[tiles, {e}]")),
         ),
     ]);
-    params.extend(d.draws_selection().then(counters).into_iter().flatten());
+    params.extend(
+        d.draws_selection()
+            .then(rng_key_params)
+            .into_iter()
+            .flatten(),
+    );
     params
 }

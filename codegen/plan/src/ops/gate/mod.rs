@@ -4,7 +4,7 @@ pub(crate) mod bwd;
 mod entries;
 mod steps;
 
-pub(in crate::ops) use entries::counters;
+pub(in crate::ops) use entries::rng_key_params;
 pub(crate) use steps::selection_tensors;
 
 use super::{Core, Machine, Op, Operator};
@@ -153,7 +153,7 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
 
 /// Logits of the first shared expert's gate, where they can be made beside the experts':
 /// by the same product, of the tokens as they are.
-pub(crate) fn shared_beside(spec: &LayerSpec) -> usize {
+pub(crate) fn fused_shared_logits(spec: &LayerSpec) -> usize {
     let alike = gate_topk(spec, true).is_some_and(|gate| gate.multiplies_tokens());
     match spec.shared.first() {
         Some(shared) if alike => shared.gate.logits(),
@@ -365,8 +365,8 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
         Logits::None => d.top_k,
         _ => d.experts,
     };
-    let few = (width.next_power_of_two() as u32).min(wave);
-    let lanes = team(width).unwrap_or(few);
+    let decode = (width.next_power_of_two() as u32).min(wave);
+    let lanes = team(width).unwrap_or(decode);
     // What a lane holds of many experts takes half the registers.
     let most = if d.experts > 512 { 256 } else { 512 };
     let tokens = match histogram {

@@ -1,6 +1,6 @@
 //! From tokens to experts and weights, and what training draws on the way.
 
-use super::{GateTopkDesc, gate_topk, noise_gate, shared_beside, shared_gate};
+use super::{GateTopkDesc, fused_shared_logits, gate_topk, noise_gate, shared_gate};
 use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
 use crate::ops::gemm::{dgrad, wgrad};
 use crate::ops::route::{RouteDesc, Routed, gate_calls};
@@ -85,7 +85,7 @@ impl Builder {
             gate: desc.clone(),
             scan: Some(self.scan_desc()),
         };
-        let routed = self.route_few("route", whole, &NAMES);
+        let routed = self.route_decode("route", whole, &NAMES);
         let op = self.tiled(desc.clone());
         let kernel = self.kernel_by("gate_topk", op, |symbol| gate_calls(routed, symbol));
         self.gate_step(kernel, "gate_draw", &[]);
@@ -114,20 +114,20 @@ impl Builder {
     /// The gate of a shared expert, where it has one that the router has not seen to.
     pub(crate) fn shared_gate(&mut self, index: usize) {
         let spec = &self.plan.spec;
-        let beside = index == 0 && self.shared_beside() > 0;
-        if beside || spec.shared[index].gate == SharedGate::None {
+        let fused_shared = index == 0 && self.fused_shared_logits() > 0;
+        if fused_shared || spec.shared[index].gate == SharedGate::None {
             return;
         }
         let desc = shared_gate(spec, index);
         let name = |part: &str| format!("shared.{index}.router.{part}");
         let (weight, bias, logits) = (name("weight"), name("bias"), name("logits"));
         let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
-        let few = format!("route_shared_{index}");
+        let decode = format!("route_shared_{index}");
         let logits = RouteDesc {
             gate: desc.clone(),
             scan: None,
         };
-        let routed = self.route_few(&few, logits, &bind);
+        let routed = self.route_decode(&decode, logits, &bind);
         let (name, op) = (format!("gate_topk_shared_{index}"), self.tiled(desc));
         let kernel = self.kernel_by(&name, op, |symbol| gate_calls(routed, symbol));
         self.launch_all(kernel, &bind);
@@ -155,16 +155,16 @@ impl Builder {
     fn gate_desc(&self) -> Option<GateTopkDesc> {
         let gate = gate_topk(&self.plan.spec, self.trains())?;
         Some(GateTopkDesc {
-            shared: self.shared_beside(),
+            shared: self.fused_shared_logits(),
             ..gate
         })
     }
 
     /// Logits of the first shared expert's gate that the router's product makes: on GPUs,
     /// where that is a launch less.
-    fn shared_beside(&self) -> usize {
+    fn fused_shared_logits(&self) -> usize {
         match self.machine {
-            Machine::Gpu(_) => shared_beside(&self.plan.spec),
+            Machine::Gpu(_) => fused_shared_logits(&self.plan.spec),
             Machine::Cpu(_) => 0,
         }
     }

@@ -45,7 +45,7 @@ pub enum GemmFamily {
         tf32: bool,
     },
     /// `mma.sync` for few rows: a warp reads some columns' weights from end to end.
-    MmaFew {
+    MmaDecode {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
         /// Dynamic shared memory of a block in bytes.
@@ -69,7 +69,7 @@ pub enum GemmFamily {
     },
     /// Matrix-core instructions for few rows: a wave reads some columns' weights from end
     /// to end.
-    MfmaFew {
+    MfmaDecode {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
     },
@@ -92,11 +92,11 @@ pub struct CpuGemm {
     /// The kernel reads weights in an order of its own, which entries before the
     /// product make once: `[experts, panels, depth, columns of a panel]`.
     pub packed: bool,
-    /// Calls of up to so many tokens have blocks of `few_columns` columns instead,
+    /// Calls of up to so many tokens have blocks of `decode_columns` columns instead,
     /// so that there are enough of them for many threads; 0 where none have.
-    pub few_tokens: usize,
+    pub decode_tokens: usize,
     /// At most `tile_columns`.
-    pub few_columns: usize,
+    pub decode_columns: usize,
     /// Memory of a thread in bytes.
     pub shared_bytes: u32,
 }
@@ -108,10 +108,10 @@ impl GroupedGemmConfig {
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.gather,
             GemmFamily::Simt { gather }
             | GemmFamily::Mma { gather, .. }
-            | GemmFamily::MmaFew { gather, .. }
+            | GemmFamily::MmaDecode { gather, .. }
             | GemmFamily::Wgmma { gather, .. }
             | GemmFamily::Mfma { gather }
-            | GemmFamily::MfmaFew { gather }
+            | GemmFamily::MfmaDecode { gather }
             | GemmFamily::Wmma { gather } => *gather,
         }
     }
@@ -125,12 +125,12 @@ impl GroupedGemmConfig {
     pub fn shared_bytes(&self) -> u32 {
         match &self.family {
             GemmFamily::Mma { shared_bytes, .. }
-            | GemmFamily::MmaFew { shared_bytes, .. }
+            | GemmFamily::MmaDecode { shared_bytes, .. }
             | GemmFamily::Wgmma { shared_bytes, .. } => *shared_bytes,
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.shared_bytes,
             GemmFamily::Simt { .. }
             | GemmFamily::Mfma { .. }
-            | GemmFamily::MfmaFew { .. }
+            | GemmFamily::MfmaDecode { .. }
             | GemmFamily::Wmma { .. } => 0,
         }
     }
@@ -151,10 +151,10 @@ impl GemmFamily {
         match self {
             GemmFamily::Simt { .. } => "simt",
             GemmFamily::Mma { .. } => "mma",
-            GemmFamily::MmaFew { .. } => "mma_few",
+            GemmFamily::MmaDecode { .. } => "mma_decode",
             GemmFamily::Wgmma { .. } => "wgmma",
             GemmFamily::Mfma { .. } => "mfma",
-            GemmFamily::MfmaFew { .. } => "mfma_few",
+            GemmFamily::MfmaDecode { .. } => "mfma_decode",
             GemmFamily::Wmma { .. } => "wmma",
             GemmFamily::Vectors(_) => "vectors",
             GemmFamily::Tiles(_) => "tiles",

@@ -61,7 +61,7 @@ pub struct GroupedGemmDesc {
     /// before any clamp.
     pub keep: bool,
     /// The shared expert whose product is in the same launch.
-    pub beside: Option<Beside>,
+    pub fused_shared: Option<FusedShared>,
 }
 
 /// What an expert does between its products: φ, and what is done to numbers that enter it.
@@ -101,7 +101,7 @@ impl Nonlinearity {
 /// The product of a shared expert in the launch of the routed ones'. It has types, epilogue
 /// and one of the two widths in common with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Beside {
+pub struct FusedShared {
     /// Width of a row, summed over.
     pub inner: usize,
     /// Width of an output row.
@@ -195,7 +195,7 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         activations: spec.precision.activations,
         tf32: spec.precision.tf32,
         keep: false,
-        beside: None,
+        fused_shared: None,
     }
 }
 

@@ -64,7 +64,7 @@ impl GroupedGemmDgradDesc {
             activations: self.activations,
             tf32: self.tf32,
             keep: false,
-            beside: None,
+            fused_shared: None,
         }
     }
 }

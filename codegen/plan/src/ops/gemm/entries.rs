@@ -1,6 +1,6 @@
 //! The entries of `grouped_gemm`, and what those of its backward products share.
 
-use super::{Beside, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
+use super::{FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size, Swizzle, TensorMap};
@@ -62,8 +62,8 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    if let Some(shared) = d.beside {
-        params.extend(beside_params(d, c, shared));
+    if let Some(shared) = d.fused_shared {
+        params.extend(fused_shared_params(d, c, shared));
     }
     let mut grid = grid(d, c);
     if walks(d, c) {
@@ -81,7 +81,7 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
 fn grid(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> [Size; 2] {
     let routed = tiles_of(d.dense, d.top_k, d.experts, c);
     let follow = Follow::forward(c);
-    let Some(shared) = d.beside else {
+    let Some(shared) = d.fused_shared else {
         return follow.grid(routed, column_tiles(d.outer, c));
     };
     let tokens = tokens_by(c.tile_rows);
@@ -96,7 +96,11 @@ fn grid(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> [Size; 2] {
 }
 
 /// What a shared expert in the same launch reads and writes: all tokens.
-fn beside_params(d: &GroupedGemmDesc, c: &GroupedGemmConfig, shared: Beside) -> Vec<Param> {
+fn fused_shared_params(
+    d: &GroupedGemmDesc,
+    c: &GroupedGemmConfig,
+    shared: FusedShared,
+) -> Vec<Param> {
     let tokens = |width: usize| format!("[tokens, {width}]");
     let matrix = format!("[1, {}, {}]", shared.outer, shared.inner);
     let weight_tile = [c.tile_depth, c.tile_columns, 1];
@@ -197,9 +201,9 @@ impl Follow {
 fn column_tiles(outer: usize, c: &GroupedGemmConfig) -> Size {
     let of = |columns: usize| Size::Const(outer.div_ceil(columns) as u64);
     match c.family.cpu() {
-        Some(cpu) if cpu.few_tokens > 0 => {
-            let few = of(cpu.few_columns);
-            Size::up_to(cpu.few_tokens as u64, few, of(c.tile_columns))
+        Some(cpu) if cpu.decode_tokens > 0 => {
+            let decode = of(cpu.decode_columns);
+            Size::up_to(cpu.decode_tokens as u64, decode, of(c.tile_columns))
         }
         _ => of(c.tile_columns),
     }

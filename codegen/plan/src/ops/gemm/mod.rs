@@ -12,19 +12,19 @@
 //! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
 //! moved to the left factor).
 
-mod beside;
 mod config;
+mod decode;
 pub(crate) mod desc;
 pub(crate) mod dgrad;
 mod entries;
-mod few;
+mod fused_shared;
 mod latent;
 mod steps;
 mod tiles;
 pub(crate) mod wgrad;
 
 pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
-pub use desc::{Beside, GroupedGemmDesc, Half, Nonlinearity};
+pub use desc::{FusedShared, GroupedGemmDesc, Half, Nonlinearity};
 pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
@@ -61,8 +61,10 @@ impl Operator for GroupedGemmDesc {
     }
 
     fn flops(&self, _: &str, tokens: f64) -> f64 {
-        let beside = self.beside.map_or(0, |shared| shared.inner * shared.outer);
-        let of_token = self.top_k * self.inner * self.outer + beside;
+        let fused_shared = self
+            .fused_shared
+            .map_or(0, |shared| shared.inner * shared.outer);
+        let of_token = self.top_k * self.inner * self.outer + fused_shared;
         2.0 * (self.matrices() * of_token) as f64 * tokens
     }
 }

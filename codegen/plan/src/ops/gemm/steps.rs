@@ -20,9 +20,9 @@ impl Builder {
         debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
         if !up.gather() && !self.rows_given() {
-            let few = self.few(&self.routed(Half::Up));
-            self.dispatch(if few.is_some_and(|config| config.gather()) {
-                Calls::Many
+            let decode = self.decode(&self.routed(Half::Up));
+            self.dispatch(if decode.is_some_and(|config| config.gather()) {
+                Calls::Prefill
             } else {
                 Calls::All
             });
@@ -57,12 +57,20 @@ impl Builder {
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
         let packed = format!("{owner}.{}.packed", half.name());
         let names = self.expert_names(shared);
-        let beside = match shared {
-            None => self.beside(half),
-            Some(0) if self.has_beside(half) => return,
+        let fused_shared = match shared {
+            None => self.fused_shared(half),
+            Some(0) if self.has_fused_shared(half) => return,
             Some(_) => None,
         };
-        self.gemm(name, GroupedGemmDesc { beside, ..desc }, names, packed);
+        self.gemm(
+            name,
+            GroupedGemmDesc {
+                fused_shared,
+                ..desc
+            },
+            names,
+            packed,
+        );
     }
 
     /// A product whose matrices may be packed. Where a machine has kernels for few rows,
@@ -74,10 +82,10 @@ impl Builder {
         mut names: Vec<(String, String)>,
         packed: String,
     ) {
-        let calls = match self.few(&desc) {
+        let calls = match self.decode(&desc) {
             Some(config) => {
-                self.few_rows(name, desc.clone(), config, &names);
-                Calls::Many
+                self.decode_gemm(name, desc.clone(), config, &names);
+                Calls::Prefill
             }
             None => Calls::All,
         };
@@ -173,8 +181,8 @@ impl Builder {
         let mut names = expert_names(shared);
         if shared.is_none() {
             names.extend(owned(&self.around()));
-            let beside = expert_names(Some(0)).into_iter();
-            names.extend(beside.map(|(from, to)| (format!("shared_{from}"), to)));
+            let fused_shared = expert_names(Some(0)).into_iter();
+            names.extend(fused_shared.map(|(from, to)| (format!("shared_{from}"), to)));
         }
         names
     }

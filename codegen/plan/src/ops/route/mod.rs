@@ -11,7 +11,7 @@ pub(crate) use steps::Routed;
 use super::gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use super::params::{entry, one};
 use super::scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
-use super::{Calls, FEW_TOKENS, Machine, Op, Operator};
+use super::{Calls, DECODE_TOKENS, Machine, Op, Operator};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
 use serde::{Deserialize, Serialize};
 
@@ -32,12 +32,12 @@ pub struct RouteConfig {
     /// Of the scan, with as many threads.
     pub scan: Option<ExpertScanConfig>,
     /// Of the logits, where they are a plain product.
-    pub logits: Option<FewLogits>,
+    pub logits: Option<DecodeLogits>,
 }
 
 /// Logits of few tokens: a block owns one expert or two, and some tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FewLogits {
+pub struct DecodeLogits {
     /// Threads per block.
     pub threads: u32,
     /// Tokens of a block.
@@ -62,8 +62,8 @@ impl Operator for RouteDesc {
     fn tiling(&self, machine: Machine) -> RouteConfig {
         let gate = self.gate.tiling(machine);
         let scan = self.scan.as_ref().map(|scan| scan.tiling(machine));
-        let logits = few_logits(&self.gate, &gate);
-        let tile = FEW_TOKENS as usize;
+        let logits = decode_logits(&self.gate, &gate);
+        let tile = DECODE_TOKENS as usize;
         let scan = scan.map(|scan| ExpertScanConfig {
             threads: gate.select_threads,
             scan_threads: gate.select_threads,
@@ -74,7 +74,7 @@ impl Operator for RouteDesc {
         });
         let blocks = |config: ExpertScanConfig| {
             let tiles = self.scan.as_ref().map(|scan| scan.tiles(&config));
-            let block_tiles = tiles.map_or(0, |tiles| tiles.eval(FEW_TOKENS) as usize);
+            let block_tiles = tiles.map_or(0, |tiles| tiles.eval(DECODE_TOKENS) as usize);
             ExpertScanConfig {
                 block_tiles,
                 ..config
@@ -98,7 +98,9 @@ impl Operator for RouteDesc {
     }
 
     fn entries(&self, config: &RouteConfig) -> Vec<Entry> {
-        let logits = config.logits.map(|few| self.logits(&config.gate, few));
+        let logits = config
+            .logits
+            .map(|decode| self.logits(&config.gate, decode));
         logits.into_iter().chain(self.route(config)).collect()
     }
 
@@ -167,16 +169,16 @@ impl RouteDesc {
         Some(entry("route", summary, params, [one(), one()], threads))
     }
 
-    fn logits(&self, gate: &GateTopkConfig, few: FewLogits) -> Entry {
+    fn logits(&self, gate: &GateTopkConfig, decode: DecodeLogits) -> Entry {
         let entries = self.gate.entries(gate).into_iter();
         let mut known = entries.filter(|entry| entry.symbol == "gate_logits");
         let mut logits = known.next().expect("few logits are those of a gate");
-        let of_experts = self.gate.experts.div_ceil(few.tile_experts);
-        let blocks = of_experts + self.gate.shared.div_ceil(few.tile_experts);
+        let of_experts = self.gate.experts.div_ceil(decode.tile_experts);
+        let blocks = of_experts + self.gate.shared.div_ceil(decode.tile_experts);
         logits.symbol = LOGITS.to_string();
-        logits.launch.threads = few.threads;
+        logits.launch.threads = decode.threads;
         logits.launch.grid = [
-            Size::Tokens.ceil_div(few.tile_tokens as u64),
+            Size::Tokens.ceil_div(decode.tile_tokens as u64),
             Size::Const(blocks as u64),
         ];
         logits
@@ -185,7 +187,7 @@ impl RouteDesc {
 
 /// Whether few tokens are one block's.
 fn is_alone(entry: &Entry) -> bool {
-    entry.launch.blocks(FEW_TOKENS) == 1
+    entry.launch.blocks(DECODE_TOKENS) == 1
 }
 
 /// Up to so many experts have blocks of their own.
@@ -197,13 +199,13 @@ const TILE_TOKENS: usize = 32;
 /// The tiling of logits that are a plain product of the tokens. A block reads its tokens
 /// once: with half the experts of a block they are read twice as often, with half the tokens
 /// the matrix is, which is less. So few experts have a block each, and more go by twos.
-fn few_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<FewLogits> {
+fn decode_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<DecodeLogits> {
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
     let parts = threads / grid;
     let tile_tokens = (threads / parts).min(TILE_TOKENS);
     let least = if d.experts <= LONE_EXPERTS { 1 } else { 2 };
-    (d.multiplies_tokens() && !d.training).then(|| FewLogits {
+    (d.multiplies_tokens() && !d.training).then(|| DecodeLogits {
         threads: (tile_tokens * parts) as u32,
         tile_tokens,
         // One block has all logits of a shared expert's gate.
@@ -241,7 +243,7 @@ fn widen(known: &mut Param, later: &Param) {
 /// The calls of entries of the gate, where few tokens have a kernel of their own.
 pub(crate) fn gate_calls(routed: Routed, symbol: &str) -> Calls {
     match (routed, symbol) {
-        (Routed::Whole, _) | (Routed::Logits, "gate_logits") => Calls::Many,
+        (Routed::Whole, _) | (Routed::Logits, "gate_logits") => Calls::Prefill,
         _ => Calls::All,
     }
 }

@@ -1,7 +1,7 @@
 //! The entries of `expert_scan`.
 
 use super::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
-use crate::ops::gate::counters;
+use crate::ops::gate::rng_key_params;
 use crate::ops::params::{entry, one, slots_by, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
@@ -45,7 +45,7 @@ fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
         when(d.ranked(), slots),
         Some(d.sorted_keys(Access::Write)),
     ]);
-    let params = params.into_iter().chain(d.counters()).collect();
+    let params = params.into_iter().chain(d.rng_key_params()).collect();
     let grid = [d.sorted_items()?.ceil_div(run), one()];
     let summary = if d.ordered() {
         "sorts runs of tokens by best score"
@@ -152,7 +152,7 @@ fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     ];
     let to = d.kept().into_iter().chain(d.placement().map(Some));
     let params = some(head.into_iter().chain(to));
-    let drawn = whole.then(|| d.counters()).into_iter().flatten();
+    let drawn = whole.then(|| d.rng_key_params()).into_iter().flatten();
     let params = params.into_iter().chain(drawn).collect();
     let blocks = if whole {
         Size::Const(d.experts as u64)
@@ -228,8 +228,8 @@ impl ExpertScanDesc {
     }
 
     /// What the random order depends on.
-    fn counters(&self) -> impl Iterator<Item = Param> {
-        self.drawn.then(counters).into_iter().flatten()
+    fn rng_key_params(&self) -> impl Iterator<Item = Param> {
+        self.drawn.then(rng_key_params).into_iter().flatten()
     }
 
     fn sorted_keys(&self, access: Access) -> Param {

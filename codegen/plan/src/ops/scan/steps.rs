@@ -62,7 +62,7 @@ impl Builder {
             ..desc.tiling(self.machine)
         };
         let calls = match routed {
-            Routed::Whole => Calls::Many,
+            Routed::Whole => Calls::Prefill,
             Routed::Logits | Routed::Nothing => Calls::All,
         };
         let kernel = self.kernel_for("expert_scan", desc.with(config), calls);

@@ -22,11 +22,11 @@ const FORWARD_DEPTH: usize = 512;
 /// A call of few tokens has fewer columns a block, of gate and up together, as long
 /// as there would be fewer blocks than this: a thread each, and some to even out, on
 /// the CPUs with most cores. A block reads its weights once, whatever its width.
-const FEW_COLUMNS: usize = 128;
+const DECODE_COLUMNS: usize = 128;
 const ENOUGH_BLOCKS: usize = 256;
 
 /// The most tokens that are few: with more, copying the rows for each block counts.
-const MOST_FEW: usize = 16;
+const MAX_DECODE_TOKENS: usize = 16;
 
 /// Columns that dgrad and wgrad pack together.
 const BLOCK_COLUMNS: usize = 256;
@@ -147,7 +147,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
     };
-    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
@@ -158,8 +158,8 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         family: GemmFamily::Vectors(CpuGemm {
             gather: d.plain_rows && !d.dense,
             packed: true,
-            few_tokens,
-            few_columns,
+            decode_tokens,
+            decode_columns,
             shared_bytes: (4 * (rows + sums + panel)) as u32,
         }),
     }
@@ -167,8 +167,8 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
 
 /// How many tokens are few, and the columns of a block then; zeros where blocks are
 /// enough or narrow as they are.
-fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
-    let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
+fn decode(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
+    let decode_columns = (DECODE_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
     let column_tiles = d.outer.div_ceil(tile_columns);
     let row_tiles = |tokens: usize| {
         if d.dense {
@@ -178,9 +178,9 @@ fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usiz
         }
     };
     let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
-    let few_tokens = (1..=MOST_FEW).take_while(lacks).count();
-    if few_columns < tile_columns && few_tokens > 0 {
-        (few_tokens, few_columns)
+    let decode_tokens = (1..=MAX_DECODE_TOKENS).take_while(lacks).count();
+    if decode_columns < tile_columns && decode_tokens > 0 {
+        (decode_tokens, decode_columns)
     } else {
         (0, 0)
     }
@@ -201,7 +201,7 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         1 => 0,
         _ => tile_rows * tile_columns * matrices,
     };
-    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
         threads: 1,
         tile_rows,
@@ -212,8 +212,8 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         family: GemmFamily::Tiles(CpuGemm {
             gather: d.plain_rows && !d.dense,
             packed: true,
-            few_tokens,
-            few_columns,
+            decode_tokens,
+            decode_columns,
             shared_bytes: (SCRATCH_HEAD + 4 * (rows + sums + panel)) as u32,
         }),
     }

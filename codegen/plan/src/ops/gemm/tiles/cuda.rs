@@ -17,8 +17,8 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch) -> GroupedGemmConfig {
         .unwrap_or_else(|| simt(d, tile_rows))
 }
 
-pub fn few(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
-    mma::few(d, arch, tile_rows)
+pub fn decode(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
+    mma::decode(d, arch, tile_rows)
 }
 
 /// Rows of a tile. The scan lists the tiles once for both halves of a layer, so

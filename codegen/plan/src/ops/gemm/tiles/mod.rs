@@ -21,14 +21,14 @@ pub(super) fn forward(d: &GroupedGemmDesc, machine: Machine) -> GroupedGemmConfi
 
 /// Of a forward product with few rows, in row tiles of so many; `None` where that of many
 /// serves.
-pub(super) fn few(
+pub(super) fn decode(
     d: &GroupedGemmDesc,
     machine: Machine,
     tile_rows: usize,
 ) -> Option<GroupedGemmConfig> {
     match machine {
-        Machine::Gpu(Gpu::Cuda(arch)) => cuda::few(d, arch, tile_rows),
-        Machine::Gpu(Gpu::Rocm(arch)) => rocm::few(d, arch),
+        Machine::Gpu(Gpu::Cuda(arch)) => cuda::decode(d, arch, tile_rows),
+        Machine::Gpu(Gpu::Rocm(arch)) => rocm::decode(d, arch),
         Machine::Cpu(_) => None,
     }
 }

@@ -62,7 +62,7 @@ fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
 /// A product of few rows: a block is a wave, which reads a few columns' weights from end to
 /// end. It multiplies as waves of the kernel for many rows do, in the same row tiles, and has
 /// as many lines of weights as one product takes.
-pub fn few(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
+pub fn decode(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
     let many = forward(d, arch);
     let GemmFamily::Mfma { gather } = many.family else {
         return None;
@@ -73,7 +73,7 @@ pub fn few(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
         threads: arch.wave,
         tile_columns: lines / d.matrices(),
         thread_columns: lines / d.matrices(),
-        family: GemmFamily::MfmaFew { gather },
+        family: GemmFamily::MfmaDecode { gather },
         ..many
     })
 }

@@ -101,11 +101,11 @@ fn few_tokens_have_blocks_for_many_threads() {
             assert!(blocks(1) >= 64, "{what}");
             let cpu = c.family.cpu().unwrap();
             // Small caches have narrow blocks for any number of tokens.
-            if cpu.few_tokens > 0 {
-                assert!(cpu.few_columns < c.tile_columns, "{what}");
-                assert_eq!(cpu.few_columns % c.thread_columns, 0, "{what}");
+            if cpu.decode_tokens > 0 {
+                assert!(cpu.decode_columns < c.tile_columns, "{what}");
+                assert_eq!(cpu.decode_columns % c.thread_columns, 0, "{what}");
                 assert!(
-                    blocks(cpu.few_tokens) > blocks(cpu.few_tokens + 1),
+                    blocks(cpu.decode_tokens) > blocks(cpu.decode_tokens + 1),
                     "{what}"
                 );
             }

@@ -57,25 +57,25 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
 
 /// Lines of weights that a warp of the kernel for few rows reads: the left factor of a
 /// product.
-const FEW_LINES: usize = 16;
+const DECODE_LINES: usize = 16;
 
 /// Memory in which a warp of that kernel has weights and rows under way: ten stages of
-/// [`FEW_LINES`] and eight lines. docs/kernels/grouped_gemm.md has the sum.
-const FEW_RING: usize = 10 * (FEW_LINES + 8) * LINE;
+/// [`DECODE_LINES`] and eight lines. docs/kernels/grouped_gemm.md has the sum.
+const DECODE_PIPELINE_BYTES: usize = 10 * (DECODE_LINES + 8) * LINE;
 
 /// A product of few rows: a block is a warp, which reads a few columns' weights from end to
 /// end.
-pub fn few(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
+pub fn decode(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
     takes(d, arch).then(|| GroupedGemmConfig {
         threads: WARP,
         tile_rows,
-        tile_columns: FEW_LINES / d.matrices(),
+        tile_columns: DECODE_LINES / d.matrices(),
         tile_depth: LINE / d.weights.size(),
         thread_rows: 8,
-        thread_columns: FEW_LINES / d.matrices(),
-        family: GemmFamily::MmaFew {
+        thread_columns: DECODE_LINES / d.matrices(),
+        family: GemmFamily::MmaDecode {
             gather: d.plain_rows && !d.dense,
-            shared_bytes: FEW_RING as u32,
+            shared_bytes: DECODE_PIPELINE_BYTES as u32,
             tf32: d.tf32,
         },
     })

@@ -43,7 +43,9 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
     let matrices = if d.gated { 2 } else { 1 };
     let most = most_sums(d) * WARPGROUP / WARPGROUP_ROWS / matrices;
     let tile_columns = d.outer.next_power_of_two().clamp(64, most);
-    let longest = d.beside.map_or(d.inner, |shared| d.inner.max(shared.inner));
+    let longest = d
+        .fused_shared
+        .map_or(d.inner, |shared| d.inner.max(shared.inner));
     let ring = Ring {
         left: tile_rows,
         right: matrices * tile_columns,

@@ -5,11 +5,11 @@ use super::Case;
 use super::case::floats;
 use super::cases::{of_type, small};
 use super::simulated::{SIMULATORS, open};
-use moesaic::plan::FEW_TOKENS;
+use moesaic::plan::DECODE_TOKENS;
 use moesaic::spec::{LayerSpec, SharedExpert, SharedGate};
 use moesaic::{DType, Engine};
 
-const MANY: usize = FEW_TOKENS as usize + 6;
+const MANY: usize = DECODE_TOKENS as usize + 6;
 
 fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()
@@ -35,7 +35,7 @@ fn same_bytes(engine: &Engine, spec: &LayerSpec, seed: u64) {
     let names = ["router.logits", "topk_weights", "y"];
     let widths = [spec.shape.experts, spec.shape.top_k, spec.output_dim()];
     let many = layer.forward_with(&case.input(), &names).unwrap();
-    for tokens in [1, 9, 33, FEW_TOKENS as usize] {
+    for tokens in [1, 9, 33, DECODE_TOKENS as usize] {
         let input = first(&case, tokens);
         let few = layer.forward_with(&input.input(), &names).unwrap();
         for (name, width) in names.into_iter().zip(widths) {

@@ -12,7 +12,7 @@ const WIDE: &str = "shape = { model_dim = 64, hidden_dim = 4224, experts = 40, t
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
 /// Of the list: the up product of that layer.
-const WALK: Mutant = Mutant {
+const SCHEDULER: Mutant = Mutant {
     target: SM_90A,
     kernel: "grouped_gemm_up",
     layer: WIDE,
@@ -21,11 +21,11 @@ const WALK: Mutant = Mutant {
 };
 
 /// With a shared expert, whose hidden rows are longer than the others': its tiles come first.
-const BESIDE: Mutant = Mutant {
+const FUSED_SHARED: Mutant = Mutant {
     layer: "shape = { model_dim = 136, hidden_dim = 72, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }
 shared = [{ hidden_dim = 264 }]",
-    ..WALK
+    ..SCHEDULER
 };
 
 /// The list.
@@ -44,8 +44,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "the groups before a tile are counted for one column",
         target: GFX942,
         kernel: "grouped_gemm_up",
-        from: "return number - group() * COLUMN_TILES;",
-        to: "return number - group();",
+        from: "return tile_index - group() * COLUMN_TILES;",
+        to: "return tile_index - group();",
         layer: GROUPS,
         tokens: 200,
         caught: "which nobody has written",
@@ -54,7 +54,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "every column's part of a weight's gradient is the first",
         kernel: "grouped_gemm_dgrad_down",
-        from: "COLUMN_TILES + at.column()] = sum;",
+        from: "COLUMN_TILES + scheduler.column()] = sum;",
         to: "COLUMN_TILES] = sum;",
         layer: GROUPS,
         tokens: 200,
@@ -67,67 +67,67 @@ pub const MUTANTS: &[Mutant] = &[
         from: "        if (elect_one())\n            mbarrier_arrive(shared.empty[before]);\n        if (!multiplies)",
         to: "        if (!multiplies)",
         caught: "deadlock",
-        ..WALK
+        ..SCHEDULER
     },
     Mutant {
         mistake: "the ring of the products begins anew with every tile",
-        from: "\n        const RowTile tile = row_tile(offsets, row_tiles, at.row());\n        const i32 first_column",
-        to: "\n        turn = Turn();\n        const RowTile tile = row_tile(offsets, row_tiles, at.row());\n        const i32 first_column",
+        from: "\n        const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());\n        const i32 first_column",
+        to: "\n        state = PipelineState();\n        const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());\n        const i32 first_column",
         caught: "copy in flight",
-        ..WALK
+        ..SCHEDULER
     },
     Mutant {
         mistake: "a block skips a tile",
-        from: "number += (i32)grid_x();",
-        to: "number += (i32)grid_x() + 1;",
+        from: "tile_index += (i32)grid_x();",
+        to: "tile_index += (i32)grid_x() + 1;",
         caught: "y of",
-        ..WALK
+        ..SCHEDULER
     },
     Mutant {
         mistake: "sums of a tile begin with those of the tile before",
         from: "const bool accumulate = k > 0 || step > 0;",
-        to: "const bool accumulate = at.number != (i32)block_x() || k > 0 || step > 0;",
+        to: "const bool accumulate = scheduler.tile_index != (i32)block_x() || k > 0 || step > 0;",
         caught: "y of",
-        ..WALK
+        ..SCHEDULER
     },
     Mutant {
         mistake: "tiles after the shared expert's are counted from the first on",
         target: "sim:sm_80",
-        from: "return shared() ? number : number - shared_tiles();",
-        to: "return number;",
+        from: "return shared() ? tile_index : tile_index - shared_tiles();",
+        to: "return tile_index;",
         caught: "uninitialised global memory",
-        ..BESIDE
+        ..FUSED_SHARED
     },
     Mutant {
         mistake: "every tile of the shared expert has its first rows",
         target: "sim:sm_80",
-        from: "first = (i64)at.row() * TILE_ROWS;",
+        from: "first = (i64)scheduler.row() * TILE_ROWS;",
         to: "first = 0;",
         caught: "race in global memory",
-        ..BESIDE
+        ..FUSED_SHARED
     },
     Mutant {
         mistake: "tokens of the shared expert are those of routed rows",
-        from: "at.shared() ? (i32)tile.first + row : row_slots",
+        from: "scheduler.shared() ? (i32)tile.first + row : row_slots",
         to: "row_slots",
         caught: "y of",
-        ..BESIDE
+        ..FUSED_SHARED
     },
     Mutant {
         mistake: "the shared expert's rows are multiplied by a routed one's weights",
         kernel: "grouped_gemm_down",
-        from: "at.shared() ? shared_down_map : down_map;",
+        from: "scheduler.shared() ? shared_down_map : down_map;",
         to: "down_map;",
         caught: "y of",
-        ..BESIDE
+        ..FUSED_SHARED
     },
     Mutant {
         mistake: "rows of the shared expert are summed as far as routed ones",
         target: GFX942,
         kernel: "grouped_gemm_down",
-        from: "depth < here.inner; depth",
+        from: "depth < tensors.inner; depth",
         to: "depth < INNER; depth",
         caught: "y of",
-        ..BESIDE
+        ..FUSED_SHARED
     },
 ];

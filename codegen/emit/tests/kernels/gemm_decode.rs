@@ -22,10 +22,10 @@ fn cuda(spec: &LayerSpec, target: &str) -> Gemms {
     let options = PlanOptions::default();
     let gemms = Gemms::planned(spec, target, &options, Rig::of);
     let pairs = gemms.rig.families();
-    let few = pairs
+    let decode = pairs
         .chunks(2)
-        .all(|pair| pair[0] == "mma_few" && ["mma", "wgmma"].contains(&pair[1]));
-    assert!(few, "{pairs:?} of {spec:?}");
+        .all(|pair| pair[0] == "mma_decode" && ["mma", "wgmma"].contains(&pair[1]));
+    assert!(decode, "{pairs:?} of {spec:?}");
     gemms
 }
 
@@ -87,9 +87,9 @@ fn rows_lie_anywhere() {
 
 /// The products of few rows of a layer alone, on a simulated AMD GPU.
 fn amd(spec: &LayerSpec, target: &str) -> Gemms {
-    let few_only = |plan| only(plan, |kernel| kernel.family() == Some("mfma_few"));
+    let decode_only = |plan| only(plan, |kernel| kernel.family() == Some("mfma_decode"));
     let gemms = Gemms::planned(spec, target, &PlanOptions::default(), |plan| {
-        Rig::of(few_only(plan))
+        Rig::of(decode_only(plan))
     });
     let families = gemms.rig.families();
     assert!(families.len() >= 2, "{families:?} for {target}");

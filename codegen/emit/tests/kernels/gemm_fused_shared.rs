@@ -30,9 +30,9 @@ fn launches(gemms: &Gemms) -> [[usize; 2]; 2] {
     let mut launches = [[0; 2]; 2];
     for kernel in &gemms.rig.plan.kernels {
         if let Op::GroupedGemm { desc, config } = &kernel.op {
-            let many = !config.family.name().ends_with("_few");
+            let many = !config.family.name().ends_with("_decode");
             launches[many as usize][0] += 1;
-            launches[many as usize][1] += desc.beside.is_some() as usize;
+            launches[many as usize][1] += desc.fused_shared.is_some() as usize;
         }
     }
     launches

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
-use moesaic_plan::{CacheClass, KernelPlan, Machine, Operator, Wire, WireDesc};
+use moesaic_plan::{CacheClass, CommCastDesc, KernelPlan, Machine, Operator, Wire};
 use moesaic_reference::{Random, pack_row, unpack_row};
 use moesaic_rig::kept::Kept;
 use moesaic_rig::{cpu, dims, fibers, ptx};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 const FORMATS: [Wire; 3] = [Wire::F16, Wire::Bf16, Wire::Fp8];
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
-fn kernel(desc: &WireDesc, target: Target) -> KernelPlan {
+fn kernel(desc: &CommCastDesc, target: Target) -> KernelPlan {
     let config = desc.tiling(Machine::of(target, CacheClass::default()));
     let mut entries = desc.entries(&config);
     // As in a plan: what does not wait for the launches before is found.
@@ -53,7 +53,7 @@ fn machine(target: Target) -> (Arc<dyn Device>, Compile) {
 
 /// The kernel of some rows, loaded.
 struct Loaded {
-    desc: WireDesc,
+    desc: CommCastDesc,
     entries: Vec<Entry>,
     device: Arc<dyn Device>,
     module: Arc<dyn Module>,
@@ -61,7 +61,7 @@ struct Loaded {
 }
 
 impl Loaded {
-    fn new(desc: &WireDesc, target: Target) -> Loaded {
+    fn new(desc: &CommCastDesc, target: Target) -> Loaded {
         let source = emit(&kernel(desc, target), target).unwrap();
         let (device, compile) = machine(target);
         Loaded {
@@ -122,10 +122,10 @@ impl Loaded {
         let counts = self.device.alloc(4 * tokens.max(16)).unwrap();
         let total = self.buffer(&5i64.to_le_bytes());
         if self.desc.counts() {
-            self.launch("wire_pack", &[&from, list, &packed, &counts], tokens);
-            self.launch("wire_count", &[&counts, &total], tokens);
+            self.launch("comm_cast_pack", &[&from, list, &packed, &counts], tokens);
+            self.launch("comm_cast_count", &[&counts, &total], tokens);
         } else {
-            self.launch("wire_pack", &[&from, list, &packed], tokens)
+            self.launch("comm_cast_pack", &[&from, list, &packed], tokens)
         }
         let read = self.read(&packed, row_bytes * tokens);
         for (i, (row, (bytes, _))) in read.chunks(row_bytes).zip(expected).enumerate() {
@@ -150,7 +150,7 @@ impl Loaded {
         let (width, dtype) = (self.desc.width, self.desc.rows);
         let size = width * dtype.size();
         let to = self.buffer(&vec![0xaa; rows * size]);
-        self.launch("wire_unpack", &[packed, list, &to], places.len());
+        self.launch("comm_cast_unpack", &[packed, list, &to], places.len());
         let came = |row: usize| places.iter().position(|&place| place as usize == row);
         for (row, bytes) in self.read(&to, rows * size).chunks(size).enumerate() {
             let expected = match came(row) {
@@ -239,7 +239,7 @@ fn run(target: &str, widths: &[usize], counts: &[usize]) {
                 if widths.len() > 1 && (n + m) % TYPES.len() > 1 {
                     continue;
                 }
-                let desc = WireDesc {
+                let desc = CommCastDesc {
                     wire,
                     width,
                     rows: rows_type,
@@ -289,7 +289,7 @@ fn compiled(kept: &Kept, backend: &str, archs: &[&str]) {
         let target: Target = format!("{backend}:{arch}").parse().unwrap();
         for (wire, dtype) in FORMATS.into_iter().flat_map(|w| TYPES.map(|t| (w, t))) {
             for width in COMPILED {
-                let desc = WireDesc {
+                let desc = CommCastDesc {
                     wire,
                     width,
                     rows: dtype,

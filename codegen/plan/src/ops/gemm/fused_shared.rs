@@ -1,6 +1,6 @@
 //! The shared expert whose products come along in the launches of the routed experts'.
 
-use super::{Beside, GroupedGemmConfig, GroupedGemmDesc, Half, desc};
+use super::{FusedShared, GroupedGemmConfig, GroupedGemmDesc, Half, desc};
 use crate::layer::{Builder, Part};
 use crate::ops::Op;
 
@@ -8,36 +8,36 @@ impl Builder {
     /// The first shared expert, where the routed experts' rows and all its tokens can be
     /// multiplied in one launch as they would be in two: on GPUs that have kernels for few rows,
     /// by those and by the ones for many, which take the same types and widths.
-    pub(super) fn beside(&self, half: Half) -> Option<Beside> {
+    pub(super) fn fused_shared(&self, half: Half) -> Option<FusedShared> {
         let spec = &self.plan.spec;
         if self.part != Part::Whole || spec.shared.is_empty() || spec.latent.is_some() {
             return None;
         }
         let (routed, shared) = (self.routed(half), desc::shared(spec, half, 0));
-        let configs = [&routed, &shared].map(|desc| self.few(desc));
+        let configs = [&routed, &shared].map(|desc| self.decode(desc));
         let [Some(of_routed), Some(of_shared)] = configs else {
             return None;
         };
         // Down reads what up has written.
         let is_there = match half {
             Half::Up => of_routed.gather(),
-            Half::Down => self.has_beside(Half::Up),
+            Half::Down => self.has_fused_shared(Half::Up),
         };
         let alike = !routed.weighted && routed.bias == shared.bias;
         let together = is_there
             && alike
             && pieces(&routed) == pieces(&shared)
             && multiplied(&of_routed) == multiplied(&of_shared);
-        together.then_some(Beside {
+        together.then_some(FusedShared {
             inner: shared.inner,
             outer: shared.outer,
         })
     }
 
     /// Whether the first shared expert has come along.
-    pub(super) fn has_beside(&self, half: Half) -> bool {
+    pub(super) fn has_fused_shared(&self, half: Half) -> bool {
         let is_it = |op: &Op| match op {
-            Op::GroupedGemm { desc, .. } => desc.half == half && desc.beside.is_some(),
+            Op::GroupedGemm { desc, .. } => desc.half == half && desc.fused_shared.is_some(),
             _ => false,
         };
         self.plan.kernels.iter().any(|kernel| is_it(&kernel.op))
