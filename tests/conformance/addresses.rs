@@ -6,9 +6,7 @@ use super::cases::{of_type, small};
 use super::layers::engines;
 use super::simulated::{SIMULATORS, open};
 use moesaic::target::{Buffer, Device, Ptr};
-use moesaic::{
-    RngKey, DType, Engine, EngineError, Layer, RawBackward, RawCall, Tensor, Training,
-};
+use moesaic::{DType, Engine, EngineError, Layer, RawBackward, RawCall, RngKey, Tensor, Training};
 
 const TOKENS: usize = 9;
 

@@ -121,7 +121,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
     (errors / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
-/// What a format does to a row, relative: docs/kernels/wire.md.
+/// What a format does to a row, relative: docs/kernels/comm_cast.md.
 fn format_error(wire: Wire) -> f64 {
     match wire {
         Wire::Exact => 0.0,

@@ -8,7 +8,7 @@ use super::simulated::{SIMULATORS, open};
 use super::trained::{RNG_KEY, draw};
 use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::{RngKey, Engine, Output, Training};
+use moesaic::{Engine, Output, RngKey, Training};
 
 /// The forward pass of a training call.
 fn drawn(case: &Case, engine: &Engine, names: &[&str]) -> Output {

@@ -8,7 +8,7 @@ use super::simulated::open;
 use super::trained::RNG_KEY;
 use moesaic::spec::*;
 use moesaic::{
-    RngKey, DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, Tensor,
+    DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, RngKey, Tensor,
 };
 use std::collections::BTreeSet;
 

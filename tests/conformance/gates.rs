@@ -11,7 +11,7 @@ use moesaic::ahead::{Job, precompile};
 use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{Compilers, RngKey, Engine, EngineOptions, Input, Output, Parallel, Recompute};
+use moesaic::{Compilers, Engine, EngineOptions, Input, Output, Parallel, Recompute, RngKey};
 use moesaic::{Store, Tensor, Tensors, Training};
 use std::sync::Arc;
 

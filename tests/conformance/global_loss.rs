@@ -9,7 +9,7 @@ use super::simulated::{SIMULATORS, open};
 use super::trained::{RNG_KEY, draw};
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, Loss, LossKind, NoiseKind, Score};
-use moesaic::{RngKey, DType, Layer, Recompute, Tensor};
+use moesaic::{DType, Layer, Recompute, RngKey, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

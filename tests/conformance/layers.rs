@@ -2,7 +2,7 @@
 
 use super::{Case, quick};
 use moesaic::spec::{LayerSpec, testing};
-use moesaic::{RngKey, DType, Engine, EngineOptions, Input, Recompute, Target};
+use moesaic::{DType, Engine, EngineOptions, Input, Recompute, RngKey, Target};
 
 /// Memory that is never written has a pattern that shows.
 pub fn poisoned() -> EngineOptions {

@@ -7,7 +7,7 @@ use moesaic::reference::Random;
 use moesaic::spec::LayerSpec;
 use moesaic::target::Buffer;
 use moesaic::{
-    RngKey, DType, EngineError, Layer, RawBackward, RawCall, Recompute, Saved, Tensor, Training,
+    DType, EngineError, Layer, RawBackward, RawCall, Recompute, RngKey, Saved, Tensor, Training,
 };
 use std::collections::BTreeMap;
 

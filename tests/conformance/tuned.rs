@@ -11,7 +11,7 @@ use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
 use moesaic::tools::{Measured, Untuned};
 use moesaic::{
-    Compilers, RngKey, DType, Engine, EngineOptions, Layer, Output, PlanOptions, Target, Training,
+    Compilers, DType, Engine, EngineOptions, Layer, Output, PlanOptions, RngKey, Target, Training,
 };
 use std::path::Path;
 use std::sync::Arc;

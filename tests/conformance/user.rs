@@ -9,7 +9,7 @@ use super::trained::{RNG_KEY, draw};
 use moesaic::experts::{ExpertBackward, UserExpert, UserLayer};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
-use moesaic::{RngKey, DType, Engine, Tensor, Tensors, Training};
+use moesaic::{DType, Engine, RngKey, Tensor, Tensors, Training};
 use std::sync::{Arc, Mutex};
 
 /// `down · relu(up · x)` of any width, with the gradients of both.

@@ -11,8 +11,8 @@ use moesaic::target::{
 };
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::{
-    RngKey, DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall,
-    Tensor, Tensors, Training,
+    DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall, RngKey, Tensor,
+    Tensors, Training,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;

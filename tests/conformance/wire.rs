@@ -93,7 +93,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 
 const LAYER: &str = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 2 }";
 
-/// What each format does to a row, relative: docs/kernels/wire.md.
+/// What each format does to a row, relative: docs/kernels/comm_cast.md.
 const ERRORS: [(&str, f64); 3] = [("f16", 2.1e-4), ("bf16", 1.7e-3), ("fp8", 2.6e-2)];
 
 #[test]

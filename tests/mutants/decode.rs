@@ -1,9 +1,9 @@
-//! Mistakes in the kernels for few tokens.
+//! Mistakes in decode kernels.
 
 use super::Mutant;
 use super::list::{GFX942, MUTANT, SM_90A};
 
-/// Few tokens: every ring goes round, and widths have tails.
+/// A decode call: every pipeline wraps around, and widths have tails.
 const DECODE: Mutant = Mutant {
     layer: "shape = { model_dim = 1000, hidden_dim = 70, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }",
@@ -53,7 +53,7 @@ pub const MUTANTS: &[Mutant] = &[
         ..DECODE
     },
     Mutant {
-        mistake: "the ring is one stage shorter than what is under way",
+        mistake: "the pipeline is one stage shorter than the copies in flight",
         kernel: "grouped_gemm_up_decode",
         from: "        fetch(at + STAGES - 1);",
         to: "        fetch(at + STAGES);",
@@ -85,7 +85,7 @@ pub const MUTANTS: &[Mutant] = &[
         ..DECODE
     },
     Mutant {
-        mistake: "sums of few rows are picked up with no warp barrier before",
+        mistake: "sums of a decode kernel are picked up with no warp barrier before",
         kernel: "grouped_gemm_up_decode",
         from: "= sums[j][n];\n    warp_sync();",
         to: "= sums[j][n];",

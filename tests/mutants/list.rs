@@ -10,7 +10,7 @@ pub(super) const GFX942: &str = "sim:gfx942";
 const SHALLOW: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
-/// Enough steps that every ring goes round.
+/// Enough steps that every pipeline wraps around.
 const DEEP: &str = "shape = { model_dim = 448, hidden_dim = 72, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
@@ -193,7 +193,7 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
-        mistake: "no barrier between the stages of a ring",
+        mistake: "no barrier between the stages of a pipeline",
         kernel: "grouped_gemm_up",
         from: "        block_sync();  // this stage is here, and all have read the one before it\n",
         to: "",
@@ -433,7 +433,7 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
-        mistake: "a warp's epilogue_tile is read with no warp barrier before",
+        mistake: "a warp's epilogue tile is read with no warp barrier before",
         target: SM_90A,
         kernel: "grouped_gemm_up",
         from: "            warp_sync();\n            store_epilogue_tile(",

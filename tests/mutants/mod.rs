@@ -135,7 +135,12 @@ fn missed(mutant: &'static Mutant) -> Option<String> {
 
 /// All of them, in the order of the table.
 fn mutants() -> impl Iterator<Item = &'static Mutant> {
-    let parts = [list::MUTANTS, decode::MUTANTS, scan::MUTANTS, scheduler::MUTANTS];
+    let parts = [
+        list::MUTANTS,
+        decode::MUTANTS,
+        scan::MUTANTS,
+        scheduler::MUTANTS,
+    ];
     parts.into_iter().flatten()
 }
 

@@ -1,4 +1,4 @@
-//! Mistakes in the order of tiles, and in blocks that go from tile to tile.
+//! Mistakes in tile schedulers.
 
 use super::Mutant;
 use super::list::{GFX942, MUTANT, SM_90A};
@@ -70,7 +70,7 @@ pub const MUTANTS: &[Mutant] = &[
         ..SCHEDULER
     },
     Mutant {
-        mistake: "the ring of the products begins anew with every tile",
+        mistake: "the pipeline of the consumers begins anew with every tile",
         from: "\n        const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());\n        const i32 first_column",
         to: "\n        state = PipelineState();\n        const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());\n        const i32 first_column",
         caught: "copy in flight",

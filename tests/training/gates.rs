@@ -6,7 +6,7 @@ use crate::conformance::simulated::open;
 use moesaic::reference::{self, Random};
 use moesaic::train::gates::{Chosen, balance, best, experts_near, near, swipe};
 use moesaic::{
-    RngKey, Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors, Training,
+    Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Tensor, Tensors, Training,
 };
 
 const EXPERTS: usize = 7;

@@ -25,12 +25,12 @@ pub enum Size {
     FloorDiv(Box<Size>, u64),
     /// The smaller of both.
     Min(Box<Size>, Box<Size>),
-    /// The first for up to so above tokens, the second for more.
+    /// The first size for up to so many tokens, the second for more.
     UpTo(u64, Box<Size>, Box<Size>),
 }
 
 impl Size {
-    /// `self / by`, rounded up. `by` must not be zero.
+    /// Returns `self / by`, rounded up. `by` must not be zero.
     pub fn ceil_div(self, by: u64) -> Size {
         match self {
             _ if by == 1 => self,
@@ -39,7 +39,7 @@ impl Size {
         }
     }
 
-    /// `self / by`, rounded down. `by` must not be zero.
+    /// Returns `self / by`, rounded down. `by` must not be zero.
     pub fn floor_div(self, by: u64) -> Size {
         match self {
             _ if by == 1 => self,
@@ -48,22 +48,22 @@ impl Size {
         }
     }
 
-    /// The smaller of both.
+    /// Returns the smaller of both.
     pub fn min(self, rhs: impl Into<Size>) -> Size {
         Size::Min(Box::new(self), Box::new(rhs.into()))
     }
 
-    /// `below` for up to `limit` tokens, `above` for more.
+    /// Returns `below` for up to `limit` tokens and `above` for more.
     pub fn up_to(limit: u64, below: Size, above: Size) -> Size {
         match above {
-            // What holds for lower still is beside the point.
+            // A smaller limit inside can never apply.
             Size::UpTo(lower, _, above) if lower <= limit => Size::up_to(limit, below, *above),
             above if below == above => above,
             above => Size::UpTo(limit, Box::new(below), Box::new(above)),
         }
     }
 
-    /// The size for `tokens` tokens. Saturates instead of wrapping.
+    /// Returns the size for `tokens` tokens. Saturates instead of wrapping.
     pub fn eval(&self, tokens: u64) -> u64 {
         match self {
             Size::Const(n) => *n,

@@ -24,7 +24,7 @@ fn kernel(desc: &CommCastDesc, target: Target) -> KernelPlan {
         entry.launch.dependent = waits;
     }
     KernelPlan {
-        name: "wire".to_string(),
+        name: "comm_cast".to_string(),
         entries,
         op: desc.clone().with(config),
     }
@@ -102,7 +102,7 @@ impl Loaded {
         let list = self.buffer(&list.collect::<Vec<u8>>());
         let expected: Vec<(Vec<u8>, u64)> = places
             .iter()
-            .map(|&place| pack_row(twin(self.desc.wire), &rows[place as usize]))
+            .map(|&place| pack_row(twin(self.desc.comm_dtype), &rows[place as usize]))
             .collect();
         let packed = self.check_packing(rows, &list, &expected);
         self.check_unpacking(rows.len(), places, [&packed, &list], &expected);
@@ -155,7 +155,7 @@ impl Loaded {
         for (row, bytes) in self.read(&to, rows * size).chunks(size).enumerate() {
             let expected = match came(row) {
                 Some(i) => {
-                    let wire = twin(self.desc.wire);
+                    let wire = twin(self.desc.comm_dtype);
                     bytes_of(dtype, &unpack_row(wire, &expected[i].0, width, dtype))
                 }
                 None => vec![0xaa; size],
@@ -240,7 +240,7 @@ fn run(target: &str, widths: &[usize], counts: &[usize]) {
                     continue;
                 }
                 let desc = CommCastDesc {
-                    wire,
+                    comm_dtype: wire,
                     width,
                     rows: rows_type,
                 };
@@ -290,7 +290,7 @@ fn compiled(kept: &Kept, backend: &str, archs: &[&str]) {
         for (wire, dtype) in FORMATS.into_iter().flat_map(|w| TYPES.map(|t| (w, t))) {
             for width in COMPILED {
                 let desc = CommCastDesc {
-                    wire,
+                    comm_dtype: wire,
                     width,
                     rows: dtype,
                 };

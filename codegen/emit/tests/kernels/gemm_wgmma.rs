@@ -128,7 +128,7 @@ fn blocks_go_from_tile_to_tile() {
         let each = hopper(spec, seed).check_call(300, Spread::Random);
         for blocks in [[1, 7], [3, 7]][i % 2] {
             let gemms = Gemms::new(spec, TARGET, |plan| Rig::late(at_most(plan, blocks), seed));
-            let decode = gemms.check_call(300, Spread::Random);
+            let few = gemms.check_call(300, Spread::Random);
             assert!(bits(&few) == bits(&each), "{blocks} blocks of {spec:?}");
             gemms.check_call(0, Spread::Random);
             gemms.check_call(70, Spread::Gaps);

@@ -36,7 +36,7 @@ fn agree(target: &str, changes: &[Change], training: bool) {
         spec.validate().unwrap();
         let rig = rig(&spec, target, training);
         // One token alone balances to ties, which rounding breaks.
-        let decode = match spec.router.select {
+        let few = match spec.router.select {
             Select::Sinkhorn(_) => 3,
             _ => 1,
         };

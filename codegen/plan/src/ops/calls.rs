@@ -4,7 +4,7 @@
 
 use moesaic_kernel::{Entry, Size};
 
-/// The most tokens of a call that is said to have decode.
+/// The largest number of tokens of a call that runs the decode kernels.
 pub const DECODE_TOKENS: u64 = 64;
 
 /// The calls in which an entry is launched.

@@ -34,11 +34,11 @@ pub struct CombineDesc {
     pub weighted: bool,
     /// Shared experts, added with f32 weights.
     pub shared: Vec<SharedDesc>,
-    /// What the routed experts add up to, where it has a weight.
+    /// The sum over the routed experts, where it has a weight.
     pub routed: Option<RoutedDesc>,
 }
 
-/// What the routed experts of a layer with a residual gate add up to.
+/// The sum over the routed experts in a layer with a residual gate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoutedDesc {
     /// The shared expert whose pair of logits weighs it: by the first of their softmax.
@@ -56,12 +56,12 @@ pub struct CombineConfig {
     pub tile_tokens: usize,
     /// Adjacent threads that sum one token.
     pub token_threads: u32,
-    /// Tiling of calls of few tokens, on GPUs.
+    /// The tiling of decode calls, on GPUs.
     pub decode: Option<CombineDecode>,
 }
 
-/// Tiling of `combine` in calls of few tokens. A token is cut into slices of adjacent columns,
-/// so that there are blocks for many multiprocessors.
+/// The tiling of `combine` in decode calls. A token is cut into slices of adjacent columns, so that
+/// many multiprocessors have a block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CombineDecode {
     /// The most tokens of such a call.
@@ -74,7 +74,7 @@ pub struct CombineDecode {
     pub slices: usize,
 }
 
-/// The sum over the routed experts, and the shared ones unless a projection comes between.
+/// Returns the sum over the routed experts, and the shared ones unless a projection comes between.
 /// A layer that trains keeps what has a weight.
 fn desc(spec: &LayerSpec, trains: bool) -> CombineDesc {
     let projected = spec.latent.is_some();
@@ -96,8 +96,8 @@ fn desc(spec: &LayerSpec, trains: bool) -> CombineDesc {
     }
 }
 
-/// Where they are added [later](adds_later): what the routed experts add up to as the
-/// first shared expert, then the others.
+/// Returns the desc where another kernel [adds shared experts](adds_later): the sum over the routed
+/// experts as the first shared expert, then the others.
 fn later(spec: &LayerSpec) -> CombineDesc {
     let weighted = spec.residual().is_some();
     let routed = SharedDesc {
@@ -172,7 +172,7 @@ fn decode(d: &CombineDesc, token_threads: u32) -> CombineDecode {
     }
 }
 
-/// Blocks of tokens, and of a token's slices where there are any.
+/// Returns the blocks of tokens, and of slices of a token where there are any.
 fn grid(c: &CombineConfig) -> [Size; 2] {
     let many = [tokens_by(c.tile_tokens), one()];
     let Some(decode) = &c.decode else {
@@ -231,7 +231,7 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
 }
 
 impl Builder {
-    /// The sum of routed and shared experts, in one step or around a projection.
+    /// Adds the sum of routed and shared experts, in one step or around a projection.
     pub(crate) fn combine(&mut self) {
         let desc = desc(&self.plan.spec, self.plan.training.is_some());
         let mut bind = self.shared_outputs(0);

@@ -1,4 +1,4 @@
-//! How a call is cut into blocks.
+//! Tests of how a call is cut into blocks.
 
 use crate::{LayerPlan, PlanOptions, Training, plan};
 use moesaic_kernel::{DType, Entry, Stem, Target};
@@ -6,7 +6,7 @@ use moesaic_spec::{Latent, LayerSpec, SharedExpert, SharedGate};
 
 const GPUS: [&str; 4] = ["cuda:sm_75", "cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"];
 
-/// The largest of these GPUs have 132 multiprocessors and 304 compute units.
+/// Returns the largest of these GPUs have 132 multiprocessors and 304 compute units.
 fn deepseek() -> LayerSpec {
     let text = r#"{"shape":{"model_dim":7168,"hidden_dim":2048,"experts":256,"top_k":8}}"#;
     let mut spec: LayerSpec = serde_json::from_str(text).unwrap();

@@ -40,7 +40,7 @@ fn per_channel(d: &GateTopkDesc) -> String {
     format!("[tokens, {}]", d.model_dim)
 }
 
-/// Blocks and threads of what goes over tokens element by element.
+/// Returns blocks and threads of an entry that goes over tokens element by element.
 fn by_token(c: &GateTopkConfig) -> ([Size; 2], u32) {
     ([tokens_by(c.logits_tile_tokens), one()], c.logits_threads)
 }
@@ -115,7 +115,7 @@ fn load(d: &GateTopkDesc) -> Option<Param> {
     when(d.router.entropy.is_some(), load)
 }
 
-/// One round is `rows`, then `columns`.
+/// Returns the entries of Sinkhorn's iteration. One round is `rows`, then `columns`.
 fn sinkhorn(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 3] {
     let columns =
         |access: Access| Param::tensor("columns", F32, access, format!("[{}]", d.experts));
@@ -266,7 +266,7 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     }
 }
 
-/// The gate of the shared expert, and its logits, where they are made beside the experts'.
+/// Returns the parameters of the shared expert's gate, where this kernel computes its logits.
 fn shared_params(d: &GateTopkDesc) -> Vec<Param> {
     let shared = d.shared;
     if shared == 0 {

@@ -1,4 +1,4 @@
-//! From tokens to experts and weights, and what training draws on the way.
+//! The steps from tokens to experts and weights, and the random draws of training.
 
 use super::{GateTopkDesc, fused_shared_logits, gate_topk, noise_gate, shared_gate};
 use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
@@ -9,7 +9,7 @@ use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
 
-/// Parameters that are called otherwise than their tensors.
+/// Parameters whose tensors have another name.
 const NAMES: [(&str, &str); 25] = [
     ("logits", "router.logits"),
     ("clean_logits", "router.clean_logits"),
@@ -38,7 +38,7 @@ const NAMES: [(&str, &str); 25] = [
     ("shared_logits", "shared.0.router.logits"),
 ];
 
-/// What selection beyond top-k, and training, put between logits and ids.
+/// Returns the tensors between logits and ids of selections beyond top-k, and of training.
 pub(crate) fn selection_tensors(
     spec: &LayerSpec,
     machine: Machine,
@@ -75,7 +75,8 @@ pub(crate) fn selection_tensors(
 }
 
 impl Builder {
-    /// The gate; says what few tokens have kernels of their own for, the scan included.
+    /// Adds the gate; returns the routing steps with decode kernels of their own, the scan
+    /// included.
     pub(crate) fn gate(&mut self) -> Routed {
         let Some(desc) = self.gate_desc() else {
             return Routed::Nothing;
@@ -111,7 +112,7 @@ impl Builder {
         routed
     }
 
-    /// The gate of a shared expert, where it has one that the router has not seen to.
+    /// Adds the gate of a shared expert, unless it has none or the router computes it.
     pub(crate) fn shared_gate(&mut self, index: usize) {
         let spec = &self.plan.spec;
         let fused_shared = index == 0 && self.fused_shared_logits() > 0;
@@ -133,7 +134,7 @@ impl Builder {
         self.launch_all(kernel, &bind);
     }
 
-    /// The tensor that the router reads.
+    /// Returns the tensor that the router reads.
     pub(crate) fn routed_tokens(&self) -> &'static str {
         if self.gate_desc().is_some_and(|gate| gate.draws_input()) {
             "router.x"
@@ -142,7 +143,7 @@ impl Builder {
         }
     }
 
-    /// The tensor that losses take as logits without noise.
+    /// Returns the tensor that losses take as logits without noise.
     pub(crate) fn clean_logits(&self) -> &'static str {
         if self.gate_desc().is_some_and(|gate| gate.noisy()) {
             "router.clean_logits"
@@ -151,7 +152,7 @@ impl Builder {
         }
     }
 
-    /// The gate of this pass.
+    /// Returns the gate of this pass.
     fn gate_desc(&self) -> Option<GateTopkDesc> {
         let gate = gate_topk(&self.plan.spec, self.trains())?;
         Some(GateTopkDesc {
@@ -160,8 +161,8 @@ impl Builder {
         })
     }
 
-    /// Logits of the first shared expert's gate that the router's product makes: on GPUs,
-    /// where that is a launch less.
+    /// Returns the logits of the first shared expert's gate that the router computes too: on GPUs,
+    /// where that saves a launch.
     fn fused_shared_logits(&self) -> usize {
         match self.machine {
             Machine::Gpu(_) => fused_shared_logits(&self.plan.spec),
@@ -169,7 +170,7 @@ impl Builder {
         }
     }
 
-    /// A step of this entry, if the kernel has it; `first` wins over the names.
+    /// Adds a step of this entry, if the kernel has it; `first` takes precedence over the names.
     fn gate_step(&mut self, kernel: usize, symbol: &str, first: Bind) {
         let mut entries = self.plan.kernels[kernel].entries.iter();
         if let Some(index) = entries.position(|entry| entry.symbol == symbol) {
@@ -178,7 +179,7 @@ impl Builder {
         }
     }
 
-    /// The projection behind the scale of learned noise.
+    /// Adds the projection to the scale of learned noise.
     fn noise_logits(&mut self, x: &str) {
         let trains = self.trains();
         if let Some(desc) = noise_gate(&self.plan.spec).filter(|_| trains) {

@@ -1,11 +1,12 @@
-//! Products of few rows, which are kernels of their own on GPUs with matrix units.
+//! Decode kernels: GEMMs of small calls, which GPUs with tensor or matrix cores run in kernels of
+//! their own.
 
 use super::{GroupedGemmConfig, GroupedGemmDesc, tiles};
 use crate::layer::{Builder, borrowed};
 use crate::ops::{Calls, Operator};
 
 impl Builder {
-    /// How a product is tiled for few rows, if it is then another kernel.
+    /// Returns the tiling of the decode kernel of a GEMM; `None` if it has none.
     pub(super) fn decode(&self, desc: &GroupedGemmDesc) -> Option<GroupedGemmConfig> {
         if !self.decode {
             return None;
@@ -14,7 +15,7 @@ impl Builder {
         tiles::decode(desc, self.machine, among.tile_rows)
     }
 
-    /// Adds the product of few rows.
+    /// Adds the decode kernel of a GEMM.
     pub(super) fn decode_gemm(
         &mut self,
         name: &str,

@@ -1,13 +1,13 @@
-//! The shared expert whose products come along in the launches of the routed experts'.
+//! The fused shared expert: its GEMMs run in the launches of the routed experts.
 
 use super::{FusedShared, GroupedGemmConfig, GroupedGemmDesc, Half, desc};
 use crate::layer::{Builder, Part};
 use crate::ops::Op;
 
 impl Builder {
-    /// The first shared expert, where the routed experts' rows and all its tokens can be
-    /// multiplied in one launch as they would be in two: on GPUs that have kernels for few rows,
-    /// by those and by the ones for many, which take the same types and widths.
+    /// Returns the first shared expert, if its GEMM can run in the routed experts' launch with
+    /// unchanged results. That holds on GPUs with decode kernels, for the decode kernels and for
+    /// those of larger calls, which take the same types and widths.
     pub(super) fn fused_shared(&self, half: Half) -> Option<FusedShared> {
         let spec = &self.plan.spec;
         if self.part != Part::Whole || spec.shared.is_empty() || spec.latent.is_some() {
@@ -26,7 +26,7 @@ impl Builder {
         let alike = !routed.weighted && routed.bias == shared.bias;
         let together = is_there
             && alike
-            && pieces(&routed) == pieces(&shared)
+            && pack_bytes(&routed) == pack_bytes(&shared)
             && multiplied(&of_routed) == multiplied(&of_shared);
         together.then_some(FusedShared {
             inner: shared.inner,
@@ -34,7 +34,7 @@ impl Builder {
         })
     }
 
-    /// Whether the first shared expert has come along.
+    /// Returns whether the plan fuses the first shared expert.
     pub(super) fn has_fused_shared(&self, half: Half) -> bool {
         let is_it = |op: &Op| match op {
             Op::GroupedGemm { desc, .. } => desc.half == half && desc.fused_shared.is_some(),
@@ -44,13 +44,13 @@ impl Builder {
     }
 }
 
-/// Bytes of the pieces, up to 16, in which rows and results are moved: the kernel has one
-/// length of each.
-fn pieces(d: &GroupedGemmDesc) -> [u32; 2] {
+/// Returns the logarithms of the bytes, up to 16, in which rows and results move. A kernel has one
+/// length for each.
+fn pack_bytes(d: &GroupedGemmDesc) -> [u32; 2] {
     [d.inner, d.outer].map(|width| (width * d.weights.size()).trailing_zeros().min(4))
 }
 
-/// What decides about the order of sums and the lines of a block.
+/// Returns what decides the order of sums and the lines of a block.
 fn multiplied(config: &GroupedGemmConfig) -> [usize; 3] {
     [config.thread_rows, config.tile_columns, config.tile_depth]
 }

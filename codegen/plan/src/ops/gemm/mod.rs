@@ -1,16 +1,16 @@
-//! `grouped_gemm` and its backward products.
+//! `grouped_gemm` and its backward GEMMs.
 //!
-//! Kept from the forward pass: x, the pre-activations, and the routing record.
-//! With `dout` the rows of the output's gradient (not weighted), `w` a row's
-//! weight, `a` its activation and `P = dout · down`:
+//! The forward pass keeps x, the pre-activations, and the routing record. With `dout` the rows of
+//! the output's gradient (not weighted), `w` a row's weight, `a` its activation and `P = dout ·
+//! down`:
 //!
 //! ```text
 //! dw = <P, a> (+ <dout, down bias>)        hidden = w · a
 //! dgate, dup = act'(gate, up) · w · P      drows = dgate · gate + dup · up
 //! ```
 //!
-//! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
-//! moved to the left factor).
+//! so that no kernel needs an expert's output again: the gradient of `<dout, a · downᵀ>` moves to
+//! the left operand.
 
 mod config;
 mod decode;

@@ -1,8 +1,8 @@
-//! The routing of few tokens on a GPU: logits by blocks of a few experts each, and all
-//! that follows, selection and scan, in one block.
+//! `route`: the router of decode calls on a GPU. Its first launch computes logits, a few experts in
+//! each block; its second does selection and scan in one block.
 //!
-//! What is computed is what `gate_topk` and `expert_scan` compute, in the same order of
-//! sums, so that a token goes the same way in any company.
+//! The results are those of `gate_topk` and `expert_scan`, with the same order of sums, so a token
+//! is routed alike in every batch.
 
 mod steps;
 
@@ -15,7 +15,7 @@ use super::{Calls, DECODE_TOKENS, Machine, Op, Operator};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
 use serde::{Deserialize, Serialize};
 
-/// `route`: x `[T, d]` to ids, weights and rows, of few tokens.
+/// `route`: x `[T, d]` to ids, weights and rows, in decode calls.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RouteDesc {
     /// The gate.
@@ -27,15 +27,15 @@ pub struct RouteDesc {
 /// Tiling of `route`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RouteConfig {
-    /// Of the selection, and of how sums of logits are cut.
+    /// The tiling of the selection, and the cut of the sums of logits.
     pub gate: GateTopkConfig,
-    /// Of the scan, with as many threads.
+    /// The tiling of the scan, with as many threads.
     pub scan: Option<ExpertScanConfig>,
-    /// Of the logits, where they are a plain product.
+    /// The tiling of the logits, where they are a plain GEMM.
     pub logits: Option<DecodeLogits>,
 }
 
-/// Logits of few tokens: a block owns one expert or two, and some tokens.
+/// The tiling of the logits: a block owns one expert or two, and some tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecodeLogits {
     /// Threads per block.
@@ -44,16 +44,16 @@ pub struct DecodeLogits {
     pub tile_tokens: usize,
     /// Experts of a block.
     pub tile_experts: usize,
-    /// Elements of the model dimension of which a block has its experts' in shared memory.
+    /// Elements of the model dimension for which a block has its experts' matrix in shared memory.
     pub panel: usize,
-    /// Parts of a sum, as `gate_logits` cuts it: element k is of part `k % 32 / (32 / parts)`.
+    /// Parts of a sum, as `gate_logits` cuts it: element k belongs to part `k % 32 / (32 / parts)`.
     pub parts: usize,
 }
 
 /// The entry that makes logits.
 const LOGITS: &str = "route_logits";
 
-/// Bytes of shared memory that a block may declare; some are left for warps that talk.
+/// Bytes of shared memory that a block may declare; the rest is for exchange between warps.
 const SHARED: usize = (48 << 10) - 1024;
 
 impl Operator for RouteDesc {
@@ -114,7 +114,7 @@ impl Operator for RouteDesc {
 }
 
 impl RouteDesc {
-    /// Whether one block can do selection and scan of few tokens.
+    /// Returns whether one block can do selection and scan of a decode call.
     fn is_one_block(&self, machine: Machine) -> bool {
         let Some(scan) = &self.scan else {
             return false;
@@ -135,7 +135,7 @@ impl RouteDesc {
         logits && counted && plain && team && fits && self.parts(&config).iter().all(is_alone)
     }
 
-    /// Shared memory of the one block: what gate and scan declare together.
+    /// Returns the shared memory of the one block: what gate and scan declare together.
     fn shared_bytes(&self, config: &RouteConfig) -> usize {
         let (Some(scan), Some(tiling)) = (&self.scan, &config.scan) else {
             return 0;
@@ -149,7 +149,7 @@ impl RouteDesc {
         4 * (per_expert * scan.routed_experts + 4)
     }
 
-    /// The entries of gate and scan whose work one block does, one after the other.
+    /// Returns the entries of gate and scan whose work one block does, one after the other.
     pub fn parts(&self, config: &RouteConfig) -> Vec<Entry> {
         let (Some(scan), Some(tiling)) = (&self.scan, &config.scan) else {
             return Vec::new();
@@ -185,20 +185,20 @@ impl RouteDesc {
     }
 }
 
-/// Whether few tokens are one block's.
+/// Returns whether an entry has one block in every decode call.
 fn is_alone(entry: &Entry) -> bool {
     entry.launch.blocks(DECODE_TOKENS) == 1
 }
 
-/// Up to so many experts have blocks of their own.
+/// The most experts that have blocks of their own.
 const LONE_EXPERTS: usize = 64;
 
 /// The most tokens of a block.
 const TILE_TOKENS: usize = 32;
 
-/// The tiling of logits that are a plain product of the tokens. A block reads its tokens
-/// once: with half the experts of a block they are read twice as often, with half the tokens
-/// the matrix is, which is less. So few experts have a block each, and more go by twos.
+/// Returns the tiling of logits that are a plain GEMM of the tokens. A block reads its tokens once:
+/// with half the experts in a block tokens are read twice as often, with half the tokens the matrix
+/// is, which costs less. So few experts have a block each, and more share a block by twos.
 fn decode_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<DecodeLogits> {
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
@@ -215,8 +215,8 @@ fn decode_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<DecodeLogits> {
     })
 }
 
-/// The parameters of entries that become one: each once. What is read there after it was
-/// written there is written.
+/// Returns the parameters of entries that become one, each once. A tensor that one entry writes and
+/// a later one reads is written.
 fn together(entries: &[Entry]) -> Vec<Param> {
     let mut list: Vec<Param> = Vec::new();
     for param in entries.iter().flat_map(|entry| &entry.params) {
@@ -229,7 +229,7 @@ fn together(entries: &[Entry]) -> Vec<Param> {
     list
 }
 
-/// A tensor that is read, and then written.
+/// Makes a read of `known` a read and a write if `later` writes it.
 fn widen(known: &mut Param, later: &Param) {
     let (ParamType::Tensor(dtype, Access::Read), Some((_, access))) = (known.ty, later.ty.tensor())
     else {
@@ -240,7 +240,7 @@ fn widen(known: &mut Param, later: &Param) {
     }
 }
 
-/// The calls of entries of the gate, where few tokens have a kernel of their own.
+/// Returns the calls of an entry of the gate, given the decode kernels.
 pub(crate) fn gate_calls(routed: Routed, symbol: &str) -> Calls {
     match (routed, symbol) {
         (Routed::Whole, _) | (Routed::Logits, "gate_logits") => Calls::Prefill,

@@ -94,33 +94,33 @@ impl GateTopkBwdDesc {
         self.losses.iter().any(|loss| kinds.contains(&loss.kind))
     }
 
-    /// Whether a loss is over sequences.
+    /// Returns whether a loss is over sequences.
     pub fn sequences(&self) -> bool {
         self.has(&[LossKind::Sequence])
     }
 
-    /// Whether a loss is a sum over all tokens.
+    /// Returns whether a loss is a sum over all tokens.
     pub fn over_tokens(&self) -> bool {
         !self.sums.is_empty() || self.has(&[LossKind::Z])
     }
 
-    /// Whether a loss is divided by the tokens that have a choice.
+    /// Returns whether a loss is divided by the tokens that have a choice.
     pub fn counts_tokens(&self) -> bool {
         use LossKind::{Gshard, GshardAll, Switch, Z};
         self.has(&[Switch, Gshard, GshardAll, Z])
     }
 
-    /// Whether a loss compares logits with and without noise.
+    /// Returns whether a loss compares logits with and without noise.
     pub fn noisy(&self) -> bool {
         self.losses.iter().any(|loss| loss.kind.needs_noise())
     }
 
-    /// Whether there are logits, hence `dlogits`.
+    /// Returns whether there are logits, hence `dlogits`.
     pub fn logits(&self) -> bool {
         self.gate.logits != Logits::None
     }
 
-    /// Whether the router reads tokens divided by their root mean square.
+    /// Returns whether the router reads tokens divided by their root mean square.
     pub fn rms_scaled(&self) -> bool {
         self.logits() && self.gate.router.input == RouterInput::RmsScaled
     }
@@ -155,7 +155,7 @@ impl GateTopkBwdDesc {
     }
 }
 
-/// `None` where nothing flows back into a router.
+/// Returns the desc; `None` if no gradient flows back into a router.
 pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
     let gate = gate_topk(spec, true)?;
     if !routed_back(spec) && !spec.router.expert_scale {
@@ -175,7 +175,7 @@ pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
     Some(desc.with_rows())
 }
 
-/// Whether the gate's weights have a gradient towards the router.
+/// Returns whether the gate's weights have a gradient towards the router.
 pub(crate) fn routed_back(spec: &LayerSpec) -> bool {
     spec.has_logits() && spec.router.kind != RouterKind::External
 }
