@@ -42,7 +42,7 @@ pub use moesaic_plan::Recompute;
 /// use moesaic::RngKey;
 ///
 /// // The second layer of a model in its 400th step.
-/// let RNG key = RngKey { seed: 1, step: 400, layer: 1, ..RngKey::default() };
+/// let rng_key = RngKey { seed: 1, step: 400, layer: 1, ..RngKey::default() };
 /// assert_eq!(rng_key.first_token, 0); // of this rank's tokens, among all
 /// ```
 #[doc(inline)]

@@ -1,10 +1,9 @@
-//! Kernel templates, embedded.
+//! The embedded kernel templates.
 //!
-//! `gpu/` is written once for CUDA and HIP, `cpu/` in C11 with vector
-//! extensions; `cuda/` and `rocm/` hold what only one vendor has. `prelude/`
-//! has types, conversions and hardware primitives as named functions: those of
-//! a dialect in `prelude/{cuda,hip,sim}`, what is built on them beside. The code
-//! of this crate is only the index below.
+//! `gpu/` is written once for CUDA and HIP, `cpu/` in C11 with vector extensions; `cuda/` and
+//! `rocm/` have the kernels of one vendor. `prelude/` has types, conversions and hardware
+//! primitives as named functions: those of a dialect in `prelude/{cuda,hip,sim}`, the functions
+//! built on them next to these folders. This crate has no code but the index below.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.

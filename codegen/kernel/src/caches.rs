@@ -12,7 +12,7 @@ pub struct CpuCaches {
 }
 
 impl CpuCaches {
-    /// Returns the these sizes, and the other's where nothing is known.
+    /// Returns these sizes, and the other's where a size is unknown.
     #[must_use]
     pub fn or(self, other: CpuCaches) -> CpuCaches {
         CpuCaches {

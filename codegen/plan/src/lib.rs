@@ -77,7 +77,7 @@ pub enum PlanError {
     Unsupported {
         /// The option as the spec spells it.
         option: &'static str,
-        /// What is possible instead.
+        /// Advice on what is possible instead.
         advice: &'static str,
     },
     /// A mesh of ranks that the layer cannot have.

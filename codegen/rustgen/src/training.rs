@@ -213,7 +213,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let input = input(&inputs, names, "training_input");
     quote! {
         /// Runs the layer forward as in training, and keeps what backward
-        /// needs. `rng_key` are what random numbers depend on.
+        /// needs. `rng_key` is the key of all random numbers.
         ///
         #about
         ///

@@ -44,7 +44,7 @@ pub trait TypedLayer {
     }
 
     /// As [`TypedLayer::forward_raw`], as in training: keeps what backward needs.
-    /// `rng_key` are what random numbers depend on.
+    /// `rng_key` is the key of all random numbers.
     ///
     /// # Safety
     /// As [`TypedLayer::forward_raw`]; all of it must stay valid and unchanged until the

@@ -1,4 +1,4 @@
-//! The products of few rows on the PTX interpreter and on fibers, against the reference, and
+//! The decode kernels on the PTX interpreter and on fibers, against the reference, and
 //! what they read and write.
 
 use crate::gemm_amd::{self, MFMA};
@@ -13,7 +13,7 @@ use moesaic_spec::*;
 use moesaic_target::KernelCounters;
 use std::collections::BTreeSet;
 
-/// The products of a layer on a simulated A100, each in two kernels.
+/// The GEMMs of a layer on a simulated A100, each in two kernels.
 fn gemms(spec: &LayerSpec) -> Gemms {
     cuda(spec, "sim:sm_80")
 }
@@ -85,7 +85,7 @@ fn rows_lie_anywhere() {
     }
 }
 
-/// The products of few rows of a layer alone, on a simulated AMD GPU.
+/// The decode kernels of a layer alone, on a simulated AMD GPU.
 fn amd(spec: &LayerSpec, target: &str) -> Gemms {
     let decode_only = |plan| only(plan, |kernel| kernel.family() == Some("mfma_decode"));
     let gemms = Gemms::planned(spec, target, &PlanOptions::default(), |plan| {
@@ -103,7 +103,7 @@ fn run_amd(spec: &LayerSpec, target: &str, calls: &[(usize, Spread)]) {
     }
 }
 
-/// Widths that nothing divides; experts and top-k for both products; counts below, at and
+/// Widths that nothing divides; experts and top-k for both GEMMs; counts below, at and
 /// above each height, and of [7, 2] more rows of one expert than fit one turn.
 #[test]
 fn amd_widths_and_heights() {
@@ -189,7 +189,7 @@ fn weights_are_read_once() {
     }
 }
 
-/// The same of AMD's waves, with both products: one of 32 lines and rows and one of 16. Fibers
+/// The same of AMD's waves, with both instructions: one of 32 lines and rows and one of 16. Fibers
 /// see bytes, but of lanes that only read along.
 #[test]
 fn amd_weights_are_read_once() {
@@ -218,14 +218,14 @@ fn check_requests(counters: &KernelCounters, bytes: u64) {
     assert_eq!(counters.shared.bank_conflicts(), 0, "{counters:?}");
 }
 
-/// What every block has: threads and lines of weights, and how often they ask for slots.
+/// The properties of a block: threads, lines of weights, and loads of slots.
 struct Reader {
     threads: u64,
     lines: u64,
     slots: Slots,
 }
 
-/// How often a block asks which slot a row is of.
+/// The loads of a row's slot by a block.
 enum Slots {
     /// For each of its rows.
     OfRow(u64),
@@ -233,7 +233,7 @@ enum Slots {
     OfTile(u64),
 }
 
-/// What is multiplied: rows of `inner` elements by as many of `lines` of each expert's weights,
+/// The operands of a GEMM: rows of `inner` elements by as many of `lines` of each expert's weights,
 /// a `tile` of them by each block.
 struct Product<'a> {
     spec: &'a LayerSpec,
@@ -245,7 +245,7 @@ struct Product<'a> {
 }
 
 impl Reader {
-    /// Runs both products, for rows of one expert and of several, and holds what they read and
+    /// Runs both GEMMs, for rows of one expert and of several, and holds what they read and
     /// write to what there is, to the byte. `also` is shown the bytes of weights and rows.
     fn check(&self, gemms: &Gemms, tokens: usize, also: &dyn Fn(&KernelCounters, u64)) {
         let spec = &gemms.rig.plan.spec;
@@ -300,14 +300,14 @@ impl Product<'_> {
         self.rows.count() as u64
     }
 
-    /// Those that have rows. Up to 64 rows of an expert are one row tile.
+    /// Returns the experts with rows. Up to 64 rows of an expert are one row tile.
     fn experts(&self) -> u64 {
         let experts: BTreeSet<usize> = self.rows.list.iter().map(|row| row.0).collect();
         experts.len() as u64
     }
 }
 
-/// Both products of a layer, and the columns of their results.
+/// Both GEMMs of a layer, and the columns of their results.
 fn products<'a>(spec: &'a LayerSpec, rows: &'a Rows, tile: u64) -> [(Product<'a>, u64); 2] {
     let shape = &spec.shape;
     let [d, h, out] = [shape.model_dim, shape.hidden_dim, spec.output_dim()].map(|n| n as u64);

@@ -1,4 +1,4 @@
-//! The products of a shared expert, of few rows and of many: in the launch of the routed
+//! The GEMMs of a shared expert, of few rows and of many: in the launch of the routed
 //! experts' where both are alike, else in a launch of their own.
 
 use crate::gemm_amd::MFMA;
@@ -25,7 +25,7 @@ fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
     Gemms::planned(spec, target, &PlanOptions::default(), Rig::of)
 }
 
-/// The products of few rows and of many: launches, and how many of them have a shared expert.
+/// The decode kernels and of many: launches, and how many of them have a shared expert.
 fn launches(gemms: &Gemms) -> [[usize; 2]; 2] {
     let mut launches = [[0; 2]; 2];
     for kernel in &gemms.rig.plan.kernels {
@@ -88,11 +88,11 @@ fn what_is_unlike_stays_apart() {
     // Down products would be alike, but read what up products write.
     check(&weighted(WeightSite::Activation), "sim:sm_80", [4, 0]);
     check(&weighted(WeightSite::Input), "sim:sm_80", [4, 0]);
-    // Few of many experts: waves of 32 rows have the smaller product.
+    // Few of many experts: waves of 32 rows have the smaller instruction.
     check(&shared(F16, [60, 1], [24, 24]), "rocm:gfx942", [4, 0]);
 }
 
-/// Of several the first comes along.
+/// Of several shared experts the first is fused.
 #[test]
 fn the_others_have_launches() {
     let spec = with(shared(Bf16, [3, 2], [24, 40]), |s| {

@@ -1,5 +1,5 @@
 //! Kernels of every target: their text, what real compilers make of it, and what it
-//! computes, here and on simulated GPUs, beside the f64 reference.
+//! computes, here and on simulated GPUs, next to the f64 reference.
 
 mod activation;
 mod amd_banks;

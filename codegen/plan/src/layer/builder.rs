@@ -26,8 +26,8 @@ pub(crate) struct Builder {
     pub(crate) decode: bool,
     /// Whether a CPU may pack weights.
     pub(crate) packs: bool,
-    /// Of shared experts that are on the side of their slices: the parts that those leave of
-    /// the gradient of each one's weight.
+    /// The parts of the weight gradient of each shared expert that is computed in slices on other
+    /// ranks.
     pub(crate) sliced: Option<Vec<usize>>,
 }
 

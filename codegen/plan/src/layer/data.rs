@@ -35,7 +35,7 @@ pub struct LayerPlan {
     /// [`LayerPlan::evaluation_steps`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub evaluation: Vec<Step>,
-    /// What backward does again; `None` for a plan without backward.
+    /// The intermediates that backward computes again; `None` for a plan without backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub training: Option<Training>,
     /// The steps of a backward pass, in order.
@@ -46,7 +46,7 @@ pub struct LayerPlan {
 /// The options of a plan besides spec and target.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
-    /// How the layer is trained; `None` is inference alone.
+    /// The mode of training; `None` is inference alone.
     pub training: Option<Training>,
     /// Sizes instead of those that operators choose. GPUs have none.
     pub tuning: Tuning,

@@ -164,7 +164,7 @@ impl Op {
         }
     }
 
-    /// Returns the see [`Operator::flops`].
+    /// Returns [`Operator::flops`] of the desc.
     pub fn flops(&self, symbol: &str, tokens: f64) -> f64 {
         match self {
             Op::GateTopk { desc, .. } => desc.flops(symbol, tokens),

@@ -740,7 +740,7 @@ impl Layer9AwkwardExperts {
     }
 
     /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `rng_key` are what random numbers depend on.
+    /// needs. `rng_key` is the key of all random numbers.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token

@@ -534,7 +534,7 @@ impl Mixtral8x7b {
     }
 
     /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `rng_key` are what random numbers depend on.
+    /// needs. `rng_key` is the key of all random numbers.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///

@@ -136,7 +136,7 @@ pub fn tensors(vars: &BTreeMap<String, Var>) -> BTreeMap<String, Tensor> {
         .collect()
 }
 
-/// RngKey of a step.
+/// Returns the RNG key of a step.
 pub fn step(step: u64) -> RngKey {
     RngKey {
         step,

@@ -72,7 +72,7 @@ fn evaluation_draws_nothing() -> Result<()> {
     Ok(())
 }
 
-/// What is routed alone goes where the whole call with these RNG key sends it.
+/// What is routed alone goes where the whole call with this RNG key sends it.
 #[test]
 fn routing_alone_draws_the_same() -> Result<()> {
     let mut case = Case::new(&format!("{QUIET}noise = 6.0"))?;

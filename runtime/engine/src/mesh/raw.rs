@@ -61,7 +61,7 @@ impl MeshLayer {
         run.hand_over()
     }
 
-    /// As [`MeshLayer::loads`] with the tokens of a call on device memory, or without RNG key as
+    /// As [`MeshLayer::loads`] with the tokens of a call on device memory, or without an RNG key as
     /// [`MeshLayer::evaluation_loads`]. Nothing is written there.
     ///
     /// # Safety

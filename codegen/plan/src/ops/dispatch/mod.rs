@@ -28,7 +28,7 @@ pub struct DispatchDesc {
     pub activations: DType,
     /// Whether rows are multiplied by their weight.
     pub weighted: bool,
-    /// Whether the weight of each row is written beside it, for an expert on another
+    /// Whether the weight of each row is written too, for an expert on another
     /// rank.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub row_weights: bool,

@@ -1,7 +1,7 @@
 //! The entries of `gate_topk`.
 //!
-//! Those ending in `_bwd` and `gate_noise_add` run in a backward pass, which
-//! draws the same numbers again.
+//! Entries that end in `_bwd`, and `gate_noise_add`, run in a backward pass, which draws the same
+//! numbers again.
 
 use super::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use crate::ops::params::{entry, one, some, tokens_by, when};

@@ -173,7 +173,7 @@ impl GateTopkDesc {
         self.training && self.logits != Logits::None && (r.jitter > 0.0 || r.input_dropout > 0.0)
     }
 
-    /// Returns whether logits are a product of the tokens as they are.
+    /// Returns whether logits are a plain GEMM of the tokens.
     pub fn multiplies_tokens(&self) -> bool {
         let plain = self.logits == Logits::Linear && self.router.input == RouterInput::Token;
         plain && !self.draws_input()

@@ -42,7 +42,7 @@ pub struct GroupedGemmDesc {
     pub outer: usize,
     /// Two matrices, gate and up.
     pub gated: bool,
-    /// Of the up half.
+    /// The nonlinearity of the up half.
     #[serde(flatten)]
     pub nonlinearity: Nonlinearity,
     /// Whether the epilogue adds biases.

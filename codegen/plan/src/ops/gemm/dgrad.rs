@@ -30,7 +30,7 @@ pub struct GroupedGemmDgradDesc {
     pub outer: usize,
     /// Down: two pre-activations. Up: the sum of two GEMMs.
     pub gated: bool,
-    /// For the down half.
+    /// The nonlinearity, for the down half.
     #[serde(flatten)]
     pub nonlinearity: Nonlinearity,
     /// Down: rows have weights, which multiply `hidden`, `dgate` and `dup`, and whose gradient the

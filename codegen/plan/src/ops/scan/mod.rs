@@ -60,10 +60,10 @@ pub struct ExpertScanConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScanTile {
-    /// So many assignments.
+    /// A fixed number of assignments.
     Assignments(usize),
-    /// Those of so many tokens: all of them in token-major order, otherwise
-    /// those in one slot.
+    /// The assignments of so many tokens: all of them in token-major order, otherwise those in one
+    /// slot.
     Tokens(usize),
 }
 

@@ -1,5 +1,5 @@
 //! `gate_topk_bwd`: auxiliary losses, and the gradients of logits, of scales and of
-//! what comes before the router's product.
+//! the input of the router's GEMM.
 
 mod entries;
 mod steps;
@@ -23,9 +23,9 @@ pub struct GateTopkBwdDesc {
     /// The probabilities of losses are the scores divided by their sum, not a
     /// softmax of the logits.
     pub normalized_scores: bool,
-    /// What the losses sum over tokens, a row `[E]` each.
+    /// The sums of the losses over tokens, a row `[E]` each.
     pub sums: Vec<LossSum>,
-    /// What the losses leave for backward, a row `[E]` each.
+    /// The slopes that the losses leave for backward, a row `[E]` each.
     pub slopes: Vec<LossSlope>,
     /// Tokens of a sequence where a loss says so.
     pub sequence_length: Option<usize>,
@@ -37,19 +37,19 @@ pub struct GateTopkBwdDesc {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossSum {
-    /// Of probabilities.
+    /// Probabilities.
     Probability,
     /// First choices.
     First,
     /// All choices.
     Chosen,
-    /// Of the softmax of logits without noise.
+    /// The softmax of logits without noise.
     Importance,
-    /// Of the chance that this softmax passes the smallest chosen logit.
+    /// The chance that this softmax passes the smallest chosen logit.
     Load,
-    /// Of the softmax over the chosen logits.
+    /// The softmax over the chosen logits.
     Share,
-    /// Of the chance to be chosen with noise drawn anew.
+    /// The chance to be chosen with noise drawn again.
     Chance,
 }
 
@@ -57,19 +57,19 @@ pub enum LossSum {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossSlope {
-    /// By a token's probability.
+    /// The derivative by a token's probability.
     Probability,
     /// On `sequence_slopes`; the same for each expert.
     Sequence,
     /// On `logsumexp · softmax`; the same for each expert.
     Z,
-    /// By what [`LossSum::Importance`] sums.
+    /// The derivative by the terms of [`LossSum::Importance`].
     Importance,
-    /// By what [`LossSum::Load`] sums.
+    /// The derivative by the terms of [`LossSum::Load`].
     Load,
-    /// By what [`LossSum::Share`] sums.
+    /// The derivative by the terms of [`LossSum::Share`].
     Share,
-    /// By what [`LossSum::Chance`] sums.
+    /// The derivative by the terms of [`LossSum::Chance`].
     Chance,
 }
 

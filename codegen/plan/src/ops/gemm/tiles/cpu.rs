@@ -134,7 +134,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         return tiles(d, matrices, core);
     }
     let (thread_rows, nr) = micro_kernel(core.isa, d.weights, d.activations);
-    // A gated product has gate and up side by side in a panel.
+    // A gated GEMM has gate and up side by side in a panel.
     let thread_columns = nr / matrices;
     let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));

@@ -67,7 +67,7 @@ pub fn decode(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> 
     let GemmFamily::Mfma { gather } = many.family else {
         return None;
     };
-    // Waves of 64 rows have the larger product.
+    // Waves of 64 rows have the larger instruction.
     let lines = if many.thread_rows >= 64 { 32 } else { 16 };
     Some(GroupedGemmConfig {
         threads: arch.wave,

@@ -13,7 +13,7 @@ const TARGETS: [&str; 6] = [
     "cpu:neonbf16",
 ];
 
-/// Returns the larger than any block.
+/// Returns a layer larger than any block.
 fn spec(dtype: DType) -> LayerSpec {
     let text = r#"{"shape":{"model_dim":4096,"hidden_dim":3072,"experts":64,"top_k":2}}"#;
     let mut spec: LayerSpec = serde_json::from_str(text).unwrap();
