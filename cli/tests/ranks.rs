@@ -342,14 +342,14 @@ fn sources_of_ranks_can_be_read() {
         "tokens/gate_topk.c",
         "experts/grouped_gemm_up.c",
         "shared/grouped_gemm_up_shared_0.c",
-        "nodes/wire_rows_fp8.c",
+        "nodes/comm_cast_rows_fp8.c",
     ] {
         let path = target.join(name).display().to_string();
         assert!(files.contains(&*path), "{path} is not in {listed}");
     }
     let text = |name: &str| fs::read_to_string(target.join(name)).unwrap();
     let shown = of(&["inspect", "--kernel", "comm_cast_pack", "--source"]).ok();
-    let wire = "nodes/wire_rows_fp8.c";
+    let wire = "nodes/comm_cast_rows_fp8.c";
     for part in [wire, text(wire).trim_end()] {
         assert!(shown.contains(part), "{shown}");
     }
@@ -360,7 +360,10 @@ fn sources_of_ranks_can_be_read() {
     assert_eq!(up["source"], text("experts/grouped_gemm_up.c"));
     assert_eq!(up["side"], "experts");
     let stdout = of(&["emit"]).ok();
-    assert!(stdout.contains("nodes/wire_rows_fp8.c ====="), "{stdout}");
+    assert!(
+        stdout.contains("nodes/comm_cast_rows_fp8.c ====="),
+        "{stdout}"
+    );
     let mut shadows = command();
     let words = [
         "--target",
