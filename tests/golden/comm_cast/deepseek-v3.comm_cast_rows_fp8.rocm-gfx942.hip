@@ -1,55 +1,57 @@
-// wire for rocm:gfx942
+// comm_cast for rocm:gfx942: converts rows to and from the communication dtype
 //
-//   wire_pack     wire[i] = rows[places[i]], in fp8
-//   wire_unpack   rows[places[i]] = wire[i]
+//   comm_cast_pack     packed[i] = rows[places[i]] as fp8
+//   comm_cast_unpack   rows[places[i]] = packed[i]
 //
-// A row of the wire has 7392 bytes:
+// A packed row has 7392 bytes:
 //   codes   u8  [7168]   E4M3, of value / scale
-//   scales  f32 [56]   at byte 7168, for 128 values each: the largest has the code of 448
+//   scales  f32 [56]   at byte 7168, one for 128 values: the largest of them has the code of 448
 //
-// Values are rounded to the nearest, ties to even. What is finite stays so: too large is the
-// largest there is. E4M3 has no infinity: one arrives as a NaN, and neither counts for a scale.
+// Values are rounded to nearest, ties to even. A finite value stays finite: one beyond the range
+// saturates at the largest value. E4M3 has no infinity: an infinity arrives as a
+// NaN, and neither counts for a scale.
 //
-// A block owns 4 rows of the wire, of which 16 adjacent threads take 128
-// values at a time, 8 each.
+// A block owns 4 packed rows; 16 adjacent threads convert 128 values at a time, 8
+// each.
 //
 // Shared memory: none.
 //
-// Baked in: width 7168, types. Not the rows.
+// Baked in: width 7168, types.
+// Read at run time: the number of rows.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
 
 constexpr i32 WARP = 64;
 typedef u64 LaneMask;
 
-// [prelude: hip/warp.hpp, warp_max.hpp, warp.hpp, wire.hpp]
+// [prelude: hip/warp.hpp, warp_max.hpp, warp.hpp, comm_cast.hpp]
 
 typedef unsigned char u8;
 typedef bf16 Row;
 
-// [prelude: wire.hpp]
+// [prelude: comm_cast.hpp]
 
 // ---- the kernel ----
 
 constexpr int WIDTH = 7168, SPAN = 128, SPANS = 56, ROW_BYTES = 7392, SCALES = 7168;
 constexpr int THREADS = 128, TILE_ROWS = 4, TEAM = 16, TEAMS = THREADS / TEAM;
 
-// A thread has adjacent values of a span, in packs that divide a row.
+// A thread converts adjacent values of a span, in packs that divide a row.
 constexpr int VALUES = SPAN / TEAM, PACK = pack_width<Row>(WIDTH);
 
-// Turns in which a block goes through the spans of its rows. Every thread takes part in
-// each of them.
+// Iterations of a block over the spans of its rows. Every thread runs all of them, also without
+// values of its own, because the teams reduce by shuffles.
 DEVICE i32 turns(i64 tokens)
 {
     const i64 left = tokens - block_x() * TILE_ROWS;
     return ceil_div(left < TILE_ROWS ? (i32)left * SPANS : TILE_ROWS * SPANS, TEAMS);
 }
 
-// What a thread has in a turn: some values of a span of a row.
+// The values of a thread in one iteration: some of a span of a row.
 struct Part {
     i64 row;
     i32 span, lane, first;  // of the values, in the row
-    bool exists;            // whether there is such a row
+    bool exists;            // the row exists
 
     DEVICE Part(i32 turn, i64 tokens)
     {
@@ -61,23 +63,23 @@ struct Part {
         exists = at < TILE_ROWS * SPANS && row < tokens;
     }
 
-    // Whether it has a row's value number `i` of its own.
+    // Whether value `i` of this thread lies within its row.
     DEVICE bool has(i32 i) const { return exists && first + i < WIDTH; }
 };
 
 // [prelude: warp_max.hpp]
 
-KERNEL(THREADS) wire_pack(
+KERNEL(THREADS) comm_cast_pack(
     const bf16 *__restrict__ rows,  // [rows, 7168]
     const i32 *__restrict__ places, // [tokens]
-    i32 *__restrict__ wire,         // [tokens, 1848]
+    i32 *__restrict__ packed,       // [tokens, 1848]
     i64 tokens)
 {
     await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
-        u8 *to = reinterpret_cast<u8 *>(wire) + part.row * ROW_BYTES;
+        u8 *to = reinterpret_cast<u8 *>(packed) + part.row * ROW_BYTES;
         f32 values[VALUES] = {};
         #pragma unroll
         for (i32 i = 0; i < VALUES; i += PACK)
@@ -88,7 +90,7 @@ KERNEL(THREADS) wire_pack(
                     values[i + j] = to_f32(pack.at[j]);
             }
 
-        // 2^-117 at least: 448 divided by less would be no f32.
+        // At least 2^-117, because 448 divided by less overflows f32.
         u32 size = 0x05000000u;
         #pragma unroll
         for (i32 i = 0; i < VALUES; i++) {
@@ -97,7 +99,7 @@ KERNEL(THREADS) wire_pack(
         }
         const f32 largest = float_of(team_max(size)), times = 448.0f / largest;
 
-        // Behind the row's last value codes are zero.
+        // Codes beyond the last value of the row are zero.
         Pack<u32, VALUES / 4> codes = {};
         #pragma unroll
         for (i32 i = 0; i < VALUES; i++)
@@ -111,8 +113,8 @@ KERNEL(THREADS) wire_pack(
     }
 }
 
-KERNEL(THREADS) wire_unpack(
-    const i32 *__restrict__ wire,   // [tokens, 1848]
+KERNEL(THREADS) comm_cast_unpack(
+    const i32 *__restrict__ packed, // [tokens, 1848]
     const i32 *__restrict__ places, // [tokens]
     bf16 *__restrict__ rows,        // [rows, 7168]
     i64 tokens)
@@ -122,7 +124,7 @@ KERNEL(THREADS) wire_unpack(
         const Part part(turn, tokens);
         if (!part.has(0))
             continue;
-        const u8 *from = reinterpret_cast<const u8 *>(wire) + part.row * ROW_BYTES;
+        const u8 *from = reinterpret_cast<const u8 *>(packed) + part.row * ROW_BYTES;
         Row *to = rows + (i64)places[part.row] * WIDTH;
         const f32 scale = reinterpret_cast<const f32 *>(from + SCALES)[part.span];
         const Pack<u32, VALUES / 4> codes =

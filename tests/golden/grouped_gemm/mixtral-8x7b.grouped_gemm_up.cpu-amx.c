@@ -1,13 +1,14 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 320 rows of one expert and 256 columns of the output. It goes over
-// its rows once, which are copied to scratch, and over the weights panel by panel. Those lie in
-// memory as they are multiplied. Sums are AMX tiles; a row's sums do not
-// depend on the other rows or on their number. Blocks of a call of few tokens
-// have 64 columns.
+// A block computes 320 rows of one expert by 256 columns. It copies its rows to scratch once and
+// multiplies them by one weight panel after the other, with its sums in AMX tiles.
+// Panels lie in memory as the inner loop reads them; the pack entries put them there once.
+// The sums of a row do not depend on the other rows or on their number.
+// Decode calls, of up to 2 tokens, have blocks of 64 columns.
 //
-// Baked in: experts, widths, types, activation. A thread's scratch memory has the
-// rows of a block.
+// Scratch memory of a thread: the rows of a block.
+//
+// Baked in: experts, widths, types, activation.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -31,8 +32,8 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 320,
     TILE_COLUMNS = 256,
-    FEW_TOKENS = 2, // at most, of a call whose blocks are narrower:
-    FEW_COLUMNS = 64,
+    DECODE_TOKENS = 2, // at most, of a call whose blocks are narrower:
+    DECODE_COLUMNS = 64,
     TILE_WORDS = 1024, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
@@ -45,15 +46,15 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed panel
 };
 
-// Columns of a block. Few tokens would have few blocks: theirs are narrower.
-INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
+// Returns the columns of a block. Decode calls have narrower blocks, so that many threads have one.
+INLINE i64 block_columns(i64 tokens) { return tokens <= DECODE_TOKENS ? DECODE_COLUMNS : TILE_COLUMNS; }
 
-// Which rows and columns a block owns, and whose weights.
+// The rows and columns that a block owns, and their expert.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// Cuts rows into tiles of even size; past the last tile there are none. Tiles of
 // columns have `width`.
 INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
                           i64 width)
@@ -116,9 +117,9 @@ static void pack_panel(panel_word_t (*panel)[NR], const weight_t *matrix, i64 co
     }
 }
 
-// Weights that are wanted soon come from memory, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is cached.
+// The next weights come from memory, so every group of rows prefetches its part of them, a few lines at
+// a time, between multiplications. Many prefetches at once would occupy the line buffers that
+// multiplications need.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
@@ -132,15 +133,15 @@ INLINE void fetch(prefetch_t *prefetch)
     prefetch->from += prefetch->step;
 }
 
-// What is left of it past some fetches.
+// Returns the rest of a prefetch after some fetches.
 INLINE prefetch_t past(i64 fetches, prefetch_t prefetch)
 {
     prefetch.from += fetches * prefetch.step;
     return prefetch;
 }
 
-// What group `group` of `groups` fetches of a slice of a panel: nothing, where those
-// before it fetch all.
+// Returns the part of a slice of a panel that group `group` of `groups` prefetches; none where earlier
+// groups prefetch all.
 INLINE prefetch_t part_of(const panel_word_t (*slice)[NR], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
@@ -148,8 +149,9 @@ INLINE prefetch_t part_of(const panel_word_t (*slice)[NR], i64 group, i64 groups
     return (prefetch_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
-// What a thread keeps in scratch while it works on a block: its rows, as tiles take
-// them, a depth slice at a time; all sums.
+// The scratch memory of a thread during a block:
+// - its rows in the order of AMX tiles, a depth slice at a time
+// - all sums
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef f32 scratch_rows_t[MR][TILE];
 typedef struct {
@@ -175,7 +177,7 @@ static void load_rows(scratch_rows_t (*scratch)[TILE_WORDS / TILE], const input_
     }
 }
 
-// Where one kind of results goes, from a block's first row and column on. Memory
+// The destination of one kind of results, from a block's first row and column on. Memory
 // takes two lines that lie side by side twice as fast as two that do not, so results
 // that go past the caches wait in scratch until two lines of a row are whole.
 enum { RUN = 2 * LINE / sizeof(input_t), WHOLE_RUNS = OUTER % RUN == 0 && TILE_COLUMNS % RUN == 0 };
@@ -249,8 +251,8 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
     }
 }
 
-// A panel is multiplied piece by piece: the first-level cache holds 22 steps of two
-// KB, and the sums and the rows stream by from the second.
+// A panel is multiplied in pieces of up to 22 steps of 2 KB, which the first-level cache holds while
+// sums and rows stream by from the second level.
 enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
@@ -259,8 +261,8 @@ enum {
     FINISHING = PIECE,
 };
 
-// Sums whose results are finished beside the next products, which leave the vector
-// units idle: the rows from `row` to `end`, evenly over the steps.
+// Sums whose results are finished during the next AMX multiplications, which leave the vector units
+// idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
     f32 (*sums)[NR]; // of the next row
@@ -286,7 +288,7 @@ INLINE void finish_due(pending_t *pending)
 
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
-// Finishes what is left, and puts off the sums of `rows` rows from `row` on.
+// Finishes pending rows, and puts off the sums of `rows` rows from `row` on.
 INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i64 row, i64 rows,
                     i64 column, i64 columns)
 {
@@ -294,7 +296,7 @@ INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i6
     *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
 }
 
-// Adds the products of 16 * `tiles` rows with a panel to sums,
+// Multiplies 16 * `tiles` rows by a panel and adds to sums,
 // `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[NR],
                      i64 steps, int start, prefetch_t prefetch, pending_t *pending)
@@ -346,10 +348,9 @@ static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, 
         multiply(1, sums, scratch, panel, steps, start, prefetch, pending);
 }
 
-// A block: its rows are copied to scratch, unless the block before left them there,
-// and multiplied by one panel of the weights after the other, a depth slice at a
-// time. Results are finished while their sums are cached, beside what is
-// multiplied next.
+// Computes a block: copies its rows to scratch, unless the block before left them there, and multiplies
+// them by one panel of the weights after the other, a depth slice at a time. Results are finished
+// while their sums are cached, during the next multiplications.
 static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *row, const block_t *block,
                            const results_t *to, const panel_t *panels, const panel_t *next_panels)
 {

@@ -1,29 +1,28 @@
-// grouped_gemm_up for cuda:sm_80, of few rows, on the matrix units
+// grouped_gemm_up for cuda:sm_80: decode (small M), mma.sync on tensor cores
 //
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
-// With few rows a product is a reading of weights. A block is one warp, which reads 8
-// columns of gate and of up of one expert from end to end, once, and multiplies them by all
-// rows of its tile. So work is cut into equal numbers of bytes, small enough for every
-// multiprocessor to have its share. block_x counts row tiles, block_y columns.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// With few rows the time is that of reading the weights. A block is one warp: it
+// reads 8 columns of gate and of up of one expert once, end to end, and multiplies them by all
+// rows of its row tile. Work is thus cut into equal numbers of bytes, small enough to give
+// every multiprocessor its share. block_x counts row tiles, block_y columns.
+// There are at most as many row tiles as blocks; blocks beyond the last tile return.
 //
-// Weights are the left factor of the matrix unit, 16 lines of it; rows are the right one,
-// 8, 16, 32 or 64 of them, as there are, and more by turns; at most 32 or 16 where lines
-// are copied in pieces of 8 or 4 bytes.
+// Weights are the A operand of the tensor core, 16 lines of it. Rows are the B operand: 8, 16, 32 or
+// 64 at a time, at most 32 or 16 where a cp.async moves 8 or 4 bytes; more rows take several passes.
 //
-// Shared memory: a ring of 30720 bytes, of as many stages as fit in, filled by asynchronous
-// copies while one is multiplied. A stage has lines of 128 bytes, 64 elements of the inner
-// dimension:
+// Shared memory: a pipeline of 30720 bytes, of as many stages as fit; cp.async fills some while the
+// warp multiplies another. A stage has lines of 128 bytes, 64 elements of the inner dimension:
 //   left   [16]     8 rows of gate, then 8 rows of up
 //   right  [8..64]  x[token]
-// Chunk n of 16 bytes of line r lies at n ^ (r % 8): eight lines of a matrix load are
-// on eight different groups of banks. At the end the ring holds the sums.
+// Chunk n of 16 bytes of line r lies at n ^ (r % 8), so the eight lines that ldmatrix reads together
+// lie in eight different groups of banks. After the main loop the pipeline holds the sums.
 //
-// Sums are f32, in ascending order of the inner dimension, 16 elements at a time: that
-// of the kernel for many rows, so that a row has the same sums in any company.
+// Sums are f32, in ascending order of the inner dimension, 16 elements at a time: the order
+// of the kernel for larger calls, so a row has the same bits in every batch.
 //
-// Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
+// Baked in: inner 4096, outer 14336, experts 8, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/async_copy.cuh, cuda/matrix.cuh, cuda/mma.cuh, math/exp.hpp, activation.hpp]
 
@@ -34,32 +33,33 @@ typedef bf16 Element;
 constexpr int INNER = 4096, OUTER = 14336;
 constexpr int EXPERTS = 8, TOP_K = 2;
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 8, TILE_DEPTH = 64;
-constexpr int RING = 30720;  // bytes
+constexpr int PIPELINE_BYTES = 30720;  // bytes
 
-constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; a product takes 32 of each line
+constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; an mma reads 32 of each line
 constexpr int LEFT = 16;                                  // lines of weights
 constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH);
 
-// Elements copied at a time, lanes that share a line, and lines copied at a time.
+// Elements of one cp.async, lanes that share a line, and lines copied at a time.
 constexpr int COPIED = pack_width<Element>(INNER);
 constexpr int LINE_LANES = TILE_DEPTH / COPIED, COPIED_LINES = WARP / LINE_LANES;
 
-// Rows at a time. A lane keeps the address of each line that it copies, of which small
-// pieces have more: never more than 16.
+// Rows at a time. A lane keeps the address of each line that it copies. Smaller copies mean more
+// lines for a lane, and 16 addresses are what its registers hold.
 constexpr int MOST = 16 * COPIED_LINES;
 
 static_assert(TILE_DEPTH * sizeof(Element) == LINE && COPIED * sizeof(Element) >= 4, "what a copy can move");
-static_assert(MOST * LINE <= RING, "the ring can hold the sums");
+static_assert(MOST * LINE <= PIPELINE_BYTES, "the pipeline can hold the sums");
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
 };
 
-// The row tile of a warp. Each lane compares it with the first tiles of some experts, which come all
-// at once; a search by halves would wait for one after the other.
-DEVICE RowTile row_tile_of_warp(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
+// Finds row tile `tile` with a whole warp. Each lane compares it with the first tiles of some
+// experts, whose loads are all in flight at once. A binary search would wait for one load after the
+// other.
+DEVICE RowTile warp_row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
     constexpr int HELD = lesser(ceil_div(EXPERTS, WARP), 8);
     const i32 tiles = row_tiles[EXPERTS];
@@ -87,24 +87,24 @@ DEVICE f32 activated(f32 gate, f32 up)
     return activation(gate) * up;
 }
 
-// What becomes of a sum: bias, activation, weight.
+// Epilogue of one element: bias, activation, weight.
 DEVICE f32 finished(f32 gate, f32 up)
 {
     return activated(gate, up);
 }
 
-// The line that a lane copies to in its turn i, and the piece of it.
+// The line that a lane copies to in iteration i, and its first element there.
 DEVICE i32 copied_line(i32 i) { return i * COPIED_LINES + lane_index() / LINE_LANES; }
 DEVICE i32 copied_element() { return lane_index() % LINE_LANES * COPIED; }
 
-// Where a line begins, and whether it exists: what does not is zeros, and is not read.
+// The source of a line. One that does not exist is not read and becomes zeros.
 struct Line {
     const Element *begin;
     bool exists;
 };
 
 // Copies elements `depth` and on of LINES lines to lines from `to` on; zeros for elements
-// from INNER on. `line_at(i)` is the line of turn i.
+// from INNER on. `line_at(i)` is the line of iteration i.
 template <int LINES, class LineAt> DEVICE void copy_lines(u32 to, i32 depth, LineAt line_at)
 {
     const i32 k = depth + copied_element(), byte = copied_element() * (i32)sizeof(Element);
@@ -116,10 +116,10 @@ template <int LINES, class LineAt> DEVICE void copy_lines(u32 to, i32 depth, Lin
     }
 }
 
-// Where chunk `chunk` of line `line` of a stage is.
+// Returns the address of chunk `chunk` of line `line` of a stage.
 DEVICE u32 in_stage(u32 stage, i32 line, i32 chunk) { return stage + line * LINE + (chunk ^ (line & 7)) * CHUNK; }
 
-// Adds the products of a stage with ROWS rows.
+// Multiplies a stage by ROWS rows and accumulates.
 template <int ROWS> DEVICE void multiply_stage(f32 (&sums)[ROWS / 8][4], u32 stage)
 {
     const i32 lane = lane_index();
@@ -136,17 +136,18 @@ template <int ROWS> DEVICE void multiply_stage(f32 (&sums)[ROWS / 8][4], u32 sta
     }
 }
 
-// Where a sum lies in the ring at the end, one line for each row: those that a warp lays
-// down together, of every other row, are on different banks, and those that it picks up, too.
+// Returns the position of a sum in the pipeline after the main loop, one line for each row. The sums
+// that a warp stores together, of every other row, lie in different banks, and so do those that it
+// loads together.
 DEVICE i32 sum_at(i32 row, i32 column) { return row * (LINE / 4) + (column ^ (row / 2 + row % 2 * 2) % 4 * 8); }
 
-// Leaves in the ring, for each of ROWS rows, its sums with the lines of weights. Row n lies
+// Multiplies ROWS rows by the lines of weights and leaves the sums in the pipeline. Row n lies
 // at `right + row_at(n) * INNER`; there is none where row_at(n) is negative.
 template <int ROWS, class LeftAt, class RowAt>
-DEVICE void multiply_rows(f32 *ring, LeftAt left_at, const Element *right, RowAt row_at)
+DEVICE void multiply_rows(f32 *pipeline, LeftAt left_at, const Element *right, RowAt row_at)
 {
-    constexpr int STAGE = (LEFT + ROWS) * LINE, STAGES = RING / STAGE, TURNS = ROWS / COPIED_LINES;
-    const u32 stages = shared_address(ring);
+    constexpr int STAGE = (LEFT + ROWS) * LINE, STAGES = PIPELINE_BYTES / STAGE, TURNS = ROWS / COPIED_LINES;
+    const u32 stages = shared_address(pipeline);
     i32 rows[TURNS];
     #pragma unroll
     for (i32 i = 0; i < TURNS; i++)
@@ -173,12 +174,12 @@ DEVICE void multiply_rows(f32 *ring, LeftAt left_at, const Element *right, RowAt
         multiply_stage<ROWS>(sums, stages + at % STAGES * STAGE);
     }
     wait_copies<0>();
-    warp_sync();  // the ring is free
+    warp_sync();  // the pipeline is free
     #pragma unroll
     for (i32 j = 0; j < ROWS / 8; j++)
         #pragma unroll
         for (i32 n = 0; n < 4; n++)
-            ring[sum_at(j * 8 + lane_index() % 4 * 2 + n % 2, n / 2 * 8 + lane_index() / 4)] = sums[j][n];
+            pipeline[sum_at(j * 8 + lane_index() % 4 * 2 + n % 2, n / 2 * 8 + lane_index() / 4)] = sums[j][n];
     warp_sync();
 }
 
@@ -193,14 +194,14 @@ KERNEL(WARP) grouped_gemm_up(
     i64 tokens)
 {
     await_launches();
-    alignas(LINE) extern __shared__ f32 ring[];
+    alignas(LINE) extern __shared__ f32 pipeline[];
 
     (void)tokens;
-    const RowTile tile = row_tile_of_warp(offsets, row_tiles);
+    const RowTile tile = warp_row_tile(offsets, row_tiles);
     const i32 count = lesser(tile.rows, TILE_ROWS), first_column = (i32)block_y() * TILE_COLUMNS;
     const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
 
-    // The line of weights that this lane copies in its turn i.
+    // The line of weights that this lane copies in iteration i.
     auto left_at = [&](i32 i) {
         const i32 line = copied_line(i), column = line % TILE_COLUMNS;
         const Element *const weights = line < TILE_COLUMNS ? gate : up;
@@ -213,24 +214,24 @@ KERNEL(WARP) grouped_gemm_up(
         auto row_at = [&](i32 n) { return n < left ? row_slots[first_row + n] / TOP_K : -1; };
         const Element *const right = x;
         if (left <= 8)
-            multiply_rows<8>(ring, left_at, right, row_at);
+            multiply_rows<8>(pipeline, left_at, right, row_at);
         else if (left <= 16)
-            multiply_rows<16>(ring, left_at, right, row_at);
+            multiply_rows<16>(pipeline, left_at, right, row_at);
         else if (left <= 32)
-            multiply_rows<lesser(32, MOST)>(ring, left_at, right, row_at);
+            multiply_rows<lesser(32, MOST)>(pipeline, left_at, right, row_at);
         else
-            multiply_rows<MOST>(ring, left_at, right, row_at);
+            multiply_rows<MOST>(pipeline, left_at, right, row_at);
 
-        // A lane makes results of one column, row by row.
+        // A lane finishes one column, row by row.
         const i32 column = lane_index() % TILE_COLUMNS;
         const bool exists = first_column + column < OUTER;
         #pragma unroll 1
         for (i32 row = lane_index() / TILE_COLUMNS; row < left && exists; row += WARP / TILE_COLUMNS) {
             const i64 at = (first_row + row) * OUTER + first_column + column;
-            f32 gate_sum = ring[sum_at(row, column)], up_sum = ring[sum_at(row, TILE_COLUMNS + column)];
+            f32 gate_sum = pipeline[sum_at(row, column)], up_sum = pipeline[sum_at(row, TILE_COLUMNS + column)];
             const f32 value = finished(gate_sum, up_sum);
             hidden[at] = round_to<Element>(value);
         }
-        warp_sync();  // the ring is free again
+        warp_sync();  // the pipeline is free again
     }
 }

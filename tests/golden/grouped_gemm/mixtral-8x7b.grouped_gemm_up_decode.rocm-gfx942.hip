@@ -1,24 +1,25 @@
-// grouped_gemm_up for rocm:gfx942, of few rows, on matrix cores: mfma_32x32x8
+// grouped_gemm_up for rocm:gfx942: decode (small M), matrix cores, mfma_32x32x8
 //
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
-// With few rows a product is a reading of weights. A block is one wave, which reads 16
-// columns of gate and of up of one expert from end to end, once, and multiplies them by 32 or 64 rows at
-// a time, as there are. So work is cut into equal numbers of bytes, small enough for every
-// compute unit to have its share. block_x counts row tiles, block_y columns.
-// There are at most as many row tiles as blocks; the blocks beyond them return.
+// With few rows the time is that of reading the weights. A block is one wave: it reads 16
+// columns of gate and of up of one expert once, end to end, and multiplies them by 32 or 64 rows at
+// a time. Work is thus cut into equal numbers of bytes, small enough to give every compute unit its
+// share. block_x counts row tiles, block_y columns.
+// There are at most as many row tiles as blocks; blocks beyond the last tile return.
 //
-// A lane loads what it brings to a product from where it lies: chunks of 16 bytes of one line
-// of weights, and of rows. They come in turns of 128 bytes of each line; while one turn is
-// multiplied the others are on their way, and it is then asked for what follows the last of them.
-// Weights are the left operand, rows the right one, so that a lane's sums are of one row, and of
+// A lane loads its operands from global memory straight into registers: chunks of 16 bytes of one
+// line of weights and of its rows, in turns of 128 bytes of each line. While the wave multiplies one
+// turn, the other turns are in flight; then it requests the turn that follows the last of them.
+// Weights are the left operand and rows the right one, so all sums of a lane belong to one row and to
 // adjacent columns, gate and up of the same ones.
 //
-// Sums are f32, and in the order of the kernel for many rows: a row has the same sums in any company.
+// Sums are f32, in the order of the kernel for larger calls, so a row has the same bits in every batch.
 //
 // Shared memory: none.
 //
-// Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
+// Baked in: inner 4096, outer 14336, experts 8, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
 
@@ -36,12 +37,12 @@ constexpr int EXPERTS = 8, TOP_K = 2;
 constexpr int WAVE = 64, MATRICES = 2;
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 16, MOST = 64;  // rows at a time
 
-// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each: of RUN adjacent
-// columns of each matrix.
+// A matrix instruction has EDGE x EDGE sums; those of a row lie in GROUPS lanes, SUMS in each, which
+// belong to RUN adjacent columns of each matrix.
 constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS, RUN = TILE_COLUMNS / GROUPS;
 
-// A chunk is 16 bytes. A step of the inner dimension is a chunk of every group, and a turn as
-// many steps as there are in 128 bytes, which memory gives at a time.
+// A chunk is 16 bytes. A step of the inner dimension is a chunk of every group, and a turn is the
+// steps of 128 bytes, the size of a memory request.
 constexpr int CHUNK = 16 / sizeof(Element), STEP = GROUPS * CHUNK, STEPS = 8 / GROUPS, TURN = STEPS * STEP;
 typedef Pack<Element, CHUNK> Chunk;
 
@@ -52,19 +53,20 @@ static_assert(MATRICES * RUN == SUMS && RUN * GROUPS == TILE_COLUMNS, "a wave ha
 
 typedef f32x16 Sums;
 
-// A row of a product is sum sum_of(row) of the lanes of group group_of(row).
+// Row r of a matrix instruction's result is sum sum_of(r) of the lanes in group group_of(r).
 DEVICE i32 group_of(i32 row) { return row / 4 % GROUPS; }
 DEVICE i32 sum_of(i32 row) { return row / 4 / GROUPS * 4 + row % 4; }
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
 };
 
-// The row tile of a warp. Each lane compares it with the first tiles of some experts, which come all
-// at once; a search by halves would wait for one after the other.
-DEVICE RowTile row_tile_of_warp(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
+// Finds row tile `tile` with a whole warp. Each lane compares it with the first tiles of some
+// experts, whose loads are all in flight at once. A binary search would wait for one load after the
+// other.
+DEVICE RowTile warp_row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
     constexpr int HELD = lesser(ceil_div(EXPERTS, WARP), 8);
     const i32 tiles = row_tiles[EXPERTS];
@@ -92,13 +94,13 @@ DEVICE f32 activated(f32 gate, f32 up)
     return activation(gate) * up;
 }
 
-// What becomes of a sum: bias, activation, weight.
+// Epilogue of one element: bias, activation, weight.
 DEVICE f32 finished(f32 gate, f32 up)
 {
     return activated(gate, up);
 }
 
-// The chunk of a row from element k on; zeros beyond its end.
+// Loads the chunk of a row from element k on; zeros beyond the end of the row.
 DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
 {
     Chunk chunk = {};
@@ -109,8 +111,8 @@ DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
     return chunk;
 }
 
-// A lane brings a chunk of weights and one of a row, for several products. Which elements of
-// the inner dimension meet in one does not matter, as long as both sides agree.
+// A lane passes a chunk of weights and one of a row to several instructions. An instruction thus
+// multiplies elements that are not adjacent in the inner dimension, the same ones on both sides.
 DEVICE void add_product(Sums &sums, const Chunk &weights, const Chunk &row)
 {
     #pragma unroll
@@ -118,11 +120,11 @@ DEVICE void add_product(Sums &sums, const Chunk &weights, const Chunk &row)
         sums = mfma_32x32x8(load<4>(weights.at + k), load<4>(row.at + k), sums);
 }
 
-// Whether no turn goes beyond the end of a line.
+// Whether turns divide a line.
 constexpr bool WHOLE = INNER % TURN == 0;
 
-// The chunk of a line from element k on. Lanes to which it is not `own`, or which are beyond the
-// end, read along, whatever that is.
+// Loads the chunk of a line from element k on. Lanes without a chunk of their own, or beyond the end,
+// load some valid address and ignore it.
 DEVICE Words load_words(const Element *line, i32 k, bool own)
 {
     const bool within = WHOLE || k < INNER;
@@ -132,16 +134,16 @@ DEVICE Words load_words(const Element *line, i32 k, bool own)
         return as<Words>(own ? load_chunk(line, k) : Chunk{});
 }
 
-// Sums of PARTS times EDGE rows with the columns of a wave. `line` is where this lane's line
-// of weights begins, `rows` where its rows do: it has those below `count`, and a line if it `brings` one.
+// Multiplies PARTS times EDGE rows by the columns of a wave. `line` is this lane's line of weights,
+// which exists if `brings`, and `rows` are its rows, of which those below `count` exist.
 template <int PARTS>
 DEVICE void multiply_rows(Sums (&sums)[MOST / EDGE], const Element *line, bool brings, const Element *const (&rows)[MOST / EDGE], i32 count)
 {
-    // As many turns as registers hold beside the sums, of 256 that two waves leave each other.
+    // As many turns as registers hold next to the sums, out of the 256 that two waves leave each other.
     constexpr int ROOM = (208 - PARTS * SUMS) / (4 * STEPS * (1 + PARTS)), TURNS = lesser(ROOM, ceil_div(INNER, TURN));
     const i32 lane = thread_index(), group = lane / EDGE * CHUNK;
-    // Where lines end in the middle of a turn, each element asks whether it is within. Answers are
-    // pairs of scalar registers; computed once for all turns there are more than a wave has.
+    // Where lines end inside a turn, each element is compared with the end. The results are pairs of
+    // scalar registers; hoisted out of the loop for all turns they would exceed what a wave has.
     auto own_of = [&](bool asks) { return asks && !WHOLE ? renewed(group) : group; };
     Words weights[TURNS][STEPS], factors[TURNS][STEPS][PARTS];
     auto fetch = [&](i32 turn, i32 depth) {
@@ -157,7 +159,7 @@ DEVICE void multiply_rows(Sums (&sums)[MOST / EDGE], const Element *line, bool b
         }
         keep_order();
     };
-    // The chunk in some words; of the last turns there are zeros beyond the end.
+    // Unpacks a chunk; the last turns have zeros beyond the end.
     auto chunk_of = [&](const Words &words, i32 k, bool last) {
         Chunk chunk = as<Chunk>(words);
         #pragma unroll
@@ -207,12 +209,12 @@ KERNEL(WAVE) grouped_gemm_up(
 {
     await_launches();
     (void)tokens;
-    const RowTile tile = row_tile_of_warp(offsets, row_tiles);
+    const RowTile tile = warp_row_tile(offsets, row_tiles);
     const i32 count = lesser(tile.rows, TILE_ROWS), lane = thread_index();
     const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = tile.expert * OUTER + first_column;
 
-    // The line of weights that this lane brings; beyond the last, the first one once more.
+    // The line of weights of this lane. A lane beyond the last column loads the first line again.
     const i32 sum = sum_of(lane % EDGE), own = group_of(lane % EDGE) * RUN + sum % RUN;
     const Element *const matrix = sum < RUN ? gate : up;
     const bool brings = own < columns;
@@ -225,7 +227,7 @@ KERNEL(WAVE) grouped_gemm_up(
         const Element *lines[MOST / EDGE];
         #pragma unroll
         for (i32 p = 0; p < MOST / EDGE; p++) {
-            // Beyond the last row, the first one once more.
+            // A lane beyond the last row loads the first row again.
             const i32 row = p * EDGE + lane % EDGE < left ? p * EDGE + lane % EDGE : 0;
             lines[p] = x + (i64)(row_slots[first_row + row] / TOP_K) * INNER;
         }

@@ -1,16 +1,18 @@
-// grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup, for the rows of every expert.
+// grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup,
+// for the rows of every expert.
 //
-// A block owns 320 rows of one expert and 512 columns of the result. It goes over
-// the sum in slices: the rows' slice is copied to scratch and multiplied by the weights',
-// of which a few panels at a time are packed. Sums are AMX tiles.
-// The weights are summed over by rows, so that they lie as panels want them.
-// A row's sums do not depend on the other rows.
+// A block computes 320 rows of one expert by 512 columns of the result. It takes the
+// contraction in slices: it copies a slice of the rows to scratch and multiplies it by the same slice
+// of the weights, a few packed panels at a time. Sums are AMX tiles.
+// The contraction runs over the rows of the weights, so packing needs no transposition. The sums of
+// a row do not depend on the other rows.
 //
 // hidden = w * A for the activation A of the kept pre-activations, dgate and
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
-// Baked in: experts, widths, types, activation. A thread's scratch memory has
-// the rows of a block, its sums and packed panels.
+// Scratch memory of a thread: the rows of a block, its sums, packed panels.
+//
+// Baked in: experts, widths, types, activation.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -60,12 +62,12 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 
 // [prelude: cpu_pack.h]
 
-// Which rows and columns a block owns, and whose weights.
+// The rows and columns that a block owns, and their expert.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// Cuts rows into tiles of even size; past the last tile there are none. Tiles of
 // columns have `width`.
 INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
                           i64 width)
@@ -94,18 +96,16 @@ typedef f32 sums_t[MR][NR];
 typedef f32 panel_word_t;
 typedef panel_word_t panel_t[TILE_WORDS][NR];
 
-// Weights that are wanted soon come from memory, so the
-// next panels are packed between products, one word of a panel after the other, and what is
-// packed soon is fetched. Many lines at once would keep the products from reading
-// what is cached.
+// Weights of the next panels come from memory, so they
+// are packed between multiplications, one word of a panel after the other, and their source is
+// prefetched. Many prefetches at once would occupy the line buffers that multiplications need.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
     PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = STEP, // rows that are multiplied together
 };
 
-// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
-// is no depth.
+// The source of panels: `depth` rows of `columns` columns; empty without depth.
 typedef struct {
     const weight_t *from;
     i64 depth, columns;
@@ -142,7 +142,7 @@ INLINE void pack_next(packing_t *packing)
 
 INLINE void pack_due(packing_t *packing)
 {
-    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    __asm__ volatile("" ::: "memory"); // keeps the counts in memory: registers belong to the micro-kernel
     packing->due += FETCH_WORDS;
     for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
         pack_next(packing);
@@ -180,16 +180,18 @@ INLINE void fetch(prefetch_t *prefetch)
     pack_due(prefetch->packing);
 }
 
-// What a thread keeps in scratch while it works on a block: its rows, as tiles take
-// them, a depth slice at a time; all sums; what is packed.
+// The scratch memory of a thread during a block:
+// - its rows in the order of AMX tiles, a depth slice at a time
+// - all sums
+// - packed panels
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef f32 scratch_rows_t[MR][TILE];
 typedef struct {
-    i32 turn; // which half of what is packed the next block begins with
+    i32 turn; // the half of `packed` with which the next block begins
     packing_t packing; // of that half
     scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
     sums_t sums[PANELS][ROW_GROUPS];
-    panel_t packed[2][PACKED_PANELS]; // in turn: of the products, and packed beside them
+    panel_t packed[2][PACKED_PANELS]; // one is multiplied while the other is packed
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1515584, "the launch gives a thread this much");
 
@@ -214,7 +216,7 @@ INLINE vec load_row(const input_t *from, i64 count)
     return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
 }
 
-// Where one kind of results goes, from a block's first row and column on. Memory
+// The destination of one kind of results, from a block's first row and column on. Memory
 // takes two lines that lie side by side twice as fast as two that do not, so results
 // that go past the caches wait in scratch until two lines of a row are whole.
 enum { RUN = 2 * LINE / sizeof(input_t), WHOLE_RUNS = OUTER % RUN == 0 && TILE_COLUMNS % RUN == 0 };
@@ -248,12 +250,12 @@ INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
         store_part_bf16(to, v, count);
 }
 
-// What the activation gave, and its derivatives by its inputs.
+// The activation, and its derivatives by its inputs.
 typedef struct {
     vec value, by_gate, by_up;
 } slope_t;
 
-// A clamp that holds has slope zero.
+// A clamp that limits its input has slope zero.
 INLINE slope_t slope(vec gate, vec up)
 {
     slope_t at;
@@ -271,8 +273,7 @@ INLINE slope_t slope(vec gate, vec up)
     return at;
 }
 
-// What is read beside the product, and written, from a block's first row and
-// column on.
+// The tensors that the epilogue reads and writes, from a block's first row and column on.
 typedef struct {
     const input_t *gate_pre, *up_pre;
     output_t hidden, dgate, dup;
@@ -326,8 +327,8 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
     }
 }
 
-// A panel is multiplied piece by piece: the first-level cache holds 22 steps of two
-// KB, and the sums and the rows stream by from the second.
+// A panel is multiplied in pieces of up to 22 steps of 2 KB, which the first-level cache holds while
+// sums and rows stream by from the second level.
 enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
@@ -336,8 +337,8 @@ enum {
     FINISHING = STEPS,
 };
 
-// Sums whose results are finished beside the next products, which leave the vector
-// units idle: the rows from `row` to `end`, evenly over the steps.
+// Sums whose results are finished during the next AMX multiplications, which leave the vector units
+// idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
     f32 (*sums)[NR]; // of the next row
@@ -363,7 +364,7 @@ INLINE void finish_due(pending_t *pending)
 
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
-// Finishes what is left, and puts off the sums of `rows` rows from `row` on.
+// Finishes pending rows, and puts off the sums of `rows` rows from `row` on.
 INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i64 row, i64 rows,
                     i64 column, i64 columns)
 {
@@ -371,7 +372,7 @@ INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i6
     *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
 }
 
-// Adds the products of 16 * `tiles` rows with a panel to sums,
+// Multiplies 16 * `tiles` rows by a panel and adds to sums,
 // `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[NR],
                      i64 steps, int start, prefetch_t prefetch, pending_t *pending)
@@ -423,13 +424,12 @@ static void multiply_rows(i64 rows, sums_t sums, const scratch_rows_t *scratch, 
         multiply(1, sums, scratch, panel, steps, start, prefetch, pending);
 }
 
-// Where weights that are packed together lie: a depth slice of some columns of a
-// product's matrix.
+// The position of weights that are packed together: a depth slice of some columns of a GEMM's matrix.
 typedef struct {
     i64 product, depth, column;
 } place_t;
 
-// What is packed after this; after the last it is past the products.
+// Returns the position that is packed next; after the last it is past the products.
 INLINE place_t after(place_t at, const block_t *block)
 {
     if ((at.column += PACKED_COLUMNS) < block->column_count)
@@ -446,17 +446,17 @@ INLINE int is_in(place_t at, const block_t *block)
     return at.product < PRODUCTS;
 }
 
-// What is packed there.
+// Returns the source at a position.
 INLINE source_t source_of(const weight_t *const *matrices, place_t at, const block_t *block)
 {
     return (source_t){matrices[at.product] + at.depth * OUTER + at.column,
                       min_i64(TILE_DEPTH, INNER - at.depth), min_i64(PACKED_COLUMNS, block->column_count - at.column)};
 }
 
-// A block: the products one after the other, each a depth slice at a time, whose
-// rows are copied to scratch and multiplied by the weights, a few panels at a time, while the next ones are
-// packed; after the last, those are the next block's first. Results are finished
-// while their sums are cached, beside what is multiplied next.
+// Computes a block: one GEMM after the other, each a depth slice at a time, whose rows are copied to
+// scratch and multiplied by the weights, a few panels at a time, while the next ones are packed;
+// after the last, those are the next block's first. Results are finished while their sums are cached,
+// during the next multiplications.
 static void multiply_block(scratch_t *scratch, i32 holds, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
                            const weight_t *const *matrices, const block_t *block, source_t next_block,
                            const results_t *to)
@@ -519,8 +519,8 @@ static void grouped_gemm_dgrad_down_block(
     for (int product = 0; product < PRODUCTS; product++)
         for (i64 r = 0; r < block.row_count + PREFETCH_ROWS; r++)
             row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
-    const i64 corner = block.expert * INNER * OUTER + block.first_column;
-    const weight_t *const matrices[PRODUCTS] = {down + corner};
+    const i64 origin = block.expert * INNER * OUTER + block.first_column;
+    const weight_t *const matrices[PRODUCTS] = {down + origin};
     const i64 first = block.first_row * OUTER + block.first_column;
     vec parts[TILE_ROWS];
     for (i64 r = 0; r < block.row_count; r++)

@@ -1,13 +1,14 @@
-// grouped_gemm_wgrad_down: grad_down = transposed dout * hidden, summed over
-// the rows of every expert; biases are sums of the left factor.
+// grouped_gemm_wgrad_down: grad_down = transposed dout * hidden,
+// contracted over the rows of every expert; the gradient of a bias is the sum of the left operand.
 //
-// A block owns 736 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the left factor is transposed to scratch, and panel by panel the right
-// one is packed and multiplied. Sums are AMX tiles; those of a slice are added to
-// the slices' before. An expert without rows gets zeros.
+// A block computes 736 by 1024 elements of a matrix. It takes the rows of its expert in slices:
+// it transposes the left factor to scratch, packs the right one panel by panel and multiplies both.
+// Sums are AMX tiles, to which one slice after the other is added.
+// An expert without rows gets zeros.
 //
-// Baked in: experts, widths, types. A thread's scratch memory has the left slice and
-// packed panels.
+// Scratch memory of a thread: the left slice, packed panels.
+//
+// Baked in: experts, widths, types.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -50,7 +51,7 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 
 // [prelude: cpu_pack.h]
 
-// Which rows a block sums over, and which piece of the matrix it owns.
+// The rows that a block contracts, and the part of the matrix that it owns.
 typedef struct {
     i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
 } block_t;
@@ -77,18 +78,16 @@ typedef f32 sums_t[MR][NR];
 typedef f32 panel_word_t;
 typedef panel_word_t panel_t[TILE_WORDS][NR];
 
-// Columns of the right factor that are wanted soon come from memory, so the
-// next panels are packed between products, one word of a panel after the other, and what is
-// packed soon is fetched. Many lines at once would keep the products from reading
-// what is cached.
+// Columns of the right factor of the next panels come from memory, so they
+// are packed between multiplications, one word of a panel after the other, and their source is
+// prefetched. Many prefetches at once would occupy the line buffers that multiplications need.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
     PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = STEP, // rows that are multiplied together
 };
 
-// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
-// is no depth.
+// The source of panels: `depth` rows of `columns` columns; empty without depth.
 typedef struct {
     const right_t *from;
     i64 depth, columns;
@@ -125,7 +124,7 @@ INLINE void pack_next(packing_t *packing)
 
 INLINE void pack_due(packing_t *packing)
 {
-    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    __asm__ volatile("" ::: "memory"); // keeps the counts in memory: registers belong to the micro-kernel
     packing->due += FETCH_WORDS;
     for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
         pack_next(packing);
@@ -163,7 +162,7 @@ INLINE void fetch(prefetch_t *prefetch)
     pack_due(prefetch->packing);
 }
 
-// What is packed together: a slice of the rows, and some columns.
+// Returns the source of panels that are packed together: a slice of the rows, and some columns.
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
@@ -171,8 +170,8 @@ INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i
                       min_i64(PACKED_COLUMNS, block->column_count - column)};
 }
 
-// Where sums go: they are written, past the caches if those cannot hold them, or
-// added to what is there.
+// The destination of sums. They are stored, past the caches if those cannot hold them, or added to the
+// old values.
 typedef struct {
     f32 *grad; // the block's first element
     i64 streamed, add;
@@ -206,20 +205,21 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
         write_sums(grad, sums, columns, to->add);
 }
 
-// What a thread keeps in scratch while it works on a block: columns of the left factor, as tiles take
-// them, a depth slice at a time; what is packed.
+// The scratch memory of a thread during a block:
+// - columns of the left operand in the order of AMX tiles, a depth slice at a time
+// - packed panels
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef f32 scratch_rows_t[MR][TILE];
 typedef struct {
-    i32 turn; // which half of what is packed the next block begins with
+    i32 turn; // the half of `packed` with which the next block begins
     packing_t packing; // of that half
     scratch_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
-    panel_t packed[2][PACKED_PANELS]; // in turn: of the products, and packed beside them
+    panel_t packed[2][PACKED_PANELS]; // one is multiplied while the other is packed
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1015872, "the launch gives a thread this much");
 
-// A panel is multiplied piece by piece: the first-level cache holds 22 steps of two
-// KB, and the sums and the rows stream by from the second.
+// A panel is multiplied in pieces of up to 22 steps of 2 KB, which the first-level cache holds while
+// sums and rows stream by from the second level.
 enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
@@ -228,8 +228,8 @@ enum {
     FINISHING = PIECE,
 };
 
-// Sums whose results are finished beside the next products, which leave the vector
-// units idle: the rows from `row` to `end`, evenly over the steps.
+// Sums whose results are finished during the next AMX multiplications, which leave the vector units
+// idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
     f32 (*sums)[NR]; // of the next row
@@ -252,7 +252,7 @@ INLINE void finish_due(pending_t *pending)
 
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
-// Finishes what is left, and puts off the sums of `rows` rows from `row` on.
+// Finishes pending rows, and puts off the sums of `rows` rows from `row` on.
 INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i64 row, i64 rows,
                     i64 column, i64 columns)
 {
@@ -260,7 +260,7 @@ INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[NR], i6
     *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
 }
 
-// Adds the products of 16 * `tiles` rows with a panel to sums,
+// Multiplies 16 * `tiles` rows by a panel and adds to sums,
 // `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const scratch_rows_t *rows, const panel_word_t (*panel)[NR],
                      i64 steps, int start, prefetch_t prefetch, pending_t *pending)
@@ -332,10 +332,9 @@ static void load_columns(scratch_t *scratch, const left_t *left, i64 depth, i64 
 
 _Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
 
-// A block: a slice of the rows at a time. Of that the left factor is copied to scratch
-// and multiplied by the right one, a few panels at a time, while the next ones are
-// packed; after the last, those are the next block's first. Results are finished beside
-// what is multiplied next.
+// Computes a block, a slice of the rows at a time: copies the left operand to scratch and multiplies it
+// by the right one, a few panels at a time, while the next ones are packed; after the last, those are
+// the next block's first. Results are finished during the next multiplications.
 static void multiply_block(scratch_t *scratch, const left_t *left, const right_t *right, const block_t *block,
                            source_t next_block, const results_t *to)
 {
@@ -349,10 +348,10 @@ static void multiply_block(scratch_t *scratch, const left_t *left, const right_t
     do {
         const i64 depth = min_i64(TILE_DEPTH, rows - row), steps = (depth + STEP - 1) / STEP;
         load_columns(scratch, left + row * HEIGHT, depth, height);
-        for (i64 corner = 0; corner < block->column_count; corner += PACKED_COLUMNS) {
-            const source_t source = source_of(right, block, row, corner);
-            const source_t next = corner + PACKED_COLUMNS < block->column_count
-                ? source_of(right, block, row, corner + PACKED_COLUMNS)
+        for (i64 origin = 0; origin < block->column_count; origin += PACKED_COLUMNS) {
+            const source_t source = source_of(right, block, row, origin);
+            const source_t next = origin + PACKED_COLUMNS < block->column_count
+                ? source_of(right, block, row, origin + PACKED_COLUMNS)
                 : row + TILE_DEPTH < rows ? source_of(right, block, row + TILE_DEPTH, 0) : next_block;
             panel_t *panels = scratch->packed[scratch->turn];
             pack_rest(&scratch->packing, panels, source);
@@ -364,7 +363,7 @@ static void multiply_block(scratch_t *scratch, const left_t *left, const right_t
                     prefetch_t prefetch = {.packing = &scratch->packing};
                     multiply_rows(count, sums[turn], scratch->rows[group], panels[column / NR], steps, 1,
                                   prefetch, &pending);
-                    put_off(&pending, &results, sums[turn], first, count, corner + column,
+                    put_off(&pending, &results, sums[turn], first, count, origin + column,
                             min_i64(NR, source.columns - column));
                     turn = !turn;
                 }
@@ -387,7 +386,7 @@ static void grouped_gemm_wgrad_down_block(
     const block_t block = find_block(tokens, offsets, block_x, block_y);
     if (block.row_count == 0 && accumulate)
         return;
-    const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
+    const i64 origin = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
     const i64 first_left = block.first_row * HEIGHT + block.first_height;
     const right_t *right = hidden + block.first_row * WIDTH + block.first_column;
     // The next block has the next rows of a matrix, or the next columns.
@@ -397,7 +396,7 @@ static void grouped_gemm_wgrad_down_block(
         ? source_of(hidden + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     tiles_begin();
     const results_t dout_results = {
-        .grad = grad_down + corner,
+        .grad = grad_down + origin,
         .streamed = !accumulate && block.row_count <= TILE_DEPTH
             && is_streamed(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,

@@ -1,20 +1,22 @@
-// grouped_gemm_wgrad_down for cuda:sm_80, on the matrix units
+// grouped_gemm_wgrad_down for cuda:sm_80: mma.sync on tensor cores, operands by cp.async
 //
-//   grad_down = doutᵀ · hidden, over the rows of each expert
+//   grad_down = doutᵀ · hidden, contracted over the rows of each expert
 //
-// A block owns 128 rows by 128 columns of one expert's matrix; a warp owns
-// 64 x 64 of them. block_x counts row tiles of all experts, block_y column tiles.
+// Tile: 128 rows by 128 columns of one expert's matrix; a block computes one. block_x counts
+// the row tiles of all experts, block_y column tiles. A warp computes 64 x 64 of a tile.
 // An expert without rows gets zeros.
 //
-// Shared memory: a ring of 4 stages, filled by asynchronous copies while others are
-// multiplied. A stage has 32 rows of both factors, zeros beyond the last:
+// Shared memory: a pipeline of 4 stages; cp.async fills some while the warps multiply another.
+// A stage has 32 rows of both operands, zeros beyond the last row:
 //   left   [128 columns]   dout
 //   right  [128 columns]   hidden
-// in panels of 128 bytes of each row. Both factors are read across their rows.
+// in panels of 128 bytes of each row. A row is one step of the contraction, so both operands are
+// loaded transposed.
 //
 // Sums are f32, in ascending order of the rows, 16 at a time.
 //
-// Baked in: height 2880, width 2880, experts 32, types. Not the tokens.
+// Baked in: height 2880, width 2880, experts 32, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/async_copy.cuh, cuda/matrix.cuh, cuda/mma.cuh]
 
@@ -28,25 +30,26 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_DEPTH = 32;
 constexpr int WARP_ROWS = 64, WARP_COLUMNS = 64;
 constexpr int MATRICES = 1, ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
 
-constexpr int LINE = 128, CHUNK = 16, STEPS = TILE_DEPTH * sizeof(Element) / 32;  // bytes; a product takes 32 of a column
+constexpr int LINE = 128, CHUNK = 16, STEPS = TILE_DEPTH * sizeof(Element) / 32;  // bytes; an mma reads 32 of a column
 constexpr int LEFT = MATRICES * TILE_ROWS * TILE_DEPTH * sizeof(Element);
 constexpr int STAGE = LEFT + TILE_COLUMNS * TILE_DEPTH * sizeof(Element);
 constexpr int COLUMN_WARPS = TILE_COLUMNS / WARP_COLUMNS;
-constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // products of a warp
+constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // mma tiles of a warp
 
 static_assert(MATRICES * TILE_ROWS / WARP_ROWS * COLUMN_WARPS * WARP == THREADS, "every warp owns a part of the tile");
 static_assert(TILE_ROWS % WARP_ROWS == 0, "of one matrix");
 static_assert(STAGES * STAGE == 65536, "the shared memory of the launch");
 
-// An operand whose lines are steps of the contraction lies in panels: PANEL elements of
-// TILE_DEPTH lines, 128 bytes each. A wider operand has several, one behind the other.
+// An operand whose lines are steps of the contraction lies in panels of PANEL elements of
+// TILE_DEPTH lines, 128 bytes each. A wider operand has several panels, one behind the other.
 constexpr int PANEL = LINE / sizeof(Element), PANEL_BYTES = TILE_DEPTH * LINE;
 
-// Where chunk n of line k of a panel lies: what a warp loads at a time, one chunk of eight
-// lines, is on different banks.
+// Returns the position of chunk n of line k of a panel. What a warp loads together, one chunk of eight
+// lines, lies in different banks.
 DEVICE i32 in_panel(i32 k, i32 chunk) { return k * LINE + (chunk ^ k % 8) * CHUNK; }
 
-// Elements of a row of WIDTH copied at a time, and the line that a thread copies to in turn i.
+// Copies of an operand with rows of WIDTH elements: elements of one cp.async, and the line that a
+// thread copies to in iteration `turn`.
 template <int WIDTH> struct Panels {
     static constexpr int COPIED = pack_width<Element>(WIDTH);
     static constexpr int LINE_THREADS = PANEL / COPIED, LINES = THREADS / LINE_THREADS;
@@ -58,7 +61,7 @@ template <int WIDTH> struct Panels {
     static DEVICE i32 line(i32 turn) { return turn * LINES + thread_index() / LINE_THREADS; }
 
     // Copies TILE_DEPTH lines of COLUMNS elements to panels; zeros for lines from `lines` on
-    // and elements from `columns` on. `line_at(i)` is where the line of turn i begins.
+    // and elements from `columns` on. `line_at(i)` is the source of iteration i.
     template <int COLUMNS, class LineAt> static DEVICE void copy(u32 to, i32 lines, i32 columns, LineAt line_at)
     {
         const i32 column = thread_index() % LINE_THREADS * COPIED, byte = column * (i32)sizeof(Element);
@@ -73,7 +76,7 @@ template <int WIDTH> struct Panels {
     }
 };
 
-// Lines k to k + 15 of 16 columns as the left factor of a product.
+// Loads lines k to k + 15 of 16 columns as the A fragment of an mma.
 DEVICE void load_left(u32 (&to)[4], u32 panels, i32 k, i32 column)
 {
     const i32 line = k + lane_index() / 16 * 8 + lane_index() % 8;
@@ -81,7 +84,7 @@ DEVICE void load_left(u32 (&to)[4], u32 panels, i32 k, i32 column)
     load_transposed(to, panels + column / PANEL * PANEL_BYTES + in_panel(line, column % PANEL / 8));
 }
 
-// The same lines of 16 columns as two right factors.
+// Loads the same lines of 16 columns as two B fragments.
 DEVICE void load_right(u32 (&to)[4], u32 panels, i32 k, i32 column)
 {
     const i32 line = k + lane_index() / 8 % 2 * 8 + lane_index() % 8;
@@ -93,7 +96,7 @@ DEVICE void load_right(u32 (&to)[4], u32 panels, i32 k, i32 column)
 DEVICE i32 warp_row() { return warp_index() / COLUMN_WARPS * WARP_ROWS; }
 DEVICE i32 warp_column() { return warp_index() % COLUMN_WARPS * WARP_COLUMNS; }
 
-// The operands of one step of a warp, and its sums.
+// The fragments of one step of a warp, and its accumulators.
 struct Operands { u32 left[ROW_PARTS][4], right[COLUMN_PARTS][2]; };
 typedef f32 Sums[ROW_PARTS][COLUMN_PARTS][4];
 
@@ -113,7 +116,7 @@ DEVICE void load_step(Operands &to, u32 stage, i32 step)
     }
 }
 
-// Adds the products of a step, of so many parts of 16 rows: those beyond are padding.
+// Multiplies one step and accumulates, for `parts` parts of 16 rows. Parts beyond are padding.
 DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
 {
     #pragma unroll
@@ -124,7 +127,8 @@ DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
                 mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
 }
 
-// Adds the products of a stage; a step is loaded while the one before is multiplied.
+// Multiplies a stage and accumulates. The fragments of a step are loaded while the step before is
+// multiplied.
 DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 {
     Operands operands[2];
@@ -137,10 +141,10 @@ DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
     }
 }
 
-// Whether tiles end where the matrix does.
+// Whether tiles divide the matrix, so that stores need no bounds check.
 constexpr bool WHOLE_TILES = HEIGHT % TILE_ROWS == 0 && WIDTH % TILE_COLUMNS == 0;
 
-// Adds what the matrix has to two adjacent sums.
+// Adds the old values of the matrix to two adjacent sums.
 DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
@@ -157,7 +161,7 @@ DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &
     }
 }
 
-// Stores two adjacent sums where the matrix has them.
+// Stores two adjacent sums, if they lie within the matrix.
 DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
@@ -181,7 +185,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     i64 tokens)
 {
     await_launches();
-    alignas(LINE) extern __shared__ Element ring[];
+    alignas(LINE) extern __shared__ Element pipeline[];
 
     const i64 expert = block_x() / ROW_TILES;
     (void)tokens;
@@ -190,13 +194,13 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     const i32 slices = ceil_div(count, TILE_DEPTH);
     const i32 first_row = (i32)(block_x() % ROW_TILES) * TILE_ROWS, first_column = (i32)block_y() * TILE_COLUMNS;
 
-    // Where the rows of a slice begin that this thread copies in its turns.
+    // Sources of this thread's copies: the rows of slice `at`.
     typedef Panels<HEIGHT> Left;
     typedef Panels<WIDTH> Right;
     auto dout_row = [&](i32 at, i32 i) { return dout + (first + at * TILE_DEPTH + Left::line(i)) * HEIGHT + first_row; };
     auto hidden_row = [&](i32 at, i32 i) { return hidden + (first + at * TILE_DEPTH + Right::line(i)) * WIDTH + first_column; };
 
-    const u32 stages = shared_address(ring);
+    const u32 stages = shared_address(pipeline);
     auto fetch = [&](i32 at) {
         if (at < slices) {
             const u32 stage = stages + at % STAGES * STAGE;
@@ -226,7 +230,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
     #pragma unroll
     for (i32 i = 0; i < ROW_PARTS; i++)
-        // What is there of these rows has been asked for before any of them is stored.
+        // Request all old values of these rows before the first store, so that their latencies overlap.
         #pragma unroll
         for (i32 stores = 0; stores < 2; stores++)
             #pragma unroll
