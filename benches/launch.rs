@@ -14,9 +14,7 @@ use moesaic::plan::{LayerPlan, Role};
 use moesaic::target::{
     Artifact, CompileError, CompileOptions, Compiler, KernelReport, Ptr, Report,
 };
-use moesaic::{
-    Counters, Layer, LayerSpec, RawBackward, RawCall, Target, Tensor, Tensors, Training,
-};
+use moesaic::{Layer, LayerSpec, RawBackward, RawCall, RngKey, Target, Tensor, Tensors, Training};
 use moesaic_engine::{Engine, EngineParts};
 use moesaic_probe::idle::Idle;
 use moesaic_probe::idle_driver;
@@ -168,9 +166,9 @@ fn training(layer: &Layer, tokens: usize) -> [f64; 2] {
         accumulate: true,
     };
     sampled(|| {
-        let counters = Counters::default();
+        let rng_key = RngKey::default();
         // SAFETY: nothing reads or writes at the addresses.
-        let saved = unsafe { layer.forward_train_raw(black_box(&call), counters) };
+        let saved = unsafe { layer.forward_train_raw(black_box(&call), rng_key) };
         let saved = saved.expect("it runs");
         // SAFETY: as above.
         unsafe { layer.backward_raw(&saved, black_box(&back)) }.expect("it runs");

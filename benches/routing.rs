@@ -15,7 +15,7 @@ mod share;
 use moesaic::engine::StepTime;
 use moesaic::reference::{self, Random};
 use moesaic::{
-    Counters, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors, Training,
+    RngKey, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors, Training,
 };
 use one_hot::OneHot;
 use std::time::{Duration, Instant};
@@ -130,7 +130,7 @@ impl<'a> Run<'a> {
         let names = ["y", "router.logits", "locations"];
         let input = Input::new(tokens, x);
         let (output, saved) = layer
-            .forward_train(&input, &names, Counters::default())
+            .forward_train(&input, &names, RngKey::default())
             .expect("the layer runs");
         let dy = Tensor::new(&[tokens, x.len() / tokens], x);
         layer.backward(&saved, &dy, false).expect("the layer runs");

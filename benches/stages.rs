@@ -35,7 +35,7 @@ use moesaic::mesh::{ProcessGroup, Ranks};
 use moesaic::reference::{self, Random};
 use moesaic::target::Device;
 use moesaic::{
-    Counters, Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
+    Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Strategy, Tensor,
     Training,
 };
 use std::error::Error;
@@ -407,7 +407,7 @@ impl Party {
             ),
             (_, true) => {
                 let (layer, input) = (self.layer_of(variant), Input::new(*tokens, x));
-                let (output, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
+                let (output, saved) = layer.forward_train(&input, &["y"], RngKey::default())?;
                 let dy = Tensor::new(&[*tokens, dy.len() / tokens], dy);
                 let back = layer.backward(&saved, &dy, false)?;
                 Ok([named(&output, "y")?, named(&back, "dx")?].concat())

@@ -12,7 +12,7 @@ use moesaic::train::balance::counts_of_all;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, parts, update_mesh};
 use moesaic::train::{AdamW, masters, migrate};
 use moesaic::{
-    Counters, Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors, Training,
+    Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Tensor, Tensors, Training,
 };
 use std::error::Error;
 
@@ -154,7 +154,7 @@ impl Model {
         let input = Input::new(TOKENS, &x);
         let (output, saved) = self
             .layer
-            .forward_train(&input, &wanted, Counters::default())?;
+            .forward_train(&input, &wanted, RngKey::default())?;
         let [y, counts] = wanted.map(|name| output.get(name));
         let (y, counts) = (y.ok_or("no y")?, counts.ok_or("no counts")?);
         // What is to be learned: each token's opposite.

@@ -5,7 +5,7 @@
 
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Counters, Engine, EngineError, Input, LayerSpec, Tensor, Tensors, Training};
+use moesaic::{Engine, EngineError, Input, LayerSpec, RngKey, Tensor, Tensors, Training};
 use std::error::Error;
 use std::time::{Duration, Instant};
 
@@ -62,14 +62,14 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
             .map(drop)
     })?;
     let gates = engine.multi_gate(spec, &experts, &routers, Some(Training::default()))?;
-    let counters = Counters::default();
+    let rng_key = RngKey::default();
     let train_once = best(|| {
-        let (_, saved) = gates.forward_train(&input, &["y"], counters)?;
+        let (_, saved) = gates.forward_train(&input, &["y"], rng_key)?;
         gates.backward(&saved, &dy, false).map(drop)
     })?;
     let train_each = best(|| {
         let calls = gates.layers().iter();
-        let saved = calls.map(|layer| Ok(layer.forward_train(&input, &["y"], counters)?.1));
+        let saved = calls.map(|layer| Ok(layer.forward_train(&input, &["y"], rng_key)?.1));
         let saved = saved.collect::<Result<Vec<_>, EngineError>>()?;
         gates.backward(&saved.into(), &dy, false).map(drop)
     })?;

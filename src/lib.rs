@@ -32,7 +32,7 @@
 //! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
 //! | have shapes checked by rustc | [`layer!`], [`typed`] |
 //! | load a checkpoint | [`weights`] |
-//! | train | [`Training`], [`Counters`], [`train`] |
+//! | train | [`Training`], [`RngKey`], [`train`] |
 //! | spread experts over ranks | [`Parallel`], [`Mesh`], [`MeshLayer`], [`mesh`], [`collectives`] |
 //! | let ranks choose how they exchange rows | [`Strategy`], [`tune`] |
 //! | bring experts of your own, or several routers | [`experts`] |

@@ -11,7 +11,7 @@ use moesaic::target::Ptr;
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
-    Counters, DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, Store, Tensor,
+    DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, RngKey, Store, Tensor,
     Tensors, Training,
 };
 use moesaic_probe::idle_driver;
@@ -119,12 +119,12 @@ fn count_training(layer: &Layer, rows: &mut [Vec<f32>; 4], tokens: usize) -> usi
     };
     let before = COUNT.load(Ordering::Relaxed);
     for step in 0..20 {
-        let counters = Counters {
+        let rng_key = RngKey {
             step,
-            ..Counters::default()
+            ..RngKey::default()
         };
         // SAFETY: as in `count`.
-        let saved = unsafe { layer.forward_train_raw(&call, counters) };
+        let saved = unsafe { layer.forward_train_raw(&call, rng_key) };
         // SAFETY: as in `count`.
         unsafe { layer.backward_raw(&saved.expect("it runs"), &back) }.expect("it runs");
     }

@@ -118,17 +118,17 @@ const ON_THE_WIRE: [(&str, CommDtype); 4] = [
 ];
 
 /// Kernels between nodes.
-fn wire_sources(target: &str) -> Vec<Emitted> {
+fn comm_cast_sources(target: &str) -> Vec<Emitted> {
     let parsed: Target = target.parse().expect("a known target");
     let mesh = Parallel {
         ep: 2,
         ..Parallel::default()
     };
-    let of_layer = |(name, wire): (&'static str, CommDtype)| {
+    let of_layer = |(name, comm_dtype): (&'static str, CommDtype)| {
         let plan = plan_rank(&spec(name), parsed, &PlanOptions::default(), mesh, 0);
         let plan = plan
             .expect("it can be planned")
-            .in_comm_dtype(Both::same(wire));
+            .in_comm_dtype(Both::same(comm_dtype));
         plan.comm_cast
             .map(|plan| emitted(name, &plan))
             .unwrap_or_default()
@@ -143,7 +143,7 @@ fn kept() -> Vec<Emitted> {
         let training = TRAINED
             .iter()
             .flat_map(|spec| training_sources(spec, target));
-        let all = forward.chain(training).chain(wire_sources(target));
+        let all = forward.chain(training).chain(comm_cast_sources(target));
         let wanted = |kernel: &Emitted| KEPT.contains(target) || is_product(kernel.source.stem);
         all.filter(wanted).collect::<Vec<_>>()
     };
@@ -256,7 +256,7 @@ fn gpu_text_compiles_without_spills() {
                         .iter()
                         .flat_map(move |spec| training_sources(spec, target)),
                 )
-                .chain(wire_sources(target))
+                .chain(comm_cast_sources(target))
                 .map(|kernel| kernel.source)
         })
         .collect();
@@ -327,8 +327,8 @@ fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
         .flat_map(|(cc, turn, isa)| in_turn(specs, turn).map(move |spec| (cc, isa, spec)))
         .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |k| (cc, k.source)))
         .chain(compilers.iter().flat_map(|cc| {
-            let wire = isas.iter().flat_map(|isa| wire_sources(isa));
-            wire.map(move |kernel| (cc, kernel.source))
+            let comm_dtype = isas.iter().flat_map(|isa| comm_cast_sources(isa));
+            comm_dtype.map(move |kernel| (cc, kernel.source))
         }))
         .collect();
     on_all_cores(&jobs, |((cc, version), source)| {

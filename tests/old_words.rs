@@ -18,9 +18,9 @@ pub const OLD_WORDS: &[(&str, &str, &str)] = &[
     ("ranks", "FanOut", "`Dedup`"),
     ("ranks", "fan_out", "`dedup`"),
     ("ranks", "wire=*", "`comm_dtype=`"),
-    ("ranks", "Wire", "`CommDtype`"),
-    ("ranks", "wire_pack*", "`comm_pack`"),
-    ("ranks", "wire_unpack*", "`comm_unpack`"),
+    ("ranks", "CommDtype", "`CommDtype`"),
+    ("ranks", "comm_cast_pack*", "`comm_pack`"),
+    ("ranks", "comm_cast_unpack*", "`comm_unpack`"),
     // Collectives: NCCL, MPI, UCC.
     ("ranks", "Itinerary", "`Schedule`"),
     ("ranks", "Journey", "`Schedule`"),
@@ -46,7 +46,7 @@ pub const OLD_WORDS: &[(&str, &str, &str)] = &[
     ("kernels", "tile_dies", "`xcd_swizzle`"),
     ("kernels", "*_few", "`decode`"),
     ("kernels", "gemm_few", "`gemm_decode`"),
-    ("kernels", "Counters", "`RngKey`"),
+    ("kernels", "RngKey", "`RngKey`"),
     ("kernels", "struct Turn {", "`PipelineState`"),
     ("kernels", "Walk", "`TileScheduler`"),
     // Planner: SimAI.

@@ -10,7 +10,7 @@ use moesaic::plan::{CommDtype, ShadowModel};
 use moesaic::planner::Machine;
 use moesaic::reference::Skew;
 use moesaic::spec::LayerSpec;
-use moesaic::{Counters, Parallel};
+use moesaic::{Parallel, RngKey};
 use serde_json::json;
 use std::time::Instant;
 
@@ -67,7 +67,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
             let layer = &layers[kind];
             rank.meet()?;
             let start = Instant::now();
-            let (_, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
+            let (_, saved) = layer.forward_train(&input, &["y"], RngKey::default())?;
             layer.backward(&saved, &dy, false)?;
             let passes = start.elapsed().as_secs_f64();
             // Replicas are made equal here, so it is theirs to pay.

@@ -5,7 +5,7 @@ use crate::{Result, compared, data};
 use moesaic::collectives::{Call, Collectives, Communicator, mpi};
 use moesaic::planner::{self, Machine};
 use moesaic::tune::{AdaptiveLayer, Options, Planned, Space, Times, Tuner, What};
-use moesaic::{Counters, DType, Engine, EngineOptions, Input, Mesh, MeshLayer, Strategy, Tensor};
+use moesaic::{DType, Engine, EngineOptions, Input, Mesh, MeshLayer, RngKey, Strategy, Tensor};
 use moesaic::{Parallel, Training};
 use serde_json::json;
 use std::ops::RangeInclusive;
@@ -232,7 +232,7 @@ fn in_turns(
 
 pub fn step(layer: &MeshLayer, input: &Input<'_>, dy: &Tensor<'_>) -> Result<Passes> {
     let start = Instant::now();
-    let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+    let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
     let forward = start.elapsed().as_secs_f64();
     layer.backward(&saved, dy, false)?;
     Ok([forward, start.elapsed().as_secs_f64() - forward])
@@ -262,7 +262,7 @@ fn adaptive(
     let mut tried = 0;
     while !kept(&layer) {
         rank.meet()?;
-        let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+        let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
         layer.backward(&saved, dy, false)?;
         tried += 1;
     }

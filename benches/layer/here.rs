@@ -9,7 +9,7 @@ use moesaic::engine::StepTime;
 use moesaic::plan::{Op, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
 use moesaic::{
-    Counters, DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall, Tensor,
+    DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall, RngKey, Tensor,
     Tensors, Training,
 };
 use std::sync::Arc;
@@ -117,7 +117,7 @@ impl Here {
                 self.layer.forward(&input)?;
             }
             Pass::Both => {
-                let (_, saved) = self.layer.forward_train(&input, &[], Counters::default())?;
+                let (_, saved) = self.layer.forward_train(&input, &[], RngKey::default())?;
                 let dy = self.rows(call.tokens, &call.dy);
                 self.layer.backward(&saved, &dy, false)?;
             }
@@ -191,7 +191,7 @@ impl Run<'_> {
     fn both(&self, call: &RawCall<'_>) -> Result {
         let layer = &self.here.layer;
         // SAFETY: as in `forward`; x stays as it is.
-        let saved = unsafe { layer.forward_train_raw(call, Counters::default())? };
+        let saved = unsafe { layer.forward_train_raw(call, RngKey::default())? };
         let tensors: [(&str, Ptr); 2] = [("dy", self.dy.ptr()), ("dx", self.dx.ptr())];
         let call = RawBackward {
             tensors: &tensors,

@@ -6,7 +6,7 @@ use crate::select::Pass;
 use moesaic::plan::RankStep;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
 use moesaic::{
-    Counters, DType, Engine, Input, Layer, LayerSpec, Mesh, MeshLayer, Output, Tensor, Training,
+    DType, Engine, Input, Layer, LayerSpec, Mesh, MeshLayer, Output, RngKey, Tensor, Training,
 };
 use rayon::prelude::*;
 use std::path::Path;
@@ -105,14 +105,14 @@ impl Made {
             return Ok(vec![named(output, "y")?]);
         }
         let dy = self.rows(call.tokens, &call.dy);
-        let counters = Counters::default();
+        let rng_key = RngKey::default();
         let (output, back) = match self {
             Made::Alone(layer) => {
-                let (output, saved) = layer.forward_train(&input, &["y"], counters)?;
+                let (output, saved) = layer.forward_train(&input, &["y"], rng_key)?;
                 (output, layer.backward(&saved, &dy, false)?)
             }
             Made::Shared(layer) => {
-                let (output, saved) = layer.forward_train(&input, &["y"], counters)?;
+                let (output, saved) = layer.forward_train(&input, &["y"], rng_key)?;
                 let back = layer.backward(&saved, &dy, false)?;
                 layer.reduce_gradients()?;
                 (output, back)

@@ -6,7 +6,7 @@ use crate::one_hot::{Masks, OneHot, product};
 use moesaic::collectives::{Algorithm, Call, Collectives, Communicator, Element, Slice};
 use moesaic::target::Device;
 use moesaic::{
-    Counters, Engine, Input, Layer, LayerSpec, Output, Saved, Tensor, Tensors, Training, reference,
+    Engine, Input, Layer, LayerSpec, Output, RngKey, Saved, Tensor, Tensors, Training, reference,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -175,7 +175,7 @@ impl Baseline {
             if !trains {
                 return named(&layer.forward(&input)?, "y");
             }
-            let (output, kept) = layer.forward_train(&input, &["y"], Counters::default())?;
+            let (output, kept) = layer.forward_train(&input, &["y"], RngKey::default())?;
             saved = Some(kept);
             named(&output, "y")
         })?;

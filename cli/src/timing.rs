@@ -2,7 +2,7 @@
 
 use crate::failure::Result;
 use crate::random;
-use moesaic::{Counters, Input, Layer, Tensor};
+use moesaic::{Input, Layer, RngKey, Tensor};
 use std::time::Duration;
 
 /// A call that a layer is timed on.
@@ -31,8 +31,8 @@ impl Call {
         match &self.dy {
             None => drop(layer.forward(&self.input)?),
             Some(dy) => {
-                let counters = Counters::default();
-                let (_, saved) = layer.forward_train(&self.input, &["y"], counters)?;
+                let rng_key = RngKey::default();
+                let (_, saved) = layer.forward_train(&self.input, &["y"], rng_key)?;
                 layer.backward(&saved, dy, false)?;
                 // Its memory, x in it, is what a timed pass keeps things in.
             }
@@ -48,7 +48,7 @@ impl Call {
 pub fn y(layer: &Layer, input: &Input<'_>) -> Result<Tensor<'static>> {
     let output = match layer.plan().training {
         None => layer.forward(input)?,
-        Some(_) => layer.forward_train(input, &["y"], Counters::default())?.0,
+        Some(_) => layer.forward_train(input, &["y"], RngKey::default())?.0,
     };
     Ok(output.y().clone())
 }

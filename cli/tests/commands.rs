@@ -425,7 +425,7 @@ fn a_simulator_names_the_kernel_that_ran() {
         up.map(|k| k["kernel"].as_str().unwrap().to_string())
             .collect()
     };
-    assert_eq!(named("9"), ["grouped_gemm_up_few"]);
+    assert_eq!(named("9"), ["grouped_gemm_up_decode"]);
     assert_eq!(named("65"), ["grouped_gemm_up"]);
 }
 

@@ -171,7 +171,10 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
     let strategy = ["--strategy", "comm_dtype=fp8", "--tokens", "8", "--hf"];
     packed.args(words).args(strategy).arg(&model);
     let text = finish(&mut packed).ok();
-    for part in ["nodes    wire_pack", "between nodes fp8, 48 bytes a row"] {
+    for part in [
+        "nodes    comm_cast_pack",
+        "between nodes fp8, 48 bytes a row",
+    ] {
         assert!(text.contains(part), "{text}");
     }
 }
@@ -202,7 +205,7 @@ fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     strict("overlap_degree=2,comm_dtype=fp8/f16").ok();
     strict("r=1,comm_dtype=fp8/f16").ok();
     let adds = "--mesh ep=2,expert_tp=2 --adaptive-r --strategy r=1,comm_dtype=bf16/fp8";
-    strict("comm_dtype=bf16/fp8,r=1").fails(1, &["wire_rows_bf16", adds]);
+    strict("comm_dtype=bf16/fp8,r=1").fails(1, &["comm_cast_rows_bf16", adds]);
     for adaptive_r in ["r=1", "r=0"] {
         strict(adaptive_r).ok();
         let mut inspect = command();
@@ -354,14 +357,14 @@ fn sources_of_ranks_can_be_read() {
         "tokens/gate_topk.c",
         "experts/grouped_gemm_up.c",
         "shared/grouped_gemm_up_shared_0.c",
-        "nodes/wire_rows_fp8.c",
+        "nodes/comm_cast_rows_fp8.c",
     ] {
         let path = target.join(name).display().to_string();
         assert!(files.contains(&*path), "{path} is not in {listed}");
     }
     let text = |name: &str| fs::read_to_string(target.join(name)).unwrap();
-    let shown = of(&["inspect", "--kernel", "wire_pack", "--source"]).ok();
-    let wire = "nodes/wire_rows_fp8.c";
+    let shown = of(&["inspect", "--kernel", "comm_cast_pack", "--source"]).ok();
+    let wire = "nodes/comm_cast_rows_fp8.c";
     for part in [wire, text(wire).trim_end()] {
         assert!(shown.contains(part), "{shown}");
     }
@@ -372,7 +375,10 @@ fn sources_of_ranks_can_be_read() {
     assert_eq!(up["source"], text("experts/grouped_gemm_up.c"));
     assert_eq!(up["side"], "experts");
     let stdout = of(&["emit"]).ok();
-    assert!(stdout.contains("nodes/wire_rows_fp8.c ====="), "{stdout}");
+    assert!(
+        stdout.contains("nodes/comm_cast_rows_fp8.c ====="),
+        "{stdout}"
+    );
     let mut shadows = command();
     let words = [
         "--target",

@@ -6,7 +6,7 @@ use super::ops::{Module, Param};
 use moesaic::reference::Random;
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::{
-    Counters, Engine, EngineError, Input, Layer, LayerSpec, Saved, Tensor, Tensors, Training,
+    Engine, EngineError, Input, Layer, LayerSpec, RngKey, Saved, Tensor, Tensors, Training,
 };
 
 /// ReLU experts behind a softmax over the selected logits, as FastMoE's
@@ -89,7 +89,7 @@ impl FeedForward for Experts {
         let input = Input::new(self.rows(&x), &x);
         let (output, saved) = self
             .layer
-            .forward_train(&input, &["y"], Counters::default())?;
+            .forward_train(&input, &["y"], RngKey::default())?;
         self.saved = Some(saved);
         Ok(output.y().to_f32())
     }

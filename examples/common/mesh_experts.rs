@@ -6,7 +6,7 @@ use super::ops::{Module, Param};
 use moesaic::mesh::MeshSaved;
 use moesaic::reference::Random;
 use moesaic::spec::{Loss, LossKind};
-use moesaic::{Counters, Engine, EngineError, Input, LayerSpec, Mesh, MeshLayer, Tensor, Training};
+use moesaic::{Engine, EngineError, Input, LayerSpec, Mesh, MeshLayer, RngKey, Tensor, Training};
 
 /// This rank's part of the layer, its weights and what its last forward pass kept.
 pub struct MeshExperts {
@@ -72,7 +72,7 @@ impl FeedForward for MeshExperts {
         let input = Input::new(x.len() / self.width(), &x);
         let (output, saved) = self
             .layer
-            .forward_train(&input, &["y"], Counters::default())?;
+            .forward_train(&input, &["y"], RngKey::default())?;
         self.saved = Some(saved);
         Ok(output.y().to_f32())
     }

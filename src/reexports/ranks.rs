@@ -62,11 +62,11 @@ pub use moesaic_engine::Mesh;
 /// A rank's part of a layer: its own tokens, and its own experts.
 ///
 /// ```
-/// use moesaic::{Counters, EngineError, Input, MeshLayer, Tensor};
+/// use moesaic::{RngKey, EngineError, Input, MeshLayer, Tensor};
 ///
 /// /// A step of training: gradients are those of all ranks' tokens afterwards.
 /// fn step(layer: &MeshLayer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
-///     let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+///     let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
 ///     layer.backward(&saved, dy, false)?;
 ///     layer.reduce_gradients()
 /// }
@@ -77,11 +77,11 @@ pub use moesaic_engine::MeshLayer;
 /// A layer of one process, or a rank's part of one over ranks, behind the same calls.
 ///
 /// ```
-/// use moesaic::{AnyLayer, Counters, EngineError, Input, Tensor};
+/// use moesaic::{AnyLayer, RngKey, EngineError, Input, Tensor};
 ///
 /// /// A step of training, with ranks or without.
 /// fn step(layer: &AnyLayer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
-///     let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+///     let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
 ///     layer.backward(&saved, dy, false)?;
 ///     layer.reduce_gradients()
 /// }

@@ -3,13 +3,13 @@
 /// That a layer trains, and what its backward pass computes again.
 ///
 /// ```
-/// use moesaic::{Counters, Input, Training};
+/// use moesaic::{RngKey, Input, Training};
 ///
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
 /// let (x, dy) = (wave(24), moesaic::Tensor::owned(&[3, 8], wave(24)));
-/// let (output, saved) = layer.forward_train(&Input::new(3, &x), &["y"], Counters::default())?;
+/// let (output, saved) = layer.forward_train(&Input::new(3, &x), &["y"], RngKey::default())?;
 /// let back = layer.backward(&saved, &dy, false)?;
 /// assert_eq!(back.get("dx").unwrap().shape, [3, 8]);
 /// assert_eq!(layer.gradient("router.weight")?.shape, [4, 8]);
@@ -39,25 +39,25 @@ pub use moesaic_plan::Recompute;
 /// Where a training call stands; its random numbers follow from that alone.
 ///
 /// ```
-/// use moesaic::Counters;
+/// use moesaic::RngKey;
 ///
 /// // The second layer of a model in its 400th step.
-/// let counters = Counters { seed: 1, step: 400, layer: 1, ..Counters::default() };
-/// assert_eq!(counters.first_token, 0); // of this rank's tokens, among all
+/// let rng_key = RngKey { seed: 1, step: 400, layer: 1, ..RngKey::default() };
+/// assert_eq!(rng_key.first_token, 0); // of this rank's tokens, among all
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Counters;
+pub use moesaic_engine::RngKey;
 
 /// What a training call leaves for backward.
 ///
 /// ```
-/// use moesaic::{Counters, Input, Training};
+/// use moesaic::{RngKey, Input, Training};
 ///
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
-/// let (_, first) = layer.forward_train(&Input::new(3, &wave(24)), &[], Counters::default())?;
-/// let (_, second) = layer.forward_train(&Input::new(1, &wave(8)), &[], Counters::default())?;
+/// let (_, first) = layer.forward_train(&Input::new(3, &wave(24)), &[], RngKey::default())?;
+/// let (_, second) = layer.forward_train(&Input::new(1, &wave(8)), &[], RngKey::default())?;
 /// assert_eq!((first.tokens(), second.tokens()), (3, 1)); // any number may be alive
 /// # Ok(())
 /// # }
@@ -68,13 +68,13 @@ pub use moesaic_engine::Saved;
 /// A backward call on device memory that someone else owns.
 ///
 /// ```
-/// use moesaic::{Counters, Input, RawBackward, Training};
+/// use moesaic::{RngKey, Input, RawBackward, Training};
 ///
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let engine = engine();
 /// let layer = engine.training_layer(&spec(), &weights(), Training::default())?;
-/// let (_, saved) = layer.forward_train(&Input::new(3, &wave(24)), &[], Counters::default())?;
+/// let (_, saved) = layer.forward_train(&Input::new(3, &wave(24)), &[], RngKey::default())?;
 /// let (dy, dx) = (engine.device().alloc(96)?, engine.device().alloc(96)?);
 /// engine.device().upload(&[0; 96], &dy, 0)?;
 /// let tensors = [("dy", dy.ptr()), ("dx", dx.ptr())];

@@ -1,10 +1,9 @@
-//! Kernel templates, embedded.
+//! The embedded kernel templates.
 //!
-//! `gpu/` is written once for CUDA and HIP, `cpu/` in C11 with vector
-//! extensions; `cuda/` and `rocm/` hold what only one vendor has. `prelude/`
-//! has types, conversions and hardware primitives as named functions: those of
-//! a dialect in `prelude/{cuda,hip,sim}`, what is built on them beside. The code
-//! of this crate is only the index below.
+//! `gpu/` is written once for CUDA and HIP, `cpu/` in C11 with vector extensions; `cuda/` and
+//! `rocm/` have the kernels of one vendor. `prelude/` has types, conversions and hardware
+//! primitives as named functions: those of a dialect in `prelude/{cuda,hip,sim}`, the functions
+//! built on them next to these folders. This crate has no code but the index below.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -38,7 +37,7 @@ pub const CPU: &[Template] = index![
     "prelude/cpu_activation.h",
     "prelude/cpu_activation_slope.h",
     "prelude/before_activation.h",
-    "prelude/cpu_wire.h",
+    "prelude/cpu_comm_cast.h",
     "cpu/gate_topk.c",
     "cpu/gate_logits.c",
     "cpu/gate_select.c",
@@ -90,7 +89,7 @@ pub const CPU: &[Template] = index![
     "cpu/combine.c",
     "cpu/combine_bwd.c",
     "cpu/dispatch_bwd.c",
-    "cpu/wire.c",
+    "cpu/comm_cast.c",
     "cpu/gate_topk_bwd.c",
     "cpu/gate_losses.c",
     "cpu/gate_losses_sum.c",
@@ -141,13 +140,13 @@ pub const GPU: &[Template] = index![
     "prelude/activation.hpp",
     "prelude/activation_slope.hpp",
     "prelude/before_activation.h",
-    "prelude/product.hpp",
+    "prelude/tile_gemm.hpp",
     "prelude/stage.hpp",
     "prelude/slab.hpp",
-    "prelude/wire.hpp",
+    "prelude/comm_cast.hpp",
     "gpu/gate_topk_bwd.cu",
     "gpu/gate_token.cu",
-    "gpu/gate_whole_team.cu",
+    "gpu/gate_block_team.cu",
     "gpu/gate_weights_bwd.cu",
     "gpu/gate_losses.cu",
     "gpu/gate_noise_scale.cu",
@@ -158,8 +157,8 @@ pub const GPU: &[Template] = index![
     "prelude/multiply.hpp",
     "gpu/gate_topk.cu",
     "gpu/gate_logits.cu",
-    "gpu/gate_logits_few.cu",
-    "gpu/logits_of_block.cu",
+    "gpu/gate_logits_decode.cu",
+    "gpu/block_logits.cu",
     "gpu/gate_select.cu",
     "gpu/gate_scores.cu",
     "gpu/gate_norm.cu",
@@ -176,16 +175,16 @@ pub const GPU: &[Template] = index![
     "gpu/grouped_gemm.cu",
     "gpu/gemm_tiles.cu",
     "gpu/row_tile.cu",
-    "gpu/warp_tile.cu",
-    "gpu/gemm_here.cu",
-    "gpu/gemm_here_of_block.cu",
-    "gpu/tile_dies.cu",
-    "gpu/tile_groups.cu",
-    "gpu/tile_walk.cu",
-    "gpu/tile_walk_beside.cu",
-    "gpu/tile_of_block.cu",
-    "gpu/tile_of_block_beside.cu",
-    "gpu/tile_order.cu",
+    "gpu/warp_row_tile.cu",
+    "gpu/expert_tensors.cu",
+    "gpu/block_tensors.cu",
+    "gpu/xcd_swizzle.cu",
+    "gpu/tile_coordinates.cu",
+    "gpu/tile_scheduler.cu",
+    "gpu/tile_scheduler_fused.cu",
+    "gpu/block_tile.cu",
+    "gpu/block_tile_fused.cu",
+    "gpu/about_tile_order.cu",
     "gpu/gemm_clamp.cu",
     "gpu/gemm_activation.cu",
     "gpu/gemm_finish.cu",
@@ -198,9 +197,9 @@ pub const GPU: &[Template] = index![
     "gpu/combine.cu",
     "gpu/combine_bwd.cu",
     "gpu/dispatch_bwd.cu",
-    "gpu/wire.cu",
+    "gpu/comm_cast.cu",
     "cuda/grouped_gemm_mma.cu",
-    "cuda/grouped_gemm_mma_few.cu",
+    "cuda/grouped_gemm_mma_decode.cu",
     "cuda/mma_rows.cu",
     "cuda/mma_panels.cu",
     "cuda/mma_warp.cu",
@@ -211,11 +210,11 @@ pub const GPU: &[Template] = index![
     "cuda/grouped_gemm_wgrad_mma.cu",
     "cuda/wgrad_store.cu",
     "cuda/grouped_gemm_wgmma.cu",
-    "cuda/ring_turn.cu",
+    "cuda/pipeline_state.cu",
     "cuda/grouped_gemm_dgrad_wgmma.cu",
     "cuda/grouped_gemm_wgrad_wgmma.cu",
     "rocm/grouped_gemm_mfma.cu",
-    "rocm/grouped_gemm_mfma_few.cu",
+    "rocm/grouped_gemm_mfma_decode.cu",
     "rocm/grouped_gemm_wmma.cu",
     "rocm/gemm_header.cu",
     "rocm/gemm_constants.cu",

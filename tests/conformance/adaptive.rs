@@ -4,7 +4,7 @@ use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_nodes, on_ranks, part, shares, spec};
 use super::mesh_raw;
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::mesh::{Both, ProcessGroup};
 use moesaic::plan::{Placement, Strategy};
 use moesaic::planner::published;
@@ -68,7 +68,7 @@ fn learn(
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
     let (own, width) = (part(case, tokens), case.spec.output_dim());
     for step in 0..STEPS {
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
         layer.backward(&saved, &dy, false).unwrap();
@@ -175,7 +175,7 @@ fn evaluations_are_tuned_apart_from_steps() {
             }
             if training.is_some() {
                 let input = part(&case, all).input();
-                let (_, saved) = layer.forward_train(&input, &["y"], COUNTERS).unwrap();
+                let (_, saved) = layer.forward_train(&input, &["y"], RNG_KEY).unwrap();
                 assert_eq!(saved.strategy(), "overlap_degree=2".parse().unwrap());
             }
             layer.tuner().events().to_vec()
@@ -328,7 +328,7 @@ fn choices_in_a_file_are_those_of_a_layer() {
             let dy = &case.dy(0)[tokens.start * width..tokens.end * width];
             let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
             for _ in 0..steps {
-                let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+                let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
                 layer.backward(&saved, &dy, false).unwrap();
             }
             (layer.records(), tried(layer.tuner().events()))

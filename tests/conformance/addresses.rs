@@ -6,9 +6,7 @@ use super::cases::{of_type, small};
 use super::layers::engines;
 use super::simulated::{SIMULATORS, open};
 use moesaic::target::{Buffer, Device, Ptr};
-use moesaic::{
-    Counters, DType, Engine, EngineError, Layer, RawBackward, RawCall, Tensor, Training,
-};
+use moesaic::{DType, Engine, EngineError, Layer, RawBackward, RawCall, RngKey, Tensor, Training};
 
 const TOKENS: usize = 9;
 
@@ -107,7 +105,7 @@ fn backward() {
     let layer = engine
         .training_layer(&case.spec, &case.host_weights(), Training::default())
         .unwrap();
-    let passed = layer.forward_train(&case.input(), &["y"], Counters::default());
+    let passed = layer.forward_train(&case.input(), &["y"], RngKey::default());
     let saved = passed.unwrap().1;
     let dy = Tensor::owned(&[TOKENS, 24], vec![1.0f32; TOKENS * 24]);
     let expected = layer.backward(&saved, &dy, false).unwrap();

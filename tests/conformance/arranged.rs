@@ -2,7 +2,7 @@
 
 use super::case::{Case, host};
 use super::mesh::{Grid, Ranks, layer_on, on_nodes, part, shares};
-use super::trained::{COUNTERS, near};
+use super::trained::{RNG_KEY, near};
 use moesaic::plan::Placement;
 use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors, Training};
 
@@ -73,7 +73,7 @@ pub fn added_gradients(
             layer
                 .set_strategy(strategy.as_ref().parse().unwrap())
                 .unwrap();
-            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             let dy = &case.dy(pass as u64)[tokens.start * width..tokens.end * width];
             let dy = host(DType::F32, &[tokens.len(), width], dy);
             layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();

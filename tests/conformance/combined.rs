@@ -11,7 +11,7 @@ use super::mesh::{
 use super::mesh_placed::scattered;
 use super::random::seeds;
 use super::simulated::open;
-use super::trained::{COUNTERS, near};
+use super::trained::{RNG_KEY, near};
 use moesaic::mesh::{AllToAll, Both, CommDtype, OverlapBy, ProcessGroup, Split};
 use moesaic::plan::{AdaptiveMesh, Placement};
 use moesaic::spec::LayerSpec;
@@ -315,7 +315,7 @@ fn what_another_layer_has_packed_is_not_taken_as_exact() {
             .unwrap();
         let tokens = &shares(41, 4)[mesh.rank()];
         let own = part(&case, tokens);
-        let (_, saved) = packs.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = packs.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         let dy = host(
             DType::F32,
             &[tokens.len(), 24],
@@ -460,7 +460,7 @@ impl Drawn {
             };
             let set = layer.set_strategy(strategy);
             set.unwrap_or_else(|e| panic!("{strategy}: {e}"));
-            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             let (output, saved) = call.unwrap();
             let y = floats(&output, "y");
             let loss = y.iter().map(|y| y * y).sum::<f64>() / 2.0;

@@ -5,7 +5,7 @@ use super::case::{Case, floats, host, ints, longs};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, part, shares, spec};
 use super::simulated::open;
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::mesh::{Both, CommDtype};
 use moesaic::plan::SATURATED;
@@ -49,7 +49,7 @@ impl Nodes<'_> {
             let tokens = &shares[mesh.rank()];
             let input = part(case, tokens);
             let names = ["y", SATURATED];
-            let call = layer.forward_train(&input.input(), &names, COUNTERS);
+            let call = layer.forward_train(&input.input(), &names, RNG_KEY);
             let (output, saved) = call.unwrap_or_else(|e| panic!("{strategy}: {e}"));
             let dy = &dy[tokens.start * width..tokens.end * width];
             let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
@@ -279,7 +279,7 @@ fn backward_goes_as_forward_did_and_counts_its_own() {
         let input = part(&case, tokens);
         let mut layer = nodes.layer(mesh, &case, "comm_dtype=none/f16");
         let (_, saved) = layer
-            .forward_train(&input.input(), &["y"], COUNTERS)
+            .forward_train(&input.input(), &["y"], RNG_KEY)
             .unwrap();
         layer.set_strategy(Strategy::default()).unwrap();
         let dy = |scale: f64| {
@@ -291,7 +291,7 @@ fn backward_goes_as_forward_did_and_counts_its_own() {
         let large = layer.backward(&saved, &dy(1e9), false).unwrap();
         assert!(longs(&large, SATURATED)[0] > 0);
         let (_, saved) = layer
-            .forward_train(&input.input(), &["y"], COUNTERS)
+            .forward_train(&input.input(), &["y"], RNG_KEY)
             .unwrap();
         let exact = layer.backward(&saved, &dy(1.0), false).unwrap();
         assert!(exact.get(SATURATED).is_none());

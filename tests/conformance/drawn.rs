@@ -6,16 +6,16 @@ use super::cases::{changed, drawing, exact, selecting, small};
 use super::layers::engine as cpu;
 use super::sampled::gradients_of;
 use super::simulated::{SIMULATORS, open};
-use super::trained::{COUNTERS, draw};
+use super::trained::{RNG_KEY, draw};
 use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::{Counters, Engine, Output, Training};
+use moesaic::{Engine, Output, RngKey, Training};
 
 /// The forward pass of a training call.
 fn drawn(case: &Case, engine: &Engine, names: &[&str]) -> Output {
     let layer = engine.training_layer(&case.spec, &case.host_weights(), Training::default());
     let layer = layer.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()));
-    let call = layer.forward_train(&case.input(), names, COUNTERS);
+    let call = layer.forward_train(&case.input(), names, RNG_KEY);
     call.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()))
         .0
 }
@@ -33,7 +33,7 @@ fn same_noise(target: &str) {
         (spec.router.noise, spec.router.noise_kind) = (noise, kind);
         spec.router.random_second = true;
         let mut case = exact(&spec, 70, 3);
-        case.input.draw = Some(draw(COUNTERS));
+        case.input.draw = Some(draw(RNG_KEY));
         let names = ["router.logits", "topk_ids", "locations", "counts"];
         let expected = reference::gate(&spec, &case.weights, &case.input);
         let [ours, theirs] = [&cpu, &engine].map(|engine| drawn(&case, engine, &names));
@@ -121,9 +121,9 @@ fn random_order(target: &str) {
     let layer = layer.unwrap_or_else(|e| panic!("{target}: {e}"));
     let mut seen = Vec::new();
     for step in [3, 4] {
-        let counters = Counters { step, ..COUNTERS };
-        case.input.draw = Some(draw(counters));
-        let run = layer.forward_train(&case.input(), &["y", "locations"], counters);
+        let rng_key = RngKey { step, ..RNG_KEY };
+        case.input.draw = Some(draw(rng_key));
+        let run = layer.forward_train(&case.input(), &["y", "locations"], rng_key);
         let output = run.unwrap_or_else(|e| panic!("{target}: {e}")).0;
         let decision = reference::gate(&spec, &case.weights, &case.input).decision;
         let expected = reference::scan(&spec, &decision, &case.input);

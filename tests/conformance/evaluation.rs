@@ -5,10 +5,10 @@ use super::case::{Case, host, longs};
 use super::cases::small;
 use super::layers::{engine as cpu, engines};
 use super::simulated::open;
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::spec::*;
 use moesaic::{
-    Counters, DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, Tensor,
+    DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, RngKey, Tensor,
 };
 use std::collections::BTreeSet;
 
@@ -112,7 +112,7 @@ fn training_does_something_else() {
         let evaluated = layer.forward(&case.input()).unwrap();
         let mut input = case.input();
         global_inputs(&mut input, &[1; 9], 9);
-        let (trained, _) = layer.forward_train(&input, &["y"], COUNTERS).unwrap();
+        let (trained, _) = layer.forward_train(&input, &["y"], RNG_KEY).unwrap();
         assert_ne!(trained.y(), evaluated.y(), "{}", case.describe());
     }
 }
@@ -179,7 +179,7 @@ fn a_factor_that_cannot_be_is_an_error() {
         let results = [
             layer.forward(&input).map(drop),
             layer.route(&input, &["counts"]).map(drop),
-            layer.forward_train(&input, &["y"], COUNTERS).map(drop),
+            layer.forward_train(&input, &["y"], RNG_KEY).map(drop),
         ];
         for result in results {
             let error = result.expect_err("no such factor");
@@ -265,17 +265,17 @@ fn routes(target: &str) {
         let whole = layer.forward_with(&input, &names).unwrap();
         let routed = layer.route(&input, &names).unwrap();
         assert_eq!(routed.into_tensors(), whole.into_tensors(), "{what}");
-        let routed = layer.route_train(&input, &names, COUNTERS).unwrap();
+        let routed = layer.route_train(&input, &names, RNG_KEY).unwrap();
         let mut trained = input.clone();
         global_inputs(&mut trained, &longs(&routed, "counts"), 45);
-        let (whole, saved) = layer.forward_train(&trained, &names, COUNTERS).unwrap();
+        let (whole, saved) = layer.forward_train(&trained, &names, RNG_KEY).unwrap();
         assert_eq!(routed.into_tensors(), whole.into_tensors(), "{what}");
         let dy = host(DType::F32, &[45, 25], &case.dy(3));
         let undisturbed = layer.backward(&saved, &dy, false).unwrap();
         let other = Case::random(&spec, 31, 6).input();
         layer.forward(&other).unwrap();
         layer
-            .route_train(&other, &names, Counters::default())
+            .route_train(&other, &names, RngKey::default())
             .unwrap();
         let disturbed = layer.backward(&saved, &dy, false).unwrap();
         assert_eq!(
@@ -293,7 +293,7 @@ fn routing_needs_a_layer_that_trains_only_to_draw() {
     layer
         .route(&case.input(), &["counts"])
         .expect("it evaluates");
-    let error = layer.route_train(&case.input(), &["counts"], COUNTERS);
+    let error = layer.route_train(&case.input(), &["counts"], RNG_KEY);
     assert!(matches!(error, Err(EngineError::NotTraining)));
     let error = layer.route(&case.input(), &["y"]).unwrap_err();
     assert!(matches!(error, EngineError::NoOutput { .. }), "{error}");
@@ -343,11 +343,11 @@ fn raw_calls_evaluate_train_and_route() {
         assert_eq!(results(), expected(evaluated));
         layer.route_raw(&call).unwrap();
         assert_eq!(results(), expected(layer.route(&input, &routed).unwrap()));
-        layer.route_train_raw(&call, COUNTERS).unwrap();
-        let drawn = layer.route_train(&input, &routed, COUNTERS).unwrap();
+        layer.route_train_raw(&call, RNG_KEY).unwrap();
+        let drawn = layer.route_train(&input, &routed, RNG_KEY).unwrap();
         assert_eq!(results(), expected(drawn));
-        drop(layer.forward_train_raw(&call, COUNTERS).unwrap());
-        let (trained, _) = layer.forward_train(&input, &all, COUNTERS).unwrap();
+        drop(layer.forward_train_raw(&call, RNG_KEY).unwrap());
+        let (trained, _) = layer.forward_train(&input, &all, RNG_KEY).unwrap();
         assert_eq!(results(), expected(trained));
         let nothing = RawCall::default();
         let error = layer.route_raw(&nothing).unwrap_err();

@@ -5,13 +5,13 @@ use super::case::{floats, host};
 use super::compare::{close, equal};
 use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use super::user::{external, random_dy};
 use moesaic::aot::{Job, precompile};
 use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{Compilers, Counters, Engine, EngineOptions, Input, Output, Parallel, Recompute};
+use moesaic::{Compilers, Engine, EngineOptions, Input, Output, Parallel, Recompute, RngKey};
 use moesaic::{Store, Tensor, Tensors, Training};
 use std::sync::Arc;
 
@@ -106,7 +106,7 @@ fn check_gates(engine: &Engine, cases: &[Case; 2]) {
     for times in [1.0, 1.0, 2.0] {
         let saved = gates.layers().iter().zip(cases).map(|(layer, case)| {
             let input: Input = case.input();
-            let forward = layer.forward_train(&input, &["y"], Counters::default());
+            let forward = layer.forward_train(&input, &["y"], RngKey::default());
             forward.unwrap_or_else(|e| panic!("{e}")).1
         });
         let saved: Vec<_> = saved.collect();
@@ -289,10 +289,10 @@ fn check_training(engine: &Engine, toml: &str, recompute: Recompute) {
     let dy = [8, 9, 10].map(|seed| random_dy_of(&cases[0], seed));
     // Overwritten, overwritten again, added to.
     for accumulate in [false, false, true] {
-        let forward = gates.forward_train(&input, names, COUNTERS);
+        let forward = gates.forward_train(&input, names, RNG_KEY);
         let (together, saved) = forward.unwrap_or_else(|e| panic!("{what}: {e}"));
         let each = alone.layers().iter().map(|layer| {
-            let forward = layer.forward_train(&input, names, COUNTERS);
+            let forward = layer.forward_train(&input, names, RNG_KEY);
             forward.unwrap_or_else(|e| panic!("{what}: {e}"))
         });
         let (each, each_saved): (Vec<Output>, Vec<_>) = each.unzip();
@@ -349,13 +349,13 @@ fn what_one_pass_left_is_not_for_other_gates() {
     let training = Some(Training::default());
     let [one, other] = [(); 2].map(|()| multi_gate(&engine(), &cases, training));
     let (_, saved) = one
-        .forward_train(&cases[0].input(), &["y"], COUNTERS)
+        .forward_train(&cases[0].input(), &["y"], RNG_KEY)
         .unwrap_or_else(|e| panic!("{e}"));
     let dy = [8, 9, 10].map(|seed| random_dy_of(&cases[0], seed));
     let error = other.backward(&saved, &dy, false).expect_err("of another");
     assert!(error.to_string().contains("another layer"), "{error}");
     let inference = multi_gate(&engine(), &cases, None);
-    let error = inference.forward_train(&cases[0].input(), &["y"], COUNTERS);
+    let error = inference.forward_train(&cases[0].input(), &["y"], RNG_KEY);
     assert!(error.is_err_and(|e| e.to_string().contains("made for inference")));
     let error = one.forward(&cases[0].input(), &["nothing"]);
     assert!(error.is_err_and(|e| e.to_string().contains("no output `nothing`")));

@@ -6,10 +6,10 @@ use super::cases::small;
 use super::compare::close;
 use super::layers::engine as cpu;
 use super::simulated::{SIMULATORS, open};
-use super::trained::{COUNTERS, draw};
+use super::trained::{RNG_KEY, draw};
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, Loss, LossKind, NoiseKind, Score};
-use moesaic::{Counters, DType, Layer, Recompute, Tensor};
+use moesaic::{DType, Layer, Recompute, RngKey, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -35,11 +35,11 @@ fn specs() -> [LayerSpec; 2] {
 }
 
 /// One rank's tokens of a case, numbered as in the whole.
-fn rank(case: &Case, tokens: Range<usize>) -> (Case, Counters) {
-    let first_token = COUNTERS.first_token + tokens.start as u64;
-    let counters = Counters {
+fn rank(case: &Case, tokens: Range<usize>) -> (Case, RngKey) {
+    let first_token = RNG_KEY.first_token + tokens.start as u64;
+    let rng_key = RngKey {
         first_token,
-        ..COUNTERS
+        ..RNG_KEY
     };
     let d = case.spec.shape.model_dim;
     let mask = case.input.token_mask.as_ref();
@@ -50,17 +50,17 @@ fn rank(case: &Case, tokens: Range<usize>) -> (Case, Counters) {
             tokens: tokens.len(),
             x: case.input.x[tokens.start * d..tokens.end * d].to_vec(),
             token_mask: mask.map(|mask| mask[tokens].to_vec()),
-            draw: Some(draw(counters)),
+            draw: Some(draw(rng_key)),
             ..reference::Input::default()
         },
     };
-    (part, counters)
+    (part, rng_key)
 }
 
 /// Assignments of each expert and tokens with an expert, by routing alone.
-fn counted(case: &Case, layer: &Layer, counters: Counters) -> (Vec<i64>, i64) {
+fn counted(case: &Case, layer: &Layer, rng_key: RngKey) -> (Vec<i64>, i64) {
     let names = ["counts", "topk_ids"];
-    let routed = layer.route_train(&case.input(), &names, counters);
+    let routed = layer.route_train(&case.input(), &names, rng_key);
     let routed = routed.unwrap_or_else(|e| panic!("{}: {e}", case.what("routing")));
     let ids = ints(&routed, "topk_ids");
     let choices = ids.chunks(case.spec.shape.top_k);
@@ -72,7 +72,7 @@ fn counted(case: &Case, layer: &Layer, counters: Counters) -> (Vec<i64>, i64) {
 fn trained(
     case: &Case,
     layer: &Layer,
-    counters: Counters,
+    rng_key: RngKey,
     group: &(Vec<i64>, i64),
     dy: &[f64],
 ) -> BTreeMap<String, Vec<f64>> {
@@ -82,7 +82,7 @@ fn trained(
     input.insert("global_counts", counts);
     input.insert("global_tokens", Tensor::owned(&[1], vec![*tokens]));
     let (output, saved) = layer
-        .forward_train(&input, &["y", "loss.global"], counters)
+        .forward_train(&input, &["y", "loss.global"], rng_key)
         .unwrap_or_else(|e| panic!("{}: {e}", case.what("forward")));
     let shape = [case.input.tokens, case.spec.output_dim()];
     let dy = host(DType::F32, &shape, dy);
@@ -102,18 +102,18 @@ fn ranks_make_the_whole(target: &str, spec: &LayerSpec) {
     let ranks = [0..SPLIT, SPLIT..TOKENS].map(|tokens| rank(&whole, tokens));
     let counts = ranks
         .iter()
-        .map(|(case, counters)| counted(case, &layer, *counters));
+        .map(|(case, rng_key)| counted(case, &layer, *rng_key));
     let group =
         counts.reduce(|(a, s), (b, t)| (a.iter().zip(b).map(|(a, b)| a + b).collect(), s + t));
     let group = group.expect("two ranks");
-    assert_eq!(group, counted(&whole, &layer, COUNTERS), "{target}");
+    assert_eq!(group, counted(&whole, &layer, RNG_KEY), "{target}");
     let dy = whole.dy(9);
     let mut sums: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     let mut rest = &dy[..];
-    for (case, counters) in &ranks {
+    for (case, rng_key) in &ranks {
         let (own, others) = rest.split_at(case.input.tokens * spec.output_dim());
         rest = others;
-        for (name, values) in trained(case, &layer, *counters, &group, own) {
+        for (name, values) in trained(case, &layer, *rng_key, &group, own) {
             sums.entry(name).or_default().extend(values);
         }
     }

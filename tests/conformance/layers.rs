@@ -2,7 +2,7 @@
 
 use super::{Case, quick};
 use moesaic::spec::{LayerSpec, testing};
-use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute, Target};
+use moesaic::{DType, Engine, EngineOptions, Input, Recompute, RngKey, Target};
 
 /// Memory that is never written has a pattern that shows.
 pub fn poisoned() -> EngineOptions {
@@ -244,7 +244,7 @@ fn timing_training_needs_a_training_call() {
     layer.forward(&case.input()).expect("it runs");
     let error = layer.time_steps(10).expect_err("nothing was trained");
     assert!(error.to_string().contains("run forward_train"), "{error}");
-    let trained = layer.forward_train(&case.input(), &["y"], Counters::default());
+    let trained = layer.forward_train(&case.input(), &["y"], RngKey::default());
     drop(trained.expect("it runs"));
     let times = layer.time_steps(10).expect("it runs");
     assert_eq!(times.len(), layer.plan().all_steps().count());

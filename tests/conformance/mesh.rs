@@ -6,7 +6,7 @@ use super::cases::tiny;
 use super::layers::engine as cpu;
 use super::random::seeds;
 use super::simulated::open;
-use super::trained::{COUNTERS, near};
+use super::trained::{RNG_KEY, near};
 use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::engine::joined_placed;
 use moesaic::mesh::{ProcessGroup, SharedExperts};
@@ -236,7 +236,7 @@ pub fn trained(
         let layer = grid.layer(engine, mesh, case, Some(training));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
-        let call = layer.forward_train(&own.input(), names, COUNTERS);
+        let call = layer.forward_train(&own.input(), names, RNG_KEY);
         let (output, saved) = call.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
         let dy = &dy[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
@@ -281,7 +281,7 @@ fn trained_alone(engine: &Engine, case: &Case, names: &[&str], dy: &[f64]) -> Re
     let layer = case.training_layer(engine, Recompute::None);
     let mut input = case.input();
     if names.contains(&"loss.global") {
-        let routed = layer.route_train(&input, &["counts", "topk_ids"], COUNTERS);
+        let routed = layer.route_train(&input, &["counts", "topk_ids"], RNG_KEY);
         let routed = routed.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
         let counts = longs(&routed, "counts");
         let ids = ints(&routed, "topk_ids");
@@ -291,7 +291,7 @@ fn trained_alone(engine: &Engine, case: &Case, names: &[&str], dy: &[f64]) -> Re
         input.insert("global_counts", counts);
         input.insert("global_tokens", Tensor::owned(&[1], vec![live as i64]));
     }
-    let call = layer.forward_train(&input, names, COUNTERS);
+    let call = layer.forward_train(&input, names, RNG_KEY);
     let (output, saved) = call.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
     let shape = [case.input.tokens, case.spec.output_dim()];
     let dy = host(case.spec.precision.activations, &shape, dy);

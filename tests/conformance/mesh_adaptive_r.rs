@@ -9,7 +9,7 @@ use super::mesh::{
 };
 use super::random::seeds;
 use super::simulated::open;
-use super::trained::{COUNTERS, near};
+use super::trained::{RNG_KEY, near};
 use moesaic::engine::joined;
 use moesaic::mesh::ProcessGroup;
 use moesaic::plan::{AdaptiveMesh, RankCoords};
@@ -209,7 +209,7 @@ fn added(parallel: Parallel, case: &Case, adaptive_r: [usize; 2]) -> Vec<Tensors
         let mut saved = Vec::new();
         for adaptive_r in adaptive_r {
             layer.set_strategy(strategy(adaptive_r)).unwrap();
-            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             saved.push(call.unwrap().1);
         }
         // Back as forward went, whatever has been chosen since.
@@ -286,7 +286,7 @@ fn learned(mesh: &Mesh, case: &Case, adaptive_r: &[usize]) -> (Tensors<'static>,
             .unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         layer.backward(&saved, &dy, false).unwrap();
         let scaling = Scaling {
             most: Some(0.5),

@@ -6,7 +6,7 @@ use super::layers::engine as cpu;
 use super::mesh::{compare_on, evaluated, layer_on, mesh, part, shares, specs, trained};
 use super::mesh_adaptive_r::at_r;
 use super::simulated::open;
-use super::trained::{COUNTERS, near};
+use super::trained::{RNG_KEY, near};
 use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::spec::WeightSite;
 use moesaic::trace::{Lane, Trace};
@@ -185,7 +185,7 @@ fn exchanged(strategy: &str, case: &Case) -> Vec<Vec<(String, u64)>> {
         layer.record(Some(trace.clone()));
         let tokens = &shares(case.input.tokens, 2)[mesh.rank()];
         let own = part(case, tokens);
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         let width = case.spec.output_dim();
         let dy = &dy[tokens.start * width..tokens.end * width];
         let dy = host(DType::F32, &[tokens.len(), width], dy);

@@ -7,7 +7,7 @@ use super::layers::engine as cpu;
 use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced};
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::engine::joined_placed;
 use moesaic::mesh::ProcessGroup;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Split};
@@ -270,7 +270,7 @@ fn a_hot_experts_rows_get_balanced() {
             let mesh = mesh.placed(placement).unwrap();
             let layer = layer_on(&cpu(), &mesh, &case, Some(Training::default()));
             let own = part(&case, &(mesh.rank() * 250..(mesh.rank() + 1) * 250));
-            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             call.unwrap().1.rows()
         })
     };

@@ -6,7 +6,7 @@ use super::layers::engine as cpu;
 use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, shares, sliced, spec};
 use super::mesh_placed::scattered;
 use super::simulated::open;
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::mesh::{CommDtype, MeshSaved, Split};
 use moesaic::plan::{Role, SATURATED};
 use moesaic::target::{Buffer, Ptr};
@@ -72,7 +72,7 @@ impl<'a> Asked<'a> {
         };
         let evaluation = layer.forward_with(input, &names(0))?;
         let routing = layer.route(input, &names(1))?;
-        let (output, saved) = layer.forward_train(input, &names(2), COUNTERS)?;
+        let (output, saved) = layer.forward_train(input, &names(2), RNG_KEY)?;
         let back = layer.backward(&saved, &self.dy, false)?;
         let passes = [
             of(0, evaluation),
@@ -117,7 +117,7 @@ impl<'a> Asked<'a> {
         let call = self.call(&tensors);
         // SAFETY: memory is of the plan's sizes, ids are those that host calls have checked, and
         // memory outlives downloads of results, which wait.
-        let saved = unsafe { self.layer.forward_train_raw(&call, COUNTERS)? };
+        let saved = unsafe { self.layer.forward_train_raw(&call, RNG_KEY)? };
         Ok((saved, memory))
     }
 
@@ -331,7 +331,7 @@ fn passes_of_both_kinds_go_together() {
     on_ranks(&engine, sliced(1, 2, 1), |mesh| {
         let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
         let asked = Asked::new(&layer, &case);
-        let train = || layer.forward_train(&asked.input, &["y"], COUNTERS);
+        let train = || layer.forward_train(&asked.input, &["y"], RNG_KEY);
         let (_, by_host) = train().unwrap();
         let want = layer.backward(&by_host, &asked.dy, false).unwrap();
         let gradients = layer.gradients().unwrap();
@@ -437,7 +437,7 @@ pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner
             // checked, and downloads wait before anything is freed.
             let chosen = unsafe {
                 layer.forward_raw(&asked.call(&evaluation)).unwrap();
-                let saved = layer.forward_train_raw(&asked.call(&train), COUNTERS);
+                let saved = layer.forward_train_raw(&asked.call(&train), RNG_KEY);
                 let saved = saved.unwrap();
                 layer.backward_raw(&saved, &call).unwrap();
                 saved.strategy()

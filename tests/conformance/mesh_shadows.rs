@@ -7,7 +7,7 @@ use super::layers::engine as cpu;
 use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, spec, specs};
 use super::mesh_placed::{hot, scattered};
 use super::simulated::open;
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::mesh::Split;
 use moesaic::plan::{Placement, ShadowModel};
 use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Recompute, Training};
@@ -117,7 +117,7 @@ fn weights_of_shadows_are_those_of_the_step() {
             let own = 20 * mesh.rank()..20 * (mesh.rank() + 1);
             let step = |case: &Case| {
                 let part = part(case, &own);
-                let call = layer.forward_train(&part.input(), &["y"], COUNTERS);
+                let call = layer.forward_train(&part.input(), &["y"], RNG_KEY);
                 call.unwrap().1
             };
             let saved = step(&case);
@@ -153,7 +153,7 @@ fn the_hottest_experts_have_shadows() {
             let mut layer = layer(&cpu(), mesh, &case, strategy);
             model(&mut layer);
             let own = part(&case, &(mesh.rank() * 250..(mesh.rank() + 1) * 250));
-            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             let saved = call.unwrap().1;
             (saved.shadowed().to_vec(), saved.rows())
         })

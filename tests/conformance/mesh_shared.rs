@@ -218,9 +218,9 @@ fn a_layer_is_made_of_a_ranks_slices() {
         let dy: Vec<f32> = dy.iter().map(|d| *d as f32).collect();
         let dy = moesaic::Tensor::owned(&[share.len(), width], dy);
         let results = [&layer, &of_part].map(|layer| {
-            let counters = moesaic::Counters::default();
+            let rng_key = moesaic::RngKey::default();
             let (output, saved) = layer
-                .forward_train(&tokens.input(), &["y"], counters)
+                .forward_train(&tokens.input(), &["y"], rng_key)
                 .unwrap();
             let back = layer.backward(&saved, &dy, false).unwrap();
             layer.reduce_gradients().unwrap();

@@ -3,7 +3,7 @@
 use super::case::{Case, host};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_ranks, part, shares, sliced, spec};
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::engine::joined;
 use moesaic::mesh::ProcessGroup;
 use moesaic::plan::RankCoords;
@@ -54,7 +54,7 @@ fn learn<O: Optimizer>(
     let width = case.spec.output_dim();
     let mut norms = Vec::new();
     for step in 0..STEPS {
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let scaled: Vec<f64> = dy.iter().map(|d| d * f64::from(scaling.divisor)).collect();
         let dy = host(
@@ -310,14 +310,14 @@ fn ranks_that_call_with_other_settings_are_told_which() {
         let errors = on_ranks(&engine, mesh(2, 1, 1), |mesh| {
             let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
             let own = part(&case, &shares[mesh.rank()]);
-            let (mut input, mut counters) = (own.input(), COUNTERS);
+            let (mut input, mut rng_key) = (own.input(), RNG_KEY);
             let number = 1 + mesh.rank() as u64;
             match at {
-                0 => counters.seed = number,
-                1 => counters.step = number,
+                0 => rng_key.seed = number,
+                1 => rng_key.step = number,
                 _ => input.capacity_factor = (number > 1).then_some(2.0),
             }
-            let called = layer.forward_train(&input, &["y"], counters);
+            let called = layer.forward_train(&input, &["y"], rng_key);
             called.err().expect("they differ").to_string()
         });
         for error in errors {

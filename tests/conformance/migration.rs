@@ -6,7 +6,7 @@ use super::layers::engine as cpu;
 use super::mesh::{mesh, on_ranks, part, shares};
 use super::mesh_placed::scattered;
 use super::mesh_training::{TOKENS, layer_of};
-use super::trained::COUNTERS;
+use super::trained::RNG_KEY;
 use moesaic::collectives::threads;
 use moesaic::engine::joined_placed;
 use moesaic::kernel::DType;
@@ -55,7 +55,7 @@ pub fn train(mesh: &Mesh, case: &Case, from: &Tensors<'_>, steps: Range<u64>) ->
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
     let (own, width) = (part(case, tokens), case.spec.output_dim());
     for step in steps {
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(DType::F32, &[tokens.len(), width], dy);
         layer.backward(&saved, &dy, false).unwrap();

@@ -4,7 +4,7 @@ use super::Case;
 use super::case::{floats, host, ints};
 use super::cases::{quiet, tiny};
 use super::compare::close;
-use super::trained::{COUNTERS, agrees, draw, near};
+use super::trained::{RNG_KEY, agrees, draw, near};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{Activation, CapacityMode, LayerSpec, LossKind};
 use moesaic::{DType, Engine, Training};
@@ -61,7 +61,7 @@ pub fn trained(seed: u64, engine: &Engine) -> bool {
 /// Returns a case with the inputs of the call that the reference needs.
 fn called(spec: &LayerSpec, tokens: usize, seed: u64) -> Case {
     let mut case = Case::random(spec, tokens, seed);
-    case.input.draw = Some(draw(COUNTERS));
+    case.input.draw = Some(draw(RNG_KEY));
     let sequences = |loss: &moesaic::spec::Loss| {
         loss.kind == LossKind::Sequence && loss.sequence_length.is_none()
     };
@@ -91,7 +91,7 @@ pub fn drawn(seed: u64, engine: &Engine) -> bool {
     let losses = reference::losses(&spec, &case.weights, &case.input);
     let names: Vec<&str> = losses.keys().map(String::as_str).collect();
     let names = [&["y", "topk_ids"], &names[..]].concat();
-    let run = layer.forward_train(&case.input(), &names, COUNTERS);
+    let run = layer.forward_train(&case.input(), &names, RNG_KEY);
     let (output, saved) = run.unwrap_or_else(|e| panic!("{}: {e}", what("forward")));
     let expected = reference::gate(&spec, &case.weights, &case.input).decision;
     if ints(&output, "topk_ids") != expected.ids {
@@ -133,7 +133,7 @@ pub fn gradients_of(spec: &LayerSpec, engine: &Engine) {
 /// The same of a case; its dy is the seed's.
 pub fn gradients_of_case(mut case: Case, engine: &Engine) {
     let (target, tokens) = (engine.target(), case.input.tokens);
-    case.input.draw = Some(draw(COUNTERS));
+    case.input.draw = Some(draw(RNG_KEY));
     let spec = &case.spec;
     let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
     let layer = engine.training_layer(spec, &case.host_weights(), Training::default());
@@ -142,7 +142,7 @@ pub fn gradients_of_case(mut case: Case, engine: &Engine) {
     let losses = reference::losses(spec, &case.weights, &case.input);
     let names: Vec<&str> = losses.keys().map(String::as_str).collect();
     let names = [&["y", "topk_ids"], &names[..]].concat();
-    let forward = layer.forward_train(&case.input(), &names, COUNTERS);
+    let forward = layer.forward_train(&case.input(), &names, RNG_KEY);
     let (output, saved) = forward.unwrap_or_else(|e| panic!("{}: {e}", what("forward")));
     let expected = reference::gate(spec, &case.weights, &case.input).decision;
     assert_eq!(ints(&output, "topk_ids"), expected.ids, "{}", what("ids"));

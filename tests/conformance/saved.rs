@@ -7,7 +7,7 @@ use moesaic::reference::Random;
 use moesaic::spec::LayerSpec;
 use moesaic::target::Buffer;
 use moesaic::{
-    Counters, DType, EngineError, Layer, RawBackward, RawCall, Recompute, Saved, Tensor, Training,
+    DType, EngineError, Layer, RawBackward, RawCall, Recompute, RngKey, Saved, Tensor, Training,
 };
 use std::collections::BTreeMap;
 
@@ -34,7 +34,7 @@ fn dy(tokens: usize, seed: u64) -> Tensor<'static> {
 }
 
 fn forward(layer: &Layer, case: &Case) -> Saved {
-    let passed = layer.forward_train(&case.input(), &["y"], Counters::default());
+    let passed = layer.forward_train(&case.input(), &["y"], RngKey::default());
     passed.unwrap().1
 }
 
@@ -135,7 +135,7 @@ fn gradients_are_where_their_addresses_say() {
 fn mistakes_are_named() {
     let (layer, case) = layer(7);
     let inference = engine().layer(&case.spec, &case.host_weights()).unwrap();
-    let refused = inference.forward_train(&case.input(), &["y"], Counters::default());
+    let refused = inference.forward_train(&case.input(), &["y"], RngKey::default());
     assert!(matches!(refused, Err(EngineError::NotTraining)));
     assert!(matches!(
         inference.gradients(),
@@ -198,7 +198,7 @@ fn raw_calls_are_host_calls() {
     // SAFETY: the buffers hold 19 rows of 24 floats and outlive the download,
     // which waits.
     unsafe {
-        let saved = layer.forward_train_raw(&call, Counters::default()).unwrap();
+        let saved = layer.forward_train_raw(&call, RngKey::default()).unwrap();
         layer.backward_raw(&saved, &back).unwrap();
     }
     let mut found = vec![0; 19 * 24 * 4];

@@ -5,7 +5,7 @@ use super::case::{floats, host, ints};
 use super::compare::{close, equal};
 use moesaic::reference::{self, Random, rng::Draw};
 use moesaic::spec::LayerSpec;
-use moesaic::{Counters, Engine, Layer, Recompute, Training};
+use moesaic::{Engine, Layer, Recompute, RngKey, Training};
 use std::collections::BTreeMap;
 
 /// `y`, `dx`, `grad.topk_weights`, and gradients by the names of weights.
@@ -30,7 +30,7 @@ impl Case {
     /// Forward, then a backward pass per element of `accumulate`; and the ids
     /// of the experts that were chosen.
     pub fn train(&self, layer: &Layer, dy: &[f64], accumulate: &[bool]) -> (Results, Vec<i32>) {
-        let passed = layer.forward_train(&self.input(), &["y", "topk_ids"], Counters::default());
+        let passed = layer.forward_train(&self.input(), &["y", "topk_ids"], RngKey::default());
         let (output, saved) = passed.unwrap_or_else(|e| panic!("{}: {e}", self.what("forward")));
         let mut all = Results::from([("y".to_string(), floats(&output, "y"))]);
         let shape = [self.input.tokens, self.spec.output_dim()];
@@ -48,7 +48,7 @@ impl Case {
         (all, ints(&output, "topk_ids"))
     }
 
-    /// The input of a training call with counters of zero, where it has none.
+    /// The input of a training call with RNG key of zero, where it has none.
     pub fn drawing(&self) -> reference::Input {
         reference::Input {
             draw: Some(self.input.draw.unwrap_or_default()),
@@ -78,20 +78,20 @@ impl Case {
     }
 }
 
-pub const COUNTERS: Counters = Counters {
+pub const RNG_KEY: RngKey = RngKey {
     seed: 1 << 40 | 7,
     step: 3,
     layer: 2,
     first_token: 11,
 };
 
-/// The counters as the reference takes them.
-pub fn draw(counters: Counters) -> Draw {
+/// The RNG key as the reference takes them.
+pub fn draw(rng_key: RngKey) -> Draw {
     Draw {
-        seed: counters.seed,
-        step: counters.step,
-        layer: counters.layer as u32,
-        first_token: counters.first_token,
+        seed: rng_key.seed,
+        step: rng_key.step,
+        layer: rng_key.layer as u32,
+        first_token: rng_key.first_token,
     }
 }
 

@@ -11,7 +11,7 @@ use moesaic::engine::{Measured, Untuned};
 use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
 use moesaic::{
-    Compilers, Counters, DType, Engine, EngineOptions, Layer, Output, PlanOptions, Target, Training,
+    Compilers, DType, Engine, EngineOptions, Layer, Output, PlanOptions, RngKey, Target, Training,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -197,7 +197,7 @@ fn calls(layer: &Layer, cases: &[Case]) -> Vec<Vec<u64>> {
     }
     let forward = |case: &Case| {
         let (output, saved) = layer
-            .forward_train(&case.input(), &["y"], Counters::default())
+            .forward_train(&case.input(), &["y"], RngKey::default())
             .unwrap();
         (bits(&output, "y"), saved)
     };

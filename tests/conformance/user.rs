@@ -5,11 +5,11 @@ use super::case::{floats, host, longs};
 use super::compare::close;
 use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
-use super::trained::{COUNTERS, draw};
+use super::trained::{RNG_KEY, draw};
 use moesaic::experts::{ExpertBackward, UserExpert, UserLayer};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
-use moesaic::{Counters, DType, Engine, Tensor, Tensors, Training};
+use moesaic::{DType, Engine, RngKey, Tensor, Tensors, Training};
 use std::sync::{Arc, Mutex};
 
 /// `down · relu(up · x)` of any width, with the gradients of both.
@@ -183,12 +183,12 @@ fn user_experts_evaluate_and_train() {
     let expected = reference::forward(&case.spec, &case.weights, &case.input);
     close("y", &floats(&found, "y"), &expected.y, 1e-5);
     assert_eq!(found.into_tensors(), only_evaluates.into_tensors());
-    case.input.draw = Some(draw(COUNTERS));
-    let trained = trains.forward_train(&case.input(), &["y"], COUNTERS);
+    case.input.draw = Some(draw(RNG_KEY));
+    let trained = trains.forward_train(&case.input(), &["y"], RNG_KEY);
     let expected = reference::forward(&case.spec, &case.weights, &case.input);
     close("y", &floats(&trained.unwrap().0, "y"), &expected.y, 1e-5);
     case.input.capacity_factor = Some(2.0);
-    let roomy = trains.forward_train(&case.input(), &["capacity"], COUNTERS);
+    let roomy = trains.forward_train(&case.input(), &["capacity"], RNG_KEY);
     let expected = reference::forward(&case.spec, &case.weights, &case.input);
     assert_eq!(
         longs(&roomy.unwrap().0, "capacity"),
@@ -272,7 +272,7 @@ fn check_backward(engine: &Engine, spec: &str) {
     let (dy, values) = random_dy(&case);
     let expected = reference::backward(&case.spec, &case.weights, &case.input, &values);
     for round in 0..2 {
-        let forward = layer.forward_train(&case.input(), &["y"], Counters::default());
+        let forward = layer.forward_train(&case.input(), &["y"], RngKey::default());
         let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
         let back = layer
             .backward(&saved, &dy, round > 0)
@@ -368,7 +368,7 @@ fn custom_activations_are_trained() {
         }
         let layer = engine().training_layer(&spec, &weights, Training::default());
         let layer = layer.unwrap_or_else(|e| panic!("{e}"));
-        let forward = layer.forward_train(&case.input(), &["y"], Counters::default());
+        let forward = layer.forward_train(&case.input(), &["y"], RngKey::default());
         let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
         let (dy, values) = random_dy(&case);
         let back = layer

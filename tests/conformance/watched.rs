@@ -11,8 +11,8 @@ use moesaic::target::{
 };
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::{
-    Counters, DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall,
-    Tensor, Tensors, Training,
+    DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall, RngKey, Tensor,
+    Tensors, Training,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -226,7 +226,7 @@ fn raw_step(layer: &Layer, device: &dyn Device, tokens: usize, memory: &[Buffer;
     // SAFETY: all four hold the call's rows, and launches of a CPU have ended.
     unsafe {
         layer.forward_raw(&call).unwrap();
-        let saved = layer.forward_train_raw(&call, Counters::default()).unwrap();
+        let saved = layer.forward_train_raw(&call, RngKey::default()).unwrap();
         layer.backward_raw(&saved, &back).unwrap();
     }
 }
@@ -254,11 +254,11 @@ fn a_graph_keeps_the_memory_of_its_calls() {
         ..RawCall::default()
     };
     // SAFETY: both hold the call's rows.
-    let other = unsafe { layer.forward_train_raw(&call, Counters::default()) }.unwrap();
+    let other = unsafe { layer.forward_train_raw(&call, RngKey::default()) }.unwrap();
     let input = case(SPEC, 8).input();
     drop(other);
     layer
-        .forward_train(&input, &["y"], Counters::default())
+        .forward_train(&input, &["y"], RngKey::default())
         .unwrap();
     raw_step(&layer, device, 64, &memory);
     let gone = |seen: &Seen| captured.difference(&seen.live).count();
@@ -282,7 +282,7 @@ fn what_a_captured_step_keeps_is_not_reused() {
         ..RawCall::default()
     };
     // SAFETY: both hold the call's rows.
-    let train = || unsafe { layer.forward_train_raw(&call, Counters::default()) }.unwrap();
+    let train = || unsafe { layer.forward_train_raw(&call, RngKey::default()) }.unwrap();
     let named = || {
         watched.begin_capture();
         drop(train());
@@ -360,8 +360,8 @@ fn experts_multiply_once_for_all_gates() {
         let input = case.input();
         let forward = launches(&|| drop(gates.forward(&input, &["y"]).unwrap()));
         assert_eq!(forward, [times; 2], "{capacity}");
-        let counters = Counters::default();
-        let train = || drop(gates.forward_train(&input, &["y"], counters).unwrap());
+        let rng_key = RngKey::default();
+        let train = || drop(gates.forward_train(&input, &["y"], rng_key).unwrap());
         assert_eq!(launches(&train), [times; 2], "{capacity}");
     }
 }
@@ -375,7 +375,7 @@ fn layers_with_common_gradients_take_turns() {
     let dy = Tensor::owned(&[8, 24], vec![1.0f32; 8 * 24]);
     let input = case.input();
     let saved = gates.layers().iter().map(|layer| {
-        let passed = layer.forward_train(&input, &["y"], Counters::default());
+        let passed = layer.forward_train(&input, &["y"], RngKey::default());
         passed.unwrap().1
     });
     let saved: Vec<_> = saved.collect();

@@ -85,7 +85,7 @@ typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
 
 INLINE vec broadcast(f32 value) { return value - (vec){0}; }
 
-// Per lane: where the mask is all ones `a`, where it is zero `b`.
+// Selects by lane: `a` where the mask is all ones, `b` where it is zero.
 INLINE vec select(vec_i32 mask, vec a, vec b)
 {
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
@@ -127,8 +127,7 @@ INLINE void store_part_f16(f16 *to, vec v, i64 count)
             to[i] = part[i];
 }
 
-// Of a NaN and a number these instructions give their second operand, so a NaN
-// in `v` passes both of these.
+// With a NaN these instructions return their second operand, so both functions keep a NaN in `v`.
 INLINE vec at_most(vec v, vec limit)
 {
     __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
@@ -141,7 +140,7 @@ INLINE vec at_least(vec v, vec limit)
     return v;
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
+// A comparison with NaN is false, so both functions keep a NaN in `v`.
 INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
 INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
 
@@ -151,7 +150,7 @@ INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
 #endif
 
-// The sum of all lanes, as a binary tree.
+// Returns the sum of all lanes, as a binary tree.
 INLINE f32 sum_lanes(vec v)
 {
     v += SHUFFLE(v, v, 2, 3, 0, 1);
@@ -159,7 +158,7 @@ INLINE f32 sum_lanes(vec v)
     return v[0];
 }
 
-// The sum of all lanes, as a binary tree.
+// Returns the sum of all lanes, as a binary tree.
 INLINE f32 sum_lanes(vec v)
 {
     v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
@@ -168,7 +167,7 @@ INLINE f32 sum_lanes(vec v)
     return v[0];
 }
 
-// The sum of all lanes, as a binary tree.
+// Returns the sum of all lanes, as a binary tree.
 INLINE f32 sum_lanes(vec v)
 {
     v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -181,7 +180,8 @@ INLINE f32 sum_lanes(vec v)
 INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
 INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
 
-// The first `count` elements; the other lanes are zero, or stay as they are.
+// Load and store the first `count` elements; a load zeroes the other lanes, a store leaves the other
+// elements.
 INLINE vec load_part_f32(const f32 *from, i64 count)
 {
     f32 part[LANES] ALIGNED = {0};
@@ -342,26 +342,26 @@ INLINE void sum_lanes_each(vec *v, int count)
 
 // ==== prelude/cpu_stream.h ====
 
-// Rows that are written once and read much later.
+// Stores of rows that are read much later.
 
-// A copy that is larger than this finds nothing of it in a cache afterwards.
+// A copy larger than this leaves nothing of itself in a cache.
 enum { STREAMING_BYTES = 32 << 20 };
 
-// Stores past the caches, which then need not read the line first. `to` is
-// aligned to a vector.
+// Stores past the caches (non-temporal), so that the line is not read first. `to` is aligned to a
+// vector.
 INLINE void store_streaming(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
 INLINE void store_streaming_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
 
 // Orders these stores before all later ones.
 INLINE void end_streaming_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
 
-// Whether `rows` rows of `row_bytes` are best written with store_streaming.
+// Returns whether `rows` rows of `row_bytes` should be written with store_streaming.
 INLINE int is_streamed(const void *to, i64 rows, i64 row_bytes)
 {
     return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= STREAMING_BYTES && (u64)to % sizeof(vec) == 0;
 }
 
-// Copies a row; one that is streamed has whole vectors and goes past the caches.
+// Copies a row. A streamed row has whole vectors and goes past the caches.
 INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int streamed)
 {
     typedef vec vec_anywhere __attribute__((aligned(1)));
@@ -640,7 +640,7 @@ INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
 #define TILE_MULTIPLY(sums, left, right) \
     __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
-// Rows that are written once and read much later.
+// Stores of rows that are read much later.
 
 // ==== prelude/cpu_pack.h ====
 
@@ -728,26 +728,26 @@ INLINE vec activation_slope(vec x)
     return s + z * s * (1.0f - s);
 }
 
-// ==== prelude/cpu_wire.h ====
+// ==== prelude/cpu_comm_cast.h ====
 
-// Values between nodes.
+// Conversion to and from the communication dtype.
 typedef __UINT8_TYPE__ u8;
 
-// Values between nodes.
+// Conversion to and from the communication dtype.
 typedef __UINT8_TYPE__ u8;
 typedef u8 vec_u8 __attribute__((vector_size(LANES), may_alias));
 typedef vec_u8 vec_u8_in_memory __attribute__((aligned(1)));
 
-// Sizes are values without their sign, as bits of an f32, which are in the same order.
+// A size is the magnitude of a value as the bits of an f32: integers of the same order.
 #define INFINITE 0x7f800000u
 INLINE vec_u32 size_of(vec v) { return (vec_u32)v & 0x7fffffff; }
 INLINE vec_u32 sign_of(vec v) { return (vec_u32)v & 0x80000000; }
 INLINE vec of_bits(u32 bits) { return (vec)((vec_u32){0} + bits); }
 
-// The sizes of the largest values. A NaN is 0x7fc00000, and that as another type.
+// The sizes of the largest values. Every NaN becomes 0x7fc00000 before it is converted.
 enum { LARGEST_f32 = 0x7f7fffff, LARGEST_f16 = 0x477fe000, LARGEST_bf16 = 0x7f7f0000 };
 
-// For a type with that largest value. What is finite and too large is the largest there is.
+// Prepares a value for a type with that largest value. A finite value beyond the range saturates.
 INLINE vec fitted(vec v, u32 largest)
 {
     vec_u32 size = size_of(v);
@@ -756,7 +756,7 @@ INLINE vec fitted(vec v, u32 largest)
     return select((vec_i32)(size > INFINITE), of_bits(0x7fc00000), near);
 }
 
-// For a type with that largest value. What is too large is the largest there is.
+// Prepares a value for a type with that largest value. A value beyond the range saturates.
 INLINE vec fitted(vec v, u32 largest)
 {
     vec_u32 size = size_of(v);
@@ -781,8 +781,8 @@ INLINE void store_some_f32(f32 *to, vec v, i64 count)
         store_part_f32(to, v, count);
 }
 
-// E4M3, of values of at most 448. In the binade of 2^14 an f32 has the resolution of its
-// subnormals: an addition rounds.
+// Converts values of at most 448 to E4M3. In the binade of 2^14 an f32 has the resolution of
+// E4M3 subnormals, so an addition rounds to them.
 INLINE vec_u8 e4m3_of_f32(vec v)
 {
     vec_u32 size = size_of(v);

@@ -62,9 +62,9 @@ COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
 // ==== prelude/fetch.hpp ====
 
-// ---- loads that not every thread wants ----
+// ---- loads that only some threads need ----
 
-// A pack for a thread that wants it. What others get must not be used.
+// Loads a pack for threads that want it. The result of other threads must not be used.
 template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 {
     return wanted ? load<N>(from) : Pack<T, N>{};
@@ -72,8 +72,8 @@ template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 
 DEVICE void all_fetched() {}
 
-// These were loaded before this. Loads of what nobody writes NVVM puts off until each is used, one
-// after the other where there is a division between.
+// Keeps the loads of these values before this point. NVVM delays loads of read-only memory until each
+// use, one after the other where a division lies in between.
 template <int N> DEVICE void all_fetched(f32 (&values)[N])
 {
     #pragma unroll
@@ -85,8 +85,7 @@ template <int N> DEVICE void all_fetched(f32 (&values)[N])
 
 #define DEVICE __device__ __forceinline__
 #define COMPILE_TIME __device__ constexpr
-// With the least wish for blocks per multiprocessor the assembler never spills
-// registers to fit more of them.
+// With a minimum of one block for each multiprocessor ptxas never spills registers for occupancy.
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 
 DEVICE i32 thread_index() { return threadIdx.x; }
@@ -94,9 +93,9 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
-// Lets the blocks of the next launch start, then waits until all launches before this one
-// have ended, and for what they wrote. Nothing happens where launches do not overlap. No
-// pointer is `__restrict__`: the assembler would read through it before it waits.
+// Programmatic dependent launch: lets the blocks of the next launch start, then waits until all
+// earlier launches have ended and their writes are visible. Without overlapping launches this does
+// nothing. No pointer is `__restrict__`, because ptxas would hoist loads through it above the wait.
 DEVICE void await_launches()
 {
     asm volatile("griddepcontrol.launch_dependents;");
@@ -133,10 +132,10 @@ DEVICE bf16 to_bf16(f32 value)
 
 // ==== prelude/cuda/async_copy.cuh ====
 
-// ---- copies from global to shared memory that run by themselves ----
+// ---- cp.async: asynchronous copies from global to shared memory ----
 
-// Starts to copy BYTES, 16, 8 or 4, between places aligned to as many. Where the
-// source is not `wanted` nothing is read and zeros are written.
+// Starts a copy of BYTES bytes, 16, 8 or 4, aligned to as many. If the source is not `wanted`, it is
+// not read and zeros are written.
 template <int BYTES> DEVICE void copy_async(u32 to, const void *from, bool wanted)
 {
     const u64 source = __cvta_generic_to_global(from);
@@ -149,11 +148,11 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void *from, bool wante
                      :: "r"(to), "l"(source), "n"(BYTES), "r"(read) : "memory");
 }
 
-// Ends a group: the copies this thread started since the last one.
+// Commits the copies that this thread started since the last commit as a group.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the last PENDING groups of this thread have arrived. Other
-// threads see them after the next barrier.
+// Waits until all but the last PENDING groups of this thread have landed. Other threads see them
+// after the next barrier.
 template <int PENDING> DEVICE void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
@@ -200,7 +199,7 @@ DEVICE void load_transposed(u32 (&to)[4], u32 row)
 
 // ==== prelude/cuda/mma.cuh ====
 
-// ---- products on the matrix unit ----
+// ---- mma.sync on tensor cores ----
 
 // Each: sums += a · b for 16 rows and 8 columns over 32 bytes of the inner dimension.
 // With g = lane / 4 and t = lane % 4, registers hold
@@ -208,7 +207,7 @@ DEVICE void load_transposed(u32 (&to)[4], u32 row)
 //   b     column g, 4 bytes from byte 4 t on; then from 16 + 4 t
 //   sums  row g, columns 2 t and 2 t + 1; then row g + 8, the same
 
-// The nearest value with 10 bits of mantissa, ties away from zero.
+// Rounds to tf32, 10 bits of mantissa: to nearest, ties away from zero.
 DEVICE u32 to_tf32(f32 value)
 {
     u32 rounded;
@@ -234,7 +233,7 @@ DEVICE void mma_16x8x8_tf32(f32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]
 
 // ==== prelude/cuda/shared.cuh ====
 
-// Where an object lies in shared memory, as copies, matrix loads and barriers name it.
+// Returns the shared-space address of an object, as cp.async, ldmatrix and mbarriers take it.
 DEVICE u32 shared_address(const void *object) { return (u32)__cvta_generic_to_shared(object); }
 
 // ==== prelude/cuda/shared_word.cuh ====
@@ -284,8 +283,8 @@ template <class T> DEVICE T &dynamic_shared()
     return *reinterpret_cast<T *>(memory);
 }
 
-// Counts arrivals, and bytes that a copy engine still owes. When none are
-// missing its phase ends; phases are told apart by their parity, from 0 on.
+// An mbarrier. It counts arrivals, and the bytes that TMA has yet to write. A phase ends when both
+// counts reach zero; the parity of its number, from 0 on, identifies a phase.
 struct Barrier { u64 state; };
 
 DEVICE void mbarrier_init(Barrier &barrier, u32 arrivals)
@@ -294,7 +293,7 @@ DEVICE void mbarrier_init(Barrier &barrier, u32 arrivals)
                  :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// Shows initialised barriers to the copy engine; the block still has to meet.
+// Makes initialised barriers visible to TMA (the async proxy); the block must still synchronise.
 DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void mbarrier_arrive(Barrier &barrier)
@@ -302,14 +301,14 @@ DEVICE void mbarrier_arrive(Barrier &barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives, and announces `bytes` more to come before the phase can end.
+// Arrives, and announces `bytes` that must be written before the phase can end.
 DEVICE void mbarrier_expect(Barrier &barrier, u32 bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
 }
 
-// Whether the phase of this parity has ended; sleeps for a while first.
+// Returns whether the phase of this parity has ended; may suspend the thread for a while first.
 DEVICE bool mbarrier_try_wait(Barrier &barrier, u32 parity)
 {
     u32 ended;
@@ -321,18 +320,18 @@ DEVICE bool mbarrier_try_wait(Barrier &barrier, u32 parity)
     return ended != 0;
 }
 
-// Waits for the end of the phase of this parity. The phase before a barrier's
-// first one counts as ended, and its parity is 1.
+// Waits for the end of the phase of this parity. The phase before the first one counts as ended and
+// has parity 1, so a producer's first wait returns at once.
 DEVICE void mbarrier_wait(Barrier &barrier, u32 parity)
 {
     while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
-// Ordinary writes to shared memory come before what the asynchronous engines
-// (copies, wgmma) do after this.
+// Orders this thread's earlier writes to shared memory (generic proxy) before later accesses by TMA
+// and wgmma (async proxy).
 DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// True for one lane of a warp whose lanes are all here.
+// Returns true in one lane of a converged warp.
 DEVICE bool elect_one()
 {
     u32 elected;
@@ -344,13 +343,13 @@ DEVICE bool elect_one()
     return elected != 0;
 }
 
-// THREADS threads, whole warps, meet at one of 16 barriers; 0 is the block's.
+// Synchronises THREADS threads, whole warps, at named barrier 1 to 15; 0 is the barrier of the block.
 template <int THREADS> DEVICE void named_sync(i32 barrier)
 {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
 }
 
-// The four warps of a warpgroup change how many registers each thread has.
+// Change the registers of each thread of a warpgroup; all four of its warps must execute them.
 template <int COUNT> DEVICE void shrink_registers()
 {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
@@ -363,7 +362,7 @@ template <int COUNT> DEVICE void grow_registers()
 
 // ==== prelude/cuda/tma.cuh ====
 
-// ---- the copy engine: boxes of a tensor to shared memory ----
+// ---- TMA loads: boxes of a tensor to shared memory ----
 
 // A tensor, the shape of its boxes and their layout in shared memory, as the
 // driver encodes them. What lies outside the tensor is read as zero.
@@ -374,7 +373,7 @@ DEVICE void tma_prefetch(const TensorMap &map)
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
-// What the level-2 cache should do with a box.
+// Eviction hints for the L2 cache.
 DEVICE u64 keep_in_cache()
 {
     u64 hint;
@@ -409,10 +408,10 @@ DEVICE void tma_load_3d(void *to, const TensorMap &from, Barrier &arrived, u64 h
 
 // ==== prelude/cuda/wgmma.cuh ====
 
-// ---- products of tiles by a warpgroup ----
+// ---- wgmma: matrix instructions of a warpgroup ----
 
-// How wgmma finds an operand in shared memory: rows of 64 elements of 16 bits, their
-// 16-byte chunks swizzled over 128 bytes as the copy engine leaves them, eight rows
+// Returns the wgmma descriptor of an operand in shared memory: rows of 64 elements of 16 bits, their
+// 16-byte chunks swizzled over 128 bytes as TMA writes them, eight rows
 // 1024 bytes apart from the next eight. `tile` starts at a multiple of 1024.
 //   bits 0-13 address / 16, 16-29 leading offset (unused here), 32-45 stride / 16, 62-63 swizzle
 DEVICE u64 operand_128b(const void *tile)
@@ -420,21 +419,21 @@ DEVICE u64 operand_128b(const void *tile)
     return (u64)(shared_address(tile) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-// From 16 elements of each row to the next 16, which one wgmma multiplies.
+// Advances a descriptor by the 16 elements of each row that one wgmma multiplies.
 constexpr u64 NEXT_STEP = 16 * sizeof(u16) >> 4;
 
-// The four warps issue products together. They come after what was written to the
-// registers of the sums before the fence, and run while the warps go on.
+// Orders register writes to the sums before the wgmma that follow. All four warps of the warpgroup
+// issue wgmma together; they run asynchronously.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most LEFT committed groups are unfinished.
+// Waits until at most LEFT committed groups are unfinished.
 template <int LEFT> DEVICE void wgmma_wait()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
 }
 
-// Keeps the compiler from reading sums before the wait above it.
+// Keeps the compiler from moving reads of the sums above the wait.
 template <int COUNT> DEVICE void settle(f32 (&sums)[COUNT])
 {
     #pragma unroll
@@ -442,16 +441,16 @@ template <int COUNT> DEVICE void settle(f32 (&sums)[COUNT])
         asm volatile("" : "+f"(sums[i]) :: "memory");
 }
 
-// Where sum i of a thread lies among the 16 rows that a warp has of a product: the
-// first warp of a warpgroup has the first 16, and so on.
+// The row and column of sum i of a thread, within the 16 rows of its warp. Warp n of a warpgroup has
+// rows 16 n to 16 n + 15.
 DEVICE i32 sum_row(i32 i) { return i / 2 % 2 * 8 + lane_index() / 4; }
 DEVICE i32 sum_column(i32 i) { return i / 4 * 8 + lane_index() % 4 * 2 + i % 2; }
 
 // ==== prelude/cuda/wgmma_across.cuh ====
 
-// How wgmma finds an operand in shared memory whose lines are steps of the sum, so that it
-// is read across them: panels of LINES lines of 64 elements of 16 bits, one behind the other,
-// their 16-byte chunks swizzled over 128 bytes as the copy engine leaves them. `panels`
+// Returns the wgmma descriptor of a transposed operand, whose lines are steps of the contraction:
+// panels of LINES lines of 64 elements of 16 bits, one behind the other,
+// their 16-byte chunks swizzled over 128 bytes as TMA writes them. `panels`
 // starts at a multiple of 1024.
 //   bits 0-13 address / 16, 16-29 leading offset / 16: from panel to panel, 32-45 stride / 16:
 //   from eight lines to the next eight, 62-63 swizzle
@@ -460,7 +459,7 @@ template <int LINES> DEVICE u64 operand_across_128b(const void *panels)
     return (u64)(shared_address(panels) >> 4) | (u64)(LINES * 128 >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-// From 16 lines to the next 16, which one wgmma multiplies.
+// Advances a descriptor by the 16 lines that one wgmma multiplies.
 constexpr u64 NEXT_LINES = 16 * 128 >> 4;
 
 // ==== prelude/warp.hpp ====
@@ -509,7 +508,7 @@ DEVICE i32 warp_prefix(i32 value)
 
 // ==== prelude/warp_max.hpp ====
 
-// The largest of a team.
+// Returns the maximum over a team.
 DEVICE u32 team_max(u32 value)
 {
     for (i32 step = TEAM / 2; step > 0; step /= 2) {
@@ -602,9 +601,9 @@ DEVICE f32 activation_slope(f32 x)
     return fused(z * s, 1.0f - s, s);
 }
 
-// ==== prelude/product.hpp ====
+// ==== prelude/tile_gemm.hpp ====
 
-// ---- products of tiles ----
+// ---- GEMM of a tile ----
 
 // ==== prelude/stage.hpp ====
 
@@ -613,8 +612,8 @@ DEVICE f32 activation_slope(f32 x)
 // that alignment and spreads the transposing stores over the banks.
 constexpr int PAD = 4;
 
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
+// Moves ROWS rows of DEPTH elements of a matrix [*, WIDTH] through the registers of THREADS threads to
+// shared memory.
 template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
     static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
     static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
@@ -626,7 +625,7 @@ template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
     DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
     DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
 
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
+    // Loads from element `depth` on; zeros beyond `rows` and WIDTH.
     DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
     {
         #pragma unroll
@@ -654,9 +653,9 @@ template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
 
 // ---- slabs ----
 
-// LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
-// of THREADS threads to shared memory. Lines are the depth of the product, so that they lie
-// there as they come (tile[line][column]).
+// Moves LINES lines by COLUMNS columns of a matrix [*, WIDTH] through the registers of THREADS threads
+// to shared memory. Lines are steps of the contraction, so they need no transposition
+// (tile[line][column]).
 template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     static constexpr int PACK = pack_width<T>(WIDTH), GROUP = lesser(PACK, 4);
     static constexpr int PACKS_PER_LINE = COLUMNS / PACK, PACKS = LINES * PACKS_PER_LINE;
@@ -669,8 +668,7 @@ template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     DEVICE static i32 line_of(i32 i) { return pack_of(i) / PACKS_PER_LINE; }
     DEVICE static i32 column_of(i32 i) { return pack_of(i) % PACKS_PER_LINE * PACK; }
 
-    // Reads columns `first` and on. `line_at(i)` is where line i begins; beyond `lines` and
-    // WIDTH there are zeros.
+    // Loads columns `first` and on. `line_at(i)` is the start of line i; zeros beyond `lines` and WIDTH.
     template <class LineAt> DEVICE void fetch(i32 lines, i32 first, LineAt line_at)
     {
         #pragma unroll
@@ -699,16 +697,16 @@ template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     }
 };
 
-// ==== prelude/wire.hpp ====
+// ==== prelude/comm_cast.hpp ====
 
-// ---- values between nodes ----
+// ---- conversion to and from the communication dtype ----
 
-// Sizes are values without their sign, as bits of an f32, which are in the same order.
+// A size is the magnitude of a value as the bits of an f32: integers of the same order.
 constexpr u32 INFINITE = 0x7f800000u;
 DEVICE u32 size_of(f32 value) { return bits_of(value) & 0x7fffffffu; }
 DEVICE u32 sign_of(f32 value) { return bits_of(value) & 0x80000000u; }
 
-// Of a type its NaN, and the size of the largest value.
+// The NaN of a type, and the size of its largest value.
 DEVICE f32 nan_as(f32) { return float_of(0x7fc00000u); }
 DEVICE f16 nan_as(f16) { return f16{0x7e00}; }
 DEVICE bf16 nan_as(bf16) { return bf16{0x7fc0}; }
@@ -716,7 +714,7 @@ DEVICE u32 largest_as(f32) { return 0x7f7fffffu; }
 DEVICE u32 largest_as(f16) { return 0x477fe000u; }
 DEVICE u32 largest_as(bf16) { return 0x7f7f0000u; }
 
-// A value as another type. What is finite and too large is the largest there is.
+// Converts a value to another type. A finite value beyond the range saturates.
 template <class T> DEVICE T fitted(f32 value)
 {
     const u32 size = size_of(value);
@@ -726,7 +724,7 @@ template <class T> DEVICE T fitted(f32 value)
     return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
 }
 
-// A value as another type. What is too large is the largest there is.
+// Converts a value to another type. A value beyond the range saturates.
 template <class T> DEVICE T fitted(f32 value)
 {
     const u32 size = size_of(value);
@@ -736,8 +734,8 @@ template <class T> DEVICE T fitted(f32 value)
     return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
 }
 
-// E4M3, of a value of at most 448. In the binade of 2^14 an f32 has the resolution of its
-// subnormals: an addition rounds.
+// Converts a value of at most 448 to E4M3. In the binade of 2^14 an f32 has the resolution of
+// E4M3 subnormals, so an addition rounds to them.
 DEVICE u32 to_e4m3(f32 value)
 {
     const u32 size = size_of(value);
@@ -748,7 +746,7 @@ DEVICE u32 to_e4m3(f32 value)
     return sign_of(value) >> 24 | (size < 0x3c800000u ? small : normal);
 }
 
-// Of the lowest byte.
+// Converts the lowest byte from E4M3.
 DEVICE f32 of_e4m3(u32 code)
 {
     const u32 size = code & 0x7fu, sign = (code & 0x80u) << 24;
@@ -758,15 +756,15 @@ DEVICE f32 of_e4m3(u32 code)
 
 // ==== prelude/multiply.hpp ====
 
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
+// Returns the position of item `i` of a thread's COUNT, when THREADS threads share a side of a tile:
+// groups of up to four adjacent items go to the threads in turn.
 template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
 {
     constexpr int GROUP = COUNT < 4 ? COUNT : 4;
     return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
 }
 
-// The COUNT items of a thread, out of one row of a tile.
+// Loads the COUNT items of a thread from one row of a tile.
 template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
 {
     constexpr int GROUP = COUNT < 4 ? COUNT : 4;

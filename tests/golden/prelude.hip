@@ -62,22 +62,22 @@ COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
 // ==== prelude/fetch.hpp ====
 
-// ---- loads that not every thread wants ----
+// ---- loads that only some threads need ----
 
-// A pack for a thread that wants it. What others get must not be used. All
-// load, so that there has to be something for all: where some threads leave out a load, the
-// compiler waits for all that are under way.
+// Loads a pack for threads that want it. The result of other threads must not be used. All
+// load, so every thread needs a valid address: where some threads skip a load, the compiler
+// waits for all loads in flight.
 template <int N, class T> DEVICE Pack<T, N> fetch(bool wanted, const T *from)
 {
     (void)wanted;
     return load<N>(from);
 }
 
-// What was fetched before this is under way; without it, a load whose result some threads use
-// waits until it is known which.
+// Keeps earlier fetches in flight. Without it the compiler delays a load whose result only some threads
+// use until it knows which.
 DEVICE void all_fetched() { asm volatile("" ::: "memory"); }
 
-// There are no branches before the use of these, and they stay where they are.
+// clang leaves these loads in place, because no branch precedes their use.
 template <int N> DEVICE void all_fetched(const f32 (&)[N]) {}
 
 // ==== prelude/bf16_bits.hpp ====
@@ -118,7 +118,7 @@ DEVICE f32 square_root(f32 value) { return __builtin_sqrtf(value); }
 
 DEVICE f32 to_f32(f16 value) { return __builtin_bit_cast(_Float16, value.bits); }
 
-// Of a product clang would make a mixed fma with +0 instead, which turns -0 into +0: hence `canonicalize`.
+// `canonicalize` keeps clang from turning a multiplication into a mixed fma with +0, which makes -0 a +0.
 DEVICE f16 to_f16(f32 value)
 {
     return f16{__builtin_bit_cast(u16, (_Float16)__builtin_canonicalizef(value))};
@@ -157,10 +157,10 @@ DEVICE void shared_add(i32 *counter, i32 value)
 
 // ==== prelude/hip/mfma.hpp ====
 
-// ---- products of a wave ----
+// ---- matrix instructions of a wave ----
 
-// sums + a · b on the matrix cores, EDGE x EDGE x K, by all 64 lanes. The lanes of a group, lane / EDGE,
-// bring one share of the K elements; a lane holds
+// sums + a · b on matrix cores, EDGE x EDGE x K, by all 64 lanes. Each group of lanes, lane / EDGE,
+// holds one share of the K elements. A lane holds
 //   a       of row lane % EDGE of the left matrix, the share of its group
 //   b       of column lane % EDGE of the right one, the same
 //   sums    of that column: in register r, row r / 4 * (256 / EDGE) + lane / EDGE * 4 + r % 4
@@ -193,28 +193,28 @@ DEVICE f32x4 mfma_16x16x16(Pack<bf16, 4> a, Pack<bf16, 4> b, f32x4 sums)
 
 // ==== prelude/hip/along.hpp ====
 
-// ---- loads that nobody waits for before their use ----
+// ---- loads without a wait before their use ----
 
-// 16 bytes of elements. What comes as words stays in them until it is used; elements of 16
-// bits the compiler takes apart at once, for which it waits for each load.
+// 16 bytes of elements, kept as words until their use. The compiler unpacks 16-bit elements right
+// after their load, and waits for the load to do so.
 typedef u32 Words __attribute__((ext_vector_type(4)));
 
 template <class To, class From> DEVICE To as(const From &from) { return __builtin_bit_cast(To, from); }
 
-// A lane that needs no words, to which they are not `own`, reads along: with the same request,
-// what another lane reads, or what is in a cache. A branch around a load, which some lanes may
-// not take, would make the compiler wait for all loads that are on their way.
+// A lane that needs no words, for which they are not `own`, loads anyway: what another lane loads in
+// the same request, or what is cached. A divergent branch around a load would make the compiler wait
+// for all loads in flight.
 DEVICE Words load_along(const void *from, bool own)
 {
     (void)own;
     return *reinterpret_cast<const Words *>(from);
 }
 
-// Loads before this are asked for before those that follow, so that they come in the order of use.
+// Keeps loads before this ahead of loads after it, so that they arrive in the order of use.
 DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 
-// The same number, as one that the compiler knows nothing of: what follows from it is computed
-// where it is used, not once before a loop and kept.
+// Returns the same number, opaque to the compiler, so that values derived from it are recomputed
+// where they are used instead of being hoisted out of a loop and kept in registers.
 DEVICE i32 renewed(i32 value)
 {
     asm volatile("" : "+v"(value));
@@ -276,7 +276,7 @@ DEVICE u32 warp_max(u32 value)
     return value;
 }
 
-// The largest of a team.
+// Returns the maximum over a team.
 DEVICE u32 team_max(u32 value)
 {
     for (i32 step = TEAM / 2; step > 0; step /= 2) {
@@ -369,9 +369,9 @@ DEVICE f32 activation_slope(f32 x)
     return fused(z * s, 1.0f - s, s);
 }
 
-// ==== prelude/product.hpp ====
+// ==== prelude/tile_gemm.hpp ====
 
-// ---- products of tiles ----
+// ---- GEMM of a tile ----
 
 // ==== prelude/stage.hpp ====
 
@@ -380,8 +380,8 @@ DEVICE f32 activation_slope(f32 x)
 // that alignment and spreads the transposing stores over the banks.
 constexpr int PAD = 4;
 
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
+// Moves ROWS rows of DEPTH elements of a matrix [*, WIDTH] through the registers of THREADS threads to
+// shared memory.
 template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
     static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
     static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
@@ -393,7 +393,7 @@ template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
     DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
     DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
 
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
+    // Loads from element `depth` on; zeros beyond `rows` and WIDTH.
     DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
     {
         #pragma unroll
@@ -421,9 +421,9 @@ template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
 
 // ---- slabs ----
 
-// LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
-// of THREADS threads to shared memory. Lines are the depth of the product, so that they lie
-// there as they come (tile[line][column]).
+// Moves LINES lines by COLUMNS columns of a matrix [*, WIDTH] through the registers of THREADS threads
+// to shared memory. Lines are steps of the contraction, so they need no transposition
+// (tile[line][column]).
 template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     static constexpr int PACK = pack_width<T>(WIDTH), GROUP = lesser(PACK, 4);
     static constexpr int PACKS_PER_LINE = COLUMNS / PACK, PACKS = LINES * PACKS_PER_LINE;
@@ -436,8 +436,7 @@ template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     DEVICE static i32 line_of(i32 i) { return pack_of(i) / PACKS_PER_LINE; }
     DEVICE static i32 column_of(i32 i) { return pack_of(i) % PACKS_PER_LINE * PACK; }
 
-    // Reads columns `first` and on. `line_at(i)` is where line i begins; beyond `lines` and
-    // WIDTH there are zeros.
+    // Loads columns `first` and on. `line_at(i)` is the start of line i; zeros beyond `lines` and WIDTH.
     template <class LineAt> DEVICE void fetch(i32 lines, i32 first, LineAt line_at)
     {
         #pragma unroll
@@ -466,16 +465,16 @@ template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
     }
 };
 
-// ==== prelude/wire.hpp ====
+// ==== prelude/comm_cast.hpp ====
 
-// ---- values between nodes ----
+// ---- conversion to and from the communication dtype ----
 
-// Sizes are values without their sign, as bits of an f32, which are in the same order.
+// A size is the magnitude of a value as the bits of an f32: integers of the same order.
 constexpr u32 INFINITE = 0x7f800000u;
 DEVICE u32 size_of(f32 value) { return bits_of(value) & 0x7fffffffu; }
 DEVICE u32 sign_of(f32 value) { return bits_of(value) & 0x80000000u; }
 
-// Of a type its NaN, and the size of the largest value.
+// The NaN of a type, and the size of its largest value.
 DEVICE f32 nan_as(f32) { return float_of(0x7fc00000u); }
 DEVICE f16 nan_as(f16) { return f16{0x7e00}; }
 DEVICE bf16 nan_as(bf16) { return bf16{0x7fc0}; }
@@ -483,7 +482,7 @@ DEVICE u32 largest_as(f32) { return 0x7f7fffffu; }
 DEVICE u32 largest_as(f16) { return 0x477fe000u; }
 DEVICE u32 largest_as(bf16) { return 0x7f7f0000u; }
 
-// A value as another type. What is finite and too large is the largest there is.
+// Converts a value to another type. A finite value beyond the range saturates.
 template <class T> DEVICE T fitted(f32 value)
 {
     const u32 size = size_of(value);
@@ -493,7 +492,7 @@ template <class T> DEVICE T fitted(f32 value)
     return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
 }
 
-// A value as another type. What is too large is the largest there is.
+// Converts a value to another type. A value beyond the range saturates.
 template <class T> DEVICE T fitted(f32 value)
 {
     const u32 size = size_of(value);
@@ -503,8 +502,8 @@ template <class T> DEVICE T fitted(f32 value)
     return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
 }
 
-// E4M3, of a value of at most 448. In the binade of 2^14 an f32 has the resolution of its
-// subnormals: an addition rounds.
+// Converts a value of at most 448 to E4M3. In the binade of 2^14 an f32 has the resolution of
+// E4M3 subnormals, so an addition rounds to them.
 DEVICE u32 to_e4m3(f32 value)
 {
     const u32 size = size_of(value);
@@ -515,7 +514,7 @@ DEVICE u32 to_e4m3(f32 value)
     return sign_of(value) >> 24 | (size < 0x3c800000u ? small : normal);
 }
 
-// Of the lowest byte.
+// Converts the lowest byte from E4M3.
 DEVICE f32 of_e4m3(u32 code)
 {
     const u32 size = code & 0x7fu, sign = (code & 0x80u) << 24;
@@ -525,15 +524,15 @@ DEVICE f32 of_e4m3(u32 code)
 
 // ==== prelude/multiply.hpp ====
 
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
+// Returns the position of item `i` of a thread's COUNT, when THREADS threads share a side of a tile:
+// groups of up to four adjacent items go to the threads in turn.
 template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
 {
     constexpr int GROUP = COUNT < 4 ? COUNT : 4;
     return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
 }
 
-// The COUNT items of a thread, out of one row of a tile.
+// Loads the COUNT items of a thread from one row of a tile.
 template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
 {
     constexpr int GROUP = COUNT < 4 ? COUNT : 4;

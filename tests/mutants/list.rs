@@ -194,7 +194,7 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
-        mistake: "no barrier between the stages of a ring",
+        mistake: "no barrier between the stages of a pipeline",
         kernel: "grouped_gemm_up",
         from: "        block_sync();  // this stage is here, and all have read the one before it\n",
         to: "",
@@ -268,8 +268,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "consumers wait for the wrong phase",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "shared.ring[turn.stage];\n            mbarrier_wait(shared.full[turn.stage], turn.parity);",
-        to: "shared.ring[turn.stage];\n            mbarrier_wait(shared.full[turn.stage], turn.parity ^ 1);",
+        from: "shared.pipeline[state.index];\n            mbarrier_wait(shared.full[state.index], state.phase);",
+        to: "shared.pipeline[state.index];\n            mbarrier_wait(shared.full[state.index], state.phase ^ 1);",
         layer: DEEP,
         caught: "shared memory",
         ..MUTANT
@@ -278,8 +278,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "the producer waits for the wrong phase",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);",
-        to: "mbarrier_wait(shared.empty[turn.stage], turn.parity);",
+        from: "mbarrier_wait(shared.empty[state.index], state.phase ^ 1);",
+        to: "mbarrier_wait(shared.empty[state.index], state.phase);",
         layer: DEEP,
         caught: "deadlock",
         ..MUTANT
@@ -288,7 +288,7 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "the producer does not wait for free stages",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "            mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);\n",
+        from: "            mbarrier_wait(shared.empty[state.index], state.phase ^ 1);\n",
         to: "",
         layer: DEEP,
         caught: "mbarrier",
@@ -409,8 +409,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "a kernel looks for its tile before the launches before it have ended",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "    await_launches();\n    (void)tokens;\n    const Walk walk = {row_tiles[EXPERTS]};\n",
-        to: "    const Walk walk = {row_tiles[EXPERTS]};\n    await_launches();\n    (void)tokens;\n",
+        from: "    await_launches();\n    (void)tokens;\n    const TileScheduler schedule = {row_tiles[EXPERTS]};\n",
+        to: "    const TileScheduler schedule = {row_tiles[EXPERTS]};\n    await_launches();\n    (void)tokens;\n",
         caught: "order of launches",
         ..MUTANT
     },
@@ -434,11 +434,11 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
-        mistake: "a warp's corner is read with no warp barrier before",
+        mistake: "a warp's epilogue tile is read with no warp barrier before",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "            warp_sync();\n            store_corner(",
-        to: "            store_corner(",
+        from: "            warp_sync();\n            store_epilogue_tile(",
+        to: "            store_epilogue_tile(",
         caught: "race in shared memory",
         ..MUTANT
     },

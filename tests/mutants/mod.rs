@@ -1,10 +1,10 @@
 //! Real kernels with one mistake each, which the simulators must catch.
 //! docs/SIMULATOR.md holds the table that this list makes.
 
-mod few;
+mod decode;
 mod list;
 mod scan;
-mod walk;
+mod scheduler;
 
 use crate::conformance::Case;
 use moesaic::kernel::KernelSource;
@@ -136,7 +136,12 @@ fn missed(mutant: &'static Mutant) -> Option<String> {
 
 /// Iterates over all of them, in the order of the table.
 fn mutants() -> impl Iterator<Item = &'static Mutant> {
-    let parts = [list::MUTANTS, few::MUTANTS, scan::MUTANTS, walk::MUTANTS];
+    let parts = [
+        list::MUTANTS,
+        decode::MUTANTS,
+        scan::MUTANTS,
+        scheduler::MUTANTS,
+    ];
     parts.into_iter().flatten()
 }
 

@@ -5,7 +5,7 @@ use super::layers::{Tutel, import};
 use moesaic::spec::hf::Parts;
 use moesaic::spec::{LayerSpec, Loss};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Counters, Engine, Recompute, Tensor, Tensors, Training};
+use moesaic::{Engine, Recompute, RngKey, Tensor, Tensors, Training};
 use std::path::Path;
 
 /// Everything that a forward and a backward pass give, by name.
@@ -38,7 +38,7 @@ impl Trained {
             .chain(losses.iter().map(String::as_str))
             .collect();
         let (output, saved) = layer
-            .forward_train(&input, &names, Counters::default())
+            .forward_train(&input, &names, RngKey::default())
             .unwrap();
         let gradients = layer.backward(&saved, dy, false).unwrap();
         let mut found = output.into_tensors();

@@ -6,7 +6,7 @@ use crate::conformance::simulated::open;
 use moesaic::reference::{self, Random};
 use moesaic::train::gates::{Chosen, balance, best, experts_near, near, swipe};
 use moesaic::{
-    Counters, Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors, Training,
+    Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Tensor, Tensors, Training,
 };
 
 const EXPERTS: usize = 7;
@@ -120,7 +120,7 @@ fn passed(mesh: &Mesh, engine: &Engine, weights: &Tensors<'_>, chosen: &Chosen) 
     let mut input = Input::new(x.len() / WIDTH, &x);
     chosen.give(&mut input);
     let (output, saved) = layer
-        .forward_train(&input, &["y"], Counters::default())
+        .forward_train(&input, &["y"], RngKey::default())
         .unwrap();
     let dy = Tensor::new(&[x.len() / WIDTH, WIDTH], &x);
     let back = layer.backward(&saved, &dy, false).unwrap();
@@ -146,7 +146,7 @@ fn alone(engine: &Engine, weights: &Tensors<'_>, all: &[Chosen]) -> Passed {
     let count = x.len() / WIDTH;
     let input = Input::new(count, &x).with_routing(TOP_K, &ids, &shares);
     let (output, saved) = layer
-        .forward_train(&input, &["y"], Counters::default())
+        .forward_train(&input, &["y"], RngKey::default())
         .unwrap();
     let back = layer
         .backward(&saved, &Tensor::new(&[count, WIDTH], &x), false)

@@ -7,7 +7,7 @@
 
 use super::torch_random::TorchRandom;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Counters, Engine, Input, Layer, LayerSpec, Saved, Tensor, Tensors, Training};
+use moesaic::{Engine, Input, Layer, LayerSpec, RngKey, Saved, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
 const RATE: f32 = 1e-5;
@@ -214,7 +214,7 @@ impl Run {
         };
         let input = Input::new(self.tokens(), &self.x);
         let (output, saved) = layer
-            .forward_train(&input, names, Counters::default())
+            .forward_train(&input, names, RngKey::default())
             .expect("the layer runs");
         let (mut loss, dy) = self.loss(&output.y().to_f32());
         if let Some(value) = output.get("loss.gshard") {

@@ -6,7 +6,7 @@ use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
 use moesaic::plan::{AllToAll, Both, OverlapBy, ShadowModel};
 use moesaic::planner::{AllToAllFactor, Machine, Routing, Scenario, all_to_all_factor};
-use moesaic::{Counters, Engine, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensors};
+use moesaic::{RngKey, Engine, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
 
@@ -80,7 +80,7 @@ impl Steps {
             Ok(Timed {
                 tokens: *tokens,
                 seconds: by_strategy(&mut layer, &strategies, &input, world)?,
-                counts: layer.loads(&input, Counters::default())?,
+                counts: layer.loads(&input, RngKey::default())?,
             })
         });
         Ok(Some(Steps {
@@ -179,7 +179,7 @@ fn step(
         meet.wait().map_err(Failure::work)?;
     }
     let start = Instant::now();
-    let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+    let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
     layer.backward(&saved, dy, false)?;
     Ok(start.elapsed().as_secs_f64())
 }

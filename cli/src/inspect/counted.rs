@@ -7,7 +7,7 @@ use crate::table::Table;
 use crate::units;
 use moesaic::kernel::SimArch;
 use moesaic::target::{GlobalCounts, KernelCounters};
-use moesaic::{Counters, Engine, EngineOptions, LayerSpec, Store, Target, Training};
+use moesaic::{Engine, EngineOptions, LayerSpec, RngKey, Store, Target, Training};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -69,7 +69,7 @@ impl Counted {
             }
             Some(training) => {
                 let layer = engine.training_layer(spec, &weights, training)?;
-                let (_, saved) = layer.forward_train(&input, &[], Counters::default())?;
+                let (_, saved) = layer.forward_train(&input, &[], RngKey::default())?;
                 let dy = random::output_gradient(spec, tokens);
                 layer.backward(&saved, &dy, false)?;
             }

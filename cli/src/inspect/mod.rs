@@ -38,7 +38,7 @@ Examples:
   moesaic inspect --spec layer.toml --target rocm:gfx942 --machine MI300X --tokens 1,128,8192
   moesaic inspect --spec layer.toml --target cuda:sm_90a --simulate 64
   moesaic inspect --spec layer.toml --target cpu --html report.html
-  moesaic inspect --spec layer.toml --mesh ep=8 --strategy comm_dtype=fp8 --kernel wire_pack --source
+  moesaic inspect --spec layer.toml --mesh ep=8 --strategy comm_dtype=fp8 --kernel comm_cast_pack --source
 
 Kernels are compiled through the cache; no GPU is needed. Limits are measured for this
 machine's CPU and taken from data sheets for GPUs.")]

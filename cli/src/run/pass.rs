@@ -6,7 +6,7 @@ use crate::training::RecomputeArg;
 use clap::Args;
 use moesaic::reference::rng::Draw;
 use moesaic::spec::Capacity;
-use moesaic::{Counters, Input, Layer, MeshLayer, Tensor, Tensors, Training};
+use moesaic::{Input, Layer, MeshLayer, RngKey, Tensor, Tensors, Training};
 
 /// Which pass, and what it depends on besides tokens.
 #[derive(Args, Debug)]
@@ -91,17 +91,17 @@ impl PassArgs {
         Ok(checked.map_err(|problem| moesaic::EngineError::Capacity { factor, problem })?)
     }
 
-    fn counters(&self) -> Counters {
-        Counters {
+    fn rng_key(&self) -> RngKey {
+        RngKey {
             seed: self.seed,
             step: self.step,
-            ..Counters::default()
+            ..RngKey::default()
         }
     }
 
     /// The random numbers of the reference, where any are drawn.
     pub fn draw(&self) -> Option<Draw> {
-        let Counters { seed, step, .. } = self.counters();
+        let RngKey { seed, step, .. } = self.rng_key();
         self.training().map(|_| Draw {
             seed,
             step,
@@ -113,13 +113,13 @@ impl PassArgs {
     pub fn run(&self, layer: &Layer, tokens: &Tokens<'_>) -> Result<Tensors<'static>> {
         let (input, names) = (tokens.input(), self.outputs(layer));
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
-            return gradients(layer, &input, &names, self.counters(), dy);
+            return gradients(layer, &input, &names, self.rng_key(), dy);
         }
         let output = match (self.training().is_some(), self.routing_only) {
             (false, false) => layer.forward_with(&input, &names)?,
             (false, true) => layer.route(&input, &names)?,
-            (true, false) => layer.forward_train(&input, &names, self.counters())?.0,
-            (true, true) => layer.route_train(&input, &names, self.counters())?,
+            (true, false) => layer.forward_train(&input, &names, self.rng_key())?.0,
+            (true, true) => layer.route_train(&input, &names, self.rng_key())?,
         };
         Ok(output.into_tensors())
     }
@@ -141,7 +141,7 @@ impl PassArgs {
             (false, false) => layer.forward_with(&input, &names)?,
             (false, true) => layer.route(&input, &names)?,
             (true, false) => return self.train_on_rank(layer, tokens, &names),
-            (true, true) => layer.route_train(&input, &names, self.counters())?,
+            (true, true) => layer.route_train(&input, &names, self.rng_key())?,
         };
         Ok(output.into_tensors())
     }
@@ -153,7 +153,7 @@ impl PassArgs {
         names: &[&str],
     ) -> Result<Tensors<'static>> {
         let input = tokens.input();
-        let (output, saved) = layer.forward_train(&input, names, self.counters())?;
+        let (output, saved) = layer.forward_train(&input, names, self.rng_key())?;
         let mut results = output.into_tensors();
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
             results.extend(layer.backward(&saved, dy, false)?.into_tensors());
@@ -190,10 +190,10 @@ fn gradients(
     layer: &Layer,
     input: &Input<'_>,
     names: &[&str],
-    counters: Counters,
+    rng_key: RngKey,
     dy: &Tensor<'_>,
 ) -> Result<Tensors<'static>> {
-    let (output, saved) = layer.forward_train(input, names, counters)?;
+    let (output, saved) = layer.forward_train(input, names, rng_key)?;
     let gradients = layer.backward(&saved, dy, false)?;
     let mut results = output.into_tensors();
     results.extend(gradients.into_tensors());

@@ -1,10 +1,10 @@
-//! What kernels' text is, as digests: of random layers, forward and in training. Two commits
-//! that print the same lines emit the same text.
+//! Prints digests of kernel text for random layers, forward and in training. Two commits that print
+//! the same lines emit the same text.
 //!
-//! `texts cpu LAYERS` takes products of experts for every CPU, each in the tiling that the plan
-//! chooses and in some that no plan has; `texts all LAYERS` every kernel for every target. A
-//! line is `NUMBER TARGET NAME TILING TEXT CODE`: CODE is the digest without comments and
-//! blanks. With a number as third argument, that one text is written to a file, the fourth.
+//! `texts cpu LAYERS` takes the experts' GEMMs for every CPU, each in the tiling that the plan
+//! chooses and in some that no plan has; `texts all LAYERS` takes every kernel for every target. A
+//! line is `NUMBER TARGET NAME TILING TEXT CODE`: CODE is the digest without comments and blanks.
+//! With a number as third argument, the program writes that one text to the file of the fourth.
 
 use moesaic_kernel::Target;
 use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
@@ -36,9 +36,9 @@ const GPUS: [&str; 10] = [
     "sim:gfx1100",
 ];
 
-/// Tilings that no plan has: text does not mind.
+/// Tilings that no plan has. The text does not depend on whether a plan would choose them.
 const TILINGS: [&str; 8] = [
-    "planned", "shallow", "deep", "packing", "few", "narrow", "wide", "gather",
+    "planned", "shallow", "deep", "packing", "decode", "narrow", "wide", "gather",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -77,7 +77,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// A kernel for a target, tiled as a name says.
 type Tiled = (Target, &'static str, KernelPlan);
 
-/// The kernels of a layer with their targets.
+/// Returns the kernels of a layer with their targets.
 fn texts(seed: u64, all: bool) -> Result<Vec<Tiled>, Box<dyn Error>> {
     let mut list = Vec::new();
     let gpus = if all { &GPUS[..] } else { &[] };
@@ -107,9 +107,9 @@ fn tiled(kernel: &KernelPlan, tiling: &str) -> KernelPlan {
         match (tiling, config.family.cpu_mut()) {
             ("packing", Some(cpu)) => cpu.packed = !cpu.packed,
             ("gather", Some(cpu)) => cpu.gather = !cpu.gather,
-            ("few", Some(cpu)) => {
-                cpu.few_tokens = if cpu.few_tokens == 0 { 16 } else { 0 };
-                cpu.few_columns = columns;
+            ("decode", Some(cpu)) => {
+                cpu.decode_tokens = if cpu.decode_tokens == 0 { 16 } else { 0 };
+                cpu.decode_columns = columns;
             }
             ("shallow", _) => config.tile_depth = 64,
             ("deep", _) => config.tile_depth = 4096,
@@ -122,7 +122,7 @@ fn tiled(kernel: &KernelPlan, tiling: &str) -> KernelPlan {
     kernel
 }
 
-/// A text without comments and blanks.
+/// Returns the text without comments and blanks.
 fn code(text: &str) -> String {
     let lines = text
         .lines()

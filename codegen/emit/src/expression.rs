@@ -5,7 +5,7 @@ use moesaic_spec::Expression;
 use moesaic_spec::expression::{Function, Id, Node};
 use std::collections::BTreeSet;
 
-/// How a kernel writes numbers and names functions.
+/// The spelling of numbers and function names in a kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Notation {
     /// Vectors of C.
@@ -14,10 +14,10 @@ pub enum Notation {
     Scalar,
 }
 
-/// Longer parts get a line and a name of their own.
+/// The longest part without a line and a name of its own.
 const LONG: usize = 60;
 
-/// How tightly a text holds together, loosest first.
+/// The binding strength of a text, loosest first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
     Sum,
@@ -26,8 +26,8 @@ enum Level {
     Atom,
 }
 
-/// The body of a function of `x` that returns the node `root`: a line for
-/// every part that is used more than once, then the rest.
+/// Returns the body of a function of `x` that returns the node `root`: a line for every part that
+/// is used more than once, then the rest.
 pub fn body(expression: &Expression, root: Id, notation: Notation) -> String {
     let nodes = expression.nodes();
     let mut writer = Writer {
@@ -54,7 +54,7 @@ pub fn body(expression: &Expression, root: Id, notation: Notation) -> String {
     format!("{}    return {value};", writer.lines)
 }
 
-/// The functions that value and derivative call, by their names in expressions.
+/// Returns the functions that value and derivative call, by their names in expressions.
 pub fn calls(expression: &Expression) -> Vec<String> {
     let called = expression.nodes().iter().filter_map(|node| match node {
         Node::Call(function, _) => Some(*function),
@@ -64,8 +64,8 @@ pub fn calls(expression: &Expression) -> Vec<String> {
     called.iter().map(|f| f.name().to_string()).collect()
 }
 
-/// How often each node appears in the text of `root`. The base of a power is
-/// written several times.
+/// Returns the number of uses of each node in the text of `root`. The base of a power counts
+/// several times, because its text does.
 fn uses(nodes: &[Node], root: Id) -> Vec<u32> {
     let mut uses = vec![0; nodes.len()];
     uses[root.index()] = 1;
@@ -94,7 +94,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// The text of one node, whose operands have theirs.
+    /// Writes the text of a node whose operands have theirs.
     fn write(&mut self, index: usize) {
         let (text, level) = self.text(index);
         let leaf = matches!(self.nodes[index], Node::X | Node::Constant(_));
@@ -134,7 +134,7 @@ impl Writer<'_> {
         )
     }
 
-    /// The text of a node, in parentheses where it is looser than that.
+    /// Returns the text of a node, in parentheses where it is looser than that.
     fn at(&self, id: Id, level: Level) -> String {
         match &self.texts[id.index()] {
             (text, own) if *own >= level => text.clone(),
@@ -142,7 +142,7 @@ impl Writer<'_> {
         }
     }
 
-    /// As an argument of a function: a vector, also where it is a number.
+    /// Returns the text as an argument of a function: a vector, even for a number.
     fn argument(&self, id: Id) -> String {
         let text = self.at(id, Level::Sum);
         match (self.notation, self.nodes[id.index()]) {
@@ -151,7 +151,7 @@ impl Writer<'_> {
         }
     }
 
-    /// Products of repeated squares.
+    /// Returns a power as a product of repeated squares.
     fn power(&mut self, base: Id, exponent: i32) -> (String, Level) {
         let mut square = self.at(base, Level::Atom);
         let mut factors: Vec<String> = Vec::new();
@@ -204,7 +204,7 @@ impl Writer<'_> {
         }
     }
 
-    /// A line that gives a text a name.
+    /// Returns a line that gives a text a name.
     fn named(&mut self, text: &str) -> String {
         self.names += 1;
         let name = format!("t{}", self.names);
@@ -216,7 +216,7 @@ impl Writer<'_> {
         name
     }
 
-    /// The name that the prelude has for a function.
+    /// Returns the name that the prelude has for a function.
     fn function(&self, function: Function) -> &'static str {
         let (vector, scalar) = match function {
             Function::Exp => ("exp_f32", "exponential"),

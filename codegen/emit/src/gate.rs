@@ -1,5 +1,5 @@
-//! What templates of gates see as `g`: what follows from a desc, as its own methods say
-//! it, so that text and parameter lists cannot differ.
+//! The record `g` of gate templates. It holds what follows from a desc, computed by the desc's own
+//! methods, so that text and parameter lists cannot differ.
 
 use moesaic_plan::{GateTopkDesc, Logits, Op};
 use moesaic_spec::{RouterInput, RouterKind, Select};
@@ -22,13 +22,13 @@ pub(crate) struct GateText {
     mixer: bool,
     /// Experts choose their tokens.
     choice: bool,
-    /// Chosen scores that are next to nothing are taken relative to the largest.
+    /// Chosen scores close to zero are divided by the largest.
     relative: bool,
     /// Sinkhorn's iteration balances logits.
     sinkhorn: bool,
     /// Entropy sets a temperature, load a bias.
     guided: bool,
-    /// Random numbers are drawn, for whatever follows.
+    /// The kernel draws random numbers.
     draws: bool,
     /// The router reads tokens times random factors.
     draws_input: bool,
@@ -36,14 +36,14 @@ pub(crate) struct GateText {
     noisy: bool,
     /// The scale of that noise is learned.
     learned: bool,
-    /// Noise is added to what selection looks at.
+    /// Noise is added to the keys of selection.
     key_noise: bool,
     /// The second expert of a token goes by chance.
     second: bool,
 }
 
 impl GateText {
-    /// Of an operator; `None` where it has no gate.
+    /// Returns the record of an operator; `None` if it has no gate.
     pub(crate) fn new(op: &Op) -> Option<GateText> {
         match op {
             Op::GateTopk { desc, .. } => Some(gate(desc)),

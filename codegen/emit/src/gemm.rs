@@ -1,5 +1,5 @@
-//! What templates of products on CPUs see as `g`: all that they would have to work out
-//! from a desc, a config and a target.
+//! The record `g` of CPU GEMM templates: everything that follows from a desc, a config and a
+//! target, so that templates compute nothing.
 
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
 use moesaic_plan::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
@@ -7,7 +7,7 @@ use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
 use moesaic_spec::Activation;
 use serde::Serialize;
 
-/// Which product of a layer.
+/// A GEMM of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Pass {
@@ -16,19 +16,19 @@ enum Pass {
     Wgrad,
 }
 
-/// How results are stored.
+/// The way results are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Stores {
-    /// As they come.
+    /// Through the caches.
     Cached,
-    /// Large ones past the caches: a row's part of a register tile is whole lines.
+    /// Large ones past the caches: a register tile has whole lines of each row.
     Streamed,
-    /// Large ones past the caches, two lines at a time, which wait until they are whole.
+    /// Large ones past the caches, two lines at a time; results wait until both lines are whole.
     Runs,
 }
 
-/// What multiplies.
+/// The instructions that multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
     /// f32 by vectors.
@@ -41,56 +41,56 @@ enum Unit {
     Tiles,
 }
 
-/// A product on a CPU, for its template.
+/// A CPU GEMM, for its template.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct GemmText {
     pass: Pass,
-    /// The entry: `grouped_gemm_dgrad_up`.
+    /// The symbol of the entry: `grouped_gemm_dgrad_up`.
     symbol: String,
-    /// What it computes: `hidden = silu(rows * gate) * (rows * up)`.
+    /// The formula: `hidden = silu(rows * gate) * (rows * up)`.
     formula: String,
-    /// AMX tiles multiply; without them vectors do.
+    /// AMX tiles multiply; otherwise vectors do.
     tiles: bool,
-    /// A 32-bit lane multiplies two bf16; without them one f32.
+    /// A 32-bit lane multiplies two bf16; otherwise one f32.
     pairs: bool,
-    /// Two rows of words of four bf16 are multiplied by two columns at once.
+    /// An instruction multiplies two rows of four-bf16 words by two columns.
     quads: bool,
-    /// C type of a word of an operand: what is multiplied as one.
+    /// The C type of a word of an operand: the elements that one lane multiplies.
     word: &'static str,
     /// C type of the words of as many columns as a vector has lanes.
     word_vector: &'static str,
     /// Words of a depth slice.
     tile_words: usize,
-    /// The sum is cut into depth slices.
+    /// The contraction is cut into depth slices.
     slices: bool,
-    /// A thread's scratch memory has the sums of a block.
+    /// A thread's scratch memory holds the sums of a block.
     keeps_sums: bool,
-    /// Element type of the left factors.
+    /// The element type of the left operands.
     left: DType,
-    /// Element type of the right factors.
+    /// The element type of the right operands.
     right: DType,
-    /// The left factors by name.
+    /// The left operands by name.
     inputs: Vec<&'static str>,
-    /// The matrices by name: right factors, of wgrad results.
+    /// The matrices by name: right operands, in wgrad results.
     matrices: Vec<&'static str>,
     /// Results by name.
     outputs: Vec<&'static str>,
     stores: Stores,
-    /// Sums become several results, or an activation of them.
+    /// The epilogue turns sums into several results, or applies an activation.
     activates: bool,
-    /// Pre-activations that are read beside sums.
+    /// Pre-activations that the epilogue reads.
     kept: Vec<&'static str>,
-    /// Rows of the left factor are prefetched beside products.
+    /// Rows of the left operand are prefetched during multiplications.
     prefetches_input: bool,
-    /// Element types of what is packed.
+    /// Element types of packed operands.
     packs: Vec<DType>,
-    /// C type of what is packed, and the distance of its rows.
+    /// The C type of the packed operand, and the stride of its rows.
     packed_type: &'static str,
     packed_stride: &'static str,
 }
 
 impl GemmText {
-    /// Of an operator; `None` where it is no product on a CPU.
+    /// Returns the record of an operator; `None` if it is not a CPU GEMM.
     pub(crate) fn new(op: &Op, target: Target) -> Option<GemmText> {
         let (Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa))) = target else {
             return None;
@@ -114,7 +114,7 @@ fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> U
     }
 }
 
-/// What all products have, of left and right factors of these types.
+/// Returns what all GEMMs share, for left and right operands of these types.
 fn base(
     pass: Pass,
     config: &GroupedGemmConfig,
@@ -150,7 +150,8 @@ fn base(
     }
 }
 
-/// A row's results of a register tile go past the caches if they are whole lines.
+/// Returns the way results are stored. They go past the caches if a register tile has whole lines
+/// of each row.
 fn stores(unit: Unit, config: &GroupedGemmConfig, results: DType) -> Stores {
     const LINE: usize = 64;
     match unit {
@@ -160,7 +161,7 @@ fn stores(unit: Unit, config: &GroupedGemmConfig, results: DType) -> Stores {
     }
 }
 
-/// The elements of a depth slice.
+/// Returns the elements of a depth slice.
 fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
     config.tile_depth * if text.pairs { 2 } else { 1 }
 }
@@ -204,7 +205,7 @@ fn forward_formula(d: &GroupedGemmDesc) -> String {
     }
 }
 
-/// The name of a known activation.
+/// Returns the name of a known activation.
 fn activation(activation: &Activation) -> &'static str {
     match activation {
         Activation::Silu => "silu",
@@ -304,7 +305,7 @@ fn wgrad_formula(d: &GroupedGemmWgradDesc) -> &'static str {
     }
 }
 
-/// Whether a field of [`GemmText`] can be this text.
+/// Returns whether a field of [`GemmText`] can be this text.
 #[cfg(test)]
 pub(crate) fn can_be(field: &str, text: &str) -> bool {
     let names = match field {
@@ -328,7 +329,7 @@ mod tests {
     use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
     use moesaic_spec::LayerSpec;
 
-    /// The product of this name of a layer of bf16 that trains.
+    /// Returns the GEMM of this name in a layer of bf16 that trains.
     fn product(name: &str, target: &str, options: &str) -> GemmText {
         let spec = format!(
             r#"{{{options}"shape":{{"model_dim":256,"hidden_dim":512,"experts":4,"top_k":2}},

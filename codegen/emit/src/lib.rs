@@ -1,13 +1,12 @@
-//! From a kernel plan to source text.
+//! The text of kernels, from a kernel plan.
 //!
-//! A template sees five things: `d`, the desc; `c`, the config; `g`, of a product on a CPU what
-//! follows from both, of a gate what follows from its desc; `target`, facts of the target; and
-//! `entry`, one record per entry with its parameter list already written in the target's
-//! language, so that a template cannot disagree with the signature it is launched by. Values go
-//! into a block of named constants; logic stays in the kernel language.
+//! A template sees five records: `d`, the desc; `c`, the config; `g`, what follows from both for a
+//! CPU GEMM, or from the desc for a gate; `target`, facts of the target; and `entry`, one record
+//! for each entry with its parameter list already written in the language of the target, so that a
+//! template cannot disagree with the signature of its launch. Values go into a block of named
+//! constants; logic stays in the kernel language.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
 mod expression;
 mod gate;
@@ -23,7 +22,7 @@ use moesaic_plan::{KernelPlan, LayerPlan};
 #[doc(hidden)]
 pub use render::part;
 
-/// A kernel that could not be written. Always a defect of moesaic.
+/// A kernel that the templates cannot write. Always a defect of moesaic.
 #[derive(Debug, thiserror::Error)]
 #[error("kernel `{kernel}` cannot be emitted for `{target}`: {reason}")]
 pub struct EmitError {
@@ -31,25 +30,25 @@ pub struct EmitError {
     pub kernel: String,
     /// The target.
     pub target: String,
-    /// What the template engine said.
+    /// The message of the template engine.
     pub reason: String,
 }
 
-/// Which definitions of the hardware primitives stand above a GPU kernel.
+/// The definitions of the hardware primitives above a GPU kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prelude {
-    /// Those of the target.
+    /// The definitions of the target.
     Native,
-    /// Host C++, where a thread of the GPU is a fiber: the text below the
-    /// prelude then runs on a CPU, as it stands.
+    /// Host C++, where a thread of the GPU is a fiber: the unchanged text below the prelude then
+    /// runs on a CPU.
     Sim,
 }
 
-/// Writes one kernel for a target. For a simulator of NVIDIA's GPUs that is
-/// the text the GPU gets, to the byte; for one of AMD's it is the GPU's text
-/// over the prelude of the host.
+/// Writes one kernel for a target. A simulator of an NVIDIA GPU gets the text of that GPU, to the
+/// byte; a simulator of an AMD GPU gets the GPU's text over the prelude of the host.
 ///
 /// # Errors
+///
 /// [`EmitError`] when a template is wrong.
 pub fn emit(kernel: &KernelPlan, target: Target) -> Result<KernelSource, EmitError> {
     let prelude = match target {
@@ -59,10 +58,10 @@ pub fn emit(kernel: &KernelPlan, target: Target) -> Result<KernelSource, EmitErr
     emit_with(kernel, target, prelude)
 }
 
-/// Writes one kernel for a target with the chosen prelude, which means
-/// nothing to a CPU target.
+/// Writes one kernel for a target with the chosen prelude. CPU targets ignore `prelude`.
 ///
 /// # Errors
+///
 /// [`EmitError`] when a template is wrong.
 pub fn emit_with(
     kernel: &KernelPlan,
@@ -96,7 +95,7 @@ pub fn emit_layer(plan: &LayerPlan) -> Result<Vec<KernelSource>, EmitError> {
         .collect()
 }
 
-/// The language kernels of a target are written in.
+/// Returns the language in which kernels of a target are written.
 pub fn language(target: Target) -> Language {
     match target {
         Target::Cpu(_) | Target::Sim(SimArch::Cpu(_)) => Language::C,
@@ -105,7 +104,7 @@ pub fn language(target: Target) -> Language {
     }
 }
 
-/// Every template by name: with a plan, all that a text is made from.
+/// Returns every template by name. A plan and these determine a text.
 pub fn templates() -> impl Iterator<Item = (&'static str, &'static str)> {
     let all = moesaic_templates::CPU.iter().chain(moesaic_templates::GPU);
     all.copied()

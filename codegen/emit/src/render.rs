@@ -13,12 +13,12 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use tera::{Context, Kwargs, State, Tera, TeraResult, Value};
 
-/// Facts of a target that a template may use.
+/// The facts of a target that a template may use.
 #[derive(Serialize)]
 struct TargetText {
     /// `cpu`, `cuda` or `rocm`.
     backend: &'static str,
-    /// Which prelude a GPU kernel stands on: `cuda`, `hip` or `sim`; `c` on CPUs.
+    /// The prelude of a GPU kernel, `cuda`, `hip` or `sim`; `c` on CPUs.
     dialect: &'static str,
     /// `avx512`, `sm_90a`, `gfx942`.
     arch: String,
@@ -26,9 +26,9 @@ struct TargetText {
     vector_bytes: usize,
     /// Vector registers of a CPU; 0 on GPUs.
     vector_registers: usize,
-    /// Whether a CPU has a product of pairs of bf16 added to an f32.
+    /// Whether an instruction multiplies pairs of bf16 and adds them to an f32.
     bf16_pairs: bool,
-    /// Whether a CPU has a product of two rows by two columns of four bf16 each.
+    /// Whether an instruction multiplies two rows by two columns of four bf16 each.
     bf16_quads: bool,
     /// Whether a CPU has AVX2 at least.
     avx2: bool,
@@ -99,7 +99,7 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
     Ok(tidy(&(text + &launchers(kernel, target, prelude))))
 }
 
-/// All that the template of a kernel may use.
+/// Returns all names that the template of a kernel may use.
 pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Context {
     let parts = parts(&kernel.op);
     let overlaps = kernel.entries.iter().any(|entry| entry.launch.dependent);
@@ -123,14 +123,14 @@ pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> 
     }
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
-    // In the order of the kernel: the engine walks a map in another one every time.
+    // A list keeps the order of the kernel; the engine goes over a map in random order.
     let exports = kernel.entries.iter();
     let exports = exports.map(|entry| &entries[entry.symbol.as_str()].export);
     context.insert("exports", &exports.collect::<Vec<_>>());
     context
 }
 
-/// Entries of other kernels that are functions of this one.
+/// Returns the entries of other kernels that are functions of this one.
 fn parts(op: &Op) -> Vec<Entry> {
     match op {
         Op::Route { desc, config } => desc.parts(config),
@@ -138,17 +138,18 @@ fn parts(op: &Op) -> Vec<Entry> {
     }
 }
 
-/// One template of a target's family over an operator alone, so that a test can
-/// call the functions of the prelude.
+/// Returns one template of a target's family over an operator alone, so that a test can call the
+/// functions of the prelude.
 ///
 /// # Errors
+///
 /// When the template needs more than `d` and `c`.
 pub fn part(name: &str, op: &Op, target: Target) -> Result<String, String> {
     let text = engine(target)?.render(name, &context(op));
     text.map_err(|error| error.to_string())
 }
 
-/// On the host every kernel needs a function that runs a grid of it.
+/// Returns a function for each entry that runs a grid of it on the host.
 fn launchers(kernel: &KernelPlan, target: Target, prelude: Prelude) -> String {
     match dialect(target, prelude) {
         "sim" => {
@@ -161,7 +162,7 @@ fn launchers(kernel: &KernelPlan, target: Target, prelude: Prelude) -> String {
     }
 }
 
-/// `d`, the desc, and `c`, the config.
+/// Returns `d`, the desc, and `c`, the config.
 fn context(op: &Op) -> Context {
     let op = Value::from_serializable(op);
     let mut context = Context::new();
@@ -172,18 +173,18 @@ fn context(op: &Op) -> Context {
     context
 }
 
-/// The template of a kernel. Families of products that need the matrix units of
-/// one vendor lie in that vendor's folder.
+/// Returns the template of a kernel. Families that need one vendor's tensor or matrix cores lie in
+/// that vendor's folder.
 pub(crate) fn template_name(kernel: &KernelPlan, target: Target) -> String {
     let stem = kernel.stem();
     if let Op::Route { .. } = &kernel.op {
         return "gpu/route.cu".to_string();
     }
     let vendor = match kernel.op.gemm().map(|config| &config.family) {
-        Some(GemmFamily::Mma { .. } | GemmFamily::MmaFew { .. } | GemmFamily::Wgmma { .. }) => {
+        Some(GemmFamily::Mma { .. } | GemmFamily::MmaDecode { .. } | GemmFamily::Wgmma { .. }) => {
             "cuda"
         }
-        Some(GemmFamily::Mfma { .. } | GemmFamily::MfmaFew { .. } | GemmFamily::Wmma { .. }) => {
+        Some(GemmFamily::Mfma { .. } | GemmFamily::MfmaDecode { .. } | GemmFamily::Wmma { .. }) => {
             "rocm"
         }
         _ => return plain_template(stem, target),
@@ -202,7 +203,7 @@ pub(crate) fn plain_template(stem: Stem, target: Target) -> String {
     }
 }
 
-/// The parsed templates of a target's family; parsed once.
+/// Returns the templates of a target's family, parsed once.
 fn engine(target: Target) -> Result<&'static Tera, String> {
     static CPU: OnceLock<Result<Tera, String>> = OnceLock::new();
     static GPU: OnceLock<Result<Tera, String>> = OnceLock::new();
@@ -219,8 +220,8 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
     let mut tera = Tera::new();
     tera.autoescape_on(Vec::<&'static str>::new());
     tera.register_filter("f32", |value: f64, _: Kwargs, _: &State| c_float(value));
-    // Of the expression of a custom activation: its functions, and the bodies of
-    // value and derivative in C vectors (`vec_`) or scalars.
+    // Filters for the expression of a custom activation: its functions, and the bodies of value and
+    // derivative in C vectors (`vec_`) or scalars.
     tera.register_filter("calls", |text: String, _: Kwargs, _: &State| {
         parsed(&text).map(|expression| expression::calls(&expression))
     });
@@ -243,13 +244,13 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
     Ok(tera)
 }
 
-/// An expression that validation has accepted.
+/// Returns an expression that validation has accepted.
 fn parsed(text: &str) -> TeraResult<Expression> {
     Expression::parse(text).map_err(|error| tera::Error::message(error.to_string()))
 }
 
-/// A float literal of C: the shortest decimal that reads back as the same
-/// `f32`, such as `2.5f` or `1e-20f`.
+/// Returns a float literal of C: the shortest decimal that reads back as the same `f32`, such as
+/// `2.5f` or `1e-20f`.
 pub(crate) fn c_float(value: f64) -> String {
     let text = format!("{:?}", value as f32);
     match text.as_str() {

@@ -3,26 +3,26 @@
 use moesaic_kernel::{Access, Entry, Language, Param, ParamType, Scalar};
 use serde::Serialize;
 
-/// What a template sees of an entry.
+/// An entry, as a template sees it.
 #[derive(Serialize)]
 pub struct EntryText {
     /// The symbol.
     symbol: String,
-    /// What one launch does.
+    /// The action of one launch.
     summary: String,
     /// Threads per block.
     threads: u32,
     /// The parameter list, one per line, with shapes as comments.
     params: String,
-    /// The names of the parameters, as a call that indents by four gives them.
+    /// The parameter names, as the arguments of a call indented by four.
     args: String,
     /// C only: the exported function that unpacks arguments and runs blocks.
     pub export: String,
 }
 
 impl EntryText {
-    /// The texts of `entry`, of a kernel that may begin before the launches before it have ended
-    /// or of one that does not.
+    /// Returns the texts of `entry`. `overlaps` is whether launches of the kernel may begin before
+    /// earlier launches have ended.
     pub fn new(entry: &Entry, language: Language, overlaps: bool) -> EntryText {
         EntryText {
             symbol: entry.symbol.clone(),
@@ -39,8 +39,9 @@ impl EntryText {
     }
 }
 
-/// How a tensor's pointer is declared. Where launches overlap it is plain: what a `__restrict__`
-/// one reads is constant for the compiler, which then reads it before the wait for its writer.
+/// Returns the declaration of a pointer. Where launches overlap it has no `__restrict__`, because
+/// the compiler takes memory behind a `__restrict__` pointer for constant and would read it before
+/// the kernel waits for its writer.
 fn pointer(language: Language, overlaps: bool) -> &'static str {
     match language {
         Language::C => "*restrict ",
@@ -72,7 +73,7 @@ fn params(params: &[Param], language: Language, pointer: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// `const f32 *restrict logits`.
+/// Returns `const f32 *restrict logits`.
 fn declaration(param: &Param, pointer: &str) -> String {
     match param.ty {
         ParamType::Tensor(dtype, access) => {
@@ -91,10 +92,9 @@ fn scalar_name(scalar: Scalar) -> &'static str {
     }
 }
 
-/// The exported function of a C entry. `args[i]` points to the value of
-/// argument i; blocks `first..last` of a grid `grid_x` wide are run. An entry
-/// that asks for shared memory gets as much of the thread's own, which begins
-/// with a line of zeros.
+/// Returns the exported function of a C entry. `args[i]` points to the value of argument i. The
+/// function runs blocks `first..last` of a grid that is `grid_x` wide. An entry with shared memory
+/// gets memory of the thread, which begins with a line of zeros.
 fn export(entry: &Entry) -> String {
     let symbol = &entry.symbol;
     let unpack: String = entry
@@ -117,7 +117,7 @@ fn export(entry: &Entry) -> String {
     )
 }
 
-/// The arguments of a call with the names of its parameters, broken where lines are full.
+/// Returns the arguments of a call with the names of its parameters, broken into lines.
 fn args(entry: &Entry) -> String {
     let names: Vec<&str> = entry.params.iter().map(|p| p.name.as_str()).collect();
     let head = " ".repeat("    scan::(".len() + entry.symbol.len());
@@ -138,12 +138,12 @@ fn unpack(index: usize, param: &Param) -> String {
             let ty = scalar_name(scalar);
             format!("    {ty} {name} = *(const {ty} *)args[{index}];\n")
         }
-        // No C kernel has one: only copy engines read tensor maps.
+        // No C kernel has one: only TMA reads tensor maps.
         ParamType::TensorMap(_) => String::new(),
     }
 }
 
-/// A call over several lines of at most 96 columns.
+/// Returns a call over several lines of at most 96 columns.
 fn wrap(head: &str, names: &[&str]) -> String {
     let indent = " ".repeat(12);
     let mut text = head.to_string();

@@ -1,4 +1,4 @@
-//! Each template begins with a list of what it wants, and the list is true.
+//! Tests that each template begins with the true list of the names that it reads from outside.
 
 use crate::gemm;
 use crate::render;
@@ -34,7 +34,7 @@ const LANGUAGE: [&str; 23] = [
     "break",
 ];
 
-/// What one template reads and binds, in the order of its text.
+/// The names that one template reads and binds, in the order of its text.
 #[derive(Default)]
 struct Reads {
     /// Names and first fields that come from outside: `d.weights`, `entry`.
@@ -78,7 +78,7 @@ fn tokens(tag: &str) -> Vec<Token> {
     list
 }
 
-/// The insides of `{{ }}` and `{% %}`.
+/// Returns the insides of `{{ }}` and `{% %}`.
 fn tags(text: &str) -> Vec<&str> {
     let mut list = Vec::new();
     let mut rest = text;
@@ -183,7 +183,7 @@ fn all() -> BTreeMap<&'static str, Reads> {
         .collect()
 }
 
-/// The list that a template begins with.
+/// Returns the list that a template begins with.
 fn head(wants: &BTreeSet<String>) -> String {
     let mut head = "{#- wants:".to_string();
     let mut width = head.len();
@@ -217,13 +217,14 @@ fn a_template_begins_with_what_it_wants() {
     assert!(wrong.is_empty(), "these have to begin so:\n{wrong}");
 }
 
-/// Fields that are there for some kernels only.
+/// Fields that exist for some kernels only.
 const SOMETIMES: [&str; 2] = [
-    "d.half",        // of products; the router's kernel, which has the same part, has no halves
+    "d.half",        // of GEMMs; the router has the same include and no halves
     "d.row_weights", // of rows for other ranks
 ];
 
-/// What a template and its parts want from outside, those that a part finds bound aside.
+/// Returns the names that a template and its includes read from outside, without those that are
+/// bound before an include.
 fn wanted(name: &str, all: &BTreeMap<&str, Reads>) -> BTreeSet<String> {
     let reads = &all[name];
     let mut wants = reads.wants.clone();
@@ -252,7 +253,7 @@ const TARGETS: [&str; 14] = [
     "sim:gfx942",
 ];
 
-/// A kernel for each template that one is written from, with its target.
+/// Returns a kernel, with its target, for each template that is no include.
 fn kernels() -> BTreeMap<String, (KernelPlan, Target)> {
     let mut kernels = BTreeMap::new();
     for seed in 0..12 {
@@ -277,7 +278,7 @@ fn what_templates_want_is_offered() {
     for stem in Stem::all() {
         let cpu = render::plain_template(stem, TARGETS[0].parse().expect("a target"));
         assert!(
-            stem == Stem::Wire || kernels.contains_key(&cpu),
+            stem == Stem::CommCast || kernels.contains_key(&cpu),
             "no kernel of {cpu}"
         );
     }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What is known of the caches of a CPU's core.
+/// The known cache sizes of a CPU's core.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CpuCaches {
     /// Bytes of the first level's data cache.
@@ -12,7 +12,7 @@ pub struct CpuCaches {
 }
 
 impl CpuCaches {
-    /// These sizes, and the other's where nothing is known.
+    /// Returns these sizes, and the other's where a size is unknown.
     #[must_use]
     pub fn or(self, other: CpuCaches) -> CpuCaches {
         CpuCaches {
@@ -21,7 +21,7 @@ impl CpuCaches {
         }
     }
 
-    /// The smaller of both sizes, level by level, as far as they are known.
+    /// Returns the smaller of both sizes, level by level, as far as they are known.
     #[must_use]
     pub fn least(self, other: CpuCaches) -> CpuCaches {
         let least = |a: Option<u64>, b: Option<u64>| a.into_iter().chain(b).min();

@@ -20,7 +20,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes per element.
+    /// Returns the bytes per element.
     pub const fn size(self) -> usize {
         match self {
             DType::F16 | DType::Bf16 => 2,
@@ -29,7 +29,7 @@ impl DType {
         }
     }
 
-    /// The lower-case name used in specs, file names and kernel names.
+    /// Returns the lower-case name used in specs, file names and kernel names.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -40,13 +40,13 @@ impl DType {
         }
     }
 
-    /// Whether values are floating point.
+    /// Returns whether values are floating point.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::Bf16)
     }
 
-    /// Unit roundoff of the format: half the gap between 1 and the next
-    /// larger value. Zero for integers.
+    /// Returns the unit roundoff of the format: half the gap between 1 and the next larger value.
+    /// Zero for integers.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             DType::F32 => 1.0 / (1u64 << 24) as f64,

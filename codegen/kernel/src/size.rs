@@ -25,12 +25,12 @@ pub enum Size {
     FloorDiv(Box<Size>, u64),
     /// The smaller of both.
     Min(Box<Size>, Box<Size>),
-    /// The first for up to so many tokens, the second for more.
+    /// The first size for up to so many tokens, the second for more.
     UpTo(u64, Box<Size>, Box<Size>),
 }
 
 impl Size {
-    /// `self / by`, rounded up. `by` must not be zero.
+    /// Returns `self / by`, rounded up. `by` must not be zero.
     pub fn ceil_div(self, by: u64) -> Size {
         match self {
             _ if by == 1 => self,
@@ -39,7 +39,7 @@ impl Size {
         }
     }
 
-    /// `self / by`, rounded down. `by` must not be zero.
+    /// Returns `self / by`, rounded down. `by` must not be zero.
     pub fn floor_div(self, by: u64) -> Size {
         match self {
             _ if by == 1 => self,
@@ -48,22 +48,22 @@ impl Size {
         }
     }
 
-    /// The smaller of both.
+    /// Returns the smaller of both.
     pub fn min(self, rhs: impl Into<Size>) -> Size {
         Size::Min(Box::new(self), Box::new(rhs.into()))
     }
 
-    /// `few` for up to `limit` tokens, `many` for more.
-    pub fn up_to(limit: u64, few: Size, many: Size) -> Size {
-        match many {
-            // What holds for fewer still is beside the point.
-            Size::UpTo(fewer, _, many) if fewer <= limit => Size::up_to(limit, few, *many),
-            many if few == many => many,
-            many => Size::UpTo(limit, Box::new(few), Box::new(many)),
+    /// Returns `below` for up to `limit` tokens and `above` for more.
+    pub fn up_to(limit: u64, below: Size, above: Size) -> Size {
+        match above {
+            // A smaller limit inside can never apply.
+            Size::UpTo(lower, _, above) if lower <= limit => Size::up_to(limit, below, *above),
+            above if below == above => above,
+            above => Size::UpTo(limit, Box::new(below), Box::new(above)),
         }
     }
 
-    /// The size for `tokens` tokens. Saturates instead of wrapping.
+    /// Returns the size for `tokens` tokens. Saturates instead of wrapping.
     pub fn eval(&self, tokens: u64) -> u64 {
         match self {
             Size::Const(n) => *n,
@@ -73,8 +73,8 @@ impl Size {
             Size::CeilDiv(a, by) => a.eval(tokens).div_ceil(*by),
             Size::FloorDiv(a, by) => a.eval(tokens) / by,
             Size::Min(a, b) => a.eval(tokens).min(b.eval(tokens)),
-            Size::UpTo(limit, few, _) if tokens <= *limit => few.eval(tokens),
-            Size::UpTo(_, _, many) => many.eval(tokens),
+            Size::UpTo(limit, below, _) if tokens <= *limit => below.eval(tokens),
+            Size::UpTo(_, _, above) => above.eval(tokens),
         }
     }
 }
@@ -128,7 +128,7 @@ impl fmt::Display for Size {
             Size::CeilDiv(a, by) => write!(f, "ceil({a}/{by})"),
             Size::FloorDiv(a, by) => write!(f, "floor({a}/{by})"),
             Size::Min(a, b) => write!(f, "min({a}, {b})"),
-            Size::UpTo(limit, few, many) => write!(f, "(T<={limit} ? {few} : {many})"),
+            Size::UpTo(limit, below, above) => write!(f, "(T<={limit} ? {below} : {above})"),
         }
     }
 }

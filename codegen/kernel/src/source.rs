@@ -1,4 +1,4 @@
-//! What codegen hands to a target: text, entry points, signatures, geometry.
+//! The handover from codegen to a target: text, entry points, signatures, launch geometry.
 
 use crate::{DType, Size, Target};
 use serde::{Deserialize, Serialize};
@@ -15,22 +15,22 @@ pub enum Stem {
     ExpertScan,
     /// Token rows to expert rows.
     Dispatch,
-    /// Expert matrix products with their epilogues.
+    /// The GEMMs of the experts with their epilogues.
     GroupedGemm,
     /// Expert rows back to tokens, weighted.
     Combine,
-    /// From the output's gradient to those of expert rows and weights.
+    /// The gradient of expert rows from the output's, and of combine weights.
     CombineBwd,
-    /// Gradients of what an expert's products read.
+    /// Gradients of the inputs of the experts' GEMMs.
     GroupedGemmDgrad,
     /// Gradients of an expert's matrices and biases.
     GroupedGemmWgrad,
-    /// From gradients of weights and losses to those of logits.
+    /// Gradients of logits, from those of weights and losses.
     GateTopkBwd,
     /// Gradients of expert rows back to tokens.
     DispatchBwd,
-    /// Rows as they are between nodes, and back.
-    Wire,
+    /// Rows to and from the communication dtype.
+    CommCast,
 }
 
 impl Stem {
@@ -52,16 +52,16 @@ impl Stem {
         Stem::DispatchBwd,
     ];
 
-    /// The stem of what is done to rows between ranks, in either pass.
-    pub const BETWEEN: [Stem; 1] = [Stem::Wire];
+    /// The stem of the kernels that run between ranks, in either pass.
+    pub const BETWEEN: [Stem; 1] = [Stem::CommCast];
 
-    /// Every stem.
+    /// Returns every stem.
     pub fn all() -> impl Iterator<Item = Stem> {
         let passes = Stem::FORWARD.into_iter().chain(Stem::BACKWARD);
         passes.chain(Stem::BETWEEN)
     }
 
-    /// The snake_case spelling.
+    /// Returns the snake_case spelling.
     pub const fn name(self) -> &'static str {
         match self {
             Stem::GateTopk => "gate_topk",
@@ -74,7 +74,7 @@ impl Stem {
             Stem::GroupedGemmWgrad => "grouped_gemm_wgrad",
             Stem::GateTopkBwd => "gate_topk_bwd",
             Stem::DispatchBwd => "dispatch_bwd",
-            Stem::Wire => "wire",
+            Stem::CommCast => "comm_cast",
         }
     }
 }
@@ -98,7 +98,7 @@ pub enum Language {
 }
 
 impl Language {
-    /// The extension of a file of this language.
+    /// Returns the extension of a file of this language.
     pub const fn extension(self) -> &'static str {
         match self {
             Language::C => "c",
@@ -115,14 +115,13 @@ pub struct KernelSource {
     pub stem: Stem,
     /// A readable name, unique within a layer: `grouped_gemm_up`.
     pub name: String,
-    /// What the text was generated for.
+    /// The target of the text.
     pub target: Target,
     /// The language of `text`.
     pub language: Language,
     /// The whole text; it includes no header.
     pub text: String,
-    /// What it computes and how it is tiled, in one canonical spelling, for
-    /// cache keys.
+    /// Desc and config in one canonical spelling, for cache keys.
     pub config: String,
     /// The functions that can be launched.
     pub entries: Vec<Entry>,
@@ -133,11 +132,11 @@ pub struct KernelSource {
 pub struct Entry {
     /// The exported symbol.
     pub symbol: String,
-    /// One line for people: what one launch does.
+    /// One line for people: the action of one launch.
     pub summary: String,
     /// Parameters in order.
     pub params: Vec<Param>,
-    /// How many blocks, how many threads.
+    /// The numbers of blocks and threads.
     pub launch: Launch,
 }
 
@@ -160,29 +159,28 @@ pub enum ParamType {
     Tensor(DType, Access),
     /// A value.
     Scalar(Scalar),
-    /// A tensor as the copy engine of sm_90 and later sees it: 128 bytes that
-    /// the device encodes when it launches.
+    /// A tensor map for TMA of sm_90 and later: 128 bytes that the device encodes at launch.
     TensorMap(TensorMap),
 }
 
-/// How a copy engine cuts a dense row-major tensor into boxes.
+/// The boxes into which TMA cuts a dense row-major tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorMap {
     /// Element type.
     pub dtype: DType,
-    /// What the kernel does with the tensor.
+    /// The access of the kernel to the tensor.
     pub access: Access,
-    /// Dimensions the kernel names, 1 to 5. A tensor that has more is folded:
-    /// the outermost one counts for all that are left.
+    /// Dimensions that the kernel names, 1 to 5. A tensor with more is folded: the outermost
+    /// dimension contains all the others.
     pub rank: u8,
     /// Elements of a box, innermost dimension first; 1 beyond the rank.
     pub tile: [u32; 5],
-    /// How 16-byte chunks of a box are arranged in shared memory.
+    /// The arrangement of 16-byte chunks of a box in shared memory.
     pub swizzle: Swizzle,
 }
 
-/// The arrangement of 16-byte chunks in shared memory: the chunk index is
-/// XORed with the row index, over spans of so many bytes.
+/// The arrangement of 16-byte chunks in shared memory: the chunk index is XORed with the row index,
+/// over spans of this many bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Swizzle {
@@ -196,7 +194,7 @@ pub enum Swizzle {
     B128,
 }
 
-/// What a kernel does with the memory behind a pointer.
+/// The access of a kernel to the memory behind a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Access {
@@ -232,15 +230,15 @@ pub struct Launch {
     /// Adjacent blocks in x that form a cluster; 1 where there are none.
     #[serde(default = "alone")]
     pub cluster: u32,
-    /// Programmatic dependent launch: blocks may start before the launches before
-    /// have ended, and wait for their end and their writes before they touch
-    /// global memory. A kernel that is launched otherwise waits for nothing.
+    /// Programmatic dependent launch: blocks may start before earlier launches have ended, and wait
+    /// for their end and their writes before they touch global memory. Without this attribute a
+    /// kernel does not wait.
     #[serde(default)]
     pub dependent: bool,
 }
 
 impl Launch {
-    /// Blocks for a token count; with none there is nothing to launch.
+    /// Returns the number of blocks for a token count; zero means there is nothing to launch.
     pub fn blocks(&self, tokens: u64) -> u64 {
         let [x, y] = &self.grid;
         x.eval(tokens).saturating_mul(y.eval(tokens))
@@ -252,19 +250,19 @@ const fn alone() -> u32 {
 }
 
 impl KernelSource {
-    /// The file name `emit` and the golden folder use: `grouped_gemm_up.cu`.
+    /// Returns the file name that `emit` and the golden folder use: `grouped_gemm_up.cu`.
     pub fn file_name(&self) -> String {
         format!("{}.{}", self.name, self.language.extension())
     }
 
-    /// The entry with this symbol.
+    /// Returns the entry with this symbol.
     pub fn entry(&self, symbol: &str) -> Option<&Entry> {
         self.entries.iter().find(|entry| entry.symbol == symbol)
     }
 }
 
 impl ParamType {
-    /// Element type and access of a parameter with a tensor behind it.
+    /// Returns the element type and access of a parameter with a tensor behind it.
     pub fn tensor(self) -> Option<(DType, Access)> {
         match self {
             ParamType::Tensor(dtype, access) => Some((dtype, access)),
@@ -275,17 +273,17 @@ impl ParamType {
 }
 
 impl Param {
-    /// A tensor the kernel reads.
+    /// Returns a tensor the kernel reads.
     pub fn read(name: &str, dtype: DType, shape: impl Into<String>) -> Param {
         Param::tensor(name, dtype, Access::Read, shape)
     }
 
-    /// A tensor the kernel writes.
+    /// Returns a tensor the kernel writes.
     pub fn write(name: &str, dtype: DType, shape: impl Into<String>) -> Param {
         Param::tensor(name, dtype, Access::Write, shape)
     }
 
-    /// A tensor with the given access.
+    /// Returns a tensor with the given access.
     pub fn tensor(name: &str, dtype: DType, access: Access, shape: impl Into<String>) -> Param {
         Param {
             name: name.to_string(),
@@ -294,7 +292,7 @@ impl Param {
         }
     }
 
-    /// A tensor map over a tensor of this shape.
+    /// Returns a tensor map over a tensor of this shape.
     pub fn map(name: &str, map: TensorMap, shape: impl Into<String>) -> Param {
         Param {
             name: name.to_string(),
@@ -303,7 +301,7 @@ impl Param {
         }
     }
 
-    /// A 64-bit integer.
+    /// Returns a 64-bit integer.
     pub fn i64(name: &str) -> Param {
         Param {
             name: name.to_string(),

@@ -1,4 +1,4 @@
-//! Where a kernel can go: the name of a backend and its architecture.
+//! The targets of kernels: the name of a backend and its architecture.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -17,7 +17,7 @@ pub enum Target {
     Sim(SimArch),
 }
 
-/// The architecture a simulator stands in for.
+/// The architecture that a simulator stands in for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SimArch {
     /// PTX from NVRTC, interpreted.
@@ -28,7 +28,7 @@ pub enum SimArch {
     Cpu(CpuIsa),
 }
 
-/// The instruction set that CPU kernels are written for.
+/// The instruction set of CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CpuIsa {
     /// 16-byte vectors, nothing assumed beyond the baseline of the machine.
@@ -43,7 +43,7 @@ pub enum CpuIsa {
     Amx,
     /// aarch64.
     Neon,
-    /// [`CpuIsa::Neon`] with the products of bf16 of Armv8.6.
+    /// [`CpuIsa::Neon`] with the bf16 instructions of Armv8.6.
     NeonBf16,
 }
 
@@ -66,13 +66,13 @@ pub struct RocmArch {
     pub wave: u32,
 }
 
-/// A target name that is not known.
+/// A target name that moesaic does not know.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown target `{asked}`; {hint}\nknown targets: {known}")]
 pub struct TargetError {
-    /// What was asked for.
+    /// The name that was asked for.
     pub asked: String,
-    /// What to change.
+    /// A hint.
     pub hint: String,
     /// Every name that would have worked.
     pub known: String,
@@ -126,7 +126,7 @@ const ROCM: [(&str, u32); 9] = [
 ];
 
 impl Target {
-    /// Every target moesaic can emit for.
+    /// Returns every target moesaic can emit for.
     pub fn all() -> Vec<Target> {
         let cpu = CPU.iter().map(|&(isa, _)| Target::Cpu(isa));
         let cuda = CUDA
@@ -141,8 +141,8 @@ impl Target {
         real.into_iter().chain(sim).collect()
     }
 
-    /// The simulator of a GPU target, of an aarch64 one and of AMX; `None` for
-    /// other CPUs and for simulators.
+    /// Returns the simulator of a GPU target, of an aarch64 one and of AMX; `None` for other CPUs
+    /// and for simulators.
     pub const fn simulated(self) -> Option<Target> {
         match self {
             Target::Cuda(arch) => Some(Target::Sim(SimArch::Cuda(arch))),
@@ -154,8 +154,8 @@ impl Target {
         }
     }
 
-    /// The target whose kernels run: for a simulator what it stands in for,
-    /// else the target itself.
+    /// Returns the target whose kernels run: the hardware that a simulator stands in for, otherwise
+    /// the target itself.
     pub const fn hardware(self) -> Target {
         match self {
             Target::Sim(SimArch::Cuda(arch)) => Target::Cuda(arch),
@@ -165,7 +165,7 @@ impl Target {
         }
     }
 
-    /// The part before the colon: `cpu`, `cuda`, `rocm` or `sim`.
+    /// Returns the part before the colon: `cpu`, `cuda`, `rocm` or `sim`.
     pub const fn backend(self) -> &'static str {
         match self {
             Target::Cpu(_) => "cpu",
@@ -175,7 +175,7 @@ impl Target {
         }
     }
 
-    /// The part after the colon: `avx512`, `sm_90a`, `gfx942`.
+    /// Returns the part after the colon: `avx512`, `sm_90a`, `gfx942`.
     pub fn arch(self) -> String {
         match self {
             Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => isa.name().to_string(),
@@ -184,14 +184,14 @@ impl Target {
         }
     }
 
-    /// A spelling that is safe in file names: `cuda-sm_90a`.
+    /// Returns a spelling that is safe in file names: `cuda-sm_90a`.
     pub fn file_name(self) -> String {
         format!("{}-{}", self.backend(), self.arch())
     }
 }
 
 impl CpuIsa {
-    /// The name after `cpu:`.
+    /// Returns the name after `cpu:`.
     pub fn name(self) -> &'static str {
         CPU.iter()
             .find(|(isa, _)| *isa == self)
@@ -199,7 +199,7 @@ impl CpuIsa {
             .1
     }
 
-    /// Bytes of one vector register.
+    /// Returns the bytes of one vector register.
     pub const fn vector_bytes(self) -> usize {
         match self {
             CpuIsa::Portable | CpuIsa::Neon | CpuIsa::NeonBf16 => 16,
@@ -208,30 +208,30 @@ impl CpuIsa {
         }
     }
 
-    /// Whether one instruction multiplies two pairs of bf16 in each 32-bit
-    /// lane and adds both products to an f32.
+    /// Returns whether one instruction multiplies two pairs of bf16 in each 32-bit lane and adds
+    /// both products to an f32.
     pub const fn bf16_pairs(self) -> bool {
         matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::NeonBf16)
     }
 
-    /// Whether one instruction multiplies two rows by two columns of bf16, each
-    /// four deep, and adds the products to four f32: BFMMLA, which every CPU
-    /// with the dot products of Armv8.6 has.
+    /// Returns whether one instruction multiplies two rows by two columns of bf16, each four deep,
+    /// and adds the results to four f32. That is BFMMLA, which every CPU with the dot products of
+    /// Armv8.6 has.
     pub const fn bf16_quads(self) -> bool {
         matches!(self, CpuIsa::NeonBf16)
     }
 
-    /// Whether it is x86-64 with AVX2 at least.
+    /// Returns whether it is x86-64 with AVX2 at least.
     pub const fn has_avx2(self) -> bool {
         matches!(self, CpuIsa::Avx2) || self.has_avx512()
     }
 
-    /// Whether it is x86-64 with AVX-512 at least.
+    /// Returns whether it is x86-64 with AVX-512 at least.
     pub const fn has_avx512(self) -> bool {
         matches!(self, CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx)
     }
 
-    /// Vector registers the instruction set has.
+    /// Returns the number of vector registers of the instruction set.
     pub const fn vector_registers(self) -> usize {
         match self {
             CpuIsa::Portable | CpuIsa::Avx2 => 16,
@@ -243,9 +243,9 @@ impl CpuIsa {
 }
 
 impl CudaArch {
-    /// Whether a GPU of this architecture runs binaries for `asked`: the same
-    /// major capability, a minor one at most its own, and for suffixed
-    /// architectures the very same (`a`) or its family (`f`).
+    /// Returns whether a GPU of this architecture runs binaries for `asked`: the same major
+    /// capability, a minor one at most its own, and for suffixed architectures the very same (`a`)
+    /// or its family (`f`).
     pub fn runs(self, asked: CudaArch) -> bool {
         let family = self.capability / 10 == asked.capability / 10;
         match asked.suffix {

@@ -12,7 +12,7 @@ use moesaic::reference::{self, Random};
 use moesaic::target::Buffer;
 use moesaic::tensor::Element;
 use moesaic::typed::{Array, In, Launcher, Out, SignatureError, TypedLayer, rows, tensor};
-use moesaic::{Counters, Engine, EngineError, EngineOptions, LayerSpec, Training};
+use moesaic::{Engine, EngineError, EngineOptions, LayerSpec, RngKey, Training};
 use std::sync::LazyLock;
 
 moesaic::layer! {
@@ -165,7 +165,7 @@ fn forward_and_backward() {
     let dy: Vec<[f32; 9]> = x.iter().map(|row| *row.first_chunk().unwrap()).collect();
     let flat_dy: Vec<f64> = dy.as_flattened().iter().map(|&v| v.into()).collect();
     let expected = reference::backward(&Odd::spec(), &stored.0, &input, &flat_dy);
-    let forward = layer.forward_train(&x, Counters::default()).unwrap();
+    let forward = layer.forward_train(&x, RngKey::default()).unwrap();
     assert_eq!(forward.output.y, odd().0.forward(&x).unwrap());
     let first = layer.backward(&forward.saved, &dy, false).unwrap();
     let dx = first.dx.as_flattened().iter().map(|&v| v.into());

@@ -3,9 +3,8 @@
 use moesaic_kernel::CpuCaches;
 use serde::{Deserialize, Serialize};
 
-/// The sizes that a plan for a CPU follows. There are few, so that CPUs that are
-/// much alike have the same kernels. The default is what is assumed where nothing
-/// is known.
+/// The cache sizes that a CPU plan depends on. There are few classes, so that similar CPUs have the
+/// same kernels. The default is assumed where nothing is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CacheClass {
     l1_bytes: u64,
@@ -31,7 +30,7 @@ impl CacheClass {
     /// Second-level caches, ascending.
     pub const L2_BYTES: [u64; 4] = [256 * KIB, 512 * KIB, MIB, 2 * MIB];
 
-    /// The largest class whose caches these have, or the least.
+    /// Returns the largest class whose caches these have, or the least.
     pub fn of(caches: CpuCaches) -> CacheClass {
         let assumed = CacheClass::default();
         CacheClass {
@@ -40,7 +39,7 @@ impl CacheClass {
         }
     }
 
-    /// Every class.
+    /// Returns every class.
     pub fn all() -> impl Iterator<Item = CacheClass> {
         let of = |l1_bytes| {
             let each = CacheClass::L2_BYTES.into_iter();
@@ -49,12 +48,12 @@ impl CacheClass {
         CacheClass::L1_BYTES.into_iter().flat_map(of)
     }
 
-    /// Bytes of the first level's data cache, or somewhat fewer.
+    /// Returns the bytes of the first level's data cache, or somewhat fewer.
     pub fn l1_bytes(self) -> usize {
         self.l1_bytes as usize
     }
 
-    /// Bytes of the second level, or somewhat fewer.
+    /// Returns the bytes of the second level, or somewhat fewer.
     pub fn l2_bytes(self) -> usize {
         self.l2_bytes as usize
     }
@@ -64,7 +63,7 @@ impl CacheClass {
     }
 }
 
-/// The last of ascending sizes that is not above one, or the first.
+/// Returns the last of ascending sizes that is not above one, or the first.
 fn at_most(sizes: &[u64], size: Option<u64>) -> Option<u64> {
     let size = size?;
     let fits = sizes.iter().rev().find(|class| **class <= size);

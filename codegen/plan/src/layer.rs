@@ -1,4 +1,4 @@
-//! A whole pass, written down: kernels, tensors, and the steps in order.
+//! A plan of a whole pass: kernels, tensors, and the steps in order.
 
 pub(crate) mod around;
 mod backward;
@@ -24,13 +24,13 @@ pub use stack::stacked;
 pub use step::{EntryId, LaunchStep, Step, TensorId};
 pub use user::{UserPlan, plan_user_experts};
 
-/// Plans a layer for a target. The spec must be valid. Where the options say how
-/// it is trained, its steps do what only training does (noise, losses) and leave
-/// what backward needs; it evaluates by others.
+/// Plans a layer for a target. The spec must be valid. If the options say how it is trained, its
+/// steps do what only training does (noise, losses) and leave what backward needs, and it evaluates
+/// by other steps.
 ///
 /// # Errors
-/// None so far: every target computes every option. [`super::plan_user_experts`]
-/// does not.
+///
+/// None so far: every target computes every option. [`super::plan_user_experts`] does not.
 pub fn plan(
     spec: &LayerSpec,
     target: Target,
@@ -46,7 +46,7 @@ pub fn plan(
 }
 
 impl Builder {
-    /// A forward pass with the layer's own experts.
+    /// Adds a forward pass with the layer's own experts.
     fn forward(&mut self) {
         self.routing();
         self.experts();
@@ -54,21 +54,21 @@ impl Builder {
         self.combine();
     }
 
-    /// Does something of each shared expert.
+    /// Calls `act` for each shared expert.
     fn every_shared(&mut self, act: impl Fn(&mut Builder, usize)) {
         for index in 0..self.plan.spec.shared.len() {
             act(self, index);
         }
     }
 
-    /// The forward pass once more, without what only training does. Kernels
-    /// that are the same are shared.
+    /// Adds the forward pass once more, without what only training does. Both passes share equal
+    /// kernels.
     fn evaluation(&mut self) {
         self.pass = Pass::Evaluation;
         self.forward();
     }
 
-    /// Gate, scan, and losses: what comes before the experts.
+    /// Adds gate, scan, and losses, the steps before the experts.
     fn routing(&mut self) {
         let routed = self.gate();
         self.scan(routed);
@@ -77,7 +77,7 @@ impl Builder {
         }
     }
 
-    /// Whether the forward pass keeps the pre-activations.
+    /// Returns whether the forward pass keeps the pre-activations.
     pub(crate) fn keeps_hidden(&self) -> bool {
         let recompute = self.plan.training.map(|training| training.recompute);
         self.trains() && recompute == Some(Recompute::None)

@@ -1,16 +1,15 @@
-//! From a layer spec to kernels: what each computes, how it is tiled, what it
-//! is called with, and the order in which a forward pass launches them.
+//! Plans of kernels, from a layer spec: the computation and tiling of each kernel, its parameters,
+//! and the order of launches.
 //!
 //! ```text
 //! LayerSpec ──ops──> desc ──tiling on a Machine──> Op { desc, config } ──> [Entry]
 //!      └─────────────layer──> [TensorPlan] + [Step]
 //! ```
 //!
-//! Everything is plain data and every function is pure: the same spec and
-//! target give the same plan.
+//! Everything is plain data and every function is pure: the same spec and target give the same
+//! plan.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
 mod caches;
 mod layer;
@@ -52,7 +51,7 @@ use serde::{Deserialize, Serialize};
 pub struct KernelPlan {
     /// A readable name, unique within the layer: `grouped_gemm_up`.
     pub name: String,
-    /// What to compute, and how.
+    /// The desc and config.
     #[serde(flatten)]
     pub op: Op,
     /// The functions it exports and how each is launched.
@@ -60,18 +59,18 @@ pub struct KernelPlan {
 }
 
 impl KernelPlan {
-    /// The operator it belongs to.
+    /// Returns the operator it belongs to.
     pub fn stem(&self) -> Stem {
         self.op.stem()
     }
 
-    /// Of a product the unit that multiplies: `mma`.
+    /// Returns the family of a GEMM, such as `mma`; `None` for other kernels.
     pub fn family(&self) -> Option<&'static str> {
         Some(self.op.gemm()?.family.name())
     }
 }
 
-/// A spec that is valid and still cannot be planned.
+/// A valid spec that cannot be planned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -80,7 +79,7 @@ pub enum PlanError {
     Unsupported {
         /// The option as the spec spells it.
         option: &'static str,
-        /// What is possible instead.
+        /// Advice on what is possible instead.
         advice: &'static str,
     },
     /// A mesh of ranks that the layer cannot have.

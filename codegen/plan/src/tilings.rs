@@ -2,8 +2,8 @@
 
 use crate::{LayerPlan, TensorId};
 
-/// Plans of one layer that differ in tiles alone, and which is for how many
-/// tokens: that of the measured count that is nearest by ratio.
+/// Plans of one layer that differ in tiles alone. A call runs the plan of the measured token count
+/// that is nearest by ratio.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tilings {
     /// The first is for every count where there are no buckets.
@@ -21,7 +21,7 @@ struct Bucket {
 }
 
 impl From<LayerPlan> for Tilings {
-    /// One plan for every number of tokens.
+    /// Returns one plan for every number of tokens.
     fn from(plan: LayerPlan) -> Tilings {
         Tilings {
             plans: vec![plan],
@@ -31,8 +31,8 @@ impl From<LayerPlan> for Tilings {
 }
 
 impl Tilings {
-    /// The same with a plan for a number of tokens and those nearest to it. Equal
-    /// plans are there once.
+    /// Returns the same with a plan for a number of tokens and those nearest to it. Equal plans are
+    /// there once.
     #[must_use]
     pub fn with(mut self, tokens: usize, plan: LayerPlan) -> Tilings {
         debug_assert!(self.first().launches_as(&plan), "{:?}", plan.tuning);
@@ -50,24 +50,24 @@ impl Tilings {
         self
     }
 
-    /// The first plan. Tensors, but for sizes of scratch, and steps are those of
-    /// every plan.
+    /// Returns the first plan. Tensors, but for sizes of scratch, and steps are those of every
+    /// plan.
     pub fn first(&self) -> &LayerPlan {
         &self.plans[0]
     }
 
-    /// Every plan, each once.
+    /// Returns every plan, each once.
     pub fn plans(&self) -> &[LayerPlan] {
         &self.plans
     }
 
-    /// The measured numbers of tokens, ascending, and the plan of each.
+    /// Returns the measured numbers of tokens, ascending, and the plan of each.
     pub fn buckets(&self) -> impl Iterator<Item = (usize, &LayerPlan)> {
         let buckets = self.buckets.iter();
         buckets.map(|bucket| (bucket.tokens, &self.plans[bucket.plan]))
     }
 
-    /// The index of the plan for a call of so many tokens.
+    /// Returns the index of the plan for a call of so many tokens.
     pub fn index(&self, tokens: usize) -> usize {
         let pairs = self.buckets.windows(2);
         let past = |pair: &&[Bucket]| is_past(tokens, pair[0].tokens, pair[1].tokens);
@@ -75,12 +75,12 @@ impl Tilings {
         self.buckets.get(bucket).map_or(0, |bucket| bucket.plan)
     }
 
-    /// The plan for a call of so many tokens.
+    /// Returns the plan for a call of so many tokens.
     pub fn at(&self, tokens: usize) -> &LayerPlan {
         &self.plans[self.index(tokens)]
     }
 
-    /// Bytes that a tensor has at most in calls of up to so many tokens.
+    /// Returns the bytes that a tensor has at most in calls of up to so many tokens.
     pub fn bytes(&self, tensor: TensorId, tokens: u64) -> u64 {
         let each = self.plans.iter().map(|plan| plan[tensor].bytes(tokens));
         each.max().unwrap_or(0)
@@ -88,7 +88,7 @@ impl Tilings {
 }
 
 impl LayerPlan {
-    /// Whether another plan has the same steps on the same tensors.
+    /// Returns whether another plan has the same steps on the same tensors.
     fn launches_as(&self, other: &LayerPlan) -> bool {
         let names = |plan: &LayerPlan| -> Vec<String> {
             plan.tensors
@@ -102,7 +102,7 @@ impl LayerPlan {
     }
 }
 
-/// Whether a count is nearer to `more` than to `fewer`: past their geometric mean.
+/// Returns whether a count is nearer to `more` than to `fewer`: past their geometric mean.
 fn is_past(tokens: usize, fewer: usize, more: usize) -> bool {
     let square = |a: usize, b: usize| a as u128 * b as u128;
     square(tokens, tokens) > square(fewer, more)

@@ -1,9 +1,8 @@
-//! Sizes of tilings that a machine's own measurements may set.
+//! Sizes of tilings that measurements on a machine may set.
 //!
-//! Only sizes that cut work into blocks are among them, and none by which a sum
-//! is cut: a tuned layer gives the same bytes. CPUs have choices, GPUs have none
-//! so far. Only products have any: no size of another kernel's blocks made a
-//! layer faster by more than 0.1 % (benches/results/tune.txt).
+//! Only sizes that cut work into blocks are among them, and none that cuts a sum, so a tuned layer
+//! gives the same bytes. CPUs have choices, GPUs have none so far. Only GEMMs have any: no size of
+//! another kernel's blocks made a layer faster by more than 0.1 % (benches/results/tune.txt).
 
 use crate::{GroupedGemmConfig, Half, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
@@ -14,8 +13,8 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Knob {
-    /// Rows of a row tile. The scan lists these tiles, so that all products
-    /// that walk the list have the same.
+    /// Rows of a row tile. The scan lists these tiles, so that all GEMMs that read the list have
+    /// the same.
     TileRows,
     /// Columns of a block of `grouped_gemm_up`, of gate and of up alike.
     UpColumns,
@@ -24,24 +23,24 @@ pub enum Knob {
     /// Columns of a block of `grouped_gemm_dgrad_up` of the routed experts. The
     /// other half has none: its columns cut the sums of the weights' gradient.
     DgradColumns,
-    /// Rows of a piece of the gradient of a routed expert's weight.
+    /// Rows of a block of the gradient of a routed expert's weight.
     WgradRows,
-    /// Columns of a piece of the gradient of a routed expert's weight.
+    /// Columns of a block of the gradient of a routed expert's weight.
     WgradColumns,
 }
 
-/// What can be chosen for a knob of a layer.
+/// The candidates for a knob of a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The size.
     pub knob: Knob,
     /// The size without a tuning.
     pub default: usize,
-    /// What may be better, ascending.
+    /// The candidates besides the default, ascending.
     pub others: Vec<usize>,
 }
 
-/// Sizes instead of those that operators choose; the default has none.
+/// Sizes that replace those that operators choose; the default replaces none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Tuning(BTreeMap<Knob, usize>);
@@ -57,7 +56,7 @@ impl Knob {
         Knob::WgradColumns,
     ];
 
-    /// The name in files and tables.
+    /// Returns the name in files and tables.
     pub fn name(self) -> &'static str {
         match self {
             Knob::TileRows => "tile_rows",
@@ -69,7 +68,7 @@ impl Knob {
         }
     }
 
-    /// The operator whose blocks it cuts; for the row tiles the first of them.
+    /// Returns the operator whose blocks the knob cuts; for the row tiles the first of them.
     pub fn stem(self) -> Stem {
         match self {
             Knob::TileRows | Knob::UpColumns | Knob::DownColumns => Stem::GroupedGemm,
@@ -78,8 +77,8 @@ impl Knob {
         }
     }
 
-    /// Candidates as parts of the size without a tuning. Tiles larger than these
-    /// would be too much for the stack of a thread.
+    /// Returns the candidates as parts of the size without a tuning. Tiles larger than these would
+    /// be too much for the stack of a thread.
     fn ratios(self) -> &'static [(usize, usize)] {
         match self {
             Knob::TileRows => &[(1, 2), (3, 4), (3, 2)],
@@ -89,7 +88,7 @@ impl Knob {
         }
     }
 
-    /// The field of a kernel's tiling that it sets.
+    /// Returns the field of a kernel's tiling that the knob sets.
     fn field(self, op: &mut Op) -> Option<Field<'_>> {
         match op {
             Op::GroupedGemm { desc, config } => match (self, desc.half) {
@@ -166,8 +165,8 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// The nearest size at or above `size` of whole steps, as far as the kernel
-    /// has use for it.
+    /// Returns the nearest size at or above `size` of whole steps, as far as the kernel has use for
+    /// it.
     fn fitted(&self, size: usize) -> usize {
         let most = self.most.unwrap_or(usize::MAX);
         size.clamp(1, most).next_multiple_of(self.step.max(1))
@@ -191,7 +190,7 @@ impl<'a> Field<'a> {
 }
 
 impl Tuning {
-    /// What can be chosen for a layer: `plan` is its plan without a tuning.
+    /// Returns the choices of a layer; `plan` is its plan without a tuning.
     pub fn choices(plan: &LayerPlan) -> Vec<Choice> {
         match plan.target.hardware() {
             Target::Cpu(_) => Knob::ALL.iter().filter_map(|k| k.choice(plan)).collect(),
@@ -199,38 +198,38 @@ impl Tuning {
         }
     }
 
-    /// One size by the name of its knob.
+    /// Returns one size by the name of its knob.
     pub fn named(name: &str, size: usize) -> Option<Tuning> {
         let knob = Knob::ALL.into_iter().find(|knob| knob.name() == name)?;
         Some(Tuning::default().with(knob, size))
     }
 
-    /// The sizes of both; of two for the same knob the other's.
+    /// Returns the sizes of both; of two for the same knob the other's.
     #[must_use]
     pub fn and(mut self, other: Tuning) -> Tuning {
         self.0.extend(other.0);
         self
     }
 
-    /// The same with a size set.
+    /// Returns the same with a size set.
     #[must_use]
     pub fn with(mut self, knob: Knob, size: usize) -> Tuning {
         self.0.insert(knob, size);
         self
     }
 
-    /// Whether nothing is set.
+    /// Returns whether nothing is set.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The sizes that are set.
+    /// Returns the sizes that are set.
     pub fn sizes(&self) -> impl Iterator<Item = (Knob, usize)> {
         self.0.iter().map(|(&knob, &size)| (knob, size))
     }
 
-    /// Whether every size is one of [`Tuning::choices`]. Others are not known to
-    /// give kernels that work.
+    /// Returns whether every size is one of [`Tuning::choices`]. Others are not known to give
+    /// kernels that work.
     pub fn fits(&self, plan: &LayerPlan) -> bool {
         let choices = Tuning::choices(plan);
         self.sizes().all(|(knob, size)| {
@@ -239,7 +238,7 @@ impl Tuning {
         })
     }
 
-    /// The size that is set for a knob.
+    /// Returns the size that is set for a knob.
     pub(crate) fn size(&self, knob: Knob) -> Option<usize> {
         self.0.get(&knob).copied()
     }
@@ -254,7 +253,7 @@ impl Tuning {
         if let Some(config) = op.gemm_mut()
             && let Some(cpu) = config.family.cpu_mut()
         {
-            cpu.few_columns = cpu.few_columns.min(config.tile_columns);
+            cpu.decode_columns = cpu.decode_columns.min(config.tile_columns);
         }
     }
 }

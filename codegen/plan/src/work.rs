@@ -1,9 +1,9 @@
-//! What a launch must at least do: arithmetic and bytes, for rooflines.
+//! The least work of a launch, arithmetic and bytes, for rooflines.
 
 use crate::{LayerPlan, Role, Step, TensorPlan};
 use std::collections::BTreeSet;
 
-/// Least arithmetic and traffic of one step.
+/// The least arithmetic and traffic of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
     /// Floating-point operations; a multiply-add counts two.
@@ -14,10 +14,11 @@ pub struct Work {
 }
 
 impl Work {
-    /// The work of a step of `plan` for `tokens` tokens, nothing dropped; none where it
-    /// launches nothing, since another step is for so many.
+    /// Returns the work of a step of `plan` for `tokens` tokens, without drops; none if its grid is
+    /// empty in such a call.
     ///
     /// # Panics
+    ///
     /// When the step is not of this plan.
     pub fn of(plan: &LayerPlan, step: &Step, tokens: u64) -> Work {
         let Step::Launch(launch) = step;
@@ -31,8 +32,8 @@ impl Work {
         }
     }
 
-    /// The least time in seconds on a machine of these rates, and whether
-    /// arithmetic is what bounds it.
+    /// Returns the least time in seconds on a machine of these rates, and whether arithmetic bounds
+    /// it.
     pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> (f64, bool) {
         let (compute, memory) = (self.flops / flops_per_second, self.bytes / bytes_per_second);
         (compute.max(memory), compute >= memory)
@@ -49,7 +50,7 @@ impl std::ops::Add for Work {
     }
 }
 
-/// Bytes of the step's tensors, each once.
+/// Returns the bytes of the step's tensors, each once.
 fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
     let names: BTreeSet<&str> = plan.names(step).collect();
     let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
@@ -66,7 +67,7 @@ fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
     bytes.sum()
 }
 
-/// The share of a stack's matrices, one per expert, that can have rows at all.
+/// Returns the share of a stack's matrices, one per expert, that can have rows at all.
 fn active(plan: &LayerPlan, stack: &TensorPlan, tokens: u64) -> f64 {
     let experts = stack.shape[0].eval(tokens) as f64;
     let slots = tokens as f64 * plan.spec.shape.top_k as f64;

@@ -248,17 +248,17 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
         }
 
         /// Decides where tokens go as `forward_train` does with the same
-        /// counters, and nothing else.
+        /// RNG key, and nothing else.
         ///
         /// # Errors
         /// As `forward`; also when the layer was not made by `training`.
         pub fn route_train(
             &self,
             #(#params,)*
-            counters: #facade::Counters,
+            rng_key: #facade::RngKey,
         ) -> ::std::result::Result<#routing, #facade::EngineError> {
             let input = Self::routing_input(#fields);
-            #routing::read(&self.layer.route_train(&input, #routing::NAMES, counters)?)
+            #routing::read(&self.layer.route_train(&input, #routing::NAMES, rng_key)?)
         }
 
         #input

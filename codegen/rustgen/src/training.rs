@@ -191,10 +191,10 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
                 &self,
                 capacity_factor: f64,
                 #(#params,)*
-                counters: #facade::Counters,
+                rng_key: #facade::RngKey,
             ) -> ::std::result::Result<#trained, #facade::EngineError> {
                 let input = Self::training_input(#fields);
-                self.train(&input.with_capacity_factor(capacity_factor), counters)
+                self.train(&input.with_capacity_factor(capacity_factor), rng_key)
             }
         }
     });
@@ -213,7 +213,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let input = input(&inputs, names, "training_input");
     quote! {
         /// Runs the layer forward as in training, and keeps what backward
-        /// needs. `counters` are what random numbers depend on.
+        /// needs. `rng_key` is the key of all random numbers.
         ///
         #about
         ///
@@ -222,9 +222,9 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         pub fn forward_train(
             &self,
             #(#params,)*
-            counters: #facade::Counters,
+            rng_key: #facade::RngKey,
         ) -> ::std::result::Result<#trained, #facade::EngineError> {
-            self.train(&Self::training_input(#fields), counters)
+            self.train(&Self::training_input(#fields), rng_key)
         }
 
         #at_factor
@@ -232,10 +232,10 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         fn train(
             &self,
             input: &#facade::Input<'_>,
-            counters: #facade::Counters,
+            rng_key: #facade::RngKey,
         ) -> ::std::result::Result<#trained, #facade::EngineError> {
             let names = [#output::NAMES, &[#(#loss_names),*]].concat();
-            let (output, saved) = self.layer.forward_train(input, &names, counters)?;
+            let (output, saved) = self.layer.forward_train(input, &names, rng_key)?;
             Ok(#trained {
                 output: #output::read(&output)?,
                 #(#loss_reads)*

@@ -11,7 +11,7 @@
 
 use moesaic::train::{self, AdamW};
 use moesaic::typed::{TypedLayer, tensor};
-use moesaic::{Counters, Engine, EngineOptions, Store, Tensor, Tensors, Training};
+use moesaic::{RngKey, Engine, EngineOptions, Store, Tensor, Tensors, Training};
 use std::error::Error;
 use std::sync::Arc;
 
@@ -40,11 +40,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut losses = Vec::new();
     for step in 0..STEPS {
         let (x, goal) = batch(step);
-        let counters = Counters {
+        let rng_key = RngKey {
             step,
-            ..Counters::default()
+            ..RngKey::default()
         };
-        let trained = layer.forward_train(&x, counters)?;
+        let trained = layer.forward_train(&x, rng_key)?;
         let (loss, dy) = squared_error(&trained.output.y, &goal);
         layer.backward(&trained.saved, &dy, false)?;
         train::update(layer.layer().one("`update`")?, &mut adam, &mut masters)?;

@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use moesaic::spec::canonical_tensors;
 use moesaic::{Engine, LayerSpec};
-use moesaic_candle::{Counters, Inputs, MoeLayer};
+use moesaic_candle::{RngKey, Inputs, MoeLayer};
 use std::collections::BTreeMap;
 
 const SPEC: &str = r#"
@@ -33,13 +33,13 @@ fn main() -> Result<()> {
     let (unseen, unseen_goal) = batch(&maps)?;
 
     for step in 0..=STEPS {
-        // Other counters in every step, and in every layer of a model: other noise.
-        let counters = Counters {
+        // Another RNG key in every step, and in every layer of a model: other noise.
+        let rng_key = RngKey {
             step,
-            ..Counters::default()
+            ..RngKey::default()
         };
         let (x, goal) = batch(&maps)?;
-        let trained = layer.forward_train(&Inputs::new(&x), counters)?;
+        let trained = layer.forward_train(&Inputs::new(&x), rng_key)?;
         let loss = (&trained.y - goal)?.sqr()?.mean_all()?;
         // The layer adds the gradient of its own losses.
         let gradients = loss.backward()?;

@@ -3,7 +3,7 @@
 //! A [`MoeLayer`] has two calls. [`MoeLayer::forward`] evaluates: it has no
 //! noise and no losses, keeps nothing, and its result is detached from the
 //! graph. [`MoeLayer::forward_train`] draws the random numbers of training from
-//! the [`Counters`] of the call, and takes part in candle's autograd. The two
+//! the [`RngKey`] of the call, and takes part in candle's autograd. The two
 //! return different types, so you cannot take one for the other.
 //!
 //! # Losses
@@ -45,7 +45,7 @@ mod ranks;
 
 pub use exchange::{Exchange, exchange};
 pub use inputs::Inputs;
-pub use moesaic::Counters;
+pub use moesaic::RngKey;
 pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
@@ -218,12 +218,12 @@ impl MoeLayer {
 
     /// Runs one training call: `x [.., d]` to `y [.., d_out]`, differentiable
     /// in `x`, in the weights and in the weights of an external decision.
-    /// `counters` alone determine the random numbers, so use other counters for
+    /// `rng_key` alone determine the random numbers, so use other rng_key for
     /// each step and each layer.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
-    pub fn forward_train(&self, inputs: &Inputs, counters: Counters) -> Result<Trained> {
+    pub fn forward_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Trained> {
         let _turn = lock(&self.inner.turn);
         self.hand_over_weights()?;
         let layer = &self.inner.layer;
@@ -231,7 +231,7 @@ impl MoeLayer {
         let losses: Vec<(&str, String)> = kinds.map(|k| (k, format!("loss.{k}"))).collect();
         let mut names = [&["y"], &ROUTING[..]].concat();
         names.extend(losses.iter().map(|(_, name)| name.as_str()));
-        let run = |input: &Input<'_>| layer.forward_train(input, &names, counters);
+        let run = |input: &Input<'_>| layer.forward_train(input, &names, rng_key);
         let (output, saved) = self.with_input(inputs, run)?;
         let values = losses.iter().map(|(kind, name)| {
             let value = output.get(name).expect("it was asked for");
@@ -257,16 +257,16 @@ impl MoeLayer {
     }
 
     /// Routes tokens as [`MoeLayer::forward_train`] does with the same
-    /// counters, and nothing else. The counts are those that a `global` loss
+    /// rng_key, and nothing else. The counts are those that a `global` loss
     /// sums over ranks and micro-batches.
     ///
     /// # Errors
     /// As [`MoeLayer::forward`].
-    pub fn route_train(&self, inputs: &Inputs, counters: Counters) -> Result<Routing> {
+    pub fn route_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Routing> {
         let _turn = lock(&self.inner.turn);
         self.hand_over_weights()?;
         let layer = &self.inner.layer;
-        let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, counters);
+        let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, rng_key);
         Ok(routing(&self.with_input(inputs, route)?, inputs))
     }
 

@@ -114,12 +114,12 @@ pub struct StepTime {
     pub time: Duration,
 }
 
-/// Where a training call stands, for random numbers: they depend on these, the
-/// token and the slot, and on nothing else, so that a rank that has tokens
-/// from `first_token` on draws what one process would.
+/// The key of all random numbers of a training call. A number depends on this key, the
+/// token and the slot, and on nothing else, so a rank that holds the tokens from
+/// `first_token` on draws what one process would.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// The run.
+pub struct RngKey {
+    /// The seed of the run.
     pub seed: u64,
     /// The optimizer step, or micro-batch.
     pub step: u64,

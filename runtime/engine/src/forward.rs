@@ -1,6 +1,6 @@
 //! Passes that keep nothing: check the input, launch, read back.
 
-use crate::call::{Counters, Input, Output, RawCall, StepTime};
+use crate::call::{Input, Output, RawCall, RngKey, StepTime};
 use crate::error::EngineError;
 use crate::layer::{Layer, untimed};
 use crate::memory::Workspaces;
@@ -27,7 +27,7 @@ impl Layer {
     /// has, such as a loss; [`EngineError::Device`] when memory runs out or a
     /// launch fails.
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.pass(Pass::Evaluate, input, names, Counters::default())
+        self.pass(Pass::Evaluate, input, names, RngKey::default())
     }
 
     /// Decides where tokens go as [`Layer::forward_with`] does, and nothing
@@ -37,7 +37,7 @@ impl Layer {
     /// # Errors
     /// As [`Layer::forward_with`].
     pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.pass(Pass::Route, input, names, Counters::default())
+        self.pass(Pass::Route, input, names, RngKey::default())
     }
 
     /// A pass that keeps nothing.
@@ -46,10 +46,10 @@ impl Layer {
         pass: Pass,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Output, EngineError> {
         let mut workspaces = self.lock_workspaces();
-        let scalars = self.scalars(pass, counters, input.tokens, input.capacity_factor)?;
+        let scalars = self.scalars(pass, rng_key, input.tokens, input.capacity_factor)?;
         self.check_outputs(pass, names)?;
         self.reserve(&mut workspaces, input.tokens)?;
         self.stage(pass, input, names, |tensor| workspaces.get(tensor))?;
@@ -75,7 +75,7 @@ impl Layer {
     /// [`Layer::forward`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
         // SAFETY: what the caller vouches for is the same.
-        unsafe { self.pass_raw(Pass::Evaluate, call, Counters::default()) }
+        unsafe { self.pass_raw(Pass::Evaluate, call, RngKey::default()) }
     }
 
     /// As [`Layer::route`], on device memory that the caller owns, in stream
@@ -88,7 +88,7 @@ impl Layer {
     /// As [`Layer::forward_raw`].
     pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
         // SAFETY: what the caller vouches for is the same.
-        unsafe { self.pass_raw(Pass::Route, call, Counters::default()) }
+        unsafe { self.pass_raw(Pass::Route, call, RngKey::default()) }
     }
 
     /// A pass that keeps nothing, on the caller's memory.
@@ -99,10 +99,10 @@ impl Layer {
         &self,
         pass: Pass,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(), EngineError> {
         let mut workspaces = self.lock_workspaces();
-        let scalars = self.scalars(pass, counters, call.tokens, call.capacity_factor)?;
+        let scalars = self.scalars(pass, rng_key, call.tokens, call.capacity_factor)?;
         let given = &mut workspaces.given;
         self.find_given((call.tokens, call.tensors), self.inputs(pass), given)?;
         self.reserve(&mut workspaces, call.tokens)?;
@@ -140,7 +140,7 @@ impl Layer {
             return Err(untimed(tokens, "forward"));
         }
         let (pass, mut times) = (Pass::Evaluate, Vec::new());
-        let scalars = self.scalars(pass, Counters::default(), tokens, None)?;
+        let scalars = self.scalars(pass, RngKey::default(), tokens, None)?;
         self.lay_passing(&mut workspaces);
         let addresses = &workspaces.addresses;
         self.run(self.bound(pass), &scalars, addresses, Some(&mut times))?;

@@ -1,6 +1,6 @@
 //! What a call gives and asks for: checked, and copied from and to host memory.
 
-use crate::call::{Counters, Input, Output, input_error, shape_for};
+use crate::call::{Input, Output, RngKey, input_error, shape_for};
 use crate::error::EngineError;
 use crate::launch::Scalars;
 use crate::layer::Layer;
@@ -49,11 +49,11 @@ impl Layer {
     pub(crate) fn scalars(
         &self,
         pass: Pass,
-        counters: Counters,
+        rng_key: RngKey,
         tokens: usize,
         capacity_factor: Option<f64>,
     ) -> Result<Scalars, EngineError> {
-        self.scalars_among(pass, counters, (tokens, tokens), capacity_factor)
+        self.scalars_among(pass, rng_key, (tokens, tokens), capacity_factor)
     }
 
     /// The same on one of several ranks, where some rank has `most` tokens: the capacity
@@ -61,7 +61,7 @@ impl Layer {
     pub(crate) fn scalars_among(
         &self,
         pass: Pass,
-        counters: Counters,
+        rng_key: RngKey,
         (tokens, most): (usize, usize),
         capacity_factor: Option<f64>,
     ) -> Result<Scalars, EngineError> {
@@ -72,7 +72,7 @@ impl Layer {
         }
         let factor = capacity_factor.unwrap_or(spec.capacity.factor_of(pass.trains()));
         let limit = row_limit(spec, factor, most as u64);
-        Ok(Scalars::new(tokens, counters, limit))
+        Ok(Scalars::new(tokens, rng_key, limit))
     }
 
     /// What a caller gives to a pass, and those of its own tensors that it asks for.

@@ -1,6 +1,6 @@
 //! Steps bound to what they launch, once, and their launches.
 
-use crate::call::{Counters, StepTime};
+use crate::call::{RngKey, StepTime};
 use crate::error::EngineError;
 use crate::memory::Addresses;
 use crate::trace::{Activity, Lane, Recorder};
@@ -47,17 +47,17 @@ impl Scalar {
 pub(crate) struct Scalars {
     tokens: i64,
     accumulate: bool,
-    counters: Counters,
+    rng_key: RngKey,
     /// See [`moesaic_plan::row_limit`].
     row_limit: i64,
 }
 
 impl Scalars {
-    pub fn new(tokens: usize, counters: Counters, row_limit: i64) -> Scalars {
+    pub fn new(tokens: usize, rng_key: RngKey, row_limit: i64) -> Scalars {
         Scalars {
             tokens: tokens as i64,
             accumulate: false,
-            counters,
+            rng_key,
             row_limit,
         }
     }
@@ -82,15 +82,15 @@ impl Scalars {
     }
 
     fn get(&self, scalar: Scalar) -> i64 {
-        let counters = &self.counters;
+        let rng_key = &self.rng_key;
         match scalar {
             Scalar::Tokens => self.tokens,
             Scalar::Accumulate => i64::from(self.accumulate),
             Scalar::RowLimit => self.row_limit,
-            Scalar::Seed => counters.seed as i64,
-            Scalar::Step => counters.step as i64,
-            Scalar::Layer => counters.layer as i64,
-            Scalar::FirstToken => counters.first_token as i64,
+            Scalar::Seed => rng_key.seed as i64,
+            Scalar::Step => rng_key.step as i64,
+            Scalar::Layer => rng_key.layer as i64,
+            Scalar::FirstToken => rng_key.first_token as i64,
         }
     }
 }

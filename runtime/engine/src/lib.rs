@@ -45,7 +45,7 @@ mod tuned;
 mod user;
 mod variants;
 
-pub use call::{Counters, Input, Output, RawBackward, RawCall, StepTime};
+pub use call::{Input, Output, RawBackward, RawCall, RngKey, StepTime};
 pub use engine::{Engine, LoadedKernel};
 pub use error::EngineError;
 pub use jit::{EngineParts, Stats};

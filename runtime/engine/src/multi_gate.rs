@@ -1,6 +1,6 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
-use crate::call::{Counters, Input, Output};
+use crate::call::{Input, Output, RngKey};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
@@ -119,7 +119,7 @@ impl MultiGate {
     }
 
     /// Runs every layer as in training on the same tokens, keeping what backward
-    /// needs. Layers with the same counters draw the same numbers.
+    /// needs. Layers with the same RNG key draw the same numbers.
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
@@ -127,15 +127,15 @@ impl MultiGate {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Vec<Output>, MultiSaved), EngineError> {
         if let Some(stack) = &self.stack {
             self.layers[0].check_training()?;
-            let (outputs, saved) = stack.forward_train(&self.layers, input, names, counters)?;
+            let (outputs, saved) = stack.forward_train(&self.layers, input, names, rng_key)?;
             return Ok((outputs, MultiSaved(Kept::Together(saved))));
         }
         let each = self.layers.iter();
-        let calls = each.map(|layer| layer.forward_train(input, names, counters));
+        let calls = each.map(|layer| layer.forward_train(input, names, rng_key));
         let calls = calls.collect::<Result<Vec<_>, _>>()?;
         let (outputs, saved): (Vec<Output>, Vec<Saved>) = calls.into_iter().unzip();
         Ok((outputs, saved.into()))

@@ -1,6 +1,6 @@
 //! The launches of one router beside a stack of experts.
 
-use crate::call::{Counters, Input, Output};
+use crate::call::{Input, Output, RngKey};
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
 use crate::layer::Layer;
@@ -70,13 +70,13 @@ impl RouterSteps {
 pub(crate) fn decide<'b>(
     router: &Layer,
     steps: &RouterSteps,
-    (pass, counters): (Pass, Counters),
+    (pass, rng_key): (Pass, RngKey),
     input: &Input<'_>,
     names: &[&str],
     place: impl Fn(TensorId) -> Place<'b>,
 ) -> Result<(Output, Scalars), EngineError> {
     let tokens = input.tokens;
-    let scalars = router.scalars(pass, counters, tokens, input.capacity_factor)?;
+    let scalars = router.scalars(pass, rng_key, tokens, input.capacity_factor)?;
     for id in router.inputs_or_named(pass, names) {
         let tensor = &router.plan()[id];
         if tensor.name != "x" {

@@ -9,7 +9,7 @@
 //! the number of experts, as in MMoE), evaluation goes further: experts see each
 //! token once, and each router only sums what they gave.
 
-use crate::call::{Counters, Input, Output};
+use crate::call::{Input, Output, RngKey};
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
 use crate::layer::Layer;
@@ -133,7 +133,7 @@ impl Stack {
         let mut outputs = Vec::new();
         for (index, router) in routers.iter().enumerate() {
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
-            let call = (Pass::Evaluate, Counters::default());
+            let call = (Pass::Evaluate, RngKey::default());
             outputs.push(decide(router, steps, call, input, names, place)?.0);
         }
         let (experts, addresses) = (&self.experts, &workspaces.addresses);
@@ -174,7 +174,7 @@ impl Stack {
         let place = |tensor| self.place(steps, tensor, 0, find, &[&own]);
         let mut outputs = Vec::new();
         for router in routers {
-            let call = (Pass::Evaluate, Counters::default());
+            let call = (Pass::Evaluate, RngKey::default());
             let (mut output, scalars) = decide(router, steps, call, input, names, place)?;
             let ids = router.read(&["topk_ids"], tokens, |tensor| own.get(tensor))?;
             let ids: Vec<i32> = ids.tensors["topk_ids"].to_vec().expect("ids are i32");
@@ -202,7 +202,7 @@ impl Stack {
         routers: &[Layer],
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Vec<Output>, StackSaved), EngineError> {
         routers[0].check_outputs(Pass::Train, names)?;
         let (tokens, layer) = (input.tokens, &self.experts);
@@ -220,7 +220,7 @@ impl Stack {
             let mut own = Workspace::default();
             steps.reserve(&mut own, router, tokens)?;
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
-            let call = (Pass::Train, counters);
+            let call = (Pass::Train, rng_key);
             let (output, scalars) = decide(router, steps, call, input, names, place)?;
             outputs.push(output);
             kept.push((own, scalars));
@@ -289,8 +289,8 @@ impl Stack {
 
     /// The stack's scalars: it draws nothing.
     fn scalars(&self, pass: Pass, tokens: usize) -> Result<Scalars, EngineError> {
-        let counters = Counters::default();
-        self.experts.scalars(pass, counters, tokens, None)
+        let rng_key = RngKey::default();
+        self.experts.scalars(pass, rng_key, tokens, None)
     }
 
     /// Puts the tokens of a call into the stack, once for each of so many routers

@@ -1,8 +1,6 @@
 //! Forward with what backward needs kept, and backward.
 
-use crate::call::{
-    Counters, Input, Output, RawBackward, RawCall, StepTime, input_error, shape_for,
-};
+use crate::call::{Input, Output, RawBackward, RawCall, RngKey, StepTime, input_error, shape_for};
 use crate::error::EngineError;
 use crate::launch::Scalars;
 use crate::layer::{Layer, untimed};
@@ -74,12 +72,12 @@ impl Layer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Output, Saved), EngineError> {
         let mut workspaces = self.lock_workspaces();
         self.check_training()?;
         let factor = input.capacity_factor;
-        let scalars = self.scalars(Pass::Train, counters, input.tokens, factor)?;
+        let scalars = self.scalars(Pass::Train, rng_key, input.tokens, factor)?;
         self.check_outputs(Pass::Train, names)?;
         self.reserve_training(&mut workspaces.every, input.tokens)?;
         let mut saved = self.saved(input.tokens, scalars)?;
@@ -98,7 +96,7 @@ impl Layer {
     }
 
     /// Decides where tokens go as [`Layer::forward_train`] does with the same
-    /// counters, and nothing else: see [`Layer::route`]. What a loss of kind
+    /// RNG key, and nothing else: see [`Layer::route`]. What a loss of kind
     /// `global` counts over ranks and micro-batches comes from here.
     ///
     /// # Errors
@@ -107,10 +105,10 @@ impl Layer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Output, EngineError> {
         self.check_training()?;
-        self.pass(Pass::RouteTrain, input, names, counters)
+        self.pass(Pass::RouteTrain, input, names, rng_key)
     }
 
     /// As [`Layer::route_train`], on memory that the caller owns, in stream
@@ -124,11 +122,11 @@ impl Layer {
     pub unsafe fn route_train_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(), EngineError> {
         self.check_training()?;
         // SAFETY: what the caller vouches for is the same.
-        unsafe { self.pass_raw(Pass::RouteTrain, call, counters) }
+        unsafe { self.pass_raw(Pass::RouteTrain, call, rng_key) }
     }
 
     /// Runs the layer backward: from `dy [T, output_dim]`, in the layer's
@@ -173,11 +171,11 @@ impl Layer {
     pub unsafe fn forward_train_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Saved, EngineError> {
         let workspaces = &mut *self.lock_workspaces();
         self.check_training()?;
-        let scalars = self.scalars(Pass::Train, counters, call.tokens, call.capacity_factor)?;
+        let scalars = self.scalars(Pass::Train, rng_key, call.tokens, call.capacity_factor)?;
         let inputs = self.inputs(Pass::Train);
         self.find_given((call.tokens, call.tensors), inputs, &mut workspaces.given)?;
         self.reserve_training(&mut workspaces.every, call.tokens)?;
@@ -326,7 +324,7 @@ impl Layer {
     /// first `tokens` of it, and times each.
     pub(crate) fn time_training(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
         let workspaces = &mut *self.lock_workspaces();
-        let scalars = self.scalars(Pass::Train, Counters::default(), tokens, None)?;
+        let scalars = self.scalars(Pass::Train, RngKey::default(), tokens, None)?;
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
         let staged = |kept: &Kept| kept.workspace.has_staged(tokens);
         let last = idle.iter().position(staged);

@@ -1,6 +1,6 @@
 //! Experts that are the caller's code, between moesaic's routing and combine.
 
-use crate::call::{Counters, Input, Output, shape_for};
+use crate::call::{Input, Output, RngKey, shape_for};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
@@ -149,7 +149,7 @@ impl UserLayer {
         let (layer, pass) = (&self.layer, Pass::Evaluate);
         let mut workspaces = layer.lock_workspaces();
         let factor = input.capacity_factor;
-        let scalars = layer.scalars(pass, Counters::default(), input.tokens, factor)?;
+        let scalars = layer.scalars(pass, RngKey::default(), input.tokens, factor)?;
         layer.check_outputs(pass, names)?;
         layer.reserve(&mut workspaces, input.tokens)?;
         layer.lay_passing(&mut workspaces);
@@ -169,13 +169,13 @@ impl UserLayer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Output, UserSaved), EngineError> {
         let (layer, pass) = (&self.layer, Pass::Train);
         layer.check_training()?;
         let workspaces = &mut *layer.lock_workspaces();
         let factor = input.capacity_factor;
-        let scalars = layer.scalars(pass, counters, input.tokens, factor)?;
+        let scalars = layer.scalars(pass, rng_key, input.tokens, factor)?;
         layer.check_outputs(pass, names)?;
         layer.reserve_training(&mut workspaces.every, input.tokens)?;
         let saved = layer.saved(input.tokens, scalars)?;

@@ -105,7 +105,7 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
 /// As [`best`]; those of the exchange; [`TrainError::Tensor`] where experts have replicas.
 ///
 /// ```
-/// use moesaic_engine::{Counters, Input, MeshLayer};
+/// use moesaic_engine::{RngKey, Input, MeshLayer};
 /// use moesaic_tensor::Tensor;
 /// use moesaic_train::{TrainError, gates::swipe};
 ///
@@ -119,7 +119,7 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
 ///     let chosen = swipe(&layer.ranks(), logits, shape.experts, shape.top_k)?;
 ///     let mut input = Input::new(x.len() / shape.model_dim, x);
 ///     chosen.give(&mut input);
-///     let (_, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
+///     let (_, saved) = layer.forward_train(&input, &["y"], RngKey::default())?;
 ///     let back = layer.backward(&saved, dy, false)?;
 ///     let weights = back.get("grad.topk_weights").map(Tensor::to_f32);
 ///     chosen.gradient(&weights.unwrap_or_default())

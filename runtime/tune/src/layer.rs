@@ -2,7 +2,7 @@
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{
-    Counters, EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup,
+    RngKey, EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup,
 };
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
@@ -139,12 +139,12 @@ impl AdaptiveLayer {
         &mut self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let asked = (Calls::Training, input.tokens, input.capacity_factor);
-        let chosen = self.choose(asked, |layer| layer.loads(input, counters))?;
+        let chosen = self.choose(asked, |layer| layer.loads(input, rng_key))?;
         let started = Instant::now();
-        let (output, saved) = self.layer.forward_train(input, names, counters)?;
+        let (output, saved) = self.layer.forward_train(input, names, rng_key)?;
         let saved = AdaptiveSaved {
             saved,
             chosen,

@@ -3,7 +3,7 @@
 
 use crate::layer::Pass;
 use crate::{AdaptiveLayer, AdaptiveSaved, Calls};
-use moesaic_engine::{Counters, EngineError, MeshLayer, RawBackward, RawCall};
+use moesaic_engine::{EngineError, MeshLayer, RawBackward, RawCall, RngKey};
 use std::sync::Arc;
 
 impl AdaptiveLayer {
@@ -34,14 +34,14 @@ impl AdaptiveLayer {
     pub unsafe fn forward_train_raw(
         &mut self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<AdaptiveSaved, EngineError> {
         let asked = (Calls::Training, call.tokens, call.capacity_factor);
         // SAFETY: what the caller vouches for is the same.
-        let loads = |layer: &MeshLayer| unsafe { layer.loads_raw(call, Some(counters)) };
+        let loads = |layer: &MeshLayer| unsafe { layer.loads_raw(call, Some(rng_key)) };
         let chosen = self.choose(asked, loads)?;
         // SAFETY: as above.
-        let train = |layer: &MeshLayer| unsafe { layer.forward_train_raw(call, counters) };
+        let train = |layer: &MeshLayer| unsafe { layer.forward_train_raw(call, rng_key) };
         let (saved, forward) = timed(&self.layer, train)?;
         Ok(AdaptiveSaved {
             saved,

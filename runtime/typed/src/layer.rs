@@ -2,7 +2,7 @@
 //! instead of types.
 
 use crate::Array;
-use moesaic_engine::{AnyLayer, AnySaved, Counters, EngineError};
+use moesaic_engine::{AnyLayer, AnySaved, EngineError, RngKey};
 use moesaic_engine::{Input, Output, RawBackward, RawCall};
 use moesaic_spec::LayerSpec;
 use moesaic_target::Ptr;
@@ -44,7 +44,7 @@ pub trait TypedLayer {
     }
 
     /// As [`TypedLayer::forward_raw`], as in training: keeps what backward needs.
-    /// `counters` are what random numbers depend on.
+    /// `rng_key` is the key of all random numbers.
     ///
     /// # Safety
     /// As [`TypedLayer::forward_raw`]; all of it must stay valid and unchanged until the
@@ -55,12 +55,12 @@ pub trait TypedLayer {
     unsafe fn forward_train_raw(
         &self,
         args: &Self::RawTraining,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<AnySaved, EngineError> {
         let tensors = args.tensors();
         let call = call(args, tensors.as_ref());
         // SAFETY: as above.
-        unsafe { self.layer().forward_train_raw(&call, counters) }
+        unsafe { self.layer().forward_train_raw(&call, rng_key) }
     }
 
     /// Runs the layer backward on device memory that the caller owns, with as many rows as

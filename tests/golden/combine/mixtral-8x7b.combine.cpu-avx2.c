@@ -1,8 +1,9 @@
-// combine: the weighted sum of what the experts made of each token.
+// combine: sums each token's expert outputs, times their weights.
 //
-// A block owns 32 tokens. Sums are f32, in the order of the slots, then of the
-// shared experts, and rounded once. Baked in: the width of a row, the experts
-// per token, the shared experts. On the stack: the sources of one token.
+// A block owns 32 tokens. Sums are f32, in the order of the slots and then of the shared
+// experts, and rounded once. On the stack: the sources of one token.
+//
+// Baked in: the width of a row, the experts per token, the shared experts.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 

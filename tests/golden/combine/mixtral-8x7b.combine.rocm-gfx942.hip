@@ -1,19 +1,20 @@
-// combine for rocm:gfx942
+// combine for rocm:gfx942: sums each token's expert outputs
 //
 //   y[t] = sum over slots k, ascending, of weight[t, k] * out[row of (t, k)]
 //
-// A block owns 2 tokens, 128 adjacent threads one at a time, each some packs of adjacent
+// A block owns 2 tokens; 128 adjacent threads take one at a time, each some packs of adjacent
 // columns. Sums are f32 and rounded once. A slot without a row adds nothing.
 //
-// In calls of up to 64 tokens blocks of whole tokens are too few for all multiprocessors. There
-// a block owns slices of 4 tokens, 32 packs of each, a thread one: block_x counts tokens,
-// block_y slices.
+// Decode calls, of up to 64 tokens, would have too few such blocks for all multiprocessors. There
+// a block owns a slice of 4 tokens, 32 packs of each, and a thread one pack. block_x counts
+// tokens, block_y slices.
 //
 // Shared memory:
-//   sources  i32 [LISTED][2]   the row of each slot, or that there is none
+//   sources  i32 [LISTED][2]   the row of each slot, or a mark for none
 //   weights  f32 [LISTED][2]
 //
-// Baked in: output dim 4096, top_k 2, shared experts, types. Not the tokens.
+// Baked in: output dim 4096, top_k 2, shared experts, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, fetch.hpp]
 
@@ -21,12 +22,12 @@
 
 constexpr int OUTPUT_DIM = 4096, TOP_K = 2;
 constexpr int THREADS = 128, TILE_TOKENS = 2, TOKEN_THREADS = 128;
-constexpr int FEW_TOKENS = 64, FEW_TILE = 4, FEW_THREADS = 32;
-// Tokens whose slots a block has room for.
-constexpr int LISTED = TILE_TOKENS > FEW_TILE ? TILE_TOKENS : FEW_TILE;
-// Rows of this many slots are on their way to a thread before it adds the first.
+constexpr int DECODE_TOKENS = 64, DECODE_TILE = 4, DECODE_THREADS = 32;
+// Tokens whose slots fit into the lists of a block.
+constexpr int LISTED = TILE_TOKENS > DECODE_TILE ? TILE_TOKENS : DECODE_TILE;
+// Rows of this many slots are in flight before a thread adds the first.
 constexpr int HELD = lesser(TOP_K, 8);
-// What a slot adds when it has no row: nothing.
+// Sources of a slot without a row: nothing.
 constexpr i32 NOTHING = -1;
 
 typedef bf16 Activation;
@@ -34,7 +35,7 @@ constexpr int WIDTH = pack_width<Activation>(OUTPUT_DIM), PACKS = OUTPUT_DIM / W
 
 DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<Activation, WIDTH> &pack, bool exists = true)
 {
-    // The compiler would move a load into a branch.
+    // Keeps the compiler from moving loads into branches.
     #pragma unroll
     for (i32 j = 0; j < WIDTH; j++)
         sums[j] = exists ? fused(weight, to_f32(pack.at[j]), sums[j]) : sums[j];
@@ -50,8 +51,8 @@ KERNEL(THREADS) combine(
     await_launches();
     __shared__ i32 sources[LISTED * TOP_K];
     __shared__ f32 weights[LISTED * TOP_K];
-    const bool few = tokens <= FEW_TOKENS;
-    const i32 tile = few ? FEW_TILE : TILE_TOKENS, adjacent = few ? FEW_THREADS : TOKEN_THREADS;
+    const bool decode = tokens <= DECODE_TOKENS;
+    const i32 tile = decode ? DECODE_TILE : TILE_TOKENS, adjacent = decode ? DECODE_THREADS : TOKEN_THREADS;
     const i64 first = block_x() * tile;
     for (i32 i = thread_index(); i < tile * TOP_K; i += THREADS) {
         const i64 slot = first * TOP_K + i;
@@ -63,8 +64,8 @@ KERNEL(THREADS) combine(
     }
     block_sync();
 
-    // A slice of few tokens has a pack for each thread; many have one slice each, with all packs.
-    const i32 slice = few ? FEW_THREADS : PACKS, begin = (i32)block_y() * slice;
+    // Decode calls cut a token into slices of a pack for each thread; other calls have one slice.
+    const i32 slice = decode ? DECODE_THREADS : PACKS, begin = (i32)block_y() * slice;
     const i32 end = lesser(begin + slice, PACKS);
     for (i32 turn = thread_index() / adjacent; turn < tile && first + turn < tokens;
          turn += THREADS / adjacent) {
@@ -73,7 +74,7 @@ KERNEL(THREADS) combine(
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
-                // A slot without a row has what is in the token's own place, for who reads along.
+                // Empty slots point at the token's own output row, so unconditional loads stay in bounds.
                 Pack<Activation, WIDTH> held[HELD];
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {

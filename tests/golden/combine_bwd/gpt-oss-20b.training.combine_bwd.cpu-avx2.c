@@ -1,10 +1,11 @@
-// combine_bwd: the output's gradient, copied into the order of the experts; later
-// the gradients of the weights of each token's choices.
+// combine_bwd: copies the gradient of the output into expert order; its other entries compute the
+// gradients of the combine weights, later in the pass.
 //
-// combine_bwd: a block owns 64 rows. The other entries: a block owns 32 tokens. The
-// gradient of a weight is the product of the output's gradient and what was
-// weighted, whose sums over columns grouped_gemm_dgrad made; sums are f32, in a
-// fixed order. Baked in: widths, the experts per token, the shared experts.
+// combine_bwd: a block owns 64 rows. The other entries: a block owns 32 tokens. The gradient
+// of a weight is the inner product of the output's gradient with the value that it weighted;
+// grouped_gemm_dgrad has already summed it by column tiles. Sums are f32, in a fixed order.
+//
+// Baked in: widths, the experts per token, the shared experts.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_stream.h, cpu_bf16.h, cpu_vector.h]
 

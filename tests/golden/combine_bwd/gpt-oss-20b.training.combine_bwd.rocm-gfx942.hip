@@ -1,17 +1,18 @@
-// combine_bwd for rocm:gfx942
+// combine_bwd for rocm:gfx942: gradients of expert outputs and of combine weights
 //
 //   dout[r] = dy[token of r]
 //
-// A block owns 6 rows in expert order, 64 adjacent threads one at a time. There are
-// at most as many rows as slots; blocks and threads beyond them do nothing.
+// A block owns 6 rows in expert order; 64 adjacent threads copy one at a time.
+// There are at most as many rows as slots; blocks and threads beyond the last row do nothing.
 //
-// combine_bwd_weights: a warp has a token and goes over its slots. For one with a row,
+// combine_bwd_weights: a warp takes a token and goes over its slots. For a slot with a row,
 //   dweight[t, k] = sum of dweight_parts[row] + <dout[row], down bias of its expert>
-// and 0 without a row.
+// and 0 for a slot without a row.
 //
 // Shared memory: none.
 //
-// Baked in: output dim 2880, experts 32, top_k 4, types. Not the tokens.
+// Baked in: output dim 2880, experts 32, top_k 4, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
 
@@ -28,7 +29,7 @@ constexpr int TILE_TOKENS = 2;
 
 typedef bf16 Activation;
 constexpr int WIDTH = pack_width<Activation>(OUTPUT_DIM), PACKS = OUTPUT_DIM / WIDTH;
-// A thread has up to eight packs on their way before it writes the first.
+// A thread has up to eight packs in flight before it writes the first.
 constexpr int HELD = lesser(ceil_div(PACKS, ROW_THREADS), 8);
 
 KERNEL(THREADS) combine_bwd(

@@ -1,7 +1,8 @@
-// dispatch: token rows, copied into the order of the experts.
+// dispatch: copies token rows into expert order.
 //
-// A block owns 64 expert rows, which it writes whole. Baked in: the width of a
-// row and the experts per token. Nothing lies on the stack.
+// A block owns 64 rows in expert order. On the stack: nothing.
+//
+// Baked in: the width of a row, the experts per token.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_stream.h]
 

@@ -1,13 +1,14 @@
-// dispatch for cuda:sm_90a
+// dispatch for cuda:sm_90a: copies token rows into expert order
 //
 //   rows[r] = x[token of r]
 //
-// A block owns 8 rows in expert order, 32 adjacent threads one at a time. There are
-// at most as many rows as slots; blocks and threads beyond them do nothing.
+// A block owns 8 rows in expert order; 32 adjacent threads copy one at a time.
+// There are at most as many rows as slots; blocks and threads beyond the last row do nothing.
 //
 // Shared memory: none.
 //
-// Baked in: model dim 2880, experts 32, top_k 4, types. Not the tokens.
+// Baked in: model dim 2880, experts 32, top_k 4, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp]
 
@@ -18,7 +19,7 @@ constexpr int THREADS = 128, TILE_ROWS = 8, ROW_THREADS = 32;
 
 typedef bf16 Activation;
 constexpr int WIDTH = pack_width<Activation>(MODEL_DIM), PACKS = MODEL_DIM / WIDTH;
-// A thread has up to eight packs on their way before it writes the first.
+// A thread has up to eight packs in flight before it writes the first.
 constexpr int HELD = lesser(ceil_div(PACKS, ROW_THREADS), 8);
 
 KERNEL(THREADS) dispatch(

@@ -1,9 +1,9 @@
-// dispatch_bwd: the gradient of each token, summed from everything it reached.
+// dispatch_bwd: sums the gradient of each token over everything that read it.
 //
-// A block owns 32 tokens. Sums are f32, in the order of the slots, then of the
-// shared experts, then the router's part, and rounded once. Baked in: the width of
-// a row, the experts per token, the shared experts. On the stack: the sources
-// of one token.
+// A block owns 32 tokens. Sums are f32, in the order of the slots, then of the shared
+// experts, then of the router, and rounded once. On the stack: the sources of one token.
+//
+// Baked in: the width of a row, the experts per token, the shared experts.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 

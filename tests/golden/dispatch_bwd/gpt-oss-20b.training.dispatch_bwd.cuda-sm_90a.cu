@@ -1,15 +1,16 @@
-// dispatch_bwd for cuda:sm_90a
+// dispatch_bwd for cuda:sm_90a: the gradient of each token
 //
 //   dx[t] = sum over slots k, ascending, of drows[row of (t, k)]
 //         + router_dx[t]
 //
-// A block owns 2 tokens, 128 adjacent threads one at a time, each some packs of adjacent
+// A block owns 2 tokens; 128 adjacent threads take one at a time, each some packs of adjacent
 // columns. Sums are f32 and rounded once. A slot without a row adds nothing.
 //
 // Shared memory:
-//   sources  i32 [2][4]   the row of each slot, or that there is none
+//   sources  i32 [2][4]   the row of each slot, or a mark for none
 //
-// Baked in: model dim 2880, top_k 4, shared experts, types. Not the tokens.
+// Baked in: model dim 2880, top_k 4, shared experts, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, fetch.hpp]
 
@@ -17,9 +18,9 @@
 
 constexpr int MODEL_DIM = 2880, TOP_K = 4;
 constexpr int THREADS = 128, TILE_TOKENS = 2, TOKEN_THREADS = 128;
-// Rows of this many slots are on their way to a thread before it adds the first.
+// Rows of this many slots are in flight before a thread adds the first.
 constexpr int HELD = lesser(TOP_K, 8);
-// What a slot adds when it has no row: nothing.
+// Sources of a slot without a row: nothing.
 constexpr i32 NOTHING = -1;
 
 typedef bf16 Activation;
@@ -61,7 +62,7 @@ KERNEL(THREADS) dispatch_bwd(
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
-                // A slot without a row has what is in the token's own place, for who reads along.
+                // Empty slots point at the token's own output row, so unconditional loads stay in bounds.
                 Pack<Activation, WIDTH> held[HELD];
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {

@@ -1,13 +1,12 @@
-// expert_scan: from the experts of each token to the rows of each expert.
+// expert_scan: from the choices of each token to the rows of each expert.
 //
-// An assignment is a slot (token * TOP_K + k) with an expert. Places inside an
-// expert are given out in a fixed order of assignments, so that results do not
-// depend on threads: a block counts its tile, one block sums the counts, and
-// each block then numbers its tile from there. Identity experts are counted
-// and take no rows; a negative id takes nothing at all.
+// An assignment is a slot (token * TOP_K + k) with an expert. Assignments get their locations in a
+// fixed order, so that results do not depend on threads: each block counts its tile, one block sums
+// the counts over tiles, and each block then numbers its tile from there. Identity experts are
+// counted and take no rows; an assignment with a negative id takes nothing. On the stack: one
+// counter for each expert.
 //
-// Baked in: experts, slots per token, order, capacity rule. On the stack: one
-// counter per expert.
+// Baked in: experts, slots per token, order, capacity rule.
 
 // [prelude: cpu.h]
 

@@ -1,22 +1,22 @@
-// expert_scan for cuda:sm_90a
+// expert_scan for cuda:sm_90a: from choices to the rows of each expert
 //
-// Gives every assignment (token, slot) its place inside its expert, slot by slot, tokens
+// Gives every assignment (token, slot) its location in its expert, slot by slot, tokens
 // ascending.
-// Nothing depends on the order in which threads happen to run.
+// The result does not depend on the order in which threads run.
 //
 // A tile is the assignments of 64 tokens in one slot; tiles go slot by slot.
 //
-// gate_topk counted the experts of each tile.
-// expert_scan_sum: a block owns 8 experts, and makes each tile's counts those of all tiles
-// before it.
+// gate_topk has counted the assignments of each expert in each tile.
+// expert_scan_sum: a block owns 8 experts and replaces each tile's count by the exclusive prefix
+// sum over tiles.
 //   shared  sums      i32 [8][128]   of each expert in each run of tiles
 // expert_scan_place: a block owns 8 tiles; a warp places one, 32 assignments at a
-// time in order. Every block first sums over the experts where each begins; the first one writes
-// that down.
+// time in order. Every block first computes the offsets of all experts; block 0 writes them.
 //   shared  counters  i32 [8][8]   the next place of each expert, per warp
 //           starts    i32 [9]   where each expert's rows begin
 //
-// Baked in: experts 8, top_k 2, the capacity rule. Not the tokens.
+// Baked in: experts 8, top_k 2, the capacity rule.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp]
 
@@ -144,7 +144,7 @@ template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
 
 // ---- places ----
 
-// Where an assignment goes, by its location inside its expert.
+// Places an assignment by its location in its expert.
 struct Placement {
     const i32 *starts;  // the first row of each expert
     i64 limit;
@@ -167,7 +167,7 @@ struct Placement {
     }
 };
 
-// Assignments of a lane whose loads overlap; those of a long tile do not fit its registers.
+// Assignments of a lane whose loads overlap. All of a long tile would not fit into its registers.
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 KERNEL(THREADS) expert_scan_place(

@@ -1,9 +1,10 @@
-// gate_topk: from tokens to experts and their weights.
+// gate_topk: from tokens to their experts and weights.
 //
-// A logits block owns 16 tokens and 8 experts; a selection block owns 32 tokens.
-// Every sum runs over the model dimension in the same order, whatever the
-// batch. Baked in: widths, experts, every option of the router. On the stack:
-// a depth slice of the tokens, or the scores of one token.
+// gate_logits: a block computes 16 tokens by 8 experts. gate_topk: a block selects for 32 tokens.
+// Every sum runs over the model dimension in the same order, whatever the batch. On the stack: a
+// depth slice of the tokens, or the scores of one token.
+//
+// Baked in: widths, experts, all router options.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_lanes.h, cpu_bf16.h, cpu_vector.h, cpu_exp.h]
 
@@ -166,8 +167,8 @@ INLINE vec_i32 count_ahead(const f32 *values, int count, int at)
     return ahead;
 }
 
-// What TOP_K keys reach and few more: the TOP_K-th among the largest keys of
-// each part. -inf if there are too few numbers for one.
+// Returns a bound that at least TOP_K keys reach, and hardly more: the TOP_K-th among the largest keys
+// of each part. -inf if there are too few numbers.
 INLINE f32 bound_of_best(const f32 *key)
 {
     f32 most[BOUND_LANES] ALIGNED;
@@ -260,7 +261,7 @@ INLINE f32 sum_chosen(const f32 *chosen)
     return sum;
 }
 
-// What chosen scores are divided by.
+// Returns the divisor of chosen scores.
 INLINE f32 denominator(f32 sum)
 {
     return sum + RENORMALIZE_EPS;

@@ -1,24 +1,27 @@
-// gate_topk for cuda:sm_90a
+// gate_topk for cuda:sm_90a: scores, choices and weights of each token
 //
-// gate_logits: a block owns 32 tokens by 8 experts. Groups of
-// threads sum parts of the inner dimension in f32; the parts are added in order.
-// gate_topk: a block owns 64 tokens, 8 adjacent lanes one at a time.
+// gate_logits: a block computes 32 tokens by 8 experts. Groups of
+// threads sum slices of the inner dimension in f32 (split-K); the partial sums are added in a fixed
+// order.
+// gate_topk: a block selects for 64 tokens; 8 adjacent lanes are the team of one token at a time.
 // Lane l holds the scores of experts l, l + 8, ... in registers.
-// The best expert is found 2 times.
-// What each expert got in each slot is counted on the way, for expert_scan.
+// The team finds the maximum 2 times.
+// It also counts the tokens of each expert in each slot, for expert_scan.
 //
-// Shared memory of gate_logits: two buffers of each, one filled while the other is used.
+// Shared memory of gate_logits: two buffers of each operand; the block fills one
+// while it multiplies the other.
 //   left   f32 [32][32 + pad]   x, transposed
 //   right  f32 [32][8 + pad]   rows of the matrix, transposed
-// and, once:
-//   parts  f32 [slices][32][8]   what each group of threads summed
+// and a single
+//   parts  f32 [slices][32][8]   partial sums of each group of threads
 //
 // Shared memory of gate_topk:
-//   counts  i32 [2][8]   how many tokens chose each expert, by slot
+//   counts  i32 [2][8]   tokens of each expert, by slot
 //
-// Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
+// Baked in: model dim 4096, experts 8, top_k 2, all router options.
+// Read at run time: the number of tokens.
 
-// [prelude: base.hpp, cuda/base.cuh, base.hpp, fetch.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp, product.hpp, stage.hpp, multiply.hpp]
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, fetch.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp, tile_gemm.hpp, stage.hpp, multiply.hpp]
 
 // ---- logits ----
 

@@ -1,20 +1,24 @@
-// route for cuda:sm_90a, of few tokens
+// route for cuda:sm_90a: the router of decode calls (few tokens)
 //
-// route_logits: a block owns 1 expert and up to 16 tokens, so that the weights are read by
-// many multiprocessors. A thread sums one of 16 parts of the inner dimension in f32; the parts
-// are added in order. Both are as in the kernel for many tokens, to the bit.
-// route: one block scores, selects and weighs the experts of each token, 8 adjacent lanes one
-// at a time, and counts them; sums the counts to offsets; gives every assignment its row.
+// route_logits: a block computes 1 expert by up to 16 tokens, so that many multiprocessors
+// share the reading of the weights. A thread sums one of 16 slices of the inner dimension in f32
+// (split-K); the partial sums are added in a fixed order. The bits are those of gate_logits, the
+// kernel of larger calls.
+// route: one block does what gate_topk and expert_scan do in larger calls.
+// A team of 8 adjacent lanes selects
+// experts and weights for one token at a time and counts them; the block sums the counts to offsets
+// and gives every assignment its row.
 //
 // Shared memory of route_logits:
-//   panel   f32 [1][2048]   rows of the matrix, a part of their length at a time
+//   panel   f32 [1][2048]   rows of the matrix, a panel of their length at a time
 //
 // Shared memory of route:
-//   counts    i32 [2][8]   how many tokens chose each expert, by slot
+//   counts    i32 [2][8]   tokens of each expert, by slot
 //   counters  i32 [2][8]   the next place of each expert, per warp
 //   starts    i32 [9]   where each expert's rows begin
 //
-// Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
+// Baked in: model dim 4096, experts 8, top_k 2, all router options.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, fetch.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp]
 
@@ -24,7 +28,7 @@ constexpr int MODEL_DIM = 4096, EXPERTS = 8;
 constexpr int LOGITS_THREADS = 256, LOGITS_TOKENS = 16, LOGITS_EXPERTS = 1;
 // The matrix is in shared memory PANEL elements of its rows at a time.
 constexpr int PANEL = 2048, PANEL_END = lesser(PANEL, ceil_div(MODEL_DIM, 32) * 32);
-// Of every 32 elements each part of a sum has PART adjacent ones.
+// Each part of a sum has PART adjacent elements of every 32.
 constexpr int PARTS = 16, PART = 32 / PARTS;
 // Tokens that threads take at a time, and how often.
 constexpr int ROUND = LOGITS_THREADS / PARTS, ROUNDS = ceil_div(LOGITS_TOKENS, ROUND);
@@ -33,11 +37,11 @@ typedef bf16 Activation;
 // Elements of a part of a token, or of a row of the matrix, moved at a time.
 constexpr int TOKEN_PACK = lesser(pack_width<Activation>(MODEL_DIM), PART), ROW_PACK = pack_width<f32>(MODEL_DIM);
 constexpr int TOKEN_PACKS = PART / TOKEN_PACK;
-// Parts of a token that a thread asks for before it multiplies the first.
+// Parts of a token in flight before a thread multiplies the first.
 constexpr int AHEAD = lesser(PANEL_END / 32, 16);
 constexpr bool WHOLE = MODEL_DIM % (32 * AHEAD) == 0;  // a token ends with the last of them
 static_assert(PANEL_END < PANEL || PANEL % (32 * AHEAD) == 0, "and so does a panel");
-// Packs of a panel, and those of them that are on their way to a thread together.
+// Packs of a panel, and packs in flight to a thread together.
 constexpr int ROW_PACKS = LOGITS_EXPERTS * PANEL_END / ROW_PACK, HELD = lesser(ceil_div(ROW_PACKS, LOGITS_THREADS), 8);
 
 KERNEL(LOGITS_THREADS) route_logits(
@@ -62,7 +66,8 @@ KERNEL(LOGITS_THREADS) route_logits(
         const auto row_of = [&](i32 i) { return first_expert + i / (PANEL_END / ROW_PACK); };
         const auto element_of = [&](i32 i) { return depth + i % (PANEL_END / ROW_PACK) * ROW_PACK; };
         const auto in_matrix = [&](i32 i) { return i < ROW_PACKS && row_of(i) < width && element_of(i) < MODEL_DIM; };
-        // What does not exist is read elsewhere: a branch around a load would wait for those before.
+        // Elements beyond the end are read from a valid address, because a branch around a load would
+        // wait for the loads before it.
         #pragma unroll 1
         for (i32 start = thread_index(); start < ROW_PACKS; start += LOGITS_THREADS * HELD) {
             Pack<f32, ROW_PACK> held[HELD];
@@ -310,7 +315,7 @@ static DEVICE void gate_topk(
         tile_counts[(i / EXPERTS * tiles + block_x()) * EXPERTS + i % EXPERTS] = counts[i];
 }
 
-// The names of expert_scan, some of which the gate has, too.
+// A namespace, because the gate shares some names with expert_scan.
 namespace scan {
 
 // ---- assignments ----
@@ -400,7 +405,7 @@ template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
 
 // ---- places ----
 
-// Where an assignment goes, by its location inside its expert.
+// Places an assignment by its location in its expert.
 struct Placement {
     const i32 *starts;  // the first row of each expert
     i64 limit;
@@ -423,7 +428,7 @@ struct Placement {
     }
 };
 
-// Assignments of a lane whose loads overlap; those of a long tile do not fit its registers.
+// Assignments of a lane whose loads overlap. All of a long tile would not fit into its registers.
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 static DEVICE void expert_scan_place(

@@ -1,9 +1,10 @@
-// gate_topk_bwd: auxiliary losses, and gradients of logits.
+// gate_topk_bwd: auxiliary losses, and gradients of the logits.
 //
-// A block owns 64 tokens; sums over all tokens are sums of its sums, in order, so
-// that they are the same for any number of threads. A token without a choice
-// counts nowhere. Baked in: experts, every option of the router, the losses.
-// On the stack: values of one token by expert, and a block's sums.
+// A block owns 64 tokens. Sums over all tokens add the sums of the blocks in a fixed order, so
+// they are the same for any number of threads. A token without a choice does not count. On the
+// stack: values of one token by expert, and the sums of a block.
+//
+// Baked in: experts, all router options, the losses.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_lanes.h, cpu_exp.h]
 
@@ -23,8 +24,8 @@ INLINE int has_choice(const i32 *ids)
     return some;
 }
 
-// Whether an expert of the token computed anything. Where none did, what its logits are
-// does not matter: 0 times NaN would be NaN.
+// Returns whether an expert of the token computed anything. If none did, its logits must not be read,
+// because 0 times NaN is NaN.
 INLINE int has_gradient(const f32 *dweights)
 {
     int some = 0;

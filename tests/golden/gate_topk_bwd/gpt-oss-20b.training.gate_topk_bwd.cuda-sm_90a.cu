@@ -1,11 +1,11 @@
-// gate_topk_bwd for cuda:sm_90a
+// gate_topk_bwd for cuda:sm_90a: auxiliary losses, and gradients of the logits
 //
-// Auxiliary losses, and gradients of logits. A block owns 32 tokens, a warp one at a
-// time; lane l holds the values of experts l, l + 32, ... in registers. Sums over all
-// tokens are sums of the blocks' sums, in order. A token without a choice
-// counts nowhere.
+// A block owns 32 tokens; a warp takes one at a time. Lane l holds the values of
+// experts l, l + 32, ... in registers. Sums over all tokens add the sums of the blocks in a
+// fixed order. A token without a choice does not count.
 //
-// Baked in: experts 32, top_k 4, the whole rule, the losses. Not the tokens.
+// Baked in: experts 32, top_k 4, all router options, the losses.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp]
 
@@ -60,7 +60,7 @@ DEVICE void load_considered(Ids &among, const Ids &ids)
         among[p] = ids[p] < -1 ? -2 - ids[p] : ids[p];
 }
 
-// What lies in the place of choice `k`, in every lane.
+// Returns the value at the place of choice `k`, to every lane.
 DEVICE u32 of_choice(const u32 (&values)[PLACES], i32 k)
 {
     u32 value = 0;
@@ -240,8 +240,8 @@ DEVICE void weights_back(PerExpert &d, const PerExpert &z, const Ids &ids, const
     }
 }
 
-// Whether an expert of the token computed anything. Where none did, what its logits are does not
-// matter: 0 times NaN would be NaN.
+// Returns whether an expert of the token computed anything. If none did, its logits must not be read,
+// because 0 times NaN is NaN.
 DEVICE bool has_gradient(const f32 *dweights)
 {
     bool some = false;

@@ -1,14 +1,15 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 384 rows of one expert and 256 columns of the output. It goes over
-// the inner dimension in slices. Of a slice its rows are copied to scratch and multiplied by the
-// weights panel by panel. Those lie in memory as they are multiplied.
-// 6 rows by a panel have their sums in registers. A row's sums do not depend on
-// the other rows or on their number. Blocks of a call of few tokens
-// have 64 columns.
+// A block computes 384 rows of one expert by 256 columns. It takes the inner dimension
+// in slices: it copies a slice of its rows to scratch and multiplies it by one weight panel
+// after the other, 6 rows at a time, with the sums in vector registers.
+// Panels lie in memory as the inner loop reads them; the pack entries put them there once.
+// The sums of a row do not depend on the other rows or on their number.
+// Decode calls, of up to 2 tokens, have blocks of 64 columns.
 //
-// Baked in: experts, widths, types, activation. A thread's scratch memory has the
-// rows of a block and its sums.
+// Scratch memory of a thread: the rows of a block, its sums.
+//
+// Baked in: experts, widths, types, activation.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -44,8 +45,8 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
-    FEW_TOKENS = 2, // at most, of a call whose blocks are narrower:
-    FEW_COLUMNS = 64,
+    DECODE_TOKENS = 2, // at most, of a call whose blocks are narrower:
+    DECODE_COLUMNS = 64,
     TILE_WORDS = 512, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     // The micro-kernel has the sums of MR rows by the NR columns of a packed panel.
@@ -59,15 +60,15 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed panel
 };
 
-// Columns of a block. Few tokens would have few blocks: theirs are narrower.
-INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
+// Returns the columns of a block. Decode calls have narrower blocks, so that many threads have one.
+INLINE i64 block_columns(i64 tokens) { return tokens <= DECODE_TOKENS ? DECODE_COLUMNS : TILE_COLUMNS; }
 
-// Which rows and columns a block owns, and whose weights.
+// The rows and columns that a block owns, and their expert.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// Cuts rows into tiles of even size; past the last tile there are none. Tiles of
 // columns have `width`.
 INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
                           i64 width)
@@ -131,9 +132,9 @@ static void pack_panel(panel_word_t (*panel)[NR], const weight_t *matrix, i64 co
     }
 }
 
-// Weights that are wanted soon come from memory, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is cached.
+// The next weights come from memory, so every group of rows prefetches its part of them, a few lines at
+// a time, between multiplications. Many prefetches at once would occupy the line buffers that
+// multiplications need.
 enum { FETCH_WORDS = 8, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
@@ -152,8 +153,8 @@ INLINE void fetch(prefetch_t *prefetch)
     prefetch->depth += FETCH_WORDS * WORD;
 }
 
-// What group `group` of `groups` fetches of a slice of a panel: nothing, where those
-// before it fetch all.
+// Returns the part of a slice of a panel that group `group` of `groups` prefetches; none where earlier
+// groups prefetch all.
 INLINE prefetch_t part_of(const panel_word_t (*slice)[NR], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
@@ -189,7 +190,9 @@ INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 dept
     prefetch->depth = depth;
 }
 
-// What a thread keeps in scratch while it works on a block: its rows, a depth slice at a time; all sums.
+// The scratch memory of a thread during a block:
+// - its rows, a depth slice at a time
+// - all sums
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
     slice_t ALIGNED rows[ROW_GROUPS];
@@ -231,8 +234,8 @@ INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
             *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
-// One copy of `multiply` for each number of rows. What its caller has in vector
-// registers would cost products theirs, hence no inlining.
+// One copy of `multiply` for each number of rows. It is not inlined, because
+// vector values of its caller would take registers from the sums.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
               const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *prefetch,
@@ -248,7 +251,7 @@ multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
     }
 }
 
-// Where one kind of results goes, from a block's first row and column on.
+// The destination of one kind of results, from a block's first row and column on.
 typedef input_t *output_t;
 
 // One vector of results: a row's from `column` on, of which `count` exist.
@@ -314,8 +317,8 @@ INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64
         store_row(to, finished[r], row + r, column, columns);
 }
 
-// One copy for whole panels. It is not inlined where products are: the constants of
-// an activation would be kept in their registers.
+// One copy for whole panels. It is not inlined next to multiplications, because the compiler would keep
+// the constants of an activation in their registers.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
@@ -325,10 +328,9 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_tile(to, sums, row, rows, column, columns);
 }
 
-// A block: a depth slice at a time. Its rows are copied to scratch, and every group of
-// them is multiplied by one panel of the weights after the other: a panel comes
-// from memory once. Rows are grouped evenly; sums do not depend on how. Results
-// are finished while their sums are cached.
+// Computes a block, a depth slice at a time: copies its rows to scratch and multiplies every group of
+// them by one panel of the weights after the other, so that a panel comes from memory once. Rows are
+// grouped evenly; sums do not depend on the grouping. Results are finished while their sums are cached.
 static void multiply_block(scratch_t *scratch, const input_t *const *row, const block_t *block, const results_t *to,
                            const panel_t *panels, const panel_t *next_panels)
 {
@@ -435,9 +437,9 @@ static void grouped_gemm_up_block(
         row[r] = x + row_slots[block.first_row + r] / TOP_K * (i64)INNER;
     for (i64 r = block.row_count; r < block.row_count + PREFETCH_ROWS; r++)
         row[r] = row[r - 1];
-    const i64 corner = block.first_row * OUTER + block.first_column;
+    const i64 origin = block.first_row * OUTER + block.first_column;
     const results_t results = {
-        .hidden = hidden + corner,
+        .hidden = hidden + origin,
     };
     const panel_t *panels = panels_of(packed, &block), *next_panels = panels;
     const block_t next = find_block(tokens, offsets, row_tiles, block_x + 1, block_y, columns);

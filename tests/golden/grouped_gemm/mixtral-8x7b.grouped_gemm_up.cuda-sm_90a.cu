@@ -1,24 +1,25 @@
-// grouped_gemm_up for cuda:sm_90a, by wgmma and the copy engine
+// grouped_gemm_up for cuda:sm_90a: wgmma, operands by TMA
 //
 //   hidden = act(rows · gateᵀ, rows · upᵀ)
 //
-// A tile is 128 rows of one expert by 128 columns of gate and of up. Tiles follow each
-// other by row tiles of a group, then by column tiles, then by groups: what is multiplied together
-// was read together and stays in the level-2 cache. A block has every gridDim.x-th tile from its
-// own number on. Those without a tile return.
+// Tile: 128 rows of one expert by 128 columns of gate and of up. Tiles run in groups of 16 row
+// tiles, inside a group column by column, so that blocks which run together share rows and weights
+// in the L2 cache. Blocks are persistent: block b computes tiles b, b + gridDim.x, and so on.
 //
-// Warps have roles. The first warpgroup fills a ring of 4 stages, rows of x with copies of 16 bytes, weights
-// through the copy engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
-// from one to the others through its barrier `full`, and back through `empty`. The ring goes on from
-// tile to tile: while one is stored, the next is on its way.
+// Warp specialization. Warpgroup 0 produces: its threads gather rows of x by cp.async, 16 bytes each, and
+// one of them loads weights by TMA.
+// Warpgroups 1 and 2 multiply 64 rows each, with both operands in shared
+// memory. The barrier `full` hands a stage to the consumers, `empty` hands it back. The pipeline runs on
+// across tiles: the producer loads the next tile while the consumers store this one.
 //
-// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
-// chunks of its 128-byte rows swizzled.
-//   ring    [4] of bf16 rows [128][64], gate [128][64], up [128][64]
-//   corners bf16 [8][16][64]   results of a warp on their way out
-//   full, empty   barriers [4] each
+// Shared memory, aligned to 1024 bytes. Operands have the layout that TMA writes: rows of 128 bytes
+// whose 16-byte chunks are swizzled.
+//   pipeline        [4] of bf16 rows [128][64], gate [128][64], up [128][64]
+//   epilogue_tiles  bf16 [8][16][64]   one for each consumer warp
+//   full, empty     barriers [4] each
 //
-// Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
+// Baked in: inner 4096, outer 14336, experts 8, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/grid.cuh, cuda/shared.cuh, cuda/mbarrier.cuh, cuda/tma.cuh, cuda/async_copy.cuh, cuda/wgmma.cuh]
 
@@ -69,43 +70,43 @@ constexpr int STAGES = 4;
 constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
-// Threads that copy rows, eight to a line, and stages on which their copies are under way.
+// Threads that gather rows, eight for a line, and stages whose copies stay in flight.
 constexpr int COPIERS = 128, COPIED_LINES = COPIERS / 8, LATE = STAGES > 2 ? STAGES - 2 : 0;
 
 typedef bf16 Element;
 
-// A slice of the inner dimension.
+// A stage holds a slice of the inner dimension.
 struct Stage {
     Element rows[TILE_ROWS][TILE_DEPTH];
     Element gate[TILE_COLUMNS][TILE_DEPTH], up[TILE_COLUMNS][TILE_DEPTH];
 };
 
 struct alignas(1024) Shared {
-    Stage ring[STAGES];
-    Element corners[CONSUMER_WARPS][16][64];
+    Stage pipeline[STAGES];
+    Element epilogue_tiles[CONSUMER_WARPS][16][64];
     Barrier full[STAGES], empty[STAGES];
 };
 
-// What of a stage comes through the copy engine.
+// Bytes of a stage that come by TMA.
 constexpr u32 MAPPED = sizeof(Stage) - sizeof(Stage::rows);
 static_assert(THREADS == 384 && sizeof(Shared) == 214016, "as launched");
 
-// A stage, and the parity of the round the ring is in.
-struct Turn {
-    i32 stage = 0;
-    u32 parity = 0;
+// A position in the pipeline: the index of a stage, and the phase (parity) of its barriers.
+struct PipelineState {
+    i32 index = 0;
+    u32 phase = 0;
 
-    DEVICE void next()
+    DEVICE void advance()
     {
-        stage++;
-        if (stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
+        index++;
+        if (index == STAGES) {
+            index = 0;
+            phase ^= 1;
         }
     }
 };
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
@@ -131,24 +132,24 @@ DEVICE f32 activated(f32 gate, f32 up)
     return activation(gate) * up;
 }
 
-// What becomes of a sum: bias, activation, weight.
+// Epilogue of one element: bias, activation, weight.
 DEVICE f32 finished(f32 gate, f32 up)
 {
     return activated(gate, up);
 }
 
-// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+// Tile order: the row tiles of a group, then column tiles, then groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-// A walk over the tiles of this block, of `row_tiles` x COLUMN_TILES.
-struct Walk {
+// Persistent scheduler: goes over the tiles of this block, out of `row_tiles` x COLUMN_TILES.
+struct TileScheduler {
     const i32 row_tiles;
-    i32 number = (i32)block_x();
+    i32 tile_index = (i32)block_x();
 
-    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
-    DEVICE void next() { number += (i32)grid_x(); }
-    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
-    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE bool is_valid() const { return tile_index < row_tiles * COLUMN_TILES; }
+    DEVICE void advance() { tile_index += (i32)grid_x(); }
+    DEVICE i32 group() const { return tile_index / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return tile_index - group() * COLUMN_TILES; }
     DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
     DEVICE i32 row() const { return group() + within() % rows(); }
     DEVICE i32 column() const { return within() / rows(); }
@@ -157,16 +158,16 @@ struct Walk {
 // Elements stored at a time.
 constexpr int STORED = pack_width<Element>(OUTER);
 
-// Where an element of a warp's corner lies: chunks are swizzled like the tiles', so that
-// neither the writes nor the reads below meet in a bank.
-DEVICE Element *in_corner(Element (&corner)[16][64], i32 row, i32 column)
+// Returns the position of an element in an epilogue tile. Chunks are swizzled as in the operands, so
+// that neither the writes nor the reads below conflict in a bank.
+DEVICE Element *in_epilogue_tile(Element (&epilogue_tile)[16][64], i32 row, i32 column)
 {
-    return &corner[row][(column / 8 ^ row % 8) * 8 + column % 8];
+    return &epilogue_tile[row][(column / 8 ^ row % 8) * 8 + column % 8];
 }
 
-// Copies what of a corner lies within `rows` and `outer` to rows of the output, from column
+// Stores the part of an epilogue tile within `rows` and `outer` to rows of the output, from column
 // `first` on; eight lanes take a row.
-DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 first, i32 outer = OUTER)
+DEVICE void store_epilogue_tile(Element *to, Element (&epilogue_tile)[16][64], i32 rows, i32 first, i32 outer = OUTER)
 {
     #pragma unroll
     for (i32 i = 0; i < 16; i += WARP / 8) {
@@ -174,7 +175,7 @@ DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 f
         #pragma unroll
         for (i32 column = chunk; column < chunk + 8; column += STORED)
             if (row < rows && first + column < outer) {
-                const Pack<Element, STORED> pack = load<STORED>(in_corner(corner, row, column));
+                const Pack<Element, STORED> pack = load<STORED>(in_epilogue_tile(epilogue_tile, row, column));
                 store(to + (i64)row * outer, (first + column) / STORED, pack);
             }
     }
@@ -202,7 +203,7 @@ KERNEL(THREADS) grouped_gemm_up(
     }
     await_launches();
     (void)tokens;
-    const Walk walk = {row_tiles[EXPERTS]};
+    const TileScheduler schedule = {row_tiles[EXPERTS]};
     block_sync();
 
     // The producer. Rows beyond the tile and elements beyond the inner dimension are zeros.
@@ -210,12 +211,12 @@ KERNEL(THREADS) grouped_gemm_up(
         shrink_registers<40>();
         const i32 line = thread_index() / 8, chunk = thread_index() % 8;
         const u64 stream = stream_through_cache();
-        Turn turn, landed;
-        i32 late = 0;  // stages between the two
+        PipelineState state, landed;
+        i32 late = 0;  // stages that `state` is ahead of `landed`
         #pragma unroll 1
-        for (Walk at = walk; at.goes_on(); at.next()) {
-            const RowTile tile = row_tile(offsets, row_tiles, at.row());
-            const i32 first_column = at.column() * TILE_COLUMNS;
+        for (TileScheduler scheduler = schedule; scheduler.is_valid(); scheduler.advance()) {
+            const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());
+            const i32 first_column = scheduler.column() * TILE_COLUMNS;
             i32 token[TILE_ROWS / COPIED_LINES];
             #pragma unroll
             for (i32 i = 0; i < TILE_ROWS / COPIED_LINES; i++) {
@@ -223,10 +224,10 @@ KERNEL(THREADS) grouped_gemm_up(
                 token[i] = row < tile.rows ? row_slots[tile.first + row] / TOP_K : 0;
             }
             #pragma unroll 1
-            for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-                Stage &stage = shared.ring[turn.stage];
-                Barrier &full = shared.full[turn.stage];
-                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+            for (i32 k = 0; k < INNER; k += TILE_DEPTH, state.advance()) {
+                Stage &stage = shared.pipeline[state.index];
+                Barrier &full = shared.full[state.index];
+                mbarrier_wait(shared.empty[state.index], state.phase ^ 1);
                 if (thread_index() == 0) {
                     mbarrier_expect(full, MAPPED);
                     tma_load_3d(stage.gate, gate_map, full, stream, k, first_column, (i32)tile.expert);
@@ -245,39 +246,40 @@ KERNEL(THREADS) grouped_gemm_up(
                     late++;
                     continue;
                 }
-                // Rows of a stage before have landed, and are shown to wgmma.
+                // The gathered rows of stage `landed` have arrived. cp.async writes through the generic
+                // proxy, so a proxy fence must precede the arrival that lets wgmma read them.
                 wait_copies<LATE>();
                 proxy_fence();
-                mbarrier_arrive(shared.full[landed.stage]);
-                landed.next();
+                mbarrier_arrive(shared.full[landed.index]);
+                landed.advance();
             }
         }
         wait_copies<0>();
         proxy_fence();
-        for (; late > 0; late--, landed.next())
-            mbarrier_arrive(shared.full[landed.stage]);
+        for (; late > 0; late--, landed.advance())
+            mbarrier_arrive(shared.full[landed.index]);
         return;
     }
 
-    // The consumers. One group of products stays in flight: when it is the only
-    // one, those of the slice before are done, and its stage is free.
+    // The consumers. One wgmma group stays in flight. Once it is the only one, the group of the
+    // slice before has finished reading, so that slice's stage is released.
     grow_registers<232>();
     const i32 consumer = warp_index() / 4 - 1, warp = warp_index() - 4;
-    Element (&corner)[16][64] = shared.corners[warp];
+    Element (&epilogue_tile)[16][64] = shared.epilogue_tiles[warp];
     const i32 first_row = 16 * warp;
-    Turn turn;
+    PipelineState state;
     #pragma unroll 1
-    for (Walk at = walk; at.goes_on(); at.next()) {
-        const RowTile tile = row_tile(offsets, row_tiles, at.row());
-        const i32 first_column = at.column() * TILE_COLUMNS;
-        // One without rows multiplies nothing, and lets go of every stage.
+    for (TileScheduler scheduler = schedule; scheduler.is_valid(); scheduler.advance()) {
+        const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());
+        const i32 first_column = scheduler.column() * TILE_COLUMNS;
+        // A consumer without rows multiplies nothing but still releases every stage.
         const bool multiplies = 64 * consumer < tile.rows;
         f32 gate_sums[SUMS], up_sums[SUMS];
         i32 before = 0;
         #pragma unroll 1
-        for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-            const Stage &stage = shared.ring[turn.stage];
-            mbarrier_wait(shared.full[turn.stage], turn.parity);
+        for (i32 k = 0; k < INNER; k += TILE_DEPTH, state.advance()) {
+            const Stage &stage = shared.pipeline[state.index];
+            mbarrier_wait(shared.full[state.index], state.phase);
             if (multiplies) {
                 const u64 left = operand_128b(stage.rows[64 * consumer]);
                 const u64 gate = operand_128b(stage.gate), up = operand_128b(stage.up);
@@ -293,7 +295,7 @@ KERNEL(THREADS) grouped_gemm_up(
             }
             if (k > 0 && elect_one())
                 mbarrier_arrive(shared.empty[before]);
-            before = turn.stage;
+            before = state.index;
         }
         wgmma_wait<0>();
         if (elect_one())
@@ -303,7 +305,7 @@ KERNEL(THREADS) grouped_gemm_up(
         settle(gate_sums);
         settle(up_sums);
 
-        // What a warp has, 16 rows, leaves by 64 columns.
+        // Epilogue: a warp stores its 16 rows, 64 columns at a time.
         const i32 rows = tile.rows - first_row;
         #pragma unroll
         for (i32 slab = 0; slab < TILE_COLUMNS; slab += 64) {
@@ -319,13 +321,13 @@ KERNEL(THREADS) grouped_gemm_up(
                         const f32 value = finished(gate_sums[sum], up_sums[sum]);
                         pair.at[n] = round_to<Element>(value);
                     }
-                    store(in_corner(corner, sum_row(i + 2 * half), sum_column(i) - slab), pair);
+                    store(in_epilogue_tile(epilogue_tile, sum_row(i + 2 * half), sum_column(i) - slab), pair);
                 }
                 if (i % 32 == 12)
                     warp_sync();  // more of them at once would not fit the registers
             }
             warp_sync();
-            store_corner(hidden + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
+            store_epilogue_tile(hidden + (tile.first + first_row) * OUTER, epilogue_tile, rows, first_column + slab);
             warp_sync();
         }
     }

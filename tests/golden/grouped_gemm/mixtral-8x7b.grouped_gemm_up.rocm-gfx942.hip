@@ -1,25 +1,26 @@
-// grouped_gemm_up for rocm:gfx942, on matrix cores: mfma_32x32x8
+// grouped_gemm_up for rocm:gfx942: matrix cores, mfma_32x32x8
 //
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
-// A block owns 128 rows of one expert by 64 columns of gate and of up; each of its 4 waves owns
-// 64 x 32 of them.
-// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
-// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
-// Rows are read where the tokens lie, so nothing has to be dispatched before.
+// Tile: 128 rows of one expert by 64 columns of gate and of up. A block computes one tile,
+// each of its 4 waves 64 x 32 of it.
+// Tiles run in groups of 16 row tiles, inside a group column by column, so that blocks which run
+// together share rows and weights in the L2 cache. Blocks beyond the last tile return.
+// The kernel gathers rows from x by row_slots, so no dispatch precedes it.
 //
-// Shared memory: two buffers of each. While one is multiplied, the next 32 elements of all rows
-// are on their way from global memory to registers, and from there they go to the other.
+// Shared memory (LDS): two buffers of each operand. While the waves multiply one, the next 32
+// elements of the rows move from global memory to registers, and from there to the other.
 //   left   bf16 [128][32]   x[token]
 //   right  bf16 [2 * 64][32]   rows of gate, then rows of up
-// A line is chunks of 16 bytes. Which lies where is XORed with the number of the line: the
-// same chunk of eight lines is on eight different groups of banks.
+// A line is chunks of 16 bytes. The position of a chunk is XORed with bits of the line number, so the
+// same chunk of eight lines lies in eight different groups of banks.
 //
-// Weights are the left operand of a product and rows the right one, so that a lane's sums are
-// of one row; and the lines of right are in such an order that they are of adjacent columns,
-// gate and up of the same ones.
+// Weights are the left operand of a matrix instruction and rows the right one, so all sums of a lane
+// belong to one row. The lines of `right` are permuted so that these sums are adjacent columns, gate
+// and up of the same ones.
 //
-// Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
+// Baked in: inner 4096, outer 14336, experts 8, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, hip/mfma.hpp, math/exp.hpp, activation.hpp]
 
@@ -34,7 +35,7 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_DEPTH = 32;
 constexpr int WAVE_ROWS = 64, WAVE_COLUMNS = 32;
 constexpr int MATRICES = 2;
 
-// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each.
+// A matrix instruction has EDGE x EDGE sums; those of a row lie in GROUPS lanes, SUMS in each.
 constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS;
 constexpr int ROW_PARTS = WAVE_ROWS / EDGE, COLUMN_PARTS = WAVE_COLUMNS / EDGE;
 constexpr int COLUMN_WAVES = TILE_COLUMNS / WAVE_COLUMNS;
@@ -51,11 +52,11 @@ static_assert(TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wav
 
 typedef f32x16 Sums;
 
-// A row of a product is sum sum_of(row) of the lanes of group group_of(row).
+// Row r of a matrix instruction's result is sum sum_of(r) of the lanes in group group_of(r).
 DEVICE i32 group_of(i32 row) { return row / 4 % GROUPS; }
 DEVICE i32 sum_of(i32 row) { return row / 4 / GROUPS * 4 + row % 4; }
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
@@ -76,28 +77,29 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
-// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+// Tile order: the row tiles of a group, then column tiles, then groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-// Blocks go to the dies of the GPU in turn, and each die has a level-2 cache of its own. So the
-// tiles of a die follow each other. With fewer dies than these, each has several such runs.
-constexpr int DIES = 8;
+// XCD swizzle. The hardware deals blocks out to the XCDs (accelerator complex dies) in turn, and each
+// XCD has its own L2 cache. The swizzle gives each XCD a contiguous run of tiles. On a GPU with fewer
+// XCDs each has several such runs.
+constexpr int XCDS = 8;
 
-DEVICE i32 of_die(i32 block, i32 tiles)
+DEVICE i32 xcd_swizzle(i32 block, i32 tiles)
 {
-    const i32 die = block % DIES, each = tiles / DIES, longer = lesser(die, tiles % DIES);
-    return block < tiles ? die * each + longer + block / DIES : block;
+    const i32 xcd = block % XCDS, each = tiles / XCDS, longer = lesser(xcd, tiles % XCDS);
+    return block < tiles ? xcd * each + longer + block / XCDS : block;
 }
 
-// The tile of this block, of `row_tiles` x COLUMN_TILES.
-struct Walk {
+// Gives this block its one tile, out of `row_tiles` x COLUMN_TILES.
+struct TileScheduler {
     const i32 row_tiles;
-    i32 number = of_die((i32)block_x(), row_tiles * COLUMN_TILES);
+    i32 tile_index = xcd_swizzle((i32)block_x(), row_tiles * COLUMN_TILES);
 
-    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
-    DEVICE void next() { number = 0x7fffffff; }
-    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
-    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE bool is_valid() const { return tile_index < row_tiles * COLUMN_TILES; }
+    DEVICE void advance() { tile_index = 0x7fffffff; }
+    DEVICE i32 group() const { return tile_index / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return tile_index - group() * COLUMN_TILES; }
     DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
     DEVICE i32 row() const { return group() + within() % rows(); }
     DEVICE i32 column() const { return within() / rows(); }
@@ -108,16 +110,16 @@ DEVICE f32 activated(f32 gate, f32 up)
     return activation(gate) * up;
 }
 
-// What becomes of a sum: bias, activation, weight.
+// Epilogue of one element: bias, activation, weight.
 DEVICE f32 finished(f32 gate, f32 up)
 {
     return activated(gate, up);
 }
 
-// Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide.
+// Returns the position of a chunk of a line in LDS. The banks are eight chunks wide.
 DEVICE i32 place(i32 line, i32 chunk) { return line * CHUNKS + (chunk ^ line * CHUNKS / 8 % CHUNKS); }
 
-// The chunk of a row from element k on; zeros beyond its end.
+// Loads the chunk of a row from element k on; zeros beyond the end of the row.
 DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
 {
     Chunk chunk = {};
@@ -128,18 +130,18 @@ DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
     return chunk;
 }
 
-// LINES lines of a tile on their way from global memory, through registers.
+// Moves LINES lines of a tile from global memory through registers to LDS.
 template <int LINES> struct Stage {
     static constexpr int HELD = LINES * CHUNKS / THREADS;
     static_assert(HELD * THREADS == LINES * CHUNKS, "every thread moves as many chunks");
 
-    const Element *rows[HELD];  // where the rows of its chunks begin; null for zeros
+    const Element *rows[HELD];  // the rows of its chunks; null for zeros
     Chunk held[HELD];
 
     DEVICE static i32 line_of(i32 i) { return (i * THREADS + thread_index()) / CHUNKS; }
     DEVICE static i32 chunk_of() { return thread_index() % CHUNKS; }
 
-    // `begin(line)` is where the row of a line begins.
+    // Sets the sources: `begin(line)` is the first element of the row of a line.
     template <class Begin> DEVICE void aim(Begin begin)
     {
         #pragma unroll
@@ -147,7 +149,7 @@ template <int LINES> struct Stage {
             rows[i] = begin(line_of(i));
     }
 
-    // Reads from element `depth` on; zeros from `inner` on.
+    // Loads from element `depth` on; zeros from `inner` on.
     DEVICE void fetch(i32 depth, i32 inner = INNER)
     {
         #pragma unroll
@@ -163,8 +165,8 @@ template <int LINES> struct Stage {
     }
 };
 
-// A lane brings a chunk of weights and one of a row, for several products. Which elements of
-// the inner dimension meet in one does not matter, as long as both sides agree.
+// A lane passes a chunk of weights and one of a row to several instructions. An instruction thus
+// multiplies elements that are not adjacent in the inner dimension, the same ones on both sides.
 DEVICE void add_product(Sums &sums, const Chunk &weights, const Chunk &row)
 {
     #pragma unroll
@@ -172,8 +174,9 @@ DEVICE void add_product(Sums &sums, const Chunk &weights, const Chunk &row)
         sums = mfma_32x32x8(load<4>(weights.at + k), load<4>(row.at + k), sums);
 }
 
-// Adds the products of a wave over one buffer. `left` and `right` are where its lines begin,
-// those of the first matrix in `right`: multiples of eight, so that their swizzle is that of line 0.
+// Multiplies one buffer and accumulates, for a wave. `left` and `right` point to the first lines of
+// the wave, in `right` those of the first matrix. Both line numbers are multiples of eight, so their
+// swizzle equals that of line 0.
 DEVICE void multiply(Sums (&sums)[ROW_PARTS][MATRICES][COLUMN_PARTS], const Chunk *left, const Chunk *right, i32 lane)
 {
     #pragma unroll
@@ -198,8 +201,8 @@ DEVICE void multiply(Sums (&sums)[ROW_PARTS][MATRICES][COLUMN_PARTS], const Chun
     }
 }
 
-// The column of a tile that line `line` of its matrix in shared memory has the weights of:
-// a wave has WAVE_COLUMNS lines, and of its columns a lane has RUN adjacent ones.
+// Returns the column of a tile whose weights lie in line `line` of its matrix in LDS. A wave has
+// WAVE_COLUMNS lines; the permutation gives each lane the sums of RUN adjacent columns.
 DEVICE i32 column_of(i32 line)
 {
     const i32 wave = line / WAVE_COLUMNS, part = line % WAVE_COLUMNS / EDGE, row = line % EDGE;
@@ -220,11 +223,11 @@ KERNEL(THREADS) grouped_gemm_up(
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][MATRICES * TILE_COLUMNS * CHUNKS];
 
     (void)tokens;
-    const Walk at = {row_tiles[EXPERTS]};
-    if (!at.goes_on())
+    const TileScheduler scheduler = {row_tiles[EXPERTS]};
+    if (!scheduler.is_valid())
         return;
-    const RowTile tile = row_tile(offsets, row_tiles, at.row());
-    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());
+    const i32 first_column = scheduler.column() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = tile.expert * OUTER + first_column;
 
     Stage<TILE_ROWS> left_stage;

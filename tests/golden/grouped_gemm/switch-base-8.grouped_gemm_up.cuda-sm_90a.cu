@@ -1,26 +1,28 @@
-// grouped_gemm_up for cuda:sm_90a, on the matrix units
+// grouped_gemm_up for cuda:sm_90a: mma.sync on tensor cores, operands by cp.async
 //
 //   hidden = act(x[token] · upᵀ)
 //
-// A block owns 64 rows of one expert by 128 columns; a warp owns
-// 32 x 32 of them.
-// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
-// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
-// Rows are read where the tokens lie, so nothing has to be dispatched before.
+// Tile: 64 rows of one expert by 128 columns. A block computes one tile,
+// a warp 32 x 32 of it.
+// Tiles run in groups of 16 row tiles, inside a group column by column, so that blocks which run
+// together share rows and weights in the L2 cache. Blocks beyond the last tile return.
+// The kernel gathers rows from x by row_slots, so no dispatch precedes it.
 //
-// Shared memory: a ring of 4 stages, filled by asynchronous copies while others are
-// multiplied. A stage has 192 lines of 128 bytes, 32 elements of the inner dimension:
+// Shared memory: a pipeline of 4 stages; cp.async fills some while the warps multiply another.
+// A stage has 192 lines of 128 bytes, 32 elements of the inner dimension:
 //   left   [64]   x[token]
 //   right  [128]   rows of up
-// Chunk n of 16 bytes of line r lies at n ^ (r % 8): eight lines of a matrix load are
-// on eight different groups of banks. At the end the ring holds the tile of hidden.
+// Chunk n of 16 bytes of line r lies at n ^ (r % 8), so the eight lines that ldmatrix reads together
+// lie in eight different groups of banks. After the main loop the pipeline holds the tile of hidden.
 //
 // Sums are f32, in ascending order of the inner dimension, 8 elements at a time.
-// A factor is split into two tf32 of 11 bits, and three of their four products are taken.
-// The matrix unit sums them over 8 elements, truncating; that is added by an ordinary f32
-// addition. So sums are about as near as those of f32 products. Infinity gives NaN.
+// 3xTF32: each f32 operand is split into two tf32 values of 11 bits, and three of their four
+// products are summed. The tensor core adds 8 elements with truncation, so their sum starts from
+// zero and joins the running sum in an ordinary f32 addition. The result is about as accurate as an
+// f32 GEMM. An infinite operand gives NaN.
 //
-// Baked in: inner 768, outer 3072, experts 8, types, epilogue. Not the tokens.
+// Baked in: inner 768, outer 3072, experts 8, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/async_copy.cuh, cuda/matrix.cuh, cuda/mma.cuh, activation.hpp]
 
@@ -35,26 +37,26 @@ constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, TILE_DEPTH = 32;
 constexpr int WARP_ROWS = 32, WARP_COLUMNS = 32;
 constexpr int MATRICES = 1;
 
-constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; a product takes 32 of each line
+constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; an mma reads 32 of each line
 constexpr int STAGE = (TILE_ROWS + MATRICES * TILE_COLUMNS) * LINE;
 constexpr int COLUMN_WARPS = TILE_COLUMNS / WARP_COLUMNS;
-constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // products of a warp
+constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // mma tiles of a warp
 constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH);
 
-// Elements copied at a time, threads that share a line, and lines copied at a time.
+// Elements of one cp.async, threads that share a line, and lines copied at a time.
 constexpr int COPIED = pack_width<Element>(INNER);
 constexpr int LINE_THREADS = TILE_DEPTH / COPIED, COPIED_LINES = THREADS / LINE_THREADS;
 
-// Elements stored at a time, and the pitch of the tile of hidden in shared memory.
+// Elements of one store, and the pitch of the tile of hidden in shared memory.
 constexpr int STORED = pack_width<Element>(OUTER), PITCH = TILE_COLUMNS + 8;
 
 static_assert(TILE_DEPTH * sizeof(Element) == LINE && COPIED * sizeof(Element) >= 4, "what a copy can move");
 static_assert(TILE_ROWS / WARP_ROWS * COLUMN_WARPS * WARP == THREADS, "every warp owns a part of the tile");
 static_assert(TILE_ROWS % COPIED_LINES + TILE_COLUMNS % COPIED_LINES == 0, "all threads copy as much");
 static_assert(STAGES * STAGE == 98304, "the shared memory of the launch");
-static_assert(TILE_ROWS * PITCH * (int)sizeof(Element) <= STAGES * STAGE, "the ring can hold the output");
+static_assert(TILE_ROWS * PITCH * (int)sizeof(Element) <= STAGES * STAGE, "the pipeline can hold the output");
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
@@ -80,35 +82,35 @@ DEVICE f32 activated(f32 up)
     return activation(up);
 }
 
-// What becomes of a sum: bias, activation, weight.
+// Epilogue of one element: bias, activation, weight.
 DEVICE f32 finished(f32 up)
 {
     return activated(up);
 }
 
-// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+// Tile order: the row tiles of a group, then column tiles, then groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-// The tile of this block, of `row_tiles` x COLUMN_TILES.
-struct Walk {
+// Gives this block its one tile, out of `row_tiles` x COLUMN_TILES.
+struct TileScheduler {
     const i32 row_tiles;
-    i32 number = (i32)block_x();
+    i32 tile_index = (i32)block_x();
 
-    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
-    DEVICE void next() { number = 0x7fffffff; }
-    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
-    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE bool is_valid() const { return tile_index < row_tiles * COLUMN_TILES; }
+    DEVICE void advance() { tile_index = 0x7fffffff; }
+    DEVICE i32 group() const { return tile_index / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return tile_index - group() * COLUMN_TILES; }
     DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
     DEVICE i32 row() const { return group() + within() % rows(); }
     DEVICE i32 column() const { return within() / rows(); }
 };
 
-// The line of a tile that a thread copies to in its turn i, and the piece of it.
+// The line that a thread copies to in iteration i, and its first element there.
 DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_THREADS; }
 DEVICE i32 copied_element() { return thread_index() % LINE_THREADS * COPIED; }
 
-// Copies elements `depth` and on of ROWS rows to lines of the ring; zeros for rows from
-// `rows` on and elements from `inner` on. `row_at(i)` is where the row of turn i begins.
+// Copies elements `depth` and on of ROWS rows to lines of a stage; zeros for rows from `rows` on and
+// elements from `inner` on. `row_at(i)` is the source of iteration i.
 template <int ROWS, class RowAt>
 DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at, i32 inner = INNER)
 {
@@ -125,11 +127,12 @@ DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at, i32 inner = 
 DEVICE i32 warp_row() { return warp_index() / COLUMN_WARPS * WARP_ROWS; }
 DEVICE i32 warp_column() { return warp_index() % COLUMN_WARPS * WARP_COLUMNS; }
 
-// The operands of one step of a warp, and its sums.
+// The fragments of one step of a warp, and its accumulators.
 struct Operands { u32 left[ROW_PARTS][4], right[MATRICES * COLUMN_PARTS][2]; };
 typedef f32 Sums[ROW_PARTS][MATRICES * COLUMN_PARTS][4];
 
-// Loads 16 rows by two chunks of left at a time, and twice 8 rows by two chunks of right.
+// Loads the fragments of one step: 16 rows by two chunks of left at a time, and twice 8 rows by two
+// chunks of right.
 DEVICE void load_step(Operands &to, u32 stage, i32 step)
 {
     const i32 lane = lane_index();
@@ -151,7 +154,7 @@ DEVICE void load_step(Operands &to, u32 stage, i32 step)
     }
 }
 
-// value = high + low, both tf32, but for the last bits of the mantissa.
+// Splits value into high + low, both tf32; the last bits of the mantissa are lost.
 template <int COUNT> DEVICE void split(u32 (&high)[COUNT], u32 (&low)[COUNT], const u32 (&values)[COUNT])
 {
     #pragma unroll
@@ -161,7 +164,7 @@ template <int COUNT> DEVICE void split(u32 (&high)[COUNT], u32 (&low)[COUNT], co
     }
 }
 
-// Adds the products of a step, of so many parts of 16 rows: those beyond are padding.
+// Multiplies one step and accumulates, for `parts` parts of 16 rows. Parts beyond are padding.
 DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
 {
     u32 left[ROW_PARTS][4], left_low[ROW_PARTS][4];
@@ -187,8 +190,8 @@ DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
     }
 }
 
-// Adds the products of a stage. The loop stays one: left to itself the assembler loads
-// the operands of every step at once, until registers spill.
+// Multiplies a stage and accumulates. The loop must not be unrolled: ptxas would hoist the loads of
+// every step, until registers spill.
 DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 {
     #pragma unroll 1
@@ -199,7 +202,7 @@ DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
     }
 }
 
-// Moves the tile of hidden from shared memory to its rows, as far as there are any.
+// Stores the tile of hidden from shared memory, as far as its rows and columns exist.
 DEVICE void store_tile(Element *hidden, const Element *tile, i64 first_row, i32 first_column, i32 rows, i32 outer = OUTER)
 {
     constexpr int PACKS = TILE_COLUMNS / STORED;
@@ -221,17 +224,17 @@ KERNEL(THREADS) grouped_gemm_up(
     i64 tokens)
 {
     await_launches();
-    alignas(LINE) extern __shared__ Element ring[];
+    alignas(LINE) extern __shared__ Element pipeline[];
 
     (void)tokens;
-    const Walk at = {row_tiles[EXPERTS]};
-    if (!at.goes_on())
+    const TileScheduler scheduler = {row_tiles[EXPERTS]};
+    if (!scheduler.is_valid())
         return;
-    const RowTile tile = row_tile(offsets, row_tiles, at.row());
-    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());
+    const i32 first_column = scheduler.column() * TILE_COLUMNS, columns = OUTER - first_column;
     const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
 
-    // The rows that this thread copies in its turn i.
+    // The rows that this thread copies in iteration i.
     const Element *const up_rows = up + first_weight + copied_row(0) * INNER;
     i32 token[TILE_ROWS / COPIED_LINES];
     #pragma unroll
@@ -240,7 +243,7 @@ KERNEL(THREADS) grouped_gemm_up(
     auto left_row = [&](i32 i) { return x + (i64)token[i] * INNER; };
     auto up_row = [&](i32 i) { return up_rows + (i64)i * COPIED_LINES * INNER; };
 
-    const u32 stages = shared_address(ring);
+    const u32 stages = shared_address(pipeline);
     auto fetch = [&](i32 at) {
         const u32 left = stages + at % STAGES * STAGE, right = left + TILE_ROWS * LINE;
         if (at < DEPTHS) {
@@ -264,7 +267,7 @@ KERNEL(THREADS) grouped_gemm_up(
             multiply_stage(sums, stages + at % STAGES * STAGE, parts);
     }
     wait_copies<0>();
-    block_sync();  // the ring is free
+    block_sync();  // the pipeline is free
 
     #pragma unroll
     for (i32 j = 0; j < COLUMN_PARTS; j++) {
@@ -278,10 +281,10 @@ KERNEL(THREADS) grouped_gemm_up(
                 const f32 value = finished(sums[i / 2][j][i % 2 * 2 + n]);
                 pair.at[n] = round_to<Element>(value);
             }
-            store(ring, (row * PITCH + column) / 2, pair);
+            store(pipeline, (row * PITCH + column) / 2, pair);
         }
     }
     block_sync();
 
-    store_tile(hidden, ring, tile.first, first_column, tile.rows);
+    store_tile(hidden, pipeline, tile.first, first_column, tile.rows);
 }

@@ -1,16 +1,18 @@
-// grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup, for the rows of every expert.
+// grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup,
+// for the rows of every expert.
 //
-// A block owns 384 rows of one expert and 256 columns of the result. It goes over
-// the sum in slices: a slice of the weights is packed into panels, and every 6
-// rows are multiplied by it in registers.
-// The weights are summed over by rows, so that they lie as panels want them.
-// A row's sums do not depend on the other rows.
+// A block computes 384 rows of one expert by 256 columns of the result. It takes the
+// contraction in slices: it packs a slice of the weights into panels and multiplies 6 rows at a
+// time by it, with the sums in vector registers.
+// The contraction runs over the rows of the weights, so packing needs no transposition. The sums of
+// a row do not depend on the other rows.
 //
 // hidden = w * A for the activation A of the kept pre-activations, dgate and
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
-// Baked in: experts, widths, types, activation. A thread's scratch memory has
-// packed panels, 6 rows and the sums of a block.
+// Scratch memory of a thread: packed panels, 6 rows, the sums of a block.
+//
+// Baked in: experts, widths, types, activation.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -70,12 +72,12 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 
 // [prelude: cpu_pack.h]
 
-// Which rows and columns a block owns, and whose weights.
+// The rows and columns that a block owns, and their expert.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-// Rows are cut into tiles of even size; past the last tile there are none. Tiles of
+// Cuts rows into tiles of even size; past the last tile there are none. Tiles of
 // columns have `width`.
 INLINE block_t find_block(i64 tokens, const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile,
                           i64 width)
@@ -105,18 +107,16 @@ typedef f32 panel_word_t;
 typedef panel_word_t panel_t[TILE_WORDS][NR];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Weights that are wanted soon come from memory, so the
-// next panels are packed between products, one word of a panel after the other, and what is
-// packed soon is fetched. Many lines at once would keep the products from reading
-// what is cached.
+// Weights of the next panels come from memory, so they
+// are packed between multiplications, one word of a panel after the other, and their source is
+// prefetched. Many prefetches at once would occupy the line buffers that multiplications need.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
     PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = WORD, // rows that are multiplied together
 };
 
-// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
-// is no depth.
+// The source of panels: `depth` rows of `columns` columns; empty without depth.
 typedef struct {
     const weight_t *from;
     i64 depth, columns;
@@ -153,7 +153,7 @@ INLINE void pack_next(packing_t *packing)
 
 INLINE void pack_due(packing_t *packing)
 {
-    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    __asm__ volatile("" ::: "memory"); // keeps the counts in memory: registers belong to the micro-kernel
     packing->due += FETCH_WORDS;
     for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
         pack_next(packing);
@@ -224,14 +224,17 @@ INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 dept
     prefetch->depth = depth;
 }
 
-// What a thread keeps in scratch while it works on a block: a group of its rows, a depth slice at a time; all sums; what is packed.
+// The scratch memory of a thread during a block:
+// - a group of its rows, a depth slice at a time
+// - all sums
+// - packed panels
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
-    i32 turn; // which half of what is packed the next block begins with
+    i32 turn; // the half of `packed` with which the next block begins
     packing_t packing; // of that half
     slice_t ALIGNED rows;
     sums_t ALIGNED sums[ROW_GROUPS][PANELS];
-    panel_t packed[2][PANELS]; // in turn: of the products, and packed beside them
+    panel_t packed[2][PANELS]; // one is multiplied while the other is packed
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 890560, "the launch gives a thread this much");
 
@@ -269,8 +272,8 @@ INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
             *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
-// One copy of `multiply` for each number of rows. What its caller has in vector
-// registers would cost products theirs, hence no inlining.
+// One copy of `multiply` for each number of rows. It is not inlined, because
+// vector values of its caller would take registers from the sums.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
               const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *prefetch,
@@ -292,7 +295,7 @@ INLINE vec load_row(const input_t *from, i64 count)
     return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
 }
 
-// Where one kind of results goes, from a block's first row and column on.
+// The destination of one kind of results, from a block's first row and column on.
 typedef input_t *output_t;
 
 // One vector of results: a row's from `column` on, of which `count` exist.
@@ -305,12 +308,12 @@ INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
         store_part_bf16(to, v, count);
 }
 
-// What the activation gave, and its derivatives by its inputs.
+// The activation, and its derivatives by its inputs.
 typedef struct {
     vec value, by_gate, by_up;
 } slope_t;
 
-// A clamp that holds has slope zero.
+// A clamp that limits its input has slope zero.
 INLINE slope_t slope(vec gate, vec up)
 {
     slope_t at;
@@ -328,8 +331,7 @@ INLINE slope_t slope(vec gate, vec up)
     return at;
 }
 
-// What is read beside the product, and written, from a block's first row and
-// column on.
+// The tensors that the epilogue reads and writes, from a block's first row and column on.
 typedef struct {
     const input_t *gate_pre, *up_pre;
     output_t hidden, dgate, dup;
@@ -402,8 +404,8 @@ INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64
         store_row(to, finished[r], row + r, column, columns);
 }
 
-// One copy for whole panels. It is not inlined where products are: the constants of
-// an activation would be kept in their registers.
+// One copy for whole panels. It is not inlined next to multiplications, because the compiler would keep
+// the constants of an activation in their registers.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
@@ -413,17 +415,17 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_tile(to, sums, row, rows, column, columns);
 }
 
-// What is packed together: a depth slice of a matrix, from a block's first column on.
+// Returns the source of panels that are packed together: a depth slice of a matrix, from a block's
+// first column on.
 INLINE source_t source_of(const weight_t *matrix, const block_t *block, i64 depth)
 {
     return (source_t){matrix + depth * OUTER, min_i64(TILE_DEPTH, INNER - depth), block->column_count};
 }
 
-// A block: the products one after the other, each a depth slice at a time, and of
-// that a group of rows at a time, which are copied next to each other and
-// multiplied by every panel. The next slice of the weights is packed meanwhile,
-// after the last one the next block's first. Results are finished while their sums
-// are cached.
+// Computes a block: one GEMM after the other, each a depth slice at a time, and of that a group of rows
+// at a time, which are copied next to each other and multiplied by every panel. Meanwhile the next slice
+// of the weights is packed, after the last one the next block's first. Results are finished while their
+// sums are cached.
 static void multiply_block(scratch_t *scratch, const input_t *(*row)[TILE_ROWS + PREFETCH_ROWS],
                            const weight_t *const *matrices, const block_t *block, source_t next_block,
                            const results_t *to)
@@ -485,8 +487,8 @@ static void grouped_gemm_dgrad_down_block(
     for (int product = 0; product < PRODUCTS; product++)
         for (i64 r = 0; r < block.row_count + PREFETCH_ROWS; r++)
             row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
-    const i64 corner = block.expert * INNER * OUTER + block.first_column;
-    const weight_t *const matrices[PRODUCTS] = {down + corner};
+    const i64 origin = block.expert * INNER * OUTER + block.first_column;
+    const weight_t *const matrices[PRODUCTS] = {down + origin};
     const i64 first = block.first_row * OUTER + block.first_column;
     vec parts[TILE_ROWS];
     for (i64 r = 0; r < block.row_count; r++)

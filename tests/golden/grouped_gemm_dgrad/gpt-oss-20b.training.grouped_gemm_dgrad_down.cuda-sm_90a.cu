@@ -1,24 +1,26 @@
-// grouped_gemm_dgrad_down for cuda:sm_90a, by wgmma and the copy engine
+// grouped_gemm_dgrad_down for cuda:sm_90a: wgmma, operands by TMA
 //
 //   P = dout · down
 //   hidden = w · act(gate_pre, up_pre), dgate, dup = act'(gate_pre, up_pre) · w · P
-//   dweight_parts = <P, act>, over the columns of a block
+//   dweight_parts = <P, act>, over the columns of a tile
 //
-// A block owns 128 rows of one expert by 256 columns.
-// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
-// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
+// Tile: 128 rows of one expert by 256 columns; a block computes one.
+// Tiles run in groups of 16 row tiles, inside a group column by column, so that blocks which run
+// together share rows and weights in the L2 cache. Blocks beyond the last tile return.
 //
-// Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
-// engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
-// from one to the others through its barrier `full`, and back through `empty`.
+// Warp specialization. Warpgroup 0 produces: one of its threads loads all operands by TMA.
+// Warpgroups 1 and 2 multiply 64 rows each, with both operands in shared memory. The barrier `full`
+// hands a stage to the consumers, `empty` hands it back.
 //
-// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
-// chunks of its 128-byte rows swizzled. Lines of a matrix are steps of the sum, so it is read across them.
-//   ring    [4] of bf16 rows [128][64], matrix [4][64][64]
-//   corners f32 [8][16][64]   sums of a warp on their way out
-//   full, empty   barriers [4] each
+// Shared memory, aligned to 1024 bytes. Operands have the layout that TMA writes: rows of 128 bytes
+// whose 16-byte chunks are swizzled. A row of the weights is one step of the contraction, so wgmma
+// reads them transposed.
+//   pipeline        [4] of bf16 rows [128][64], matrix [4][64][64]
+//   epilogue_tiles  f32 [8][16][64]   one for each consumer warp
+//   full, empty     barriers [4] each
 //
-// Baked in: inner 2880, outer 2880, experts 32, types, epilogue. Not the tokens.
+// Baked in: inner 2880, outer 2880, experts 32, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/mbarrier.cuh, cuda/tma.cuh, cuda/wgmma.cuh]
 
@@ -97,7 +99,7 @@ constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
 
 typedef bf16 Element;
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
@@ -118,18 +120,18 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
-// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+// Tile order: the row tiles of a group, then column tiles, then groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-// The tile of this block, of `row_tiles` x COLUMN_TILES.
-struct Walk {
+// Gives this block its one tile, out of `row_tiles` x COLUMN_TILES.
+struct TileScheduler {
     const i32 row_tiles;
-    i32 number = (i32)block_x();
+    i32 tile_index = (i32)block_x();
 
-    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
-    DEVICE void next() { number = 0x7fffffff; }
-    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
-    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE bool is_valid() const { return tile_index < row_tiles * COLUMN_TILES; }
+    DEVICE void advance() { tile_index = 0x7fffffff; }
+    DEVICE i32 group() const { return tile_index / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return tile_index - group() * COLUMN_TILES; }
     DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
     DEVICE i32 row() const { return group() + within() % rows(); }
     DEVICE i32 column() const { return within() / rows(); }
@@ -141,7 +143,7 @@ constexpr f32 LIMIT = 7.0f;
 DEVICE f32 below(f32 x) { return x > LIMIT ? LIMIT : x; }
 DEVICE f32 within(f32 x) { return x < -LIMIT ? -LIMIT : below(x); }
 
-// What backward makes of one element of P = dout · down. `weight` is that of the row.
+// Backward epilogue of one element of P = dout · down. `weight` is the weight of the row.
 struct ActivationBwd {
     f32 hidden;  // weight * activation, a factor of the down matrix's gradient
     f32 dgate, dup;  // gradients of what entered the activation
@@ -157,38 +159,37 @@ DEVICE ActivationBwd activation_bwd(f32 gate_pre, f32 up_pre, f32 product, f32 w
     const f32 back = weight * product;
     const f32 factor = activation(gate), value = factor * up;
     f32 dgate = back * up * activation_slope(gate), dup = back * factor;
-    // A clamp that holds passes nothing back.
+    // A clamp that limits its input has gradient zero.
     dgate = gate_pre > LIMIT ? 0.0f : dgate;
     dup = up_pre > LIMIT || up_pre < -LIMIT ? 0.0f : dup;
     return {weight * value, dgate, dup, product * value};
 }
 
-// ---- from sums to rows ----
+// ---- epilogue ----
 
-// A warp has a corner of shared memory for 16 rows by SLAB columns of sums. A lane takes
-// eight elements of a row from it, in packs of as many as are moved at a time; adjacent
-// lanes take adjacent packs.
+// A warp stages 16 rows by SLAB columns of sums in its epilogue tile. A lane then takes eight
+// elements of a row, in packs of one memory access each; adjacent lanes take adjacent packs.
 constexpr int SLAB = 64, ROW_LANES = SLAB / 8, ROWS_AT_ONCE = WARP / ROW_LANES;
 constexpr int MOVED = pack_width<Element>(OUTER), ROW_PACKS = OUTER / MOVED;
-constexpr int CORNER_TURNS = 16 / ROWS_AT_ONCE;
-typedef f32 Corner[16][SLAB];
+constexpr int EPILOGUE_PASSES = 16 / ROWS_AT_ONCE;
+typedef f32 EpilogueTile[16][SLAB];
 
-// Where an element lies: chunks of 16 bytes change places so that neither the pairs that
-// are written nor the chunks that are read meet in a bank.
-DEVICE f32 *in_corner(Corner &corner, i32 row, i32 column)
+// Returns the position of an element. Chunks of 16 bytes are swizzled so that neither the pairs
+// written by lanes nor the chunks read by them conflict in a bank.
+DEVICE f32 *in_epilogue_tile(EpilogueTile &epilogue_tile, i32 row, i32 column)
 {
     const i32 chunk = column / 4 ^ (row % 4 * 2 + column / 32);
-    return &corner[row][chunk * 4 + column % 4];
+    return &epilogue_tile[row][chunk * 4 + column % 4];
 }
 
-// The sums of a pack.
-DEVICE Pack<f32, MOVED> from_corner(Corner &corner, i32 row, i32 column)
+// Loads the sums of a pack.
+DEVICE Pack<f32, MOVED> load_epilogue_tile(EpilogueTile &epilogue_tile, i32 row, i32 column)
 {
     constexpr int LOADED = lesser(MOVED, 4);
     Pack<f32, MOVED> pack;
     #pragma unroll
     for (i32 i = 0; i < MOVED; i += LOADED) {
-        const Pack<f32, LOADED> part = load<LOADED>(in_corner(corner, row, column + i));
+        const Pack<f32, LOADED> part = load<LOADED>(in_epilogue_tile(epilogue_tile, row, column + i));
         #pragma unroll
         for (i32 n = 0; n < LOADED; n++)
             pack.at[i + n] = part.at[n];
@@ -196,18 +197,18 @@ DEVICE Pack<f32, MOVED> from_corner(Corner &corner, i32 row, i32 column)
     return pack;
 }
 
-// What the down half reads and writes, from the first row of a corner on.
+// The tensors that the down half reads and writes, from the first row of an epilogue tile on.
 struct Kept {
     const Element *gate_pre, *up_pre;
     Element *hidden, *dgate, *dup;
 };
 
-// Finishes what of a corner lies within `rows` and OUTER, from column `first` on. Adds
-// <P, activation> of the columns that this lane has of a row to its part of turn i.
-DEVICE void finish_corner(const Kept &kept, Corner &corner, i32 rows, i32 first, const f32 (&weights)[CORNER_TURNS], f32 (&parts)[CORNER_TURNS])
+// Finishes the part of an epilogue tile within `rows` and OUTER, from column `first` on.
+// Adds <P, activation> over this lane's columns of a row to parts[i] of pass i.
+DEVICE void finish_epilogue_tile(const Kept &kept, EpilogueTile &epilogue_tile, i32 rows, i32 first, const f32 (&weights)[EPILOGUE_PASSES], f32 (&parts)[EPILOGUE_PASSES])
 {
     #pragma unroll
-    for (i32 i = 0; i < CORNER_TURNS; i++) {
+    for (i32 i = 0; i < EPILOGUE_PASSES; i++) {
         const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
         if (row >= rows)
             continue;
@@ -217,7 +218,7 @@ DEVICE void finish_corner(const Kept &kept, Corner &corner, i32 rows, i32 first,
             if (first + column >= OUTER)
                 continue;
             const i64 at = (i64)row * ROW_PACKS + (first + column) / MOVED;
-            const Pack<f32, MOVED> products = from_corner(corner, row, column);
+            const Pack<f32, MOVED> products = load_epilogue_tile(epilogue_tile, row, column);
             const Pack<Element, MOVED> gate_pre = load<MOVED>(kept.gate_pre, at);
             const Pack<Element, MOVED> up_pre = load<MOVED>(kept.up_pre, at);
             Pack<Element, MOVED> hidden, dgate, dup;
@@ -236,17 +237,17 @@ DEVICE void finish_corner(const Kept &kept, Corner &corner, i32 rows, i32 first,
     }
 }
 
-// The weights of the rows that this lane takes from a corner.
-DEVICE void row_weights(f32 (&weights)[CORNER_TURNS], const f32 *topk_weights, const i32 *row_slots, i64 first_row, i32 rows)
+// Loads the weights of the rows that this lane finishes.
+DEVICE void row_weights(f32 (&weights)[EPILOGUE_PASSES], const f32 *topk_weights, const i32 *row_slots, i64 first_row, i32 rows)
 {
     #pragma unroll
-    for (i32 i = 0; i < CORNER_TURNS; i++) {
+    for (i32 i = 0; i < EPILOGUE_PASSES; i++) {
         const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
         weights[i] = row < rows ? topk_weights[row_slots[first_row + row]] : 0.0f;
     }
 }
 
-// The sum over the lanes of a row, in every one of them.
+// Returns the sum over the lanes that share a row, to each of them.
 DEVICE f32 row_sum(f32 part)
 {
     #pragma unroll
@@ -255,31 +256,31 @@ DEVICE f32 row_sum(f32 part)
     return part;
 }
 
-// A slice of the inner dimension.
+// A stage holds a slice of the inner dimension.
 struct Stage {
     Element rows[TILE_ROWS][TILE_DEPTH];
     Element matrix[TILE_COLUMNS / 64][TILE_DEPTH][64];
 };
 
 struct alignas(1024) Shared {
-    Stage ring[STAGES];
-    Corner corners[CONSUMER_WARPS];
+    Stage pipeline[STAGES];
+    EpilogueTile epilogue_tiles[CONSUMER_WARPS];
     Barrier full[STAGES], empty[STAGES];
 };
 
 static_assert(THREADS == 384 && sizeof(Shared) == 230400, "as launched");
 
-// A stage, and the parity of the round the ring is in.
-struct Turn {
-    i32 stage = 0;
-    u32 parity = 0;
+// A position in the pipeline: the index of a stage, and the phase (parity) of its barriers.
+struct PipelineState {
+    i32 index = 0;
+    u32 phase = 0;
 
-    DEVICE void next()
+    DEVICE void advance()
     {
-        stage++;
-        if (stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
+        index++;
+        if (index == STAGES) {
+            index = 0;
+            phase ^= 1;
         }
     }
 };
@@ -303,11 +304,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     Shared &shared = dynamic_shared<Shared>();
 
     (void)tokens;
-    const Walk at = {row_tiles[EXPERTS]};
-    if (!at.goes_on())
+    const TileScheduler scheduler = {row_tiles[EXPERTS]};
+    if (!scheduler.is_valid())
         return;
-    const RowTile tile = row_tile(offsets, row_tiles, at.row());
-    const i32 first_column = at.column() * TILE_COLUMNS;
+    const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());
+    const i32 first_column = scheduler.column() * TILE_COLUMNS;
 
     if (thread_index() == 0) {
         tma_prefetch(dout_map);
@@ -320,19 +321,19 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     }
     block_sync();
 
-    // The producer. Rows beyond the tile are another expert's, or nothing: they
-    // are multiplied like the others, and never stored.
+    // The producer. A box may reach into the next expert's rows, or beyond the last row; the
+    // consumers multiply those too and never store the result.
     if (warp_index() < 4) {
         shrink_registers<40>();
         if (warp_index() == 0 && elect_one()) {
             const u64 keep = keep_in_cache(), stream = stream_through_cache();
-            Turn turn;
+            PipelineState state;
             auto fetch = [&](const TensorMap &rows, const TensorMap &matrix) {
                 #pragma unroll 1
-                for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-                    Stage &stage = shared.ring[turn.stage];
-                    Barrier &full = shared.full[turn.stage];
-                    mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+                for (i32 k = 0; k < INNER; k += TILE_DEPTH, state.advance()) {
+                    Stage &stage = shared.pipeline[state.index];
+                    Barrier &full = shared.full[state.index];
+                    mbarrier_wait(shared.empty[state.index], state.phase ^ 1);
                     mbarrier_expect(full, sizeof(Stage));
                     tma_load_2d(stage.rows, rows, full, keep, k, (i32)tile.first);
                     #pragma unroll
@@ -345,27 +346,27 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         return;
     }
 
-    // The consumers. One group of products stays in flight: when it is the only
-    // one, those of the slice before are done, and its stage is free.
+    // The consumers. One wgmma group stays in flight. Once it is the only one, the group of the
+    // slice before has finished reading, so that slice's stage is released.
     grow_registers<232>();
     const i32 consumer = warp_index() / 4 - 1, warp = warp_index() - 4;
-    // One without rows multiplies nothing, and lets go of every stage.
+    // A consumer without rows multiplies nothing but still releases every stage.
     if (64 * consumer >= tile.rows) {
-        Turn turn;
-        for (i32 at = 0; at < SLICES; at++, turn.next()) {
-            mbarrier_wait(shared.full[turn.stage], turn.parity);
+        PipelineState state;
+        for (i32 at = 0; at < SLICES; at++, state.advance()) {
+            mbarrier_wait(shared.full[state.index], state.phase);
             if (elect_one())
-                mbarrier_arrive(shared.empty[turn.stage]);
+                mbarrier_arrive(shared.empty[state.index]);
         }
         return;
     }
     f32 sums[SUMS];
-    Turn turn;
+    PipelineState state;
     i32 before = 0;
     #pragma unroll 1
-    for (i32 at = 0; at < SLICES; at++, turn.next()) {
-        const Stage &stage = shared.ring[turn.stage];
-        mbarrier_wait(shared.full[turn.stage], turn.parity);
+    for (i32 at = 0; at < SLICES; at++, state.advance()) {
+        const Stage &stage = shared.pipeline[state.index];
+        mbarrier_wait(shared.full[state.index], state.phase);
         const u64 left = operand_128b(stage.rows[64 * consumer]);
         const u64 right = operand_across_128b<TILE_DEPTH>(stage.matrix);
         wgmma_fence();
@@ -376,34 +377,34 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         wgmma_wait<1>();
         if (at > 0 && elect_one())
             mbarrier_arrive(shared.empty[before]);
-        before = turn.stage;
+        before = state.index;
     }
     wgmma_wait<0>();
     settle(sums);
 
-    // What a warp has, 16 rows, leaves by 64 columns.
-    Corner &corner = shared.corners[warp];
+    // Epilogue: a warp stores its 16 rows, 64 columns at a time.
+    EpilogueTile &epilogue_tile = shared.epilogue_tiles[warp];
     const i32 rows = tile.rows - 16 * warp;
     const i64 first_row = tile.first + 16 * warp, first = first_row * OUTER;
     const Kept kept = {gate_pre + first, up_pre + first, hidden + first, dgate + first, dup + first};
-    f32 weights[CORNER_TURNS], parts[CORNER_TURNS] = {};
+    f32 weights[EPILOGUE_PASSES], parts[EPILOGUE_PASSES] = {};
     row_weights(weights, topk_weights, row_slots, first_row, rows);
     #pragma unroll
     for (i32 slab = 0; slab < TILE_COLUMNS; slab += SLAB) {
         #pragma unroll
         for (i32 i = 0; i < 32; i += 2) {
             const Pack<f32, 2> pair = {sums[slab / 2 + i], sums[slab / 2 + i + 1]};
-            store(in_corner(corner, sum_row(i), sum_column(i)), pair);
+            store(in_epilogue_tile(epilogue_tile, sum_row(i), sum_column(i)), pair);
         }
         warp_sync();
-        finish_corner(kept, corner, rows, first_column + slab, weights, parts);
+        finish_epilogue_tile(kept, epilogue_tile, rows, first_column + slab, weights, parts);
         warp_sync();
     }
     #pragma unroll
-    for (i32 turn = 0; turn < CORNER_TURNS; turn++) {
-        const f32 part = row_sum(parts[turn]);
-        const i32 row = turn * ROWS_AT_ONCE + lane_index() / ROW_LANES;
+    for (i32 pass = 0; pass < EPILOGUE_PASSES; pass++) {
+        const f32 part = row_sum(parts[pass]);
+        const i32 row = pass * ROWS_AT_ONCE + lane_index() / ROW_LANES;
         if (lane_index() % ROW_LANES == 0 && row < rows)
-            dweight_parts[(first_row + row) * COLUMN_TILES + at.column()] = part;
+            dweight_parts[(first_row + row) * COLUMN_TILES + scheduler.column()] = part;
     }
 }

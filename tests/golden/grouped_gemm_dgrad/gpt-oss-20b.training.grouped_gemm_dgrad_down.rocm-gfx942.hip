@@ -1,20 +1,21 @@
-// grouped_gemm_dgrad_down for rocm:gfx942, on matrix cores: mfma_32x32x8
+// grouped_gemm_dgrad_down for rocm:gfx942: matrix cores, mfma_32x32x8
 //
 //   P = dout · down
 //   hidden = weight * a,  dgate, dup = act'(gate_pre, up_pre) * weight * P,  dweight_parts = P · a
 //   where a = act(gate_pre, up_pre)
 //
-// A block owns 128 rows of one expert by 128 columns; each of its 4 waves owns
-// 64 x 64 of them.
-// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
-// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
+// Tile: 128 rows of one expert by 128 columns. A block computes one tile, each of its 4 waves
+// 64 x 64 of it.
+// Tiles run in groups of 16 row tiles, inside a group column by column, so that blocks which run
+// together share rows and weights in the L2 cache. Blocks beyond the last tile return.
 //
-// Shared memory: two buffers of each. While one is multiplied, the next 32 elements of what the sum
-// runs over are on their way from global memory to registers, and from there they go to the other.
+// Shared memory (LDS): two buffers of each operand. While the waves multiply one, the next 32
+// elements of the inner dimension move from global memory to registers, and from there to the other.
 //   left   bf16 [128][32]   dout
-//   right  bf16 [128][32]   columns of down, turned around on the way
+//   right  bf16 [128][32]   columns of down, transposed in registers
 //
-// Baked in: inner 2880, outer 2880, experts 32, types, epilogue. Not the tokens.
+// Baked in: inner 2880, outer 2880, experts 32, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, hip/mfma.hpp, math/exp.hpp, activation.hpp, activation_slope.hpp]
 
@@ -28,7 +29,7 @@ constexpr int THREADS = 256, WAVE = 64;
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_DEPTH = 32;
 constexpr int WAVE_ROWS = 64, WAVE_COLUMNS = 64;
 
-// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each.
+// A matrix instruction has EDGE x EDGE sums; those of a row lie in GROUPS lanes, SUMS in each.
 constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS;
 constexpr int ROW_PARTS = WAVE_ROWS / EDGE, COLUMN_PARTS = WAVE_COLUMNS / EDGE;
 constexpr int COLUMN_WAVES = TILE_COLUMNS / WAVE_COLUMNS;
@@ -45,7 +46,7 @@ constexpr int LOADED = pack_width<Element>(INNER), STORED = lesser(pack_width<El
 
 static_assert(TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
@@ -66,28 +67,29 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i3
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
-// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+// Tile order: the row tiles of a group, then column tiles, then groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-// Blocks go to the dies of the GPU in turn, and each die has a level-2 cache of its own. So the
-// tiles of a die follow each other. With fewer dies than these, each has several such runs.
-constexpr int DIES = 8;
+// XCD swizzle. The hardware deals blocks out to the XCDs (accelerator complex dies) in turn, and each
+// XCD has its own L2 cache. The swizzle gives each XCD a contiguous run of tiles. On a GPU with fewer
+// XCDs each has several such runs.
+constexpr int XCDS = 8;
 
-DEVICE i32 of_die(i32 block, i32 tiles)
+DEVICE i32 xcd_swizzle(i32 block, i32 tiles)
 {
-    const i32 die = block % DIES, each = tiles / DIES, longer = lesser(die, tiles % DIES);
-    return block < tiles ? die * each + longer + block / DIES : block;
+    const i32 xcd = block % XCDS, each = tiles / XCDS, longer = lesser(xcd, tiles % XCDS);
+    return block < tiles ? xcd * each + longer + block / XCDS : block;
 }
 
-// The tile of this block, of `row_tiles` x COLUMN_TILES.
-struct Walk {
+// Gives this block its one tile, out of `row_tiles` x COLUMN_TILES.
+struct TileScheduler {
     const i32 row_tiles;
-    i32 number = of_die((i32)block_x(), row_tiles * COLUMN_TILES);
+    i32 tile_index = xcd_swizzle((i32)block_x(), row_tiles * COLUMN_TILES);
 
-    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
-    DEVICE void next() { number = 0x7fffffff; }
-    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
-    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE bool is_valid() const { return tile_index < row_tiles * COLUMN_TILES; }
+    DEVICE void advance() { tile_index = 0x7fffffff; }
+    DEVICE i32 group() const { return tile_index / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return tile_index - group() * COLUMN_TILES; }
     DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
     DEVICE i32 row() const { return group() + within() % rows(); }
     DEVICE i32 column() const { return within() / rows(); }
@@ -99,7 +101,7 @@ constexpr f32 LIMIT = 7.0f;
 DEVICE f32 below(f32 x) { return x > LIMIT ? LIMIT : x; }
 DEVICE f32 within(f32 x) { return x < -LIMIT ? -LIMIT : below(x); }
 
-// What backward makes of one element of P = dout · down. `weight` is that of the row.
+// Backward epilogue of one element of P = dout · down. `weight` is the weight of the row.
 struct ActivationBwd {
     f32 hidden;  // weight * activation, a factor of the down matrix's gradient
     f32 dgate, dup;  // gradients of what entered the activation
@@ -115,16 +117,16 @@ DEVICE ActivationBwd activation_bwd(f32 gate_pre, f32 up_pre, f32 product, f32 w
     const f32 back = weight * product;
     const f32 factor = activation(gate), value = factor * up;
     f32 dgate = back * up * activation_slope(gate), dup = back * factor;
-    // A clamp that holds passes nothing back.
+    // A clamp that limits its input has gradient zero.
     dgate = gate_pre > LIMIT ? 0.0f : dgate;
     dup = up_pre > LIMIT || up_pre < -LIMIT ? 0.0f : dup;
     return {weight * value, dgate, dup, product * value};
 }
 
-// Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide, and
-// the eight lanes of which chunks are moved at once meet in none of them: not when each writes to
-// every second line, nor when they read the lines of a product, which are runs of four or single
-// ones, RUN lines apart.
+// Returns the position of a chunk of a line in LDS. The banks are eight chunks wide. The eight lanes
+// that LDS serves together conflict in none of them: neither when each writes to every second line,
+// nor when they read the lines of a matrix instruction, which are runs of four or single lines, RUN
+// lines apart.
 DEVICE i32 place(i32 line, i32 chunk)
 {
     const i32 at = line * CHUNKS + chunk;
@@ -133,9 +135,9 @@ DEVICE i32 place(i32 line, i32 chunk)
 
 typedef Pack<Element, 2> Pair;
 
-// LINES columns of rows in memory on their way to shared memory, where a line is what the sum runs
-// over: the rows. A thread takes pairs of adjacent columns, CHUNK rows of each, and turns them around.
-// WIDTH is the distance of two rows; every SPAN lines are of one matrix.
+// Transposes LINES columns of rows in global memory on their way to LDS, where a line runs along the
+// contraction. A thread takes pairs of adjacent columns, CHUNK rows of each, and transposes them in
+// registers. WIDTH is the stride of the rows; every SPAN lines belong to one matrix.
 template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
     static constexpr int HELD = LINES / 2 * CHUNKS / THREADS;
     static_assert(HELD * THREADS == LINES / 2 * CHUNKS, "every thread moves as many pairs of chunks");
@@ -158,9 +160,9 @@ template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
                 rows[i][n] = row_of(lesser(depth + chunk_of(i) * CHUNK + n, end - 1));
     }
 
-    // Reads the rows it aimed at: `begin(line, row)` is where one begins in the matrix of a line. No load
-    // depends on a condition of its own: rows beyond `end` are the last one, until `put`, and columns
-    // beyond `columns` the last ones, since nobody stores their sums.
+    // Loads the rows of the last aim(); `begin(line, row)` is the first element of a row in the matrix of
+    // a line. No load has a condition of its own: a row beyond `end` is the last row until put() clears
+    // it, and a column beyond `columns` is one of the last, whose sums are never stored.
     template <class Begin> DEVICE void fetch(i32 depth, i32 end, i32 columns, Begin begin)
     {
         if (depth >= end)
@@ -197,7 +199,7 @@ template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
     }
 };
 
-// The chunk of a row from element k on; zeros beyond its end.
+// Loads the chunk of a row from element k on; zeros beyond the end of the row.
 DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
 {
     Chunk chunk = {};
@@ -208,18 +210,18 @@ DEVICE Chunk load_chunk(const Element *row, i32 k, i32 inner = INNER)
     return chunk;
 }
 
-// LINES lines of a tile on their way from global memory, through registers.
+// Moves LINES lines of a tile from global memory through registers to LDS.
 template <int LINES> struct Stage {
     static constexpr int HELD = LINES * CHUNKS / THREADS;
     static_assert(HELD * THREADS == LINES * CHUNKS, "every thread moves as many chunks");
 
-    const Element *rows[HELD];  // where the rows of its chunks begin; null for zeros
+    const Element *rows[HELD];  // the rows of its chunks; null for zeros
     Chunk held[HELD];
 
     DEVICE static i32 line_of(i32 i) { return (i * THREADS + thread_index()) / CHUNKS; }
     DEVICE static i32 chunk_of() { return thread_index() % CHUNKS; }
 
-    // `begin(line)` is where the row of a line begins.
+    // Sets the sources: `begin(line)` is the first element of the row of a line.
     template <class Begin> DEVICE void aim(Begin begin)
     {
         #pragma unroll
@@ -227,7 +229,7 @@ template <int LINES> struct Stage {
             rows[i] = begin(line_of(i));
     }
 
-    // Reads from element `depth` on; zeros from `inner` on.
+    // Loads from element `depth` on; zeros from `inner` on.
     DEVICE void fetch(i32 depth, i32 inner = INNER)
     {
         #pragma unroll
@@ -245,12 +247,13 @@ template <int LINES> struct Stage {
 
 typedef f32x16 Sums;
 
-// A row of a product is sum sum_of(row) of the lanes of group group_of(row).
+// Row r of a matrix instruction's result is sum sum_of(r) of the lanes in group group_of(r).
 DEVICE i32 group_of(i32 row) { return row / 4 % GROUPS; }
 DEVICE i32 sum_of(i32 row) { return row / 4 / GROUPS * 4 + row % 4; }
 
-// What a lane brings of a line to several products. Which elements meet in one does not matter, as long
-// as both sides agree. Groups bring adjacent chunks: STEP of them in all.
+// The part of a line that a lane passes to several matrix instructions. An instruction
+// multiplies elements that need not be adjacent, the same ones on both sides. Groups pass adjacent
+// chunks, STEP of them in all.
 typedef Chunk Share;
 constexpr int STEP = GROUPS;
 
@@ -266,11 +269,11 @@ DEVICE void add_product(Sums &sums, const Share &column, const Share &row)
         sums = mfma_32x32x8(load<4>(column.at + k), load<4>(row.at + k), sums);
 }
 
-// The columns of a wave that the rows of its products are: a lane has RUN adjacent ones.
+// Returns the column of a wave for a row of a matrix instruction; a lane gets RUN adjacent columns.
 DEVICE i32 column_of(i32 part, i32 row) { return group_of(row) * RUN + part * SUMS + sum_of(row); }
 
-// Adds the products of a wave over one buffer: lines of left from `row` on, of right from `column` on.
-// Columns are the left operand, so that a lane's sums are of one row.
+// Multiplies one buffer and accumulates, for a wave: lines of left from `row` on, of right from `column`
+// on. Columns are the left operand, so that all sums of a lane belong to one row.
 DEVICE void multiply(Sums (&sums)[ROW_PARTS][COLUMN_PARTS], const Chunk *left, i32 row, const Chunk *right, i32 column,
                      i32 lane)
 {
@@ -309,11 +312,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][TILE_COLUMNS * CHUNKS];
 
     (void)tokens;
-    const Walk at = {row_tiles[EXPERTS]};
-    if (!at.goes_on())
+    const TileScheduler scheduler = {row_tiles[EXPERTS]};
+    if (!scheduler.is_valid())
         return;
-    const RowTile tile = row_tile(offsets, row_tiles, at.row());
-    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(offsets, row_tiles, scheduler.row());
+    const i32 first_column = scheduler.column() * TILE_COLUMNS, columns = OUTER - first_column;
 
     const i32 lane = thread_index() % WAVE, wave = thread_index() / WAVE;
     const i32 wave_row = wave / COLUMN_WAVES * WAVE_ROWS, wave_column = wave % COLUMN_WAVES * WAVE_COLUMNS;
@@ -346,7 +349,8 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         }
     }
 
-    // A row's parts: of waves side by side, and of their groups of lanes. The buffers have done their work.
+    // The parts of a row, one for each wave and group of lanes that shares it. They reuse a buffer, which
+    // all waves have read once the barrier is passed.
     constexpr int PARTS = COLUMN_WAVES * GROUPS;
     static_assert(PARTS * sizeof(f32) <= CHUNKS * sizeof(Chunk), "parts of a row fit into its line");
     f32 *parts = reinterpret_cast<f32 *>(left[0]);
@@ -385,12 +389,12 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     }
     block_sync();
 
-    // By ascending columns.
+    // Add the parts in the order of the columns, so that bits do not depend on waves.
     for (i32 row = thread_index(); row < lesser(TILE_ROWS, tile.rows); row += THREADS) {
         f32 sum = parts[row];
         #pragma unroll
         for (i32 n = 1; n < PARTS; n++)
             sum += parts[n * TILE_ROWS + row];
-        dweight_parts[(tile.first + row) * COLUMN_TILES + at.column()] = sum;
+        dweight_parts[(tile.first + row) * COLUMN_TILES + scheduler.column()] = sum;
     }
 }

@@ -1,24 +1,26 @@
-// grouped_gemm_dgrad_up for cuda:sm_90a, on the matrix units
+// grouped_gemm_dgrad_up for cuda:sm_90a: mma.sync on tensor cores, operands by cp.async
 //
 //   drows = dup · up
 //
-// A block owns 64 rows of all tokens by 128 columns; a warp owns 32 x 32 of them.
-// Blocks follow each other by row tiles of a group, then by column tiles, then by groups: what is
-// multiplied together was read together and stays in the level-2 cache. Those without a tile return.
+// Tile: 64 rows of all tokens by 128 columns. A block computes one tile, a warp 32 x 32 of it.
+// Tiles run in groups of 16 row tiles, inside a group column by column, so that blocks which run
+// together share rows and weights in the L2 cache. Blocks beyond the last tile return.
 //
-// Shared memory: a ring of 4 stages, filled by asynchronous copies while others are
-// multiplied. A stage has 32 elements of the inner dimension:
+// Shared memory: a pipeline of 4 stages; cp.async fills some while the warps multiply another.
+// A stage has 32 elements of the inner dimension:
 //   left   [64][128 bytes]          dup
-//   right  [128 columns][32]   lines of up, in panels of 128 bytes of each
-// Chunk n of 16 bytes of line r of left lies at n ^ (r % 8). At the end the ring holds
-// sums, 16 rows of a warp at a time.
+//   right  [128 columns][32]   rows of up, in panels of 128 bytes of each
+// Chunk n of 16 bytes of line r of left lies at n ^ (r % 8). After the main loop the pipeline holds
+// the epilogue tiles, sums of 16 rows for each warp.
 //
 // Sums are f32, in ascending order of the inner dimension, 8 elements at a time.
-// A factor is split into two tf32 of 11 bits, and three of their four products are taken.
-// The matrix unit sums them over 8 elements, truncating; that is added by an ordinary f32
-// addition. So sums are about as near as those of f32 products. Infinity gives NaN.
+// 3xTF32: each f32 operand is split into two tf32 values of 11 bits, and three of their four
+// products are summed. The tensor core adds 8 elements with truncation, so their sum starts from
+// zero and joins the running sum in an ordinary f32 addition. The result is about as accurate as an
+// f32 GEMM. An infinite operand gives NaN.
 //
-// Baked in: inner 32, outer 2880, experts 1, types, epilogue. Not the tokens.
+// Baked in: inner 32, outer 2880, experts 1, types, epilogue.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/shared_word.cuh, cuda/async_copy.cuh, cuda/matrix.cuh, cuda/mma.cuh]
 
@@ -31,10 +33,10 @@ constexpr int THREADS = 256, STAGES = 4;
 constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, TILE_DEPTH = 32;
 constexpr int WARP_ROWS = 32, WARP_COLUMNS = 32;
 
-constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; a product takes 32 of each line
+constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; an mma reads 32 of each line
 constexpr int LEFT = TILE_ROWS * LINE, STAGE = LEFT + TILE_COLUMNS * LINE;
 constexpr int COLUMN_WARPS = TILE_COLUMNS / WARP_COLUMNS;
-constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // products of a warp
+constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // mma tiles of a warp
 constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH), SLICES = DEPTHS;
 
 // Elements of left copied at a time, threads that share a line, and lines copied at a time.
@@ -46,7 +48,7 @@ static_assert(TILE_ROWS / WARP_ROWS * COLUMN_WARPS * WARP == THREADS, "every war
 static_assert(TILE_ROWS % COPIED_LINES == 0, "all threads copy as much");
 static_assert(STAGES * STAGE == 98304, "the shared memory of the launch");
 
-// The rows of a block: `rows` of them from row `first` on, all of one expert.
+// A row tile: `rows` rows of one expert, from row `first` on.
 struct RowTile {
     i64 expert, first;
     i32 rows;
@@ -58,29 +60,29 @@ DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
     return {0, first, (i32)(tokens - first)};
 }
 
-// Tiles follow each other by the row tiles of a group, then by column tiles, then by groups.
+// Tile order: the row tiles of a group, then column tiles, then groups.
 constexpr int GROUP = 16, COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
 
-// The tile of this block, of `row_tiles` x COLUMN_TILES.
-struct Walk {
+// Gives this block its one tile, out of `row_tiles` x COLUMN_TILES.
+struct TileScheduler {
     const i32 row_tiles;
-    i32 number = (i32)block_x();
+    i32 tile_index = (i32)block_x();
 
-    DEVICE bool goes_on() const { return number < row_tiles * COLUMN_TILES; }
-    DEVICE void next() { number = 0x7fffffff; }
-    DEVICE i32 group() const { return number / (GROUP * COLUMN_TILES) * GROUP; }
-    DEVICE i32 within() const { return number - group() * COLUMN_TILES; }
+    DEVICE bool is_valid() const { return tile_index < row_tiles * COLUMN_TILES; }
+    DEVICE void advance() { tile_index = 0x7fffffff; }
+    DEVICE i32 group() const { return tile_index / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return tile_index - group() * COLUMN_TILES; }
     DEVICE i32 rows() const { return lesser(GROUP, row_tiles - group()); }
     DEVICE i32 row() const { return group() + within() % rows(); }
     DEVICE i32 column() const { return within() / rows(); }
 };
 
-// The line of a tile that a thread copies to in its turn i, and the piece of it.
+// The line that a thread copies to in iteration i, and its first element there.
 DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_THREADS; }
 DEVICE i32 copied_element() { return thread_index() % LINE_THREADS * COPIED; }
 
-// Copies elements `depth` and on of ROWS rows to lines of the ring; zeros for rows from
-// `rows` on and elements from `inner` on. `row_at(i)` is where the row of turn i begins.
+// Copies elements `depth` and on of ROWS rows to lines of a stage; zeros for rows from `rows` on and
+// elements from `inner` on. `row_at(i)` is the source of iteration i.
 template <int ROWS, class RowAt>
 DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at, i32 inner = INNER)
 {
@@ -93,15 +95,16 @@ DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at, i32 inner = 
     }
 }
 
-// An operand whose lines are steps of the contraction lies in panels: PANEL elements of
-// TILE_DEPTH lines, 128 bytes each. A wider operand has several, one behind the other.
+// An operand whose lines are steps of the contraction lies in panels of PANEL elements of
+// TILE_DEPTH lines, 128 bytes each. A wider operand has several panels, one behind the other.
 constexpr int PANEL = LINE / sizeof(Element), PANEL_BYTES = TILE_DEPTH * LINE;
 
-// Where chunk n of line k of a panel lies: what a warp loads at a time, two chunks of four
-// lines, is on different banks.
+// Returns the position of chunk n of line k of a panel. What a warp loads together, two chunks of four
+// lines, lies in different banks.
 DEVICE i32 in_panel(i32 k, i32 chunk) { return k * LINE + (chunk ^ k % 4 * 2) * CHUNK; }
 
-// Elements of a row of WIDTH copied at a time, and the line that a thread copies to in turn i.
+// Copies of an operand with rows of WIDTH elements: elements of one cp.async, and the line that a
+// thread copies to in iteration `turn`.
 template <int WIDTH> struct Panels {
     static constexpr int COPIED = pack_width<Element>(WIDTH);
     static constexpr int LINE_THREADS = PANEL / COPIED, LINES = THREADS / LINE_THREADS;
@@ -113,7 +116,7 @@ template <int WIDTH> struct Panels {
     static DEVICE i32 line(i32 turn) { return turn * LINES + thread_index() / LINE_THREADS; }
 
     // Copies TILE_DEPTH lines of COLUMNS elements to panels; zeros for lines from `lines` on
-    // and elements from `columns` on. `line_at(i)` is where the line of turn i begins.
+    // and elements from `columns` on. `line_at(i)` is the source of iteration i.
     template <int COLUMNS, class LineAt> static DEVICE void copy(u32 to, i32 lines, i32 columns, LineAt line_at)
     {
         const i32 column = thread_index() % LINE_THREADS * COPIED, byte = column * (i32)sizeof(Element);
@@ -128,13 +131,13 @@ template <int WIDTH> struct Panels {
     }
 };
 
-// The word of an element of panels.
+// Loads the word of an element.
 DEVICE u32 panel_word(u32 panels, i32 k, i32 column)
 {
     return shared_word(panels + column / PANEL * PANEL_BYTES + in_panel(k, column % PANEL / 4) + column % 4 * 4);
 }
 
-// Lines k to k + 7 of 16 columns as the left factor of a product.
+// Loads lines k to k + 7 of 16 columns as the A fragment of an mma.
 DEVICE void load_left(u32 (&to)[4], u32 panels, i32 k, i32 column)
 {
     #pragma unroll
@@ -142,7 +145,7 @@ DEVICE void load_left(u32 (&to)[4], u32 panels, i32 k, i32 column)
         to[n] = panel_word(panels, k + n / 2 * 4 + lane_index() % 4, column + n % 2 * 8 + lane_index() / 4);
 }
 
-// The same lines of 16 columns as two right factors.
+// Loads the same lines of 16 columns as two B fragments.
 DEVICE void load_right(u32 (&to)[4], u32 panels, i32 k, i32 column)
 {
     #pragma unroll
@@ -154,11 +157,12 @@ DEVICE void load_right(u32 (&to)[4], u32 panels, i32 k, i32 column)
 DEVICE i32 warp_row() { return warp_index() / COLUMN_WARPS * WARP_ROWS; }
 DEVICE i32 warp_column() { return warp_index() % COLUMN_WARPS * WARP_COLUMNS; }
 
-// The operands of one step of a warp, and its sums.
+// The fragments of one step of a warp, and its accumulators.
 struct Operands { u32 left[ROW_PARTS][4], right[COLUMN_PARTS][2]; };
 typedef f32 Sums[ROW_PARTS][COLUMN_PARTS][4];
 
-// Loads 16 rows by two chunks of left at a time, and the same elements of 16 columns of right.
+// Loads the fragments of one step: 16 rows by two chunks of left at a time, and the same elements of
+// 16 columns of right.
 DEVICE void load_step(Operands &to, u32 stage, i32 step)
 {
     const i32 lane = lane_index();
@@ -177,7 +181,7 @@ DEVICE void load_step(Operands &to, u32 stage, i32 step)
     }
 }
 
-// value = high + low, both tf32, but for the last bits of the mantissa.
+// Splits value into high + low, both tf32; the last bits of the mantissa are lost.
 template <int COUNT> DEVICE void split(u32 (&high)[COUNT], u32 (&low)[COUNT], const u32 (&values)[COUNT])
 {
     #pragma unroll
@@ -187,7 +191,7 @@ template <int COUNT> DEVICE void split(u32 (&high)[COUNT], u32 (&low)[COUNT], co
     }
 }
 
-// Adds the products of a step, of so many parts of 16 rows: those beyond are padding.
+// Multiplies one step and accumulates, for `parts` parts of 16 rows. Parts beyond are padding.
 DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
 {
     u32 left[ROW_PARTS][4], left_low[ROW_PARTS][4];
@@ -213,8 +217,8 @@ DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
     }
 }
 
-// Adds the products of a stage. The loop stays one: left to itself the assembler loads
-// the operands of every step at once, until registers spill.
+// Multiplies a stage and accumulates. The loop must not be unrolled: ptxas would hoist the loads of
+// every step, until registers spill.
 DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 {
     #pragma unroll 1
@@ -225,32 +229,31 @@ DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
     }
 }
 
-// ---- from sums to rows ----
+// ---- epilogue ----
 
-// A warp has a corner of shared memory for 16 rows by SLAB columns of sums. A lane takes
-// eight elements of a row from it, in packs of as many as are moved at a time; adjacent
-// lanes take adjacent packs.
+// A warp stages 16 rows by SLAB columns of sums in its epilogue tile. A lane then takes eight
+// elements of a row, in packs of one memory access each; adjacent lanes take adjacent packs.
 constexpr int SLAB = 32, ROW_LANES = SLAB / 8, ROWS_AT_ONCE = WARP / ROW_LANES;
 constexpr int MOVED = pack_width<Element>(OUTER), ROW_PACKS = OUTER / MOVED;
-constexpr int CORNER_TURNS = 16 / ROWS_AT_ONCE;
-typedef f32 Corner[16][SLAB];
+constexpr int EPILOGUE_PASSES = 16 / ROWS_AT_ONCE;
+typedef f32 EpilogueTile[16][SLAB];
 
-// Where an element lies: chunks of 16 bytes change places so that neither the pairs that
-// are written nor the chunks that are read meet in a bank.
-DEVICE f32 *in_corner(Corner &corner, i32 row, i32 column)
+// Returns the position of an element. Chunks of 16 bytes are swizzled so that neither the pairs
+// written by lanes nor the chunks read by them conflict in a bank.
+DEVICE f32 *in_epilogue_tile(EpilogueTile &epilogue_tile, i32 row, i32 column)
 {
     const i32 chunk = column / 4 ^ (row % 2 * 5 + row / 2 % 2 * 2);
-    return &corner[row][chunk * 4 + column % 4];
+    return &epilogue_tile[row][chunk * 4 + column % 4];
 }
 
-// The sums of a pack.
-DEVICE Pack<f32, MOVED> from_corner(Corner &corner, i32 row, i32 column)
+// Loads the sums of a pack.
+DEVICE Pack<f32, MOVED> load_epilogue_tile(EpilogueTile &epilogue_tile, i32 row, i32 column)
 {
     constexpr int LOADED = lesser(MOVED, 4);
     Pack<f32, MOVED> pack;
     #pragma unroll
     for (i32 i = 0; i < MOVED; i += LOADED) {
-        const Pack<f32, LOADED> part = load<LOADED>(in_corner(corner, row, column + i));
+        const Pack<f32, LOADED> part = load<LOADED>(in_epilogue_tile(epilogue_tile, row, column + i));
         #pragma unroll
         for (i32 n = 0; n < LOADED; n++)
             pack.at[i + n] = part.at[n];
@@ -258,11 +261,11 @@ DEVICE Pack<f32, MOVED> from_corner(Corner &corner, i32 row, i32 column)
     return pack;
 }
 
-// Stores what of a corner lies within `rows` and OUTER, from column `first` on.
-DEVICE void store_corner(Element *drows, Corner &corner, i32 rows, i32 first)
+// Stores the part of an epilogue tile within `rows` and OUTER, from column `first` on.
+DEVICE void store_epilogue_tile(Element *drows, EpilogueTile &epilogue_tile, i32 rows, i32 first)
 {
     #pragma unroll
-    for (i32 i = 0; i < CORNER_TURNS; i++) {
+    for (i32 i = 0; i < EPILOGUE_PASSES; i++) {
         const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
         if (row >= rows)
             continue;
@@ -271,7 +274,7 @@ DEVICE void store_corner(Element *drows, Corner &corner, i32 rows, i32 first)
             const i32 column = (n * ROW_LANES + lane_index() % ROW_LANES) * MOVED;
             if (first + column >= OUTER)
                 continue;
-            const Pack<f32, MOVED> sums = from_corner(corner, row, column);
+            const Pack<f32, MOVED> sums = load_epilogue_tile(epilogue_tile, row, column);
             Pack<Element, MOVED> pack;
             #pragma unroll
             for (i32 m = 0; m < MOVED; m++)
@@ -281,7 +284,7 @@ DEVICE void store_corner(Element *drows, Corner &corner, i32 rows, i32 first)
     }
 }
 
-static_assert(THREADS / WARP * sizeof(Corner) + COLUMN_WARPS * TILE_ROWS * sizeof(f32) <= STAGES * STAGE, "the ring can hold the corners");
+static_assert(THREADS / WARP * sizeof(EpilogueTile) + COLUMN_WARPS * TILE_ROWS * sizeof(f32) <= STAGES * STAGE, "the pipeline can hold the epilogue tiles");
 
 KERNEL(THREADS) grouped_gemm_dgrad_up(
     const f32 *dup, // [tokens, 32]
@@ -290,19 +293,19 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
     i64 tokens)
 {
     await_launches();
-    alignas(LINE) extern __shared__ Element ring[];
+    alignas(LINE) extern __shared__ Element pipeline[];
 
-    const Walk at = {(i32)((tokens + TILE_ROWS - 1) / TILE_ROWS)};
-    if (!at.goes_on())
+    const TileScheduler scheduler = {(i32)((tokens + TILE_ROWS - 1) / TILE_ROWS)};
+    if (!scheduler.is_valid())
         return;
-    const RowTile tile = row_tile(tokens, at.row());
-    const i32 first_column = at.column() * TILE_COLUMNS, columns = OUTER - first_column;
+    const RowTile tile = row_tile(tokens, scheduler.row());
+    const i32 first_column = scheduler.column() * TILE_COLUMNS, columns = OUTER - first_column;
 
-    // What this thread copies of a slice in its turns.
+    // Sources of this thread's copies.
     typedef Panels<OUTER> Right;
     const i64 first_left = (tile.first + copied_row(0)) * INNER;
     const i64 first_right = tile.expert * INNER * OUTER + first_column;
-    const u32 stages = shared_address(ring);
+    const u32 stages = shared_address(pipeline);
     auto fetch = [&](i32 at) {
         if (at < SLICES) {
             const u32 stage = stages + at % STAGES * STAGE;
@@ -328,9 +331,9 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
             multiply_stage(sums, stages + at % STAGES * STAGE, parts);
     }
     wait_copies<0>();
-    block_sync();  // the ring is free
+    block_sync();  // the pipeline is free
 
-    Corner &corner = reinterpret_cast<Corner *>(ring)[warp_index()];
+    EpilogueTile &epilogue_tile = reinterpret_cast<EpilogueTile *>(pipeline)[warp_index()];
     #pragma unroll
     for (i32 i = 0; i < ROW_PARTS; i++) {
         const i32 row = warp_row() + 16 * i, rows = tile.rows - row;
@@ -339,11 +342,11 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
             #pragma unroll
             for (i32 n = 0; n < 2; n++) {
                 const Pack<f32, 2> pair = {sums[i][j][2 * n], sums[i][j][2 * n + 1]};
-                store(in_corner(corner, 8 * n + lane_index() / 4, 8 * j + lane_index() % 4 * 2), pair);
+                store(in_epilogue_tile(epilogue_tile, 8 * n + lane_index() / 4, 8 * j + lane_index() % 4 * 2), pair);
             }
         warp_sync();
         const i64 first = (tile.first + row) * OUTER;
-        store_corner(drows + first, corner, rows, first_column + warp_column());
+        store_epilogue_tile(drows + first, epilogue_tile, rows, first_column + warp_column());
         warp_sync();
     }
 }

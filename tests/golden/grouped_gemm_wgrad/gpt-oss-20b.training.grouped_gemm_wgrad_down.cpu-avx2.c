@@ -1,14 +1,15 @@
-// grouped_gemm_wgrad_down: grad_down = transposed dout * hidden, summed over
-// the rows of every expert; biases are sums of the left factor.
+// grouped_gemm_wgrad_down: grad_down = transposed dout * hidden,
+// contracted over the rows of every expert; the gradient of a bias is the sum of the left operand.
 //
-// A block owns 384 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the right factor is packed into panels, columns of the left
-// one are copied together, and both are multiplied in registers,
-// 6 by 16 at a time. Sums are f32, in the order of the rows. An expert
-// without rows gets zeros.
+// A block computes 384 by 1024 elements of a matrix. It takes the rows of its expert in slices:
+// it packs the right factor into panels, copies columns of the left factor together and multiplies
+// 6 by 16 of them at a time, with the sums in vector registers. Sums are f32, in the order
+// of the rows.
+// An expert without rows gets zeros.
 //
-// Baked in: experts, widths, types. A thread's scratch memory has
-// packed panels, the left slice and their sums.
+// Scratch memory of a thread: packed panels, the left slice, their sums.
+//
+// Baked in: experts, widths, types.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
@@ -64,7 +65,7 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 
 // [prelude: cpu_pack.h]
 
-// Which rows a block sums over, and which piece of the matrix it owns.
+// The rows that a block contracts, and the part of the matrix that it owns.
 typedef struct {
     i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
 } block_t;
@@ -92,18 +93,16 @@ typedef f32 panel_word_t;
 typedef panel_word_t panel_t[TILE_WORDS][NR];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Columns of the right factor that are wanted soon come from memory, so the
-// next panels are packed between products, one word of a panel after the other, and what is
-// packed soon is fetched. Many lines at once would keep the products from reading
-// what is cached.
+// Columns of the right factor of the next panels come from memory, so they
+// are packed between multiplications, one word of a panel after the other, and their source is
+// prefetched. Many prefetches at once would occupy the line buffers that multiplications need.
 enum { FETCH_WORDS = 16, LINE = 64 };
 enum {
     PREFETCH_WORDS = 8, // of what is packed, that are fetched
     DEPTH_STEP = WORD, // rows that are multiplied together
 };
 
-// What panels are packed from: `depth` rows of `columns` columns; nothing, if there
-// is no depth.
+// The source of panels: `depth` rows of `columns` columns; empty without depth.
 typedef struct {
     const right_t *from;
     i64 depth, columns;
@@ -140,7 +139,7 @@ INLINE void pack_next(packing_t *packing)
 
 INLINE void pack_due(packing_t *packing)
 {
-    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    __asm__ volatile("" ::: "memory"); // keeps the counts in memory: registers belong to the micro-kernel
     packing->due += FETCH_WORDS;
     for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
         pack_next(packing);
@@ -178,7 +177,7 @@ INLINE void fetch(prefetch_t *prefetch)
     pack_due(prefetch->packing);
 }
 
-// What is packed together: a slice of the rows, and some columns.
+// Returns the source of panels that are packed together: a slice of the rows, and some columns.
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
@@ -186,8 +185,8 @@ INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i
                       min_i64(PACKED_COLUMNS, block->column_count - column)};
 }
 
-// Where sums go: they are written, past the caches if those cannot hold them, or
-// added to what is there.
+// The destination of sums. They are stored, past the caches if those cannot hold them, or added to the
+// old values.
 typedef struct {
     f32 *grad; // the block's first element
     i64 streamed, add;
@@ -224,14 +223,17 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 // A slice of a few columns of the left factor: words.
 typedef f32 slice_t[TILE_WORDS + LANES][MR];
 
-// What a thread keeps in scratch while it works on a block: columns of the left factor, a depth slice at a time; all sums; what is packed.
+// The scratch memory of a thread during a block:
+// - columns of the left operand, a depth slice at a time
+// - all sums
+// - packed panels
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
-    i32 turn; // which half of what is packed the next block begins with
+    i32 turn; // the half of `packed` with which the next block begins
     packing_t packing; // of that half
     slice_t ALIGNED rows[ROW_GROUPS];
     sums_t ALIGNED sums[ROW_GROUPS][PACKED_PANELS];
-    panel_t packed[2][PACKED_PANELS]; // in turn: of the products, and packed beside them
+    panel_t packed[2][PACKED_PANELS]; // one is multiplied while the other is packed
 } scratch_t;
 _Static_assert(sizeof(scratch_t) <= 1450048, "the launch gives a thread this much");
 
@@ -273,8 +275,8 @@ INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
                 *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
-// One copy of `multiply` for each number of rows. What its caller has in vector
-// registers would cost products theirs, hence no inlining.
+// One copy of `multiply` for each number of rows. It is not inlined, because
+// vector values of its caller would take registers from the sums.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[NR], slice_t slice,
               const panel_word_t (*panel)[NR], i64 words, int start, const prefetch_t *prefetch,
@@ -298,8 +300,8 @@ INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
-// One copy for whole panels. It is not inlined where products are: the constants of
-// an activation would be kept in their registers.
+// One copy for whole panels. It is not inlined next to multiplications, because the compiler would keep
+// the constants of an activation in their registers.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
@@ -331,36 +333,36 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
     }
 }
 
-// A block: some columns at a time, and a slice of the rows, for which the right
-// factor is packed: the next panels beside the products of these, after the last
-// the next block's first. Columns of the left factor are copied next to
-// each other and multiplied by every panel; if there is one slice, they stay cached
-// for all columns. Results are finished while their sums are cached.
+// Computes a block: some columns at a time, and a slice of the rows, for which the right operand is
+// packed. The next panels are packed during the multiplications of these, after the last the next
+// block's first. Columns of the left operand are copied next to each other and multiplied by every
+// panel; if there is one slice, they stay cached for all columns. Results are finished while their sums
+// are cached.
 static void multiply_block(scratch_t *scratch, const left_t *left, const right_t *right, const block_t *block,
                            source_t next_block, const results_t *to)
 {
     sums_t only_sums ALIGNED;
     const i64 rows = block->row_count, height = block->height_count;
     const i64 groups = (height + MR - 1) / MR;
-    for (i64 corner = 0; corner < block->column_count; corner += PACKED_COLUMNS) {
+    for (i64 origin = 0; origin < block->column_count; origin += PACKED_COLUMNS) {
         i64 row = 0;
         do {
             const int start = row == 0, last = row + TILE_DEPTH >= rows;
-            const source_t source = source_of(right, block, row, corner);
+            const source_t source = source_of(right, block, row, origin);
             const i64 words = (source.depth + WORD - 1) / WORD, panel_count = (source.columns + NR - 1) / NR;
-            const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, corner)
-                : corner + PACKED_COLUMNS < block->column_count
-                ? source_of(right, block, 0, corner + PACKED_COLUMNS) : next_block;
+            const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, origin)
+                : origin + PACKED_COLUMNS < block->column_count
+                ? source_of(right, block, 0, origin + PACKED_COLUMNS) : next_block;
             panel_t *panels = scratch->packed[scratch->turn];
             pack_rest(&scratch->packing, panels, source);
             scratch->turn = !scratch->turn;
             scratch->packing = packing_of(scratch->packed[scratch->turn], next, groups);
-            if (corner == 0 || !start || !last)
+            if (origin == 0 || !start || !last)
                 load_slices(scratch->rows, left + row * HEIGHT, source.depth, HEIGHT - block->first_height, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * MR, count = min_i64(MR, height - first);
                 for (i64 p = 0; p < panel_count; p++) {
-                    const i64 column = corner + p * NR, columns = min_i64(NR, block->column_count - column);
+                    const i64 column = origin + p * NR, columns = min_i64(NR, block->column_count - column);
                     f32 (*sums)[NR] = start && last ? only_sums : scratch->sums[group][p];
                     prefetch_t prefetch = {.packing = &scratch->packing};
                     f32 *streamed = start && last && to->streamed && columns == NR
@@ -387,7 +389,7 @@ static void grouped_gemm_wgrad_down_block(
     const block_t block = find_block(tokens, offsets, block_y, block_x);
     if (block.row_count == 0 && accumulate)
         return;
-    const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
+    const i64 origin = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
     const i64 first_left = block.first_row * HEIGHT + block.first_height;
     const right_t *right = hidden + block.first_row * WIDTH + block.first_column;
     // The next block has the next columns of a matrix, or the next rows.
@@ -396,7 +398,7 @@ static void grouped_gemm_wgrad_down_block(
     const source_t next = then.column_count > 0
         ? source_of(hidden + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     const results_t dout_results = {
-        .grad = grad_down + corner,
+        .grad = grad_down + origin,
         .streamed = !accumulate
             && is_streamed(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,

@@ -1,22 +1,24 @@
-// grouped_gemm_wgrad_down for cuda:sm_90a, by wgmma and the copy engine
+// grouped_gemm_wgrad_down for cuda:sm_90a: wgmma, operands by TMA
 //
-//   grad_down = doutᵀ · hidden, over the rows of each expert
+//   grad_down = doutᵀ · hidden, contracted over the rows of each expert
 //
-// A block owns 128 rows by 256 columns of one expert's matrix. block_x counts row
-// tiles of all experts, block_y column tiles. An expert without rows gets zeros.
+// Tile: 128 rows by 256 columns of one expert's matrix; a block computes one. block_x counts
+// the row tiles of all experts, block_y column tiles. An expert without rows gets zeros.
 //
-// Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
-// engine; the other 2 warpgroups multiply for 64 rows each, straight from shared
-// memory. A stage passes from one to the others through its barrier `full`, and back through `empty`.
+// Warp specialization. Warpgroup 0 produces: one of its threads loads all operands by TMA.
+// Warpgroups 1 and 2 multiply 64 matrix rows each, with both operands in shared memory.
+// The barrier `full` hands a stage to the consumers, `empty` hands it back.
 //
-// Shared memory, from a multiple of 1024 on. Both factors lie in panels of 64 columns, as the copy engine
-// leaves them, the 16-byte chunks of their 128-byte rows swizzled; products read them across their rows.
-//   ring    [4] of bf16 left [2][64][64], right [4][64][64]
-//   full, empty   barriers [4] each
-// The last slice has rows of the next expert behind its own, or rows that nobody wrote: they are
-// overwritten with zeros before the products.
+// Shared memory, aligned to 1024 bytes. Both operands lie in panels of 64 columns with the layout
+// that TMA writes: rows of 128 bytes whose 16-byte chunks are swizzled. A row of a panel is one step
+// of the contraction, so wgmma reads both transposed.
+//   pipeline     [4] of bf16 left [2][64][64], right [4][64][64]
+//   full, empty  barriers [4] each
+// The box of the last slice reaches into the next expert's rows, or into rows that nobody wrote. The
+// consumers overwrite those with zeros before they multiply.
 //
-// Baked in: height 2880, width 2880, experts 32, types. Not the tokens.
+// Baked in: height 2880, width 2880, experts 32, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, cuda/shared.cuh, cuda/mbarrier.cuh, cuda/tma.cuh, cuda/wgmma.cuh]
 
@@ -97,35 +99,35 @@ typedef Element Panel[TILE_DEPTH][64];
 
 constexpr int PANELS = CONSUMERS + TILE_COLUMNS / 64;
 
-// A slice of rows: a panel of left for each consumer, then those of right.
+// A stage holds a slice of rows: a panel of left for each consumer, then the panels of right.
 struct Stage { Panel panels[PANELS]; };
 
 struct alignas(1024) Shared {
-    Stage ring[STAGES];
+    Stage pipeline[STAGES];
     Barrier full[STAGES], empty[STAGES];
 };
 
 static_assert(THREADS == 384 && sizeof(Shared) == 197632, "as launched");
 
-// A stage, and the parity of the round the ring is in.
-struct Turn {
-    i32 stage = 0;
-    u32 parity = 0;
+// A position in the pipeline: the index of a stage, and the phase (parity) of its barriers.
+struct PipelineState {
+    i32 index = 0;
+    u32 phase = 0;
 
-    DEVICE void next()
+    DEVICE void advance()
     {
-        stage++;
-        if (stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
+        index++;
+        if (index == STAGES) {
+            index = 0;
+            phase ^= 1;
         }
     }
 };
 
-// Whether tiles end where the matrix does.
+// Whether tiles divide the matrix, so that stores need no bounds check.
 constexpr bool WHOLE_TILES = HEIGHT % TILE_ROWS == 0 && WIDTH % TILE_COLUMNS == 0;
 
-// Adds what the matrix has to two adjacent sums.
+// Adds the old values of the matrix to two adjacent sums.
 DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
@@ -142,7 +144,7 @@ DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &
     }
 }
 
-// Stores two adjacent sums where the matrix has them.
+// Stores two adjacent sums, if they lie within the matrix.
 DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
@@ -157,8 +159,8 @@ DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
     }
 }
 
-// Makes lines `rows` and on of every panel of a stage zero; all consumers take part, and
-// meet, so that products may follow.
+// Zeroes lines `rows` and on of every panel of a stage. All consumers take part and then meet at a
+// barrier, so that wgmma may read the stage. The fence makes the writes visible to its proxy.
 DEVICE void clear_tail(Stage &stage, i32 rows)
 {
     const i32 packs = (TILE_DEPTH - rows) * 8;
@@ -200,17 +202,17 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     }
     block_sync();
 
-    // The producer. Blocks of the same expert read the same rows.
+    // The producer. Blocks of one expert read the same rows, hence the hint to keep them in the L2 cache.
     if (warp_index() < 4) {
         shrink_registers<40>();
         if (warp_index() == 0 && elect_one()) {
             const u64 keep = keep_in_cache();
-            Turn turn;
+            PipelineState state;
             #pragma unroll 1
-            for (i32 k = 0; k < count; k += TILE_DEPTH, turn.next()) {
-                Stage &stage = shared.ring[turn.stage];
-                Barrier &full = shared.full[turn.stage];
-                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+            for (i32 k = 0; k < count; k += TILE_DEPTH, state.advance()) {
+                Stage &stage = shared.pipeline[state.index];
+                Barrier &full = shared.full[state.index];
+                mbarrier_wait(shared.empty[state.index], state.phase ^ 1);
                 mbarrier_expect(full, sizeof(Stage));
                 #pragma unroll
                 for (i32 panel = 0; panel < CONSUMERS; panel++)
@@ -223,17 +225,17 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
         return;
     }
 
-    // The consumers. One group of products stays in flight: when it is the only
-    // one, those of the slice before are done, and its stage is free.
+    // The consumers. One wgmma group stays in flight. Once it is the only one, the group of the
+    // slice before has finished reading, so that slice's stage is released.
     grow_registers<232>();
     const i32 consumer = warp_index() / 4 - 1;
     f32 sums[SUMS] = {};
-    Turn turn;
+    PipelineState state;
     i32 before = 0;
     #pragma unroll 1
-    for (i32 k = 0; k < count; k += TILE_DEPTH, turn.next()) {
-        Stage &stage = shared.ring[turn.stage];
-        mbarrier_wait(shared.full[turn.stage], turn.parity);
+    for (i32 k = 0; k < count; k += TILE_DEPTH, state.advance()) {
+        Stage &stage = shared.pipeline[state.index];
+        mbarrier_wait(shared.full[state.index], state.phase);
         if (count - k < TILE_DEPTH)
             clear_tail(stage, count - k);
         const u64 left = operand_across_128b<TILE_DEPTH>(stage.panels[consumer]);
@@ -246,13 +248,13 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
         wgmma_wait<1>();
         if (k > 0 && elect_one())
             mbarrier_arrive(shared.empty[before]);
-        before = turn.stage;
+        before = state.index;
     }
     wgmma_wait<0>();
     settle(sums);
     f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
     const i32 row = first_row + 64 * consumer + warp_index() % 4 * 16;
-    // All that is there has been asked for before anything is stored.
+    // Request all old values before the first store, so that their latencies overlap.
     if (accumulate != 0)
         #pragma unroll
         for (i32 i = 0; i < SUMS; i += 2)

@@ -1,18 +1,19 @@
-// grouped_gemm_wgrad_down for rocm:gfx942, on matrix cores: mfma_32x32x8
+// grouped_gemm_wgrad_down for rocm:gfx942: matrix cores, mfma_32x32x8
 //
-//   grad_down[e] = doutᵀ · hidden, sums over the rows of expert e
+//   grad_down[e] = doutᵀ · hidden, contracted over the rows of expert e
 //
-// A block owns 128 rows of a matrix by 128 columns; each of its 4 waves owns
-// 64 x 64 of them. block_x counts row tiles of all experts, block_y column tiles.
+// Tile: 128 rows of a matrix by 128 columns. A block computes one tile, each of its 4
+// waves 64 x 64 of it. block_x counts the row tiles of all experts, block_y column tiles.
 //
-// Shared memory: two buffers of each. While one is multiplied, the next 32 rows are on their way
-// from global memory to registers, and from there, turned around, they go to the other.
+// Shared memory (LDS): two buffers of each operand. While the waves multiply one, the next 32 rows
+// move from global memory to registers, and from there, transposed, to the other.
 //   left   bf16 [128][32]   columns of dout
 //   right  bf16 [128][32]   columns of hidden
 //
-// The order of a sum depends on nothing but the rows of the expert. Without any it is an exact zero.
+// The order of a sum depends on the rows of the expert alone. An expert without rows gets exact zeros.
 //
-// Baked in: height 2880, width 2880, experts 32, types. Not the tokens.
+// Baked in: height 2880, width 2880, experts 32, types.
+// Read at run time: the number of tokens.
 
 // [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, hip/mfma.hpp]
 
@@ -26,7 +27,7 @@ constexpr int THREADS = 256, WAVE = 64;
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_DEPTH = 32;
 constexpr int WAVE_ROWS = 64, WAVE_COLUMNS = 64;
 
-// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each.
+// A matrix instruction has EDGE x EDGE sums; those of a row lie in GROUPS lanes, SUMS in each.
 constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS;
 constexpr int ROW_PARTS = WAVE_ROWS / EDGE, COLUMN_PARTS = WAVE_COLUMNS / EDGE;
 constexpr int COLUMN_WAVES = TILE_COLUMNS / WAVE_COLUMNS;
@@ -45,10 +46,10 @@ constexpr int STORED = lesser(pack_width<f32>(WIDTH), RUN);
 
 static_assert(MATRICES * TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
 
-// Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide, and
-// the eight lanes of which chunks are moved at once meet in none of them: not when each writes to
-// every second line, nor when they read the lines of a product, which are runs of four or single
-// ones, RUN lines apart.
+// Returns the position of a chunk of a line in LDS. The banks are eight chunks wide. The eight lanes
+// that LDS serves together conflict in none of them: neither when each writes to every second line,
+// nor when they read the lines of a matrix instruction, which are runs of four or single lines, RUN
+// lines apart.
 DEVICE i32 place(i32 line, i32 chunk)
 {
     const i32 at = line * CHUNKS + chunk;
@@ -57,9 +58,9 @@ DEVICE i32 place(i32 line, i32 chunk)
 
 typedef Pack<Element, 2> Pair;
 
-// LINES columns of rows in memory on their way to shared memory, where a line is what the sum runs
-// over: the rows. A thread takes pairs of adjacent columns, CHUNK rows of each, and turns them around.
-// WIDTH is the distance of two rows; every SPAN lines are of one matrix.
+// Transposes LINES columns of rows in global memory on their way to LDS, where a line runs along the
+// contraction. A thread takes pairs of adjacent columns, CHUNK rows of each, and transposes them in
+// registers. WIDTH is the stride of the rows; every SPAN lines belong to one matrix.
 template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
     static constexpr int HELD = LINES / 2 * CHUNKS / THREADS;
     static_assert(HELD * THREADS == LINES / 2 * CHUNKS, "every thread moves as many pairs of chunks");
@@ -82,9 +83,9 @@ template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
                 rows[i][n] = row_of(lesser(depth + chunk_of(i) * CHUNK + n, end - 1));
     }
 
-    // Reads the rows it aimed at: `begin(line, row)` is where one begins in the matrix of a line. No load
-    // depends on a condition of its own: rows beyond `end` are the last one, until `put`, and columns
-    // beyond `columns` the last ones, since nobody stores their sums.
+    // Loads the rows of the last aim(); `begin(line, row)` is the first element of a row in the matrix of
+    // a line. No load has a condition of its own: a row beyond `end` is the last row until put() clears
+    // it, and a column beyond `columns` is one of the last, whose sums are never stored.
     template <class Begin> DEVICE void fetch(i32 depth, i32 end, i32 columns, Begin begin)
     {
         if (depth >= end)
@@ -123,12 +124,13 @@ template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
 
 typedef f32x16 Sums;
 
-// A row of a product is sum sum_of(row) of the lanes of group group_of(row).
+// Row r of a matrix instruction's result is sum sum_of(r) of the lanes in group group_of(r).
 DEVICE i32 group_of(i32 row) { return row / 4 % GROUPS; }
 DEVICE i32 sum_of(i32 row) { return row / 4 / GROUPS * 4 + row % 4; }
 
-// What a lane brings of a line to several products. Which elements meet in one does not matter, as long
-// as both sides agree. Groups bring adjacent chunks: STEP of them in all.
+// The part of a line that a lane passes to several matrix instructions. An instruction
+// multiplies elements that need not be adjacent, the same ones on both sides. Groups pass adjacent
+// chunks, STEP of them in all.
 typedef Chunk Share;
 constexpr int STEP = GROUPS;
 
@@ -144,11 +146,11 @@ DEVICE void add_product(Sums &sums, const Share &column, const Share &row)
         sums = mfma_32x32x8(load<4>(column.at + k), load<4>(row.at + k), sums);
 }
 
-// The columns of a wave that the rows of its products are: a lane has RUN adjacent ones.
+// Returns the column of a wave for a row of a matrix instruction; a lane gets RUN adjacent columns.
 DEVICE i32 column_of(i32 part, i32 row) { return group_of(row) * RUN + part * SUMS + sum_of(row); }
 
-// Adds the products of a wave over one buffer: lines of left from `row` on, of right from `column` on.
-// Columns are the left operand, so that a lane's sums are of one row.
+// Multiplies one buffer and accumulates, for a wave: lines of left from `row` on, of right from `column`
+// on. Columns are the left operand, so that all sums of a lane belong to one row.
 DEVICE void multiply(Sums (&sums)[ROW_PARTS][COLUMN_PARTS], const Chunk *left, i32 row, const Chunk *right, i32 column,
                      i32 lane)
 {

@@ -1,21 +1,22 @@
-// grouped_gemm_wgrad_up for cuda:sm_90a
+// grouped_gemm_wgrad_up for cuda:sm_90a: SIMT, any types and widths
 //
-//   grad_up = dupᵀ · rows, over all tokens
+//   grad_up = dupᵀ · rows, contracted over all tokens
 //
-// A block owns 64 x 128 of the matrix; a thread owns 8 x 8 of
-// them. block_x counts tiles of matrix rows, block_y column tiles. Rows are summed in
-// ascending order. An expert without rows has zeros.
+// Tile: 64 x 128 of the matrix. A block computes one tile, a thread 8 x 8
+// of it. block_x counts tiles of matrix rows, block_y column tiles. Rows are summed in
+// ascending order. An expert without rows gets zeros.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
+// Shared memory: two buffers of each operand; the block fills one while it multiplies the other.
 //   left_tile   f32 [16][64]   columns of dup
 //   right_tile  f32 [16][128]   columns of rows
 //
-// grouped_gemm_wgrad_up_bias: the sums of dup over rows. A thread has a
-// column of all tokens.
+// grouped_gemm_wgrad_up_bias sums dup over all tokens; a thread
+// owns a column.
 //
-// Baked in: matrices [32, 2880], experts 1, types. Not the tokens.
+// Baked in: matrices [32, 2880], experts 1, types.
+// Read at run time: the number of tokens.
 
-// [prelude: base.hpp, cuda/base.cuh, base.hpp, slab.hpp, product.hpp, multiply.hpp]
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, slab.hpp, tile_gemm.hpp, multiply.hpp]
 
 // ---- the kernel ----
 

@@ -4,7 +4,7 @@ use crate::Result;
 use crate::data::{Call, floats};
 use crate::pass::Pass;
 use moesaic::target::{Buffer, Device, Graph, Ptr};
-use moesaic::{Counters, DType, Engine, Layer, LayerSpec, RawBackward, RawCall, Tensors, Training};
+use moesaic::{DType, Engine, Layer, LayerSpec, RawBackward, RawCall, RngKey, Tensors, Training};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -111,7 +111,7 @@ impl Placed<'_> {
     fn both(&self, call: &RawCall<'_>) -> Result {
         let layer = &self.made.layer;
         // SAFETY: as in `once`; x stays as it is.
-        let saved = unsafe { layer.forward_train_raw(call, Counters::default())? };
+        let saved = unsafe { layer.forward_train_raw(call, RngKey::default())? };
         let tensors: [(&str, Ptr); 2] = [("dy", self.dy.ptr()), ("dx", self.dx.ptr())];
         let call = RawBackward {
             tensors: &tensors,

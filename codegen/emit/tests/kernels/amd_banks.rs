@@ -1,6 +1,6 @@
-//! Banks of LDS in the products on AMD's matrix cores: lanes that it serves at once meet in none.
+//! Banks of LDS in the GEMMs on AMD's matrix cores: lanes that it serves at once meet in none.
 //!
-//! Which lanes these are is no manual's word. What is here was measured by others, of MI300 and MI350
+//! No manual says which lanes these are. The groups here were measured by others, on MI300 and MI350
 //! (triton-lang/triton#11365); that adjacent lanes go together, as on older GPUs, is held, too.
 
 use crate::gpu_compile::{mixtral, qwen3};
@@ -33,7 +33,7 @@ type Served = Vec<Vec<usize>>;
 
 /// LDS of an architecture.
 struct Banks {
-    /// What reads serve at once, in each way that it may be.
+    /// The lanes that a read serves together, in each way that is possible.
     reads: Vec<Served>,
     writes: Served,
     /// Chunks of 16 bytes that the banks are wide.
@@ -142,7 +142,7 @@ fn after(text: &str, words: &str) -> usize {
     rest[..end].parse().unwrap()
 }
 
-/// What `place` of a kernel's text says of each chunk of 128 lines; C++ says it.
+/// Returns the result of `place` in a kernel's text for each chunk of 128 lines, computed in C++.
 fn places(text: &str, chunks: usize) -> Vec<Vec<usize>> {
     let function = text.split("DEVICE i32 place(").nth(1).expect("a place");
     let function = &function[..function.find("}\n").unwrap()];

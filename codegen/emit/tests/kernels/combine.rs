@@ -12,7 +12,7 @@ use moesaic_reference::{Random, round_to};
 use moesaic_spec::*;
 use std::ops::Range;
 
-/// More than the largest call of few tokens.
+/// More than the largest decode call.
 const MOST: usize = 70;
 
 /// One kernel of a layer, and what its parameters hold in a call of [`MOST`] tokens.

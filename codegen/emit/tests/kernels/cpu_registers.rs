@@ -1,4 +1,4 @@
-//! The sums of CPU products stay in registers: gcc's assembly of each kernel, with
+//! The sums of CPU GEMMs stay in registers: gcc's assembly of each kernel, with
 //! the flags that kernels are compiled with, has no loop of multiply-adds that
 //! also goes to the stack with a vector. A spill there costs up to half the speed.
 
@@ -14,10 +14,10 @@ use std::process::{Command, Stdio};
 /// Multiply-adds from which on a loop is that of a register tile.
 const TILE: usize = 8;
 
-/// Functions that are not products: their loops have an activation's polynomial.
+/// Functions that are not GEMMs: their loops have an activation's polynomial.
 const OTHERS: [&str; 1] = ["finish_sums"];
 
-/// Of a loop: the function it is in, its multiply-adds, and instructions that have a
+/// A loop: its function, its multiply-adds, and instructions that have a
 /// vector and the stack.
 #[derive(Debug)]
 struct Loop {
@@ -94,7 +94,7 @@ fn is_arm_vector(word: &str) -> bool {
     number.is_some_and(|n| n.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// The products of a layer, forward and training.
+/// The GEMMs of a layer, forward and training.
 fn products(isa: CpuIsa, dtype: DType) -> Vec<KernelSource> {
     let dtype = dtype.name();
     let spec: LayerSpec = serde_json::from_str(&format!(

@@ -19,7 +19,7 @@ fn family(target: &str) -> &'static str {
     }
 }
 
-/// The GEMMs of a layer, all on matrix units.
+/// The GEMMs of a layer, all on matrix cores.
 fn gemms(spec: &LayerSpec, target: &str) -> Gemms {
     let gemms = Gemms::new(spec, target, Harness::of);
     let all = gemms.harness.families();
@@ -135,7 +135,7 @@ fn rows_lie_anywhere() {
     }
 }
 
-/// Of a tile with few rows, waves without rows multiply nothing: a wave has 64 of 128 rows by
+/// In a low tile waves without rows multiply nothing: a wave has 64 of 128 rows by
 /// MFMA, 32 by WMMA.
 #[test]
 fn waves_without_rows_rest() {

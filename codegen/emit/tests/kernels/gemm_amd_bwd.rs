@@ -1,4 +1,4 @@
-//! The backward products on AMD's matrix units, lane by lane on this CPU,
+//! The backward GEMMs on AMD's matrix cores, lane by lane on this CPU,
 //! against the reference.
 
 use crate::gemm_amd::{MFMA, WMMA, epilogues};
@@ -10,7 +10,7 @@ use moesaic_kernel::DType;
 use moesaic_plan::KernelPlan;
 use moesaic_spec::*;
 
-/// All products of experts, and of routers those whose types the unit takes.
+/// All GEMMs of experts, and of routers those whose types the unit takes.
 fn products(spec: &LayerSpec, target: &str) -> BackwardGemms {
     let unit = if MFMA.contains(&target) {
         Some("mfma")

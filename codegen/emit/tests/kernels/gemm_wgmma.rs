@@ -167,7 +167,7 @@ fn a_half_that_does_not_fit_falls_back() {
     }
 }
 
-/// What full tiles cost: every operand byte once for each tile, no conflict of
+/// The cost of full tiles: every operand byte once for each tile, no conflict of
 /// banks, results 16 bytes at a time in whole sectors.
 #[test]
 fn full_tiles_waste_nothing() {

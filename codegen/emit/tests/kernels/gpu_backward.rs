@@ -1,4 +1,4 @@
-//! The backward kernels of the ordinary units, run by simulators of GPUs,
+//! The backward kernels of the SIMT families, run by simulators of GPUs,
 //! stem by stem.
 
 use moesaic_harness::plans::planned;
@@ -8,7 +8,7 @@ use moesaic_kernel::DType;
 use moesaic_plan::{PlanOptions, Recompute, Training};
 use moesaic_spec::*;
 
-/// GPUs whose matrices no matrix unit takes: warps of 32 and waves of 64 on
+/// GPUs without a family on tensor or matrix cores: warps of 32 and waves of 64 on
 /// fibers, and the PTX that NVRTC makes of the text.
 const TARGETS: [&str; 3] = ["cuda:sm_75", "rocm:gfx908", "sim:sm_75"];
 

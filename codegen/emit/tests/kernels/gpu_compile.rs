@@ -212,7 +212,7 @@ fn nvrtc_compiles_every_kernel() {
     compile_all(&compiler, "cuda", &CUDA, CUDA_SHARED);
 }
 
-/// Layers that bring out what differs between GEMMs on matrix units: types,
+/// Layers that bring out what differs between GEMMs on tensor or matrix cores: types,
 /// rows in packs of every width, both heights of a tile, the longest epilogues.
 fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
     let epilogue = |s: &mut LayerSpec| {
@@ -291,7 +291,7 @@ fn nvrtc_compiles_the_longest_epilogues() {
     }
 }
 
-/// The sources of the GEMMs that run on matrix units.
+/// The sources of the GEMMs that run on tensor or matrix cores.
 fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
     let matrix = |kernel: &&KernelPlan| kernel.family().is_some_and(|family| family != "simt");
     let kernels = plan.kernels.iter().filter(matrix);
@@ -330,9 +330,9 @@ fn nvrtc_compiles_the_hopper_gemm() {
     let target: Target = "cuda:sm_90a".parse().unwrap();
     for spec in hopper_layers() {
         for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
-            let few = source.name.contains("_few");
+            let decode = source.name.contains("_decode");
             assert!(
-                few || source.text.contains("wgmma"),
+                decode || source.text.contains("wgmma"),
                 "{}: {spec:?}",
                 source.name
             );
@@ -422,7 +422,7 @@ fn clang_compiles_every_kernel() {
     compile_all(&compiler, "rocm", &ROCM, ROCM_SHARED);
 }
 
-/// What only training has, on the ordinary units: the kernels of backward, and
+/// The kernels of training in the SIMT families: the kernels of backward, and
 /// products that keep what enters the activation.
 fn of_training(spec: &LayerSpec, target: Target) -> Vec<KernelSource> {
     let plan = plan(spec, target, &PlanOptions::training(Training::default())).unwrap();
@@ -476,7 +476,7 @@ fn compile_training(compiler: &dyn Compiler, archs: &[&str], shared: u32) {
     let mut done = BTreeSet::new();
     for (arch, option) in archs.iter().zip(training_options().iter().cycle()) {
         let target: Target = arch.parse().unwrap();
-        // No matrix unit takes factors of two types.
+        // No tensor or matrix core takes operands of two types.
         let mixed = with(mixtral(), |s| s.precision.weights = DType::F32);
         for spec in [&mixed, &qwen3(), option] {
             for source in of_training(spec, target) {

@@ -1,4 +1,4 @@
-//! Loads of AMD's kernels for few tokens in their machine code: what is asked for before anything is
+//! Loads of AMD's decode kernels in their machine code: loads that are in flight before one is
 //! waited for.
 
 use crate::gpu_compile::{deepseek_v3, mixtral, qwen3};
@@ -9,7 +9,7 @@ use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;
 
-/// How many loads from memory each wait leaves under way, and whether it follows a load of 16
+/// The loads from memory that each wait leaves in flight, and whether it follows a load of 16
 /// bytes at once, in a code object of gfx9. A load is two words; a wait has its count in bits 0 to
 /// 3, 14 and 15.
 fn waits(code: &[u8]) -> Vec<(u32, bool)> {
@@ -24,7 +24,7 @@ fn waits(code: &[u8]) -> Vec<(u32, bool)> {
         .collect()
 }
 
-/// Products of few rows live from what is under way: no load is waited for at once, and of the 48
+/// Decode kernels live from loads in flight: no load is waited for at once, and of the 48
 /// that fit most are there while some are multiplied.
 #[test]
 fn few_rows_keep_loads_under_way() {
@@ -33,8 +33,8 @@ fn few_rows_keep_loads_under_way() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
         for spec in [mixtral(), qwen3(), deepseek_v3()] {
             let plan = plan(&spec, target, &PlanOptions::default()).unwrap();
-            let few = |kernel: &&KernelPlan| kernel.family() == Some("mfma_few");
-            let kernels: Vec<_> = plan.kernels.iter().filter(few).collect();
+            let decode = |kernel: &&KernelPlan| kernel.family() == Some("mfma_decode");
+            let kernels: Vec<_> = plan.kernels.iter().filter(decode).collect();
             assert_eq!(kernels.len(), 2, "{target}");
             for kernel in kernels {
                 let source = emit(kernel, target).unwrap();
@@ -73,7 +73,7 @@ fn asked_together(code: &[u8]) -> usize {
     most
 }
 
-/// What few tokens wait for besides: the rows that a token adds up, and the tokens that the router
+/// Other loads that decode calls wait for: the rows that a token adds up, and the tokens that the router
 /// multiplies.
 #[test]
 fn rows_of_a_token_are_under_way_together() {

@@ -1,5 +1,5 @@
 //! Routing and the copy into expert order at awkward sizes, thread by thread
-//! on this CPU, against the reference. The experts' products are left out.
+//! on this CPU, against the reference. The experts' GEMMs are left out.
 
 use moesaic_harness::pass::Tensors;
 use moesaic_harness::plans::{only, planned, routes};

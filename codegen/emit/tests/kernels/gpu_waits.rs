@@ -32,7 +32,7 @@ fn codes(cubin: &[u8]) -> Vec<(String, Vec<u8>)> {
     kernels.collect()
 }
 
-/// What stands before the first wait, of what touches global memory.
+/// Returns the accesses to global memory before the first wait.
 fn early(code: &[u8]) -> Vec<&'static str> {
     let opcodes = code.chunks_exact(16);
     let opcodes: Vec<u16> = opcodes

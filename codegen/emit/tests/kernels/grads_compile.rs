@@ -1,4 +1,4 @@
-//! The GEMMs that only training has, on NVIDIA's matrix units, under NVRTC:
+//! The GEMMs that only training has, on NVIDIA's tensor cores, under NVRTC:
 //! without a word, spills or stack.
 
 use moesaic_emit::emit;
@@ -44,7 +44,7 @@ fn layers(dtype: DType) -> Vec<LayerSpec> {
     ]
 }
 
-/// Whether a kernel runs on matrix units and only training has it.
+/// Whether a kernel runs on tensor or matrix cores and only training has it.
 fn wanted(kernel: &KernelPlan) -> bool {
     let matrix = kernel.family().is_some_and(|family| family != "simt");
     let forward = matches!(&kernel.op, Op::GroupedGemm { desc, .. } if !desc.keep);

@@ -1,4 +1,4 @@
-//! Whole passes whose products are on NVIDIA's matrix units, on the PTX
+//! Whole passes whose GEMMs are on NVIDIA's tensor cores, on the PTX
 //! interpreter: forward, backward, each stem against its formula.
 
 use moesaic_harness::plans::planned;
@@ -13,7 +13,7 @@ fn spec(d: usize, h: usize, [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
     typed(external(d, h, e, k), dtype, dtype)
 }
 
-/// Backward products of the plan are of this family.
+/// Backward GEMMs of the plan are of this family.
 fn check_family(plan: &LayerPlan, family: &str) {
     for kernel in &plan.kernels {
         if let Op::GroupedGemmDgrad { .. } | Op::GroupedGemmWgrad { .. } = kernel.op {

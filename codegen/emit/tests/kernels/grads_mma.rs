@@ -1,4 +1,4 @@
-//! Backward products by `mma.sync` on the PTX interpreter, against f64. Copies
+//! Backward GEMMs by `mma.sync` on the PTX interpreter, against f64. Copies
 //! arrive late there, and memory that nobody wrote is an error.
 
 use moesaic_harness::Harness;

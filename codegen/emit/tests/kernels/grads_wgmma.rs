@@ -1,5 +1,5 @@
-//! Backward products by `wgmma` on the PTX interpreter, against f64. The copy
-//! engine and `wgmma` run late there, by delays that depend on a seed.
+//! Backward GEMMs by `wgmma` on the PTX interpreter, against f64. TMA
+//! and `wgmma` run late there, by delays that depend on a seed.
 
 use moesaic_harness::Harness;
 use moesaic_harness::gemm_bwd::BackwardGemms;

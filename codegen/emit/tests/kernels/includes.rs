@@ -81,7 +81,7 @@ fn known(templates: &[moesaic_templates::Template]) -> BTreeSet<&'static str> {
         .collect()
 }
 
-/// What a text calls and does not define above the call.
+/// Returns the functions that a text calls and does not define above the call.
 fn missing<'a>(text: &'a str, known: &BTreeSet<&str>) -> BTreeSet<&'a str> {
     let defined = definitions(text);
     let late = |at: usize, name: &str| defined.get(name).is_none_or(|first| *first > at);

@@ -1,5 +1,5 @@
-//! Activations of a user's own near the length from which products of `wmma` are left to the
-//! ordinary units: shorter ones have registers enough, whatever they are made of.
+//! Activations of a user's own near the length from which products of `wmma` are left to
+//! SIMT: shorter ones have registers enough, whatever they are made of.
 
 use moesaic_emit::emit;
 use moesaic_harness::kept::Kept;
@@ -10,7 +10,7 @@ use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;
 
-/// How many expressions are compiled; more by `MOESAIC_EXPRESSIONS`.
+/// The number of compiled expressions; more by `MOESAIC_EXPRESSIONS`.
 const FEW: u64 = 2;
 
 const FACTORS: [&str; 12] = [

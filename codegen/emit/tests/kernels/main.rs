@@ -1,9 +1,10 @@
 //! Kernels of every target: their text, what real compilers make of it, and what it
-//! computes, here and on simulated GPUs, beside the f64 reference.
+//! computes, here and on simulated GPUs, next to the f64 reference.
 
 mod activation;
 mod amd_banks;
 mod combine;
+mod comm_cast;
 mod cpu_backward;
 mod cpu_compile;
 mod cpu_kernels;
@@ -11,8 +12,8 @@ mod cpu_numbers;
 mod cpu_registers;
 mod gemm_amd;
 mod gemm_amd_bwd;
-mod gemm_beside;
-mod gemm_few;
+mod gemm_decode;
+mod gemm_fused_shared;
 mod gemm_mma;
 mod gemm_wgmma;
 mod gpu_backward;
@@ -34,4 +35,3 @@ mod router_bwd_cpu;
 mod router_bwd_gpu;
 mod routing_options;
 mod same_text;
-mod wire;

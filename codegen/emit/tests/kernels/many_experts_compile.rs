@@ -18,7 +18,7 @@ fn spec(experts: usize, top_k: usize, rest: &str) -> LayerSpec {
     LayerSpec::from_toml(&text).unwrap_or_else(|e| panic!("{}", e.render("spec", false)))
 }
 
-/// What takes most registers and most shared memory.
+/// The layers that take most registers and most shared memory.
 fn layers() -> Vec<LayerSpec> {
     let losses = |kinds: &[&str]| -> String {
         let one = |kind: &&str| format!("[[losses]]\nkind = \"{kind}\"\ncoefficient = 0.1\n");

@@ -3,7 +3,7 @@
 
 use moesaic_kernel::{CpuIsa, Target};
 
-/// What an instruction set has whose text the narrower one does not have.
+/// The features of an instruction set that the text of a narrower one lacks.
 pub fn own<T>(isa: CpuIsa, of: impl Fn(CpuIsa) -> Vec<T>, text: impl Fn(&T) -> &str) -> Vec<T> {
     let mut own = of(isa);
     if let Some(less) = narrower(isa) {

@@ -3,7 +3,7 @@
 use super::{ENGINE, Stored, assert_close, f32s, tokens, upload};
 use moesaic::reference::{self, rng::Draw};
 use moesaic::typed::{In, Out, TypedLayer, tensor};
-use moesaic::{Counters, Training};
+use moesaic::{RngKey, Training};
 
 moesaic::layer! {
     /// Everything that a caller may say about tokens, in training.
@@ -32,7 +32,7 @@ moesaic::layer! {
 }
 
 const TOKENS: usize = 13;
-const COUNTERS: Counters = Counters {
+const RNG_KEY: RngKey = RngKey {
     seed: 5,
     step: 7,
     layer: 2,
@@ -41,10 +41,10 @@ const COUNTERS: Counters = Counters {
 
 fn drawn() -> Option<Draw> {
     Some(Draw {
-        seed: COUNTERS.seed,
-        step: COUNTERS.step,
-        layer: COUNTERS.layer as u32,
-        first_token: COUNTERS.first_token,
+        seed: RNG_KEY.seed,
+        step: RNG_KEY.step,
+        layer: RNG_KEY.layer as u32,
+        first_token: RNG_KEY.first_token,
     })
 }
 
@@ -138,7 +138,7 @@ fn sequences_and_counts_of_a_group() {
     input.draw = drawn();
     let (counts, group) = ([9, 0, 4, 7, 1], [21]);
     let forward = layer
-        .forward_train(&x, &mask(), &[2], &sequences, &counts, &group, COUNTERS)
+        .forward_train(&x, &mask(), &[2], &sequences, &counts, &group, RNG_KEY)
         .unwrap();
     let losses = reference::losses(&spec, &stored.0, &input);
     for (name, found) in [
@@ -155,7 +155,7 @@ fn sequences_and_counts_of_a_group() {
     let for_inference = told(&stored, false).forward(&x, &mask(), &[2]);
     assert_eq!(y, for_inference.unwrap(), "an evaluation, without noise");
     assert_ne!(y, forward.output.y);
-    let routed = layer.route_train(&x, &mask(), &[2], COUNTERS).unwrap();
+    let routed = layer.route_train(&x, &mask(), &[2], RNG_KEY).unwrap();
     assert_eq!(routed.topk_ids, forward.output.topk_ids);
     assert_eq!(routed.counts, forward.output.counts);
     let dy: Vec<[f32; 11]> = x.iter().rev().copied().collect();
@@ -198,9 +198,9 @@ fn losses_on_device_memory() {
         loss_importance_load_logits: Out::of(&losses[2]),
     };
     // SAFETY: the buffers have what the fields say, and outlive the downloads, which wait.
-    drop(unsafe { layer.forward_train_raw(&call, COUNTERS).unwrap() });
+    drop(unsafe { layer.forward_train_raw(&call, RNG_KEY).unwrap() });
     let want = layer
-        .forward_train(&x, &mask(), &[2], &sequences, &counts, &group, COUNTERS)
+        .forward_train(&x, &mask(), &[2], &sequences, &counts, &group, RNG_KEY)
         .unwrap();
     assert_eq!(
         super::download(&y, TOKENS * 11),
@@ -263,12 +263,12 @@ fn gradients_of_weights_from_outside() {
     input.routing = Some((ids.as_flattened().to_vec(), f64s(&shares)));
     input.draw = drawn();
     let expected = reference::forward(&spec, &stored.0, &input);
-    let forward = layer.forward_train(&x, &ids, &shares, COUNTERS).unwrap();
+    let forward = layer.forward_train(&x, &ids, &shares, RNG_KEY).unwrap();
     let locations = forward.output.locations.as_flattened();
     assert!(locations.contains(&-1), "the test drops nothing");
     assert_eq!(locations, expected.locations);
     assert_close(f64s(&forward.output.y), &expected.y, 1e-5);
-    let routed = layer.route_train(&ids, COUNTERS).unwrap();
+    let routed = layer.route_train(&ids, RNG_KEY).unwrap();
     assert_eq!(routed.locations, forward.output.locations);
     let expected = reference::backward(&spec, &stored.0, &input, &f64s(&x));
     let back = layer.backward(&forward.saved, &x, false).unwrap();

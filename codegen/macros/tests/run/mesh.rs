@@ -9,7 +9,7 @@ use moesaic::mesh::SharedExperts;
 use moesaic::reference;
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::typed::{In, Out, TypedLayer, tensor};
-use moesaic::{Counters, DType, EngineError, LayerSpec, Mesh, Parallel, Strategy, Tensor, Tensors};
+use moesaic::{DType, EngineError, LayerSpec, Mesh, Parallel, RngKey, Strategy, Tensor, Tensors};
 use std::error::Error;
 
 type Token = [f32; 19];
@@ -58,7 +58,7 @@ struct Found {
 }
 
 fn run(layer: &Odd, x: &[Token]) -> Result<Found> {
-    let trained = layer.forward_train(x, Counters::default())?;
+    let trained = layer.forward_train(x, RngKey::default())?;
     let back = layer.backward(&trained.saved, &dy_of(x), false)?;
     let own = layer.gradients()?.router_weight;
     layer.reduce_gradients()?;
@@ -181,7 +181,7 @@ fn capacities_are_those_of_the_rank_with_the_most() {
 /// A call on device memory of every kind, against the same on host memory.
 fn run_raw(layer: &Odd, x: &[Token]) -> Result<()> {
     let dy = dy_of(x);
-    let trained = layer.forward_train(x, Counters::default())?;
+    let trained = layer.forward_train(x, RngKey::default())?;
     let back = layer.backward(&trained.saved, &dy, false)?;
     let gradients = layer.gradients()?;
 
@@ -209,7 +209,7 @@ fn run_raw(layer: &Odd, x: &[Token]) -> Result<()> {
     };
     // SAFETY: as above.
     unsafe {
-        let saved = layer.forward_train_raw(&call, Counters::default())?;
+        let saved = layer.forward_train_raw(&call, RngKey::default())?;
         layer.backward_raw(&saved, &call_back, false)?;
     }
     assert_eq!(download(&y, 9 * x.len()), trained.output.y.as_flattened());

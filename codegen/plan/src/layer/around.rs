@@ -1,4 +1,4 @@
-//! Passes around experts that are elsewhere: the caller's code, or on other ranks.
+//! Passes around experts that are elsewhere: in the caller's code, or on other ranks.
 
 use super::builder::{Part, Pass};
 use super::{Builder, Recompute};
@@ -13,7 +13,7 @@ pub(crate) struct Places {
 }
 
 impl Builder {
-    /// Every pass without the routed experts, and where they belong in each.
+    /// Adds every pass without the routed experts, and returns where they belong in each.
     pub(crate) fn around_experts(&mut self, recompute: Recompute) -> Places {
         let forward = self.forward_around();
         let mut places = Places {
@@ -31,15 +31,15 @@ impl Builder {
         places
     }
 
-    /// The evaluation of experts alone, in a layer that trains.
+    /// Adds the evaluation of experts alone, in a layer that trains.
     pub(crate) fn evaluation_of_experts(&mut self) {
         self.pass = Pass::Evaluation;
         self.experts();
     }
 
-    /// Every pass of shared experts alone, whose gates are elsewhere.
+    /// Adds every pass of shared experts alone, whose gates are elsewhere.
     pub(crate) fn shared_alone(&mut self, recompute: Option<Recompute>) {
-        self.every_shared(Self::shared_products);
+        self.every_shared(Self::shared_gemms);
         let Some(recompute) = recompute else {
             return;
         };
@@ -49,7 +49,7 @@ impl Builder {
         self.shared_again(recompute);
         self.every_shared(|builder, index| builder.expert_bwd(Some(index), &mut true));
         self.pass = Pass::Evaluation;
-        self.every_shared(Self::shared_products);
+        self.every_shared(Self::shared_gemms);
     }
 
     /// Drops the tensors that no step names, weights too.
@@ -72,13 +72,13 @@ impl Builder {
         tensors.retain(|tensor| !of_expert(&tensor.name) || named.contains(&tensor.name));
     }
 
-    /// Whether the experts are on other ranks.
+    /// Returns whether the experts are on other ranks.
     pub(super) fn is_around(&self) -> bool {
         matches!(self.part, Part::Tokens { .. })
     }
 
-    /// The forward pass without the routed experts; where they belong. Rows
-    /// are always copied, whatever the target's own products would read.
+    /// Adds the forward pass without the routed experts, and returns where they belong. It always
+    /// copies rows, whatever the target's own GEMMs would read.
     fn forward_around(&mut self) -> usize {
         self.routing();
         self.latent_down();
@@ -95,7 +95,7 @@ impl Builder {
         at
     }
 
-    /// The backward pass without the routed experts; where they belong.
+    /// Adds the backward pass without the routed experts, and returns where they belong.
     fn backward_around(&mut self) -> usize {
         let combine = self.combine_bwd();
         let at = self.plan.backward.len();

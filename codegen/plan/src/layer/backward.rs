@@ -1,4 +1,4 @@
-//! The backward pass, written down.
+//! The steps of the backward pass.
 
 use super::builder::Pass;
 use super::tensors::{constant, tensor};
@@ -10,7 +10,7 @@ use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, RouterKind, canonical_tensors};
 
-/// The tensors that only a backward pass names.
+/// Returns the tensors that only a backward pass names.
 pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
         .into_iter()
@@ -119,7 +119,7 @@ fn shared_tensors(spec: &LayerSpec, index: usize) -> Vec<TensorPlan> {
 }
 
 impl Builder {
-    /// Writes down the backward pass of what the forward pass did.
+    /// Adds the backward pass of the forward pass.
     pub(super) fn backward(&mut self, recompute: Recompute) {
         self.pass = Pass::Backward;
         let mut has_rows = self.recompute(recompute);
@@ -130,7 +130,7 @@ impl Builder {
         self.dispatch_bwd();
     }
 
-    /// The backward pass of experts alone, whose rows are in place.
+    /// Adds the backward pass of experts alone, whose rows are in place.
     pub(crate) fn backward_of_experts(&mut self, recompute: Recompute) {
         self.pass = Pass::Backward;
         let parts = self.parts(&dgrad::routed(&self.plan.spec, Half::Down));
@@ -141,7 +141,7 @@ impl Builder {
         self.expert_bwd(None, &mut true);
     }
 
-    /// Shared experts, and then the weights of all.
+    /// Adds the shared experts, and then the weights of all.
     pub(super) fn shared_bwd(&mut self, combine: &CombineBwd) {
         if self.sharded.is_none() {
             self.every_shared(|builder, index| builder.expert_bwd(Some(index), &mut true));
@@ -152,7 +152,7 @@ impl Builder {
         }
     }
 
-    /// Does again what was not kept; says whether `rows` are in place then.
+    /// Adds the recomputation of what was not kept; returns whether `rows` are in place then.
     pub(super) fn recompute(&mut self, recompute: Recompute) -> bool {
         if recompute == Recompute::None {
             return false;
@@ -180,7 +180,7 @@ impl Builder {
             }
         }
         if !self.is_around() {
-            self.product("grouped_gemm_up_again", Half::Up, None, true);
+            self.expert_gemm("grouped_gemm_up_again", Half::Up, None, true);
         }
         if self.sharded.is_none() {
             self.shared_again(recompute);
@@ -188,14 +188,14 @@ impl Builder {
         has_rows
     }
 
-    /// The pre-activations of shared experts that were not kept.
+    /// Adds the recomputation of pre-activations of shared experts that were not kept.
     pub(super) fn shared_again(&mut self, recompute: Recompute) {
         if recompute == Recompute::None {
             return;
         }
         self.every_shared(|builder, index| {
             let name = format!("grouped_gemm_up_again_shared_{index}");
-            builder.product(&name, Half::Up, Some(index), true);
+            builder.expert_gemm(&name, Half::Up, Some(index), true);
         });
     }
 }

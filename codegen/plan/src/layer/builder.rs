@@ -1,5 +1,5 @@
-//! What writes a plan down: kernels once each, steps in order. The operators add
-//! their own steps to it.
+//! The builder of a plan: each kernel once, steps in order. The operators add their own steps to
+//! it.
 
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
@@ -10,20 +10,20 @@ use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Collects kernels and steps while the pass is written down.
+/// Collects kernels and steps of a plan.
 pub(crate) struct Builder {
     pub(crate) plan: LayerPlan,
-    /// What kernels are tiled for.
+    /// The machine that kernels are tiled for.
     pub(crate) machine: Machine,
     /// The tensors that steps name so far. Until the plan is finished, a step has
     /// their numbers in here.
     named: BTreeMap<String, TensorId>,
-    /// Where steps go.
+    /// The pass that gets the steps.
     pub(crate) pass: Pass,
-    /// What part of a layer the plan is of.
+    /// The part of the layer that the plan is of.
     pub(crate) part: Part,
-    /// Whether few tokens have kernels of their own.
-    pub(crate) few: bool,
+    /// Whether decode calls have kernels of their own.
+    pub(crate) decode: bool,
     /// Whether a CPU may pack weights.
     pub(crate) packs: bool,
     /// Of shared experts that are on the side of their slices: the parts that those leave of
@@ -31,20 +31,20 @@ pub(crate) struct Builder {
     pub(crate) sharded: Option<Vec<usize>>,
 }
 
-/// What part of a layer a plan is of.
+/// The part of a layer that a plan is of.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
     /// All of it.
     Whole,
-    /// What is done with tokens where they are; experts are on other ranks, whose
-    /// kernels leave so many parts of the gradient of a row's weight.
+    /// The steps for tokens in place. Experts are on other ranks, whose kernels leave so many parts
+    /// of the gradient of a row's weight.
     Tokens { parts: usize },
-    /// The products of experts, with rows that were sent to them, in a layer of so many
-    /// experts, so many of them for a token.
+    /// The GEMMs of experts, over rows that arrived for them, in a layer of so many experts, so
+    /// many of them for a token.
     Experts { of: usize, top_k: usize },
 }
 
-/// What is being written down.
+/// The pass that gets the steps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pass {
     /// A forward pass: one that trains, where there is a backward pass.
@@ -58,7 +58,7 @@ pub(crate) enum Pass {
 pub(crate) type Bind<'a> = &'a [(&'a str, &'a str)];
 
 impl Builder {
-    /// With every tensor that a step may name.
+    /// Returns a builder with every tensor that a step may name.
     pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
         let machine = Machine::of(target, options.caches);
@@ -89,7 +89,7 @@ impl Builder {
             named: BTreeMap::new(),
             pass: Pass::Forward,
             part: Part::Whole,
-            few: training.is_none() && !options.one_for_all,
+            decode: training.is_none() && !options.one_for_all,
             packs: training.is_none(),
             sharded: None,
         }
@@ -130,12 +130,12 @@ impl Builder {
         plan
     }
 
-    /// The tensors that steps name so far.
+    /// Returns the tensors that steps name so far.
     pub(crate) fn named_tensors(&self) -> BTreeSet<String> {
         self.named.keys().cloned().collect()
     }
 
-    /// Whether the pass draws random numbers and keeps what backward needs.
+    /// Returns whether the pass draws random numbers and keeps what backward needs.
     pub(crate) fn trains(&self) -> bool {
         self.plan.training.is_some() && self.pass != Pass::Evaluation
     }
@@ -166,12 +166,13 @@ impl Builder {
         self.kernel_for(name, op, Calls::All)
     }
 
-    /// The same, of a kernel that is launched in these calls alone.
+    /// Adds a kernel as [`Builder::kernel_of`] does, launched in these calls alone.
     pub(crate) fn kernel_for(&mut self, name: &str, op: Op, calls: Calls) -> usize {
         self.kernel_by(name, op, |_| calls)
     }
 
-    /// The same, of a kernel whose entries, by their symbols, are launched in some calls.
+    /// Adds a kernel as [`Builder::kernel_of`] does. `calls` returns the calls of an entry by its
+    /// symbol.
     pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
         let entries = entries
@@ -199,7 +200,7 @@ impl Builder {
         }
     }
 
-    /// The launch of the entry `index` of a kernel.
+    /// Returns the launch of the entry `index` of a kernel.
     pub(crate) fn step_of(&mut self, kernel: usize, index: usize, bind: Bind) -> LaunchStep {
         let params = self.plan.kernels[kernel].entries[index].params.iter();
         let pointers = params.filter(|param| param.ty.tensor().is_some());
@@ -218,8 +219,8 @@ impl Builder {
         }
     }
 
-    /// How a kernel is tiled: the experts of a rank as those of the whole layer, so that
-    /// their results are the same to the bit.
+    /// Returns the tiling of a kernel. The experts of a rank are tiled as in the whole layer, so
+    /// that their results are the same to the bit.
     pub(crate) fn tiling<D: Operator>(&self, desc: &D) -> D::Config {
         match self.part {
             Part::Experts { of, top_k } => desc.among(of, top_k).tiling(self.machine),
@@ -227,9 +228,9 @@ impl Builder {
         }
     }
 
-    /// A kernel's tiling: what was measured to be best, as far as there is that.
-    /// Weights that change at every step are not packed: it would be a pass over
-    /// memory for what a block does in its cache.
+    /// Returns a kernel with its tiling: measured sizes where there are any. Weights that change at
+    /// every step are not packed, because a block packs them in its cache and a pass over memory
+    /// would cost more.
     pub(crate) fn tiled(&self, desc: impl Operator) -> Op {
         let config = self.tiling(&desc);
         let mut op = desc.with(config);

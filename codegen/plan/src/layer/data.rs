@@ -1,4 +1,4 @@
-//! What a plan is: kernels, tensors, and the steps in order.
+//! The data of a plan: kernels, tensors, and the steps in order.
 
 use super::{LaunchStep, Step, TensorId};
 use crate::{CacheClass, KernelPlan, Op, Tuning};
@@ -35,7 +35,7 @@ pub struct LayerPlan {
     /// [`LayerPlan::evaluation_steps`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub evaluation: Vec<Step>,
-    /// What backward does again; `None` for a plan without backward.
+    /// The intermediates that backward computes again; `None` for a plan without backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub training: Option<Training>,
     /// The steps of a backward pass, in order.
@@ -43,17 +43,17 @@ pub struct LayerPlan {
     pub backward: Vec<Step>,
 }
 
-/// What a plan follows beside spec and target.
+/// The options of a plan besides spec and target.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
-    /// How the layer is trained; `None` is inference alone.
+    /// The mode of training; `None` is inference alone.
     pub training: Option<Training>,
     /// Sizes instead of those that operators choose. GPUs have none.
     pub tuning: Tuning,
     /// The caches that sizes are chosen for, on a CPU.
     pub caches: CacheClass,
-    /// Calls of few tokens have the kernels of those of many, as those of layers that train
-    /// do, where a GPU would have others for them.
+    /// Decode calls run the kernels of larger calls, as in layers that train, where a GPU would
+    /// have decode kernels.
     pub one_for_all: bool,
     /// Weights of experts that ranks share stay as they are, as those of layers that train
     /// do, where a CPU would have them packed: other ranks can gather them ([`Ways`]).
@@ -63,7 +63,8 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
-    /// How the layer is trained, or with `None` that it is not, and nothing else.
+    /// Returns options with the mode of training, or with `None` of inference alone, and nothing
+    /// else.
     pub fn training(training: impl Into<Option<Training>>) -> PlanOptions {
         PlanOptions {
             training: training.into(),
@@ -72,14 +73,14 @@ impl PlanOptions {
     }
 }
 
-/// How a layer is trained.
+/// The mode of training.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Training {
-    /// What is computed a second time instead of being kept.
+    /// The intermediates that backward computes again instead of keeping them.
     pub recompute: Recompute,
 }
 
-/// What backward computes again. Kernels are reproducible to the bit, so that
+/// The intermediates that backward computes again. Kernels are reproducible to the bit, so
 /// gradients are the same in every mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -103,11 +104,11 @@ pub struct TensorPlan {
     pub dtype: DType,
     /// Sizes, outermost first; row major.
     pub shape: Vec<Size>,
-    /// Who provides it.
+    /// The owner.
     pub role: Role,
 }
 
-/// Who provides a tensor, and who sees it.
+/// The owner of a tensor, and its readers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -130,8 +131,8 @@ pub enum Role {
 }
 
 impl LayerPlan {
-    /// What a forward pass leaves for backward, inputs included: the tensors
-    /// that backward reads before it writes them.
+    /// Returns the tensors that a forward pass leaves for backward, inputs included: those that
+    /// backward reads before it writes them.
     pub fn saved(&self) -> Vec<TensorId> {
         let mut written = BTreeSet::new();
         let mut saved = BTreeSet::new();
@@ -150,26 +151,26 @@ impl LayerPlan {
         saved.into_iter().filter(passed).collect()
     }
 
-    /// The steps of a forward pass, then those of a backward pass.
+    /// Returns the steps of a forward pass, then those of a backward pass.
     pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
         self.steps.iter().chain(&self.backward)
     }
 
-    /// How many of these steps, which are the plan's, launch something in a call of so many
-    /// tokens: the others have no blocks then.
+    /// Returns the number of these steps, which are the plan's, that launch something in a call of
+    /// so many tokens. The others have empty grids there.
     pub fn launched<'s>(&self, steps: impl IntoIterator<Item = &'s Step>, tokens: u64) -> usize {
         let has_blocks = |Step::Launch(step): &&Step| self[step.entry].launch.blocks(tokens) > 0;
         steps.into_iter().filter(has_blocks).count()
     }
 
-    /// Rows of a tile of the experts' products, whose row tiles are listed once for all; 1
-    /// where there are none.
+    /// Returns the rows of a row tile of the experts' GEMMs, which all share one list; 1 without
+    /// experts.
     pub fn tile_rows(&self) -> usize {
         let mut products = self.kernels.iter().filter_map(|kernel| kernel.op.gemm());
         products.next().map_or(1, |config| config.tile_rows)
     }
 
-    /// The steps of a forward pass that draws nothing and keeps nothing.
+    /// Returns the steps of a forward pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[Step] {
         match self.training {
             Some(_) => &self.evaluation,
@@ -177,21 +178,21 @@ impl LayerPlan {
         }
     }
 
-    /// Of a forward pass's steps the first, which decide where tokens go.
+    /// Returns the first steps of a forward pass, which decide where tokens go.
     pub fn routing_of<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
         let routes = |step: &Step| self.op(step).is_some_and(Op::routes);
         let count = steps.iter().take_while(|step| routes(step)).count();
         &steps[..count]
     }
 
-    /// Every step of a call: [`LayerPlan::all_steps`], then an evaluation's
-    /// where it has its own.
+    /// Returns every step of a call: [`LayerPlan::all_steps`], then an evaluation's where it has
+    /// its own.
     pub(crate) fn call_steps(&self) -> impl Iterator<Item = &Step> {
         self.all_steps().chain(&self.evaluation)
     }
 
-    /// Whether kernels read a weight only in its packed form, so that a runtime
-    /// need not keep it.
+    /// Returns whether kernels read a weight only in its packed form, so that a runtime need not
+    /// keep it.
     pub fn packs_away(&self, weight: TensorId) -> bool {
         let packed = self
             .prepare
@@ -203,22 +204,22 @@ impl LayerPlan {
                 .any(|step| step.tensors().contains(&weight))
     }
 
-    /// Which dimension of the grid of a step of `prepare` counts experts, so that a
+    /// Returns the dimension of the grid of a step of `prepare` that counts experts, so that a
     /// launch can pack some of them.
     pub fn expert_axis(&self, step: &LaunchStep) -> usize {
         let config = self.kernels[step.entry.kernel].op.gemm();
         config.map_or(0, crate::ops::gemm::expert_axis)
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorPlan> {
         self.tensors.iter().find(|tensor| tensor.name == name)
     }
 }
 
 impl TensorPlan {
-    /// Whether it has a row for each token and nothing else, so that the rows of some tokens
-    /// are a tensor of a call with these tokens alone.
+    /// Returns whether the tensor has a row for each token and nothing else, so that the rows of
+    /// some tokens are a tensor of a call with these tokens alone.
     pub fn is_by_token(&self) -> bool {
         let mut sizes = self.shape.iter();
         let counts = |size: &Size| [0, 1, 63, 1000, 1 << 20].iter().all(|&n| size.eval(n) == n);
@@ -226,14 +227,14 @@ impl TensorPlan {
         sizes.next().is_some_and(counts) && sizes.all(constant)
     }
 
-    /// Elements for a token count.
+    /// Returns the elements for a token count.
     pub fn elements(&self, tokens: u64) -> u64 {
         self.shape
             .iter()
             .fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
     }
 
-    /// Bytes for a token count.
+    /// Returns the bytes for a token count.
     pub fn bytes(&self, tokens: u64) -> u64 {
         self.elements(tokens)
             .saturating_mul(self.dtype.size() as u64)

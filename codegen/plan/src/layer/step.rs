@@ -1,5 +1,4 @@
-//! What a pass does, one thing after another, and the numbers by which it names
-//! tensors and entries.
+//! The steps of a pass, and the numbers by which they name tensors and entries.
 
 use super::{LayerPlan, TensorPlan};
 use crate::Op;
@@ -11,7 +10,7 @@ use std::ops::Index;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TensorId(pub usize);
 
-/// The number of an entry: of its kernel, and there.
+/// The number of an entry: of its kernel, and within it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct EntryId {
     /// Index into [`LayerPlan::kernels`].
@@ -20,7 +19,7 @@ pub struct EntryId {
     pub entry: usize,
 }
 
-/// One thing that a pass does.
+/// A step of a pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Step {
@@ -31,21 +30,21 @@ pub enum Step {
 /// The launch of an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchStep {
-    /// What is launched.
+    /// The entry.
     pub entry: EntryId,
     /// The tensor behind each pointer parameter, in order of the parameters.
     pub tensors: Vec<TensorId>,
 }
 
 impl Step {
-    /// The launch, if it is one.
+    /// Returns the launch, if it is one.
     pub fn launch(&self) -> Option<&LaunchStep> {
         match self {
             Step::Launch(launch) => Some(launch),
         }
     }
 
-    /// The tensors it reads or writes.
+    /// Returns the tensors it reads or writes.
     pub fn tensors(&self) -> &[TensorId] {
         match self {
             Step::Launch(launch) => &launch.tensors,
@@ -54,15 +53,16 @@ impl Step {
 }
 
 impl LayerPlan {
-    /// The number of the tensor of this name.
+    /// Returns the number of the tensor of this name.
     pub fn id(&self, name: &str) -> Option<TensorId> {
         let found = self.tensors.iter().position(|tensor| tensor.name == name);
         found.map(TensorId)
     }
 
-    /// What people call a step: for a launch the symbol of its entry.
+    /// Returns the readable name of a step: for a launch the symbol of its entry.
     ///
     /// # Panics
+    ///
     /// When the step is not of this plan.
     pub fn symbol(&self, step: &Step) -> &str {
         match step {
@@ -70,10 +70,11 @@ impl LayerPlan {
         }
     }
 
-    /// The name of a step that tells it from the others of a pass: its symbol, or
-    /// where several have that, the kernel's name.
+    /// Returns a name that is unique within a pass: the symbol, or the kernel's name if several
+    /// steps share a symbol.
     ///
     /// # Panics
+    ///
     /// As [`LayerPlan::symbol`].
     pub fn label(&self, step: &Step) -> &str {
         let symbol = self.symbol(step);
@@ -86,14 +87,15 @@ impl LayerPlan {
         }
     }
 
-    /// The tensors of a step by name, in order.
+    /// Returns the tensors of a step by name, in order.
     pub fn names<'p>(&'p self, step: &'p Step) -> impl Iterator<Item = &'p str> {
         step.tensors().iter().map(|&tensor| &*self[tensor].name)
     }
 
-    /// What a step does with each of its tensors, in order.
+    /// Returns the access of a step to each of its tensors, in order.
     ///
     /// # Panics
+    ///
     /// As [`LayerPlan::symbol`].
     pub fn accesses<'p>(
         &'p self,
@@ -105,13 +107,13 @@ impl LayerPlan {
         launch.tensors.iter().copied().zip(accesses)
     }
 
-    /// What the kernel of a step computes; `None` where no kernel is launched.
+    /// Returns the operator of a step; `None` if the step launches no kernel.
     pub(crate) fn op(&self, step: &Step) -> Option<&Op> {
         let kernel = step.launch()?.entry.kernel;
         Some(&self.kernels[kernel].op)
     }
 
-    /// Every launch there is, those of [`LayerPlan::prepare`] first.
+    /// Returns every launch there is, those of [`LayerPlan::prepare`] first.
     pub(crate) fn launches(&self) -> impl Iterator<Item = &LaunchStep> {
         let called = self.call_steps().filter_map(Step::launch);
         self.prepare.iter().chain(called)

@@ -1,8 +1,8 @@
-//! What only a plan of training has.
+//! The tensors that only a plan of training has.
 
 use moesaic_spec::{LayerSpec, NoiseKind};
 
-/// Whether only a training plan has the tensor.
+/// Returns whether only a training plan has the tensor.
 pub(super) fn training_only(spec: &LayerSpec, name: &str) -> bool {
     spec.router.noise_kind == NoiseKind::Learned && name == "router.noise.weight"
 }

@@ -9,7 +9,7 @@ use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterKind, SharedGate, canonical_tensors};
 
-/// Every tensor a forward pass can name.
+/// Returns every tensor a forward pass can name.
 pub(super) fn declared_tensors(
     spec: &LayerSpec,
     machine: Machine,

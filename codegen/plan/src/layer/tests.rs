@@ -60,7 +60,7 @@ fn tensors_and_parameters_agree() {
     check(&planned(|s| s.router.kind = RouterKind::External));
 }
 
-/// On GPUs a layer is five launches for few tokens, and seven for any more.
+/// On GPUs a layer is five launches in decode calls and seven in larger ones.
 #[test]
 fn launches_are_few_whatever_the_tokens() {
     let mut spec = spec();
@@ -69,7 +69,7 @@ fn launches_are_few_whatever_the_tokens() {
     (spec.shape.model_dim, spec.shape.hidden_dim) = (2048, 768);
     (spec.precision.weights, spec.precision.activations) = (DType::Bf16, DType::Bf16);
     let trained = PlanOptions::training(Training::default());
-    // Rows are put in expert order for gradients by the copy engine.
+    // Rows are put in expert order for gradients by a dispatch, because TMA cannot gather.
     for (target, back) in [("cuda:sm_80", 10), ("cuda:sm_90a", 11), ("rocm:gfx942", 10)] {
         let target: Target = target.parse().unwrap();
         let layer = plan(&spec, target, &PlanOptions::default()).unwrap();
@@ -128,7 +128,7 @@ fn a_shared_expert_comes_along() {
     }
 }
 
-/// Blocks that pack follow each other as those of the product do: on several
+/// Blocks that pack follow each other as those of the GEMM do: on several
 /// NUMA nodes each reads what it wrote.
 #[test]
 fn weights_are_packed_in_the_order_of_their_products() {
@@ -219,7 +219,7 @@ fn gradients_of_routers_and_losses_agree() {
     }
 }
 
-/// What backward reads was kept, computed before, or is a weight.
+/// Every tensor that backward reads was kept, computed before, or is a weight.
 #[test]
 fn every_weight_has_its_gradient() {
     let plan = trained(Recompute::None, |_| ());

@@ -1,5 +1,5 @@
-//! A layer whose routed experts are the caller's code: everything but their
-//! products is planned, and there are two places where the caller takes over.
+//! A layer whose routed experts are the caller's code: the plan has everything but their GEMMs, and
+//! two places where the caller takes over.
 
 use super::{Builder, LayerPlan, PlanOptions, Recompute};
 use crate::PlanError;

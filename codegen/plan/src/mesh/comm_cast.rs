@@ -1,9 +1,9 @@
 //! Rows that are rounded for the way to other nodes.
 //!
 //! ```text
-//! wire_pack    rows of this rank that go to other nodes    rows to bytes
+//! comm_cast_pack    rows of this rank that go to other nodes    rows to bytes
 //! exchange     those, and as they are the rows that stay on the node
-//! wire_unpack  rows that came from other nodes             bytes to rows
+//! comm_cast_unpack  rows that came from other nodes             bytes to rows
 //! ```
 //!
 //! Rows of tokens are packed, and rows of gradients, each forward and backward by itself.
@@ -11,7 +11,7 @@
 //! always of rows, never of what is on the wire.
 
 use super::{Both, CollectiveOp, CommDtype, Exchange, PlanPart, RankPlan, RankStep};
-use crate::ops::WireDesc;
+use crate::ops::CommCastDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
 use crate::{TensorId, TensorPlan};
 use moesaic_kernel::DType::{self, I32, I64};
@@ -86,7 +86,7 @@ impl RankPlan {
 /// What is written down of the kernels between nodes.
 struct Between {
     plan: LayerPlan,
-    known: Vec<(WireDesc, Packed)>,
+    known: Vec<(CommCastDesc, Packed)>,
 }
 
 impl Between {
@@ -129,8 +129,8 @@ impl Between {
         if as_they_are || !OF_TOKENS.contains(&&*exchange.name) {
             return None;
         }
-        let desc = WireDesc {
-            wire: comm_dtype,
+        let desc = CommCastDesc {
+            comm_dtype,
             width,
             rows,
         };
@@ -142,7 +142,7 @@ impl Between {
     }
 
     /// A kernel for rows of a kind, named after the exchange that has them first.
-    fn add(&mut self, name: &str, desc: WireDesc) -> Packed {
+    fn add(&mut self, name: &str, desc: CommCastDesc) -> Packed {
         let machine = Machine::of(self.plan.target, self.plan.caches);
         let config = desc.tiling(machine);
         let (width, words) = (desc.width as u64, desc.row_bytes() as u64 / 4);
@@ -168,15 +168,15 @@ impl Between {
         let entries = desc.entries(&config).into_iter();
         let entries = entries.map(|entry| machine.overlapping(entry)).collect();
         self.plan.kernels.push(KernelPlan {
-            name: format!("wire_{name}_{}", desc.wire),
+            name: format!("comm_cast_{name}_{}", desc.comm_dtype),
             entries,
             op: desc.clone().with(config),
         });
         let mut pack = vec![rows, sent.places, sent.bytes];
         let mut steps = Vec::new();
         if desc.counts() {
-            let counts = self.tensor("wire", "counts", I32, &[Size::Tokens], Role::Scratch);
-            let all = self.tensor("wire", "saturated", I64, &[Size::Const(1)], Role::Output);
+            let counts = self.tensor("packed", "counts", I32, &[Size::Tokens], Role::Scratch);
+            let all = self.tensor("packed", "saturated", I64, &[Size::Const(1)], Role::Output);
             pack.push(counts);
             steps.push(self.step(kernel, 0, pack));
             steps.push(self.step(kernel, 1, vec![counts, all]));
@@ -185,7 +185,7 @@ impl Between {
         }
         let last = self.plan.kernels[kernel].entries.len() - 1;
         let packed = Packed {
-            comm_dtype: desc.wire,
+            comm_dtype: desc.comm_dtype,
             row_bytes: desc.row_bytes(),
             pack: steps,
             unpack: self.step(kernel, last, vec![came.bytes, came.places, rows]),
@@ -268,16 +268,16 @@ mod tests {
                     320 bytes a row";
         let at = lines.iter().position(|line| line == rows).unwrap();
         let around = [
-            "nodes    wire_pack",
-            "nodes    wire_count",
+            "nodes    comm_cast_pack",
+            "nodes    comm_cast_count",
             rows,
-            "nodes    wire_unpack",
+            "nodes    comm_cast_unpack",
         ];
         assert_eq!(lines[at - 2..at + 2], around);
         let back = "ranks    drows of experts to drows: 640 bytes a row; between nodes fp8, \
                     176 bytes a row";
         let at = lines.iter().position(|line| line == back).unwrap();
-        let around = ["nodes    wire_pack", back, "nodes    wire_unpack"];
+        let around = ["nodes    comm_cast_pack", back, "nodes    comm_cast_unpack"];
         assert_eq!(lines[at - 1..at + 2], around);
         let whole = lines.iter().filter(|line| line.contains("dweight_parts"));
         assert!(whole.clone().count() > 0 && !whole.into_iter().any(|line| line.contains("nodes")));
@@ -288,9 +288,9 @@ mod tests {
         let plan = planned("f32").in_comm_dtype(Both::same(CommDtype::Fp8));
         let casts = plan.comm_cast.unwrap();
         assert_eq!((casts.kernels.len(), casts.steps.len()), (1, 2));
-        assert_eq!(casts.kernels[0].name, "wire_rows_fp8");
+        assert_eq!(casts.kernels[0].name, "comm_cast_rows_fp8");
         for step in &casts.steps {
-            for (tensor, param) in casts.names(step).zip(["rows", "places", "wire"]) {
+            for (tensor, param) in casts.names(step).zip(["rows", "places", "packed"]) {
                 assert!(!tensor.is_empty() && !param.is_empty());
             }
         }

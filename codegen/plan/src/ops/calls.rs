@@ -1,30 +1,32 @@
-//! Which calls a kernel is for. A GPU has kernels of their own for few tokens: a grid
-//! is empty where another kernel does the work.
+//! The calls that launch a kernel. On GPUs small calls have kernels of their own (decode
+//! kernels). Both kernels stand in the plan, and the grid of the other one is empty, so that
+//! the host launches the same list whatever the number of tokens.
 
 use moesaic_kernel::{Entry, Size};
 
-/// The most tokens of a call that is said to have few.
-pub const FEW_TOKENS: u64 = 64;
+/// The largest number of tokens of a call that runs the decode kernels.
+pub const DECODE_TOKENS: u64 = 64;
 
 /// The calls in which an entry is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Calls {
+    /// Every call.
     All,
-    /// Of up to [`FEW_TOKENS`] tokens.
-    Few,
-    /// Of more.
-    Many,
+    /// Calls of at most [`DECODE_TOKENS`] tokens.
+    Decode,
+    /// Calls of more tokens.
+    Prefill,
 }
 
 impl Calls {
-    /// An entry, launched in these calls alone.
+    /// Returns `entry` with a grid that is empty in all other calls.
     pub fn only(self, mut entry: Entry) -> Entry {
         let blocks = std::mem::replace(&mut entry.launch.grid[0], Size::Const(0));
         let none = Size::Const(0);
         entry.launch.grid[0] = match self {
             Calls::All => blocks,
-            Calls::Few => Size::up_to(FEW_TOKENS, blocks, none),
-            Calls::Many => Size::up_to(FEW_TOKENS, none, blocks),
+            Calls::Decode => Size::up_to(DECODE_TOKENS, blocks, none),
+            Calls::Prefill => Size::up_to(DECODE_TOKENS, none, blocks),
         };
         entry
     }

@@ -5,18 +5,17 @@ use moesaic_kernel::DType;
 /// Threads of a block of a copying kernel.
 pub(crate) const COPY_THREADS: u32 = 128;
 
-/// Bytes a block of a copying kernel moves at least: less does not pay for
-/// starting it.
+/// Bytes that a block of a copying kernel moves at least. Less does not pay for its start.
 const BLOCK_BYTES: usize = 32 << 10;
 
 /// Slots whose sources a block of `combine` lists: 32 KB.
 const BLOCK_SOURCES: usize = 4096;
 
-/// Adjacent threads that sum a slice of a token where there are few tokens, a pack each: with
-/// packs of 16 bytes they read 512 bytes of a row, in whole sectors.
-const FEW_THREADS: u32 = 32;
+/// Adjacent threads that sum a slice of a token in decode calls, a pack each. With packs of 16
+/// bytes they read 512 bytes of a row, in whole sectors.
+const DECODE_THREADS: u32 = 32;
 
-/// Rows of a block that copies them, and threads per row.
+/// Returns the rows of a block that copies them, and threads per row.
 pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
     let row_threads = (packs(width, dtype).next_power_of_two() as u32).min(wave);
     let at_once = (COPY_THREADS / row_threads) as usize;
@@ -24,7 +23,7 @@ pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) 
     (rows.min(64).next_multiple_of(at_once), row_threads)
 }
 
-/// Tokens of a block that sums `rows` rows into each, and threads per token.
+/// Returns the tokens of a block that sums `rows` rows into each, and threads per token.
 pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
     let most = most_tokens(top_k);
     let packs = packs(width, dtype).next_power_of_two() as u32;
@@ -34,8 +33,8 @@ pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize
     (tokens.min(most).next_multiple_of(at_once), token_threads)
 }
 
-/// The same where there are few tokens, which are cut into slices of a pack for each thread, and
-/// how many slices there are.
+/// Returns [`token_tiling`] for decode calls, which cut tokens into slices of a pack for each
+/// thread, and the number of slices.
 pub(crate) fn slice_tiling(
     width: usize,
     dtype: DType,
@@ -43,19 +42,18 @@ pub(crate) fn slice_tiling(
     token_threads: u32,
 ) -> (usize, u32, usize) {
     let least = COPY_THREADS / most_tokens(top_k) as u32;
-    let threads = token_threads.min(FEW_THREADS.max(least));
+    let threads = token_threads.min(DECODE_THREADS.max(least));
     let tokens = (COPY_THREADS / threads) as usize;
     let slices = packs(width, dtype).div_ceil(threads as usize);
     (tokens, threads, slices)
 }
 
-/// Tokens whose sources a block has room for, a power of two.
+/// Returns the tokens whose sources fit into a block, a power of two.
 fn most_tokens(top_k: usize) -> usize {
     1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2()
 }
 
-/// Accesses a row takes: each of the widest pack, at most 16 bytes, that
-/// divides it.
+/// Returns the accesses of a row: each of the widest pack, at most 16 bytes, that divides it.
 fn packs(width: usize, dtype: DType) -> usize {
     let widest = 16 / dtype.size();
     width / (1 << width.trailing_zeros()).min(widest)

@@ -1,9 +1,9 @@
-//! What tilings follow.
+//! The machine that a tiling is for.
 
 use crate::CacheClass;
 use moesaic_kernel::{CpuIsa, CudaArch, Entry, RocmArch, SimArch, Target};
 
-/// What a kernel is tiled for.
+/// The machine that a kernel is tiled for.
 #[derive(Clone, Copy, Debug)]
 pub enum Machine {
     /// A CPU. A block is one call of the block function; threads are the
@@ -14,9 +14,8 @@ pub enum Machine {
     Gpu(Gpu),
 }
 
-/// What tilings of a CPU follow. No size of a cache changes an order of sums: it
-/// cuts work into blocks, or the depth into slices between which sums are kept as
-/// they are.
+/// The properties of a CPU that tilings depend on. The size of a cache changes no order of sums: it
+/// cuts work into blocks, or the depth into slices between which sums are kept unchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct Core {
     /// Its instructions.
@@ -25,7 +24,7 @@ pub struct Core {
     pub caches: CacheClass,
 }
 
-/// What tilings of a GPU follow.
+/// The architecture of a GPU, on which tilings depend.
 #[derive(Clone, Copy, Debug)]
 pub enum Gpu {
     /// NVIDIA's.
@@ -35,7 +34,7 @@ pub enum Gpu {
 }
 
 impl Machine {
-    /// What a target's kernels run on, of which `caches` are those of a CPU.
+    /// Returns the machine that runs the kernels of a target; `caches` are those of a CPU.
     pub fn of(target: Target, caches: CacheClass) -> Machine {
         match target {
             Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => Machine::Cpu(Core { isa, caches }),
@@ -44,7 +43,7 @@ impl Machine {
         }
     }
 
-    /// Kernels for GPUs whose launches may overlap begin by waiting for those before.
+    /// Returns the kernels for GPUs whose launches may overlap begin by waiting for those before.
     pub(crate) fn overlapping(self, mut entry: Entry) -> Entry {
         let wait = matches!(self, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
         entry.launch.dependent = wait;
@@ -53,7 +52,7 @@ impl Machine {
 }
 
 impl Gpu {
-    /// Lanes of a warp.
+    /// Returns the lanes of a warp.
     pub fn wave(self) -> u32 {
         match self {
             Gpu::Cuda(_) => 32,

@@ -1,11 +1,11 @@
-//! The operators of a layer, a folder each, backward beside forward. In it lie the
-//! desc (what a kernel computes), the config (how it is tiled) and the choice of it
-//! for every machine, the entries (what is launched with what), and the steps that
-//! it adds to a pass. All are in the operator's `mod.rs`, in this order, or in files
-//! called `desc`, `config`, `tiles`, `entries` and `steps`.
+//! The operators of a layer, a folder each, backward next to forward. Each has the desc (what a
+//! kernel computes), the config (its tiling) and its choice for every machine, the entries (what a
+//! target launches), and the steps that it adds to a pass. They are in the operator's `mod.rs`, in
+//! this order, or in files called `desc`, `config`, `tiles`, `entries` and `steps`.
 
 mod calls;
 pub(crate) mod combine;
+mod comm_cast;
 mod copies;
 mod dispatch;
 pub(crate) mod gate;
@@ -15,26 +15,25 @@ mod params;
 pub(crate) mod route;
 pub(crate) mod scan;
 mod shared;
-mod wire;
 
 pub(crate) use calls::Calls;
-pub use calls::FEW_TOKENS;
-pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc, CombineFew};
+pub use calls::DECODE_TOKENS;
+pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDecode, CombineDesc};
+pub use comm_cast::{CommCastConfig, CommCastDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
-pub use gemm::{Beside, CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
+pub use gemm::{CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
-pub use route::{FewLogits, RouteConfig, RouteDesc};
+pub use route::{DecodeLogits, RouteConfig, RouteDesc};
 pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, most_rows, row_limit};
 pub use shared::{SharedBwdDesc, SharedDesc};
-pub use wire::{WireConfig, WireDesc};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};
 
-/// What one kernel source computes, and how. Desc and config are of one kind.
+/// The desc and config of one kernel source.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "stem", rename_all = "snake_case")]
 #[allow(missing_docs)] // of fields: `desc` is what to compute, `config` how it is tiled
@@ -49,7 +48,7 @@ pub enum Op {
         desc: ExpertScanDesc,
         config: ExpertScanConfig,
     },
-    /// Both, of few tokens.
+    /// Gate and scan of decode calls.
     Route {
         desc: RouteDesc,
         config: RouteConfig,
@@ -59,7 +58,7 @@ pub enum Op {
         desc: DispatchDesc,
         config: DispatchConfig,
     },
-    /// Expert matrix products.
+    /// The experts' GEMMs.
     GroupedGemm {
         desc: GroupedGemmDesc,
         config: GroupedGemmConfig,
@@ -74,7 +73,7 @@ pub enum Op {
         desc: CombineBwdDesc,
         config: CombineBwdConfig,
     },
-    /// Gradients of what expert products read.
+    /// Gradients of the inputs of the experts' GEMMs.
     GroupedGemmDgrad {
         desc: GroupedGemmDgradDesc,
         config: GroupedGemmConfig,
@@ -94,41 +93,43 @@ pub enum Op {
         desc: DispatchBwdDesc,
         config: DispatchBwdConfig,
     },
-    /// Rows as they are between nodes, and back.
-    Wire { desc: WireDesc, config: WireConfig },
+    /// Rows to and from the communication dtype.
+    CommCast {
+        desc: CommCastDesc,
+        config: CommCastConfig,
+    },
 }
 
-/// A desc: what a kernel computes, with every data-independent size and option
-/// that is baked into its text, and nothing about tiling or targets.
+/// A desc: what a kernel computes, with every size and option that its text contains, and nothing
+/// about tiling or targets.
 pub trait Operator: Clone {
-    /// How it is tiled. A config never changes what is computed, only how work is
-    /// cut into blocks.
+    /// The tiling. A config never changes what is computed, only how work is cut into blocks.
     type Config;
 
-    /// The tiling on a machine.
+    /// Returns the tiling on a machine.
     fn tiling(&self, machine: Machine) -> Self::Config;
 
-    /// It with a tiling.
+    /// Returns the desc with a tiling.
     fn with(self, config: Self::Config) -> Op;
 
-    /// What its kernel exports, in the order it is launched.
+    /// Returns the entries of the kernel, in the order of their launches.
     fn entries(&self, config: &Self::Config) -> Vec<Entry>;
 
-    /// The least arithmetic of the entry with this symbol; a multiply-add counts two.
+    /// Returns the least arithmetic of the entry with this symbol; a multiply-add counts two.
     fn flops(&self, symbol: &str, tokens: f64) -> f64 {
         let _ = (symbol, tokens);
         0.0
     }
 
-    /// It as a part of a layer with so many experts and so many of them for a token:
-    /// what decides about tiles, but not about what is computed.
+    /// Returns the desc as a part of a layer with so many experts and so many of them for a token.
+    /// This decides tiles and not what is computed.
     fn among(&self, _experts: usize, _top_k: usize) -> Self {
         self.clone()
     }
 }
 
 impl Op {
-    /// The operator's name.
+    /// Returns the operator's name.
     pub fn stem(&self) -> Stem {
         match self {
             Op::GateTopk { .. } | Op::Route { .. } => Stem::GateTopk,
@@ -141,11 +142,11 @@ impl Op {
             Op::GroupedGemmWgrad { .. } => Stem::GroupedGemmWgrad,
             Op::GateTopkBwd { .. } => Stem::GateTopkBwd,
             Op::DispatchBwd { .. } => Stem::DispatchBwd,
-            Op::Wire { .. } => Stem::Wire,
+            Op::CommCast { .. } => Stem::CommCast,
         }
     }
 
-    /// What the kernel exports, in the order it is launched.
+    /// Returns the entries of the kernel, in the order of their launches.
     pub fn entries(&self) -> Vec<Entry> {
         match self {
             Op::GateTopk { desc, config } => desc.entries(config),
@@ -159,11 +160,11 @@ impl Op {
             Op::GroupedGemmWgrad { desc, config } => desc.entries(config),
             Op::GateTopkBwd { desc, config } => desc.entries(config),
             Op::DispatchBwd { desc, config } => desc.entries(config),
-            Op::Wire { desc, config } => desc.entries(config),
+            Op::CommCast { desc, config } => desc.entries(config),
         }
     }
 
-    /// See [`Operator::flops`].
+    /// Returns [`Operator::flops`] of the desc.
     pub fn flops(&self, symbol: &str, tokens: f64) -> f64 {
         match self {
             Op::GateTopk { desc, .. } => desc.flops(symbol, tokens),
@@ -177,11 +178,11 @@ impl Op {
             Op::GroupedGemmWgrad { desc, .. } => desc.flops(symbol, tokens),
             Op::GateTopkBwd { desc, .. } => desc.flops(symbol, tokens),
             Op::DispatchBwd { desc, .. } => desc.flops(symbol, tokens),
-            Op::Wire { desc, .. } => desc.flops(symbol, tokens),
+            Op::CommCast { desc, .. } => desc.flops(symbol, tokens),
         }
     }
 
-    /// The tiling of a product.
+    /// Returns the tiling of a GEMM; `None` for other operators.
     pub fn gemm(&self) -> Option<&GroupedGemmConfig> {
         match self {
             Op::GroupedGemm { config, .. }
@@ -191,7 +192,7 @@ impl Op {
         }
     }
 
-    /// The same, to change it.
+    /// Returns [`Op::gemm`] for changes.
     pub fn gemm_mut(&mut self) -> Option<&mut GroupedGemmConfig> {
         match self {
             Op::GroupedGemm { config, .. }
@@ -201,7 +202,7 @@ impl Op {
         }
     }
 
-    /// Whether it is the gate or the scan: what decides where tokens go.
+    /// Returns whether this is the gate or the scan, which decide where tokens go.
     pub fn routes(&self) -> bool {
         matches!(
             self,
@@ -209,12 +210,12 @@ impl Op {
         )
     }
 
-    /// Whether it is the router's: see [`Op::routes`], or its losses and way back.
+    /// Returns whether this belongs to the router: [`Op::routes`], its losses or its backward pass.
     pub fn of_router(&self) -> bool {
         self.routes() || matches!(self, Op::GateTopkBwd { .. })
     }
 
-    /// Whether it sums what reaches a token: expert rows, or their gradients.
+    /// Returns whether this sums everything that reaches a token: expert rows, or their gradients.
     pub fn sums_tokens(&self) -> bool {
         matches!(self, Op::Combine { .. } | Op::DispatchBwd { .. })
     }

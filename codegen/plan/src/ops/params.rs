@@ -1,12 +1,12 @@
-//! What entries are called with. The emitted text, the launch and the generated
-//! Rust wrappers all read this one list, so they cannot drift.
+//! The parameters of entries. The emitted text, the launch and the generated Rust wrappers all read
+//! this one list, so they cannot drift.
 //!
-//! `rows` counts (token, slot) assignments that got a place: at most
-//! `tokens·top_k`. Offsets are 64-bit; ids of tokens, slots and rows are
-//! 32-bit, since a call takes fewer than 2³¹ assignments.
+//! `rows` counts (token, slot) assignments that got a place: at most `tokens·top_k`. Offsets are
+//! 64-bit; ids of tokens, slots and rows are 32-bit, because a call takes fewer than 2³¹
+//! assignments.
 //!
-//! Gradients of weights are f32 and take the scalar `accumulate`: 0 overwrites
-//! them, 1 adds to them in place.
+//! Gradients of weights are f32 and take the scalar `accumulate`: 0 overwrites them, 1 adds to them
+//! in place.
 
 use moesaic_kernel::DType::F32;
 use moesaic_kernel::{Access, Entry, Launch, Param, Size};
@@ -44,7 +44,7 @@ pub(crate) fn slots_by(top_k: usize, tile: u64) -> Size {
     (Size::Tokens * top_k as u64).ceil_div(tile)
 }
 
-/// `param` when `wanted`.
+/// Returns `param` when `wanted`.
 pub(crate) fn when(wanted: bool, param: Param) -> Option<Param> {
     wanted.then_some(param)
 }

@@ -1,4 +1,4 @@
-//! Shared experts as the kernels see them that sum over experts.
+//! Shared experts, as the kernels that sum over experts see them.
 
 use crate::layer::Builder;
 use moesaic_spec::{LayerSpec, SharedExpert, SharedGate};
@@ -14,7 +14,7 @@ pub struct SharedDesc {
     pub of_pair: Option<usize>,
 }
 
-/// The shared experts of a forward pass.
+/// Returns the shared experts of a forward pass.
 pub(super) fn shared(shared: &[SharedExpert]) -> Vec<SharedDesc> {
     let of = |shared: &SharedExpert| SharedDesc {
         gated: shared.gate != SharedGate::None,
@@ -38,13 +38,13 @@ pub struct SharedBwdDesc {
 }
 
 impl SharedBwdDesc {
-    /// Logits of a token, where there is a gate.
+    /// Returns the logits of a token, where there is a gate.
     pub fn logits(&self) -> usize {
         if self.residual { 2 } else { 1 }
     }
 }
 
-/// Those of a backward pass, each with the columns of its parts.
+/// Returns the shared experts of a backward pass, each with the columns of its parts.
 pub(super) fn shared_bwd(spec: &LayerSpec, parts: &[usize]) -> Vec<SharedBwdDesc> {
     let list = spec.shared.iter().zip(parts).enumerate();
     list.map(|(index, (shared, &parts))| SharedBwdDesc {
@@ -56,21 +56,21 @@ pub(super) fn shared_bwd(spec: &LayerSpec, parts: &[usize]) -> Vec<SharedBwdDesc
     .collect()
 }
 
-/// Whether a projection or a weight comes between the sum of the routed experts
-/// and the shared ones.
+/// Returns whether a projection or a weight lies between the sum of the routed experts and the
+/// shared ones.
 pub(super) fn apart(spec: &LayerSpec) -> bool {
     spec.latent.is_some() || spec.residual().is_some()
 }
 
-/// Whether what the routed experts add up to is a tensor of its own, to which
-/// shared experts are added by another kernel.
+/// Returns whether the sum of the routed experts is a tensor of its own, to which another kernel
+/// adds shared experts.
 pub(super) fn adds_later(spec: &LayerSpec) -> bool {
     apart(spec) && !spec.shared.is_empty()
 }
 
 impl Builder {
-    /// Parameters of the forward sum that belong to shared experts, the first of
-    /// which is the parameters' `first`.
+    /// Returns the parameters of the forward sum that belong to shared experts, the first of which
+    /// is the parameters' `first`.
     pub(super) fn shared_outputs(&self, first: usize) -> Vec<(String, String)> {
         let parts = [("out", "out"), ("logit", "router.logits")];
         let indices = 0..self.plan.spec.shared.len();
@@ -81,7 +81,7 @@ impl Builder {
         names.collect()
     }
 
-    /// Parameters of those kernels of a backward pass that belong to shared experts,
+    /// Returns the parameters of those kernels of a backward pass that belong to shared experts,
     /// the first of which is the parameters' `first`.
     pub(super) fn shared_names(&self, first: usize) -> Vec<(String, String)> {
         let parts = [

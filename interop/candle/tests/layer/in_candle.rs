@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use moesaic::spec::canonical_tensors;
 use moesaic::{Engine, LayerSpec};
-use moesaic_candle::{Counters, MoeLayer};
+use moesaic_candle::{RngKey, MoeLayer};
 use std::collections::BTreeMap;
 
 /// A layer, the variables behind its weights, and what draws more of them.
@@ -136,11 +136,11 @@ pub fn tensors(vars: &BTreeMap<String, Var>) -> BTreeMap<String, Tensor> {
         .collect()
 }
 
-/// Counters of a step.
-pub fn step(step: u64) -> Counters {
-    Counters {
+/// Returns the RNG key of a step.
+pub fn step(step: u64) -> RngKey {
+    RngKey {
         step,
-        ..Counters::default()
+        ..RngKey::default()
     }
 }
 

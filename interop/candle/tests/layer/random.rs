@@ -2,7 +2,7 @@
 
 use crate::in_candle::{Case, assert_close, floats};
 use candle_core::{Result, Tensor};
-use moesaic_candle::{Counters, Inputs, Routing};
+use moesaic_candle::{RngKey, Inputs, Routing};
 
 const QUIET: &str = r#"
 shape = { model_dim = 24, hidden_dim = 8, experts = 6, top_k = 2 }
@@ -10,7 +10,7 @@ shape = { model_dim = 24, hidden_dim = 8, experts = 6, top_k = 2 }
 renormalize = "sum"
 "#;
 
-const AT: Counters = Counters {
+const AT: RngKey = RngKey {
     seed: 7,
     step: 20,
     layer: 3,
@@ -22,16 +22,16 @@ fn every_counter_draws_anew() -> Result<()> {
     for option in ["noise = 6.0", "jitter = 0.5", "input_dropout = 0.3"] {
         let mut case = Case::new(&format!("{QUIET}{option}"))?;
         let x = case.draw(&[30, 24])?;
-        let run = |counters| floats(&case.layer.forward_train(&Inputs::new(&x), counters)?.y);
+        let run = |rng_key| floats(&case.layer.forward_train(&Inputs::new(&x), rng_key)?.y);
         let first = run(AT)?;
-        assert_eq!(first, run(AT)?, "{option}: the same counters");
+        assert_eq!(first, run(AT)?, "{option}: the same rng_key");
         for (counter, other) in [
-            ("seed", Counters { seed: 8, ..AT }),
-            ("step", Counters { step: 21, ..AT }),
-            ("layer", Counters { layer: 4, ..AT }),
+            ("seed", RngKey { seed: 8, ..AT }),
+            ("step", RngKey { step: 21, ..AT }),
+            ("layer", RngKey { layer: 4, ..AT }),
             (
                 "token",
-                Counters {
+                RngKey {
                     first_token: 101,
                     ..AT
                 },
@@ -39,7 +39,7 @@ fn every_counter_draws_anew() -> Result<()> {
         ] {
             assert_ne!(first, run(other)?, "{option}: another {counter}");
         }
-        assert_eq!(first, run(AT)?, "{option}: the same counters later");
+        assert_eq!(first, run(AT)?, "{option}: the same rng_key later");
     }
     Ok(())
 }
@@ -63,7 +63,7 @@ fn evaluation_draws_nothing() -> Result<()> {
             assert!(!y.track_op(), "evaluation is no part of the graph");
             let noisy = case
                 .layer
-                .forward_train(&Inputs::new(&x), Counters { step, ..AT })?
+                .forward_train(&Inputs::new(&x), RngKey { step, ..AT })?
                 .y;
             assert_ne!(floats(&noisy)?, floats(&expected)?, "{option}");
             assert!(noisy.track_op());
@@ -72,7 +72,7 @@ fn evaluation_draws_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Routing alone sends tokens where the whole call with these counters sends
+/// Routing alone sends tokens where the whole call with these rng_key sends
 /// them.
 #[test]
 fn routing_alone_draws_the_same() -> Result<()> {
@@ -97,8 +97,8 @@ fn tokens_are_counted_from_the_first() -> Result<()> {
     let mut case = Case::new(&format!("{QUIET}noise = 6.0\njitter = 0.2"))?;
     let x = case.draw(&[10, 24])?;
     let run = |rows: &Tensor, first_token| {
-        let counters = Counters { first_token, ..AT };
-        floats(&case.layer.forward_train(&Inputs::new(rows), counters)?.y)
+        let rng_key = RngKey { first_token, ..AT };
+        floats(&case.layer.forward_train(&Inputs::new(rows), rng_key)?.y)
     };
     let parts = [run(&x.narrow(0, 0, 4)?, 0)?, run(&x.narrow(0, 4, 6)?, 4)?];
     assert_eq!(run(&x, 0)?, parts.concat());
@@ -111,9 +111,9 @@ fn gradients_are_of_what_was_drawn() -> Result<()> {
     let mut case = Case::new(&format!("{QUIET}noise = 3.0"))?;
     let x = case.draw(&[12, 24])?;
     let loss = |step| -> Result<Tensor> {
-        let counters = Counters { step, ..AT };
+        let rng_key = RngKey { step, ..AT };
         case.layer
-            .forward_train(&Inputs::new(&x), counters)?
+            .forward_train(&Inputs::new(&x), rng_key)?
             .y
             .sqr()?
             .sum_all()

@@ -3,7 +3,7 @@
 use super::calls::MeshSaved;
 use super::groups::Mesh;
 use super::layer::MeshLayer;
-use crate::call::{Counters, Input, Output, RawBackward, RawCall};
+use crate::call::{Input, Output, RawBackward, RawCall, RngKey};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
@@ -182,7 +182,7 @@ impl AnyLayer {
         }
     }
 
-    /// Decides where tokens go as [`AnyLayer::forward_train`] does with the same counters,
+    /// Decides where tokens go as [`AnyLayer::forward_train`] does with the same RNG key,
     /// and nothing else.
     ///
     /// # Errors
@@ -191,16 +191,16 @@ impl AnyLayer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Output, EngineError> {
         match self {
-            AnyLayer::One(layer) => layer.route_train(input, names, counters),
-            AnyLayer::Mesh(layer) => layer.route_train(input, names, counters),
+            AnyLayer::One(layer) => layer.route_train(input, names, rng_key),
+            AnyLayer::Mesh(layer) => layer.route_train(input, names, rng_key),
         }
     }
 
     /// Runs the layer forward as in training, reads back the named outputs, and keeps what
-    /// backward needs. On a mesh `counters.first_token` is that of the first rank.
+    /// backward needs. On a mesh `rng_key.first_token` is that of the first rank.
     ///
     /// # Errors
     /// As [`Layer::forward_train`] and [`MeshLayer::forward_train`].
@@ -208,15 +208,15 @@ impl AnyLayer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Output, AnySaved), EngineError> {
         match self {
             AnyLayer::One(layer) => {
-                let (output, saved) = layer.forward_train(input, names, counters)?;
+                let (output, saved) = layer.forward_train(input, names, rng_key)?;
                 Ok((output, AnySaved::One(saved)))
             }
             AnyLayer::Mesh(layer) => {
-                let (output, saved) = layer.forward_train(input, names, counters)?;
+                let (output, saved) = layer.forward_train(input, names, rng_key)?;
                 Ok((output, AnySaved::Mesh(Box::new(saved))))
             }
         }
@@ -285,13 +285,13 @@ impl AnyLayer {
     pub unsafe fn route_train_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(), EngineError> {
         // SAFETY: what the caller vouches for is the same.
         unsafe {
             match self {
-                AnyLayer::One(layer) => layer.route_train_raw(call, counters),
-                AnyLayer::Mesh(layer) => layer.route_train_raw(call, counters),
+                AnyLayer::One(layer) => layer.route_train_raw(call, rng_key),
+                AnyLayer::Mesh(layer) => layer.route_train_raw(call, rng_key),
             }
         }
     }
@@ -306,14 +306,14 @@ impl AnyLayer {
     pub unsafe fn forward_train_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<AnySaved, EngineError> {
         // SAFETY: what the caller vouches for is the same.
         unsafe {
             Ok(match self {
-                AnyLayer::One(layer) => AnySaved::One(layer.forward_train_raw(call, counters)?),
+                AnyLayer::One(layer) => AnySaved::One(layer.forward_train_raw(call, rng_key)?),
                 AnyLayer::Mesh(layer) => {
-                    AnySaved::Mesh(layer.forward_train_raw(call, counters)?.into())
+                    AnySaved::Mesh(layer.forward_train_raw(call, rng_key)?.into())
                 }
             })
         }

@@ -12,7 +12,7 @@ use super::settings::Settings;
 use super::shadows::ShadowWeights;
 use super::tp_peers::TpPeers;
 use super::view::{Form, View};
-use crate::call::{Counters, Input, Output, RawCall};
+use crate::call::{RngKey, Input, Output, RawCall};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use crate::training::Saved;
@@ -101,15 +101,15 @@ impl MeshLayer {
 
     pub(super) fn evaluate(&self, given: &Given<'_>) -> Result<Run<'_>, EngineError> {
         let view = self.view();
-        let routing = self.routing_of_all(Pass::Evaluate, given, Counters::default())?;
+        let routing = self.routing_of_all(Pass::Evaluate, given, RngKey::default())?;
         let mut run = self.call(view, self.strategy.comm_dtype)?;
         run.routing = routing;
         let evaluation = &view.passes.evaluation;
-        run.begin(Pass::Evaluate, evaluation, given, Counters::default())?;
+        run.begin(Pass::Evaluate, evaluation, given, RngKey::default())?;
         run.borrow_workspace(false)?;
         run.run(evaluation, |part, rows| {
             let layer = part.layer;
-            part.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
+            part.pass(layer.scalars(Pass::Evaluate, RngKey::default(), rows, None)?)
         })?;
         Ok(run)
     }
@@ -129,12 +129,12 @@ impl MeshLayer {
     /// As [`Layer::route`](crate::Layer::route); [`EngineError::Collective`].
     pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         let given = Given::Host(input, names);
-        self.decide(Pass::Route, &given, Counters::default())?
+        self.decide(Pass::Route, &given, RngKey::default())?
             .read(names)
     }
 
     /// Decides where this rank's tokens go as [`MeshLayer::forward_train`] does with the
-    /// same counters, and nothing else.
+    /// same RNG key, and nothing else.
     ///
     /// # Errors
     /// As [`Layer::route_train`](crate::Layer::route_train); [`EngineError::Collective`].
@@ -142,11 +142,11 @@ impl MeshLayer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Output, EngineError> {
         self.tokens.check_training()?;
         let given = Given::Host(input, names);
-        self.decide(Pass::RouteTrain, &given, counters)?.read(names)
+        self.decide(Pass::RouteTrain, &given, rng_key)?.read(names)
     }
 
     /// Rows that each rank's tokens have for each expert with weights, as
@@ -155,12 +155,8 @@ impl MeshLayer {
     ///
     /// # Errors
     /// As [`MeshLayer::route_train`].
-    pub fn loads(
-        &self,
-        input: &Input<'_>,
-        counters: Counters,
-    ) -> Result<Vec<Vec<u64>>, EngineError> {
-        self.loads_of(&self.route_train(input, &["counts"], counters)?)
+    pub fn loads(&self, input: &Input<'_>, rng_key: RngKey) -> Result<Vec<Vec<u64>>, EngineError> {
+        self.loads_of(&self.route_train(input, &["counts"], rng_key)?)
     }
 
     /// The same as [`MeshLayer::forward`] would route them.
@@ -185,20 +181,20 @@ impl MeshLayer {
         &self,
         pass: Pass,
         given: &Given<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Run<'_>, EngineError> {
         let view = self.view();
         let segments = &view.routing[usize::from(pass.trains())];
-        let routing = self.routing_of_all(pass, given, counters)?;
+        let routing = self.routing_of_all(pass, given, rng_key)?;
         let mut run = self.call(view, Both::same(CommDtype::Unchanged))?;
         run.routing = routing;
-        run.begin(pass, segments, given, counters)?;
+        run.begin(pass, segments, given, rng_key)?;
         run.run(segments, |_, _| Ok(()))?;
         Ok(run)
     }
 
     /// Runs the layer forward as in training, reads back the named outputs, and keeps what
-    /// backward needs. `counters.first_token` is the number of the first token of the
+    /// backward needs. `rng_key.first_token` is the number of the first token of the
     /// whole mesh; that of this rank follows from it.
     ///
     /// # Errors
@@ -207,30 +203,26 @@ impl MeshLayer {
         &self,
         input: &Input<'_>,
         names: &[&str],
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(Output, MeshSaved), EngineError> {
-        let run = self.train(&Given::Host(input, names), counters)?;
+        let run = self.train(&Given::Host(input, names), rng_key)?;
         let output = run.read(names)?;
         Ok((output, self.saved(run)))
     }
 
-    pub(super) fn train(
-        &self,
-        given: &Given<'_>,
-        counters: Counters,
-    ) -> Result<Run<'_>, EngineError> {
+    pub(super) fn train(&self, given: &Given<'_>, rng_key: RngKey) -> Result<Run<'_>, EngineError> {
         self.tokens.check_training()?;
         let view = self.view();
-        let routing = self.routing_of_all(Pass::Train, given, counters)?;
+        let routing = self.routing_of_all(Pass::Train, given, rng_key)?;
         let mut run = self.call(view, self.strategy.comm_dtype)?;
         run.routing = routing;
         run.idle_weights = Some(&view.idle_weights);
         let forward = &view.passes.forward;
-        run.begin(Pass::Train, forward, given, counters)?;
+        run.begin(Pass::Train, forward, given, rng_key)?;
         run.borrow_workspace(false)?;
         run.run(forward, |part, rows| {
             let layer = part.layer;
-            part.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
+            part.train(layer.scalars(Pass::Train, RngKey::default(), rows, None)?)
         })?;
         Ok(run)
     }
@@ -355,7 +347,7 @@ impl<'l> Run<'l> {
         pass: Pass,
         segments: &[Segment],
         given: &Given<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(), EngineError> {
         let (layer, tokens) = (self.tokens.layer, given.tokens());
         match given {
@@ -367,18 +359,18 @@ impl<'l> Run<'l> {
         }
         let settings = Settings {
             trains: pass.trains(),
-            counters,
+            rng_key,
             capacity_factor: given.capacity_factor(),
         };
         let step_counts = self.step_counts(segments, tokens, &settings)?;
         let most = step_counts.map_or(tokens, |step_counts| step_counts.most);
         let before = step_counts.map_or(0, |step_counts| step_counts.before) as u64;
-        let counters = Counters {
-            first_token: counters.first_token + before,
-            ..counters
+        let rng_key = RngKey {
+            first_token: rng_key.first_token + before,
+            ..rng_key
         };
         let factor = given.capacity_factor();
-        let scalars = layer.scalars_among(pass, counters, (tokens, most), factor)?;
+        let scalars = layer.scalars_among(pass, rng_key, (tokens, most), factor)?;
         match pass {
             Pass::Train => self.tokens.train(scalars)?,
             _ => self.tokens.pass(scalars)?,

@@ -4,7 +4,7 @@ use super::all_to_all::Payload;
 use super::in_flight::Request;
 use super::rows::RowRange;
 use super::run::{Moved, Run, transfers};
-use crate::call::Counters;
+use crate::call::RngKey;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
@@ -196,7 +196,7 @@ impl CastCall<'_> {
         if let Some(id) = tilings.first().id(SATURATED) {
             addresses.set(id, packing.saturated.ptr());
         }
-        let scalars = Scalars::new(places.len(), Counters::default(), 0);
+        let scalars = Scalars::new(places.len(), RngKey::default(), 0);
         for &step in steps {
             let bound = &packing.steps[step];
             bound.run(0, &*packing.device, &scalars, addresses, None, None)?;

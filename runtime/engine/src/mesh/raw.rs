@@ -9,7 +9,7 @@
 use super::calls::{Dy, Given, MeshSaved};
 use super::layer::MeshLayer;
 use super::run::Run;
-use crate::call::{Counters, RawBackward, RawCall, input_error};
+use crate::call::{RawBackward, RawCall, RngKey, input_error};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use moesaic_plan::{CollectiveOp, RankPlan, RankStep, Role, SATURATED, TensorId};
@@ -40,7 +40,7 @@ impl MeshLayer {
     /// # Errors
     /// As [`MeshLayer::forward_raw`].
     pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        let run = self.decide(Pass::Route, &Given::Raw(call), Counters::default())?;
+        let run = self.decide(Pass::Route, &Given::Raw(call), RngKey::default())?;
         run.hand_over()
     }
 
@@ -54,14 +54,14 @@ impl MeshLayer {
     pub unsafe fn route_train_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<(), EngineError> {
         self.tokens.check_training()?;
-        let run = self.decide(Pass::RouteTrain, &Given::Raw(call), counters)?;
+        let run = self.decide(Pass::RouteTrain, &Given::Raw(call), rng_key)?;
         run.hand_over()
     }
 
-    /// As [`MeshLayer::loads`] with the tokens of a call on device memory, or without counters as
+    /// As [`MeshLayer::loads`] with the tokens of a call on device memory, or without an RNG key as
     /// [`MeshLayer::evaluation_loads`]. Nothing is written there.
     ///
     /// # Safety
@@ -72,9 +72,9 @@ impl MeshLayer {
     pub unsafe fn loads_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Option<Counters>,
+        rng_key: Option<RngKey>,
     ) -> Result<Vec<Vec<u64>>, EngineError> {
-        let pass = match counters {
+        let pass = match rng_key {
             Some(_) => Pass::RouteTrain,
             None => Pass::Route,
         };
@@ -90,7 +90,7 @@ impl MeshLayer {
             tensors: &tensors,
             ..*call
         };
-        let run = self.decide(pass, &Given::Raw(&call), counters.unwrap_or_default())?;
+        let run = self.decide(pass, &Given::Raw(&call), rng_key.unwrap_or_default())?;
         let output = run.read(&["counts"])?;
         drop(run); // its groups are needed
         self.loads_of(&output)
@@ -108,9 +108,9 @@ impl MeshLayer {
     pub unsafe fn forward_train_raw(
         &self,
         call: &RawCall<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<MeshSaved, EngineError> {
-        let run = self.train(&Given::Raw(call), counters)?;
+        let run = self.train(&Given::Raw(call), rng_key)?;
         run.hand_over()?;
         Ok(self.saved(run))
     }

@@ -8,7 +8,7 @@
 use super::calls::Given;
 use super::layer::MeshLayer;
 use super::run::Run;
-use crate::call::{Counters, Input, Output};
+use crate::call::{Input, Output, RngKey};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use bytemuck::cast_slice;
@@ -54,7 +54,7 @@ impl MeshLayer {
         &self,
         pass: Pass,
         given: &Given<'_>,
-        counters: Counters,
+        rng_key: RngKey,
     ) -> Result<Option<Arc<Routing>>, EngineError> {
         if self.mesh.scope() == TokenScope::Rank {
             return Ok(None);
@@ -85,7 +85,7 @@ impl MeshLayer {
         let limited = self.tokens.id("capacity").map(|_| "capacity");
         let names = ["topk_ids", "topk_weights", "locations"];
         let names: Vec<&str> = names.into_iter().chain(limited).collect();
-        let output = self.tokens.pass(route, &all, &names, counters)?;
+        let output = self.tokens.pass(route, &all, &names, rng_key)?;
         Ok(Some(Arc::new(Routing::of(
             &output,
             &own,

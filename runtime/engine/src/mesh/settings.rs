@@ -1,13 +1,13 @@
 //! What of a call has to be the same on all ranks, besides the layer.
 
-use crate::call::Counters;
+use crate::call::RngKey;
 
 /// Settings of a call. A hash of them travels in the upper half of the number of tokens, so
 /// that they cost no message and no byte.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Settings {
     pub trains: bool,
-    pub counters: Counters,
+    pub rng_key: RngKey,
     pub capacity_factor: Option<f64>,
 }
 
@@ -30,10 +30,10 @@ impl Settings {
         let factor = self.capacity_factor.map(|factor| factor.to_string());
         [
             ("training", self.trains.to_string()),
-            ("seed", self.counters.seed.to_string()),
-            ("step", self.counters.step.to_string()),
-            ("layer", self.counters.layer.to_string()),
-            ("first_token", self.counters.first_token.to_string()),
+            ("seed", self.rng_key.seed.to_string()),
+            ("step", self.rng_key.step.to_string()),
+            ("layer", self.rng_key.layer.to_string()),
+            ("first_token", self.rng_key.first_token.to_string()),
             (
                 "capacity_factor",
                 factor.unwrap_or("the spec's".to_string()),
@@ -43,12 +43,12 @@ impl Settings {
 
     /// FNV-1a, by numbers.
     fn hash(&self) -> u32 {
-        let Counters {
+        let RngKey {
             seed,
             step,
             layer,
             first_token,
-        } = self.counters;
+        } = self.rng_key;
         // A NaN, which is no factor, for the spec's own.
         let factor = self.capacity_factor.map_or(u64::MAX, f64::to_bits);
         let numbers = [
@@ -74,10 +74,10 @@ mod tests {
     fn settings(seed: u64, step: u64, capacity_factor: Option<f64>) -> Settings {
         Settings {
             trains: true,
-            counters: Counters {
+            rng_key: RngKey {
                 seed,
                 step,
-                ..Counters::default()
+                ..RngKey::default()
             },
             capacity_factor,
         }

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! exchange     inside nodes: answers to whoever sums them; each sum in f32, rounded once
-//! wire_pack    sums to bytes
+//! comm_cast_pack    sums to bytes
 //! exchange     group nodes: one row for each token and node
-//! wire_unpack  to the token's first row of that node; zeros to its others
+//! comm_cast_unpack  to the token's first row of that node; zeros to its others
 //! ```
 
 use super::comm_cast::{IncomingRows, MAY_CAST};

@@ -58,7 +58,7 @@ pub struct CombineBwdConfig {
     pub token_threads: u32,
 }
 
-/// Backward of `combine`, of as many experts as that adds up.
+/// Returns the backward of `combine`, of as many experts as that adds up.
 fn desc(spec: &LayerSpec, parts: usize, shared_parts: &[usize]) -> CombineBwdDesc {
     let shared_parts = if apart(spec) { &[] } else { shared_parts };
     CombineBwdDesc {
@@ -81,7 +81,7 @@ fn desc(spec: &LayerSpec, parts: usize, shared_parts: &[usize]) -> CombineBwdDes
     }
 }
 
-/// Backward of `combine_later`, where a shared expert has a gate.
+/// Returns the backward of `combine_later`, where a shared expert has a gate.
 fn later_desc(spec: &LayerSpec, shared_parts: &[usize]) -> CombineBwdDesc {
     CombineBwdDesc {
         model_dim: spec.shape.model_dim,
@@ -140,8 +140,8 @@ fn on_gpu(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
     }
 }
 
-/// `combine_bwd`, which comes first, and `combine_bwd_weights`, which needs
-/// what `grouped_gemm_dgrad` sums.
+/// Returns `combine_bwd`, which comes first, and `combine_bwd_weights`, which needs what
+/// `grouped_gemm_dgrad` sums.
 fn entries(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Vec<Entry> {
     let shared = d.shared.iter().any(|shared| shared.gated);
     let list = [
@@ -181,7 +181,7 @@ fn combine_shared(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
     entry(symbol, summary, params.collect(), grid, c.threads)
 }
 
-/// The gradient of what routed experts add up to, where that has a weight.
+/// Returns the gradient of what routed experts add up to, where that has a weight.
 fn combine_routed(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Option<Entry> {
     let index = d.shared.iter().position(|shared| shared.residual)?;
     let width = format!("[tokens, {}]", d.output_dim);
@@ -255,12 +255,12 @@ fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
 /// The kernels behind the sums of a forward pass.
 pub(crate) struct CombineBwd {
     pub routed: usize,
-    /// Of shared experts with gates that are added later.
+    /// The kernel of shared experts with gates that another kernel adds.
     pub later: Option<usize>,
 }
 
 impl Builder {
-    /// Everything before the experts.
+    /// Adds the steps before the experts.
     pub(crate) fn combine_bwd(&mut self) -> CombineBwd {
         let spec = &self.plan.spec;
         let shared = self.shared_parts();
@@ -297,7 +297,7 @@ impl Builder {
         self.plan.tensors.push(parts);
     }
 
-    /// All entries but the last, which needs what experts leave.
+    /// Adds all entries but the last, which reads the experts' gradients, and returns the kernel.
     fn combine_bwd_first(&mut self, name: &str, desc: CombineBwdDesc) -> usize {
         let kernel = self.kernel(name, desc);
         let bind = self.combine_bwd_names(kernel);
@@ -307,8 +307,8 @@ impl Builder {
         kernel
     }
 
-    /// Parameters of `combine_bwd`. Where shared experts are added later, the
-    /// kernel of the routed ones has no other tokens than theirs.
+    /// Returns the parameters of `combine_bwd`. Where shared experts are added later, the kernel of
+    /// the routed ones has no other tokens than theirs.
     fn combine_bwd_names(&self, kernel: usize) -> Vec<(String, String)> {
         let mut names = self.shared_names(0);
         if self.plan.kernels[kernel].name == "combine_bwd" {
@@ -317,7 +317,7 @@ impl Builder {
         names
     }
 
-    /// What needs what experts leave.
+    /// Adds the entries that read the experts' gradients.
     pub(crate) fn combine_bwd_weights(&mut self, kernel: usize) {
         let mut bind = self.combine_bwd_names(kernel);
         let mut add = |from: &str, to: &str| bind.push((from.to_string(), to.to_string()));

@@ -8,7 +8,7 @@ pub use bwd::{CombineBwdConfig, CombineBwdDesc};
 use super::copies::{COPY_THREADS, slice_tiling, token_tiling};
 use super::params::{entry, one, some, tokens_by, when};
 use super::shared::{SharedDesc, adds_later, shared};
-use super::{FEW_TOKENS, Machine, Op, Operator};
+use super::{DECODE_TOKENS, Machine, Op, Operator};
 use crate::layer::{Builder, borrowed, owned};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::{Entry, Param, Size};
@@ -34,11 +34,11 @@ pub struct CombineDesc {
     pub weighted: bool,
     /// Shared experts, added with f32 weights.
     pub shared: Vec<SharedDesc>,
-    /// What the routed experts add up to, where it has a weight.
+    /// The sum over the routed experts, where it has a weight.
     pub routed: Option<RoutedDesc>,
 }
 
-/// What the routed experts of a layer with a residual gate add up to.
+/// The sum over the routed experts in a layer with a residual gate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoutedDesc {
     /// The shared expert whose pair of logits weighs it: by the first of their softmax.
@@ -56,14 +56,14 @@ pub struct CombineConfig {
     pub tile_tokens: usize,
     /// Adjacent threads that sum one token.
     pub token_threads: u32,
-    /// Tiling of calls of few tokens, on GPUs.
-    pub few: Option<CombineFew>,
+    /// The tiling of decode calls, on GPUs.
+    pub decode: Option<CombineDecode>,
 }
 
-/// Tiling of `combine` in calls of few tokens. A token is cut into slices of adjacent columns,
-/// so that there are blocks for many multiprocessors.
+/// The tiling of `combine` in decode calls. A token is cut into slices of adjacent columns, so that
+/// many multiprocessors have a block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CombineFew {
+pub struct CombineDecode {
     /// The most tokens of such a call.
     pub tokens: u64,
     /// Tokens per block.
@@ -74,7 +74,7 @@ pub struct CombineFew {
     pub slices: usize,
 }
 
-/// The sum over the routed experts, and the shared ones unless a projection comes between.
+/// Returns the sum over the routed experts, and the shared ones unless a projection comes between.
 /// A layer that trains keeps what has a weight.
 fn desc(spec: &LayerSpec, trains: bool) -> CombineDesc {
     let projected = spec.latent.is_some();
@@ -96,8 +96,8 @@ fn desc(spec: &LayerSpec, trains: bool) -> CombineDesc {
     }
 }
 
-/// Where they are added [later](adds_later): what the routed experts add up to as the
-/// first shared expert, then the others.
+/// Returns the desc where another kernel [adds shared experts](adds_later): the sum over the routed
+/// experts as the first shared expert, then the others.
 fn later(spec: &LayerSpec) -> CombineDesc {
     let weighted = spec.residual().is_some();
     let routed = SharedDesc {
@@ -145,7 +145,7 @@ fn on_cpu() -> CombineConfig {
         threads: 1,
         tile_tokens: 32,
         token_threads: 1,
-        few: None,
+        decode: None,
     }
 }
 
@@ -157,32 +157,32 @@ fn on_gpu(d: &CombineDesc) -> CombineConfig {
         threads: COPY_THREADS,
         tile_tokens,
         token_threads,
-        few: Some(few(d, token_threads)),
+        decode: Some(decode(d, token_threads)),
     }
 }
 
-fn few(d: &CombineDesc, token_threads: u32) -> CombineFew {
+fn decode(d: &CombineDesc, token_threads: u32) -> CombineDecode {
     let (tile_tokens, token_threads, slices) =
         slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
-    CombineFew {
-        tokens: FEW_TOKENS,
+    CombineDecode {
+        tokens: DECODE_TOKENS,
         tile_tokens,
         token_threads,
         slices,
     }
 }
 
-/// Blocks of tokens, and of a token's slices where there are any.
+/// Returns the blocks of tokens, and of slices of a token where there are any.
 fn grid(c: &CombineConfig) -> [Size; 2] {
     let many = [tokens_by(c.tile_tokens), one()];
-    let Some(few) = &c.few else {
+    let Some(decode) = &c.decode else {
         return many;
     };
     let [tokens, whole] = many;
-    let slices = Size::Const(few.slices as u64);
+    let slices = Size::Const(decode.slices as u64);
     [
-        Size::up_to(few.tokens, tokens_by(few.tile_tokens), tokens),
-        Size::up_to(few.tokens, slices, whole),
+        Size::up_to(decode.tokens, tokens_by(decode.tile_tokens), tokens),
+        Size::up_to(decode.tokens, slices, whole),
     ]
 }
 
@@ -231,7 +231,7 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
 }
 
 impl Builder {
-    /// The sum of routed and shared experts, in one step or around a projection.
+    /// Adds the sum of routed and shared experts, in one step or around a projection.
     pub(crate) fn combine(&mut self) {
         let desc = desc(&self.plan.spec, self.plan.training.is_some());
         let mut bind = self.shared_outputs(0);

@@ -1,4 +1,4 @@
-//! How a call is cut into blocks.
+//! Tests of how a call is cut into blocks.
 
 use crate::{LayerPlan, PlanOptions, Training, plan};
 use moesaic_kernel::{DType, Entry, Stem, Target};
@@ -6,7 +6,7 @@ use moesaic_spec::{Latent, LayerSpec, SharedExpert, SharedGate};
 
 const GPUS: [&str; 4] = ["cuda:sm_75", "cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"];
 
-/// The largest of these GPUs have 132 multiprocessors and 304 compute units.
+/// Returns the largest of these GPUs have 132 multiprocessors and 304 compute units.
 fn deepseek() -> LayerSpec {
     let text = r#"{"shape":{"model_dim":7168,"hidden_dim":2048,"experts":256,"top_k":8}}"#;
     let mut spec: LayerSpec = serde_json::from_str(text).unwrap();
@@ -91,13 +91,13 @@ fn slots_of_a_block_have_room() {
         );
         let kernels = plan.unwrap().kernels;
         let configs = kernels.iter().filter_map(|kernel| match &kernel.op {
-            crate::Op::Combine { config, .. } => config.few.as_ref(),
+            crate::Op::Combine { config, .. } => config.decode.as_ref(),
             _ => None,
         });
-        for few in configs {
-            assert!(few.tile_tokens * top_k <= 4096, "{top_k}: {few:?}");
-            let threads = few.tile_tokens as u32 * few.token_threads;
-            assert_eq!(threads, 128, "{top_k}: {few:?}");
+        for decode in configs {
+            assert!(decode.tile_tokens * top_k <= 4096, "{top_k}: {decode:?}");
+            let threads = decode.tile_tokens as u32 * decode.token_threads;
+            assert_eq!(threads, 128, "{top_k}: {decode:?}");
         }
     }
 }

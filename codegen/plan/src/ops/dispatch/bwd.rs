@@ -46,8 +46,8 @@ pub struct DispatchBwdConfig {
     pub token_threads: u32,
 }
 
-/// Gradients of what the routed experts read; with a projection before them
-/// that is not yet the token.
+/// Returns the gradients of what the routed experts read; with a projection before them that is not
+/// yet the token.
 fn desc(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
     let latent = spec.latent.is_some();
     let shared_parts = if latent { &[] } else { shared_parts };
@@ -64,7 +64,7 @@ fn desc(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
     }
 }
 
-/// Gradients of tokens before a projection: its input's as if it were a shared
+/// Returns the gradients of tokens before a projection: its input's as if it were a shared
 /// expert's, those of the others, and the router's.
 fn later(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
     let projected = SharedBwdDesc {
@@ -176,7 +176,8 @@ impl Builder {
         self.dispatch_bwd_later(&parts);
     }
 
-    /// The gradient of tokens from the way down, shared experts and the router.
+    /// Adds the gradient of tokens before a projection: from the projection, shared experts and the
+    /// router.
     fn dispatch_bwd_later(&mut self, shared_parts: &[usize]) {
         if self.plan.spec.latent.is_none() {
             return;

@@ -28,7 +28,7 @@ pub struct DispatchDesc {
     pub activations: DType,
     /// Whether rows are multiplied by their weight.
     pub weighted: bool,
-    /// Whether the weight of each row is written beside it, for an expert on another
+    /// Whether the weight of each row is written too, for an expert on another
     /// rank.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub row_weights: bool,
@@ -56,7 +56,7 @@ fn desc(spec: &LayerSpec) -> DispatchDesc {
     }
 }
 
-/// Whether the products of experts read the weights of their rows: where they act
+/// Returns whether the GEMMs of experts read the weights of their rows: where the weights act
 /// inside, and where training sums their gradients.
 pub(crate) fn rows_have_weights(spec: &LayerSpec, trains: bool) -> bool {
     match spec.router.weight_on {
@@ -146,7 +146,7 @@ impl Builder {
         self.launch_all(kernel, &self.around());
     }
 
-    /// Rows were the forward pass's own: they are copied once more.
+    /// Adds a second dispatch, for a backward pass whose forward pass gathered rows and kept none.
     pub(crate) fn dispatch_again(&mut self) {
         let is_dispatch = |kernel: &KernelPlan| matches!(kernel.op, Op::Dispatch { .. });
         match self.plan.kernels.iter().position(is_dispatch) {

@@ -1,7 +1,7 @@
 //! The entries of `gate_topk`.
 //!
-//! Those ending in `_bwd` and `gate_noise_add` run in a backward pass, which
-//! draws the same numbers again.
+//! Entries that end in `_bwd`, and `gate_noise_add`, run in a backward pass, which draws the same
+//! numbers again.
 
 use super::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use crate::ops::params::{entry, one, some, tokens_by, when};
@@ -27,8 +27,8 @@ pub(super) fn entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     list
 }
 
-/// The counters that random numbers depend on.
-pub(in crate::ops) fn counters() -> [Param; 4] {
+/// Returns the parameters of the RNG key: seed, step, layer and first token.
+pub(in crate::ops) fn rng_key_params() -> [Param; 4] {
     ["seed", "step", "layer", "first_token"].map(Param::i64)
 }
 
@@ -40,7 +40,7 @@ fn per_channel(d: &GateTopkDesc) -> String {
     format!("[tokens, {}]", d.model_dim)
 }
 
-/// Blocks and threads of what goes over tokens element by element.
+/// Returns blocks and threads of an entry that goes over tokens element by element.
 fn by_token(c: &GateTopkConfig) -> ([Size; 2], u32) {
     ([tokens_by(c.logits_tile_tokens), one()], c.logits_threads)
 }
@@ -50,7 +50,7 @@ fn draw(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
         Param::read("x", d.activations, per_channel(d)),
         Param::write("router_x", d.activations, per_channel(d)),
     ];
-    params.extend(counters());
+    params.extend(rng_key_params());
     let (grid, threads) = by_token(c);
     let summary = "multiplies the channels of what the router reads by random factors";
     entry("gate_draw", summary, params, grid, threads)
@@ -58,7 +58,7 @@ fn draw(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
 
 fn draw_bwd(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
     let dx = Param::tensor("router_dx", F32, Access::ReadWrite, per_channel(d));
-    let params = [dx].into_iter().chain(counters()).collect();
+    let params = [dx].into_iter().chain(rng_key_params()).collect();
     let (grid, threads) = by_token(c);
     let summary = "multiplies the gradient of the router's input by the same factors";
     entry("gate_draw_bwd", summary, params, grid, threads)
@@ -71,7 +71,7 @@ fn noise(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
         when(d.learned_noise(), of("noise_logits")),
         Some(Param::write("logits", F32, per_expert(d))),
     ]);
-    let params = params.into_iter().chain(counters()).collect();
+    let params = params.into_iter().chain(rng_key_params()).collect();
     let (grid, threads) = by_token(c);
     entry("gate_noise", "adds noise to logits", params, grid, threads)
 }
@@ -95,7 +95,7 @@ fn noise_bwd(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 2] {
         entry(
             "gate_noise_bwd",
             first,
-            scales.into_iter().chain(counters()).collect(),
+            scales.into_iter().chain(rng_key_params()).collect(),
             grid.clone(),
             threads,
         ),
@@ -115,7 +115,7 @@ fn load(d: &GateTopkDesc) -> Option<Param> {
     when(d.router.entropy.is_some(), load)
 }
 
-/// One round is `rows`, then `columns`.
+/// Returns the entries of Sinkhorn's iteration. One round is `rows`, then `columns`.
 fn sinkhorn(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 3] {
     let columns =
         |access: Access| Param::tensor("columns", F32, access, format!("[{}]", d.experts));
@@ -266,7 +266,7 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     }
 }
 
-/// The gate of the shared expert, and its logits, where they are made beside the experts'.
+/// Returns the parameters of the shared expert's gate, where this kernel computes its logits.
 fn shared_params(d: &GateTopkDesc) -> Vec<Param> {
     let shared = d.shared;
     if shared == 0 {
@@ -335,6 +335,11 @@ fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
             Param::write("tile_counts", I32, format!("[tiles, {e}]")),
         ),
     ]);
-    params.extend(d.draws_selection().then(counters).into_iter().flatten());
+    params.extend(
+        d.draws_selection()
+            .then(rng_key_params)
+            .into_iter()
+            .flatten(),
+    );
     params
 }

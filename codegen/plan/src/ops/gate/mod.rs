@@ -1,10 +1,10 @@
-//! `gate_topk`: from tokens to experts and weights; what training does on the way.
+//! `gate_topk`: from tokens to experts and weights, and the random draws of training.
 
 pub(crate) mod bwd;
 mod entries;
 mod steps;
 
-pub(in crate::ops) use entries::counters;
+pub(in crate::ops) use entries::rng_key_params;
 pub(crate) use steps::selection_tensors;
 
 use super::{Core, Machine, Op, Operator};
@@ -15,7 +15,7 @@ use moesaic_spec::{
 };
 use serde::{Deserialize, Serialize};
 
-/// How logits come about.
+/// The source of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Logits {
@@ -38,7 +38,7 @@ pub struct GateTopkDesc {
     pub top_k: usize,
     /// Element type of x.
     pub activations: DType,
-    /// Where logits come from.
+    /// The source of logits.
     pub logits: Logits,
     /// The router as the spec says it, training noise removed.
     pub router: Router,
@@ -54,8 +54,8 @@ pub struct GateTopkDesc {
     pub training: bool,
     /// Whether a loss has a gradient by the scale of learned noise itself.
     pub scale_loss: bool,
-    /// Logits of the first shared expert's gate that are made beside the experts': none,
-    /// one, or two with a bias.
+    /// Logits of the first shared expert's gate that this kernel computes too: none, one, or two
+    /// with a bias.
     pub shared: usize,
 }
 
@@ -77,7 +77,7 @@ pub struct GateTopkConfig {
     /// Adjacent lanes that select for one token: a power of two. More than a warp
     /// has are all threads of the block.
     pub select_lanes: u32,
-    /// What the selection kernel writes of `tile_counts`.
+    /// The rows of `tile_counts` that the selection kernel writes.
     pub histogram: Histogram,
 }
 
@@ -94,11 +94,11 @@ pub enum Histogram {
     Slots,
 }
 
-/// Most experts of which the lanes of a warp hold a token's scores, 32 each. Of
-/// more, a block does, and what it sums over tokens goes to memory.
+/// The most experts whose scores the lanes of a warp hold for one token, 32 each. With more, a
+/// block selects for a token, and its sums over tokens go to memory.
 pub const WARP_EXPERTS: usize = 1024;
 
-/// The gate of the routed experts; absent when routing comes from outside.
+/// Returns the gate of the routed experts; absent when routing comes from outside.
 pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc> {
     let logits = match (spec.router.kind, spec.has_logits()) {
         (RouterKind::External, _) => return None,
@@ -129,7 +129,7 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
     })
 }
 
-/// The gate of a shared expert: one logit, or two and a bias.
+/// Returns the gate of a shared expert: one logit, or two and a bias.
 pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
     let pair = spec.shared[index].gate == SharedGate::Residual;
     GateTopkDesc {
@@ -151,9 +151,9 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
     }
 }
 
-/// Logits of the first shared expert's gate, where they can be made beside the experts':
-/// by the same product, of the tokens as they are.
-pub(crate) fn shared_beside(spec: &LayerSpec) -> usize {
+/// Returns the logits of the first shared expert's gate that the router's GEMM can compute with the
+/// experts': the same GEMM, over unscaled tokens.
+pub(crate) fn fused_shared_logits(spec: &LayerSpec) -> usize {
     let alike = gate_topk(spec, true).is_some_and(|gate| gate.multiplies_tokens());
     match spec.shared.first() {
         Some(shared) if alike => shared.gate.logits(),
@@ -161,26 +161,25 @@ pub(crate) fn shared_beside(spec: &LayerSpec) -> usize {
     }
 }
 
-/// Whether tokens are placed in the order of their best score.
+/// Returns whether tokens are placed in the order of their best score.
 fn needs_order(spec: &LayerSpec) -> bool {
     spec.capacity.order == CapacityOrder::BatchPrioritized
 }
 
 impl GateTopkDesc {
-    /// Whether the router reads tokens that were jittered or had channels
-    /// dropped.
+    /// Returns whether the router reads tokens that were jittered or had channels dropped.
     pub fn draws_input(&self) -> bool {
         let r = &self.router;
         self.training && self.logits != Logits::None && (r.jitter > 0.0 || r.input_dropout > 0.0)
     }
 
-    /// Whether logits are a product of the tokens as they are.
+    /// Returns whether logits are a plain GEMM of the tokens.
     pub fn multiplies_tokens(&self) -> bool {
         let plain = self.logits == Logits::Linear && self.router.input == RouterInput::Token;
         plain && !self.draws_input()
     }
 
-    /// Whether noise is added to the logits themselves.
+    /// Returns whether noise is added to the logits themselves.
     pub fn noisy(&self) -> bool {
         use NoiseKind::{Gaussian, Learned};
         let r = &self.router;
@@ -188,19 +187,19 @@ impl GateTopkDesc {
         self.training && self.logits != Logits::None && r.noise > 0.0 && kind
     }
 
-    /// Whether the scale of that noise is learned.
+    /// Returns whether the scale of that noise is learned.
     pub fn learned_noise(&self) -> bool {
         self.noisy() && self.router.noise_kind == NoiseKind::Learned
     }
 
-    /// Whether noise is added to what selection looks at.
+    /// Returns whether noise is added to what selection looks at.
     pub fn key_noise(&self) -> bool {
         let noise = self.router.noise > 0.0 && self.logits != Logits::None;
         self.training && self.select && noise && !self.noisy()
     }
 
-    /// Whether renormalisation, which has no epsilon, may meet chosen scores that are all next to
-    /// nothing: f32 has lost their ratio then, which their logits still have.
+    /// Returns whether renormalisation without an epsilon may meet chosen scores that are all close
+    /// to zero. f32 has lost their ratio then; their logits still have it.
     pub fn relative_scores(&self) -> bool {
         let router = &self.router;
         let divides = match router.renormalize {
@@ -223,22 +222,22 @@ impl GateTopkDesc {
         self.select && self.logits != Logits::None && divides && reaches_nothing && !mixes
     }
 
-    /// Whether a token's second expert goes by chance.
+    /// Returns whether a token's second expert goes by chance.
     pub fn draws_second(&self) -> bool {
         self.training && self.select && self.router.random_second
     }
 
-    /// Whether selection draws random numbers.
+    /// Returns whether selection draws random numbers.
     pub fn draws_selection(&self) -> bool {
         self.key_noise() || self.draws_second()
     }
 
-    /// Whether logits of a shared expert that come along have a bias: a pair does.
+    /// Returns whether fused logits of a shared expert have a bias: a pair does.
     pub fn shared_bias(&self) -> bool {
         self.shared == SharedGate::Residual.logits()
     }
 
-    /// The tokens per expert, times T / E, of an expert choice.
+    /// Returns the tokens per expert, times T / E, of an expert choice.
     pub fn expert_choice(&self) -> Option<f64> {
         match self.router.select {
             Select::ExpertChoice(share) if self.select => Some(share),
@@ -246,7 +245,7 @@ impl GateTopkDesc {
         }
     }
 
-    /// The rounds of Sinkhorn's iteration.
+    /// Returns the rounds of Sinkhorn's iteration.
     pub fn sinkhorn(&self) -> Option<usize> {
         match self.router.select {
             Select::Sinkhorn(rounds) if self.select && self.training => Some(rounds),
@@ -255,7 +254,7 @@ impl GateTopkDesc {
     }
 }
 
-/// The router without what only training does.
+/// Returns the router without what only training does.
 fn serving(router: &Router) -> Router {
     Router {
         jitter: 0.0,
@@ -271,14 +270,13 @@ fn serving(router: &Router) -> Router {
     }
 }
 
-/// Whether a loss is a function of the scale of learned noise: the chance to
-/// be chosen is.
+/// Returns whether a loss is a function of the scale of learned noise: the chance to be chosen is.
 fn scale_loss(spec: &LayerSpec) -> bool {
     let by_chance = |loss: &Loss| loss.kind == LossKind::ImportanceLoadLogits;
     spec.learned_noise() && spec.losses.iter().any(by_chance)
 }
 
-/// The projection behind the scale of learned noise.
+/// Returns the projection behind the scale of learned noise.
 pub(crate) fn noise_gate(spec: &LayerSpec) -> Option<GateTopkDesc> {
     let gate = gate_topk(spec, true)?;
     gate.learned_noise().then(|| GateTopkDesc {
@@ -331,7 +329,7 @@ const TILE_TOKENS: usize = 64;
 /// Assignments that a warp of the scan places one after the other.
 const TILE_SLOTS: usize = 512;
 
-/// Counters that a block of the selection kernel keeps: 32 KB.
+/// RngKey that a block of the selection kernel keeps: 32 KB.
 const HISTOGRAM: usize = 8192;
 
 fn on_cpu(d: &GateTopkDesc, core: Core) -> GateTopkConfig {
@@ -365,8 +363,8 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
         Logits::None => d.top_k,
         _ => d.experts,
     };
-    let few = (width.next_power_of_two() as u32).min(wave);
-    let lanes = team(width).unwrap_or(few);
+    let decode = (width.next_power_of_two() as u32).min(wave);
+    let lanes = team(width).unwrap_or(decode);
     // What a lane holds of many experts takes half the registers.
     let most = if d.experts > 512 { 256 } else { 512 };
     let tokens = match histogram {
@@ -389,13 +387,13 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
     }
 }
 
-/// Threads of the block that sees to one token of a layer with so many experts
-/// that the registers of a warp do not hold them: eight experts each.
+/// Returns the threads of the block that sees to one token of a layer with so many experts that the
+/// registers of a warp do not hold them: eight experts each.
 pub(in crate::ops) fn team(experts: usize) -> Option<u32> {
     (experts > WARP_EXPERTS).then(|| experts.next_power_of_two() as u32 / 8)
 }
 
-/// Tokens of a tile: see [`crate::ScanTile::Tokens`]. The selection kernel counts by
+/// Returns the tokens of a tile: see [`crate::ScanTile::Tokens`]. The selection kernel counts by
 /// the same tiles.
 pub(in crate::ops) fn tile_tokens(order: CapacityOrder, top_k: usize) -> usize {
     match order {
@@ -404,8 +402,8 @@ pub(in crate::ops) fn tile_tokens(order: CapacityOrder, top_k: usize) -> usize {
     }
 }
 
-/// What a selection kernel counts: tiles have to be of adjacent tokens, and
-/// the counters of one block have to fit its shared memory.
+/// Returns the counts of a selection kernel. Tiles must be of adjacent tokens, and the counters of
+/// a block must fit its shared memory.
 pub(in crate::ops) fn histogram(order: CapacityOrder, experts: usize, top_k: usize) -> Histogram {
     match order {
         CapacityOrder::BatchPrioritized => Histogram::None,

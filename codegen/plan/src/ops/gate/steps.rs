@@ -1,6 +1,6 @@
-//! From tokens to experts and weights, and what training draws on the way.
+//! The steps from tokens to experts and weights, and the random draws of training.
 
-use super::{GateTopkDesc, gate_topk, noise_gate, shared_beside, shared_gate};
+use super::{GateTopkDesc, fused_shared_logits, gate_topk, noise_gate, shared_gate};
 use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
 use crate::ops::gemm::{dgrad, wgrad};
 use crate::ops::route::{RouteDesc, Routed, gate_calls};
@@ -9,7 +9,7 @@ use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
 
-/// Parameters that are called otherwise than their tensors.
+/// Parameters whose tensors have another name.
 const NAMES: [(&str, &str); 25] = [
     ("logits", "router.logits"),
     ("clean_logits", "router.clean_logits"),
@@ -38,7 +38,7 @@ const NAMES: [(&str, &str); 25] = [
     ("shared_logits", "shared.0.router.logits"),
 ];
 
-/// What selection beyond top-k, and training, put between logits and ids.
+/// Returns the tensors between logits and ids of selections beyond top-k, and of training.
 pub(crate) fn selection_tensors(
     spec: &LayerSpec,
     machine: Machine,
@@ -75,7 +75,8 @@ pub(crate) fn selection_tensors(
 }
 
 impl Builder {
-    /// The gate; says what few tokens have kernels of their own for, the scan included.
+    /// Adds the gate; returns the routing steps with decode kernels of their own, the scan
+    /// included.
     pub(crate) fn gate(&mut self) -> Routed {
         let Some(desc) = self.gate_desc() else {
             return Routed::Nothing;
@@ -85,7 +86,7 @@ impl Builder {
             gate: desc.clone(),
             scan: Some(self.scan_desc()),
         };
-        let routed = self.route_few("route", whole, &NAMES);
+        let routed = self.route_decode("route", whole, &NAMES);
         let op = self.tiled(desc.clone());
         let kernel = self.kernel_by("gate_topk", op, |symbol| gate_calls(routed, symbol));
         self.gate_step(kernel, "gate_draw", &[]);
@@ -111,29 +112,29 @@ impl Builder {
         routed
     }
 
-    /// The gate of a shared expert, where it has one that the router has not seen to.
+    /// Adds the gate of a shared expert, unless it has none or the router computes it.
     pub(crate) fn shared_gate(&mut self, index: usize) {
         let spec = &self.plan.spec;
-        let beside = index == 0 && self.shared_beside() > 0;
-        if beside || spec.shared[index].gate == SharedGate::None {
+        let fused_shared = index == 0 && self.fused_shared_logits() > 0;
+        if fused_shared || spec.shared[index].gate == SharedGate::None {
             return;
         }
         let desc = shared_gate(spec, index);
         let name = |part: &str| format!("shared.{index}.router.{part}");
         let (weight, bias, logits) = (name("weight"), name("bias"), name("logits"));
         let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
-        let few = format!("route_shared_{index}");
+        let decode = format!("route_shared_{index}");
         let logits = RouteDesc {
             gate: desc.clone(),
             scan: None,
         };
-        let routed = self.route_few(&few, logits, &bind);
+        let routed = self.route_decode(&decode, logits, &bind);
         let (name, op) = (format!("gate_topk_shared_{index}"), self.tiled(desc));
         let kernel = self.kernel_by(&name, op, |symbol| gate_calls(routed, symbol));
         self.launch_all(kernel, &bind);
     }
 
-    /// The tensor that the router reads.
+    /// Returns the tensor that the router reads.
     pub(crate) fn routed_tokens(&self) -> &'static str {
         if self.gate_desc().is_some_and(|gate| gate.draws_input()) {
             "router.x"
@@ -142,7 +143,7 @@ impl Builder {
         }
     }
 
-    /// The tensor that losses take as logits without noise.
+    /// Returns the tensor that losses take as logits without noise.
     pub(crate) fn clean_logits(&self) -> &'static str {
         if self.gate_desc().is_some_and(|gate| gate.noisy()) {
             "router.clean_logits"
@@ -151,25 +152,25 @@ impl Builder {
         }
     }
 
-    /// The gate of this pass.
+    /// Returns the gate of this pass.
     fn gate_desc(&self) -> Option<GateTopkDesc> {
         let gate = gate_topk(&self.plan.spec, self.trains())?;
         Some(GateTopkDesc {
-            shared: self.shared_beside(),
+            shared: self.fused_shared_logits(),
             ..gate
         })
     }
 
-    /// Logits of the first shared expert's gate that the router's product makes: on GPUs,
-    /// where that is a launch less.
-    fn shared_beside(&self) -> usize {
+    /// Returns the logits of the first shared expert's gate that the router computes too: on GPUs,
+    /// where that saves a launch.
+    fn fused_shared_logits(&self) -> usize {
         match self.machine {
-            Machine::Gpu(_) => shared_beside(&self.plan.spec),
+            Machine::Gpu(_) => fused_shared_logits(&self.plan.spec),
             Machine::Cpu(_) => 0,
         }
     }
 
-    /// A step of this entry, if the kernel has it; `first` wins over the names.
+    /// Adds a step of this entry, if the kernel has it; `first` takes precedence over the names.
     fn gate_step(&mut self, kernel: usize, symbol: &str, first: Bind) {
         let mut entries = self.plan.kernels[kernel].entries.iter();
         if let Some(index) = entries.position(|entry| entry.symbol == symbol) {
@@ -178,7 +179,7 @@ impl Builder {
         }
     }
 
-    /// The projection behind the scale of learned noise.
+    /// Adds the projection to the scale of learned noise.
     fn noise_logits(&mut self, x: &str) {
         let trains = self.trains();
         if let Some(desc) = noise_gate(&self.plan.spec).filter(|_| trains) {

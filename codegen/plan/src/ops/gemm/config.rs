@@ -1,8 +1,8 @@
-//! How products are tiled: what all families have, and what only one has.
+//! The tilings of GEMMs: the fields that all families have, and those of one family.
 
 use serde::{Deserialize, Serialize};
 
-/// Tiling of `grouped_gemm` and of its backward products.
+/// The tiling of `grouped_gemm` and of its backward GEMMs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupedGemmConfig {
     /// Threads per block; 1 on a CPU.
@@ -13,22 +13,22 @@ pub struct GroupedGemmConfig {
     pub tile_columns: usize,
     /// Elements of the inner dimension staged at a time.
     pub tile_depth: usize,
-    /// Rows per thread (GPU) or per register tile (CPU); per warp in the
-    /// families that have matrix units.
+    /// Rows per thread (SIMT) or per register tile (CPU); per warp or wave in the families on
+    /// tensor or matrix cores.
     pub thread_rows: usize,
-    /// Columns per thread (GPU) or per register tile (CPU); per warp in the
-    /// families that have matrix units.
+    /// Columns per thread (SIMT) or per register tile (CPU); per warp or wave in the families on
+    /// tensor or matrix cores.
     pub thread_columns: usize,
-    /// Which unit multiplies, and what only its kernels have.
+    /// The family, with the fields that only its kernels have.
     #[serde(flatten)]
     pub family: GemmFamily,
 }
 
-/// The unit that multiplies, and with it the template.
+/// The way to multiply, which selects the template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "family", rename_all = "snake_case")]
 pub enum GemmFamily {
-    /// The ordinary arithmetic units of a GPU: any type, any shape.
+    /// CUDA cores, or the vector ALUs of an AMD GPU: any type, any shape.
     Simt {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
@@ -41,19 +41,19 @@ pub enum GemmFamily {
         gather: bool,
         /// Dynamic shared memory of a block in bytes.
         shared_bytes: u32,
-        /// Factors of f32 are rounded to tf32, as the spec allows.
+        /// f32 operands are rounded to tf32, as the spec allows.
         tf32: bool,
     },
-    /// `mma.sync` for few rows: a warp reads some columns' weights from end to end.
-    MmaFew {
+    /// `mma.sync` for decode calls: a warp reads the weights of some columns end to end.
+    MmaDecode {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
         /// Dynamic shared memory of a block in bytes.
         shared_bytes: u32,
-        /// Factors of f32 are rounded to tf32, as the spec allows.
+        /// f32 operands are rounded to tf32, as the spec allows.
         tf32: bool,
     },
-    /// `wgmma` fed by the copy engine: NVIDIA sm_90a.
+    /// `wgmma` with operands by TMA: NVIDIA sm_90a.
     Wgmma {
         /// Tiles of the inner dimension in flight.
         stages: usize,
@@ -62,18 +62,17 @@ pub enum GemmFamily {
         /// Dynamic shared memory of a block in bytes.
         shared_bytes: u32,
     },
-    /// Matrix-core instructions of AMD's data-centre GPUs: gfx90a, gfx94x, gfx95x.
+    /// MFMA instructions of the matrix cores of AMD data-centre GPUs: gfx90a, gfx94x, gfx95x.
     Mfma {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
     },
-    /// Matrix-core instructions for few rows: a wave reads some columns' weights from end
-    /// to end.
-    MfmaFew {
+    /// MFMA for decode calls: a wave reads the weights of some columns end to end.
+    MfmaDecode {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
     },
-    /// Wave matrix instructions of AMD's gfx11.
+    /// WMMA instructions of the matrix cores of AMD gfx11.
     Wmma {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
@@ -84,59 +83,60 @@ pub enum GemmFamily {
     Tiles(CpuGemm),
 }
 
-/// What products on a CPU have, whatever multiplies.
+/// The fields of all CPU GEMMs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuGemm {
     /// See [`GroupedGemmConfig::gather`].
     pub gather: bool,
-    /// The kernel reads weights in an order of its own, which entries before the
-    /// product make once: `[experts, panels, depth, columns of a panel]`.
+    /// The kernel reads packed weights, `[experts, panels, depth, columns of a panel]`, which
+    /// entries before the GEMM make once.
     pub packed: bool,
-    /// Calls of up to so many tokens have blocks of `few_columns` columns instead,
-    /// so that there are enough of them for many threads; 0 where none have.
-    pub few_tokens: usize,
-    /// At most `tile_columns`.
-    pub few_columns: usize,
-    /// Memory of a thread in bytes.
+    /// The largest call whose blocks have `decode_columns` columns instead, so that many threads
+    /// have a block; 0 without such calls.
+    pub decode_tokens: usize,
+    /// Columns of a block in those calls; at most `tile_columns`.
+    pub decode_columns: usize,
+    /// Scratch memory of a thread in bytes.
     pub shared_bytes: u32,
 }
 
 impl GroupedGemmConfig {
-    /// The up half reads rows straight from x, so that no step dispatches.
+    /// Returns whether the up half reads rows straight from x, so that no step dispatches.
     pub fn gather(&self) -> bool {
         match &self.family {
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.gather,
             GemmFamily::Simt { gather }
             | GemmFamily::Mma { gather, .. }
-            | GemmFamily::MmaFew { gather, .. }
+            | GemmFamily::MmaDecode { gather, .. }
             | GemmFamily::Wgmma { gather, .. }
             | GemmFamily::Mfma { gather }
-            | GemmFamily::MfmaFew { gather }
+            | GemmFamily::MfmaDecode { gather }
             | GemmFamily::Wmma { gather } => *gather,
         }
     }
 
-    /// See [`CpuGemm::packed`].
+    /// Returns [`CpuGemm::packed`]; false on GPUs.
     pub fn packed(&self) -> bool {
         self.family.cpu().is_some_and(|cpu| cpu.packed)
     }
 
-    /// Dynamic shared memory of a block in bytes; on a CPU memory of a thread.
+    /// Returns the dynamic shared memory of a block in bytes; on a CPU the scratch memory of a
+    /// thread.
     pub fn shared_bytes(&self) -> u32 {
         match &self.family {
             GemmFamily::Mma { shared_bytes, .. }
-            | GemmFamily::MmaFew { shared_bytes, .. }
+            | GemmFamily::MmaDecode { shared_bytes, .. }
             | GemmFamily::Wgmma { shared_bytes, .. } => *shared_bytes,
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.shared_bytes,
             GemmFamily::Simt { .. }
             | GemmFamily::Mfma { .. }
-            | GemmFamily::MfmaFew { .. }
+            | GemmFamily::MfmaDecode { .. }
             | GemmFamily::Wmma { .. } => 0,
         }
     }
 
-    /// Columns that a block of a bias gradient sums: one per thread, on a CPU
-    /// a few vectors.
+    /// Returns the columns of a bias gradient that a block sums: one per thread, on a CPU a few
+    /// vectors.
     pub fn bias_columns(&self) -> usize {
         match self.threads {
             1 => 256,
@@ -146,22 +146,22 @@ impl GroupedGemmConfig {
 }
 
 impl GemmFamily {
-    /// The name in templates and tables: `mma`.
+    /// Returns the name in templates and tables: `mma`.
     pub fn name(&self) -> &'static str {
         match self {
             GemmFamily::Simt { .. } => "simt",
             GemmFamily::Mma { .. } => "mma",
-            GemmFamily::MmaFew { .. } => "mma_few",
+            GemmFamily::MmaDecode { .. } => "mma_decode",
             GemmFamily::Wgmma { .. } => "wgmma",
             GemmFamily::Mfma { .. } => "mfma",
-            GemmFamily::MfmaFew { .. } => "mfma_few",
+            GemmFamily::MfmaDecode { .. } => "mfma_decode",
             GemmFamily::Wmma { .. } => "wmma",
             GemmFamily::Vectors(_) => "vectors",
             GemmFamily::Tiles(_) => "tiles",
         }
     }
 
-    /// What only CPUs have.
+    /// Returns the fields that only CPU GEMMs have.
     pub fn cpu(&self) -> Option<&CpuGemm> {
         match self {
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => Some(cpu),
@@ -169,7 +169,7 @@ impl GemmFamily {
         }
     }
 
-    /// The same, to change it.
+    /// Returns [`GemmFamily::cpu`] for changes.
     pub fn cpu_mut(&mut self) -> Option<&mut CpuGemm> {
         match self {
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => Some(cpu),

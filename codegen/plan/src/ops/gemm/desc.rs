@@ -1,11 +1,11 @@
-//! What `grouped_gemm` computes.
+//! The desc of `grouped_gemm`: what it computes.
 
 use super::GroupedGemmConfig;
 use moesaic_kernel::DType;
 use moesaic_spec::{Activation, Biases, ExpertForm, Experts, LayerSpec, WeightSite};
 use serde::{Deserialize, Serialize};
 
-/// Which product of an expert.
+/// A GEMM of an expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Half {
@@ -16,7 +16,7 @@ pub enum Half {
 }
 
 impl Half {
-    /// `up` or `down`.
+    /// Returns `up` or `down`.
     pub fn name(self) -> &'static str {
         match self {
             Half::Up => "up",
@@ -25,10 +25,10 @@ impl Half {
     }
 }
 
-/// `grouped_gemm`: rows `[R, inner]` times each expert's `[outer, inner]`.
+/// `grouped_gemm`: multiplies rows `[R, inner]` by each expert's `[outer, inner]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmDesc {
-    /// Which product.
+    /// The GEMM of the expert.
     pub half: Half,
     /// Groups of rows, each with its own matrix.
     pub experts: usize,
@@ -36,35 +36,34 @@ pub struct GroupedGemmDesc {
     pub dense: bool,
     /// K; 1 when dense.
     pub top_k: usize,
-    /// Width of a row, summed over.
+    /// The width of a row, which is contracted.
     pub inner: usize,
     /// Width of an output row.
     pub outer: usize,
     /// Two matrices, gate and up.
     pub gated: bool,
-    /// Of the up half.
+    /// The nonlinearity of the up half.
     #[serde(flatten)]
     pub nonlinearity: Nonlinearity,
-    /// Whether biases are added.
+    /// Whether the epilogue adds biases.
     pub bias: bool,
     /// Up: the activation is multiplied by the row's weight. Down: the bias is.
     pub weighted: bool,
-    /// Up: rows are tokens as they are, so that they can be read from x.
+    /// Up: rows are unscaled tokens, so the kernel can read them from x.
     pub plain_rows: bool,
     /// Element type of the matrices and biases.
     pub weights: DType,
     /// Element type of rows and output.
     pub activations: DType,
-    /// f32 factors may be rounded to TF32.
+    /// f32 operands may be rounded to TF32.
     pub tf32: bool,
-    /// Up: what enters the activation is kept for backward, biases included,
-    /// before any clamp.
+    /// Up: the kernel keeps pre-activations for backward, biases included, before any clamp.
     pub keep: bool,
-    /// The shared expert whose product is in the same launch.
-    pub beside: Option<Beside>,
+    /// The shared expert whose GEMM runs in the same launch.
+    pub fused_shared: Option<FusedShared>,
 }
 
-/// What an expert does between its products: φ, and what is done to numbers that enter it.
+/// The nonlinearity between the two GEMMs of an expert: φ, clamp and offset.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Nonlinearity {
     /// φ.
@@ -87,7 +86,7 @@ impl Nonlinearity {
         }
     }
 
-    /// Of a product that is no expert's; nothing reads it.
+    /// Returns the nonlinearity of a GEMM outside experts; nothing reads it.
     pub(super) fn unused() -> Nonlinearity {
         Nonlinearity {
             activation: Activation::Relu,
@@ -98,23 +97,23 @@ impl Nonlinearity {
     }
 }
 
-/// The product of a shared expert in the launch of the routed ones'. It has types, epilogue
-/// and one of the two widths in common with them.
+/// A fused shared expert: its GEMM runs in the launch of the routed experts. It shares types,
+/// epilogue and one of the two widths with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Beside {
+pub struct FusedShared {
     /// Width of a row, summed over.
     pub inner: usize,
     /// Width of an output row.
     pub outer: usize,
 }
 
-/// Elements that the depth of packed weights is a multiple of: what one
-/// product of tiles takes.
+/// Packed weights have a depth that is a multiple of this, because one AMX instruction takes so
+/// many elements.
 const PACKED_DEPTH: usize = 32;
 
 impl GroupedGemmDesc {
-    /// The packed weights of a config: experts, panels, depth, and the columns
-    /// of a panel, those of gate before those of up.
+    /// Returns the shape of packed weights: experts, panels, depth, and the columns of a panel,
+    /// gate before up.
     pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
         [
             self.experts,
@@ -124,13 +123,13 @@ impl GroupedGemmDesc {
         ]
     }
 
-    /// Matrices of an expert: gate and up, or one.
+    /// Returns the number of matrices of an expert: two with a gate, otherwise one.
     pub fn matrices(&self) -> usize {
         if self.gated { 2 } else { 1 }
     }
 }
 
-/// Both products of the routed experts.
+/// Returns a GEMM of the routed experts.
 pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
     let weighted = spec.router.weight_on == WeightSite::Activation;
     let shape = &spec.shape;
@@ -145,7 +144,7 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
     }
 }
 
-/// Widths of an expert.
+/// The widths of an expert.
 struct Widths {
     input: usize,
     hidden: usize,
@@ -160,7 +159,7 @@ fn routed_widths(spec: &LayerSpec) -> Widths {
     }
 }
 
-/// Both products of a shared expert.
+/// Returns a GEMM of a shared expert.
 pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDesc {
     let widths = Widths {
         input: spec.shape.model_dim,
@@ -195,12 +194,12 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         activations: spec.precision.activations,
         tf32: spec.precision.tf32,
         keep: false,
-        beside: None,
+        fused_shared: None,
     }
 }
 
-/// A projection around the routed experts: the down half of an expert, which
-/// has no activation, whatever its direction.
+/// Returns a projection around the routed experts. In either direction it is the down half of an
+/// expert, which has no activation.
 pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDesc {
     let (inner, outer) = match way {
         Half::Down => (spec.shape.model_dim, spec.expert_input_dim()),

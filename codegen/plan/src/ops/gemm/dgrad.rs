@@ -1,4 +1,4 @@
-//! `grouped_gemm_dgrad`: gradients of what expert products read.
+//! `grouped_gemm_dgrad`: gradients of the inputs of the experts' GEMMs.
 
 use super::entries::{Follow, PANEL, operand, tiles_of};
 use super::{GroupedGemmConfig, GroupedGemmDesc, Half, Nonlinearity, desc, tiles};
@@ -9,14 +9,14 @@ use moesaic_kernel::{Entry, Param, Size};
 use moesaic_spec::{LayerSpec, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
 
-/// `grouped_gemm_dgrad`: gradients of what a half reads.
+/// `grouped_gemm_dgrad`: gradients of the inputs of a half.
 ///
-/// Down: `P = dout · down`, and from it `hidden`, `dgate`, `dup` and the parts
-/// of the weight's gradient. Up: `drows = dgate · gate + dup · up`. Matrices
-/// lie as in the forward pass, `[E, inner, outer]` with the sum over `inner`.
+/// Down: `P = dout · down`, and from it `hidden`, `dgate`, `dup` and the parts of the weight's
+/// gradient. Up: `drows = dgate · gate + dup · up`. Matrices lie as in the forward pass, `[E,
+/// inner, outer]`, and are contracted over `inner`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmDgradDesc {
-    /// Whose input: the down half's is the activation, the up half's the row.
+    /// The half: down has the activation as input, up the row.
     pub half: Half,
     /// Groups of rows, each with its own matrix.
     pub experts: usize,
@@ -24,28 +24,28 @@ pub struct GroupedGemmDgradDesc {
     pub dense: bool,
     /// K; 1 when dense.
     pub top_k: usize,
-    /// Width of an incoming gradient row, summed over: d_out (down), h (up).
+    /// The width of an incoming gradient row, which is contracted: d_out (down), h (up).
     pub inner: usize,
     /// Width of a result row: h (down), d (up).
     pub outer: usize,
-    /// Down: two pre-activations. Up: two products are added.
+    /// Down: two pre-activations. Up: the sum of two GEMMs.
     pub gated: bool,
-    /// For the down half.
+    /// The nonlinearity, for the down half.
     #[serde(flatten)]
     pub nonlinearity: Nonlinearity,
-    /// Down: rows have weights, which multiply `hidden`, `dgate` and `dup`, and
-    /// whose gradient is summed in parts.
+    /// Down: rows have weights, which multiply `hidden`, `dgate` and `dup`, and whose gradient the
+    /// kernel sums in parts.
     pub weighted: bool,
     /// Element type of the matrices.
     pub weights: DType,
     /// Element type of rows and results.
     pub activations: DType,
-    /// f32 factors may be rounded to TF32.
+    /// f32 operands may be rounded to TF32.
     pub tf32: bool,
 }
 
 impl GroupedGemmDgradDesc {
-    /// The up half of the forward pass: the row tiles are its.
+    /// Returns the up half of the forward pass, whose row tiles this GEMM shares.
     pub fn forward(&self) -> GroupedGemmDesc {
         let (inner, outer) = (self.outer, self.inner);
         GroupedGemmDesc {
@@ -64,18 +64,18 @@ impl GroupedGemmDgradDesc {
             activations: self.activations,
             tf32: self.tf32,
             keep: false,
-            beside: None,
+            fused_shared: None,
         }
     }
 }
 
-/// Backward of a routed half.
+/// Returns the dgrad of a routed half.
 pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDgradDesc {
     let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
     of(&desc::routed(spec, half), spec, weighted)
 }
 
-/// Backward of a shared expert's half.
+/// Returns the dgrad of a shared expert's half.
 pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDgradDesc {
     let shared = &spec.shared[index];
     let weighted = half == Half::Down && shared.gate != SharedGate::None;
@@ -99,7 +99,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec, weighted: bool) -> GroupedGem
     }
 }
 
-/// `router_dx = dlogits · W`, for a projection to `width` numbers.
+/// Returns `router_dx = dlogits · W`, for a projection to `width` numbers.
 pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
     GroupedGemmDgradDesc {
         half: Half::Up,
@@ -117,8 +117,8 @@ pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
     }
 }
 
-/// Backward of a projection around the routed experts: as of the up half of a
-/// plain expert, whose input's gradient is a product alone.
+/// Returns the dgrad of a projection around the routed experts. It is that of the up half of a
+/// plain expert, because the gradient of its input is a GEMM alone.
 pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDgradDesc {
     GroupedGemmDgradDesc {
         half: Half::Up,

@@ -1,6 +1,6 @@
-//! The entries of `grouped_gemm`, and what those of its backward products share.
+//! The entries of `grouped_gemm`, and what its backward GEMMs share with them.
 
-use super::{Beside, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
+use super::{FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size, Swizzle, TensorMap};
@@ -62,13 +62,13 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    if let Some(shared) = d.beside {
-        params.extend(beside_params(d, c, shared));
+    if let Some(shared) = d.fused_shared {
+        params.extend(fused_shared_params(d, c, shared));
     }
     let mut grid = grid(d, c);
-    if walks(d, c) {
+    if is_persistent(d, c) {
         let [tiles, one] = grid;
-        grid = [tiles.min(MOST_BLOCKS), one];
+        grid = [tiles.min(PERSISTENT_BLOCKS), one];
     }
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes();
@@ -77,11 +77,11 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
     entries
 }
 
-/// A block for each tile.
+/// Returns a grid with a block for each tile.
 fn grid(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> [Size; 2] {
     let routed = tiles_of(d.dense, d.top_k, d.experts, c);
     let follow = Follow::forward(c);
-    let Some(shared) = d.beside else {
+    let Some(shared) = d.fused_shared else {
         return follow.grid(routed, column_tiles(d.outer, c));
     };
     let tokens = tokens_by(c.tile_rows);
@@ -95,8 +95,12 @@ fn grid(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> [Size; 2] {
     }
 }
 
-/// What a shared expert in the same launch reads and writes: all tokens.
-fn beside_params(d: &GroupedGemmDesc, c: &GroupedGemmConfig, shared: Beside) -> Vec<Param> {
+/// Returns the parameters of a fused shared expert, whose rows are all tokens.
+fn fused_shared_params(
+    d: &GroupedGemmDesc,
+    c: &GroupedGemmConfig,
+    shared: FusedShared,
+) -> Vec<Param> {
     let tokens = |width: usize| format!("[tokens, {width}]");
     let matrix = format!("[1, {}, {}]", shared.outer, shared.inner);
     let weight_tile = [c.tile_depth, c.tile_columns, 1];
@@ -123,24 +127,25 @@ fn beside_params(d: &GroupedGemmDesc, c: &GroupedGemmConfig, shared: Beside) -> 
     ])
 }
 
-/// Which blocks of a product follow each other.
+/// The order of the blocks of a GEMM.
 pub(super) enum Follow {
-    /// Those with the same rows.
+    /// Blocks with the same rows follow each other.
     Columns,
-    /// Those with the same columns.
+    /// Blocks with the same columns follow each other.
     Rows,
-    /// Those of a few row tiles, with the same columns first: the kernel cuts the
-    /// number of its tile up.
+    /// Blocks of a few row tiles follow each other, those with the same columns first. The kernel's
+    /// tile scheduler turns a tile's number into row and column.
     Groups,
 }
 
-/// Whether a block goes from tile to tile. Sums that are kept leave no registers for that.
-fn walks(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> bool {
+/// Returns whether blocks are persistent. An epilogue that keeps pre-activations leaves no
+/// registers for the scheduler.
+fn is_persistent(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> bool {
     matches!(c.family, GemmFamily::Wgmma { .. }) && !d.keep
 }
 
-/// Whether the matrix units of a GPU multiply many rows: rows and columns of a tile are both read
-/// by others, too.
+/// Returns whether tiles are ordered in groups: on tensor and matrix cores, where several tiles
+/// read the same rows and the same columns.
 fn in_groups(c: &GroupedGemmConfig) -> bool {
     use GemmFamily::{Mfma, Mma, Wgmma, Wmma};
     matches!(
@@ -149,13 +154,15 @@ fn in_groups(c: &GroupedGemmConfig) -> bool {
     )
 }
 
-/// Blocks of a product that goes from tile to tile: eight for each multiprocessor of an H100, one of
-/// which runs there at a time. So a tile begins while the one before is stored, and blocks are
-/// still dealt out evenly where there are fewer multiprocessors, or tiles of unequal length.
-const MOST_BLOCKS: u64 = 8 * 132;
+/// The most blocks of a persistent GEMM: eight for each multiprocessor of an H100, of which one
+/// runs there at a time. A block loads its next tile while it stores the one before, and the
+/// hardware still balances blocks where there are fewer multiprocessors, or tiles of unequal
+/// length.
+const PERSISTENT_BLOCKS: u64 = 8 * 132;
 
 impl Follow {
-    /// Of a forward product: where tiles keep their rows in scratch for the next block.
+    /// Returns the order of a forward GEMM. AMX blocks with the same rows follow each other,
+    /// because they keep rows in scratch for the next block.
     fn forward(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Columns,
@@ -164,8 +171,8 @@ impl Follow {
         }
     }
 
-    /// Of dgrad: on a CPU, which has one thread a block, rows that one block read
-    /// are in a cache for the next.
+    /// Returns the order of a dgrad. On a CPU blocks with the same rows follow each other, because
+    /// the rows that one block read are in a cache for the next.
     pub(super) fn dgrad(c: &GroupedGemmConfig) -> Follow {
         match c.threads {
             1 => Follow::Columns,
@@ -174,8 +181,8 @@ impl Follow {
         }
     }
 
-    /// Of wgrad, whose rows are those of a matrix: likewise, if no tiles keep a slice
-    /// of the left factor in scratch.
+    /// Returns the order of a wgrad, whose rows are those of a matrix: as for dgrad, unless AMX
+    /// tiles keep a slice of the left operand in scratch.
     pub(super) fn wgrad(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Rows,
@@ -193,20 +200,20 @@ impl Follow {
     }
 }
 
-/// Blocks next to each other over a width, narrower ones in a call of few tokens.
+/// Returns the number of column tiles of a width; decode calls on CPUs have narrower ones.
 fn column_tiles(outer: usize, c: &GroupedGemmConfig) -> Size {
     let of = |columns: usize| Size::Const(outer.div_ceil(columns) as u64);
     match c.family.cpu() {
-        Some(cpu) if cpu.few_tokens > 0 => {
-            let few = of(cpu.few_columns);
-            Size::up_to(cpu.few_tokens as u64, few, of(c.tile_columns))
+        Some(cpu) if cpu.decode_tokens > 0 => {
+            let decode = of(cpu.decode_columns);
+            Size::up_to(cpu.decode_tokens as u64, decode, of(c.tile_columns))
         }
         _ => of(c.tile_columns),
     }
 }
 
-/// The entries that put each matrix into the order of the product. Blocks follow
-/// each other as the product's do, so that a thread packs what it will read.
+/// Returns the entries that pack each matrix. Their blocks have the order of the GEMM, so that a
+/// thread packs what it will read.
 fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str) -> Vec<Entry> {
     let shape = d.packed_shape(c);
     let one_of = |matrix: &str| {
@@ -218,7 +225,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
         let [experts, panels] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
         let grid = Follow::forward(c).grid(experts, panels);
         let symbol = format!("{symbol}_pack_{matrix}");
-        let summary = "lays a matrix out as the product reads it";
+        let summary = "lays a matrix out as the GEMM reads it";
         entry(&symbol, summary, params, grid, c.threads)
     };
     let gate = d.gated.then_some("gate");
@@ -226,7 +233,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
     matrices.filter(|_| c.packed()).map(one_of).collect()
 }
 
-/// Which dimension of the grids of [`packs`] counts experts.
+/// Returns the dimension of the grids of [`packs`] that counts experts.
 pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
     match Follow::forward(c) {
         Follow::Columns => 1,
@@ -234,14 +241,14 @@ pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
     }
 }
 
-/// The same text on every CPU, whose panels differ.
+/// Returns the shape of packed weights as people read it, one text for every CPU although panels
+/// differ.
 fn packed_shape(d: &GroupedGemmDesc) -> String {
     format!("[{}, panels, depth, columns]", d.experts)
 }
 
-/// What a product reads: a pointer, or a map for the copy engine, which cuts
-/// the tensor into tiles of these sizes, innermost first. A tile's rows are one
-/// line of the 128-byte swizzle each.
+/// Returns an operand: a pointer, or a tensor map, by which TMA cuts the tensor into boxes of these
+/// sizes, innermost first. Each row of a box is one line of the 128-byte swizzle.
 pub(super) fn operand(
     c: &GroupedGemmConfig,
     name: &str,
@@ -266,8 +273,8 @@ pub(super) fn operand(
     Param::map(&format!("{name}_map"), map, shape)
 }
 
-/// An upper bound on the row tiles of all experts. Counts stay on the device,
-/// so blocks beyond the real number find no work and return.
+/// Returns an upper bound on the row tiles of all experts. Counts stay on the device, so blocks
+/// beyond the real number find no work and return.
 pub(super) fn tiles_of(dense: bool, top_k: usize, experts: usize, c: &GroupedGemmConfig) -> Size {
     if dense {
         return tokens_by(c.tile_rows);
@@ -276,6 +283,6 @@ pub(super) fn tiles_of(dense: bool, top_k: usize, experts: usize, c: &GroupedGem
     rows.clone().ceil_div(c.tile_rows as u64) + rows.min(experts as u64)
 }
 
-/// 16-bit elements of a line of the 128-byte swizzle. Operands whose lines are
-/// steps of the sum come in boxes so wide.
+/// 16-bit elements of a line of the 128-byte swizzle: the width of a box whose lines are steps of
+/// the contraction.
 pub(super) const PANEL: usize = 64;

@@ -1,9 +1,9 @@
-//! What lies between the routed experts and the layer: projections, and a weight.
+//! The layers between the routed experts and the rest: projections, and a weight.
 //!
-//! A layer with them is one without in the width of its experts, that reads
-//! `latent.x` for x and has `latent.sum` for y, `latent.dsum` for dy and
-//! `latent.dx` for dx: its kernels are the same with these for names. So is one
-//! whose routed experts have a weight, with `routed` for y and `drouted` for dy.
+//! With projections the layer inside them has the width of its experts and reads `latent.x` for x,
+//! `latent.sum` for y, `latent.dsum` for dy and `latent.dx` for dx, so its kernels are the same
+//! with these names. A layer whose routed experts have a weight reads `routed` for y and `drouted`
+//! for dy.
 
 use super::{Half, desc, dgrad, wgrad};
 use crate::layer::{Bind, Builder, owned};
@@ -13,7 +13,7 @@ use crate::ops::shared::adds_later;
 pub(crate) const DOWN: &str = "grouped_gemm_latent_down";
 
 impl Builder {
-    /// Tokens, output and their gradients as the routed experts know them.
+    /// Returns the tokens, output and their gradients as the routed experts know them.
     pub(crate) fn around(&self) -> Vec<(&'static str, &'static str)> {
         let latent = [
             ("x", "latent.x"),
@@ -60,7 +60,7 @@ impl Builder {
         self.gemm(name, desc, owned(&names), format!("{matrix}.packed"));
     }
 
-    /// From dy to the gradient of the routed experts' sum.
+    /// Adds the steps from dy to the gradient of the routed experts' sum.
     pub(crate) fn latent_up_bwd(&mut self) {
         if self.plan.spec.latent.is_some() {
             let dout = match self.plan.spec.residual() {
@@ -71,7 +71,7 @@ impl Builder {
         }
     }
 
-    /// From the gradient of what the routed experts read to that of tokens.
+    /// Adds the steps from the gradient of the routed experts' input to that of tokens.
     pub(crate) fn latent_down_bwd(&mut self) {
         if self.plan.spec.latent.is_some() {
             self.project_bwd(Half::Down, "latent.dx", "x", "latent.drows");

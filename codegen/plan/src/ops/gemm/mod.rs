@@ -1,30 +1,30 @@
-//! `grouped_gemm` and its backward products.
+//! `grouped_gemm` and its backward GEMMs.
 //!
-//! Kept from the forward pass: x, the pre-activations, and the routing record.
-//! With `dout` the rows of the output's gradient (not weighted), `w` a row's
-//! weight, `a` its activation and `P = dout · down`:
+//! The forward pass keeps x, the pre-activations, and the routing record. With `dout` the rows of
+//! the output's gradient (not weighted), `w` a row's weight, `a` its activation and `P = dout ·
+//! down`:
 //!
 //! ```text
 //! dw = <P, a> (+ <dout, down bias>)        hidden = w · a
 //! dgate, dup = act'(gate, up) · w · P      drows = dgate · gate + dup · up
 //! ```
 //!
-//! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
-//! moved to the left factor).
+//! so that no kernel needs an expert's output again: the gradient of `<dout, a · downᵀ>` moves to
+//! the left operand.
 
-mod beside;
 mod config;
+mod decode;
 pub(crate) mod desc;
 pub(crate) mod dgrad;
 mod entries;
-mod few;
+mod fused_shared;
 mod latent;
 mod steps;
 mod tiles;
 pub(crate) mod wgrad;
 
 pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
-pub use desc::{Beside, GroupedGemmDesc, Half, Nonlinearity};
+pub use desc::{FusedShared, GroupedGemmDesc, Half, Nonlinearity};
 pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
@@ -61,8 +61,10 @@ impl Operator for GroupedGemmDesc {
     }
 
     fn flops(&self, _: &str, tokens: f64) -> f64 {
-        let beside = self.beside.map_or(0, |shared| shared.inner * shared.outer);
-        let of_token = self.top_k * self.inner * self.outer + beside;
+        let fused_shared = self
+            .fused_shared
+            .map_or(0, |shared| shared.inner * shared.outer);
+        let of_token = self.top_k * self.inner * self.outer + fused_shared;
         2.0 * (self.matrices() * of_token) as f64 * tokens
     }
 }

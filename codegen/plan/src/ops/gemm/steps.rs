@@ -1,4 +1,4 @@
-//! The products of a pass, forward and backward, of routed and shared experts.
+//! The GEMMs of a pass, forward and backward, of routed and shared experts.
 
 use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 use super::{desc, dgrad, wgrad};
@@ -7,37 +7,37 @@ use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
 use crate::ops::{Calls, Op};
 
 impl Builder {
-    /// Rows of a tile of the routed experts' products.
+    /// Returns the rows of a row tile of the routed experts' GEMMs.
     pub(crate) fn tile_rows(&self) -> usize {
         let up = self.routed(Half::Up);
         let measured = self.plan.tuning.size(Knob::TileRows);
         measured.unwrap_or_else(|| self.tiling(&up).tile_rows)
     }
 
-    /// The routed experts, from tokens to the output of each row.
+    /// Adds the routed experts, from tokens to the output of each row.
     pub(crate) fn experts(&mut self) {
         let [up, down] = [Half::Up, Half::Down].map(|half| self.tiling(&self.routed(half)));
         debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
         if !up.gather() && !self.rows_given() {
-            let few = self.few(&self.routed(Half::Up));
-            self.dispatch(if few.is_some_and(|config| config.gather()) {
-                Calls::Many
+            let decode = self.decode(&self.routed(Half::Up));
+            self.dispatch(if decode.is_some_and(|config| config.gather()) {
+                Calls::Prefill
             } else {
                 Calls::All
             });
         }
-        self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
-        self.product("grouped_gemm_down", Half::Down, None, false);
+        self.expert_gemm("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
+        self.expert_gemm("grouped_gemm_down", Half::Down, None, false);
     }
 
-    /// Whether rows are in place when experts begin.
+    /// Returns whether rows are in place when the experts begin.
     fn rows_given(&self) -> bool {
         matches!(self.part, Part::Experts { .. })
     }
 
-    /// A product of the routed experts. Those of other ranks' tokens get their rows
-    /// as they are, not from x.
+    /// Returns a GEMM of the routed experts. Rows of other ranks' tokens arrive in order, so they
+    /// are not read from x.
     pub(super) fn routed(&self, half: Half) -> GroupedGemmDesc {
         let desc = desc::routed(&self.plan.spec, half);
         GroupedGemmDesc {
@@ -46,8 +46,14 @@ impl Builder {
         }
     }
 
-    /// A product of the routed experts, or of a shared one.
-    pub(crate) fn product(&mut self, name: &str, half: Half, shared: Option<usize>, keep: bool) {
+    /// Adds a GEMM of the routed experts, or of a shared one.
+    pub(crate) fn expert_gemm(
+        &mut self,
+        name: &str,
+        half: Half,
+        shared: Option<usize>,
+        keep: bool,
+    ) {
         let spec = &self.plan.spec;
         let desc = match shared {
             None => self.routed(half),
@@ -57,16 +63,24 @@ impl Builder {
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
         let packed = format!("{owner}.{}.packed", half.name());
         let names = self.expert_names(shared);
-        let beside = match shared {
-            None => self.beside(half),
-            Some(0) if self.has_beside(half) => return,
+        let fused_shared = match shared {
+            None => self.fused_shared(half),
+            Some(0) if self.has_fused_shared(half) => return,
             Some(_) => None,
         };
-        self.gemm(name, GroupedGemmDesc { beside, ..desc }, names, packed);
+        self.gemm(
+            name,
+            GroupedGemmDesc {
+                fused_shared,
+                ..desc
+            },
+            names,
+            packed,
+        );
     }
 
-    /// A product whose matrices may be packed. Where a machine has kernels for few rows,
-    /// the product is two, each for its calls.
+    /// Adds a GEMM whose matrices may be packed. Where a machine has decode kernels, it adds two
+    /// kernels, each for its calls.
     pub(super) fn gemm(
         &mut self,
         name: &str,
@@ -74,10 +88,10 @@ impl Builder {
         mut names: Vec<(String, String)>,
         packed: String,
     ) {
-        let calls = match self.few(&desc) {
+        let calls = match self.decode(&desc) {
             Some(config) => {
-                self.few_rows(name, desc.clone(), config, &names);
-                Calls::Many
+                self.decode_gemm(name, desc.clone(), config, &names);
+                Calls::Prefill
             }
             None => Calls::All,
         };
@@ -94,7 +108,7 @@ impl Builder {
         self.step(kernel, product, &bind);
     }
 
-    /// Declares the packed weights of a product, if it has such.
+    /// Declares the packed weights of a GEMM, if it has any.
     fn declare_packed(&mut self, kernel: usize, name: &str) {
         if let Op::GroupedGemm { desc, config } = &self.plan.kernels[kernel].op
             && config.packed()
@@ -105,21 +119,21 @@ impl Builder {
         }
     }
 
-    /// A shared expert and its gate.
+    /// Adds a shared expert and its gate.
     pub(crate) fn shared(&mut self, index: usize) {
-        self.shared_products(index);
+        self.shared_gemms(index);
         self.shared_gate(index);
     }
 
-    /// A shared expert without its gate.
-    pub(crate) fn shared_products(&mut self, index: usize) {
+    /// Adds a shared expert without its gate.
+    pub(crate) fn shared_gemms(&mut self, index: usize) {
         let up = format!("grouped_gemm_up_shared_{index}");
-        self.product(&up, Half::Up, Some(index), self.keeps_hidden());
+        self.expert_gemm(&up, Half::Up, Some(index), self.keeps_hidden());
         let down = format!("grouped_gemm_down_shared_{index}");
-        self.product(&down, Half::Down, Some(index), false);
+        self.expert_gemm(&down, Half::Down, Some(index), false);
     }
 
-    /// Products of the routed experts, or of a shared one.
+    /// Adds the backward GEMMs of the routed experts, or of a shared one.
     pub(crate) fn expert_bwd(&mut self, shared: Option<usize>, has_rows: &mut bool) {
         let spec = self.plan.spec.clone();
         let suffix = shared.map_or(String::new(), |i| format!("_shared_{i}"));
@@ -150,12 +164,12 @@ impl Builder {
         self.launch(&name("wgrad_up"), up, &bind);
     }
 
-    /// Column tiles of a product that leaves parts of the weight's gradient.
+    /// Returns the column tiles of a GEMM that leaves parts of the weight's gradient.
     pub(crate) fn parts(&self, desc: &GroupedGemmDgradDesc) -> usize {
         desc.outer.div_ceil(self.tiling(desc).tile_columns)
     }
 
-    /// The same of each shared expert.
+    /// Returns [`Builder::parts`] of each shared expert.
     pub(crate) fn shared_parts(&self) -> Vec<usize> {
         if let Some(columns) = &self.sharded {
             return columns.clone();
@@ -167,21 +181,20 @@ impl Builder {
             .collect()
     }
 
-    /// As [`expert_names`], with the tensors that routed experts begin and end
-    /// with.
+    /// Returns [`expert_names`] with the tensors at both ends of the routed experts.
     fn expert_names(&self, shared: Option<usize>) -> Vec<(String, String)> {
         let mut names = expert_names(shared);
         if shared.is_none() {
             names.extend(owned(&self.around()));
-            let beside = expert_names(Some(0)).into_iter();
-            names.extend(beside.map(|(from, to)| (format!("shared_{from}"), to)));
+            let fused_shared = expert_names(Some(0)).into_iter();
+            names.extend(fused_shared.map(|(from, to)| (format!("shared_{from}"), to)));
         }
         names
     }
 }
 
-/// The tensors behind the parameters of an expert's kernels, forward and
-/// backward: those of the routed experts, or of a shared one.
+/// Returns the tensors behind the parameters of the kernels of the routed experts, or of a shared
+/// one, forward and backward.
 fn expert_names(shared: Option<usize>) -> Vec<(String, String)> {
     let mut list = Vec::new();
     let mut add = |from: &str, to: String| list.push((from.to_string(), to));

@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 
 /// `grouped_gemm_wgrad`: `grad[e] = Σ over rows of e of leftᵀ · right`, f32.
 ///
-/// Down: left is `dout`, right is `hidden`. Up: left is `dgate` and `dup`,
-/// right is `rows`. The bias gradients are sums of left over rows.
+/// Down: left is `dout`, right is `hidden`. Up: left is `dgate` and `dup`, right is `rows`. The
+/// gradient of a bias is the sum of left over rows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmWgradDesc {
-    /// Whose matrices.
+    /// The half whose matrices have the gradient.
     pub half: Half,
     /// Matrices of each kind.
     pub experts: usize,
@@ -33,20 +33,20 @@ pub struct GroupedGemmWgradDesc {
     pub bias: bool,
     /// Down: rows of left are multiplied by their weight in the bias gradient.
     pub weighted_bias: bool,
-    /// Up: right is x at the rows' tokens, so it can be read from there.
+    /// Up: right is x at the tokens of the rows, so the kernel can gather it.
     pub plain_rows: bool,
-    /// Up, dense: right is copied first, with zeros for the rows whose left is all zeros. Those
-    /// are of tokens that nothing was computed for, which may hold NaN, and 0 · NaN is no 0.
+    /// Up, dense: an entry copies right first, with zeros for the rows whose left is all zeros.
+    /// Those belong to tokens without a gradient, which may hold NaN, and 0 · NaN is NaN.
     pub clears: bool,
     /// Element type of left.
     pub left: DType,
     /// Element type of right.
     pub right: DType,
-    /// f32 factors may be rounded to TF32.
+    /// f32 operands may be rounded to TF32.
     pub tf32: bool,
 }
 
-/// Gradients of a routed half's matrices.
+/// Returns the wgrad of a routed half.
 pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmWgradDesc {
     let plain = half == Half::Up && spec.router.weight_on != WeightSite::Input;
     let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
@@ -57,7 +57,7 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmWgradDesc {
     }
 }
 
-/// Gradients of a shared half's matrices.
+/// Returns the wgrad of a shared expert's half.
 pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmWgradDesc {
     let shared = &spec.shared[index];
     let weighted = half == Half::Down && shared.gate != SharedGate::None;
@@ -86,8 +86,8 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec) -> GroupedGemmWgradDesc {
     }
 }
 
-/// `grad W = dlogitsᵀ · x`, for a projection to `width` numbers. `right` is
-/// the element type of what the router read.
+/// Returns `grad W = dlogitsᵀ · x`, for a projection to `width` numbers. `right` is the element
+/// type of the router's input.
 pub(crate) fn router(
     spec: &LayerSpec,
     width: usize,
@@ -112,7 +112,7 @@ pub(crate) fn router(
     }
 }
 
-/// `grad W = dlogitsᵀ · x` of a shared expert's gate.
+/// Returns `grad W = dlogitsᵀ · x` of a shared expert's gate.
 pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GroupedGemmWgradDesc {
     let gate = spec.shared[index].gate;
     let bias = gate == SharedGate::Residual;
@@ -123,7 +123,7 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GroupedGemmWgradDes
     }
 }
 
-/// Gradients of its matrix and bias.
+/// Returns the gradients of the matrix and bias of a projection.
 pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
     GroupedGemmWgradDesc {
         half: Half::Up,
@@ -133,8 +133,8 @@ pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
     }
 }
 
-/// Whether a call may have tokens that no routed expert computes anything for: masked ones, and
-/// those whose assignments are all dropped.
+/// Returns whether a call may have tokens that no routed expert computes anything for: masked ones,
+/// and those whose assignments are all dropped.
 fn has_empty_tokens(spec: &LayerSpec) -> bool {
     use CapacityMode::{Dropless, MaxCount};
     let r = &spec.router;
@@ -190,7 +190,7 @@ impl Operator for GroupedGemmWgradDesc {
     }
 }
 
-/// Names of the left operands, and of the matrices they give.
+/// Returns the names of the left operands, and of the matrices whose gradients they give.
 fn lefts(d: &GroupedGemmWgradDesc) -> Vec<(&'static str, &'static str)> {
     match (d.half, d.gated) {
         (Half::Down, _) => vec![("dout", "down")],
@@ -242,8 +242,8 @@ fn matrices(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
 /// Tokens that a block of [`cleared`] copies.
 const CLEARED_ROWS: usize = 16;
 
-/// Copies right, and clears what is to add nothing: once, so that the products have no
-/// condition.
+/// Returns the entry that copies right and zeroes the rows that must add nothing, once, so that the
+/// GEMMs need no condition.
 fn cleared(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     let right = format!("[tokens, {}]", d.width);
     let params = vec![

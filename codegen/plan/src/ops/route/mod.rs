@@ -1,8 +1,8 @@
-//! The routing of few tokens on a GPU: logits by blocks of a few experts each, and all
-//! that follows, selection and scan, in one block.
+//! `route`: the router of decode calls on a GPU. Its first launch computes logits, a few experts in
+//! each block; its second does selection and scan in one block.
 //!
-//! What is computed is what `gate_topk` and `expert_scan` compute, in the same order of
-//! sums, so that a token goes the same way in any company.
+//! The results are those of `gate_topk` and `expert_scan`, with the same order of sums, so a token
+//! is routed alike in every batch.
 
 mod steps;
 
@@ -11,11 +11,11 @@ pub(crate) use steps::Routed;
 use super::gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use super::params::{entry, one};
 use super::scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
-use super::{Calls, FEW_TOKENS, Machine, Op, Operator};
+use super::{Calls, DECODE_TOKENS, Machine, Op, Operator};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
 use serde::{Deserialize, Serialize};
 
-/// `route`: x `[T, d]` to ids, weights and rows, of few tokens.
+/// `route`: x `[T, d]` to ids, weights and rows, in decode calls.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RouteDesc {
     /// The gate.
@@ -27,33 +27,33 @@ pub struct RouteDesc {
 /// Tiling of `route`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RouteConfig {
-    /// Of the selection, and of how sums of logits are cut.
+    /// The tiling of the selection, and the cut of the sums of logits.
     pub gate: GateTopkConfig,
-    /// Of the scan, with as many threads.
+    /// The tiling of the scan, with as many threads.
     pub scan: Option<ExpertScanConfig>,
-    /// Of the logits, where they are a plain product.
-    pub logits: Option<FewLogits>,
+    /// The tiling of the logits, where they are a plain GEMM.
+    pub logits: Option<DecodeLogits>,
 }
 
-/// Logits of few tokens: a block owns one expert or two, and some tokens.
+/// The tiling of the logits: a block owns one expert or two, and some tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FewLogits {
+pub struct DecodeLogits {
     /// Threads per block.
     pub threads: u32,
     /// Tokens of a block.
     pub tile_tokens: usize,
     /// Experts of a block.
     pub tile_experts: usize,
-    /// Elements of the model dimension of which a block has its experts' in shared memory.
+    /// Elements of the model dimension for which a block has its experts' matrix in shared memory.
     pub panel: usize,
-    /// Parts of a sum, as `gate_logits` cuts it: element k is of part `k % 32 / (32 / parts)`.
+    /// Parts of a sum, as `gate_logits` cuts it: element k belongs to part `k % 32 / (32 / parts)`.
     pub parts: usize,
 }
 
 /// The entry that makes logits.
 const LOGITS: &str = "route_logits";
 
-/// Bytes of shared memory that a block may declare; some are left for warps that talk.
+/// Bytes of shared memory that a block may declare; the rest is for exchange between warps.
 const SHARED: usize = (48 << 10) - 1024;
 
 impl Operator for RouteDesc {
@@ -62,8 +62,8 @@ impl Operator for RouteDesc {
     fn tiling(&self, machine: Machine) -> RouteConfig {
         let gate = self.gate.tiling(machine);
         let scan = self.scan.as_ref().map(|scan| scan.tiling(machine));
-        let logits = few_logits(&self.gate, &gate);
-        let tile = FEW_TOKENS as usize;
+        let logits = decode_logits(&self.gate, &gate);
+        let tile = DECODE_TOKENS as usize;
         let scan = scan.map(|scan| ExpertScanConfig {
             threads: gate.select_threads,
             scan_threads: gate.select_threads,
@@ -74,7 +74,7 @@ impl Operator for RouteDesc {
         });
         let blocks = |config: ExpertScanConfig| {
             let tiles = self.scan.as_ref().map(|scan| scan.tiles(&config));
-            let block_tiles = tiles.map_or(0, |tiles| tiles.eval(FEW_TOKENS) as usize);
+            let block_tiles = tiles.map_or(0, |tiles| tiles.eval(DECODE_TOKENS) as usize);
             ExpertScanConfig {
                 block_tiles,
                 ..config
@@ -98,7 +98,9 @@ impl Operator for RouteDesc {
     }
 
     fn entries(&self, config: &RouteConfig) -> Vec<Entry> {
-        let logits = config.logits.map(|few| self.logits(&config.gate, few));
+        let logits = config
+            .logits
+            .map(|decode| self.logits(&config.gate, decode));
         logits.into_iter().chain(self.route(config)).collect()
     }
 
@@ -112,7 +114,7 @@ impl Operator for RouteDesc {
 }
 
 impl RouteDesc {
-    /// Whether one block can do selection and scan of few tokens.
+    /// Returns whether one block can do selection and scan of a decode call.
     fn is_one_block(&self, machine: Machine) -> bool {
         let Some(scan) = &self.scan else {
             return false;
@@ -133,7 +135,7 @@ impl RouteDesc {
         logits && counted && plain && team && fits && self.parts(&config).iter().all(is_alone)
     }
 
-    /// Shared memory of the one block: what gate and scan declare together.
+    /// Returns the shared memory of the one block: what gate and scan declare together.
     fn shared_bytes(&self, config: &RouteConfig) -> usize {
         let (Some(scan), Some(tiling)) = (&self.scan, &config.scan) else {
             return 0;
@@ -147,7 +149,7 @@ impl RouteDesc {
         4 * (per_expert * scan.routed_experts + 4)
     }
 
-    /// The entries of gate and scan whose work one block does, one after the other.
+    /// Returns the entries of gate and scan whose work one block does, one after the other.
     pub fn parts(&self, config: &RouteConfig) -> Vec<Entry> {
         let (Some(scan), Some(tiling)) = (&self.scan, &config.scan) else {
             return Vec::new();
@@ -167,43 +169,43 @@ impl RouteDesc {
         Some(entry("route", summary, params, [one(), one()], threads))
     }
 
-    fn logits(&self, gate: &GateTopkConfig, few: FewLogits) -> Entry {
+    fn logits(&self, gate: &GateTopkConfig, decode: DecodeLogits) -> Entry {
         let entries = self.gate.entries(gate).into_iter();
         let mut known = entries.filter(|entry| entry.symbol == "gate_logits");
         let mut logits = known.next().expect("few logits are those of a gate");
-        let of_experts = self.gate.experts.div_ceil(few.tile_experts);
-        let blocks = of_experts + self.gate.shared.div_ceil(few.tile_experts);
+        let of_experts = self.gate.experts.div_ceil(decode.tile_experts);
+        let blocks = of_experts + self.gate.shared.div_ceil(decode.tile_experts);
         logits.symbol = LOGITS.to_string();
-        logits.launch.threads = few.threads;
+        logits.launch.threads = decode.threads;
         logits.launch.grid = [
-            Size::Tokens.ceil_div(few.tile_tokens as u64),
+            Size::Tokens.ceil_div(decode.tile_tokens as u64),
             Size::Const(blocks as u64),
         ];
         logits
     }
 }
 
-/// Whether few tokens are one block's.
+/// Returns whether an entry has one block in every decode call.
 fn is_alone(entry: &Entry) -> bool {
-    entry.launch.blocks(FEW_TOKENS) == 1
+    entry.launch.blocks(DECODE_TOKENS) == 1
 }
 
-/// Up to so many experts have blocks of their own.
+/// The most experts that have blocks of their own.
 const LONE_EXPERTS: usize = 64;
 
 /// The most tokens of a block.
 const TILE_TOKENS: usize = 32;
 
-/// The tiling of logits that are a plain product of the tokens. A block reads its tokens
-/// once: with half the experts of a block they are read twice as often, with half the tokens
-/// the matrix is, which is less. So few experts have a block each, and more go by twos.
-fn few_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<FewLogits> {
+/// Returns the tiling of logits that are a plain GEMM of the tokens. A block reads its tokens once:
+/// with half the experts in a block tokens are read twice as often, with half the tokens the matrix
+/// is, which costs less. So few experts have a block each, and more share a block by twos.
+fn decode_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<DecodeLogits> {
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
     let parts = threads / grid;
     let tile_tokens = (threads / parts).min(TILE_TOKENS);
     let least = if d.experts <= LONE_EXPERTS { 1 } else { 2 };
-    (d.multiplies_tokens() && !d.training).then(|| FewLogits {
+    (d.multiplies_tokens() && !d.training).then(|| DecodeLogits {
         threads: (tile_tokens * parts) as u32,
         tile_tokens,
         // One block has all logits of a shared expert's gate.
@@ -213,8 +215,8 @@ fn few_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<FewLogits> {
     })
 }
 
-/// The parameters of entries that become one: each once. What is read there after it was
-/// written there is written.
+/// Returns the parameters of entries that become one, each once. A tensor that one entry writes and
+/// a later one reads is written.
 fn together(entries: &[Entry]) -> Vec<Param> {
     let mut list: Vec<Param> = Vec::new();
     for param in entries.iter().flat_map(|entry| &entry.params) {
@@ -227,7 +229,7 @@ fn together(entries: &[Entry]) -> Vec<Param> {
     list
 }
 
-/// A tensor that is read, and then written.
+/// Makes a read of `known` a read and a write if `later` writes it.
 fn widen(known: &mut Param, later: &Param) {
     let (ParamType::Tensor(dtype, Access::Read), Some((_, access))) = (known.ty, later.ty.tensor())
     else {
@@ -238,10 +240,10 @@ fn widen(known: &mut Param, later: &Param) {
     }
 }
 
-/// The calls of entries of the gate, where few tokens have a kernel of their own.
+/// Returns the calls of an entry of the gate, given the decode kernels.
 pub(crate) fn gate_calls(routed: Routed, symbol: &str) -> Calls {
     match (routed, symbol) {
-        (Routed::Whole, _) | (Routed::Logits, "gate_logits") => Calls::Many,
+        (Routed::Whole, _) | (Routed::Logits, "gate_logits") => Calls::Prefill,
         _ => Calls::All,
     }
 }

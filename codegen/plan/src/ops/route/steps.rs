@@ -1,10 +1,10 @@
-//! The launches that route few tokens.
+//! The launches that route decode calls.
 
 use super::RouteDesc;
 use crate::layer::{Bind, Builder};
 use crate::ops::{Calls, Machine, Op, Operator};
 
-/// What of the routing few tokens have kernels of their own for.
+/// The routing steps that have decode kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Routed {
     Nothing,
@@ -15,9 +15,9 @@ pub(crate) enum Routed {
 }
 
 impl Builder {
-    /// Adds what routes few tokens, where a machine has that.
-    pub(crate) fn route_few(&mut self, name: &str, mut desc: RouteDesc, bind: Bind) -> Routed {
-        if !matches!(self.machine, Machine::Gpu(_)) || !self.few {
+    /// Adds the router of decode calls, where a machine has one.
+    pub(crate) fn route_decode(&mut self, name: &str, mut desc: RouteDesc, bind: Bind) -> Routed {
+        if !matches!(self.machine, Machine::Gpu(_)) || !self.decode {
             return Routed::Nothing;
         }
         let routed = if desc.is_one_block(self.machine) {
@@ -34,7 +34,7 @@ impl Builder {
             return Routed::Nothing;
         }
         let op = Op::Route { desc, config };
-        let kernel = self.kernel_for(name, op, Calls::Few);
+        let kernel = self.kernel_for(name, op, Calls::Decode);
         self.launch_all(kernel, bind);
         routed
     }

@@ -1,7 +1,7 @@
 //! The entries of `expert_scan`.
 
 use super::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
-use crate::ops::gate::counters;
+use crate::ops::gate::rng_key_params;
 use crate::ops::params::{entry, one, slots_by, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
@@ -45,7 +45,7 @@ fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
         when(d.ranked(), slots),
         Some(d.sorted_keys(Access::Write)),
     ]);
-    let params = params.into_iter().chain(d.counters()).collect();
+    let params = params.into_iter().chain(d.rng_key_params()).collect();
     let grid = [d.sorted_items()?.ceil_div(run), one()];
     let summary = if d.ordered() {
         "sorts runs of tokens by best score"
@@ -82,7 +82,7 @@ fn count(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     entry("expert_scan_count", summary, params, grid, c.threads)
 }
 
-/// Counts of tiles become those of all tiles before.
+/// Returns the entry that turns counts of tiles into counts of all tiles before.
 fn sum(d: &ExpertScanDesc, c: &ExpertScanConfig, experts: usize) -> Entry {
     let params = vec![d.tile_counts(Access::ReadWrite), d.counts(Access::Write)];
     let columns = d.routed_experts.div_ceil(experts) as u64;
@@ -91,7 +91,7 @@ fn sum(d: &ExpertScanDesc, c: &ExpertScanConfig, experts: usize) -> Entry {
     entry("expert_scan_sum", summary, params, grid, c.scan_threads)
 }
 
-/// What `sum` does, and then what the first block of `place` does.
+/// Returns the entry that does the work of `sum`, then that of the first block of `place`.
 fn offsets(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     let head = [
         Some(d.tile_counts(Access::ReadWrite)),
@@ -134,7 +134,8 @@ fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     entry("expert_scan_place", summary, params, grid, c.threads)
 }
 
-/// A thread searches in sorted runs, or a block sorts what an expert got.
+/// Returns the entry that ranks: a thread searches in sorted runs, or a block sorts the list of an
+/// expert.
 fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     let whole = c.sort_run.is_none();
     let by_weight = whole && d.capacity.order == CapacityOrder::Probability;
@@ -152,7 +153,7 @@ fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     ];
     let to = d.kept().into_iter().chain(d.placement().map(Some));
     let params = some(head.into_iter().chain(to));
-    let drawn = whole.then(|| d.counters()).into_iter().flatten();
+    let drawn = whole.then(|| d.rng_key_params()).into_iter().flatten();
     let params = params.into_iter().chain(drawn).collect();
     let blocks = if whole {
         Size::Const(d.experts as u64)
@@ -188,12 +189,12 @@ fn renormalize(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
 }
 
 impl ExpertScanDesc {
-    /// Tokens are placed in the order of `token_order`.
+    /// Returns whether tokens are placed in the order of `token_order`.
     pub fn ordered(&self) -> bool {
         self.capacity.order == CapacityOrder::BatchPrioritized
     }
 
-    /// Assignments are ranked inside their expert by a key.
+    /// Returns whether assignments are ranked inside their expert by a key.
     pub fn ranked(&self) -> bool {
         matches!(
             self.capacity.order,
@@ -201,12 +202,12 @@ impl ExpertScanDesc {
         )
     }
 
-    /// There is a capacity at all.
+    /// Returns whether there is a capacity.
     pub fn limited(&self) -> bool {
         self.capacity.mode != CapacityMode::Dropless
     }
 
-    /// Rows of `tile_counts`.
+    /// Returns the rows of `tile_counts`.
     pub fn tiles(&self, c: &ExpertScanConfig) -> Size {
         let by_token = self.capacity.order == CapacityOrder::TokenMajor;
         match c.tile {
@@ -216,7 +217,7 @@ impl ExpertScanDesc {
         }
     }
 
-    /// What is sorted where an order needs keys: tokens or assignments.
+    /// Returns the number of items that an order sorts, tokens or assignments; `None` without keys.
     pub fn sorted_items(&self) -> Option<Size> {
         match self.capacity.order {
             CapacityOrder::BatchPrioritized => Some(Size::Tokens),
@@ -227,9 +228,9 @@ impl ExpertScanDesc {
         }
     }
 
-    /// What the random order depends on.
-    fn counters(&self) -> impl Iterator<Item = Param> {
-        self.drawn.then(counters).into_iter().flatten()
+    /// Returns the parameters of the random order.
+    fn rng_key_params(&self) -> impl Iterator<Item = Param> {
+        self.drawn.then(rng_key_params).into_iter().flatten()
     }
 
     fn sorted_keys(&self, access: Access) -> Param {
@@ -241,7 +242,7 @@ impl ExpertScanDesc {
         Param::tensor("sorted_keys", I64, access, items)
     }
 
-    /// Where a block sorts a whole list: its items, and as much room again.
+    /// Returns the scratch of a block that sorts a whole list: its items, and as much room again.
     fn sort_items(&self) -> Param {
         let shape = if self.ordered() {
             "[2, tokens]"
@@ -272,7 +273,7 @@ impl ExpertScanDesc {
         Param::tensor("counts", I64, access, format!("[{}]", self.routed_experts))
     }
 
-    /// What follows from the counts of all tokens.
+    /// Returns the results that follow from the counts of all tokens.
     fn edges(&self) -> [Option<Param>; 5] {
         let bounded = self.capacity.mode == CapacityMode::Bounded;
         let lists = self.per_expert("bucket_offsets", I64, Access::Write);
@@ -285,7 +286,7 @@ impl ExpertScanDesc {
         ]
     }
 
-    /// The scalar that the capacity follows from.
+    /// Returns the scalar that sets the capacity.
     fn row_limit(&self) -> Option<Param> {
         when(self.capacity.has_factor(), Param::i64("row_limit"))
     }
@@ -294,8 +295,8 @@ impl ExpertScanDesc {
         Param::tensor(name, dtype, access, format!("[{}]", self.experts + 1))
     }
 
-    /// Where the lists of the experts go. The kernel that ranks in sorted runs
-    /// marks what is in no list; the one that sorts a list sees only that list.
+    /// Returns the lists of the experts. The kernel that ranks in sorted runs marks assignments in
+    /// no list; the kernel that sorts a list sees only that list.
     fn listing(&self, c: &ExpertScanConfig) -> Vec<Option<Param>> {
         let per_slot = format!("[tokens, {}]", self.top_k);
         let marks = c.sort_run.is_none();
@@ -306,7 +307,7 @@ impl ExpertScanDesc {
         ]
     }
 
-    /// Where the rows of each expert are, and how many it may have.
+    /// Returns the first row of each expert, and the rows that it may have.
     fn kept(&self) -> [Option<Param>; 2] {
         [
             Some(self.per_expert("offsets", I64, Access::Read)),
@@ -314,7 +315,7 @@ impl ExpertScanDesc {
         ]
     }
 
-    /// Where the results of placement go.
+    /// Returns the results of placement.
     fn placement(&self) -> [Param; 3] {
         let per_slot = format!("[tokens, {}]", self.top_k);
         [

@@ -39,11 +39,11 @@ pub struct ExpertScanConfig {
     pub threads: u32,
     /// Threads of a block that sums over all tiles.
     pub scan_threads: u32,
-    /// What is counted and placed together.
+    /// The assignments that are counted and placed together.
     pub tile: ScanTile,
     /// Tiles per block of the count and place kernels.
     pub block_tiles: usize,
-    /// Who counts it.
+    /// The kernel that counts them.
     pub counted_by: CountedBy,
     /// Experts whose counts a block sums over all tiles, before every block that
     /// places sums over the experts for itself; `None` where one block does both.
@@ -60,14 +60,14 @@ pub struct ExpertScanConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScanTile {
-    /// So many assignments.
+    /// A fixed number of assignments.
     Assignments(usize),
-    /// Those of so many tokens: all of them in token-major order, otherwise
-    /// those in one slot.
+    /// The assignments of so many tokens: all of them in token-major order, otherwise those in one
+    /// slot.
     Tokens(usize),
 }
 
-/// Who counts the assignments of each tile.
+/// The kernel that counts the assignments of each tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CountedBy {
@@ -77,7 +77,7 @@ pub enum CountedBy {
     Gate,
 }
 
-/// The scan of the routed experts.
+/// Returns the scan of the routed experts.
 fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
     ExpertScanDesc {
         experts: spec.shape.experts,
@@ -115,10 +115,10 @@ impl Operator for ExpertScanDesc {
     }
 }
 
-/// Rows of a tile of products, until a plan puts in those of its own.
+/// Rows of a row tile of the GEMMs, until a plan sets its own.
 const TILE_ROWS: usize = 64;
 
-/// Counters that a block of the scan keeps: 47 KB.
+/// RngKey that a block of the scan keeps: 47 KB.
 const SCAN_COUNTERS: usize = 12032;
 
 /// Experts of a block that sums: 32 bytes of a row of counts.
@@ -160,10 +160,9 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
     }
 }
 
-/// The scalar `row_limit` of `expert_scan`, for a factor by Tutel's
-/// formula. From zero on it is the rows of an expert, `K·int(f·ceil(T/E))`; below
-/// zero `!limit` are the most, and an expert has the largest count where that is
-/// less. `align` is applied to both on the device.
+/// Returns the scalar `row_limit` of `expert_scan`, for a factor by Tutel's formula. A value of
+/// zero or more is the rows of an expert, `K·int(f·ceil(T/E))`. Below zero `!limit` is the most,
+/// and an expert has the largest count if that is less. The device applies `align` to both.
 pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
     let share = tokens.div_ceil(spec.shape.experts as u64) as f64;
     let rows = spec.shape.top_k as i64 * (factor.abs() * share) as i64;
@@ -174,8 +173,8 @@ pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
     }
 }
 
-/// How many rows an expert takes at most of those of one rank with so many tokens, for a
-/// factor; `None` where it takes all.
+/// Returns the most rows that an expert takes from one rank with so many tokens, for a factor;
+/// `None` if it takes all.
 pub fn most_rows(spec: &LayerSpec, factor: f64, tokens: u64) -> Option<u64> {
     let capacity = &spec.capacity;
     let rows = match capacity.mode {

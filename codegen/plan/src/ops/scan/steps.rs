@@ -53,8 +53,7 @@ pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -
 }
 
 impl Builder {
-    /// Where every assignment goes. The scan lists the row tiles of the routed
-    /// experts' products, so their heights agree.
+    /// Adds the scan. It lists the row tiles of the routed experts' GEMMs, so their heights agree.
     pub(crate) fn scan(&mut self, routed: Routed) {
         let desc = self.scan_desc();
         let config = ExpertScanConfig {
@@ -62,14 +61,14 @@ impl Builder {
             ..desc.tiling(self.machine)
         };
         let calls = match routed {
-            Routed::Whole => Calls::Many,
+            Routed::Whole => Calls::Prefill,
             Routed::Logits | Routed::Nothing => Calls::All,
         };
         let kernel = self.kernel_for("expert_scan", desc.with(config), calls);
         self.launch_all(kernel, &[]);
     }
 
-    /// The scan of this pass.
+    /// Returns the scan of this pass.
     pub(crate) fn scan_desc(&self) -> ExpertScanDesc {
         expert_scan(&self.plan.spec, self.trains())
     }

@@ -29,8 +29,8 @@ fn per_expert(d: &GateTopkBwdDesc) -> String {
     format!("[tokens, {}]", d.gate.experts)
 }
 
-/// Logits as the selection saw them, and where losses need it without noise
-/// and what the scale of learned noise comes from.
+/// Returns the logits as selection saw them, and where losses need them those without noise and the
+/// input of the learned noise scale.
 fn all_logits(d: &GateTopkBwdDesc) -> [Option<Param>; 3] {
     let of = |name: &str| Param::read(name, F32, per_expert(d));
     [

@@ -1,5 +1,5 @@
 //! `gate_topk_bwd`: auxiliary losses, and the gradients of logits, of scales and of
-//! what comes before the router's product.
+//! the input of the router's GEMM.
 
 mod entries;
 mod steps;
@@ -23,9 +23,9 @@ pub struct GateTopkBwdDesc {
     /// The probabilities of losses are the scores divided by their sum, not a
     /// softmax of the logits.
     pub normalized_scores: bool,
-    /// What the losses sum over tokens, a row `[E]` each.
+    /// The sums of the losses over tokens, a row `[E]` each.
     pub sums: Vec<LossSum>,
-    /// What the losses leave for backward, a row `[E]` each.
+    /// The slopes that the losses leave for backward, a row `[E]` each.
     pub slopes: Vec<LossSlope>,
     /// Tokens of a sequence where a loss says so.
     pub sequence_length: Option<usize>,
@@ -37,19 +37,19 @@ pub struct GateTopkBwdDesc {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossSum {
-    /// Of probabilities.
+    /// Probabilities.
     Probability,
     /// First choices.
     First,
     /// All choices.
     Chosen,
-    /// Of the softmax of logits without noise.
+    /// The softmax of logits without noise.
     Importance,
-    /// Of the chance that this softmax passes the smallest chosen logit.
+    /// The chance that this softmax passes the smallest chosen logit.
     Load,
-    /// Of the softmax over the chosen logits.
+    /// The softmax over the chosen logits.
     Share,
-    /// Of the chance to be chosen with noise drawn anew.
+    /// The chance to be chosen with noise drawn again.
     Chance,
 }
 
@@ -57,19 +57,19 @@ pub enum LossSum {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossSlope {
-    /// By a token's probability.
+    /// The derivative by a token's probability.
     Probability,
     /// On `sequence_slopes`; the same for each expert.
     Sequence,
     /// On `logsumexp · softmax`; the same for each expert.
     Z,
-    /// By what [`LossSum::Importance`] sums.
+    /// The derivative by the terms of [`LossSum::Importance`].
     Importance,
-    /// By what [`LossSum::Load`] sums.
+    /// The derivative by the terms of [`LossSum::Load`].
     Load,
-    /// By what [`LossSum::Share`] sums.
+    /// The derivative by the terms of [`LossSum::Share`].
     Share,
-    /// By what [`LossSum::Chance`] sums.
+    /// The derivative by the terms of [`LossSum::Chance`].
     Chance,
 }
 
@@ -94,33 +94,33 @@ impl GateTopkBwdDesc {
         self.losses.iter().any(|loss| kinds.contains(&loss.kind))
     }
 
-    /// Whether a loss is over sequences.
+    /// Returns whether a loss is over sequences.
     pub fn sequences(&self) -> bool {
         self.has(&[LossKind::Sequence])
     }
 
-    /// Whether a loss is a sum over all tokens.
+    /// Returns whether a loss is a sum over all tokens.
     pub fn over_tokens(&self) -> bool {
         !self.sums.is_empty() || self.has(&[LossKind::Z])
     }
 
-    /// Whether a loss is divided by the tokens that have a choice.
+    /// Returns whether a loss is divided by the tokens that have a choice.
     pub fn counts_tokens(&self) -> bool {
         use LossKind::{Gshard, GshardAll, Switch, Z};
         self.has(&[Switch, Gshard, GshardAll, Z])
     }
 
-    /// Whether a loss compares logits with and without noise.
+    /// Returns whether a loss compares logits with and without noise.
     pub fn noisy(&self) -> bool {
         self.losses.iter().any(|loss| loss.kind.needs_noise())
     }
 
-    /// Whether there are logits, hence `dlogits`.
+    /// Returns whether there are logits, hence `dlogits`.
     pub fn logits(&self) -> bool {
         self.gate.logits != Logits::None
     }
 
-    /// Whether the router reads tokens divided by their root mean square.
+    /// Returns whether the router reads tokens divided by their root mean square.
     pub fn rms_scaled(&self) -> bool {
         self.logits() && self.gate.router.input == RouterInput::RmsScaled
     }
@@ -155,7 +155,7 @@ impl GateTopkBwdDesc {
     }
 }
 
-/// `None` where nothing flows back into a router.
+/// Returns the desc; `None` if no gradient flows back into a router.
 pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
     let gate = gate_topk(spec, true)?;
     if !routed_back(spec) && !spec.router.expert_scale {
@@ -175,7 +175,7 @@ pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
     Some(desc.with_rows())
 }
 
-/// Whether the gate's weights have a gradient towards the router.
+/// Returns whether the gate's weights have a gradient towards the router.
 pub(crate) fn routed_back(spec: &LayerSpec) -> bool {
     spec.has_logits() && spec.router.kind != RouterKind::External
 }

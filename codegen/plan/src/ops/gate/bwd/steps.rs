@@ -11,7 +11,7 @@ use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, LossKind, RouterInput, RouterKind, SharedGate};
 use std::slice::from_ref;
 
-/// Parameters that are called otherwise than their tensors.
+/// Parameters whose tensors have another name.
 const NAMES: [(&str, &str); 18] = [
     ("logits", "router.logits"),
     ("dlogits", "grad.router.logits"),
@@ -33,7 +33,7 @@ const NAMES: [(&str, &str); 18] = [
     ("router_dx", "router.dx"),
 ];
 
-/// Those of the losses, and scratch of the way back.
+/// Returns the tensors of the losses, and the scratch of their backward pass.
 pub(crate) fn tensors(spec: &LayerSpec, machine: Machine) -> Vec<TensorPlan> {
     let Some(desc) = gate_topk_bwd(spec) else {
         return Vec::new();
@@ -90,7 +90,7 @@ fn loss_name(kind: LossKind) -> String {
 }
 
 impl Builder {
-    /// The auxiliary losses, in the forward pass.
+    /// Adds the auxiliary losses to the forward pass.
     pub(crate) fn losses(&mut self) {
         if self.plan.spec.losses.is_empty() {
             return;
@@ -104,8 +104,8 @@ impl Builder {
         }
     }
 
-    /// From the gradient of `topk_weights` to those of the router's tensors
-    /// and to its part of dx.
+    /// Adds the steps from the gradient of `topk_weights` to those of the router's tensors and to
+    /// its part of dx.
     pub(crate) fn gate_bwd(&mut self) {
         if let Some(desc) = gate_topk_bwd(&self.plan.spec) {
             let logits = desc.gate.logits != Logits::None;
@@ -124,7 +124,7 @@ impl Builder {
                 ],
             );
             if logits {
-                self.router_products();
+                self.router_gemms();
                 self.noise_bwd();
             }
             self.gate_steps(kernel, &["gate_input_scale_bwd", "gate_rms_bwd"]);
@@ -133,7 +133,7 @@ impl Builder {
         self.shared_gates_bwd();
     }
 
-    /// A step for each of these entries that the kernel has.
+    /// Adds a step for each of these entries that the kernel has.
     fn gate_steps(&mut self, kernel: usize, symbols: &[&str]) {
         let renamed = NAMES.map(|(from, to)| (from.to_string(), to.to_string()));
         let losses = self.plan.spec.losses.iter().map(|loss| {
@@ -155,9 +155,9 @@ impl Builder {
         }
     }
 
-    /// The projection to logits, or before the cosine: `router.dx` and the
+    /// Adds the GEMMs of the projection to logits, or before the cosine: `router.dx` and the
     /// gradients of matrix and bias.
-    fn router_products(&mut self) {
+    fn router_gemms(&mut self) {
         let spec = self.plan.spec.clone();
         let (matrix, rows, width) = match (spec.router.kind, spec.router.projection_dim) {
             (RouterKind::Cosine, Some(width)) => {

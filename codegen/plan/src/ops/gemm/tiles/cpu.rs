@@ -1,64 +1,62 @@
-//! Products on CPUs.
+//! Tilings of CPU GEMMs.
 
 use crate::ops::Core;
 use crate::ops::gemm::*;
 use moesaic_kernel::{CpuIsa, DType};
 
-/// Rows of a GEMM tile: enough that weights are packed and read from memory
-/// seldom; with what is packed their sums are a part of a second-level cache.
+/// Rows of a block. So many rows seldom repack weights or read them again from memory, and with the
+/// packed weights their sums fill a part of a second-level cache.
 const TILE_ROWS: usize = 384;
 
-/// As [`TILE_ROWS`], for AMX tiles, which have the rows in scratch, too, in a
-/// second-level cache of [`AMX_L2_BYTES`].
+/// [`TILE_ROWS`] for AMX tiles, which also have the rows in scratch, in a second-level cache of
+/// [`AMX_L2_BYTES`].
 const AMX_TILE_ROWS: usize = 320;
 const AMX_L2_BYTES: usize = 2 << 20;
 
-/// Columns of a block of a forward product, of gate and up together, and words of
-/// its depth: what is as wide as this copies its rows seldom enough, and what is as
-/// deep keeps few sums.
+/// Columns of a forward block, of gate and up together, and words of its depth. Wide blocks seldom
+/// copy their rows again; deep blocks keep few sums.
 const FORWARD_COLUMNS: usize = 512;
 const FORWARD_DEPTH: usize = 512;
 
-/// A call of few tokens has fewer columns a block, of gate and up together, as long
-/// as there would be fewer blocks than this: a thread each, and some to even out, on
-/// the CPUs with most cores. A block reads its weights once, whatever its width.
-const FEW_COLUMNS: usize = 128;
+/// Columns of a block in decode calls, of gate and up together, which have narrower blocks while
+/// there would be fewer blocks than this: one for each thread, and some for balance, on the CPUs
+/// with most cores. A block reads its weights once, whatever its width.
+const DECODE_COLUMNS: usize = 128;
 const ENOUGH_BLOCKS: usize = 256;
 
-/// The most tokens that are few: with more, copying the rows for each block counts.
-const MOST_FEW: usize = 16;
+/// The largest decode call. With more tokens, copying the rows for each narrow block costs time.
+const MAX_DECODE_TOKENS: usize = 16;
 
 /// Columns that dgrad and wgrad pack together.
 const BLOCK_COLUMNS: usize = 256;
 
-/// Columns of such a block are a multiple of this: of every NR.
+/// A multiple of every NR; columns of a backward block are a multiple of it.
 const COLUMN_STEP: usize = 64;
 
-/// Words of depth of a panel: the first of them that fits. With the sums of a block,
-/// twice the panels of all columns are 896 or 576 KiB. A cache that is nearly full is at the
-/// mercy of where the pages lie: 192 words, 768 of 1024 KiB, were as fast as 96 at best.
+/// Words of depth of a panel: the first that fits. With the sums of a block, twice the panels of
+/// all columns are 896 or 576 KiB. A cache that is nearly full depends on where pages lie: 192
+/// words, 768 of 1024 KiB, were at best as fast as 96.
 const DEPTHS: [usize; 2] = [256, 96];
 
-/// Words of depth that a block of AMX tiles has in scratch: with the rows of a tile
-/// about half of a second-level cache of 2 MiB.
+/// Words of depth that an AMX block has in scratch: with the rows of a tile about half of a
+/// second-level cache of 2 MiB.
 const AMX_DEPTH: usize = 1024;
 
 impl Core {
-    /// [`FORWARD_DEPTH`] or [`FORWARD_COLUMNS`], or less, so that the rows of a
-    /// block stay in cache, or as many of its sums: three quarters of a second-level
-    /// cache.
+    /// Returns [`FORWARD_DEPTH`] or [`FORWARD_COLUMNS`], or less, so that the rows of a block stay
+    /// in cache, or as many of its sums: three quarters of a second-level cache.
     fn forward(self, most: usize) -> usize {
         most.min(self.caches.l2_bytes() * 3 / 4 / (4 * TILE_ROWS))
     }
 
-    /// [`BLOCK_COLUMNS`], or fewer, so that twice their panels and their sums are three
+    /// Returns [`BLOCK_COLUMNS`], or fewer, so that twice their panels and their sums are three
     /// quarters of a second-level cache.
     fn block_columns(self, depth: usize) -> usize {
         columns_in(self.caches.l2_bytes() * 3 / 4, TILE_ROWS + 2 * depth)
     }
 
-    /// One of [`DEPTHS`], so that a panel leaves room in a first-level
-    /// cache, and panels of all columns in a second-level cache.
+    /// Returns one of [`DEPTHS`], so that a panel leaves room in a first-level cache, and panels of
+    /// all columns in a second-level cache.
     fn depth(self, left: DType, right: DType) -> usize {
         let [deep, shallow] = DEPTHS;
         let room = self.block_columns(deep) == BLOCK_COLUMNS;
@@ -69,13 +67,13 @@ impl Core {
         }
     }
 
-    /// Whether a panel so deep leaves room in a first-level cache.
+    /// Returns whether a panel so deep leaves room in a first-level cache.
     fn panel_fits(self, depth: usize, left: DType, right: DType) -> bool {
         let (_, nr) = micro_kernel(self.isa, left, right);
         depth * nr * 4 < self.caches.l1_bytes()
     }
 
-    /// Words of a slice of rows of wgrad: [`WGRAD_DEPTH`], or half of it.
+    /// Returns the words of a slice of rows of wgrad: [`WGRAD_DEPTH`], or half of it.
     fn wgrad_depth(self, left: DType, right: DType) -> usize {
         if self.panel_fits(WGRAD_DEPTH, left, right) {
             WGRAD_DEPTH
@@ -84,59 +82,59 @@ impl Core {
         }
     }
 
-    /// Columns that wgrad packs together, so that twice their panels are five eighths of a
-    /// second-level cache; rows of most experts are one slice, which keeps no sums.
+    /// Returns the columns that wgrad packs together, so that twice their panels are five eighths
+    /// of a second-level cache; rows of most experts are one slice, which keeps no sums.
     fn wgrad_columns(self) -> usize {
         columns_in(self.caches.l2_bytes() * 5 / 8, 2 * WGRAD_DEPTH)
     }
 
-    /// Rows of a matrix in a block of wgrad: as many columns of the left factor stay
-    /// in cache for all panels. [`TILE_ROWS`], or their share of a smaller second-level
-    /// cache than [`WGRAD_L2_BYTES`].
+    /// Returns the rows of a matrix in a block of wgrad: as many columns of the left operand stay
+    /// in cache for all panels. [`TILE_ROWS`], or their share of a smaller second-level cache than
+    /// [`WGRAD_L2_BYTES`].
     fn wgrad_rows(self) -> usize {
         let l2 = self.caches.l2_bytes().min(WGRAD_L2_BYTES);
         TILE_ROWS * l2 / WGRAD_L2_BYTES
     }
 
-    /// Rows that AMX tiles have in scratch, of `rows` in a cache of [`AMX_L2_BYTES`].
+    /// Returns the rows that AMX tiles have in scratch, of `rows` in a cache of [`AMX_L2_BYTES`].
     fn scratch_rows(self, rows: usize) -> usize {
         let share = rows * self.caches.l2_bytes() / AMX_L2_BYTES;
         (share / AMX_NR * AMX_NR).clamp(AMX_NR, rows)
     }
 }
 
-/// Columns of the right factor of a weight's gradient: a slice of the left one
-/// is read from memory once for all of them.
+/// Columns of the right operand of a weight gradient. A block reads a slice of the left operand
+/// from memory once for all of them.
 const WGRAD_COLUMNS: usize = 1024;
 
-/// Words of a slice of an expert's rows. Sums of several slices go through memory
-/// between them: of 256 rows, give or take a few, f32 has one.
+/// Words of a slice of an expert's rows. Sums of several slices go through memory in between; about
+/// 256 rows of f32 are one slice.
 const WGRAD_DEPTH: usize = 288;
 
-/// A second-level cache that has [`TILE_ROWS`] columns of the left factor beside two
-/// panels, of as many rows as an expert mostly has.
+/// A second-level cache that holds [`TILE_ROWS`] columns of the left operand and two panels, for as
+/// many rows as an expert mostly has.
 const WGRAD_L2_BYTES: usize = 1 << 20;
 
-/// Bytes at the start of a thread's scratch memory: what is packed for its next block.
+/// Bytes at the start of a thread's scratch memory: the state of packing for its next block.
 const SCRATCH_HEAD: usize = 64;
 
-/// Columns of the right factor where there is one matrix only, as a router's:
-/// more blocks, so that more threads share the pass over all tokens.
+/// Columns of the right operand for a single matrix, such as a router: smaller blocks let more
+/// threads share the pass over all tokens.
 const DENSE_COLUMNS: usize = 128;
 
-/// Likewise, where the matrix has few rows. With more rows the narrow panel
-/// costs more than that brings.
+/// [`DENSE_COLUMNS`] for a matrix of few rows. With more rows the narrow panel costs more than the
+/// extra threads gain.
 const NARROW_COLUMNS: usize = 64;
 const FEW_ROWS: usize = 32;
 
-/// Depth counts 32-bit words.
+/// Returns the tiling of a forward GEMM. Depth counts 32-bit words.
 pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let matrices = d.matrices();
     if has_tiles(core.isa, d.weights, d.activations) {
         return tiles(d, matrices, core);
     }
     let (thread_rows, nr) = micro_kernel(core.isa, d.weights, d.activations);
-    // A gated product has gate and up side by side in a panel.
+    // A gated GEMM has gate and up side by side in a panel.
     let thread_columns = nr / matrices;
     let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
@@ -147,7 +145,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
     };
-    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
@@ -158,17 +156,17 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         family: GemmFamily::Vectors(CpuGemm {
             gather: d.plain_rows && !d.dense,
             packed: true,
-            few_tokens,
-            few_columns,
+            decode_tokens,
+            decode_columns,
             shared_bytes: (4 * (rows + sums + panel)) as u32,
         }),
     }
 }
 
-/// How many tokens are few, and the columns of a block then; zeros where blocks are
-/// enough or narrow as they are.
-fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
-    let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
+/// Returns the largest decode call and the columns of its blocks; zeros where there are enough
+/// blocks already, or none would be narrower.
+fn decode(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
+    let decode_columns = (DECODE_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
     let column_tiles = d.outer.div_ceil(tile_columns);
     let row_tiles = |tokens: usize| {
         if d.dense {
@@ -178,17 +176,17 @@ fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usiz
         }
     };
     let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
-    let few_tokens = (1..=MOST_FEW).take_while(lacks).count();
-    if few_columns < tile_columns && few_tokens > 0 {
-        (few_tokens, few_columns)
+    let decode_tokens = (1..=MAX_DECODE_TOKENS).take_while(lacks).count();
+    if decode_columns < tile_columns && decode_tokens > 0 {
+        (decode_tokens, decode_columns)
     } else {
         (0, 0)
     }
 }
 
-/// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
-/// which stay in scratch; where they do not fit whole, sums are there too, and a
-/// block has more columns.
+/// Returns the tiling for AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same
+/// rows, which stay in scratch. If they do not fit whole, sums are in scratch too, and a block has
+/// more columns.
 fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig {
     let tile_rows = core.scratch_rows(AMX_TILE_ROWS);
     let thread_columns = AMX_NR / matrices;
@@ -201,7 +199,7 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         1 => 0,
         _ => tile_rows * tile_columns * matrices,
     };
-    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
         threads: 1,
         tile_rows,
@@ -212,8 +210,8 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         family: GemmFamily::Tiles(CpuGemm {
             gather: d.plain_rows && !d.dense,
             packed: true,
-            few_tokens,
-            few_columns,
+            decode_tokens,
+            decode_columns,
             shared_bytes: (SCRATCH_HEAD + 4 * (rows + sums + panel)) as u32,
         }),
     }
@@ -222,39 +220,39 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
 /// Words of depth are a multiple of this: whole vectors of every width.
 const DEPTH_STEP: usize = 16;
 
-/// 32-bit words that a sum of `inner` products goes over.
+/// Returns the 32-bit words of a contraction over `inner` elements.
 fn words(isa: CpuIsa, inner: usize, left: DType, right: DType) -> usize {
     let pairs = isa.bf16_pairs() && (left, right) == (DType::Bf16, DType::Bf16);
     if pairs { inner.div_ceil(2) } else { inner }
 }
 
-/// Columns of so many words each that fit into so many bytes, up to [`BLOCK_COLUMNS`].
+/// Returns the columns of so many words each that fit into so many bytes, up to [`BLOCK_COLUMNS`].
 fn columns_in(bytes: usize, words: usize) -> usize {
     let columns = bytes / (4 * words);
     (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
 }
 
-/// How many slices of a depth of so many words, each of at most so many, and the
-/// words of one; all but the last are equal, and that is nearly as deep.
+/// Returns the number of slices of a depth, each of at most `most` words, and the words of one. All
+/// but the last are equal, and the last is nearly as deep.
 fn even_slices(words: usize, most: usize) -> (usize, usize) {
     let slices = words.div_ceil(most);
     let each = words.div_ceil(slices).next_multiple_of(DEPTH_STEP);
     (slices, each)
 }
 
-/// Whether AMX tiles multiply factors of these types.
+/// Returns whether AMX tiles multiply operands of these types.
 fn has_tiles(isa: CpuIsa, left: DType, right: DType) -> bool {
     (isa, left, right) == (CpuIsa::Amx, DType::Bf16, DType::Bf16)
 }
 
-/// Rows and columns of the sums that vector registers hold; some are left for
-/// operands. AVX-512 multiplies by a word that it repeats from memory, so many
-/// rows cost no registers, and the panel is read for twice as many of them.
+/// Returns the rows and columns of the sums that vector registers hold; the rest of the registers
+/// is for operands. AVX-512 broadcasts a word from memory within the multiplication, so many rows
+/// cost no registers, and a load of the panel serves twice as many of them.
 ///
-/// BFMMLA has a square of two rows by two columns in a register. 12 rows by 8
-/// columns are 24 of 32, and 4 have the columns: what is left takes one pair of rows
-/// after the other. Four of depth load 10 vectors for 24 products, 8 by 8 load 8 for
-/// 16, and neither gcc 12 nor clang 20 spills. Chosen by that count, never timed.
+/// BFMMLA has a square of two rows by two columns in a register. 12 rows by 8 columns are 24 of 32
+/// registers, and 4 have the columns; the rest takes one pair of rows after the other. Four of
+/// depth load 10 vectors for 24 instructions, 8 by 8 load 8 for 16, and neither gcc 12 nor clang 20
+/// spills. The size was chosen by that count and never timed.
 fn micro_kernel(isa: CpuIsa, left: DType, right: DType) -> (usize, usize) {
     let quads = isa.bf16_quads() && (left, right) == (DType::Bf16, DType::Bf16);
     let (rows, vectors) = match isa {
@@ -293,16 +291,16 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     }
 }
 
-/// Panels of the weights, and of activations, that are packed together, since lines that
-/// lie side by side are read together. There is room for twice as many.
+/// Panels of the weights, and of activations, that are packed together, because adjacent lines are
+/// read together. Scratch has room for twice as many.
 const AMX_DGRAD_PANELS: usize = 2;
 const AMX_WGRAD_PANELS: usize = 4;
 
 /// Rows and columns of the sums of four AMX tiles.
 const AMX_NR: usize = 32;
 
-/// The rows of a block stay in scratch whole, where they fit, for all columns;
-/// otherwise a slice of them, and all sums.
+/// Returns the AMX tiling of a dgrad. If the rows of a block fit, they stay in scratch whole for
+/// all columns; otherwise a slice of them does, and all sums.
 fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     let tile_rows = core.scratch_rows(AMX_TILE_ROWS);
     let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
@@ -328,8 +326,8 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     }
 }
 
-/// A tile is a piece of a matrix; depth counts words of rows, few enough that a panel
-/// of the right factor stays in cache.
+/// Returns the tiling of a wgrad. A tile is a part of a matrix; depth counts words of rows, few
+/// enough that a panel of the right operand stays in cache.
 pub fn wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     if has_tiles(core.isa, d.left, d.right) {
         return wgrad_tiles(d, core);
@@ -365,7 +363,8 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     }
 }
 
-/// A slice of the left factor stays in scratch while all columns of a block go by.
+/// Returns the AMX tiling of a wgrad. A slice of the left operand stays in scratch while the block
+/// goes over all columns.
 fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     const DEPTH: usize = 256;
     const HEIGHT: usize = 768;
@@ -383,7 +382,7 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     }
 }
 
-/// A backward product with so many words in memory of the thread's own.
+/// Returns the CPU fields of a backward GEMM with so many words of scratch.
 fn scratch(words: usize) -> CpuGemm {
     CpuGemm {
         shared_bytes: (SCRATCH_HEAD + 4 * words) as u32,

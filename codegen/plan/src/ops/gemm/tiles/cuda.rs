@@ -3,7 +3,7 @@
 mod mma;
 mod wgmma;
 
-use super::{simt_product, simt_wgrad};
+use super::{simt_one_matrix, simt_wgrad};
 use crate::ops::gemm::*;
 use moesaic_kernel::{CudaArch, DType};
 
@@ -17,12 +17,12 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch) -> GroupedGemmConfig {
         .unwrap_or_else(|| simt(d, tile_rows))
 }
 
-pub fn few(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
-    mma::few(d, arch, tile_rows)
+pub fn decode(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
+    mma::decode(d, arch, tile_rows)
 }
 
-/// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
-/// this reads only what the two share, whichever family each of them gets.
+/// Returns the rows of a tile. The scan lists row tiles once for both halves of a layer, so this
+/// reads only what the halves share, whichever family each of them has.
 fn tile_rows(d: &GroupedGemmDesc, arch: CudaArch) -> usize {
     // At 4096 tokens the mean expert then fills one tile of 128, or two.
     let share = match arch.capability {
@@ -37,13 +37,13 @@ fn tile_rows(d: &GroupedGemmDesc, arch: CudaArch) -> usize {
     }
 }
 
-/// Whether rows and matrices are of one 16-bit type.
+/// Returns whether rows and matrices have one 16-bit type.
 fn is_half(d: &GroupedGemmDesc) -> bool {
     d.weights == d.activations && matches!(d.weights, DType::F16 | DType::Bf16)
 }
 
-/// Gate and up columns share a thread: eight rows by eight columns of sums each
-/// way.
+/// Returns the SIMT tiling. Gate and up columns share a thread: eight rows by eight columns of sums
+/// either way.
 fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
     let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
@@ -57,15 +57,15 @@ fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
     }
 }
 
-/// Row tiles are those of the forward pass.
+/// Returns the tiling of a dgrad, with the row tiles of the forward pass.
 pub fn dgrad(d: &GroupedGemmDgradDesc, arch: CudaArch) -> GroupedGemmConfig {
     let tile_rows = tile_rows(&d.forward(), arch);
     wgmma::dgrad(d, arch, tile_rows)
         .or_else(|| mma::dgrad(d, arch, tile_rows))
-        .unwrap_or_else(|| simt_product(tile_rows))
+        .unwrap_or_else(|| simt_one_matrix(tile_rows))
 }
 
-/// A tile is a piece of a matrix; depth counts rows.
+/// Returns the tiling of a wgrad. A tile is a part of a matrix; depth counts rows.
 pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> GroupedGemmConfig {
     wgmma::wgrad(d, arch)
         .or_else(|| mma::wgrad(d, arch))

@@ -1,4 +1,4 @@
-//! How products are tiled: one file per kind of machine, the same functions in
+//! The choice of a tiling for each GEMM: one file per kind of machine, with the same functions in
 //! each.
 
 mod cpu;
@@ -10,7 +10,7 @@ use super::{GemmFamily, GroupedGemmConfig};
 use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc};
 use crate::ops::{Gpu, Machine};
 
-/// Of a forward product.
+/// Returns the tiling of a forward GEMM.
 pub(super) fn forward(d: &GroupedGemmDesc, machine: Machine) -> GroupedGemmConfig {
     match machine {
         Machine::Cpu(core) => cpu::forward(d, core),
@@ -19,21 +19,21 @@ pub(super) fn forward(d: &GroupedGemmDesc, machine: Machine) -> GroupedGemmConfi
     }
 }
 
-/// Of a forward product with few rows, in row tiles of so many; `None` where that of many
-/// serves.
-pub(super) fn few(
+/// Returns the tiling of a decode kernel with these row tiles; `None` where the kernel of larger
+/// calls serves.
+pub(super) fn decode(
     d: &GroupedGemmDesc,
     machine: Machine,
     tile_rows: usize,
 ) -> Option<GroupedGemmConfig> {
     match machine {
-        Machine::Gpu(Gpu::Cuda(arch)) => cuda::few(d, arch, tile_rows),
-        Machine::Gpu(Gpu::Rocm(arch)) => rocm::few(d, arch),
+        Machine::Gpu(Gpu::Cuda(arch)) => cuda::decode(d, arch, tile_rows),
+        Machine::Gpu(Gpu::Rocm(arch)) => rocm::decode(d, arch),
         Machine::Cpu(_) => None,
     }
 }
 
-/// Of dgrad, with the row tiles of the forward pass.
+/// Returns the tiling of a dgrad, with the row tiles of the forward pass.
 pub(super) fn dgrad(d: &GroupedGemmDgradDesc, machine: Machine) -> GroupedGemmConfig {
     match machine {
         Machine::Cpu(core) => cpu::dgrad(d, core),
@@ -42,7 +42,7 @@ pub(super) fn dgrad(d: &GroupedGemmDgradDesc, machine: Machine) -> GroupedGemmCo
     }
 }
 
-/// Of wgrad: a tile is a piece of a matrix; depth counts rows.
+/// Returns the tiling of a wgrad: a tile is a part of a matrix, and depth counts rows.
 pub(super) fn wgrad(d: &GroupedGemmWgradDesc, machine: Machine) -> GroupedGemmConfig {
     match machine {
         Machine::Cpu(core) => cpu::wgrad(d, core),
@@ -51,9 +51,9 @@ pub(super) fn wgrad(d: &GroupedGemmWgradDesc, machine: Machine) -> GroupedGemmCo
     }
 }
 
-/// The ordinary family's tiling of one matrix's product: eight rows by eight
-/// columns of sums per thread.
-fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
+/// Returns the SIMT tiling of a GEMM with one matrix: eight rows by eight columns of sums per
+/// thread.
+fn simt_one_matrix(tile_rows: usize) -> GroupedGemmConfig {
     GroupedGemmConfig {
         threads: 128,
         tile_rows,
@@ -65,8 +65,8 @@ fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
     }
 }
 
-/// The ordinary family's tiling of a product over rows. The gradients of gate
-/// and up share a thread, each with half of its sums.
+/// Returns the SIMT tiling of a wgrad. The gradients of gate and up share a thread, each with half
+/// of its sums.
 fn simt_wgrad(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
     let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
@@ -75,6 +75,6 @@ fn simt_wgrad(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
         family: GemmFamily::Simt {
             gather: d.plain_rows && !d.dense,
         },
-        ..simt_product(64)
+        ..simt_one_matrix(64)
     }
 }

@@ -1,16 +1,16 @@
-//! Registers of a thread, counted: a tile that asks for more than there are is taken
-//! smaller. Compilers use what is free as they please, so that a count says less than what
-//! they report; rooms are set by what they were seen to spill.
+//! An estimate of the registers of a thread, by which a tile that would spill is made smaller.
+//! Compilers use free registers as they please, so a kernel's report may show more than this count;
+//! the limits come from spills that compilers reported.
 
-/// What a thread holds while it makes results of its sums.
+/// The registers of a thread in its epilogue.
 pub(super) struct Held {
     /// f32 sums.
     pub sums: usize,
-    /// Factors of one step.
+    /// Registers of the fragments of one step.
     pub factors: usize,
-    /// Rows of which it keeps the address.
+    /// Rows whose address a thread keeps.
     pub addresses: usize,
-    /// Rows of which it keeps the weight, and where the weight is.
+    /// Rows whose weight a thread keeps, with the address of the weight.
     pub weights: usize,
 }
 
@@ -20,8 +20,8 @@ impl Held {
     }
 }
 
-/// The most columns, by halves, from `most` to `least`, with which a thread holds no more
-/// than there is room for; the least, if none is small enough.
+/// Returns the most columns, halved from `most` down to `least`, with which a thread stays within
+/// `room`; `least` if none does.
 pub(super) fn widest(
     [least, most]: [usize; 2],
     room: usize,

@@ -1,6 +1,6 @@
 //! Tilings for AMD GPUs.
 
-use super::{simt_product, simt_wgrad};
+use super::{simt_one_matrix, simt_wgrad};
 use crate::ops::gemm::*;
 use moesaic_kernel::{DType, RocmArch};
 use moesaic_spec::Activation;
@@ -13,15 +13,15 @@ pub fn forward(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     }
 }
 
-/// What multiplies.
+/// The instructions that multiply.
 enum Unit {
     Simt,
     Mfma,
     Wmma,
 }
 
-/// Which unit multiplies factors of these types: by types and architecture
-/// alone, so that both halves of a layer get the same one.
+/// Returns the instructions for operands of these types. Types and architecture alone decide, so
+/// that both halves of a layer get the same ones.
 fn unit([a, b]: [DType; 2], arch: RocmArch) -> Unit {
     let half = matches!(a, DType::F16 | DType::Bf16);
     match arch.name {
@@ -32,16 +32,16 @@ fn unit([a, b]: [DType; 2], arch: RocmArch) -> Unit {
     }
 }
 
-/// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
-/// this reads only what the two share.
+/// Returns the rows of a tile. The scan lists row tiles once for both halves of a layer, so this
+/// reads only what the halves share.
 fn tile_rows(d: &GroupedGemmDesc) -> usize {
     // At 4096 tokens the mean expert then fills a tile of 128.
     let busy = 32 * d.top_k >= d.experts;
     if busy { 128 } else { 64 }
 }
 
-/// Two by two waves. A row of shared memory is 128 bytes where two blocks fit
-/// on a compute unit so, or nearly; gfx950 has 160 KB, the others 64.
+/// Returns the MFMA tiling: two by two waves. A line of LDS is 128 bytes where two blocks then fit
+/// on a compute unit, or nearly; gfx950 has 160 KB, the others 64.
 fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     let tile_rows = tile_rows(d);
     let row_bytes = match (arch.name, tile_rows) {
@@ -59,26 +59,26 @@ fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     }
 }
 
-/// A product of few rows: a block is a wave, which reads a few columns' weights from end to
-/// end. It multiplies as waves of the kernel for many rows do, in the same row tiles, and has
-/// as many lines of weights as one product takes.
-pub fn few(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
+/// Returns the tiling of a decode kernel. A block is a wave, which reads the weights of a few
+/// columns end to end. It multiplies as a wave of the kernel of larger calls, in the same row
+/// tiles, and owns as many lines of weights as one instruction takes.
+pub fn decode(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
     let many = forward(d, arch);
     let GemmFamily::Mfma { gather } = many.family else {
         return None;
     };
-    // Waves of 64 rows have the larger product.
+    // Waves of 64 rows have the larger instruction.
     let lines = if many.thread_rows >= 64 { 32 } else { 16 };
     Some(GroupedGemmConfig {
         threads: arch.wave,
         tile_columns: lines / d.matrices(),
         thread_columns: lines / d.matrices(),
-        family: GemmFamily::MfmaFew { gather },
+        family: GemmFamily::MfmaDecode { gather },
         ..many
     })
 }
 
-/// Waves of 32 rows, two side by side.
+/// Returns the WMMA tiling: waves of 32 rows, two side by side.
 fn wmma(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     let tile_rows = tile_rows(d);
     let gather = d.plain_rows && !d.dense;
@@ -92,8 +92,8 @@ fn wmma(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     }
 }
 
-/// What both families of matrix units share: 128 columns of a block, half of
-/// them up where there is a gate, and a wave has 64 of them.
+/// Returns what both families on matrix cores share: a block has 128 columns, half of them up where
+/// there is a gate, and a wave 64.
 fn matrix(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     GroupedGemmConfig {
         tile_columns: 128 / d.matrices(),
@@ -102,8 +102,8 @@ fn matrix(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     }
 }
 
-/// Gate and up columns share a thread: eight rows by eight columns of sums each
-/// way.
+/// Returns the SIMT tiling. Gate and up columns share a thread: eight rows by eight columns of sums
+/// either way.
 fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     GroupedGemmConfig {
         threads: 128,
@@ -116,8 +116,8 @@ fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     }
 }
 
-/// Row tiles are those of the forward pass; there is
-/// one matrix at a time, so a wave has 64 columns of it.
+/// Returns the tiling of a dgrad, with the row tiles of the forward pass. It has one matrix at a
+/// time, so a wave has 64 columns of it.
 pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
     let one_matrix = GroupedGemmDesc {
         gated: false,
@@ -126,23 +126,23 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
     let chosen = forward(&one_matrix, arch);
     let crowded = d.half == Half::Down && is_long(&d.nonlinearity.activation);
     match chosen.family {
-        GemmFamily::Simt { .. } => simt_product(chosen.tile_rows),
-        GemmFamily::Wmma { .. } if crowded => simt_product(chosen.tile_rows),
+        GemmFamily::Simt { .. } => simt_one_matrix(chosen.tile_rows),
+        GemmFamily::Wmma { .. } if crowded => simt_one_matrix(chosen.tile_rows),
         _ => chosen,
     }
 }
 
-/// Values of an expression and its slope from which on `wmma` may have no registers for them:
-/// clang 22 was seen to spill with products of eleven functions, and with none of 29 drawn
-/// expressions of 61 to 64 values, of which one took all 256.
+/// The values of an expression and its slope from which on WMMA may lack registers for them. clang
+/// 22 spilled for products of eleven functions, and for none of 29 drawn expressions of 61 to 64
+/// values, one of which took all 256.
 const LONG: usize = 64;
 
 fn is_long(activation: &Activation) -> bool {
     matches!(activation, Activation::Custom(expression) if expression.nodes().len() > LONG)
 }
 
-/// A tile is a piece of a matrix; depth counts rows.
-/// With a gate it is half as high, and there are two of it.
+/// Returns the tiling of a wgrad. A tile is a part of a matrix; depth counts rows. With a gate a
+/// block has two tiles of half the height.
 pub fn wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGemmConfig {
     let gather = d.plain_rows && !d.dense;
     let (thread_rows, family) = match unit([d.left, d.right], arch) {

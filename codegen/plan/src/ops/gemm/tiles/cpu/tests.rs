@@ -1,4 +1,4 @@
-//! Blocks for each class of caches.
+//! Tests of blocks for each class of caches.
 
 use super::*;
 use crate::{CacheClass, LayerPlan, Op, PlanOptions, Step, Training, plan};
@@ -13,7 +13,7 @@ const TARGETS: [&str; 6] = [
     "cpu:neonbf16",
 ];
 
-/// Larger than any block.
+/// Returns a layer larger than any block.
 fn spec(dtype: DType) -> LayerSpec {
     let text = r#"{"shape":{"model_dim":4096,"hidden_dim":3072,"experts":64,"top_k":2}}"#;
     let mut spec: LayerSpec = serde_json::from_str(text).unwrap();
@@ -50,7 +50,7 @@ fn has_tiles(c: &GroupedGemmConfig) -> bool {
     matches!(c.family, GemmFamily::Tiles(_))
 }
 
-/// Columns of all matrices of a block.
+/// Returns the columns of all matrices of a block.
 fn columns(op: &Op, c: &GroupedGemmConfig) -> usize {
     match op {
         Op::GroupedGemm { desc: d, .. } => c.tile_columns * d.matrices(),
@@ -101,11 +101,11 @@ fn few_tokens_have_blocks_for_many_threads() {
             assert!(blocks(1) >= 64, "{what}");
             let cpu = c.family.cpu().unwrap();
             // Small caches have narrow blocks for any number of tokens.
-            if cpu.few_tokens > 0 {
-                assert!(cpu.few_columns < c.tile_columns, "{what}");
-                assert_eq!(cpu.few_columns % c.thread_columns, 0, "{what}");
+            if cpu.decode_tokens > 0 {
+                assert!(cpu.decode_columns < c.tile_columns, "{what}");
+                assert_eq!(cpu.decode_columns % c.thread_columns, 0, "{what}");
                 assert!(
-                    blocks(cpu.few_tokens) > blocks(cpu.few_tokens + 1),
+                    blocks(cpu.decode_tokens) > blocks(cpu.decode_tokens + 1),
                     "{what}"
                 );
             }

@@ -10,12 +10,12 @@ use crate::ops::gemm::tiles::registers::{Held, widest};
 use crate::ops::gemm::{GemmFamily, GroupedGemmConfig};
 use moesaic_kernel::{CudaArch, DType};
 
-/// Bytes of a row of a tile in shared memory: all banks once.
+/// Bytes of a row of a tile in shared memory; they span all banks once.
 const LINE: usize = 128;
 
-/// Two warps share the rows and two the columns; four of f32, where a product
-/// needs more registers. `None` for types and shapes that the family does not
-/// take.
+/// Returns the tiling of a forward GEMM; `None` for types and shapes that the family does not take.
+/// Two warps share the rows and two the columns; for f32 four, because an f32 GEMM needs more
+/// registers.
 pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
     if !takes(d, arch) {
         return None;
@@ -55,38 +55,37 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
     })
 }
 
-/// Lines of weights that a warp of the kernel for few rows reads: the left factor of a
-/// product.
-const FEW_LINES: usize = 16;
+/// Lines of weights that a warp of the decode kernel reads: the A operand of an mma.
+const DECODE_LINES: usize = 16;
 
-/// Memory in which a warp of that kernel has weights and rows under way: ten stages of
-/// [`FEW_LINES`] and eight lines. docs/kernels/grouped_gemm.md has the sum.
-const FEW_RING: usize = 10 * (FEW_LINES + 8) * LINE;
+/// Pipeline of a warp of the decode kernel: ten stages of [`DECODE_LINES`] lines of weights and
+/// eight of rows. docs/kernels/grouped_gemm.md compares it with latency times bandwidth.
+const DECODE_PIPELINE_BYTES: usize = 10 * (DECODE_LINES + 8) * LINE;
 
-/// A product of few rows: a block is a warp, which reads a few columns' weights from end to
-/// end.
-pub fn few(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
+/// Returns the tiling of a decode kernel: a block is a warp, which reads the weights of a few
+/// columns end to end.
+pub fn decode(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
     takes(d, arch).then(|| GroupedGemmConfig {
         threads: WARP,
         tile_rows,
-        tile_columns: FEW_LINES / d.matrices(),
+        tile_columns: DECODE_LINES / d.matrices(),
         tile_depth: LINE / d.weights.size(),
         thread_rows: 8,
-        thread_columns: FEW_LINES / d.matrices(),
-        family: GemmFamily::MmaFew {
+        thread_columns: DECODE_LINES / d.matrices(),
+        family: GemmFamily::MmaDecode {
             gather: d.plain_rows && !d.dense,
-            shared_bytes: FEW_RING as u32,
+            shared_bytes: DECODE_PIPELINE_BYTES as u32,
             tf32: d.tf32,
         },
     })
 }
 
-/// What there is for [`Held`] of a thread's 255 registers. With 128 sums, weights of rows
-/// and an error function NVRTC 13 spills 20 bytes of 192; of 176 none, whatever else is
-/// done.
+/// The limit for [`Held`] out of a thread's 255 registers. With 128 sums, weights of rows and an
+/// error function NVRTC 13 spills 20 bytes at 192, and nothing at 176, whatever else a kernel does.
 const ROOM: usize = 184;
 
-/// What a thread of so many warps holds whose warp owns so many rows and columns.
+/// Returns the registers of a thread, in a block of so many warps whose warp owns so many rows and
+/// columns.
 fn held(d: &GroupedGemmDesc, [rows, columns]: [usize; 2], warps: usize) -> Held {
     let columns = columns * d.matrices();
     // An f32 is two factors.
@@ -110,16 +109,16 @@ fn held(d: &GroupedGemmDesc, [rows, columns]: [usize; 2], warps: usize) -> Held 
     }
 }
 
-/// Whether the matrix units take this product: one type on both sides, and
-/// rows that 4-byte copies divide.
+/// Returns whether the family takes this GEMM: one type in both operands, and rows that 4-byte
+/// copies divide.
 fn takes(d: &GroupedGemmDesc, arch: CudaArch) -> bool {
     let whole = (d.inner * d.weights.size()).is_multiple_of(4);
     fast(d.weights, d.tf32, arch) && d.weights == d.activations && whole
 }
 
-/// Whether products of a type are faster than ordinary ones. An f32 product is
-/// three on the matrix unit, unless the spec allows one of rounded factors; three
-/// pay only where those of tf32 are many times faster than f32.
+/// Returns whether tensor cores are faster than CUDA cores for a type. An f32 GEMM is three
+/// products of tf32, unless the spec allows one of rounded operands; three pay only where tf32 is
+/// many times faster than f32.
 fn fast(dtype: DType, tf32: bool, arch: CudaArch) -> bool {
     match dtype {
         DType::F32 if !tf32 => matches!(arch.capability, 80 | 90 | 100 | 103),
@@ -127,8 +126,8 @@ fn fast(dtype: DType, tf32: bool, arch: CudaArch) -> bool {
     }
 }
 
-/// As many stages, up to four, as leave room for two blocks on a
-/// multiprocessor; for one block where two would not have two stages each.
+/// Returns the number of stages: as many, up to four, as let two blocks share a multiprocessor, or
+/// one block where two would have less than two stages each.
 fn stages(stage: usize, arch: CudaArch) -> usize {
     let limit = shared_limit(arch);
     let two = (limit / 2 - 1024) / stage;
@@ -136,7 +135,7 @@ fn stages(stage: usize, arch: CudaArch) -> usize {
     fit.clamp(2, 4)
 }
 
-/// Bytes of shared memory that a block can have.
+/// Returns the shared memory in bytes that a block can have.
 fn shared_limit(arch: CudaArch) -> usize {
     let kilobytes = match arch.capability {
         80 | 87 => 163,

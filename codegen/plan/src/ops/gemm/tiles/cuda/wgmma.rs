@@ -25,17 +25,17 @@ const BARRIER: usize = 8;
 /// Dynamic shared memory that a block of sm_90 can have.
 const SHARED: usize = 227 << 10;
 
-/// Most stages: more would not hide more.
-const MOST_STAGES: usize = 6;
+/// The most stages. More would hide no more latency.
+const MAX_STAGES: usize = 6;
 
-/// Whether there is `wgmma`, which no later architecture has.
+/// Returns whether the architecture has `wgmma`, which no later one has.
 pub fn is_hopper(arch: CudaArch) -> bool {
     arch.capability == 90 && arch.suffix == Some('a')
 }
 
-/// A warpgroup per 64 rows that multiplies, and one that loads. `None` for
-/// types and shapes that `wgmma` or the copy engine do not take: rows have to be
-/// multiples of 16 bytes.
+/// Returns the tiling of a forward GEMM; `None` for types and shapes that `wgmma` or TMA do not
+/// take, such as rows that are no multiple of 16 bytes. A block has a producer warpgroup and a
+/// consumer warpgroup for each 64 rows.
 pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
     if !is_hopper(arch) || !is_half(d) || !d.inner.is_multiple_of(8) {
         return None;
@@ -43,42 +43,44 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
     let matrices = if d.gated { 2 } else { 1 };
     let most = most_sums(d) * WARPGROUP / WARPGROUP_ROWS / matrices;
     let tile_columns = d.outer.next_power_of_two().clamp(64, most);
-    let longest = d.beside.map_or(d.inner, |shared| d.inner.max(shared.inner));
-    let ring = Ring {
+    let longest = d
+        .fused_shared
+        .map_or(d.inner, |shared| d.inner.max(shared.inner));
+    let pipeline = Pipeline {
         left: tile_rows,
         right: matrices * tile_columns,
-        corners: tile_rows * LINE,
+        epilogue_bytes: tile_rows * LINE,
         slices: longest.div_ceil(TILE_DEPTH),
     };
-    let mut config = ring.config(tile_rows, tile_columns);
+    let mut config = pipeline.config(tile_rows, tile_columns);
     if let GemmFamily::Wgmma { gather, .. } = &mut config.family {
         *gather = d.plain_rows && !d.dense;
     }
     Some(config)
 }
 
-/// Sums of a thread, which has 168 registers: 128 leave room for an epilogue,
-/// 64 also for one that adds biases and keeps what it adds them to.
+/// Returns the most sums of a thread, which has 168 registers. 128 leave room for an epilogue, 64
+/// for one that also adds biases and keeps the result for backward.
 fn most_sums(d: &GroupedGemmDesc) -> usize {
     if d.keep && d.bias { 64 } else { 128 }
 }
 
-/// What lies in shared memory.
-struct Ring {
-    /// Lines of the left factors in a stage; a warpgroup multiplies 64.
+/// The contents of shared memory.
+struct Pipeline {
+    /// Lines of the left operands in a stage; a warpgroup multiplies 64.
     left: usize,
-    /// Lines of the right factors in a stage.
+    /// Lines of the right operands in a stage.
     right: usize,
-    /// Bytes of what the epilogue writes through.
-    corners: usize,
+    /// Bytes of the epilogue tiles.
+    epilogue_bytes: usize,
     /// Steps along the inner dimension.
     slices: usize,
 }
 
-impl Ring {
+impl Pipeline {
     fn config(&self, tile_rows: usize, tile_columns: usize) -> GroupedGemmConfig {
         let stage = (self.left + self.right) * LINE;
-        let (stages, shared_bytes) = stages(stage, self.corners, self.slices);
+        let (stages, shared_bytes) = stages(stage, self.epilogue_bytes, self.slices);
         GroupedGemmConfig {
             threads: (WARPGROUP + self.left / WARPGROUP_ROWS * WARPGROUP) as u32,
             tile_rows,
@@ -95,12 +97,14 @@ impl Ring {
     }
 }
 
-/// As many stages as fit and are used, and the bytes of all shared memory: a
-/// struct whose size, like its address, is a multiple of 1024.
-fn stages(stage: usize, corners: usize, slices: usize) -> (usize, u32) {
+/// Returns the number of stages, as many as fit and have a use, and the bytes of all shared memory:
+/// a struct whose size, like its address, is a multiple of 1024.
+fn stages(stage: usize, epilogue_bytes: usize, slices: usize) -> (usize, u32) {
     let each = stage + 2 * BARRIER;
-    let stages = ((SHARED - corners) / each).min(slices).min(MOST_STAGES);
-    let bytes = stages * each + corners;
+    let stages = ((SHARED - epilogue_bytes) / each)
+        .min(slices)
+        .min(MAX_STAGES);
+    let bytes = stages * each + epilogue_bytes;
     (stages, bytes.next_multiple_of(1024) as u32)
 }
 
@@ -169,7 +173,7 @@ mod tests {
         );
     }
 
-    /// A ring longer than the inner dimension would only take memory.
+    /// More stages than slices would only take memory.
     #[test]
     fn stages_are_as_many_as_slices() {
         for (d, stages) in [(8, 1), (64, 1), (72, 2), (200, 4), (256, 4), (320, 4)] {

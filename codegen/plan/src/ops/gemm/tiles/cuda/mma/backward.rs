@@ -1,4 +1,4 @@
-//! Tilings of backward products by `mma.sync`.
+//! Tilings of backward GEMMs by `mma.sync`.
 
 use super::super::WARP;
 use super::{LINE, fast, stages};
@@ -8,8 +8,8 @@ use moesaic_kernel::{CudaArch, DType};
 /// Lines of a slice whose lines are steps of the contraction.
 const DEPTH: usize = 32;
 
-/// Two warps share the rows. `None` for types and shapes that the family does
-/// not take.
+/// Returns the tiling of a dgrad; `None` for types and shapes that the family does not take. Two
+/// warps share the rows.
 pub fn dgrad(
     d: &GroupedGemmDgradDesc,
     arch: CudaArch,
@@ -48,8 +48,8 @@ pub fn dgrad(
     })
 }
 
-/// Two warps share the rows, gate and up where there are both. `None` for types
-/// and shapes that the family does not take.
+/// Returns the tiling of a wgrad; `None` for types and shapes that the family does not take. Two
+/// warps share the rows, gate and up where there are both.
 pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<GroupedGemmConfig> {
     let (dtype, size) = (d.left, d.left.size());
     let widths = [d.height, d.width];
@@ -83,15 +83,15 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<GroupedGemmConf
     })
 }
 
-/// Whether `bytes` divide rows of both widths, whose elements have `size`.
+/// Returns whether `bytes` divide rows of both widths, whose elements have `size`.
 fn divide(widths: [usize; 2], size: usize, bytes: usize) -> bool {
     widths
         .iter()
         .all(|width| (width * size).is_multiple_of(bytes))
 }
 
-/// Two warps share the columns; of f32, whose products need more registers, as
-/// many as it takes.
+/// Returns the columns of a warp. Two warps share the columns; for f32, which needs more registers,
+/// as many as it takes.
 fn warp_columns(dtype: DType, tile_columns: usize) -> usize {
     match dtype {
         DType::F32 => 32,

@@ -1,0 +1,146 @@
+//! `comm_cast`: the kernels that convert rows to and from the communication dtype.
+
+use super::copies::{COPY_THREADS, row_tiling};
+use super::params::{entry, one, slots_by, some, when};
+use super::{Machine, Op, Operator};
+use crate::mesh::CommDtype;
+use moesaic_kernel::DType::{self, F32, I32, I64};
+use moesaic_kernel::{Access, Entry, Param};
+use serde::{Deserialize, Serialize};
+
+/// Values that share one FP8 scale; a team of threads converts them together.
+const SPAN: usize = 128;
+
+/// `comm_cast`: converts the rows of a tensor `[R, width]` that a list names to packed rows in
+/// the communication dtype, and back. [`CommCastDesc::row_bytes`] has the layout of a packed row.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommCastDesc {
+    /// What rows are between nodes; not [`CommDtype::Unchanged`].
+    pub comm_dtype: CommDtype,
+    /// Values of a row.
+    pub width: usize,
+    /// Element type of the rows.
+    pub rows: DType,
+}
+
+/// The tiling of `comm_cast`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommCastConfig {
+    /// Threads per block.
+    pub threads: u32,
+    /// Rows per block.
+    pub tile_rows: usize,
+    /// Adjacent threads that share 128 values of a row.
+    pub team: u32,
+}
+
+impl CommCastDesc {
+    /// Returns the bytes of a packed row, a multiple of 16.
+    ///
+    /// ```text
+    /// f16, bf16   values [width], zeros
+    /// fp8         codes u8 [width], zeros to a multiple of 4,
+    ///             scales f32 [ceil(width / 128)], zeros
+    /// ```
+    pub fn row_bytes(&self) -> usize {
+        let used = match self.comm_dtype {
+            CommDtype::Unchanged => self.width * self.rows.size(),
+            CommDtype::F16 | CommDtype::Bf16 => 2 * self.width,
+            CommDtype::Fp8 => {
+                let scales = self.width.div_ceil(SPAN) * F32.size();
+                self.width.next_multiple_of(F32.size()) + scales
+            }
+        };
+        used.next_multiple_of(16)
+    }
+
+    /// Returns whether the kernels count values beyond the range of the dtype. Only f16 has a range
+    /// that finite values of a layer leave.
+    pub fn counts(&self) -> bool {
+        self.comm_dtype == CommDtype::F16
+    }
+}
+
+impl Operator for CommCastDesc {
+    type Config = CommCastConfig;
+
+    fn tiling(&self, machine: Machine) -> CommCastConfig {
+        match machine {
+            Machine::Cpu(_) => on_cpu(),
+            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+        }
+    }
+
+    fn with(self, config: CommCastConfig) -> Op {
+        Op::CommCast { desc: self, config }
+    }
+
+    fn entries(&self, config: &CommCastConfig) -> Vec<Entry> {
+        entries(self, config)
+    }
+}
+
+fn on_cpu() -> CommCastConfig {
+    CommCastConfig {
+        threads: 1,
+        tile_rows: 64,
+        team: 1,
+    }
+}
+
+/// Returns the tiling for a GPU. A thread converts as many values as one memory access moves, and
+/// at least four, because FP8 codes are stored a 4-byte word at a time whatever the width.
+fn on_gpu(d: &CommCastDesc, wave: u32) -> CommCastConfig {
+    let (tile_rows, _) = row_tiling(d.width, d.rows, wave);
+    let widest = 16 / d.rows.size();
+    let pack = (1 << d.width.trailing_zeros()).min(widest);
+    CommCastConfig {
+        threads: COPY_THREADS,
+        tile_rows,
+        team: (SPAN / pack.max(4)) as u32,
+    }
+}
+
+fn entries(d: &CommCastDesc, c: &CommCastConfig) -> Vec<Entry> {
+    let (rows, words) = (format!("[rows, {}]", d.width), d.row_bytes() / I32.size());
+    let packed = format!("[tokens, {words}]");
+    let blocks = format!("[ceil(tokens / {})]", c.tile_rows);
+    let grid = || [slots_by(1, c.tile_rows as u64), one()];
+    let places = || Param::read("places", I32, "[tokens]");
+    let pack = some([
+        Some(Param::read("rows", d.rows, &rows)),
+        Some(places()),
+        Some(Param::write("packed", I32, &packed)),
+        when(d.counts(), Param::write("counts", I32, &blocks)),
+    ]);
+    let count = vec![
+        Param::read("counts", I32, &blocks),
+        Param::tensor("saturated", I64, Access::ReadWrite, "[1]"),
+    ];
+    let unpack = vec![
+        Param::read("packed", I32, &packed),
+        places(),
+        Param::write("rows", d.rows, &rows),
+    ];
+    let summary = "converts rows to the communication dtype";
+    let mut list = vec![entry("comm_cast_pack", summary, pack, grid(), c.threads)];
+    if d.counts() {
+        let summary = "adds up the counts of saturated values";
+        list.push(entry(
+            "comm_cast_count",
+            summary,
+            count,
+            [one(), one()],
+            c.threads,
+        ));
+    }
+    let summary = "converts packed rows back to the dtype of the layer";
+    list.push(entry(
+        "comm_cast_unpack",
+        summary,
+        unpack,
+        grid(),
+        c.threads,
+    ));
+    list
+}

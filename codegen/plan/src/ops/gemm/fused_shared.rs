@@ -1,0 +1,56 @@
+//! The fused shared expert: its GEMMs run in the launches of the routed experts.
+
+use super::{FusedShared, GroupedGemmConfig, GroupedGemmDesc, Half, desc};
+use crate::layer::{Builder, Part};
+use crate::ops::Op;
+
+impl Builder {
+    /// Returns the first shared expert, if its GEMM can run in the routed experts' launch with
+    /// unchanged results. That holds on GPUs with decode kernels, for the decode kernels and for
+    /// those of larger calls, which take the same types and widths.
+    pub(super) fn fused_shared(&self, half: Half) -> Option<FusedShared> {
+        let spec = &self.plan.spec;
+        if self.part != Part::Whole || spec.shared.is_empty() || spec.latent.is_some() {
+            return None;
+        }
+        let (routed, shared) = (self.routed(half), desc::shared(spec, half, 0));
+        let configs = [&routed, &shared].map(|desc| self.decode(desc));
+        let [Some(of_routed), Some(of_shared)] = configs else {
+            return None;
+        };
+        // Down reads what up has written.
+        let is_there = match half {
+            Half::Up => of_routed.gather(),
+            Half::Down => self.has_fused_shared(Half::Up),
+        };
+        let alike = !routed.weighted && routed.bias == shared.bias;
+        let together = is_there
+            && alike
+            && pack_bytes(&routed) == pack_bytes(&shared)
+            && multiplied(&of_routed) == multiplied(&of_shared);
+        together.then_some(FusedShared {
+            inner: shared.inner,
+            outer: shared.outer,
+        })
+    }
+
+    /// Returns whether the plan fuses the first shared expert.
+    pub(super) fn has_fused_shared(&self, half: Half) -> bool {
+        let is_it = |op: &Op| match op {
+            Op::GroupedGemm { desc, .. } => desc.half == half && desc.fused_shared.is_some(),
+            _ => false,
+        };
+        self.plan.kernels.iter().any(|kernel| is_it(&kernel.op))
+    }
+}
+
+/// Returns the logarithms of the bytes, up to 16, in which rows and results move. A kernel has one
+/// length for each.
+fn pack_bytes(d: &GroupedGemmDesc) -> [u32; 2] {
+    [d.inner, d.outer].map(|width| (width * d.weights.size()).trailing_zeros().min(4))
+}
+
+/// Returns what decides the order of sums and the lines of a block.
+fn multiplied(config: &GroupedGemmConfig) -> [usize; 3] {
+    [config.thread_rows, config.tile_columns, config.tile_depth]
+}
