@@ -1,5 +1,5 @@
-//! Simulators: the targets `sim:*`, one simulator per vendor of GPUs and one
-//! for instruction sets of other CPUs.
+//! Simulators behind the targets `sim:*`: one per GPU vendor, and one for instruction sets of other
+//! CPUs.
 
 use moesaic_emulated::{EmulatedCompiler, EmulatedDevice};
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
@@ -10,7 +10,7 @@ use moesaic_toolchain::{Kind, Registry};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// A simulated device of this architecture, on as many threads of the host.
+/// Opens a simulated device of this architecture on `threads` host threads.
 pub(crate) fn device(
     arch: SimArch,
     threads: Option<usize>,
@@ -35,7 +35,7 @@ pub(crate) fn device(
     }
 }
 
-/// The compiler of a simulator.
+/// Returns the compiler of a simulator.
 pub(crate) fn compiler(
     arch: SimArch,
     registry: &Registry,

@@ -1,12 +1,12 @@
-//! Random valid specs for tests, also those of other crates.
+//! Random valid specs, for the tests of this and other crates.
 //!
 //! Not part of the public promise.
 
 use crate::*;
 use moesaic_kernel::DType;
 
-/// Random numbers that depend on a seed and a counter only, so that a failing
-/// seed is all a test has to print.
+/// A random generator that depends on a seed and a counter only, so a failing test needs to print
+/// just its seed.
 #[derive(Clone, Debug)]
 pub struct Counter {
     seed: u64,
@@ -14,7 +14,7 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// A stream of its own for every seed.
+    /// Starts an independent stream for each seed.
     pub fn new(seed: u64) -> Counter {
         Counter {
             seed: mix(seed),
@@ -22,7 +22,7 @@ impl Counter {
         }
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.drawn += 1;
         mix(self
@@ -30,40 +30,39 @@ impl Counter {
             .wrapping_add(self.drawn.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// A number from `least` to `most`, both included.
+    /// Returns a number from `least` to `most`, both included.
     pub fn between(&mut self, least: usize, most: usize) -> usize {
         least + (self.bits() % (most - least + 1) as u64) as usize
     }
 
-    /// True once in `n` draws.
+    /// Returns true once in `n` draws on average.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.bits().is_multiple_of(n)
     }
 
-    /// A number from `low` to below `high`.
+    /// Returns a number from `low` to below `high`.
     pub fn real(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// One of the choices.
+    /// Returns one of the choices.
     pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
         choices[self.between(0, choices.len() - 1)].clone()
     }
 }
 
-/// The finishing steps of splitmix64.
+/// Applies the finishing steps of splitmix64.
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// A random valid spec, the same for the same seed.
+/// Returns a random valid spec, always the same for one seed.
 ///
-/// Widths are 1 to 97, experts 1 to 64 and `top_k` anything from 1 to all of
-/// them. Seeds together reach every key and every word of the schema, and the
-/// pairs of them that go together (`schema/reached.rs`). One spec in eight has
-/// different types for weights and activations.
+/// Widths are 1 to 97, experts 1 to 64, and `top_k` is anything from 1 to all of them. Together,
+/// seeds reach every key and every word of the schema, and all pairs that go together
+/// (`schema/reached.rs`). One spec in eight has different types for weights and activations.
 pub fn sample(seed: u64) -> LayerSpec {
     let mut rng = Counter::new(seed);
     let rng = &mut rng;
@@ -95,9 +94,9 @@ pub fn sample(seed: u64) -> LayerSpec {
     spec
 }
 
-/// What a call says beside its tokens, and what looks at more than a token's
-/// own order of logits. What else a layer has does not depend on that, but for
-/// what expert choice excludes.
+/// Draws the inputs of a call beside its tokens, and selections that look at more than one token's
+/// order of logits. The layer's other draws do not depend on these, except where expert choice
+/// excludes something.
 fn guidance(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut Counter::new(seed ^ 0x9d1d_a9ce);
     let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
@@ -120,7 +119,7 @@ fn guidance(seed: u64, spec: &mut LayerSpec) {
     spec.precision.tf32 = single && rng.one_in(3);
 }
 
-/// Every expert with weights takes its tokens, as many as any other.
+/// Switches to expert choice, where every expert with weights takes equally many tokens.
 fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
     let order = spec.capacity.order;
     spec.capacity = Capacity::default();
@@ -133,8 +132,7 @@ fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
     spec.router.select = Select::ExpertChoice(rng.pick(&[1.0, 2.0, 0.3, 1.5]));
 }
 
-/// One layer in ten has an activation of its own; what else it has does not
-/// depend on that.
+/// Gives one layer in ten a custom activation, without disturbing its other draws.
 fn expression(seed: u64, experts: &mut Experts) {
     let rng = &mut Counter::new(!seed);
     let own = [
@@ -154,7 +152,7 @@ fn expression(seed: u64, experts: &mut Experts) {
     }
 }
 
-/// One layer in four with shared experts has a residual one.
+/// Makes a shared expert residual in one of four layers that have some.
 fn residual(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut Counter::new(seed.rotate_left(48));
     if let Some(last) = spec.shared.last_mut()
@@ -164,7 +162,7 @@ fn residual(seed: u64, spec: &mut LayerSpec) {
     }
 }
 
-/// One layer in eight has projections around its routed experts.
+/// Gives one layer in eight projections around its routed experts.
 fn latent(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut Counter::new(seed.rotate_left(16));
     spec.latent = rng.one_in(8).then(|| Latent {
@@ -173,8 +171,7 @@ fn latent(seed: u64, spec: &mut LayerSpec) {
     });
 }
 
-/// Some projections have biases and others have none; what else a layer has
-/// does not depend on that.
+/// Gives some projections biases and others none, without disturbing the other draws.
 fn biases(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut Counter::new(seed.rotate_left(32));
     let all = [Biases::None, Biases::Up, Biases::Down, Biases::All];
@@ -186,7 +183,7 @@ fn biases(seed: u64, spec: &mut LayerSpec) {
     }
 }
 
-/// Selections other than the plain one, for layers that have it.
+/// Chooses other selections for layers that have the plain one.
 fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
     let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
     let plain = scored && spec.router.select == Select::TopK && spec.router.groups.is_none();
@@ -198,7 +195,7 @@ fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
     }
 }
 
-/// What only training sees.
+/// Draws the options that act only in training.
 fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
     let r = &spec.router;
     let top_k = r.select == Select::TopK;
@@ -227,7 +224,7 @@ fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
     spec.router.noise_kind = rng.pick(kinds);
 }
 
-/// Small and odd more often than large: a test runs many of these.
+/// Returns small and odd widths more often than large ones, because a test runs many of these.
 fn width(rng: &mut Counter) -> usize {
     let most = rng.pick(&[8, 33, 97]);
     rng.between(1, most)
@@ -293,8 +290,8 @@ fn capacity(rng: &mut Counter) -> Capacity {
     }
 }
 
-/// Half of the layers with a factor have one of their own in evaluation; what
-/// else they have does not depend on that.
+/// Gives half of the layers with a factor another one in evaluation, without disturbing their other
+/// draws.
 fn eval_factor(seed: u64, capacity: &mut Capacity) {
     let rng = &mut Counter::new(!seed ^ 1 << 32);
     if capacity.has_factor() && rng.one_in(2) {
@@ -343,7 +340,8 @@ fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
     }
 }
 
-/// From what is drawn already, so that samples stay what they were.
+/// Derives the number of zero experts from values drawn before, so that older seeds keep their
+/// layers.
 fn zero(spec: &LayerSpec) -> usize {
     match spec.shape.hidden_dim % 7 {
         3 => 1 + spec.shape.model_dim % 3,
@@ -377,7 +375,7 @@ fn router(rng: &mut Counter, spec: &mut LayerSpec) {
     weights(rng, &mut spec.router);
 }
 
-/// An external router has no scores to rank tokens by.
+/// Avoids orders by score, since an external router passes no scores.
 fn unranked(capacity: &mut Capacity) {
     if capacity.order == CapacityOrder::BatchPrioritized {
         capacity.order = CapacityOrder::Probability;

@@ -1,4 +1,4 @@
-//! Expressions of custom activations: what is read, refused and derived.
+//! Expressions of custom activations: accepted texts, refused texts and derivatives.
 
 use moesaic_spec::expression::{Function, Id, Node};
 use moesaic_spec::{Activation, Expression, LayerSpec};
@@ -7,7 +7,7 @@ fn parse(text: &str) -> Expression {
     Expression::parse(text).unwrap_or_else(|e| panic!("{text}: {e} at {:?}", e.span))
 }
 
-/// All nodes at x, without the functions that std has not.
+/// Evaluates all nodes at x, except the functions that std lacks.
 fn values(expression: &Expression, x: f64) -> Vec<f64> {
     let mut values: Vec<f64> = Vec::new();
     for node in expression.nodes() {
@@ -113,7 +113,7 @@ fn derivatives_are_central_differences() {
     }
 }
 
-/// What overflows in f32 has a form that does not.
+/// Forms that overflow in f32 are rewritten into ones that do not.
 #[test]
 fn logistic_forms_are_recognised() {
     let calls = |text| {
@@ -124,7 +124,7 @@ fn logistic_forms_are_recognised() {
         });
         list.collect::<Vec<_>>()
     };
-    // The exponential that was read first is still a node, used by nothing.
+    // The exponential that the parser read first remains as an unused node.
     let silu = parse("x / (1 + exp(-x))");
     let Node::Multiply(_, sigmoid) = silu.nodes()[silu.value().index()] else {
         panic!("{:?}", silu.nodes());

@@ -1,10 +1,10 @@
-//! Configurations of quantized checkpoints: what they say is stored, and what is refused.
+//! Configurations of quantized checkpoints: the formats they describe, and those refused.
 
 use crate::hf::error;
 use moesaic_spec::format::Block;
 use moesaic_spec::hf::{Step, import};
 
-/// Every alternative of a quantized checkpoint may be codes, and the type is bf16.
+/// Every alternative of a quantized checkpoint may hold codes, and the element type is bf16.
 #[test]
 fn published_deepseek_v3_is_quantized() {
     let config = r#"{"model_type": "deepseek_v3",
@@ -43,7 +43,7 @@ fn published_deepseek_v3_is_quantized() {
     assert!(every.contains(&"a.weight".to_string()) && every.contains(&names[0].to_string()));
 }
 
-/// What `quantization_config` says, and what is made of it.
+/// Pairs of a `quantization_config` and the codes read from it.
 #[test]
 fn quantizations_that_are_read() {
     let codes = |config: &str| {

@@ -1,4 +1,4 @@
-//! Broken texts and broken specs: an answer always, a panic never.
+//! Broken texts and broken specs always get an answer, never a panic.
 
 use moesaic_kernel::DType;
 use moesaic_spec::testing::{Counter, sample};
@@ -11,7 +11,7 @@ const TEXTS: &[&str] = &[
     include_str!("../../../examples/specs/tutel-helloworld.toml"),
 ];
 
-/// Reads a text and, if it is refused, renders the refusal.
+/// Reads a text and renders the refusal, if there is one.
 fn survive(text: &str) {
     match LayerSpec::from_toml(text) {
         Ok(spec) => {
@@ -140,7 +140,7 @@ fn odd_texts() {
     survive(&nested);
 }
 
-/// Sets one thing to what no one should ask for.
+/// Sets one field to an unreasonable value.
 fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
     match rng.between(0, 2) {
         0 => spoil_size(spec, rng),
@@ -248,7 +248,7 @@ fn spoilt_specs() {
     );
 }
 
-/// One slip can make thousands of problems; nobody reads them all.
+/// One slip can cause thousands of problems, and nobody reads them all.
 #[test]
 fn an_error_shows_twenty_problems() {
     let text = format!("name = \"a\"\nexp{}\n", "^2/x".repeat(6_000));

@@ -1,4 +1,4 @@
-//! An activation written as an expression of `x`, and its derivative.
+//! Activations written as an expression of `x`, and their derivatives.
 //!
 //! ```text
 //! sum     = product { ("+" | "-") product }
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use graph::Graph;
 
-/// A function of `x` with its derivative, as one graph that both share.
+/// A function of `x` and its derivative, which share one graph.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Expression {
@@ -36,12 +36,12 @@ struct Parsed {
     slope: Id,
 }
 
-/// A node by its place in [`Expression::nodes`]; its operands come before it.
+/// A node's position in [`Expression::nodes`]; its operands come before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Id(u32);
 
 impl Id {
-    /// The index into [`Expression::nodes`].
+    /// Returns the index into [`Expression::nodes`].
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -68,11 +68,11 @@ pub enum Node {
     Power(Id, i32),
     /// A function of one argument.
     Call(Function, Id),
-    /// `then` where `left < right`, else `otherwise`; also where one is NaN.
+    /// `then` where `left < right`, else `otherwise`, also if either is NaN.
     Choose {
-        /// Of the comparison.
+        /// The left side of the comparison.
         left: Id,
-        /// Of the comparison.
+        /// The right side of the comparison.
         right: Id,
         /// Whether equal operands choose `then` as well.
         or_equal: bool,
@@ -84,7 +84,7 @@ pub enum Node {
 }
 
 impl Node {
-    /// The operands, in the order of the fields.
+    /// Returns the operands, in the order of the fields.
     pub fn operands(self) -> impl Iterator<Item = Id> {
         let list = match self {
             Node::X | Node::Constant(_) => [None; 4],
@@ -104,7 +104,7 @@ impl Node {
     }
 }
 
-/// A function that kernels have under some name.
+/// A function that the kernels of every target provide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Function {
     /// `eˣ`.
@@ -138,7 +138,7 @@ impl Function {
         Function::Abs,
     ];
 
-    /// Its name in an expression.
+    /// Returns its name in an expression.
     pub fn name(self) -> &'static str {
         match self {
             Function::Exp => "exp",
@@ -153,15 +153,15 @@ impl Function {
     }
 }
 
-/// A text that is no expression.
+/// A text that is not a valid expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct ExpressionError {
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// A few words to stand beside the place.
+    /// A few words shown beside the place.
     pub label: String,
-    /// What is possible.
+    /// The accepted forms.
     pub help: Option<String>,
     /// Bytes of the text at fault.
     pub span: Range<usize>,
@@ -231,28 +231,28 @@ impl Expression {
         })
     }
 
-    /// The text as it was written.
+    /// Returns the text as written.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// All operations, operands before what uses them.
+    /// Returns all operations; operands come before their users.
     pub fn nodes(&self) -> &[Node] {
         &self.parsed.nodes
     }
 
-    /// The node that is the value.
+    /// Returns the node of the value.
     pub fn value(&self) -> Id {
         self.parsed.value
     }
 
-    /// The node that is the derivative with respect to `x`.
+    /// Returns the node of the derivative with respect to `x`.
     pub fn slope(&self) -> Id {
         self.parsed.slope
     }
 }
 
-/// Equal texts: what is equal for other reasons is another kernel all the same.
+/// Compares the texts. Two texts of one function still make two kernels.
 impl PartialEq for Expression {
     fn eq(&self, other: &Expression) -> bool {
         self.text == other.text

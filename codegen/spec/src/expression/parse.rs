@@ -5,13 +5,13 @@ use super::{Expression, ExpressionError, Function, Id};
 use crate::suggest;
 use std::ops::Range;
 
-/// Names of everything that is called.
+/// Names of all callable functions.
 const CALLS: [&str; 13] = [
     "exp", "log", "sqrt", "tanh", "sigmoid", "softplus", "erf", "abs", "relu", "step", "min",
     "max", "where",
 ];
 
-/// Parentheses and signs inside each other.
+/// Deepest nesting of parentheses and signs, so that recursion cannot overflow the stack.
 const MAX_DEPTH: usize = 64;
 
 type Parsed<T = Id> = Result<T, Box<ExpressionError>>;
@@ -38,7 +38,7 @@ pub(super) fn parse(text: &str, graph: &mut Graph) -> Result<Id, ExpressionError
 
 struct Parser<'a> {
     text: &'a str,
-    /// The next byte.
+    /// The index of the next byte.
     at: usize,
     depth: usize,
     graph: &'a mut Graph,
@@ -227,7 +227,7 @@ impl Parser<'_> {
         Ok(self.graph.choose(pair, or_equal, then, otherwise))
     }
 
-    /// Refuses what folded to no number, such as `log(0)`.
+    /// Refuses a constant expression without a value, such as `log(0)`.
     fn check_number(&self, id: Id, start: usize) -> Parsed<()> {
         match self.graph.number(id) {
             Some(value) if !(value as f32).is_finite() => {
@@ -247,13 +247,13 @@ impl Parser<'_> {
         Err(Box::new(ExpressionError::new(start..start + 1, message)))
     }
 
-    /// The next byte that is not blank.
+    /// Returns the next byte that is not blank.
     fn peek(&mut self) -> Option<u8> {
         let at = self.next_start();
         self.text.as_bytes().get(at).copied()
     }
 
-    /// Skips blanks.
+    /// Skips blanks and returns the index of the byte after them.
     fn next_start(&mut self) -> usize {
         self.while_byte(|byte| matches!(byte, b' ' | b'\t'));
         self.at

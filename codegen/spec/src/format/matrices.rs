@@ -1,52 +1,51 @@
-//! The decoder of formats whose codes and scales are tensors of their own.
+//! The decoder of formats that keep codes and scales in separate tensors.
 
 use super::{Element, Format, Packing, ScaleType, Second, Zero, code};
 
-/// A stack of quantised matrices of one shape, in borrowed bytes, which whoever makes one has
-/// checked to be as many as the format asks for.
+/// A stack of quantized matrices of one shape in borrowed bytes. The constructor of this struct
+/// must have checked that each part has the length that the format demands.
 #[derive(Clone, Debug)]
 pub struct Matrices<'a> {
     /// The format.
     pub format: Format,
-    /// Rows and columns of a matrix, of numbers.
+    /// Rows and columns of one matrix, counted in decoded numbers.
     pub size: [usize; 2],
     /// The codes.
     pub codes: &'a [u8],
-    /// Their scales.
+    /// The scales of the codes.
     pub scales: Scales<'a>,
-    /// The zero points; without them the format's own.
+    /// The zero points. Without them the format's default applies.
     pub zeros: Option<Zeros<'a>>,
-    /// The group of each column, an i32 that was checked; without it groups are columns that
-    /// follow one another.
+    /// The group of each column, as checked i32. Without it, groups are consecutive columns.
     pub groups: Option<&'a [u8]>,
 }
 
 /// The scales of matrices.
 #[derive(Clone, Debug)]
 pub struct Scales<'a> {
-    /// Their type.
+    /// The element type.
     pub kind: ScaleType,
-    /// The scales.
+    /// The scales in little-endian bytes.
     pub bytes: &'a [u8],
-    /// Rows and columns of a matrix that share one; both above zero.
+    /// Rows and columns of the block that shares one scale; both above zero.
     pub block: [usize; 2],
-    /// Rows and columns of scales that a matrix has; none where all matrices have one.
+    /// Rows and columns of the scales of one matrix; `None` if all matrices share them.
     pub grid: Option<[usize; 2]>,
-    /// The second scale of each matrix, or one of all; empty where there is none.
+    /// The second scale: one per matrix, or one for all. Empty if the format has none.
     pub second: Vec<f32>,
 }
 
-/// Zero points, one for each scale.
+/// Zero points, one per scale.
 #[derive(Clone, Copy, Debug)]
 pub struct Zeros<'a> {
-    /// The zero points, packed as the format says.
+    /// The zero points, packed as the format defines.
     pub bytes: &'a [u8],
 }
 
-/// The place of each of eight rows in a word of AWQ.
+/// The position of each of eight rows inside a 32-bit word of AWQ.
 const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// A row of one of the matrices.
+/// One row of one matrix.
 #[derive(Clone, Copy)]
 struct Line {
     matrix: usize,
@@ -54,8 +53,8 @@ struct Line {
 }
 
 impl Matrices<'_> {
-    /// Decodes elements from `first` on, counted row by row through all matrices, and returns
-    /// how many: those that share a scale, at most the length of `values`.
+    /// Decodes elements from index `first` on, counted row by row through all matrices. Returns
+    /// their number: one run that shares a scale, at most the length of `values`.
     pub fn run(&self, first: usize, values: &mut [f32]) -> usize {
         let [rows, columns] = self.size;
         let (line, column) = (first / columns, first % columns);
@@ -87,7 +86,7 @@ impl Matrices<'_> {
         count
     }
 
-    /// Returns the bytes of codes that elements of this range need, at least.
+    /// Returns a byte range of the codes that is sufficient for this range of elements.
     pub fn bytes(&self, elements: &std::ops::Range<usize>) -> std::ops::Range<usize> {
         match self.format.packing {
             Packing::Rows { .. } => {
@@ -96,7 +95,7 @@ impl Matrices<'_> {
                 let end = elements.end.div_ceil(columns.max(1)) * width;
                 elements.start / columns.max(1) * width..end.min(self.codes.len())
             }
-            // A row is in words all over the matrix.
+            // A row's codes are spread over the words of the whole matrix.
             Packing::Columns | Packing::Interleaved => 0..self.codes.len(),
         }
     }
@@ -111,7 +110,7 @@ impl Matrices<'_> {
         }
     }
 
-    /// Returns the group of a column, and how many columns from it on share it.
+    /// Returns the group of a column, and the number of columns from there on that share it.
     fn group(&self, column: usize) -> (usize, usize) {
         let width = self.scales.block[1];
         let Some(groups) = self.groups else {
@@ -124,7 +123,7 @@ impl Matrices<'_> {
         (group as usize, left)
     }
 
-    /// Returns the index of a scale, and of its zero point.
+    /// Returns the index of a scale, which is also that of its zero point.
     fn index(&self, line: Line, group: usize) -> usize {
         let Some([down, across]) = self.scales.grid else {
             return 0;
@@ -158,7 +157,7 @@ impl Matrices<'_> {
         });
     }
 
-    /// Writes what `number` makes of each code from a column on.
+    /// Decodes a row from `column` on by applying `number` to each code.
     fn each(&self, line: Line, column: usize, values: &mut [f32], number: impl Fn(u8) -> f32) {
         let [rows, columns] = self.size;
         let bits = self.format.element.bits();
@@ -172,7 +171,7 @@ impl Matrices<'_> {
                     8 => values
                         .zip(&row[column..])
                         .for_each(|(v, c)| *v = number(*c)),
-                    // Two, four: a code is in one byte.
+                    // Codes of two or four bits never straddle a byte.
                     _ => values.zip(column..).for_each(|(value, column)| {
                         let bit = column * bits;
                         *value = number(row[bit / 8] >> (bit % 8) & mask as u8);
@@ -207,7 +206,7 @@ impl Matrices<'_> {
         word(self.codes, at)
     }
 
-    /// Returns what is taken from the codes of a group.
+    /// Returns the zero point of a group, which is subtracted from its codes.
     fn zero(&self, line: Line, group: usize) -> i32 {
         let bits = self.format.element.bits();
         let middle = match self.format.zero {
@@ -246,7 +245,7 @@ impl Matrices<'_> {
                 u64::from(word(zeros.bytes, at) >> (PLACES[block % 8] * 4))
             }
         };
-        // Zero less one is all ones, so that the sum wraps.
+        // GPTQ stores a zero point of 0 as all ones, so adding one must wrap.
         let more = u64::from(self.format.zero == Zero::LessOne);
         ((stored + more) & mask) as i32
     }

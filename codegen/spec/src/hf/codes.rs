@@ -1,4 +1,4 @@
-//! What quantised checkpoints hold in place of numbers, and under which names.
+//! The tensors that quantized checkpoints hold in place of float weights, and their names.
 
 use super::HfError;
 use super::quantization;
@@ -7,17 +7,17 @@ use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
 
-/// The ways in which a quantised checkpoint may hold a matrix; its tensors say which one
-/// it is, or that the matrix has floats.
+/// The forms in which a quantized checkpoint may hold a matrix. The tensors that are present decide
+/// which form it is, or that the matrix is not quantized.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Codes {
-    /// The ways; the first that fits is taken.
+    /// The forms; the first that fits is used.
     pub stored: Arc<[Stored]>,
-    /// Modules that the configuration says are not quantised.
+    /// Modules that the configuration exempts from quantization.
     pub kept: Arc<[String]>,
 }
 
-/// A format, and the tensors that hold its parts.
+/// A format, and the names of the tensors that hold its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// The format.
@@ -26,13 +26,13 @@ pub struct Stored {
     pub names: Names,
 }
 
-/// The names of a quantised matrix' tensors: what is cut off the end of the name that the
-/// matrix has as floats, and what is put there.
+/// The names of a quantized matrix's tensors, each derived from the matrix's float name by
+/// replacing its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Names {
     /// The codes.
     pub codes: End,
-    /// The scales: alternatives.
+    /// The scales, by one of these names.
     pub scales: &'static [End],
     /// The second scale.
     pub second: Option<End>,
@@ -40,16 +40,16 @@ pub struct Names {
     pub zeros: Option<End>,
     /// The group of each column.
     pub groups: Option<End>,
-    /// Rows and columns of the matrix.
+    /// The row and column counts of the matrix.
     pub shape: Option<End>,
-    /// Tensors that tell nothing about the weights, such as the scales of activations.
+    /// Tensors without information on the weights, such as the scales of activations.
     pub unread: &'static [End],
 }
 
 /// What is cut off the end of a name, and what is put there.
 pub type End = (&'static str, &'static str);
 
-/// Codes where the floats would be, with names of the scales after theirs.
+/// Names of formats that put codes under the float name, with scales beside them.
 pub(super) const IN_PLACE: Names = Names {
     codes: ("", ""),
     scales: &[
@@ -82,7 +82,7 @@ pub(super) const PACKED: Names = Names {
     ..IN_PLACE
 };
 
-/// The names of GPTQ, AWQ and AutoRound.
+/// The names that GPTQ, AWQ and AutoRound share.
 pub(super) const QWEIGHT: Names = Names {
     codes: (".weight", ".qweight"),
     scales: &[(".weight", ".scales")],
@@ -93,7 +93,7 @@ pub(super) const QWEIGHT: Names = Names {
     unread: &[],
 };
 
-/// gpt-oss' names, whose recipes name the codes.
+/// gpt-oss' names. Its recipes name the codes themselves.
 pub(super) const BLOCKS: Names = Names {
     codes: ("", ""),
     scales: &[("_blocks", "_scales")],
@@ -105,13 +105,14 @@ pub(super) const BLOCKS: Names = Names {
 };
 
 impl Names {
-    /// Where the scales of the matrix under `name` may be, most usual first.
+    /// Returns the possible names of the scales of the matrix `name`, the usual one first.
     pub fn scales(&self, name: &str) -> Vec<String> {
         let ends = self.scales.iter();
         ends.filter_map(|end| replaced(name, *end)).collect()
     }
 
-    /// Whether they are gpt-oss', whose codes have a dimension more: groups of 32 in 16 bytes.
+    /// Returns true for gpt-oss' form, whose codes have one more dimension: groups of 32 codes in
+    /// 16 bytes.
     pub fn in_blocks(&self) -> bool {
         *self == BLOCKS
     }
@@ -123,7 +124,7 @@ pub fn replaced(name: &str, (cut, put): End) -> Option<String> {
 }
 
 impl Codes {
-    /// Codes of these ways.
+    /// Returns codes in one of these forms.
     pub fn new(stored: &[Stored], kept: Vec<String>) -> Codes {
         Codes {
             stored: stored.into(),
@@ -131,7 +132,7 @@ impl Codes {
         }
     }
 
-    /// Every name that tensors of the matrix under `name` may have.
+    /// Returns every name that a tensor of the matrix `name` may have.
     pub fn names(&self, name: &str) -> Vec<String> {
         let of = |stored: &Stored| {
             let names = stored.names;
@@ -147,7 +148,7 @@ impl Codes {
         names
     }
 
-    /// The names that codes of the matrix under `name` may have besides its own.
+    /// Returns the names of the matrix `name`'s codes other than `name` itself.
     pub fn apart(&self, name: &str) -> Vec<String> {
         let stored = self.stored.iter();
         let names = stored.filter_map(|stored| replaced(name, stored.names.codes));
@@ -156,20 +157,20 @@ impl Codes {
         names
     }
 
-    /// Whether it is gpt-oss' MXFP4, which has recipes of its own.
+    /// Returns true for gpt-oss' MXFP4, which has its own recipes.
     pub(super) fn is_blocks(&self) -> bool {
         self.stored
             .first()
             .is_some_and(|stored| stored.names.in_blocks())
     }
 
-    /// The codes that a `quantization_config` speaks of.
+    /// Reads the codes that a `quantization_config` describes.
     pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
         quantization::read(model, value)
     }
 }
 
-/// Short, since every recipe of a layer has it.
+/// Prints a short form, because every recipe of a layer holds one of these.
 impl fmt::Debug for Codes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let way = |stored: &Stored| {

@@ -1,4 +1,4 @@
-//! `quantization_config`: which quantised checkpoints are read.
+//! `quantization_config`: the quantized checkpoints that moesaic reads.
 
 use super::HfError;
 use super::codes::{BLOCKS, Codes, IN_PLACE, Names, PACKED, QWEIGHT, Stored};
@@ -6,13 +6,13 @@ use super::config::shortened;
 use crate::format::{self, Block, Element, Format, Zero};
 use serde_json::{Map, Value};
 
-/// What E4M3 is called.
+/// Names of E4M3.
 const E4M3: [&str; 4] = ["e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3"];
 
-/// What E5M2 is called.
+/// Names of E5M2.
 const E5M2: [&str; 2] = ["e5m2", "float8_e5m2"];
 
-/// Keys that list modules which are not quantised.
+/// Keys that list modules exempt from quantization.
 const KEPT: [&str; 4] = [
     "ignore",
     "modules_to_not_convert",
@@ -20,10 +20,10 @@ const KEPT: [&str; 4] = [
     "exclude_modules",
 ];
 
-/// The settings of modules that have none of their own.
+/// The settings of modules without settings of their own.
 static NOTHING: Value = Value::Null;
 
-/// Reads the codes that a `quantization_config` speaks of.
+/// Reads the codes that a `quantization_config` describes.
 pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
     let empty = Map::new();
     let reader = Reader {
@@ -48,12 +48,12 @@ pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
     Ok(Codes::new(&stored, kept.collect()))
 }
 
-/// Puts the contents of a ModelOpt folder's `hf_quant_config.json` into its `config.json`, where
-/// that has no `quantization_config`.
+/// Copies a ModelOpt folder's `hf_quant_config.json` into its `config.json`, if that lacks a
+/// `quantization_config`.
 ///
 /// # Errors
 ///
-/// [`HfError::Json`] for text that is not a JSON object.
+/// [`HfError::Json`] if either text is not a JSON object.
 pub fn with_quant_config(config: &str, beside: &str) -> Result<String, HfError> {
     let object = |text: &str, file: &str| match serde_json::from_str(text) {
         Ok(Value::Object(object)) => Ok(object),
@@ -71,7 +71,7 @@ pub fn with_quant_config(config: &str, beside: &str) -> Result<String, HfError> 
     Ok(Value::Object(config).to_string())
 }
 
-/// The error for a quantisation that is not read.
+/// Returns the error for an unsupported quantization.
 pub(super) fn refused(model: &str, method: &str) -> HfError {
     HfError::Quantized {
         model: model.to_string(),
@@ -98,7 +98,7 @@ impl Reader<'_> {
         refused(self.model, what)
     }
 
-    /// DeepSeek-V3's way, which transformers calls fine-grained.
+    /// Reads DeepSeek-V3's format, which transformers calls fine-grained.
     fn fp8(&self) -> Result<Vec<Stored>, HfError> {
         let named = self.word("fmt").unwrap_or(E4M3[0]);
         let element = match named {
@@ -115,11 +115,11 @@ impl Reader<'_> {
             },
         };
         let bytes = stored(Format { element, ..of }, IN_PLACE);
-        // Experts of such checkpoints may have FP4 in their place.
+        // The experts of such checkpoints may be FP4 instead.
         Ok(vec![bytes, stored(format::MXFP4, IN_PLACE)])
     }
 
-    /// What llm-compressor writes: groups of modules, of which ours may be in any.
+    /// Reads llm-compressor's format: groups of modules, any of which may hold our layer.
     fn compressed(&self) -> Result<Vec<Stored>, HfError> {
         let refused = |what: &str| self.refused(&format!("compressed-tensors, {what}"));
         let turned = self.config.get("transform_config");
@@ -151,7 +151,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One group of compressed-tensors.
+    /// Reads one group of compressed-tensors.
     fn group(&self, named: &str, weights: &Map<String, Value>) -> Result<Stored, HfError> {
         let word = |key: &str| weights.get(key).and_then(Value::as_str);
         let bits = weights.get("num_bits").and_then(Value::as_u64);
@@ -216,7 +216,7 @@ impl Reader<'_> {
         Ok(stored(Format { block, ..of }, names))
     }
 
-    /// NVIDIA's TensorRT Model Optimizer: `quant_algo`, alone or for each module.
+    /// Reads NVIDIA's TensorRT Model Optimizer: one `quant_algo`, or one per module.
     fn modelopt(&self) -> Result<Vec<Stored>, HfError> {
         let nested = self.config.get("quantization").and_then(Value::as_object);
         let about = nested.unwrap_or(self.config);
@@ -263,7 +263,7 @@ impl Reader<'_> {
         Ok(stored(Format { block, ..of }, IN_PLACE))
     }
 
-    /// GPTQ, of AutoGPTQ and GPTQModel.
+    /// Reads GPTQ, as AutoGPTQ and GPTQModel write it.
     fn gptq(&self) -> Result<Vec<Stored>, HfError> {
         let named = self.word("checkpoint_format").or(self.word("format"));
         let of = match named.unwrap_or("gptq") {
@@ -278,14 +278,14 @@ impl Reader<'_> {
         if let Some(word) = self.word("pack_dtype").filter(|word| *word != "int32") {
             return Err(self.refused(&format!("gptq, pack_dtype {}", shortened(word))));
         }
-        // GPTQModel's settings of single modules; those after a minus are not quantised.
+        // GPTQModel's settings of single modules; a leading minus exempts the module.
         let own = self.config.get("dynamic").and_then(Value::as_object);
         let own = own.into_iter().flatten();
         let own = own.filter(|(name, _)| !name.starts_with('-'));
         self.integers("gptq", of, own.map(|(_, settings)| settings))
     }
 
-    /// AWQ, of AutoAWQ.
+    /// Reads AWQ, as AutoAWQ writes it.
     fn awq(&self) -> Result<Vec<Stored>, HfError> {
         let version = self.word("version").unwrap_or("gemm");
         if !version.eq_ignore_ascii_case("gemm") {
@@ -294,7 +294,7 @@ impl Reader<'_> {
         self.integers("awq", format::AWQ, [])
     }
 
-    /// Intel's AutoRound, which packs as GPTQ or AWQ do.
+    /// Reads Intel's AutoRound, which packs as GPTQ or AWQ do.
     fn auto_round(&self) -> Result<Vec<Stored>, HfError> {
         let packing = self.word("packing_format").unwrap_or("no packing_format");
         let kind = self.word("data_type").unwrap_or("int");
@@ -306,14 +306,15 @@ impl Reader<'_> {
                 return Err(self.refused(&format!("auto-round, {packing} of {kind}")));
             }
         };
-        // Settings of single modules; those of 16 bits are not quantised.
+        // Settings of single modules; 16 bits means not quantized.
         let own = self.config.get("extra_config").and_then(Value::as_object);
         let own = own.into_iter().flat_map(Map::values);
         let own = own.filter(|s| s.get("bits").and_then(Value::as_u64) < Some(16));
         self.integers("auto-round", of, own)
     }
 
-    /// Integers of the checkpoint's bits and groups, and of those that single modules have.
+    /// Returns integer formats with the checkpoint's bits and group size, and with those of single
+    /// modules.
     fn integers<'v>(
         &self,
         method: &str,
@@ -354,7 +355,7 @@ impl Reader<'_> {
         Ok(ways)
     }
 
-    /// Groups of so many columns.
+    /// Returns a block of `size` columns.
     fn tile(&self, size: &Value) -> Result<Block, HfError> {
         match size.as_u64().map(usize::try_from) {
             Some(Ok(size @ 1..)) => Ok(Block::Tile([1, size])),
@@ -371,7 +372,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Two sizes from one on.
+    /// Reads two sizes, each at least 1.
     fn block(&self, key: &str, value: &Value) -> Result<[usize; 2], HfError> {
         let size = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|n| *n > 0);
         let sizes: Option<Vec<usize>> = value.as_array().and_then(|l| l.iter().map(size).collect());

@@ -1,4 +1,4 @@
-//! The router: which options go together.
+//! The router's rules about options that exclude or need each other.
 
 use super::{Conflict, Range, Real, clash, quoted};
 use crate::{
@@ -87,7 +87,7 @@ fn cosine(router: &Router, problems: &mut Vec<Problem>) {
     }
 }
 
-/// A size that one kind of router needs and the others cannot use.
+/// A size that one kind of router needs and other kinds cannot use.
 struct Needed<'a> {
     key: &'a str,
     value: Option<usize>,
@@ -95,7 +95,7 @@ struct Needed<'a> {
     add: &'a str,
 }
 
-/// The size, if it is there and wanted.
+/// Returns the size, if it is present and wanted.
 fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Option<usize> {
     let kind = quoted(&size.kind);
     match (size.kind == router.kind, size.value) {
@@ -119,7 +119,7 @@ fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Op
     }
 }
 
-/// An option that the kind of the router has no use for.
+/// Returns the problem of an option that the router's kind cannot use.
 fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Problem {
     let name = key.trim_start_matches("router.");
     let conflict = Conflict {
@@ -133,7 +133,7 @@ fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Probl
     conflict.problem()
 }
 
-/// The options that act on the token or on the logits.
+/// Returns the options that act on the token or on the logits.
 fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     let mut set = Vec::new();
     if router.bias {
@@ -160,7 +160,7 @@ fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     set
 }
 
-/// The options that pick experts.
+/// Returns the options that select experts.
 fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     let mut set = Vec::new();
     if router.select != Select::TopK {
@@ -178,7 +178,7 @@ fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     set
 }
 
-/// The options that mask slots.
+/// Returns the options that mask slots.
 fn mask_options(router: &Router) -> Vec<(&'static str, String)> {
     let flags = [
         ("router.token_mask", router.token_mask),
@@ -188,7 +188,7 @@ fn mask_options(router: &Router) -> Vec<(&'static str, String)> {
     set.map(|(key, _)| (key, "true".to_string())).collect()
 }
 
-/// The options that make weights of scores.
+/// Returns the options that turn scores into weights.
 fn weight_options(router: &Router) -> Vec<(&'static str, String)> {
     let default = Router::default();
     let mut set = Vec::new();
@@ -369,7 +369,7 @@ fn sparse_mixer(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
-/// The value of `router.select` as in TOML, without its number.
+/// Returns the value of `router.select` as in TOML, without its number.
 pub(super) fn select_word(select: Select) -> &'static str {
     match select {
         Select::TopK => "\"top-k\"",
