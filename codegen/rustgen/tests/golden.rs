@@ -1,5 +1,5 @@
-//! The generated text of two layers, as files to read. `cargo xtask bless` rewrites
-//! them after a wanted change.
+//! The generated text of two layers, as files to read. `cargo xtask bless` rewrites them after an
+//! intended change.
 
 use moesaic_rustgen::{GenerateOptions, file_name, generate_source};
 use moesaic_spec::LayerSpec;

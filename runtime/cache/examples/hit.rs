@@ -1,4 +1,4 @@
-//! Prints what a warm hit costs: `cargo run --release -p moesaic-cache --example hit`.
+//! Prints the time of a warm hit: `cargo run --release -p moesaic-cache --example hit`.
 
 use moesaic_cache::{Key, KeyParts, Store, Stored};
 use moesaic_kernel::{
@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// A kernel of two entries with ten parameters each and 20 KB of text.
+/// Returns a kernel of two entries with ten parameters each and `kilobytes` KB of text.
 fn source(kilobytes: usize) -> KernelSource {
     let params = (0..10).map(|i| Param::read(&format!("tensor_{i}"), DType::F32, "[tokens, 2048]"));
     let entry = Entry {
@@ -72,7 +72,7 @@ fn source(kilobytes: usize) -> KernelSource {
     }
 }
 
-/// Microseconds of the median run.
+/// Returns the median run time in microseconds.
 fn time<T>(runs: usize, mut run: impl FnMut() -> T) -> f64 {
     let mut times: Vec<f64> = (0..runs)
         .map(|_| {

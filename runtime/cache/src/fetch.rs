@@ -1,4 +1,4 @@
-//! From a request to a kernel: the store, else one compile.
+//! From a request to a kernel, by a lookup in the store or one compile.
 
 use crate::lock::MachineLock;
 use crate::{FetchError, Key, Store, StoreError, Stored};
@@ -8,49 +8,48 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A kernel that is needed.
+/// A request for a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     /// Its key.
     pub key: Key,
     /// Its source.
     pub source: &'a KernelSource,
-    /// How the user calls the spec it comes from, for messages.
+    /// Your name for its spec, for messages.
     pub spec: Option<&'a str>,
 }
 
-/// A kernel, and how it was had.
+/// A kernel and its origin.
 #[derive(Debug)]
 pub struct Fetched {
     /// The kernel.
     pub stored: Arc<Stored>,
-    /// Where it came from.
+    /// The origin of the kernel.
     pub origin: Origin,
-    /// Why a compiled kernel was not kept, if it was not. Already counted and
-    /// told to `tracing`.
+    /// The reason a compiled kernel was not kept, if it was not. Statistics and `tracing` have
+    /// recorded it already.
     pub trouble: Option<StoreError>,
 }
 
-/// Where a kernel came from.
+/// The origin of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// The store had it.
+    /// The store already held it.
     Store,
     /// It was compiled for this request.
     Compiled,
-    /// Another thread was compiling it already.
+    /// Another thread was already compiling it.
     Shared,
 }
 
 impl Store {
-    /// The kernel from the store, else from `compile`, which runs once
-    /// however many threads ask, and as a rule once however many processes
-    /// of this machine do.
+    /// Returns the kernel from the store, else from `compile`. `compile` runs once however many
+    /// threads ask, and as a rule once however many processes of this machine do.
     ///
     /// # Errors
-    /// [`FetchError::Compile`] when it does not compile, for every thread
-    /// that waited; [`FetchError::Missing`] for a miss in strict mode. Never
-    /// because of the store itself.
+    /// [`FetchError::Compile`] if it does not compile, for every thread that waited.
+    /// [`FetchError::Missing`] for a miss in strict mode. A failure of the store itself is never an
+    /// error.
     pub fn get_or_compile(
         &self,
         request: &Request<'_>,
@@ -63,7 +62,8 @@ impl Store {
             return Err(self.missing(request));
         }
         let flight = self.flights.join(request.key);
-        // A poisoned flight is one whose compile panicked; it is free again.
+        // Poison only means that the compile panicked. The slot is empty, so the next thread
+        // compiles.
         let mut outcome = flight.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(outcome) = &*outcome {
             let stored = outcome.clone().map_err(FetchError::Compile)?;
@@ -78,7 +78,7 @@ impl Store {
         fetched.map_err(FetchError::Compile)
     }
 
-    /// Compiles under the machine's lock, unless another process just did.
+    /// Compiles under the machine's lock, unless another process has just finished the same kernel.
     fn lead(
         &self,
         request: &Request<'_>,
@@ -128,10 +128,10 @@ impl Fetched {
 
 type Outcome = Result<Arc<Stored>, Arc<CompileError>>;
 
-/// One compile: whoever locks it first does it, the others find its outcome.
+/// One compile in progress. The first thread to lock it compiles; the others find its outcome.
 type Flight = Arc<Mutex<Option<Outcome>>>;
 
-/// The compiles that are going on in this process.
+/// The compiles in progress in this process.
 #[derive(Default)]
 pub(crate) struct Flights(Mutex<HashMap<Key, Flight>>);
 

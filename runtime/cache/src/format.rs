@@ -9,25 +9,26 @@
 //! 56      header (JSON), then binary
 //! ```
 //!
-//! Integers are little-endian. The key is hashed and not stored, so an entry
-//! under a wrong name is as bad as a flipped bit.
+//! Integers are little-endian. The hash covers the key but the file does not contain it, so an
+//! entry under a wrong name is detected like a flipped bit.
 
 use crate::Key;
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
 use moesaic_target::{Artifact, Report};
 use serde::{Deserialize, Serialize};
 
-/// The version of the store's format: a directory, a field of every file and
-/// a part of every key.
+/// The version of the store's format. It names a directory, and is a field of every file and a part
+/// of every key.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// No kernel comes near this: a longer file is not one of ours.
+/// An upper bound far above any kernel. A longer file is not one of ours, and is never read into
+/// memory.
 pub(crate) const LARGEST: u64 = 256 << 20;
 
 const MAGIC: &[u8; 8] = b"moesaic\n";
 const PREFIX: usize = 56;
 
-/// What a store knows of a kernel besides its binary.
+/// The store's knowledge of a kernel besides its binary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KernelInfo {
     /// The kernel's name.
@@ -49,14 +50,14 @@ pub struct KernelInfo {
 /// A kernel from a store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
-    /// What it is.
+    /// Its description.
     pub info: KernelInfo,
-    /// What a device loads.
+    /// The binary that a device loads.
     pub artifact: Artifact,
 }
 
 impl Stored {
-    /// A fresh artifact as the store would give it back.
+    /// Returns a fresh artifact in the form in which the store would return it.
     pub fn new(source: &KernelSource, artifact: Artifact) -> Stored {
         let info = KernelInfo {
             name: source.name.clone(),
@@ -71,12 +72,12 @@ impl Stored {
     }
 }
 
-/// The hash of a source as [`KernelInfo::source_hash`] holds it.
+/// Hashes a source as [`KernelInfo::source_hash`] holds it.
 pub fn hash_source(text: &str) -> String {
     blake3::hash(text.as_bytes()).to_hex().to_string()
 }
 
-/// The file of a kernel.
+/// Returns the bytes of a kernel's file.
 pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::Error> {
     let header = serde_json::to_vec(&stored.info)?;
     let binary = &stored.artifact.binary;
@@ -92,7 +93,7 @@ pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::
     Ok(file)
 }
 
-/// The kernel in a file, or what is wrong with the file.
+/// Reads the kernel in a file, or returns the damage.
 pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
     let (header, _) = lengths(&file)?;
     let (prefix, body) = file.split_at(PREFIX);
@@ -109,7 +110,7 @@ pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
     })
 }
 
-/// Lengths of header and binary, if the file is whole and of this version.
+/// Returns the lengths of header and binary, if the file is whole and of this version.
 fn lengths(file: &[u8]) -> Result<(usize, usize), String> {
     let Some(prefix) = file.first_chunk::<PREFIX>() else {
         return Err(format!("it has only {} bytes", file.len()));

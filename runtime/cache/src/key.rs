@@ -1,12 +1,12 @@
-//! What a kernel is known by.
+//! The identity of a kernel.
 
 use crate::format::FORMAT_VERSION;
 use moesaic_kernel::Target;
 use std::fmt;
 use std::str::FromStr;
 
-/// Everything that can change a kernel's binary. No path, time or host name
-/// belongs in here: the same parts on another machine are the same kernel.
+/// Everything that can change a kernel's binary. Paths, times and host names are not parts, so that
+/// the same parts on another machine are the same kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyParts<'a> {
     /// The target.
@@ -15,7 +15,7 @@ pub struct KeyParts<'a> {
     pub config: &'a str,
     /// The rendered source.
     pub source: &'a str,
-    /// Options that change the output or what is accepted.
+    /// Options that change the output, or the sources that are accepted.
     pub flags: &'a str,
     /// The compiler's fingerprint for the target.
     pub compiler: &'a str,
@@ -26,8 +26,8 @@ pub struct KeyParts<'a> {
 pub struct Key([u8; 32]);
 
 impl Key {
-    /// Hashes the parts, each with its length, so that no two lists of parts
-    /// run into each other.
+    /// Hashes the parts. Each is preceded by its length, so two different lists of parts never hash
+    /// the same bytes.
     pub fn new(parts: &KeyParts<'_>) -> Key {
         let target = parts.target.to_string();
         let mut hasher = blake3::Hasher::new();
@@ -45,7 +45,7 @@ impl Key {
         Key(*hasher.finalize().as_bytes())
     }
 
-    /// 64 lower-case hexadecimal digits.
+    /// Returns the key as 64 lower-case hexadecimal digits.
     pub fn hex(&self) -> String {
         blake3::Hash::from_bytes(self.0).to_hex().to_string()
     }

@@ -1,24 +1,24 @@
-//! Which file is where, and which files are ours.
+//! The paths of the store, and the recognition of its own files.
 
 use crate::{FORMAT_VERSION, Key};
 use moesaic_kernel::Language;
 use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 
-/// Prefix of files being written; they get their name when they are whole.
+/// Prefix of files being written. They get their final name when they are whole.
 pub(crate) const TEMPORARY: &str = ".tmp-";
 
 pub(crate) const LANGUAGES: [Language; 3] = [Language::C, Language::Cuda, Language::Hip];
 
-/// The paths of one format version inside a cache directory. Another version
-/// has a directory of its own, and neither touches the other's.
+/// The paths of one format version inside a cache directory. Each version has its own directory and
+/// never touches another's.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
     cache: PathBuf,
     version: PathBuf,
 }
 
-/// A file of ours.
+/// A file that belongs to the store.
 pub(crate) struct Found {
     pub(crate) path: PathBuf,
     pub(crate) kind: Kind,
@@ -39,12 +39,12 @@ impl Layout {
         Layout { cache, version }
     }
 
-    /// The directory the user knows.
+    /// Returns the directory that the user configured.
     pub(crate) fn cache(&self) -> &Path {
         &self.cache
     }
 
-    /// The directory of this format version.
+    /// Returns the directory of this format version.
     pub(crate) fn version(&self) -> &Path {
         &self.version
     }
@@ -57,7 +57,8 @@ impl Layout {
         self.file(key, language.extension())
     }
 
-    /// Shards keep directories short.
+    /// Returns the path of a key's file. Subdirectories by the key's first digits keep directories
+    /// short.
     fn file(&self, key: &Key, extension: &str) -> PathBuf {
         let hex = key.hex();
         self.version
@@ -77,8 +78,8 @@ impl Layout {
         self.version.join("tuned")
     }
 
-    /// Every file of ours, in the order of their names. Whatever else lies in
-    /// the directory is not mentioned, so that nobody removes it.
+    /// Returns every file of the store, in the order of names. Other files in the directory are
+    /// left out, so nobody removes them.
     pub(crate) fn scan(&self) -> Vec<Found> {
         let mut files: Vec<Found> = children(&self.version)
             .iter()
@@ -99,7 +100,8 @@ fn children(dir: &Path) -> Vec<PathBuf> {
 
 fn found(path: PathBuf) -> Option<Found> {
     let kind = kind(&path)?;
-    // A directory under a kernel's name is a damaged entry: nothing else puts one there.
+    // A directory under a kernel's name counts as a damaged entry, because only damage can put one
+    // there.
     let own = |meta: &Metadata| meta.is_file() || meta.is_dir() && matches!(kind, Kind::Kernel(_));
     let meta = path.symlink_metadata().ok().filter(own)?;
     Some(Found { path, kind, meta })

@@ -8,8 +8,8 @@
 //!                                                    that they lead to are in the pack
 //! ```
 //!
-//! The same kernels give the same bytes. Names are for people: an import
-//! takes only the key from them and never a path.
+//! The same kernels give the same bytes. Member names are for people: an import takes only the key
+//! from a name, never a path.
 
 use crate::layout::is_language;
 use crate::tuned::{self, Unread};
@@ -32,7 +32,7 @@ const TUNED: &str = "tuned/";
 struct Manifest {
     format: u32,
     kernels: usize,
-    /// Members after the kernels.
+    /// The number of tuning members, which follow the kernels.
     #[serde(default, skip_serializing_if = "none")]
     tunings: usize,
 }
@@ -41,32 +41,31 @@ fn none(count: &usize) -> bool {
     *count == 0
 }
 
-/// What went into a pack.
+/// The contents of an exported pack.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exported {
-    /// Kernels.
+    /// The number of kernels.
     pub kernels: usize,
-    /// Tunings whose kernels are among them.
+    /// The number of tunings whose kernels are all among them.
     pub tunings: usize,
-    /// Bytes of the pack.
+    /// The size of the pack in bytes.
     pub bytes: u64,
 }
 
-/// What came out of a pack.
+/// The effect of an import.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Imported {
-    /// Kernels that are new to the store.
+    /// The number of kernels that are new to the store.
     pub added: usize,
-    /// Kernels the store had already.
+    /// The number of kernels that the store already had.
     pub present: usize,
-    /// Tunings that are new to the store; one that it has stays.
+    /// The number of tunings that are new to the store, which keeps its own ones.
     pub tunings: usize,
 }
 
 impl Store {
-    /// Writes the kernels that `filter` chooses to the pack `path`, which
-    /// appears only when it is whole. A tuning goes with them when all its
-    /// kernels do.
+    /// Writes the kernels that `filter` accepts to the pack `path`, which appears only when it is
+    /// whole. A tuning goes along if all its kernels do.
     ///
     /// # Errors
     /// [`PackError::Io`].
@@ -130,7 +129,7 @@ impl Store {
         append(tar, MANIFEST, &serde_json::to_vec(&manifest)?)?;
         for item in chosen {
             let bytes = store::peek(&item.path)?;
-            // Pruned or damaged since it was listed.
+            // The entry may have been pruned or damaged since it was listed.
             format::decode(&item.key, bytes.clone()).map_err(io::Error::other)?;
             append(tar, &member(item, "kernel"), &bytes)?;
             if let Some(text) = self.source(&item.key) {
@@ -148,14 +147,14 @@ impl Store {
         Ok(())
     }
 
-    /// Puts the kernels of the pack `path` into the store: all, or none when
-    /// the pack is truncated or damaged anywhere or the store cannot take one.
+    /// Imports the kernels of the pack `path`: all of them, or none if the pack is truncated or
+    /// damaged anywhere, or if the store cannot take one.
     ///
     /// # Errors
     /// [`PackError`].
     pub fn import(&self, path: &Path) -> Result<Imported, PackError> {
-        // The first pass only checks, so that a bad end shows before
-        // anything is stored, whatever the size of the pack.
+        // The first pass only checks, so damage at the end shows before anything is stored, and a
+        // pack of any size needs little memory.
         read_pack(path, |_| Ok(()))?;
         let mut added = Vec::new();
         let mut imported = Imported::default();
@@ -193,13 +192,13 @@ impl Store {
     }
 }
 
-/// What an import put into the store.
+/// An item that an import put into the store.
 enum Added {
     Kernel(Key),
     Tuned(Tuned),
 }
 
-/// A pack is for others, unlike a temporary file.
+/// Makes a pack readable for others, since temporary files are private.
 #[cfg(unix)]
 fn share(file: &File) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -227,7 +226,8 @@ fn member(item: &Listed, extension: &str) -> String {
     )
 }
 
-/// Everything in the header is fixed: no time, no owner.
+/// Appends a member whose header is constant: without time and owner, so that equal kernels give
+/// equal packs.
 fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::Result<()> {
     let mut header = tar::Header::new_gnu();
     header.set_size(bytes.len() as u64);
@@ -236,7 +236,7 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
     tar.append_data(&mut header, name, bytes)
 }
 
-/// What a pack holds.
+/// The items of a pack.
 enum Item<'a> {
     /// A kernel, its key and, if the pack has it, its source.
     Kernel(Key, Box<Stored>, Option<&'a str>),
@@ -265,14 +265,14 @@ fn read_pack(
         pending: None,
         long_name: None,
     };
-    // Raw, since the library reads names of any length into memory.
+    // Raw entries, because the library otherwise reads a name of any length into memory.
     let entries = tar.entries().map_err(|error| reader.damaged(error))?;
     for entry in entries.raw(true) {
         let entry = entry.map_err(|error| reader.damaged(error))?;
         reader.take(entry, &mut sink)?;
     }
     reader.flush(None, &mut sink)?;
-    // The checksum comes after the last member.
+    // The checksum comes after the last member, so read to the end.
     let drained = io::copy(&mut tar.into_inner(), &mut io::sink());
     drained.map_err(|error| reader.damaged(error))?;
     reader.finish()
@@ -282,14 +282,14 @@ struct Reader<'a> {
     path: &'a Path,
     kernels: usize,
     tunings: usize,
-    /// Kernels and tunings of the manifest.
+    /// The numbers of kernels and tunings in the manifest.
     promised: Option<(usize, usize)>,
     pending: Option<(Key, Stored)>,
-    /// The name of the next member, where a header has no room for it.
+    /// The name of the next member, if it is too long for a header.
     long_name: Option<Vec<u8>>,
 }
 
-/// No name of a member is longer.
+/// The longest accepted member name, in bytes.
 const LONGEST_NAME: u64 = 1 << 12;
 
 impl Reader<'_> {
@@ -332,7 +332,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A member that is the name of the next.
+    /// Reads a member that holds the name of the next one.
     fn name<R: Read>(&mut self, mut entry: tar::Entry<'_, R>) -> Result<(), PackError> {
         if entry.size() > LONGEST_NAME {
             let size = entry.size();
@@ -406,7 +406,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Hands the kernel on that was waiting for its source.
+    /// Passes on the kernel that was waiting for its source.
     fn flush(&mut self, source: Option<&str>, sink: &mut Sink<'_>) -> Result<(), PackError> {
         let Some((key, stored)) = self.pending.take() else {
             return Ok(());
@@ -431,8 +431,7 @@ impl Reader<'_> {
     }
 }
 
-/// What a member's name says it is. Folders do not matter, so none can lead
-/// out of the store.
+/// The kind of a member, by its name. Folders are ignored, so no name can lead out of the store.
 enum Member {
     Manifest,
     Kernel(Key),

@@ -1,4 +1,4 @@
-//! What a store keeps, finds, counts and refuses.
+//! The store's hits, misses, counters and refusals.
 
 use crate::common::{artifact, files, kernel_path, key, request, source, stored};
 use moesaic_cache::{FetchError, OnBad, Origin, PruneRule, Store};
@@ -58,7 +58,7 @@ fn who_may_read_the_directory_may_read_its_kernels() {
         .unwrap();
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
     let kernel = kernel_path(dir.path(), &key(&source));
-    // The umask has its say.
+    // The umask also removes permissions, so compare with a file and a folder made here.
     let [file, folder] = ["file", "folder"].map(|name| dir.path().join(name));
     fs::write(&file, "").unwrap();
     fs::create_dir(&folder).unwrap();
@@ -229,7 +229,7 @@ fn facts_are_remembered_by_name_and_type() {
     assert_eq!(store.fact::<String>(name), None);
 }
 
-/// Puts kernels of 1000 bytes and more, the i-th used i days ago.
+/// Puts kernels of 1000 bytes and more, the i-th one last used i days ago.
 fn aged(store: &Store, count: usize) {
     for i in 0..count {
         let source = source(&format!("dispatch_{i}"));
@@ -274,7 +274,7 @@ fn pruning_keeps_what_was_used_last() {
         max_bytes: None,
     });
     assert_eq!((pruned.removed, pruned.kept), (2, 3));
-    // A hit counts as use, so the oldest survives.
+    // A hit counts as use, so the oldest kernel survives.
     assert!(store.get(&key(&source("dispatch_2"))).is_some());
     let room = store.prune(&PruneRule::default()).kept_bytes / 3;
     let pruned = store.prune(&PruneRule {
@@ -337,7 +337,7 @@ fn two_format_versions_live_side_by_side() {
         newer.join("ab").join(of("dispatch_0").file_name().unwrap()),
     )
     .unwrap();
-    // A file of the next format under this version's name is a miss.
+    // A file of the next format version under this version's name is a miss.
     let mut bytes = fs::read(of("dispatch_1")).unwrap();
     bytes[8] = 2;
     fs::write(of("dispatch_1"), bytes).unwrap();

@@ -1,9 +1,9 @@
 //! Tensors in host memory: a dtype, a shape, and bytes that are owned, borrowed,
 //! or mapped from a file.
 //!
-//! [`Tensors`] are tensors by name: weights, inputs, results, gradients, optimizer
-//! state. A [`WeightSource`] gives a layer its weights a piece at a time; tensors in
-//! memory are one, a checkpoint is another. A [`WeightSink`] takes tensors the same way.
+//! [`Tensors`] are tensors by name: weights, inputs, results, gradients, optimizer state. A
+//! [`WeightSource`] hands a layer its weights a few rows at a time; tensors in memory are one, a
+//! checkpoint is another. A [`WeightSink`] takes tensors in the same way.
 //!
 //! ```
 //! use moesaic_tensor::{Tensor, Tensors};

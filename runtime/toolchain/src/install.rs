@@ -1,4 +1,4 @@
-//! Installing compilers and MPI from wheels.
+//! Installs compilers and MPI from wheels.
 
 use crate::check::{Working, check};
 use crate::package::Package;
@@ -10,22 +10,22 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// How the names of temporary folders begin.
+/// Prefix of temporary folders.
 const TEMPORARY: &str = "installing-";
 
-/// What an installation is doing, for a progress display.
+/// A step of an installation, for a progress display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
-    /// Nothing to do.
+    /// The tool works already.
     AlreadyThere(Registered),
-    /// Pip fetches this wheel.
+    /// Pip is downloading this wheel.
     Downloading(String),
-    /// The needed files of the wheel are unpacked.
+    /// The needed files of the wheel are being unpacked.
     Unpacking(String),
-    /// A trivial kernel is compiled, or two processes are started.
+    /// A trivial kernel is being compiled, or two processes are being started.
     Checking(Kind),
-    /// The compiler can be used.
+    /// The tool can be used.
     Installed(Registered),
 }
 
@@ -42,11 +42,11 @@ impl fmt::Display for Step {
     }
 }
 
-/// Installs the compilers of these kinds that `registry` lacks. It may be
-/// called from several processes at once: one installs, the others wait.
+/// Installs the tools of these kinds that `registry` lacks. Several processes may call it at once:
+/// one installs, the others wait.
 ///
 /// # Errors
-/// [`ToolchainError`]; what was installed before it stays installed.
+/// [`ToolchainError`]. Tools installed before the failing one stay installed.
 pub fn install(
     registry: &mut Registry,
     kinds: &[Kind],
@@ -60,7 +60,7 @@ pub fn install(
     .install(kinds)
 }
 
-/// What an installation works with.
+/// The context of an installation.
 struct Installer<'a> {
     registry: &'a mut Registry,
     python: Python,
@@ -83,8 +83,8 @@ impl Installer<'_> {
         Ok(())
     }
 
-    /// Takes the lock, learns what others have installed meanwhile, and
-    /// removes what a killed installation has left.
+    /// Takes the lock, reads what others have installed meanwhile, and removes the leftovers of a
+    /// killed installation.
     fn begin(&mut self) -> Result<File, ToolchainError> {
         let folder = self.registry.folder();
         let lock = lock(folder)?;
@@ -95,7 +95,7 @@ impl Installer<'_> {
                 .to_string_lossy()
                 .into_owned();
             if name.starts_with(TEMPORARY) {
-                // What cannot be removed is in nobody's way.
+                // A leftover that cannot be removed does no harm.
                 let _ = std::fs::remove_dir_all(path);
             }
         }
@@ -115,8 +115,8 @@ impl Installer<'_> {
         Ok(())
     }
 
-    /// A folder that is there and works only has to be registered: another
-    /// kind came in the same wheel, or the registry was lost.
+    /// Registers a folder that exists and works: another kind came in the same wheel, or the
+    /// registry was lost.
     fn adopt(&mut self, kind: Kind, folder: &Path) -> Option<Working> {
         if !folder.is_dir() {
             return None;
@@ -125,7 +125,7 @@ impl Installer<'_> {
         check(kind, folder).ok()
     }
 
-    /// Everything happens in a temporary folder; the last act moves it in
+    /// Fetches, unpacks and checks a wheel in a temporary folder, and only then moves it into
     /// place.
     fn fetch(&mut self, kind: Kind, folder: &Path) -> Result<Working, ToolchainError> {
         let package = kind.package();
@@ -151,9 +151,8 @@ impl Installer<'_> {
     }
 }
 
-/// Held until the file is dropped, or the process ends in whatever way. Some
-/// network file systems have no locks: there, each move into place is still
-/// one act, and the last one wins.
+/// Takes a lock that is held until the file is dropped or the process ends in any way. Some network
+/// file systems have no locks. There each move into place is still atomic, and the last one wins.
 fn lock(folder: &Path) -> Result<File, ToolchainError> {
     std::fs::create_dir_all(folder).map_err(ToolchainError::io("create", folder))?;
     let path = folder.join("lock");
@@ -166,8 +165,8 @@ fn lock(folder: &Path) -> Result<File, ToolchainError> {
     }
 }
 
-/// Wheels do not keep the right to execute; and clang calls its linker by the
-/// name `lld`, which zig does not answer to.
+/// Sets the executable bits, which wheels lose, and adds a linker named `lld`: clang calls that
+/// name, and zig does not answer to it.
 fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
     main_file(package, tree)?;
     for program in package.programs {
@@ -183,7 +182,7 @@ fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
     make_executable(&lld)
 }
 
-/// Clang passes `-flavor gnu` first.
+/// The linker script. Clang passes `-flavor gnu` first, which zig does not know.
 const LLD: &str = "#!/bin/sh\nshift 2\nexec \"$(dirname \"$0\")/../zig\" ld.lld \"$@\"\n";
 
 #[cfg(unix)]
@@ -198,7 +197,8 @@ fn make_executable(_path: &Path) -> Result<(), ToolchainError> {
     Ok(())
 }
 
-/// A folder that failed its check makes way; it is deleted with `temporary`.
+/// Moves a new folder into the place of one that failed its check; the old one is deleted with
+/// `temporary`.
 fn replace(folder: &Path, tree: &Path, temporary: &Path) -> Result<(), ToolchainError> {
     if folder.exists() {
         let old = temporary.join("old");

@@ -1,10 +1,10 @@
-//! What can be installed, and the wheels it comes in.
+//! The tools that can be installed, and their wheels.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What can be installed: a compiler, or an MPI.
+/// A tool that can be installed: a compiler, or an MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -12,29 +12,29 @@ pub enum Kind {
     Cuda,
     /// Clang with the AMDGPU target and its linker, for every `rocm` target.
     Rocm,
-    /// Clang for the CPU, where there is no C compiler.
+    /// Clang for the CPU, for machines without a C compiler.
     C,
     /// MPICH and its launcher, for ranks that are processes.
     Mpi,
 }
 
-/// A kind that is not known.
+/// The error of an unknown kind.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown toolchain `{0}`; choose from cuda, rocm, c, mpi")]
 pub struct KindError(String);
 
-/// A wheel, and what is kept of it.
+/// A wheel, and the files kept of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Package {
-    /// The name pip knows.
+    /// Its name in pip.
     pub name: &'static str,
-    /// The version that has been tested.
+    /// The tested version.
     pub version: &'static str,
-    /// Members to unpack: shell patterns over their whole paths.
+    /// The members to unpack, as shell patterns over whole paths.
     pub members: &'static [&'static str],
-    /// The start of the name of the file that matters.
+    /// The start of the main file's name.
     pub main: &'static str,
-    /// Files that are programs.
+    /// The files to make executable.
     pub programs: &'static [&'static str],
 }
 
@@ -78,7 +78,7 @@ impl Kind {
     /// Every kind.
     pub const ALL: [Kind; 4] = [Kind::Cuda, Kind::Rocm, Kind::C, Kind::Mpi];
 
-    /// The word on the command line: `cuda`, `rocm`, `c`, `mpi`.
+    /// Returns the word on the command line: `cuda`, `rocm`, `c` or `mpi`.
     pub const fn name(self) -> &'static str {
         match self {
             Kind::Cuda => "cuda",
@@ -88,7 +88,7 @@ impl Kind {
         }
     }
 
-    /// AMD and C share a wheel: it is fetched and kept once.
+    /// Returns the wheel. AMD and C share one, which is fetched and kept once.
     pub(crate) const fn package(self) -> Package {
         match self {
             Kind::Cuda => NVRTC,
@@ -114,12 +114,12 @@ impl FromStr for Kind {
 }
 
 impl Package {
-    /// `name==version`, as pip wants it.
+    /// Returns `name==version`, as pip wants it.
     pub fn requirement(&self) -> String {
         format!("{}=={}", self.name, self.version)
     }
 
-    /// The folder it is kept in, below `toolchain/`.
+    /// Returns the folder it is kept in, below `toolchain/`.
     pub fn folder(&self) -> String {
         format!("{}-{}", self.name, self.version)
     }

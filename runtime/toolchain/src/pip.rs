@@ -1,4 +1,4 @@
-//! Fetching and unpacking wheels with the machine's Python.
+//! Fetches and unpacks wheels with the machine's Python.
 
 use crate::error::own_compiler;
 use crate::package::Package;
@@ -7,11 +7,11 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Lines of pip's messages that are passed on.
+/// The number of lines of pip's messages that are passed on.
 const LOG_LINES: usize = 12;
 
-/// Unpacks some members of a wheel, without their folders. A wheel is a zip
-/// file; the checksums are compared on the way.
+/// Unpacks some members of a wheel without their folders. A wheel is a zip file, and Python
+/// compares the checksums on the way.
 const UNPACK: &str = "\
 import fnmatch, os, shutil, sys, zipfile
 wheel, folder, *patterns = sys.argv[1:]
@@ -23,7 +23,7 @@ with zipfile.ZipFile(wheel) as archive:
                     shutil.copyfileobj(source, target, 1 << 20)
 ";
 
-/// How to call Python.
+/// The command that starts Python.
 #[derive(Clone, Debug)]
 pub struct Python {
     program: PathBuf,
@@ -31,7 +31,7 @@ pub struct Python {
 }
 
 impl Python {
-    /// The `python3` of the machine.
+    /// Returns the machine's `python3`.
     pub fn of_machine() -> Python {
         Python {
             program: PathBuf::from("python3"),
@@ -39,8 +39,8 @@ impl Python {
         }
     }
 
-    /// A script in place of Python, read by the shell: a program that was
-    /// just written cannot always be started.
+    /// Returns a script in place of Python, read by the shell, because a program that was just
+    /// written cannot always be started.
     #[cfg(test)]
     pub fn shell(script: &Path) -> Python {
         let args = vec![script.display().to_string()];
@@ -109,7 +109,8 @@ impl Python {
             .map_err(|reason| no_pip(kind, reason))
     }
 
-    /// What pip calls itself: `pip 24.0 from ...`; else why it cannot be run.
+    /// Returns pip's version line, such as `pip 24.0 from ...`. The error states why pip does not
+    /// run.
     pub fn pip_version(&self) -> Result<String, String> {
         let output = self.command().args(["-m", "pip", "--version"]).output();
         let output = output.map_err(|error| self.cannot_run(&error))?;
@@ -160,7 +161,7 @@ fn wheel_in(folder: &Path) -> Option<PathBuf> {
         .find(|path| path.extension() == Some(OsStr::new("whl")))
 }
 
-/// The end of what was said: errors come last.
+/// Returns the last lines of the output, where errors are.
 fn last_lines(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     let lines = text.trim().lines().collect::<Vec<_>>();

@@ -1,4 +1,4 @@
-//! Installs for real, into the user's cache, as the project's tests need it.
+//! Real installations into the user's cache, which the project's other tests use too.
 
 use moesaic_kernel::Target;
 use moesaic_target::Compiler;
@@ -100,7 +100,7 @@ fn opening_the_registered_clang_starts_no_process() {
 #[test]
 fn the_doctor_names_compilers_places_and_targets() {
     let findings = doctor(&installed());
-    // What is there or not depends on the machine; what to do is always said.
+    // The machine decides which libraries exist, but advice must always be given.
     for subject in ["NCCL library", "RCCL library"] {
         let finding = findings.iter().find(|finding| finding.subject == subject);
         let finding = finding.unwrap();
@@ -128,8 +128,8 @@ fn the_doctor_names_compilers_places_and_targets() {
     }
 }
 
-/// An empty cache beside the real one: what is there is adopted, nothing is
-/// fetched, since the folders already work.
+/// An empty cache next to the real one: existing folders work, so they are adopted and nothing is
+/// fetched.
 #[test]
 fn a_lost_or_damaged_registry_is_rebuilt_without_a_download() {
     let real = installed();

@@ -1,4 +1,4 @@
-//! Kernels that no compiler made.
+//! Made-up kernels that no compiler produced.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -47,7 +47,7 @@ pub fn key(source: &KernelSource) -> Key {
     })
 }
 
-/// A binary of `bytes` bytes that look random and depend on `name`.
+/// Returns a binary of `bytes` bytes that look random and depend on `name`.
 pub fn artifact(name: &str, bytes: usize) -> Artifact {
     let mut state = name.bytes().fold(0x9e37_79b9_7f4a_7c15_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
@@ -92,7 +92,7 @@ pub fn kernel_path(dir: &Path, key: &Key) -> PathBuf {
     dir.join("v1").join(&hex[..2]).join(format!("{hex}.kernel"))
 }
 
-/// Every file below a directory, as text paths relative to it.
+/// Returns every file below a directory, as relative paths.
 pub fn files(dir: &Path) -> Vec<String> {
     fn walk(dir: &Path, root: &Path, into: &mut Vec<String>) {
         for entry in std::fs::read_dir(dir).into_iter().flatten() {

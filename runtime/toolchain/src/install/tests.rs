@@ -1,15 +1,15 @@
-//! Installations from wheels made on the spot, by a pip that copies them.
+//! Installations from wheels made here, by a stand-in for pip that copies them.
 
 use super::*;
 use std::process::Command;
 
-/// A cache directory of its own, and a wheel for pip to give out.
+/// A cache directory of its own, and the wheel that pip hands out.
 struct Place {
     folder: tempfile::TempDir,
 }
 
 impl Place {
-    /// A wheel that holds these files.
+    /// Makes a place with a wheel of these files.
     fn with_wheel(files: &[(&str, &str)]) -> Place {
         let folder = tempfile::tempdir().unwrap();
         let script = "import sys, zipfile\n\
@@ -25,7 +25,7 @@ impl Place {
         Place { folder }
     }
 
-    /// A wheel whose `zig` passes everything on to the real one.
+    /// Makes a place with a wheel whose `zig` passes everything on to the real one.
     fn with_zig() -> Place {
         let mut real = Registry::open().unwrap();
         install(&mut real, &[Kind::Rocm], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
@@ -37,7 +37,7 @@ impl Place {
         ])
     }
 
-    /// Copies the wheel and writes a line when asked to download.
+    /// Returns a Python that copies the wheel and writes a line when asked to download.
     fn python(&self) -> Python {
         let path = self.folder.path().join("python.sh");
         let home = self.folder.path().display();
@@ -75,7 +75,7 @@ impl Place {
         log.unwrap_or_default().lines().count()
     }
 
-    /// Names below `toolchain/`, the lock aside.
+    /// Returns the names below `toolchain/` except the lock.
     fn left(&self) -> Vec<String> {
         let names = entries(self.registry().folder()).into_iter();
         let mut names = names
