@@ -1,5 +1,5 @@
-//! Custom activations: every operation with its derivative beside it, so that
-//! nothing of the symbolic derivative is used.
+//! Custom activations: every operation with its derivative beside it, so that tests do not rely on
+//! the symbolic derivative.
 
 use crate::math::{erf, sigmoid, softplus};
 use moesaic_spec::Expression;
@@ -9,7 +9,7 @@ use std::f64::consts::FRAC_2_SQRT_PI;
 /// A value and its derivative with respect to x.
 type Dual = (f64, f64);
 
-/// The value of an expression at x, and its derivative there.
+/// Returns the value of an expression at x, and its derivative there.
 pub(crate) fn evaluate(expression: &Expression, x: f64) -> Dual {
     let mut duals: Vec<Dual> = Vec::with_capacity(expression.nodes().len());
     for node in expression.nodes() {
@@ -50,7 +50,7 @@ pub(crate) fn evaluate(expression: &Expression, x: f64) -> Dual {
     duals[expression.value().index()]
 }
 
-/// A function and its derivative.
+/// Returns a function's value and derivative.
 fn call(function: Function, x: f64) -> Dual {
     match function {
         Function::Exp => (x.exp(), x.exp()),

@@ -1,14 +1,15 @@
-//! Gates that look at ranks: decisions made beside a layer, from logits of its tokens, for a
-//! layer whose router is `external`.
+//! Gates that look at ranks. They decide from the logits of tokens, outside of a layer, and a layer
+//! whose router is `external` takes the decision.
 //!
 //! | FastMoE | here |
 //! |---|---|
 //! | swipe gate | [`swipe`] in training, [`best`] in evaluation |
-//! | faster gate | [`near`], with the experts that [`experts_near`] says; its loss is [`balance`] |
+//! | faster gate | [`near`], with the experts of [`experts_near`]; its loss is [`balance`] |
 //!
-//! A layer takes a decision with [`Chosen::give`]. Its backward gives `grad.topk_weights`, and
-//! [`Chosen::gradient`] the gradient of the logits, from where it is the caller's: logits are a
-//! projection of the tokens, or whatever else a model wants.
+//! Hand a decision to a layer with [`Chosen::give`]. The layer's backward returns
+//! `grad.topk_weights`, and [`Chosen::gradient`] turns that into the gradient of the logits. From
+//! there on it is yours: the logits may be a projection of the tokens or anything else in your
+//! model.
 //!
 //! ```
 //! use moesaic_train::gates::best;
@@ -26,7 +27,7 @@ use moesaic_plan::{Place, Placement};
 use moesaic_tensor::Tensor;
 use std::cmp::Ordering;
 
-/// The experts of tokens, and the softmax over the logits of those of a token.
+/// The experts of each token, with the softmax over their logits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
     /// `[T, K]`.
@@ -49,17 +50,17 @@ impl Chosen {
         }
     }
 
-    /// Puts the decision where a layer with an external router reads it.
+    /// Writes the decision into the input of a layer with an external router.
     pub fn give<'c>(&'c self, input: &mut Input<'c>) {
         let shape = [self.ids.len() / self.top_k, self.top_k];
         input.insert("topk_ids", Tensor::new(&shape, &self.ids));
         input.insert("topk_weights", Tensor::new(&shape, &self.weights));
     }
 
-    /// The gradient of the logits `[T, E]` from that of the weights `[T, K]`.
+    /// Returns the gradient of the logits `[T, E]` from that of the weights `[T, K]`.
     ///
     /// # Errors
-    /// [`TrainError::Tensor`] for another number of weights.
+    /// [`TrainError::Tensor`] if the number of weights is wrong.
     pub fn gradient(&self, dweights: &[f32]) -> Result<Vec<f32>, TrainError> {
         if dweights.len() != self.weights.len() {
             let (found, wanted) = (dweights.len(), self.weights.len());
@@ -81,7 +82,7 @@ impl Chosen {
     }
 }
 
-/// The best `top_k` of `experts` for each row of `logits [T, E]`: ties go to the lower
+/// Returns the best `top_k` of `experts` for each row of `logits [T, E]`. Ties go to the lower
 /// expert, NaN comes last.
 ///
 /// # Errors
@@ -92,17 +93,18 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
     Ok(Chosen::new(logits, experts, top_k, ids))
 }
 
-/// As [`best`], but that no rank gets more rows of the ranks of its group than it has itself:
-/// tokens times `top_k`. Slot by slot, a rank accepts what others send it in the order of
-/// ranks while it has room; what is refused moves to ranks that have room left, the lowest
-/// first. Of a rank's tokens the first keep their places. What moves gets the expert of the
-/// new rank that has the number of the slot, from its first one on, so that a token may have
-/// an expert twice. Every rank of the group calls it; it takes one exchange.
+/// Chooses as [`best`] does, except that no rank receives more rows from its group than it has
+/// itself: tokens times `top_k`. Slot by slot, a rank accepts rows from the others in rank order
+/// while it has room. Refused rows move to ranks with room left, lowest first; the first tokens of
+/// each rank keep their places. A moved row gets the new rank's expert number `slot`, counted from
+/// that rank's first, so a token may have an expert twice. Every rank of the group calls this; it
+/// takes one exchange.
 ///
-/// With `shards` ranks that have slices of the same experts are one: their room is added up.
+/// With expert tensor parallelism, the ranks that share experts count as one, with their room added
+/// up.
 ///
 /// # Errors
-/// As [`best`]; those of the exchange; [`TrainError::Tensor`] where experts have replicas.
+/// The errors of [`best`] and of the exchange, or [`TrainError::Tensor`] if experts have replicas.
 ///
 /// ```
 /// use moesaic_engine::{Counters, Input, MeshLayer};
@@ -170,14 +172,14 @@ pub fn swipe(
     Ok(Chosen::new(logits, experts, top_k, ids))
 }
 
-/// The best two of `experts`, but that at most the share `outgoing` of the tokens has one that
-/// is not near, `here[e]`: where more tokens want that for the first one, those with the
-/// highest logits get it, as their second expert; all else gets the best that are near.
-/// Fewer tokens are left as [`best`] says, second experts that are far off included.
+/// Chooses the best two of `experts`, while at most the share `outgoing` of the tokens gets an
+/// expert that is not near (`here[e]` is false). If more tokens want a far expert first, those with
+/// the highest logits get it, as their second expert, and all others get their best near ones. If
+/// fewer do, the result equals [`best`], far second experts included.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for sizes that do not fit, a share that is none, or fewer than two
-/// experts near.
+/// [`TrainError::Tensor`] for sizes that do not fit, a share outside of 0 to 1, or fewer than two
+/// near experts.
 ///
 /// ```
 /// use moesaic_train::gates::near;
@@ -216,8 +218,8 @@ pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, Trai
     Ok(Chosen::new(logits, experts, 2, ids))
 }
 
-/// Which experts lie, with all of their slices, on ranks of this rank's node, where nodes
-/// are `per_node` ranks that follow each other: for [`near`].
+/// Returns true for each expert all of whose shards are on ranks of this rank's node, as input for
+/// [`near`]. A node is `per_node` consecutive ranks.
 pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
     let (parallel, place) = (mesh.parallel(), mesh.place());
     let node = |rank: usize| rank / per_node.max(1);
@@ -233,9 +235,9 @@ pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
     (0..experts).map(here).collect()
 }
 
-/// `E · Σ_e c_e m_e`, where `c_e` is the share of tokens whose best expert is e and `m_e` the
-/// mean of the softmax over all experts, and its gradient `[T, E]`. Of no tokens it is zero.
-/// FastMoE has in the place of the first E the square of a rank's experts over all.
+/// Returns `E · Σ_e c_e m_e` and its gradient `[T, E]`. `c_e` is the share of tokens whose best
+/// expert is e, and `m_e` the mean of the softmax over all experts. Without tokens it is zero. In
+/// place of the first E, FastMoE has the square of a rank's experts over all.
 ///
 /// # Errors
 /// [`TrainError::Tensor`] for sizes that do not fit.
@@ -281,7 +283,7 @@ fn check(logits: &[f32], experts: usize, top_k: usize) -> Result<(), TrainError>
     Err(TrainError::tensor("logits", problem))
 }
 
-/// The best of the allowed experts of each row.
+/// Returns the best of the allowed experts for each row.
 fn of_each(
     logits: &[f32],
     experts: usize,
@@ -298,7 +300,7 @@ fn of_each(
     logits.chunks_exact(experts).flat_map(best).collect()
 }
 
-/// Higher values first, then lower numbers; NaN last.
+/// Orders higher values first, then lower numbers; NaN comes last.
 fn before(a: (f32, usize), b: (f32, usize)) -> Ordering {
     let values = b.0.partial_cmp(&a.0);
     let values = values.unwrap_or_else(|| a.0.is_nan().cmp(&b.0.is_nan()));
@@ -312,7 +314,7 @@ fn softmax(values: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
     scores.iter().map(|score| score / sum).collect()
 }
 
-/// Which ranks have each expert.
+/// Returns the ranks of each expert.
 fn placed(mesh: &Mesh, experts: usize) -> Result<Placement, TrainError> {
     mesh.placement_of(experts).ok_or_else(|| {
         let ep = mesh.parallel().ep;
@@ -326,8 +328,8 @@ fn numbers(bytes: &[u8]) -> Vec<u64> {
     each.map(|&number| u64::from_le_bytes(number)).collect()
 }
 
-/// How many rows each source sends where, so that no one gets more than it has room for:
-/// what is refused goes where there is room left. `wants` is by source, then by where to.
+/// Returns the number of rows that each source sends to each destination, with no destination over
+/// its room. Refused rows go where room is left. `wants` is indexed by source, then by destination.
 fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
     let mut sends: Vec<Vec<u64>> = wants.iter().map(|wants| wants.to_vec()).collect();
     let mut refused = vec![0; wants.len()];
@@ -352,8 +354,7 @@ fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
     sends
 }
 
-/// Gives the ids of a slot to ranks as often as `sends` says: the first tokens keep their
-/// places.
+/// Assigns the ids of a slot to ranks as often as `sends` says; the first tokens keep their places.
 fn resend<'i>(
     ids: impl Iterator<Item = &'i mut i32>,
     mut sends: Vec<u64>,

@@ -1,5 +1,5 @@
-//! Experts that move between steps, with all that is named as they are: weights, master
-//! copies, an optimizer's state.
+//! Moving experts between ranks between steps, with every tensor named after them: weights, master
+//! copies, optimizer state.
 //!
 //! ```text
 //! prepare   each rank copies what it keeps, sends what others need, gets what it needs
@@ -7,46 +7,45 @@
 //! after     each lets go of what it had before
 //! ```
 //!
-//! Until [`Prepared::commit`] has returned, a rank still has what it had before, and it
-//! returns only when every rank has told that it has what comes after. So if a rank is lost
-//! on the way, at whatever point, the others have between them every expert that is not on
-//! that rank alone: those for whom `commit` has failed have both states ([`NotCommitted`]).
-//! [`resume`] makes of what is left ([`both`], if that is both), and of a checkpoint of the same step for what is not,
-//! the state of other ranks.
+//! A rank keeps its earlier tensors until [`Prepared::commit`] has returned, and that returns only
+//! when every rank has reported its new ones. So if a rank is lost at any point, the others still
+//! hold every expert that was not on that rank alone: ranks whose `commit` failed have both states
+//! ([`NotCommitted`]). [`resume`] turns the remaining tensors ([`both`], if a rank has both states)
+//! into the state of another set of ranks, and takes lost experts from a checkpoint of the same
+//! step.
 
 use crate::TrainError;
 use moesaic_engine::{Among, EngineError, Mesh, Ranks};
 use moesaic_plan::{Moves, Placement, PlanError, moves, moves_from};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
-/// What a rank has after experts have moved, and what it may not yet use: see
-/// [`Prepared::commit`].
+/// A rank's tensors after experts have moved, not to be used yet: see [`Prepared::commit`].
 pub struct Prepared {
     ranks: Ranks,
     mesh: Mesh,
     tensors: Tensors<'static>,
 }
 
-/// Ranks have not all said that they have what comes after. What a rank had before is still
-/// with who called.
+/// The error of a commit in which not all ranks reported their new tensors. The caller still has
+/// the tensors from before.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "not all ranks have their experts; go on from those before, or resume without the rank that \
      is lost: {error}"
 )]
 pub struct NotCommitted {
-    /// What has failed.
+    /// The failure.
     pub error: TrainError,
-    /// What this rank would have gone on with. Another may have.
+    /// The tensors that this rank would have continued with. Other ranks may have done so.
     pub after: Tensors<'static>,
 }
 
-/// Gives each rank what it has where experts are placed as `to` says. `tensors` are this
-/// rank's part as [`Ranks::mesh`] has placed them, which stay as they are. All ranks call it.
+/// Moves experts to the placement `to`. `tensors` are this rank's part as [`Ranks::mesh`] has
+/// placed it, and stay unchanged. All ranks call it.
 ///
 /// # Errors
-/// [`TrainError::Engine`] for a placement of other experts or groups, and for those of the
-/// exchange; [`TrainError::Tensor`] for a tensor that is not the rank's part.
+/// [`TrainError::Engine`] for a placement of other experts or groups, and for failures of the
+/// exchange. [`TrainError::Tensor`] for a tensor that is not the rank's part.
 pub fn prepare(
     ranks: &Ranks,
     to: &Placement,
@@ -68,16 +67,16 @@ pub fn prepare(
 }
 
 impl Prepared {
-    /// The mesh with the new placement.
+    /// Returns the mesh with the new placement.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// Waits until all ranks have what they need, and gives what this one has from now on.
-    /// What it had before may then be forgotten, and not a moment sooner.
+    /// Waits until all ranks have their new tensors, then returns this rank's. Keep the earlier
+    /// ones until then, because a failed commit needs them.
     ///
     /// # Errors
-    /// [`NotCommitted`], with which nothing is lost.
+    /// [`NotCommitted`], without any loss.
     pub fn commit(self) -> Result<Tensors<'static>, Box<NotCommitted>> {
         let all = self
             .ranks
@@ -92,16 +91,15 @@ impl Prepared {
     }
 }
 
-/// What a rank is left with, and what it is to have: the state of `ranks`, of which each has
-/// kept some experts from a mesh with others. `held` are the experts of this rank's
-/// `tensors`, in their order; what no rank has comes from a checkpoint of the same step, in
-/// which the layer is whole. Slices are as many as they were, and one group holds all
-/// experts (`dp = 1`).
+/// Assembles the state of `ranks` from what is left of a mesh with other ranks. `held` are the
+/// experts in this rank's `tensors`, in order. Experts that no rank has come from `checkpoint`,
+/// which holds the whole layer at the same step. The number of shards is unchanged, and one group
+/// holds all experts (`dp = 1`).
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] for other meshes, and for a checkpoint of another step: what
-/// every rank has (router, step count of the optimizer) is not the same in it. Then all goes
-/// back to the checkpoint. [`TrainError::Tensor`] for what the checkpoint has not.
+/// [`TrainError::NotPreserved`] for other meshes, and for a checkpoint of another step, in which
+/// replicated tensors (router, step count of the optimizer) differ; then restart all ranks from the
+/// checkpoint. [`TrainError::Tensor`] for tensors that the checkpoint lacks.
 pub fn resume(
     ranks: &Ranks,
     (held, tensors): (&[usize], &Tensors<'_>),
@@ -151,12 +149,11 @@ pub fn resume(
     Ok(whole)
 }
 
-/// What a rank has that has not forgotten its experts before, nor those after, when a commit
-/// has failed ([`NotCommitted`]): those of both, which [`resume`] takes. `before` and `after`
-/// are experts in their order, and tensors.
+/// Merges a rank's tensors from before and after a failed commit ([`NotCommitted`]) into the input
+/// of [`resume`]. `before` and `after` are each the experts in order, and the tensors.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for tensors that are not of so many experts.
+/// [`TrainError::Tensor`] for tensors with another number of experts.
 pub fn both(
     mesh: &Mesh,
     before: (&[usize], &Tensors<'_>),
@@ -178,7 +175,7 @@ pub fn both(
     Ok((held, tensors))
 }
 
-/// Refuses tensors that are not of this rank's experts.
+/// Refuses tensors that do not hold this rank's experts.
 fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(), TrainError> {
     let mut parts = tensors
         .iter()
@@ -193,7 +190,7 @@ fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(),
     }
 }
 
-/// The tensors of this rank after moves; zeros where something is missing.
+/// Returns this rank's tensors after moves, with zeros for missing experts.
 fn moved(
     ranks: &Ranks,
     plan: &Moves,
@@ -247,7 +244,7 @@ fn moved(
     Ok(after)
 }
 
-/// Refuses a checkpoint in which what every rank has is not the same.
+/// Refuses a checkpoint whose replicated tensors differ from the ranks'.
 fn check_step(
     ranks: &Ranks,
     tensors: &Tensors<'_>,
@@ -263,7 +260,7 @@ fn check_step(
             differs = name.clone();
         }
     }
-    // One rank's finding is everybody's, so that none waits for the others.
+    // Share each rank's finding with all, so that all fail together and none waits for the others.
     let all = ranks.gather_bytes(differs.as_bytes(), Among::World, "steps of a checkpoint")?;
     match all.into_iter().find(|name| !name.is_empty()) {
         None => Ok(()),
@@ -275,7 +272,7 @@ fn check_step(
     }
 }
 
-/// Experts of the layer: in the checkpoint, of any tensor of experts.
+/// Returns the number of experts in the layer, read from any expert tensor of the checkpoint.
 fn experts_of(
     mesh: &Mesh,
     tensors: &Tensors<'_>,
@@ -303,7 +300,7 @@ fn planned(error: moesaic_plan::PlacementError) -> TrainError {
     EngineError::Plan(PlanError::from(error)).into()
 }
 
-/// Bytes of an expert.
+/// Returns the bytes of one expert.
 fn row_bytes(tensor: &Tensor<'_>) -> usize {
     tensor.data.len() / tensor.shape.first().copied().unwrap_or(1).max(1)
 }

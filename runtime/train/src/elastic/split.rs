@@ -1,4 +1,4 @@
-//! Layers in parts, and back.
+//! Splitting layers into parts, and joining them.
 
 use super::slices::{concat, gather};
 use super::{Layout, check_spec};
@@ -8,13 +8,13 @@ use moesaic_plan::{MeshError, Parallel, Place, Placement};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 
-/// Splits a layer into layers of its experts, `counts` of them each, with their
-/// rows of the router. What all experts share is in every part.
+/// Splits a layer into layers with `counts` of its experts each, and their rows of the router. Each
+/// part gets all tensors that are not an expert's.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when `counts` are not the layer's experts, a
-/// part would have fewer experts than `top_k`, or the router names experts in
-/// groups or a table; [`TrainError::Tensor`] for tensors that are not the layer's.
+/// [`TrainError::NotPreserved`] if `counts` do not add up to the layer's experts, a part would have
+/// fewer experts than `top_k`, or the router has groups or a table. [`TrainError::Tensor`] for
+/// tensors that are not the layer's.
 pub fn split_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
@@ -53,13 +53,12 @@ pub fn split_experts(
     Ok(parts)
 }
 
-/// Joins layers into one with the experts of all: what [`split_experts`] gave
-/// comes back to the byte.
+/// Joins layers into one with the experts of all. It restores the input of [`split_experts`] to the
+/// byte.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when the specs differ in more than the number of
-/// experts; [`TrainError::Tensor`] when a tensor is missing in a part, or one
-/// that all experts share is not the same in all.
+/// [`TrainError::NotPreserved`] if the specs differ in more than the number of experts.
+/// [`TrainError::Tensor`] if a tensor is missing in a part, or a shared one differs between parts.
 pub fn merge_experts(
     parts: &[(LayerSpec, Tensors<'static>)],
 ) -> Result<(LayerSpec, Tensors<'static>), TrainError> {
@@ -93,12 +92,12 @@ pub fn merge_experts(
     Ok((whole, joined))
 }
 
-/// What each rank of a group that holds all experts has: its slices of its experts, and
-/// all that is not an expert's; in the order of ranks. Groups beside it (`dp`) have the same.
+/// Returns the part of each rank in a group that holds all experts, in rank order: its shards of
+/// its experts, and all tensors that are not an expert's. Further groups (`dp`) have the same.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when the ranks cannot share the experts so;
-/// [`TrainError::Tensor`] for tensors that are not the layer's.
+/// [`TrainError::NotPreserved`] if the ranks cannot share the experts so. [`TrainError::Tensor`]
+/// for tensors that are not the layer's.
 pub fn shard_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
@@ -107,10 +106,11 @@ pub fn shard_experts(
     shard_placed(spec, tensors, (mesh, None))
 }
 
-/// The same where experts are placed as the caller says; `None`: as [`shard_experts`].
+/// Returns each rank's part as [`shard_experts`] does, with experts placed by `placement`; `None`
+/// is the default placement.
 ///
 /// # Errors
-/// As [`shard_experts`].
+/// The same as [`shard_experts`].
 pub fn shard_placed(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
@@ -129,11 +129,11 @@ pub fn shard_placed(
     (0..mesh.ranks()).map(shard).collect()
 }
 
-/// The whole layer again from what the ranks of a group hold, in their order; `spec` is
-/// that of the whole.
+/// Joins the parts of a group's ranks, in rank order, into the whole layer; `spec` is that of the
+/// whole.
 ///
 /// # Errors
-/// As [`merge_experts`].
+/// The same as [`merge_experts`].
 pub fn unshard_experts(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
@@ -142,11 +142,11 @@ pub fn unshard_experts(
     unshard_placed(spec, shards, (mesh, None))
 }
 
-/// The same where experts are placed as the caller says; `None`: as [`unshard_experts`]. Of
-/// replicas the owner's is taken.
+/// Joins parts as [`unshard_experts`] does, with experts placed by `placement`; `None` is the
+/// default placement. Of several replicas it takes the owner's.
 ///
 /// # Errors
-/// As [`unshard_experts`]; [`TrainError::Tensor`] also for a replica that is not as its owner.
+/// The same as [`unshard_experts`], or [`TrainError::Tensor`] if a replica differs from its owner.
 pub fn unshard_placed(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
@@ -187,7 +187,7 @@ pub fn unshard_placed(
     Ok(whole)
 }
 
-/// Refuses a tensor that is not what the rank has of one of a shape.
+/// Refuses a tensor that is not the rank's part of the whole shape.
 fn check_part(
     name: &str,
     tensor: &Tensor<'_>,
@@ -212,7 +212,7 @@ fn check_part(
     Err(TrainError::tensor(name, problem))
 }
 
-/// Refuses replicas that are not as their owners.
+/// Refuses replicas that differ from their owners.
 fn check_replicas(
     name: &str,
     list: &[&Tensor<'_>],
@@ -244,7 +244,7 @@ fn check_replicas(
     Ok(())
 }
 
-/// The mesh of one of its groups, if the layer can be shared so.
+/// Returns the mesh of one of its groups, if the layer can be shared so.
 fn one_group(
     spec: &LayerSpec,
     (mesh, placement): (Parallel, Option<&Placement>),
@@ -265,7 +265,7 @@ fn place(mesh: Parallel, rank: usize) -> Result<Place, TrainError> {
     mesh.place(rank).map_err(refused)
 }
 
-/// Refuses routers that name experts of other parts.
+/// Refuses routers that refer to experts of other parts.
 fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
     let reason = if spec.router.kind == RouterKind::Table {
         "a routing table names experts of all parts"
@@ -277,7 +277,7 @@ fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
     Err(TrainError::NotPreserved(reason.to_string()))
 }
 
-/// Makes one tensor of those that all sets have under a name.
+/// Makes one tensor from those of all sets under each name.
 fn each_name(
     sets: &[&Tensors<'_>],
     make: impl Fn(&str, &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError>,
@@ -293,8 +293,7 @@ fn each_name(
     Ok(made)
 }
 
-/// The experts of all tensors, then what lies behind them, which is the same
-/// in all.
+/// Joins the experts of all tensors, followed by the tail that is the same in all.
 fn join(
     name: &str,
     list: &[&Tensor<'_>],
@@ -328,7 +327,7 @@ fn join(
     Ok(concat(&all, axis))
 }
 
-/// The tensor that all parts have.
+/// Returns the tensor, which must be equal in all parts.
 fn same(name: &str, list: &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError> {
     if list.iter().all(|tensor| *tensor == list[0]) {
         Ok(list[0].clone().into_static())
