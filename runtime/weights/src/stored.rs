@@ -1,4 +1,4 @@
-//! The tensors of a quantised matrix, checked against its format.
+//! The tensors of a quantized matrix, checked against its format.
 
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
@@ -11,19 +11,19 @@ use moesaic_spec::hf::{End, Stored, replaced};
 use moesaic_tensor::read_int;
 use safetensors::Dtype;
 
-/// Codes of FP4 in an innermost dimension of gpt-oss' blocks, in bytes.
+/// The size in bytes of the innermost dimension of gpt-oss' blocks of FP4 codes.
 const BLOCK_BYTES: usize = 16;
 
-/// Matrices whose bytes are as many as their format asks for.
+/// Matrices whose byte lengths match their format.
 pub(crate) struct Held<'a> {
-    /// Of the numbers.
+    /// The shape in numbers.
     pub shape: Vec<usize>,
     pub matrices: Matrices<'a>,
     /// All tensors besides the codes.
     pub beside: Vec<TensorRef<'a>>,
 }
 
-/// Whether the tensor's type is that of such codes.
+/// Returns true if the tensor has the type of such codes.
 pub(crate) fn is_of(way: &Stored, from: &TensorRef<'_>) -> bool {
     matches!(
         (way.format.element, from.dtype),
@@ -37,7 +37,7 @@ pub(crate) fn is_of(way: &Stored, from: &TensorRef<'_>) -> bool {
         && !way.names.in_blocks()
 }
 
-/// The error for a tensor of another type.
+/// Returns the error for a tensor of another type.
 pub(crate) fn unlike(way: &Stored, from: &TensorRef<'_>) -> WeightsError {
     let floats = ", f32, f16 or bf16";
     let expected = match way.format.element {
@@ -50,7 +50,7 @@ pub(crate) fn unlike(way: &Stored, from: &TensorRef<'_>) -> WeightsError {
     wrong_dtype(from, &expected)
 }
 
-/// The matrix under `name`, whose codes are `from`.
+/// Returns the matrix `name`, whose codes are `from`.
 pub(crate) fn held<'a>(
     finder: &Finder<'a, '_>,
     way: &Stored,
@@ -87,14 +87,14 @@ pub(crate) fn held<'a>(
 struct Parts<'a, 'f, 's> {
     finder: &'f Finder<'a, 's>,
     way: &'f Stored,
-    /// What the matrix is called where it has floats.
+    /// The name of the matrix in a float checkpoint.
     name: &'f str,
     from: TensorRef<'a>,
     beside: Vec<TensorRef<'a>>,
 }
 
 impl<'a> Parts<'a, '_, '_> {
-    /// The tensor with another end, which then is one of the matrix.
+    /// Returns the tensor with another name ending, and records it as part of the matrix.
     fn part(&mut self, end: Option<End>) -> Option<TensorRef<'a>> {
         let name = replaced(self.name, end?)?;
         let found = self.finder.checkpoint.tensor(&name)?;
@@ -102,7 +102,7 @@ impl<'a> Parts<'a, '_, '_> {
         Some(found)
     }
 
-    /// The shape of the numbers, of two dimensions or more.
+    /// Returns the shape in numbers, with two dimensions or more.
     fn shape(&mut self) -> Result<Vec<usize>, WeightsError> {
         let Format {
             element, packing, ..
@@ -135,7 +135,7 @@ impl<'a> Parts<'a, '_, '_> {
         Ok(shape)
     }
 
-    /// The columns of rows of so many words, the last of which may not be full.
+    /// Returns the columns of rows of `words` words, the last of which may be partly filled.
     fn columns(&mut self, rows: usize, words: usize) -> Result<usize, WeightsError> {
         let bits = self.way.format.element.bits();
         let full = words.saturating_mul(32) / bits;
@@ -198,7 +198,7 @@ impl<'a> Parts<'a, '_, '_> {
             Block::Tile(block) => block,
             Block::Row => [1, columns.max(1)],
             Block::MatrixOrRow => {
-                // Ones in a shape say nothing: rows are [rows] or [rows, 1].
+                // Dimensions of size one carry no information: rows are [rows] or [rows, 1].
                 let is = |grid| bare(from.shape) == bare(&wide(grid));
                 return match [[rows, 1], [1, 1]].into_iter().find(|grid| is(*grid)) {
                     Some(grid) => Ok(made([rows / grid[0].max(1), columns], Some(grid))),
@@ -220,7 +220,7 @@ impl<'a> Parts<'a, '_, '_> {
         Ok(made(block, Some(grid)))
     }
 
-    /// The second scale of each matrix, or of all.
+    /// Returns the second scale of each matrix, or one for all.
     fn second(&mut self, matrices: usize) -> Result<Vec<f32>, WeightsError> {
         if self.way.format.second.is_none() {
             return Ok(Vec::new());
@@ -282,7 +282,7 @@ impl<'a> Parts<'a, '_, '_> {
         Ok(Some(Zeros { bytes: from.bytes }))
     }
 
-    /// The group of each column, where groups are no runs of columns.
+    /// Returns the group of each column, if groups are not consecutive columns.
     fn groups(
         &mut self,
         scales: &Scales<'_>,
@@ -328,7 +328,7 @@ impl<'a> Parts<'a, '_, '_> {
             .collect()
     }
 
-    /// The error for a part that is not there.
+    /// Returns the error for a missing part.
     fn missing(&self, names: &[String]) -> WeightsError {
         let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
         let (from, names) = (self.from.name, names.join(", "));
@@ -341,7 +341,7 @@ impl<'a> Parts<'a, '_, '_> {
     }
 }
 
-/// The type of scales, which may be another than the format's usual one.
+/// Returns the type of the scales, which may differ from the format's usual one.
 fn scale_type(usual: ScaleType, from: &TensorRef<'_>) -> Result<ScaleType, WeightsError> {
     match (usual, from.dtype) {
         (ScaleType::E4m3, Err(Dtype::F8_E4M3)) => Ok(ScaleType::E4m3),
@@ -357,7 +357,7 @@ fn scale_type(usual: ScaleType, from: &TensorRef<'_>) -> Result<ScaleType, Weigh
     }
 }
 
-/// A shape without its ones.
+/// Returns a shape without its ones.
 fn bare(shape: &[usize]) -> Vec<usize> {
     shape.iter().copied().filter(|size| *size != 1).collect()
 }

@@ -18,7 +18,7 @@ fn spec(layout: GateLayout) -> LayerSpec {
     spec
 }
 
-/// Canonical tensors whose elements number all tensors through: 0, 1, 2, …
+/// Returns canonical tensors whose elements count through all tensors: 0, 1, 2, …
 fn numbered(spec: &LayerSpec) -> Tensors<'static> {
     let mut next = 0f32;
     let mut weights = Tensors::new();
@@ -347,13 +347,13 @@ fn writing_follows_links_and_replaces_only_files() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
 }
 
-/// A safetensors file of this header and nothing else.
+/// Writes a safetensors file that consists of this header.
 fn header_only(path: &Path, header: &str) {
     let length = (header.len() as u64).to_le_bytes();
     fs::write(path, [&length[..], header.as_bytes()].concat()).unwrap();
 }
 
-/// Sizes beside a zero may be anything: there are no elements.
+/// Sizes beside a zero may be huge, because there are no elements.
 #[test]
 fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
     let dir = tempfile::tempdir().unwrap();
@@ -363,7 +363,7 @@ fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
     header_only(&path, &format!(r#"{{"router.weight":{tensor}}}"#));
     let said = refusal(&spec(GateLayout::Split), &path);
     assert!(said.contains("[3, 6]"), "{said}");
-    // Rearranged, as layers of models are.
+    // Reordered and fused, as in the layers of models.
     let config = r#"{"model_type": "gpt_oss", "hidden_size": 8, "intermediate_size": 8,
         "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}"#;
     let import = hf::import(config, 0).unwrap();
@@ -383,8 +383,7 @@ fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
     assert!(errors.iter().all(shapes), "{errors:?}");
 }
 
-/// Nothing is allocated for tensors that the file does not have: these would
-/// be eight terabytes.
+/// Nothing is allocated for tensors that the file lacks, which here would be eight terabytes.
 #[test]
 fn a_spec_larger_than_memory_is_refused_by_a_small_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -433,7 +432,7 @@ fn the_files_of_a_checkpoint_are_those_that_opening_reads() {
     fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
     let files = Checkpoint::files_of(dir.path());
     let names: Vec<_> = files.iter().map(|file| file.file_name().unwrap()).collect();
-    // The first is not there, and would be read instead of the others.
+    // The first file does not exist, and would take precedence over the others.
     let expected = [
         "model.safetensors",
         "model.safetensors.index.json",

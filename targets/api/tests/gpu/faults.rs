@@ -12,7 +12,7 @@ pub const CASES: &[Case] = &[
     Case::new("a_fault_of_the_hardware", a_fault_of_the_hardware).leaking(),
 ];
 
-/// Functions that fail, one at a time, in a whole life of a device.
+/// Functions that are made to fail, one at a time, during a device's whole life.
 pub const EACH: [&str; 35] = [
     "memory_info",
     "default_pool",
@@ -51,7 +51,7 @@ pub const EACH: [&str; 35] = [
     "exec_destroy",
 ];
 
-/// Everything a device does, once. A failure is an error and no crash.
+/// Does everything that a device can do, once. A failure must be an error and never a crash.
 pub fn whole_life(rig: &Rig) {
     match life(rig) {
         Ok(()) => println!("no error"),
@@ -190,7 +190,7 @@ fn one_of_several(rig: &Rig) {
     let mut bytes = [0; 4];
     let error = device.download(&buffer, 0, &mut bytes);
     let error = error.unwrap_err().to_string();
-    // Stream by stream, since no two streams share a journal.
+    // Stream by stream, because no two streams share a journal.
     let expected = format!(
         "; it came to light at a later download; one of: `scale` ({}), `scale` ({}), `scale` \
          ({}); set {}=1 to be told which",
@@ -242,7 +242,7 @@ fn a_fault_at_a_launch(rig: &Rig) {
     check_part(error, &expected);
 }
 
-/// No kernel is accused of it.
+/// No kernel is blamed for it.
 fn a_fault_of_the_hardware(rig: &Rig) {
     let device = rig.open();
     let module = rig.load(&*device);
