@@ -105,6 +105,6 @@ pub enum CapacityOrder {
     BatchPrioritized,
     /// Descending weight, then slot-major.
     Probability,
-    /// By a counter-based random key, then slot-major.
+    /// Descending counter-based random key, then slot-major.
     Random,
 }

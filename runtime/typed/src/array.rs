@@ -14,7 +14,7 @@ pub trait Array: Copy + sealed::Sealed + 'static {
     /// The number of scalars.
     const ELEMENTS: usize;
 
-    /// The sizes, outermost first; empty for a scalar.
+    /// Returns the sizes, outermost first; empty for a scalar.
     fn shape() -> Vec<usize>;
 
     /// Views scalars as consecutive tensors. `None` if the last one would be incomplete.

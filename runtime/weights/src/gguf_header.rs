@@ -210,8 +210,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Skips a list and keeps its length, since vocabularies are long and no layer needs one. Short
-    /// lists of numbers are kept.
+    /// Skips a list and keeps its length, since vocabularies are long and no layer needs one.
     fn list(&mut self) -> Result<Value, String> {
         let (kind, count) = (self.u32()?, self.u64()?);
         let size = match kind {

@@ -23,9 +23,9 @@ pub struct KernelCounters {
     pub shared: SharedCounts,
     /// Multiply-adds of the tensor cores.
     pub tensor_multiply_adds: u64,
-    /// Bytes that TMA and asynchronous copies moved from global to shared memory.
+    /// Bytes that TMA copied from global to shared memory.
     pub async_load_bytes: u64,
-    /// Bytes that TMA moved from shared to global memory.
+    /// Bytes that TMA copied from shared to global memory.
     pub async_store_bytes: u64,
 }
 

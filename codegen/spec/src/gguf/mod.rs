@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 /// The metadata of a GGUF file, or of the first file of a split model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {
-    /// Values by key. Lists are kept as their length alone, except short lists of numbers.
+    /// Values by key. Lists are kept as their length alone.
     pub values: BTreeMap<String, Value>,
     /// Shape and type of each tensor.
     pub tensors: BTreeMap<String, TensorInfo>,
