@@ -6,7 +6,7 @@ use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::SimArch;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_target::{CompileError, Compiler, Device, DeviceError};
-use moesaic_toolchain::{Kind, Registry};
+use moesaic_toolchain::{Registry, ToolKind};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
@@ -45,11 +45,13 @@ pub(crate) fn compiler(
             registry,
         )?))),
         SimArch::Rocm(_) => {
-            let zig = registry.get(Kind::C).map(|tool| registry.path(tool));
+            let zig = registry.get(ToolKind::C).map(|tool| registry.path(tool));
             Ok(Arc::new(FiberCompiler::find(zig.as_deref())?))
         }
         SimArch::Cpu(isa) => {
-            let zig = registry.get(Kind::C).or_else(|| registry.get(Kind::Rocm));
+            let zig = registry
+                .get(ToolKind::C)
+                .or_else(|| registry.get(ToolKind::Rocm));
             let zig = zig.map(|tool| registry.path(tool));
             Ok(Arc::new(EmulatedCompiler::find(isa, zig.as_deref())?))
         }

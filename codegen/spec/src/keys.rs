@@ -10,12 +10,12 @@
 //! | `experts.down.weight`, `bias` | `experts.batched_fc2_w`, transposed, `batched_fc2_bias` | `experts.h4toh.*`, `experts.N.h4toh.*` |
 //! | gated `gate`, `up`, `down` | `experts.W_fc1`, `W_fc2`, `W_fc3`, flat or not, transposed | – |
 
-use crate::hf::{Alternative, Parts, Step, TensorSource};
+use crate::hf::{Alternative, TensorParts, TensorSource, TensorStep};
 use crate::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 
 /// A library whose checkpoints moesaic reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Library {
+pub enum CheckpointLibrary {
     /// microsoft/Tutel, `MOELayer` with experts `ffn` or `llama_ffn`.
     Tutel,
     /// laekov/fastmoe, `FMoETransformerMLP`, and experts of an `FMoELinear` pair.
@@ -26,7 +26,7 @@ pub enum Library {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
     /// The library whose names they are.
-    pub library: Library,
+    pub library: CheckpointLibrary,
     /// The prefix before the layer's own names, with its dot: `blocks.3.moe.`.
     pub prefix: String,
     /// The index of Tutel's gate; FastMoE has one.
@@ -43,23 +43,23 @@ pub fn rank_tensors(spec: &LayerSpec, share: usize) -> Vec<TensorSpec> {
     tensors
 }
 
-impl Library {
+impl CheckpointLibrary {
     /// Both libraries.
-    pub const ALL: [Library; 2] = [Library::Tutel, Library::FastMoe];
+    pub const ALL: [CheckpointLibrary; 2] = [CheckpointLibrary::Tutel, CheckpointLibrary::FastMoe];
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            Library::Tutel => "tutel",
-            Library::FastMoe => "fastmoe",
+            CheckpointLibrary::Tutel => "tutel",
+            CheckpointLibrary::FastMoe => "fastmoe",
         }
     }
 
     /// Returns names of which every layer has one, without a prefix.
     pub fn marks(self) -> &'static [&'static str] {
         match self {
-            Library::Tutel => &["experts.batched_fc1_w", "experts.W_fc1"],
-            Library::FastMoe => &["experts.htoh4.weight", "experts.0.htoh4.weight"],
+            CheckpointLibrary::Tutel => &["experts.batched_fc1_w", "experts.W_fc1"],
+            CheckpointLibrary::FastMoe => &["experts.htoh4.weight", "experts.0.htoh4.weight"],
         }
     }
 
@@ -81,8 +81,8 @@ impl Keys {
         let source = |tensor: &TensorSpec| TensorSource {
             name: tensor.name.clone(),
             alternatives: match self.library {
-                Library::Tutel => self.tutel(tensor, spec),
-                Library::FastMoe => self.fastmoe(tensor, spec),
+                CheckpointLibrary::Tutel => self.tutel(tensor, spec),
+                CheckpointLibrary::FastMoe => self.fastmoe(tensor, spec),
             },
         };
         tensors.iter().map(source).collect()
@@ -100,7 +100,7 @@ impl Keys {
 
     /// Returns the name under which Tutel stores the number of experts of all ranks.
     pub fn count(&self) -> Option<String> {
-        let tutel = self.library == Library::Tutel;
+        let tutel = self.library == CheckpointLibrary::Tutel;
         tutel.then(|| format!("{}_num_global_experts", self.prefix))
     }
 
@@ -119,34 +119,37 @@ impl Keys {
 
     fn gate_prefix(&self) -> String {
         match self.library {
-            Library::Tutel => format!("{}gates.{}.", self.prefix, self.gate),
-            Library::FastMoe => format!("{}gate.", self.prefix),
+            CheckpointLibrary::Tutel => format!("{}gates.{}.", self.prefix, self.gate),
+            CheckpointLibrary::FastMoe => format!("{}gate.", self.prefix),
         }
     }
 
-    fn named(&self, name: &str, steps: Vec<Step>) -> Alternative {
+    fn named(&self, name: &str, steps: Vec<TensorStep>) -> Alternative {
         Alternative {
-            parts: Parts::One(format!("{}{name}", self.prefix)),
+            parts: TensorParts::One(format!("{}{name}", self.prefix)),
             steps,
         }
     }
 
-    fn of_gate(&self, name: &str, steps: Vec<Step>) -> Alternative {
+    fn of_gate(&self, name: &str, steps: Vec<TensorStep>) -> Alternative {
         Alternative {
-            parts: Parts::One(self.gate_prefix() + name),
+            parts: TensorParts::One(self.gate_prefix() + name),
             steps,
         }
     }
 
     fn tutel(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
         let gated = spec.gated();
-        let swapped = || vec![Step::Transpose];
+        let swapped = || vec![TensorStep::Transpose];
         // Tutel's oldest versions keep biases as [E, 1, h].
-        let flat = || vec![Step::Reshape(tensor.shape.clone())];
+        let flat = || vec![TensorStep::Reshape(tensor.shape.clone())];
         // Parameters of llama_ffn are flat, so that ranks may shard them.
         let turned = || {
             let [experts, columns, rows] = [0, 1, 2].map(|axis| tensor.shape[axis]);
-            vec![Step::Reshape(vec![experts, rows, columns]), Step::Transpose]
+            vec![
+                TensorStep::Reshape(vec![experts, rows, columns]),
+                TensorStep::Transpose,
+            ]
         };
         vec![match (tensor.name.as_str(), gated) {
             ("router.weight", _) => self.of_gate("wg.weight", vec![]),
@@ -166,7 +169,7 @@ impl Keys {
     }
 
     fn fastmoe(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
-        let swapped = || vec![Step::Transpose];
+        let swapped = || vec![TensorStep::Transpose];
         match tensor.name.as_str() {
             "router.weight" => vec![
                 self.of_gate("gate.weight", vec![]),
@@ -186,13 +189,13 @@ impl Keys {
     /// Returns the forms of FastMoE's experts: all in one tensor, or one module per expert.
     fn fastmoe_expert(&self, name: &str, tensor: &TensorSpec) -> Vec<Alternative> {
         let each = Alternative {
-            parts: Parts::PerExpert {
+            parts: TensorParts::PerExpert {
                 before: format!("{}experts.", self.prefix),
                 after: format!(".{name}"),
                 first: 0,
                 count: tensor.shape[0],
             },
-            steps: vec![Step::Reshape(tensor.shape[1..].to_vec())],
+            steps: vec![TensorStep::Reshape(tensor.shape[1..].to_vec())],
         };
         vec![self.named(&format!("experts.{name}"), vec![]), each]
     }

@@ -8,15 +8,15 @@ use moesaic_kernel::DType;
 /// A random generator that depends on a seed and a counter only, so a failing test needs to print
 /// just its seed.
 #[derive(Clone, Debug)]
-pub struct Counter {
+pub struct SampleRng {
     seed: u64,
     drawn: u64,
 }
 
-impl Counter {
+impl SampleRng {
     /// Starts an independent stream for each seed.
-    pub fn new(seed: u64) -> Counter {
-        Counter {
+    pub fn new(seed: u64) -> SampleRng {
+        SampleRng {
             seed: mix(seed),
             drawn: 0,
         }
@@ -64,7 +64,7 @@ fn mix(mut z: u64) -> u64 {
 /// seeds reach every key and every word of the schema, and all pairs that go together
 /// (`schema/reached.rs`). One spec in eight has different types for weights and activations.
 pub fn sample(seed: u64) -> LayerSpec {
-    let mut rng = Counter::new(seed);
+    let mut rng = SampleRng::new(seed);
     let rng = &mut rng;
     let mut spec = LayerSpec {
         name: format!("sample-{seed}"),
@@ -98,7 +98,7 @@ pub fn sample(seed: u64) -> LayerSpec {
 /// order of logits. The layer's other draws do not depend on these, except where expert choice
 /// excludes something.
 fn guidance(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed ^ 0x9d1d_a9ce);
+    let rng = &mut SampleRng::new(seed ^ 0x9d1d_a9ce);
     let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
     if scored && rng.one_in(8) {
         expert_choice(rng, spec);
@@ -120,7 +120,7 @@ fn guidance(seed: u64, spec: &mut LayerSpec) {
 }
 
 /// Switches to expert choice, where every expert with weights takes equally many tokens.
-fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
+fn expert_choice(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let order = spec.capacity.order;
     spec.capacity = Capacity::default();
     if order == CapacityOrder::TokenMajor {
@@ -134,7 +134,7 @@ fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
 
 /// Gives one layer in ten a custom activation, without disturbing its other draws.
 fn expression(seed: u64, experts: &mut Experts) {
-    let rng = &mut Counter::new(!seed);
+    let rng = &mut SampleRng::new(!seed);
     let own = [
         "x * sigmoid(1.7 * x)",
         "max(x, 0.1 * x)",
@@ -154,7 +154,7 @@ fn expression(seed: u64, experts: &mut Experts) {
 
 /// Makes a shared expert residual in one of four layers that have some.
 fn residual(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed.rotate_left(48));
+    let rng = &mut SampleRng::new(seed.rotate_left(48));
     if let Some(last) = spec.shared.last_mut()
         && rng.one_in(4)
     {
@@ -164,7 +164,7 @@ fn residual(seed: u64, spec: &mut LayerSpec) {
 
 /// Gives one layer in eight projections around its routed experts.
 fn latent(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed.rotate_left(16));
+    let rng = &mut SampleRng::new(seed.rotate_left(16));
     spec.latent = rng.one_in(8).then(|| Latent {
         dim: width(rng),
         bias: rng.one_in(2),
@@ -173,7 +173,7 @@ fn latent(seed: u64, spec: &mut LayerSpec) {
 
 /// Gives some projections biases and others none, without disturbing the other draws.
 fn biases(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed.rotate_left(32));
+    let rng = &mut SampleRng::new(seed.rotate_left(32));
     let all = [Biases::None, Biases::Up, Biases::Down, Biases::All];
     if spec.experts.bias == Biases::All && rng.one_in(2) {
         spec.experts.bias = rng.pick(&all[1..3]);
@@ -184,7 +184,7 @@ fn biases(seed: u64, spec: &mut LayerSpec) {
 }
 
 /// Chooses other selections for layers that have the plain one.
-fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
+fn selections(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
     let plain = scored && spec.router.select == Select::TopK && spec.router.groups.is_none();
     if !plain || spec.router.select_bias {
@@ -196,7 +196,7 @@ fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
 }
 
 /// Draws the options that act only in training.
-fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
+fn draws(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let r = &spec.router;
     let top_k = r.select == Select::TopK;
     let scored = matches!(r.kind, RouterKind::Linear | RouterKind::Cosine);
@@ -225,12 +225,12 @@ fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
 }
 
 /// Returns small and odd widths more often than large ones, because a test runs many of these.
-fn width(rng: &mut Counter) -> usize {
+fn width(rng: &mut SampleRng) -> usize {
     let most = rng.pick(&[8, 33, 97]);
     rng.between(1, most)
 }
 
-fn shape(rng: &mut Counter) -> Shape {
+fn shape(rng: &mut SampleRng) -> Shape {
     let model_dim = width(rng);
     let most = rng.pick(&[4, 16, 64]);
     Shape {
@@ -242,12 +242,12 @@ fn shape(rng: &mut Counter) -> Shape {
     }
 }
 
-fn top_k(rng: &mut Counter, routed: usize) -> usize {
+fn top_k(rng: &mut SampleRng, routed: usize) -> usize {
     let most = if rng.one_in(5) { routed } else { routed.min(4) };
     rng.between(1, most)
 }
 
-fn precision(rng: &mut Counter) -> Precision {
+fn precision(rng: &mut SampleRng) -> Precision {
     let all = [DType::F32, DType::F16, DType::Bf16];
     let weights = rng.pick(&all);
     let other = if weights == DType::F32 {
@@ -263,7 +263,7 @@ fn precision(rng: &mut Counter) -> Precision {
     }
 }
 
-fn capacity(rng: &mut Counter) -> Capacity {
+fn capacity(rng: &mut SampleRng) -> Capacity {
     use CapacityMode::*;
     use CapacityOrder::*;
     let mode = rng.pick(&[Dropless, Dropless, Factor, Fixed, MaxCount, Bounded]);
@@ -293,13 +293,13 @@ fn capacity(rng: &mut Counter) -> Capacity {
 /// Gives half of the layers with a factor another one in evaluation, without disturbing their other
 /// draws.
 fn eval_factor(seed: u64, capacity: &mut Capacity) {
-    let rng = &mut Counter::new(!seed ^ 1 << 32);
+    let rng = &mut SampleRng::new(!seed ^ 1 << 32);
     if capacity.has_factor() && rng.one_in(2) {
         capacity.eval_factor = Some(rng.pick(&[2.4, 0.5, 0.0, -0.8]));
     }
 }
 
-fn experts(rng: &mut Counter) -> Experts {
+fn experts(rng: &mut SampleRng) -> Experts {
     use Activation::*;
     let activation = rng.pick(&[Silu, Silu, Gelu, GeluTanh, Relu, Relu2]);
     let bias = rng.one_in(3).into();
@@ -331,7 +331,7 @@ fn experts(rng: &mut Counter) -> Experts {
     }
 }
 
-fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
+fn identity(rng: &mut SampleRng, spec: &LayerSpec) -> usize {
     let fits = spec.output_dim() == spec.shape.model_dim;
     if fits && rng.one_in(8) {
         rng.between(1, 5)
@@ -349,7 +349,7 @@ fn zero(spec: &LayerSpec) -> usize {
     }
 }
 
-fn router(rng: &mut Counter, spec: &mut LayerSpec) {
+fn router(rng: &mut SampleRng, spec: &mut LayerSpec) {
     use RouterKind::*;
     use WeightSite::*;
     let kind = rng.pick(&[Linear, Linear, Linear, Linear, Cosine, Table, External]);
@@ -382,7 +382,7 @@ fn unranked(capacity: &mut Capacity) {
     }
 }
 
-fn any_score(rng: &mut Counter) -> Score {
+fn any_score(rng: &mut SampleRng) -> Score {
     use Score::*;
     rng.pick(&[
         Softmax,
@@ -394,7 +394,7 @@ fn any_score(rng: &mut Counter) -> Score {
     ])
 }
 
-fn selection(rng: &mut Counter, spec: &mut LayerSpec) {
+fn selection(rng: &mut SampleRng, spec: &mut LayerSpec) {
     if spec.shape.top_k <= 2 && rng.one_in(6) {
         spec.router.select = Select::SparseMixer(rng.pick(&[0.01, 0.1, 0.0]));
         return;
@@ -407,7 +407,7 @@ fn selection(rng: &mut Counter, spec: &mut LayerSpec) {
     }
 }
 
-fn groups(rng: &mut Counter, spec: &LayerSpec) -> Groups {
+fn groups(rng: &mut SampleRng, spec: &LayerSpec) -> Groups {
     let experts = spec.routed_experts();
     let counts: Vec<usize> = (1..=experts)
         .filter(|n| experts.is_multiple_of(*n))
@@ -428,7 +428,7 @@ fn groups(rng: &mut Counter, spec: &LayerSpec) -> Groups {
     }
 }
 
-fn logits(rng: &mut Counter, router: &mut Router) {
+fn logits(rng: &mut SampleRng, router: &mut Router) {
     router.bias = router.kind != RouterKind::Cosine && rng.one_in(3);
     if rng.one_in(5) {
         router.input = RouterInput::RmsScaled;
@@ -441,7 +441,7 @@ fn logits(rng: &mut Counter, router: &mut Router) {
     }
 }
 
-fn weights(rng: &mut Counter, router: &mut Router) {
+fn weights(rng: &mut SampleRng, router: &mut Router) {
     use Renormalize::*;
     router.renormalize = rng.pick(&[None, Sum, Sum, Clamp, PNorm]);
     match router.renormalize {
@@ -456,7 +456,7 @@ fn weights(rng: &mut Counter, router: &mut Router) {
     router.expert_scale = rng.one_in(5);
 }
 
-fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
+fn shared(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let count = rng.pick(&[0, 0, 0, 1, 1, 2]);
     for _ in 0..count {
         spec.shared.push(SharedExpert {
@@ -467,7 +467,7 @@ fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
     }
 }
 
-fn losses(rng: &mut Counter, spec: &mut LayerSpec) {
+fn losses(rng: &mut SampleRng, spec: &mut LayerSpec) {
     if !spec.has_logits() {
         return;
     }

@@ -1,6 +1,6 @@
 //! Expressions of custom activations: accepted texts, refused texts and derivatives.
 
-use moesaic_spec::expression::{Function, Id, Node};
+use moesaic_spec::expression::{Id, MathFunction, Node};
 use moesaic_spec::{Activation, Expression, LayerSpec};
 
 fn parse(text: &str) -> Expression {
@@ -37,16 +37,16 @@ fn values(expression: &Expression, x: f64) -> Vec<f64> {
     values
 }
 
-fn call(function: Function, x: f64) -> f64 {
+fn call(function: MathFunction, x: f64) -> f64 {
     match function {
-        Function::Exp => x.exp(),
-        Function::Log => x.ln(),
-        Function::Sqrt => x.sqrt(),
-        Function::Tanh => x.tanh(),
-        Function::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        Function::Softplus => x.exp().ln_1p(),
-        Function::Abs => x.abs(),
-        Function::Erf => panic!("not in std"),
+        MathFunction::Exp => x.exp(),
+        MathFunction::Log => x.ln(),
+        MathFunction::Sqrt => x.sqrt(),
+        MathFunction::Tanh => x.tanh(),
+        MathFunction::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        MathFunction::Softplus => x.exp().ln_1p(),
+        MathFunction::Abs => x.abs(),
+        MathFunction::Erf => panic!("not in std"),
     }
 }
 
@@ -131,9 +131,9 @@ fn logistic_forms_are_recognised() {
     };
     assert!(matches!(
         silu.nodes()[sigmoid.index()],
-        Node::Call(Function::Sigmoid, _)
+        Node::Call(MathFunction::Sigmoid, _)
     ));
-    assert!(calls("log(exp(x) + 1)").contains(&Function::Softplus));
+    assert!(calls("log(exp(x) + 1)").contains(&MathFunction::Softplus));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Import of Hugging Face configurations.
 
 use moesaic_spec::hf::{
-    HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
+    HfError, TensorParts, TensorStep, import, moe_layers, refused_models, supported_models,
 };
 use moesaic_spec::*;
 
@@ -67,7 +67,7 @@ fn published_mixtral_spelling() {
     assert_eq!(got.notes.len(), 1);
     let gate = &got.sources[1];
     assert_eq!(gate.name, "experts.gate.weight");
-    let stacked = |before: &str, after: &str| Parts::PerExpert {
+    let stacked = |before: &str, after: &str| TensorParts::PerExpert {
         before: before.to_string(),
         after: after.to_string(),
         first: 0,
@@ -75,9 +75,9 @@ fn published_mixtral_spelling() {
     };
     let hub = stacked("model.layers.31.block_sparse_moe.experts.", ".w1.weight");
     assert!(gate.alternatives.iter().any(|a| a.parts == hub));
-    let fused = Parts::One("model.layers.31.mlp.experts.gate_up_proj".to_string());
+    let fused = TensorParts::One("model.layers.31.mlp.experts.gate_up_proj".to_string());
     let fused = gate.alternatives.iter().find(|a| a.parts == fused).unwrap();
-    let half = Step::Take {
+    let half = TensorStep::Take {
         axis: 1,
         start: 0,
         step: 1,
@@ -393,7 +393,7 @@ fn two_stacks_are_numbered_through() {
         (got.spec.shape.hidden_dim, got.spec.shared[0].hidden_dim),
         (512, 3072)
     );
-    let vision = Parts::PerExpert {
+    let vision = TensorParts::PerExpert {
         before: "model.layers.2.mlp.experts.".to_string(),
         after: ".gate_proj.weight".to_string(),
         first: 64,

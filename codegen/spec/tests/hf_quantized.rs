@@ -2,7 +2,7 @@
 
 use crate::hf::error;
 use moesaic_spec::format::Block;
-use moesaic_spec::hf::{Step, import};
+use moesaic_spec::hf::{TensorStep, import};
 
 /// Every alternative of a quantized checkpoint may hold codes, and the element type is bf16.
 #[test]
@@ -10,7 +10,7 @@ fn published_deepseek_v3_is_quantized() {
     let config = r#"{"model_type": "deepseek_v3",
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}}"#;
     let got = import(config, 5).unwrap();
-    let Some(Step::Dequantize(codes)) = got.sources[0].alternatives[0].steps.first() else {
+    let Some(TensorStep::Dequantize(codes)) = got.sources[0].alternatives[0].steps.first() else {
         panic!("{:?}", got.sources[0]);
     };
     let stored = codes.stored[0];
@@ -20,7 +20,7 @@ fn published_deepseek_v3_is_quantized() {
     assert!(
         first
             .iter()
-            .all(|step| *step == Some(&Step::Dequantize(codes.clone())))
+            .all(|step| *step == Some(&TensorStep::Dequantize(codes.clone())))
     );
     assert_eq!(got.spec.precision.weights.name(), "bf16");
     assert_eq!(got.spec.precision.activations.name(), "bf16");
@@ -58,7 +58,7 @@ fn quantizations_that_are_read() {
             "the type that is named"
         );
         match &got.sources[0].alternatives[0].steps[0] {
-            Step::Dequantize(codes) => format!("{codes:?}"),
+            TensorStep::Dequantize(codes) => format!("{codes:?}"),
             _ => panic!("{config}"),
         }
     };

@@ -1,6 +1,6 @@
 //! Prints the time of a warm hit: `cargo run --release -p moesaic-cache --example hit`.
 
-use moesaic_cache::{Key, KeyParts, Store, Stored};
+use moesaic_cache::{KernelKey, KeyParts, Store, StoredKernel};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
@@ -32,14 +32,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         let put = time(20, || {
             store
                 .put(
-                    &Key::new(&parts),
+                    &KernelKey::new(&parts),
                     &source,
-                    &Stored::new(&source, artifact.clone()),
+                    &StoredKernel::new(&source, artifact.clone()),
                 )
                 .is_ok()
         });
-        let key = time(2000, || Key::new(&parts));
-        let hash = Key::new(&parts);
+        let key = time(2000, || KernelKey::new(&parts));
+        let hash = KernelKey::new(&parts);
         let get = time(2000, || store.get(&hash).is_some());
         println!("{kilobytes:4} KB: key {key:.1} us, hit {get:.1} us, put {put:.0} us");
     }

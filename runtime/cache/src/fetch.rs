@@ -1,7 +1,7 @@
 //! From a request to a kernel, by a lookup in the store or one compile.
 
 use crate::lock::MachineLock;
-use crate::{FetchError, Key, Store, StoreError, Stored};
+use crate::{FetchError, KernelKey, Store, StoreError, StoredKernel};
 use moesaic_kernel::KernelSource;
 use moesaic_target::{Artifact, CompileError};
 use std::collections::HashMap;
@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A request for a kernel.
 #[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
+pub struct KernelRequest<'a> {
     /// Its key.
-    pub key: Key,
+    pub key: KernelKey,
     /// Its source.
     pub source: &'a KernelSource,
     /// Your name for its spec, for messages.
@@ -23,9 +23,9 @@ pub struct Request<'a> {
 #[derive(Debug)]
 pub struct Fetched {
     /// The kernel.
-    pub stored: Arc<Stored>,
+    pub stored: Arc<StoredKernel>,
     /// The origin of the kernel.
-    pub origin: Origin,
+    pub origin: KernelOrigin,
     /// The reason a compiled kernel was not kept, if it was not. Statistics and `tracing` have
     /// recorded it already.
     pub trouble: Option<StoreError>,
@@ -33,7 +33,7 @@ pub struct Fetched {
 
 /// The origin of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum KernelOrigin {
     /// The store already held it.
     Store,
     /// It was compiled for this request.
@@ -52,11 +52,11 @@ impl Store {
     /// error.
     pub fn get_or_compile(
         &self,
-        request: &Request<'_>,
+        request: &KernelRequest<'_>,
         compile: impl FnOnce() -> Result<Artifact, CompileError>,
     ) -> Result<Fetched, FetchError> {
         if let Some(stored) = self.get(&request.key) {
-            return Ok(Fetched::new(Arc::new(stored), Origin::Store));
+            return Ok(Fetched::new(Arc::new(stored), KernelOrigin::Store));
         }
         if self.strict {
             return Err(self.missing(request));
@@ -67,7 +67,7 @@ impl Store {
         let mut outcome = flight.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(outcome) = &*outcome {
             let stored = outcome.clone().map_err(FetchError::Compile)?;
-            return Ok(Fetched::new(stored, Origin::Shared));
+            return Ok(Fetched::new(stored, KernelOrigin::Shared));
         }
         let fetched = self.lead(request, compile);
         *outcome = Some(match &fetched {
@@ -81,7 +81,7 @@ impl Store {
     /// Compiles under the machine's lock, unless another process has just finished the same kernel.
     fn lead(
         &self,
-        request: &Request<'_>,
+        request: &KernelRequest<'_>,
         compile: impl FnOnce() -> Result<Artifact, CompileError>,
     ) -> Result<Fetched, Arc<CompileError>> {
         let key = &request.key;
@@ -91,22 +91,22 @@ impl Store {
         };
         if let Some(stored) = self.look(key) {
             self.counters.hits.add(1);
-            return Ok(Fetched::new(Arc::new(stored), Origin::Store));
+            return Ok(Fetched::new(Arc::new(stored), KernelOrigin::Store));
         }
         self.counters.compiles.add(1);
         let artifact = compile().map_err(Arc::new)?;
-        let stored = Stored::new(request.source, artifact);
+        let stored = StoredKernel::new(request.source, artifact);
         let trouble = self.put(key, request.source, &stored).err();
         if let Some(error) = &trouble {
             self.pass_over(error);
         }
         Ok(Fetched {
             trouble,
-            ..Fetched::new(Arc::new(stored), Origin::Compiled)
+            ..Fetched::new(Arc::new(stored), KernelOrigin::Compiled)
         })
     }
 
-    fn missing(&self, request: &Request<'_>) -> FetchError {
+    fn missing(&self, request: &KernelRequest<'_>) -> FetchError {
         FetchError::Missing {
             kernel: request.source.name.clone(),
             target: request.source.target.to_string(),
@@ -117,7 +117,7 @@ impl Store {
 }
 
 impl Fetched {
-    fn new(stored: Arc<Stored>, origin: Origin) -> Fetched {
+    fn new(stored: Arc<StoredKernel>, origin: KernelOrigin) -> Fetched {
         Fetched {
             stored,
             origin,
@@ -126,25 +126,25 @@ impl Fetched {
     }
 }
 
-type Outcome = Result<Arc<Stored>, Arc<CompileError>>;
+type Outcome = Result<Arc<StoredKernel>, Arc<CompileError>>;
 
 /// One compile in progress. The first thread to lock it compiles; the others find its outcome.
 type Flight = Arc<Mutex<Option<Outcome>>>;
 
 /// The compiles in progress in this process.
 #[derive(Default)]
-pub(crate) struct Flights(Mutex<HashMap<Key, Flight>>);
+pub(crate) struct Flights(Mutex<HashMap<KernelKey, Flight>>);
 
 impl Flights {
-    fn join(&self, key: Key) -> Flight {
+    fn join(&self, key: KernelKey) -> Flight {
         Arc::clone(self.lock().entry(key).or_default())
     }
 
-    fn leave(&self, key: &Key) {
+    fn leave(&self, key: &KernelKey) {
         self.lock().remove(key);
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Flight>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<KernelKey, Flight>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -12,7 +12,7 @@
 //! Integers are little-endian. The hash covers the key but the file does not contain it, so an
 //! entry under a wrong name is detected like a flipped bit.
 
-use crate::Key;
+use crate::KernelKey;
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
 use moesaic_target::{Artifact, Report};
 use serde::{Deserialize, Serialize};
@@ -49,16 +49,16 @@ pub struct KernelInfo {
 
 /// A kernel from a store.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stored {
+pub struct StoredKernel {
     /// Its description.
     pub info: KernelInfo,
     /// The binary that a device loads.
     pub artifact: Artifact,
 }
 
-impl Stored {
+impl StoredKernel {
     /// Returns a fresh artifact in the form in which the store would return it.
-    pub fn new(source: &KernelSource, artifact: Artifact) -> Stored {
+    pub fn new(source: &KernelSource, artifact: Artifact) -> StoredKernel {
         let info = KernelInfo {
             name: source.name.clone(),
             stem: source.stem,
@@ -68,7 +68,7 @@ impl Stored {
             report: artifact.report.clone(),
             source_hash: hash_source(&source.text),
         };
-        Stored { info, artifact }
+        StoredKernel { info, artifact }
     }
 }
 
@@ -78,7 +78,7 @@ pub fn hash_source(text: &str) -> String {
 }
 
 /// Returns the bytes of a kernel's file.
-pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::Error> {
+pub(crate) fn encode(key: &KernelKey, stored: &StoredKernel) -> Result<Vec<u8>, serde_json::Error> {
     let header = serde_json::to_vec(&stored.info)?;
     let binary = &stored.artifact.binary;
     let mut file = Vec::with_capacity(PREFIX + header.len() + binary.len());
@@ -94,7 +94,7 @@ pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::
 }
 
 /// Reads the kernel in a file, or returns the damage.
-pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
+pub(crate) fn decode(key: &KernelKey, mut file: Vec<u8>) -> Result<StoredKernel, String> {
     let (header, _) = lengths(&file)?;
     let (prefix, body) = file.split_at(PREFIX);
     if hash(key, &prefix[..24], &[body]) != prefix[24..] {
@@ -104,7 +104,7 @@ pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
     let info: KernelInfo = serde_json::from_slice(&file[PREFIX..])
         .map_err(|error| format!("its header cannot be read: {error}"))?;
     let report = info.report.clone();
-    Ok(Stored {
+    Ok(StoredKernel {
         info,
         artifact: Artifact { binary, report },
     })
@@ -138,7 +138,7 @@ fn field<const N: usize>(prefix: &[u8; PREFIX], at: usize) -> [u8; N] {
     std::array::from_fn(|i| prefix[at + i])
 }
 
-fn hash(key: &Key, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
+fn hash(key: &KernelKey, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(key.bytes()).update(prefix);
     for part in rest {

@@ -1,6 +1,6 @@
 //! The paths of the store, and the recognition of its own files.
 
-use crate::{FORMAT_VERSION, Key};
+use crate::{FORMAT_VERSION, KernelKey};
 use moesaic_kernel::Language;
 use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
@@ -27,8 +27,8 @@ pub(crate) struct Found {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    Kernel(Key),
-    Source(Key),
+    Kernel(KernelKey),
+    Source(KernelKey),
     Lock,
     Temporary,
 }
@@ -49,24 +49,24 @@ impl Layout {
         &self.version
     }
 
-    pub(crate) fn kernel(&self, key: &Key) -> PathBuf {
+    pub(crate) fn kernel(&self, key: &KernelKey) -> PathBuf {
         self.file(key, "kernel")
     }
 
-    pub(crate) fn source(&self, key: &Key, language: Language) -> PathBuf {
+    pub(crate) fn source(&self, key: &KernelKey, language: Language) -> PathBuf {
         self.file(key, language.extension())
     }
 
     /// Returns the path of a key's file. Subdirectories by the key's first digits keep directories
     /// short.
-    fn file(&self, key: &Key, extension: &str) -> PathBuf {
+    fn file(&self, key: &KernelKey, extension: &str) -> PathBuf {
         let hex = key.hex();
         self.version
             .join(&hex[..2])
             .join(format!("{hex}.{extension}"))
     }
 
-    pub(crate) fn lock(&self, key: &Key) -> PathBuf {
+    pub(crate) fn lock(&self, key: &KernelKey) -> PathBuf {
         self.version.join("locks").join(format!("{key}.lock"))
     }
 
@@ -114,7 +114,7 @@ fn kind(path: &Path) -> Option<Kind> {
         return Some(Kind::Temporary);
     }
     let (hex, extension) = name.split_once('.')?;
-    let key: Key = hex.parse().ok()?;
+    let key: KernelKey = hex.parse().ok()?;
     match extension {
         "lock" if dir == "locks" => Some(Kind::Lock),
         _ if dir != &hex[..2] => None,

@@ -1,6 +1,6 @@
 //! The content-addressed kernel store and its packs.
 //!
-//! A [`Key`] is a hash of everything that can change a kernel's binary. A [`Store`] keeps one file
+//! A [`KernelKey`] is a hash of everything that can change a kernel's binary. A [`Store`] keeps one file
 //! per kernel under its key, and the source beside it for you to read:
 //!
 //! ```text
@@ -34,12 +34,12 @@ mod tuned;
 mod upkeep;
 
 pub use error::{FetchError, PackError, StoreError};
-pub use fetch::{Fetched, Origin, Request};
-pub use format::{FORMAT_VERSION, KernelInfo, Stored, hash_source};
+pub use fetch::{Fetched, KernelOrigin, KernelRequest};
+pub use format::{FORMAT_VERSION, KernelInfo, StoredKernel, hash_source};
 pub use home::{NoHome, home};
-pub use key::{Key, KeyParts};
+pub use key::{KernelKey, KeyParts};
 pub use pack::{Exported, Imported};
-pub use stats::Stats;
+pub use stats::StoreStats;
 pub use store::{PATIENCE, Store};
-pub use tuned::{Bucket, Machine, Tuned};
+pub use tuned::{Bucket, Tuned, TunedMachine};
 pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};

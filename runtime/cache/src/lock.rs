@@ -1,7 +1,7 @@
 //! One lock per kernel and machine.
 
 use crate::layout::Layout;
-use crate::{Key, files};
+use crate::{KernelKey, files};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -17,7 +17,11 @@ pub(crate) struct MachineLock {
 impl MachineLock {
     /// Waits for the lock for at most `patience`. Returns `None` if it is still held then, or if
     /// the file system has no locks.
-    pub(crate) fn acquire(layout: &Layout, key: &Key, patience: Duration) -> Option<MachineLock> {
+    pub(crate) fn acquire(
+        layout: &Layout,
+        key: &KernelKey,
+        patience: Duration,
+    ) -> Option<MachineLock> {
         let path = layout.lock(key);
         files::make_dir(layout, path.parent()?).ok()?;
         let file = File::options().create(true).append(true).open(&path).ok()?;

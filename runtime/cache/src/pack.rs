@@ -14,7 +14,7 @@
 use crate::layout::is_language;
 use crate::tuned::{self, Unread};
 use crate::upkeep::Listed;
-use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, Tuned, format, store};
+use crate::{FORMAT_VERSION, KernelKey, PackError, Store, StoredKernel, Tuned, format, store};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
@@ -194,7 +194,7 @@ impl Store {
 
 /// An item that an import put into the store.
 enum Added {
-    Kernel(Key),
+    Kernel(KernelKey),
     Tuned(Tuned),
 }
 
@@ -239,7 +239,7 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
 /// The items of a pack.
 enum Item<'a> {
     /// A kernel, its key and, if the pack has it, its source.
-    Kernel(Key, Box<Stored>, Option<&'a str>),
+    Kernel(KernelKey, Box<StoredKernel>, Option<&'a str>),
     Tuned(Tuned),
 }
 
@@ -284,7 +284,7 @@ struct Reader<'a> {
     tunings: usize,
     /// The numbers of kernels and tunings in the manifest.
     promised: Option<(usize, usize)>,
-    pending: Option<(Key, Stored)>,
+    pending: Option<(KernelKey, StoredKernel)>,
     /// The name of the next member, if it is too long for a header.
     long_name: Option<Vec<u8>>,
 }
@@ -361,7 +361,7 @@ impl Reader<'_> {
 
     fn kernel(
         &mut self,
-        key: Key,
+        key: KernelKey,
         name: &str,
         bytes: Vec<u8>,
         sink: &mut Sink<'_>,
@@ -375,7 +375,7 @@ impl Reader<'_> {
 
     fn source(
         &mut self,
-        key: Key,
+        key: KernelKey,
         name: &str,
         bytes: &[u8],
         sink: &mut Sink<'_>,
@@ -434,8 +434,8 @@ impl Reader<'_> {
 /// The kind of a member, by its name. Folders are ignored, so no name can lead out of the store.
 enum Member {
     Manifest,
-    Kernel(Key),
-    Source(Key),
+    Kernel(KernelKey),
+    Source(KernelKey),
     Tuned,
 }
 
@@ -450,7 +450,7 @@ impl Member {
         }
         let mut parts = file.rsplit('.');
         let (extension, hex) = (parts.next()?, parts.next()?);
-        let key: Key = hex.parse().ok()?;
+        let key: KernelKey = hex.parse().ok()?;
         match extension {
             "kernel" => Some(Member::Kernel(key)),
             _ => is_language(extension).then_some(Member::Source(key)),

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The activity of a store since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct StoreStats {
     /// Kernels found in the store.
     pub hits: u64,
     /// Kernels not found, including damaged ones.
@@ -21,7 +21,7 @@ pub struct Stats {
     pub bytes_written: u64,
 }
 
-/// The counters behind [`Stats`]. Nothing synchronizes through them, so relaxed ordering is enough.
+/// The counters behind [`StoreStats`]. Nothing synchronizes through them, so relaxed ordering is enough.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) hits: Counter,
@@ -47,8 +47,8 @@ impl Counter {
 }
 
 impl Counters {
-    pub(crate) fn stats(&self) -> Stats {
-        Stats {
+    pub(crate) fn stats(&self) -> StoreStats {
+        StoreStats {
             hits: self.hits.get(),
             misses: self.misses.get(),
             damaged: self.damaged.get(),

@@ -5,7 +5,7 @@ use crate::files::{self, Care};
 use crate::format::{self, LARGEST};
 use crate::layout::{LANGUAGES, Layout};
 use crate::stats::Counters;
-use crate::{Key, Stats, StoreError, Stored, home};
+use crate::{KernelKey, StoreError, StoreStats, StoredKernel, home};
 use moesaic_kernel::KernelSource;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -92,13 +92,13 @@ impl Store {
     }
 
     /// Returns the activity since the store was opened.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> StoreStats {
         self.counters.stats()
     }
 
     /// Returns the kernel under `key`. A damaged or unreadable entry is a miss; `tracing` reports
     /// it and [`Store::stats`] counts it.
-    pub fn get(&self, key: &Key) -> Option<Stored> {
+    pub fn get(&self, key: &KernelKey) -> Option<StoredKernel> {
         let found = self.look(key);
         match &found {
             Some(_) => self.counters.hits.add(1),
@@ -108,7 +108,7 @@ impl Store {
     }
 
     /// Returns the kernel as `get` does, but counts damage only.
-    pub(crate) fn look(&self, key: &Key) -> Option<Stored> {
+    pub(crate) fn look(&self, key: &KernelKey) -> Option<StoredKernel> {
         if self.off.is_some() {
             return None;
         }
@@ -134,7 +134,7 @@ impl Store {
 
     /// Returns the source beside the kernel under `key`, if the kernel was made from exactly that
     /// text.
-    pub fn source(&self, key: &Key) -> Option<String> {
+    pub fn source(&self, key: &KernelKey) -> Option<String> {
         let info = self.look(key)?.info;
         let path = self.layout.source(key, info.language);
         let text = String::from_utf8(read(&path).ok()?).ok()?;
@@ -145,15 +145,20 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`], which callers log and ignore.
-    pub fn put(&self, key: &Key, source: &KernelSource, stored: &Stored) -> Result<(), StoreError> {
+    pub fn put(
+        &self,
+        key: &KernelKey,
+        source: &KernelSource,
+        stored: &StoredKernel,
+    ) -> Result<(), StoreError> {
         self.put_parts(key, Some(&source.text), stored)
     }
 
     pub(crate) fn put_parts(
         &self,
-        key: &Key,
+        key: &KernelKey,
         source: Option<&str>,
-        stored: &Stored,
+        stored: &StoredKernel,
     ) -> Result<(), StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
@@ -176,7 +181,7 @@ impl Store {
     }
 
     /// Removes a kernel and its source. Returns true if the kernel existed.
-    pub(crate) fn remove(&self, key: &Key) -> bool {
+    pub(crate) fn remove(&self, key: &KernelKey) -> bool {
         for language in LANGUAGES {
             let _ = std::fs::remove_file(self.layout.source(key, language));
         }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// The properties of a machine that determine times.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Machine {
+pub struct TunedMachine {
     /// The device's name, for a CPU its model.
     pub name: String,
     /// Threads that run kernels.
@@ -31,7 +31,7 @@ pub struct Tuned {
     /// The hash of everything that determines the layer's kernels except a tuning.
     pub layer: String,
     /// The machine of the measurement.
-    pub machine: Machine,
+    pub machine: TunedMachine,
     /// The layer's name, for people.
     pub name: String,
     /// The best sizes for each number of tokens, ascending.
@@ -84,7 +84,7 @@ impl Tuned {
     }
 
     /// Returns the first property that is not the wanted one.
-    fn foreign(&self, target: Target, layer: &str, machine: &Machine) -> Option<Unread> {
+    fn foreign(&self, target: Target, layer: &str, machine: &TunedMachine) -> Option<Unread> {
         let is = [
             self.target.to_string(),
             format!("layer {}", self.layer),
@@ -106,7 +106,7 @@ impl Tuned {
     }
 }
 
-impl Machine {
+impl TunedMachine {
     fn words(&self) -> String {
         format!("{} threads of {}", self.threads, self.name)
     }
@@ -117,7 +117,7 @@ fn prefix(target: Target, layer: &str) -> String {
     format!("{}.{short}.", target.file_name())
 }
 
-fn file_name(target: Target, layer: &str, machine: &Machine) -> String {
+fn file_name(target: Target, layer: &str, machine: &TunedMachine) -> String {
     let machine = hash_source(&machine.words());
     format!("{}{}.json", prefix(target, layer), &machine[..16])
 }
@@ -179,7 +179,7 @@ impl Store {
 
     /// Returns the tuning of a layer, named by [`Tuned::layer`], on a machine. One that is damaged,
     /// unreadable or foreign is reported to `tracing` and counts as absent.
-    pub fn tuned(&self, target: Target, layer: &str, machine: &Machine) -> Option<Tuned> {
+    pub fn tuned(&self, target: Target, layer: &str, machine: &TunedMachine) -> Option<Tuned> {
         self.off_is_none()?;
         let path = self.tuned_dir().join(file_name(target, layer, machine));
         let found = self.read_tuned(&path)?;
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn a_foreign_tuning_says_whose_it_is() {
-        let machine = |threads| Machine {
+        let machine = |threads| TunedMachine {
             name: "A CPU".to_string(),
             threads,
         };

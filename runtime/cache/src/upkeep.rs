@@ -1,7 +1,7 @@
 //! Maintenance of a store: list, verify, prune.
 
 use crate::layout::{Found, Kind};
-use crate::{KernelInfo, Key, Store, format, lock, store};
+use crate::{KernelInfo, KernelKey, Store, format, lock, store};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     /// Its key.
-    pub key: Key,
+    pub key: KernelKey,
     /// Its description.
     pub info: KernelInfo,
     /// Its file.
@@ -137,7 +137,7 @@ impl Store {
     }
 }
 
-fn order(listed: &Listed) -> (String, &str, Key) {
+fn order(listed: &Listed) -> (String, &str, KernelKey) {
     (
         listed.info.target.to_string(),
         &listed.info.name,
@@ -160,7 +160,7 @@ fn listed(file: &Found) -> Option<Listed> {
     })
 }
 
-fn check(key: &Key, file: &Found) -> Result<KernelInfo, String> {
+fn check(key: &KernelKey, file: &Found) -> Result<KernelInfo, String> {
     let bytes = store::peek(&file.path).map_err(|error| error.to_string())?;
     format::decode(key, bytes).map(|stored| stored.info)
 }
@@ -170,7 +170,7 @@ fn age(used: SystemTime, now: SystemTime) -> Duration {
 }
 
 struct Sized {
-    key: Key,
+    key: KernelKey,
     bytes: u64,
     used: SystemTime,
 }
@@ -203,7 +203,7 @@ fn sweep(files: &[Found], now: SystemTime) -> u64 {
         Kind::Kernel(key) => Some(key),
         _ => None,
     };
-    let kernels: HashSet<Key> = files.iter().filter_map(kernel).collect();
+    let kernels: HashSet<KernelKey> = files.iter().filter_map(kernel).collect();
     let old = |file: &Found| {
         let used = file.meta.modified().unwrap_or(now);
         age(used, now) > WRITING

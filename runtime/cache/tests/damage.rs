@@ -1,7 +1,7 @@
 //! Damaged files, and disks that refuse writes.
 
 use crate::common::{artifact, kernel_path, key, request, source, stored};
-use moesaic_cache::{OnBad, Origin, Store};
+use moesaic_cache::{KernelOrigin, OnBad, Store};
 use std::fs;
 use std::path::Path;
 
@@ -94,14 +94,14 @@ fn a_damaged_kernel_is_compiled_again_and_healed() {
             .get_or_compile(&request(&source), compile)
             .unwrap()
             .origin,
-        Origin::Compiled
+        KernelOrigin::Compiled
     );
     assert_eq!(
         store
             .get_or_compile(&request(&source), compile)
             .unwrap()
             .origin,
-        Origin::Store
+        KernelOrigin::Store
     );
     assert_eq!(store.verify(OnBad::Report).good, 1);
 }

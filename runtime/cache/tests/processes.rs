@@ -2,7 +2,7 @@
 //! running only [`child`].
 
 use crate::common::{artifact, key, request, source, stored};
-use moesaic_cache::{OnBad, Origin, PruneRule, Store};
+use moesaic_cache::{KernelOrigin, OnBad, PruneRule, Store};
 use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -100,7 +100,7 @@ fn cramped(dir: &Path) {
         .unwrap();
     assert_eq!(
         (fetched.origin, fetched.stored.artifact.binary.len()),
-        (Origin::Compiled, 100_000)
+        (KernelOrigin::Compiled, 100_000)
     );
     let trouble = fetched.trouble.unwrap().to_string();
     assert!(

@@ -1,7 +1,7 @@
 //! The store's hits, misses, counters and refusals.
 
 use crate::common::{artifact, files, kernel_path, key, request, source, stored};
-use moesaic_cache::{FetchError, OnBad, Origin, PruneRule, Store};
+use moesaic_cache::{FetchError, KernelOrigin, OnBad, PruneRule, Store};
 use moesaic_target::CompileError;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -84,7 +84,7 @@ fn a_directory_that_everybody_can_write_to_is_not_used() {
     let fetched = store
         .get_or_compile(&request(&source), || Ok(artifact("dispatch", 10)))
         .unwrap();
-    assert_eq!(fetched.origin, Origin::Compiled);
+    assert_eq!(fetched.origin, KernelOrigin::Compiled);
     assert!(fetched.trouble.is_some());
 }
 
@@ -124,7 +124,7 @@ fn threads_that_ask_for_one_kernel_compile_it_once() {
     let again = store
         .get_or_compile(&request(&source), || panic!("compiled again"))
         .unwrap();
-    assert_eq!(again.origin, Origin::Store);
+    assert_eq!(again.origin, KernelOrigin::Store);
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn a_compile_error_reaches_every_thread_and_is_not_kept() {
     let fetched = store
         .get_or_compile(&request(&source), || Ok(artifact("dispatch", 5)))
         .unwrap();
-    assert_eq!(fetched.origin, Origin::Compiled);
+    assert_eq!(fetched.origin, KernelOrigin::Compiled);
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn a_compile_that_panics_leaves_the_store_usable() {
         .unwrap();
     assert_eq!(
         (fetched.origin, fetched.trouble.is_none()),
-        (Origin::Compiled, true)
+        (KernelOrigin::Compiled, true)
     );
 }
 
@@ -192,7 +192,7 @@ fn a_lock_that_is_never_released_only_delays() {
     let fetched = store
         .get_or_compile(&request(&source), || Ok(artifact("dispatch", 5)))
         .unwrap();
-    assert_eq!(fetched.origin, Origin::Compiled);
+    assert_eq!(fetched.origin, KernelOrigin::Compiled);
     assert!(store.get(&key(&source)).is_some());
 }
 

@@ -1,15 +1,15 @@
 //! Tunings in a store: round trips, damage, foreign tunings, and packs.
 
 use crate::common::{key, source, stored};
-use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
+use moesaic_cache::{Bucket, Store, Tuned, TunedMachine, hash_source};
 use moesaic_kernel::Target;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-fn machine(threads: u32) -> Machine {
+fn machine(threads: u32) -> TunedMachine {
     let name = "A CPU / with: odd \"names\"".to_string();
-    Machine { name, threads }
+    TunedMachine { name, threads }
 }
 
 fn target() -> Target {

@@ -169,7 +169,11 @@ impl<'a> Tensor<'a> {
     /// # Errors
     /// A sentence for people: the actual and the expected values.
     pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
-        check_kind((self.dtype, &self.shape), (dtype, shape))?;
+        let found = TensorKind {
+            dtype: self.dtype,
+            shape: &self.shape,
+        };
+        check_kind(found, TensorKind { dtype, shape })?;
         self.check_length()
     }
 
@@ -183,16 +187,26 @@ impl<'a> Tensor<'a> {
     }
 }
 
+/// The element type and shape of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorKind<'a> {
+    /// The element type.
+    pub dtype: DType,
+    /// The sizes, outermost first.
+    pub shape: &'a [usize],
+}
+
 /// Checks an element type and a shape against the wanted ones.
 ///
 /// # Errors
 /// A sentence for people, to put after a tensor's name.
-pub fn check_kind(found: (DType, &[usize]), wanted: (DType, &[usize])) -> Result<(), String> {
-    if found.0 != wanted.0 {
-        return Err(format!("is {}, expected {}", found.0, wanted.0));
+pub fn check_kind(found: TensorKind<'_>, wanted: TensorKind<'_>) -> Result<(), String> {
+    if found.dtype != wanted.dtype {
+        return Err(format!("is {}, expected {}", found.dtype, wanted.dtype));
     }
-    if found.1 != wanted.1 {
-        return Err(format!("has shape {:?}, expected {:?}", found.1, wanted.1));
+    if found.shape != wanted.shape {
+        let (found, wanted) = (found.shape, wanted.shape);
+        return Err(format!("has shape {found:?}, expected {wanted:?}"));
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Tests whether an installed tool works on this machine.
 
-use crate::Kind;
+use crate::ToolKind;
 use moesaic_collectives::mpi;
 use moesaic_cpu::CpuCompiler;
 use moesaic_cuda::NvrtcCompiler;
@@ -35,15 +35,15 @@ pub struct Working {
 
 /// Compiles a trivial kernel with the compiler in `folder`, or starts two processes with the MPI
 /// there. The error states why it cannot be used.
-pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
+pub fn check(kind: ToolKind, folder: &Path) -> Result<Working, String> {
     let words = |error: CompileError| error.to_string();
     match kind {
-        Kind::Cuda => compile(
+        ToolKind::Cuda => compile(
             &NvrtcCompiler::open(folder).map_err(words)?,
             Language::Cuda,
             CUDA,
         ),
-        Kind::Rocm => {
+        ToolKind::Rocm => {
             let compiler = RocmCompiler::open(ClangTool::zig(folder)).map_err(words)?;
             let working = compile(&compiler, Language::Hip, HIP)?;
             Ok(Working {
@@ -51,8 +51,8 @@ pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
                 ..working
             })
         }
-        Kind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
-        Kind::Mpi => mpi(folder),
+        ToolKind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
+        ToolKind::Mpi => mpi(folder),
     }
 }
 

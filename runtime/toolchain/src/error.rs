@@ -1,6 +1,6 @@
 //! Errors of installations.
 
-use crate::Kind;
+use crate::ToolKind;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -79,11 +79,11 @@ impl ToolchainError {
 }
 
 /// Returns the variable or program that can replace installing `kind`.
-pub(crate) const fn own_compiler(kind: Kind) -> &'static str {
+pub(crate) const fn own_compiler(kind: ToolKind) -> &'static str {
     match kind {
-        Kind::Cuda => "set MOESAIC_NVRTC to a folder that holds libnvrtc.so",
-        Kind::Rocm => "set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld",
-        Kind::C => "put `cc` on PATH, or set MOESAIC_CC",
-        Kind::Mpi => "install an MPI of your own, or set MOESAIC_MPI to its library",
+        ToolKind::Cuda => "set MOESAIC_NVRTC to a folder that holds libnvrtc.so",
+        ToolKind::Rocm => "set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld",
+        ToolKind::C => "put `cc` on PATH, or set MOESAIC_CC",
+        ToolKind::Mpi => "install an MPI of your own, or set MOESAIC_MPI to its library",
     }
 }

@@ -4,7 +4,7 @@ use crate::check::{Working, check};
 use crate::package::Package;
 use crate::pip::Python;
 use crate::registry::{Registered, Registry, modified};
-use crate::{Kind, ToolchainError};
+use crate::{ToolKind, ToolchainError};
 use std::fmt;
 use std::fs::File;
 use std::io::ErrorKind;
@@ -16,7 +16,7 @@ const TEMPORARY: &str = "installing-";
 /// A step of an installation, for a progress display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Step {
+pub enum InstallStep {
     /// The tool works already.
     AlreadyThere(Registered),
     /// Pip is downloading this wheel.
@@ -24,20 +24,22 @@ pub enum Step {
     /// The needed files of the wheel are being unpacked.
     Unpacking(String),
     /// A trivial kernel is being compiled, or two processes are being started.
-    Checking(Kind),
+    Checking(ToolKind),
     /// The tool can be used.
     Installed(Registered),
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for InstallStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Step::AlreadyThere(tool) => write!(f, "{}: {} is installed", tool.kind, tool.name),
-            Step::Downloading(what) => write!(f, "downloading {what}"),
-            Step::Unpacking(what) => write!(f, "unpacking {what}"),
-            Step::Checking(Kind::Mpi) => write!(f, "mpi: starting two processes"),
-            Step::Checking(kind) => write!(f, "{kind}: compiling a test kernel"),
-            Step::Installed(tool) => write!(f, "{}: {} installed", tool.kind, tool.name),
+            InstallStep::AlreadyThere(tool) => {
+                write!(f, "{}: {} is installed", tool.kind, tool.name)
+            }
+            InstallStep::Downloading(what) => write!(f, "downloading {what}"),
+            InstallStep::Unpacking(what) => write!(f, "unpacking {what}"),
+            InstallStep::Checking(ToolKind::Mpi) => write!(f, "mpi: starting two processes"),
+            InstallStep::Checking(kind) => write!(f, "{kind}: compiling a test kernel"),
+            InstallStep::Installed(tool) => write!(f, "{}: {} installed", tool.kind, tool.name),
         }
     }
 }
@@ -49,8 +51,8 @@ impl fmt::Display for Step {
 /// [`ToolchainError`]. Tools installed before the failing one stay installed.
 pub fn install(
     registry: &mut Registry,
-    kinds: &[Kind],
-    progress: &mut dyn FnMut(&Step),
+    kinds: &[ToolKind],
+    progress: &mut dyn FnMut(&InstallStep),
 ) -> Result<(), ToolchainError> {
     Installer {
         registry,
@@ -64,11 +66,11 @@ pub fn install(
 struct Installer<'a> {
     registry: &'a mut Registry,
     python: Python,
-    progress: &'a mut dyn FnMut(&Step),
+    progress: &'a mut dyn FnMut(&InstallStep),
 }
 
 impl Installer<'_> {
-    fn install(&mut self, kinds: &[Kind]) -> Result<(), ToolchainError> {
+    fn install(&mut self, kinds: &[ToolKind]) -> Result<(), ToolchainError> {
         let _lock = if kinds.iter().all(|kind| self.registry.get(*kind).is_some()) {
             None
         } else {
@@ -76,7 +78,7 @@ impl Installer<'_> {
         };
         for kind in kinds {
             match self.registry.get(*kind) {
-                Some(tool) => (self.progress)(&Step::AlreadyThere(tool.clone())),
+                Some(tool) => (self.progress)(&InstallStep::AlreadyThere(tool.clone())),
                 None => self.install_one(*kind)?,
             }
         }
@@ -103,7 +105,7 @@ impl Installer<'_> {
         Ok(lock)
     }
 
-    fn install_one(&mut self, kind: Kind) -> Result<(), ToolchainError> {
+    fn install_one(&mut self, kind: ToolKind) -> Result<(), ToolchainError> {
         let folder = self.registry.folder().join(kind.package().folder());
         let working = match self.adopt(kind, &folder) {
             Some(working) => working,
@@ -111,23 +113,23 @@ impl Installer<'_> {
         };
         let tool = describe(self.registry, kind, &folder, working)?;
         self.registry.register(tool.clone())?;
-        (self.progress)(&Step::Installed(tool));
+        (self.progress)(&InstallStep::Installed(tool));
         Ok(())
     }
 
     /// Registers a folder that exists and works: another kind came in the same wheel, or the
     /// registry was lost.
-    fn adopt(&mut self, kind: Kind, folder: &Path) -> Option<Working> {
+    fn adopt(&mut self, kind: ToolKind, folder: &Path) -> Option<Working> {
         if !folder.is_dir() {
             return None;
         }
-        (self.progress)(&Step::Checking(kind));
+        (self.progress)(&InstallStep::Checking(kind));
         check(kind, folder).ok()
     }
 
     /// Fetches, unpacks and checks a wheel in a temporary folder, and only then moves it into
     /// place.
-    fn fetch(&mut self, kind: Kind, folder: &Path) -> Result<Working, ToolchainError> {
+    fn fetch(&mut self, kind: ToolKind, folder: &Path) -> Result<Working, ToolchainError> {
         let package = kind.package();
         let create = ToolchainError::io("create a folder in", self.registry.folder());
         let temporary = tempfile::Builder::new()
@@ -136,12 +138,12 @@ impl Installer<'_> {
             .map_err(&create)?;
         let tree = temporary.path().join("tree");
         std::fs::create_dir(&tree).map_err(&create)?;
-        (self.progress)(&Step::Downloading(package.requirement()));
+        (self.progress)(&InstallStep::Downloading(package.requirement()));
         let wheel = self.python.download(kind, temporary.path())?;
-        (self.progress)(&Step::Unpacking(package.requirement()));
+        (self.progress)(&InstallStep::Unpacking(package.requirement()));
         self.python.unpack(kind, &wheel, &tree)?;
         finish_tree(&package, &tree)?;
-        (self.progress)(&Step::Checking(kind));
+        (self.progress)(&InstallStep::Checking(kind));
         let working = check(kind, &tree).map_err(|reason| ToolchainError::Check {
             package: package.requirement(),
             reason,
@@ -230,7 +232,7 @@ fn main_file(package: &Package, folder: &Path) -> Result<PathBuf, ToolchainError
 
 fn describe(
     registry: &Registry,
-    kind: Kind,
+    kind: ToolKind,
     folder: &Path,
     working: Working,
 ) -> Result<Registered, ToolchainError> {

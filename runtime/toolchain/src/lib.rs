@@ -21,7 +21,7 @@ pub mod testing;
 
 pub use doctor::{Finding, doctor};
 pub use error::ToolchainError;
-pub use install::{Step, install};
+pub use install::{InstallStep, install};
 pub use open::{InstalledMpi, c, mpi, nvrtc, rocm};
-pub use package::{Kind, KindError};
+pub use package::{KindError, ToolKind};
 pub use registry::{Registered, Registry};

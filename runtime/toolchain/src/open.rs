@@ -1,6 +1,6 @@
 //! Opens compilers from the registry or the machine, and the installed MPI.
 
-use crate::{Kind, Registry};
+use crate::{Registry, ToolKind};
 use moesaic_cpu::CpuCompiler;
 use moesaic_cuda::NvrtcCompiler;
 use moesaic_rocm::{ClangTool, RocmCompiler};
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// # Errors
 /// [`CompileError::NoCompiler`] lists the places searched.
 pub fn nvrtc(registry: &Registry) -> Result<NvrtcCompiler, CompileError> {
-    NvrtcCompiler::find(file(registry, Kind::Cuda).as_deref())
+    NvrtcCompiler::find(file(registry, ToolKind::Cuda).as_deref())
 }
 
 /// Opens the AMD compiler: that of `MOESAIC_CLANG`, else the registry's, else the machine's.
@@ -20,7 +20,7 @@ pub fn nvrtc(registry: &Registry) -> Result<NvrtcCompiler, CompileError> {
 /// # Errors
 /// [`CompileError::NoCompiler`] lists the places searched.
 pub fn rocm(registry: &Registry) -> Result<RocmCompiler, CompileError> {
-    let tool = registry.get(Kind::Rocm).and_then(|tool| {
+    let tool = registry.get(ToolKind::Rocm).and_then(|tool| {
         let zig = registry.path(tool);
         Some(ClangTool {
             facts: tool.clang.clone(),
@@ -35,7 +35,7 @@ pub fn rocm(registry: &Registry) -> Result<RocmCompiler, CompileError> {
 /// # Errors
 /// [`CompileError::NoCompiler`] lists the places searched.
 pub fn c(registry: &Registry) -> Result<CpuCompiler, CompileError> {
-    CpuCompiler::find(file(registry, Kind::C).as_deref())
+    CpuCompiler::find(file(registry, ToolKind::C).as_deref())
 }
 
 /// An MPI that moesaic installed. The machine's own MPI is found by name instead.
@@ -49,13 +49,13 @@ pub struct InstalledMpi {
 
 /// Returns the registry's MPI, if there is one.
 pub fn mpi(registry: &Registry) -> Option<InstalledMpi> {
-    let library = file(registry, Kind::Mpi)?;
+    let library = file(registry, ToolKind::Mpi)?;
     Some(InstalledMpi {
         launcher: library.parent()?.join("mpiexec"),
         library,
     })
 }
 
-fn file(registry: &Registry, kind: Kind) -> Option<PathBuf> {
+fn file(registry: &Registry, kind: ToolKind) -> Option<PathBuf> {
     registry.get(kind).map(|tool| registry.path(tool))
 }

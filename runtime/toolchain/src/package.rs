@@ -7,7 +7,7 @@ use std::str::FromStr;
 /// A tool that can be installed: a compiler, or an MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum ToolKind {
     /// NVRTC, for every `cuda` target.
     Cuda,
     /// Clang with the AMDGPU target and its linker, for every `rocm` target.
@@ -74,41 +74,41 @@ const MPICH: Package = Package {
     programs: &["mpiexec", "hydra_pmi_proxy"],
 };
 
-impl Kind {
+impl ToolKind {
     /// Every kind.
-    pub const ALL: [Kind; 4] = [Kind::Cuda, Kind::Rocm, Kind::C, Kind::Mpi];
+    pub const ALL: [ToolKind; 4] = [ToolKind::Cuda, ToolKind::Rocm, ToolKind::C, ToolKind::Mpi];
 
     /// Returns the word on the command line: `cuda`, `rocm`, `c` or `mpi`.
     pub const fn name(self) -> &'static str {
         match self {
-            Kind::Cuda => "cuda",
-            Kind::Rocm => "rocm",
-            Kind::C => "c",
-            Kind::Mpi => "mpi",
+            ToolKind::Cuda => "cuda",
+            ToolKind::Rocm => "rocm",
+            ToolKind::C => "c",
+            ToolKind::Mpi => "mpi",
         }
     }
 
     /// Returns the wheel. AMD and C share one, which is fetched and kept once.
     pub(crate) const fn package(self) -> Package {
         match self {
-            Kind::Cuda => NVRTC,
-            Kind::Rocm | Kind::C => ZIG,
-            Kind::Mpi => MPICH,
+            ToolKind::Cuda => NVRTC,
+            ToolKind::Rocm | ToolKind::C => ZIG,
+            ToolKind::Mpi => MPICH,
         }
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for ToolKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Kind {
+impl FromStr for ToolKind {
     type Err = KindError;
 
-    fn from_str(word: &str) -> Result<Kind, KindError> {
-        let kind = Kind::ALL.into_iter().find(|kind| kind.name() == word);
+    fn from_str(word: &str) -> Result<ToolKind, KindError> {
+        let kind = ToolKind::ALL.into_iter().find(|kind| kind.name() == word);
         kind.ok_or_else(|| KindError(word.to_string()))
     }
 }
@@ -131,10 +131,10 @@ mod tests {
 
     #[test]
     fn kinds_read_back_and_others_are_refused() {
-        for kind in Kind::ALL {
+        for kind in ToolKind::ALL {
             assert_eq!(kind.name().parse(), Ok(kind));
         }
-        let error = "nvcc".parse::<Kind>().unwrap_err();
+        let error = "nvcc".parse::<ToolKind>().unwrap_err();
         assert_eq!(
             error.to_string(),
             "unknown toolchain `nvcc`; choose from cuda, rocm, c, mpi"

@@ -2,7 +2,7 @@
 
 use crate::error::own_compiler;
 use crate::package::Package;
-use crate::{Kind, ToolchainError};
+use crate::{ToolKind, ToolchainError};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -51,7 +51,7 @@ impl Python {
     }
 
     /// Downloads the wheel of `kind` into `folder` and returns its path.
-    pub fn download(&self, kind: Kind, folder: &Path) -> Result<PathBuf, ToolchainError> {
+    pub fn download(&self, kind: ToolKind, folder: &Path) -> Result<PathBuf, ToolchainError> {
         let package = kind.package();
         self.require_pip(kind)?;
         let requirement = package.requirement();
@@ -88,7 +88,12 @@ impl Python {
     }
 
     /// Unpacks the package's members from `wheel` into `folder`.
-    pub fn unpack(&self, kind: Kind, wheel: &Path, folder: &Path) -> Result<(), ToolchainError> {
+    pub fn unpack(
+        &self,
+        kind: ToolKind,
+        wheel: &Path,
+        folder: &Path,
+    ) -> Result<(), ToolchainError> {
         let package = kind.package();
         let mut command = self.command();
         command
@@ -103,7 +108,7 @@ impl Python {
         }
     }
 
-    fn require_pip(&self, kind: Kind) -> Result<(), ToolchainError> {
+    fn require_pip(&self, kind: ToolKind) -> Result<(), ToolchainError> {
         self.pip_version()
             .map(|_| ())
             .map_err(|reason| no_pip(kind, reason))
@@ -131,14 +136,14 @@ impl Python {
         command
     }
 
-    fn output(&self, command: &mut Command, kind: Kind) -> Result<Output, ToolchainError> {
+    fn output(&self, command: &mut Command, kind: ToolKind) -> Result<Output, ToolchainError> {
         command
             .output()
             .map_err(|error| no_pip(kind, self.cannot_run(&error)))
     }
 }
 
-fn no_pip(kind: Kind, reason: String) -> ToolchainError {
+fn no_pip(kind: ToolKind, reason: String) -> ToolchainError {
     let package = kind.package().requirement();
     ToolchainError::NoPip {
         package,
@@ -188,7 +193,7 @@ mod tests {
             args: Vec::new(),
         };
         let error = python
-            .download(Kind::Cuda, folder.path())
+            .download(ToolKind::Cuda, folder.path())
             .unwrap_err()
             .to_string();
         assert!(
@@ -204,7 +209,7 @@ mod tests {
     #[test]
     fn no_pip_is_told_apart_from_no_network() {
         let (folder, python) = fake_python("echo \"$0: No module named pip\" >&2; exit 1");
-        let error = python.download(Kind::Rocm, folder.path()).unwrap_err();
+        let error = python.download(ToolKind::Rocm, folder.path()).unwrap_err();
         assert!(matches!(error, ToolchainError::NoPip { .. }), "{error}");
         assert!(error.to_string().contains("No module named pip"), "{error}");
     }
@@ -215,7 +220,7 @@ mod tests {
             "[ \"$3\" = --version ] && exit 0; seq 1 40; echo 'ERROR: No matching distribution' >&2; exit 1",
         );
         let error = python
-            .download(Kind::Rocm, folder.path())
+            .download(ToolKind::Rocm, folder.path())
             .unwrap_err()
             .to_string();
         assert!(
@@ -249,7 +254,9 @@ mod tests {
         assert!(made.success());
         let out = folder.path().join("out");
         std::fs::create_dir(&out).unwrap();
-        Python::of_machine().unpack(Kind::C, &wheel, &out).unwrap();
+        Python::of_machine()
+            .unpack(ToolKind::C, &wheel, &out)
+            .unwrap();
         assert_eq!(
             std::fs::read_to_string(out.join("zig")).unwrap(),
             "content of ziglang/zig"
@@ -263,7 +270,7 @@ mod tests {
         let wheel = folder.path().join("z.whl");
         std::fs::write(&wheel, "no zip").unwrap();
         let error = Python::of_machine()
-            .unpack(Kind::C, &wheel, folder.path())
+            .unpack(ToolKind::C, &wheel, folder.path())
             .unwrap_err();
         assert!(error.to_string().contains("cannot be unpacked"), "{error}");
     }

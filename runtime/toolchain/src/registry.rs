@@ -1,6 +1,6 @@
 //! The list of installed compilers: `toolchain/registry.json`.
 
-use crate::{Kind, ToolchainError};
+use crate::{ToolKind, ToolchainError};
 use moesaic_rocm::ClangFacts;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, Metadata};
@@ -15,7 +15,7 @@ const FORMAT: u32 = 1;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registered {
     /// The kind it serves.
-    pub kind: Kind,
+    pub kind: ToolKind,
     /// The wheel it came in.
     pub package: String,
     /// The wheel's version.
@@ -78,7 +78,7 @@ impl Registry {
     }
 
     /// Returns the tool of this kind, if it is registered and still exists.
-    pub fn get(&self, kind: Kind) -> Option<&Registered> {
+    pub fn get(&self, kind: ToolKind) -> Option<&Registered> {
         self.tools
             .iter()
             .find(|tool| tool.kind == kind && self.is_there(tool))
@@ -163,6 +163,6 @@ mod tests {
         std::fs::write(folder.join("registry.json"), text).unwrap();
         let registry = Registry::at(home.path());
         assert_eq!(registry.list().len(), 1);
-        assert!(registry.get(Kind::Mpi).is_some());
+        assert!(registry.get(ToolKind::Mpi).is_some());
     }
 }

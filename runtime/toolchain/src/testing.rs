@@ -1,7 +1,7 @@
 //! Tools that tests need. A test without its tool fails with one line that names the package to
 //! install.
 
-use crate::{Kind, Registry, install};
+use crate::{Registry, ToolKind, install};
 use moesaic_kernel::{SimArch, Target};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -73,12 +73,12 @@ fn lacking(tool: Tool, error: &str) -> String {
 /// # Panics
 /// The same as [`needed`].
 #[track_caller]
-pub fn installed(kind: Kind) -> Registry {
+pub fn installed(kind: ToolKind) -> Registry {
     let tool = match kind {
-        Kind::Cuda => Tool::Nvrtc,
-        Kind::Rocm => Tool::Clang,
-        Kind::C => Tool::C,
-        Kind::Mpi => Tool::Mpi,
+        ToolKind::Cuda => Tool::Nvrtc,
+        ToolKind::Rocm => Tool::Clang,
+        ToolKind::C => Tool::C,
+        ToolKind::Mpi => Tool::Mpi,
     };
     let mut registry = needed(tool, Registry::open());
     needed(tool, install(&mut registry, &[kind], &mut |_| {}));
@@ -91,7 +91,7 @@ pub fn installed(kind: Kind) -> Registry {
 /// The same as [`needed`].
 #[track_caller]
 pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
-    needed(Tool::Nvrtc, crate::nvrtc(&installed(Kind::Cuda)))
+    needed(Tool::Nvrtc, crate::nvrtc(&installed(ToolKind::Cuda)))
 }
 
 /// Returns the compiler for AMD GPUs.
@@ -100,11 +100,11 @@ pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
 /// The same as [`needed`].
 #[track_caller]
 pub fn rocm() -> moesaic_rocm::RocmCompiler {
-    needed(Tool::Clang, crate::rocm(&installed(Kind::Rocm)))
+    needed(Tool::Clang, crate::rocm(&installed(ToolKind::Rocm)))
 }
 
 /// An MPI: the command that starts programs under it, and its library.
-pub struct Launcher {
+pub struct MpiLauncher {
     /// Its `mpiexec`.
     pub program: PathBuf,
     /// The options before the number of ranks.
@@ -118,10 +118,10 @@ pub struct Launcher {
 /// # Panics
 /// The same as [`needed`].
 #[track_caller]
-pub fn mpich() -> Launcher {
-    let found = crate::mpi(&installed(Kind::Mpi));
+pub fn mpich() -> MpiLauncher {
+    let found = crate::mpi(&installed(ToolKind::Mpi));
     let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
-    Launcher {
+    MpiLauncher {
         program: found.launcher,
         options: Vec::new(),
         library: found.library.display().to_string(),
@@ -133,7 +133,7 @@ pub fn mpich() -> Launcher {
 /// # Panics
 /// The same as [`needed`].
 #[track_caller]
-pub fn open_mpi() -> Launcher {
+pub fn open_mpi() -> MpiLauncher {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let programs = std::env::split_paths(&path).map(|folder| folder.join("mpirun.openmpi"));
     let program = programs.into_iter().find(|program| program.is_file());
@@ -145,7 +145,7 @@ pub fn open_mpi() -> Launcher {
         "btl_base_warn_component_unused",
         "0",
     ];
-    Launcher {
+    MpiLauncher {
         program: needed(
             Tool::OpenMpi,
             program.ok_or("mpirun.openmpi is not on PATH"),
@@ -155,7 +155,7 @@ pub fn open_mpi() -> Launcher {
     }
 }
 
-impl Launcher {
+impl MpiLauncher {
     /// Returns a command that runs a program on `ranks` ranks, ended after three minutes.
     pub fn command(&self, ranks: usize, program: &Path) -> Command {
         self.command_within(180, ranks, program)

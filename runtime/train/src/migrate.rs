@@ -91,8 +91,17 @@ impl Prepared {
     }
 }
 
-/// Assembles the state of `ranks` from what is left of a mesh with other ranks. `held` are the
-/// experts in this rank's `tensors`, in order. Experts that no rank has come from `checkpoint`,
+/// The experts that a rank holds, and its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct HeldExperts<'a> {
+    /// The ids of the experts, in the order of their rows in `tensors`.
+    pub experts: &'a [usize],
+    /// Every tensor of the rank: weights, master copies, optimizer state.
+    pub tensors: &'a Tensors<'a>,
+}
+
+/// Assembles the state of `ranks` from what is left of a mesh with other ranks. `held` is what
+/// this rank still holds. Experts that no rank has come from `checkpoint`,
 /// which holds the whole layer at the same step. The number of shards is unchanged, and one group
 /// holds all experts (`dp = 1`).
 ///
@@ -102,9 +111,14 @@ impl Prepared {
 /// checkpoint. [`TrainError::Tensor`] for tensors that the checkpoint lacks.
 pub fn resume(
     ranks: &Ranks,
-    (held, tensors): (&[usize], &Tensors<'_>),
+    held: HeldExperts<'_>,
     checkpoint: &dyn WeightSource,
 ) -> Result<Tensors<'static>, TrainError> {
+    let left_here = held;
+    let HeldExperts {
+        experts: held,
+        tensors,
+    } = held;
     let (mesh, parallel) = (ranks.mesh(), ranks.mesh().parallel());
     if parallel.dp != 1 || parallel.slices_shared() {
         let reason = "what is left can be resumed where one group holds all experts and shared \
@@ -129,7 +143,7 @@ pub fn resume(
     if !plan.missing.is_empty() {
         check_step(ranks, tensors, checkpoint)?;
     }
-    let mut whole = moved(ranks, &plan, (held, &to), tensors)?;
+    let mut whole = moved(ranks, &plan, left_here, &to)?;
     let own = mesh.place().ep;
     let missing = plan.missing.iter().filter(|(group, _)| *group == own);
     let slots: Vec<usize> = missing.map(|(_, slot)| *slot).collect();
@@ -150,22 +164,22 @@ pub fn resume(
 }
 
 /// Merges a rank's tensors from before and after a failed commit ([`NotCommitted`]) into the input
-/// of [`resume`]. `before` and `after` are each the experts in order, and the tensors.
+/// of [`resume`]: the ids of the experts in order, and the tensors.
 ///
 /// # Errors
 /// [`TrainError::Tensor`] for tensors with another number of experts.
 pub fn both(
     mesh: &Mesh,
-    before: (&[usize], &Tensors<'_>),
-    after: (&[usize], &Tensors<'_>),
+    before: HeldExperts<'_>,
+    after: HeldExperts<'_>,
 ) -> Result<(Vec<usize>, Tensors<'static>), TrainError> {
-    let held = [before.0, after.0].concat();
+    let held = [before.experts, after.experts].concat();
     let mut tensors = Tensors::new();
-    for (name, own) in before.1 {
+    for (name, own) in before.tensors {
         let mut whole = own.clone().into_static();
         if mesh.among(name) == Among::Replicas {
             let missing = || TrainError::tensor(name, "is missing after experts have moved");
-            let other = after.1.get(name).ok_or_else(missing)?;
+            let other = after.tensors.get(name).ok_or_else(missing)?;
             whole.shape[0] += other.shape.first().copied().unwrap_or(0);
             whole.data = [&*own.data, &*other.data].concat().into();
         }
@@ -194,14 +208,15 @@ fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(),
 fn moved(
     ranks: &Ranks,
     plan: &Moves,
-    (held, to): (&[usize], &Placement),
-    tensors: &Tensors<'_>,
+    held: HeldExperts<'_>,
+    to: &Placement,
 ) -> Result<Tensors<'static>, TrainError> {
+    let (experts, tensors) = (held.experts, held.tensors);
     let (mesh, place) = (ranks.mesh().parallel(), ranks.mesh().place());
     let peer = |group: usize| group * mesh.shards + place.shard;
     let of_experts = |name: &str| ranks.mesh().among(name) == Among::Replicas;
     let parts = || tensors.iter().filter(|(name, _)| of_experts(name));
-    check_parts(ranks.mesh(), held, tensors)?;
+    check_parts(ranks.mesh(), experts, tensors)?;
     let row = |slot: usize| {
         let of = |(_, tensor): (_, &Tensor<'_>)| {
             let bytes = row_bytes(tensor);

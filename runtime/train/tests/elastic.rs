@@ -4,7 +4,7 @@ use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, SharedExperts};
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, forward};
-use moesaic_spec::testing::{Counter, sample};
+use moesaic_spec::testing::{SampleRng, sample};
 use moesaic_spec::*;
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_train::TrainError;
@@ -57,7 +57,7 @@ fn reference(set: &Tensors<'_>) -> Weights {
 fn input(spec: &LayerSpec, tokens: usize, seed: u64) -> Input {
     let mut random = Random::new(seed);
     let (routed, k) = (spec.routed_experts(), spec.shape.top_k);
-    let mut pick = Counter::new(seed);
+    let mut pick = SampleRng::new(seed);
     let rows = spec.router.table_rows.unwrap_or(1);
     Input {
         tokens,

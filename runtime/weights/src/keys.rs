@@ -3,7 +3,7 @@
 use crate::recipe::listed;
 use crate::{Checkpoint, LayerReader, LoadOptions, WeightsError};
 use moesaic_spec::hf::TensorSource;
-use moesaic_spec::keys::{Keys, Library, rank_tensors};
+use moesaic_spec::keys::{CheckpointLibrary, Keys, rank_tensors};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::Tensors;
 use std::collections::HashSet;
@@ -13,7 +13,7 @@ use std::collections::HashSet;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyOptions {
     /// The library that wrote it.
-    pub library: Library,
+    pub library: CheckpointLibrary,
     /// The prefix of the layer's names: `blocks.3.moe`.
     pub prefix: Option<String>,
     /// The index of Tutel's gate.
@@ -76,7 +76,7 @@ impl<'a> LayerReader<'a> {
 
 /// A search for a library's layer in a checkpoint.
 struct Finder<'a> {
-    library: Library,
+    library: CheckpointLibrary,
     checkpoint: &'a Checkpoint,
 }
 
@@ -115,7 +115,7 @@ impl Finder<'_> {
         asked: Option<usize>,
         spec: &LayerSpec,
     ) -> Result<usize, WeightsError> {
-        if self.library != Library::Tutel || spec.router.kind == RouterKind::External {
+        if self.library != CheckpointLibrary::Tutel || spec.router.kind == RouterKind::External {
             return match asked {
                 Some(_) => Err(self.error("there is no gate to choose here".to_string())),
                 None => Ok(0),

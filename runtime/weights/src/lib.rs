@@ -35,5 +35,5 @@ pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
 pub use reader::LayerReader;
 pub use weight::Rounded;
-pub use write::{write_safetensors, write_safetensors_noted, write_whole};
+pub use write::{Note, write_safetensors, write_safetensors_noted, write_whole};
 pub use writer::Writer;

@@ -5,7 +5,7 @@ use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Alternative, Import, Step, TensorSource, canonical_sources};
+use moesaic_spec::hf::{Alternative, Import, TensorSource, TensorStep, canonical_sources};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
@@ -179,7 +179,7 @@ impl<'a> LayerReader<'a> {
 /// Returns the names of all tensors that an alternative may read, codes and scales included.
 fn names_read(alternative: &Alternative) -> Vec<String> {
     let mut names = alternative.names();
-    if let Some(Step::Dequantize(codes)) = alternative.steps.first() {
+    if let Some(TensorStep::Dequantize(codes)) = alternative.steps.first() {
         let of_codes: Vec<String> = names.iter().flat_map(|name| codes.names(name)).collect();
         names.extend(of_codes);
     }

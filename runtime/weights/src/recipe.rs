@@ -8,7 +8,7 @@ use crate::weight::{Elements, Part, Weight};
 use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::BLOCKS;
-use moesaic_spec::hf::{Alternative, Parts, Step};
+use moesaic_spec::hf::{Alternative, TensorParts, TensorStep};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
@@ -108,7 +108,7 @@ impl<'a> Finder<'a, '_> {
         };
         let there = |name: &str| self.checkpoint.has(name);
         let apart = match alternative.steps.first() {
-            Some(Step::Dequantize(codes)) => codes.apart(name),
+            Some(TensorStep::Dequantize(codes)) => codes.apart(name),
             _ => Vec::new(),
         };
         there(name) || apart.iter().any(|name| there(name))
@@ -117,8 +117,8 @@ impl<'a> Finder<'a, '_> {
     fn look_up(&self, alternative: &Alternative) -> Result<Weight<'a>, WeightsError> {
         let (shape, steps) = (&self.tensor.shape, &alternative.steps);
         let (parts, stacked) = match &alternative.parts {
-            Parts::One(name) => (vec![self.part(name, steps, shape)?], false),
-            Parts::PerExpert { .. } | Parts::Repeated { .. } => {
+            TensorParts::One(name) => (vec![self.part(name, steps, shape)?], false),
+            TensorParts::PerExpert { .. } | TensorParts::Repeated { .. } => {
                 let names = alternative.parts.names();
                 let (rows, row) = shape.split_first().unwrap_or((&1, &[]));
                 if names.len() != *rows {
@@ -146,7 +146,12 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// Returns one tensor of the file after the steps, with this shape.
-    fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'a>, WeightsError> {
+    fn part(
+        &self,
+        name: &str,
+        steps: &[TensorStep],
+        shape: &[usize],
+    ) -> Result<Part<'a>, WeightsError> {
         let codes = self.codes(name, steps)?;
         let from = match &codes {
             Some(codes) => codes.from,
@@ -164,7 +169,7 @@ impl<'a> Finder<'a, '_> {
             layout = layout.apply(step).map_err(&wrong)?;
         }
         if layout.shape != shape {
-            let moves = |step: &Step| !matches!(step, Step::Dequantize(_));
+            let moves = |step: &TensorStep| !matches!(step, TensorStep::Dequantize(_));
             let numbers = codes.as_ref().map_or("", |_| "numbers of shape ");
             let after = if steps.iter().any(moves) {
                 " after rearranging"
@@ -185,12 +190,16 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// Returns the tensor as codes, if the recipe allows that and the file has them.
-    fn codes(&self, name: &str, steps: &[Step]) -> Result<Option<Quantized<'a>>, WeightsError> {
+    fn codes(
+        &self,
+        name: &str,
+        steps: &[TensorStep],
+    ) -> Result<Option<Quantized<'a>>, WeightsError> {
         if let Some(from) = self.checkpoint.tensor(name).filter(|t| t.ggml.is_some()) {
             return self.blocks(from).map(Some);
         }
         match steps.first() {
-            Some(Step::Dequantize(codes)) if self.tensor.dtype.is_float() => {
+            Some(TensorStep::Dequantize(codes)) if self.tensor.dtype.is_float() => {
                 Quantized::find(self, codes, name)
             }
             _ => Ok(None),
@@ -234,7 +243,11 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// Returns the element type in the file, if it can be converted to the spec's.
-    fn convertible(&self, from: &TensorRef<'_>, steps: &[Step]) -> Result<DType, WeightsError> {
+    fn convertible(
+        &self,
+        from: &TensorRef<'_>,
+        steps: &[TensorStep],
+    ) -> Result<DType, WeightsError> {
         let wanted = self.tensor.dtype;
         let file = from.file.to_path_buf();
         let tensor = from.name.to_string();
@@ -269,7 +282,7 @@ impl<'a> Finder<'a, '_> {
         };
         let exact = found == wanted || wanted == DType::F32 || !wanted.is_float();
         // Floats of a quantized checkpoint may be rounded too, since its codes are.
-        let quantized = matches!(steps.first(), Some(Step::Dequantize(_)));
+        let quantized = matches!(steps.first(), Some(TensorStep::Dequantize(_)));
         if exact || quantized || self.options.narrow {
             return Ok(found);
         }
@@ -283,17 +296,24 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// Returns the product of all factors on each column, if there are any.
-    fn columns(&self, steps: &[Step], shape: &[usize]) -> Result<Option<Vec<f64>>, WeightsError> {
+    fn columns(
+        &self,
+        steps: &[TensorStep],
+        shape: &[usize],
+    ) -> Result<Option<Vec<f64>>, WeightsError> {
         let width = shape.last().copied().unwrap_or(1);
         let mut columns: Option<Vec<f64>> = None;
         for step in steps {
             let factors = match step {
-                Step::Factor(factor) => vec![*factor; width],
-                Step::MulColumns(name) => self.vector(name, width)?,
-                Step::DivColumns(name) => {
+                TensorStep::Factor(factor) => vec![*factor; width],
+                TensorStep::MulColumns(name) => self.vector(name, width)?,
+                TensorStep::DivColumns(name) => {
                     self.nonzero(name, width)?.iter().map(|v| 1.0 / v).collect()
                 }
-                Step::Dequantize(_) | Step::Reshape(_) | Step::Transpose | Step::Take { .. } => {
+                TensorStep::Dequantize(_)
+                | TensorStep::Reshape(_)
+                | TensorStep::Transpose
+                | TensorStep::Take { .. } => {
                     continue;
                 }
             };

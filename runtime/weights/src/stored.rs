@@ -5,9 +5,9 @@ use crate::checkpoint::TensorRef;
 use crate::recipe::Finder;
 use moesaic_kernel::DType;
 use moesaic_spec::format::{
-    Block, Element, Format, Matrices, Packing, ScaleType, Scales, Zero, Zeros,
+    CodeOrder, CodeType, Format, Matrices, ScaleBlock, ScaleType, Scales, Zero, Zeros,
 };
-use moesaic_spec::hf::{End, Stored, replaced};
+use moesaic_spec::hf::{NameEnd, StoredFormat, replaced};
 use moesaic_tensor::read_int;
 use safetensors::Dtype;
 
@@ -24,28 +24,28 @@ pub(crate) struct Held<'a> {
 }
 
 /// Returns true if the tensor has the type of such codes.
-pub(crate) fn is_of(way: &Stored, from: &TensorRef<'_>) -> bool {
+pub(crate) fn is_of(way: &StoredFormat, from: &TensorRef<'_>) -> bool {
     matches!(
         (way.format.element, from.dtype),
-        (Element::E4m3, Err(Dtype::F8_E4M3))
-            | (Element::E5m2, Err(Dtype::F8_E5M2))
-            | (Element::E2m1, Err(Dtype::U8))
-            | (Element::Int8, Err(Dtype::I8))
-            | (Element::Uint(_), Ok(DType::I32))
-    ) || way.format.element == Element::E2m1
+        (CodeType::E4m3, Err(Dtype::F8_E4M3))
+            | (CodeType::E5m2, Err(Dtype::F8_E5M2))
+            | (CodeType::E2m1, Err(Dtype::U8))
+            | (CodeType::Int8, Err(Dtype::I8))
+            | (CodeType::Uint(_), Ok(DType::I32))
+    ) || way.format.element == CodeType::E2m1
         && from.dtype == Err(Dtype::I8)
         && !way.names.in_blocks()
 }
 
 /// Returns the error for a tensor of another type.
-pub(crate) fn unlike(way: &Stored, from: &TensorRef<'_>) -> WeightsError {
+pub(crate) fn unlike(way: &StoredFormat, from: &TensorRef<'_>) -> WeightsError {
     let floats = ", f32, f16 or bf16";
     let expected = match way.format.element {
-        Element::E4m3 => format!("f8_e4m3{floats}"),
-        Element::E5m2 => format!("f8_e5m2{floats}"),
-        Element::E2m1 => "u8, being codes of 4 bits".to_string(),
-        Element::Int8 => format!("i8{floats}"),
-        Element::Uint(bits) => format!("i32, being packed codes of {bits} bits"),
+        CodeType::E4m3 => format!("f8_e4m3{floats}"),
+        CodeType::E5m2 => format!("f8_e5m2{floats}"),
+        CodeType::E2m1 => "u8, being codes of 4 bits".to_string(),
+        CodeType::Int8 => format!("i8{floats}"),
+        CodeType::Uint(bits) => format!("i32, being packed codes of {bits} bits"),
     };
     wrong_dtype(from, &expected)
 }
@@ -53,7 +53,7 @@ pub(crate) fn unlike(way: &Stored, from: &TensorRef<'_>) -> WeightsError {
 /// Returns the matrix `name`, whose codes are `from`.
 pub(crate) fn held<'a>(
     finder: &Finder<'a, '_>,
-    way: &Stored,
+    way: &StoredFormat,
     name: &str,
     from: TensorRef<'a>,
 ) -> Result<Held<'a>, WeightsError> {
@@ -86,7 +86,7 @@ pub(crate) fn held<'a>(
 /// The tensors of one matrix.
 struct Parts<'a, 'f, 's> {
     finder: &'f Finder<'a, 's>,
-    way: &'f Stored,
+    way: &'f StoredFormat,
     /// The name of the matrix in a float checkpoint.
     name: &'f str,
     from: TensorRef<'a>,
@@ -95,7 +95,7 @@ struct Parts<'a, 'f, 's> {
 
 impl<'a> Parts<'a, '_, '_> {
     /// Returns the tensor with another name ending, and records it as part of the matrix.
-    fn part(&mut self, end: Option<End>) -> Option<TensorRef<'a>> {
+    fn part(&mut self, end: Option<NameEnd>) -> Option<TensorRef<'a>> {
         let name = replaced(self.name, end?)?;
         let found = self.finder.checkpoint.tensor(&name)?;
         self.beside.push(found);
@@ -110,19 +110,19 @@ impl<'a> Parts<'a, '_, '_> {
         let (held, bits) = (self.from.shape, element.bits());
         let in_blocks = self.way.names.in_blocks();
         let shape = match (packing, held) {
-            (Packing::Rows { word: 8 }, [outer @ .., groups, BLOCK_BYTES]) if in_blocks => {
+            (CodeOrder::Rows { word: 8 }, [outer @ .., groups, BLOCK_BYTES]) if in_blocks => {
                 [outer, &[groups.saturating_mul(BLOCK_BYTES * 2)]].concat()
             }
             _ if in_blocks => {
                 let expected = "[…, groups, 16], being codes of 4 bits in groups of 32";
                 return Err(misshapen(&self.from, expected.to_string()));
             }
-            (Packing::Rows { word: 8 }, [outer @ .., bytes]) => {
+            (CodeOrder::Rows { word: 8 }, [outer @ .., bytes]) => {
                 [outer, &[bytes.saturating_mul(8 / bits)]].concat()
             }
-            (Packing::Rows { .. }, [rows, words]) => vec![*rows, self.columns(*rows, *words)?],
-            (Packing::Columns, [words, rows]) => vec![*rows, words.saturating_mul(32) / bits],
-            (Packing::Interleaved, [columns, words]) => vec![words.saturating_mul(8), *columns],
+            (CodeOrder::Rows { .. }, [rows, words]) => vec![*rows, self.columns(*rows, *words)?],
+            (CodeOrder::Columns, [words, rows]) => vec![*rows, words.saturating_mul(32) / bits],
+            (CodeOrder::Interleaved, [columns, words]) => vec![words.saturating_mul(8), *columns],
             _ => {
                 let expected = "two dimensions: packed codes are of one matrix";
                 return Err(misshapen(&self.from, expected.to_string()));
@@ -164,7 +164,7 @@ impl<'a> Parts<'a, '_, '_> {
     fn scales(&mut self, shape: &[usize]) -> Result<Scales<'a>, WeightsError> {
         let names = self.way.names.scales(self.name);
         let found = self.way.names.scales.iter();
-        let found: Vec<End> = found.copied().collect();
+        let found: Vec<NameEnd> = found.copied().collect();
         let found = found.into_iter().find_map(|end| self.part(Some(end)));
         let Some(from) = found else {
             return Err(self.missing(&names));
@@ -183,10 +183,10 @@ impl<'a> Parts<'a, '_, '_> {
             second,
         };
         let one = from.shape.iter().product::<usize>() == 1;
-        if one && format.element.bits() == 8 && format.packing == (Packing::Rows { word: 8 }) {
+        if one && format.element.bits() == 8 && format.packing == (CodeOrder::Rows { word: 8 }) {
             return Ok(made([rows, columns], None));
         }
-        let turned = !matches!(format.packing, Packing::Rows { .. });
+        let turned = !matches!(format.packing, CodeOrder::Rows { .. });
         let wide = |[down, across]: [usize; 2]| {
             if turned {
                 vec![across, down]
@@ -195,9 +195,9 @@ impl<'a> Parts<'a, '_, '_> {
             }
         };
         let block = match format.block {
-            Block::Tile(block) => block,
-            Block::Row => [1, columns.max(1)],
-            Block::MatrixOrRow => {
+            ScaleBlock::Tile(block) => block,
+            ScaleBlock::Row => [1, columns.max(1)],
+            ScaleBlock::MatrixOrRow => {
                 // Dimensions of size one carry no information: rows are [rows] or [rows, 1].
                 let is = |grid| bare(from.shape) == bare(&wide(grid));
                 return match [[rows, 1], [1, 1]].into_iter().find(|grid| is(*grid)) {
@@ -260,14 +260,14 @@ impl<'a> Parts<'a, '_, '_> {
         let Some(from) = from else {
             return match zero {
                 Zero::None | Zero::Middle => Ok(None),
-                Zero::Stored | Zero::LessOne => Err(self.missing(&self.named(end))),
+                Zero::StoredFormat | Zero::LessOne => Err(self.missing(&self.named(end))),
             };
         };
         let [down, across] = scales.grid.unwrap_or([1, 1]);
         let words = down.saturating_mul(element.bits()).div_ceil(32);
         let (expected, fits) = match (element, packing) {
-            (Element::Int8, _) => (vec![down, across], from.dtype == Err(Dtype::I8)),
-            (_, Packing::Rows { .. }) => (vec![words, across], from.dtype == Ok(DType::I32)),
+            (CodeType::Int8, _) => (vec![down, across], from.dtype == Err(Dtype::I8)),
+            (_, CodeOrder::Rows { .. }) => (vec![words, across], from.dtype == Ok(DType::I32)),
             _ => (vec![across, words], from.dtype == Ok(DType::I32)),
         };
         if !fits {
@@ -322,7 +322,7 @@ impl<'a> Parts<'a, '_, '_> {
         Ok((!in_order).then_some(from.bytes))
     }
 
-    fn named(&self, end: Option<End>) -> Vec<String> {
+    fn named(&self, end: Option<NameEnd>) -> Vec<String> {
         end.and_then(|end| replaced(self.name, end))
             .into_iter()
             .collect()

@@ -1,6 +1,6 @@
 //! Strided views, which apply the steps of a recipe without moving elements.
 
-use moesaic_spec::hf::Step;
+use moesaic_spec::hf::TensorStep;
 use std::ops::Range;
 
 /// The positions of a tensor's elements, counted in elements from its start.
@@ -23,9 +23,9 @@ impl Layout {
 
     /// Returns the layout after a step that reorders elements; other steps leave it unchanged. The
     /// error is the shape that the step needs.
-    pub fn apply(mut self, step: &Step) -> Result<Layout, String> {
+    pub fn apply(mut self, step: &TensorStep) -> Result<Layout, String> {
         match step {
-            Step::Reshape(shape) => {
+            TensorStep::Reshape(shape) => {
                 let count = |shape: &[usize]| {
                     let sizes = shape.iter();
                     sizes.fold(1usize, |count, size| count.saturating_mul(*size))
@@ -40,7 +40,7 @@ impl Layout {
                     ..Layout::dense(shape)
                 })
             }
-            Step::Transpose => {
+            TensorStep::Transpose => {
                 let rank = self.shape.len();
                 if rank < 2 {
                     return Err("at least two dimensions".to_string());
@@ -49,7 +49,7 @@ impl Layout {
                 self.strides.swap(rank - 1, rank - 2);
                 Ok(self)
             }
-            Step::Take {
+            TensorStep::Take {
                 axis,
                 start,
                 step,
@@ -64,9 +64,10 @@ impl Layout {
                 self.shape[*axis] = *count;
                 Ok(self)
             }
-            Step::Dequantize(_) | Step::Factor(_) | Step::MulColumns(_) | Step::DivColumns(_) => {
-                Ok(self)
-            }
+            TensorStep::Dequantize(_)
+            | TensorStep::Factor(_)
+            | TensorStep::MulColumns(_)
+            | TensorStep::DivColumns(_) => Ok(self),
         }
     }
 

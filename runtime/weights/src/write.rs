@@ -23,6 +23,15 @@ pub fn write_safetensors(
     write_serialized(path.as_ref(), tensors, None)
 }
 
+/// A text in the metadata of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Note<'a> {
+    /// Its key.
+    pub key: &'a str,
+    /// The text.
+    pub text: &'a str,
+}
+
 /// Writes the tensors with a text in the file's metadata, which
 /// [`Checkpoint::noted`](crate::Checkpoint::noted) returns. There is only one text because the
 /// format keeps no order among several, and equal tensors must give equal bytes.
@@ -33,9 +42,9 @@ pub fn write_safetensors(
 pub fn write_safetensors_noted(
     path: impl AsRef<Path>,
     tensors: &Tensors<'_>,
-    (key, text): (&str, &str),
+    note: Note<'_>,
 ) -> Result<(), WeightsError> {
-    let note = HashMap::from([(key.to_string(), text.to_string())]);
+    let note = HashMap::from([(note.key.to_string(), note.text.to_string())]);
     write_serialized(path.as_ref(), tensors, Some(note))
 }
 

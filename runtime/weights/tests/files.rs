@@ -407,7 +407,11 @@ fn a_spec_larger_than_memory_is_refused_by_a_small_file() {
 fn a_note_comes_back_and_leaves_the_tensors_as_they_are() {
     let dir = tempfile::tempdir().unwrap();
     let (path, weights) = (dir.path().join("a"), numbered(&spec(GateLayout::Split)));
-    write_safetensors_noted(&path, &weights, ("ours", "rank 3")).unwrap();
+    let note = Note {
+        key: "ours",
+        text: "rank 3",
+    };
+    write_safetensors_noted(&path, &weights, note).unwrap();
     let file = Checkpoint::open(&path).unwrap();
     assert_eq!(
         (file.noted("ours"), file.noted("theirs")),
@@ -419,7 +423,7 @@ fn a_note_comes_back_and_leaves_the_tensors_as_they_are() {
             .all(|(name, tensor)| file.read(name).unwrap() == *tensor)
     );
     let bytes = fs::read(&path).unwrap();
-    write_safetensors_noted(&path, &weights, ("ours", "rank 3")).unwrap();
+    write_safetensors_noted(&path, &weights, note).unwrap();
     assert_eq!(fs::read(&path).unwrap(), bytes);
     write_safetensors(&path, &weights).unwrap();
     assert_eq!(Checkpoint::open(&path).unwrap().noted("ours"), None);

@@ -1,6 +1,6 @@
 //! State dictionaries of Tutel and FastMoE.
 
-use moesaic_spec::keys::Library;
+use moesaic_spec::keys::CheckpointLibrary;
 use moesaic_spec::{LayerSpec, canonical_tensors};
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::*;
@@ -105,21 +105,21 @@ fn fastmoe(weights: &Tensors<'static>) -> Tensors<'static> {
 }
 
 struct Call<'a> {
-    library: Library,
+    library: CheckpointLibrary,
     share: usize,
     prefix: Option<&'a str>,
     gate: Option<usize>,
 }
 
 const TUTEL: Call<'_> = Call {
-    library: Library::Tutel,
+    library: CheckpointLibrary::Tutel,
     share: 4,
     prefix: None,
     gate: None,
 };
 
 const FASTMOE: Call<'_> = Call {
-    library: Library::FastMoe,
+    library: CheckpointLibrary::FastMoe,
     ..TUTEL
 };
 

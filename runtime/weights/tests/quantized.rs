@@ -5,7 +5,7 @@ use crate::support::relative_error;
 use moesaic_kernel::DType;
 use moesaic_reference::{Input, Weights, forward};
 use moesaic_spec::hf::{self, Import};
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_tensor::WeightSource;
 use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, load_import};
 use safetensors::tensor::Dtype;
@@ -75,7 +75,7 @@ const BLOCK: &str = "model.layers.0.mlp.";
 /// Returns DeepSeek's block: experts and shared experts in FP8, the router in bf16.
 fn fp8_block(model: usize, hidden: usize, experts: usize, how: Fp8) -> [Tensors; 2] {
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
-    let rng = &mut Counter::new(how.seed);
+    let rng = &mut SampleRng::new(how.seed);
     codes.kept(
         &mut twin,
         &format!("{BLOCK}gate.weight"),
@@ -129,7 +129,7 @@ fn apart(name: &str) -> String {
 /// The published block size on matrices that are no multiple of it, and random block sizes.
 #[test]
 fn blocks_of_fp8_are_their_numbers() {
-    let mut rng = Counter::new(11);
+    let mut rng = SampleRng::new(11);
     for case in 0..12 {
         let (block, model, hidden) = match case {
             0 => ([128, 128], 136, 130),
@@ -208,7 +208,7 @@ fn fused_experts_of_fp8_are_turned_with_their_scales() {
     });
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
     let under = "model.layers.0.feed_forward.";
-    let mut rng = Counter::new(5);
+    let mut rng = SampleRng::new(5);
     codes.kept(
         &mut twin,
         &format!("{under}router.weight"),
@@ -257,7 +257,7 @@ fn fused_experts_of_fp8_are_turned_with_their_scales() {
 }
 
 /// Adds a tensor as MXFP4 `[experts, rows, columns]` and as bf16 `[experts, columns, rows]`.
-fn mxfp4(files: [&mut Tensors; 2], name: &str, shape: [usize; 3], rng: &mut Counter) {
+fn mxfp4(files: [&mut Tensors; 2], name: &str, shape: [usize; 3], rng: &mut SampleRng) {
     let [experts, rows, columns] = shape;
     let (mut bytes, mut scales, mut turned) = (vec![], vec![], vec![]);
     for _ in 0..experts {
@@ -288,7 +288,7 @@ fn mxfp4(files: [&mut Tensors; 2], name: &str, shape: [usize; 3], rng: &mut Coun
 
 fn gpt_oss(model: usize, hidden: usize, experts: usize) -> (Value, [Tensors; 2]) {
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
-    let mut rng = Counter::new((model + hidden + experts) as u64);
+    let mut rng = SampleRng::new((model + hidden + experts) as u64);
     for (name, shape) in [
         ("router.weight", &[experts, model][..]),
         ("router.bias", &[experts]),
@@ -339,7 +339,7 @@ fn fp4_in_rows_is_its_numbers() {
         "num_hidden_layers": 1, "num_hash_layers": 0,
     });
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
-    let mut rng = Counter::new(9);
+    let mut rng = SampleRng::new(9);
     let under = "layers.0.ffn.";
     codes.kept(
         &mut twin,

@@ -3,7 +3,7 @@
 //! It picks codes among all of a format, whose values come from the format's definition.
 
 use half::bf16;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_weights::Checkpoint;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ impl Tensors {
     }
 
     /// Adds random bf16 numbers to both files.
-    pub fn kept(&mut self, twin: &mut Tensors, name: &str, shape: &[usize], rng: &mut Counter) {
+    pub fn kept(&mut self, twin: &mut Tensors, name: &str, shape: &[usize], rng: &mut SampleRng) {
         let values = random(rng, shape);
         self.bf16(name, shape, &values);
         twin.bf16(name, shape, &values);
@@ -46,7 +46,7 @@ impl Tensors {
     }
 }
 
-pub fn random(rng: &mut Counter, shape: &[usize]) -> Vec<f32> {
+pub fn random(rng: &mut SampleRng, shape: &[usize]) -> Vec<f32> {
     let size = 2f64.powi(rng.between(0, 8) as i32 - 6);
     let count = shape.iter().product();
     (0..count).map(|_| rng.real(-size, size) as f32).collect()
@@ -191,7 +191,7 @@ pub fn fp4(values: &[f32], size: [usize; 2], scales: In) -> Matrix {
 impl Tensors {
     /// Adds a matrix as codes here and as bf16 in the twin.
     pub fn fp8(&mut self, twin: &mut Tensors, name: &str, size: [usize; 2], how: &Fp8) {
-        let values = random(&mut Counter::new(how.seed ^ name.len() as u64), &size);
+        let values = random(&mut SampleRng::new(how.seed ^ name.len() as u64), &size);
         let made = fp8(&values, size, how.by, how.scales);
         let shape = match (how.by, how.bare) {
             (By::Row, true) => vec![size[0]],

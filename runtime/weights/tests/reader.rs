@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Alternative, Parts, Step, TensorSource, canonical_sources};
+use moesaic_spec::hf::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
 use moesaic_spec::{GateLayout, LayerSpec, canonical_tensors};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use moesaic_weights::*;
@@ -110,7 +110,7 @@ fn a_recipe_has_a_tensor_for_each_expert() {
     let file = written(&dir, &each);
     let sources = |count| {
         let name = "experts.down.weight";
-        let parts = Parts::PerExpert {
+        let parts = TensorParts::PerExpert {
             before: "down.".to_string(),
             after: String::new(),
             first: 0,
@@ -197,19 +197,19 @@ fn columns_are_scaled_in_pieces_as_at_once() {
     for (e, value) in each {
         weights.insert(format!("one.{e}"), Tensor::owned(&[1], vec![*value]));
     }
-    let per_expert = Parts::PerExpert {
+    let per_expert = TensorParts::PerExpert {
         before: "one.".to_string(),
         after: String::new(),
         first: 0,
         count: 3,
     };
-    let whole = Parts::One("router.bias".to_string());
-    let scale = Step::MulColumns("by".to_string());
+    let whole = TensorParts::One("router.bias".to_string());
+    let scale = TensorStep::MulColumns("by".to_string());
     for (parts, steps, expected) in [
         (whole, vec![scale.clone()], [2.0, 6.0, 15.0]),
         (
             per_expert,
-            vec![Step::Reshape(vec![]), scale],
+            vec![TensorStep::Reshape(vec![]), scale],
             [8.0, 24.0, 80.0],
         ),
     ] {
@@ -242,7 +242,7 @@ fn recipes_have_a_tensor_for_each_expert() {
     for count in [0, 2, 4] {
         let mut sources = moesaic_spec::hf::canonical_sources(&spec);
         let source = sources.iter_mut().find(|s| s.name == "experts.down.weight");
-        let parts = Parts::PerExpert {
+        let parts = TensorParts::PerExpert {
             before: "down.".to_string(),
             after: String::new(),
             first: 0,
@@ -297,13 +297,13 @@ fn experts_are_put_together_as_far_as_asked() {
     *source.unwrap() = TensorSource {
         name: "experts.down.weight".to_string(),
         alternatives: vec![Alternative {
-            parts: Parts::PerExpert {
+            parts: TensorParts::PerExpert {
                 before: "down.".to_string(),
                 after: String::new(),
                 first: 0,
                 count: 3,
             },
-            steps: vec![Step::Transpose],
+            steps: vec![TensorStep::Transpose],
         }],
     };
     let dir = tempfile::tempdir().unwrap();

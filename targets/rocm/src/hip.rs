@@ -1,7 +1,7 @@
 //! The HIP runtime's functions, and what it says of a GPU.
 
 use moesaic_dl::{DlError, Library, dl_table};
-use moesaic_target::gpu::{Fault, Functions, Names, Rows, StreamHandle};
+use moesaic_target::gpu::{AddressedRows, Fault, FunctionNames, Functions, StreamHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ const ARCH_NAME: usize = 1160;
 
 /// What HIP calls the functions that GPU drivers share. All are in ROCm 6.0
 /// and later.
-const NAMES: Names = Names {
+const NAMES: FunctionNames = FunctionNames {
     memory_info: "hipMemGetInfo",
     default_pool: "hipDeviceGetDefaultMemPool",
     pool_set: "hipMemPoolSetAttribute",
@@ -124,7 +124,7 @@ impl Hip {
     ///
     /// # Safety
     /// The rows lie in memory of the current GPU, and the stream is live.
-    pub unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+    pub unsafe fn copy_rows(&self, rows: &AddressedRows, stream: StreamHandle) -> c_int {
         let [from, to] = [rows.from, rows.to].map(|start| start.0 as usize as *mut c_void);
         let (strides, (bytes, count)) =
             ([rows.from_stride, rows.to_stride], (rows.bytes, rows.count));

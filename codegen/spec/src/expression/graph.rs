@@ -1,7 +1,7 @@
 //! The operations of an expression as a graph. Its constructors simplify, so equal parts exist once
 //! and derivatives come out short.
 
-use super::{Function, Id, Node};
+use super::{Id, MathFunction, Node};
 
 /// Largest exponent of either sign.
 pub(super) const MAX_POWER: i32 = 64;
@@ -117,7 +117,7 @@ impl Graph {
     pub fn divide(&mut self, a: Id, b: Id) -> Id {
         if let Some(exponent) = self.one_plus_exp(b) {
             let argument = self.negate(exponent);
-            let sigmoid = self.call(Function::Sigmoid, argument);
+            let sigmoid = self.call(MathFunction::Sigmoid, argument);
             return self.multiply(a, sigmoid);
         }
         match (self.node(a), self.node(b)) {
@@ -143,7 +143,7 @@ impl Graph {
             _ => return None,
         };
         match self.node(power) {
-            Node::Call(Function::Exp, exponent) => Some(exponent),
+            Node::Call(MathFunction::Exp, exponent) => Some(exponent),
             _ => None,
         }
     }
@@ -160,14 +160,14 @@ impl Graph {
         }
     }
 
-    pub fn call(&mut self, function: Function, a: Id) -> Id {
+    pub fn call(&mut self, function: MathFunction, a: Id) -> Id {
         match (function, self.node(a)) {
             (_, Node::Constant(value)) => match folded(function, value) {
                 Some(value) => self.constant(value),
                 None => self.intern(Node::Call(function, a)),
             },
-            (Function::Log, _) => match self.one_plus_exp(a) {
-                Some(exponent) => self.call(Function::Softplus, exponent),
+            (MathFunction::Log, _) => match self.one_plus_exp(a) {
+                Some(exponent) => self.call(MathFunction::Softplus, exponent),
                 None => self.intern(Node::Call(function, a)),
             },
             _ => self.intern(Node::Call(function, a)),
@@ -293,32 +293,32 @@ impl Graph {
     }
 
     /// Returns the derivative of a function at `a`, where its value is `value`.
-    fn function_slope(&mut self, function: Function, a: Id, value: Id) -> Id {
+    fn function_slope(&mut self, function: MathFunction, a: Id, value: Id) -> Id {
         let one = self.constant(1.0);
         match function {
-            Function::Exp => value,
-            Function::Log => self.divide(one, a),
-            Function::Sqrt => {
+            MathFunction::Exp => value,
+            MathFunction::Log => self.divide(one, a),
+            MathFunction::Sqrt => {
                 let half = self.constant(0.5);
                 self.divide(half, value)
             }
-            Function::Tanh => {
+            MathFunction::Tanh => {
                 let square = self.power(value, 2);
                 self.subtract(one, square)
             }
-            Function::Sigmoid => {
+            MathFunction::Sigmoid => {
                 let rest = self.subtract(one, value);
                 self.multiply(value, rest)
             }
-            Function::Softplus => self.call(Function::Sigmoid, a),
-            Function::Erf => {
+            MathFunction::Softplus => self.call(MathFunction::Sigmoid, a),
+            MathFunction::Erf => {
                 let square = self.power(a, 2);
                 let exponent = self.negate(square);
-                let bell = self.call(Function::Exp, exponent);
+                let bell = self.call(MathFunction::Exp, exponent);
                 let scale = self.constant(std::f64::consts::FRAC_2_SQRT_PI);
                 self.multiply(scale, bell)
             }
-            Function::Abs => {
+            MathFunction::Abs => {
                 let (zero, minus) = (self.constant(0.0), self.constant(-1.0));
                 let above = self.choose((zero, a), false, one, zero);
                 self.choose((a, zero), false, minus, above)
@@ -346,15 +346,15 @@ impl Graph {
 
 /// Evaluates a function of a constant. The error function is left to the kernel, since std has
 /// none.
-fn folded(function: Function, x: f64) -> Option<f64> {
+fn folded(function: MathFunction, x: f64) -> Option<f64> {
     Some(match function {
-        Function::Exp => x.exp(),
-        Function::Log => x.ln(),
-        Function::Sqrt => x.sqrt(),
-        Function::Tanh => x.tanh(),
-        Function::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        Function::Softplus => x.max(0.0) + (-x.abs()).exp().ln_1p(),
-        Function::Abs => x.abs(),
-        Function::Erf => return None,
+        MathFunction::Exp => x.exp(),
+        MathFunction::Log => x.ln(),
+        MathFunction::Sqrt => x.sqrt(),
+        MathFunction::Tanh => x.tanh(),
+        MathFunction::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        MathFunction::Softplus => x.max(0.0) + (-x.abs()).exp().ln_1p(),
+        MathFunction::Abs => x.abs(),
+        MathFunction::Erf => return None,
     })
 }

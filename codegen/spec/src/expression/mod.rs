@@ -67,7 +67,7 @@ pub enum Node {
     /// `a` to a power that is neither 0 nor 1.
     Power(Id, i32),
     /// A function of one argument.
-    Call(Function, Id),
+    Call(MathFunction, Id),
     /// `then` where `left < right`, else `otherwise`, also if either is NaN.
     Choose {
         /// The left side of the comparison.
@@ -106,7 +106,7 @@ impl Node {
 
 /// A function that the kernels of every target provide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Function {
+pub enum MathFunction {
     /// `eˣ`.
     Exp,
     /// The natural logarithm.
@@ -125,30 +125,30 @@ pub enum Function {
     Abs,
 }
 
-impl Function {
+impl MathFunction {
     /// Every function.
-    pub const ALL: [Function; 8] = [
-        Function::Exp,
-        Function::Log,
-        Function::Sqrt,
-        Function::Tanh,
-        Function::Sigmoid,
-        Function::Softplus,
-        Function::Erf,
-        Function::Abs,
+    pub const ALL: [MathFunction; 8] = [
+        MathFunction::Exp,
+        MathFunction::Log,
+        MathFunction::Sqrt,
+        MathFunction::Tanh,
+        MathFunction::Sigmoid,
+        MathFunction::Softplus,
+        MathFunction::Erf,
+        MathFunction::Abs,
     ];
 
     /// Returns its name in an expression.
     pub fn name(self) -> &'static str {
         match self {
-            Function::Exp => "exp",
-            Function::Log => "log",
-            Function::Sqrt => "sqrt",
-            Function::Tanh => "tanh",
-            Function::Sigmoid => "sigmoid",
-            Function::Softplus => "softplus",
-            Function::Erf => "erf",
-            Function::Abs => "abs",
+            MathFunction::Exp => "exp",
+            MathFunction::Log => "log",
+            MathFunction::Sqrt => "sqrt",
+            MathFunction::Tanh => "tanh",
+            MathFunction::Sigmoid => "sigmoid",
+            MathFunction::Softplus => "softplus",
+            MathFunction::Erf => "erf",
+            MathFunction::Abs => "abs",
         }
     }
 }

@@ -1,7 +1,7 @@
 //! From text to graph: recursive descent over the bytes.
 
 use super::graph::{Graph, MAX_POWER};
-use super::{Expression, ExpressionError, Function, Id};
+use super::{Expression, ExpressionError, Id, MathFunction};
 use crate::suggest;
 use std::ops::Range;
 
@@ -198,7 +198,7 @@ impl Parser<'_> {
 
     fn function(&mut self, name: &str) -> Parsed {
         let argument = self.sum()?;
-        let function = Function::ALL.into_iter().find(|f| f.name() == name);
+        let function = MathFunction::ALL.into_iter().find(|f| f.name() == name);
         Ok(match function {
             Some(function) => self.graph.call(function, argument),
             None if name == "relu" => self.graph.relu(argument),

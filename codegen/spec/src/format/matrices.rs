@@ -1,6 +1,6 @@
 //! The decoder of formats that keep codes and scales in separate tensors.
 
-use super::{Element, Format, Packing, ScaleType, Second, Zero, code};
+use super::{CodeOrder, CodeType, Format, ScaleType, Second, Zero, code};
 
 /// A stack of quantized matrices of one shape in borrowed bytes. The constructor of this struct
 /// must have checked that each part has the length that the format demands.
@@ -67,16 +67,16 @@ impl Matrices<'_> {
         let values = &mut values[..count];
         let scale = self.scale(line, group);
         match self.format.element {
-            Element::E4m3 => self.floats(line, column, values, scale, &code::E4M3),
-            Element::E5m2 => self.floats(line, column, values, scale, &code::E5M2),
-            Element::E2m1 => self.floats(line, column, values, scale, &code::E2M1),
-            Element::Int8 => {
+            CodeType::E4m3 => self.floats(line, column, values, scale, &code::E4M3),
+            CodeType::E5m2 => self.floats(line, column, values, scale, &code::E5M2),
+            CodeType::E2m1 => self.floats(line, column, values, scale, &code::E2M1),
+            CodeType::Int8 => {
                 let zero = self.zero(line, group);
                 self.each(line, column, values, |code| {
                     (i32::from(code as i8) - zero) as f32 * scale
                 });
             }
-            Element::Uint(_) => {
+            CodeType::Uint(_) => {
                 let zero = self.zero(line, group);
                 self.each(line, column, values, |code| {
                     (i32::from(code) - zero) as f32 * scale
@@ -89,24 +89,24 @@ impl Matrices<'_> {
     /// Returns a byte range of the codes that is sufficient for this range of elements.
     pub fn bytes(&self, elements: &std::ops::Range<usize>) -> std::ops::Range<usize> {
         match self.format.packing {
-            Packing::Rows { .. } => {
+            CodeOrder::Rows { .. } => {
                 let [_, columns] = self.size;
                 let width = self.row_bytes();
                 let end = elements.end.div_ceil(columns.max(1)) * width;
                 elements.start / columns.max(1) * width..end.min(self.codes.len())
             }
             // A row's codes are spread over the words of the whole matrix.
-            Packing::Columns | Packing::Interleaved => 0..self.codes.len(),
+            CodeOrder::Columns | CodeOrder::Interleaved => 0..self.codes.len(),
         }
     }
 
     fn row_bytes(&self) -> usize {
         match self.format.packing {
-            Packing::Rows { word } => {
+            CodeOrder::Rows { word } => {
                 let word = usize::from(word);
                 (self.size[1] * self.format.element.bits()).div_ceil(word) * word / 8
             }
-            Packing::Columns | Packing::Interleaved => 0,
+            CodeOrder::Columns | CodeOrder::Interleaved => 0,
         }
     }
 
@@ -130,8 +130,8 @@ impl Matrices<'_> {
         };
         let block = line.row / self.scales.block[0];
         let at = match self.format.packing {
-            Packing::Rows { .. } => block * across + group,
-            Packing::Columns | Packing::Interleaved => group * down + block,
+            CodeOrder::Rows { .. } => block * across + group,
+            CodeOrder::Columns | CodeOrder::Interleaved => group * down + block,
         };
         line.matrix * down * across + at
     }
@@ -163,7 +163,7 @@ impl Matrices<'_> {
         let bits = self.format.element.bits();
         let mask = (1u64 << bits) - 1;
         match self.format.packing {
-            Packing::Rows { .. } => {
+            CodeOrder::Rows { .. } => {
                 let at = (line.matrix * rows + line.row) * self.row_bytes();
                 let row = &self.codes[at..at + self.row_bytes()];
                 let values = values.iter_mut();
@@ -178,7 +178,7 @@ impl Matrices<'_> {
                     }),
                 }
             }
-            Packing::Columns => {
+            CodeOrder::Columns => {
                 let words = (columns * bits).div_ceil(32);
                 let first = line.matrix * words * rows + line.row;
                 for (value, column) in values.iter_mut().zip(column..) {
@@ -191,7 +191,7 @@ impl Matrices<'_> {
                     *value = number((found & mask) as u8);
                 }
             }
-            Packing::Interleaved => {
+            CodeOrder::Interleaved => {
                 let (across, shift) = (rows / 8, PLACES[line.row % 8] * 4);
                 let first = line.matrix * columns * across + line.row / 8;
                 for (value, column) in values.iter_mut().zip(column..) {
@@ -221,16 +221,16 @@ impl Matrices<'_> {
         };
         let (block, mask) = (line.row / self.scales.block[0], (1u64 << bits) - 1);
         let stored = match self.format.packing {
-            Packing::Rows { .. } if self.format.element == Element::Int8 => {
+            CodeOrder::Rows { .. } if self.format.element == CodeType::Int8 => {
                 return i32::from(zeros.bytes[self.index(line, group)] as i8);
             }
-            Packing::Rows { .. } => {
+            CodeOrder::Rows { .. } => {
                 let bit = block * bits;
                 let words = (down * bits).div_ceil(32);
                 let at = line.matrix * words + bit / 32;
                 u64::from(word(zeros.bytes, at * across + group)) >> (bit % 32)
             }
-            Packing::Columns => {
+            CodeOrder::Columns => {
                 let (words, bit) = ((down * bits).div_ceil(32), block * bits);
                 let at = (line.matrix * across + group) * words + bit / 32;
                 let low = u64::from(word(zeros.bytes, at)) >> (bit % 32);
@@ -240,7 +240,7 @@ impl Matrices<'_> {
                     low
                 }
             }
-            Packing::Interleaved => {
+            CodeOrder::Interleaved => {
                 let at = (line.matrix * across + group) * (down / 8) + block / 8;
                 u64::from(word(zeros.bytes, at) >> (PLACES[block % 8] * 4))
             }

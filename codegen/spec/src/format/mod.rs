@@ -24,11 +24,11 @@ pub struct Format {
     /// The published name.
     pub name: &'static str,
     /// The type of a code.
-    pub element: Element,
+    pub element: CodeType,
     /// The order of codes in memory.
-    pub packing: Packing,
+    pub packing: CodeOrder,
     /// The block of elements that shares one scale.
-    pub block: Block,
+    pub block: ScaleBlock,
     /// The type of a scale.
     pub scale: ScaleType,
     /// A scale per matrix on top of those per block.
@@ -39,7 +39,7 @@ pub struct Format {
 
 /// The type of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Element {
+pub enum CodeType {
     /// FP8 with 4 exponent and 3 mantissa bits.
     E4m3,
     /// FP8 with 5 exponent and 2 mantissa bits.
@@ -54,7 +54,7 @@ pub enum Element {
 
 /// The order of codes in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Packing {
+pub enum CodeOrder {
     /// Row by row. The codes of a row are side by side in little-endian words, the first in the
     /// lowest bits, and each row starts a new word.
     Rows {
@@ -71,7 +71,7 @@ pub enum Packing {
 
 /// The block of elements that shares one scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Block {
+pub enum ScaleBlock {
     /// Rows and columns of a tile; the last tile of a matrix may be smaller.
     Tile([usize; 2]),
     /// One row.
@@ -118,19 +118,19 @@ pub enum Zero {
     LessOne,
 }
 
-impl Element {
+impl CodeType {
     /// Returns the bits of a code.
     pub fn bits(self) -> usize {
         match self {
-            Element::E4m3 | Element::E5m2 | Element::Int8 => 8,
-            Element::E2m1 => 4,
-            Element::Uint(bits) => usize::from(bits),
+            CodeType::E4m3 | CodeType::E5m2 | CodeType::Int8 => 8,
+            CodeType::E2m1 => 4,
+            CodeType::Uint(bits) => usize::from(bits),
         }
     }
 
     /// Returns true if the code is an integer.
     pub fn is_int(self) -> bool {
-        matches!(self, Element::Int8 | Element::Uint(_))
+        matches!(self, CodeType::Int8 | CodeType::Uint(_))
     }
 }
 
@@ -157,14 +157,14 @@ impl ScaleType {
     }
 }
 
-const ROWS: Packing = Packing::Rows { word: 8 };
+const ROWS: CodeOrder = CodeOrder::Rows { word: 8 };
 
 /// FP8 E4M3 with one scale for a matrix or a row.
 pub const FP8: Format = Format {
     name: "fp8",
-    element: Element::E4m3,
+    element: CodeType::E4m3,
     packing: ROWS,
-    block: Block::MatrixOrRow,
+    block: ScaleBlock::MatrixOrRow,
     scale: ScaleType::F32,
     second: None,
     zero: Zero::None,
@@ -173,14 +173,14 @@ pub const FP8: Format = Format {
 /// DeepSeek-V3's FP8 with f32 scales per tile.
 pub const FP8_BLOCK: Format = Format {
     name: "fp8-block",
-    block: Block::Tile([128, 128]),
+    block: ScaleBlock::Tile([128, 128]),
     ..FP8
 };
 
 /// FP8 with a power-of-two scale per 32 columns (OCP).
 pub const MXFP8: Format = Format {
     name: "mxfp8",
-    block: Block::Tile([1, 32]),
+    block: ScaleBlock::Tile([1, 32]),
     scale: ScaleType::E8m0,
     ..FP8
 };
@@ -188,14 +188,14 @@ pub const MXFP8: Format = Format {
 /// FP4 with a power-of-two scale per 32 columns (OCP).
 pub const MXFP4: Format = Format {
     name: "mxfp4",
-    element: Element::E2m1,
+    element: CodeType::E2m1,
     ..MXFP8
 };
 
 /// NVIDIA's FP4 with an FP8 scale per 16 columns, as ModelOpt writes it.
 pub const NVFP4: Format = Format {
     name: "nvfp4",
-    block: Block::Tile([1, 16]),
+    block: ScaleBlock::Tile([1, 16]),
     scale: ScaleType::E4m3,
     second: Some(Second::Times),
     ..MXFP4
@@ -211,7 +211,7 @@ pub const NVFP4_DIVIDED: Format = Format {
 /// compressed-tensors' 8-bit integers, one scale per matrix or row.
 pub const INT8: Format = Format {
     name: "int-quantized",
-    element: Element::Int8,
+    element: CodeType::Int8,
     scale: ScaleType::Bf16,
     ..FP8
 };
@@ -219,9 +219,9 @@ pub const INT8: Format = Format {
 /// compressed-tensors' integers, eight to a word.
 pub const INT4: Format = Format {
     name: "pack-quantized",
-    element: Element::Uint(4),
-    packing: Packing::Rows { word: 32 },
-    block: Block::Tile([1, 32]),
+    element: CodeType::Uint(4),
+    packing: CodeOrder::Rows { word: 32 },
+    block: ScaleBlock::Tile([1, 32]),
     zero: Zero::Middle,
     ..INT8
 };
@@ -229,8 +229,8 @@ pub const INT4: Format = Format {
 /// GPTQ's integers; its checkpoints store each zero point less one.
 pub const GPTQ: Format = Format {
     name: "gptq",
-    packing: Packing::Columns,
-    block: Block::Tile([1, 128]),
+    packing: CodeOrder::Columns,
+    block: ScaleBlock::Tile([1, 128]),
     scale: ScaleType::F16,
     zero: Zero::LessOne,
     ..INT4
@@ -246,7 +246,7 @@ pub const GPTQ_V2: Format = Format {
 /// AWQ's integers, in the packing of its `gemm` version.
 pub const AWQ: Format = Format {
     name: "awq",
-    packing: Packing::Interleaved,
+    packing: CodeOrder::Interleaved,
     ..GPTQ_V2
 };
 

@@ -112,7 +112,7 @@ impl Made {
         let scales: Vec<u8> = (0..rows * across)
             .flat_map(|at| (1.0 + at as f32).to_le_bytes())
             .collect();
-        let turned = !matches!(format.packing, Packing::Rows { .. });
+        let turned = !matches!(format.packing, CodeOrder::Rows { .. });
         let matrices = Matrices {
             format,
             size: self.size,
@@ -159,7 +159,7 @@ fn integers_in_rows() {
     for (bits, size) in [(4, [16, 40]), (8, [8, 24]), (2, [16, 48])] {
         let made = Made::new(size, 8, bits);
         let format = Format {
-            element: Element::Uint(bits as u8),
+            element: CodeType::Uint(bits as u8),
             ..INT4
         };
         let row = |r| {
@@ -208,7 +208,7 @@ fn gptq_in_columns() {
             .flat_map(|column| ((column * 7 % 4) as u32).to_le_bytes())
             .collect();
         let of = |format: Format| Format {
-            element: Element::Uint(bits as u8),
+            element: CodeType::Uint(bits as u8),
             ..format
         };
         made.check(of(GPTQ), &codes, Some(&zeros(1)), None);

@@ -1,7 +1,7 @@
 //! Recipes that assemble a canonical tensor from those of a GGUF file.
 
 use super::{Block, GgufError};
-use crate::hf::{Alternative, Codes, Parts, Step, TensorSource, half_of};
+use crate::hf::{Alternative, Codes, TensorParts, TensorSource, TensorStep, half_of};
 use crate::{LayerSpec, TensorSpec, canonical_tensors};
 
 /// Name prefixes of the tensors that belong to the MoE block.
@@ -31,10 +31,10 @@ pub(super) fn sources(spec: &LayerSpec, block: &Block<'_>) -> Result<Vec<TensorS
 
 /// Returns the forms in which files hold a tensor.
 fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec<Alternative> {
-    let one = |end: &str, steps: &[Step]| {
-        let first = Step::Dequantize(Codes::new(&[], Vec::new()));
+    let one = |end: &str, steps: &[TensorStep]| {
+        let first = TensorStep::Dequantize(Codes::new(&[], Vec::new()));
         Alternative {
-            parts: Parts::One(block.name(end)),
+            parts: TensorParts::One(block.name(end)),
             steps: [&[first], steps].concat(),
         }
     };
@@ -48,7 +48,7 @@ fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec
                 .to_vec();
         }
         ["shared", "0", "router", "weight"] => {
-            let flat = Step::Reshape(tensor.shape.clone());
+            let flat = TensorStep::Reshape(tensor.shape.clone());
             return vec![one("ffn_gate_inp_shexp.weight", &[flat])];
         }
         ["experts", part, kind] => (*part, *kind, "exps"),
@@ -66,7 +66,7 @@ fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec
     if after == "exps" {
         // Files from before April 2024 have one tensor per expert.
         ways.push(Alternative {
-            parts: Parts::PerExpert {
+            parts: TensorParts::PerExpert {
                 before: block.name(&format!("ffn_{part}.")),
                 after: format!(".{kind}"),
                 first: 0,

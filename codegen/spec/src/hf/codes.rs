@@ -2,7 +2,7 @@
 
 use super::HfError;
 use super::quantization;
-use crate::format::{Element, Format};
+use crate::format::{CodeType, Format};
 use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
@@ -12,91 +12,102 @@ use std::sync::Arc;
 #[derive(Clone, PartialEq, Eq)]
 pub struct Codes {
     /// The forms; the first that fits is used.
-    pub stored: Arc<[Stored]>,
+    pub stored: Arc<[StoredFormat]>,
     /// Modules that the configuration exempts from quantization.
     pub kept: Arc<[String]>,
 }
 
 /// A format, and the names of the tensors that hold its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoredFormat {
     /// The format.
     pub format: Format,
     /// The names of the tensors.
-    pub names: Names,
+    pub names: TensorNames,
 }
 
 /// The names of a quantized matrix's tensors, each derived from the matrix's float name by
 /// replacing its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Names {
+pub struct TensorNames {
     /// The codes.
-    pub codes: End,
+    pub codes: NameEnd,
     /// The scales, by one of these names.
-    pub scales: &'static [End],
+    pub scales: &'static [NameEnd],
     /// The second scale.
-    pub second: Option<End>,
+    pub second: Option<NameEnd>,
     /// The zero points.
-    pub zeros: Option<End>,
+    pub zeros: Option<NameEnd>,
     /// The group of each column.
-    pub groups: Option<End>,
+    pub groups: Option<NameEnd>,
     /// The row and column counts of the matrix.
-    pub shape: Option<End>,
+    pub shape: Option<NameEnd>,
     /// Tensors without information on the weights, such as the scales of activations.
-    pub unread: &'static [End],
+    pub unread: &'static [NameEnd],
 }
 
-/// What is cut off the end of a name, and what is put there.
-pub type End = (&'static str, &'static str);
+/// A replacement for the end of a tensor's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NameEnd {
+    /// The text that is cut off; a name that ends otherwise has no replacement.
+    pub cut: &'static str,
+    /// The text that takes its place.
+    pub put: &'static str,
+}
+
+/// Replaces `cut` by `put`.
+const fn end(cut: &'static str, put: &'static str) -> NameEnd {
+    NameEnd { cut, put }
+}
 
 /// Names of formats that put codes under the float name, with scales beside them.
-pub(super) const IN_PLACE: Names = Names {
-    codes: ("", ""),
+pub(super) const IN_PLACE: TensorNames = TensorNames {
+    codes: end("", ""),
     scales: &[
-        ("", "_scale_inv"),
-        ("", "_scale"),
-        (".weight", ".scale"),
-        (".weight", ".qscale_weight"),
+        end("", "_scale_inv"),
+        end("", "_scale"),
+        end(".weight", ".scale"),
+        end(".weight", ".qscale_weight"),
     ],
-    second: Some(("", "_scale_2")),
-    zeros: Some(("", "_zero_point")),
-    groups: Some(("", "_g_idx")),
+    second: Some(end("", "_scale_2")),
+    zeros: Some(end("", "_zero_point")),
+    groups: Some(end("", "_g_idx")),
     shape: None,
     unread: &[
-        (".weight", ".input_scale"),
-        (".weight", ".activation_scale"),
+        end(".weight", ".input_scale"),
+        end(".weight", ".activation_scale"),
     ],
 };
 
 /// compressed-tensors' names of packed codes.
-pub(super) const PACKED: Names = Names {
-    codes: ("", "_packed"),
-    scales: &[("", "_scale")],
-    second: Some(("", "_global_scale")),
-    shape: Some(("", "_shape")),
+pub(super) const PACKED: TensorNames = TensorNames {
+    codes: end("", "_packed"),
+    scales: &[end("", "_scale")],
+    second: Some(end("", "_global_scale")),
+    shape: Some(end("", "_shape")),
     unread: &[
-        (".weight", ".input_scale"),
-        (".weight", ".input_zero_point"),
-        (".weight", ".input_global_scale"),
+        end(".weight", ".input_scale"),
+        end(".weight", ".input_zero_point"),
+        end(".weight", ".input_global_scale"),
     ],
     ..IN_PLACE
 };
 
 /// The names that GPTQ, AWQ and AutoRound share.
-pub(super) const QWEIGHT: Names = Names {
-    codes: (".weight", ".qweight"),
-    scales: &[(".weight", ".scales")],
+pub(super) const QWEIGHT: TensorNames = TensorNames {
+    codes: end(".weight", ".qweight"),
+    scales: &[end(".weight", ".scales")],
     second: None,
-    zeros: Some((".weight", ".qzeros")),
-    groups: Some((".weight", ".g_idx")),
+    zeros: Some(end(".weight", ".qzeros")),
+    groups: Some(end(".weight", ".g_idx")),
     shape: None,
     unread: &[],
 };
 
 /// gpt-oss' names. Its recipes name the codes themselves.
-pub(super) const BLOCKS: Names = Names {
-    codes: ("", ""),
-    scales: &[("_blocks", "_scales")],
+pub(super) const BLOCKS: TensorNames = TensorNames {
+    codes: end("", ""),
+    scales: &[end("_blocks", "_scales")],
     second: None,
     zeros: None,
     groups: None,
@@ -104,7 +115,7 @@ pub(super) const BLOCKS: Names = Names {
     unread: &[],
 };
 
-impl Names {
+impl TensorNames {
     /// Returns the possible names of the scales of the matrix `name`, the usual one first.
     pub fn scales(&self, name: &str) -> Vec<String> {
         let ends = self.scales.iter();
@@ -118,14 +129,14 @@ impl Names {
     }
 }
 
-/// Returns a name with another end, if it has the one that is cut off.
-pub fn replaced(name: &str, (cut, put): End) -> Option<String> {
+/// Replaces the end of a name. `None` if the name does not end in `cut`.
+pub fn replaced(name: &str, NameEnd { cut, put }: NameEnd) -> Option<String> {
     Some(name.strip_suffix(cut)?.to_string() + put)
 }
 
 impl Codes {
     /// Returns codes in one of these forms.
-    pub fn new(stored: &[Stored], kept: Vec<String>) -> Codes {
+    pub fn new(stored: &[StoredFormat], kept: Vec<String>) -> Codes {
         Codes {
             stored: stored.into(),
             kept: kept.into(),
@@ -134,7 +145,7 @@ impl Codes {
 
     /// Returns every name that a tensor of the matrix `name` may have.
     pub fn names(&self, name: &str) -> Vec<String> {
-        let of = |stored: &Stored| {
+        let of = |stored: &StoredFormat| {
             let names = stored.names;
             let few = [names.second, names.zeros, names.groups, names.shape];
             let ends = [names.codes].into_iter().chain(few.into_iter().flatten());
@@ -173,7 +184,7 @@ impl Codes {
 /// Prints a short form, because every recipe of a layer holds one of these.
 impl fmt::Debug for Codes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let way = |stored: &Stored| {
+        let way = |stored: &StoredFormat| {
             let Format {
                 name,
                 element,
@@ -181,7 +192,7 @@ impl fmt::Debug for Codes {
                 ..
             } = stored.format;
             match element {
-                Element::Uint(bits) => format!("{name} of {bits} bits, {block:?}"),
+                CodeType::Uint(bits) => format!("{name} of {bits} bits, {block:?}"),
                 _ => format!("{name}, {block:?}"),
             }
         };

@@ -3,7 +3,7 @@
 use super::codes::Codes;
 use super::config::Config;
 use super::source::half_of;
-use super::{Alternative, HfError, Import, Parts, Step, TensorSource};
+use super::{Alternative, HfError, Import, TensorParts, TensorSource, TensorStep};
 use crate::{
     Activation, Capacity, Experts, Groups, LayerSpec, Precision, Renormalize, Router, Score, Shape,
     SharedExpert, SharedGate, canonical_tensors,
@@ -137,12 +137,12 @@ impl Draft {
 
     /// Adds a tensor that is read from one of `names` under one of the roots and passed through
     /// `steps`.
-    pub fn stepped(&mut self, canonical: &str, names: &[&str], steps: &[Step]) {
+    pub fn stepped(&mut self, canonical: &str, names: &[&str], steps: &[TensorStep]) {
         let roots = self.roots.iter();
         let full = roots.flat_map(|root| names.iter().map(move |name| format!("{root}{name}")));
         let alternatives = full
             .map(|name| Alternative {
-                parts: Parts::One(name),
+                parts: TensorParts::One(name),
                 steps: steps.to_vec(),
             })
             .collect();
@@ -178,14 +178,14 @@ impl Draft {
         names: &[String],
     ) {
         let count = self.spec.shape.experts;
-        let part = |root: &String, name: &String| Parts::PerExpert {
+        let part = |root: &String, name: &String| TensorParts::PerExpert {
             before: format!("{root}{before}"),
             after: format!(".{name}"),
             first,
             count,
         };
         let roots = self.roots.iter();
-        let parts: Vec<Parts> = roots
+        let parts: Vec<TensorParts> = roots
             .flat_map(|root| names.iter().map(move |name| part(root, name)))
             .collect();
         let alternatives = parts
@@ -218,7 +218,7 @@ impl Draft {
         let hidden = self.spec.shape.hidden_dim;
         let transposed = fused != Fused::Rows;
         let flip = if transposed {
-            vec![Step::Transpose]
+            vec![TensorStep::Transpose]
         } else {
             Vec::new()
         };
@@ -236,7 +236,7 @@ impl Draft {
         let Some(codes) = self.blocks() else {
             return;
         };
-        let (hidden, numbers) = (self.spec.shape.hidden_dim, Step::Dequantize(codes));
+        let (hidden, numbers) = (self.spec.shape.hidden_dim, TensorStep::Dequantize(codes));
         for (half, part) in ["gate", "up"].into_iter().enumerate() {
             let half = half_of(1, half, hidden, fused == Fused::InterleavedColumns);
             let (name, steps) = (format!("experts.{part}.weight"), [numbers.clone(), half]);
@@ -255,7 +255,7 @@ impl Draft {
         let alternatives = self.sources.iter().flat_map(|source| &source.alternatives);
         let mut steps = alternatives.flat_map(|alternative| &alternative.steps);
         let unread =
-            self.blocks().is_some() && !steps.any(|step| matches!(step, Step::Dequantize(_)));
+            self.blocks().is_some() && !steps.any(|step| matches!(step, TensorStep::Dequantize(_)));
         unread.then_some("mxfp4")
     }
 
@@ -276,7 +276,7 @@ impl Draft {
             return;
         }
         let alternatives = self.sources.iter_mut().flat_map(|s| &mut s.alternatives);
-        alternatives.for_each(|a| a.steps.insert(0, Step::Dequantize(codes.clone())));
+        alternatives.for_each(|a| a.steps.insert(0, TensorStep::Dequantize(codes.clone())));
     }
 
     /// Adds a shared expert whose tensors are under `{root}{module}.` of one of
@@ -309,7 +309,7 @@ impl Draft {
     }
 
     /// Appends a step to every form of a tensor.
-    pub fn then(&mut self, canonical: &str, step: Step) {
+    pub fn then(&mut self, canonical: &str, step: TensorStep) {
         let sources = self.sources.iter_mut().filter(|s| s.name == canonical);
         let alternatives = sources.flat_map(|source| &mut source.alternatives);
         alternatives.for_each(|alternative| alternative.steps.push(step.clone()));
@@ -333,7 +333,7 @@ impl Draft {
     pub fn select_bias(&mut self, names: &[&str]) {
         self.spec.router.select_bias = true;
         // Some checkpoints keep it as [1, E].
-        let flat = [Step::Reshape(vec![self.spec.routed_experts()])];
+        let flat = [TensorStep::Reshape(vec![self.spec.routed_experts()])];
         self.stepped("router.select_bias", names, &flat);
     }
 

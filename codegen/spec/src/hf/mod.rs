@@ -17,13 +17,13 @@ mod quantization;
 mod routing;
 mod source;
 
-pub use codes::{Codes, End, Names, Stored, replaced};
+pub use codes::{Codes, NameEnd, StoredFormat, TensorNames, replaced};
 pub use error::HfError;
 pub use json::parse_json;
 pub use quantization::with_quant_config;
 pub use routing::{RoutingKeys, routing_keys};
 pub(crate) use source::half_of;
-pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
+pub use source::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
 
 use crate::LayerSpec;
 use config::Config;

@@ -1,9 +1,9 @@
 //! `quantization_config`: the quantized checkpoints that moesaic reads.
 
 use super::HfError;
-use super::codes::{BLOCKS, Codes, IN_PLACE, Names, PACKED, QWEIGHT, Stored};
+use super::codes::{BLOCKS, Codes, IN_PLACE, PACKED, QWEIGHT, StoredFormat, TensorNames};
 use super::config::shortened;
-use crate::format::{self, Block, Element, Format, Zero};
+use crate::format::{self, CodeType, Format, ScaleBlock, Zero};
 use serde_json::{Map, Value};
 
 /// Names of E4M3.
@@ -79,8 +79,8 @@ pub(super) fn refused(model: &str, method: &str) -> HfError {
     }
 }
 
-fn stored(format: Format, names: Names) -> Stored {
-    Stored { format, names }
+fn stored(format: Format, names: TensorNames) -> StoredFormat {
+    StoredFormat { format, names }
 }
 
 /// A `quantization_config`.
@@ -99,18 +99,18 @@ impl Reader<'_> {
     }
 
     /// Reads DeepSeek-V3's format, which transformers calls fine-grained.
-    fn fp8(&self) -> Result<Vec<Stored>, HfError> {
+    fn fp8(&self) -> Result<Vec<StoredFormat>, HfError> {
         let named = self.word("fmt").unwrap_or(E4M3[0]);
         let element = match named {
-            _ if E4M3.contains(&named) => Element::E4m3,
-            _ if E5M2.contains(&named) => Element::E5m2,
+            _ if E4M3.contains(&named) => CodeType::E4m3,
+            _ if E5M2.contains(&named) => CodeType::E5m2,
             _ => return Err(self.refused(&format!("fp8, {}", shortened(named)))),
         };
         let of = match self.config.get("weight_block_size") {
             None => format::FP8_BLOCK,
             Some(Value::Null) => format::FP8,
             Some(size) => Format {
-                block: Block::Tile(self.block("weight_block_size", size)?),
+                block: ScaleBlock::Tile(self.block("weight_block_size", size)?),
                 ..format::FP8_BLOCK
             },
         };
@@ -120,7 +120,7 @@ impl Reader<'_> {
     }
 
     /// Reads llm-compressor's format: groups of modules, any of which may hold our layer.
-    fn compressed(&self) -> Result<Vec<Stored>, HfError> {
+    fn compressed(&self) -> Result<Vec<StoredFormat>, HfError> {
         let refused = |what: &str| self.refused(&format!("compressed-tensors, {what}"));
         let turned = self.config.get("transform_config");
         if turned.is_some_and(|c| c.as_object().is_some_and(|c| !c.is_empty())) {
@@ -152,7 +152,7 @@ impl Reader<'_> {
     }
 
     /// Reads one group of compressed-tensors.
-    fn group(&self, named: &str, weights: &Map<String, Value>) -> Result<Stored, HfError> {
+    fn group(&self, named: &str, weights: &Map<String, Value>) -> Result<StoredFormat, HfError> {
         let word = |key: &str| weights.get(key).and_then(Value::as_str);
         let bits = weights.get("num_bits").and_then(Value::as_u64);
         let kind = word("type").unwrap_or("int");
@@ -162,7 +162,7 @@ impl Reader<'_> {
         let usual = if grouped { "group" } else { "tensor" };
         let strategy = word("strategy").unwrap_or(usual);
         let tile = |size: Option<i64>, usual| match usize::try_from(size.unwrap_or(usual)) {
-            Ok(size @ 1..) => Ok(Block::Tile([1, size])),
+            Ok(size @ 1..) => Ok(ScaleBlock::Tile([1, size])),
             _ => Err(self.bad_group_size(&weights["group_size"])),
         };
         let unread = || {
@@ -173,11 +173,11 @@ impl Reader<'_> {
             self.refused(&format!("compressed-tensors, {named}: {what}"))
         };
         let block = match (strategy, weights.get("block_structure")) {
-            ("tensor" | "channel", _) => Block::MatrixOrRow,
-            ("group" | "tensor_group", _) if size == Some(-1) => Block::MatrixOrRow,
+            ("tensor" | "channel", _) => ScaleBlock::MatrixOrRow,
+            ("group" | "tensor_group", _) if size == Some(-1) => ScaleBlock::MatrixOrRow,
             ("group" | "tensor_group", _) => tile(size, 128)?,
             ("block", size) => {
-                Block::Tile(self.block("block_structure", size.unwrap_or(&Value::Null))?)
+                ScaleBlock::Tile(self.block("block_structure", size.unwrap_or(&Value::Null))?)
             }
             _ => return Err(unread()),
         };
@@ -185,7 +185,7 @@ impl Reader<'_> {
             ("float-quantized" | "naive-quantized", "float", Some(8)) => (format::FP8, IN_PLACE),
             ("int-quantized" | "naive-quantized", "int", Some(8)) => (format::INT8, IN_PLACE),
             ("pack-quantized", "int", Some(bits @ (2 | 4 | 8))) => {
-                let element = Element::Uint(bits as u8);
+                let element = CodeType::Uint(bits as u8);
                 let packed = Format {
                     element,
                     ..format::INT4
@@ -217,7 +217,7 @@ impl Reader<'_> {
     }
 
     /// Reads NVIDIA's TensorRT Model Optimizer: one `quant_algo`, or one per module.
-    fn modelopt(&self) -> Result<Vec<Stored>, HfError> {
+    fn modelopt(&self) -> Result<Vec<StoredFormat>, HfError> {
         let nested = self.config.get("quantization").and_then(Value::as_object);
         let about = nested.unwrap_or(self.config);
         let mut found = Vec::new();
@@ -242,7 +242,7 @@ impl Reader<'_> {
         }
     }
 
-    fn algorithm(&self, named: &str, layer: &Map<String, Value>) -> Result<Stored, HfError> {
+    fn algorithm(&self, named: &str, layer: &Map<String, Value>) -> Result<StoredFormat, HfError> {
         let of = match named {
             "FP8" | "FP8_PER_CHANNEL_PER_TOKEN" => format::FP8,
             "FP8_PB_WO" => format::FP8_BLOCK,
@@ -257,14 +257,14 @@ impl Reader<'_> {
             grouped.and_then(|w| w.get("group_size")),
         ];
         let block = match (of.block, sizes.into_iter().flatten().find(|s| !s.is_null())) {
-            (Block::Tile([1, _]), Some(size)) => self.tile(size)?,
+            (ScaleBlock::Tile([1, _]), Some(size)) => self.tile(size)?,
             (block, _) => block,
         };
         Ok(stored(Format { block, ..of }, IN_PLACE))
     }
 
     /// Reads GPTQ, as AutoGPTQ and GPTQModel write it.
-    fn gptq(&self) -> Result<Vec<Stored>, HfError> {
+    fn gptq(&self) -> Result<Vec<StoredFormat>, HfError> {
         let named = self.word("checkpoint_format").or(self.word("format"));
         let of = match named.unwrap_or("gptq") {
             "gptq" => format::GPTQ,
@@ -286,7 +286,7 @@ impl Reader<'_> {
     }
 
     /// Reads AWQ, as AutoAWQ writes it.
-    fn awq(&self) -> Result<Vec<Stored>, HfError> {
+    fn awq(&self) -> Result<Vec<StoredFormat>, HfError> {
         let version = self.word("version").unwrap_or("gemm");
         if !version.eq_ignore_ascii_case("gemm") {
             return Err(self.refused(&format!("awq, version {}", shortened(version))));
@@ -295,7 +295,7 @@ impl Reader<'_> {
     }
 
     /// Reads Intel's AutoRound, which packs as GPTQ or AWQ do.
-    fn auto_round(&self) -> Result<Vec<Stored>, HfError> {
+    fn auto_round(&self) -> Result<Vec<StoredFormat>, HfError> {
         let packing = self.word("packing_format").unwrap_or("no packing_format");
         let kind = self.word("data_type").unwrap_or("int");
         let of = match (packing, kind) {
@@ -320,7 +320,7 @@ impl Reader<'_> {
         method: &str,
         of: Format,
         own: impl IntoIterator<Item = &'v Value>,
-    ) -> Result<Vec<Stored>, HfError> {
+    ) -> Result<Vec<StoredFormat>, HfError> {
         let get = |keys: [&str; 2]| keys.iter().find_map(|key| self.config.get(*key));
         let mut ways = Vec::new();
         for own in [&NOTHING].into_iter().chain(own) {
@@ -329,8 +329,10 @@ impl Reader<'_> {
                 .get("group_size")
                 .or(get(["group_size", "q_group_size"]));
             let element = match (of.packing, bits.and_then(Value::as_u64)) {
-                (_, Some(4)) => Element::Uint(4),
-                (format::Packing::Columns, Some(bits @ (2 | 3 | 8))) => Element::Uint(bits as u8),
+                (_, Some(4)) => CodeType::Uint(4),
+                (format::CodeOrder::Columns, Some(bits @ (2 | 3 | 8))) => {
+                    CodeType::Uint(bits as u8)
+                }
                 (_, bits) => {
                     let bits = bits.map_or("?".to_string(), |bits| bits.to_string());
                     return Err(self.refused(&format!("{method} of {bits} bits")));
@@ -338,7 +340,7 @@ impl Reader<'_> {
             };
             let block = match size {
                 None => of.block,
-                Some(size) if size.as_i64() == Some(-1) => Block::Row,
+                Some(size) if size.as_i64() == Some(-1) => ScaleBlock::Row,
                 Some(size) => self.tile(size)?,
             };
             let format = Format {
@@ -356,9 +358,9 @@ impl Reader<'_> {
     }
 
     /// Returns a block of `size` columns.
-    fn tile(&self, size: &Value) -> Result<Block, HfError> {
+    fn tile(&self, size: &Value) -> Result<ScaleBlock, HfError> {
         match size.as_u64().map(usize::try_from) {
-            Some(Ok(size @ 1..)) => Ok(Block::Tile([1, size])),
+            Some(Ok(size @ 1..)) => Ok(ScaleBlock::Tile([1, size])),
             _ => Err(self.bad_group_size(size)),
         }
     }

@@ -18,14 +18,14 @@ pub struct TensorSource {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alternative {
     /// The tensors to read.
-    pub parts: Parts,
+    pub parts: TensorParts,
     /// The steps applied to each part, in order, before several are stacked.
-    pub steps: Vec<Step>,
+    pub steps: Vec<TensorStep>,
 }
 
 /// The tensors to read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parts {
+pub enum TensorParts {
     /// One tensor.
     One(String),
     /// `{before}{first + e}{after}` for each expert `e` below `count`, stacked along a new first
@@ -51,7 +51,7 @@ pub enum Parts {
 
 /// An operation on a tensor.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Step {
+pub enum TensorStep {
     /// Decodes quantized tensors; float tensors pass unchanged, because no checkpoint quantizes all
     /// of its tensors. It comes first.
     Dequantize(Codes),
@@ -80,12 +80,12 @@ pub enum Step {
     DivColumns(String),
 }
 
-impl Parts {
+impl TensorParts {
     /// Returns the tensor of each part, in order.
     pub fn names(&self) -> Vec<String> {
         match self {
-            Parts::One(name) => vec![name.clone()],
-            Parts::PerExpert {
+            TensorParts::One(name) => vec![name.clone()],
+            TensorParts::PerExpert {
                 before,
                 after,
                 first,
@@ -93,7 +93,7 @@ impl Parts {
             } => (*first..first + count)
                 .map(|e| format!("{before}{e}{after}"))
                 .collect(),
-            Parts::Repeated { name, count } => vec![name.clone(); *count],
+            TensorParts::Repeated { name, count } => vec![name.clone(); *count],
         }
     }
 }
@@ -102,14 +102,14 @@ impl Alternative {
     /// Reads one tensor unchanged.
     pub fn plain(name: impl Into<String>) -> Alternative {
         Alternative {
-            parts: Parts::One(name.into()),
+            parts: TensorParts::One(name.into()),
             steps: Vec::new(),
         }
     }
 
     /// Returns true if the tensor in the file has its last two dimensions swapped.
     pub fn transposes(&self) -> bool {
-        self.steps.contains(&Step::Transpose)
+        self.steps.contains(&TensorStep::Transpose)
     }
 
     /// Returns every tensor name that this form reads, except the scales of codes: only the tensor
@@ -118,7 +118,7 @@ impl Alternative {
         let mut names = self.parts.names();
         names.dedup();
         names.extend(self.steps.iter().filter_map(|step| match step {
-            Step::MulColumns(name) | Step::DivColumns(name) => Some(name.clone()),
+            TensorStep::MulColumns(name) | TensorStep::DivColumns(name) => Some(name.clone()),
             _ => None,
         }));
         names
@@ -151,7 +151,7 @@ fn half_of_gate_up(layout: GateLayout, tensor: &TensorSpec) -> Option<Alternativ
     let axis = tensor.shape.len() - if tensor.name.ends_with(".bias") { 1 } else { 2 };
     let from = if half == 0 { ".gate." } else { ".up." };
     Some(Alternative {
-        parts: Parts::One(tensor.name.replacen(from, ".gate_up.", 1)),
+        parts: TensorParts::One(tensor.name.replacen(from, ".gate_up.", 1)),
         steps: vec![half_of(
             axis,
             half,
@@ -162,13 +162,13 @@ fn half_of_gate_up(layout: GateLayout, tensor: &TensorSpec) -> Option<Alternativ
 }
 
 /// Takes half 0 (gate) or 1 (up) of a fused dimension of `2 * count`.
-pub(crate) fn half_of(axis: usize, half: usize, count: usize, interleaved: bool) -> Step {
+pub(crate) fn half_of(axis: usize, half: usize, count: usize, interleaved: bool) -> TensorStep {
     let (start, step) = if interleaved {
         (half, 2)
     } else {
         (half * count, 1)
     };
-    Step::Take {
+    TensorStep::Take {
         axis,
         start,
         step,

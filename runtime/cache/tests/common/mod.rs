@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use moesaic_cache::{Key, KeyParts, Request, Stored};
+use moesaic_cache::{KernelKey, KernelRequest, KeyParts, StoredKernel};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
@@ -37,8 +37,8 @@ pub fn source(name: &str) -> KernelSource {
     }
 }
 
-pub fn key(source: &KernelSource) -> Key {
-    Key::new(&KeyParts {
+pub fn key(source: &KernelSource) -> KernelKey {
+    KernelKey::new(&KeyParts {
         target: source.target,
         config: "tile=64",
         source: &source.text,
@@ -75,19 +75,19 @@ pub fn artifact(name: &str, bytes: usize) -> Artifact {
     }
 }
 
-pub fn stored(source: &KernelSource, bytes: usize) -> Stored {
-    Stored::new(source, artifact(&source.name, bytes))
+pub fn stored(source: &KernelSource, bytes: usize) -> StoredKernel {
+    StoredKernel::new(source, artifact(&source.name, bytes))
 }
 
-pub fn request(source: &KernelSource) -> Request<'_> {
-    Request {
+pub fn request(source: &KernelSource) -> KernelRequest<'_> {
+    KernelRequest {
         key: key(source),
         source,
         spec: Some("layer.toml"),
     }
 }
 
-pub fn kernel_path(dir: &Path, key: &Key) -> PathBuf {
+pub fn kernel_path(dir: &Path, key: &KernelKey) -> PathBuf {
     let hex = key.hex();
     dir.join("v1").join(&hex[..2]).join(format!("{hex}.kernel"))
 }

@@ -28,8 +28,9 @@ impl Place {
     /// Makes a place with a wheel whose `zig` passes everything on to the real one.
     fn with_zig() -> Place {
         let mut real = Registry::open().unwrap();
-        install(&mut real, &[Kind::Rocm], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-        let zig = real.path(real.get(Kind::Rocm).unwrap());
+        install(&mut real, &[ToolKind::Rocm], &mut |_| {})
+            .unwrap_or_else(|error| panic!("{error}"));
+        let zig = real.path(real.get(ToolKind::Rocm).unwrap());
         let script = format!("#!/bin/sh\nexec \"{}\" \"$@\"\n", zig.display());
         Place::with_wheel(&[
             ("ziglang/zig", &script),
@@ -56,10 +57,10 @@ impl Place {
         Registry::at(self.folder.path())
     }
 
-    fn install(&self, kinds: &[Kind]) -> Result<Vec<String>, ToolchainError> {
+    fn install(&self, kinds: &[ToolKind]) -> Result<Vec<String>, ToolchainError> {
         let mut steps = Vec::new();
         let mut registry = self.registry();
-        let mut progress = |step: &Step| steps.push(step.to_string());
+        let mut progress = |step: &InstallStep| steps.push(step.to_string());
         let python = self.python();
         Installer {
             registry: &mut registry,
@@ -90,7 +91,7 @@ impl Place {
 #[test]
 fn one_wheel_serves_two_kinds() {
     let place = Place::with_zig();
-    let steps = place.install(&[Kind::Rocm, Kind::C]).unwrap();
+    let steps = place.install(&[ToolKind::Rocm, ToolKind::C]).unwrap();
     let expected = [
         "downloading ziglang==0.17.0",
         "unpacking ziglang==0.17.0",
@@ -105,7 +106,7 @@ fn one_wheel_serves_two_kinds() {
     );
     assert_eq!(place.left(), ["registry.json", "ziglang-0.17.0"]);
     assert_eq!(place.downloads(), 1);
-    let again = place.install(&[Kind::C]).unwrap();
+    let again = place.install(&[ToolKind::C]).unwrap();
     assert!(again[0].ends_with(" is installed"), "{again:?}");
 }
 
@@ -122,7 +123,7 @@ fn two_installations_at_once_download_once() {
                     python,
                     progress: &mut |_| {},
                 };
-                installer.install(&[Kind::Rocm]).unwrap();
+                installer.install(&[ToolKind::Rocm]).unwrap();
             });
         }
     });
@@ -138,7 +139,7 @@ fn a_damaged_folder_is_replaced() {
     std::fs::write(folder.join("zig"), "half of a zi").unwrap();
     let killed = place.registry().folder().join("installing-x");
     std::fs::create_dir(killed).unwrap();
-    place.install(&[Kind::Rocm]).unwrap();
+    place.install(&[ToolKind::Rocm]).unwrap();
     assert_eq!(place.downloads(), 1);
     assert_eq!(place.left(), ["registry.json", "ziglang-0.17.0"]);
 }
@@ -146,7 +147,7 @@ fn a_damaged_folder_is_replaced() {
 #[test]
 fn a_compiler_that_does_not_work_leaves_nothing() {
     let place = Place::with_wheel(&[("nvidia/cu13/lib/libnvrtc.so.13", "no library")]);
-    let error = place.install(&[Kind::Cuda]).unwrap_err().to_string();
+    let error = place.install(&[ToolKind::Cuda]).unwrap_err().to_string();
     assert!(
         error.starts_with(
             "`nvidia-cuda-nvrtc==13.0.88` was fetched and does not work on this machine: "
@@ -159,7 +160,7 @@ fn a_compiler_that_does_not_work_leaves_nothing() {
 #[test]
 fn a_wheel_without_the_compiler_is_named() {
     let place = Place::with_wheel(&[("other/file", "")]);
-    let error = place.install(&[Kind::C]).unwrap_err().to_string();
+    let error = place.install(&[ToolKind::C]).unwrap_err().to_string();
     assert_eq!(
         error,
         "the wheel of `ziglang==0.17.0` cannot be unpacked: it holds no file `zig`"

@@ -4,6 +4,7 @@ use super::slices::{concat, gather};
 use super::{Layout, check_spec};
 use crate::TrainError;
 use moesaic_engine::{Among, joined_placed, part_of_placed, part_shape_placed};
+use moesaic_kernel::DType;
 use moesaic_plan::{MeshError, Parallel, Place, Placement};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
@@ -103,7 +104,7 @@ pub fn shard_experts(
     tensors: &Tensors<'_>,
     mesh: Parallel,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
-    shard_placed(spec, tensors, (mesh, None))
+    shard_placed(spec, tensors, mesh, None)
 }
 
 /// Returns each rank's part as [`shard_experts`] does, with experts placed by `placement`; `None`
@@ -114,9 +115,10 @@ pub fn shard_experts(
 pub fn shard_placed(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
-    (mesh, placement): (Parallel, Option<&Placement>),
+    mesh: Parallel,
+    placement: Option<&Placement>,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
-    let mesh = one_group(spec, (mesh, placement))?;
+    let mesh = one_group(spec, mesh, placement)?;
     Layout::new(spec).check(tensors)?;
     let shard = |rank: usize| {
         let place = place(mesh, rank)?;
@@ -139,7 +141,7 @@ pub fn unshard_experts(
     shards: &[Tensors<'_>],
     mesh: Parallel,
 ) -> Result<Tensors<'static>, TrainError> {
-    unshard_placed(spec, shards, (mesh, None))
+    unshard_placed(spec, shards, mesh, None)
 }
 
 /// Joins parts as [`unshard_experts`] does, with experts placed by `placement`; `None` is the
@@ -150,9 +152,10 @@ pub fn unshard_experts(
 pub fn unshard_placed(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
-    (mesh, placement): (Parallel, Option<&Placement>),
+    mesh: Parallel,
+    placement: Option<&Placement>,
 ) -> Result<Tensors<'static>, TrainError> {
-    let mesh = one_group(spec, (mesh, placement))?;
+    let mesh = one_group(spec, mesh, placement)?;
     if shards.len() != mesh.ranks() {
         let (wanted, given) = (mesh.ranks(), shards.len());
         let reason = format!("parts of {wanted} ranks make the layer, {given} are given");
@@ -166,14 +169,13 @@ pub fn unshard_placed(
             let wanted = layout.shape(name);
             let wanted = wanted.ok_or_else(|| TrainError::tensor(name, "is of no layer"))?;
             for (rank, tensor) in list.iter().enumerate() {
-                check_part(
-                    name,
-                    tensor,
-                    list[0],
-                    (mesh, placement),
-                    rank,
-                    &wanted.shape,
-                )?;
+                let at = place(mesh, rank)?;
+                let shape = part_shape_placed((mesh, placement), at, name, &wanted.shape);
+                if tensor.dtype != list[0].dtype || shape.as_deref() != Some(&tensor.shape) {
+                    let ranks = mesh.ranks();
+                    let problem = wrong_part(tensor, rank, ranks, list[0].dtype, shape);
+                    return Err(TrainError::tensor(name, problem));
+                }
             }
             if let Some(placement) = placement.filter(|_| Among::of(mesh, name) == Among::Replicas)
             {
@@ -187,29 +189,21 @@ pub fn unshard_placed(
     Ok(whole)
 }
 
-/// Refuses a tensor that is not the rank's part of the whole shape.
-fn check_part(
-    name: &str,
+/// Says how a tensor differs from a rank's part, which has `shape`, or does not exist.
+fn wrong_part(
     tensor: &Tensor<'_>,
-    first: &Tensor<'_>,
-    (mesh, placement): (Parallel, Option<&Placement>),
     rank: usize,
-    whole: &[usize],
-) -> Result<(), TrainError> {
-    let shape = part_shape_placed((mesh, placement), place(mesh, rank)?, name, whole);
-    if tensor.dtype == first.dtype && shape.as_deref() == Some(&tensor.shape) {
-        return Ok(());
-    }
-    let shape = shape.map_or("no part of it".to_string(), |shape| {
-        format!("{} of shape {shape:?}", first.dtype)
+    ranks: usize,
+    dtype: DType,
+    shape: Option<Vec<usize>>,
+) -> String {
+    let expected = shape.map_or("no part of it".to_string(), |shape| {
+        format!("{dtype} of shape {shape:?}")
     });
-    let problem = format!(
-        "is {} of shape {:?} in the part of rank {rank} of {}, expected {shape}",
-        tensor.dtype,
-        tensor.shape,
-        mesh.ranks()
-    );
-    Err(TrainError::tensor(name, problem))
+    format!(
+        "is {} of shape {:?} in the part of rank {rank} of {ranks}, expected {expected}",
+        tensor.dtype, tensor.shape
+    )
 }
 
 /// Refuses replicas that differ from their owners.
@@ -247,7 +241,8 @@ fn check_replicas(
 /// Returns the mesh of one of its groups, if the layer can be shared so.
 fn one_group(
     spec: &LayerSpec,
-    (mesh, placement): (Parallel, Option<&Placement>),
+    mesh: Parallel,
+    placement: Option<&Placement>,
 ) -> Result<Parallel, TrainError> {
     check_spec(spec)?;
     let mesh = Parallel { dp: 1, ..mesh };

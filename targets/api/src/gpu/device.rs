@@ -6,7 +6,7 @@ use super::graph::GpuGraph;
 use super::lane::Lane;
 use super::module::GpuModule;
 use super::shared::Gpu;
-use super::{PoolHandle, Rows, StreamHandle, Vendor, functions, memory, staging};
+use super::{AddressedRows, PoolHandle, StreamHandle, Vendor, functions, memory, staging};
 use crate::{
     Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
     HostBuffer, Module, RowCopy, StreamDevice,
@@ -142,7 +142,7 @@ impl<V: Vendor> Device for GpuDevice<V> {
         let Some([from, to]) = copy.check()? else {
             return Ok(());
         };
-        let rows = Rows {
+        let rows = AddressedRows {
             from: from.start,
             from_stride: copy.from_stride,
             to: to.start,

@@ -51,7 +51,7 @@ macro_rules! functions {
         /// The names of [`Functions`] in the driver's library.
         #[derive(Clone, Copy, Debug)]
         #[allow(missing_docs)]
-        pub struct Names {
+        pub struct FunctionNames {
             $(pub $name: &'static str,)*
         }
 
@@ -65,7 +65,7 @@ macro_rules! functions {
             /// # Errors
             /// The errors of `symbol`.
             pub unsafe fn load<E>(
-                names: &Names,
+                names: &FunctionNames,
                 mut symbol: impl FnMut(&'static str) -> Result<*const c_void, E>,
             ) -> Result<Functions, E> {
                 Ok(Functions {

@@ -1,6 +1,6 @@
 //! A journal of launches not yet waited for: the suspects when a kernel's fault shows later.
 
-use super::Shape;
+use super::LaunchShape;
 use super::shared::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -11,8 +11,13 @@ const KEPT: usize = 64;
 /// A launch as errors name it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Launched {
-    Kernel { symbol: Arc<str>, shape: Shape },
-    Graph { name: Arc<str> },
+    Kernel {
+        symbol: Arc<str>,
+        shape: LaunchShape,
+    },
+    Graph {
+        name: Arc<str>,
+    },
 }
 
 /// The launches of a stream, oldest first, each kind once.
@@ -128,7 +133,7 @@ mod tests {
     use super::*;
 
     fn kernel(symbol: &str) -> Launched {
-        let shape = Shape {
+        let shape = LaunchShape {
             grid: [2, 1],
             threads: 64,
             shared_bytes: 0,

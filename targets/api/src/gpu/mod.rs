@@ -27,7 +27,7 @@ mod staging;
 use crate::{KernelReport, MapBytes, Ptr};
 pub use device::{GpuDevice, Setup};
 pub use functions::{
-    EventHandle, ExecHandle, FunctionHandle, Functions, GraphHandle, ModuleHandle, Names,
+    EventHandle, ExecHandle, FunctionHandle, FunctionNames, Functions, GraphHandle, ModuleHandle,
     PoolHandle, StreamHandle,
 };
 use moesaic_kernel::{Launch, TensorMap};
@@ -94,7 +94,7 @@ pub trait Vendor: Send + Sync + 'static {
     ///
     /// # Errors
     /// The exceeded limit.
-    fn check_shape(&self, shape: &Shape) -> Result<(), String>;
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String>;
 
     /// Returns true if blocks of a dependent launch may start before the earlier launches have
     /// ended.
@@ -111,7 +111,7 @@ pub trait Vendor: Send + Sync + 'static {
     unsafe fn launch_with(
         &self,
         function: FunctionHandle,
-        shape: &Shape,
+        shape: &LaunchShape,
         params: &mut [*mut c_void],
         stream: StreamHandle,
     ) -> c_int;
@@ -120,7 +120,7 @@ pub trait Vendor: Send + Sync + 'static {
     ///
     /// # Safety
     /// The rows must lie in memory of the GPU, and the stream must be live.
-    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int;
+    unsafe fn copy_rows(&self, rows: &AddressedRows, stream: StreamHandle) -> c_int;
 
     /// Encodes a tensor map for a tensor at `base` with `dims`, innermost first.
     ///
@@ -131,7 +131,7 @@ pub trait Vendor: Send + Sync + 'static {
 
 /// A copy of rows of bytes by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
+pub struct AddressedRows {
     /// The address of the first source row.
     pub from: Ptr,
     /// The distance between source rows in bytes.
@@ -157,7 +157,7 @@ pub struct Fault {
 
 /// The shape of a launch, in a driver's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct LaunchShape {
     /// Blocks in x and y.
     pub grid: [u32; 2],
     /// Threads per block.
@@ -170,7 +170,7 @@ pub struct Shape {
     pub dependent: bool,
 }
 
-impl fmt::Display for Shape {
+impl fmt::Display for LaunchShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y] = self.grid;
         write!(

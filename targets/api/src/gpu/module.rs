@@ -3,7 +3,7 @@
 use super::journal::Launched;
 use super::lane::Lane;
 use super::shared::Gpu;
-use super::{FunctionHandle, ModuleHandle, Shape, Vendor, functions};
+use super::{FunctionHandle, LaunchShape, ModuleHandle, Vendor, functions};
 use crate::{
     Arg, ArgBlock, Artifact, DeviceError, FunctionId, KernelReport, LaunchDims, MAP_BYTES, Module,
     gpu_grid,
@@ -108,7 +108,7 @@ impl<V: Vendor> GpuModule<V> {
         function: &Function,
         dims: &LaunchDims,
         grid: [u32; 2],
-    ) -> Result<Shape, String> {
+    ) -> Result<LaunchShape, String> {
         let allowed = function.most_dynamic;
         if dims.shared_bytes > allowed {
             return Err(format!(
@@ -116,7 +116,7 @@ impl<V: Vendor> GpuModule<V> {
                 dims.shared_bytes
             ));
         }
-        let shape = Shape {
+        let shape = LaunchShape {
             grid,
             threads: dims.threads,
             shared_bytes: dims.shared_bytes,
@@ -178,7 +178,7 @@ impl<V: Vendor> GpuModule<V> {
     unsafe fn start(
         &self,
         function: FunctionHandle,
-        shape: &Shape,
+        shape: &LaunchShape,
         params: &mut [*mut c_void],
     ) -> c_int {
         let (vendor, stream) = (&self.lane.gpu.vendor, self.lane.stream);
@@ -197,7 +197,7 @@ impl<V: Vendor> GpuModule<V> {
         }
     }
 
-    fn launched(&self, function: &Function, shape: Shape) {
+    fn launched(&self, function: &Function, shape: LaunchShape) {
         let launched = Launched::Kernel {
             symbol: function.symbol.clone(),
             shape,

@@ -9,7 +9,7 @@ mod text;
 mod weights;
 mod words;
 
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use std::path::{Path, PathBuf};
 
 /// One kind of input.
@@ -21,7 +21,7 @@ pub trait Surface {
     fn share(&self) -> u64;
 
     /// A random input, mostly a broken one.
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8>;
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8>;
 
     /// Reads the input and holds the answer against what is promised. Whether
     /// it was accepted; the error is a promise that was broken.

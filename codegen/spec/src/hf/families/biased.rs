@@ -4,7 +4,7 @@ use super::super::HfError;
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
-use super::super::{Alternative, Parts, Step};
+use super::super::{Alternative, TensorParts, TensorStep};
 use super::layers::{self, Layers, depth};
 use super::softmax::{plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K};
@@ -98,7 +98,7 @@ fn longcat(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.others = experts..experts.saturating_add(d.spec.experts.identity);
     // transformers' in-memory tensors include gate and up rows for identity experts.
     let of = experts + d.spec.experts.identity;
-    let real = Step::Take {
+    let real = TensorStep::Take {
         axis: 0,
         start: 0,
         step: 1,
@@ -186,11 +186,11 @@ fn gemma4(c: &Config, layer: usize, prefixes: &[&str]) -> Result<Draft, HfError>
     d.spec.router.expert_scale = true;
     d.rooted(prefixes, layer, &[""]);
     let folded = |root: &String| Alternative {
-        parts: Parts::One(format!("{root}router.proj.weight")),
+        parts: TensorParts::One(format!("{root}router.proj.weight")),
         steps: vec![
-            Step::MulColumns(format!("{root}router.scale")),
-            Step::DivColumns(format!("{root}pre_feedforward_layernorm_2.weight")),
-            Step::Factor(factor),
+            TensorStep::MulColumns(format!("{root}router.scale")),
+            TensorStep::DivColumns(format!("{root}pre_feedforward_layernorm_2.weight")),
+            TensorStep::Factor(factor),
         ],
     };
     let alternatives = d.roots.iter().map(folded).collect();

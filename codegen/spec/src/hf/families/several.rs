@@ -5,7 +5,7 @@ use super::super::config::Config;
 use super::super::draft::{DECODER, Draft};
 use super::super::routing;
 use super::super::source::half_of;
-use super::super::{HfError, Step};
+use super::super::{HfError, TensorStep};
 use super::biased::clamped_router;
 use super::deepseek::{self, BIAS, dots3_text};
 use super::layers::{self, Layers, depth};
@@ -92,8 +92,11 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.beside.extend(names.map(|name| format!("{root}{name}")));
     }
     let gate = ["gate.weight", "gate.weight_1"][kind.min(1)];
-    d.stepped("router.weight", &[gate], &[Step::Transpose]);
-    let row = [half_of(0, kind, 1, false), Step::Reshape(vec![experts])];
+    d.stepped("router.weight", &[gate], &[TensorStep::Transpose]);
+    let row = [
+        half_of(0, kind, 1, false),
+        TensorStep::Reshape(vec![experts]),
+    ];
     d.stepped("router.select_bias", &[bias], &row);
     let count = c.size(SHARED, 2)?;
     if count > 0 {

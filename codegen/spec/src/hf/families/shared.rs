@@ -3,7 +3,7 @@
 use super::super::config::Config;
 use super::super::draft::{Draft, Fused, Sizes};
 use super::super::source::half_of;
-use super::super::{HfError, Step};
+use super::super::{HfError, TensorStep};
 use super::deepseek::{self, GLM4};
 use super::layers::{self, Layers};
 use super::softmax::{granite, plain, sizes};
@@ -357,7 +357,7 @@ fn cohere(c: &Config, layer: usize) -> Result<Draft, HfError> {
     match c.text(&[key], "average")?.as_str() {
         "average" if !d.spec.shared.is_empty() => {
             d.spec.router.scale = 0.5;
-            d.then("shared.0.down.weight", Step::Factor(0.5));
+            d.then("shared.0.down.weight", TensorStep::Factor(0.5));
         }
         "average" | "sum" => {}
         _ => {

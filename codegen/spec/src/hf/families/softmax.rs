@@ -4,7 +4,7 @@ use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::routing;
 use super::super::source::half_of;
-use super::super::{Alternative, HfError, Parts, Step};
+use super::super::{Alternative, HfError, TensorParts, TensorStep};
 use super::layers::{self, Layers, depth};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
 use crate::{Biases, Renormalize, Score, Select};
@@ -168,7 +168,7 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         experts: ffn.size(&["moe_num_experts"], 4)?,
         top_k: ffn.size(&["moe_top_k"], 1)?,
     };
-    let stacked = Step::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
+    let stacked = TensorStep::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
     let mut d = Draft::new(c, sizes);
     d.activation(&ffn.nested("ffn_act_fn")?, &["name"], "silu")?;
     if !ffn.is_null("moe_normalize_expert_weights") {
@@ -188,7 +188,7 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         &["experts.mlp.v1"],
         std::slice::from_ref(&stacked),
     );
-    let down = [stacked, Step::Transpose];
+    let down = [stacked, TensorStep::Transpose];
     d.stepped("experts.down.weight", &["experts.mlp.w2"], &down);
     Ok(d)
 }
@@ -210,7 +210,7 @@ fn jetmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.spec.experts.bias = Biases::Down;
     let count = d.spec.shape.experts;
     let repeated = |root: &String| Alternative {
-        parts: Parts::Repeated {
+        parts: TensorParts::Repeated {
             name: format!("{root}bias"),
             count,
         },
