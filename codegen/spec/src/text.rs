@@ -83,6 +83,7 @@ impl Notes {
     /// Returns the rules broken by the readable values, with spans.
     fn judge(&self, spec: &LayerSpec) -> Vec<Problem> {
         let mut problems = spec.validate().err().unwrap_or_default();
+        // A problem that involves a placeholder would blame a value that nobody wrote.
         problems.retain(|p| !self.tainted.iter().any(|key| p.touches(key)));
         for problem in &mut problems {
             problem.span = self.nearest(&problem.key);
@@ -96,6 +97,7 @@ impl Notes {
     /// Returns the range of a key, or of the innermost table around it.
     fn nearest(&self, key: &str) -> Option<Range<usize>> {
         let found = self.spans.get(key).cloned();
+        // A key that the text leaves to its default has no span; its table has.
         found.or_else(|| self.nearest(&key[..key.rfind(['.', '['])?]))
     }
 }
@@ -145,6 +147,7 @@ impl Reader {
         name: Range<usize>,
     ) -> toml::Value {
         let span = match value.get_ref() {
+            // The span of a table runs over all of its lines, so point at its name.
             DeValue::Table(_) => name.clone(),
             _ => value.span(),
         };
@@ -237,6 +240,8 @@ impl Reader {
         self.problems
             .push(match meant(name.get_ref(), section, path) {
                 Some((key, label)) => {
+                    // The meant key was given, though misspelled, so it must not also count as
+                    // missing.
                     self.notes.tainted.insert(key);
                     problem.label(label)
                 }

@@ -139,7 +139,7 @@ fn quantizations_that_are_refused() {
         let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
         error(&config, 5)
     };
-    let rest = "; read are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
+    let rest = "; supported are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
                 MXFP8 and NVFP4, and compressed-tensors' float-, int- and pack-quantized, mxfp4, \
                 mxfp8 and nvfp4: use such a checkpoint, or one in f32, f16 or bf16";
     let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
@@ -204,9 +204,7 @@ fn quantizations_that_are_refused() {
             "compressed-tensors, float-quantized: weights of 8 bits, float, asymmetric, by group",
         ),
     ] {
-        let expected = format!(
-            "qwen3_moe: the checkpoint is quantized in a way that is not read ({method}){rest}"
-        );
+        let expected = format!("qwen3_moe: the quantization is not supported ({method}){rest}");
         assert_eq!(refused("qwen3_moe", &config), expected);
     }
     for size in [

@@ -61,6 +61,7 @@ impl Store {
         if self.strict {
             return Err(self.missing(request));
         }
+        // All threads that miss the same kernel share one flight, so only the first compiles.
         let flight = self.flights.join(request.key);
         // Poison only means that the compile panicked. The slot is empty, so the next thread
         // compiles.
@@ -74,6 +75,8 @@ impl Store {
             Ok(fetched) => Ok(Arc::clone(&fetched.stored)),
             Err(error) => Err(Arc::clone(error)),
         });
+        // Later misses must start anew: a kernel may have been pruned, and an error may have been
+        // fixed.
         self.flights.leave(&request.key);
         fetched.map_err(FetchError::Compile)
     }
@@ -85,10 +88,13 @@ impl Store {
         compile: impl FnOnce() -> Result<Artifact, CompileError>,
     ) -> Result<Fetched, Arc<CompileError>> {
         let key = &request.key;
+        // Processes without a usable store cannot hand each other kernels, so waiting would be
+        // useless.
         let _lock = match self.trouble() {
             None => MachineLock::acquire(&self.layout, key, self.patience),
             Some(_) => None,
         };
+        // Another process may have compiled it while this one waited for the lock.
         if let Some(stored) = self.look(key) {
             self.counters.hits.add(1);
             return Ok(Fetched::new(Arc::new(stored), KernelOrigin::Store));

@@ -84,6 +84,7 @@ impl Store {
             path: path.to_path_buf(),
             source,
         };
+        // Renaming over a device such as /dev/stdout would replace the device.
         if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
             return Err(io(io::Error::other("it is not an ordinary file")));
         }
@@ -110,6 +111,7 @@ impl Store {
             .collect();
         let whole = |tuned: &Tuned| {
             let here = |kernel| known.contains(&(tuned.target, kernel));
+            // A tuning that found nothing better names no kernels and is of no use elsewhere.
             tuned.kernels().next().is_some() && tuned.kernels().all(here)
         };
         self.tunings().into_iter().filter(whole).collect()
@@ -160,6 +162,8 @@ impl Store {
         let mut imported = Imported::default();
         let result = read_pack(path, |item| self.take(item, &mut imported, &mut added));
         if result.is_err() {
+            // The second pass can still fail, for example on a full disk. Then the store must look
+            // as before.
             added.iter().for_each(|item| match item {
                 Added::Kernel(key) => drop(self.remove(key)),
                 Added::Tuned(tuned) => self.remove_tuned(tuned),
@@ -315,6 +319,7 @@ impl Reader<'_> {
         if kind.is_dir() {
             return Ok(());
         }
+        // Links could point anywhere, and a large member could fill the memory.
         if !kind.is_file() || entry.size() > format::LARGEST {
             return Err(self.damaged(format!("`{name}` is not a file of a pack")));
         }
@@ -324,6 +329,8 @@ impl Reader<'_> {
             .map_err(|error| self.damaged(format!("`{name}`: {error}")))?;
         match Member::of(&name) {
             Some(Member::Manifest) => self.manifest(&bytes),
+            // The manifest comes first, so that the format version is known before anything is
+            // decoded.
             _ if self.promised.is_none() => Err(self.damaged("it does not begin as a pack")),
             Some(Member::Kernel(key)) => self.kernel(key, &name, bytes, sink),
             Some(Member::Source(key)) => self.source(key, &name, &bytes, sink),
@@ -383,6 +390,7 @@ impl Reader<'_> {
         let text = std::str::from_utf8(bytes).ok();
         let fits = |text: &&str| {
             let pending = self.pending.as_ref().filter(|(pending, _)| *pending == key);
+            // A source counts only if the kernel before it was made from exactly this text.
             pending.is_some_and(|(_, stored)| stored.info.source_hash == format::hash_source(text))
         };
         match text.filter(fits) {
@@ -398,6 +406,7 @@ impl Reader<'_> {
         self.tunings += 1;
         match tuned::decode(bytes) {
             Ok(tuned) => sink(Item::Tuned(tuned)),
+            // Old packs remain useful for their kernels.
             Err(reason @ Unread::Former) => {
                 tuned::pass_over(&self.path.join(name), &reason);
                 Ok(())
@@ -417,6 +426,7 @@ impl Reader<'_> {
 
     fn finish(&self) -> Result<(), PackError> {
         match self.promised {
+            // A tar cut off between members reads without an error, so compare the counts.
             Some((kernels, _)) if kernels != self.kernels => {
                 let found = self.kernels;
                 Err(self.damaged(format!("it has {found} of its {kernels} kernels")))
@@ -441,6 +451,7 @@ enum Member {
 
 impl Member {
     fn of(name: &str) -> Option<Member> {
+        // Only the last part of a name counts, and of that only the key.
         let file = name.rsplit('/').next()?;
         if file == MANIFEST {
             return Some(Member::Manifest);

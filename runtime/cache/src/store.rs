@@ -38,6 +38,8 @@ impl Store {
     /// [`Store::trouble`].
     pub fn open(dir: impl Into<PathBuf>) -> Store {
         let layout = Layout::new(dir.into());
+        // Decide once, when opening: a store that is unusable must not fail differently at each
+        // kernel.
         let off = no_dir(&layout).or_else(|| unsafe_dir(&layout));
         let off = off.or_else(|| closed_dir(&layout));
         Store {
@@ -166,6 +168,7 @@ impl Store {
         let path = self.layout.kernel(key);
         let bytes = format::encode(key, stored)
             .map_err(|error| StoreError::io("encode", &path, error.into()))?;
+        // Disks and file systems do return other bytes than were written.
         let check = |back| match format::decode(key, back)? {
             same if same == *stored => Ok(()),
             _ => Err("another kernel".to_string()),
@@ -182,6 +185,7 @@ impl Store {
 
     /// Removes a kernel and its source. Returns true if the kernel existed.
     pub(crate) fn remove(&self, key: &KernelKey) -> bool {
+        // Sources first: a crash in between leaves a kernel without a source, which works.
         for language in LANGUAGES {
             let _ = std::fs::remove_file(self.layout.source(key, language));
         }
@@ -228,6 +232,7 @@ fn open_and_read(path: &Path) -> io::Result<(Vec<u8>, File)> {
             "too long for a kernel",
         ));
     }
+    // One byte more than the file, so that `read_to_end` sees its end without growing the buffer.
     let mut bytes = Vec::with_capacity(length as usize + 1);
     file.read_to_end(&mut bytes)?;
     Ok((bytes, file))

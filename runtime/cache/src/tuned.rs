@@ -113,6 +113,7 @@ impl TunedMachine {
 }
 
 fn prefix(target: Target, layer: &str) -> String {
+    // File names stay short. The full hash is in the file and is compared after reading.
     let short = layer.get(..16).unwrap_or(layer);
     format!("{}.{short}.", target.file_name())
 }
@@ -146,6 +147,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
         return Err(Unread::Damaged("too long for a tuning".to_string()));
     }
     let Some(text) = checked(bytes) else {
+        // The former format had no checksum, so it is recognized by its fields.
         let former = serde_json::from_slice::<Former>(bytes).is_ok();
         let reason = "its bytes do not have the hash that it names";
         return Err(if former {
@@ -195,6 +197,7 @@ impl Store {
     /// Returns the tunings of a layer on all machines.
     pub fn tunings_of(&self, target: Target, layer: &str) -> Vec<Tuned> {
         let all = self.read_all(&prefix(target, layer)).into_iter();
+        // Another layer may share the first 16 digits.
         all.filter(|tuned| tuned.layer == layer).collect()
     }
 
@@ -211,6 +214,7 @@ impl Store {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
         }
+        // The layer becomes a part of the file name.
         if !is_hash(&tuned.layer) {
             let reason = "the layer of a tuning is a hash";
             let error = Error::new(ErrorKind::InvalidInput, reason);

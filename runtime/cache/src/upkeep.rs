@@ -122,6 +122,8 @@ impl Store {
         kernels.sort_by(|a, b| b.used.cmp(&a.used).then(a.key.cmp(&b.key)));
         let mut newer = 0;
         for kernel in kernels {
+            // The most recently used kernels come first, so this is the size of all that are at
+            // least as recent.
             newer += kernel.bytes;
             let stays = rule.max_bytes.is_none_or(|max| newer <= max)
                 && rule.max_age.is_none_or(|max| age(kernel.used, now) <= max);
@@ -210,6 +212,8 @@ fn sweep(files: &[Found], now: SystemTime) -> u64 {
     };
     let goes = |file: &&Found| match file.kind {
         Kind::Kernel(_) => false,
+        // The source is written after its kernel, so a young one may belong to a kernel written
+        // since the scan.
         Kind::Source(key) => !kernels.contains(&key) && old(file),
         Kind::Temporary => old(file),
         Kind::Lock => lock::is_abandoned(&file.path),

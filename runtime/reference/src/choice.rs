@@ -32,6 +32,7 @@ pub(crate) fn temperature(entropy: &Entropy, logits: &[f64]) -> f64 {
 /// Returns the entropy of the softmax.
 fn spread(logits: &[f64]) -> f64 {
     let terms = softmax(logits);
+    // p ln p tends to 0, but 0 · ln 0 is NaN.
     let terms = terms.iter().filter(|p| **p != 0.0);
     -terms.map(|p| p * p.ln()).sum::<f64>()
 }
@@ -70,6 +71,7 @@ pub(crate) fn guided_back(spec: &LayerSpec, logits: &[f64], dguided: &[f64]) -> 
 /// Returns the number of tokens that every expert takes: `int(share · T / E)`, at least one and at
 /// most all. The share counts in units of 2⁻¹⁶, as in the kernels.
 pub fn chosen_per_expert(share: f64, tokens: usize, experts: usize) -> usize {
+    // Integers, so that host and device agree for every T.
     let share = (share * 65536.0).round() as u128;
     let count = share * tokens as u128 / (65536 * experts as u128);
     (count as usize).max(1).min(tokens)
@@ -92,6 +94,7 @@ pub(crate) fn expert_choice(
     for e in 0..experts {
         let mut order: Vec<usize> = (0..tokens).filter(|&t| live(spec, input, t)).collect();
         let score = |t: usize| scores[t * experts + e];
+        // The sort is stable, so equal scores keep the order of tokens.
         order.sort_by(|&a, &b| descending(score(a), score(b)));
         let count = chosen_per_expert(share, tokens, experts);
         for t in order.into_iter().take(count) {
@@ -105,6 +108,7 @@ pub(crate) fn expert_choice(
 /// rows to 1 / tokens, columns to 1 / E (Megatron). Masked tokens and tokens with NaN exponentials
 /// are left out.
 pub(crate) fn balanced(spec: &LayerSpec, input: &Input, logits: &[f64], rounds: usize) -> Vec<f64> {
+    // Megatron's epsilon, which keeps empty columns finite.
     const FLOOR: f64 = 1e-8;
     let experts = spec.routed_experts();
     let rows: Vec<Vec<f64>> = logits

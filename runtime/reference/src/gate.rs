@@ -128,6 +128,7 @@ fn cosine_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     let s = weights.get("router.similarity");
     let (width, experts) = (b.data.len(), spec.routed_experts());
     let projected: Vec<f64> = (0..width).map(|i| dot(p.outer(i), x) + b.data[i]).collect();
+    // Both vectors are normalized, so the product is a cosine.
     let projected = unit(&projected);
     let scale = weights.get("router.temperature").data[0]
         .min(100f64.ln())
@@ -167,6 +168,7 @@ pub fn decide(
     let mut all = Decision::default();
     for (t, ids) in ids.chunks(k).enumerate() {
         let row = guided.as_ref().map(|z| &z[t * width..(t + 1) * width]);
+        // A table with score one has no logits; every expert scores 1.
         let scores = row.map_or(vec![1.0; width], |row| scores_row(spec, row));
         let chosen = match (spec.router.select, row) {
             (Select::SparseMixer(eps), Some(row)) => mixer(row, ids, eps).0,
@@ -194,6 +196,7 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
     }
     let columns = match (spec.router.select, logits) {
         (Select::Sinkhorn(rounds), Some(logits)) if input.draw.is_some() => {
+            // Balancing happens in training only; an evaluation falls through to plain top-k.
             Some(balanced(spec, input, logits, rounds))
         }
         _ => None,
@@ -210,6 +213,7 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
             }
             (_, None) => noisy_best(spec, weights, input, t, row()),
         };
+        // Slots from here on are masked: all of a masked token, or those beyond `active_k`.
         let masked = if live(spec, input, t) { active } else { 0 };
         ids[masked..].fill(-1);
         all.extend(ids);
@@ -233,6 +237,7 @@ fn noisy_best(
     if spec.router.noise_kind == NoiseKind::Gumbel {
         return best(&noisy, k);
     }
+    // With gumbel-second the noise decides from the second choice on.
     let first = best(logits, 1)[0];
     let rest = best(&noisy, logits.len())
         .into_iter()
@@ -320,6 +325,7 @@ pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> 
         .map(|e| scores[e as usize])
         .collect();
     let values = match spec.router.score {
+        // The softmax runs over unmasked choices only, as if there were no other slots.
         Score::SoftmaxSelected => softmax(&live),
         Score::One => vec![1.0; live.len()],
         _ => live,
@@ -349,6 +355,7 @@ pub(crate) fn underflows(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> bool 
         Score::Softmax | Score::Sigmoid | Score::SqrtSoftplus
     );
     let chosen = gather(spec, scores, ids);
+    // Far above f64's smallest number, so that products of two scores still do not underflow.
     relative && of_logits && chosen.iter().all(|s| *s < 1e-60)
 }
 
@@ -400,6 +407,7 @@ fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
         .map(|group| group_stat(group, groups.stat))
         .collect();
     let ranked = rank(&stats);
+    // If even the best group is NaN, all are. Zeros would then beat every kept expert.
     let left_out = groups.mask == GroupMask::Exclude || stats[ranked[0]].is_nan();
     let keeps = |e: usize| ranked[..groups.keep].contains(&(e / size));
     let masked = (0..keys.len()).map(|e| if keeps(e) { keys[e] } else { 0.0 });
@@ -451,6 +459,7 @@ pub(crate) fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec
         let row = softmax(&left.iter().map(near).collect::<Vec<f64>>());
         weights.push(row[chosen]);
         rows.push(row);
+        // The next round must not see this choice.
         left[chosen] = f64::NEG_INFINITY;
     }
     (weights, rows)

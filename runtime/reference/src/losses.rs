@@ -202,6 +202,7 @@ impl Routed<'_> {
             (None, Some(ids)) => t == 0 || ids[t] != ids[t - 1],
             (None, None) => t == 0,
         };
+        // Negative ids belong to no sequence.
         let outside = |t: usize| length.is_none() && ids.is_some_and(|ids| ids[t] < 0);
         let live: Vec<usize> = self.live().collect();
         let mut list: Vec<Vec<usize>> = Vec::new();
@@ -280,6 +281,8 @@ impl Routed<'_> {
             let dclean = softmax_back(&softmax(self.row(self.clean, t)), &dp);
             found.add_row(t, &dclean);
             add(&mut found.dclean[t * e..(t + 1) * e], &dclean);
+            // The threshold is the logit of the smallest chosen expert, with the opposite sign in
+            // each distance.
             found.dlogits[t * e + self.smallest_chosen(t)] -= dload.iter().sum::<f64>();
         }
         found.scaled(0.5)
@@ -295,6 +298,7 @@ impl Routed<'_> {
             let shares = self.shares(t);
             importance.iter_mut().zip(shares).for_each(|(s, p)| *s += p);
             for (sum, (v, _)) in load.iter_mut().zip(self.chances(t)) {
+                // An expert that faces no other is certain to be chosen.
                 *sum += v.map_or(1.0, normal);
             }
         }
@@ -311,6 +315,7 @@ impl Routed<'_> {
                 found.dlogits[t * e + expert] += d;
                 found.dclean[t * e + expert] += d;
                 found.dlogits[t * e + against] -= d;
+                // d/dσ of (z - θ)/σ is -v/σ, and d holds the 1/σ.
                 found.dscale[t * e + expert] -= d * v;
             }
         }
@@ -389,6 +394,7 @@ impl LossValue {
 /// variance, and its gradient; zero for a single value.
 fn variation(values: &[f64]) -> (f64, Vec<f64>) {
     let count = values.len() as f64;
+    // The unbiased variance of one value is undefined.
     if values.len() < 2 {
         return (0.0, vec![0.0; values.len()]);
     }

@@ -71,6 +71,7 @@ struct Installer<'a> {
 
 impl Installer<'_> {
     fn install(&mut self, kinds: &[ToolKind]) -> Result<(), ToolchainError> {
+        // With nothing to install, do not even create the lock file: the folder may be read-only.
         let _lock = if kinds.iter().all(|kind| self.registry.get(*kind).is_some()) {
             None
         } else {
@@ -101,6 +102,7 @@ impl Installer<'_> {
                 let _ = std::fs::remove_dir_all(path);
             }
         }
+        // Another process may have installed the tools while this one waited for the lock.
         self.registry.refresh();
         Ok(lock)
     }
@@ -144,6 +146,7 @@ impl Installer<'_> {
         self.python.unpack(kind, &wheel, &tree)?;
         finish_tree(&package, &tree)?;
         (self.progress)(&InstallStep::Checking(kind));
+        // Check in the temporary folder, so that a broken tool never gets a name.
         let working = check(kind, &tree).map_err(|reason| ToolchainError::Check {
             package: package.requirement(),
             reason,
@@ -160,6 +163,7 @@ fn lock(folder: &Path) -> Result<File, ToolchainError> {
     let path = folder.join("lock");
     let file = File::create(&path).map_err(ToolchainError::io("create", &path))?;
     match file.lock() {
+        // Some network file systems have no locks; installing without one is still safe.
         Err(error) if error.kind() != ErrorKind::Unsupported => {
             Err(ToolchainError::io("lock", &path)(error))
         }
@@ -174,6 +178,7 @@ fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
     for program in package.programs {
         make_executable(&tree.join(program))?;
     }
+    // Only zig's package needs a linker under another name.
     if package.main != "zig" {
         return Ok(());
     }

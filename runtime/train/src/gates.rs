@@ -73,6 +73,7 @@ impl Chosen {
         let weights = self.weights.chunks_exact(self.top_k);
         let dweights = dweights.chunks_exact(self.top_k);
         for (((row, ids), weights), dweights) in rows.zip(slots).zip(weights).zip(dweights) {
+            // The gradient of a softmax: each weight times its deviation from the weighted mean.
             let mean: f32 = weights.iter().zip(dweights).map(|(w, dw)| w * dw).sum();
             for ((&id, w), dw) in ids.iter().zip(weights).zip(dweights) {
                 row[id as usize] += w * (dw - mean); // an expert may be there twice
@@ -141,6 +142,8 @@ pub fn swipe(
     }
     let mut ids = of_each(logits, experts, top_k, |_| true);
     let owners: Vec<usize> = (0..experts).map(|expert| placement.owner(expert)).collect();
+    // One exchange carries everything: this rank's room, then for each slot the rows it wants to
+    // send to each expert-parallel rank.
     let mut told = vec![0u64; 1 + top_k * mesh.ep];
     told[0] = ids.len() as u64;
     for (slot, &id) in ids.iter().enumerate() {
@@ -149,6 +152,7 @@ pub fn swipe(
     let bytes: Vec<u8> = told.iter().flat_map(|n| n.to_le_bytes()).collect();
     let all = ranks.gather_bytes(&bytes, Among::Group, "rows that ranks want to send")?;
     let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
+    // Ranks with another top_k would read each other's numbers wrongly.
     if all.iter().any(|theirs| theirs.len() != told.len()) {
         let problem = format!("is for {top_k} experts a token here, and not so on all ranks");
         return Err(TrainError::tensor("logits", problem));
@@ -157,6 +161,7 @@ pub fn swipe(
     let room = |ep| of(ep).iter().map(|theirs| theirs[0]).sum();
     let mut room: Vec<u64> = (0..mesh.ep).map(room).collect();
     let Place { ep, shard, .. } = ranks.mesh().place();
+    // From here on each rank computes the moves of all, so that no second exchange is needed.
     let own = ep * mesh.shards + shard;
     for slot in 0..top_k {
         let first = 1 + slot * mesh.ep;
@@ -204,6 +209,7 @@ pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, Trai
     let free = of_each(logits, experts, 2, |_| true);
     let first = |token: usize| free[2 * token] as usize;
     let tokens = logits.len() / experts;
+    // The cast rounds down, so the share is never exceeded.
     let most = (tokens as f64 * outgoing) as usize;
     let mut far: Vec<usize> = (0..tokens).filter(|&token| !here[first(token)]).collect();
     if far.len() < most {
@@ -211,6 +217,8 @@ pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, Trai
     }
     let logit = |token: usize| logits[token * experts + first(token)];
     far.sort_by(|&a, &b| before((logit(a), a), (logit(b), b)));
+    // Everybody gets near experts first; then the tokens with the strongest wish get their far one
+    // back.
     let mut ids = of_each(logits, experts, 2, |expert| here[expert]);
     for &token in &far[..most] {
         ids[2 * token + 1] = free[2 * token];
@@ -254,6 +262,7 @@ pub fn balance(logits: &[f32], experts: usize) -> Result<(f32, Vec<f32>), TrainE
     for id in of_each(logits, experts, 1, |_| true) {
         share[id as usize] += 1.0 / tokens;
     }
+    // Only the mean of the softmax has a gradient; the shares of best experts are constant.
     let (mut loss, mut gradient) = (0.0, Vec::with_capacity(logits.len()));
     let scale = experts as f32 / tokens;
     for row in logits.chunks_exact(experts) {
@@ -303,11 +312,13 @@ fn of_each(
 /// Orders higher values first, then lower numbers; NaN comes last.
 fn before(a: (f32, usize), b: (f32, usize)) -> Ordering {
     let values = b.0.partial_cmp(&a.0);
+    // One of both is NaN: the other goes first.
     let values = values.unwrap_or_else(|| a.0.is_nan().cmp(&b.0.is_nan()));
     values.then(a.1.cmp(&b.1))
 }
 
 fn softmax(values: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
+    // Subtracting the largest keeps the exponentials from overflowing.
     let most = values.clone().fold(f32::NEG_INFINITY, f32::max);
     let scores: Vec<f32> = values.map(|value| (value - most).exp()).collect();
     let sum: f32 = scores.iter().sum();
@@ -341,6 +352,7 @@ fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
             sends[to] = taken;
         }
     }
+    // Refused rows go to the lowest rank with room, in the order of their sources.
     let mut to = 0;
     for (sends, refused) in sends.iter_mut().zip(&mut refused) {
         while *refused > 0 && to < room.len() {
@@ -348,6 +360,7 @@ fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
             sends[to] += taken;
             room[to] -= taken;
             *refused -= taken;
+            // A full rank stays full, so the next source starts behind it.
             to += usize::from(room[to] == 0);
         }
     }
@@ -364,6 +377,7 @@ fn resend<'i>(
     let mut elsewhere = Vec::new();
     for id in ids {
         match &mut sends[owners[*id as usize]] {
+            // The first tokens have used up this rank's quota and keep their places.
             0 => elsewhere.push(id),
             left => *left -= 1,
         }

@@ -101,11 +101,15 @@ impl<O: Optimizer> MeshOptimizer<O> {
         mut gradients: Tensors<'_>,
         scaling: Scaling,
     ) -> Result<f64, TrainError> {
+        // The first shard alone holds an expert's output bias. Other shards have zeros there, which
+        // must neither count in the norm nor be updated.
         gradients.retain(|name, _| self.ranks.mesh().holds(name));
         check(parameters, &gradients)?;
         divide(&mut gradients, scaling.divisor);
         let norm = norm(&self.ranks, &gradients)?;
         if let Some(most) = scaling.most.filter(|most| norm > f64::from(*most)) {
+            // All ranks know the same norm, so all scale by the same factor and replicas stay
+            // equal.
             let factor = (f64::from(most) / norm) as f32;
             for gradient in gradients.values_mut() {
                 floats_mut(gradient).iter_mut().for_each(|g| *g *= factor);
@@ -146,6 +150,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
     /// Returns the elements of a parameter that this rank updates.
     fn part(&self, name: &str, elements: usize) -> Range<usize> {
         let (rank, size) = self.ranks.among(self.ranks.mesh().among(name));
+        // Equal parts, except that the last ones may be short or empty.
         let each = elements.div_ceil(size);
         (rank * each).min(elements)..((rank + 1) * each).min(elements)
     }
@@ -167,6 +172,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
             let mut own = Vec::new();
             for (_, shape, part) in &named {
                 own.extend_from_slice(part);
+                // An all-gather needs equal lengths, so pad the short parts.
                 own.extend(std::iter::repeat_n(0.0, each(shape) - part.len()));
             }
             let all = self.ranks.gather(&own, among, what)?;
@@ -175,6 +181,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
                 let count = shape.iter().product();
                 let of = |rank| &all[rank * own.len() + at..][..each(shape)];
                 let mut values = (0..size).flat_map(of).copied().collect::<Vec<f32>>();
+                // Drop the padding of the last parts.
                 values.truncate(count);
                 whole.insert(name.as_str(), Tensor::owned(shape, values));
                 at += each(shape);
@@ -206,6 +213,8 @@ impl<O: Optimizer> MeshOptimizer<O> {
             }
         }
         let held = |name: &str| self.ranks.mesh().holds(name);
+        // A checkpoint has the state of all parameters. Zeros stand for those that this rank does
+        // not hold, so that every rank writes the same names.
         for (name, parameter) in parameters.iter().filter(|(name, _)| !held(name)) {
             for kind in &kinds {
                 let zeros = Tensor::zeros(DType::F32, &parameter.shape);
@@ -239,6 +248,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
             };
             own.insert(name, part);
         }
+        // Restore before taking the shapes over, so that an error leaves everything as it was.
         self.optimizer.restore(&own)?;
         self.shapes = shapes;
         Ok(())
@@ -290,6 +300,7 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
     for (name, gradient) in gradients.iter().filter(|(name, _)| mesh.holds(name)) {
         let values = floats(name, gradient)?;
         let rows = gradient.shape.first().copied().unwrap_or(1);
+        // A rank counts only the rows that it owns: replicas of an expert are counted by its owner.
         let row = values.len() / rows.max(1);
         let counted = mesh.counted(name, rows).into_iter();
         let counted = counted.flat_map(|rows| &values[rows.start * row..rows.end * row]);

@@ -30,8 +30,8 @@ pub struct Prepared {
 /// the tensors from before.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "not all ranks have their experts; go on from those before, or resume without the rank that \
-     is lost: {error}"
+    "not all ranks have their experts: continue from the tensors before, or resume without the \
+     lost rank: {error}"
 )]
 pub struct NotCommitted {
     /// The failure.
@@ -57,7 +57,11 @@ pub fn prepare(
     let plan = moves(&from, to).map_err(planned)?;
     let own = ranks.mesh().place().ep;
     let held = from.of(own).into_owned();
-    let tensors = moved(ranks, &plan, (&held, to), tensors)?;
+    let held = HeldExperts {
+        experts: &held,
+        tensors,
+    };
+    let tensors = moved(ranks, &plan, held, to)?;
     let ranks = ranks.clone();
     Ok(Prepared {
         ranks,
@@ -78,6 +82,8 @@ impl Prepared {
     /// # Errors
     /// [`NotCommitted`], without any loss.
     pub fn commit(self) -> Result<Tensors<'static>, Box<NotCommitted>> {
+        // The exchange is a barrier: it returns on a rank only after every rank has called it, and
+        // so has its new tensors.
         let all = self
             .ranks
             .gather_bytes(&[1], Among::World, "experts have moved");
@@ -129,17 +135,21 @@ pub fn resume(
         .iter()
         .flat_map(|e| (*e as u64).to_le_bytes())
         .collect();
+    // Every rank must know what all hold to compute the same moves.
     let all = ranks.gather_bytes(&told, Among::Group, "experts that are left")?;
     let numbers = |bytes: &Vec<u8>| {
         let each = bytes.as_chunks().0.iter();
         each.map(|&number| u64::from_le_bytes(number) as usize)
             .collect()
     };
+    // Shards of one group hold the same experts, so read one rank per group.
     let left: Vec<Vec<usize>> = all.iter().step_by(parallel.shards).map(numbers).collect();
     let experts = experts_of(mesh, tensors, held.len(), checkpoint)?;
     let to = mesh.placement_of(experts);
     let to = to.ok_or_else(|| TrainError::NotPreserved(too_few(mesh, experts)))?;
     let plan = moves_from(&left, &to);
+    // Mixing two steps would train on without an error, so compare before anything is taken from
+    // the checkpoint.
     if !plan.missing.is_empty() {
         check_step(ranks, tensors, checkpoint)?;
     }
@@ -229,6 +239,8 @@ fn moved(
         .sent(place.ep)
         .map(|one| (peer(one.to.0), row(one.from.1)));
     let receives = plan.got(place.ep).map(|one| (peer(one.from.0), size));
+    // One message per expert carries its row of every tensor, in the order of names, which is the
+    // same on all ranks.
     let (sends, receives): (Vec<_>, Vec<_>) = (sends.collect(), receives.collect());
     let arrived = ranks.trade(&sends, &receives, Among::Group, "experts that move")?;
     let mut after = Tensors::new();
@@ -244,6 +256,7 @@ fn moved(
             },
         );
     }
+    // Write stays and arrivals into new tensors: the old ones must survive a failed commit.
     let kept = plan.kept.iter().filter(|kept| kept.group == place.ep);
     let stays = kept.map(|kept| (kept.to, row(kept.from)));
     let comes = plan.got(place.ep).map(|one| one.to.1).zip(arrived);

@@ -18,7 +18,7 @@ pub enum WeightsError {
 
     /// The index names a shard that is not in the directory.
     #[error(
-        "`{tensor}` is in {file}, which is not there: put this shard beside the index (those of \
+        "`{tensor}` is in {file}, which is missing: put this shard beside the index (those of \
          other layers are not needed)", file = .file.display()
     )]
     MissingShard {
@@ -121,7 +121,7 @@ pub enum WeightsError {
     },
 
     /// A tensor contradicts the configuration or another tensor.
-    #[error("`{tensor}` in {file} contradicts what is said elsewhere: {problem}", file = .file.display())]
+    #[error("`{tensor}` in {file} contradicts the configuration or another tensor: {problem}", file = .file.display())]
     Contradiction {
         /// The name in the file.
         tensor: String,

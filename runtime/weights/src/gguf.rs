@@ -147,6 +147,7 @@ impl Split {
         let (rest, count) = stem.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
         let digits = |text: &str| {
+            // llama.cpp writes exactly five digits; other names are not parts of a split model.
             let all = text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
             all.then(|| text.parse::<u64>().ok())?
         };
@@ -181,6 +182,7 @@ impl Gguf {
         for (at, file) in files.into_iter().enumerate() {
             let header = found.add(&file)?;
             let said = header.split_count.unwrap_or(1);
+            // A renamed part would otherwise look like a whole model with most tensors missing.
             if !several && said > 1 {
                 let reason = format!(
                     "it is one of {said} shards; name it as llama.cpp does, \
@@ -188,6 +190,7 @@ impl Gguf {
                 );
                 return Err(WeightsError::Corrupt { file, reason });
             }
+            // llama.cpp writes the metadata into the first file only.
             if at == 0 {
                 found.metadata.values = header.values;
             }
@@ -206,6 +209,7 @@ impl Gguf {
         let infos = std::mem::take(&mut header.infos);
         for (index, info) in infos.iter().enumerate() {
             let place = (self.shards.len(), index);
+            // Which of the two was meant is unknowable.
             if self.names.insert(info.name.clone(), place).is_some() {
                 return Err(corrupt(format!("tensor `{}` is there twice", info.name)));
             }

@@ -48,6 +48,7 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
     }
     match from.u32()? {
         2 | 3 => {}
+        // A swapped version number is the only sign of a big-endian file.
         other if (2..=3).contains(&other.swap_bytes()) => {
             return Err("it is of a big-endian machine, which is not read".to_string());
         }
@@ -57,6 +58,8 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
             ));
         }
     }
+    // These counts are not trusted: nothing is allocated by them, and reading stops at the end of
+    // the file.
     let (tensors, keys) = (from.u64()?, from.u64()?);
     let mut values = BTreeMap::new();
     for _ in 0..keys {
@@ -118,8 +121,10 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
         Kind::Blocks(blocks) => {
             (elements / blocks.elements as u64).checked_mul(blocks.bytes as u64)
         }
+        // Its size is unknown, and reading such a tensor is an error anyway.
         Kind::Unread(_) => Some(0),
     };
+    // The format demands alignment, and decoders rely on it.
     if offset % alignment != 0 {
         return Err(format!("is at {offset}, no multiple of {alignment}"));
     }
@@ -198,6 +203,7 @@ impl<'a> Reader<'a> {
             9 => self.list()?,
             10 => match self.u64()? {
                 value if value <= i64::MAX as u64 => Value::Int(value as i64),
+                // A value has no unsigned 64-bit integer. Keys that moesaic reads are small.
                 value => Value::Float(value as f64),
             },
             11 => Value::Int(i64::from_le_bytes(self.bytes()?)),
@@ -219,6 +225,7 @@ impl<'a> Reader<'a> {
             4..=6 => 4,
             10..=12 => 8,
             8 => {
+                // Strings have lengths of their own, so skip them one by one.
                 for _ in 0..count {
                     let length = self.u64()?;
                     self.take(length)?;

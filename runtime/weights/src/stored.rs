@@ -33,6 +33,7 @@ pub(crate) fn is_of(way: &StoredFormat, from: &TensorRef<'_>) -> bool {
             | (CodeType::Int8, Err(Dtype::I8))
             | (CodeType::Uint(_), Ok(DType::I32))
     ) || way.format.element == CodeType::E2m1
+        // DeepSeek-V4 stores pairs of FP4 codes in bytes typed I8. gpt-oss' blocks are U8 only.
         && from.dtype == Err(Dtype::I8)
         && !way.names.in_blocks()
 }
@@ -138,6 +139,7 @@ impl<'a> Parts<'a, '_, '_> {
     /// Returns the columns of rows of `words` words, the last of which may be partly filled.
     fn columns(&mut self, rows: usize, words: usize) -> Result<usize, WeightsError> {
         let bits = self.way.format.element.bits();
+        // Saturate: the sizes come from a file and are not trustworthy yet.
         let full = words.saturating_mul(32) / bits;
         let Some(said) = self.part(self.way.names.shape) else {
             return Ok(full);
@@ -148,11 +150,14 @@ impl<'a> Parts<'a, '_, '_> {
         };
         said.check_length()?;
         let sizes = said.bytes.chunks_exact(dtype.size());
+        // Three at most, since a third number already makes the shape wrong.
         let sizes: Vec<i64> = sizes.take(3).map(|b| read_int(dtype, b)).collect();
         let columns = match sizes.as_slice() {
             [r, columns] if usize::try_from(*r) == Ok(rows) => usize::try_from(*columns).ok(),
             _ => None,
         };
+        // A row may end inside its last word, so many column counts fit; the stated one must be
+        // among them.
         let fits = |columns: &usize| columns.saturating_mul(bits).div_ceil(32) == words;
         columns.filter(fits).ok_or_else(|| {
             let held = self.from.shape;
@@ -178,14 +183,17 @@ impl<'a> Parts<'a, '_, '_> {
         let made = |block: [usize; 2], grid| Scales {
             kind,
             bytes: from.bytes,
+            // Empty matrices have blocks of zero, by which nothing may be divided.
             block: block.map(|size| size.max(1)),
             grid,
             second,
         };
+        // A single scale of 8-bit codes covers the whole tensor, in whatever shape it is stored.
         let one = from.shape.iter().product::<usize>() == 1;
         if one && format.element.bits() == 8 && format.packing == (CodeOrder::Rows { word: 8 }) {
             return Ok(made([rows, columns], None));
         }
+        // GPTQ and AWQ store matrices transposed, scales included.
         let turned = !matches!(format.packing, CodeOrder::Rows { .. });
         let wide = |[down, across]: [usize; 2]| {
             if turned {
@@ -252,6 +260,7 @@ impl<'a> Parts<'a, '_, '_> {
             ..
         } = self.way.format;
         let end = self.way.names.zeros;
+        // Float formats have no zero points, whatever tensors lie beside them.
         let from = if element.is_int() {
             self.part(end)
         } else {
@@ -260,7 +269,7 @@ impl<'a> Parts<'a, '_, '_> {
         let Some(from) = from else {
             return match zero {
                 Zero::None | Zero::Middle => Ok(None),
-                Zero::StoredFormat | Zero::LessOne => Err(self.missing(&self.named(end))),
+                Zero::Stored | Zero::LessOne => Err(self.missing(&self.named(end))),
             };
         };
         let [down, across] = scales.grid.unwrap_or([1, 1]);
@@ -304,6 +313,7 @@ impl<'a> Parts<'a, '_, '_> {
             ));
         }
         from.check_length()?;
+        // Check every group once here, so that the decoder can index without checks.
         let mut in_order = true;
         for (column, bytes) in from.bytes.chunks_exact(4).enumerate() {
             let value = read_int(DType::I32, bytes);
@@ -319,6 +329,7 @@ impl<'a> Parts<'a, '_, '_> {
                 }
             }
         }
+        // Without a permutation the faster path with consecutive groups gives the same numbers.
         Ok((!in_order).then_some(from.bytes))
     }
 

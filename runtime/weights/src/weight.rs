@@ -126,6 +126,8 @@ impl Weight<'_> {
     /// Returns rows of the first dimension, at most these: borrowed from the file if they are
     /// contiguous there, even if that is only one, else assembled.
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'static>, WeightsError> {
+        // If not all rows are contiguous, a single one may be. Lending one row costs nothing, while
+        // assembling all would copy.
         let first = rows.start..rows.end.min(rows.start + 1);
         for rows in [&rows, &first] {
             if let Some(tensor) = self.lent(rows)? {
@@ -159,6 +161,7 @@ impl Weight<'_> {
         };
         part.from.check_length()?;
         let size = self.dtype.size();
+        // The bytes stay in the mapped file; nothing is copied.
         let data = part.from.data(span.start * size..span.end * size);
         self.check_table(&part.from, &data)?;
         Ok(Some(self.tensor(rows.len(), data)))
@@ -175,6 +178,7 @@ impl Weight<'_> {
             return Err(self.overflow(row)?);
         }
         if let Ok(mut tally) = self.tally.lock()
+            // Ranks and retries may read a row several times.
             && rows.clone().all(|row| !tally.rows.contains(&row))
         {
             tally.rows.extend(rows.clone());
@@ -201,6 +205,7 @@ impl Weight<'_> {
     /// Returns the error with counts over all values of the weight, not only some rows.
     fn overflow(&self, row: usize) -> Result<WeightsError, WeightsError> {
         let (mut lost, mut out) = (Lost::default(), vec![0; row]);
+        // Count over the whole weight, so that the error is the same whichever rows were asked for.
         for index in 0..self.shape.first().copied().unwrap_or(1) {
             lost.add(self.make(index..index + 1, row, &mut out)?);
         }
@@ -270,6 +275,7 @@ impl Weight<'_> {
                 span.start * size..span.end * size
             }
         };
+        // The pages were read once and would only crowd the page cache of this process.
         part.from.data(read).release();
         self.check_table(&part.from, out)?;
         Ok(lost)
@@ -290,6 +296,7 @@ impl Weight<'_> {
             let pairs = values.iter().zip(out.chunks_exact_mut(size));
             for (i, (value, out)) in pairs.enumerate() {
                 let factor = factors[(first + before + i) % factors.len()];
+                // The product is formed in f64 and rounded once.
                 let value = f64::from(*value) * factor;
                 range.count(value, &mut lost);
                 write_float(wanted, value, out);

@@ -73,6 +73,8 @@ impl Writer {
     fn advance(&mut self) -> Result<Option<&mut Part>, SourceError> {
         while self.files.front().is_some_and(|part| part.left == 0) {
             if let Some(part) = self.files.pop_front() {
+                // Data must be on disk before a rename makes it visible, or a power cut could leave
+                // an empty file under the name.
                 part.file.as_file().sync_all()?;
                 self.done.push(part);
             }
@@ -92,6 +94,7 @@ impl Writer {
         let folder = match &self.to {
             To::Directory { path, .. } => path.clone(),
             To::File(path) => {
+                // Follow a link, so that it keeps pointing to the new file.
                 let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
                 let name = |part: Part| Act::Name(part.file, path.clone());
                 return Ok(parts.into_iter().map(name).collect());
@@ -108,6 +111,7 @@ impl Writer {
         let old = read_index(&index).unwrap_or_default().into_iter();
         let old: BTreeSet<PathBuf> = old
             .filter_map(|(_, file)| inside(&folder, &index, &file).ok())
+            // The new checkpoint may be that file itself.
             .filter(|file| *file != folder.join(SINGLE))
             .collect();
         let (mut acts, mut map) = (Vec::new(), BTreeMap::new());
@@ -119,6 +123,7 @@ impl Writer {
             );
             acts.push(Act::Name(part.file, folder.join(name)));
         }
+        // All files must have their names before the index refers to them.
         acts.push(Act::Settle(folder.clone()));
         if several {
             let json = serde_json::json!({ "metadata": {}, "weight_map": map });
@@ -128,6 +133,7 @@ impl Writer {
         } else {
             acts.push(Act::Remove(index));
         }
+        // The switch must be on disk before old files go.
         acts.push(Act::Settle(folder));
         acts.extend(old.into_iter().map(Act::Remove));
         Ok(acts)
@@ -157,6 +163,8 @@ impl Act {
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
                 _ => {}
             },
+            // Not every file system can sync a folder, and an error here loses nothing in the
+            // normal case.
             Act::Settle(folder) => {
                 let _ = fs::File::open(folder).and_then(|folder| folder.sync_all());
             }
@@ -171,6 +179,8 @@ fn free_names(folder: &Path, count: usize) -> Vec<String> {
         0 => format!("model-{number:05}-of-{count:05}.safetensors"),
         _ => format!("model-{number:05}-of-{count:05}-{again}.safetensors"),
     };
+    // Names of an earlier checkpoint must stay as they are until readers have switched, so never
+    // reuse one.
     let free = |again: &usize| {
         let mut files = (1..=count).map(|number| folder.join(name(number, *again)));
         !files.any(|file| file.symlink_metadata().is_ok())
@@ -238,6 +248,7 @@ fn grouped(tensors: &[Described], most: u64) -> Vec<&[Described]> {
     let (mut groups, mut first, mut sum) = (Vec::new(), 0, 0u64);
     for (at, tensor) in tensors.iter().enumerate() {
         let size = bytes(tensor).unwrap_or(u64::MAX);
+        // A tensor larger than the limit gets a file of its own.
         if at > first && sum.saturating_add(size) > most {
             groups.push(&tensors[first..at]);
             (first, sum) = (at, 0);

@@ -290,7 +290,7 @@ fn shards_of_other_layers_need_not_be_there() {
     assert!(matches!(gone, WeightsError::MissingShard { .. }), "{gone}");
     assert!(
         gone.to_string()
-            .contains("model-0.safetensors, which is not there"),
+            .contains("model-0.safetensors, which is missing"),
         "{gone}"
     );
     assert!(

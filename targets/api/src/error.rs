@@ -58,7 +58,7 @@ pub enum CompileError {
     /// wgmma instructions, so nothing overlaps with them, or it ignores `setmaxnreg`, so registers
     /// do not move between warps.
     #[error(
-        "kernel `{kernel}` for `{target}` is slower than its text says: {reason}\n\
+        "kernel `{kernel}` for `{target}` runs slower than it should: {reason}\n\
          wait for products before touching their registers, say in the launch bounds how many \
          blocks there are at least where registers change hands, or allow the loss"
     )]
@@ -130,9 +130,9 @@ pub enum DeviceError {
     },
     /// An earlier failure broke the driver's context.
     #[error(
-        "{operation} is not possible: the GPU is lost to this process since an earlier failure\n\
+        "{operation} is not possible: an earlier failure has made the GPU unusable for this process\n\
          the failure: {cause}\n\
-         start the process again"
+         restart the process"
     )]
     Lost {
         /// The operation.
@@ -160,7 +160,7 @@ pub enum DeviceError {
         asked: String,
     },
     /// Memory ran out.
-    #[error("out of device memory: {asked} bytes were asked for{free}")]
+    #[error("out of device memory: {asked} bytes were requested{free}")]
     OutOfMemory {
         /// The requested bytes.
         asked: usize,

@@ -58,6 +58,8 @@ impl Parser<'_> {
             } else {
                 return Ok(sum);
             };
+            // Constants fold while parsing, so check after each step: an error then points at the
+            // smallest part.
             self.check_number(sum, start)?;
         }
     }
@@ -100,6 +102,7 @@ impl Parser<'_> {
         let negative = self.take("-");
         self.next_start();
         let digits = self.while_byte(|byte| byte.is_ascii_digit());
+        // `x^1.5` would otherwise parse as `x^1` followed by an unexpected `.5`.
         let fraction = self.text[self.at..].starts_with('.');
         let exponent = self.text[digits.clone()].parse::<i32>().ok();
         match exponent.filter(|n| *n <= MAX_POWER && !fraction) {
@@ -110,6 +113,7 @@ impl Parser<'_> {
             }
             None => {
                 let next = self.text[exponent_start..].chars().next();
+                // The span must cover at least one character, and end at a character boundary.
                 let least = exponent_start + next.map_or(0, char::len_utf8);
                 let end = digits.end.max(least);
                 let message = if fraction || digits.is_empty() {
@@ -156,6 +160,7 @@ impl Parser<'_> {
         }
         let span = start..self.at;
         match self.text[span.clone()].parse::<f64>() {
+            // Kernels compute in f32, so a larger constant would become infinite there.
             Ok(value) if (value as f32).is_finite() => Ok(self.graph.constant(value)),
             Ok(_) => Err(Box::new(ExpressionError::new(
                 span,
@@ -209,6 +214,7 @@ impl Parser<'_> {
     /// `left < right, then, otherwise`.
     fn choice(&mut self) -> Parsed {
         let left = self.sum()?;
+        // The longer signs first, or `<=` would be read as `<`.
         let signs = ["<=", ">=", "<", ">"];
         let Some(sign) = signs.into_iter().find(|sign| self.take(sign)) else {
             return Err(self.unexpected("a comparison: `<`, `<=`, `>` or `>=`"));
@@ -218,6 +224,7 @@ impl Parser<'_> {
         let then = self.sum()?;
         self.expect(",")?;
         let otherwise = self.sum()?;
+        // `a > b` is `b < a`, so the graph needs only two comparisons.
         let pair = if sign.starts_with('<') {
             (left, right)
         } else {

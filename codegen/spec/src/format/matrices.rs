@@ -63,6 +63,7 @@ impl Matrices<'_> {
             row: line % rows,
         };
         let (group, left) = self.group(column);
+        // One run shares a scale, so it ends with the group, the row, or the buffer.
         let count = left.min(columns - column).min(values.len());
         let values = &mut values[..count];
         let scale = self.scale(line, group);

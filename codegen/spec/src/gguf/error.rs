@@ -61,8 +61,8 @@ pub enum GgufError {
 
     /// The layer has a tensor that no recipe reads.
     #[error(
-        "the layer has `{tensor}`, which {architecture} layers do not compute with here: it would \
-         be another function"
+        "the layer has `{tensor}`, which moesaic does not compute with in {architecture} layers: \
+         ignoring it would change the results"
     )]
     StrayTensor {
         /// Its name.

@@ -55,6 +55,7 @@ impl Config {
             read: RefCell::default(),
         };
         config.read_types()?;
+        // Multimodal models nest the language model, sometimes twice.
         while let Some(inner) = config.nested_model(known) {
             config.model = named(&inner).unwrap_or(config.model);
             config.around = std::mem::replace(&mut config.values, inner);
@@ -69,6 +70,7 @@ impl Config {
     /// Takes the language model's configuration out of this one.
     fn nested_model(&mut self, known: impl Fn(&str) -> bool) -> Option<Map<String, Value>> {
         let keys = if known(&self.model) {
+            // A known type is read as it is. Only `text_config` may still hold its values.
             &NESTED[..1]
         } else {
             NESTED
@@ -112,6 +114,7 @@ impl Config {
     /// Returns the first of `keys` with a value. Null counts as absent.
     pub fn find<'k>(&self, keys: &[&'k str]) -> Option<(&'k str, &Value)> {
         let found = keys.iter().find_map(|key| Some((*key, self.peek(key)?)))?;
+        // The record of keys that were read shows which routing keys a family ignores.
         self.read.borrow_mut().insert(found.0.to_string());
         Some(found)
     }
@@ -150,6 +153,7 @@ impl Config {
     /// Returns a number of layers, bounded so that they can be listed.
     pub fn layers(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
         match (self.size(keys, default)?, self.find(keys)) {
+            // Layers are listed in a vector, so an absurd count must not allocate gigabytes.
             (MAX_LAYERS.., Some((key, value))) => {
                 let expected = format!("a number of layers below {MAX_LAYERS}");
                 Err(self.bad(key, value, &expected))
@@ -267,6 +271,7 @@ impl Config {
         let Some((_, value)) = self.find(&[key]) else {
             return Ok(0.0);
         };
+        // Lists have null where a layer has no such value.
         let number = |value: &Value| value.as_f64().or(value.is_null().then_some(0.0));
         let entry = value.as_array().and_then(|list| list.get(at));
         entry

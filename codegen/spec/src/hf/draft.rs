@@ -124,6 +124,7 @@ impl Draft {
                 .ends_with(|c: char| c.is_ascii_digit())
         };
         let owned = self.roots.iter().map(|root| {
+            // A layer's own prefix also covers attention and norms, which are not the block's.
             let only = if bare(root) { "experts." } else { "" };
             format!("{root}{only}")
         });
@@ -216,6 +217,7 @@ impl Draft {
     /// Adds gated experts in two fused tensors.
     pub fn fused_experts(&mut self, fused: Fused, gate_up: &str, down: &str) {
         let hidden = self.spec.shape.hidden_dim;
+        // moesaic keeps output features first, these layouts input features.
         let transposed = fused != Fused::Rows;
         let flip = if transposed {
             vec![TensorStep::Transpose]
@@ -276,6 +278,7 @@ impl Draft {
             return;
         }
         let alternatives = self.sources.iter_mut().flat_map(|s| &mut s.alternatives);
+        // Decoding comes first, because the other steps reorder numbers and not codes.
         alternatives.for_each(|a| a.steps.insert(0, TensorStep::Dequantize(codes.clone())));
     }
 
@@ -293,6 +296,7 @@ impl Draft {
             parts.push(("gate", GATE));
         }
         for (part, names) in parts {
+            // Recipes for tensors that the spec lacks are dropped in `finish`.
             for kind in ["weight", "bias"] {
                 let under = |module: &&str| names.map(|n| format!("{module}.{n}.{kind}"));
                 let names: Vec<String> = modules.iter().flat_map(under).collect();
@@ -363,6 +367,7 @@ impl Draft {
         let name = config.text(keys, default)?;
         let (activation, alpha) = match name.as_str() {
             "silu" | "swish" => (Activation::Silu, 1.0),
+            // transformers defines it as x·σ(1.702·x).
             "quick_gelu" => (Activation::Silu, 1.702),
             "gelu" | "gelu_python" => (Activation::Gelu, 1.0),
             "gelu_new" | "gelu_fast" | "gelu_accurate" | "gelu_pytorch_tanh"
@@ -394,6 +399,7 @@ impl Draft {
         } = self;
         let wanted = canonical_tensors(&spec);
         let place = |name: &str| wanted.iter().position(|tensor| tensor.name == name);
+        // Families register more recipes than a configuration may need, such as those of biases.
         sources.retain(|source| place(&source.name).is_some());
         sources.sort_by_key(|source| place(&source.name));
         let complete = sources.len() == wanted.len()

@@ -137,7 +137,7 @@ pub enum HfError {
 
     /// The weights are quantized in a form that moesaic does not read.
     #[error(
-        "{model}: the checkpoint is quantized in a way that is not read ({method}); read are fp8, \
+        "{model}: the quantization is not supported ({method}); supported are fp8, \
          gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, MXFP8 and NVFP4, and \
          compressed-tensors' float-, int- and pack-quantized, mxfp4, mxfp8 and nvfp4: use such a \
          checkpoint, or one in f32, f16 or bf16"

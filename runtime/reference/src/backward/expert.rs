@@ -68,6 +68,7 @@ impl Pass<'_> {
             let (_, dx) = self.set(&set, x, dy);
             return self.add_to_token(t, &dx, 1.0);
         }
+        // The second logit weights this expert; the first one is handled by `lean`.
         if shared.gate == SharedGate::Residual {
             let [rest, factor] = residual_weights(self.spec, self.weights, x);
             let dout: Vec<f64> = dy.iter().map(|v| factor * v).collect();
@@ -141,6 +142,7 @@ impl Pass<'_> {
         let Some(latent) = &self.spec.latent else {
             return dout.to_vec();
         };
+        // Padding must add nothing, even if x is NaN.
         if all_zero(dout) {
             return vec![0.0; x.len()];
         }
@@ -197,6 +199,7 @@ struct Slopes {
 /// Returns the derivatives of [`activate`]. A clamp in effect has slope zero.
 fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
     let limit = experts.clamp.unwrap_or(f64::INFINITY);
+    // Compare before clamping: a value at the limit still has a slope.
     let up_within = f64::from(up.abs() <= limit);
     let gate_within = f64::from(gate.is_some_and(|gate| gate <= limit));
     match limited(experts, gate, up) {

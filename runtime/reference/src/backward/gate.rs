@@ -16,6 +16,7 @@ impl Pass<'_> {
         if !self.spec.has_logits() && !self.spec.router.expert_scale {
             return;
         }
+        // The gradient of the weights goes to the caller, who made them.
         if self.spec.router.kind == RouterKind::External {
             return;
         }
@@ -75,9 +76,11 @@ impl Pass<'_> {
         logits: Option<&[f64]>,
         dweights: &[f64],
     ) -> Option<Vec<f64>> {
+        // Skip the chain rule: 0 · NaN would turn a padded token into NaN.
         if all_zero(dweights) {
             return logits.map(|logits| vec![0.0; logits.len()]);
         }
+        // Selection and scores saw guided logits, so go back through them first.
         let guided = match logits {
             Some(logits) => guided(self.spec, self.weights, logits),
             None => vec![0.0; self.spec.routed_experts()],
@@ -130,6 +133,7 @@ impl Pass<'_> {
                 self.of("router.expert_scale")[ids[i] as usize] += dweights[i] * weight;
             }
         }
+        // The gradient of the denominator, which every chosen score shares.
         let dvalue = -dot(&dratio, chosen) / (norm * norm);
         // A masked slot has no score and no share in the denominator.
         let of = |i: usize| match considered(ids[i]) {
@@ -141,6 +145,7 @@ impl Pass<'_> {
 
     /// Propagates gradients from chosen scores to logits.
     fn score_back(&self, logits: &[f64], ids: &[i32], chosen: &[f64], dchosen: &[f64]) -> Vec<f64> {
+        // A dropped second expert still has its score in the denominator, so it has a gradient.
         let ids: Vec<i32> = ids.iter().map(|&id| considered(id)).collect();
         let mut d = vec![0.0; logits.len()];
         let live = (0..ids.len()).filter(|&i| ids[i] >= 0);
@@ -161,6 +166,7 @@ impl Pass<'_> {
     /// Propagates gradients from logits to the router's tensors and the token. A token whose
     /// gradients are all zero adds nothing, even if it is NaN.
     fn logits_back(&mut self, t: usize, dlogits: &[f64], losses: Option<&LossValue>) {
+        // A loss may have a gradient by the noise scale alone.
         let scales = |l: &LossValue| all_zero(&l.dscale[t * dlogits.len()..][..dlogits.len()]);
         if all_zero(dlogits) && losses.is_none_or(scales) {
             return;
@@ -177,6 +183,7 @@ impl Pass<'_> {
             let part = self.linear_back("router.noise.weight", &routed, &dscales);
             add(&mut droute, &part, 1.0);
         }
+        // The same draws as in the forward pass, since they depend on counters only.
         let factors = input_factors(self.spec, self.input, t);
         let x: Vec<f64> = self
             .token(t)
@@ -268,6 +275,7 @@ impl Pass<'_> {
             let total = self.of("router.similarity");
             (0..width).for_each(|i| total[i * experts + e] += dcolumn[i]);
         }
+        // Above the limit the temperature has no effect and so no gradient.
         if temperature < 100f64.ln() {
             self.of("router.temperature")[0] += dscale * scale;
         }
@@ -308,6 +316,7 @@ fn softmax_back(values: &[f64], d: &[f64]) -> Vec<f64> {
 
 fn unit_back(v: &[f64], dunit: &[f64]) -> Vec<f64> {
     let norm = dot(v, v).sqrt();
+    // Below the floor the norm is constant.
     if norm <= 1e-12 {
         return dunit.iter().map(|d| d / 1e-12).collect();
     }

@@ -62,6 +62,7 @@ pub fn add_experts(
     layout.check(tensors)?;
     check_sources(spec, growth.sources)?;
     check_margin(growth.margin)?;
+    // Refuse what cannot be preserved before any tensor is copied.
     let quiet = Quiet::of(spec, growth.margin)?;
     let mut larger = larger_spec(spec, growth.sources.len(), &quiet)?;
     let tokens = keep_capacity(spec, &mut larger, growth.tokens)?;
@@ -69,6 +70,8 @@ pub fn add_experts(
     let mut grown = Tensors::new();
     for (name, tensor) in tensors {
         let tensor = match layout.axis(name) {
+            // Every tensor that counts experts grows, the optimizer state of those weights
+            // included.
             Some(axis) => with_copies(name, tensor, axis, spec.shape.experts, growth),
             None if name == "router.table" => moved_ids(tensor, spec, growth.sources.len()),
             None => tensor.clone().into_static(),
@@ -149,6 +152,8 @@ impl Quiet {
             RouterKind::Table => logits &= router.score == Score::Softmax,
             RouterKind::Cosine => match router.score {
                 Score::Sigmoid | Score::SqrtSoftplus if margin.is_none() => {
+                    // Without a bias on its logits, a cosine router can only keep new experts out
+                    // of the selection.
                     (logits, keys) = (false, true);
                 }
                 _ => {
@@ -178,6 +183,8 @@ impl Quiet {
             let first = layer.spec.shape.experts - growth.sources.len();
             let values = bias.to_f64();
             for (i, &source) in growth.sources.iter().enumerate() {
+                // The selection bias of a new expert equals its source's, because the margin is in
+                // the logits already.
                 let value = match growth.margin {
                     None => lowest(bias.dtype),
                     Some(margin) if name == "router.bias" => values[source] - f64::from(margin),
@@ -234,6 +241,8 @@ fn keep_capacity(
         return Err(TrainError::NotPreserved(reason.to_string()));
     };
     let (old, new) = (spec.shape.experts, larger.shape.experts);
+    // The formula counts tokens as ceil(T/E), so a kept capacity holds while both ceilings stay the
+    // same.
     let (old_share, new_share) = (tokens.div_ceil(old), tokens.div_ceil(new));
     let kept = &mut larger.capacity;
     let factors = [Some(&mut kept.factor), kept.eval_factor.as_mut()];
@@ -275,6 +284,8 @@ fn larger_spec(spec: &LayerSpec, new: usize, quiet: &Quiet) -> Result<LayerSpec,
     larger.router.select_bias |= quiet.keys;
     if let Some(groups) = &mut larger.router.groups {
         let size = spec.routed_experts() / groups.count;
+        // Groups cover scored experts in order. New ones would shift experts without weights into
+        // other groups.
         let behind = spec.routed_experts() > spec.shape.experts;
         if !new.is_multiple_of(size) || behind || groups.mask == GroupMask::Zero {
             let reason = format!(
@@ -305,6 +316,8 @@ fn with_copies(
     let mut grown = gather(tensor, axis, &order);
     let weight = weight_of(name).unwrap_or(name);
     let state = name.strip_prefix(STATE_PREFIX);
+    // A zero second moment would make the next step of Adam huge, so only first moments are
+    // cleared.
     let moment = state.is_some_and(|kind| !kind.starts_with("second."));
     let down = state.is_none() && weight.starts_with("experts.down.");
     if moment || (growth.zero_down && down) {
@@ -350,6 +363,7 @@ fn zeros(spec: &LayerSpec, name: &str) -> Tensor<'static> {
 /// Returns a bias below every logit, with an exponential of 0 in f32.
 fn lowest(dtype: DType) -> f64 {
     match dtype {
+        // Near the smallest finite f16.
         DType::F16 => -6e4,
         _ => -1e30,
     }

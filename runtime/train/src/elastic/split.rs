@@ -40,6 +40,8 @@ pub fn split_experts(
         let each = tensors.iter().map(|(name, tensor)| {
             let tensor = match layout.axis(name) {
                 Some(axis) => {
+                    // Router tensors have rows for experts without weights after the others. Every
+                    // part gets those too.
                     let behind = spec.shape.experts..tensor.shape[axis];
                     let slices: Vec<usize> = own.clone().chain(behind).collect();
                     gather(tensor, axis, &slices)
@@ -69,6 +71,7 @@ pub fn merge_experts(
     let mut whole = first.0.clone();
     for (spec, _) in rest {
         let mut same = spec.clone();
+        // Specs may differ in their number of experts and in nothing else.
         same.shape.experts = first.0.shape.experts;
         if same != first.0 {
             let reason = "the parts differ in more than their number of experts";
@@ -221,6 +224,7 @@ fn check_replicas(
         );
         tensor.data.get(slot * row..(slot + 1) * row)
     };
+    // Taking the owner's silently would hide a replica that training let drift apart.
     for expert in placement.replicated() {
         let owner = placement.owner(expert);
         for (&ep, shard) in placement
@@ -245,6 +249,7 @@ fn one_group(
     placement: Option<&Placement>,
 ) -> Result<Parallel, TrainError> {
     check_spec(spec)?;
+    // Further groups hold the same parts, so one group is enough.
     let mesh = Parallel { dp: 1, ..mesh };
     let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
     mesh.check(spec).map_err(refused)?;
@@ -312,6 +317,8 @@ fn join(
     };
     let pairs = || list.iter().zip(experts);
     let tails: Vec<Tensor<'static>> = pairs().map(|(t, &count)| behind(t, count)).collect();
+    // The rows after the experts belong to experts without weights, so they must agree and appear
+    // once.
     let tail = same(name, &tails.iter().collect::<Vec<_>>())?;
     let own = |tensor: &Tensor<'_>, count: usize| {
         let indices: Vec<usize> = (0..count).collect();

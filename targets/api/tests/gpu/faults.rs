@@ -143,8 +143,7 @@ fn a_late_fault(rig: &Rig) {
     // SAFETY: it is refused.
     check_part(
         unsafe { module.launch("scale", dims([1, 1]), &nothing()) },
-        "launch of kernel `scale` is not possible: the GPU is lost to this process since an \
-         earlier failure",
+        "launch of kernel `scale` is not possible: an earlier failure has made the GPU unusable",
     );
 }
 
@@ -155,8 +154,8 @@ fn every_later_call_says_so(rig: &Rig, device: &dyn Device, buffer: &Buffer, cau
         check_error(
             result,
             &format!(
-                "{operation} is not possible: the GPU is lost to this process since an earlier \
-                 failure\nthe failure: {cause}\nstart the process again"
+                "{operation} is not possible: an earlier failure has made the GPU unusable for \
+                 this process\nthe failure: {cause}\nrestart the process"
             ),
         );
     };
