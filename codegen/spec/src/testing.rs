@@ -77,6 +77,8 @@ pub fn sample(seed: u64) -> LayerSpec {
         shared: Vec::new(),
         losses: Vec::new(),
     };
+    // The order of draws is fixed. A new option draws from a stream of its own, so that older seeds
+    // keep their layers.
     spec.experts.identity = identity(rng, &spec);
     spec.experts.zero = zero(&spec);
     spec.shape.top_k = top_k(rng, spec.routed_experts());
@@ -108,6 +110,7 @@ fn guidance(seed: u64, spec: &mut LayerSpec) {
         r.token_mask = rng.one_in(4);
         r.active_k = !matches!(r.select, Select::ExpertChoice(_)) && rng.one_in(4);
     }
+    // These selections define their own use of the logits, so entropy guidance excludes them.
     let own = matches!(r.select, Select::SparseMixer(_) | Select::Sinkhorn(_));
     if spec.has_logits() && !own && experts > 1 && rng.one_in(6) {
         spec.router.entropy = Some(Entropy {
@@ -332,6 +335,7 @@ fn experts(rng: &mut SampleRng) -> Experts {
 }
 
 fn identity(rng: &mut SampleRng, spec: &LayerSpec) -> usize {
+    // An identity expert returns its input, so both widths must agree.
     let fits = spec.output_dim() == spec.shape.model_dim;
     if fits && rng.one_in(8) {
         rng.between(1, 5)
@@ -414,6 +418,7 @@ fn groups(rng: &mut SampleRng, spec: &LayerSpec) -> Groups {
         .collect();
     let count = rng.pick(&counts);
     let size = experts / count;
+    // Enough groups to choose top_k experts from.
     let keep = rng.between(spec.shape.top_k.div_ceil(size), count);
     let stat = match size {
         1 => GroupStat::Max,

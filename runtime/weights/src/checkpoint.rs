@@ -126,6 +126,7 @@ impl Checkpoint {
             checkpoint.gguf = Some(Gguf::open(&path)?);
         } else if !about.is_dir() {
             checkpoint.add_whole(path.to_path_buf())?;
+        // The order of transformers: a single file wins over an index.
         } else if path.join(SINGLE).exists() {
             checkpoint.add_whole(path.join(SINGLE))?;
         } else if path.join(INDEX).exists() {
@@ -205,6 +206,8 @@ impl Checkpoint {
         let Some((name, shard)) = self.names.get_key_value(name) else {
             return Ok(None);
         };
+        // Name the tensor too: the index is at hand, the shard may be one that was never
+        // downloaded.
         let shard = self.shards[*shard].open().map_err(|error| match error {
             WeightsError::NotFound { path } => WeightsError::MissingShard {
                 tensor: name.clone(),
@@ -340,6 +343,7 @@ impl Shard {
     fn open(file: PathBuf) -> Result<Shard, WeightsError> {
         let handle = File::open(&file).map_err(WeightsError::io(&file))?;
         let length = handle.metadata().map_err(WeightsError::io(&file))?.len();
+        // An empty file cannot be mapped, and a shorter one has no header length.
         if length < 8 {
             let reason = format!("{length} bytes are too few for a safetensors file");
             return Err(WeightsError::Corrupt { file, reason });
@@ -382,6 +386,7 @@ fn gguf_of(path: &Path) -> Option<PathBuf> {
     if !path.is_dir() {
         return gguf::is_gguf(path).then(|| path.to_path_buf());
     }
+    // A folder with both formats is read as safetensors, which holds the model's own precision.
     if path.join(SINGLE).exists() || path.join(INDEX).exists() {
         return None;
     }
@@ -396,6 +401,7 @@ fn of_gguf(found: gguf::Found<'_>) -> TensorRef<'_> {
     let info = found.info;
     let (dtype, ggml) = match info.kind {
         Kind::Numbers(dtype) => (Ok(dtype), None),
+        // safetensors has no type for ggml's blocks; `ggml` carries the real one.
         other => (Err(safetensors::Dtype::U8), Some(other)),
     };
     TensorRef {

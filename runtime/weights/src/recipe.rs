@@ -73,6 +73,8 @@ impl<'a> Finder<'a, '_> {
         let mut present = alternatives.iter().filter(|a| self.present(a));
         let first = |fits: &[(&Alternative, _)]| fits.first().map(|(a, _)| a.parts.clone());
         for alternative in &mut present {
+            // Only readings of the same tensors compete. Other alternatives come later in the order
+            // of preference.
             if first(&fits).is_some_and(|parts| parts != alternative.parts) {
                 continue;
             }
@@ -84,6 +86,8 @@ impl<'a> Finder<'a, '_> {
                         fits.push((alternative, Fit { weight, transposed }));
                     }
                 }
+                // Keep looking: another alternative may fit. If none does, the first misfit is the
+                // best explanation.
                 Err(error @ WeightsError::WrongShape { .. }) => misfit = misfit.or(Some(error)),
                 // Once one reading fits, errors of further readings do not matter.
                 Err(error) if fits.is_empty() => return Err(error),
@@ -94,6 +98,7 @@ impl<'a> Finder<'a, '_> {
             return Err(misfit.unwrap_or_else(|| self.missing(alternatives)));
         };
         let same = alternatives.iter().filter(|a| a.parts == parts);
+        // A tensor is evidence only if the recipes would have accepted the other order too.
         let either = same.clone().any(|a| a.transposes()) && same.clone().any(|a| !a.transposes());
         let fits = fits.into_iter().map(|(_, fit)| fit).collect();
         Ok(Fits { fits, either })
@@ -121,6 +126,7 @@ impl<'a> Finder<'a, '_> {
             TensorParts::PerExpert { .. } | TensorParts::Repeated { .. } => {
                 let names = alternative.parts.names();
                 let (rows, row) = shape.split_first().unwrap_or((&1, &[]));
+                // The spec and the recipe may come from different places, such as a changed import.
                 if names.len() != *rows {
                     return Err(WeightsError::WrongCount {
                         tensor: self.tensor.name.clone(),
@@ -195,6 +201,7 @@ impl<'a> Finder<'a, '_> {
         name: &str,
         steps: &[TensorStep],
     ) -> Result<Option<Quantized<'a>>, WeightsError> {
+        // A GGUF file names the type of each tensor itself, so no recipe step is needed.
         if let Some(from) = self.checkpoint.tensor(name).filter(|t| t.ggml.is_some()) {
             return self.blocks(from).map(Some);
         }
@@ -317,6 +324,7 @@ impl<'a> Finder<'a, '_> {
                     continue;
                 }
             };
+            // Collect all factors in f64 and apply them once, so that each weight is rounded once.
             let product = columns.get_or_insert_with(|| vec![1.0; width]);
             product.iter_mut().zip(factors).for_each(|(p, f)| *p *= f);
         }
@@ -346,6 +354,7 @@ impl<'a> Finder<'a, '_> {
     /// Reads a vector that divides columns.
     fn nonzero(&self, name: &str, width: usize) -> Result<Vec<f64>, WeightsError> {
         let vector = self.vector(name, width)?;
+        // Dividing by zero would fill a column with infinities that nobody asked for.
         if vector.iter().all(|v| *v != 0.0) {
             return Ok(vector);
         }

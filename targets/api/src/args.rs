@@ -65,6 +65,8 @@ impl ArgBlock {
         args: &[Arg],
         mut encode: impl FnMut(&TensorMap, Ptr, [u64; 5]) -> Result<MapBytes, DeviceError>,
     ) -> Result<(), DeviceError> {
+        // Check everything before packing: drivers trust the pointers and would read beyond a
+        // missing argument.
         check_count(entry, args)?;
         check_kinds(entry, args)?;
         self.values.clear();
@@ -85,6 +87,7 @@ impl ArgBlock {
     /// Returns one pointer per argument, valid while the block is borrowed and not moved.
     pub fn pointers(&mut self) -> &mut [*mut c_void] {
         let values = self.values.iter_mut();
+        // The values may have moved since the last call, so take their addresses anew.
         self.pointers.clear();
         self.pointers
             .extend(values.map(|value| value.0.as_mut_ptr().cast()));
@@ -99,6 +102,7 @@ impl ArgBlock {
 /// [`DeviceError::Launch`] if a dimension exceeds the limits of GPUs: 2^31-1 blocks in x, 65535 in
 /// y.
 pub fn gpu_grid(symbol: &str, dims: &LaunchDims) -> Result<Option<[u32; 2]>, DeviceError> {
+    // The limits of CUDA's grids, used for both vendors.
     const MOST: [u64; 2] = [i32::MAX as u64, u16::MAX as u64];
     let [x, y] = dims.grid;
     if x == 0 || y == 0 {

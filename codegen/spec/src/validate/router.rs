@@ -53,6 +53,7 @@ fn table(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     .check(problems);
     let k = spec.shape.top_k;
+    // A table with too many rows has a problem already; do not report its product too.
     if rows <= MAX_TABLE_ROWS && rows.saturating_mul(k) > MAX_MATRIX {
         let message = format!("a table of {rows} x {k} expert ids is too large");
         let help = format!(
@@ -294,6 +295,7 @@ fn check_groups(spec: &LayerSpec, groups: &Groups, problems: &mut Vec<Problem>) 
 
 fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec<Problem>) {
     let (k, kept) = (spec.shape.top_k, groups.keep.saturating_mul(size));
+    // If top_k exceeds all experts, that is the problem to report, not the groups.
     if kept < k && k <= spec.scored_experts() {
         let message = format!(
             "`router.groups.keep` = {} leaves {kept} experts for `top_k` = {k}",
@@ -320,6 +322,7 @@ fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec
 }
 
 fn divisors(number: usize) -> String {
+    // The number may be absurd, so bound the search.
     let small = number.min(crate::MAX_EXPERTS);
     let list: Vec<String> = (1..=small)
         .filter(|n| number.is_multiple_of(*n))

@@ -32,11 +32,14 @@ pub(super) struct Journal {
 impl Journal {
     pub fn note(&mut self, launched: &Launched) {
         let count = self.launches.len();
+        // Start where the last call left off: in a loop over a layer, each launch is found at the
+        // first place.
         let mut places = (0..count).map(|i| (self.next + i) % count);
         if let Some(at) = places.find(|at| self.launches[*at] == *launched) {
             self.next = at + 1;
             return;
         }
+        // Forget the oldest, but count it, so that the error does not claim to be complete.
         if count == KEPT {
             self.launches.remove(0);
             self.forgotten += 1;
