@@ -34,8 +34,8 @@ pub enum TargetNameError {
     NeedsArch {
         /// The name that you asked for.
         asked: String,
-        /// The driver whose device would have named the architecture, and that this machine lacks;
-        /// empty for simulators.
+        /// The device that would have told the architecture and is missing, as words for the
+        /// message; empty for simulators.
         missing: &'static str,
         /// Names that would be accepted.
         example: &'static str,

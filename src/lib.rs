@@ -42,7 +42,8 @@
 //! All are off by default. A feature adds items and changes no result.
 //!
 //! * `macros`: [`layer!`].
-//! * `train`: [`train`], with optimizers, schedules and the loop around a layer.
+//! * `train`: [`train`], with optimizers, steps over many ranks, gates that look at ranks, and
+//!   checkpoints whose number of experts changes.
 //! * `tune`: [`tune`], which chooses the strategy of ranks from call to call.
 //! * `cuda`, `rocm`: the GPUs of this machine. Compiling for them needs no feature.
 //! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs on this machine.

@@ -265,7 +265,7 @@ fn read_pack(
         path,
         kernels: 0,
         tunings: 0,
-        promised: None,
+        manifest: None,
         pending: None,
         long_name: None,
     };
@@ -286,8 +286,8 @@ struct Reader<'a> {
     path: &'a Path,
     kernels: usize,
     tunings: usize,
-    /// The numbers of kernels and tunings in the manifest.
-    promised: Option<(usize, usize)>,
+    /// The manifest, once it was read.
+    manifest: Option<Manifest>,
     pending: Option<(KernelKey, StoredKernel)>,
     /// The name of the next member, if it is too long for a header.
     long_name: Option<Vec<u8>>,
@@ -331,7 +331,7 @@ impl Reader<'_> {
             Some(Member::Manifest) => self.manifest(&bytes),
             // The manifest comes first, so that the format version is known before anything is
             // decoded.
-            _ if self.promised.is_none() => Err(self.damaged("it does not begin as a pack")),
+            _ if self.manifest.is_none() => Err(self.damaged("it does not begin as a pack")),
             Some(Member::Kernel(key)) => self.kernel(key, &name, bytes, sink),
             Some(Member::Source(key)) => self.source(key, &name, &bytes, sink),
             Some(Member::Tuned) => self.tuned(&name, &bytes, sink),
@@ -362,7 +362,7 @@ impl Reader<'_> {
                 manifest.format
             )));
         }
-        self.promised = Some((manifest.kernels, manifest.tunings));
+        self.manifest = Some(manifest);
         Ok(())
     }
 
@@ -425,19 +425,22 @@ impl Reader<'_> {
     }
 
     fn finish(&self) -> Result<(), PackError> {
-        match self.promised {
-            // A tar cut off between members reads without an error, so compare the counts.
-            Some((kernels, _)) if kernels != self.kernels => {
-                let found = self.kernels;
-                Err(self.damaged(format!("it has {found} of its {kernels} kernels")))
-            }
-            Some((_, tunings)) if tunings != self.tunings => {
-                let found = self.tunings;
-                Err(self.damaged(format!("it has {found} of its {tunings} tunings")))
-            }
-            Some(_) => Ok(()),
-            None => Err(self.damaged("it is empty")),
+        let Some(Manifest {
+            kernels, tunings, ..
+        }) = self.manifest
+        else {
+            return Err(self.damaged("it is empty"));
+        };
+        // A tar cut off between members reads without an error, so compare the counts.
+        if kernels != self.kernels {
+            let found = self.kernels;
+            return Err(self.damaged(format!("it has {found} of its {kernels} kernels")));
         }
+        if tunings != self.tunings {
+            let found = self.tunings;
+            return Err(self.damaged(format!("it has {found} of its {tunings} tunings")));
+        }
+        Ok(())
     }
 }
 

@@ -22,9 +22,17 @@ const MOST_SHARDS: u64 = 9_999;
 #[derive(Debug)]
 pub(crate) struct Gguf {
     shards: Vec<Shard>,
-    /// The shard and index of each tensor.
-    names: BTreeMap<String, (usize, usize)>,
+    /// The place of each tensor.
+    names: BTreeMap<String, Place>,
     pub metadata: Metadata,
+}
+
+/// The place of a tensor in the files.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    shard: usize,
+    /// The index among the tensors of the shard.
+    index: usize,
 }
 
 #[derive(Debug)]
@@ -208,7 +216,8 @@ impl Gguf {
         let mut header = read_header(&map).map_err(corrupt)?;
         let infos = std::mem::take(&mut header.infos);
         for (index, info) in infos.iter().enumerate() {
-            let place = (self.shards.len(), index);
+            let shard = self.shards.len();
+            let place = Place { shard, index };
             // Which of the two was meant is unknowable.
             if self.names.insert(info.name.clone(), place).is_some() {
                 return Err(corrupt(format!("tensor `{}` is there twice", info.name)));
@@ -238,13 +247,13 @@ impl Gguf {
 
     /// Returns the tensor of that name.
     pub fn tensor(&self, name: &str) -> Option<Found<'_>> {
-        let (name, (shard, index)) = self.names.get_key_value(name)?;
-        let shard = &self.shards[*shard];
+        let (name, place) = self.names.get_key_value(name)?;
+        let shard = &self.shards[place.shard];
         Some(Found {
             name,
             file: &shard.file,
             map: &shard.map,
-            info: &shard.infos[*index],
+            info: &shard.infos[place.index],
         })
     }
 }
