@@ -1,7 +1,7 @@
 //! Configurations of quantized checkpoints: the formats they describe, and those refused.
 
 use crate::hf::error;
-use moesaic_spec::format::Block;
+use moesaic_spec::format::ScaleBlock;
 use moesaic_spec::hf::{TensorStep, import};
 
 /// Every alternative of a quantized checkpoint may hold codes, and the element type is bf16.
@@ -14,7 +14,7 @@ fn published_deepseek_v3_is_quantized() {
         panic!("{:?}", got.sources[0]);
     };
     let stored = codes.stored[0];
-    assert_eq!(stored.format.block, Block::Tile([128, 64]));
+    assert_eq!(stored.format.block, ScaleBlock::Tile([128, 64]));
     let alternatives = got.sources.iter().flat_map(|source| &source.alternatives);
     let first: Vec<_> = alternatives.map(|a| a.steps.first()).collect();
     assert!(
