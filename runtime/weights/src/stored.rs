@@ -269,7 +269,7 @@ impl<'a> Parts<'a, '_, '_> {
         let Some(from) = from else {
             return match zero {
                 Zero::None | Zero::Middle => Ok(None),
-                Zero::StoredFormat | Zero::LessOne => Err(self.missing(&self.named(end))),
+                Zero::Stored | Zero::LessOne => Err(self.missing(&self.named(end))),
             };
         };
         let [down, across] = scales.grid.unwrap_or([1, 1]);
