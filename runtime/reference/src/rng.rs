@@ -151,9 +151,9 @@ fn logarithm(x: u64) -> i64 {
     ((i64::from(63 - zeros) * LN_2) >> 31) + (of_fraction >> 4)
 }
 
-/// Returns a normal deviate in units of 2⁻²⁶: the inverse of the normal distribution at u = (word |
-/// 1) / 2³², within 3e-7. It is a function of w = -ln(4 u (1 - u)), as in Giles' approximation of
-/// the inverse error function; the polynomials are our own fits.
+/// Returns a normal deviate in units of 2⁻²⁶: the inverse of the normal distribution at
+/// `u = (word | 1) / 2³²`, within 3e-7. It is a function of `w = -ln(4 u (1 - u))`, as in Giles'
+/// approximation of the inverse error function; the polynomials are our own fits.
 pub fn gaussian(word: u32) -> i32 {
     let odd = i64::from(word | 1);
     let whole = 1i64 << 32;
