@@ -36,16 +36,16 @@ impl Layer9AwkwardExperts {
     /// The spec as canonical TOML.
     pub const SPEC: &'static str = "name = \"9-awkward.experts\"\n\n[shape]\nmodel_dim = 20\nhidden_dim = 12\nexperts = 5\ntop_k = 3\noutput_dim = 7\n\n[precision]\nweights = \"f16\"\nactivations = \"f16\"\n\n[router]\nkind = \"table\"\nbias = true\nexpert_scale = true\ntable_rows = 11\n\n[capacity]\nmode = \"bounded\"\nfactor = 1.25\norder = \"batch-prioritized\"\n\n[experts]\nbias = true\n\n[[shared]]\nhidden_dim = 6\ngate = \"sigmoid\"\n\n[[shared]]\nhidden_dim = 9\n";
 
-    /// The spec this type was generated from.
+    /// Returns the spec that this type was generated from.
     pub fn spec() -> ::moesaic::LayerSpec {
         ::moesaic::typed::generated::spec(Self::SPEC)
     }
 
-    /// Puts the weights on the engine's device and gets the kernels ready:
-    /// from the cache, or compiled.
+    /// Copies the weights to the engine's device and prepares the kernels, from the cache or by
+    /// compiling them.
     ///
     /// # Errors
-    /// When a kernel cannot be had, or device memory runs out.
+    /// If a kernel cannot be fetched or compiled, or device memory runs out.
     pub fn new(
         engine: &::moesaic::Engine,
         weights: &Layer9AwkwardExpertsWeights<'_>,
@@ -53,14 +53,12 @@ impl Layer9AwkwardExperts {
         Self::made(engine, None, &weights.named(), None)
     }
 
-    /// As `new`, this rank's part of a layer over ranks: its calls take and give
-    /// what is of this rank's tokens, and are made by all ranks of the mesh, in
-    /// the same order, also by those without tokens. `weights` are those of the
-    /// whole layer.
+    /// Makes this rank's part of a layer over ranks, as `new` does. Its calls take this rank's
+    /// tokens and return results for them. All ranks of the mesh make each call in the same
+    /// order, even ranks without tokens. `weights` are those of the whole layer.
     ///
     /// # Errors
-    /// As `new`; also when the layer cannot have the mesh, or ranks make
-    /// different layers.
+    /// As `new`, or if the layer does not fit the mesh, or ranks make different layers.
     pub fn new_over(
         engine: &::moesaic::Engine,
         mesh: &::moesaic::Mesh,
@@ -69,11 +67,11 @@ impl Layer9AwkwardExperts {
         Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
-    /// As `new`, with weights by canonical name, as a checkpoint has them:
-    /// their shapes are checked here.
+    /// Makes the layer as `new` does, from weights by canonical name, as a checkpoint has them.
+    /// Their shapes are checked here.
     ///
     /// # Errors
-    /// As `new`; also when a tensor is missing or is not as the spec says.
+    /// As `new`, or if a tensor is missing or does not match the spec.
     pub fn from_named(
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
@@ -81,8 +79,8 @@ impl Layer9AwkwardExperts {
         Self::made(engine, None, weights, None)
     }
 
-    /// As `new_over`, with weights by canonical name. Of experts only those of
-    /// this rank are read.
+    /// Makes this rank's part as `new_over` does, from weights by canonical name. It reads only
+    /// this rank's experts.
     ///
     /// # Errors
     /// As `from_named` and `new_over`.
@@ -104,15 +102,14 @@ impl Layer9AwkwardExperts {
         Ok(Self { layer })
     }
 
-    /// Evaluates the layer, one row per token, and reads back `y`. Nothing
-    /// is drawn, also where the layer was made by `training`.
+    /// Evaluates the layer, one row per token, and reads back `y`. It draws no random numbers,
+    /// even if the layer was made by `training`.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
     ///
     /// # Errors
-    /// When inputs differ in length or hold ids out of range, memory runs
-    /// out, or a launch fails.
+    /// If inputs differ in length or hold ids out of range, memory runs out, or a launch fails.
     pub fn forward(
         &self,
         x: &[[::moesaic::half::f16; 20]],
@@ -122,7 +119,7 @@ impl Layer9AwkwardExperts {
         ::moesaic::typed::generated::read_rows(&output, "y")
     }
 
-    /// As `forward`, and reads back everything the layer can tell.
+    /// Evaluates the layer as `forward` does, and reads back every named output.
     ///
     /// # Errors
     /// As `forward`.
@@ -140,12 +137,12 @@ impl Layer9AwkwardExperts {
         Layer9AwkwardExpertsOutput::read(&output)
     }
 
-    /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
-    /// goes as its forward pass did. All ranks call it, and choose the same.
+    /// Sets how the ranks of a mesh carry out later calls; a backward pass follows its own
+    /// forward pass. All ranks call this with the same strategy.
     ///
     /// # Errors
-    /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
-    /// ranks choose differently.
+    /// If the layer was made without a mesh, the mesh or its nodes do not support the strategy,
+    /// or ranks choose differently.
     pub fn set_strategy(
         &mut self,
         strategy: ::moesaic::Strategy,
@@ -153,10 +150,11 @@ impl Layer9AwkwardExperts {
         self.layer.set_strategy(strategy)
     }
 
-    /// As `forward_all`, with a capacity factor of this call's own.
+    /// Evaluates the layer as `forward_all` does, with a capacity factor for this call
+    /// alone.
     ///
     /// # Errors
-    /// As `forward`; also for a factor that is no number or too large.
+    /// As `forward`, or if the factor is not finite or too large.
     pub fn forward_at(
         &self,
         capacity_factor: f64,
@@ -168,7 +166,7 @@ impl Layer9AwkwardExperts {
         Layer9AwkwardExpertsOutput::read(&output)
     }
 
-    /// Decides where tokens go as `forward` does, and nothing else.
+    /// Routes tokens to experts as `forward` does, and computes nothing else.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
@@ -186,11 +184,11 @@ impl Layer9AwkwardExperts {
         )
     }
 
-    /// Decides where tokens go as `forward_train` does with the same
-    /// counters, and nothing else.
+    /// Routes tokens to experts as `forward_train` does with the same counters, and computes
+    /// nothing else.
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`, or if the layer was not made by `training`.
     pub fn route_train(
         &self,
         x: &[[::moesaic::half::f16; 20]],
@@ -287,7 +285,7 @@ pub struct Layer9AwkwardExpertsWeights<'a> {
 
 #[allow(dead_code)]
 impl<'a> Layer9AwkwardExpertsWeights<'a> {
-    /// The weights by canonical name, with shapes as data.
+    /// Returns the weights by canonical name, with shapes as data.
     pub fn named(&self) -> ::moesaic::Tensors<'a> {
         ::moesaic::typed::generated::weights([
             (
@@ -414,7 +412,7 @@ pub struct Layer9AwkwardExpertsOutput {
 
 #[allow(dead_code)]
 impl Layer9AwkwardExpertsOutput {
-    /// The tensors, by the names of the layer.
+    /// The canonical names of the tensors.
     pub const NAMES: &'static [&'static str] = &[
         "y",
         "topk_ids",
@@ -482,7 +480,7 @@ pub struct Layer9AwkwardExpertsRouting {
 
 #[allow(dead_code)]
 impl Layer9AwkwardExpertsRouting {
-    /// The tensors, by the names of the layer.
+    /// The canonical names of the tensors.
     pub const NAMES: &'static [&'static str] = &[
         "topk_ids",
         "topk_weights",
@@ -523,7 +521,7 @@ impl Layer9AwkwardExpertsRouting {
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsRaw {
-    /// Tokens of the call, `T`.
+    /// The number of tokens in the call, `T`.
     pub tokens: usize,
     /// The tokens: `x`, f16 `[T, 20]`.
     pub x: ::moesaic::typed::In<::moesaic::half::f16>,
@@ -548,7 +546,7 @@ impl ::moesaic::typed::RawArgs for Layer9AwkwardExpertsRaw {
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsRawTraining {
-    /// Tokens of the call, `T`.
+    /// The number of tokens in the call, `T`.
     pub tokens: usize,
     /// The tokens: `x`, f16 `[T, 20]`.
     pub x: ::moesaic::typed::In<::moesaic::half::f16>,
@@ -610,9 +608,9 @@ impl ::moesaic::typed::TypedLayer for Layer9AwkwardExperts {
 /// What a forward pass of [`Layer9AwkwardExperts`] in training gives.
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsTrained {
-    /// What any call computes.
+    /// The results of the call, as in evaluation.
     pub output: Layer9AwkwardExpertsOutput,
-    /// What backward needs.
+    /// The state for backward.
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
@@ -700,7 +698,7 @@ pub struct Layer9AwkwardExpertsGradients {
 
 #[allow(dead_code, clippy::too_many_arguments)]
 impl Layer9AwkwardExperts {
-    /// As `new`, for a layer that can run backward.
+    /// Makes a layer as `new` does, with a backward pass.
     ///
     /// # Errors
     /// As `new`.
@@ -712,7 +710,7 @@ impl Layer9AwkwardExperts {
         Self::made(engine, None, &weights.named(), Some(training))
     }
 
-    /// As `new_over`, for a layer that can run backward.
+    /// Makes this rank's part as `new_over` does, with a backward pass.
     ///
     /// # Errors
     /// As `new_over`.
@@ -725,8 +723,8 @@ impl Layer9AwkwardExperts {
         Self::made(engine, Some(mesh), &weights.named(), Some(training))
     }
 
-    /// As `training`, with weights by canonical name, and with those of experts
-    /// of this rank alone where there is a mesh.
+    /// Makes a layer as `training` does, from weights by canonical name. On a mesh it reads
+    /// only this rank's experts.
     ///
     /// # Errors
     /// As `from_named` and `from_named_over`.
@@ -739,14 +737,14 @@ impl Layer9AwkwardExperts {
         Self::made(engine, mesh, weights, Some(training))
     }
 
-    /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `counters` are what random numbers depend on.
+    /// Runs the layer forward as in training, and keeps the state for backward. Random numbers
+    /// depend on `counters` alone.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`, or if the layer was not made by `training`.
     pub fn forward_train(
         &self,
         x: &[[::moesaic::half::f16; 20]],
@@ -756,10 +754,10 @@ impl Layer9AwkwardExperts {
         self.train(&Self::training_input(x, token_ids), counters)
     }
 
-    /// As `forward_train`, with a capacity factor of this call's own.
+    /// Runs the layer as `forward_train` does, with a capacity factor for this call alone.
     ///
     /// # Errors
-    /// As `forward_train`; also for a factor that is no number or too large.
+    /// As `forward_train`, or if the factor is not finite or too large.
     pub fn forward_train_at(
         &self,
         capacity_factor: f64,
@@ -784,13 +782,12 @@ impl Layer9AwkwardExperts {
         })
     }
 
-    /// Runs the layer backward from the gradient of `y`. Gradients of
-    /// weights stay with the layer: they are overwritten, or with
-    /// `accumulate` added to.
+    /// Runs the layer backward from the gradient of `y`. Gradients of weights stay with the
+    /// layer: this pass overwrites them, or adds to them if `accumulate` is set.
     ///
     /// # Errors
-    /// When `dy` has not one row per token, `saved` is of another layer,
-    /// memory runs out, or a launch fails.
+    /// If `dy` does not have one row per token, `saved` belongs to another layer, memory runs
+    /// out, or a launch fails.
     pub fn backward(
         &self,
         saved: &::moesaic::mesh::AnySaved,
@@ -806,17 +803,17 @@ impl Layer9AwkwardExperts {
         )
     }
 
-    /// Adds up the gradients of weights over the ranks of a mesh that have the
-    /// same weights; nothing without a mesh.
+    /// Sums the gradients of weights over the ranks of a mesh that hold the same weights. Does
+    /// nothing without a mesh.
     ///
     /// # Errors
-    /// When the layer was not made by `training`, or ranks cannot be reached.
+    /// If the layer was not made by `training`, or ranks cannot be reached.
     pub fn reduce_gradients(&self) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.reduce_gradients()
     }
 
-    /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
-    /// means over each rank's own tokens.
+    /// Sums gradients as `reduce_gradients` does and divides by the number of ranks, for losses
+    /// that are means over each rank's own tokens.
     ///
     /// # Errors
     /// As `reduce_gradients`.
@@ -826,13 +823,12 @@ impl Layer9AwkwardExperts {
         self.layer.average_gradients()
     }
 
-    /// Reads back the gradients of all weights. On a mesh those of experts are
-    /// of this rank's own experts, one after the other, those of sliced shared
-    /// experts of its slices, and all others of this rank's tokens until
-    /// `reduce_gradients` has added them up.
+    /// Reads back the gradients of all weights. On a mesh, those of experts cover this rank's
+    /// own experts in order, and those of sharded shared experts its shards. All others cover
+    /// this rank's tokens until `reduce_gradients` has summed them.
     ///
     /// # Errors
-    /// When the layer was not made by `training`.
+    /// If the layer was not made by `training`.
     pub fn gradients(
         &self,
     ) -> ::std::result::Result<Layer9AwkwardExpertsGradients, ::moesaic::EngineError> {

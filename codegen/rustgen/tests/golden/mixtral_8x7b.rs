@@ -35,16 +35,16 @@ impl Mixtral8x7b {
     /// The spec as canonical TOML.
     pub const SPEC: &'static str = "name = \"mixtral-8x7b\"\n\n[shape]\nmodel_dim = 4096\nhidden_dim = 14336\nexperts = 8\ntop_k = 2\n\n[precision]\nweights = \"bf16\"\nactivations = \"bf16\"\n\n[router]\nrenormalize = \"sum\"\n";
 
-    /// The spec this type was generated from.
+    /// Returns the spec that this type was generated from.
     pub fn spec() -> ::moesaic::LayerSpec {
         ::moesaic::typed::generated::spec(Self::SPEC)
     }
 
-    /// Puts the weights on the engine's device and gets the kernels ready:
-    /// from the cache, or compiled.
+    /// Copies the weights to the engine's device and prepares the kernels, from the cache or by
+    /// compiling them.
     ///
     /// # Errors
-    /// When a kernel cannot be had, or device memory runs out.
+    /// If a kernel cannot be fetched or compiled, or device memory runs out.
     pub fn new(
         engine: &::moesaic::Engine,
         weights: &Mixtral8x7bWeights<'_>,
@@ -52,14 +52,12 @@ impl Mixtral8x7b {
         Self::made(engine, None, &weights.named(), None)
     }
 
-    /// As `new`, this rank's part of a layer over ranks: its calls take and give
-    /// what is of this rank's tokens, and are made by all ranks of the mesh, in
-    /// the same order, also by those without tokens. `weights` are those of the
-    /// whole layer.
+    /// Makes this rank's part of a layer over ranks, as `new` does. Its calls take this rank's
+    /// tokens and return results for them. All ranks of the mesh make each call in the same
+    /// order, even ranks without tokens. `weights` are those of the whole layer.
     ///
     /// # Errors
-    /// As `new`; also when the layer cannot have the mesh, or ranks make
-    /// different layers.
+    /// As `new`, or if the layer does not fit the mesh, or ranks make different layers.
     pub fn new_over(
         engine: &::moesaic::Engine,
         mesh: &::moesaic::Mesh,
@@ -68,11 +66,11 @@ impl Mixtral8x7b {
         Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
-    /// As `new`, with weights by canonical name, as a checkpoint has them:
-    /// their shapes are checked here.
+    /// Makes the layer as `new` does, from weights by canonical name, as a checkpoint has them.
+    /// Their shapes are checked here.
     ///
     /// # Errors
-    /// As `new`; also when a tensor is missing or is not as the spec says.
+    /// As `new`, or if a tensor is missing or does not match the spec.
     pub fn from_named(
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
@@ -80,8 +78,8 @@ impl Mixtral8x7b {
         Self::made(engine, None, weights, None)
     }
 
-    /// As `new_over`, with weights by canonical name. Of experts only those of
-    /// this rank are read.
+    /// Makes this rank's part as `new_over` does, from weights by canonical name. It reads only
+    /// this rank's experts.
     ///
     /// # Errors
     /// As `from_named` and `new_over`.
@@ -103,14 +101,13 @@ impl Mixtral8x7b {
         Ok(Self { layer })
     }
 
-    /// Evaluates the layer, one row per token, and reads back `y`. Nothing
-    /// is drawn, also where the layer was made by `training`.
+    /// Evaluates the layer, one row per token, and reads back `y`. It draws no random numbers,
+    /// even if the layer was made by `training`.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
     /// # Errors
-    /// When inputs differ in length or hold ids out of range, memory runs
-    /// out, or a launch fails.
+    /// If inputs differ in length or hold ids out of range, memory runs out, or a launch fails.
     pub fn forward(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
@@ -122,7 +119,7 @@ impl Mixtral8x7b {
         ::moesaic::typed::generated::read_rows(&output, "y")
     }
 
-    /// As `forward`, and reads back everything the layer can tell.
+    /// Evaluates the layer as `forward` does, and reads back every named output.
     ///
     /// # Errors
     /// As `forward`.
@@ -134,12 +131,12 @@ impl Mixtral8x7b {
         Mixtral8x7bOutput::read(&output)
     }
 
-    /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
-    /// goes as its forward pass did. All ranks call it, and choose the same.
+    /// Sets how the ranks of a mesh carry out later calls; a backward pass follows its own
+    /// forward pass. All ranks call this with the same strategy.
     ///
     /// # Errors
-    /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
-    /// ranks choose differently.
+    /// If the layer was made without a mesh, the mesh or its nodes do not support the strategy,
+    /// or ranks choose differently.
     pub fn set_strategy(
         &mut self,
         strategy: ::moesaic::Strategy,
@@ -147,7 +144,7 @@ impl Mixtral8x7b {
         self.layer.set_strategy(strategy)
     }
 
-    /// Decides where tokens go as `forward` does, and nothing else.
+    /// Routes tokens to experts as `forward` does, and computes nothing else.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
@@ -161,11 +158,11 @@ impl Mixtral8x7b {
         Mixtral8x7bRouting::read(&self.layer.route(&input, Mixtral8x7bRouting::NAMES)?)
     }
 
-    /// Decides where tokens go as `forward_train` does with the same
-    /// counters, and nothing else.
+    /// Routes tokens to experts as `forward_train` does with the same counters, and computes
+    /// nothing else.
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`, or if the layer was not made by `training`.
     pub fn route_train(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
@@ -211,7 +208,7 @@ pub struct Mixtral8x7bWeights<'a> {
 
 #[allow(dead_code)]
 impl<'a> Mixtral8x7bWeights<'a> {
-    /// The weights by canonical name, with shapes as data.
+    /// Returns the weights by canonical name, with shapes as data.
     pub fn named(&self) -> ::moesaic::Tensors<'a> {
         ::moesaic::typed::generated::weights([
             (
@@ -261,7 +258,7 @@ pub struct Mixtral8x7bOutput {
 
 #[allow(dead_code)]
 impl Mixtral8x7bOutput {
-    /// The tensors, by the names of the layer.
+    /// The canonical names of the tensors.
     pub const NAMES: &'static [&'static str] = &[
         "y",
         "topk_ids",
@@ -321,7 +318,7 @@ pub struct Mixtral8x7bRouting {
 
 #[allow(dead_code)]
 impl Mixtral8x7bRouting {
-    /// The tensors, by the names of the layer.
+    /// The canonical names of the tensors.
     pub const NAMES: &'static [&'static str] = &[
         "topk_ids",
         "topk_weights",
@@ -358,7 +355,7 @@ impl Mixtral8x7bRouting {
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bRaw {
-    /// Tokens of the call, `T`.
+    /// The number of tokens in the call, `T`.
     pub tokens: usize,
     /// The tokens: `x`, bf16 `[T, 4096]`.
     pub x: ::moesaic::typed::In<::moesaic::half::bf16>,
@@ -381,7 +378,7 @@ impl ::moesaic::typed::RawArgs for Mixtral8x7bRaw {
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bRawTraining {
-    /// Tokens of the call, `T`.
+    /// The number of tokens in the call, `T`.
     pub tokens: usize,
     /// The tokens: `x`, bf16 `[T, 4096]`.
     pub x: ::moesaic::typed::In<::moesaic::half::bf16>,
@@ -441,9 +438,9 @@ impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
 /// What a forward pass of [`Mixtral8x7b`] in training gives.
 #[allow(dead_code)]
 pub struct Mixtral8x7bTrained {
-    /// What any call computes.
+    /// The results of the call, as in evaluation.
     pub output: Mixtral8x7bOutput,
-    /// What backward needs.
+    /// The state for backward.
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
@@ -494,7 +491,7 @@ pub struct Mixtral8x7bGradients {
 
 #[allow(dead_code, clippy::too_many_arguments)]
 impl Mixtral8x7b {
-    /// As `new`, for a layer that can run backward.
+    /// Makes a layer as `new` does, with a backward pass.
     ///
     /// # Errors
     /// As `new`.
@@ -506,7 +503,7 @@ impl Mixtral8x7b {
         Self::made(engine, None, &weights.named(), Some(training))
     }
 
-    /// As `new_over`, for a layer that can run backward.
+    /// Makes this rank's part as `new_over` does, with a backward pass.
     ///
     /// # Errors
     /// As `new_over`.
@@ -519,8 +516,8 @@ impl Mixtral8x7b {
         Self::made(engine, Some(mesh), &weights.named(), Some(training))
     }
 
-    /// As `training`, with weights by canonical name, and with those of experts
-    /// of this rank alone where there is a mesh.
+    /// Makes a layer as `training` does, from weights by canonical name. On a mesh it reads
+    /// only this rank's experts.
     ///
     /// # Errors
     /// As `from_named` and `from_named_over`.
@@ -533,13 +530,13 @@ impl Mixtral8x7b {
         Self::made(engine, mesh, weights, Some(training))
     }
 
-    /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `counters` are what random numbers depend on.
+    /// Runs the layer forward as in training, and keeps the state for backward. Random numbers
+    /// depend on `counters` alone.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`, or if the layer was not made by `training`.
     pub fn forward_train(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
@@ -561,13 +558,12 @@ impl Mixtral8x7b {
         })
     }
 
-    /// Runs the layer backward from the gradient of `y`. Gradients of
-    /// weights stay with the layer: they are overwritten, or with
-    /// `accumulate` added to.
+    /// Runs the layer backward from the gradient of `y`. Gradients of weights stay with the
+    /// layer: this pass overwrites them, or adds to them if `accumulate` is set.
     ///
     /// # Errors
-    /// When `dy` has not one row per token, `saved` is of another layer,
-    /// memory runs out, or a launch fails.
+    /// If `dy` does not have one row per token, `saved` belongs to another layer, memory runs
+    /// out, or a launch fails.
     pub fn backward(
         &self,
         saved: &::moesaic::mesh::AnySaved,
@@ -578,17 +574,17 @@ impl Mixtral8x7b {
         Mixtral8x7bInputGradients::read(&self.layer.backward(saved, &dy, accumulate)?)
     }
 
-    /// Adds up the gradients of weights over the ranks of a mesh that have the
-    /// same weights; nothing without a mesh.
+    /// Sums the gradients of weights over the ranks of a mesh that hold the same weights. Does
+    /// nothing without a mesh.
     ///
     /// # Errors
-    /// When the layer was not made by `training`, or ranks cannot be reached.
+    /// If the layer was not made by `training`, or ranks cannot be reached.
     pub fn reduce_gradients(&self) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.reduce_gradients()
     }
 
-    /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
-    /// means over each rank's own tokens.
+    /// Sums gradients as `reduce_gradients` does and divides by the number of ranks, for losses
+    /// that are means over each rank's own tokens.
     ///
     /// # Errors
     /// As `reduce_gradients`.
@@ -598,13 +594,12 @@ impl Mixtral8x7b {
         self.layer.average_gradients()
     }
 
-    /// Reads back the gradients of all weights. On a mesh those of experts are
-    /// of this rank's own experts, one after the other, those of sliced shared
-    /// experts of its slices, and all others of this rank's tokens until
-    /// `reduce_gradients` has added them up.
+    /// Reads back the gradients of all weights. On a mesh, those of experts cover this rank's
+    /// own experts in order, and those of sharded shared experts its shards. All others cover
+    /// this rank's tokens until `reduce_gradients` has summed them.
     ///
     /// # Errors
-    /// When the layer was not made by `training`.
+    /// If the layer was not made by `training`.
     pub fn gradients(
         &self,
     ) -> ::std::result::Result<Mixtral8x7bGradients, ::moesaic::EngineError> {
