@@ -1,6 +1,6 @@
-//! Training in which busy experts move to other ranks, with their optimizer state: a balancer is
-//! told the rows of each step, and says when to move which experts where. Beside it a run whose
-//! experts stay learns the same.
+//! Trains a layer while busy experts move to other ranks, with their optimizer state. A balancer
+//! sees the rows of each step and decides when to move which experts. A second run without moves
+//! learns the same.
 //!
 //! `cargo run --release --features train --example moving_experts`
 
@@ -20,7 +20,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 const RANKS: usize = 4;
 const EXPERTS: usize = 12;
-/// Of a rank.
+/// Tokens per rank.
 const TOKENS: usize = 64;
 const WIDTH: usize = 16;
 const STEPS: usize = 12;
@@ -30,14 +30,14 @@ const SPEC: &str = "
     router = { bias = true }
 ";
 
-/// A step, of all ranks together.
+/// The numbers of a step, over all ranks.
 #[derive(Debug)]
 pub struct Step {
-    /// The sum of squares.
+    /// The loss, a sum of squares.
     pub loss: f64,
-    /// Rows of the busiest rank.
+    /// The rows of the busiest rank.
     pub busiest: f64,
-    /// Where experts were.
+    /// The placement of the experts.
     pub placement: Placement,
 }
 
@@ -54,7 +54,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Steps of ranks that are threads.
+/// Runs the steps, on ranks that are threads.
 pub fn run(engine: &Engine, moves: bool) -> Result<Vec<Step>> {
     let device = |_| Ok(engine.device().clone());
     let ranks = threads::run(RANKS, device, |mut world| -> Result<Vec<Step>> {
@@ -102,7 +102,7 @@ fn train(engine: &Engine, mesh: &Mesh, moves: bool) -> Result<Vec<Step>> {
             busiest: placement.busiest(&rows),
             placement: placement.clone(),
         });
-        // All ranks are told the same, and decide alike.
+        // All ranks observe the same counts, so all decide alike.
         balancer.observe(&counts)?;
         let proposed = balancer.propose(&placement)?;
         if let Some(to) = proposed.filter(|_| moves) {
@@ -122,7 +122,7 @@ struct Model {
 }
 
 impl Model {
-    /// From parameters, and what an optimizer has of them, if it has taken steps.
+    /// Makes the layer from parameters, and from their optimizer state if there have been steps.
     fn new(engine: &Engine, mesh: &Mesh, spec: &LayerSpec, all: Tensors<'static>) -> Result<Model> {
         let (mut state, mut parameters) = (Tensors::new(), Tensors::new());
         for (name, tensor) in all {
@@ -147,7 +147,7 @@ impl Model {
         })
     }
 
-    /// The loss and the rows of each expert, of all ranks.
+    /// Returns the loss and the rows of each expert, over all ranks.
     fn step(&mut self, rank: usize) -> Result<(f64, Vec<i64>)> {
         let x = floats(rank as u64, TOKENS * WIDTH);
         let wanted = ["y", "counts"];
@@ -157,7 +157,7 @@ impl Model {
             .forward_train(&input, &wanted, RngKey::default())?;
         let [y, counts] = wanted.map(|name| output.get(name));
         let (y, counts) = (y.ok_or("no y")?, counts.ok_or("no counts")?);
-        // What is to be learned: each token's opposite.
+        // The target is the opposite of each token.
         let errors = y.to_f32().into_iter().zip(&x).map(|(y, x)| y + x);
         let dy: Vec<f32> = errors.collect();
         let loss = dy.iter().map(|d| f64::from(*d).powi(2)).sum::<f64>() / 2.0;
@@ -172,8 +172,7 @@ impl Model {
         Ok((losses[0], counts_of_all(&ranks, &counts)?))
     }
 
-    /// Experts go where a placement says, with what the optimizer has of them, and the layer is
-    /// made there.
+    /// Moves experts and their optimizer state to a placement, and makes the layer there.
     fn moved(self, engine: &Engine, spec: &LayerSpec, to: &Placement) -> Result<Model> {
         let state = self.optimizer.state(&self.parameters)?;
         let mut all = self.parameters;
@@ -184,7 +183,7 @@ impl Model {
     }
 }
 
-/// A router that likes the first experts most.
+/// Returns weights whose router prefers the first experts.
 fn weights(spec: &LayerSpec) -> Tensors<'static> {
     let mut weights = Tensors::new();
     for (seed, tensor) in canonical_tensors(spec).into_iter().enumerate() {

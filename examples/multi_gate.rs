@@ -1,5 +1,5 @@
-//! One set of experts behind four routers: what a call takes in one pass over the
-//! experts, and router by router.
+//! Times one set of experts behind four routers: all routers in one pass over the experts, against
+//! one pass per router.
 //!
 //! `cargo run --release --features train --example multi_gate`
 
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 const GATES: usize = 4;
 const REPEATS: usize = 5;
 
-/// Two experts of a token, and all of fewer: the published MMoE.
+/// Two of many experts per token, and all of a few experts, as in the published MMoE.
 const SHAPES: [&str; 2] = [
     "shape = { model_dim = 512, hidden_dim = 1024, experts = 16, top_k = 2 }",
     "shape = { model_dim = 512, hidden_dim = 1024, experts = 8, top_k = 8 }",
@@ -76,7 +76,7 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
     Ok([once, each, train_once, train_each])
 }
 
-/// The shortest of some runs, after one that makes room.
+/// Returns the shortest of several runs, after a warm-up run that allocates memory.
 fn best(mut run: impl FnMut() -> Result<(), EngineError>) -> Result<Duration, EngineError> {
     run()?;
     let mut shortest = Duration::MAX;
@@ -88,7 +88,7 @@ fn best(mut run: impl FnMut() -> Result<(), EngineError>) -> Result<Duration, En
     Ok(shortest)
 }
 
-/// The weights of a router, or of what all routers share.
+/// Returns the weights of a router, or those that all routers share.
 fn weights(spec: &LayerSpec, random: &mut Random, router: bool) -> Tensors<'static> {
     let mut weights = Tensors::new();
     let tensors = canonical_tensors(spec).into_iter();

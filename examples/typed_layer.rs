@@ -1,4 +1,4 @@
-//! A layer whose shapes are types: what does not fit does not compile.
+//! A layer with shapes as types, so that a wrong shape does not compile.
 //!
 //! ```sh
 //! cargo run --features macros --example typed_layer
@@ -9,7 +9,7 @@ use moesaic::typed::tensor;
 use std::error::Error;
 
 moesaic::layer! {
-    /// Two of eight experts.
+    /// Top-2 of eight experts.
     pub struct Tiny {
         [shape]
         model_dim = 64
@@ -23,7 +23,7 @@ moesaic::layer! {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // An array as it is, or a flat vector seen as one.
+    // A nested array, or a flat vector viewed as one.
     let router: [[f32; 64]; 8] = std::array::from_fn(|e| std::array::from_fn(|i| wave(e + i)));
     let up: Vec<f32> = (0..8 * 128 * 64).map(wave).collect();
     let down: Vec<f32> = (0..8 * 64 * 128).map(wave).collect();
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Something to compute with.
+/// Returns some number to compute with.
 fn wave(i: usize) -> f32 {
     (i as f32 * 0.37).sin() * 0.2
 }

@@ -1,6 +1,6 @@
-//! Kernels that are compiled ahead of time.
+//! Ahead-of-time compilation of kernels, on machines that need not have the device.
 
-/// Compiles layers into a store, for targets that need not be here.
+/// Compiles layers into a store. The devices of the targets need not be on this machine.
 ///
 /// ```
 /// use moesaic::{CompileOptions, Compilers, PlanOptions, Store, resolve_target};
@@ -28,7 +28,7 @@
 #[doc(inline)]
 pub use moesaic_engine::precompile;
 
-/// A layer and a target, for [`precompile`].
+/// A layer and a target for [`precompile`].
 ///
 /// ```
 /// use moesaic::{Compilers, LayerSpec, PlanOptions, Target};
@@ -53,7 +53,7 @@ pub use moesaic_engine::precompile;
 #[doc(inline)]
 pub use moesaic_engine::Job;
 
-/// Ranks that share the layer of a [`Job`], and what they may do.
+/// The ranks that share the layer of a [`Job`], and the strategies that they may choose.
 ///
 /// ```
 /// use moesaic::Parallel;
@@ -73,7 +73,7 @@ pub use moesaic_engine::Job;
 #[doc(inline)]
 pub use moesaic_engine::MeshJob;
 
-/// How a kernel went in [`precompile`].
+/// The fate of a kernel in [`precompile`]: compiled, already stored, or failed.
 ///
 /// ```
 /// use moesaic::aot::{Outcome, Row};
@@ -90,7 +90,7 @@ pub use moesaic_engine::MeshJob;
 #[doc(inline)]
 pub use moesaic_engine::Outcome;
 
-/// A kernel that [`precompile`] looked at.
+/// A kernel that [`precompile`] visited, with its outcome.
 ///
 /// ```
 /// use moesaic::aot::{Outcome, Row};
@@ -104,7 +104,7 @@ pub use moesaic_engine::Outcome;
 #[doc(inline)]
 pub use moesaic_engine::Row;
 
-/// Progress of [`precompile`].
+/// A progress report of [`precompile`].
 ///
 /// ```
 /// use moesaic::aot::Event;

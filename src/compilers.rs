@@ -1,4 +1,4 @@
-//! One compiler per backend, found when first asked for.
+//! One compiler per backend, located when you first ask for it.
 
 use crate::simulators;
 use moesaic_cache::Store;
@@ -26,23 +26,24 @@ pub enum TargetNameError {
     /// The name is not known.
     #[error(transparent)]
     Unknown(#[from] TargetError),
-    /// A bare backend that does not say which architecture.
+    /// The name gives a backend without an architecture.
     #[error(
         "`{asked}` names no architecture{missing}\n\
          write one out, such as {example}"
     )]
     NeedsArch {
-        /// What was asked for.
+        /// The name that you asked for.
         asked: String,
-        /// What could have said, and is not here; empty for simulators.
+        /// The device that would have told the architecture and is missing, as words for the
+        /// message; empty for simulators.
         missing: &'static str,
-        /// Names that would do.
+        /// Names that would be accepted.
         example: &'static str,
     },
 }
 
-/// The target of a name: `cpu` is this machine's instruction set; anything
-/// else is written out, as in `cuda:sm_90a`.
+/// Resolves a target name: `cpu` becomes this machine's instruction set, and anything else is
+/// written out in full, as in `cuda:sm_90a`.
 ///
 /// ```
 /// use moesaic::resolve_target;
@@ -53,7 +54,7 @@ pub enum TargetNameError {
 /// ```
 ///
 /// # Errors
-/// [`TargetNameError`] lists what is possible.
+/// [`TargetNameError`] lists the accepted names.
 pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
     let needs = |missing, example| TargetNameError::NeedsArch {
         asked: name.to_string(),
@@ -75,8 +76,8 @@ pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
     }
 }
 
-/// The compilers of this machine and of `moesaic toolchain install`. Each is
-/// looked for once, when first needed.
+/// The compilers of this machine and those that `moesaic toolchain install` brought. Each one is
+/// located once, at its first use.
 ///
 /// ```
 /// use moesaic::{Compilers, Training, resolve_target};
@@ -97,8 +98,8 @@ pub struct Compilers {
 }
 
 impl Compilers {
-    /// Compilers that remember their versions in `store`, so that the next
-    /// process need not start them to ask.
+    /// Returns compilers that remember their versions in `store`, so the next process need not
+    /// start each one to ask.
     pub fn new(store: Option<Arc<Store>>) -> Compilers {
         Compilers {
             store,
@@ -106,12 +107,12 @@ impl Compilers {
         }
     }
 
-    /// A compiler for `target`.
+    /// Returns a compiler for `target`.
     ///
     /// # Errors
-    /// [`CompileError::NoCompiler`] lists what was tried and what to install;
-    /// [`CompileError::UnsupportedTarget`] when the compiler that is there
-    /// cannot do this target.
+    /// [`CompileError::NoCompiler`] lists the places searched and the package to install.
+    /// [`CompileError::UnsupportedTarget`] reports a compiler that cannot generate code for
+    /// `target`.
     pub fn get(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {
         let mut found = self
             .found
@@ -133,12 +134,12 @@ impl Compilers {
         }
     }
 
-    /// A job for [`precompile`](crate::aot::precompile): the kernels that an engine of
-    /// this machine asks for, for inference or for training. On a CPU they follow
-    /// the caches of this one.
+    /// Returns a job for [`precompile`](crate::aot::precompile): the kernels that an engine on
+    /// this machine asks for, in inference or in training. On a CPU their block sizes follow this
+    /// machine's caches.
     ///
     /// # Errors
-    /// As [`Compilers::get`].
+    /// The same as [`Compilers::get`].
     pub fn job(
         &self,
         spec: &LayerSpec,
@@ -164,8 +165,8 @@ impl Compilers {
     }
 
     fn find(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {
-        // Without a cache directory nothing is registered; the machine's own
-        // compilers still are.
+        // Without a cache directory nobody can have registered a compiler, and the machine's own
+        // compilers still serve.
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         Ok(match target {
             Target::Cpu(_) => Arc::new(self.cpu(&registry)?),
@@ -175,7 +176,8 @@ impl Compilers {
         })
     }
 
-    /// The C compiler, its version recalled from the store or stored there.
+    /// Returns the C compiler. Its version comes from the store where it is known, and goes there
+    /// otherwise.
     fn cpu(&self, registry: &Registry) -> Result<CpuCompiler, CompileError> {
         const FACT: &str = "c-compiler";
         let compiler = moesaic_toolchain::c(registry)?;
@@ -187,15 +189,16 @@ impl Compilers {
             return Ok(compiler);
         }
         if let Some(identity) = compiler.identity() {
-            // A store that cannot write costs one process start next time.
+            // A store that cannot write costs the next process one more compiler start, and nothing
+            // else.
             let _ = store.remember(FACT, &identity);
         }
         Ok(compiler)
     }
 }
 
-/// Whether this is the compiler to ask, even if it may say no: each simulator
-/// has its own.
+/// Returns true if `compiler` is the one to ask for `target`, even if it then refuses: each
+/// simulator has its own.
 fn is_for(compiler: &dyn Compiler, target: Target) -> bool {
     let own = !matches!(target, Target::Sim(_)) || compiler.targets().contains(&target);
     compiler.backend() == target.backend() && own

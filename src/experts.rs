@@ -1,6 +1,6 @@
-//! Experts in Rust, and experts behind several routers.
+//! Experts written in Rust, and experts behind several routers.
 
-/// An expert as code, for [`UserLayer`].
+/// An expert as Rust code, for a [`UserLayer`].
 ///
 /// ```
 /// use moesaic::experts::{ExpertBackward, UserExpert};
@@ -24,7 +24,7 @@
 #[doc(inline)]
 pub use moesaic_engine::UserExpert;
 
-/// What backward of a [`UserExpert`] gets.
+/// The arguments of [`UserExpert`]'s backward pass.
 ///
 /// ```
 /// use moesaic::experts::ExpertBackward;
@@ -48,7 +48,7 @@ pub use moesaic_engine::UserExpert;
 #[doc(inline)]
 pub use moesaic_engine::ExpertBackward;
 
-/// A layer whose experts are [`UserExpert`]s.
+/// A layer whose experts are [`UserExpert`]s: moesaic routes, dispatches and combines.
 ///
 /// ```
 /// use moesaic::Input;
@@ -74,7 +74,7 @@ pub use moesaic_engine::ExpertBackward;
 #[doc(inline)]
 pub use moesaic_engine::UserLayer;
 
-/// What a training call of a [`UserLayer`] leaves for backward.
+/// The state that a training call of a [`UserLayer`] keeps for backward.
 ///
 /// ```
 /// use moesaic::{EngineError, Tensor, Input, Output};
@@ -114,7 +114,7 @@ pub use moesaic_engine::UserSaved;
 #[doc(inline)]
 pub use moesaic_engine::MultiGate;
 
-/// What a training call of a [`MultiGate`] leaves for backward.
+/// The state that a training call of a [`MultiGate`] keeps for backward.
 ///
 /// ```
 /// use moesaic::Saved;

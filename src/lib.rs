@@ -1,9 +1,8 @@
 //! A Mixture-of-Experts kernel compiler.
 //!
-//! From a declarative layer spec moesaic generates specialised gating,
-//! location, dispatch, expert-GEMM and combine kernels for CPU, CUDA and ROCm,
-//! compiles them at run time or ahead of time, caches them, and runs the
-//! layer.
+//! From a declarative layer spec moesaic generates specialised gating, location, dispatch,
+//! expert-GEMM and combine kernels for CPU, CUDA and ROCm. It compiles them at run time or ahead of
+//! time, caches them, and runs the layer.
 //!
 //! ```no_run
 //! use moesaic::{Engine, Input, LayerSpec, Tensors};
@@ -30,29 +29,29 @@
 //! | to | start at |
 //! |---|---|
 //! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
-//! | have shapes checked by rustc | [`layer!`], [`typed`] |
+//! | have rustc check shapes | [`layer!`], [`typed`] |
 //! | load a checkpoint | [`weights`] |
 //! | train | [`Training`], [`RngKey`], [`train`] |
 //! | spread experts over ranks | [`Parallel`], [`Mesh`], [`MeshLayer`], [`mesh`], [`collectives`] |
-//! | let ranks choose how they exchange rows | [`Strategy`], [`tune`] |
-//! | bring experts of your own, or several routers | [`experts`] |
+//! | choose how ranks exchange rows | [`Strategy`], [`tune`] |
+//! | bring your own experts, or several routers | [`experts`] |
 //! | see where time goes | [`trace`] |
-//! | compile before it runs | [`aot`], [`Store`], [`Compilers`] |
+//! | compile ahead of time | [`ahead`], [`Store`], [`Compilers`] |
 //!
 //! # Features
-//! None is on by default; each adds and changes no result.
+//! All are off by default. A feature adds items and changes no result.
 //!
 //! * `macros`: [`layer!`].
-//! * `train`: [`train`], optimizers and what else training needs beside a layer.
-//! * `tune`: [`tune`], strategies of ranks, chosen from call to call.
-//! * `packs`: a store's kernels as one file ([`Store`]'s `export` and `import`).
-//! * `cuda`, `rocm`: devices of this machine. Compiling for them needs no feature.
-//! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs here.
-//! * `reference`: the whole layer in f64 as plain loops, to hold results against.
+//! * `train`: [`train`], with optimizers, steps over many ranks, gates that look at ranks, and
+//!   checkpoints whose number of experts changes.
+//! * `tune`: [`tune`], which chooses the strategy of ranks from call to call.
+//! * `cuda`, `rocm`: the GPUs of this machine. Compiling for them needs no feature.
+//! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs on this machine.
+//! * `reference`: the whole layer in f64, as plain loops, to compare results with.
 //!
 //! # Other crates
-//! This crate is the only one to depend on. Those named `moesaic-*` are its
-//! parts; they change without notice.
+//! Depend on this crate alone. The crates named `moesaic-*` are its parts and change without
+//! notice.
 
 pub mod aot;
 mod compilers;
@@ -81,7 +80,7 @@ pub use moesaic_collectives as collectives;
 #[doc(inline)]
 #[cfg(feature = "reference")]
 pub use moesaic_reference as reference;
-/// The spec of a layer, key by key, and where it may come from.
+/// The spec of a layer: its keys, defaults, and readers of model configs.
 ///
 /// ```
 /// use moesaic::spec::{LayerSpec, canonical_tensors};
@@ -101,7 +100,7 @@ pub use moesaic_spec as spec;
 #[doc(inline)]
 pub use moesaic_train as train;
 #[cfg(feature = "tune")]
-/// Which strategy ranks carry out a layer with, measured in its own steps.
+/// Choosing the strategy of ranks, from measurements of your own training or serving steps.
 ///
 /// ```
 /// use moesaic::Parallel;
@@ -123,7 +122,7 @@ pub use moesaic_train as train;
 ///
 #[doc(inline)]
 pub use moesaic_tune as tune;
-/// What layers of `layer!` are made of: arrays as tensors, typed device memory.
+/// The building blocks of `layer!`: arrays as tensors, and typed device memory.
 ///
 /// ```
 /// use moesaic::typed::tensor;
@@ -138,7 +137,7 @@ pub use moesaic_tune as tune;
 ///
 #[doc(inline)]
 pub use moesaic_typed as typed;
-/// Checkpoints: safetensors of this and other libraries, read a piece at a time, and written.
+/// Checkpoints in safetensors, of this and other libraries, read one expert at a time, and written.
 ///
 /// ```
 /// use moesaic::weights::{Checkpoint, write_safetensors};
@@ -158,7 +157,7 @@ pub use moesaic_typed as typed;
 #[doc(inline)]
 pub use moesaic_weights as weights;
 
-// The parts that the command line and tests are made of. They change without notice.
+// The command line and the tests are made of these parts, which change without notice.
 #[doc(hidden)]
 pub use moesaic_cache as cache;
 #[doc(hidden)]
@@ -188,12 +187,12 @@ pub use moesaic_toolchain as toolchain;
 #[doc(hidden)]
 pub mod example;
 
-/// The README's example, so that it keeps compiling.
+/// The README's examples, included here so that doctests compile them.
 #[cfg(all(doctest, feature = "macros"))]
 #[doc = include_str!("../README.md")]
 pub struct Readme;
 
-/// The guide's examples, likewise.
+/// The guide's examples, included for the same reason.
 #[cfg(all(doctest, feature = "macros", feature = "train"))]
 #[doc = include_str!("../docs/GUIDE.md")]
 pub struct Guide;

@@ -1,9 +1,10 @@
-//! What layers over ranks are described with: placements of experts, routes, wire types.
+//! The vocabulary of layers over ranks: expert placements, all-to-all algorithms, communication
+//! dtypes.
 //!
 //! [`Parallel`](crate::Parallel), [`Strategy`](crate::Strategy), [`Mesh`](crate::Mesh) and the
-//! layers are at the root.
+//! layers themselves are at the crate root.
 
-/// What ranks have of shared experts: all of them, or slices.
+/// The form of the shared experts on each rank: whole, or one tensor-parallel shard.
 ///
 /// ```
 /// use moesaic::Parallel;
@@ -17,8 +18,8 @@
 #[doc(inline)]
 pub use moesaic_plan::SharedExperts;
 
-/// Whose tokens auxiliary losses, capacities, and selections over tokens look at: a rank's
-/// own, or those of all ranks as one process has them.
+/// The set of tokens that auxiliary losses, capacities and token-wise selections look at: one
+/// rank's, or those of all ranks as one process would see them.
 ///
 /// ```
 /// use moesaic::collectives::threads;
@@ -41,7 +42,7 @@ pub use moesaic_plan::SharedExperts;
 #[doc(inline)]
 pub use moesaic_plan::TokenScope;
 
-/// Which groups of ranks have which experts, some of them on several.
+/// The assignment of experts to groups of ranks; an expert may have several replicas.
 ///
 /// ```
 /// use moesaic::mesh::Placement;
@@ -57,7 +58,7 @@ pub use moesaic_plan::TokenScope;
 #[doc(inline)]
 pub use moesaic_plan::Placement;
 
-/// A placement that is none, or not of a layer.
+/// The reason a placement is invalid, or does not fit a layer.
 ///
 /// ```
 /// use moesaic::mesh::{Placement, PlacementError, Split};
@@ -68,7 +69,7 @@ pub use moesaic_plan::Placement;
 #[doc(inline)]
 pub use moesaic_plan::PlacementError;
 
-/// How the rows of a replicated expert are shared out.
+/// The division of a replicated expert's rows among its replicas.
 ///
 /// ```
 /// use moesaic::mesh::{Placement, Split};
@@ -81,7 +82,7 @@ pub use moesaic_plan::PlacementError;
 #[doc(inline)]
 pub use moesaic_plan::Split;
 
-/// What EPLB packs replicas of experts to.
+/// The sizes of an EPLB packing: replicas, expert groups, nodes and ranks.
 ///
 /// ```
 /// use moesaic::plan::rebalance;
@@ -95,7 +96,7 @@ pub use moesaic_plan::Split;
 #[doc(inline)]
 pub use moesaic_plan::Eplb;
 
-/// Follows the loads of a layer's experts and says when another placement is worth it.
+/// A watcher of expert loads that says when moving to another placement pays off.
 ///
 /// ```
 /// use moesaic::mesh::{Balancer, Balancing, Eplb, Placement};
@@ -112,7 +113,7 @@ pub use moesaic_plan::Eplb;
 #[doc(inline)]
 pub use moesaic_plan::Balancer;
 
-/// How easily experts move.
+/// The thresholds at which a [`Balancer`] moves experts.
 ///
 /// ```
 /// use moesaic::mesh::Balancing;
@@ -123,7 +124,7 @@ pub use moesaic_plan::Balancer;
 #[doc(inline)]
 pub use moesaic_plan::Balancing;
 
-/// One thing in forward, and one in backward.
+/// A pair of settings: one for forward, one for backward.
 ///
 /// ```
 /// use moesaic::Strategy;
@@ -139,7 +140,7 @@ pub use moesaic_plan::Balancing;
 #[doc(inline)]
 pub use moesaic_plan::Both;
 
-/// How rows go from rank to rank.
+/// The algorithm of the all-to-all that carries rows between ranks.
 ///
 /// ```
 /// use moesaic::mesh::AllToAll;
@@ -150,7 +151,7 @@ pub use moesaic_plan::Both;
 #[doc(inline)]
 pub use moesaic_plan::AllToAll;
 
-/// What makes a chunk of rows.
+/// The way rows are divided into chunks for overlap: by peers or by rows.
 ///
 /// ```
 /// use moesaic::Strategy;
@@ -163,7 +164,7 @@ pub use moesaic_plan::AllToAll;
 #[doc(inline)]
 pub use moesaic_plan::OverlapBy;
 
-/// What rows are while they are between nodes.
+/// The element type of rows while they travel between nodes.
 ///
 /// ```
 /// use moesaic::mesh::CommDtype;
@@ -174,7 +175,7 @@ pub use moesaic_plan::OverlapBy;
 #[doc(inline)]
 pub use moesaic_plan::CommDtype;
 
-/// What a forward pass of a [`MeshLayer`](crate::MeshLayer) left for backward.
+/// The state that a forward pass of a [`MeshLayer`](crate::MeshLayer) keeps for backward.
 ///
 /// ```
 /// use moesaic::mesh::MeshSaved;
@@ -186,8 +187,8 @@ pub use moesaic_plan::CommDtype;
 #[doc(inline)]
 pub use moesaic_engine::MeshSaved;
 
-/// What a forward pass of an [`AnyLayer`](crate::AnyLayer), and so of a layer of
-/// [`layer!`](crate::layer), left for backward.
+/// The state that a forward pass of an [`AnyLayer`](crate::AnyLayer), and so of a
+/// [`layer!`](crate::layer) type, keeps for backward.
 ///
 /// ```
 /// use moesaic::mesh::AnySaved;
@@ -199,7 +200,7 @@ pub use moesaic_engine::MeshSaved;
 #[doc(inline)]
 pub use moesaic_engine::AnySaved;
 
-/// A point between the launches of a rank's device, by which calls on device memory are timed.
+/// A point in the launch order of a rank's device, from which calls on device memory are timed.
 ///
 /// ```
 /// use moesaic::{EngineError, MeshLayer, RawCall};
@@ -218,7 +219,7 @@ pub use moesaic_engine::AnySaved;
 #[doc(inline)]
 pub use moesaic_engine::Moment;
 
-/// Which ranks of a mesh do something together, and who has the same of a parameter.
+/// A process group of a mesh, named by what its ranks share or replicate.
 ///
 /// ```
 /// use moesaic::Parallel;
@@ -234,8 +235,7 @@ pub use moesaic_engine::Moment;
 #[doc(inline)]
 pub use moesaic_engine::ProcessGroup;
 
-/// Ranks that exchange what lies in host memory: the dense parts of a model, numbers for
-/// a report, checkpoints.
+/// Ranks that exchange host memory: dense parts of a model, numbers of a report, checkpoints.
 ///
 /// ```
 /// use moesaic::EngineError;

@@ -1,8 +1,8 @@
-//! What a build says of targets that it left out.
+//! Errors for targets that this build left out.
 
 use moesaic_target::DeviceError;
 
-/// The error of a device that needs a feature of the same name as its backend.
+/// Returns the error of a device whose backend is also the name of the missing feature.
 pub(crate) fn device(backend: &str) -> DeviceError {
     DeviceError::Unavailable {
         backend: backend.to_string(),
@@ -17,7 +17,7 @@ fn advice(feature: &str) -> String {
     format!("add it to the dependency in Cargo.toml: features = [\"{feature}\"]")
 }
 
-/// In place of simulators.
+/// Stand-ins for the simulators, which this build lacks.
 #[cfg(not(feature = "sim"))]
 pub(crate) mod simulators {
     use super::advice;

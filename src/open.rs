@@ -1,4 +1,4 @@
-//! Engines for the targets that exist.
+//! Opening engines on the devices of this machine.
 
 use crate::compilers::{Compilers, TargetNameError, resolve_target};
 use crate::simulators;
@@ -11,7 +11,7 @@ use moesaic_target::{CompileError, CompileOptions, Compiler, Device, DeviceError
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// An engine that could not be opened.
+/// The reason an engine could not be opened.
 ///
 /// ```
 /// use moesaic::{Engine, EngineOptions, OpenError};
@@ -22,19 +22,19 @@ use std::sync::Arc;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The target's name is not known.
+    /// The target name is unknown.
     #[error(transparent)]
     Target(#[from] TargetNameError),
-    /// The device is not here, or cannot run the target.
+    /// The device is missing, or cannot run the target.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// There is no compiler.
+    /// No compiler for the target was found.
     #[error(transparent)]
     Compile(#[from] CompileError),
 }
 
-/// How to open an engine. The default keeps kernels in the user's cache
-/// directory and compiles what is not there.
+/// The settings of a new engine. By default it keeps kernels in your cache directory and compiles
+/// those that are missing there.
 ///
 /// ```
 /// use moesaic::{Engine, EngineOptions};
@@ -48,25 +48,25 @@ pub enum OpenError {
 /// ```
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
-    /// Where kernels are kept; `None` keeps none on disk.
+    /// The kernel store; `None` keeps nothing on disk.
     pub store: Option<Arc<Store>>,
-    /// A kernel that is not in the store is an error instead of a compile.
+    /// Refuse to compile: a kernel that the store lacks is an error.
     pub strict: bool,
-    /// Layers are made with what `moesaic tune` found for this machine, if the
-    /// store has it. The default is that, unless MOESAIC_TUNING is `off`.
+    /// Use what `moesaic tune` measured on this machine, if the store has it. The default is true
+    /// unless the environment sets `MOESAIC_TUNING=off`.
     pub tuned: bool,
-    /// The caches of a CPU's core that sizes of blocks follow; `None` is this
-    /// machine's. Results are the same bytes.
+    /// The cache sizes of one CPU core, from which kernels take their block sizes; `None` reads
+    /// this machine's. Results are the same bytes for every value.
     pub caches: Option<CpuCaches>,
-    /// CPU threads; `None` is one per core.
+    /// The number of CPU threads; `None` starts one per core.
     pub threads: Option<usize>,
-    /// Each of these threads stays on one processor; see [`CpuDevice::pinned`].
+    /// Bind each CPU thread to one processor; see [`CpuDevice::pinned`].
     pub pinned: bool,
-    /// The number of the GPU.
+    /// The number of the GPU, as its driver counts.
     pub ordinal: usize,
-    /// New CPU memory holds NaN, so that a read of unwritten memory shows.
+    /// Fill new CPU memory with NaN, so reads of unwritten memory show in results.
     pub poison: bool,
-    /// What is asked of the compiler.
+    /// Options for the compiler.
     pub compile: CompileOptions,
 }
 
@@ -87,8 +87,8 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// With the GPU of a rank: of those that this process sees, the one with the rank's
-    /// number on its node, or the only one. `target` is what will be opened.
+    /// Selects the GPU of a rank: of the GPUs visible to this process, the one whose number is the
+    /// rank's on its node, or the only one. `target` is the name that you will open.
     ///
     /// ```
     /// use moesaic::collectives::World;
@@ -118,14 +118,14 @@ impl EngineOptions {
     }
 }
 
-/// How many GPUs the first driver has that answers.
+/// Returns the number of GPUs that the first answering driver reports.
 fn gpus(drivers: &[fn() -> Result<usize, DeviceError>]) -> usize {
     let mut found = drivers.iter().filter_map(|count| count().ok());
     found.find(|count| *count > 0).unwrap_or(0)
 }
 
-/// A device with a compiler and a kernel store: what layers are made with.
-/// It is a [`moesaic_engine::Engine`] that knows how to open itself.
+/// A device, its compiler and a kernel store; you make layers with it. It wraps a
+/// [`moesaic_engine::Engine`] and adds the constructors.
 ///
 /// ```
 /// use moesaic::{Engine, Input};
@@ -151,27 +151,27 @@ impl Deref for Engine {
 }
 
 impl Engine {
-    /// The best device of this machine: a CUDA or ROCm GPU where a driver
-    /// answers and a compiler is found, else the CPU.
+    /// Opens the best device of this machine: a CUDA or ROCm GPU if its driver answers and a
+    /// compiler for it is found, else the CPU.
     ///
     /// # Errors
-    /// When not even a C compiler is found.
+    /// [`OpenError`] if this machine has not even a C compiler.
     pub fn auto() -> Result<Engine, OpenError> {
         Engine::open("auto", EngineOptions::default())
     }
 
-    /// This machine's CPU, all cores.
+    /// Opens this machine's CPU with all of its cores.
     ///
     /// # Errors
-    /// When no C compiler is found.
+    /// [`OpenError`] if no C compiler is found.
     pub fn cpu() -> Result<Engine, OpenError> {
         Engine::open("cpu", EngineOptions::default())
     }
 
-    /// An NVIDIA GPU.
+    /// Opens an NVIDIA GPU by its number.
     ///
     /// # Errors
-    /// When there is no driver, no such device, or no NVRTC.
+    /// [`OpenError`] if the driver, the device or NVRTC is missing.
     pub fn cuda(ordinal: usize) -> Result<Engine, OpenError> {
         Engine::open(
             "cuda",
@@ -182,10 +182,10 @@ impl Engine {
         )
     }
 
-    /// An AMD GPU.
+    /// Opens an AMD GPU by its number.
     ///
     /// # Errors
-    /// When there is no driver, no such device, or no compiler.
+    /// [`OpenError`] if the driver, the device or a compiler is missing.
     pub fn rocm(ordinal: usize) -> Result<Engine, OpenError> {
         Engine::open(
             "rocm",
@@ -196,11 +196,11 @@ impl Engine {
         )
     }
 
-    /// The engine of a target name: `auto`, `cpu`, `cuda`, `rocm`, or one with
-    /// an architecture, such as `cpu:avx2`, `cuda:sm_90a` or `sim:sm_90a`.
+    /// Opens the engine of a target name: `auto`, `cpu`, `cuda`, `rocm`, or a name with an
+    /// architecture, such as `cpu:avx2`, `cuda:sm_90a` or `sim:sm_90a`.
     ///
     /// # Errors
-    /// [`OpenError`] says what is missing and what to do about it.
+    /// [`OpenError`] names the missing part and how to get it.
     pub fn open(name: &str, options: EngineOptions) -> Result<Engine, OpenError> {
         if name == "auto" {
             return Engine::open("cuda", options.clone())
@@ -212,10 +212,10 @@ impl Engine {
         Ok(Engine::build(device, target, options, compiler))
     }
 
-    /// [`Engine::open`] with a compiler of the caller's.
+    /// Opens an engine as [`Engine::open`] does, with a compiler that you bring.
     ///
     /// # Errors
-    /// As [`Engine::open`].
+    /// The same as [`Engine::open`].
     pub fn open_with(
         name: &str,
         options: EngineOptions,
@@ -225,12 +225,11 @@ impl Engine {
         Ok(Engine::build(device, target, options, Some(compiler)))
     }
 
-    /// An engine on a device that the caller opened: a CUDA device on a stream
-    /// of another library, for instance. Raw calls are then in that stream's
-    /// order.
+    /// Makes an engine on a device that you opened, such as a CUDA device on another library's
+    /// stream. Raw calls then run in that stream's order.
     ///
     /// # Errors
-    /// When no compiler for the device is found.
+    /// [`OpenError`] if no compiler for the device is found.
     pub fn on_device(device: Arc<dyn Device>, options: EngineOptions) -> Result<Engine, OpenError> {
         let target = device.info().target;
         let compiler = compiler(target, &options)?;
@@ -256,7 +255,7 @@ impl Engine {
     }
 }
 
-/// The compiler; a strict engine with a store can do without one.
+/// Returns the compiler, or none for a strict engine with a store, which never compiles.
 fn compiler(
     target: Target,
     options: &EngineOptions,
@@ -268,12 +267,13 @@ fn compiler(
     }
 }
 
-/// The device of a target name, and the target to generate for.
+/// Opens the device of a target name and returns it with the target to generate code for.
 fn open_device(
     name: &str,
     options: &EngineOptions,
 ) -> Result<(Arc<dyn Device>, Target), OpenError> {
-    // A name that is not known is worth saying before any device is tried.
+    // An unknown name is reported before any driver is loaded, so the first error is the useful
+    // one.
     let asked = match name {
         "cuda" | "rocm" => None,
         name => Some(resolve_target(name)?),
@@ -358,7 +358,7 @@ fn rocm_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Err(crate::missing::device("rocm"))
 }
 
-/// Whether the device can run code for a target.
+/// Checks that the device can run code generated for `target`.
 fn runs(device: &dyn Device, target: Target) -> Result<(), DeviceError> {
     let own = device.info().target;
     let possible = match (own, target) {

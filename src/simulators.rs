@@ -1,16 +1,16 @@
-//! Simulators: the targets `sim:*`, one simulator per vendor of GPUs and one
-//! for instruction sets of other CPUs.
+//! Simulators behind the targets `sim:*`: one per GPU vendor, and one for instruction sets of other
+//! CPUs.
 
 use moesaic_emulated::{EmulatedCompiler, EmulatedDevice};
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::SimArch;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_target::{CompileError, Compiler, Device, DeviceError};
-use moesaic_toolchain::{Kind, Registry};
+use moesaic_toolchain::{Registry, ToolKind};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// A simulated device of this architecture, on as many threads of the host.
+/// Opens a simulated device of this architecture on `threads` host threads.
 pub(crate) fn device(
     arch: SimArch,
     threads: Option<usize>,
@@ -35,7 +35,7 @@ pub(crate) fn device(
     }
 }
 
-/// The compiler of a simulator.
+/// Returns the compiler of a simulator.
 pub(crate) fn compiler(
     arch: SimArch,
     registry: &Registry,
@@ -45,11 +45,13 @@ pub(crate) fn compiler(
             registry,
         )?))),
         SimArch::Rocm(_) => {
-            let zig = registry.get(Kind::C).map(|tool| registry.path(tool));
+            let zig = registry.get(ToolKind::C).map(|tool| registry.path(tool));
             Ok(Arc::new(FiberCompiler::find(zig.as_deref())?))
         }
         SimArch::Cpu(isa) => {
-            let zig = registry.get(Kind::C).or_else(|| registry.get(Kind::Rocm));
+            let zig = registry
+                .get(ToolKind::C)
+                .or_else(|| registry.get(ToolKind::Rocm));
             let zig = zig.map(|tool| registry.path(tool));
             Ok(Arc::new(EmulatedCompiler::find(isa, zig.as_deref())?))
         }

@@ -1,6 +1,6 @@
-//! When launches ran and exchanges were under way.
+//! Recordings of launches and exchanges, and when each one ran.
 
-/// A recorder that keeps all, for Chrome's trace viewer and Perfetto.
+/// A recorder that keeps all events, for Chrome's trace viewer and Perfetto.
 ///
 /// ```
 /// use moesaic::trace::{Recorder, Trace, chrome_trace};
@@ -22,7 +22,7 @@
 #[doc(inline)]
 pub use moesaic_engine::Trace;
 
-/// What is told of launches and exchanges, such as a [`Trace`].
+/// A receiver of launch and exchange events, such as a [`Trace`].
 ///
 /// ```
 /// use moesaic::trace::{Activity, Recorder};
@@ -43,7 +43,7 @@ pub use moesaic_engine::Trace;
 #[doc(inline)]
 pub use moesaic_engine::Recorder;
 
-/// A launch, or something that ranks do together.
+/// A launch, or a collective operation of ranks.
 ///
 /// ```
 /// use moesaic::mesh::OverlapBy;
@@ -60,7 +60,7 @@ pub use moesaic_engine::Recorder;
 #[doc(inline)]
 pub use moesaic_engine::Activity;
 
-/// What does things one after the other.
+/// A timeline whose activities run one after the other, such as a device's stream.
 ///
 /// ```
 /// assert_eq!(moesaic::trace::Lane::Exchange.name(), "exchange");
@@ -68,7 +68,7 @@ pub use moesaic_engine::Activity;
 #[doc(inline)]
 pub use moesaic_engine::Lane;
 
-/// An activity that has ended.
+/// A finished activity with its start and end.
 ///
 /// ```
 /// use moesaic::trace::{Recorded, Trace};
@@ -79,7 +79,7 @@ pub use moesaic_engine::Lane;
 #[doc(inline)]
 pub use moesaic_engine::Recorded;
 
-/// Events of any number of ranks as a trace file.
+/// Writes the events of any number of ranks as a trace file.
 ///
 /// ```
 /// use moesaic::trace::{Trace, chrome_trace};
@@ -92,7 +92,7 @@ pub use moesaic_engine::Recorded;
 #[doc(inline)]
 pub use moesaic_engine::chrome_trace;
 
-/// A part of the rows that ranks have for experts.
+/// A chunk of the rows that ranks exchange for their experts.
 ///
 /// ```
 /// use moesaic::mesh::OverlapBy;

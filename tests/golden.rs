@@ -11,7 +11,7 @@ use moesaic::plan::{
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
-use moesaic::toolchain::{Kind, Registry};
+use moesaic::toolchain::{Registry, ToolKind};
 use moesaic::{Compilers, Target};
 use moesaic_harness::kept::{Kept, once};
 use std::collections::BTreeMap;
@@ -357,8 +357,8 @@ fn clang() -> Vec<String> {
     }
     let registry = Registry::open().expect("a cache directory");
     let zig = registry
-        .get(Kind::Rocm)
-        .or_else(|| registry.get(Kind::C))
+        .get(ToolKind::Rocm)
+        .or_else(|| registry.get(ToolKind::C))
         .map(|t| registry.path(t));
     let zig = needed(Tool::Clang, zig.ok_or("there is no clang"));
     vec![zig.display().to_string(), "clang".to_string()]

@@ -2,7 +2,7 @@
 //! on the CPU through the library. `tests/oracle` says where they are from.
 
 use moesaic::spec::LayerSpec;
-use moesaic::spec::keys::Library;
+use moesaic::spec::keys::CheckpointLibrary;
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
 use moesaic::weights::{KeyOptions, load_keys, write_safetensors};
@@ -137,7 +137,7 @@ impl Tutel {
 fn tutel_state_dicts_are_the_same_weights() {
     let dir = tempfile::tempdir().unwrap();
     let chosen = KeyOptions {
-        library: Library::Tutel,
+        library: CheckpointLibrary::Tutel,
         prefix: None,
         gate: None,
     };

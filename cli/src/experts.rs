@@ -13,7 +13,9 @@ use moesaic::mesh::{Placement, PlacementError, SharedExperts};
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
-use moesaic::weights::{LayerReader, write_safetensors, write_safetensors_noted, write_whole};
+use moesaic::weights::{
+    LayerReader, Note, write_safetensors, write_safetensors_noted, write_whole,
+};
 use moesaic::{LayerSpec, Parallel, Tensors};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -272,12 +274,16 @@ fn shard(args: &ShardArgs, console: &Console) -> Result {
         .written("--output", &names)
         .check()?;
     let placement = placement(args.placement.as_deref())?;
-    let parts = elastic::shard_placed(&spec, &weights, (mesh, placement.as_ref()))?;
+    let parts = elastic::shard_placed(&spec, &weights, mesh, placement.as_ref())?;
     let placed = placement.unwrap_or_else(|| Placement::contiguous(mesh.ep, spec.shape.experts));
     let cut = Cut::new(mesh, placed.to_string());
     files::make_output_dir("--output", &args.output)?;
     for (rank, (file, tensors)) in names.iter().zip(&parts).enumerate() {
-        let note = (shards::KEY, &*cut.text(rank));
+        let text = cut.text(rank);
+        let note = Note {
+            key: shards::KEY,
+            text: &text,
+        };
         write_safetensors_noted(file, tensors, note).map_err(files::unwritable)?;
         let experts = placed.count(rank / mesh.expert_tp);
         console.print(&format!("{}: {experts} experts\n", file.display()))?;
@@ -339,7 +345,7 @@ fn unshard(args: &UnshardArgs, console: &Console) -> Result {
     }
     let ranks = files.iter().map(|file| tensors(file));
     let ranks = ranks.collect::<Result<Vec<_>>>()?;
-    let whole = elastic::unshard_placed(&spec, &ranks, (mesh?, placement.as_ref()))?;
+    let whole = elastic::unshard_placed(&spec, &ranks, mesh?, placement.as_ref())?;
     write_safetensors(&args.output, &whole).map_err(files::unwritable)?;
     let experts = spec.shape.experts;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))

@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use clap::{Args, ValueEnum};
-use moesaic::spec::keys::Library;
+use moesaic::spec::keys::CheckpointLibrary;
 use moesaic::weights::KeyOptions;
 
 /// `--keys`, and which layer and gate of the file.
@@ -31,8 +31,8 @@ impl KeysArgs {
     pub fn get(&self) -> Option<KeyOptions> {
         Some(KeyOptions {
             library: match self.keys? {
-                LibraryArg::Tutel => Library::Tutel,
-                LibraryArg::Fastmoe => Library::FastMoe,
+                LibraryArg::Tutel => CheckpointLibrary::Tutel,
+                LibraryArg::Fastmoe => CheckpointLibrary::FastMoe,
             },
             prefix: self.prefix.clone(),
             gate: self.gate,
@@ -41,7 +41,9 @@ impl KeysArgs {
 
     /// What was asked for.
     pub fn required(&self) -> Result<KeyOptions> {
-        let names = Library::ALL.map(Library::name).join(" or ");
+        let names = CheckpointLibrary::ALL
+            .map(CheckpointLibrary::name)
+            .join(" or ");
         self.get()
             .ok_or_else(|| Failure::input(format!("whose names are they? --keys {names}")))
     }

@@ -5,7 +5,7 @@ use crate::failure::Result;
 use crate::table::Table;
 use clap::{Args, Subcommand};
 use indicatif::ProgressBar;
-use moesaic::toolchain::{Finding, Kind, Registered, Registry, Step, doctor, install};
+use moesaic::toolchain::{Finding, InstallStep, Registered, Registry, ToolKind, doctor, install};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ enum Action {
         /// cuda (NVRTC), rocm (clang for AMD GPUs), c (clang for the CPU), mpi (MPICH, for ranks
         /// in several processes)
         #[arg(value_name = "KIND")]
-        kinds: Vec<Kind>,
+        kinds: Vec<ToolKind>,
     },
     /// List what was installed
     List {
@@ -50,7 +50,7 @@ pub fn execute(args: &ToolchainArgs, console: &Console) -> Result {
     }
 }
 
-fn add(registry: &mut Registry, kinds: &[Kind], console: &Console) -> Result {
+fn add(registry: &mut Registry, kinds: &[ToolKind], console: &Console) -> Result {
     let kinds = if kinds.is_empty() {
         lacking(registry)
     } else {
@@ -63,7 +63,7 @@ fn add(registry: &mut Registry, kinds: &[Kind], console: &Console) -> Result {
     let bar = ProgressBar::new_spinner();
     bar.enable_steady_tick(Duration::from_millis(120));
     let result = install(registry, &kinds, &mut |step| match step {
-        Step::AlreadyThere(_) | Step::Installed(_) => {
+        InstallStep::AlreadyThere(_) | InstallStep::Installed(_) => {
             bar.suspend(|| console.tell(&step.to_string()))
         }
         step if bar.is_hidden() => console.tell(&step.to_string()),
@@ -75,12 +75,12 @@ fn add(registry: &mut Registry, kinds: &[Kind], console: &Console) -> Result {
 }
 
 /// Kinds for which nothing works here.
-fn lacking(registry: &Registry) -> Vec<Kind> {
+fn lacking(registry: &Registry) -> Vec<ToolKind> {
     let missing = |finding: &Finding| finding.found.is_none();
     let kind = |finding: &Finding| match finding.subject {
-        "C compiler" => Some(Kind::C),
-        "CUDA compiler" => Some(Kind::Cuda),
-        "ROCm compiler" => Some(Kind::Rocm),
+        "C compiler" => Some(ToolKind::C),
+        "CUDA compiler" => Some(ToolKind::Cuda),
+        "ROCm compiler" => Some(ToolKind::Rocm),
         _ => None,
     };
     doctor(registry)

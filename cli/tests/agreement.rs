@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use moesaic::Tensors;
-use moesaic::toolchain::testing::{Launcher, mpich, open_mpi};
+use moesaic::toolchain::testing::{MpiLauncher, mpich, open_mpi};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -56,12 +56,12 @@ impl<'t> Told<'t> {
 }
 
 /// Two ranks of a launcher, each with a command line of its own.
-fn two(launcher: &Launcher, told: [&Told<'_>; 2]) -> Finished {
+fn two(launcher: &MpiLauncher, told: [&Told<'_>; 2]) -> Finished {
     started(launcher, told.map(Told::words))
 }
 
 /// The same of any words, the first of which is the program.
-fn started(launcher: &Launcher, [first, second]: [Vec<String>; 2]) -> Finished {
+fn started(launcher: &MpiLauncher, [first, second]: [Vec<String>; 2]) -> Finished {
     let mut command = launcher.command(1, Path::new(&first[0]));
     for (name, value) in clean().get_envs() {
         match value {

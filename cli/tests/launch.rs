@@ -337,7 +337,7 @@ fn by_open_mpi(command: &mut Command) -> &mut Command {
 
 /// Installed, if it is not yet, where `launch` looks for it: in the user's cache.
 fn with_mpi(mut command: Command) -> Command {
-    let _ = moesaic::toolchain::testing::installed(moesaic::toolchain::Kind::Mpi);
+    let _ = moesaic::toolchain::testing::installed(moesaic::toolchain::ToolKind::Mpi);
     command.env("MOESAIC_CACHE", moesaic::cache::home().unwrap());
     command
 }

@@ -1,7 +1,7 @@
 //! `moesaic run` on ranks: threads of one process, and processes under MPI.
 
 use crate::common::*;
-use moesaic::toolchain::Kind;
+use moesaic::toolchain::ToolKind;
 use moesaic::toolchain::testing::{Tool, installed, needed};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -84,7 +84,7 @@ fn a_trace_has_the_launches_and_exchanges_of_every_rank() {
 
 #[test]
 fn processes_under_mpi_write_it_too() {
-    let registry = installed(Kind::Mpi);
+    let registry = installed(ToolKind::Mpi);
     let found = moesaic::toolchain::mpi(&registry);
     let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
     let scratch = scratch();
@@ -436,7 +436,7 @@ fn shared_experts_may_be_sliced() {
 /// A GPU's ranks add up by a kernel, which has to be there too.
 #[test]
 fn the_kernel_that_adds_up_ranks_is_compiled_ahead() {
-    let _ = installed(Kind::Cuda);
+    let _ = installed(ToolKind::Cuda);
     let scratch = scratch();
     let listed = |mesh: &[&str]| {
         let spec = repository("examples/specs/switch-base-8.toml");

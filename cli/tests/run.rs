@@ -138,8 +138,7 @@ fn other_quantizations_are_refused() {
     let config = r#"{"model_type": "mixtral", "quantization_config": {"quant_method": "hqq"}}"#;
     write(dir.path(), "config.json", config);
     let [input, output] = ["x", "y"].map(|name| dir.path().join(name));
-    let expected =
-        "mixtral: the checkpoint is quantized in a way that is not read (hqq); read are fp8";
+    let expected = "mixtral: the quantization is not supported (hqq); supported are fp8";
     of_model(dir.path(), &input, &output, &[]).fails(2, &[expected]);
 }
 

@@ -1,7 +1,7 @@
 //! The job script for SLURM, with stand-ins for `srun` and `scontrol` that start real MPI ranks.
 
 use crate::common::*;
-use moesaic::toolchain::Kind;
+use moesaic::toolchain::ToolKind;
 use moesaic::toolchain::testing::{installed, mpich, open_mpi};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -124,7 +124,7 @@ fn ranks_by(job: Job, kind: &str, library: &str, words: &str) {
 fn the_job_script_runs_ranks_by_pmix() {
     // Found by the process manager that srun speaks, although MPICH is installed, too.
     let _ = open_mpi();
-    let _ = installed(Kind::Mpi);
+    let _ = installed(ToolKind::Mpi);
     ranks_by(Job::new(), "pmix", "", "Open MPI");
 }
 

@@ -7,13 +7,13 @@ use moesaic::reference::Random;
 
 /// `softmax(Q·Kᵀ/√w, causal) · V` per head, between two linear maps.
 pub struct Attention {
-    /// To queries, keys and values, `[3d, d]`.
+    /// The projection to queries, keys and values, `[3d, d]`.
     qkv: Linear,
     out: Linear,
     shape: Shape,
 }
 
-/// Sizes of one attention.
+/// The sizes of an attention layer.
 #[derive(Clone, Copy)]
 pub struct Shape {
     /// Tokens of a sequence, `N`.
@@ -24,7 +24,7 @@ pub struct Shape {
     pub heads: usize,
 }
 
-/// What backward needs of forward.
+/// The state of a forward pass for backward.
 pub struct Saved {
     x: Vec<f32>,
     qkv: Vec<f32>,
@@ -42,8 +42,8 @@ impl Shape {
         1.0 / (self.head() as f32).sqrt()
     }
 
-    /// Part 0, 1, 2 (query, key, value) of a head `[N, w]` in the rows of a
-    /// sequence `[N, 3d]`.
+    /// Returns part 0, 1 or 2 (query, key, value) of a head `[N, w]` in the rows of a sequence
+    /// `[N, 3d]`.
     fn part(self, qkv: &[f32], part: usize, head: usize) -> View<'_> {
         let first = part * self.width + head * self.head();
         View::strided(&qkv[first..], self.context, self.head(), 3 * self.width)
@@ -53,13 +53,13 @@ impl Shape {
         View::new(matrix, self.context, self.context)
     }
 
-    /// One head of rows `[N, d]`.
+    /// Returns one head of rows `[N, d]`.
     fn column(self, rows: &[f32], head: usize) -> View<'_> {
         let first = head * self.head();
         View::strided(&rows[first..], self.context, self.head(), self.width)
     }
 
-    /// Probabilities `[heads, N, N]` and mixed values `[N, d]` of a sequence.
+    /// Computes probabilities `[heads, N, N]` and mixed values `[N, d]` of a sequence.
     fn mix(self, qkv: &[f32], probabilities: &mut [f32], mixed: &mut [f32]) {
         let n = self.context;
         for (head, p) in probabilities.chunks_exact_mut(n * n).enumerate() {
@@ -75,7 +75,7 @@ impl Shape {
         }
     }
 
-    /// The gradient of a sequence's `qkv` from that of its mixed values.
+    /// Computes the gradient of a sequence's `qkv` from that of its mixed values.
     fn unmix(self, qkv: &[f32], probabilities: &[f32], dmixed: &[f32], dqkv: &mut [f32]) {
         let (n, d, row) = (self.context, self.width, 3 * self.width);
         let mut ds = vec![0.0; n * n];
@@ -102,14 +102,14 @@ fn causal_softmax(row: &mut [f32]) {
     row.iter_mut().for_each(|v| *v /= sum);
 }
 
-/// `ds = p ⊙ (dp - Σ p·dp)` in place of `dp`.
+/// Computes `ds = p ⊙ (dp - Σ p·dp)` in place of `dp`.
 fn softmax_backward(p: &[f32], dp: &mut [f32]) {
     let mean: f32 = p.iter().zip(&*dp).map(|(p, d)| p * d).sum();
     dp.iter_mut().zip(p).for_each(|(d, p)| *d = p * (*d - mean));
 }
 
 impl Attention {
-    /// With random projections; `gain` scales the last one.
+    /// Returns a layer with random projections; `gain` scales the last one.
     pub fn new(shape: Shape, gain: f64, random: &mut Random) -> Attention {
         assert_eq!(shape.width % shape.heads, 0, "heads must divide the width");
         Attention {
@@ -119,7 +119,7 @@ impl Attention {
         }
     }
 
-    /// `x [sequences · N, d]` to the same shape.
+    /// Maps `x [sequences · N, d]` to the same shape.
     pub fn forward(&self, x: Vec<f32>) -> (Vec<f32>, Saved) {
         let (n, d, shape) = (self.shape.context, self.shape.width, self.shape);
         let qkv = self.qkv.forward(&x);
@@ -141,7 +141,7 @@ impl Attention {
         (y, saved)
     }
 
-    /// The gradient of `x`.
+    /// Returns the gradient of `x`.
     pub fn backward(&mut self, saved: &Saved, dy: &[f32]) -> Vec<f32> {
         let (n, d, shape) = (self.shape.context, self.shape.width, self.shape);
         let dmixed = self.out.backward(&saved.mixed, dy);

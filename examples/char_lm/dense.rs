@@ -1,5 +1,5 @@
-//! The dense twin of an expert layer: one feed-forward network that does for
-//! every token as much arithmetic as the experts of a token do.
+//! The dense twin of an expert layer: one feed-forward network with as much arithmetic per token as
+//! the experts of a token.
 
 use super::common::feed_forward::FeedForward;
 use super::common::ops::{Linear, Module, Param, relu, relu_backward};
@@ -15,7 +15,7 @@ pub struct Dense {
 }
 
 impl Dense {
-    /// Of a width and an inner width; `gain` scales the last map.
+    /// Returns a network of a width and an inner width; `gain` scales the last map.
     pub fn new(width: usize, hidden: usize, gain: f64, random: &mut Random) -> Dense {
         Dense {
             up: Linear::new(width, hidden, 1.0, random),

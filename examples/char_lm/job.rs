@@ -1,4 +1,4 @@
-//! `--ranks N`, or `mpirun -n N`: the model with experts on many ranks.
+//! `--ranks N`, or `mpirun -n N`: the model with its experts on many ranks.
 
 use super::common::experts::spec;
 use super::common::mesh_experts::MeshExperts;
@@ -15,28 +15,28 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// What a rank ends with: errors of threads go to the thread that started them.
+/// The result of a rank. Errors of threads go to the thread that started them.
 type Ended = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// What is asked of ranks.
+/// The options of a run over ranks.
 #[derive(Clone, Default)]
 pub struct Job {
-    /// Threads of this process; the processes that a launcher has started are ranks by
+    /// The number of threads of this process. Processes that a launcher has started are ranks by
     /// themselves.
     pub ranks: Option<usize>,
-    /// How they share the experts; as many groups as can be if nothing is said.
+    /// The division of the experts; by default as many expert-parallel ranks as possible.
     pub mesh: Option<Parallel>,
-    /// Where model and optimizer are saved at the end, and every so many steps.
+    /// The path for model and optimizer, saved at the end and every `every` steps.
     pub save: Option<PathBuf>,
-    /// Steps between two times.
+    /// The steps between two saves.
     pub every: Option<usize>,
-    /// What to go on from.
+    /// The checkpoint to continue from.
     pub resume: Option<PathBuf>,
-    /// The step to stop after, as if the run had been ended.
+    /// The step to stop after, as if the run had been interrupted.
     pub until: Option<usize>,
 }
 
-/// Reads `ep=2,dp=2`; what is not named is 1.
+/// Reads `ep=2,dp=2`; sizes without a name are 1.
 pub fn mesh(text: &str) -> Result<Parallel, String> {
     let mut mesh = Parallel::default();
     for part in text.split(',') {
@@ -55,13 +55,13 @@ pub fn mesh(text: &str) -> Result<Parallel, String> {
 }
 
 impl Job {
-    /// Whether this process is one of many, or shall be many.
+    /// Returns true if this process is a rank, or is to start ranks.
     pub fn wanted(&self) -> Result<bool, Box<dyn Error>> {
         let launched = World::from_environment()?.is_some_and(|world| world.size > 1);
         Ok(launched || self.ranks.is_some() || self.mesh.is_some())
     }
 
-    /// Learns on all ranks; the first prints.
+    /// Trains on all ranks; the first one prints.
     pub fn run(&self, text: &Text, pace: &Pace) -> Result<(), Box<dyn Error>> {
         let engine = Engine::cpu()?;
         let device = engine.device();
@@ -153,7 +153,7 @@ impl Job {
     }
 }
 
-/// An error that stays in its thread.
+/// Returns the error in this thread's own type.
 fn local(ended: Ended) -> Result<(), Box<dyn Error>> {
     ended.map_err(|error| -> Box<dyn Error> { error })
 }

@@ -11,8 +11,8 @@
 //! cargo run --release --features train --example char_lm -- --plot curves.svg
 //! ```
 //!
-//! On many ranks the model with experts learns alone, with the losses that it has on one:
-//! threads (`--ranks 4`, `--mesh ep=2,dp=2`), or processes.
+//! On many ranks the model with experts trains alone, with the same losses as on one rank: on
+//! threads (`--ranks 4`, `--mesh ep=2,dp=2`), or on processes.
 //!
 //! ```sh
 //! cargo build --release --example char_lm
@@ -44,7 +44,7 @@ use std::error::Error;
 use std::path::PathBuf;
 use text::Text;
 
-/// Both models, but for their feed-forward layers.
+/// The shape of both models except their feed-forward layers.
 const SHAPE: Shape = Shape {
     context: 128,
     width: 128,
@@ -103,12 +103,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     conclude(&options.pace, &left, &right)
 }
 
-/// Batches depend on the step alone.
+/// Returns the random numbers of a step's batch, which depend on the step alone.
 fn batches(step: usize) -> Random {
     Random::new(1_000_000 + step as u64)
 }
 
-/// The last map of a residual branch starts smaller in a deeper model.
+/// Returns the gain of the last map of a residual branch, which starts smaller in a deeper model.
 fn last_gain() -> f64 {
     1.0 / (2.0 * LAYERS as f64).sqrt()
 }
@@ -165,7 +165,7 @@ fn plot(dense: &[Point], experts: &[Point]) -> String {
     )
 }
 
-/// Fails when the experts did not end lower: the point of the example.
+/// Fails if the experts did not end with the lower loss, the claim of this example.
 fn conclude(pace: &Pace, dense: &[Point], experts: &[Point]) -> Result<(), Box<dyn Error>> {
     let (Some(dense), Some(experts)) = (dense.last(), experts.last()) else {
         return Ok(());

@@ -1,5 +1,5 @@
-//! A pre-norm Transformer over characters, whose feed-forward layers are
-//! given: experts or their dense twin.
+//! A pre-norm Transformer over characters with given feed-forward layers: experts or their dense
+//! twin.
 
 use super::attention::{self, Attention, Shape};
 use super::common::feed_forward::FeedForward;
@@ -15,7 +15,7 @@ struct Block<F> {
     feed_forward: F,
 }
 
-/// What a block keeps between forward and backward.
+/// The state of a block between forward and backward.
 struct Kept {
     norms: [Normalized; 2],
     attention: attention::Saved,
@@ -55,8 +55,8 @@ impl<F: FeedForward> Block<F> {
 }
 
 impl<F: FeedForward> Model<F> {
-    /// Random weights from `seed`; `layers` gives one feed-forward layer per
-    /// block. Two models of one seed and depth differ in those only.
+    /// Returns a model with random weights from `seed`; `layers` gives one feed-forward layer per
+    /// block. Two models of one seed and depth differ only in those.
     pub fn new(vocabulary: usize, shape: Shape, layers: Vec<F>, seed: u64) -> Model<F> {
         let mut random = Random::new(seed);
         let gain = 1.0 / (2.0 * layers.len() as f64).sqrt();
@@ -77,7 +77,8 @@ impl<F: FeedForward> Model<F> {
         }
     }
 
-    /// Mean cross entropy of a batch, in nats per character; of a part of one its share.
+    /// Returns the mean cross entropy of a batch, in nats per character; for a part of a batch, its
+    /// share.
     pub fn loss(&mut self, batch: &Batch) -> Result<f64, EngineError> {
         let mut x = self.embed(&batch.tokens);
         for block in &mut self.blocks {
@@ -87,7 +88,7 @@ impl<F: FeedForward> Model<F> {
         Ok(cross_entropy(logits, &batch.targets, batch.all).0)
     }
 
-    /// The same, with the gradient of every parameter.
+    /// Returns the loss, and computes the gradient of every parameter.
     pub fn gradients(&mut self, batch: &Batch) -> Result<f64, EngineError> {
         let mut x = self.embed(&batch.tokens);
         let mut kept = Vec::new();
@@ -106,7 +107,7 @@ impl<F: FeedForward> Model<F> {
         Ok(loss)
     }
 
-    /// A character's vector plus its place's.
+    /// Returns the sum of a character's vector and its position's.
     fn embed(&self, tokens: &[usize]) -> Vec<f32> {
         let d = self.shape.width;
         let mut x = Vec::with_capacity(tokens.len() * d);

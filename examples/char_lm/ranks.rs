@@ -1,5 +1,5 @@
-//! The model with experts on many ranks: sequences of a batch are shared by all, experts
-//! by the mesh; what is no expert's is the same everywhere.
+//! The model with experts on many ranks: the ranks divide the sequences of a batch, and the mesh
+//! divides the experts. All other parameters are replicated.
 
 use super::common::mesh_experts::MeshExperts;
 use super::common::ops::Module;
@@ -15,10 +15,10 @@ use moesaic::{EngineError, Tensor, Tensors};
 use std::error::Error;
 use std::path::Path;
 
-/// A rank's part of a model on its way.
+/// One rank's part of a model in training.
 pub struct RankLearner {
     model: Model<MeshExperts>,
-    /// State of what all ranks have is kept in parts.
+    /// The optimizer. State of replicated parameters is partitioned over the ranks.
     optimizer: MeshOptimizer<AdamW>,
     ranks: Ranks,
     pace: Pace,
@@ -26,7 +26,7 @@ pub struct RankLearner {
 }
 
 impl RankLearner {
-    /// Before the first step.
+    /// Returns the state before the first step.
     pub fn new(
         model: Model<MeshExperts>,
         ranks: &Ranks,
@@ -42,13 +42,13 @@ impl RankLearner {
         }
     }
 
-    /// Steps taken, those before a checkpoint too.
+    /// Returns the steps taken, including those before a checkpoint.
     pub fn steps(&self) -> usize {
         self.optimizer.optimizer.steps as usize
     }
 
-    /// One optimizer step with this rank's sequences of a batch, the same batch on all.
-    /// Returns the loss of all.
+    /// Takes one optimizer step with this rank's sequences of a batch, which is the same on all
+    /// ranks. Returns the loss over all ranks.
     pub fn step(&mut self, batch: &Batch) -> Result<f64, Box<dyn Error>> {
         let own = self.part(batch);
         let loss = self.model.gradients(&own)?;
@@ -56,7 +56,8 @@ impl RankLearner {
         let mut gradients = self.tensors(|param| &param.grad);
         reduce(&self.ranks, &mut gradients)?;
         self.optimizer.optimizer.learning_rate = self.pace.rate(self.steps() + 1);
-        // The loss of a part is divided by the targets of all: the parts add up.
+        // Each rank divides its loss by the targets of all ranks, so the parts add up and the
+        // divisor is 1.
         let scaling = Scaling {
             divisor: 1.0,
             most: Some(1.0),
@@ -66,14 +67,14 @@ impl RankLearner {
         Ok(self.total(loss)?)
     }
 
-    /// The loss of all ranks on text that is never trained on.
+    /// Returns the loss over all ranks on text that is never trained on.
     pub fn held_out(&mut self, batch: &Batch) -> Result<f64, EngineError> {
         let own = self.part(batch);
         let loss = self.model.loss(&own)?;
         self.total(loss)
     }
 
-    /// Writes the model and the state of its optimizer as one process would have them.
+    /// Writes the model and its optimizer state in the form in which one process would.
     pub fn save(&mut self, file: &Path) -> Result<(), Box<dyn Error>> {
         let mut all = self.values();
         let state = self.optimizer.state(&all)?;
@@ -81,7 +82,7 @@ impl RankLearner {
         Ok(self.ranks.collect(&all, &mut Writer::file(file))?)
     }
 
-    /// Goes on from what was saved, on any mesh; reads this rank's part.
+    /// Continues from a checkpoint, on any mesh, and reads only this rank's part.
     pub fn resume(&mut self, file: &Path) -> Result<(), Box<dyn Error>> {
         let file = Checkpoint::open(file)?;
         let all = parts(self.ranks.mesh(), &file, file.names())?;
@@ -90,7 +91,7 @@ impl RankLearner {
         Ok(())
     }
 
-    /// All parameters of this rank.
+    /// Returns all parameters of this rank.
     pub fn values(&mut self) -> Tensors<'static> {
         self.tensors(|param| &param.value)
     }
@@ -109,7 +110,7 @@ impl RankLearner {
         });
     }
 
-    /// This rank's sequences.
+    /// Returns this rank's sequences.
     fn part(&self, batch: &Batch) -> Batch {
         let (rank, size) = self.ranks.among(ProcessGroup::World);
         let sequences = batch.tokens.len() / self.context;

@@ -1,4 +1,4 @@
-//! Training one model: pace, steps, and what is reported.
+//! Training of one model: pace, steps and reports.
 
 use super::common::feed_forward::FeedForward;
 use super::common::ops::Module;
@@ -10,18 +10,18 @@ use moesaic::train::AdamW;
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-/// How long and how much at a time.
+/// The length of a run, and its sizes.
 #[derive(Clone)]
 pub struct Pace {
     /// Optimizer steps.
     pub steps: usize,
-    /// Sequences of a batch.
+    /// Sequences per batch.
     pub sequences: usize,
-    /// Steps between two reports.
+    /// Steps between reports.
     pub report: usize,
-    /// Held-out sequences of a report.
+    /// Held-out sequences per report.
     pub held_out: usize,
-    /// Whether the run is long enough to say which model is better.
+    /// Whether the run is long enough to decide which model is better.
     pub judged: bool,
 }
 
@@ -29,7 +29,7 @@ const PEAK_RATE: f32 = 2e-3;
 const WARM_UP: usize = 50;
 
 impl Pace {
-    /// A few minutes on two cores.
+    /// Returns a run of a few minutes on two cores.
     pub fn full() -> Pace {
         Pace {
             steps: 800,
@@ -40,7 +40,7 @@ impl Pace {
         }
     }
 
-    /// Seconds: to see that it runs.
+    /// Returns a run of seconds, to see that everything works.
     pub fn quick() -> Pace {
         Pace {
             steps: 4,
@@ -51,7 +51,7 @@ impl Pace {
         }
     }
 
-    /// Another number of steps, reported about twenty times.
+    /// Sets the number of steps, with about twenty reports.
     pub fn with_steps(self, steps: usize) -> Pace {
         Pace {
             report: (steps / 20).clamp(1, 50),
@@ -61,7 +61,7 @@ impl Pace {
         }
     }
 
-    /// Linear warm-up, then a cosine to a tenth.
+    /// Returns the learning rate: a linear warm-up, then a cosine down to a tenth.
     pub fn rate(&self, step: usize) -> f32 {
         let warm = (step as f32 / WARM_UP as f32).min(1.0);
         let turn = std::f32::consts::PI * step as f32 / self.steps as f32;
@@ -69,33 +69,33 @@ impl Pace {
     }
 }
 
-/// A model on its way.
+/// A model in training.
 pub struct Learner<F> {
     model: Model<F>,
     optimizer: AdamW,
     pace: Pace,
     step: usize,
-    /// Sum of the training losses since the last report.
+    /// The sum of the training losses since the last report.
     sum: f64,
     since: usize,
     time: Duration,
 }
 
-/// One report.
+/// The numbers of one report.
 #[derive(Clone, Copy)]
 pub struct Point {
     /// Steps done.
     pub step: usize,
     /// Mean loss of the batches since the last report.
     pub training: f64,
-    /// Loss on text that is never trained on.
+    /// The loss on text that is never trained on.
     pub held_out: f64,
-    /// Time spent in steps.
+    /// The time spent in steps.
     pub seconds: f64,
 }
 
 impl<F: FeedForward> Learner<F> {
-    /// Before the first step.
+    /// Returns the state before the first step.
     pub fn new(model: Model<F>, pace: &Pace) -> Learner<F> {
         Learner {
             model,
@@ -108,7 +108,7 @@ impl<F: FeedForward> Learner<F> {
         }
     }
 
-    /// Learned numbers.
+    /// Returns the number of learned numbers.
     pub fn parameters(&mut self) -> usize {
         let mut count = 0;
         self.model
@@ -116,7 +116,7 @@ impl<F: FeedForward> Learner<F> {
         count
     }
 
-    /// One optimizer step.
+    /// Takes one optimizer step.
     pub fn step(&mut self, batch: &Batch) -> Result<(), Box<dyn Error>> {
         let start = Instant::now();
         self.sum += self.model.gradients(batch)?;
@@ -128,7 +128,7 @@ impl<F: FeedForward> Learner<F> {
         Ok(())
     }
 
-    /// Where the model is.
+    /// Returns the numbers of a report.
     pub fn report(&mut self, held_out: &Batch) -> Result<Point, EngineError> {
         let training = self.sum / self.since as f64;
         (self.sum, self.since) = (0.0, 0);

@@ -6,28 +6,28 @@ use std::ops::Range;
 /// Real English text: see examples/data/README.md.
 const BOOK: &str = include_str!("../data/moby_dick.txt");
 
-/// Text as ids below `vocabulary`.
+/// A text as ids below `vocabulary`.
 pub struct Text {
-    /// Different characters.
+    /// The number of different characters.
     pub vocabulary: usize,
-    /// The first nine tenths.
+    /// The first nine tenths of the text.
     pub train: Vec<usize>,
-    /// The last tenth.
+    /// The last tenth of the text.
     pub held_out: Vec<usize>,
 }
 
-/// Windows of the text, and the character after each of theirs.
+/// Windows of the text, with the character after each position.
 pub struct Batch {
     /// `[sequences, context]`.
     pub tokens: Vec<usize>,
-    /// The same, one character later.
+    /// The same windows, one character later.
     pub targets: Vec<usize>,
-    /// Targets of the whole batch, of which this may be a part.
+    /// The number of targets in the whole batch, of which this may be a part.
     pub all: usize,
 }
 
 impl Text {
-    /// The book that comes with the examples.
+    /// Returns the book that comes with the examples.
     pub fn book() -> Text {
         let mut letters: Vec<char> = BOOK.chars().collect();
         letters.sort_unstable();
@@ -42,14 +42,14 @@ impl Text {
         }
     }
 
-    /// `count` windows at random places of the training text.
+    /// Returns `count` windows at random places of the training text.
     pub fn batch(&self, count: usize, context: usize, random: &mut Random) -> Batch {
         let places = (self.train.len() - context) as u64;
         let starts = (0..count).map(|_| (random.bits() % places) as usize);
         Batch::at(&self.train, starts, context)
     }
 
-    /// `count` windows spread evenly over the held-out text: always the same.
+    /// Returns `count` windows spread evenly over the held-out text, always the same ones.
     pub fn held_out(&self, count: usize, context: usize) -> Batch {
         let stride = (self.held_out.len() - context - 1) / count;
         Batch::at(&self.held_out, (0..count).map(|i| i * stride), context)
@@ -71,7 +71,7 @@ impl Batch {
         }
     }
 
-    /// Some of its sequences.
+    /// Returns some of its sequences.
     pub fn part(&self, sequences: Range<usize>, context: usize) -> Batch {
         let range = sequences.start * context..sequences.end * context;
         Batch {

@@ -1,18 +1,18 @@
-//! A line chart as SVG, readable on light and on dark ground.
+//! A line chart as SVG, readable on light and on dark backgrounds.
 
 use std::fmt::Write;
 
 /// One line of a chart.
 pub struct Series<'a> {
-    /// Written at its end.
+    /// The name, written at the end of the line.
     pub name: &'a str,
     /// An SVG colour with enough contrast on white and on black.
     pub colour: &'a str,
-    /// From left to right.
+    /// The points, from left to right.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Blue and orange that colour-blind readers can tell apart.
+/// Blue and orange, which colour-blind readers can tell apart.
 pub const COLOURS: [&str; 2] = ["#2f81f7", "#d9730d"];
 
 const WIDTH: f64 = 760.0;
@@ -21,10 +21,10 @@ const LEFT: f64 = 64.0;
 const RIGHT: f64 = 150.0;
 const TOP: f64 = 48.0;
 const BOTTOM: f64 = 52.0;
-/// Grey that is legible on both grounds.
+/// A grey that is legible on both backgrounds.
 const INK: &str = "#7d8590";
 
-/// From values to places on the page.
+/// A mapping from values to places on the page.
 struct Scale {
     x: (f64, f64),
     y: (f64, f64),
@@ -55,7 +55,7 @@ impl Scale {
     }
 }
 
-/// 1, 2 or 5 times a power of ten, for four to ten ticks.
+/// Returns 1, 2 or 5 times a power of ten, for four to ten ticks.
 fn tick_step(range: f64) -> f64 {
     let power = 10f64.powf((range / 5.0).log10().floor());
     let steps = [1.0, 2.0, 5.0, 10.0].map(|s| s * power);
@@ -117,7 +117,7 @@ fn line(svg: &mut String, scale: &Scale, series: &Series) {
     );
 }
 
-/// Names at the ends of the lines, kept apart.
+/// Writes names at the ends of the lines, kept apart.
 fn names(svg: &mut String, scale: &Scale, series: &[Series]) {
     let mut ends: Vec<(f64, &Series)> = series
         .iter()
@@ -138,7 +138,7 @@ fn names(svg: &mut String, scale: &Scale, series: &[Series]) {
     }
 }
 
-/// The chart; `labels` are those of the two axes.
+/// Returns the chart; `labels` are those of the two axes.
 pub fn svg(title: &str, labels: [&str; 2], series: &[Series]) -> String {
     let scale = Scale::of(series);
     let mut svg = format!(

@@ -1,5 +1,5 @@
-//! A Mixture-of-Experts layer of moesaic inside a model: weights live on the
-//! host for the optimizer and are given to the layer before each pass.
+//! A Mixture-of-Experts layer of moesaic inside a model. The weights live on the host for the
+//! optimizer, and the model copies them to the layer before each pass.
 
 use super::feed_forward::FeedForward;
 use super::ops::{Module, Param};
@@ -9,8 +9,8 @@ use moesaic::{
     Engine, EngineError, Input, Layer, LayerSpec, RngKey, Saved, Tensor, Tensors, Training,
 };
 
-/// ReLU experts behind a softmax over the selected logits, as FastMoE's
-/// Transformer-XL has them, with Switch's balancing loss on top.
+/// Returns a layer of ReLU experts with a softmax over the selected logits, as in FastMoE's
+/// Transformer-XL, and Switch's balancing loss.
 pub fn spec(width: usize, hidden: usize, experts: usize, top_k: usize) -> LayerSpec {
     let text = format!(
         "shape = {{ model_dim = {width}, hidden_dim = {hidden}, experts = {experts}, top_k = {top_k} }}\n\
@@ -21,7 +21,7 @@ pub fn spec(width: usize, hidden: usize, experts: usize, top_k: usize) -> LayerS
     LayerSpec::from_toml(&text).expect("sizes are positive and top_k is at most experts")
 }
 
-/// Weights before the first step: uniform in `±1/√inputs`, those of the last map times
+/// Returns weights before the first step: uniform in `±1/√inputs`, those of the last map times
 /// `gain`; biases 0.
 pub fn start(spec: &LayerSpec, gain: f64, random: &mut Random) -> Vec<(TensorSpec, Param)> {
     let mut start = |tensor: TensorSpec| {
@@ -42,14 +42,14 @@ pub fn start(spec: &LayerSpec, gain: f64, random: &mut Random) -> Vec<(TensorSpe
         .collect()
 }
 
-/// What the layer is made of.
+/// Returns the layer's tensors by name.
 pub fn tensors(params: &[(TensorSpec, Param)]) -> Tensors<'_> {
     params.iter().fold(Tensors::new(), |weights, (tensor, p)| {
         weights.with(&tensor.name, &tensor.shape, &p.value)
     })
 }
 
-/// The layer, its weights and what its last forward pass kept.
+/// The layer, its weights and the state of its last forward pass.
 pub struct Experts {
     layer: Layer,
     params: Vec<(TensorSpec, Param)>,
@@ -57,7 +57,7 @@ pub struct Experts {
 }
 
 impl Experts {
-    /// Weights as [`start`] draws them.
+    /// Makes the layer with weights that [`start`] draws.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,

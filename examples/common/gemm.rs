@@ -2,7 +2,7 @@
 
 use super::threads;
 
-/// Rows of the product that one task computes.
+/// The number of rows of the product per task.
 const ROWS: usize = 128;
 
 /// A matrix inside a slice: element `(i, j)` is `data[i * row + j * col]`.
@@ -16,12 +16,12 @@ pub struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// A row major matrix.
+    /// Returns a row-major matrix.
     pub fn new(data: &'a [f32], rows: usize, cols: usize) -> View<'a> {
         View::strided(data, rows, cols, cols)
     }
 
-    /// A row major matrix whose rows lie `row` elements apart.
+    /// Returns a row-major matrix whose rows lie `row` elements apart.
     pub fn strided(data: &'a [f32], rows: usize, cols: usize, row: usize) -> View<'a> {
         let reach = if rows * cols == 0 {
             0
@@ -42,7 +42,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The transpose, without moving anything.
+    /// Returns the transpose without moving anything.
     pub fn t(self) -> View<'a> {
         View {
             data: self.data,
@@ -54,8 +54,8 @@ impl<'a> View<'a> {
     }
 }
 
-/// `c = alpha · a · b + beta · c` on the calling thread; rows of `c` lie
-/// `row` elements apart.
+/// Computes `c = alpha · a · b + beta · c` on the calling thread; rows of `c` lie `row` elements
+/// apart.
 pub fn product(alpha: f32, a: View, b: View, beta: f32, c: &mut [f32], row: usize) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     assert_eq!(k, b.rows, "inner sizes");
@@ -85,14 +85,14 @@ pub fn product(alpha: f32, a: View, b: View, beta: f32, c: &mut [f32], row: usiz
     }
 }
 
-/// `a · b` as a new row major matrix.
+/// Returns `a · b` as a new row-major matrix.
 pub fn matmul(a: View, b: View) -> Vec<f32> {
     let mut c = vec![0.0; a.rows * b.cols];
     matmul_into(a, b, 0.0, &mut c);
     c
 }
 
-/// `c = a · b + beta · c`, row major.
+/// Computes `c = a · b + beta · c`, row major.
 pub fn matmul_into(a: View, b: View, beta: f32, c: &mut [f32]) {
     let n = b.cols;
     if n == 0 {

@@ -8,15 +8,15 @@ use moesaic::reference::Random;
 use moesaic::spec::{Loss, LossKind};
 use moesaic::{Engine, EngineError, Input, LayerSpec, Mesh, MeshLayer, RngKey, Tensor, Training};
 
-/// This rank's part of the layer, its weights and what its last forward pass kept.
+/// This rank's part of the layer, its weights and the state of its last forward pass.
 pub struct MeshExperts {
     layer: MeshLayer,
     params: Vec<(String, Param)>,
     saved: Option<MeshSaved>,
 }
 
-/// The same layer, but that tokens of all ranks are balanced together: a loss of kind
-/// `switch` is that of one call.
+/// Returns the same layer with a loss that balances the tokens of all ranks together, because a
+/// loss of kind `switch` covers a single call.
 pub fn balanced_together(spec: &LayerSpec) -> LayerSpec {
     let global = |loss: &Loss| Loss {
         kind: match loss.kind {
@@ -33,8 +33,8 @@ pub fn balanced_together(spec: &LayerSpec) -> LayerSpec {
 }
 
 impl MeshExperts {
-    /// The weights that one process draws, of which this rank keeps its part. Gradients
-    /// are of this rank's tokens until they are added up.
+    /// Makes this rank's part with its part of the weights that one process draws. Gradients cover
+    /// this rank's tokens until they are reduced.
     pub fn new(
         engine: &Engine,
         mesh: &Mesh,

@@ -1,9 +1,8 @@
-//! What the training examples share: a handful of differentiable operations
-//! in plain Rust around the MoE layers, which are moesaic's.
+//! The shared part of the training examples: a few differentiable operations in plain Rust around
+//! moesaic's MoE layers.
 //!
-//! Every operation has a `forward` and a `backward`. Matrices are row major
-//! slices of f32, one row per token; gradients of parameters are overwritten
-//! by each backward pass.
+//! Every operation has a `forward` and a `backward`. Matrices are row-major slices of f32 with one
+//! row per token. Each backward pass overwrites the gradients of parameters.
 
 #![allow(dead_code)] // each example uses its own part
 

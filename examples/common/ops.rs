@@ -7,29 +7,29 @@ use moesaic::reference::Random;
 /// Rows of logits that one task takes.
 const TASK_ROWS: usize = 64;
 
-/// A tensor that is learned, and its gradient.
+/// A learned tensor and its gradient.
 pub struct Param {
-    /// Sizes, outermost first; one where nobody asks for more.
+    /// The sizes, outermost first; a single one where the shape does not matter.
     pub shape: Vec<usize>,
-    /// Row major values.
+    /// The values, row major.
     pub value: Vec<f32>,
     /// The gradient of the last backward pass.
     pub grad: Vec<f32>,
 }
 
 impl Param {
-    /// A matrix with uniform values in `(-bound, bound)`.
+    /// Returns uniform values in `(-bound, bound)`.
     pub fn uniform(count: usize, bound: f64, random: &mut Random) -> Param {
         let mut draw = || (bound * random.signed()) as f32;
         Param::of(&[count], (0..count).map(|_| draw()).collect())
     }
 
-    /// A vector of one value.
+    /// Returns a vector filled with one value.
     pub fn constant(count: usize, value: f32) -> Param {
         Param::of(&[count], vec![value; count])
     }
 
-    /// Given values of a shape.
+    /// Returns given values in a shape.
     pub fn of(shape: &[usize], value: Vec<f32>) -> Param {
         Param {
             shape: shape.to_vec(),
@@ -39,7 +39,7 @@ impl Param {
     }
 }
 
-/// Visits every parameter of a module under a name.
+/// A set of named parameters.
 pub trait Module {
     /// Calls `visit` with each parameter's name below `prefix`.
     fn params<'a>(&'a mut self, prefix: &str, visit: &mut dyn FnMut(String, &'a mut Param));
@@ -54,7 +54,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Weights uniform in `±gain/√inputs`, bias 0.
+    /// Returns a map with weights uniform in `±gain/√inputs` and bias 0.
     pub fn new(inputs: usize, outputs: usize, gain: f64, random: &mut Random) -> Linear {
         let bound = gain / (inputs as f64).sqrt();
         Linear {
@@ -75,7 +75,7 @@ impl Linear {
         View::new(&self.weight.value, self.outputs(), self.inputs())
     }
 
-    /// `x [T, inputs]` to `[T, outputs]`.
+    /// Maps `x [T, inputs]` to `[T, outputs]`.
     pub fn forward(&self, x: &[f32]) -> Vec<f32> {
         let tokens = x.len() / self.inputs();
         let mut y = self.bias.value.repeat(tokens);
@@ -84,7 +84,7 @@ impl Linear {
         y
     }
 
-    /// From `x` and the gradient of `y` to the gradient of `x`.
+    /// Returns the gradient of `x`, from `x` and the gradient of `y`.
     pub fn backward(&mut self, x: &[f32], dy: &[f32]) -> Vec<f32> {
         let (inputs, outputs) = (self.inputs(), self.outputs());
         let tokens = x.len() / inputs;
@@ -111,14 +111,14 @@ pub struct LayerNorm {
     bias: Param,
 }
 
-/// What layer norm's backward needs: rows before gain and bias, and `1/√…`.
+/// The state for layer norm's backward: rows before gain and bias, and `1/√…`.
 pub struct Normalized {
     rows: Vec<f32>,
     scale: Vec<f32>,
 }
 
 impl LayerNorm {
-    /// Over rows of `width`, gain 1, bias 0.
+    /// Returns a norm over rows of `width`, with gain 1 and bias 0.
     pub fn new(width: usize) -> LayerNorm {
         LayerNorm {
             gain: Param::constant(width, 1.0),
@@ -126,7 +126,7 @@ impl LayerNorm {
         }
     }
 
-    /// `x [T, width]` to the same shape.
+    /// Maps `x [T, width]` to the same shape.
     pub fn forward(&self, x: &[f32]) -> (Vec<f32>, Normalized) {
         let width = self.gain.value.len();
         let mut rows = x.to_vec();
@@ -148,7 +148,7 @@ impl LayerNorm {
         (y, Normalized { rows, scale })
     }
 
-    /// The gradient of `x`.
+    /// Returns the gradient of `x`.
     pub fn backward(&mut self, saved: &Normalized, dy: &[f32]) -> Vec<f32> {
         let width = self.gain.value.len();
         self.gain.grad.fill(0.0);
@@ -178,12 +178,12 @@ impl Module for LayerNorm {
     }
 }
 
-/// `max(x, 0)` in place.
+/// Computes `max(x, 0)` in place.
 pub fn relu(x: &mut [f32]) {
     x.iter_mut().for_each(|v| *v = v.max(0.0));
 }
 
-/// From the output of [`relu`] and the gradient of it, in place.
+/// Computes the input gradient in place, from the output of [`relu`] and its gradient.
 pub fn relu_backward(y: &[f32], dy: &mut [f32]) {
     for (d, y) in dy.iter_mut().zip(y) {
         if *y <= 0.0 {
@@ -192,14 +192,14 @@ pub fn relu_backward(y: &[f32], dy: &mut [f32]) {
     }
 }
 
-/// `a += b`.
+/// Computes `a += b`.
 pub fn add(a: &mut [f32], b: &[f32]) {
     assert_eq!(a.len(), b.len());
     a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
 }
 
-/// Cross entropy in nats of `logits [T, classes]` against `targets [T]`, and its
-/// gradient; divided by `all`, the number of targets of which these are some.
+/// Returns the cross entropy in nats of `logits [T, classes]` against `targets [T]`, and its
+/// gradient. Both are divided by `all`, the number of targets in the whole batch.
 pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize], all: usize) -> (f64, Vec<f32>) {
     let classes = (logits.len() / targets.len().max(1)).max(1);
     let share = 1.0 / all as f32;

@@ -1,10 +1,10 @@
-//! A step of moesaic's optimizer on every parameter of a module.
+//! Steps of moesaic's optimizer on every parameter of a module.
 
 use super::ops::Module;
 use moesaic::train::{AdamW, Optimizer, TrainError, clip_norm};
 use moesaic::{Tensor, Tensors};
 
-/// AdamW with the β₂ of language models, and decay on matrices only.
+/// Returns AdamW with the β₂ of language models, and decay on matrices only.
 pub fn adamw(weight_decay: f32) -> AdamW {
     AdamW {
         betas: [0.9, 0.95],
@@ -14,10 +14,10 @@ pub fn adamw(weight_decay: f32) -> AdamW {
     }
 }
 
-/// One step at a learning rate, gradients clipped to a joint norm of 1.
+/// Takes one step at a learning rate, with gradients clipped to a joint norm of 1.
 ///
 /// # Errors
-/// Those of the optimizer.
+/// The errors of the optimizer.
 pub fn step(optimizer: &mut AdamW, module: &mut impl Module, rate: f32) -> Result<(), TrainError> {
     let tensor = |values: &[f32]| Tensor::copied(&[values.len()], values);
     let (mut values, mut gradients) = (Tensors::new(), Tensors::new());

@@ -6,7 +6,7 @@ const RECORDS: &[u8] = include_bytes!("../data/digits.bin");
 /// Pixels of an image: 8 rows of 8.
 pub const PIXELS: usize = 64;
 
-/// Images as rows, and what they show.
+/// Images as rows, with their labels.
 #[derive(Clone, Default)]
 pub struct Images {
     /// `[count, 64]`, 0 to 1.
@@ -16,9 +16,9 @@ pub struct Images {
 }
 
 impl Images {
-    /// The first four fifths to learn from, the rest to test on, in the order
-    /// of the file: neighbours there are often of one writer, so this is the
-    /// harder and the fairer split.
+    /// Loads the images and splits them in file order: four fifths for training, the rest for
+    /// testing. Neighbours in the file are often by one writer, so this split is harder and fairer
+    /// than a random one.
     pub fn load() -> (Images, Images) {
         let records: Vec<&[u8]> = RECORDS.chunks_exact(PIXELS + 1).collect();
         let (train, test) = records.split_at(records.len() * 4 / 5);
@@ -33,8 +33,8 @@ impl Images {
         }
     }
 
-    /// Batches of up to `size` in a random order, each image moved by up to
-    /// one pixel: there are few images, and a moved digit is the same digit.
+    /// Returns batches of up to `size` in a random order, with each image moved by up to one pixel.
+    /// There are few images, and a moved digit is the same digit.
     pub fn shuffled(&self, size: usize, random: &mut Random) -> Vec<Images> {
         let mut order: Vec<(u64, usize)> =
             (0..self.labels.len()).map(|i| (random.bits(), i)).collect();

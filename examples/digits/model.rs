@@ -6,7 +6,7 @@ use super::images::{Images, PIXELS};
 use moesaic::EngineError;
 use moesaic::reference::Random;
 
-/// Pixels to a row of `width`, residual layers, ten scores.
+/// A classifier: pixels to a row of `width`, residual layers, ten scores.
 pub struct Classifier<F> {
     stem: Linear,
     blocks: Vec<(LayerNorm, F)>,
@@ -14,18 +14,18 @@ pub struct Classifier<F> {
     head: Linear,
 }
 
-/// A forward pass.
+/// The state of a forward pass.
 struct Passed {
     /// `[images, 10]`.
     scores: Vec<f32>,
-    /// What the head got.
+    /// The input of the head.
     normed: Vec<f32>,
     /// The state of each block's norm, and of the last one.
     norms: Vec<Normalized>,
 }
 
 impl<F: FeedForward> Classifier<F> {
-    /// With random weights around the given layers.
+    /// Returns a classifier with random weights around the given layers.
     pub fn new(width: usize, layers: Vec<F>, seed: u64) -> Classifier<F> {
         let mut random = Random::new(seed);
         let block = |layer| (LayerNorm::new(width), layer);
@@ -54,7 +54,7 @@ impl<F: FeedForward> Classifier<F> {
         })
     }
 
-    /// Mean cross entropy in nats, with the gradient of every parameter.
+    /// Returns the mean cross entropy in nats, and computes the gradient of every parameter.
     pub fn gradients(&mut self, images: &Images) -> Result<f64, EngineError> {
         let passed = self.forward(images)?;
         let (loss, dscores) = cross_entropy(passed.scores, &images.labels, images.labels.len());
@@ -69,7 +69,7 @@ impl<F: FeedForward> Classifier<F> {
         Ok(loss)
     }
 
-    /// The share of images whose highest score is their label's.
+    /// Returns the share of images whose highest score is their label's.
     pub fn accuracy(&mut self, images: &Images) -> Result<f64, EngineError> {
         let scores = self.forward(images)?.scores;
         let best = scores.chunks_exact(10).map(|row| {

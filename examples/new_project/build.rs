@@ -1,5 +1,5 @@
-//! Compiles the layer's kernels while the program is built, so that it starts
-//! without a compiler.
+//! Compiles the layer's kernels while Cargo builds the program, so that it starts without a
+//! compiler.
 
 use moesaic::{CompileOptions, Compilers, LayerSpec, Store, Training, resolve_target};
 use moesaic::aot::{Outcome, precompile};

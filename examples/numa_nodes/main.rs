@@ -1,17 +1,16 @@
-//! Where the packed weights of a layer lie on a machine with several NUMA nodes,
-//! and which node reads them.
+//! Shows where the packed weights of a layer lie on a machine with several NUMA nodes, and which
+//! node reads them.
 //!
 //! ```sh
 //! cargo run --release --example numa_nodes              # threads that the system moves
 //! cargo run --release --example numa_nodes -- --pin     # each stays on one processor
 //! ```
 //!
-//! Makes a layer in f32 and in bf16, asks Linux for the node of every page of its
-//! packed weights, and watches passes of 1, 8 and 512 tokens: which node reads each
-//! 2 MB first. The last number of a line stands for the outputs' bytes.
-//! `--target cpu:avx2` generates for another instruction set, `--strict` takes
-//! kernels from the cache alone. One node is told as such. On other systems than
-//! Linux it only says that it cannot tell.
+//! It makes a layer in f32 and in bf16, asks Linux for the node of every page of the packed
+//! weights, and watches passes of 1, 8 and 512 tokens: which node reads each 2 MB first. The last
+//! number of a line is a digest of the output bytes. `--target cpu:avx2` generates for another
+//! instruction set, and `--strict` takes kernels from the cache only. On a machine with one node it
+//! reports that; on systems other than Linux it reports that it cannot tell.
 
 #[cfg(target_os = "linux")]
 mod pages;
@@ -22,7 +21,7 @@ mod watch;
 
 use std::error::Error;
 
-/// What was asked for.
+/// The command's options.
 #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "nothing is done"))]
 pub struct Args {
     pin: bool,

@@ -1,4 +1,4 @@
-//! What Linux says of nodes, pages and threads.
+//! Information from Linux about nodes, pages and threads.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,7 +8,7 @@ use std::path::Path;
 /// The system's number of a NUMA node.
 pub type Node = i32;
 
-/// Memory of the process: an address and bytes behind it.
+/// A range of the process's memory: an address and a length in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
     pub start: usize,
@@ -16,20 +16,20 @@ pub struct Range {
 }
 
 pub fn page_size() -> usize {
-    // SAFETY: asks only.
+    // SAFETY: only a query.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// The node of each page of a range that starts with one and is not in use; a
-/// negative number for a page of which the system does not say it.
+/// Returns the node of each page of a range that starts at a page boundary and is not in use. A
+/// page whose node is unknown gets a negative number.
 pub fn nodes(range: Range) -> io::Result<Vec<Node>> {
     unmark(range);
     let end = range.start + range.bytes;
     let pages: Vec<usize> = (range.start..end).step_by(page_size()).collect();
     let mut nodes: Vec<Node> = vec![-1; pages.len()];
     let (of_this_process, stay, no_flags) = (0, std::ptr::null::<Node>(), 0);
-    // SAFETY: both lists are as long as is said, and without nodes to go to nothing
-    // is moved: the call only says where pages lie.
+    // SAFETY: both lists have the given length, and without target nodes the call moves nothing and
+    // only reports where pages lie.
     let failed = unsafe {
         libc::syscall(
             libc::SYS_move_pages,
@@ -48,18 +48,19 @@ pub fn nodes(range: Range) -> io::Result<Vec<Node>> {
     }
 }
 
-/// A kernel that balances nodes marks pages to see who uses them, and does not say
-/// where marked ones lie. A change of what is allowed takes the marks away.
+/// Removes the marks of automatic NUMA balancing: a kernel that balances nodes marks pages to see
+/// who uses them, and does not report the node of marked ones. Changing the protection removes the
+/// marks.
 fn unmark(range: Range) {
     let pages = range.bytes / page_size() * page_size();
     for allowed in [libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE] {
-        // SAFETY: whole pages of memory that nobody uses meanwhile, and all is
-        // allowed again; a refusal changes nothing.
+        // SAFETY: these are whole pages that nobody uses meanwhile, and afterwards all access is
+        // allowed again. A refusal changes nothing.
         unsafe { libc::mprotect(range.start as *mut libc::c_void, pages, allowed) };
     }
 }
 
-/// How many of some pages lie on each node.
+/// Counts the pages on each node.
 pub fn count(nodes: &[Node]) -> BTreeMap<Node, usize> {
     let mut counts = BTreeMap::new();
     for node in nodes {
@@ -68,11 +69,11 @@ pub fn count(nodes: &[Node]) -> BTreeMap<Node, usize> {
     counts
 }
 
-/// The node that the calling thread runs on now.
+/// Returns the node that the calling thread runs on now.
 pub fn node_here() -> Option<Node> {
     let (mut processor, mut node) = (0u32, 0u32);
     let nothing = std::ptr::null_mut::<u8>();
-    // SAFETY: both numbers are live; the third argument is not used any more.
+    // SAFETY: both numbers are live, and the kernel ignores the third argument.
     let failed =
         unsafe { libc::syscall(libc::SYS_getcpu, &raw mut processor, &raw mut node, nothing) } != 0;
     if failed {
@@ -82,7 +83,7 @@ pub fn node_here() -> Option<Node> {
     }
 }
 
-/// The nodes of the machine and their processors, as `node0: 0-3`.
+/// Returns the nodes of the machine with their processors, as `node0: 0-3`.
 pub fn machine() -> Vec<String> {
     let of = |name: &str, folder: &Path| {
         let list = fs::read_to_string(folder.join("cpulist")).ok()?;
@@ -91,7 +92,7 @@ pub fn machine() -> Vec<String> {
     listed("/sys/devices/system/node", "node", of)
 }
 
-/// The threads of this process and the processors that each may use.
+/// Returns the threads of this process with the processors that each may use.
 pub fn threads() -> Vec<String> {
     let of = |_: &str, folder: &Path| {
         let name = fs::read_to_string(folder.join("comm")).ok()?;
@@ -103,7 +104,7 @@ pub fn threads() -> Vec<String> {
     listed("/proc/self/task", "", of)
 }
 
-/// What is to be said of each numbered entry of a folder, in order.
+/// Returns a text for each numbered entry of a folder, in order.
 fn listed(folder: &str, prefix: &str, of: impl Fn(&str, &Path) -> Option<String>) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let numbered = entries.filter_map(|entry| {
@@ -115,12 +116,12 @@ fn listed(folder: &str, prefix: &str, of: impl Fn(&str, &Path) -> Option<String>
     lines.into_values().collect()
 }
 
-/// Keeps the calling thread on the first processor that it may use.
+/// Binds the calling thread to the first processor that it may use.
 pub fn stay() -> io::Result<()> {
-    // SAFETY: a set of processors is plain bits, all zero is the empty one.
+    // SAFETY: a set of processors is plain bits, and all zero is the empty set.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     let (this_thread, bytes) = (0, size_of_val(&set));
-    // SAFETY: the set is this large.
+    // SAFETY: the set has this size.
     if unsafe { libc::sched_getaffinity(this_thread, bytes, &raw mut set) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -131,7 +132,7 @@ pub fn stay() -> io::Result<()> {
         // SAFETY: as above.
         unsafe { libc::CPU_CLR(cpu, &mut set) };
     }
-    // SAFETY: as for the question.
+    // SAFETY: as for sched_getaffinity.
     match unsafe { libc::sched_setaffinity(this_thread, bytes, &raw const set) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

@@ -1,4 +1,4 @@
-//! Makes layers, runs them and prints what was seen.
+//! Makes layers, runs them and prints the observations.
 
 use crate::Args;
 use crate::pages::{self, Node, Range};
@@ -19,7 +19,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     };
     let engine = Engine::open(&args.target, options)?;
     if args.pin {
-        // The engine's threads are in place; this one calls it.
+        // The engine's threads have been placed; this thread calls it.
         pages::stay()?;
     }
     println!("{} · {}", engine.device_info().name, engine.target());
@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// One layer: where its packed weights lie, and who reads them.
+/// Reports on one layer: where its packed weights lie, and which node reads them.
 fn layer(engine: &Engine, dtype: DType) -> Result<(), Box<dyn Error>> {
     let mut spec = LayerSpec::from_toml(LAYER)?;
     spec.precision.weights = dtype;
@@ -75,7 +75,7 @@ fn layer(engine: &Engine, dtype: DType) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Where a packed tensor is.
+/// Returns the memory range of a packed tensor.
 fn held(layer: &Layer, tensor: &TensorPlan) -> Result<Range, Box<dyn Error>> {
     let missing = || format!("the layer does not hold {}", tensor.name);
     Ok(Range {
@@ -88,7 +88,7 @@ fn nodes(range: Range) -> Result<Vec<Node>, String> {
     pages::nodes(range).map_err(|error| format!("the system does not say where pages lie: {error}"))
 }
 
-/// How many pages lie on each node.
+/// Describes how many pages lie on each node.
 fn lies(range: Range) -> Result<String, Box<dyn Error>> {
     let counts = pages::count(&nodes(range)?).into_iter();
     let counts = counts.map(|(node, n)| match node {
@@ -99,7 +99,7 @@ fn lies(range: Range) -> Result<String, Box<dyn Error>> {
     Ok(format!("pages on {}", counts.join(", ")))
 }
 
-/// The node of each whole part that may be watched, if all its pages are on one.
+/// Returns the node of each whole part that can be watched, if all its pages are on one node.
 fn parts(range: Range) -> Result<Vec<Option<Node>>, Box<dyn Error>> {
     let nodes = nodes(range)?;
     let parts = nodes.chunks_exact(PART / pages::page_size());
@@ -113,8 +113,8 @@ fn digits(nodes: &[Option<Node>]) -> String {
     digits.collect()
 }
 
-/// Which nodes read the parts in one pass, and for what share of those that were
-/// read it is the node where they lie.
+/// Describes which nodes read the parts in one pass, and the share of parts read by the node that
+/// holds them.
 fn read(layer: &Layer, range: Range, tokens: usize) -> Result<String, Box<dyn Error>> {
     let dtype = layer.plan().spec.precision.activations;
     let dim = layer.plan().spec.shape.model_dim;
@@ -142,7 +142,7 @@ fn read(layer: &Layer, range: Range, tokens: usize) -> Result<String, Box<dyn Er
     ))
 }
 
-/// Weights of some tensors' shapes, small enough that outputs are of the order of one.
+/// Returns weights in the tensors' shapes, small enough that outputs are of the order of one.
 fn weights(tensors: &[TensorPlan]) -> Tensors<'static> {
     let mut weights = Tensors::new();
     for tensor in tensors.iter().filter(|t| t.role == Role::Weight) {
@@ -153,7 +153,7 @@ fn weights(tensors: &[TensorPlan]) -> Tensors<'static> {
     weights
 }
 
-/// Numbers between -`most` and `most` that look random and are always the same.
+/// Returns numbers between -`most` and `most` that look random and are always the same.
 fn numbers(dtype: DType, shape: &[usize], most: f32) -> Tensor<'static> {
     let one = |i: usize| {
         let mixed = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -167,7 +167,7 @@ fn numbers(dtype: DType, shape: &[usize], most: f32) -> Tensor<'static> {
     }
 }
 
-/// A number that other bytes would hardly have: FNV-1a.
+/// Returns an FNV-1a digest, so that different bytes are very likely to show.
 fn digest(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xCBF2_9CE4_8422_2325, |hash, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3)

@@ -1,27 +1,27 @@
-//! Which node reads each part of some memory first.
+//! Records which node reads each part of a memory range first.
 //!
-//! The parts are made unreadable. A thread that reads one is stopped by the system,
-//! and a signal handler notes the thread's node and makes the part readable again.
+//! The parts are made unreadable. When a thread reads one, the system calls a signal handler on it,
+//! which records the thread's node and makes the part readable again.
 
 use crate::pages::{Node, Range, node_here};
 use std::io;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 
-/// A huge page, so that watching splits none.
+/// The size of a part: a huge page, so that watching does not split one.
 pub const PART: usize = 2 << 20;
 
-/// Parts that can be watched: 16 GB.
+/// The most parts that can be watched: 16 GB.
 const MOST: usize = 8192;
 
 const NOBODY: Node = -1;
 
-// What the handler sees; one range is watched at a time.
+// The state that the handler reads; only one range is watched at a time.
 static START: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
 static READERS: [AtomicI32; MOST] = [const { AtomicI32::new(NOBODY) }; MOST];
 
-/// Calls `work` and says for each whole part of the range which node read it
-/// first; a part that nobody read has none.
+/// Calls `work`, and returns the node that first read each whole part of the range, or none for a
+/// part that nobody read.
 pub fn readers<E: From<io::Error>>(
     range: Range,
     work: impl FnOnce() -> Result<(), E>,
@@ -41,7 +41,7 @@ pub fn readers<E: From<io::Error>>(
         .collect())
 }
 
-/// While it lives, reads of the range are noted.
+/// A guard during whose life reads of the range are recorded.
 struct Watch {
     before: libc::sigaction,
 }
@@ -54,8 +54,8 @@ impl Watch {
         let [mut before, mut ours]: [libc::sigaction; 2] = unsafe { std::mem::zeroed() };
         ours.sa_sigaction = note as *const () as usize;
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: the handler has the signature that SA_SIGINFO asks for, and calls
-        // nothing that a signal handler may not.
+        // SAFETY: the handler has the signature that SA_SIGINFO requires, and calls only
+        // async-signal-safe functions.
         if unsafe { libc::sigaction(libc::SIGSEGV, &raw const ours, &raw mut before) } != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -73,20 +73,20 @@ impl Drop for Watch {
         let start = START.load(Ordering::SeqCst);
         let bytes = END.load(Ordering::SeqCst) - start;
         allow(start, bytes, libc::PROT_READ | libc::PROT_WRITE);
-        // SAFETY: what was there before.
+        // SAFETY: restores the earlier handler.
         unsafe { libc::sigaction(libc::SIGSEGV, &raw const self.before, std::ptr::null_mut()) };
     }
 }
 
 fn allow(start: usize, bytes: usize, what: libc::c_int) -> bool {
-    // SAFETY: the range is whole pages of a buffer that its layer keeps; who reads
-    // what is not allowed comes to the handler, which allows it.
+    // SAFETY: the range is whole pages of a buffer that its layer keeps. A forbidden read leads to
+    // the handler, which allows it.
     unsafe { libc::mprotect(start as *mut libc::c_void, bytes, what) == 0 }
 }
 
-/// Called by the system on the thread that read what it must not.
+/// Handles the signal, on the thread that read a forbidden part.
 extern "C" fn note(_: libc::c_int, info: *const libc::siginfo_t, _: *const libc::c_void) {
-    // SAFETY: the system passes what happened.
+    // SAFETY: the system passes a valid pointer.
     let address = unsafe { (*info).si_addr() } as usize;
     let start = START.load(Ordering::SeqCst);
     let ours = (start..END.load(Ordering::SeqCst)).contains(&address);
@@ -99,8 +99,8 @@ extern "C" fn note(_: libc::c_int, info: *const libc::siginfo_t, _: *const libc:
         allow(start + part * PART, PART, both)
     };
     if !allowed {
-        // A defect of the program: the same read ends it as ever.
-        // SAFETY: the default is no handler.
+        // An access outside of the range is a bug of the program, so restore the default: the same
+        // read then ends the process. SAFETY: the default is no handler.
         unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
     }
 }

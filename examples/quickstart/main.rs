@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The layer of the checkpoint in this repository.
+/// Returns the layer of the checkpoint in this repository.
 fn load() -> Result<(LayerSpec, moesaic::Tensors<'static>), Box<dyn Error>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/checkpoint");
     let config = std::fs::read_to_string(folder.join("config.json"))?;
@@ -42,8 +42,8 @@ fn load() -> Result<(LayerSpec, moesaic::Tensors<'static>), Box<dyn Error>> {
     Ok((import.spec, weights))
 }
 
-/// Loads a small DeepSeek-V3 checkpoint, builds its MoE layer, and holds the
-/// output against the f64 reference.
+/// Loads a small DeepSeek-V3 checkpoint, builds its MoE layer, and compares the output with the f64
+/// reference.
 fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     let (spec, weights) = load()?;
     println!("{}", show::spec(&spec));
@@ -70,7 +70,7 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     );
     let error = show::error(&y, &expected.y);
     println!("{tokens} tokens through it: largest error {error:.1e} of the largest output");
-    // bf16 keeps eight bits; hidden rows, expert rows and y are rounded once each.
+    // bf16 keeps eight bits, and hidden rows, expert rows and y are rounded once each.
     if error > 0.02 {
         return Err(format!("the output is wrong: error {error:.1e} > 2e-2").into());
     }
@@ -122,8 +122,8 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Writes the kernels of the checkpoint's layer for this CPU and for two GPUs
-/// that need not be here.
+/// Writes the kernels of the checkpoint's layer for this CPU and for two GPUs that this machine
+/// need not have.
 fn emit(engine: &Engine) -> Result<PathBuf, Box<dyn Error>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/quickstart");
     let (spec, _) = load()?;

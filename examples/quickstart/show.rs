@@ -1,4 +1,4 @@
-//! What the quickstart prints.
+//! The output of the quickstart.
 
 use moesaic::cpu::limits::Limits;
 use moesaic::engine::StepTime;
@@ -6,7 +6,7 @@ use moesaic::plan::{LayerPlan, Role, Work};
 use moesaic::{Engine, EngineError, Layer, LayerSpec};
 use std::time::Duration;
 
-/// The layer in one line.
+/// Describes the layer in one line.
 pub fn spec(spec: &LayerSpec) -> String {
     let shape = &spec.shape;
     format!(
@@ -22,7 +22,7 @@ pub fn spec(spec: &LayerSpec) -> String {
     )
 }
 
-/// How the kernels came about.
+/// Describes the origin of the kernels.
 pub fn built(engine: &Engine, layer: &Layer, time: Duration) -> String {
     let stats = engine.stats();
     format!(
@@ -34,7 +34,7 @@ pub fn built(engine: &Engine, layer: &Layer, time: Duration) -> String {
     )
 }
 
-/// The launches in order, with what each writes.
+/// Lists the launches in order, with the tensors that each writes.
 pub fn plan(plan: &LayerPlan) -> String {
     let mut text = String::from("\nplan\n");
     for (i, step) in plan.steps.iter().enumerate() {
@@ -50,7 +50,7 @@ pub fn plan(plan: &LayerPlan) -> String {
     text
 }
 
-/// Whether step `i` is the first to name a tensor that the layer fills.
+/// Returns true if step `i` is the first to name a tensor that the layer fills.
 fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
     let filled = plan
         .tensor(name)
@@ -104,7 +104,7 @@ fn row(name: &str, time: f64, roofline: f64) -> String {
     format!("            {name:<22} {time:>9.3} {roofline:>11.3} {share:>13.0}\n")
 }
 
-/// The run with the least total time.
+/// Returns the run with the least total time.
 pub fn best_of(
     runs: usize,
     mut run: impl FnMut() -> Result<Vec<StepTime>, EngineError>,
@@ -120,7 +120,7 @@ pub fn best_of(
     Ok(best)
 }
 
-/// The largest difference, relative to the largest expected value.
+/// Returns the largest difference, relative to the largest expected value.
 pub fn error(found: &[f32], expected: &[f64]) -> f64 {
     let scale = expected.iter().fold(0f64, |most, v| most.max(v.abs()));
     let pairs = found.iter().zip(expected);

@@ -1,6 +1,6 @@
-//! Targets, and how kernels are compiled.
+//! Targets, and the options of compiling kernels for them.
 
-/// A backend and its architecture.
+/// A backend and its architecture, such as `cuda:sm_90a`.
 ///
 /// ```
 /// use moesaic::Target;
@@ -12,7 +12,7 @@
 #[doc(inline)]
 pub use moesaic_kernel::Target;
 
-/// The caches of a CPU's core, which sizes of blocks follow.
+/// The cache sizes of one CPU core, from which kernels take their block sizes.
 ///
 /// ```
 /// use moesaic::{CpuCaches, EngineOptions};
@@ -24,7 +24,7 @@ pub use moesaic_kernel::Target;
 #[doc(inline)]
 pub use moesaic_kernel::CpuCaches;
 
-/// What a plan follows beside its spec: training or inference, sizes, caches.
+/// The inputs of a plan beside its spec: training or inference, size limits, caches.
 ///
 /// ```
 /// use moesaic::{PlanOptions, Training};
@@ -35,7 +35,7 @@ pub use moesaic_kernel::CpuCaches;
 #[doc(inline)]
 pub use moesaic_plan::PlanOptions;
 
-/// What is asked of the compiler.
+/// Options for the compiler.
 ///
 /// ```
 /// use moesaic::{CompileOptions, EngineOptions};
@@ -47,7 +47,7 @@ pub use moesaic_plan::PlanOptions;
 #[doc(inline)]
 pub use moesaic_target::CompileOptions;
 
-/// Where compiled kernels are kept: a folder.
+/// A folder of compiled kernels.
 ///
 /// ```
 /// use moesaic::{EngineOptions, Store};

@@ -1,5 +1,4 @@
-//! The names at the root of this crate that other crates define, with an
-//! example of each.
+//! The root names that other crates of the workspace define, each with an example.
 
 mod compiling;
 mod ranks;

@@ -1,7 +1,7 @@
-//! Layers whose experts live on many ranks.
+//! Layers whose experts are spread over many ranks.
 
-/// How ranks share a layer: groups of experts, slices of an expert, and groups that hold
-/// all of them.
+/// The division of a layer among ranks: expert-parallel groups, tensor-parallel shards of each
+/// expert, and replicas of both.
 ///
 /// ```
 /// use moesaic::Parallel;
@@ -14,8 +14,7 @@
 #[doc(inline)]
 pub use moesaic_plan::Parallel;
 
-/// How ranks carry out a call: may differ from call to call, and moves no weight to another
-/// owner.
+/// The way ranks carry out one call. It may change from call to call, and moves no weights.
 ///
 /// ```
 /// use moesaic::{Parallel, Strategy};
@@ -31,7 +30,7 @@ pub use moesaic_plan::Parallel;
 #[doc(inline)]
 pub use moesaic_plan::Strategy;
 
-/// A rank's place among the others: what layers over ranks are made with.
+/// A rank's place among the others; you make a layer over ranks with it.
 ///
 /// ```
 /// use moesaic::collectives::{Call, threads};
@@ -59,7 +58,7 @@ pub use moesaic_plan::Strategy;
 #[doc(inline)]
 pub use moesaic_engine::Mesh;
 
-/// A rank's part of a layer: its own tokens, and its own experts.
+/// One rank's part of a layer: its own tokens and its own experts.
 ///
 /// ```
 /// use moesaic::{RngKey, EngineError, Input, MeshLayer, Tensor};
@@ -74,7 +73,7 @@ pub use moesaic_engine::Mesh;
 #[doc(inline)]
 pub use moesaic_engine::MeshLayer;
 
-/// A layer of one process, or a rank's part of one over ranks, behind the same calls.
+/// A layer of one process, or one rank's part of a layer over ranks, behind the same calls.
 ///
 /// ```
 /// use moesaic::{AnyLayer, RngKey, EngineError, Input, Tensor};

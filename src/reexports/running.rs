@@ -1,6 +1,6 @@
-//! Making a layer and calling it.
+//! Layers: describing, making and calling one.
 
-/// A layer as a user writes it down; docs/SEMANTICS.md has every key.
+/// A layer as you describe it. docs/SPEC.md lists every key.
 ///
 /// ```
 /// use moesaic::LayerSpec;
@@ -20,7 +20,7 @@
 #[doc(inline)]
 pub use moesaic_spec::LayerSpec;
 
-/// Tensors by name: weights, results, gradients, the state of an optimizer.
+/// Tensors by name: weights, results, gradients, or the state of an optimizer.
 ///
 /// ```
 /// use moesaic::{Tensor, Tensors};
@@ -33,7 +33,7 @@ pub use moesaic_spec::LayerSpec;
 #[doc(inline)]
 pub use moesaic_tensor::Tensors;
 
-/// A tensor in host memory: type, shape, bytes.
+/// A tensor in host memory: element type, shape and bytes.
 ///
 /// ```
 /// use moesaic::{DType, Tensor, half::bf16};
@@ -45,7 +45,7 @@ pub use moesaic_tensor::Tensors;
 #[doc(inline)]
 pub use moesaic_tensor::Tensor;
 
-/// A tensor's bytes: owned, lent, or mapped from a file.
+/// The bytes of a tensor: owned, borrowed, or mapped from a file.
 ///
 /// ```
 /// use moesaic::{Bytes, DType, Tensor};
@@ -57,7 +57,7 @@ pub use moesaic_tensor::Tensor;
 #[doc(inline)]
 pub use moesaic_tensor::Bytes;
 
-/// What gives a layer its weights, a piece at a time.
+/// A source of weights, which the layer reads one expert at a time.
 ///
 /// ```
 /// use moesaic::{Tensors, WeightSource};
@@ -90,7 +90,7 @@ pub use moesaic_kernel::DType;
 /// ```
 pub use half;
 
-/// A layer on a device, ready to be called.
+/// A layer on a device, ready to call.
 ///
 /// ```
 /// use moesaic::{Engine, Input};
@@ -107,7 +107,7 @@ pub use half;
 #[doc(inline)]
 pub use moesaic_engine::Layer;
 
-/// What a layer is called with: tokens, and what its spec asks for beside them.
+/// The input of a call: the tokens, and the further tensors that the spec asks for.
 ///
 /// ```
 /// use moesaic::{Input, Tensor};
@@ -120,7 +120,7 @@ pub use moesaic_engine::Layer;
 #[doc(inline)]
 pub use moesaic_engine::Input;
 
-/// What a call gives: the tensors that were asked for.
+/// The result of a call: the tensors that you asked for.
 ///
 /// ```
 /// use moesaic::Input;
@@ -137,7 +137,7 @@ pub use moesaic_engine::Input;
 #[doc(inline)]
 pub use moesaic_engine::Output;
 
-/// Why a layer could not be made or called.
+/// The reason a layer could not be made or called.
 ///
 /// ```
 /// use moesaic::{EngineError, Input};
@@ -154,7 +154,7 @@ pub use moesaic_engine::Output;
 #[doc(inline)]
 pub use moesaic_engine::EngineError;
 
-/// The decision of a call on the host, for [`Statistics`].
+/// The routing decision of a call, copied to the host for [`Statistics`].
 ///
 /// ```
 /// use moesaic::{Record, Statistics};
@@ -173,7 +173,7 @@ pub use moesaic_engine::EngineError;
 #[doc(inline)]
 pub use moesaic_engine::Record;
 
-/// How full experts are, and what was dropped.
+/// The load of each expert, and the number of dropped tokens.
 ///
 /// ```
 /// # use moesaic::{Record, Statistics};
@@ -187,7 +187,7 @@ pub use moesaic_engine::Record;
 #[doc(inline)]
 pub use moesaic_engine::Statistics;
 
-/// A call on device memory that someone else owns.
+/// A call on device memory that you own, such as another library's tensors.
 ///
 /// ```
 /// use moesaic::RawCall;

@@ -1,6 +1,6 @@
-//! Training a layer.
+//! Training: forward calls that keep state, and backward calls that use it.
 
-/// That a layer trains, and what its backward pass computes again.
+/// The training settings of a layer, among them the values that backward computes again.
 ///
 /// ```
 /// use moesaic::{RngKey, Input, Training};
@@ -19,7 +19,8 @@
 #[doc(inline)]
 pub use moesaic_plan::Training;
 
-/// What backward computes again instead of keeping it; gradients are the same.
+/// The choice of values that backward computes again instead of keeping. Gradients are the same for
+/// each choice.
 ///
 /// ```
 /// use moesaic::{Recompute, Training};
@@ -36,7 +37,7 @@ pub use moesaic_plan::Training;
 #[doc(inline)]
 pub use moesaic_plan::Recompute;
 
-/// Where a training call stands; its random numbers follow from that alone.
+/// The seed and position of a training call, from which alone its random numbers follow.
 ///
 /// ```
 /// use moesaic::RngKey;
@@ -48,7 +49,7 @@ pub use moesaic_plan::Recompute;
 #[doc(inline)]
 pub use moesaic_engine::RngKey;
 
-/// What a training call leaves for backward.
+/// The state that a training call keeps for backward.
 ///
 /// ```
 /// use moesaic::{RngKey, Input, Training};
@@ -65,7 +66,7 @@ pub use moesaic_engine::RngKey;
 #[doc(inline)]
 pub use moesaic_engine::Saved;
 
-/// A backward call on device memory that someone else owns.
+/// A backward call on device memory that you own.
 ///
 /// ```
 /// use moesaic::{RngKey, Input, RawBackward, Training};

@@ -15,7 +15,7 @@ use super::trained::{RNG_KEY, near};
 use moesaic::mesh::{AllToAll, Both, CommDtype, OverlapBy, ProcessGroup, Split};
 use moesaic::plan::{AdaptiveMesh, Placement};
 use moesaic::spec::LayerSpec;
-use moesaic::spec::testing::Counter;
+use moesaic::spec::testing::SampleRng;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
 use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Training};
@@ -351,10 +351,10 @@ const GRIDS: [(Parallel, usize); 8] = [
     (mesh(8, 1, 1), 4),
 ];
 
-fn layer(seed: u64, draw: &mut Counter) -> LayerSpec {
+fn layer(seed: u64, draw: &mut SampleRng) -> LayerSpec {
     let experts = draw.between(8, 10);
     let top_k = draw.between(1, 3);
-    let of = |draw: &mut Counter, texts: &[&str]| {
+    let of = |draw: &mut SampleRng, texts: &[&str]| {
         let at = draw.between(0, texts.len() - 1);
         texts[at].to_string()
     };
@@ -379,7 +379,7 @@ fn layer(seed: u64, draw: &mut Counter) -> LayerSpec {
 
 /// None, or one of three; whose rows come first, and what becomes of the weights of the others.
 fn capacity(seed: u64) -> String {
-    let draw = &mut Counter::new(seed ^ 0xCA9A);
+    let draw = &mut SampleRng::new(seed ^ 0xCA9A);
     let modes = [
         "mode = 'fixed', rows = 2",
         "mode = 'fixed', rows = 1",
@@ -399,7 +399,7 @@ fn capacity(seed: u64) -> String {
 
 impl Drawn {
     fn new(seed: u64, steps: usize) -> Drawn {
-        let draw = &mut Counter::new(seed);
+        let draw = &mut SampleRng::new(seed);
         let (parallel, per_node) = GRIDS[seed as usize % GRIDS.len()];
         let spec = layer(seed, draw);
         let experts = spec.shape.experts;
@@ -425,7 +425,7 @@ impl Drawn {
             strategy: Strategy::default(),
         };
         let of_ranks = ranks.each(self.parallel, |engine, mesh| {
-            self.learn(engine, mesh, &mut Counter::new(seed), comm_dtypes)
+            self.learn(engine, mesh, &mut SampleRng::new(seed), comm_dtypes)
         });
         (0..self.steps)
             .map(|step| of_ranks.iter().map(|losses| losses[step]).sum())
@@ -437,7 +437,7 @@ impl Drawn {
         &self,
         engine: &Engine,
         mesh: &Mesh,
-        draw: &mut Counter,
+        draw: &mut SampleRng,
         comm_dtypes: &[CommDtype],
     ) -> Vec<f64> {
         let case = &self.case;
@@ -490,8 +490,8 @@ impl Drawn {
 const MOST: f32 = 1e-3;
 
 /// The same on all ranks.
-fn strategy(parallel: Parallel, draw: &mut Counter, comm_dtypes: &[CommDtype]) -> Strategy {
-    fn of<T: Copy>(draw: &mut Counter, all: &[T]) -> T {
+fn strategy(parallel: Parallel, draw: &mut SampleRng, comm_dtypes: &[CommDtype]) -> Strategy {
+    fn of<T: Copy>(draw: &mut SampleRng, all: &[T]) -> T {
         all[draw.between(0, all.len() - 1)]
     }
     let algorithms = [

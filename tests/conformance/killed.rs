@@ -9,7 +9,7 @@ use super::migration::{check, four_steps, start, train};
 use moesaic::collectives::{Call, Communicator, mpi};
 use moesaic::plan::{Placement, Split};
 use moesaic::toolchain::testing::mpich;
-use moesaic::train::migrate::{both, prepare, resume};
+use moesaic::train::migrate::{HeldExperts, both, prepare, resume};
 use moesaic::weights::{Checkpoint, Writer, write_safetensors};
 use moesaic::{Engine, Mesh, Tensors};
 use std::fs;
@@ -137,7 +137,18 @@ fn loses(folder: &Folder, engine: &Engine, mut world: Communicator, in_commit: b
             let Err(not) = ready.commit() else {
                 panic!("one is dead, and rank {ep} was told by all")
             };
-            both(&whole, (&held, &before), (&to.of(ep), &not.after)).unwrap()
+            both(
+                &whole,
+                HeldExperts {
+                    experts: &held,
+                    tensors: &before,
+                },
+                HeldExperts {
+                    experts: &to.of(ep),
+                    tensors: &not.after,
+                },
+            )
+            .unwrap()
         }
     };
     let held: Vec<String> = left.0.iter().map(usize::to_string).collect();
@@ -206,7 +217,15 @@ fn resumes(folder: &Folder, engine: &Engine, mut world: Communicator) {
         Checkpoint::open(folder.checkpoint()).unwrap(),
     );
     let own = (folder.experts(left), read(&folder.left(left)));
-    let resumed = resume(&ranks, (&own.0, &own.1), &checkpoint).unwrap();
+    let resumed = resume(
+        &ranks,
+        HeldExperts {
+            experts: &own.0,
+            tensors: &own.1,
+        },
+        &checkpoint,
+    )
+    .unwrap();
     let again = &mut Writer::file(folder.again());
     ranks.collect(&resumed, again).unwrap();
     let after = train(&placed, &layer_of(24), &resumed, 2..4);

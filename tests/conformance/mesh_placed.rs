@@ -12,7 +12,7 @@ use moesaic::engine::joined_placed;
 use moesaic::mesh::ProcessGroup;
 use moesaic::mesh::{Balancer, Balancing, Eplb, Split};
 use moesaic::plan::{Placement, ShadowForm, ShadowModel, shadows};
-use moesaic::spec::testing::Counter;
+use moesaic::spec::testing::SampleRng;
 use moesaic::tensor::WeightSource;
 use moesaic::train::elastic::{shard_placed, unshard_placed};
 use moesaic::weights::{Checkpoint, Writer};
@@ -30,7 +30,7 @@ fn at_placement(engine: &Engine, placement: Placement) -> Arranged<'_> {
 
 /// Experts in some order on some groups, about a third of them on two or three.
 pub fn scattered(groups: usize, experts: usize, seed: u64, split: Split) -> Placement {
-    let draw = &mut Counter::new(seed);
+    let draw = &mut SampleRng::new(seed);
     let mut order: Vec<usize> = (0..experts).collect();
     for at in (1..experts).rev() {
         order.swap(at, draw.between(0, at));
@@ -127,7 +127,7 @@ fn replicas_learn_the_same() {
             let group = &parts[..parallel.group()];
             if !parallel.shards_shared() {
                 // Refuses replicas that are not as their owner.
-                unshard_placed(&case.spec, group, (parallel, Some(&placement))).unwrap();
+                unshard_placed(&case.spec, group, parallel, Some(&placement)).unwrap();
             }
             for (name, want) in whole {
                 let of = |place| parts[parallel.rank(place)][name].lend();
@@ -185,8 +185,8 @@ fn what_is_placed_is_saved_as_one_process_has_it() {
             assert!(found == *tensor, "{placement}: `{name}`");
         }
         let one = Parallel { dp: 1, ..parallel };
-        let shards = shard_placed(&case.spec, &whole, (one, Some(&placement))).unwrap();
-        let again = unshard_placed(&case.spec, &shards, (one, Some(&placement))).unwrap();
+        let shards = shard_placed(&case.spec, &whole, one, Some(&placement)).unwrap();
+        let again = unshard_placed(&case.spec, &shards, one, Some(&placement)).unwrap();
         assert!(again == whole);
         if let Some(&expert) = placement.replicated().first() {
             let ep = *placement
@@ -201,7 +201,7 @@ fn what_is_placed_is_saved_as_one_process_has_it() {
             let slot = placement.slot(ep, expert).unwrap();
             let row = tensor.data.len() / placement.count(ep);
             tensor.data.to_mut()[slot * row] ^= 1;
-            let error = unshard_placed(&case.spec, &wrong, (one, Some(&placement))).unwrap_err();
+            let error = unshard_placed(&case.spec, &wrong, one, Some(&placement)).unwrap_err();
             assert!(
                 error.to_string().contains(&format!("expert {expert}")),
                 "{error}"
@@ -245,8 +245,8 @@ pub fn hot(tokens: usize, experts: usize) -> Case {
     let mut case = Case::random(&spec(&text), tokens, 3);
     let loads: Vec<f64> = (0..experts).map(|e| (1.0 + e as f64).powf(-1.5)).collect();
     let sum: f64 = loads.iter().sum();
-    let draw = &mut Counter::new(9);
-    let pick = |draw: &mut Counter| {
+    let draw = &mut SampleRng::new(9);
+    let pick = |draw: &mut SampleRng| {
         let mut at = draw.between(0, 999_999) as f64 / 1e6 * sum;
         let found = loads.iter().position(|load| {
             at -= load;

@@ -14,7 +14,7 @@ use moesaic::mesh::ProcessGroup;
 use moesaic::plan::{Placement, Split, moves};
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::train::mesh::{MeshOptimizer, Scaling, parts, update_mesh};
-use moesaic::train::migrate::{both, prepare, resume};
+use moesaic::train::migrate::{HeldExperts, both, prepare, resume};
 use moesaic::train::{AdamW, masters};
 use moesaic::weights::{Checkpoint, Writer};
 use moesaic::{Mesh, Parallel, Tensor, Tensors, Training};
@@ -173,8 +173,19 @@ fn killed(case: &Case, lost: Lost, (from, to): (&Placement, &Placement), file: &
         dies(Lost::AfterAllHaveConfirmed);
         match committed {
             Err(not) => {
-                let after = (&*to.of(ep), &not.after);
-                let (held, tensors) = both(&mesh, (&held, &before), after).unwrap();
+                let after = HeldExperts {
+                    experts: &to.of(ep),
+                    tensors: &not.after,
+                };
+                let (held, tensors) = both(
+                    &mesh,
+                    HeldExperts {
+                        experts: &held,
+                        tensors: &before,
+                    },
+                    after,
+                )
+                .unwrap();
                 Left {
                     held,
                     tensors,
@@ -222,7 +233,15 @@ fn nothing_is_lost_with_a_rank() {
         let ranks = on_ranks(&cpu(), parallel, |mesh| {
             let mesh = mesh.placed(&next).unwrap();
             let (ranks, own) = (cpu().ranks(&mesh), &left[mesh.rank()]);
-            let resumed = resume(&ranks, (&own.held, &own.tensors), &checkpoint).unwrap();
+            let resumed = resume(
+                &ranks,
+                HeldExperts {
+                    experts: &own.held,
+                    tensors: &own.tensors,
+                },
+                &checkpoint,
+            )
+            .unwrap();
             ranks.collect(&resumed, &mut Writer::file(&again)).unwrap();
             train(&mesh, &case, &resumed, 2..4)
         });
@@ -261,7 +280,15 @@ fn what_others_have_is_not_read_and_other_steps_are_refused() {
     on_ranks(&cpu(), mesh(3, 1, 1), |mesh| {
         let (ranks, own) = (cpu().ranks(mesh), &left[mesh.rank()]);
         // Replicas of the lost rank's experts are elsewhere.
-        let resumed = resume(&ranks, (&own.held, &own.tensors), &Sealed(&checkpoint)).unwrap();
+        let resumed = resume(
+            &ranks,
+            HeldExperts {
+                experts: &own.held,
+                tensors: &own.tensors,
+            },
+            &Sealed(&checkpoint),
+        )
+        .unwrap();
         ranks
             .collect(&resumed, &mut Writer::file(folder.path().join("again")))
             .unwrap();
@@ -285,9 +312,26 @@ fn what_others_have_is_not_read_and_other_steps_are_refused() {
         let held: Vec<usize> = keep.iter().map(|at| own.held[*at]).collect();
         ranks.barrier("written").unwrap();
         let old = Checkpoint::open(&old).unwrap();
-        let error = resume(&ranks, (&held, &few), &old).unwrap_err().to_string();
+        let error = resume(
+            &ranks,
+            HeldExperts {
+                experts: &held,
+                tensors: &few,
+            },
+            &old,
+        )
+        .unwrap_err()
+        .to_string();
         assert!(error.contains("of another step"), "{error}");
-        resume(&ranks, (&held, &few), &checkpoint).unwrap();
+        resume(
+            &ranks,
+            HeldExperts {
+                experts: &held,
+                tensors: &few,
+            },
+            &checkpoint,
+        )
+        .unwrap();
     });
 }
 
@@ -306,8 +350,28 @@ fn any_mix_of_before_and_after_is_enough() {
         let after = prepare(&ranks, &to, &before).unwrap().commit().unwrap();
         let ep = mesh.place().ep;
         let held = Placement::contiguous(4, 8).of(ep).into_owned();
-        let two = both(mesh, (&held, &before), (&to.of(ep), &after)).unwrap();
-        both(mesh, (&[9], &before), (&to.of(ep), &after)).unwrap_err();
+        let moved = HeldExperts {
+            experts: &to.of(ep),
+            tensors: &after,
+        };
+        let two = both(
+            mesh,
+            HeldExperts {
+                experts: &held,
+                tensors: &before,
+            },
+            moved,
+        )
+        .unwrap();
+        both(
+            mesh,
+            HeldExperts {
+                experts: &[9],
+                tensors: &before,
+            },
+            moved,
+        )
+        .unwrap_err();
         (two, (to.of(ep).into_owned(), after))
     });
     let checkpoint = Checkpoint::open(&file).unwrap();
@@ -322,7 +386,15 @@ fn any_mix_of_before_and_after_is_enough() {
             .collect();
         on_ranks(&cpu(), mesh(3, 1, 1), |mesh| {
             let (ranks, own) = (cpu().ranks(mesh), left[mesh.rank()]);
-            let resumed = resume(&ranks, (&own.0, &own.1), &checkpoint).unwrap();
+            let resumed = resume(
+                &ranks,
+                HeldExperts {
+                    experts: &own.0,
+                    tensors: &own.1,
+                },
+                &checkpoint,
+            )
+            .unwrap();
             ranks.collect(&resumed, &mut Writer::file(&again)).unwrap();
         });
         let found = Checkpoint::open(&again).unwrap();

@@ -2,7 +2,7 @@
 //! `tests/gpu-smoke` runs them on hardware.
 
 use super::layers::{Tutel, import};
-use moesaic::spec::hf::Parts;
+use moesaic::spec::hf::TensorParts;
 use moesaic::spec::{LayerSpec, Loss};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
 use moesaic::{Engine, Recompute, RngKey, Tensor, Tensors, Training};
@@ -196,7 +196,7 @@ pub fn family(engine: &Engine, dir: &Path) {
         let name = format!("grad.{}", source.name);
         match &source.alternatives[0].parts {
             _ if source.name == "router.select_bias" => continue,
-            Parts::Repeated { count, .. } => {
+            TensorParts::Repeated { count, .. } => {
                 let one = want.len() / count;
                 trained.sum_close(&name, *count, &want[..one], 2e-5);
             }

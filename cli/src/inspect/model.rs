@@ -189,7 +189,7 @@ fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
         Target::Cpu(_) if EngineOptions::default().tuned => CpuDevice::new().info().clone(),
         _ => return Ok((plan.into(), None)),
     };
-    let machine = cache::Machine {
+    let machine = cache::TunedMachine {
         name: here.name,
         threads: here.units,
     };

@@ -2,7 +2,7 @@
 
 use crate::render::c_float;
 use moesaic_spec::Expression;
-use moesaic_spec::expression::{Function, Id, Node};
+use moesaic_spec::expression::{Id, MathFunction, Node};
 use std::collections::BTreeSet;
 
 /// The spelling of numbers and function names in a kernel.
@@ -60,7 +60,7 @@ pub fn calls(expression: &Expression) -> Vec<String> {
         Node::Call(function, _) => Some(*function),
         _ => None,
     });
-    let called: BTreeSet<Function> = called.collect();
+    let called: BTreeSet<MathFunction> = called.collect();
     called.iter().map(|f| f.name().to_string()).collect()
 }
 
@@ -217,16 +217,16 @@ impl Writer<'_> {
     }
 
     /// Returns the name that the prelude has for a function.
-    fn function(&self, function: Function) -> &'static str {
+    fn function(&self, function: MathFunction) -> &'static str {
         let (vector, scalar) = match function {
-            Function::Exp => ("exp_f32", "exponential"),
-            Function::Log => ("log_f32", "natural_log"),
-            Function::Sqrt => ("sqrt_f32", "square_root"),
-            Function::Tanh => ("tanh_f32", "hyperbolic_tangent"),
-            Function::Sigmoid => ("sigmoid_f32", "sigmoid"),
-            Function::Softplus => ("softplus_f32", "softplus"),
-            Function::Erf => ("erf_f32", "error_function"),
-            Function::Abs => ("abs_f32", "absolute"),
+            MathFunction::Exp => ("exp_f32", "exponential"),
+            MathFunction::Log => ("log_f32", "natural_log"),
+            MathFunction::Sqrt => ("sqrt_f32", "square_root"),
+            MathFunction::Tanh => ("tanh_f32", "hyperbolic_tangent"),
+            MathFunction::Sigmoid => ("sigmoid_f32", "sigmoid"),
+            MathFunction::Softplus => ("softplus_f32", "softplus"),
+            MathFunction::Erf => ("erf_f32", "error_function"),
+            MathFunction::Abs => ("abs_f32", "absolute"),
         };
         match self.notation {
             Notation::Vector => vector,

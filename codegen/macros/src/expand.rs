@@ -1,4 +1,4 @@
-//! From the parsed macro input to items or compile errors.
+//! Turns the parsed macro input into items or compile errors.
 
 use crate::layer::{Layer, Layers, Source};
 use crate::problems;
@@ -9,8 +9,8 @@ use quote::quote;
 use std::path::Path;
 use syn::{Error, Ident, LitStr};
 
-/// The items of every layer; `root` is where relative paths start. A layer
-/// that fails does not hide the others.
+/// Returns the items of every layer. Relative paths start at `root`. A layer with errors does not
+/// hide the errors of others.
 pub fn expand(layers: Layers, root: &Path) -> TokenStream {
     let items = layers.0.into_iter().map(|layer| one(layer, root));
     items
@@ -30,7 +30,7 @@ fn one(layer: Layer, root: &Path) -> Result<TokenStream, Error> {
     Ok(quote!(#items #tracked))
 }
 
-/// A spec, and what makes the compiler watch its file.
+/// A spec, and the tokens that make the compiler watch its file.
 struct Found {
     spec: LayerSpec,
     tracked: Option<TokenStream>,
@@ -41,7 +41,7 @@ fn find(source: &Source, name: &Ident, root: &Path) -> Result<Found, Error> {
         Source::Inline(toml) => {
             let spec = LayerSpec::from_toml(&toml.text);
             let mut spec = spec.map_err(|error| problems::inline(&error, toml, name))?;
-            // Without a name of its own the layer is called what its type is.
+            // A spec without a name takes that of its type.
             if !toml.names_the_layer() {
                 spec.name = name.to_string();
             }
@@ -62,7 +62,7 @@ fn file(path: &LitStr, root: &Path) -> Result<Found, Error> {
     Ok(Found { spec, tracked })
 }
 
-/// The compiler rebuilds when a file it included changes.
+/// Returns an `include_str!` of the file, which makes the compiler rebuild when the file changes.
 fn tracked(full: &Path) -> Option<TokenStream> {
     let full = full.to_str()?;
     Some(quote!(
@@ -82,7 +82,7 @@ fn unreadable(path: &LitStr, error: &std::io::Error) -> Error {
 mod tests {
     use super::*;
 
-    /// The compile errors of one macro call, as text.
+    /// Returns the compile errors of one macro call as text.
     fn errors(input: &str) -> Vec<String> {
         let layers = syn::parse_str(input).unwrap();
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/tests/ui");

@@ -1,4 +1,4 @@
-//! What stands between the braces of `layer!`.
+//! The input of `layer!`, between its braces.
 
 use crate::toml::Toml;
 use syn::parse::{Parse, ParseStream, Result};
@@ -15,11 +15,11 @@ pub struct Layer {
     pub source: Source,
 }
 
-/// Where the spec is.
+/// The place of the spec.
 pub enum Source {
     /// A file, relative to the folder of Cargo.toml.
     File(LitStr),
-    /// TOML in place.
+    /// TOML written in place.
     Inline(Toml),
 }
 

@@ -4,8 +4,8 @@ use crate::toml::Toml;
 use moesaic_spec::{Problem, SpecError};
 use syn::{Error, Ident, LitStr};
 
-/// Each problem at the tokens at fault; at the layer's name when it has no
-/// place of its own.
+/// Reports each problem at the tokens at fault, or at the layer's name if it has no place of its
+/// own.
 pub fn inline(error: &SpecError, toml: &Toml, name: &Ident) -> Error {
     join(error.problems().iter().map(|problem| {
         let place = problem.span.as_ref().and_then(|span| toml.at(span));
@@ -16,7 +16,7 @@ pub fn inline(error: &SpecError, toml: &Toml, name: &Ident) -> Error {
     }))
 }
 
-/// Each problem at the name of the file, with its line and column.
+/// Reports each problem at the name of the file, with its line and column.
 pub fn file(error: &SpecError, text: &str, path: &LitStr) -> Error {
     join(error.problems().iter().map(|problem| {
         let place = problem.span.as_ref().map(|span| place(text, span.start));
@@ -28,7 +28,7 @@ pub fn file(error: &SpecError, text: &str, path: &LitStr) -> Error {
     }))
 }
 
-/// Line and column of a byte, both from 1, columns in characters.
+/// Returns the line and column of a byte. Both count from 1; columns count characters.
 fn place(text: &str, byte: usize) -> (usize, usize) {
     let before = text.get(..byte).unwrap_or(text);
     let line = before.rfind('\n').map_or(0, |newline| newline + 1);

@@ -1,5 +1,4 @@
-//! TOML as Rust tokens: written out again as text for the spec reader, with
-//! the span of every piece.
+//! TOML as Rust tokens: turned back into text for the spec reader, with the span of every part.
 
 use proc_macro2::{Literal, Span, TokenStream, TokenTree};
 use std::ops::Range;
@@ -7,7 +6,7 @@ use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream, Result};
 use syn::{Ident, Lit, LitStr, Token, token};
 
-/// A TOML document and where its pieces come from.
+/// A TOML document, with the source span of each of its parts.
 #[derive(Default)]
 pub struct Toml {
     /// The document.
@@ -27,8 +26,8 @@ impl Parse for Toml {
 }
 
 impl Toml {
-    /// Tokens with the spans of the pieces in `range`: the first and the last
-    /// of them bound what the compiler underlines. None when no piece is there.
+    /// Returns tokens with the spans of the parts in `range`. The compiler underlines from the
+    /// first to the last. `None` if the range has no part.
     pub fn at(&self, range: &Range<usize>) -> Option<TokenStream> {
         let inside = |piece: &Range<usize>| piece.start < range.end && range.start < piece.end;
         let mut spans = self
@@ -42,14 +41,14 @@ impl Toml {
         Some([mark(first), mark(last)].into_iter().collect())
     }
 
-    /// Whether the document starts as it must to name the layer.
+    /// Returns true if the document starts with the layer's name.
     pub fn names_the_layer(&self) -> bool {
         let root = self.text.lines().take_while(|line| !line.starts_with('['));
         root.into_iter()
             .any(|line| line.starts_with("name = ") || line.starts_with("\"name\" = "))
     }
 
-    /// A table header or a key with its value.
+    /// Reads a table header, or a key with its value.
     fn line(&mut self, input: ParseStream<'_>) -> Result<()> {
         if input.peek(Token![#]) {
             return Err(input.error("comments of a spec in Rust start with `//`, not with `#`"));
@@ -65,7 +64,7 @@ impl Toml {
         }
     }
 
-    /// `[shape]` or `[[shared]]`.
+    /// Reads `[shape]` or `[[shared]]`.
     fn header(&mut self, input: ParseStream<'_>) -> Result<()> {
         let content;
         let bracket = syn::bracketed!(content in input);
@@ -86,7 +85,7 @@ impl Toml {
         self.value(input)
     }
 
-    /// `select`, `router.select`, `sparse-mixer`, `"quoted"`.
+    /// Reads a key: `select`, `router.select`, `sparse-mixer` or `"quoted"`.
     fn key(&mut self, input: ParseStream<'_>) -> Result<()> {
         loop {
             if input.peek(LitStr) {
@@ -141,7 +140,7 @@ impl Toml {
             item(self, content)?;
             if !content.is_empty() {
                 let comma: Token![,] = content.parse()?;
-                // A comma before the end is Rust's habit and not TOML's.
+                // Rust programmers write a trailing comma, which TOML forbids, so it is dropped.
                 if !content.is_empty() {
                     self.push(", ", comma.spans[0]);
                 }
@@ -161,7 +160,7 @@ impl Toml {
             return self.literal(&input.parse()?);
         }
         match input.call(Ident::parse_any) {
-            // `inf` and `nan`; what else it may be, the spec reader judges.
+            // `inf` and `nan` are words; the spec reader judges any other.
             Ok(word) => self.push(&word.to_string(), word.span()),
             Err(_) => {
                 return Err(input.error("expected a value: a number, \"text\", true or false"));

@@ -16,14 +16,14 @@ use moesaic::{Engine, EngineError, EngineOptions, LayerSpec, RngKey, Training};
 use std::sync::LazyLock;
 
 moesaic::layer! {
-    /// Two of five experts, widths that no vector divides.
+    /// Top-2 of five experts, with widths that no vector size divides.
     struct Odd {
         name = "odd" // as in TOML, with Rust's comments
         shape = { model_dim = 19, hidden_dim = 13, experts = 5, top_k = 2, output_dim = 9 }
         [router] renormalize = "sum"
     }
 
-    /// The experts come from outside.
+    /// The caller chooses the experts.
     pub(crate) struct Outside {
         [shape] model_dim = 16 hidden_dim = 24 experts = 4 top_k = 3
         [precision] weights = "bf16" activations = "bf16"
@@ -31,7 +31,7 @@ moesaic::layer! {
         [[shared]] hidden_dim = 8
     }
 
-    /// The experts of a token are looked up.
+    /// A table looks up the experts of each token.
     pub struct Looked {
         [shape] model_dim = 8 hidden_dim = 12 experts = 6 top_k = 1
         [precision] weights = "f16" activations = "f16"
@@ -43,7 +43,7 @@ moesaic::layer! {
     pub struct Switch = "../../examples/specs/switch-base-8.toml";
 }
 
-/// One engine, so that no kernel is compiled twice.
+/// One engine for all tests, so that no kernel is compiled twice.
 static ENGINE: LazyLock<Engine> = LazyLock::new(|| {
     let options = EngineOptions {
         store: None,
@@ -53,7 +53,7 @@ static ENGINE: LazyLock<Engine> = LazyLock::new(|| {
     Engine::open("cpu", options).unwrap()
 });
 
-/// Reference weights as flat slices of the type a field wants.
+/// Reference weights as flat slices of a field's type.
 struct Stored(reference::Weights);
 
 impl Stored {
@@ -75,7 +75,7 @@ fn f32s(stored: &Stored, name: &str) -> Vec<f32> {
     stored.flat(name, |value| value as f32)
 }
 
-/// Random tokens, and the same as the reference takes them.
+/// Returns random tokens, and the same tokens as the reference takes them.
 fn tokens<A: Array>(
     count: usize,
     convert: fn(f64) -> A::Element,
@@ -108,7 +108,7 @@ fn assert_close(found: impl IntoIterator<Item = f64>, expected: &[f64], toleranc
     }
 }
 
-/// An `Odd` with random weights.
+/// Returns an `Odd` with random weights.
 fn odd() -> (Odd, Stored) {
     let stored = Stored::new(&Odd::spec(), 3);
     let router = f32s(&stored, "router.weight");
@@ -320,7 +320,7 @@ fn weights_by_name_are_checked() {
     );
 }
 
-/// Device memory with `values` in it.
+/// Returns device memory that holds `values`.
 fn upload<A: Array>(values: &[A]) -> Buffer {
     let bytes: Vec<u8> = A::flatten(values)
         .iter()

@@ -1,5 +1,4 @@
-//! What the compiler says about mistakes. `TRYBUILD=overwrite` rewrites the
-//! texts after a wanted change.
+//! The compiler's messages about mistakes. `TRYBUILD=overwrite` rewrites the expected texts.
 
 #[test]
 fn mistakes_are_named_where_they_are() {

@@ -9,7 +9,7 @@ use quote::quote;
 /// Longest line of a doc comment.
 const WIDTH: usize = 88;
 
-/// `///` lines, long ones broken.
+/// Returns `///` lines, with long lines broken.
 pub(crate) fn doc(text: &str) -> TokenStream {
     let lines = text.lines().flat_map(wrap);
     quote!(#(#[doc = #lines])*)
@@ -28,7 +28,7 @@ fn wrap(line: &str) -> Vec<String> {
     lines
 }
 
-/// What the layer is, in a few lines.
+/// Describes the layer in a few lines.
 pub(crate) fn layer(spec: &LayerSpec) -> String {
     let (shape, precision) = (&spec.shape, &spec.precision);
     let shared = match spec.shared.len() {
@@ -50,7 +50,7 @@ pub(crate) fn layer(spec: &LayerSpec) -> String {
     )
 }
 
-/// Name, shape and dtype of a tensor: "`router.weight`, f32 `[8, 64]`".
+/// Returns name, shape and dtype of a tensor: "`router.weight`, f32 `[8, 64]`".
 pub(crate) fn tensor(tensor: &TensorPlan) -> String {
     format!(
         "`{}`, {} `{}`",
@@ -60,13 +60,13 @@ pub(crate) fn tensor(tensor: &TensorPlan) -> String {
     )
 }
 
-/// A shape with the token count as `T`.
+/// Returns a shape with the token count as `T`.
 fn shape(sizes: &[Size]) -> String {
     let list: Vec<String> = sizes.iter().map(Size::to_string).collect();
     format!("[{}]", list.join(", "))
 }
 
-/// A path as people write it: `moesaic::typed` of `::moesaic::typed`.
+/// Returns a path as people write it: `moesaic::typed` for `::moesaic::typed`.
 pub(crate) fn path(path: &syn::Path) -> String {
     quote!(#path)
         .to_string()
@@ -75,7 +75,7 @@ pub(crate) fn path(path: &syn::Path) -> String {
         .to_string()
 }
 
-/// What an input or output of a layer is.
+/// Returns the meaning of a layer's input or output.
 pub(crate) fn meaning(name: &str) -> &'static str {
     match name {
         "x" => "The tokens",

@@ -8,7 +8,7 @@ use proc_macro2::{Literal, TokenStream};
 use quote::{format_ident, quote};
 use syn::Path;
 
-/// The module of kernels, with a module for each.
+/// Returns the module of kernels, with a module for each.
 pub(crate) fn module(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         layer,
@@ -53,7 +53,8 @@ fn kernel_module(plan: &LayerPlan, index: usize, facade: &Path) -> TokenStream {
     }
 }
 
-/// `tensors` are those that a forward pass binds to the pointers, in order.
+/// Returns the argument struct of an entry. `tensors` are those that a forward pass binds to its
+/// pointers, in order.
 fn entry_args(kernel: &str, entry: &Entry, tensors: &[&str]) -> TokenStream {
     let (name, symbol, params) = (camel(&entry.symbol), &entry.symbol, &entry.params);
     let about = doc(&format!(
@@ -112,8 +113,7 @@ fn param_field(param: &Param, tensor: Option<&str>) -> TokenStream {
 }
 
 fn param_type(param: &Param) -> TokenStream {
-    // Structs are made from the signatures of the portable target, which has
-    // no tensor maps.
+    // The structs follow the portable target, which has no tensor maps.
     let (access, dtype) = match param.ty {
         ParamType::Scalar(Scalar::I64) => return quote!(i64),
         ParamType::Scalar(Scalar::F32) => return quote!(f32),
@@ -125,7 +125,7 @@ fn param_type(param: &Param) -> TokenStream {
         Access::Write => quote!(Out),
         Access::ReadWrite => quote!(InOut),
     };
-    // `bf16` is imported along with the pointers.
+    // The module imports `bf16` along with the pointer types.
     let element = format_ident!("{}", dtype.name());
     quote!(#pointer<#element>)
 }

@@ -10,7 +10,7 @@ use moesaic_spec::LayerSpec;
 use proc_macro2::{Literal, TokenStream};
 use quote::{format_ident, quote};
 
-/// The layer type with its constants, constructors and calls.
+/// Returns the layer type with its constants, constructors and calls.
 pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) -> TokenStream {
     let Names {
         layer,
@@ -87,16 +87,16 @@ fn construct(names: &Names) -> TokenStream {
         weights, facade, ..
     } = names;
     quote! {
-        /// The spec this type was generated from.
+        /// Returns the spec that this type was generated from.
         pub fn spec() -> #facade::LayerSpec {
             #facade::typed::generated::spec(Self::SPEC)
         }
 
-        /// Puts the weights on the engine's device and gets the kernels ready:
-        /// from the cache, or compiled.
+        /// Copies the weights to the engine's device and prepares the kernels, from the cache or by
+        /// compiling them.
         ///
         /// # Errors
-        /// When a kernel cannot be had, or device memory runs out.
+        /// If a kernel cannot be fetched or compiled, or device memory runs out.
         pub fn new(
             engine: &#facade::Engine,
             weights: &#weights<'_>,
@@ -104,14 +104,12 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, None, &weights.named(), None)
         }
 
-        /// As `new`, this rank's part of a layer over ranks: its calls take and give
-        /// what is of this rank's tokens, and are made by all ranks of the mesh, in
-        /// the same order, also by those without tokens. `weights` are those of the
-        /// whole layer.
+        /// Makes this rank's part of a layer over ranks, as `new` does. Its calls take this rank's
+        /// tokens and return results for them. All ranks of the mesh make each call in the same
+        /// order, even ranks without tokens. `weights` are those of the whole layer.
         ///
         /// # Errors
-        /// As `new`; also when the layer cannot have the mesh, or ranks make
-        /// different layers.
+        /// As `new`, or if the layer does not fit the mesh, or ranks make different layers.
         pub fn new_over(
             engine: &#facade::Engine,
             mesh: &#facade::Mesh,
@@ -120,11 +118,11 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, Some(mesh), &weights.named(), None)
         }
 
-        /// As `new`, with weights by canonical name, as a checkpoint has them:
-        /// their shapes are checked here.
+        /// Makes the layer as `new` does, from weights by canonical name, as a checkpoint has them.
+        /// Their shapes are checked here.
         ///
         /// # Errors
-        /// As `new`; also when a tensor is missing or is not as the spec says.
+        /// As `new`, or if a tensor is missing or does not match the spec.
         pub fn from_named(
             engine: &#facade::Engine,
             weights: &dyn #facade::WeightSource,
@@ -132,8 +130,8 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, None, weights, None)
         }
 
-        /// As `new_over`, with weights by canonical name. Of experts only those of
-        /// this rank are read.
+        /// Makes this rank's part as `new_over` does, from weights by canonical name. It reads only
+        /// this rank's experts.
         ///
         /// # Errors
         /// As `from_named` and `new_over`.
@@ -164,10 +162,11 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = doc(&inputs_doc(&inputs));
     let at_factor = plan.spec.capacity.has_factor().then(|| {
         quote! {
-            /// As `forward_all`, with a capacity factor of this call's own.
+            /// Evaluates the layer as `forward_all` does, with a capacity factor for this call
+            /// alone.
             ///
             /// # Errors
-            /// As `forward`; also for a factor that is no number or too large.
+            /// As `forward`, or if the factor is not finite or too large.
             pub fn forward_at(
                 &self,
                 capacity_factor: f64,
@@ -185,20 +184,19 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         .and_then(|y| row(y.dtype, &y.shape, facade));
     let input = input(&inputs, names, "input");
     quote! {
-        /// Evaluates the layer, one row per token, and reads back `y`. Nothing
-        /// is drawn, also where the layer was made by `training`.
+        /// Evaluates the layer, one row per token, and reads back `y`. It draws no random numbers,
+        /// even if the layer was made by `training`.
         ///
         #about
         ///
         /// # Errors
-        /// When inputs differ in length or hold ids out of range, memory runs
-        /// out, or a launch fails.
+        /// If inputs differ in length or hold ids out of range, memory runs out, or a launch fails.
         pub fn forward(&self, #(#params),*) -> ::std::result::Result<Vec<#y>, #facade::EngineError> {
             let output = self.layer.forward(&Self::input(#fields))?;
             #facade::typed::generated::read_rows(&output, "y")
         }
 
-        /// As `forward`, and reads back everything the layer can tell.
+        /// Evaluates the layer as `forward` does, and reads back every named output.
         ///
         /// # Errors
         /// As `forward`.
@@ -207,12 +205,12 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #output::read(&output)
         }
 
-        /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
-        /// goes as its forward pass did. All ranks call it, and choose the same.
+        /// Sets how the ranks of a mesh carry out later calls; a backward pass follows its own
+        /// forward pass. All ranks call this with the same strategy.
         ///
         /// # Errors
-        /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
-        /// ranks choose differently.
+        /// If the layer was made without a mesh, the mesh or its nodes do not support the strategy,
+        /// or ranks choose differently.
         pub fn set_strategy(
             &mut self,
             strategy: #facade::Strategy,
@@ -226,7 +224,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The calls that only decide where tokens go.
+/// Returns the calls that only route tokens.
 fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         routing, facade, ..
@@ -236,7 +234,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = doc(&inputs_doc(&inputs));
     let input = input(&inputs, names, "routing_input");
     quote! {
-        /// Decides where tokens go as `forward` does, and nothing else.
+        /// Routes tokens to experts as `forward` does, and computes nothing else.
         ///
         #about
         ///
@@ -247,11 +245,11 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
             #routing::read(&self.layer.route(&input, #routing::NAMES)?)
         }
 
-        /// Decides where tokens go as `forward_train` does with the same
-        /// RNG key, and nothing else.
+        /// Routes tokens to experts as `forward_train` does with the same RNG key, and computes
+        /// nothing else.
         ///
         /// # Errors
-        /// As `forward`; also when the layer was not made by `training`.
+        /// As `forward`, or if the layer was not made by `training`.
         pub fn route_train(
             &self,
             #(#params,)*
@@ -265,7 +263,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// Inputs as the parameters of a call, and as what it hands on.
+/// The inputs of a call, as its parameters and as the arguments it passes on.
 struct Arguments {
     params: Vec<TokenStream>,
     fields: TokenStream,
@@ -290,13 +288,13 @@ pub(crate) fn inputs_doc(inputs: &[&TensorPlan]) -> String {
     inputs.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// `x: &[[f32; 64]]`.
+/// Returns a parameter such as `x: &[[f32; 64]]`.
 pub(crate) fn param(tensor: &TensorPlan, names: &Names) -> TokenStream {
     let (name, ty) = (field(&tensor.name), input_type(tensor, names));
     quote!(#name: &#ty)
 }
 
-/// Rows, or one array where the token count does not matter.
+/// Returns the type of an input: rows, or one array if the token count does not matter.
 fn input_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     match row(tensor.dtype, &tensor.shape, &names.facade) {
         Some(row) => quote!([#row]),
@@ -308,7 +306,7 @@ fn input_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The function that makes an engine's input of typed ones.
+/// Returns the function that turns typed inputs into an engine's input.
 pub(crate) fn input(inputs: &[&TensorPlan], names: &Names, function: &str) -> TokenStream {
     let function = format_ident!("{function}");
     let facade = &names.facade;

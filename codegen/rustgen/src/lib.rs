@@ -1,18 +1,21 @@
-//! From a layer spec to a typed Rust layer.
+//! Turns a layer spec into a typed Rust layer.
 //!
-//! [`generate`] writes, for one spec: the layer type with `new` and `forward`,
-//! a weights struct with one field per tensor, an output struct, an argument
-//! struct per kernel entry; `route` and a struct of what it decides; and the same
-//! for training: `forward_train`, `backward`, structs of gradients. Every tensor's shape and element type is part of
-//! its Rust type, so that a wrong shape does not compile. What is generated
-//! uses the facade crate only, holds no `unsafe`, and is the same for all
-//! targets. The argument structs are those of the kernels for CPUs: a kernel
-//! that a GPU target gives other parameters, such as tensor maps or rows it
-//! gathers itself, is refused by its launcher with both lists, and runs as a
-//! part of its layer only.
+//! [`generate`] writes these items for one spec:
+//! * the layer type with `new`, `forward` and `route`;
+//! * a weights struct with one field per tensor, and structs of outputs and of routing decisions;
+//! * for training `forward_train`, `backward` and structs of gradients;
+//! * an argument struct per kernel entry.
 //!
-//! The `layer!` macro, `moesaic emit --rust` and build scripts all call this
-//! one function. A build script writes the text itself:
+//! Every tensor's shape and element type is part of its Rust type, so a wrong shape does not
+//! compile. The generated code uses the facade crate only, holds no `unsafe`, and is the same for
+//! all targets.
+//!
+//! The argument structs follow the kernels for CPUs. On a GPU target a kernel may take other
+//! parameters, such as tensor maps. The launcher of such a kernel refuses the struct with both
+//! lists of parameters, and the kernel runs only as a part of its layer.
+//!
+//! The `layer!` macro, `moesaic emit --rust` and build scripts all call this one function. A build
+//! script writes the text itself:
 //!
 //! ```no_run
 //! use moesaic_rustgen::{GenerateOptions, generate_source};
@@ -50,16 +53,16 @@ use proc_macro2::TokenStream;
 use quote::quote;
 use syn::{Attribute, Ident, Path, Visibility, parse_quote};
 
-/// What a caller may choose about the generated items.
+/// Options for the generated items.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
-    /// The name of the layer type; from the spec's name when absent.
+    /// The name of the layer type; derived from the spec's name when absent.
     pub name: Option<Ident>,
     /// The visibility of every item.
     pub visibility: Visibility,
     /// Attributes and docs of the layer type, before the generated docs.
     pub attributes: Vec<Attribute>,
-    /// Where the facade crate is found.
+    /// The path of the facade crate.
     pub crate_path: Path,
 }
 
@@ -74,26 +77,26 @@ impl Default for GenerateOptions {
     }
 }
 
-/// A spec that no Rust can be generated for.
+/// The reason no Rust can be generated for a spec.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GenerateError {
     /// The spec is not valid.
     #[error("the layer spec is not valid:\n{0}")]
     Spec(String),
-    /// No kernel computes an option.
+    /// No kernel implements an option.
     #[error(transparent)]
     Plan(#[from] PlanError),
 }
 
-/// The items of a typed layer.
+/// Returns the items of a typed layer.
 ///
 /// # Errors
-/// When the spec is not valid or has an option no kernel computes.
+/// If the spec is invalid, or no kernel implements an option.
 pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStream, GenerateError> {
     check(spec)?;
-    // Tensors and signatures are the same for every target; only tiles and
-    // launch geometry differ, and those are read from the plan at run time.
+    // Tensors and signatures are the same for every target. Only tiles and launch geometry differ,
+    // and the generated code reads those from the plan at run time.
     let target = Target::Cpu(CpuIsa::Portable);
     let training = plan(spec, target, &PlanOptions::training(Training::default()))?;
     let plan = plan(spec, target, &PlanOptions::default())?;
@@ -113,10 +116,10 @@ pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStre
     Ok(quote! { #layer #weights #output #routing #raw #(#raw_training)* #training #kernels })
 }
 
-/// The items of a typed layer as the text of a Rust file.
+/// Returns the items of a typed layer as the text of a Rust file.
 ///
 /// # Errors
-/// As [`generate`].
+/// The same as [`generate`].
 pub fn generate_source(
     spec: &LayerSpec,
     options: &GenerateOptions,
@@ -128,7 +131,7 @@ pub fn generate_source(
     Ok(header + &spaced(&prettyplease::unparse(&file)))
 }
 
-/// The text with a line between items, which the printer leaves out.
+/// Returns the text with a blank line between items, which the printer leaves out.
 fn spaced(text: &str) -> String {
     let indent = |line: &str| line.len() - line.trim_start().len();
     let mut spaced = String::with_capacity(text.len());

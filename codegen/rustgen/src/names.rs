@@ -6,7 +6,7 @@ use proc_macro2::Span;
 use quote::format_ident;
 use syn::{Ident, Path, Visibility};
 
-/// The names of one layer's items, and how they are seen.
+/// The names of one layer's items, and their visibility.
 pub(crate) struct Names {
     pub layer: Ident,
     pub weights: Ident,
@@ -28,8 +28,8 @@ impl Names {
     pub fn new(spec: &LayerSpec, options: &GenerateOptions) -> Names {
         let own = || Ident::new(&type_name(&spec.name), Span::call_site());
         let layer = options.name.clone().unwrap_or_else(own);
-        // The others are made for the caller's use too, so they have the span
-        // of the caller's name.
+        // Callers use the other names too, so these carry the span of the name that the caller
+        // wrote.
         Names {
             weights: format_ident!("{layer}Weights"),
             output: format_ident!("{layer}Output"),
@@ -48,7 +48,7 @@ impl Names {
     }
 }
 
-/// The type name of a spec name: `Mixtral8x7b` of `mixtral-8x7b`.
+/// Returns the type name for a spec name: `Mixtral8x7b` for `mixtral-8x7b`.
 ///
 /// ```
 /// assert_eq!(moesaic_rustgen::type_name("qwen3-30b-a3b"), "Qwen330bA3b");
@@ -65,7 +65,7 @@ pub fn type_name(name: &str) -> String {
     }
 }
 
-/// The file name of a spec name: `mixtral_8x7b.rs` of `mixtral-8x7b`.
+/// Returns the file name for a spec name: `mixtral_8x7b.rs` for `mixtral-8x7b`.
 pub fn file_name(name: &str) -> String {
     let words = name
         .split(|c: char| !c.is_ascii_alphanumeric())
@@ -82,12 +82,12 @@ fn capitalized(word: &str) -> String {
     first.to_ascii_uppercase() + rest
 }
 
-/// `GateTopk` of `gate_topk`.
+/// Returns `GateTopk` for `gate_topk`.
 pub(crate) fn camel(snake: &str) -> Ident {
     Ident::new(&type_name(snake), Span::call_site())
 }
 
-/// `gate_topk` of `GateTopk`.
+/// Returns `gate_topk` for `GateTopk`.
 pub(crate) fn snake(camel: &str) -> String {
     let mut text = String::new();
     let mut after_lower = false;
@@ -101,7 +101,7 @@ pub(crate) fn snake(camel: &str) -> String {
     text
 }
 
-/// A field or parameter name: `experts_up_weight` of `experts.up.weight`.
+/// Returns a field or parameter name: `experts_up_weight` for `experts.up.weight`.
 pub(crate) fn field(name: &str) -> Ident {
     let name = name.replace(['.', '-'], "_");
     match syn::parse_str(&name) {

@@ -8,14 +8,14 @@ use moesaic_spec::{TensorSpec, canonical_tensors};
 use proc_macro2::{Ident, Literal, TokenStream};
 use quote::quote;
 
-/// The tensors of a role, in the order of the plan.
+/// Returns the tensors of a role, in the order of the plan.
 pub(crate) fn of_role(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
     plan.tensors
         .iter()
         .filter(move |tensor| tensor.role == role)
 }
 
-/// The struct of weights and its conversion to named tensors.
+/// Returns the struct of weights and its conversion to named tensors.
 pub(crate) fn weights(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         weights,
@@ -43,7 +43,7 @@ pub(crate) fn weights(plan: &LayerPlan, names: &Names) -> TokenStream {
 
         #[allow(dead_code)]
         impl<'a> #weights<'a> {
-            /// The weights by canonical name, with shapes as data.
+            /// Returns the weights by canonical name, with shapes as data.
             pub fn named(&self) -> #facade::Tensors<'a> {
                 #facade::typed::generated::weights([#(#pairs),*])
             }
@@ -64,7 +64,7 @@ fn weight_field(tensor: &TensorSpec, names: &Names) -> TokenStream {
     quote!(#about pub #field: &'a #ty,)
 }
 
-/// The struct of everything that can be read after a call, `y` first.
+/// Returns the struct of all outputs of a call, `y` first.
 pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
     let mut tensors: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
     tensors.sort_by_key(|tensor| tensor.name != "y");
@@ -75,7 +75,7 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
     readable(&names.output, &about, &tensors, names)
 }
 
-/// The struct of what routing alone decides.
+/// Returns the struct of the routing decisions.
 pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
     let tensors: Vec<&TensorPlan> = routed(plan, Role::Output).collect();
     let about = format!(
@@ -85,7 +85,7 @@ pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
     readable(&names.routing, &about, &tensors, names)
 }
 
-/// The tensors of a role that routing alone reads or writes.
+/// Returns the tensors of a role that routing reads or writes.
 pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
     let steps = plan.routing_of(plan.evaluation_steps());
     let named = move |tensor: &&TensorPlan| {
@@ -95,7 +95,7 @@ pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &Tens
     of_role(plan, role).filter(named)
 }
 
-/// A struct of outputs, with what asks for them and makes it.
+/// Returns a struct of outputs, with the code that requests and fills it.
 fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -> TokenStream {
     let Names {
         visibility, facade, ..
@@ -123,7 +123,7 @@ fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -
 
         #[allow(dead_code)]
         impl #name {
-            /// The tensors, by the names of the layer.
+            /// The canonical names of the tensors.
             pub const NAMES: &'static [&'static str] = &[#(#list),*];
 
             fn read(output: &#facade::Output) -> ::std::result::Result<Self, #facade::EngineError> {
@@ -133,7 +133,7 @@ fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -
     }
 }
 
-/// What a tensor is, as the doc of a field.
+/// Returns the meaning of a tensor, as the doc of a field.
 pub(crate) fn about(tensor: &TensorPlan) -> TokenStream {
     doc(&format!(
         "{}: {}.",
@@ -142,8 +142,8 @@ pub(crate) fn about(tensor: &TensorPlan) -> TokenStream {
     ))
 }
 
-/// Rows for tensors that grow with the token count; others by value, and
-/// those of one element as that element.
+/// Returns the type of an output: rows if it grows with the token count, otherwise an array, or a
+/// scalar for one element.
 pub(crate) fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     let facade = &names.facade;
     if let Some(row) = row(tensor.dtype, &tensor.shape, facade) {
@@ -152,8 +152,8 @@ pub(crate) fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     match constant(&tensor.shape) {
         Some(shape) if shape == [1] => scalar(tensor.dtype, facade),
         Some(shape) => array(tensor.dtype, &shape, facade),
-        // No tensor of a plan grows with the token count in an inner
-        // dimension; as a flat list it would still be right.
+        // No tensor of a plan grows with the token count in an inner dimension. A flat list would
+        // still be correct if one did.
         None => {
             let scalar = scalar(tensor.dtype, facade);
             quote!(Vec<#scalar>)
@@ -161,7 +161,7 @@ pub(crate) fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The struct of addresses of an evaluation on device memory: inputs and `y`.
+/// Returns the struct of addresses of an evaluation on device memory: inputs and `y`.
 pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = format!(
         "Addresses of a call of [`{}`] on device memory.",
@@ -170,7 +170,8 @@ pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
     raw_call(&names.raw, &about, plan, names)
 }
 
-/// The same of a call that trains, and where its losses go. `plan` runs backward.
+/// Returns the struct of addresses of a training call, with those of its losses. `plan` runs
+/// backward.
 pub(crate) fn raw_training(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = format!(
         "Addresses of a call of [`{}`] in training on device memory.",
@@ -187,7 +188,7 @@ fn raw_call(name: &Ident, about: &str, plan: &LayerPlan, names: &Names) -> Token
         .chain(y.map(|tensor| (tensor, quote!(Out))))
         .collect();
     let tokens = quote! {
-        /// Tokens of the call, `T`.
+        /// The number of tokens in the call, `T`.
         pub tokens: usize,
     };
     let addresses = addresses(name, about, tokens, &tensors, names);
@@ -213,13 +214,13 @@ fn raw_call(name: &Ident, about: &str, plan: &LayerPlan, names: &Names) -> Token
     }
 }
 
-/// The losses of a plan that runs backward, as named outputs.
+/// Returns the losses of a plan that runs backward, as named outputs.
 pub(crate) fn losses(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
     of_role(plan, Role::Output).filter(|tensor| tensor.name.starts_with("loss."))
 }
 
-/// The same of a backward pass: `dy`, `dx`, and other gradients of inputs if they are wanted.
-/// `plan` runs backward.
+/// Returns the struct of addresses of a backward pass: `dy`, `dx`, and optional gradients of other
+/// inputs. `plan` runs backward.
 pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         raw,
@@ -266,15 +267,15 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// Whether a caller need not say where a tensor goes.
+/// Returns true if the caller may omit the address of a tensor.
 fn is_optional(tensor: &TensorPlan) -> bool {
     tensor.role == Role::InputGradient && tensor.name != "dx"
 }
 
-/// Tensors of a call, each with the type of its address.
+/// The tensors of a call, each with the type of its address.
 type Addressed<'p> = [(&'p TensorPlan, TokenStream)];
 
-/// A struct of addresses, with fields before them.
+/// Returns a struct of addresses, after some other fields.
 fn addresses(
     name: &Ident,
     about: &str,

@@ -1,4 +1,4 @@
-//! Forward with what backward needs kept, and backward.
+//! Training: forward calls that keep state for backward, and backward calls.
 
 use crate::docs::{self, doc};
 use crate::layer::{input, inputs_doc, param};
@@ -9,7 +9,7 @@ use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use proc_macro2::TokenStream;
 use quote::quote;
 
-/// Everything of a layer that only training needs. `plan` runs backward.
+/// Returns all items of a layer that only training needs. `plan` runs backward.
 pub(crate) fn training(plan: &LayerPlan, names: &Names) -> TokenStream {
     let structs = [
         trained(plan, names),
@@ -49,10 +49,10 @@ fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
         #about
         #[allow(dead_code)]
         #visibility struct #trained {
-            /// What any call computes.
+            /// The results of the call, as in evaluation.
             pub output: #output,
             #(#fields)*
-            /// What backward needs.
+            /// The state for backward.
             pub saved: #facade::mesh::AnySaved,
         }
     }
@@ -116,7 +116,7 @@ fn weight_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// `router.weight` of `grad.router.weight`.
+/// Returns `router.weight` for `grad.router.weight`.
 fn weight_name(tensor: &TensorPlan) -> &str {
     tensor.name.strip_prefix("grad.").unwrap_or(&tensor.name)
 }
@@ -126,7 +126,7 @@ fn construct(names: &Names) -> TokenStream {
         weights, facade, ..
     } = names;
     quote! {
-        /// As `new`, for a layer that can run backward.
+        /// Makes a layer as `new` does, with a backward pass.
         ///
         /// # Errors
         /// As `new`.
@@ -138,7 +138,7 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, None, &weights.named(), Some(training))
         }
 
-        /// As `new_over`, for a layer that can run backward.
+        /// Makes this rank's part as `new_over` does, with a backward pass.
         ///
         /// # Errors
         /// As `new_over`.
@@ -151,8 +151,8 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, Some(mesh), &weights.named(), Some(training))
         }
 
-        /// As `training`, with weights by canonical name, and with those of experts
-        /// of this rank alone where there is a mesh.
+        /// Makes a layer as `training` does, from weights by canonical name. On a mesh it reads
+        /// only this rank's experts.
         ///
         /// # Errors
         /// As `from_named` and `from_named_over`.
@@ -183,10 +183,10 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = doc(&inputs_doc(&inputs));
     let at_factor = plan.spec.capacity.has_factor().then(|| {
         quote! {
-            /// As `forward_train`, with a capacity factor of this call's own.
+            /// Runs the layer as `forward_train` does, with a capacity factor for this call alone.
             ///
             /// # Errors
-            /// As `forward_train`; also for a factor that is no number or too large.
+            /// As `forward_train`, or if the factor is not finite or too large.
             pub fn forward_train_at(
                 &self,
                 capacity_factor: f64,
@@ -212,13 +212,13 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     });
     let input = input(&inputs, names, "training_input");
     quote! {
-        /// Runs the layer forward as in training, and keeps what backward
-        /// needs. `rng_key` is the key of all random numbers.
+        /// Runs the layer forward as in training, and keeps the state for backward. Random numbers
+        /// depend on `rng_key` alone.
         ///
         #about
         ///
         /// # Errors
-        /// As `forward`; also when the layer was not made by `training`.
+        /// As `forward`, or if the layer was not made by `training`.
         pub fn forward_train(
             &self,
             #(#params,)*
@@ -243,13 +243,12 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             })
         }
 
-        /// Runs the layer backward from the gradient of `y`. Gradients of
-        /// weights stay with the layer: they are overwritten, or with
-        /// `accumulate` added to.
+        /// Runs the layer backward from the gradient of `y`. Gradients of weights stay with the
+        /// layer: this pass overwrites them, or adds to them if `accumulate` is set.
         ///
         /// # Errors
-        /// When `dy` has not one row per token, `saved` is of another layer,
-        /// memory runs out, or a launch fails.
+        /// If `dy` does not have one row per token, `saved` belongs to another layer, memory runs
+        /// out, or a launch fails.
         pub fn backward(
             &self,
             saved: &#facade::mesh::AnySaved,
@@ -260,17 +259,17 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #input_gradients::read(&self.layer.backward(saved, &dy, accumulate)?)
         }
 
-        /// Adds up the gradients of weights over the ranks of a mesh that have the
-        /// same weights; nothing without a mesh.
+        /// Sums the gradients of weights over the ranks of a mesh that hold the same weights. Does
+        /// nothing without a mesh.
         ///
         /// # Errors
-        /// When the layer was not made by `training`, or ranks cannot be reached.
+        /// If the layer was not made by `training`, or ranks cannot be reached.
         pub fn reduce_gradients(&self) -> ::std::result::Result<(), #facade::EngineError> {
             self.layer.reduce_gradients()
         }
 
-        /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
-        /// means over each rank's own tokens.
+        /// Sums gradients as `reduce_gradients` does and divides by the number of ranks, for losses
+        /// that are means over each rank's own tokens.
         ///
         /// # Errors
         /// As `reduce_gradients`.
@@ -278,13 +277,12 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             self.layer.average_gradients()
         }
 
-        /// Reads back the gradients of all weights. On a mesh those of experts are
-        /// of this rank's own experts, one after the other, those of sliced shared
-        /// experts of its slices, and all others of this rank's tokens until
-        /// `reduce_gradients` has added them up.
+        /// Reads back the gradients of all weights. On a mesh, those of experts cover this rank's
+        /// own experts in order, and those of sharded shared experts its shards. All others cover
+        /// this rank's tokens until `reduce_gradients` has summed them.
         ///
         /// # Errors
-        /// When the layer was not made by `training`.
+        /// If the layer was not made by `training`.
         pub fn gradients(&self) -> ::std::result::Result<#gradients, #facade::EngineError> {
             Ok(#gradients { #(#reads)* })
         }

@@ -5,7 +5,7 @@ use proc_macro2::{Literal, TokenStream};
 use quote::quote;
 use syn::Path;
 
-/// The Rust type of an element.
+/// Returns the Rust type of an element.
 pub(crate) fn scalar(dtype: DType, facade: &Path) -> TokenStream {
     match dtype {
         DType::F32 => quote!(f32),
@@ -16,7 +16,7 @@ pub(crate) fn scalar(dtype: DType, facade: &Path) -> TokenStream {
     }
 }
 
-/// Nested arrays: `[[f32; 64]; 8]` of `[8, 64]`.
+/// Returns nested arrays: `[[f32; 64]; 8]` for `[8, 64]`.
 pub(crate) fn array(dtype: DType, shape: &[u64], facade: &Path) -> TokenStream {
     shape
         .iter()
@@ -27,7 +27,7 @@ pub(crate) fn array(dtype: DType, shape: &[u64], facade: &Path) -> TokenStream {
         })
 }
 
-/// The sizes, if none depends on the token count.
+/// Returns the sizes, if none depends on the token count.
 pub(crate) fn constant(shape: &[Size]) -> Option<Vec<u64>> {
     let fixed = |size: &Size| match size {
         Size::Const(n) => Some(*n),
@@ -36,8 +36,7 @@ pub(crate) fn constant(shape: &[Size]) -> Option<Vec<u64>> {
     shape.iter().map(fixed).collect()
 }
 
-/// The type of one row, if the first size depends on the token count and no
-/// other does.
+/// Returns the type of one row, if the first size depends on the token count and no other does.
 pub(crate) fn row(dtype: DType, shape: &[Size], facade: &Path) -> Option<TokenStream> {
     let (first, rest) = shape.split_first()?;
     match first {

@@ -1,5 +1,5 @@
-//! The golden files are Rust, and quiet under the strictest lints. What the
-//! types promise is used here, so that a change of theirs does not compile.
+//! Compiles the golden files under the strictest lints, and uses the promises of their types, so
+//! that a change of those does not compile.
 
 #![deny(missing_docs, warnings)]
 #![forbid(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Random valid specs: what is generated is Rust without clashing names, and
-//! the plan it was generated from is that of every target.
+//! Generates Rust for random valid specs: it has no clashing names, and the plan behind it is that
+//! of every target.
 
 use moesaic_kernel::Target;
 use moesaic_plan::{LayerPlan, PlanOptions, Role, TensorPlan, plan};
@@ -53,7 +53,7 @@ fn check_fields(fields: &Fields, seed: u64) {
     }
 }
 
-/// The tensors people see: what the types of a layer say.
+/// Returns the tensors that users see, which determine the types of a layer.
 fn seen(plan: &LayerPlan) -> Vec<TensorPlan> {
     let tensors = plan.tensors.iter();
     tensors
@@ -62,7 +62,8 @@ fn seen(plan: &LayerPlan) -> Vec<TensorPlan> {
         .collect()
 }
 
-/// Every signature and what a pass binds to it: what the argument structs say.
+/// Returns every signature and the tensors that a pass binds to it, which determine the argument
+/// structs.
 fn signatures(plan: &LayerPlan) -> impl PartialEq + use<> {
     let entries = plan.kernels.iter().flat_map(|kernel| {
         let name = &kernel.name;

@@ -1,17 +1,16 @@
-//! Which projections of an expert have biases.
+//! Biases of an expert's projections.
 
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// Which projections of an expert have biases: `true`, `false`, `"up"` or
-/// `"down"` in a spec.
+/// The projections of an expert that have biases: `true`, `false`, `"up"` or `"down"` in a spec.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Biases {
     /// None; `false`.
     #[default]
     None,
-    /// What enters the activation: up, and gate where there is one.
+    /// The projections before the activation: up, and gate where there is one.
     Up,
     /// The expert's output.
     Down,
@@ -19,16 +18,16 @@ pub enum Biases {
     All,
 }
 
-/// Spellings beside `true` and `false`.
+/// The accepted spellings besides `true` and `false`.
 pub(crate) const BIASES: &[&str] = &["none", "up", "down", "all"];
 
 impl Biases {
-    /// Whether up, and gate where there is one, have biases.
+    /// Returns true if up, and gate where there is one, have biases.
     pub fn up(self) -> bool {
         matches!(self, Biases::Up | Biases::All)
     }
 
-    /// Whether the output has one.
+    /// Returns true if the output projection has one.
     pub fn down(self) -> bool {
         matches!(self, Biases::Down | Biases::All)
     }

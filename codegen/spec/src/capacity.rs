@@ -1,25 +1,25 @@
-//! How many rows an expert may take, and who gets them.
+//! Capacity: a limit on the rows of each expert, and the order in which tokens fill it.
 
 use crate::MAX_CAPACITY_FACTOR;
 use serde::{Deserialize, Serialize};
 
-/// How many rows an expert may take.
+/// A limit on the rows of each expert.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Capacity {
-    /// The rule.
+    /// The rule that sets the limit.
     pub mode: CapacityMode,
     /// For `factor` and `bounded`. Tutel's formula: positive f gives
     /// `K·int(f·ceil(T/E))`, zero the largest count, negative the smaller of
     /// both with |f|.
     pub factor: f64,
-    /// The factor of evaluation, where it is another than that of training.
+    /// The factor in evaluation, where it differs from that of training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eval_factor: Option<f64>,
     /// For `fixed`: rows per expert.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rows: Option<usize>,
-    /// Who is served first when rows run out.
+    /// The order in which assignments are served, which decides who is dropped when rows run out.
     pub order: CapacityOrder,
     /// Capacity is rounded up to a multiple of this.
     pub align: usize,
@@ -42,15 +42,15 @@ impl Default for Capacity {
 }
 
 impl Capacity {
-    /// Whether the rule has a factor, which a call may change.
+    /// Returns true if the rule has a factor, which a call may change.
     pub fn has_factor(&self) -> bool {
         matches!(self.mode, CapacityMode::Factor | CapacityMode::Bounded)
     }
 
-    /// Whether a call may have this factor; `Err` holds a sentence for people.
+    /// Checks that a call may use this factor. `Err` holds a sentence for people.
     ///
     /// # Errors
-    /// Where the rule has no factor, and for a number that is none or too large.
+    /// If the rule has no factor, or the number is not finite or too large.
     pub fn check_factor(&self, factor: f64) -> Result<(), String> {
         if !self.has_factor() {
             let mode = crate::write::word(&self.mode);
@@ -67,7 +67,7 @@ impl Capacity {
         }
     }
 
-    /// The factor of calls that say none: of evaluation, or of training.
+    /// Returns the factor of calls that give none: that of training or that of evaluation.
     pub fn factor_of(&self, training: bool) -> f64 {
         match self.eval_factor {
             Some(factor) if !training => factor,
@@ -82,18 +82,18 @@ impl Capacity {
 pub enum CapacityMode {
     /// Every assignment gets a row.
     Dropless,
-    /// By the load factor.
+    /// A multiple of the balanced load, given by `factor`.
     Factor,
     /// A constant number of rows.
     Fixed,
     /// The largest count of this call, so nothing is dropped.
     MaxCount,
-    /// As `factor`, with the number of dropped assignments reported in
-    /// `overflow` so that the caller can run again.
+    /// As `factor`, and the call reports the number of dropped assignments in `overflow`, so the
+    /// caller can run it again with a larger factor.
     Bounded,
 }
 
-/// Placement order inside an expert, hence who is dropped.
+/// The order in which assignments get rows of an expert; the last ones are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CapacityOrder {
@@ -105,6 +105,6 @@ pub enum CapacityOrder {
     BatchPrioritized,
     /// Descending weight, then slot-major.
     Probability,
-    /// By a counter-based random key, then slot-major.
+    /// Descending counter-based random key, then slot-major.
     Random,
 }

@@ -1,4 +1,4 @@
-//! Problems with a spec, and how they are shown.
+//! Problems with a spec, and their presentation.
 //!
 //! A [`Problem`] names a key of the spec and needs no text. Reading TOML adds
 //! the spans and wraps all problems of a file in one [`SpecError`].
@@ -14,32 +14,32 @@ pub struct Problem {
     /// The key at fault, from the root: `router.groups.keep`,
     /// `shared[1].hidden_dim`. Empty when the text as a whole is at fault.
     pub key: String,
-    /// What was asked, and why it cannot be.
+    /// The value that was given, and why it cannot work.
     pub message: String,
-    /// A few words to stand beside the value.
+    /// A few words shown beside the value.
     pub label: String,
-    /// What is possible and what to change.
+    /// The accepted values, and the change to make.
     pub help: Option<String>,
-    /// Other keys that take part.
+    /// Other keys that contribute to the problem.
     pub related: Vec<Related>,
     /// Bytes of the TOML at fault; absent for specs that come from elsewhere.
     pub span: Option<Range<usize>>,
 }
 
-/// A key that takes part in a [`Problem`] without being the one to blame.
+/// A key that contributes to a [`Problem`] without being at fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Related {
     /// The key, from the root.
     pub key: String,
-    /// A few words to stand beside the value.
+    /// A few words shown beside the value.
     pub label: String,
     /// Bytes of the TOML, where the key is written there.
     pub span: Option<Range<usize>>,
 }
 
 impl Problem {
-    /// A problem with `key`; the other parts are added by the methods below.
+    /// Returns a problem with `key`; the methods below add the other parts.
     pub(crate) fn new(key: impl Into<String>, message: impl Into<String>) -> Problem {
         Problem {
             key: key.into(),
@@ -66,7 +66,7 @@ impl Problem {
         self
     }
 
-    /// Names another key the problem depends on.
+    /// Names another key that the problem depends on.
     pub(crate) fn with(mut self, key: impl Into<String>, label: impl Into<String>) -> Problem {
         self.related.push(Related {
             key: key.into(),
@@ -76,7 +76,7 @@ impl Problem {
         self
     }
 
-    /// Whether the problem is about `key` or anything inside it.
+    /// Returns true if the problem is about `key` or anything inside it.
     pub(crate) fn touches(&self, key: &str) -> bool {
         let inside = |own: &str| {
             own.strip_prefix(key)
@@ -136,8 +136,8 @@ impl fmt::Display for Problem {
     }
 }
 
-/// The span cut to the text, at character boundaries: spans come from a parser
-/// that counts bytes, also in texts it could not make sense of.
+/// Returns the span cut to the text, at character boundaries. The parser counts bytes, and does so
+/// even in texts that it could not make sense of.
 fn within(source: &str, span: &Range<usize>) -> Range<usize> {
     let inside = |at: &usize| source.is_char_boundary(*at);
     let start = (0..=span.start.min(source.len())).rev().find(inside);
@@ -146,8 +146,7 @@ fn within(source: &str, span: &Range<usize>) -> Range<usize> {
     start..end.unwrap_or(source.len())
 }
 
-/// A TOML text that is not a valid spec: all its problems, in the order of the
-/// text.
+/// A TOML text that is not a valid spec, with all of its problems in the order of the text.
 ///
 /// `Display` shows the first 20 without colours and without a file name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -157,7 +156,7 @@ pub struct SpecError {
     problems: Vec<Problem>,
 }
 
-/// Nobody reads more at a time, and one slip can make thousands.
+/// Nobody reads more at a time, and a single slip can cause thousands.
 const MOST_SHOWN: usize = 20;
 
 impl SpecError {
@@ -169,13 +168,13 @@ impl SpecError {
         }
     }
 
-    /// The problems, in the order of the text.
+    /// Returns the problems, in the order of the text.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
 
-    /// Every problem's place in the TOML, in bytes, and its message. A problem
-    /// without a place of its own has the whole text.
+    /// Returns each problem's byte range in the TOML and its message. A problem without a place of
+    /// its own gets the whole text.
     pub fn spans(&self) -> impl Iterator<Item = (Range<usize>, &str)> {
         let whole = 0..self.source_text.len();
         self.problems
@@ -183,9 +182,8 @@ impl SpecError {
             .map(move |p| (p.span.clone().unwrap_or(whole.clone()), p.message.as_str()))
     }
 
-    /// The first 20 problems as a compiler shows them, with the lines of the
-    /// TOML, and how many there are.
-    /// `color` adds ANSI escapes. There is no newline at the end.
+    /// Renders the first 20 problems as a compiler shows them, with the lines of the TOML and the
+    /// total number. `color` adds ANSI escapes. The text ends without a newline.
     pub fn render(&self, file_name: &str, color: bool) -> String {
         let renderer = if color {
             Renderer::styled()

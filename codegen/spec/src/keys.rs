@@ -1,4 +1,4 @@
-//! State dictionaries of other libraries: where a layer's tensors lie in them.
+//! State dictionaries of other libraries: the names of a layer's tensors in them.
 //!
 //! | canonical | Tutel | FastMoE |
 //! |---|---|---|
@@ -10,12 +10,12 @@
 //! | `experts.down.weight`, `bias` | `experts.batched_fc2_w`, transposed, `batched_fc2_bias` | `experts.h4toh.*`, `experts.N.h4toh.*` |
 //! | gated `gate`, `up`, `down` | `experts.W_fc1`, `W_fc2`, `W_fc3`, flat or not, transposed | – |
 
-use crate::hf::{Alternative, Parts, Step, TensorSource};
+use crate::hf::{Alternative, TensorParts, TensorSource, TensorStep};
 use crate::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 
-/// A library whose layers are read.
+/// A library whose checkpoints moesaic reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Library {
+pub enum CheckpointLibrary {
     /// microsoft/Tutel, `MOELayer` with experts `ffn` or `llama_ffn`.
     Tutel,
     /// laekov/fastmoe, `FMoETransformerMLP`, and experts of an `FMoELinear` pair.
@@ -25,16 +25,15 @@ pub enum Library {
 /// A layer inside a state dictionary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
-    /// Whose names they are.
-    pub library: Library,
-    /// What comes before the layer's own names, its dot included: `blocks.3.moe.`.
+    /// The library whose names they are.
+    pub library: CheckpointLibrary,
+    /// The prefix before the layer's own names, with its dot: `blocks.3.moe.`.
     pub prefix: String,
-    /// Which of Tutel's gates; FastMoE has one.
+    /// The index of Tutel's gate; FastMoE has one.
     pub gate: usize,
 }
 
-/// The tensors of a layer of which a rank holds `share` experts, and all of the
-/// router.
+/// Returns the tensors of a rank that holds `share` experts of the layer and the whole router.
 pub fn rank_tensors(spec: &LayerSpec, share: usize) -> Vec<TensorSpec> {
     let mut tensors = canonical_tensors(spec);
     let experts = tensors
@@ -44,28 +43,27 @@ pub fn rank_tensors(spec: &LayerSpec, share: usize) -> Vec<TensorSpec> {
     tensors
 }
 
-impl Library {
-    /// Both.
-    pub const ALL: [Library; 2] = [Library::Tutel, Library::FastMoe];
+impl CheckpointLibrary {
+    /// Both libraries.
+    pub const ALL: [CheckpointLibrary; 2] = [CheckpointLibrary::Tutel, CheckpointLibrary::FastMoe];
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            Library::Tutel => "tutel",
-            Library::FastMoe => "fastmoe",
+            CheckpointLibrary::Tutel => "tutel",
+            CheckpointLibrary::FastMoe => "fastmoe",
         }
     }
 
-    /// Names that every layer has one of, without a prefix.
+    /// Returns names of which every layer has one, without a prefix.
     pub fn marks(self) -> &'static [&'static str] {
         match self {
-            Library::Tutel => &["experts.batched_fc1_w", "experts.W_fc1"],
-            Library::FastMoe => &["experts.htoh4.weight", "experts.0.htoh4.weight"],
+            CheckpointLibrary::Tutel => &["experts.batched_fc1_w", "experts.W_fc1"],
+            CheckpointLibrary::FastMoe => &["experts.htoh4.weight", "experts.0.htoh4.weight"],
         }
     }
 
-    /// What comes before each layer of a dictionary with these names, in their
-    /// order.
+    /// Returns the prefix of each layer in a dictionary with these names, in their order.
     pub fn prefixes<'a>(self, names: impl IntoIterator<Item = &'a str>) -> Vec<String> {
         let prefix = |name: &'a str| {
             let mut marks = self.marks().iter();
@@ -77,21 +75,21 @@ impl Library {
 }
 
 impl Keys {
-    /// A recipe for each of these tensors of the layer; one that the library has no
-    /// name for has no alternative.
+    /// Returns a recipe for each of these tensors. A tensor that the library has no name for gets
+    /// no alternative.
     pub fn sources(&self, spec: &LayerSpec, tensors: &[TensorSpec]) -> Vec<TensorSource> {
         let source = |tensor: &TensorSpec| TensorSource {
             name: tensor.name.clone(),
             alternatives: match self.library {
-                Library::Tutel => self.tutel(tensor, spec),
-                Library::FastMoe => self.fastmoe(tensor, spec),
+                CheckpointLibrary::Tutel => self.tutel(tensor, spec),
+                CheckpointLibrary::FastMoe => self.fastmoe(tensor, spec),
             },
         };
         tensors.iter().map(source).collect()
     }
 
-    /// What all names of the layer's parts begin with, as far as the spec has use
-    /// for them: experts always, the gate if the router has weights.
+    /// Returns the name prefixes of the layer's parts that the spec uses: the experts always, the
+    /// gate if the router has weights.
     pub fn owned(&self, spec: &LayerSpec) -> Vec<String> {
         let mut parts = vec![format!("{}experts.", self.prefix)];
         if spec.router.kind != RouterKind::External {
@@ -100,13 +98,13 @@ impl Keys {
         parts
     }
 
-    /// Where Tutel says how many experts all ranks have together.
+    /// Returns the name under which Tutel stores the number of experts of all ranks.
     pub fn count(&self) -> Option<String> {
-        let tutel = self.library == Library::Tutel;
+        let tutel = self.library == CheckpointLibrary::Tutel;
         tutel.then(|| format!("{}_num_global_experts", self.prefix))
     }
 
-    /// The numbers of the gates among these names.
+    /// Returns the gate numbers that occur among these names.
     pub fn gates<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Vec<usize> {
         let before = format!("{}gates.", self.prefix);
         let number = |name: &'a str| {
@@ -121,34 +119,37 @@ impl Keys {
 
     fn gate_prefix(&self) -> String {
         match self.library {
-            Library::Tutel => format!("{}gates.{}.", self.prefix, self.gate),
-            Library::FastMoe => format!("{}gate.", self.prefix),
+            CheckpointLibrary::Tutel => format!("{}gates.{}.", self.prefix, self.gate),
+            CheckpointLibrary::FastMoe => format!("{}gate.", self.prefix),
         }
     }
 
-    fn named(&self, name: &str, steps: Vec<Step>) -> Alternative {
+    fn named(&self, name: &str, steps: Vec<TensorStep>) -> Alternative {
         Alternative {
-            parts: Parts::One(format!("{}{name}", self.prefix)),
+            parts: TensorParts::One(format!("{}{name}", self.prefix)),
             steps,
         }
     }
 
-    fn of_gate(&self, name: &str, steps: Vec<Step>) -> Alternative {
+    fn of_gate(&self, name: &str, steps: Vec<TensorStep>) -> Alternative {
         Alternative {
-            parts: Parts::One(self.gate_prefix() + name),
+            parts: TensorParts::One(self.gate_prefix() + name),
             steps,
         }
     }
 
     fn tutel(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
         let gated = spec.gated();
-        let swapped = || vec![Step::Transpose];
-        // The oldest versions keep biases as [E, 1, h].
-        let flat = || vec![Step::Reshape(tensor.shape.clone())];
-        // Parameters of llama_ffn are flat where ranks may share them.
+        let swapped = || vec![TensorStep::Transpose];
+        // Tutel's oldest versions keep biases as [E, 1, h].
+        let flat = || vec![TensorStep::Reshape(tensor.shape.clone())];
+        // Parameters of llama_ffn are flat, so that ranks may shard them.
         let turned = || {
             let [experts, columns, rows] = [0, 1, 2].map(|axis| tensor.shape[axis]);
-            vec![Step::Reshape(vec![experts, rows, columns]), Step::Transpose]
+            vec![
+                TensorStep::Reshape(vec![experts, rows, columns]),
+                TensorStep::Transpose,
+            ]
         };
         vec![match (tensor.name.as_str(), gated) {
             ("router.weight", _) => self.of_gate("wg.weight", vec![]),
@@ -168,7 +169,7 @@ impl Keys {
     }
 
     fn fastmoe(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
-        let swapped = || vec![Step::Transpose];
+        let swapped = || vec![TensorStep::Transpose];
         match tensor.name.as_str() {
             "router.weight" => vec![
                 self.of_gate("gate.weight", vec![]),
@@ -185,16 +186,16 @@ impl Keys {
         }
     }
 
-    /// All experts in one tensor, or a module each, whose tensors are of one expert.
+    /// Returns the forms of FastMoE's experts: all in one tensor, or one module per expert.
     fn fastmoe_expert(&self, name: &str, tensor: &TensorSpec) -> Vec<Alternative> {
         let each = Alternative {
-            parts: Parts::PerExpert {
+            parts: TensorParts::PerExpert {
                 before: format!("{}experts.", self.prefix),
                 after: format!(".{name}"),
                 first: 0,
                 count: tensor.shape[0],
             },
-            steps: vec![Step::Reshape(tensor.shape[1..].to_vec())],
+            steps: vec![TensorStep::Reshape(tensor.shape[1..].to_vec())],
         };
         vec![self.named(&format!("experts.{name}"), vec![]), each]
     }

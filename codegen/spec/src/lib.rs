@@ -1,8 +1,8 @@
-//! The declarative layer spec: what a user may ask for.
+//! The declarative layer spec.
 //!
-//! [`LayerSpec`] is plain data with every axis of a published MoE layer.
-//! Reading TOML and Hugging Face configurations, validation and the list of
-//! weight tensors live beside it; nothing here touches a file or a device.
+//! [`LayerSpec`] is plain data with every axis of a published MoE layer. Beside it live the readers
+//! of TOML and of Hugging Face configurations, validation, and the list of weight tensors. Nothing
+//! here touches a file or a device.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.

@@ -1,19 +1,17 @@
-//! What a valid spec may be as large as.
+//! Size limits of a valid spec.
 //!
-//! Kernels rely on these: positions inside one weight matrix, expert ids and
-//! row numbers inside an expert fit 32-bit integers, and every size times
-//! every other fits 64 bits.
+//! Kernels rely on them: positions inside one weight matrix, expert ids, and row numbers inside an
+//! expert fit 32-bit integers, and the product of any two sizes fits 64 bits.
 
 /// Largest `model_dim`, `hidden_dim`, `output_dim` and `projection_dim`.
 pub const MAX_DIM: usize = 65_536;
 
-/// Most elements of one expert's weight matrix, and of the router's table:
-/// offsets inside it fit an `i32`.
+/// Most elements of one expert's weight matrix, and of the router's table: offsets inside it must
+/// fit an `i32`.
 pub const MAX_MATRIX: usize = i32::MAX as usize;
 
-/// Most experts a router scores, identity experts included: a scan keeps a
-/// counter of each in a block's 48 KB of shared memory, twice. `top_k` may be
-/// anything from 1 to their number.
+/// Most experts that a router scores, identity experts included. The scan keeps two counters of
+/// each in a thread block's 48 KB of shared memory. `top_k` may be anything from 1 to their number.
 pub const MAX_EXPERTS: usize = 4096;
 
 /// Most experts of `select = { expert-choice = c }` and `{ sinkhorn = n }`.

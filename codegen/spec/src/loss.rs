@@ -1,12 +1,10 @@
-//! Auxiliary losses: which formula, with which coefficient.
+//! Auxiliary losses: their formulas and coefficients.
 //!
-//! docs/SEMANTICS.md gives each formula with its normaliser and the group of
-//! tokens that it is a sum over.
+//! docs/SEMANTICS.md gives each formula with its normalizer and the tokens that it sums over.
 
 use serde::{Deserialize, Serialize};
 
-/// An auxiliary loss. Training minimises the task's loss plus
-/// `coefficient · loss` for each.
+/// An auxiliary loss. Training minimizes the task's loss plus `coefficient · loss` for each.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Loss {
@@ -14,39 +12,37 @@ pub struct Loss {
     pub kind: LossKind,
     /// The factor on it.
     pub coefficient: f64,
-    /// For `sequence`: tokens of each sequence, the last one may be shorter.
-    /// When absent a call gets `sequence_ids [T]`.
+    /// For `sequence`: the tokens of each sequence; the last one may be shorter. When absent, each
+    /// call passes `sequence_ids [T]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequence_length: Option<usize>,
 }
 
-/// The formula of an auxiliary loss, over the E experts that the router
-/// scores. `p` are a token's scores divided by their sum, softmax of the
-/// logits where scores exist for selected experts only. `n_e` counts choices
-/// before anything is dropped, T the tokens that have any.
+/// The formula of an auxiliary loss, over the E experts that the router scores. `p` are a token's
+/// scores divided by their sum, or the softmax of its logits where only selected experts have
+/// scores. `n_e` counts choices before anything is dropped. T counts the tokens that choose any
+/// expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossKind {
-    /// `E/(K·T²) · Σ n_e Σ p`: Switch for any K, as Megatron and MegaBlocks
-    /// have it. 1 when balanced.
+    /// `E/(K·T²) · Σ n_e Σ p`: Switch for any K, as in Megatron and MegaBlocks. 1 when balanced.
     Switch,
-    /// `E/T² · Σ n_e Σ p`, n_e over first choices only: GShard, Tutel.
+    /// `E/T² · Σ n_e Σ p` with n_e over first choices only: GShard, Tutel.
     Gshard,
-    /// `E/T² · Σ n_e Σ p` over all choices: K times `switch`, as Hugging Face
-    /// has it.
+    /// `E/T² · Σ n_e Σ p` over all choices: K times `switch`, as in Hugging Face.
     GshardAll,
-    /// Half the squared coefficients of variation of importance and load, as
-    /// Tutel has it: a probability is compared with a noisy logit.
+    /// Half the squared coefficients of variation of importance and load, as in Tutel, which
+    /// compares a probability with a noisy logit.
     ImportanceLoad,
-    /// The squared coefficients of variation of importance and load, as
-    /// Shazeer (2017) and FastMoE have it: logits are compared with logits.
+    /// The squared coefficients of variation of importance and load, as in Shazeer (2017) and
+    /// FastMoE, which compare logits with logits.
     ImportanceLoadLogits,
     /// `mean(logsumexp(z)²)` (ST-MoE).
     Z,
     /// The mean over sequences of `switch` within each (DeepSeek).
     Sequence,
-    /// `switch` with n_e and T of a larger group of tokens, which the caller
-    /// gives: the parts of the group add up to its loss.
+    /// `switch` with n_e and T of a larger group of tokens, which the caller passes. The losses of
+    /// the group's parts add up to that of the group.
     Global,
 }
 
@@ -63,7 +59,7 @@ impl LossKind {
         LossKind::Global,
     ];
 
-    /// The kebab-case spelling.
+    /// Returns the kebab-case spelling.
     pub const fn name(self) -> &'static str {
         match self {
             LossKind::Switch => "switch",
@@ -77,7 +73,7 @@ impl LossKind {
         }
     }
 
-    /// Whether the load is a probability under the router's noise.
+    /// Returns true if the load is a probability under the router's noise.
     pub const fn needs_noise(self) -> bool {
         matches!(
             self,

@@ -1,9 +1,9 @@
-//! `docs/SPEC.md`: every key of a spec, made of the structs, the validator and the fixtures.
+//! `docs/SPEC.md`: every key of a spec, generated from the structs, the validator and the fixtures.
 //!
-//! Meanings are the doc comments of the fields, types come from [`ROOT`], ranges are what
-//! validation answers to numbers that are out of range, defaults are those of the plainest spec,
-//! and models are the configurations in `tests/oracle`. A page that differs fails the test;
-//! `cargo xtask bless` writes it anew.
+//! Meanings are the doc comments of the fields. Types come from [`ROOT`]. Ranges come from the
+//! validator's answers to numbers out of range. Defaults are those of the plainest spec, and models
+//! are the configurations in `tests/oracle`. If the page in docs differs, its test fails;
+//! `cargo xtask bless` rewrites it.
 
 #[path = "../../../tests/oracle/archive.rs"]
 mod archive;
@@ -31,7 +31,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Everything that a row is made of.
+/// The sources of a row.
 struct Sources {
     docs: Docs,
     models: Models,
@@ -49,7 +49,7 @@ impl Sources {
         }
     }
 
-    /// The default of a key, in TOML.
+    /// Returns the default of a key, in TOML.
     fn default(&self, path: &str, key: &Key, in_list: bool) -> String {
         if key.required.is_some() {
             return "required".to_string();
@@ -72,7 +72,7 @@ impl Sources {
     }
 }
 
-/// The type of a key, and its range where it is a number.
+/// Returns the type of a key, with its range if it is a number.
 fn typed(path: &str, kind: &Kind, listed: bool) -> String {
     let range = || ranges::range(path).map_or(String::new(), |range| format!(": {range}"));
     match kind {
@@ -90,7 +90,7 @@ fn typed(path: &str, kind: &Kind, listed: bool) -> String {
     }
 }
 
-/// The anchor of the heading of a path.
+/// Returns the heading anchor of a path.
 fn anchor(path: &str) -> String {
     path.replace('.', "")
 }
@@ -100,7 +100,7 @@ fn quoted(words: &[&str]) -> String {
     words.collect::<Vec<_>>().join(", ")
 }
 
-/// A paragraph as wide as a screen.
+/// Wraps a paragraph to the width of a page.
 fn wrapped(text: &str) -> String {
     let (mut lines, mut line) = (String::new(), String::new());
     for word in text.split_whitespace() {
@@ -115,12 +115,12 @@ fn wrapped(text: &str) -> String {
     lines + &line
 }
 
-/// A table ends a cell at a bar.
+/// Escapes bars, which would end a table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
-/// The rows of a table of the spec, then the tables inside it.
+/// Writes the rows of a table of the spec, then those of the tables inside it.
 fn describe(section: &Section, path: &str, in_list: bool, sources: &Sources, page: &mut String) {
     let header = match (path, in_list) {
         ("", _) => "Top level".to_string(),
@@ -161,7 +161,7 @@ fn describe(section: &Section, path: &str, in_list: bool, sources: &Sources, pag
     }
 }
 
-/// The words of a key that has some, each with its meaning.
+/// Writes the words of a key that has some, each with its meaning.
 fn values(path: &str, kind: &Kind, sources: &Sources, page: &mut String) {
     let listed = matches!(
         kind,

@@ -1,9 +1,8 @@
-//! The keys of the TOML: names, types and possible values.
+//! The keys of the TOML: names, types and accepted values.
 //!
-//! Reading checks a text against this before serde sees it, because serde
-//! stops at the first problem and the user should see all of them. It is read
-//! off the types: a key of a struct is a key here, and the words of an enum are
-//! its words.
+//! Reading checks a text against this schema before serde sees it, because serde stops at the first
+//! problem and you should see all of them. The schema is derived from the types: a struct's fields
+//! are its keys, and an enum's variants are its words.
 
 mod probe;
 
@@ -22,7 +21,7 @@ pub(crate) struct Section {
 pub(crate) struct Key {
     pub name: &'static str,
     pub kind: Kind,
-    /// A line to add when a required key is missing; absent for optional keys.
+    /// A line to suggest when a required key is missing; `None` for optional keys.
     pub required: Option<&'static str>,
 }
 
@@ -52,26 +51,26 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Whether the TOML has a header for it.
+    /// Returns true if the TOML has a header for it.
     pub fn is_table(&self) -> bool {
         matches!(self, Kind::Table(_) | Kind::List(_))
     }
 }
 
 impl Section {
-    /// The key of that name.
+    /// Returns the key of that name.
     pub fn key(&self, name: &str) -> Option<&Key> {
         self.keys.iter().find(|key| key.name == name)
     }
 
-    /// The names of all keys, for messages.
+    /// Returns the names of all keys, for messages.
     pub fn names(&self) -> String {
         let names: Vec<&str> = self.keys.iter().map(|key| key.name).collect();
         names.join(", ")
     }
 }
 
-/// A key in a table, by the paths of both.
+/// Joins the path of a table and the name of a key.
 pub(crate) fn join(path: &str, name: &str) -> String {
     match path {
         "" => name.to_string(),
@@ -82,7 +81,7 @@ pub(crate) fn join(path: &str, name: &str) -> String {
 /// The whole file.
 pub(crate) static ROOT: LazyLock<Section> = LazyLock::new(probe::section::<LayerSpec>);
 
-/// Keys that a table has to have, and what to add where one is missing.
+/// Keys that a table must have, and the line to suggest when one is missing.
 const REQUIRED: &[(&str, &str)] = &[
     (
         "shape",
@@ -111,17 +110,17 @@ const REQUIRED: &[(&str, &str)] = &[
     ("losses.coefficient", "the factor on it: coefficient = 0.01"),
 ];
 
-/// The types that a spec may choose; tensors have integer types, too.
+/// Element types that a spec may choose. Tensors also have integer types.
 const DTYPES: &[&str] = &["f32", "f16", "bf16"];
 
-/// Keys that a text may have and a spec has not, since they are f32 always; and what is. Nothing
-/// is written of them, so texts of equal specs stay equal.
+/// Keys that a text may state although the spec has no field for them, because the value is always
+/// f32. They are never written, so equal specs have equal texts.
 pub(crate) const ALWAYS_F32: &[(&str, &str)] = &[
     ("precision.router", "weights, logits and scores of routers"),
     ("precision.accumulate", "sums of products"),
 ];
 
-/// The rules of `router.select` that have a number, and an example of it.
+/// The rules of `router.select` that take a number, with an example of each.
 pub(crate) const SELECTIONS: &[(&str, &str)] = &[
     ("sparse-mixer", "0.01"),
     ("expert-choice", "2.0"),
@@ -140,7 +139,7 @@ mod tests {
     use serde::de::IntoDeserializer;
     use serde::de::value::{Error, StrDeserializer};
 
-    /// Every key by its path.
+    /// Visits every key with its path.
     fn walk(section: &'static Section, path: &str, each: &mut dyn FnMut(&str, &'static Key)) {
         for key in &section.keys {
             let path = join(path, key.name);
@@ -159,7 +158,7 @@ mod tests {
         all
     }
 
-    /// Removes a key of a table, or of the first of a list of them.
+    /// Removes a key of a table, or of the first table in a list.
     fn remove(table: &mut toml::Table, path: &[&str]) -> bool {
         match (path, table.get_mut(path[0])) {
             ([name], _) => table.remove(*name).is_some(),
@@ -172,7 +171,7 @@ mod tests {
         }
     }
 
-    /// A key is required where no spec is read without it.
+    /// Checks that a key is marked as required exactly if no spec can be read without it.
     #[test]
     fn required_keys_have_an_example() {
         let specs: Vec<toml::Table> = (0..400)
@@ -196,7 +195,7 @@ mod tests {
         }
     }
 
-    /// What a word that is no rule is refused with names those that are.
+    /// The error for an unknown rule names the known ones.
     #[test]
     fn rules_of_selection_have_an_example() {
         let word: StrDeserializer<'_, Error> = "no rule".into_deserializer();

@@ -1,11 +1,11 @@
-//! What a misspelt key or value was meant to be.
+//! Suggestions for misspelled keys and values.
 
 /// The closest of `known`, if it is close enough to be what was meant.
 pub fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = plain(word);
     let letters = word.chars().count();
     let allowed = allowed(letters);
-    // Words of other lengths are far away, whatever their letters.
+    // Words of other lengths are far away whatever their letters, so skip the costly distance.
     let near = |candidate: &&str| plain(candidate).chars().count().abs_diff(letters) <= allowed;
     let near = known.filter(near);
     let scored = near.map(|candidate| (distance(&word, &plain(candidate)), candidate));
@@ -44,14 +44,14 @@ fn allowed(letters: usize) -> usize {
     }
 }
 
-/// Lower case without separators: `TopK`, `top-k` and `top_k` are one word.
+/// Returns the word in lower case without separators, so `TopK`, `top-k` and `top_k` are equal.
 fn plain(word: &str) -> String {
     let letters = word.chars().filter(|c| !matches!(c, '-' | '_' | ' '));
     letters.flat_map(char::to_lowercase).collect()
 }
 
-/// Keys of Hugging Face configurations and of other systems: their spelling,
-/// the key here from the root, and how to write it.
+/// Keys of Hugging Face configurations and of other systems: their spelling, the path of the key
+/// here, and how to write it.
 const KEY_ALIASES: &[(&str, &str, &str)] = &[
     ("num_experts_per_tok", "shape.top_k", "top_k"),
     ("num_experts_per_token", "shape.top_k", "top_k"),
@@ -101,7 +101,7 @@ const KEY_ALIASES: &[(&str, &str, &str)] = &[
     ("torch_dtype", "precision.weights", "weights"),
 ];
 
-/// The key that another system calls `word`: from the root, and as written.
+/// Returns the key that another system calls `word`, as a path and as written.
 pub(crate) fn key_alias(word: &str) -> Option<(&'static str, &'static str)> {
     let found = KEY_ALIASES.iter().find(|(alias, ..)| *alias == word)?;
     Some((found.1, found.2))
@@ -132,8 +132,8 @@ const VALUE_ALIASES: &[(&str, &str)] = &[
     ("none", "dropless"),
 ];
 
-/// The value meant by `word`: another system's spelling of one of `known`, or
-/// the closest of them.
+/// Returns the value meant by `word`: another system's spelling of one of `known`, or the closest
+/// of them.
 pub(crate) fn value(word: &str, known: &[&'static str]) -> Option<&'static str> {
     let lower = word.to_lowercase();
     let alias = VALUE_ALIASES

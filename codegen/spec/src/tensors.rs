@@ -3,7 +3,7 @@
 use crate::{Biases, ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterKind, SharedGate};
 use moesaic_kernel::DType;
 
-/// A weight tensor a layer expects.
+/// A weight tensor that a layer expects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
     /// The canonical name: `experts.up.weight`.
@@ -12,14 +12,13 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// Sizes, outermost first; row major.
     pub shape: Vec<usize>,
-    /// What it is, in one line.
+    /// Its meaning, in one line.
     pub meaning: &'static str,
 }
 
-/// Every weight tensor of the layer, in a fixed order.
+/// Returns every weight tensor of the layer, in a fixed order.
 ///
-/// Gate and up are always separate here: fused checkpoint layouts are taken
-/// apart when weights are loaded.
+/// Gate and up are always separate here. Loading splits fused checkpoint layouts.
 pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     let mut list = router_tensors(spec);
     let shape = &spec.shape;
@@ -191,7 +190,7 @@ fn latent_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     list
 }
 
-/// Sizes of one set of experts; `experts` is absent for a shared expert.
+/// Sizes of one set of experts; `experts` is `None` for a shared expert.
 struct ExpertSizes {
     experts: Option<usize>,
     model: usize,

@@ -1,28 +1,28 @@
-//! Random valid specs for tests, also those of other crates.
+//! Random valid specs, for the tests of this and other crates.
 //!
 //! Not part of the public promise.
 
 use crate::*;
 use moesaic_kernel::DType;
 
-/// Random numbers that depend on a seed and a counter only, so that a failing
-/// seed is all a test has to print.
+/// A random generator that depends on a seed and a counter only, so a failing test needs to print
+/// just its seed.
 #[derive(Clone, Debug)]
-pub struct Counter {
+pub struct SampleRng {
     seed: u64,
     drawn: u64,
 }
 
-impl Counter {
-    /// A stream of its own for every seed.
-    pub fn new(seed: u64) -> Counter {
-        Counter {
+impl SampleRng {
+    /// Starts an independent stream for each seed.
+    pub fn new(seed: u64) -> SampleRng {
+        SampleRng {
             seed: mix(seed),
             drawn: 0,
         }
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.drawn += 1;
         mix(self
@@ -30,42 +30,41 @@ impl Counter {
             .wrapping_add(self.drawn.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// A number from `least` to `most`, both included.
+    /// Returns a number from `least` to `most`, both included.
     pub fn between(&mut self, least: usize, most: usize) -> usize {
         least + (self.bits() % (most - least + 1) as u64) as usize
     }
 
-    /// True once in `n` draws.
+    /// Returns true once in `n` draws on average.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.bits().is_multiple_of(n)
     }
 
-    /// A number from `low` to below `high`.
+    /// Returns a number from `low` to below `high`.
     pub fn real(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// One of the choices.
+    /// Returns one of the choices.
     pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
         choices[self.between(0, choices.len() - 1)].clone()
     }
 }
 
-/// The finishing steps of splitmix64.
+/// Applies the finishing steps of splitmix64.
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// A random valid spec, the same for the same seed.
+/// Returns a random valid spec, always the same for one seed.
 ///
-/// Widths are 1 to 97, experts 1 to 64 and `top_k` anything from 1 to all of
-/// them. Seeds together reach every key and every word of the schema, and the
-/// pairs of them that go together (`schema/reached.rs`). One spec in eight has
-/// different types for weights and activations.
+/// Widths are 1 to 97, experts 1 to 64, and `top_k` is anything from 1 to all of them. Together,
+/// seeds reach every key and every word of the schema, and all pairs that go together
+/// (`schema/reached.rs`). One spec in eight has different types for weights and activations.
 pub fn sample(seed: u64) -> LayerSpec {
-    let mut rng = Counter::new(seed);
+    let mut rng = SampleRng::new(seed);
     let rng = &mut rng;
     let mut spec = LayerSpec {
         name: format!("sample-{seed}"),
@@ -78,6 +77,8 @@ pub fn sample(seed: u64) -> LayerSpec {
         shared: Vec::new(),
         losses: Vec::new(),
     };
+    // The order of draws is fixed. A new option draws from a stream of its own, so that older seeds
+    // keep their layers.
     spec.experts.identity = identity(rng, &spec);
     spec.experts.zero = zero(&spec);
     spec.shape.top_k = top_k(rng, spec.routed_experts());
@@ -95,11 +96,11 @@ pub fn sample(seed: u64) -> LayerSpec {
     spec
 }
 
-/// What a call says beside its tokens, and what looks at more than a token's
-/// own order of logits. What else a layer has does not depend on that, but for
-/// what expert choice excludes.
+/// Draws the inputs of a call beside its tokens, and selections that look at more than one token's
+/// order of logits. The layer's other draws do not depend on these, except where expert choice
+/// excludes something.
 fn guidance(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed ^ 0x9d1d_a9ce);
+    let rng = &mut SampleRng::new(seed ^ 0x9d1d_a9ce);
     let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
     if scored && rng.one_in(8) {
         expert_choice(rng, spec);
@@ -109,6 +110,7 @@ fn guidance(seed: u64, spec: &mut LayerSpec) {
         r.token_mask = rng.one_in(4);
         r.active_k = !matches!(r.select, Select::ExpertChoice(_)) && rng.one_in(4);
     }
+    // These selections define their own use of the logits, so entropy guidance excludes them.
     let own = matches!(r.select, Select::SparseMixer(_) | Select::Sinkhorn(_));
     if spec.has_logits() && !own && experts > 1 && rng.one_in(6) {
         spec.router.entropy = Some(Entropy {
@@ -120,8 +122,8 @@ fn guidance(seed: u64, spec: &mut LayerSpec) {
     spec.precision.tf32 = single && rng.one_in(3);
 }
 
-/// Every expert with weights takes its tokens, as many as any other.
-fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
+/// Switches to expert choice, where every expert with weights takes equally many tokens.
+fn expert_choice(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let order = spec.capacity.order;
     spec.capacity = Capacity::default();
     if order == CapacityOrder::TokenMajor {
@@ -133,10 +135,9 @@ fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
     spec.router.select = Select::ExpertChoice(rng.pick(&[1.0, 2.0, 0.3, 1.5]));
 }
 
-/// One layer in ten has an activation of its own; what else it has does not
-/// depend on that.
+/// Gives one layer in ten a custom activation, without disturbing its other draws.
 fn expression(seed: u64, experts: &mut Experts) {
-    let rng = &mut Counter::new(!seed);
+    let rng = &mut SampleRng::new(!seed);
     let own = [
         "x * sigmoid(1.7 * x)",
         "max(x, 0.1 * x)",
@@ -154,9 +155,9 @@ fn expression(seed: u64, experts: &mut Experts) {
     }
 }
 
-/// One layer in four with shared experts has a residual one.
+/// Makes a shared expert residual in one of four layers that have some.
 fn residual(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed.rotate_left(48));
+    let rng = &mut SampleRng::new(seed.rotate_left(48));
     if let Some(last) = spec.shared.last_mut()
         && rng.one_in(4)
     {
@@ -164,19 +165,18 @@ fn residual(seed: u64, spec: &mut LayerSpec) {
     }
 }
 
-/// One layer in eight has projections around its routed experts.
+/// Gives one layer in eight projections around its routed experts.
 fn latent(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed.rotate_left(16));
+    let rng = &mut SampleRng::new(seed.rotate_left(16));
     spec.latent = rng.one_in(8).then(|| Latent {
         dim: width(rng),
         bias: rng.one_in(2),
     });
 }
 
-/// Some projections have biases and others have none; what else a layer has
-/// does not depend on that.
+/// Gives some projections biases and others none, without disturbing the other draws.
 fn biases(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut Counter::new(seed.rotate_left(32));
+    let rng = &mut SampleRng::new(seed.rotate_left(32));
     let all = [Biases::None, Biases::Up, Biases::Down, Biases::All];
     if spec.experts.bias == Biases::All && rng.one_in(2) {
         spec.experts.bias = rng.pick(&all[1..3]);
@@ -186,8 +186,8 @@ fn biases(seed: u64, spec: &mut LayerSpec) {
     }
 }
 
-/// Selections other than the plain one, for layers that have it.
-fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
+/// Chooses other selections for layers that have the plain one.
+fn selections(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
     let plain = scored && spec.router.select == Select::TopK && spec.router.groups.is_none();
     if !plain || spec.router.select_bias {
@@ -198,8 +198,8 @@ fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
     }
 }
 
-/// What only training sees.
-fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
+/// Draws the options that act only in training.
+fn draws(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let r = &spec.router;
     let top_k = r.select == Select::TopK;
     let scored = matches!(r.kind, RouterKind::Linear | RouterKind::Cosine);
@@ -227,13 +227,13 @@ fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
     spec.router.noise_kind = rng.pick(kinds);
 }
 
-/// Small and odd more often than large: a test runs many of these.
-fn width(rng: &mut Counter) -> usize {
+/// Returns small and odd widths more often than large ones, because a test runs many of these.
+fn width(rng: &mut SampleRng) -> usize {
     let most = rng.pick(&[8, 33, 97]);
     rng.between(1, most)
 }
 
-fn shape(rng: &mut Counter) -> Shape {
+fn shape(rng: &mut SampleRng) -> Shape {
     let model_dim = width(rng);
     let most = rng.pick(&[4, 16, 64]);
     Shape {
@@ -245,12 +245,12 @@ fn shape(rng: &mut Counter) -> Shape {
     }
 }
 
-fn top_k(rng: &mut Counter, routed: usize) -> usize {
+fn top_k(rng: &mut SampleRng, routed: usize) -> usize {
     let most = if rng.one_in(5) { routed } else { routed.min(4) };
     rng.between(1, most)
 }
 
-fn precision(rng: &mut Counter) -> Precision {
+fn precision(rng: &mut SampleRng) -> Precision {
     let all = [DType::F32, DType::F16, DType::Bf16];
     let weights = rng.pick(&all);
     let other = if weights == DType::F32 {
@@ -266,7 +266,7 @@ fn precision(rng: &mut Counter) -> Precision {
     }
 }
 
-fn capacity(rng: &mut Counter) -> Capacity {
+fn capacity(rng: &mut SampleRng) -> Capacity {
     use CapacityMode::*;
     use CapacityOrder::*;
     let mode = rng.pick(&[Dropless, Dropless, Factor, Fixed, MaxCount, Bounded]);
@@ -293,16 +293,16 @@ fn capacity(rng: &mut Counter) -> Capacity {
     }
 }
 
-/// Half of the layers with a factor have one of their own in evaluation; what
-/// else they have does not depend on that.
+/// Gives half of the layers with a factor another one in evaluation, without disturbing their other
+/// draws.
 fn eval_factor(seed: u64, capacity: &mut Capacity) {
-    let rng = &mut Counter::new(!seed ^ 1 << 32);
+    let rng = &mut SampleRng::new(!seed ^ 1 << 32);
     if capacity.has_factor() && rng.one_in(2) {
         capacity.eval_factor = Some(rng.pick(&[2.4, 0.5, 0.0, -0.8]));
     }
 }
 
-fn experts(rng: &mut Counter) -> Experts {
+fn experts(rng: &mut SampleRng) -> Experts {
     use Activation::*;
     let activation = rng.pick(&[Silu, Silu, Gelu, GeluTanh, Relu, Relu2]);
     let bias = rng.one_in(3).into();
@@ -334,7 +334,8 @@ fn experts(rng: &mut Counter) -> Experts {
     }
 }
 
-fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
+fn identity(rng: &mut SampleRng, spec: &LayerSpec) -> usize {
+    // An identity expert returns its input, so both widths must agree.
     let fits = spec.output_dim() == spec.shape.model_dim;
     if fits && rng.one_in(8) {
         rng.between(1, 5)
@@ -343,7 +344,8 @@ fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
     }
 }
 
-/// From what is drawn already, so that samples stay what they were.
+/// Derives the number of zero experts from values drawn before, so that older seeds keep their
+/// layers.
 fn zero(spec: &LayerSpec) -> usize {
     match spec.shape.hidden_dim % 7 {
         3 => 1 + spec.shape.model_dim % 3,
@@ -351,7 +353,7 @@ fn zero(spec: &LayerSpec) -> usize {
     }
 }
 
-fn router(rng: &mut Counter, spec: &mut LayerSpec) {
+fn router(rng: &mut SampleRng, spec: &mut LayerSpec) {
     use RouterKind::*;
     use WeightSite::*;
     let kind = rng.pick(&[Linear, Linear, Linear, Linear, Cosine, Table, External]);
@@ -377,14 +379,14 @@ fn router(rng: &mut Counter, spec: &mut LayerSpec) {
     weights(rng, &mut spec.router);
 }
 
-/// An external router has no scores to rank tokens by.
+/// Avoids orders by score, since an external router passes no scores.
 fn unranked(capacity: &mut Capacity) {
     if capacity.order == CapacityOrder::BatchPrioritized {
         capacity.order = CapacityOrder::Probability;
     }
 }
 
-fn any_score(rng: &mut Counter) -> Score {
+fn any_score(rng: &mut SampleRng) -> Score {
     use Score::*;
     rng.pick(&[
         Softmax,
@@ -396,7 +398,7 @@ fn any_score(rng: &mut Counter) -> Score {
     ])
 }
 
-fn selection(rng: &mut Counter, spec: &mut LayerSpec) {
+fn selection(rng: &mut SampleRng, spec: &mut LayerSpec) {
     if spec.shape.top_k <= 2 && rng.one_in(6) {
         spec.router.select = Select::SparseMixer(rng.pick(&[0.01, 0.1, 0.0]));
         return;
@@ -409,13 +411,14 @@ fn selection(rng: &mut Counter, spec: &mut LayerSpec) {
     }
 }
 
-fn groups(rng: &mut Counter, spec: &LayerSpec) -> Groups {
+fn groups(rng: &mut SampleRng, spec: &LayerSpec) -> Groups {
     let experts = spec.routed_experts();
     let counts: Vec<usize> = (1..=experts)
         .filter(|n| experts.is_multiple_of(*n))
         .collect();
     let count = rng.pick(&counts);
     let size = experts / count;
+    // Enough groups to choose top_k experts from.
     let keep = rng.between(spec.shape.top_k.div_ceil(size), count);
     let stat = match size {
         1 => GroupStat::Max,
@@ -430,7 +433,7 @@ fn groups(rng: &mut Counter, spec: &LayerSpec) -> Groups {
     }
 }
 
-fn logits(rng: &mut Counter, router: &mut Router) {
+fn logits(rng: &mut SampleRng, router: &mut Router) {
     router.bias = router.kind != RouterKind::Cosine && rng.one_in(3);
     if rng.one_in(5) {
         router.input = RouterInput::RmsScaled;
@@ -443,7 +446,7 @@ fn logits(rng: &mut Counter, router: &mut Router) {
     }
 }
 
-fn weights(rng: &mut Counter, router: &mut Router) {
+fn weights(rng: &mut SampleRng, router: &mut Router) {
     use Renormalize::*;
     router.renormalize = rng.pick(&[None, Sum, Sum, Clamp, PNorm]);
     match router.renormalize {
@@ -458,7 +461,7 @@ fn weights(rng: &mut Counter, router: &mut Router) {
     router.expert_scale = rng.one_in(5);
 }
 
-fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
+fn shared(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let count = rng.pick(&[0, 0, 0, 1, 1, 2]);
     for _ in 0..count {
         spec.shared.push(SharedExpert {
@@ -469,7 +472,7 @@ fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
     }
 }
 
-fn losses(rng: &mut Counter, spec: &mut LayerSpec) {
+fn losses(rng: &mut SampleRng, spec: &mut LayerSpec) {
     if !spec.has_logits() {
         return;
     }

@@ -1,10 +1,10 @@
-//! Reading a spec from TOML.
+//! Reads a spec from TOML.
 //!
-//! Three passes, so that all problems come out at once: syntax; keys and types
-//! against the [schema](crate::schema), which also remembers where each key
-//! is; then the rules of [`LayerSpec::validate`] over whatever could be
-//! understood. A value that could not be read is replaced by a placeholder,
-//! and problems that involve it are dropped: they would blame the placeholder.
+//! Three passes report all problems at once: syntax; then keys and types against the
+//! [schema](crate::schema), which also records where each key is; then the rules of
+//! [`LayerSpec::validate`] over everything that could be read. A placeholder replaces each
+//! unreadable value, and problems that involve it are dropped, because they would blame the
+//! placeholder.
 
 mod scalar;
 
@@ -37,9 +37,8 @@ impl LayerSpec {
     /// ```
     ///
     /// # Errors
-    /// All problems of the text: if its syntax is broken, those of syntax;
-    /// otherwise unknown keys, wrong types, missing keys, and every rule the
-    /// values break.
+    /// [`SpecError`] with all problems of the text: only those of syntax if the syntax is broken;
+    /// otherwise unknown keys, wrong types, missing keys, and every rule that the values break.
     pub fn from_toml(text: &str) -> Result<LayerSpec, SpecError> {
         let (document, errors) = DeTable::parse_recoverable(text);
         if !errors.is_empty() {
@@ -52,8 +51,8 @@ impl LayerSpec {
         let mut problems = reader.problems;
         match &spec {
             Ok(spec) => problems.extend(reader.notes.judge(spec)),
-            // The schema accepts nothing that the types refuse, except for
-            // numbers beyond the machine's word.
+            // The schema accepts nothing that the types refuse, except numbers beyond the machine's
+            // word size.
             Err(error) => problems.push(Problem::new("", error.message())),
         }
         match spec {
@@ -71,19 +70,20 @@ fn syntax(error: &toml::de::Error) -> Problem {
     }
 }
 
-/// What is known about the keys of a text.
+/// Positions and state of the keys of a text.
 #[derive(Default)]
 struct Notes {
-    /// Where the values are, and for tables their headers.
+    /// Byte ranges of the values, or of the headers for tables.
     spans: BTreeMap<String, Range<usize>>,
     /// Keys whose value could not be read.
     tainted: BTreeSet<String>,
 }
 
 impl Notes {
-    /// The rules broken by what could be read, with spans.
+    /// Returns the rules broken by the readable values, with spans.
     fn judge(&self, spec: &LayerSpec) -> Vec<Problem> {
         let mut problems = spec.validate().err().unwrap_or_default();
+        // A problem that involves a placeholder would blame a value that nobody wrote.
         problems.retain(|p| !self.tainted.iter().any(|key| p.touches(key)));
         for problem in &mut problems {
             problem.span = self.nearest(&problem.key);
@@ -94,9 +94,10 @@ impl Notes {
         problems
     }
 
-    /// The place of a key, or of the innermost table around it.
+    /// Returns the range of a key, or of the innermost table around it.
     fn nearest(&self, key: &str) -> Option<Range<usize>> {
         let found = self.spans.get(key).cloned();
+        // A key that the text leaves to its default has no span; its table has.
         found.or_else(|| self.nearest(&key[..key.rfind(['.', '['])?]))
     }
 }
@@ -108,7 +109,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Reads a table; `at` is where it begins.
+    /// Reads a table that begins at `at`.
     fn table(
         &mut self,
         table: &DeTable<'_>,
@@ -137,7 +138,7 @@ impl Reader {
         result
     }
 
-    /// Reads the value of a key; a placeholder if that cannot be.
+    /// Reads the value of a key, or returns a placeholder.
     fn value(
         &mut self,
         value: &Spanned<DeValue<'_>>,
@@ -146,6 +147,7 @@ impl Reader {
         name: Range<usize>,
     ) -> toml::Value {
         let span = match value.get_ref() {
+            // The span of a table runs over all of its lines, so point at its name.
             DeValue::Table(_) => name.clone(),
             _ => value.span(),
         };
@@ -167,8 +169,8 @@ impl Reader {
         })
     }
 
-    /// Whether a key is one that states what is f32 always; that its value says anything else is
-    /// a problem.
+    /// Returns true if the key is one of those that are always f32; reports any other value as a
+    /// problem.
     fn is_f32(&mut self, name: &str, value: &Spanned<DeValue<'_>>, path: &str) -> bool {
         let own = join(path, name);
         let Some((key, what)) = ALWAYS_F32.iter().find(|(key, _)| *key == own) else {
@@ -213,7 +215,8 @@ impl Reader {
 
     fn missing(&mut self, key: &Key, example: &str, path: &str, at: &Range<usize>) {
         let own = join(path, key.name);
-        // A misspelt key was reported already.
+        // A misspelled key was reported already, so its correct spelling must not be reported as a
+        // duplicate.
         if !self.notes.tainted.insert(own.clone()) {
             return;
         }
@@ -237,6 +240,8 @@ impl Reader {
         self.problems
             .push(match meant(name.get_ref(), section, path) {
                 Some((key, label)) => {
+                    // The meant key was given, though misspelled, so it must not also count as
+                    // missing.
                     self.notes.tainted.insert(key);
                     problem.label(label)
                 }
@@ -249,8 +254,7 @@ impl Reader {
     }
 }
 
-/// The key that an unknown one stands for, if that can be told, and what to
-/// say about it.
+/// Returns the key that an unknown one probably stands for, and a sentence about it.
 fn meant(name: &str, section: &Section, path: &str) -> Option<(String, String)> {
     if let Some((key, written)) = suggest::key_alias(name) {
         let parent = key.rsplit_once('.').map_or("", |(parent, _)| parent);
@@ -271,7 +275,7 @@ fn meant(name: &str, section: &Section, path: &str) -> Option<(String, String)> 
     Some((join(table, name), label))
 }
 
-/// The top-level table that has a key of that name.
+/// Returns the top-level table that has a key of that name.
 fn owner(name: &str) -> Option<&'static str> {
     let has = |key: &&Key| match &key.kind {
         Kind::Table(section) => section.key(name).is_some(),
@@ -280,7 +284,7 @@ fn owner(name: &str) -> Option<&'static str> {
     ROOT.keys.iter().find(has).map(|key| key.name)
 }
 
-/// Something of the right type, so that the rest of the spec can be judged.
+/// Returns an arbitrary value of the right type, so that the rest of the spec can be checked.
 fn placeholder(kind: &Kind) -> toml::Value {
     match kind {
         Kind::Count => 1.into(),
@@ -295,7 +299,7 @@ fn placeholder(kind: &Kind) -> toml::Value {
     }
 }
 
-/// A table with its required keys only.
+/// Returns a table with its required keys only.
 fn blank(section: &Section) -> toml::Table {
     let required = section.keys.iter().filter(|key| key.required.is_some());
     required
@@ -303,7 +307,7 @@ fn blank(section: &Section) -> toml::Table {
         .collect()
 }
 
-/// A table as people write it.
+/// Returns the name of a table as people write it.
 fn place(path: &str) -> String {
     match path {
         "" => "the spec".to_string(),

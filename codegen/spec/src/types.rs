@@ -1,7 +1,7 @@
 //! The types of a spec. Field names and enum spellings are those of the TOML.
 //!
-//! Formulas behind the options are named after the systems that published
-//! them; docs/SEMANTICS.md gives each in full.
+//! Options are named after the formulas' published systems; docs/SEMANTICS.md gives each formula in
+//! full.
 
 use crate::{Biases, Capacity, CapacityMode, Expression, Latent, Loss, SharedExpert, SharedGate};
 use moesaic_kernel::DType;
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerSpec {
-    /// A name for people, kernels and files.
+    /// A name that appears in messages, kernels and file names.
     #[serde(default = "default_name")]
     pub name: String,
     /// Widths and counts.
@@ -19,13 +19,13 @@ pub struct LayerSpec {
     /// Element types.
     #[serde(default)]
     pub precision: Precision,
-    /// From tokens to experts and weights.
+    /// The router: from tokens to experts and weights.
     #[serde(default)]
     pub router: Router,
-    /// How many rows an expert may take.
+    /// The limit on the rows of each expert.
     #[serde(default)]
     pub capacity: Capacity,
-    /// What an expert computes.
+    /// The form and activation of the experts.
     #[serde(default)]
     pub experts: Experts,
     /// Projections around the routed experts, which then work in another width.
@@ -60,7 +60,7 @@ pub struct Shape {
     pub output_dim: Option<usize>,
 }
 
-/// Element types. Router weights, logits, scores and sums of products are f32.
+/// Element types. Router weights, logits, scores and accumulators of GEMMs are always f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Precision {
@@ -68,9 +68,8 @@ pub struct Precision {
     pub weights: DType,
     /// Tokens, intermediates and output: f32, f16 or bf16.
     pub activations: DType,
-    /// Whether f32 factors of the experts' products may be rounded to TF32,
-    /// 11 significant bits, where that is faster. Only with f32 weights and
-    /// activations.
+    /// Allow rounding the f32 factors of the experts' GEMMs to TF32 (11 significant bits) on
+    /// targets where that is faster. Only with f32 weights and activations.
     pub tf32: bool,
 }
 
@@ -84,28 +83,28 @@ impl Default for Precision {
     }
 }
 
-/// From tokens to experts and weights.
+/// The router: from tokens to experts and weights.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Router {
-    /// Where the logits or the decision come from.
+    /// The source of the logits, or of the decision itself.
     pub kind: RouterKind,
     /// A bias on the logits.
     pub bias: bool,
-    /// What is done to a token before the projection.
+    /// The transformation of a token before the projection.
     pub input: RouterInput,
-    /// From logits to scores.
+    /// The function from logits to scores.
     pub score: Score,
-    /// How the experts of a token are picked from the scores.
+    /// The selection of a token's experts from the scores.
     pub select: Select,
     /// A bias on the scores used for selection only (DeepSeek-V3).
     pub select_bias: bool,
     /// Keep only the best groups of experts before selecting.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub groups: Option<Groups>,
-    /// What is done to the selected scores to make weights of them.
+    /// The normalization that turns the selected scores into weights.
     pub renormalize: Renormalize,
-    /// Added to (sum) or lower bound of (clamp) the denominator.
+    /// The number added to the denominator (`sum`), or its lower bound (`clamp`).
     pub renormalize_eps: f64,
     /// The p of `renormalize = "p-norm"`.
     pub norm_order: f64,
@@ -113,7 +112,7 @@ pub struct Router {
     pub scale: f64,
     /// A learned factor per expert on its weight, after `scale`.
     pub expert_scale: bool,
-    /// Where the weight acts.
+    /// The place where the weight acts.
     pub weight_on: WeightSite,
     /// Rows of the table of `kind = "table"`: the vocabulary size.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -121,23 +120,22 @@ pub struct Router {
     /// Width of the projection of `kind = "cosine"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub projection_dim: Option<usize>,
-    /// Tokens whose `token_mask` is 0 get no experts and take no capacity.
+    /// Mask tokens: those whose `token_mask` is 0 get no experts and take no capacity.
     pub token_mask: bool,
-    /// How many of the K slots a call uses is read from `active_k`.
+    /// Read the number of slots that a call uses, at most K, from `active_k`.
     pub active_k: bool,
-    /// Experimental: entropy sets a temperature, load a bias.
+    /// Experimental: router entropy sets a temperature, expert load sets a bias.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entropy: Option<Entropy>,
-    /// Training only: router input times uniform(1-jitter, 1+jitter).
+    /// Training only: multiply the router input by uniform(1-jitter, 1+jitter).
     pub jitter: f64,
-    /// Training only: the share of router input channels that become zero.
+    /// Training only: the share of router input channels set to zero.
     pub input_dropout: f64,
     /// Training only: noise on the logits, scaled as `noise_kind` says.
     pub noise: f64,
-    /// Training only: where the noise comes from and what sees it.
+    /// Training only: the distribution of the noise, and the steps that see it.
     pub noise_kind: NoiseKind,
-    /// Training only: the second expert stays with probability
-    /// `min(1, 2 · its weight)` (GShard).
+    /// Training only: keep the second expert with probability `min(1, 2 · its weight)` (GShard).
     pub random_second: bool,
 }
 
@@ -171,7 +169,7 @@ impl Default for Router {
     }
 }
 
-/// Where the logits or the decision come from.
+/// The source of the logits, or of the decision itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RouterKind {
@@ -179,14 +177,14 @@ pub enum RouterKind {
     Linear,
     /// `logits = norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))` (Tutel).
     Cosine,
-    /// The experts of a token are looked up by its token id; weights still
-    /// come from the linear logits, unless `score = "one"`.
+    /// The token id looks up the token's experts in a table. Weights still come from the linear
+    /// logits, unless `score = "one"`.
     Table,
     /// The caller passes `topk_ids` and `topk_weights`; an id of -1 masks a slot.
     External,
 }
 
-/// What is done to a token before the router's projection.
+/// The transformation of a token before the router's projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RouterInput {
@@ -196,7 +194,7 @@ pub enum RouterInput {
     RmsScaled,
 }
 
-/// From logits to scores, in f32.
+/// The function from logits to scores, in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Score {
@@ -212,26 +210,25 @@ pub enum Score {
     One,
 }
 
-/// How the experts of a token are picked. Ties go to the lower id, NaN last.
+/// The selection of a token's experts. Ties go to the lower id, NaN comes last.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Select {
     /// The K best selection scores.
     #[serde(rename = "top-k")]
     TopK,
-    /// Two sequential masked argmaxes, as PhiMoE evaluates (SparseMixer v2).
-    /// The number is its threshold ε.
+    /// Two sequential masked argmaxes, as PhiMoE evaluates them (SparseMixer v2). The number is its
+    /// threshold ε.
     SparseMixer(f64),
-    /// Every expert takes its best tokens, this many times T / E (Zhou et
-    /// al.): a token gets 0 to E experts, so `top_k` is E.
+    /// Every expert takes its best tokens, this many times T / E (Zhou et al.). A token gets 0 to E
+    /// experts, so `top_k` is E.
     ExpertChoice(f64),
-    /// In training the K best of logits that this many rounds of Sinkhorn's
-    /// iteration balanced (Megatron); otherwise as `top-k`.
+    /// In training, the K best logits after this many rounds of Sinkhorn balancing (Megatron).
+    /// Otherwise as `top-k`.
     Sinkhorn(usize),
 }
 
-/// Logits divided by a temperature of their entropy, less a bias of the
-/// expert's load. Experimental.
+/// A temperature from the logits' entropy, and a bias from the expert's load. Experimental.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entropy {
@@ -255,7 +252,7 @@ pub enum NoiseKind {
     Learned,
     /// Gumbel deviates times noise, for selection only (DeepSpeed's RSample).
     Gumbel,
-    /// As `gumbel`, but the first choice goes without (fairseq).
+    /// As `gumbel`, except on the first choice (fairseq).
     GumbelSecond,
 }
 
@@ -269,7 +266,7 @@ pub struct Groups {
     pub keep: usize,
     /// The score of a group.
     pub stat: GroupStat,
-    /// What the experts of dropped groups count as.
+    /// The treatment of experts in dropped groups.
     #[serde(default)]
     pub mask: GroupMask,
 }
@@ -292,22 +289,22 @@ pub enum GroupStat {
     Top2Sum,
 }
 
-/// What the selection scores of dropped groups become.
+/// The selection scores that experts in dropped groups get.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupMask {
-    /// Left out: never selected.
+    /// Excluded: never selected.
     #[default]
     Exclude,
-    /// Zero, as some checkpoints were trained: beats negative scores.
+    /// Zero, as some checkpoints were trained. Zero beats negative scores.
     Zero,
 }
 
-/// From selected scores to weights.
+/// The normalization from selected scores to weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Renormalize {
-    /// Leave them.
+    /// None: scores are the weights.
     None,
     /// Divide by `sum + eps`.
     Sum,
@@ -317,20 +314,20 @@ pub enum Renormalize {
     PNorm,
 }
 
-/// Where the weight of a token's expert acts.
+/// The place where the weight of a token's expert acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightSite {
     /// On the expert's output.
     Output,
-    /// On the activation; the output bias is weighted too, so the result is
-    /// that of `output` up to rounding.
+    /// On the activation. The output bias is weighted too, so the result equals that of `output` up
+    /// to rounding.
     Activation,
     /// On the expert's input (Llama 4): a different function.
     Input,
 }
 
-/// What an expert computes.
+/// The form and activation of the experts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Experts {
@@ -338,7 +335,7 @@ pub struct Experts {
     pub form: ExpertForm,
     /// The non-linearity φ.
     pub activation: Activation,
-    /// Which projections have biases.
+    /// The projections that have biases.
     pub bias: Biases,
     /// Clamp before the activation: gate ≤ clamp, up within ±clamp.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -347,13 +344,13 @@ pub struct Experts {
     pub alpha: f64,
     /// Added to the up branch after clamping (gpt-oss: 1).
     pub up_offset: f64,
-    /// How gate and up lie in a checkpoint.
+    /// The layout of gate and up in a checkpoint.
     pub layout: GateLayout,
     /// Extra experts without weights that return their input (LongCat). The
     /// router scores `experts + identity + zero` experts, in this order.
     pub identity: usize,
-    /// Extra experts without weights that return zero (MoE++): a token can do
-    /// with fewer experts than K.
+    /// Extra experts without weights that return zero (MoE++), so a token can use fewer experts
+    /// than K.
     pub zero: usize,
 }
 
@@ -397,12 +394,12 @@ pub enum Activation {
     Relu,
     /// `max(x, 0)²`.
     Relu2,
-    /// `{ expr = "x * sigmoid(1.7 * x)" }`: any function that can be written so.
+    /// `{ expr = "x * sigmoid(1.7 * x)" }`: a custom function.
     #[serde(rename = "expr")]
     Custom(Expression),
 }
 
-/// How gate and up lie in a weight file with canonical names.
+/// The layout of gate and up in a weight file with canonical names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GateLayout {
@@ -415,8 +412,7 @@ pub enum GateLayout {
 }
 
 impl LayerSpec {
-    /// The layer whose router is the caller: the same experts, without a capacity
-    /// and without losses.
+    /// Returns the same experts behind an external router, without a capacity and without losses.
     pub fn decided_elsewhere(&self) -> LayerSpec {
         LayerSpec {
             router: Router {
@@ -430,49 +426,49 @@ impl LayerSpec {
         }
     }
 
-    /// Width of the output.
+    /// Returns the width of the output.
     pub fn output_dim(&self) -> usize {
         self.shape.output_dim.unwrap_or(self.shape.model_dim)
     }
 
-    /// Width of what a routed expert reads.
+    /// Returns the width of a routed expert's input.
     pub fn expert_input_dim(&self) -> usize {
         let latent = self.latent.as_ref();
         latent.map_or(self.shape.model_dim, |latent| latent.dim)
     }
 
-    /// Width of what a routed expert returns.
+    /// Returns the width of a routed expert's output.
     pub fn expert_output_dim(&self) -> usize {
         let latent = self.latent.as_ref();
         latent.map_or(self.output_dim(), |latent| latent.dim)
     }
 
-    /// Experts the router scores: those with weights, then identity experts,
-    /// then zero experts.
+    /// Returns the number of experts that the router scores: those with weights, then identity
+    /// experts, then zero experts.
     pub fn routed_experts(&self) -> usize {
         self.shape.experts + self.experts.identity + self.experts.zero
     }
 
-    /// Which projections of a shared expert have biases.
+    /// Returns the biases of a shared expert's projections.
     ///
     /// # Panics
-    /// When there is no such shared expert.
+    /// If there is no shared expert `index`.
     pub fn shared_bias(&self, index: usize) -> Biases {
         self.shared[index].bias.unwrap_or(self.experts.bias)
     }
 
-    /// The shared expert that shares its weight with the routed ones.
+    /// Returns the index of the residual shared expert, whose gate also weights the routed experts.
     pub fn residual(&self) -> Option<usize> {
         let mut gates = self.shared.iter().map(|shared| shared.gate);
         gates.position(|gate| gate == SharedGate::Residual)
     }
 
-    /// Whether experts have a gate projection.
+    /// Returns true if experts have a gate projection.
     pub fn gated(&self) -> bool {
         self.experts.form == ExpertForm::Gated
     }
 
-    /// Whether the layer computes router logits at all.
+    /// Returns true if the layer computes router logits.
     pub fn has_logits(&self) -> bool {
         match self.router.kind {
             RouterKind::Linear | RouterKind::Cosine => true,
@@ -481,7 +477,7 @@ impl LayerSpec {
         }
     }
 
-    /// Whether a training call adds noise to logits that weights see too.
+    /// Returns true if a training call adds noise to logits that weights see too.
     pub fn noisy_logits(&self) -> bool {
         let of_logits = matches!(
             self.router.noise_kind,
@@ -490,18 +486,18 @@ impl LayerSpec {
         self.router.noise > 0.0 && of_logits && self.has_logits()
     }
 
-    /// Whether the scale of that noise is learned.
+    /// Returns true if the scale of that noise is learned.
     pub fn learned_noise(&self) -> bool {
         self.noisy_logits() && self.router.noise_kind == NoiseKind::Learned
     }
 
-    /// Whether a training call draws random numbers in the router.
+    /// Returns true if a training call draws random numbers in the router.
     pub fn draws(&self) -> bool {
         let r = &self.router;
         r.jitter > 0.0 || r.input_dropout > 0.0 || r.noise > 0.0 || r.random_second
     }
 
-    /// Whether assignments can be dropped.
+    /// Returns true if assignments can be dropped.
     pub fn may_drop(&self) -> bool {
         !matches!(
             self.capacity.mode,

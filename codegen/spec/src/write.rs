@@ -1,4 +1,4 @@
-//! The canonical TOML of a spec: what differs from a spec of the same required keys.
+//! The canonical TOML of a spec: the values that differ from the defaults.
 
 use crate::LayerSpec;
 use crate::schema::{Key, Kind, ROOT, Section};
@@ -6,14 +6,14 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 impl LayerSpec {
-    /// The spec as TOML that [`LayerSpec::from_toml`] reads back equal.
+    /// Returns the spec as TOML that [`LayerSpec::from_toml`] reads back equal.
     ///
-    /// Values equal to their default are left out, so equal specs have equal
-    /// texts. An invalid spec is written too, though it cannot be read back.
+    /// Default values are left out, so equal specs have equal texts. An invalid spec is written
+    /// too, although it cannot be read back.
     pub fn to_toml(&self) -> String {
         let whole = value(self);
         let required = required(&ROOT, &whole);
-        // What cannot be read has no defaults: all of it is written.
+        // A spec that cannot be read has no defaults to compare with, so everything is written.
         let plain = serde_json::from_value::<LayerSpec>(required);
         let plain = plain.map_or(Value::Null, |plain| value(&plain));
         let mut text = format!("name = {}\n", written(&whole["name"]));
@@ -38,10 +38,9 @@ impl LayerSpec {
 }
 
 impl LayerSpec {
-    /// The spec as TOML with every key of [`LayerSpec`], the defaults included.
+    /// Returns the spec as TOML with every key of [`LayerSpec`], defaults included.
     ///
-    /// A key without a value stands in a comment that says so. [`LayerSpec::from_toml`] reads the
-    /// text back equal.
+    /// A key without a value becomes a comment. [`LayerSpec::from_toml`] reads the text back equal.
     pub fn to_toml_all(&self) -> String {
         let whole = value(self);
         let mut text = String::new();
@@ -76,13 +75,13 @@ impl LayerSpec {
     }
 }
 
-/// The lines of a table with every key.
+/// Returns the lines of a table with every key.
 fn every_key(section: &Section, table: &Value) -> Vec<String> {
     let keys = section.keys.iter();
     keys.flat_map(|key| every_line(key, table)).collect()
 }
 
-/// One key of a table, as a line of its own.
+/// Returns one key of a table, as its own line.
 fn every_line(key: &Key, table: &Value) -> Vec<String> {
     let line = match (&key.kind, table.get(key.name)) {
         (kind, None | Some(Value::Null)) => absent(key.name, kind),
@@ -95,7 +94,7 @@ fn every_line(key: &Key, table: &Value) -> Vec<String> {
     vec![line]
 }
 
-/// A comment for a key without a value; of a table it names the keys inside.
+/// Returns the comment for a key without a value; for a table it names the keys inside.
 fn absent(name: &str, kind: &Kind) -> String {
     match kind {
         Kind::Table(section) => format!("# {name} is not set; its keys: {}", section.names()),
@@ -104,12 +103,12 @@ fn absent(name: &str, kind: &Kind) -> String {
     }
 }
 
-/// A value as JSON, whose numbers have no sign and all 64 bits; NaN is null.
+/// Returns the spec as JSON, where counts have no sign and all 64 bits, and NaN is null.
 fn value(spec: &LayerSpec) -> Value {
     serde_json::to_value(spec).unwrap_or_default()
 }
 
-/// A table with what has to be in it.
+/// Returns a table with its required keys.
 fn required(section: &Section, whole: &Value) -> Value {
     let one = |key: &Key| {
         let value = &whole[key.name];
@@ -127,10 +126,10 @@ fn required(section: &Section, whole: &Value) -> Value {
     Value::Object(section.keys.iter().filter_map(one).collect::<Map<_, _>>())
 }
 
-/// The lines of a table: what must be in it, and what is not as it would be anyway.
+/// Returns the lines of a table: its required keys, and those that differ from the default.
 fn lines(section: &Section, whole: &Value, plain: &Value) -> Vec<String> {
     let line = |key: &Key| {
-        // A number that is none is null; what is not there is not even that.
+        // NaN is null here, while an absent key has no entry at all.
         let (whole, plain) = (whole.get(key.name)?, plain.get(key.name));
         let text = match &key.kind {
             Kind::Table(_) if whole.is_null() => return None,
@@ -146,16 +145,15 @@ fn lines(section: &Section, whole: &Value, plain: &Value) -> Vec<String> {
     section.keys.iter().filter_map(line).collect()
 }
 
-/// Appends a table to a text; nothing when it has no lines.
+/// Appends a table to a text, or nothing if it has no lines.
 fn add(header: &str, lines: &[String], text: &mut String) {
     if !lines.is_empty() {
         text.push_str(&format!("\n{header}\n{}\n", lines.join("\n")));
     }
 }
 
-/// What stands behind an equals sign. Every JSON string is a TOML basic string; of a number
-/// that is no count these are the shortest digits that read back equal, always with a point
-/// or an exponent.
+/// Returns the text after an equals sign. Every JSON string is a TOML basic string. A real number
+/// gets the shortest digits that read back equal, always with a point or an exponent.
 pub(crate) fn written(value: &Value) -> String {
     match value {
         Value::Null => "nan".to_string(),
@@ -171,7 +169,7 @@ pub(crate) fn written(value: &Value) -> String {
     }
 }
 
-/// The TOML spelling of a value of a plain enum.
+/// Returns the TOML spelling of a plain enum's value.
 pub(crate) fn word(value: &impl Serialize) -> String {
     match toml::Value::try_from(value) {
         Ok(toml::Value::String(word)) => word,

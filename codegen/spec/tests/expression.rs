@@ -1,13 +1,13 @@
-//! Expressions of custom activations: what is read, refused and derived.
+//! Expressions of custom activations: accepted texts, refused texts and derivatives.
 
-use moesaic_spec::expression::{Function, Id, Node};
+use moesaic_spec::expression::{Id, MathFunction, Node};
 use moesaic_spec::{Activation, Expression, LayerSpec};
 
 fn parse(text: &str) -> Expression {
     Expression::parse(text).unwrap_or_else(|e| panic!("{text}: {e} at {:?}", e.span))
 }
 
-/// All nodes at x, without the functions that std has not.
+/// Evaluates all nodes at x, except the functions that std lacks.
 fn values(expression: &Expression, x: f64) -> Vec<f64> {
     let mut values: Vec<f64> = Vec::new();
     for node in expression.nodes() {
@@ -37,16 +37,16 @@ fn values(expression: &Expression, x: f64) -> Vec<f64> {
     values
 }
 
-fn call(function: Function, x: f64) -> f64 {
+fn call(function: MathFunction, x: f64) -> f64 {
     match function {
-        Function::Exp => x.exp(),
-        Function::Log => x.ln(),
-        Function::Sqrt => x.sqrt(),
-        Function::Tanh => x.tanh(),
-        Function::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        Function::Softplus => x.exp().ln_1p(),
-        Function::Abs => x.abs(),
-        Function::Erf => panic!("not in std"),
+        MathFunction::Exp => x.exp(),
+        MathFunction::Log => x.ln(),
+        MathFunction::Sqrt => x.sqrt(),
+        MathFunction::Tanh => x.tanh(),
+        MathFunction::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        MathFunction::Softplus => x.exp().ln_1p(),
+        MathFunction::Abs => x.abs(),
+        MathFunction::Erf => panic!("not in std"),
     }
 }
 
@@ -113,7 +113,7 @@ fn derivatives_are_central_differences() {
     }
 }
 
-/// What overflows in f32 has a form that does not.
+/// Forms that overflow in f32 are rewritten into ones that do not.
 #[test]
 fn logistic_forms_are_recognised() {
     let calls = |text| {
@@ -124,16 +124,16 @@ fn logistic_forms_are_recognised() {
         });
         list.collect::<Vec<_>>()
     };
-    // The exponential that was read first is still a node, used by nothing.
+    // The exponential that the parser read first remains as an unused node.
     let silu = parse("x / (1 + exp(-x))");
     let Node::Multiply(_, sigmoid) = silu.nodes()[silu.value().index()] else {
         panic!("{:?}", silu.nodes());
     };
     assert!(matches!(
         silu.nodes()[sigmoid.index()],
-        Node::Call(Function::Sigmoid, _)
+        Node::Call(MathFunction::Sigmoid, _)
     ));
-    assert!(calls("log(exp(x) + 1)").contains(&Function::Softplus));
+    assert!(calls("log(exp(x) + 1)").contains(&MathFunction::Softplus));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Import of Hugging Face configurations.
 
 use moesaic_spec::hf::{
-    HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
+    HfError, TensorParts, TensorStep, import, moe_layers, refused_models, supported_models,
 };
 use moesaic_spec::*;
 
@@ -9,7 +9,7 @@ pub(crate) fn error(config: &str, layer: usize) -> String {
     import(config, layer).unwrap_err().to_string()
 }
 
-/// Every family with nothing but the keys transformers has no default for.
+/// Every family imports with only the keys that transformers has no default for.
 #[test]
 fn every_family_builds_every_canonical_tensor() {
     for model in supported_models() {
@@ -67,7 +67,7 @@ fn published_mixtral_spelling() {
     assert_eq!(got.notes.len(), 1);
     let gate = &got.sources[1];
     assert_eq!(gate.name, "experts.gate.weight");
-    let stacked = |before: &str, after: &str| Parts::PerExpert {
+    let stacked = |before: &str, after: &str| TensorParts::PerExpert {
         before: before.to_string(),
         after: after.to_string(),
         first: 0,
@@ -75,9 +75,9 @@ fn published_mixtral_spelling() {
     };
     let hub = stacked("model.layers.31.block_sparse_moe.experts.", ".w1.weight");
     assert!(gate.alternatives.iter().any(|a| a.parts == hub));
-    let fused = Parts::One("model.layers.31.mlp.experts.gate_up_proj".to_string());
+    let fused = TensorParts::One("model.layers.31.mlp.experts.gate_up_proj".to_string());
     let fused = gate.alternatives.iter().find(|a| a.parts == fused).unwrap();
-    let half = Step::Take {
+    let half = TensorStep::Take {
         axis: 1,
         start: 0,
         step: 1,
@@ -152,7 +152,7 @@ fn which_layers_have_experts() {
     let llama = r#"{"model_type": "llama4", "text_config": {"model_type": "llama4_text",
                     "num_hidden_layers": 4, "interleave_moe_layer_step": 2}}"#;
     assert_eq!(layers(llama), [1, 3]);
-    // Encoder layers 1 and 3, decoder layers 1 and 3 behind four encoder layers.
+    // Sparse are encoder layers 1 and 3, and decoder layers 1 and 3 after four encoder layers.
     let switch = r#"{"model_type": "switch_transformers", "num_layers": 4, "num_decoder_layers": 4,
                      "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}"#;
     assert_eq!(layers(switch), [1, 3, 5, 7]);
@@ -364,7 +364,7 @@ fn spellings_of_published_configurations() {
     assert_eq!(moe_layers(flint).unwrap(), [2, 3, 4]);
 }
 
-/// Text keys are at the top, the tower lists its experts.
+/// Text keys are at the top level; the tower lists its experts per block.
 #[test]
 fn two_stacks_are_numbered_through() {
     let dots = r#"{"model_type": "dots3_note", "num_hidden_layers": 3, "vision_config":
@@ -393,7 +393,7 @@ fn two_stacks_are_numbered_through() {
         (got.spec.shape.hidden_dim, got.spec.shared[0].hidden_dim),
         (512, 3072)
     );
-    let vision = Parts::PerExpert {
+    let vision = TensorParts::PerExpert {
         before: "model.layers.2.mlp.experts.".to_string(),
         after: ".gate_proj.weight".to_string(),
         first: 64,
@@ -404,7 +404,7 @@ fn two_stacks_are_numbered_through() {
     assert!(gate.alternatives.iter().any(|way| way.parts == vision));
 }
 
-/// A name of any length is compared and shown in no more than its length.
+/// A long model type is compared and shown in shortened form.
 #[test]
 fn a_long_model_type_is_cut() {
     let model = "mixtral(".repeat(4_000);

@@ -1,26 +1,26 @@
-//! Configurations of quantized checkpoints: what they say is stored, and what is refused.
+//! Configurations of quantized checkpoints: the formats they describe, and those refused.
 
 use crate::hf::error;
-use moesaic_spec::format::Block;
-use moesaic_spec::hf::{Step, import};
+use moesaic_spec::format::ScaleBlock;
+use moesaic_spec::hf::{TensorStep, import};
 
-/// Every alternative of a quantized checkpoint may be codes, and the type is bf16.
+/// Every alternative of a quantized checkpoint may hold codes, and the element type is bf16.
 #[test]
 fn published_deepseek_v3_is_quantized() {
     let config = r#"{"model_type": "deepseek_v3",
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}}"#;
     let got = import(config, 5).unwrap();
-    let Some(Step::Dequantize(codes)) = got.sources[0].alternatives[0].steps.first() else {
+    let Some(TensorStep::Dequantize(codes)) = got.sources[0].alternatives[0].steps.first() else {
         panic!("{:?}", got.sources[0]);
     };
     let stored = codes.stored[0];
-    assert_eq!(stored.format.block, Block::Tile([128, 64]));
+    assert_eq!(stored.format.block, ScaleBlock::Tile([128, 64]));
     let alternatives = got.sources.iter().flat_map(|source| &source.alternatives);
     let first: Vec<_> = alternatives.map(|a| a.steps.first()).collect();
     assert!(
         first
             .iter()
-            .all(|step| *step == Some(&Step::Dequantize(codes.clone())))
+            .all(|step| *step == Some(&TensorStep::Dequantize(codes.clone())))
     );
     assert_eq!(got.spec.precision.weights.name(), "bf16");
     assert_eq!(got.spec.precision.activations.name(), "bf16");
@@ -43,7 +43,7 @@ fn published_deepseek_v3_is_quantized() {
     assert!(every.contains(&"a.weight".to_string()) && every.contains(&names[0].to_string()));
 }
 
-/// What `quantization_config` says, and what is made of it.
+/// Pairs of a `quantization_config` and the codes read from it.
 #[test]
 fn quantizations_that_are_read() {
     let codes = |config: &str| {
@@ -58,7 +58,7 @@ fn quantizations_that_are_read() {
             "the type that is named"
         );
         match &got.sources[0].alternatives[0].steps[0] {
-            Step::Dequantize(codes) => format!("{codes:?}"),
+            TensorStep::Dequantize(codes) => format!("{codes:?}"),
             _ => panic!("{config}"),
         }
     };
@@ -139,7 +139,7 @@ fn quantizations_that_are_refused() {
         let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
         error(&config, 5)
     };
-    let rest = "; read are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
+    let rest = "; supported are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
                 MXFP8 and NVFP4, and compressed-tensors' float-, int- and pack-quantized, mxfp4, \
                 mxfp8 and nvfp4: use such a checkpoint, or one in f32, f16 or bf16";
     let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
@@ -204,9 +204,7 @@ fn quantizations_that_are_refused() {
             "compressed-tensors, float-quantized: weights of 8 bits, float, asymmetric, by group",
         ),
     ] {
-        let expected = format!(
-            "qwen3_moe: the checkpoint is quantized in a way that is not read ({method}){rest}"
-        );
+        let expected = format!("qwen3_moe: the quantization is not supported ({method}){rest}");
         assert_eq!(refused("qwen3_moe", &config), expected);
     }
     for size in [

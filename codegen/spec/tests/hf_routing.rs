@@ -1,4 +1,4 @@
-//! Keys of Hugging Face configurations about routing, and where language models are nested.
+//! Routing keys of Hugging Face configurations, and nested language models.
 
 use moesaic_spec::hf::{HfError, import, moe_layers, routing_keys};
 use moesaic_spec::*;
@@ -7,8 +7,7 @@ fn error(config: &str, layer: usize) -> String {
     import(config, layer).unwrap_err().to_string()
 }
 
-/// A model type and a value of each key that must agree, which asks for another routing than the
-/// family computes.
+/// A model type, a routing key, and a value that asks for other routing than the family computes.
 const DISAGREES: &[(&str, &str, &str)] = &[
     ("scoring_func", "qwen3_moe", "\"sigmoid\""),
     ("score_func", "qwen2_moe", "\"sigmoid\""),
@@ -125,8 +124,8 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("multi_gate", "bailing_moe", "true"),
 ];
 
-/// No key about routing is passed over: each of the table is refused where it disagrees, or
-/// changes nothing and says why.
+/// No routing key is ignored silently: each one in the table is refused where it disagrees, or
+/// states why it changes nothing.
 #[test]
 fn every_routing_key_that_disagrees_is_refused() {
     let must_agree: Vec<&str> = routing_keys()
@@ -272,7 +271,7 @@ fn bailing_moe_has_the_router_of_its_version() {
     assert_eq!(second.router.groups.unwrap().count, 4);
 }
 
-/// As Python writes and reads them; published Nemotron files have the second line.
+/// Python's `json` reads and writes these; published Nemotron files have the second line.
 #[test]
 fn numbers_of_python_and_a_byte_order_mark_are_read() {
     let config = "\u{feff}{\"model_type\": \"nemotron_h\",

@@ -1,7 +1,7 @@
-//! Broken texts and broken specs: an answer always, a panic never.
+//! Broken texts and broken specs always get an answer, never a panic.
 
 use moesaic_kernel::DType;
-use moesaic_spec::testing::{Counter, sample};
+use moesaic_spec::testing::{SampleRng, sample};
 use moesaic_spec::*;
 
 const TEXTS: &[&str] = &[
@@ -11,7 +11,7 @@ const TEXTS: &[&str] = &[
     include_str!("../../../examples/specs/tutel-helloworld.toml"),
 ];
 
-/// Reads a text and, if it is refused, renders the refusal.
+/// Reads a text and renders the refusal, if there is one.
 fn survive(text: &str) {
     match LayerSpec::from_toml(text) {
         Ok(spec) => {
@@ -33,7 +33,7 @@ fn survive(text: &str) {
 fn mutated_bytes() {
     const SPICE: &[u8] = b"=[]{}\"'.,#\n\r\t -+_0e9\\\0\x7f\xc3\xa9\xff";
     for seed in 0..6_000 {
-        let rng = &mut Counter::new(seed);
+        let rng = &mut SampleRng::new(seed);
         let mut bytes = rng.pick(TEXTS).as_bytes().to_vec();
         for _ in 0..rng.between(1, 6) {
             let at = rng.between(0, bytes.len() - 1);
@@ -51,7 +51,7 @@ fn mutated_bytes() {
 #[test]
 fn mutated_lines() {
     for seed in 0..3_000 {
-        let rng = &mut Counter::new(seed);
+        let rng = &mut SampleRng::new(seed);
         let mut lines: Vec<&str> = rng.pick(TEXTS).lines().collect();
         for _ in 0..rng.between(1, 5) {
             let (at, to) = (
@@ -98,7 +98,7 @@ fn replaced_values() {
         "1024",
     ];
     for seed in 0..4_000 {
-        let rng = &mut Counter::new(seed);
+        let rng = &mut SampleRng::new(seed);
         let text = rng.pick(TEXTS);
         let lines: Vec<String> = text
             .lines()
@@ -140,8 +140,8 @@ fn odd_texts() {
     survive(&nested);
 }
 
-/// Sets one thing to what no one should ask for.
-fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
+/// Sets one field to an unreasonable value.
+fn spoil(spec: &mut LayerSpec, rng: &mut SampleRng) {
     match rng.between(0, 2) {
         0 => spoil_size(spec, rng),
         1 => spoil_number(spec, rng),
@@ -149,7 +149,7 @@ fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
     }
 }
 
-fn spoil_size(spec: &mut LayerSpec, rng: &mut Counter) {
+fn spoil_size(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let sizes = [0, 1, 2, 3, 1000, 1024, 65_536, 65_537, usize::MAX];
     let size = rng.pick(&sizes);
     match rng.between(0, 10) {
@@ -176,7 +176,7 @@ fn spoil_size(spec: &mut LayerSpec, rng: &mut Counter) {
     }
 }
 
-fn spoil_number(spec: &mut LayerSpec, rng: &mut Counter) {
+fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let number = rng.pick(&[0.0, -0.0, 1.0, -1.0, 1e-50, 1e300, nan, inf, -inf]);
     match rng.between(0, 9) {
@@ -193,7 +193,7 @@ fn spoil_number(spec: &mut LayerSpec, rng: &mut Counter) {
     }
 }
 
-fn spoil_choice(spec: &mut LayerSpec, rng: &mut Counter) {
+fn spoil_choice(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let other = sample(rng.bits());
     match rng.between(0, 11) {
         0 => spec.shared.extend([SharedExpert {
@@ -224,7 +224,7 @@ fn spoilt_specs() {
     let (mut valid, mut invalid) = (0, 0);
     for seed in 0..20_000 {
         let mut spec = sample(seed);
-        let rng = &mut Counter::new(!seed);
+        let rng = &mut SampleRng::new(!seed);
         for _ in 0..rng.between(1, 3) {
             spoil(&mut spec, rng);
         }
@@ -248,7 +248,7 @@ fn spoilt_specs() {
     );
 }
 
-/// One slip can make thousands of problems; nobody reads them all.
+/// One slip can cause thousands of problems, and nobody reads them all.
 #[test]
 fn an_error_shows_twenty_problems() {
     let text = format!("name = \"a\"\nexp{}\n", "^2/x".repeat(6_000));

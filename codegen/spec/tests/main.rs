@@ -1,4 +1,4 @@
-//! Tests of specs, one binary: each that is linked costs seconds.
+//! Tests of specs in one binary, because linking each binary costs seconds.
 
 mod expression;
 mod hf;

@@ -27,7 +27,7 @@ fn reads_back(spec: &LayerSpec) {
         Ok(read) => assert_eq!(&read, spec, "{text}"),
         Err(error) => panic!("{text}\n{}", error.render("written.toml", false)),
     }
-    // A text with every key may say what is idle, but means the same.
+    // A text with every key may state idle options, but means the same.
     let all = spec.to_toml_all();
     match LayerSpec::from_toml(&all) {
         Ok(read) => assert_eq!(&read, spec, "{all}"),
@@ -57,7 +57,7 @@ fn examples_are_valid_and_read_back() {
     }
 }
 
-/// What is f32 always may be said, changes nothing, and is not written.
+/// A key that is always f32 may be stated, changes nothing, and is not written.
 #[test]
 fn what_is_always_f32_may_be_said() {
     let shape = "shape = { model_dim = 8, hidden_dim = 8, experts = 4, top_k = 2 }\n";
@@ -84,7 +84,8 @@ fn examples_hold_only_what_is_not_a_default() {
         let spelled_out = keys(&text);
         let canonical = keys(&spec.to_toml());
         let mut surplus: Vec<_> = spelled_out.difference(&canonical).collect();
-        // The benchmark's factor is worth reading though it is the default.
+        // Tutel's benchmark states its factor although it is the default; the example keeps it for
+        // readers.
         surplus.retain(|key| name != "tutel-helloworld" || *key != "factor");
         assert!(surplus.is_empty(), "{name}: {surplus:?}");
     }
@@ -102,8 +103,8 @@ fn samples_are_valid_and_read_back() {
     }
 }
 
-/// Sizes are awkward, and factors of each sign occur; that every key and word
-/// is reached is a test of the schema.
+/// Sizes are awkward, and factors of each sign occur. A test of the schema checks that every key
+/// and word is reached.
 #[test]
 fn samples_have_awkward_sizes() {
     for seed in 0..200 {

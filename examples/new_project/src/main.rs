@@ -26,7 +26,7 @@ const STEPS: u64 = 120;
 const TOKENS: usize = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // Strict: a kernel that the build script did not compile is an error.
+    // Strict mode turns a kernel that the build script did not compile into an error.
     let options = EngineOptions {
         store: Some(Arc::new(Store::open(env!("KERNELS")))),
         strict: true,
@@ -73,7 +73,7 @@ fn made(engine: &Engine, masters: &Tensors<'_>) -> Result<Experts, Box<dyn Error
     Ok(Experts::training(engine, &weights, Training::default())?)
 }
 
-/// Weights to start from, in f32 by name.
+/// Returns initial weights, in f32 by name.
 fn first_weights() -> Tensors<'static> {
     let tensors = moesaic::spec::canonical_tensors(&Experts::spec()).into_iter();
     let drawn = tensors.enumerate().map(|(i, tensor)| {
@@ -84,8 +84,7 @@ fn first_weights() -> Tensors<'static> {
     drawn.collect()
 }
 
-/// Tokens, and what is to be learned of them: which way to turn them round
-/// depends on their first number.
+/// Returns tokens and targets: the sign of a token's first number decides how the target is turned.
 fn batch(step: u64) -> (Vec<Token>, Vec<Token>) {
     let token = |t: usize| std::array::from_fn(|i| noise(step, (t * 16 + i) as u64));
     let x: Vec<Token> = (0..TOKENS).map(token).collect();
@@ -94,7 +93,7 @@ fn batch(step: u64) -> (Vec<Token>, Vec<Token>) {
     (x, goal)
 }
 
-/// The mean squared error, and its gradient.
+/// Returns the mean squared error and its gradient.
 fn squared_error(y: &[Token], goal: &[Token]) -> (f32, Vec<Token>) {
     let elements = (TOKENS * Experts::MODEL_DIM) as f32;
     let mut loss = 0.0;
@@ -107,7 +106,7 @@ fn squared_error(y: &[Token], goal: &[Token]) -> (f32, Vec<Token>) {
     (loss, dy)
 }
 
-/// A number in (-1, 1) of a place in a stream.
+/// Returns a number in (-1, 1) for a position in a stream.
 fn noise(stream: u64, place: u64) -> f32 {
     let mut z = (stream << 32 | place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

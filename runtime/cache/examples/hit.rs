@@ -1,6 +1,6 @@
-//! Prints what a warm hit costs: `cargo run --release -p moesaic-cache --example hit`.
+//! Prints the time of a warm hit: `cargo run --release -p moesaic-cache --example hit`.
 
-use moesaic_cache::{Key, KeyParts, Store, Stored};
+use moesaic_cache::{KernelKey, KeyParts, Store, StoredKernel};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
@@ -32,21 +32,21 @@ fn main() -> Result<(), Box<dyn Error>> {
         let put = time(20, || {
             store
                 .put(
-                    &Key::new(&parts),
+                    &KernelKey::new(&parts),
                     &source,
-                    &Stored::new(&source, artifact.clone()),
+                    &StoredKernel::new(&source, artifact.clone()),
                 )
                 .is_ok()
         });
-        let key = time(2000, || Key::new(&parts));
-        let hash = Key::new(&parts);
+        let key = time(2000, || KernelKey::new(&parts));
+        let hash = KernelKey::new(&parts);
         let get = time(2000, || store.get(&hash).is_some());
         println!("{kilobytes:4} KB: key {key:.1} us, hit {get:.1} us, put {put:.0} us");
     }
     Ok(())
 }
 
-/// A kernel of two entries with ten parameters each and 20 KB of text.
+/// Returns a kernel of two entries with ten parameters each and `kilobytes` KB of text.
 fn source(kilobytes: usize) -> KernelSource {
     let params = (0..10).map(|i| Param::read(&format!("tensor_{i}"), DType::F32, "[tokens, 2048]"));
     let entry = Entry {
@@ -72,7 +72,7 @@ fn source(kilobytes: usize) -> KernelSource {
     }
 }
 
-/// Microseconds of the median run.
+/// Returns the median run time in microseconds.
 fn time<T>(runs: usize, mut run: impl FnMut() -> T) -> f64 {
     let mut times: Vec<f64> = (0..runs)
         .map(|_| {

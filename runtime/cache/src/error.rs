@@ -1,36 +1,36 @@
-//! Errors of the store. Those of [`StoreError`] never stop a layer.
+//! Errors of the store. A [`StoreError`] never stops a layer.
 
 use moesaic_target::CompileError;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The store could not keep something. Kernels work without it.
+/// A failure of the store to keep something. Kernels work without it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// There is no usable cache directory.
     #[error("the kernel cache is off: {reason}")]
     Off {
-        /// Why, and what to change.
+        /// The reason, and the change to make.
         reason: String,
     },
     /// A file operation failed.
     #[error("the kernel cache cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was being done: `write`.
+        /// The attempted action, such as `write`.
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// What was written is not what is read.
+    /// The bytes read back differ from those written.
     #[error("the kernel cache wrote {} and reads something else: {reason}", path.display())]
     Unfaithful {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The difference.
         reason: String,
     },
 }
@@ -45,11 +45,11 @@ impl StoreError {
     }
 }
 
-/// A kernel that could not be had.
+/// The reason a kernel is not available.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FetchError {
-    /// It is not in the store, and strict mode compiles nothing.
+    /// The store lacks it, and strict mode compiles nothing.
     #[error(
         "kernel `{kernel}` for `{target}` is not in the cache {cache}, and strict mode does not \
          compile\nadd it with: moesaic precompile --spec {spec} --target {target} --cache {cache}"
@@ -59,7 +59,7 @@ pub enum FetchError {
         kernel: String,
         /// The target.
         target: String,
-        /// How the spec is called.
+        /// Your name for the spec.
         spec: String,
         /// The cache directory.
         cache: String,
@@ -77,11 +77,11 @@ pub enum PackError {
     /// A file operation failed.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was being done.
+        /// The attempted action.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The pack ends early or is not a pack.
@@ -89,10 +89,10 @@ pub enum PackError {
     Damaged {
         /// The pack.
         path: PathBuf,
-        /// What is wrong, and where.
+        /// The damage and its place.
         reason: String,
     },
-    /// The store could not take a kernel; those before it were taken back.
+    /// The store could not take a kernel. Those imported before it were removed again.
     #[error("nothing was imported: {0}")]
     Store(#[from] StoreError),
 }

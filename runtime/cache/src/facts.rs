@@ -13,8 +13,8 @@ struct Fact<N, V> {
 }
 
 impl Store {
-    /// The fact called `name`; `None` when it is not there or not readable as
-    /// a `T`. A name is any text, such as `compiler /usr/bin/cc`.
+    /// Returns the fact called `name`, or `None` if it is missing or not readable as a `T`. A name
+    /// is any text, such as `compiler /usr/bin/cc`.
     pub fn fact<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
         if self.trouble().is_some() {
             return None;
@@ -24,10 +24,10 @@ impl Store {
         (fact.name == name).then_some(fact.value)
     }
 
-    /// Remembers a fact. Facts must be cheap to find out again.
+    /// Remembers a fact. Store only facts that are cheap to find out again.
     ///
     /// # Errors
-    /// [`StoreError`], which a caller passes over.
+    /// [`StoreError`], which you can ignore.
     pub fn remember<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);

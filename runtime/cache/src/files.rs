@@ -1,4 +1,4 @@
-//! Files that are whole or not there.
+//! Files that are either whole or absent.
 
 use crate::StoreError;
 use crate::layout::{Layout, TEMPORARY};
@@ -7,16 +7,16 @@ use std::io::{Read, Seek, Write};
 use std::path::Path;
 use tempfile::NamedTempFile;
 
-/// What to do with a file between writing and naming it.
+/// The care taken between writing a file and naming it.
 pub(crate) enum Care<'a> {
-    /// Name it: losing it in a power cut is no matter.
+    /// None: losing the file in a power cut does no harm.
     Quick,
-    /// Read it back, check it, and wait until the disk has it.
+    /// Read the file back, check it, and wait until the disk has it.
     Thorough(&'a dyn Fn(Vec<u8>) -> Result<(), String>),
 }
 
-/// Writes `bytes` to `path` by way of a temporary file in the same directory,
-/// so that a reader sees the old file, the new one or none.
+/// Writes `bytes` to `path` through a temporary file in the same directory, so a reader sees the
+/// old file, the new one or none.
 pub(crate) fn write(
     layout: &Layout,
     path: &Path,
@@ -38,15 +38,15 @@ pub(crate) fn write(
         file.as_file().sync_all().map_err(io)?;
     }
     file.persist(path).map_err(|error| io(error.error))?;
-    // The rename is on disk when its directory is. Not every file system can
-    // do this, and a lost entry is only a miss.
+    // The rename reaches the disk only when its directory is synced. Not every file system can sync
+    // one, and a lost entry is only a miss.
     if let (Care::Thorough(_), Ok(dir)) = (care, fs::File::open(dir)) {
         let _ = dir.sync_all();
     }
     Ok(())
 }
 
-/// Whether a file could be written to `dir`, which is made.
+/// Makes `dir` and checks that a file can be written to it.
 pub(crate) fn try_write(layout: &Layout, dir: &Path) -> Result<(), StoreError> {
     make_dir(layout, dir).map_err(|error| StoreError::io("make", dir, error))?;
     let io = |error| StoreError::io("write to", dir, error);
@@ -61,8 +61,8 @@ fn read_back(file: &mut NamedTempFile) -> std::io::Result<Vec<u8>> {
     Ok(back)
 }
 
-/// Makes a directory that only this user can write to, for what lies in it is
-/// run. Whoever may read the cache directory may read this one.
+/// Makes a directory that only this user can write to, because its files are executed. Users who
+/// may read the cache directory may read this one too.
 pub(crate) fn make_dir(layout: &Layout, dir: &Path) -> std::io::Result<()> {
     private_dirs(layout.cache(), 0)?;
     private_dirs(dir, readers(layout))
@@ -85,8 +85,8 @@ fn temporary(layout: &Layout, dir: &Path) -> std::io::Result<NamedTempFile> {
         .tempfile_in(dir)
 }
 
-/// What others may do in the cache directory, writing aside. Where everybody
-/// can write, as in /tmp, nothing is theirs.
+/// Returns the permissions of other users in the cache directory, except for writing. Where
+/// everybody can write, as in /tmp, others get none.
 #[cfg(unix)]
 fn readers(layout: &Layout) -> u32 {
     use std::os::unix::fs::PermissionsExt;

@@ -9,25 +9,26 @@
 //! 56      header (JSON), then binary
 //! ```
 //!
-//! Integers are little-endian. The key is hashed and not stored, so an entry
-//! under a wrong name is as bad as a flipped bit.
+//! Integers are little-endian. The hash covers the key but the file does not contain it, so an
+//! entry under a wrong name is detected like a flipped bit.
 
-use crate::Key;
+use crate::KernelKey;
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
 use moesaic_target::{Artifact, Report};
 use serde::{Deserialize, Serialize};
 
-/// The version of the store's format: a directory, a field of every file and
-/// a part of every key.
+/// The version of the store's format. It names a directory, and is a field of every file and a part
+/// of every key.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// No kernel comes near this: a longer file is not one of ours.
+/// An upper bound far above any kernel. A longer file is not one of ours, and is never read into
+/// memory.
 pub(crate) const LARGEST: u64 = 256 << 20;
 
 const MAGIC: &[u8; 8] = b"moesaic\n";
 const PREFIX: usize = 56;
 
-/// What a store knows of a kernel besides its binary.
+/// The store's knowledge of a kernel besides its binary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KernelInfo {
     /// The kernel's name.
@@ -48,16 +49,16 @@ pub struct KernelInfo {
 
 /// A kernel from a store.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stored {
-    /// What it is.
+pub struct StoredKernel {
+    /// Its description.
     pub info: KernelInfo,
-    /// What a device loads.
+    /// The binary that a device loads.
     pub artifact: Artifact,
 }
 
-impl Stored {
-    /// A fresh artifact as the store would give it back.
-    pub fn new(source: &KernelSource, artifact: Artifact) -> Stored {
+impl StoredKernel {
+    /// Returns a fresh artifact in the form in which the store would return it.
+    pub fn new(source: &KernelSource, artifact: Artifact) -> StoredKernel {
         let info = KernelInfo {
             name: source.name.clone(),
             stem: source.stem,
@@ -67,17 +68,17 @@ impl Stored {
             report: artifact.report.clone(),
             source_hash: hash_source(&source.text),
         };
-        Stored { info, artifact }
+        StoredKernel { info, artifact }
     }
 }
 
-/// The hash of a source as [`KernelInfo::source_hash`] holds it.
+/// Hashes a source as [`KernelInfo::source_hash`] holds it.
 pub fn hash_source(text: &str) -> String {
     blake3::hash(text.as_bytes()).to_hex().to_string()
 }
 
-/// The file of a kernel.
-pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::Error> {
+/// Returns the bytes of a kernel's file.
+pub(crate) fn encode(key: &KernelKey, stored: &StoredKernel) -> Result<Vec<u8>, serde_json::Error> {
     let header = serde_json::to_vec(&stored.info)?;
     let binary = &stored.artifact.binary;
     let mut file = Vec::with_capacity(PREFIX + header.len() + binary.len());
@@ -92,8 +93,8 @@ pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::
     Ok(file)
 }
 
-/// The kernel in a file, or what is wrong with the file.
-pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
+/// Reads the kernel in a file, or returns the damage.
+pub(crate) fn decode(key: &KernelKey, mut file: Vec<u8>) -> Result<StoredKernel, String> {
     let (header, _) = lengths(&file)?;
     let (prefix, body) = file.split_at(PREFIX);
     if hash(key, &prefix[..24], &[body]) != prefix[24..] {
@@ -103,13 +104,13 @@ pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
     let info: KernelInfo = serde_json::from_slice(&file[PREFIX..])
         .map_err(|error| format!("its header cannot be read: {error}"))?;
     let report = info.report.clone();
-    Ok(Stored {
+    Ok(StoredKernel {
         info,
         artifact: Artifact { binary, report },
     })
 }
 
-/// Lengths of header and binary, if the file is whole and of this version.
+/// Returns the lengths of header and binary, if the file is whole and of this version.
 fn lengths(file: &[u8]) -> Result<(usize, usize), String> {
     let Some(prefix) = file.first_chunk::<PREFIX>() else {
         return Err(format!("it has only {} bytes", file.len()));
@@ -137,7 +138,7 @@ fn field<const N: usize>(prefix: &[u8; PREFIX], at: usize) -> [u8; N] {
     std::array::from_fn(|i| prefix[at + i])
 }
 
-fn hash(key: &Key, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
+fn hash(key: &KernelKey, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(key.bytes()).update(prefix);
     for part in rest {

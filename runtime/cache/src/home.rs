@@ -1,9 +1,10 @@
-//! Where moesaic keeps its files.
+//! The directory of moesaic's files.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// No place for a cache: neither a variable nor a home directory is set.
+/// The error of a machine without a place for a cache: neither a variable nor a home directory is
+/// set.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no cache directory: MOESAIC_CACHE, XDG_CACHE_HOME and HOME are all unset or not absolute\n\
@@ -11,14 +12,14 @@ use std::path::PathBuf;
 )]
 pub struct NoHome;
 
-/// The one directory where moesaic keeps what it makes: `MOESAIC_CACHE`, else
+/// Returns the one directory where moesaic keeps its files: `MOESAIC_CACHE`, else
 /// `XDG_CACHE_HOME/moesaic`, else `HOME/.cache/moesaic`. It may not exist yet.
 ///
-/// A relative `MOESAIC_CACHE` is taken from the working directory; a relative
-/// `XDG_CACHE_HOME` is ignored, as its specification asks.
+/// A relative `MOESAIC_CACHE` is taken from the working directory. A relative `XDG_CACHE_HOME` is
+/// ignored, as its specification asks.
 ///
 /// # Errors
-/// [`NoHome`] when none of the three is usable.
+/// [`NoHome`] if none of the three is usable.
 pub fn home() -> Result<PathBuf, NoHome> {
     home_from(|name| std::env::var_os(name))
 }

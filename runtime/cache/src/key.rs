@@ -1,12 +1,12 @@
-//! What a kernel is known by.
+//! The identity of a kernel.
 
 use crate::format::FORMAT_VERSION;
 use moesaic_kernel::Target;
 use std::fmt;
 use std::str::FromStr;
 
-/// Everything that can change a kernel's binary. No path, time or host name
-/// belongs in here: the same parts on another machine are the same kernel.
+/// Everything that can change a kernel's binary. Paths, times and host names are not parts, so that
+/// the same parts on another machine are the same kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyParts<'a> {
     /// The target.
@@ -15,7 +15,7 @@ pub struct KeyParts<'a> {
     pub config: &'a str,
     /// The rendered source.
     pub source: &'a str,
-    /// Options that change the output or what is accepted.
+    /// Options that change the output, or the sources that are accepted.
     pub flags: &'a str,
     /// The compiler's fingerprint for the target.
     pub compiler: &'a str,
@@ -23,12 +23,12 @@ pub struct KeyParts<'a> {
 
 /// The address of a kernel in a store: a hash of its [`KeyParts`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key([u8; 32]);
+pub struct KernelKey([u8; 32]);
 
-impl Key {
-    /// Hashes the parts, each with its length, so that no two lists of parts
-    /// run into each other.
-    pub fn new(parts: &KeyParts<'_>) -> Key {
+impl KernelKey {
+    /// Hashes the parts. Each is preceded by its length, so two different lists of parts never hash
+    /// the same bytes.
+    pub fn new(parts: &KeyParts<'_>) -> KernelKey {
         let target = parts.target.to_string();
         let mut hasher = blake3::Hasher::new();
         hasher.update(&FORMAT_VERSION.to_le_bytes());
@@ -42,10 +42,10 @@ impl Key {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part.as_bytes());
         }
-        Key(*hasher.finalize().as_bytes())
+        KernelKey(*hasher.finalize().as_bytes())
     }
 
-    /// 64 lower-case hexadecimal digits.
+    /// Returns the key as 64 lower-case hexadecimal digits.
     pub fn hex(&self) -> String {
         blake3::Hash::from_bytes(self.0).to_hex().to_string()
     }
@@ -60,10 +60,10 @@ impl Key {
 #[error("a kernel key is 64 lower-case hexadecimal digits")]
 pub struct NotAKey;
 
-impl FromStr for Key {
+impl FromStr for KernelKey {
     type Err = NotAKey;
 
-    fn from_str(text: &str) -> Result<Key, NotAKey> {
+    fn from_str(text: &str) -> Result<KernelKey, NotAKey> {
         let lower = text
             .bytes()
             .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
@@ -71,17 +71,17 @@ impl FromStr for Key {
             .ok()
             .filter(|_| lower)
             .ok_or(NotAKey)?;
-        Ok(Key(*hash.as_bytes()))
+        Ok(KernelKey(*hash.as_bytes()))
     }
 }
 
-impl fmt::Display for Key {
+impl fmt::Display for KernelKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.hex())
     }
 }
 
-impl fmt::Debug for Key {
+impl fmt::Debug for KernelKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Key({})", self.hex())
     }
@@ -103,22 +103,22 @@ mod tests {
     #[test]
     fn every_part_counts_and_none_runs_into_the_next() {
         let keys = [
-            Key::new(&PARTS),
-            Key::new(&KeyParts {
+            KernelKey::new(&PARTS),
+            KernelKey::new(&KeyParts {
                 target: Target::Cpu(CpuIsa::Neon),
                 ..PARTS
             }),
-            Key::new(&KeyParts {
+            KernelKey::new(&KeyParts {
                 config: "configs",
                 source: "ource",
                 ..PARTS
             }),
-            Key::new(&KeyParts { flags: "", ..PARTS }),
-            Key::new(&KeyParts {
+            KernelKey::new(&KeyParts { flags: "", ..PARTS }),
+            KernelKey::new(&KeyParts {
                 source: "",
                 ..PARTS
             }),
-            Key::new(&KeyParts {
+            KernelKey::new(&KeyParts {
                 compiler: "gcc 13",
                 ..PARTS
             }),
@@ -131,16 +131,16 @@ mod tests {
     #[test]
     fn keys_do_not_change_between_releases() {
         let hex = "f38f";
-        assert_eq!(&Key::new(&PARTS).hex()[..4], hex);
+        assert_eq!(&KernelKey::new(&PARTS).hex()[..4], hex);
     }
 
     #[test]
     fn hex_reads_back_and_nothing_else_does() {
-        let key = Key::new(&PARTS);
+        let key = KernelKey::new(&PARTS);
         assert_eq!(key.hex().parse(), Ok(key));
         let upper = key.hex().to_uppercase();
         for bad in [&upper, "", "../../etc/passwd", &key.hex()[1..]] {
-            assert_eq!(bad.parse::<Key>(), Err(NotAKey), "{bad}");
+            assert_eq!(bad.parse::<KernelKey>(), Err(NotAKey), "{bad}");
         }
     }
 }

@@ -1,24 +1,24 @@
-//! Which file is where, and which files are ours.
+//! The paths of the store, and the recognition of its own files.
 
-use crate::{FORMAT_VERSION, Key};
+use crate::{FORMAT_VERSION, KernelKey};
 use moesaic_kernel::Language;
 use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 
-/// Prefix of files being written; they get their name when they are whole.
+/// Prefix of files being written. They get their final name when they are whole.
 pub(crate) const TEMPORARY: &str = ".tmp-";
 
 pub(crate) const LANGUAGES: [Language; 3] = [Language::C, Language::Cuda, Language::Hip];
 
-/// The paths of one format version inside a cache directory. Another version
-/// has a directory of its own, and neither touches the other's.
+/// The paths of one format version inside a cache directory. Each version has its own directory and
+/// never touches another's.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
     cache: PathBuf,
     version: PathBuf,
 }
 
-/// A file of ours.
+/// A file that belongs to the store.
 pub(crate) struct Found {
     pub(crate) path: PathBuf,
     pub(crate) kind: Kind,
@@ -27,8 +27,8 @@ pub(crate) struct Found {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    Kernel(Key),
-    Source(Key),
+    Kernel(KernelKey),
+    Source(KernelKey),
     Lock,
     Temporary,
 }
@@ -39,33 +39,34 @@ impl Layout {
         Layout { cache, version }
     }
 
-    /// The directory the user knows.
+    /// Returns the directory that the user configured.
     pub(crate) fn cache(&self) -> &Path {
         &self.cache
     }
 
-    /// The directory of this format version.
+    /// Returns the directory of this format version.
     pub(crate) fn version(&self) -> &Path {
         &self.version
     }
 
-    pub(crate) fn kernel(&self, key: &Key) -> PathBuf {
+    pub(crate) fn kernel(&self, key: &KernelKey) -> PathBuf {
         self.file(key, "kernel")
     }
 
-    pub(crate) fn source(&self, key: &Key, language: Language) -> PathBuf {
+    pub(crate) fn source(&self, key: &KernelKey, language: Language) -> PathBuf {
         self.file(key, language.extension())
     }
 
-    /// Shards keep directories short.
-    fn file(&self, key: &Key, extension: &str) -> PathBuf {
+    /// Returns the path of a key's file. Subdirectories by the key's first digits keep directories
+    /// short.
+    fn file(&self, key: &KernelKey, extension: &str) -> PathBuf {
         let hex = key.hex();
         self.version
             .join(&hex[..2])
             .join(format!("{hex}.{extension}"))
     }
 
-    pub(crate) fn lock(&self, key: &Key) -> PathBuf {
+    pub(crate) fn lock(&self, key: &KernelKey) -> PathBuf {
         self.version.join("locks").join(format!("{key}.lock"))
     }
 
@@ -77,8 +78,8 @@ impl Layout {
         self.version.join("tuned")
     }
 
-    /// Every file of ours, in the order of their names. Whatever else lies in
-    /// the directory is not mentioned, so that nobody removes it.
+    /// Returns every file of the store, in the order of names. Other files in the directory are
+    /// left out, so nobody removes them.
     pub(crate) fn scan(&self) -> Vec<Found> {
         let mut files: Vec<Found> = children(&self.version)
             .iter()
@@ -99,7 +100,8 @@ fn children(dir: &Path) -> Vec<PathBuf> {
 
 fn found(path: PathBuf) -> Option<Found> {
     let kind = kind(&path)?;
-    // A directory under a kernel's name is a damaged entry: nothing else puts one there.
+    // A directory under a kernel's name counts as a damaged entry, because only damage can put one
+    // there.
     let own = |meta: &Metadata| meta.is_file() || meta.is_dir() && matches!(kind, Kind::Kernel(_));
     let meta = path.symlink_metadata().ok().filter(own)?;
     Some(Found { path, kind, meta })
@@ -112,7 +114,7 @@ fn kind(path: &Path) -> Option<Kind> {
         return Some(Kind::Temporary);
     }
     let (hex, extension) = name.split_once('.')?;
-    let key: Key = hex.parse().ok()?;
+    let key: KernelKey = hex.parse().ok()?;
     match extension {
         "lock" if dir == "locks" => Some(Kind::Lock),
         _ if dir != &hex[..2] => None,

@@ -1,8 +1,7 @@
 //! The content-addressed kernel store and its packs.
 //!
-//! A [`Key`] is a hash of everything that can change a kernel's binary. A
-//! [`Store`] keeps one file per kernel under its key, with the source beside
-//! it for people:
+//! A [`KernelKey`] is a hash of everything that can change a kernel's binary. A [`Store`] keeps one file
+//! per kernel under its key, and the source beside it for you to read:
 //!
 //! ```text
 //! <cache>/v1/3f/3fa0….kernel    binary, report and entries, with a hash over all of it
@@ -12,10 +11,9 @@
 //! <cache>/v1/locks/…            one advisory lock per kernel being compiled
 //! ```
 //!
-//! The cache never turns a working layer into a failing one: a damaged or
-//! unreadable entry is a miss, and a store that cannot write is reported and
-//! otherwise ignored. It must be writable by its user only, since a hit is
-//! loaded as code: the hash tells damage, not forgery.
+//! The cache never turns a working layer into a failing one: a damaged or unreadable entry is a
+//! miss, and a store that cannot write reports that and goes on. Only its user may be able to write
+//! to it, because a hit is loaded as code: the hash detects damage, not forgery.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -39,13 +37,13 @@ mod upkeep;
 #[cfg(feature = "packs")]
 pub use error::PackError;
 pub use error::{FetchError, StoreError};
-pub use fetch::{Fetched, Origin, Request};
-pub use format::{FORMAT_VERSION, KernelInfo, Stored, hash_source};
+pub use fetch::{Fetched, KernelOrigin, KernelRequest};
+pub use format::{FORMAT_VERSION, KernelInfo, StoredKernel, hash_source};
 pub use home::{NoHome, home};
-pub use key::{Key, KeyParts};
+pub use key::{KernelKey, KeyParts};
 #[cfg(feature = "packs")]
 pub use pack::{Exported, Imported};
-pub use stats::Stats;
+pub use stats::StoreStats;
 pub use store::{PATIENCE, Store};
-pub use tuned::{Bucket, Machine, Tuned};
+pub use tuned::{Bucket, Tuned, TunedMachine};
 pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};

@@ -1,23 +1,27 @@
-//! A lock per kernel and machine.
+//! One lock per kernel and machine.
 
 use crate::layout::Layout;
-use crate::{Key, files};
+use crate::{KernelKey, files};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Held while a kernel is compiled, so that other processes wait for the
-/// result. Advice only: whoever cannot get it compiles anyway.
+/// A lock held while a kernel is compiled, so that other processes wait for the result. It is
+/// advisory: a process that cannot get it compiles anyway.
 pub(crate) struct MachineLock {
     path: PathBuf,
     _file: File,
 }
 
 impl MachineLock {
-    /// Waits for the lock at most for `patience`. `None` when it is still
-    /// held then, or when the file system has no locks.
-    pub(crate) fn acquire(layout: &Layout, key: &Key, patience: Duration) -> Option<MachineLock> {
+    /// Waits for the lock for at most `patience`. Returns `None` if it is still held then, or if
+    /// the file system has no locks.
+    pub(crate) fn acquire(
+        layout: &Layout,
+        key: &KernelKey,
+        patience: Duration,
+    ) -> Option<MachineLock> {
         let path = layout.lock(key);
         files::make_dir(layout, path.parent()?).ok()?;
         let file = File::options().create(true).append(true).open(&path).ok()?;
@@ -39,13 +43,13 @@ impl MachineLock {
 
 impl Drop for MachineLock {
     fn drop(&mut self) {
-        // Removed before it is released. Who waits on the removed file gets
-        // its lock next and finds the kernel; who comes later finds it too.
+        // The file is removed before the lock is released. A process waiting on the removed file
+        // gets its lock next and finds the kernel; a later process finds the kernel too.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// Whether nobody holds the lock: what a killed process left behind.
+/// Returns true if nobody holds the lock, as after a process was killed.
 pub(crate) fn is_abandoned(path: &Path) -> bool {
     File::options()
         .append(true)

@@ -8,13 +8,13 @@
 //!                                                    that they lead to are in the pack
 //! ```
 //!
-//! The same kernels give the same bytes. Names are for people: an import
-//! takes only the key from them and never a path.
+//! The same kernels give the same bytes. Member names are for people: an import takes only the key
+//! from a name, never a path.
 
 use crate::layout::is_language;
 use crate::tuned::{self, Unread};
 use crate::upkeep::Listed;
-use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, Tuned, format, store};
+use crate::{FORMAT_VERSION, KernelKey, PackError, Store, StoredKernel, Tuned, format, store};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
@@ -32,7 +32,7 @@ const TUNED: &str = "tuned/";
 struct Manifest {
     format: u32,
     kernels: usize,
-    /// Members after the kernels.
+    /// The number of tuning members, which follow the kernels.
     #[serde(default, skip_serializing_if = "none")]
     tunings: usize,
 }
@@ -41,32 +41,31 @@ fn none(count: &usize) -> bool {
     *count == 0
 }
 
-/// What went into a pack.
+/// The contents of an exported pack.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exported {
-    /// Kernels.
+    /// The number of kernels.
     pub kernels: usize,
-    /// Tunings whose kernels are among them.
+    /// The number of tunings whose kernels are all among them.
     pub tunings: usize,
-    /// Bytes of the pack.
+    /// The size of the pack in bytes.
     pub bytes: u64,
 }
 
-/// What came out of a pack.
+/// The effect of an import.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Imported {
-    /// Kernels that are new to the store.
+    /// The number of kernels that are new to the store.
     pub added: usize,
-    /// Kernels the store had already.
+    /// The number of kernels that the store already had.
     pub present: usize,
-    /// Tunings that are new to the store; one that it has stays.
+    /// The number of tunings that are new to the store, which keeps its own ones.
     pub tunings: usize,
 }
 
 impl Store {
-    /// Writes the kernels that `filter` chooses to the pack `path`, which
-    /// appears only when it is whole. A tuning goes with them when all its
-    /// kernels do.
+    /// Writes the kernels that `filter` accepts to the pack `path`, which appears only when it is
+    /// whole. A tuning goes along if all its kernels do.
     ///
     /// # Errors
     /// [`PackError::Io`].
@@ -85,6 +84,7 @@ impl Store {
             path: path.to_path_buf(),
             source,
         };
+        // Renaming over a device such as /dev/stdout would replace the device.
         if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
             return Err(io(io::Error::other("it is not an ordinary file")));
         }
@@ -111,6 +111,7 @@ impl Store {
             .collect();
         let whole = |tuned: &Tuned| {
             let here = |kernel| known.contains(&(tuned.target, kernel));
+            // A tuning that found nothing better names no kernels and is of no use elsewhere.
             tuned.kernels().next().is_some() && tuned.kernels().all(here)
         };
         self.tunings().into_iter().filter(whole).collect()
@@ -130,7 +131,7 @@ impl Store {
         append(tar, MANIFEST, &serde_json::to_vec(&manifest)?)?;
         for item in chosen {
             let bytes = store::peek(&item.path)?;
-            // Pruned or damaged since it was listed.
+            // The entry may have been pruned or damaged since it was listed.
             format::decode(&item.key, bytes.clone()).map_err(io::Error::other)?;
             append(tar, &member(item, "kernel"), &bytes)?;
             if let Some(text) = self.source(&item.key) {
@@ -148,19 +149,21 @@ impl Store {
         Ok(())
     }
 
-    /// Puts the kernels of the pack `path` into the store: all, or none when
-    /// the pack is truncated or damaged anywhere or the store cannot take one.
+    /// Imports the kernels of the pack `path`: all of them, or none if the pack is truncated or
+    /// damaged anywhere, or if the store cannot take one.
     ///
     /// # Errors
     /// [`PackError`].
     pub fn import(&self, path: &Path) -> Result<Imported, PackError> {
-        // The first pass only checks, so that a bad end shows before
-        // anything is stored, whatever the size of the pack.
+        // The first pass only checks, so damage at the end shows before anything is stored, and a
+        // pack of any size needs little memory.
         read_pack(path, |_| Ok(()))?;
         let mut added = Vec::new();
         let mut imported = Imported::default();
         let result = read_pack(path, |item| self.take(item, &mut imported, &mut added));
         if result.is_err() {
+            // The second pass can still fail, for example on a full disk. Then the store must look
+            // as before.
             added.iter().for_each(|item| match item {
                 Added::Kernel(key) => drop(self.remove(key)),
                 Added::Tuned(tuned) => self.remove_tuned(tuned),
@@ -193,13 +196,13 @@ impl Store {
     }
 }
 
-/// What an import put into the store.
+/// An item that an import put into the store.
 enum Added {
-    Kernel(Key),
+    Kernel(KernelKey),
     Tuned(Tuned),
 }
 
-/// A pack is for others, unlike a temporary file.
+/// Makes a pack readable for others, since temporary files are private.
 #[cfg(unix)]
 fn share(file: &File) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -227,7 +230,8 @@ fn member(item: &Listed, extension: &str) -> String {
     )
 }
 
-/// Everything in the header is fixed: no time, no owner.
+/// Appends a member whose header is constant: without time and owner, so that equal kernels give
+/// equal packs.
 fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::Result<()> {
     let mut header = tar::Header::new_gnu();
     header.set_size(bytes.len() as u64);
@@ -236,10 +240,10 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
     tar.append_data(&mut header, name, bytes)
 }
 
-/// What a pack holds.
+/// The items of a pack.
 enum Item<'a> {
     /// A kernel, its key and, if the pack has it, its source.
-    Kernel(Key, Box<Stored>, Option<&'a str>),
+    Kernel(KernelKey, Box<StoredKernel>, Option<&'a str>),
     Tuned(Tuned),
 }
 
@@ -261,18 +265,18 @@ fn read_pack(
         path,
         kernels: 0,
         tunings: 0,
-        promised: None,
+        manifest: None,
         pending: None,
         long_name: None,
     };
-    // Raw, since the library reads names of any length into memory.
+    // Raw entries, because the library otherwise reads a name of any length into memory.
     let entries = tar.entries().map_err(|error| reader.damaged(error))?;
     for entry in entries.raw(true) {
         let entry = entry.map_err(|error| reader.damaged(error))?;
         reader.take(entry, &mut sink)?;
     }
     reader.flush(None, &mut sink)?;
-    // The checksum comes after the last member.
+    // The checksum comes after the last member, so read to the end.
     let drained = io::copy(&mut tar.into_inner(), &mut io::sink());
     drained.map_err(|error| reader.damaged(error))?;
     reader.finish()
@@ -282,14 +286,14 @@ struct Reader<'a> {
     path: &'a Path,
     kernels: usize,
     tunings: usize,
-    /// Kernels and tunings of the manifest.
-    promised: Option<(usize, usize)>,
-    pending: Option<(Key, Stored)>,
-    /// The name of the next member, where a header has no room for it.
+    /// The manifest, once it was read.
+    manifest: Option<Manifest>,
+    pending: Option<(KernelKey, StoredKernel)>,
+    /// The name of the next member, if it is too long for a header.
     long_name: Option<Vec<u8>>,
 }
 
-/// No name of a member is longer.
+/// The longest accepted member name, in bytes.
 const LONGEST_NAME: u64 = 1 << 12;
 
 impl Reader<'_> {
@@ -315,6 +319,7 @@ impl Reader<'_> {
         if kind.is_dir() {
             return Ok(());
         }
+        // Links could point anywhere, and a large member could fill the memory.
         if !kind.is_file() || entry.size() > format::LARGEST {
             return Err(self.damaged(format!("`{name}` is not a file of a pack")));
         }
@@ -324,7 +329,9 @@ impl Reader<'_> {
             .map_err(|error| self.damaged(format!("`{name}`: {error}")))?;
         match Member::of(&name) {
             Some(Member::Manifest) => self.manifest(&bytes),
-            _ if self.promised.is_none() => Err(self.damaged("it does not begin as a pack")),
+            // The manifest comes first, so that the format version is known before anything is
+            // decoded.
+            _ if self.manifest.is_none() => Err(self.damaged("it does not begin as a pack")),
             Some(Member::Kernel(key)) => self.kernel(key, &name, bytes, sink),
             Some(Member::Source(key)) => self.source(key, &name, &bytes, sink),
             Some(Member::Tuned) => self.tuned(&name, &bytes, sink),
@@ -332,7 +339,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A member that is the name of the next.
+    /// Reads a member that holds the name of the next one.
     fn name<R: Read>(&mut self, mut entry: tar::Entry<'_, R>) -> Result<(), PackError> {
         if entry.size() > LONGEST_NAME {
             let size = entry.size();
@@ -355,13 +362,13 @@ impl Reader<'_> {
                 manifest.format
             )));
         }
-        self.promised = Some((manifest.kernels, manifest.tunings));
+        self.manifest = Some(manifest);
         Ok(())
     }
 
     fn kernel(
         &mut self,
-        key: Key,
+        key: KernelKey,
         name: &str,
         bytes: Vec<u8>,
         sink: &mut Sink<'_>,
@@ -375,7 +382,7 @@ impl Reader<'_> {
 
     fn source(
         &mut self,
-        key: Key,
+        key: KernelKey,
         name: &str,
         bytes: &[u8],
         sink: &mut Sink<'_>,
@@ -383,6 +390,7 @@ impl Reader<'_> {
         let text = std::str::from_utf8(bytes).ok();
         let fits = |text: &&str| {
             let pending = self.pending.as_ref().filter(|(pending, _)| *pending == key);
+            // A source counts only if the kernel before it was made from exactly this text.
             pending.is_some_and(|(_, stored)| stored.info.source_hash == format::hash_source(text))
         };
         match text.filter(fits) {
@@ -398,6 +406,7 @@ impl Reader<'_> {
         self.tunings += 1;
         match tuned::decode(bytes) {
             Ok(tuned) => sink(Item::Tuned(tuned)),
+            // Old packs remain useful for their kernels.
             Err(reason @ Unread::Former) => {
                 tuned::pass_over(&self.path.join(name), &reason);
                 Ok(())
@@ -406,7 +415,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Hands the kernel on that was waiting for its source.
+    /// Passes on the kernel that was waiting for its source.
     fn flush(&mut self, source: Option<&str>, sink: &mut Sink<'_>) -> Result<(), PackError> {
         let Some((key, stored)) = self.pending.take() else {
             return Ok(());
@@ -416,32 +425,36 @@ impl Reader<'_> {
     }
 
     fn finish(&self) -> Result<(), PackError> {
-        match self.promised {
-            Some((kernels, _)) if kernels != self.kernels => {
-                let found = self.kernels;
-                Err(self.damaged(format!("it has {found} of its {kernels} kernels")))
-            }
-            Some((_, tunings)) if tunings != self.tunings => {
-                let found = self.tunings;
-                Err(self.damaged(format!("it has {found} of its {tunings} tunings")))
-            }
-            Some(_) => Ok(()),
-            None => Err(self.damaged("it is empty")),
+        let Some(Manifest {
+            kernels, tunings, ..
+        }) = self.manifest
+        else {
+            return Err(self.damaged("it is empty"));
+        };
+        // A tar cut off between members reads without an error, so compare the counts.
+        if kernels != self.kernels {
+            let found = self.kernels;
+            return Err(self.damaged(format!("it has {found} of its {kernels} kernels")));
         }
+        if tunings != self.tunings {
+            let found = self.tunings;
+            return Err(self.damaged(format!("it has {found} of its {tunings} tunings")));
+        }
+        Ok(())
     }
 }
 
-/// What a member's name says it is. Folders do not matter, so none can lead
-/// out of the store.
+/// The kind of a member, by its name. Folders are ignored, so no name can lead out of the store.
 enum Member {
     Manifest,
-    Kernel(Key),
-    Source(Key),
+    Kernel(KernelKey),
+    Source(KernelKey),
     Tuned,
 }
 
 impl Member {
     fn of(name: &str) -> Option<Member> {
+        // Only the last part of a name counts, and of that only the key.
         let file = name.rsplit('/').next()?;
         if file == MANIFEST {
             return Some(Member::Manifest);
@@ -451,7 +464,7 @@ impl Member {
         }
         let mut parts = file.rsplit('.');
         let (extension, hex) = (parts.next()?, parts.next()?);
-        let key: Key = hex.parse().ok()?;
+        let key: KernelKey = hex.parse().ok()?;
         match extension {
             "kernel" => Some(Member::Kernel(key)),
             _ => is_language(extension).then_some(Member::Source(key)),

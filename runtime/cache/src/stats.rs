@@ -1,19 +1,19 @@
-//! Counters.
+//! Counters of a store.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a store did since it was opened.
+/// The activity of a store since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Kernels found.
+pub struct StoreStats {
+    /// Kernels found in the store.
     pub hits: u64,
-    /// Kernels not found, the damaged ones among them.
+    /// Kernels not found, including damaged ones.
     pub misses: u64,
-    /// Entries that were there and damaged.
+    /// Damaged entries.
     pub damaged: u64,
     /// Kernels compiled.
     pub compiles: u64,
-    /// Store failures that were passed over.
+    /// Failures of the store that were ignored.
     pub failures: u64,
     /// Bytes of kernel files read.
     pub bytes_read: u64,
@@ -21,8 +21,7 @@ pub struct Stats {
     pub bytes_written: u64,
 }
 
-/// The counters behind [`Stats`]. They count and order nothing, so relaxed
-/// operations do.
+/// The counters behind [`StoreStats`]. Nothing synchronizes through them, so relaxed ordering is enough.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) hits: Counter,
@@ -48,8 +47,8 @@ impl Counter {
 }
 
 impl Counters {
-    pub(crate) fn stats(&self) -> Stats {
-        Stats {
+    pub(crate) fn stats(&self) -> StoreStats {
+        StoreStats {
             hits: self.hits.get(),
             misses: self.misses.get(),
             damaged: self.damaged.get(),

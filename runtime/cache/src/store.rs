@@ -5,7 +5,7 @@ use crate::files::{self, Care};
 use crate::format::{self, LARGEST};
 use crate::layout::{LANGUAGES, Layout};
 use crate::stats::Counters;
-use crate::{Key, Stats, StoreError, Stored, home};
+use crate::{KernelKey, StoreError, StoreStats, StoredKernel, home};
 use moesaic_kernel::KernelSource;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -23,21 +23,23 @@ pub struct Store {
     off: Option<String>,
 }
 
-/// How long a process waits for another that compiles the same kernel, unless
-/// [`Store::patience`] says otherwise: a third of the deadline that ranks have for each other,
-/// so that a rank which waits in vain compiles and is still in time.
+/// The time that a process waits for another that compiles the same kernel, unless
+/// [`Store::patience`] sets another. It is a third of the deadline that ranks set each other, so a
+/// rank that waits in vain can still compile in time.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Hits refresh a file's time at most this often, to know what is in use
-/// without a write for every read.
+/// Hits refresh a file's time at most this often. That shows which kernels are in use without a
+/// write for every read.
 const FRESH: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl Store {
-    /// The store in `dir`, which need not exist: the first kernel makes it.
-    /// A directory that everybody can write to is not used, since a hit is
-    /// loaded as code; see [`Store::trouble`].
+    /// Opens the store in `dir`, which need not exist: the first kernel creates it. A directory
+    /// that everybody can write to is not used, because a hit is loaded as code; see
+    /// [`Store::trouble`].
     pub fn open(dir: impl Into<PathBuf>) -> Store {
         let layout = Layout::new(dir.into());
+        // Decide once, when opening: a store that is unusable must not fail differently at each
+        // kernel.
         let off = no_dir(&layout).or_else(|| unsafe_dir(&layout));
         let off = off.or_else(|| closed_dir(&layout));
         Store {
@@ -50,8 +52,7 @@ impl Store {
         }
     }
 
-    /// The store of this user, see [`home`]. Without a home directory it is a
-    /// store that holds nothing.
+    /// Opens the store of this user; see [`home`]. Without a home directory the store stays empty.
     pub fn open_default() -> Store {
         match home() {
             Ok(dir) => Store::open(dir),
@@ -62,7 +63,7 @@ impl Store {
         }
     }
 
-    /// The same store, but a miss is an error, never a compile.
+    /// Turns a miss into an error instead of a compile.
     #[must_use]
     pub fn strict(self) -> Store {
         Store {
@@ -71,36 +72,35 @@ impl Store {
         }
     }
 
-    /// Whether a miss is an error.
+    /// Returns true if a miss is an error.
     pub fn is_strict(&self) -> bool {
         self.strict
     }
 
-    /// The same store, waiting at most this long for another process that is
-    /// compiling the same kernel.
+    /// Sets the longest wait for another process that is compiling the same kernel.
     #[must_use]
     pub fn patience(self, patience: Duration) -> Store {
         Store { patience, ..self }
     }
 
-    /// The directory.
+    /// Returns the directory.
     pub fn dir(&self) -> &Path {
         self.layout.cache()
     }
 
-    /// Why the store holds nothing and keeps nothing, if so.
+    /// Returns the reason the store holds and keeps nothing, if so.
     pub fn trouble(&self) -> Option<StoreError> {
         self.off.clone().map(|reason| StoreError::Off { reason })
     }
 
-    /// What it did since it was opened.
-    pub fn stats(&self) -> Stats {
+    /// Returns the activity since the store was opened.
+    pub fn stats(&self) -> StoreStats {
         self.counters.stats()
     }
 
-    /// The kernel under `key`. A damaged or unreadable entry is a miss, told
-    /// to `tracing` and counted in [`Store::stats`].
-    pub fn get(&self, key: &Key) -> Option<Stored> {
+    /// Returns the kernel under `key`. A damaged or unreadable entry is a miss; `tracing` reports
+    /// it and [`Store::stats`] counts it.
+    pub fn get(&self, key: &KernelKey) -> Option<StoredKernel> {
         let found = self.look(key);
         match &found {
             Some(_) => self.counters.hits.add(1),
@@ -109,8 +109,8 @@ impl Store {
         found
     }
 
-    /// Like `get`, but damage alone is counted.
-    pub(crate) fn look(&self, key: &Key) -> Option<Stored> {
+    /// Returns the kernel as `get` does, but counts damage only.
+    pub(crate) fn look(&self, key: &KernelKey) -> Option<StoredKernel> {
         if self.off.is_some() {
             return None;
         }
@@ -134,29 +134,33 @@ impl Store {
         }
     }
 
-    /// The source that lies beside the kernel under `key`, if it is still the
-    /// one the kernel was made from.
-    pub fn source(&self, key: &Key) -> Option<String> {
+    /// Returns the source beside the kernel under `key`, if the kernel was made from exactly that
+    /// text.
+    pub fn source(&self, key: &KernelKey) -> Option<String> {
         let info = self.look(key)?.info;
         let path = self.layout.source(key, info.language);
         let text = String::from_utf8(read(&path).ok()?).ok()?;
         (format::hash_source(&text) == info.source_hash).then_some(text)
     }
 
-    /// Keeps a kernel, whole and checked or not at all, and its source beside
-    /// it.
+    /// Keeps a kernel, whole and checked or not at all, with its source beside it.
     ///
     /// # Errors
-    /// [`StoreError`], which a caller logs and passes over.
-    pub fn put(&self, key: &Key, source: &KernelSource, stored: &Stored) -> Result<(), StoreError> {
+    /// [`StoreError`], which callers log and ignore.
+    pub fn put(
+        &self,
+        key: &KernelKey,
+        source: &KernelSource,
+        stored: &StoredKernel,
+    ) -> Result<(), StoreError> {
         self.put_parts(key, Some(&source.text), stored)
     }
 
     pub(crate) fn put_parts(
         &self,
-        key: &Key,
+        key: &KernelKey,
         source: Option<&str>,
-        stored: &Stored,
+        stored: &StoredKernel,
     ) -> Result<(), StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
@@ -164,6 +168,7 @@ impl Store {
         let path = self.layout.kernel(key);
         let bytes = format::encode(key, stored)
             .map_err(|error| StoreError::io("encode", &path, error.into()))?;
+        // Disks and file systems do return other bytes than were written.
         let check = |back| match format::decode(key, back)? {
             same if same == *stored => Ok(()),
             _ => Err("another kernel".to_string()),
@@ -172,19 +177,20 @@ impl Store {
         self.counters.bytes_written.add(bytes.len() as u64);
         if let Some(text) = source {
             let path = self.layout.source(key, stored.info.language);
-            // For people only: a kernel is as good without it.
+            // The source is only for people to read; the kernel works without it.
             let _ = files::write(&self.layout, &path, text.as_bytes(), Care::Quick);
         }
         Ok(())
     }
 
-    /// Removes a kernel and its source; whether the kernel was there.
-    pub(crate) fn remove(&self, key: &Key) -> bool {
+    /// Removes a kernel and its source. Returns true if the kernel existed.
+    pub(crate) fn remove(&self, key: &KernelKey) -> bool {
+        // Sources first: a crash in between leaves a kernel without a source, which works.
         for language in LANGUAGES {
             let _ = std::fs::remove_file(self.layout.source(key, language));
         }
         let path = self.layout.kernel(key);
-        // A damaged disk, or a person, can put a directory in its place.
+        // Damage to the disk, or a person, can put a directory in the file's place.
         std::fs::remove_file(&path)
             .or_else(|error| match path.symlink_metadata() {
                 Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(&path),
@@ -193,26 +199,26 @@ impl Store {
             .is_ok()
     }
 
-    /// Counts a failure that does not matter to the caller, and tells it.
+    /// Counts and logs a failure that does not matter to the caller.
     pub(crate) fn pass_over(&self, error: &StoreError) {
         self.counters.failures.add(1);
         tracing::warn!(%error, "going on without the kernel cache");
     }
 }
 
-/// Reads a whole file, and notes that it was used.
+/// Reads a whole file, and updates its time to mark it as used.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     let (bytes, file) = open_and_read(path)?;
     let modified = file.metadata()?.modified();
     let age = modified.ok().and_then(|time| time.elapsed().ok());
     if age.is_some_and(|age| age > FRESH) {
-        // Fails in a store of somebody else's, which prunes by its own rules.
+        // Fails in another user's store, which is pruned by that user's rules.
         let _ = file.set_modified(SystemTime::now());
     }
     Ok(bytes)
 }
 
-/// Reads a whole file without a trace.
+/// Reads a whole file without marking it as used.
 pub(crate) fn peek(path: &Path) -> io::Result<Vec<u8>> {
     open_and_read(path).map(|(bytes, _)| bytes)
 }
@@ -226,12 +232,13 @@ fn open_and_read(path: &Path) -> io::Result<(Vec<u8>, File)> {
             "too long for a kernel",
         ));
     }
+    // One byte more than the file, so that `read_to_end` sees its end without growing the buffer.
     let mut bytes = Vec::with_capacity(length as usize + 1);
     file.read_to_end(&mut bytes)?;
     Ok((bytes, file))
 }
 
-/// A file where the directory should be.
+/// Returns the problem of a file in the directory's place.
 fn no_dir(layout: &Layout) -> Option<String> {
     let dirs = [layout.cache(), layout.version()];
     let is_file = |dir: &&Path| dir.metadata().is_ok_and(|meta| !meta.is_dir());
@@ -247,7 +254,7 @@ fn unsafe_dir(layout: &Layout) -> Option<String> {
     use std::os::unix::fs::PermissionsExt;
     let mode = |dir: &Path| dir.metadata().map_or(0, |meta| meta.permissions().mode());
     let open = |dir: &&Path| mode(dir) & 0o002 != 0;
-    // Others cannot replace our directory inside a sticky one such as /tmp.
+    // In a sticky directory such as /tmp, others cannot replace our directory.
     let sticky = |dir: &&Path| *dir == layout.cache() && mode(dir) & 0o1000 != 0;
     let dirs = [layout.cache(), layout.version()];
     let dir = dirs.into_iter().find(|dir| open(dir) && !sticky(dir))?;
@@ -257,7 +264,7 @@ fn unsafe_dir(layout: &Layout) -> Option<String> {
     ))
 }
 
-/// A store of somebody else's that is not ours to read.
+/// Returns the problem of another user's store that this user may not read.
 fn closed_dir(layout: &Layout) -> Option<String> {
     let error = std::fs::read_dir(layout.version()).err()?;
     let closed = error.kind() == ErrorKind::PermissionDenied;

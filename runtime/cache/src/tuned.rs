@@ -1,9 +1,9 @@
-//! Tunings: sizes that one machine's measurements chose for a layer, for each
-//! number of tokens that was measured.
+//! Tunings: sizes chosen for a layer by measurements on one machine, for each measured number of
+//! tokens.
 //!
-//! They are small files beside the kernels. What a size means is the caller's
-//! affair; a tuning names the texts of the kernels that its sizes lead to, so that a
-//! pack takes it along with them.
+//! They are small files beside the kernels. The caller defines the meaning of a size. A tuning
+//! lists the sources of the kernels that its sizes lead to, so that a pack can include it with
+//! them.
 
 use crate::files::{self, Care};
 use crate::{Store, StoreError, hash_source, store};
@@ -13,78 +13,78 @@ use std::collections::BTreeMap;
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
-/// A machine as far as times depend on it.
+/// The properties of a machine that determine times.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Machine {
-    /// The device's name: a CPU's model.
+pub struct TunedMachine {
+    /// The device's name, for a CPU its model.
     pub name: String,
     /// Threads that run kernels.
     pub threads: u32,
 }
 
-/// What measuring found for one layer on one machine.
+/// The measured result for one layer on one machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tuned {
     /// The target.
     pub target: Target,
-    /// Hash of what the layer's kernels are made from without a tuning.
+    /// The hash of everything that determines the layer's kernels except a tuning.
     pub layer: String,
-    /// Where it was measured.
-    pub machine: Machine,
+    /// The machine of the measurement.
+    pub machine: TunedMachine,
     /// The layer's name, for people.
     pub name: String,
-    /// What was best for each number of tokens, ascending.
+    /// The best sizes for each number of tokens, ascending.
     pub buckets: Vec<Bucket>,
 }
 
-/// What measuring found for one number of tokens.
+/// The measured result for one number of tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bucket {
     /// The number of tokens.
     pub tokens: usize,
-    /// Sizes that were better than the default, by name.
+    /// Sizes that beat the default, by name.
     pub sizes: BTreeMap<String, usize>,
-    /// [`hash_source`] of each kernel that has such sizes; none without sizes.
+    /// [`hash_source`] of each kernel with such sizes; empty without sizes.
     pub kernels: Vec<String>,
-    /// The default's time over the tuned layer's.
+    /// The default's time divided by the tuned layer's.
     pub gain: f64,
 }
 
-/// Bytes that are no tuning of this version.
+/// The reason bytes are not a usable tuning.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unread {
-    /// Those of a version that had the same sizes for all numbers of tokens.
+    /// A former version, which had the same sizes for all numbers of tokens.
     #[error("it is an earlier version's; `moesaic tune` measures again")]
     Former,
-    /// Those of another target, layer or machine.
+    /// Another target, layer or machine.
     #[error("it is for {found}, not for {wanted}")]
     Foreign { found: String, wanted: String },
-    /// What is wrong with them.
+    /// Damage, with a description.
     #[error("{0}")]
     Damaged(String),
 }
 
-/// A part of a tuning of that version.
+/// The part of a former version's tuning that identifies it.
 #[derive(Deserialize)]
 struct Former {
     #[serde(rename = "sizes")]
     _sizes: BTreeMap<String, usize>,
 }
 
-/// No tuning is longer.
+/// An upper bound on the length of a tuning, in bytes.
 const LARGEST: usize = 1 << 16;
 
 impl Tuned {
-    /// The kernels of all buckets.
+    /// Returns the kernels of all buckets.
     pub fn kernels(&self) -> impl Iterator<Item = &str> {
         let each = self.buckets.iter();
         each.flat_map(|bucket| bucket.kernels.iter().map(String::as_str))
     }
 
-    /// What is not as wanted, if anything is.
-    fn foreign(&self, target: Target, layer: &str, machine: &Machine) -> Option<Unread> {
+    /// Returns the first property that is not the wanted one.
+    fn foreign(&self, target: Target, layer: &str, machine: &TunedMachine) -> Option<Unread> {
         let is = [
             self.target.to_string(),
             format!("layer {}", self.layer),
@@ -100,52 +100,54 @@ impl Tuned {
         Some(Unread::Foreign { found, wanted })
     }
 
-    /// The name of its file.
+    /// Returns the name of its file.
     pub(crate) fn file_name(&self) -> String {
         file_name(self.target, &self.layer, &self.machine)
     }
 }
 
-impl Machine {
+impl TunedMachine {
     fn words(&self) -> String {
         format!("{} threads of {}", self.threads, self.name)
     }
 }
 
 fn prefix(target: Target, layer: &str) -> String {
+    // File names stay short. The full hash is in the file and is compared after reading.
     let short = layer.get(..16).unwrap_or(layer);
     format!("{}.{short}.", target.file_name())
 }
 
-fn file_name(target: Target, layer: &str, machine: &Machine) -> String {
+fn file_name(target: Target, layer: &str, machine: &TunedMachine) -> String {
     let machine = hash_source(&machine.words());
     format!("{}{}.json", prefix(target, layer), &machine[..16])
 }
 
-/// What a file begins with: the hash of what follows, which is JSON without it.
+/// The start of a file: the hash of the rest, which is JSON without this line.
 const HEAD: &str = "{\n  \"check\": \"";
 
-/// The bytes of a file.
+/// Returns the bytes of a file.
 pub(crate) fn encode(tuned: &Tuned) -> Result<Vec<u8>, serde_json::Error> {
     let body = serde_json::to_string_pretty(tuned)? + "\n";
     let body = body.strip_prefix("{\n").unwrap_or(&body);
     Ok(format!("{HEAD}{}\",\n{body}", hash_source(body)).into_bytes())
 }
 
-/// What a hash stands before, if it is that of the rest.
+/// Returns the content after the hash, if the hash is right.
 fn checked(bytes: &[u8]) -> Option<String> {
     let text = std::str::from_utf8(bytes).ok()?;
     let (hash, body) = text.strip_prefix(HEAD)?.split_once("\",\n")?;
     (hash == hash_source(body)).then(|| format!("{{\n{body}"))
 }
 
-/// The bytes as a tuning. Sizes steer what is launched, so a file whose bytes are not
-/// those that were written is none.
+/// Reads a tuning. Sizes steer launches, so a file is rejected unless its bytes are those that were
+/// written.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
     if bytes.len() > LARGEST {
         return Err(Unread::Damaged("too long for a tuning".to_string()));
     }
     let Some(text) = checked(bytes) else {
+        // The former format had no checksum, so it is recognized by its fields.
         let former = serde_json::from_slice::<Former>(bytes).is_ok();
         let reason = "its bytes do not have the hash that it names";
         return Err(if former {
@@ -163,23 +165,23 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
     }
 }
 
-/// Whether the text is hexadecimal digits: files are named after it, so a path
-/// in its place would lead out of the store.
+/// Returns true for hexadecimal digits. They become file names, so a path in their place would lead
+/// out of the store.
 fn is_hash(text: &str) -> bool {
     let digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
     !text.is_empty() && text.bytes().all(digit)
 }
 
 impl Store {
-    /// Whether there are tunings of this target at all.
+    /// Returns true if there is any tuning for this target.
     pub fn has_tunings(&self, target: Target) -> bool {
         let prefix = format!("{}.", target.file_name());
         !self.tuning_files(&prefix).is_empty()
     }
 
-    /// The tuning of a layer, named by [`Tuned::layer`], on a machine. One that
-    /// is damaged, unreadable or another's is told to `tracing` and not there.
-    pub fn tuned(&self, target: Target, layer: &str, machine: &Machine) -> Option<Tuned> {
+    /// Returns the tuning of a layer, named by [`Tuned::layer`], on a machine. One that is damaged,
+    /// unreadable or foreign is reported to `tracing` and counts as absent.
+    pub fn tuned(&self, target: Target, layer: &str, machine: &TunedMachine) -> Option<Tuned> {
         self.off_is_none()?;
         let path = self.tuned_dir().join(file_name(target, layer, machine));
         let found = self.read_tuned(&path)?;
@@ -192,26 +194,27 @@ impl Store {
         }
     }
 
-    /// The tunings of a layer on all machines.
+    /// Returns the tunings of a layer on all machines.
     pub fn tunings_of(&self, target: Target, layer: &str) -> Vec<Tuned> {
         let all = self.read_all(&prefix(target, layer)).into_iter();
+        // Another layer may share the first 16 digits.
         all.filter(|tuned| tuned.layer == layer).collect()
     }
 
-    /// Every tuning that can be read.
+    /// Returns every readable tuning.
     pub fn tunings(&self) -> Vec<Tuned> {
         self.read_all("")
     }
 
-    /// Keeps a tuning in place of the one of the same layer and machine; the
-    /// file.
+    /// Keeps a tuning, replacing that of the same layer and machine. Returns its file.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`] if the file cannot be written.
     pub fn keep_tuned(&self, tuned: &Tuned) -> Result<PathBuf, StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
         }
+        // The layer becomes a part of the file name.
         if !is_hash(&tuned.layer) {
             let reason = "the layer of a tuning is a hash";
             let error = Error::new(ErrorKind::InvalidInput, reason);
@@ -234,11 +237,10 @@ impl Store {
         Ok(path)
     }
 
-    /// Whether a tuning could be kept now, which is worth knowing before it is
-    /// measured.
+    /// Checks that a tuning could be kept now; call it before you spend time measuring one.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`] if the directory cannot be written to.
     pub fn can_keep_tunings(&self) -> Result<(), StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
@@ -271,7 +273,7 @@ impl Store {
         all.collect()
     }
 
-    /// Files of tunings that begin so, in the order of their names.
+    /// Returns the tuning files whose names start with `prefix`, sorted.
     fn tuning_files(&self, prefix: &str) -> Vec<PathBuf> {
         if self.off_is_none().is_none() {
             return Vec::new();
@@ -315,7 +317,7 @@ mod tests {
 
     #[test]
     fn a_foreign_tuning_says_whose_it_is() {
-        let machine = |threads| Machine {
+        let machine = |threads| TunedMachine {
             name: "A CPU".to_string(),
             threads,
         };

@@ -1,27 +1,27 @@
-//! Looking after a store: list, verify, prune.
+//! Maintenance of a store: list, verify, prune.
 
 use crate::layout::{Found, Kind};
-use crate::{KernelInfo, Key, Store, format, lock, store};
+use crate::{KernelInfo, KernelKey, Store, format, lock, store};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-/// A kernel of a store.
+/// A kernel in a listing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     /// Its key.
-    pub key: Key,
-    /// What it is.
+    pub key: KernelKey,
+    /// Its description.
     pub info: KernelInfo,
     /// Its file.
     pub path: PathBuf,
     /// Bytes of the file.
     pub bytes: u64,
-    /// When it was written or, within a day, last used.
+    /// The time it was written or last used, to within a day.
     pub used: SystemTime,
 }
 
-/// What to do with bad entries.
+/// The treatment of bad entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnBad {
     /// Only report them.
@@ -30,56 +30,55 @@ pub enum OnBad {
     Remove,
 }
 
-/// What a check of every kernel found.
+/// The result of checking every kernel.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Verified {
-    /// Kernels whose contents match their hash.
+    /// The number of kernels whose contents match their hash.
     pub good: usize,
-    /// The others.
+    /// The damaged entries.
     pub bad: Vec<Bad>,
-    /// Unfinished files that killed processes left; harmless, see
-    /// [`Store::prune`].
+    /// The number of unfinished files of killed processes; harmless, see [`Store::prune`].
     pub leftovers: usize,
 }
 
-/// An entry that is damaged.
+/// A damaged entry.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bad {
     /// Its file.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// The damage.
     pub reason: String,
     /// Whether it was removed.
     pub removed: bool,
 }
 
-/// What may stay. Kernels used longest ago go first.
+/// The limits that pruning enforces. The least recently used kernels go first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PruneRule {
-    /// At most this many bytes, if any; sources count.
+    /// The most bytes to keep, sources included.
     pub max_bytes: Option<u64>,
-    /// Only kernels used within this time, if any.
+    /// The longest time since a kernel's last use.
     pub max_age: Option<Duration>,
 }
 
-/// What was pruned.
+/// The result of pruning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pruned {
-    /// Kernels removed.
+    /// The number of kernels removed.
     pub removed: usize,
-    /// Bytes freed, leftovers among them.
+    /// The bytes freed, leftovers included.
     pub freed: u64,
-    /// Kernels kept.
+    /// The number of kernels kept.
     pub kept: usize,
-    /// Their bytes.
+    /// The bytes kept.
     pub kept_bytes: u64,
 }
 
-/// Unfinished files younger than this may still be written to.
+/// The age below which an unfinished file may still be in use by its writer.
 const WRITING: Duration = Duration::from_secs(60 * 60);
 
 impl Store {
-    /// Every good kernel, by target and name.
+    /// Returns every good kernel, sorted by target and name.
     pub fn list(&self) -> Vec<Listed> {
         let files = self.layout.scan();
         let mut list: Vec<Listed> = files.iter().filter_map(listed).collect();
@@ -110,8 +109,8 @@ impl Store {
         verified
     }
 
-    /// Removes kernels until the rule holds, and what killed processes left.
-    /// Touches no file that is not the store's own.
+    /// Removes kernels until the rule holds, and the leftovers of killed processes. Touches only
+    /// the store's own files.
     pub fn prune(&self, rule: &PruneRule) -> Pruned {
         let files = self.layout.scan();
         let now = SystemTime::now();
@@ -123,6 +122,8 @@ impl Store {
         kernels.sort_by(|a, b| b.used.cmp(&a.used).then(a.key.cmp(&b.key)));
         let mut newer = 0;
         for kernel in kernels {
+            // The most recently used kernels come first, so this is the size of all that are at
+            // least as recent.
             newer += kernel.bytes;
             let stays = rule.max_bytes.is_none_or(|max| newer <= max)
                 && rule.max_age.is_none_or(|max| age(kernel.used, now) <= max);
@@ -138,7 +139,7 @@ impl Store {
     }
 }
 
-fn order(listed: &Listed) -> (String, &str, Key) {
+fn order(listed: &Listed) -> (String, &str, KernelKey) {
     (
         listed.info.target.to_string(),
         &listed.info.name,
@@ -161,7 +162,7 @@ fn listed(file: &Found) -> Option<Listed> {
     })
 }
 
-fn check(key: &Key, file: &Found) -> Result<KernelInfo, String> {
+fn check(key: &KernelKey, file: &Found) -> Result<KernelInfo, String> {
     let bytes = store::peek(&file.path).map_err(|error| error.to_string())?;
     format::decode(key, bytes).map(|stored| stored.info)
 }
@@ -171,12 +172,12 @@ fn age(used: SystemTime, now: SystemTime) -> Duration {
 }
 
 struct Sized {
-    key: Key,
+    key: KernelKey,
     bytes: u64,
     used: SystemTime,
 }
 
-/// Kernels with the bytes of their sources.
+/// Returns the kernels with the sizes of their sources added.
 fn sizes(files: &[Found]) -> Vec<Sized> {
     let mut sources = HashMap::new();
     for file in files {
@@ -198,20 +199,21 @@ fn sizes(files: &[Found]) -> Vec<Sized> {
     files.iter().filter_map(sized).collect()
 }
 
-/// Removes unfinished files, abandoned locks and sources without a kernel;
-/// returns their bytes.
+/// Removes unfinished files, abandoned locks and sources without a kernel. Returns their bytes.
 fn sweep(files: &[Found], now: SystemTime) -> u64 {
     let kernel = |file: &Found| match file.kind {
         Kind::Kernel(key) => Some(key),
         _ => None,
     };
-    let kernels: HashSet<Key> = files.iter().filter_map(kernel).collect();
+    let kernels: HashSet<KernelKey> = files.iter().filter_map(kernel).collect();
     let old = |file: &Found| {
         let used = file.meta.modified().unwrap_or(now);
         age(used, now) > WRITING
     };
     let goes = |file: &&Found| match file.kind {
         Kind::Kernel(_) => false,
+        // The source is written after its kernel, so a young one may belong to a kernel written
+        // since the scan.
         Kind::Source(key) => !kernels.contains(&key) && old(file),
         Kind::Temporary => old(file),
         Kind::Lock => lock::is_abandoned(&file.path),

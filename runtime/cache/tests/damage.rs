@@ -1,13 +1,13 @@
-//! Files that are not what they were, and disks that do not take any.
+//! Damaged files, and disks that refuse writes.
 
 use crate::common::{artifact, kernel_path, key, request, source, stored};
-use moesaic_cache::{OnBad, Origin, Store};
+use moesaic_cache::{KernelOrigin, OnBad, Store};
 use std::fs;
 use std::path::Path;
 
 const BYTES: usize = 3000;
 
-/// A store with one kernel, and the kernel's file.
+/// Returns a store with one kernel, and the kernel's file.
 fn one(dir: &Path) -> (Store, Vec<u8>) {
     let store = Store::open(dir);
     let source = source("dispatch");
@@ -94,14 +94,14 @@ fn a_damaged_kernel_is_compiled_again_and_healed() {
             .get_or_compile(&request(&source), compile)
             .unwrap()
             .origin,
-        Origin::Compiled
+        KernelOrigin::Compiled
     );
     assert_eq!(
         store
             .get_or_compile(&request(&source), compile)
             .unwrap()
             .origin,
-        Origin::Store
+        KernelOrigin::Store
     );
     assert_eq!(store.verify(OnBad::Report).good, 1);
 }
@@ -116,7 +116,7 @@ fn verify_removes_only_when_told() {
     assert_eq!(store.verify(OnBad::Report), Default::default());
 }
 
-/// A fetch from a store that cannot write works, says so, and counts it.
+/// Checks that a fetch from a store that cannot write works, reports the failure, and counts it.
 fn works_without(store: &Store, words: &str) {
     let source = source("dispatch");
     let fetched = store.get_or_compile(&request(&source), || Ok(artifact("dispatch", BYTES)));
@@ -131,7 +131,7 @@ fn works_without(store: &Store, words: &str) {
     assert_eq!(store.verify(OnBad::Report).good + store.list().len(), 0);
 }
 
-/// Nor can it remember facts.
+/// Checks that such a store cannot remember facts either.
 fn forgets(store: &Store) {
     assert!(store.remember("fact", &1).is_err());
     assert_eq!(store.fact::<u32>("fact"), None);
@@ -147,7 +147,7 @@ fn a_cache_below_a_file_fails_softly() {
     forgets(&store);
 }
 
-/// Writing is forbidden to root too in /proc.
+/// In /proc even root cannot write.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_read_only_place_fails_softly() {

@@ -1,4 +1,4 @@
-//! Tests of the store, one binary: each that is linked costs seconds.
+//! Tests of the store in one binary, because linking each binary costs seconds.
 
 mod common;
 mod damage;

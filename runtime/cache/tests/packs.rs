@@ -1,4 +1,4 @@
-//! Packs: there and back, and what is refused.
+//! Packs: round trips, and refused packs.
 
 use crate::common::{files, kernel_path, key, source, stored};
 use flate2::Compression;
@@ -19,7 +19,7 @@ fn filled(dir: &Path, names: &[&str]) -> Store {
     store
 }
 
-/// A store with three kernels and a pack of them.
+/// Returns a pack of three kernels.
 fn packed(dir: &Path) -> PathBuf {
     let pack = dir.join("pack.tar.gz");
     let exported = filled(&dir.join("from"), &["a", "b", "c"])
@@ -32,7 +32,7 @@ fn packed(dir: &Path) -> PathBuf {
     pack
 }
 
-/// Imports a pack that must be refused; the store stays as empty as it was.
+/// Imports a pack that must be refused, and checks that the store stays empty.
 fn refused(dir: &Path, pack: &Path) -> String {
     let to = dir.join("to");
     let error = Store::open(&to).import(pack).unwrap_err().to_string();
@@ -40,12 +40,12 @@ fn refused(dir: &Path, pack: &Path) -> String {
     error
 }
 
-/// A pack with these members.
+/// Writes a pack with these members.
 fn forge(path: &Path, members: &[(&str, tar::EntryType, &[u8])]) {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     for (name, kind, bytes) in members {
         let mut header = tar::Header::new_gnu();
-        // The tar crate refuses to write names that lead upwards.
+        // Written by hand, because the tar crate refuses names that lead upwards.
         header.as_gnu_mut().unwrap().name[..name.len()].copy_from_slice(name.as_bytes());
         header.set_entry_type(*kind);
         header.set_size(bytes.len() as u64);
@@ -162,7 +162,7 @@ fn a_pack_with_a_flipped_bit_is_refused_whole() {
     let dir = tempfile::tempdir().unwrap();
     let pack = packed(dir.path());
     let bytes = fs::read(&pack).unwrap();
-    // The first 10 bytes are gzip's header, whose time and system say nothing.
+    // The first 10 bytes are gzip's header, whose time and system fields do not matter.
     for at in (10..bytes.len()).step_by(bytes.len() / 60) {
         let mut bad = bytes.clone();
         bad[at] ^= 1 << (at % 8);
@@ -273,7 +273,7 @@ fn what_is_no_pack_is_named() {
 fn a_store_that_cannot_write_imports_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let pack = packed(dir.path());
-    // The store's own directory is fine, one kernel's place is taken.
+    // The store's own directory works, but a directory blocks one kernel's file.
     let to = dir.path().join("to");
     let place = kernel_path(&to, &key(&source("c")));
     fs::create_dir_all(place.join("x")).unwrap();
@@ -285,7 +285,7 @@ fn a_store_that_cannot_write_imports_nothing() {
     assert_eq!(Store::open(&to).list(), []);
 }
 
-/// Names of members are read before anything else is known of them.
+/// Member names are read before anything else is known about them, so their length must be bounded.
 #[test]
 fn a_name_without_end_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -309,7 +309,7 @@ fn a_name_without_end_is_refused() {
     assert!(error.contains("`x` is not a file of a pack"), "{error}");
 }
 
-/// A tuning's file is named after its layer, which a pack's author chooses.
+/// A tuning's file is named after its layer, which the author of a pack chooses.
 #[test]
 fn a_tuning_whose_layer_is_a_path_is_refused() {
     let dir = tempfile::tempdir().unwrap();

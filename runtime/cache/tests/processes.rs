@@ -1,8 +1,8 @@
-//! Several processes on one store, killed ones among them. The children are
-//! this test binary again, running only [`child`].
+//! Several processes on one store, some of them killed. The children are this test binary again,
+//! running only [`child`].
 
 use crate::common::{artifact, key, request, source, stored};
-use moesaic_cache::{OnBad, Origin, PruneRule, Store};
+use moesaic_cache::{KernelOrigin, OnBad, PruneRule, Store};
 use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -22,7 +22,7 @@ fn spawn(role: &str, dir: &Path) -> Child {
         .unwrap()
 }
 
-/// The part of a child process; in the test's own process it has no role.
+/// Plays the part of a child process. In the test's own process it does nothing.
 #[test]
 fn child() {
     let Ok(role) = std::env::var(ROLE) else {
@@ -38,7 +38,7 @@ fn child() {
     }
 }
 
-/// Fetches a few kernels; every compile leaves a line in a file.
+/// Fetches a few kernels, and adds a line to a file for every compile.
 fn race(dir: &Path) {
     let store = Store::open(dir.join("cache"));
     for i in 0..3 {
@@ -58,7 +58,7 @@ fn race(dir: &Path) {
     }
 }
 
-/// Compiles, and never comes to an end.
+/// Starts a compile that never ends.
 fn hold(dir: &Path) {
     let store = Store::open(dir.join("cache"));
     let source = source("dispatch_0");
@@ -81,7 +81,7 @@ fn write_forever(dir: &Path) {
     }
 }
 
-/// Works with a store on a disk that takes 64 KiB per file and no more.
+/// Uses a store on a disk that takes at most 64 KiB per file.
 fn cramped(dir: &Path) {
     let limit = libc::rlimit {
         rlim_cur: 64 << 10,
@@ -100,7 +100,7 @@ fn cramped(dir: &Path) {
         .unwrap();
     assert_eq!(
         (fetched.origin, fetched.stored.artifact.binary.len()),
-        (Origin::Compiled, 100_000)
+        (KernelOrigin::Compiled, 100_000)
     );
     let trouble = fetched.trouble.unwrap().to_string();
     assert!(
@@ -147,8 +147,8 @@ fn sixteen_cold_processes_compile_each_kernel_once() {
     );
 }
 
-/// Those that wait for a process that is killed go on: one of them compiles. With their
-/// patience they would wait longer than any test may.
+/// When a compiling process is killed, the waiting ones go on and one of them compiles. Their
+/// patience is longer than a test may take, so a process that merely waited would fail it.
 #[test]
 fn a_process_killed_while_compiling_holds_nobody_up() {
     let dir = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ fn a_process_killed_while_compiling_holds_nobody_up() {
                 assert!(fetched.trouble.is_none());
             });
         }
-        // They wait, or are about to: nobody else may compile while the holder lives.
+        // Give the others time to wait: none may compile while the holder lives.
         std::thread::sleep(Duration::from_millis(50));
         assert_eq!(compiles.load(std::sync::atomic::Ordering::Relaxed), 0);
         holder.kill().unwrap();
@@ -206,8 +206,8 @@ fn a_process_killed_while_writing_leaves_whole_kernels_only() {
     assert_eq!(store.verify(OnBad::Report).bad, []);
 }
 
-/// A limit on file sizes stands in for a full disk: it fails in the middle of
-/// a write just so, and needs no privileges.
+/// A limit on file sizes stands in for a full disk: it fails in the middle of a write in the same
+/// way, without privileges.
 #[test]
 fn a_full_disk_stops_no_kernel() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! What a store keeps, finds, counts and refuses.
+//! The store's hits, misses, counters and refusals.
 
 use crate::common::{artifact, files, kernel_path, key, request, source, stored};
-use moesaic_cache::{FetchError, OnBad, Origin, PruneRule, Store};
+use moesaic_cache::{FetchError, KernelOrigin, OnBad, PruneRule, Store};
 use moesaic_target::CompileError;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -58,7 +58,7 @@ fn who_may_read_the_directory_may_read_its_kernels() {
         .unwrap();
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
     let kernel = kernel_path(dir.path(), &key(&source));
-    // The umask has its say.
+    // The umask also removes permissions, so compare with a file and a folder made here.
     let [file, folder] = ["file", "folder"].map(|name| dir.path().join(name));
     fs::write(&file, "").unwrap();
     fs::create_dir(&folder).unwrap();
@@ -84,7 +84,7 @@ fn a_directory_that_everybody_can_write_to_is_not_used() {
     let fetched = store
         .get_or_compile(&request(&source), || Ok(artifact("dispatch", 10)))
         .unwrap();
-    assert_eq!(fetched.origin, Origin::Compiled);
+    assert_eq!(fetched.origin, KernelOrigin::Compiled);
     assert!(fetched.trouble.is_some());
 }
 
@@ -124,7 +124,7 @@ fn threads_that_ask_for_one_kernel_compile_it_once() {
     let again = store
         .get_or_compile(&request(&source), || panic!("compiled again"))
         .unwrap();
-    assert_eq!(again.origin, Origin::Store);
+    assert_eq!(again.origin, KernelOrigin::Store);
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn a_compile_error_reaches_every_thread_and_is_not_kept() {
     let fetched = store
         .get_or_compile(&request(&source), || Ok(artifact("dispatch", 5)))
         .unwrap();
-    assert_eq!(fetched.origin, Origin::Compiled);
+    assert_eq!(fetched.origin, KernelOrigin::Compiled);
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn a_compile_that_panics_leaves_the_store_usable() {
         .unwrap();
     assert_eq!(
         (fetched.origin, fetched.trouble.is_none()),
-        (Origin::Compiled, true)
+        (KernelOrigin::Compiled, true)
     );
 }
 
@@ -192,7 +192,7 @@ fn a_lock_that_is_never_released_only_delays() {
     let fetched = store
         .get_or_compile(&request(&source), || Ok(artifact("dispatch", 5)))
         .unwrap();
-    assert_eq!(fetched.origin, Origin::Compiled);
+    assert_eq!(fetched.origin, KernelOrigin::Compiled);
     assert!(store.get(&key(&source)).is_some());
 }
 
@@ -229,7 +229,7 @@ fn facts_are_remembered_by_name_and_type() {
     assert_eq!(store.fact::<String>(name), None);
 }
 
-/// Puts kernels of 1000 bytes and more, the i-th used i days ago.
+/// Puts kernels of 1000 bytes and more, the i-th one last used i days ago.
 fn aged(store: &Store, count: usize) {
     for i in 0..count {
         let source = source(&format!("dispatch_{i}"));
@@ -274,7 +274,7 @@ fn pruning_keeps_what_was_used_last() {
         max_bytes: None,
     });
     assert_eq!((pruned.removed, pruned.kept), (2, 3));
-    // A hit counts as use, so the oldest survives.
+    // A hit counts as use, so the oldest kernel survives.
     assert!(store.get(&key(&source("dispatch_2"))).is_some());
     let room = store.prune(&PruneRule::default()).kept_bytes / 3;
     let pruned = store.prune(&PruneRule {
@@ -337,7 +337,7 @@ fn two_format_versions_live_side_by_side() {
         newer.join("ab").join(of("dispatch_0").file_name().unwrap()),
     )
     .unwrap();
-    // A file of the next format under this version's name is a miss.
+    // A file of the next format version under this version's name is a miss.
     let mut bytes = fs::read(of("dispatch_1")).unwrap();
     bytes[8] = 2;
     fs::write(of("dispatch_1"), bytes).unwrap();

@@ -1,15 +1,15 @@
-//! Tunings in a store: there and back, damaged, foreign, and in packs.
+//! Tunings in a store: round trips, damage, foreign tunings, and packs.
 
 use crate::common::{key, source, stored};
-use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
+use moesaic_cache::{Bucket, Store, Tuned, TunedMachine, hash_source};
 use moesaic_kernel::Target;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-fn machine(threads: u32) -> Machine {
+fn machine(threads: u32) -> TunedMachine {
     let name = "A CPU / with: odd \"names\"".to_string();
-    Machine { name, threads }
+    TunedMachine { name, threads }
 }
 
 fn target() -> Target {
@@ -50,7 +50,7 @@ fn a_tuning_is_found_by_layer_and_machine() {
     assert!(!store.has_tunings(target()), "trying leaves nothing");
     store.keep_tuned(&tuned(2, &[])).unwrap();
     store.keep_tuned(&tuned(4, &[])).unwrap();
-    // JSON may lose the last bit of a number.
+    // Compare with a tolerance, because JSON may lose the last bit of a number.
     let mut found = find(&store, 2).unwrap();
     for bucket in &mut found.buckets {
         assert!((bucket.gain - 1.0 / 0.937).abs() < 1e-12);
@@ -62,7 +62,7 @@ fn a_tuning_is_found_by_layer_and_machine() {
     let layer = hash_source("the layer");
     assert_eq!(store.tunings_of(target(), &layer).len(), 2);
     assert_eq!(store.tunings_of(target(), &hash_source("other")), []);
-    // The last one that is kept counts.
+    // The tuning kept last replaces the earlier one.
     let better = Tuned {
         buckets: Vec::new(),
         ..tuned(2, &[])
@@ -173,7 +173,7 @@ fn a_pack_has_the_tunings_whose_kernels_it_has() {
     let to = dir.path().join("to");
     let (added, all) = import(&pack, &to);
     assert_eq!((added, all.len(), all[0].machine.threads), (1, 1, 2));
-    // One's own stays.
+    // An import does not replace the store's own tuning.
     let own = Tuned {
         name: "own".to_string(),
         ..tuned(2, &[])
@@ -181,12 +181,12 @@ fn a_pack_has_the_tunings_whose_kernels_it_has() {
     Store::open(&to).keep_tuned(&own).unwrap();
     let (added, all) = import(&pack, &to);
     assert_eq!((added, all[0].name.as_str()), (0, "own"));
-    // Without all of its kernels it stays at home.
+    // A tuning is not exported without all of its kernels.
     let only_a = |kernel: &moesaic_cache::Listed| kernel.info.name == "a";
     assert_eq!(store.export(&pack, only_a).unwrap().tunings, 0);
 }
 
-/// A file of a version that had the same sizes for all numbers of tokens.
+/// Returns a file of the version that had the same sizes for all numbers of tokens.
 fn former() -> String {
     let mut file = serde_json::to_value(tuned(2, &["a"])).unwrap();
     let fields = file.as_object_mut().unwrap();
@@ -210,7 +210,7 @@ fn an_old_tuning_is_passed_over_and_replaced() {
     store.export(&pack, |_| true).unwrap();
     fs::write(&path, former()).unwrap();
     assert_eq!(find(&store, 2), None);
-    // A pack may bring a new one.
+    // A pack may bring the tuning in the new format.
     assert_eq!(store.import(&pack).unwrap().tunings, 1);
     assert!(find(&store, 2).is_some());
 }
@@ -237,7 +237,7 @@ fn a_pack_of_an_older_version_brings_its_kernels() {
     assert_eq!(Store::open(&to).list().len(), 1);
 }
 
-/// A pack whose members are changed.
+/// Returns a pack whose members were changed.
 fn rewritten(pack: &Path, change: impl Fn(&str, Vec<u8>) -> Vec<u8>) -> Vec<u8> {
     let file = fs::File::open(pack).unwrap();
     let mut from = tar::Archive::new(flate2::read::GzDecoder::new(file));
@@ -267,7 +267,7 @@ fn a_failed_import_takes_tunings_back() {
     store.keep_tuned(&tuned(2, &["a"])).unwrap();
     store.keep_tuned(&tuned(3, &["a"])).unwrap();
     store.export(&pack, |_| true).unwrap();
-    // The second tuning's place is taken.
+    // A directory blocks the second tuning's file.
     let to = Store::open(dir.path().join("to"));
     let names = |store: &Store| {
         let files = fs::read_dir(store.dir().join("v1/tuned"))

@@ -5,7 +5,7 @@ mod mpi_ranks;
 mod nccl_fake;
 mod support;
 
-use moesaic_toolchain::testing::{Launcher, mpich, open_mpi};
+use moesaic_toolchain::testing::{MpiLauncher, mpich, open_mpi};
 use std::process::Output;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ trait Cases {
     fn fail(&self, ranks: usize, case: &str, survivors: &[usize]) -> String;
 }
 
-impl Cases for Launcher {
+impl Cases for MpiLauncher {
     fn start(&self, ranks: usize, case: &str) -> (Output, Duration) {
         let start = Instant::now();
         let output = self
@@ -70,7 +70,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&both).into_owned()
 }
 
-fn every_operation(launcher: &Launcher, version: &str) {
+fn every_operation(launcher: &MpiLauncher, version: &str) {
     for ranks in [1, 2, 4] {
         let text = launcher.run(ranks, "operations");
         assert_eq!(text.matches("did every operation").count(), ranks, "{text}");
@@ -78,7 +78,7 @@ fn every_operation(launcher: &Launcher, version: &str) {
     }
 }
 
-fn failures(launcher: &Launcher) {
+fn failures(launcher: &MpiLauncher) {
     let late = launcher.fail(3, "late", &[0, 1]);
     for words in [
         "operation 1 `all_to_all` (dispatch), phase `exchange`",
@@ -147,7 +147,7 @@ fn a_killed_rank_ends_the_job() {
 
 #[test]
 fn another_launchers_library_is_refused() {
-    let wrong = Launcher {
+    let wrong = MpiLauncher {
         library: open_mpi().library,
         ..mpich()
     };
@@ -158,7 +158,7 @@ fn another_launchers_library_is_refused() {
 /// MPICH's library ends the process itself there, so it is never asked to begin.
 #[test]
 fn under_open_mpi_another_library_is_refused_before_it_begins() {
-    let wrong = Launcher {
+    let wrong = MpiLauncher {
         library: mpich().library,
         ..open_mpi()
     };

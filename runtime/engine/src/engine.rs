@@ -7,7 +7,7 @@ use crate::layer::{Layer, check_size, check_spec};
 use crate::memory::passing_tensors;
 use crate::texts::Texts;
 use crate::tuned::Untuned;
-use moesaic_cache::Machine;
+use moesaic_cache::TunedMachine;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
 use moesaic_plan::{CacheClass, PlanOptions, Recompute, Tilings, Training, plan};
@@ -87,9 +87,9 @@ impl Engine {
     }
 
     /// The machine, as tunings name it.
-    pub fn machine(&self) -> Machine {
+    pub fn machine(&self) -> TunedMachine {
         let info = self.device.info();
-        Machine {
+        TunedMachine {
             name: info.name.clone(),
             threads: info.units,
         }

@@ -2,7 +2,9 @@
 
 use crate::error::EngineError;
 use crate::parallel::parallel;
-use moesaic_cache::{FetchError, Key, KeyParts, Origin, Request, Store, hash_source};
+use moesaic_cache::{
+    FetchError, KernelKey, KernelOrigin, KernelRequest, KeyParts, Store, hash_source,
+};
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, DeviceError, Module};
 use std::collections::HashMap;
@@ -48,7 +50,7 @@ pub(crate) struct Jit {
     builder: Builder,
     /// Nothing is compiled: the engine says so, its store, or the lack of a compiler.
     strict: bool,
-    slots: Mutex<HashMap<Key, Slot>>,
+    slots: Mutex<HashMap<KernelKey, Slot>>,
     in_memory: AtomicU64,
     from_store: AtomicU64,
     compiled: AtomicU64,
@@ -89,7 +91,7 @@ impl Jit {
     /// neither loaded nor stored is compiled, on all cores.
     pub fn modules(&self, sources: &[&KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
         let fingerprint = self.builder.fingerprint(self.target);
-        let jobs: Vec<(&KernelSource, Key)> = sources
+        let jobs: Vec<(&KernelSource, KernelKey)> = sources
             .iter()
             .map(|source| (*source, self.builder.key(source, &fingerprint)))
             .collect();
@@ -123,7 +125,7 @@ impl Jit {
         sources.all(has)
     }
 
-    fn slot(&self, key: &Key) -> Slot {
+    fn slot(&self, key: &KernelKey) -> Slot {
         lock(&self.slots).entry(*key).or_default().clone()
     }
 
@@ -131,7 +133,7 @@ impl Jit {
     fn at_hand(
         &self,
         source: &KernelSource,
-        key: &Key,
+        key: &KernelKey,
     ) -> Result<Option<Arc<dyn Module>>, EngineError> {
         let slot = self.slot(key);
         let mut slot = lock(&slot);
@@ -145,7 +147,7 @@ impl Jit {
     }
 
     /// The module, compiled unless another thread was faster.
-    fn make(&self, source: &KernelSource, key: &Key) -> Result<Arc<dyn Module>, EngineError> {
+    fn make(&self, source: &KernelSource, key: &KernelKey) -> Result<Arc<dyn Module>, EngineError> {
         let slot = self.slot(key);
         let mut slot = lock(&slot);
         if let Some(module) = &*slot {
@@ -186,7 +188,7 @@ pub(crate) struct Builder {
     pub options: CompileOptions,
     /// Without a compiler there is no fingerprint and so no key: any build of
     /// the same text for the same target will do. Filled when first needed.
-    pub by_source: OnceLock<HashMap<(Target, String), Key>>,
+    pub by_source: OnceLock<HashMap<(Target, String), KernelKey>>,
 }
 
 impl Builder {
@@ -211,8 +213,8 @@ impl Builder {
     }
 
     /// The key of a source under a compiler fingerprint.
-    pub fn key(&self, source: &KernelSource, fingerprint: &str) -> Key {
-        Key::new(&KeyParts {
+    pub fn key(&self, source: &KernelSource, fingerprint: &str) -> KernelKey {
+        KernelKey::new(&KeyParts {
             target: source.target,
             config: &source.config,
             source: &source.text,
@@ -222,7 +224,7 @@ impl Builder {
     }
 
     /// The artifact, if the store has it.
-    pub fn stored(&self, source: &KernelSource, key: &Key) -> Option<Artifact> {
+    pub fn stored(&self, source: &KernelSource, key: &KernelKey) -> Option<Artifact> {
         let store = self.store.as_ref()?;
         match &self.compiler {
             Some(_) => Some(store.get(key)?.artifact),
@@ -230,7 +232,7 @@ impl Builder {
         }
     }
 
-    fn same_source(&self, store: &Store, source: &KernelSource) -> Option<&Key> {
+    fn same_source(&self, store: &Store, source: &KernelSource) -> Option<&KernelKey> {
         let index = self.by_source.get_or_init(|| {
             let kernels = store.list().into_iter();
             kernels
@@ -241,7 +243,11 @@ impl Builder {
     }
 
     /// The artifact, and whether it had to be compiled.
-    pub fn build(&self, source: &KernelSource, key: &Key) -> Result<(Artifact, bool), EngineError> {
+    pub fn build(
+        &self,
+        source: &KernelSource,
+        key: &KernelKey,
+    ) -> Result<(Artifact, bool), EngineError> {
         let Some(compiler) = &self.compiler else {
             let stored = self.stored(source, key).map(|artifact| (artifact, false));
             return stored.ok_or_else(|| not_cached(source));
@@ -250,7 +256,7 @@ impl Builder {
         let Some(store) = &self.store else {
             return Ok((compile().map_err(Arc::new)?, true));
         };
-        let request = Request {
+        let request = KernelRequest {
             key: *key,
             source,
             spec: None,
@@ -258,7 +264,7 @@ impl Builder {
         match store.get_or_compile(&request, compile) {
             Ok(fetched) => Ok((
                 fetched.stored.artifact.clone(),
-                fetched.origin == Origin::Compiled,
+                fetched.origin == KernelOrigin::Compiled,
             )),
             Err(FetchError::Compile(error)) => Err(error.into()),
             Err(_) => Err(not_cached(source)),

@@ -8,7 +8,7 @@ use crate::memory::Buffers;
 use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Buffer, Device, Ptr};
-use moesaic_tensor::{Tensor, WeightSource, check_kind};
+use moesaic_tensor::{Tensor, TensorKind, WeightSource, check_kind};
 use std::ops::Range;
 
 /// Bytes of a weight that are read together: work for all threads, and little beside
@@ -115,7 +115,11 @@ impl<'a> Weight<'a> {
         let (found, sizes) = source.describe(&tensor.name).ok_or_else(|| {
             weight.problem(format!("is missing, expected {dtype} of shape {shape:?}"))
         })?;
-        let same = check_kind((found, &sizes), (dtype, shape));
+        let found = TensorKind {
+            dtype: found,
+            shape: &sizes,
+        };
+        let same = check_kind(found, TensorKind { dtype, shape });
         same.map_err(|problem| weight.problem(problem))?;
         Ok(weight)
     }

@@ -5,7 +5,7 @@ use crate::error::EngineError;
 use crate::jit::Builder;
 use crate::layer::check_spec;
 use crate::parallel::{cores, parallel_on};
-use moesaic_cache::{Key, Store};
+use moesaic_cache::{KernelKey, Store};
 use moesaic_collectives::nccl::Kernels;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
@@ -105,7 +105,7 @@ pub struct Row {
     /// The target.
     pub target: Target,
     /// The kernel's key in the store.
-    pub key: Key,
+    pub key: KernelKey,
     /// How it went.
     pub outcome: Outcome,
 }
@@ -158,7 +158,7 @@ pub fn precompile_on(
     progress: &(dyn Fn(Event<'_>) + Sync),
 ) -> Result<Vec<Row>, EngineError> {
     let mut seen = HashSet::new();
-    let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
+    let mut kernels: Vec<(&Job, KernelSource, KernelKey, Builder)> = Vec::new();
     for job in jobs {
         check_spec(&job.spec)?;
         for source in sources(job)? {
@@ -264,7 +264,7 @@ fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, E
     Ok(kinds.into_values().collect())
 }
 
-fn outcome(builder: &Builder, source: &KernelSource, key: &Key) -> Outcome {
+fn outcome(builder: &Builder, source: &KernelSource, key: &KernelKey) -> Outcome {
     match builder.build(source, key) {
         Ok((artifact, compiled)) => {
             let bytes = artifact.binary.len() as u64;

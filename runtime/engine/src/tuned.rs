@@ -1,7 +1,7 @@
 //! Tunings of layers: found in the store, and used where they fit.
 
 use crate::error::EngineError;
-use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
+use moesaic_cache::{Bucket, Store, Tuned, TunedMachine, hash_source};
 use moesaic_emit::emit;
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
 use std::sync::OnceLock;
@@ -60,7 +60,7 @@ impl Untuned {
     ///
     /// # Errors
     /// When a plan of it cannot be made or emitted.
-    pub fn tuned(&self, found: &[Measured], machine: Machine) -> Result<Tuned, EngineError> {
+    pub fn tuned(&self, found: &[Measured], machine: TunedMachine) -> Result<Tuned, EngineError> {
         let buckets = found.iter().map(|one| self.bucket(one));
         let mut buckets = buckets.collect::<Result<Vec<Bucket>, EngineError>>()?;
         buckets.sort_by_key(|bucket| bucket.tokens);
@@ -85,7 +85,7 @@ impl Untuned {
     }
 
     /// The tuning that was kept for a machine.
-    pub fn on(&self, store: &Store, machine: &Machine) -> Option<TunedPlans> {
+    pub fn on(&self, store: &Store, machine: &TunedMachine) -> Option<TunedPlans> {
         let tuned = store.tuned(self.plan.target, &self.digest, machine)?;
         self.fitting(tuned)
     }

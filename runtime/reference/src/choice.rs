@@ -1,4 +1,4 @@
-//! Selections that look at more than one token's order of logits.
+//! Selections that depend on more than the order of one token's logits.
 
 use crate::Input;
 use crate::gate::scores_row;
@@ -6,7 +6,7 @@ use crate::math::{descending, softmax};
 use crate::{Weights, rank};
 use moesaic_spec::{Entropy, LayerSpec};
 
-/// Whether a token takes part in routing.
+/// Returns true if a token takes part in routing.
 pub(crate) fn live(spec: &LayerSpec, input: &Input, t: usize) -> bool {
     let mask = input
         .token_mask
@@ -15,29 +15,30 @@ pub(crate) fn live(spec: &LayerSpec, input: &Input, t: usize) -> bool {
     mask.is_none_or(|mask| mask[t] != 0)
 }
 
-/// Slots of a token that the call uses.
+/// Returns the number of slots per token that the call uses.
 pub(crate) fn active_k(spec: &LayerSpec, input: &Input) -> usize {
     let k = spec.shape.top_k;
     let given = input.active_k.filter(|_| spec.router.active_k);
     given.map_or(k, |active| active.min(k))
 }
 
-/// Temperature of a token by the entropy of its logits: `exp(a (2 h - 1))`
-/// with `h = H / ln E`.
+/// Returns the temperature of a token by the entropy of its logits: `exp(a (2 h - 1))` with
+/// `h = H / ln E`.
 pub(crate) fn temperature(entropy: &Entropy, logits: &[f64]) -> f64 {
     let share = spread(logits) / (logits.len() as f64).ln();
     (entropy.temperature * (2.0 * share - 1.0)).exp()
 }
 
-/// The entropy of the softmax.
+/// Returns the entropy of the softmax.
 fn spread(logits: &[f64]) -> f64 {
     let terms = softmax(logits);
+    // p ln p tends to 0, but 0 · ln 0 is NaN.
     let terms = terms.iter().filter(|p| **p != 0.0);
     -terms.map(|p| p * p.ln()).sum::<f64>()
 }
 
-/// Logits as selection and scores see them: divided by the temperature of
-/// their entropy, less the bias of the expert's load.
+/// Returns the logits that selection and scores see: divided by the temperature of their entropy,
+/// less the bias of the expert's load.
 pub(crate) fn guided(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> Vec<f64> {
     let Some(entropy) = &spec.router.entropy else {
         return logits.to_vec();
@@ -49,7 +50,7 @@ pub(crate) fn guided(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> Vec
     logits.iter().enumerate().map(of).collect()
 }
 
-/// From the gradient of guided logits to that of logits.
+/// Turns the gradient of guided logits into that of logits.
 pub(crate) fn guided_back(spec: &LayerSpec, logits: &[f64], dguided: &[f64]) -> Vec<f64> {
     let Some(entropy) = &spec.router.entropy else {
         return dguided.to_vec();
@@ -67,16 +68,17 @@ pub(crate) fn guided_back(spec: &LayerSpec, logits: &[f64], dguided: &[f64]) -> 
     p.iter().zip(dguided).map(of).collect()
 }
 
-/// Tokens that every expert takes: `int(share · T / E)`, but one at least and
-/// no more than there are. The share counts in units of 2⁻¹⁶.
+/// Returns the number of tokens that every expert takes: `int(share · T / E)`, at least one and at
+/// most all. The share counts in units of 2⁻¹⁶, as in the kernels.
 pub fn chosen_per_expert(share: f64, tokens: usize, experts: usize) -> usize {
+    // Integers, so that host and device agree for every T.
     let share = (share * 65536.0).round() as u128;
     let count = share * tokens as u128 / (65536 * experts as u128);
     (count as usize).max(1).min(tokens)
 }
 
-/// Expert choice: `ids [T, E]`, slot e of a token holding e if that expert
-/// took it and -1 otherwise. `logits` are guided.
+/// Returns the expert choice as `ids [T, E]`: slot e of a token holds e if that expert took it, and
+/// -1 otherwise. `logits` are guided.
 pub(crate) fn expert_choice(
     spec: &LayerSpec,
     input: &Input,
@@ -92,6 +94,7 @@ pub(crate) fn expert_choice(
     for e in 0..experts {
         let mut order: Vec<usize> = (0..tokens).filter(|&t| live(spec, input, t)).collect();
         let score = |t: usize| scores[t * experts + e];
+        // The sort is stable, so equal scores keep the order of tokens.
         order.sort_by(|&a, &b| descending(score(a), score(b)));
         let count = chosen_per_expert(share, tokens, experts);
         for t in order.into_iter().take(count) {
@@ -101,10 +104,11 @@ pub(crate) fn expert_choice(
     ids
 }
 
-/// What `exp(z - max)` is multiplied by, per expert, after `rounds` rounds of
-/// Sinkhorn's iteration: rows to 1 / tokens, columns to 1 / E (Megatron). Masked tokens and
-/// those whose exponentials are no numbers are none of its rows.
+/// Returns the factor on `exp(z - max)` per expert after `rounds` rounds of Sinkhorn's iteration:
+/// rows to 1 / tokens, columns to 1 / E (Megatron). Masked tokens and tokens with NaN exponentials
+/// are left out.
 pub(crate) fn balanced(spec: &LayerSpec, input: &Input, logits: &[f64], rounds: usize) -> Vec<f64> {
+    // Megatron's epsilon, which keeps empty columns finite.
     const FLOOR: f64 = 1e-8;
     let experts = spec.routed_experts();
     let rows: Vec<Vec<f64>> = logits
@@ -128,7 +132,7 @@ pub(crate) fn balanced(spec: &LayerSpec, input: &Input, logits: &[f64], rounds: 
     columns
 }
 
-/// `exp(z - max z)`.
+/// Returns `exp(z - max z)`.
 pub(crate) fn exponentials(logits: &[f64]) -> Vec<f64> {
     let top = logits[rank(logits)[0]];
     logits.iter().map(|z| (z - top).exp()).collect()

@@ -1,4 +1,4 @@
-//! Stems `grouped_gemm` and `combine`: what an expert computes, and the sum.
+//! Stems `grouped_gemm` and `combine`: the experts, and the weighted sum of their outputs.
 
 use crate::expression;
 use crate::math::{dot, erf, sigmoid};
@@ -16,7 +16,7 @@ struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// `W · x (+ b)` of one projection.
+    /// Returns `W · x (+ b)` of one projection.
     fn project(&self, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
         let matrix = self.slice(part, "weight");
         assert_eq!(
@@ -59,7 +59,7 @@ impl Parts<'_> {
     }
 }
 
-/// Whether the projection `part` has a bias.
+/// Returns true if the projection `part` has a bias.
 pub fn biased(biases: Biases, part: &str) -> bool {
     match part {
         "down" => biases.down(),
@@ -67,8 +67,7 @@ pub fn biased(biases: Biases, part: &str) -> bool {
     }
 }
 
-/// `φ(gate) · up` of a gated expert, `φ(up)` of a plain one, with clamp and
-/// offset.
+/// Returns `φ(gate) · up` for a gated expert, `φ(up)` for a plain one, with clamp and offset.
 pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
     match limited(experts, gate, up) {
         (Some(gate), up) => phi(experts, gate) * up,
@@ -76,7 +75,7 @@ pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
     }
 }
 
-/// `gate` and `up` clamped, and `up` with its offset.
+/// Returns `gate` and `up` clamped, and `up` with its offset.
 pub(crate) fn limited(experts: &Experts, gate: Option<f64>, up: f64) -> (Option<f64>, f64) {
     let limit = experts.clamp.unwrap_or(f64::INFINITY);
     // Comparisons instead of min and max, which would swallow a NaN.
@@ -100,8 +99,8 @@ fn phi(experts: &Experts, x: f64) -> f64 {
     }
 }
 
-/// One row through one routed expert, unweighted; identity experts return it,
-/// zero experts zeros.
+/// Runs one row through one routed expert, unweighted. Identity experts return it, zero experts
+/// return zeros.
 pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64]) -> Vec<f64> {
     if expert >= spec.shape.experts + spec.experts.identity {
         return vec![0.0; spec.expert_output_dim()];
@@ -118,7 +117,7 @@ pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64])
     parts.run(spec, spec.shape.hidden_dim, spec.expert_output_dim(), x)
 }
 
-/// One row through one shared expert, with its gate.
+/// Runs one row through one shared expert, with its gate.
 pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) -> Vec<f64> {
     let shared = &spec.shared[index];
     let prefix = format!("shared.{index}");
@@ -140,8 +139,8 @@ pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) 
     out.iter().map(|v| factor * v).collect()
 }
 
-/// The weights of the routed experts' sum and of the residual shared expert:
-/// the softmax of its two logits; 1 and 0 without one.
+/// Returns the weights of the routed experts' sum and of the residual shared expert: the softmax of
+/// its two logits, or 1 and 0 without one.
 pub(crate) fn residual_weights(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> [f64; 2] {
     let Some(index) = spec.residual() else {
         return [1.0, 0.0];
@@ -153,8 +152,8 @@ pub(crate) fn residual_weights(spec: &LayerSpec, weights: &Weights, x: &[f64]) -
     [sigmoid(first - second), sigmoid(second - first)]
 }
 
-/// `W · x (+ b)` of the projection before (`down`) or after (`up`) the routed
-/// experts; x itself where there is none.
+/// Returns `W · x (+ b)` of the projection before (`down`) or after (`up`) the routed experts, or x
+/// itself without one.
 pub(crate) fn project_latent(
     spec: &LayerSpec,
     weights: &Weights,
@@ -172,7 +171,7 @@ pub(crate) fn project_latent(
     out
 }
 
-/// The gradient of what the projection after the routed experts reads.
+/// Returns the gradient of the input of the projection after the routed experts.
 pub(crate) fn transposed_latent(spec: &LayerSpec, weights: &Weights, dy: &[f64]) -> Vec<f64> {
     let Some(latent) = &spec.latent else {
         return dy.to_vec();
@@ -187,9 +186,8 @@ pub(crate) fn transposed_latent(spec: &LayerSpec, weights: &Weights, dy: &[f64])
     (0..latent.dim).map(of).collect()
 }
 
-/// The output `[T, d_out]`: weighted expert outputs in slot order, then the
-/// shared experts. A dropped or masked slot adds nothing, whatever its expert
-/// would have returned.
+/// Returns the output `[T, d_out]`: weighted expert outputs in slot order, then the shared experts.
+/// A dropped or masked slot adds nothing, whatever its expert would have returned.
 pub fn combine(
     spec: &LayerSpec,
     weights: &Weights,
@@ -222,7 +220,7 @@ pub fn combine(
     y
 }
 
-/// One row through one routed expert, with its weight where the spec puts it.
+/// Runs one row through one routed expert, with its weight at the place that the spec chooses.
 fn weighted_row(
     spec: &LayerSpec,
     weights: &Weights,
@@ -235,7 +233,7 @@ fn weighted_row(
             let scaled: Vec<f64> = x.iter().map(|v| weight * v).collect();
             expert_row(spec, weights, expert, &scaled)
         }
-        // On the activation the output bias is weighted too: the same value.
+        // A weight on the activation also weights the output bias, so both give the same value.
         WeightSite::Output | WeightSite::Activation => expert_row(spec, weights, expert, x)
             .iter()
             .map(|v| weight * v)

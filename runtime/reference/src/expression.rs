@@ -1,15 +1,15 @@
-//! Custom activations: every operation with its derivative beside it, so that
-//! nothing of the symbolic derivative is used.
+//! Custom activations: every operation with its derivative beside it, so that tests do not rely on
+//! the symbolic derivative.
 
 use crate::math::{erf, sigmoid, softplus};
 use moesaic_spec::Expression;
-use moesaic_spec::expression::{Function, Node};
+use moesaic_spec::expression::{MathFunction, Node};
 use std::f64::consts::FRAC_2_SQRT_PI;
 
 /// A value and its derivative with respect to x.
 type Dual = (f64, f64);
 
-/// The value of an expression at x, and its derivative there.
+/// Returns the value of an expression at x, and its derivative there.
 pub(crate) fn evaluate(expression: &Expression, x: f64) -> Dual {
     let mut duals: Vec<Dual> = Vec::with_capacity(expression.nodes().len());
     for node in expression.nodes() {
@@ -50,16 +50,16 @@ pub(crate) fn evaluate(expression: &Expression, x: f64) -> Dual {
     duals[expression.value().index()]
 }
 
-/// A function and its derivative.
-fn call(function: Function, x: f64) -> Dual {
+/// Returns a function's value and derivative.
+fn call(function: MathFunction, x: f64) -> Dual {
     match function {
-        Function::Exp => (x.exp(), x.exp()),
-        Function::Log => (x.ln(), 1.0 / x),
-        Function::Sqrt => (x.sqrt(), 0.5 / x.sqrt()),
-        Function::Tanh => (x.tanh(), 1.0 - x.tanh() * x.tanh()),
-        Function::Sigmoid => (sigmoid(x), sigmoid(x) * sigmoid(-x)),
-        Function::Softplus => (softplus(x), sigmoid(x)),
-        Function::Erf => (erf(x), FRAC_2_SQRT_PI * (-x * x).exp()),
-        Function::Abs => (x.abs(), if x == 0.0 { 0.0 } else { x.signum() }),
+        MathFunction::Exp => (x.exp(), x.exp()),
+        MathFunction::Log => (x.ln(), 1.0 / x),
+        MathFunction::Sqrt => (x.sqrt(), 0.5 / x.sqrt()),
+        MathFunction::Tanh => (x.tanh(), 1.0 - x.tanh() * x.tanh()),
+        MathFunction::Sigmoid => (sigmoid(x), sigmoid(x) * sigmoid(-x)),
+        MathFunction::Softplus => (softplus(x), sigmoid(x)),
+        MathFunction::Erf => (erf(x), FRAC_2_SQRT_PI * (-x * x).exp()),
+        MathFunction::Abs => (x.abs(), if x == 0.0 { 0.0 } else { x.signum() }),
     }
 }

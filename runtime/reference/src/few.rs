@@ -1,13 +1,13 @@
-//! `y` of a few tokens over weights as they are stored.
+//! `y` of a few tokens, computed from weights in their stored types.
 //!
-//! The reference takes f64 weights, eight bytes an element, and real layers are too large
-//! for that. A few tokens reach few experts, so only those are turned to f64.
+//! The reference takes f64 weights, and real layers are too large for eight bytes per element. A
+//! few tokens reach few experts, so only those are converted.
 
 use crate::{Decision, Input, Tensor, Weights, combine, gate, scan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor as Stored, Tensors};
 
-/// `y [T, d_out]` of a call with few tokens. `weights` are the layer's by canonical names.
+/// Returns `y [T, d_out]` of a call with few tokens. `weights` are the layer's, by canonical name.
 pub fn y_of_few(spec: &LayerSpec, weights: &Tensors<'_>, input: &Input) -> Vec<f64> {
     let router = weights
         .iter()
@@ -19,7 +19,7 @@ pub fn y_of_few(spec: &LayerSpec, weights: &Tensors<'_>, input: &Input) -> Vec<f
     combine(&few.spec, &few.weights(weights), input, &few.ids, &placed)
 }
 
-/// The layer with only the experts that are used, under new numbers.
+/// The layer with only its used experts, renumbered.
 struct Few {
     spec: LayerSpec,
     used: Vec<usize>,
@@ -38,7 +38,7 @@ impl Few {
         used.dedup();
         let renumber = |&id: &i32| match usize::try_from(id) {
             Err(_) => id,
-            // Experts without weights come after those that have them.
+            // Experts without weights are numbered after those with weights.
             Ok(id) if id >= experts => (used.len() + id - experts) as i32,
             Ok(id) => used.binary_search(&id).unwrap_or(0) as i32,
         };
@@ -64,7 +64,7 @@ impl Few {
         )
     }
 
-    /// The used rows of the first dimension.
+    /// Returns the used rows of the first dimension.
     fn some(&self, tensor: &Stored<'_>) -> Tensor {
         let row = |&e: &usize| tensor.rows(e..e + 1).map_or(vec![], |row| row.to_f64());
         let mut shape = tensor.shape.clone();

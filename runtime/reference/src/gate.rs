@@ -11,16 +11,14 @@ use moesaic_spec::{
     Score, Select,
 };
 
-/// The gate's whole result.
+/// The result of the gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
-    /// `[T, E + identity]`, when the router has any; in training with the
-    /// noise that weights see too.
+    /// `[T, E + identity]`, if the router has any; in training with the noise that weights see too.
     pub logits: Option<Vec<f64>>,
-    /// The same without noise.
+    /// The same logits without noise.
     pub clean: Option<Vec<f64>>,
-    /// The standard deviation of the noise `[T, E + identity]`, where it is
-    /// learned.
+    /// The standard deviation of the noise `[T, E + identity]`, if it is learned.
     pub noise_scale: Option<Vec<f64>>,
     /// Experts and weights.
     pub decision: Decision,
@@ -29,18 +27,18 @@ pub struct Gate {
 /// Experts and weights of every token.
 #[derive(Clone, Debug, Default)]
 pub struct Decision {
-    /// `[T, K]`, best first (a table or an external router keeps its order);
-    /// negative is a masked slot.
+    /// `[T, K]`, best first (a table or an external router keeps its order). A negative id masks
+    /// the slot.
     pub ids: Vec<i32>,
     /// `[T, K]`; zero in masked slots.
     pub weights: Vec<f64>,
-    /// `[T]`, the key of batch-prioritized placement: the largest unbiased
-    /// score over all experts (logit, where scores exist for selected experts
-    /// only); without logits the largest weight.
+    /// `[T]`, the key of batch-prioritized placement: the largest unbiased score over all experts.
+    /// It is the largest logit if only selected experts have scores, and the largest weight if
+    /// there are no logits.
     pub importance: Vec<f64>,
 }
 
-/// Logits and decision for every token.
+/// Returns logits and decision for every token.
 pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
     let rows = 0..input.tokens;
     let clean = spec.has_logits().then(|| {
@@ -68,8 +66,8 @@ pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
     }
 }
 
-/// What the router's projection reads of token `t`: in training jittered and
-/// with channels dropped, then scaled by its root mean square if asked.
+/// Returns the input of the router's projection for token `t`. In training it is jittered and has
+/// channels dropped. It is then divided by its root mean square if the spec asks for that.
 pub fn router_input(spec: &LayerSpec, weights: &Weights, input: &Input, t: usize) -> Vec<f64> {
     let d = spec.shape.model_dim;
     let factors = input_factors(spec, input, t);
@@ -81,8 +79,8 @@ pub fn router_input(spec: &LayerSpec, weights: &Weights, input: &Input, t: usize
     }
 }
 
-/// Logits `[T, E + identity]` of a linear, table or cosine router, without
-/// what training draws.
+/// Returns the logits `[T, E + identity]` of a linear, table or cosine router, without training
+/// noise.
 pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> Vec<f64> {
     let input = Input {
         tokens,
@@ -94,7 +92,7 @@ pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> 
         .collect()
 }
 
-/// Logits of what [`router_input`] gives.
+/// Returns the logits for the result of [`router_input`].
 fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     let mut logits = match spec.router.kind {
         RouterKind::Cosine => cosine_row(spec, weights, x),
@@ -121,7 +119,7 @@ pub(crate) fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// `norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))`.
+/// Returns `norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))`.
 fn cosine_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     let (p, b) = (
         weights.get("router.projector.weight"),
@@ -130,6 +128,7 @@ fn cosine_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     let s = weights.get("router.similarity");
     let (width, experts) = (b.data.len(), spec.routed_experts());
     let projected: Vec<f64> = (0..width).map(|i| dot(p.outer(i), x) + b.data[i]).collect();
+    // Both vectors are normalized, so the product is a cosine.
     let projected = unit(&projected);
     let scale = weights.get("router.temperature").data[0]
         .min(100f64.ln())
@@ -149,7 +148,7 @@ pub(crate) fn unit(v: &[f64]) -> Vec<f64> {
     v.iter().map(|x| x / norm).collect()
 }
 
-/// The decision for every token, given logits with their noise.
+/// Returns the decision for every token, given logits with their noise.
 pub fn decide(
     spec: &LayerSpec,
     weights: &Weights,
@@ -169,6 +168,7 @@ pub fn decide(
     let mut all = Decision::default();
     for (t, ids) in ids.chunks(k).enumerate() {
         let row = guided.as_ref().map(|z| &z[t * width..(t + 1) * width]);
+        // A table with score one has no logits; every expert scores 1.
         let scores = row.map_or(vec![1.0; width], |row| scores_row(spec, row));
         let chosen = match (spec.router.select, row) {
             (Select::SparseMixer(eps), Some(row)) => mixer(row, ids, eps).0,
@@ -187,8 +187,8 @@ pub fn decide(
     all
 }
 
-/// Ids `[T, K]` by guided logits, -1 in the slots of masked tokens and in
-/// those that the call does not use.
+/// Returns ids `[T, K]` by guided logits, and -1 in the slots of masked tokens and in those that
+/// the call does not use.
 fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f64]>) -> Vec<i32> {
     let (k, width) = (spec.shape.top_k, spec.routed_experts());
     if let (Select::ExpertChoice(share), Some(logits)) = (spec.router.select, logits) {
@@ -196,6 +196,7 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
     }
     let columns = match (spec.router.select, logits) {
         (Select::Sinkhorn(rounds), Some(logits)) if input.draw.is_some() => {
+            // Balancing happens in training only; an evaluation falls through to plain top-k.
             Some(balanced(spec, input, logits, rounds))
         }
         _ => None,
@@ -212,6 +213,7 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
             }
             (_, None) => noisy_best(spec, weights, input, t, row()),
         };
+        // Slots from here on are masked: all of a masked token, or those beyond `active_k`.
         let masked = if live(spec, input, t) { active } else { 0 };
         ids[masked..].fill(-1);
         all.extend(ids);
@@ -219,7 +221,7 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
     all
 }
 
-/// The K best, by keys with Gumbel noise where the spec asks for it.
+/// Returns the K best, by keys with Gumbel noise if the spec asks for it.
 fn noisy_best(
     spec: &LayerSpec,
     weights: &Weights,
@@ -235,6 +237,7 @@ fn noisy_best(
     if spec.router.noise_kind == NoiseKind::Gumbel {
         return best(&noisy, k);
     }
+    // With gumbel-second the noise decides from the second choice on.
     let first = best(logits, 1)[0];
     let rest = best(&noisy, logits.len())
         .into_iter()
@@ -246,14 +249,13 @@ fn best(keys: &[f64], k: usize) -> Vec<i32> {
     rank(keys).into_iter().take(k).map(|e| e as i32).collect()
 }
 
-/// The expert of a slot, also where the second expert was let go.
+/// Returns the expert of a slot, even if it was the second expert and was dropped.
 pub(crate) fn considered(id: i32) -> i32 {
     if id < -1 { -2 - id } else { id }
 }
 
-/// The second expert e stays when `u < 2 · (its score / denominator)`;
-/// otherwise its id becomes -2 - e, so that backward still knows whose score
-/// the denominator has.
+/// Keeps the second expert e if `u < 2 · (its score / denominator)`. Otherwise its id becomes -2 -
+/// e, so that backward still knows which score is in the denominator.
 fn maybe_drop_second(
     spec: &LayerSpec,
     input: &Input,
@@ -267,23 +269,23 @@ fn maybe_drop_second(
     };
     let u = f64::from(uniform(Stream::new(draw, Purpose::Second).word(t, 1)));
     let share = chosen[1] / denominator(&spec.router, chosen);
-    // Written so that a NaN stays.
+    // Written so that a NaN share keeps the expert.
     if u >= 2.0 * share {
         ids[1] = -2 - ids[1];
         weights[1] = 0.0;
     }
 }
 
-/// Experts of one token, best first, with their raw scores: what
-/// renormalisation and scaling start from.
+/// Returns the experts of one token, best first, with their raw scores, before renormalization and
+/// scaling.
 pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i32>, Vec<f64>) {
     let k = spec.shape.top_k;
     if let Select::SparseMixer(eps) = spec.router.select {
         return sparse_mixer(logits, k, eps);
     }
-    // Biased scores choose; the weight is gathered from the unbiased ones.
-    // Without bias and groups logits choose: their order is that of the
-    // scores, which rounding would blur.
+    // Biased scores choose; the weight is gathered from the unbiased ones. Without bias and groups
+    // the logits choose: they have the order of the scores, without the ties that rounding would
+    // add.
     let scores = scores_row(spec, logits);
     let on_logits = !spec.router.select_bias && spec.router.groups.is_none();
     let mut keys = if on_logits {
@@ -303,8 +305,8 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
     (ids, chosen)
 }
 
-/// Scores of all experts of one token; logits where the score is a matter of
-/// the selected experts only.
+/// Returns the scores of all experts of one token, or the logits if only selected experts have
+/// scores.
 pub(crate) fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
     match spec.router.score {
         Score::Softmax => softmax(logits),
@@ -314,7 +316,7 @@ pub(crate) fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
     }
 }
 
-/// Scores of the chosen experts; zero for masked slots.
+/// Returns the scores of the chosen experts; zero for masked slots.
 pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> {
     let ids = ids.iter().map(|&e| considered(e));
     let live: Vec<f64> = ids
@@ -323,6 +325,7 @@ pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> 
         .map(|e| scores[e as usize])
         .collect();
     let values = match spec.router.score {
+        // The softmax runs over unmasked choices only, as if there were no other slots.
         Score::SoftmaxSelected => softmax(&live),
         Score::One => vec![1.0; live.len()],
         _ => live,
@@ -338,8 +341,8 @@ pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> 
     .collect()
 }
 
-/// Whether chosen scores are so small that f64 may have lost their ratio, which
-/// renormalisation without an epsilon is all about.
+/// Returns true if the chosen scores are so small that f64 may have lost their ratio, which
+/// renormalization without an epsilon needs.
 pub(crate) fn underflows(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> bool {
     let r = &spec.router;
     let relative = match r.renormalize {
@@ -352,10 +355,11 @@ pub(crate) fn underflows(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> bool 
         Score::Softmax | Score::Sigmoid | Score::SqrtSoftplus
     );
     let chosen = gather(spec, scores, ids);
+    // Far above f64's smallest number, so that products of two scores still do not underflow.
     relative && of_logits && chosen.iter().all(|s| *s < 1e-60)
 }
 
-/// The logarithm of a score changes so much with its logit, where the score is next to nothing.
+/// Returns the derivative of the score's logarithm by its logit, in the limit of tiny scores.
 pub(crate) fn slope_of_log(score: Score) -> f64 {
     match score {
         Score::SqrtSoftplus => 0.5,
@@ -363,7 +367,7 @@ pub(crate) fn slope_of_log(score: Score) -> f64 {
     }
 }
 
-/// Chosen scores in units of the largest one, from their logits; each is next to nothing.
+/// Returns tiny chosen scores in units of the largest one, computed from their logits.
 pub(crate) fn relative(spec: &LayerSpec, logits: &[f64], ids: &[i32]) -> Vec<f64> {
     let chosen = ids
         .iter()
@@ -376,7 +380,7 @@ pub(crate) fn relative(spec: &LayerSpec, logits: &[f64], ids: &[i32]) -> Vec<f64
     ids.iter().map(of).collect()
 }
 
-/// Renormalisation, scale and learned factors.
+/// Applies renormalization, scale and learned factors.
 fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> Vec<f64> {
     let r = &spec.router;
     let denominator = denominator(r, scores);
@@ -394,8 +398,8 @@ fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> V
     ids.iter().zip(scores).map(weigh).collect()
 }
 
-/// The K best experts, those of dropped groups masked. Where no group has a number for its
-/// score, they are left out in either way, so that a NaN token chooses the lowest ids.
+/// Returns the K best experts with those of dropped groups masked. If no group has a number for its
+/// score, dropped groups are excluded under either mask, so a NaN token chooses the lowest ids.
 fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
     let size = keys.len() / groups.count;
     let stats: Vec<f64> = keys
@@ -403,6 +407,7 @@ fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
         .map(|group| group_stat(group, groups.stat))
         .collect();
     let ranked = rank(&stats);
+    // If even the best group is NaN, all are. Zeros would then beat every kept expert.
     let left_out = groups.mask == GroupMask::Exclude || stats[ranked[0]].is_nan();
     let keeps = |e: usize| ranked[..groups.keep].contains(&(e / size));
     let masked = (0..keys.len()).map(|e| if keeps(e) { keys[e] } else { 0.0 });
@@ -419,21 +424,21 @@ fn group_stat(group: &[f64], stat: GroupStat) -> f64 {
     }
 }
 
-/// Whether the sparse mixer leaves out a logit.
+/// Returns true if the sparse mixer leaves out a logit.
 pub(crate) fn far_from(top: f64, z: f64, eps: f64) -> bool {
     (top - z) / z.abs().max(top) > 2.0 * eps
 }
 
-/// Sequential argmaxes; each weight is a softmax over the logits near the
-/// maximum, with earlier choices left out.
+/// Takes sequential argmaxes. Each weight is a softmax over the logits near the maximum, without
+/// earlier choices.
 fn sparse_mixer(logits: &[f64], k: usize, eps: f64) -> (Vec<i32>, Vec<f64>) {
-    // A maximum without those before it: the next best.
+    // The maximum without the earlier choices is the next best.
     let ids = best(logits, k);
     let weights = mixer(logits, &ids, eps).0;
     (ids, weights)
 }
 
-/// Weights of the sparse mixer's choices, and the softmax behind each.
+/// Returns the weights of the sparse mixer's choices, and the softmax behind each.
 pub(crate) fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec<f64>>) {
     let mut left = logits.to_vec();
     let (mut weights, mut rows) = (Vec::new(), Vec::new());
@@ -454,12 +459,13 @@ pub(crate) fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec
         let row = softmax(&left.iter().map(near).collect::<Vec<f64>>());
         weights.push(row[chosen]);
         rows.push(row);
+        // The next round must not see this choice.
         left[chosen] = f64::NEG_INFINITY;
     }
     (weights, rows)
 }
 
-/// Ids of token `t` by its token id, in the table's order.
+/// Returns the ids of token `t` by its token id, in the table's order.
 fn looked_up(weights: &Weights, input: &Input, t: usize) -> Vec<i32> {
     let tokens = input.token_ids.as_ref();
     let token = tokens.expect("a table router needs token ids")[t];
@@ -467,7 +473,7 @@ fn looked_up(weights: &Weights, input: &Input, t: usize) -> Vec<i32> {
     row.iter().map(|&e| e as i32).collect()
 }
 
-/// What the caller decided, with masked slots weighing nothing.
+/// Returns the caller's decision, with zero weight in masked slots.
 fn external(spec: &LayerSpec, input: &Input) -> Decision {
     let (ids, weights) = input
         .routing

@@ -1,17 +1,16 @@
 //! The f64 reference of the whole layer, written for reading.
 //!
-//! Every test takes its expected values from here, so nothing is fast and
-//! nothing is shared with the code under test: plain loops over rows, one
-//! function per stage. Values are f64; the caller rounds weights and tokens to
-//! the storage type first ([`round_to`], [`Weights::rounded`]), so that only
-//! the arithmetic differs.
+//! Every test takes its expected values from here. So nothing is fast and nothing is shared with
+//! the code under test: plain loops over rows, one function per stage. Values are f64. The caller
+//! rounds weights and tokens to the storage type first ([`round_to`], [`Weights::rounded`]), so
+//! that only the arithmetic differs.
 //!
 //! ```text
 //! logits ──select──> ids, weights ──scan──> locations, capacity ──expert──combine──> y
 //! ```
 //!
-//! The spec must be a valid one. A missing or misshapen tensor is a mistake in
-//! the test and panics with its name.
+//! The spec must be valid. A missing or misshapen tensor is a mistake in the test and panics with
+//! its name.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -49,49 +48,48 @@ pub use gate::logits;
 
 use moesaic_spec::LayerSpec;
 
-/// What one call of the layer gets.
+/// The input of one call of the layer.
 #[derive(Clone, Debug, Default)]
 pub struct Input {
-    /// Rows of `x`, `T`. Zero is legal.
+    /// The number of rows of `x`, `T`. Zero is legal.
     pub tokens: usize,
     /// Tokens, `[T, d]` row major.
     pub x: Vec<f64>,
-    /// Token ids `[T]` of a table router.
+    /// Token ids `[T]`, for a table router.
     pub token_ids: Option<Vec<i32>>,
-    /// Ids and weights, both `[T, K]`, of an external router.
+    /// Ids and weights, both `[T, K]`, for an external router.
     pub routing: Option<(Vec<i32>, Vec<f64>)>,
-    /// Where a training call stands; absent in evaluation, which draws nothing
-    /// and has a capacity of its own.
+    /// The position of a training call. Absent in evaluation, which draws nothing and has its own
+    /// capacity factor.
     pub draw: Option<rng::Draw>,
-    /// The capacity factor of this call instead of the spec's.
+    /// A capacity factor that replaces the spec's for this call.
     pub capacity_factor: Option<f64>,
-    /// `[T]` of a router with `token_mask`: 0 keeps a token from all experts.
+    /// `[T]`, for a router with `token_mask`: 0 excludes a token from all experts.
     pub token_mask: Option<Vec<i32>>,
-    /// Slots that the call uses, of a router with `active_k`.
+    /// The number of slots that the call uses, for a router with `active_k`.
     pub active_k: Option<usize>,
-    /// `[T]` for a loss of kind `sequence`: runs of equal ids are sequences,
-    /// negative ids belong to none. Absent: all tokens are one.
+    /// `[T]`, for a loss of kind `sequence`: runs of equal ids are sequences, negative ids belong
+    /// to none. When absent, all tokens are one sequence.
     pub sequence_ids: Option<Vec<i32>>,
-    /// For a loss of kind `global`: assignments of each expert
-    /// `[E + identity]` and tokens of the whole group. Absent: this call's.
+    /// For a loss of kind `global`: the assignments of each expert `[E + identity]` and the token
+    /// count of the whole group. When absent, those of this call.
     pub global: Option<(Vec<i64>, u64)>,
 }
 
-/// What one call of the layer gives.
+/// The result of one call of the layer.
 #[derive(Clone, Debug)]
 pub struct Output {
     /// `[T, d_out]`.
     pub y: Vec<f64>,
-    /// `[T, E + identity]`, when the router has any.
+    /// `[T, E + identity]`, if the router has any.
     pub logits: Option<Vec<f64>>,
-    /// `[T, K]`, best first; -1 is a masked slot.
+    /// `[T, K]`, best first; -1 masks a slot.
     pub topk_ids: Vec<i32>,
-    /// `[T, K]` as the gate made them, before anything is dropped.
+    /// `[T, K]` from the gate, before dropping.
     pub topk_weights: Vec<f64>,
     /// `[T, K]` as the combination uses them: zero when dropped.
     pub combine_weights: Vec<f64>,
-    /// Assignments demanded of each expert, dropped ones included
-    /// `[E + identity]`.
+    /// Assignments to each expert, dropped ones included `[E + identity]`.
     pub counts: Vec<i64>,
     /// `[T, K]`: position inside the expert, -1 when dropped or masked.
     pub locations: Vec<i32>,
@@ -101,7 +99,7 @@ pub struct Output {
     pub overflow: i64,
 }
 
-/// The whole layer.
+/// Runs the whole layer.
 pub fn forward(spec: &LayerSpec, weights: &Weights, input: &Input) -> Output {
     let gate = gate(spec, weights, input);
     let placed = scan(spec, &gate.decision, input);

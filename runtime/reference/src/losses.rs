@@ -1,7 +1,7 @@
-//! Auxiliary losses and their gradients by the logits.
+//! Auxiliary losses, and their gradients by the logits.
 //!
-//! Choices are constant: counts have no gradient. A token all of whose slots
-//! are masked counts nowhere, so padding changes nothing.
+//! Choices are constant, so counts have no gradient. A token with all slots masked counts nowhere,
+//! so padding changes nothing.
 
 use crate::gate::scores_row;
 use crate::math::{dot, erf, rank, sigmoid, softmax, softplus};
@@ -10,39 +10,38 @@ use moesaic_spec::{LayerSpec, Loss, LossKind, Score};
 use std::collections::BTreeMap;
 use std::f64::consts::{PI, SQRT_2};
 
-/// What the losses of a call are computed from.
+/// The inputs of the losses of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Routed<'a> {
     /// The layer.
     pub spec: &'a LayerSpec,
-    /// `[T, E + identity]` as the selection saw them, noise included.
+    /// `[T, E + identity]` as selection saw them, noise included.
     pub logits: &'a [f64],
     /// `[T, E + identity]` without noise.
     pub clean: &'a [f64],
-    /// The standard deviation of the noise `[T, E + identity]`, where it is
-    /// learned.
+    /// The standard deviation of the noise `[T, E + identity]`, if it is learned.
     pub noise_scale: Option<&'a [f64]>,
-    /// `[T, K]`; negative is a masked slot.
+    /// `[T, K]`; a negative id masks the slot.
     pub ids: &'a [i32],
-    /// `[T]`, sequences and the counts of a larger group.
+    /// The call, with its sequences and the counts of a larger group.
     pub input: &'a Input,
 }
 
 /// A loss and its gradient.
 #[derive(Clone, Debug)]
 pub struct LossValue {
-    /// Without the coefficient.
+    /// The value, without the coefficient.
     pub value: f64,
-    /// By the logits `[T, E + identity]`, without the coefficient. Noise is
-    /// added to logits, so that it is the gradient by both kinds of them.
+    /// The gradient by the logits `[T, E + identity]`, without the coefficient. Noise is added to
+    /// logits, so this is the gradient by noisy and by clean logits alike.
     pub dlogits: Vec<f64>,
-    /// The part of `dlogits` that is by the logits without noise.
+    /// The part of `dlogits` that comes through the logits without noise.
     pub dclean: Vec<f64>,
-    /// By the standard deviation of the noise, both kinds of logits given.
+    /// The gradient by the standard deviation of the noise, with both kinds of logits held fixed.
     pub dscale: Vec<f64>,
 }
 
-/// Every loss of the layer, without coefficients, as `loss.<kind>`.
+/// Returns every loss of the layer as `loss.<kind>`, without its coefficient.
 pub fn losses(spec: &LayerSpec, weights: &Weights, input: &Input) -> BTreeMap<String, f64> {
     let gate = gate(spec, weights, input);
     let logits = gate.logits.unwrap_or_default();
@@ -63,7 +62,7 @@ pub fn losses(spec: &LayerSpec, weights: &Weights, input: &Input) -> BTreeMap<St
 }
 
 impl Routed<'_> {
-    /// One loss.
+    /// Returns one loss.
     pub fn loss(&self, loss: &Loss) -> LossValue {
         match loss.kind {
             LossKind::Switch => self.balance(&self.counts(self.k()), self.k(), self.live().count()),
@@ -83,7 +82,7 @@ impl Routed<'_> {
         }
     }
 
-    /// `Σ coefficient · loss` and its gradients `[T, E + identity]`.
+    /// Returns `Σ coefficient · loss` and its gradients `[T, E + identity]`.
     pub fn total(&self) -> LossValue {
         let mut total = LossValue::zero(self.logits.len());
         for loss in &self.spec.losses {
@@ -112,12 +111,12 @@ impl Routed<'_> {
         &values[t * self.experts()..(t + 1) * self.experts()]
     }
 
-    /// Tokens with at least one choice.
+    /// Returns the tokens with at least one choice.
     fn live(&self) -> impl Iterator<Item = usize> + Clone + '_ {
         (0..self.input.tokens).filter(|&t| self.ids(t).iter().any(|&e| e >= 0))
     }
 
-    /// Assignments of each expert over the first `slots` choices.
+    /// Counts the assignments of each expert over the first `slots` choices.
     fn counts(&self, slots: usize) -> Vec<f64> {
         self.counts_of(self.live(), slots)
     }
@@ -131,7 +130,7 @@ impl Routed<'_> {
         counts
     }
 
-    /// Scores divided by their sum.
+    /// Returns the scores divided by their sum.
     fn probabilities(&self, t: usize) -> Vec<f64> {
         let logits = self.row(self.logits, t);
         match self.spec.router.score {
@@ -144,7 +143,7 @@ impl Routed<'_> {
         }
     }
 
-    /// From the gradient of a token's probabilities to that of its logits.
+    /// Turns the gradient of a token's probabilities into that of its logits.
     fn probabilities_back(&self, t: usize, dp: &[f64]) -> Vec<f64> {
         let (logits, p) = (self.row(self.logits, t), self.probabilities(t));
         let mean = dot(&p, dp);
@@ -158,14 +157,14 @@ impl Routed<'_> {
         (0..p.len()).map(|e| slope(e) * (dp[e] - mean)).collect()
     }
 
-    /// `E / (choices · T²) · Σ n_e Σ p` over the live tokens.
+    /// Returns `E / (choices · T²) · Σ n_e Σ p` over the live tokens.
     fn balance(&self, counts: &[f64], choices: usize, tokens: usize) -> LossValue {
         let mut found = LossValue::zero(self.logits.len());
         self.add_balance(&mut found, self.live(), counts, choices, tokens as f64);
         found
     }
 
-    /// The same over some of the tokens.
+    /// Adds the same loss over some of the tokens.
     fn add_balance(
         &self,
         found: &mut LossValue,
@@ -182,7 +181,7 @@ impl Routed<'_> {
         }
     }
 
-    /// The mean over sequences of `switch` within each.
+    /// Returns the mean over sequences of `switch` within each.
     fn sequences(&self, length: Option<usize>) -> LossValue {
         let mut found = LossValue::zero(self.logits.len());
         let sequences = self.split(length);
@@ -194,8 +193,8 @@ impl Routed<'_> {
         found.scaled(1.0 / sequences.len().max(1) as f64)
     }
 
-    /// The live tokens of each sequence that has any: every `length` tokens,
-    /// or runs of equal ids that are not negative.
+    /// Returns the live tokens of each sequence that has any: every `length` tokens, or runs of
+    /// equal nonnegative ids.
     fn split(&self, length: Option<usize>) -> Vec<Vec<usize>> {
         let ids = self.input.sequence_ids.as_deref();
         let starts = |t: usize| match (length, ids) {
@@ -203,6 +202,7 @@ impl Routed<'_> {
             (None, Some(ids)) => t == 0 || ids[t] != ids[t - 1],
             (None, None) => t == 0,
         };
+        // Negative ids belong to no sequence.
         let outside = |t: usize| length.is_none() && ids.is_some_and(|ids| ids[t] < 0);
         let live: Vec<usize> = self.live().collect();
         let mut list: Vec<Vec<usize>> = Vec::new();
@@ -218,7 +218,7 @@ impl Routed<'_> {
         list
     }
 
-    /// The mean of `logsumexp(z)²`.
+    /// Returns the mean of `logsumexp(z)²`.
     fn z(&self) -> LossValue {
         let mut found = LossValue::zero(self.logits.len());
         for t in self.live() {
@@ -233,12 +233,12 @@ impl Routed<'_> {
         found.scaled(1.0 / self.live().count().max(1) as f64)
     }
 
-    /// The standard deviation of gaussian noise, the same for each logit.
+    /// Returns the standard deviation of gaussian noise, the same for each logit.
     fn sigma(&self) -> f64 {
         self.spec.router.noise / self.experts() as f64
     }
 
-    /// The standard deviation of the noise on the logit of one expert.
+    /// Returns the standard deviation of the noise on the logit of one expert.
     fn sigma_of(&self, t: usize, expert: usize) -> f64 {
         match self.noise_scale {
             Some(scales) => self.row(scales, t)[expert],
@@ -246,9 +246,9 @@ impl Routed<'_> {
         }
     }
 
-    /// Half the sum of squared coefficients of variation of `Σ p` and of
-    /// `Σ Φ((p − threshold) / σ)`, p the softmax of the logits without noise
-    /// and the threshold the smallest chosen logit with it.
+    /// Returns half the sum of the squared coefficients of variation of `Σ p` and of
+    /// `Σ Φ((p − threshold) / σ)`. p is the softmax of the logits without noise, and the threshold
+    /// is the smallest chosen logit with noise.
     fn importance_load(&self) -> LossValue {
         let (e, sigma) = (self.experts(), self.sigma());
         let distance = |t: usize| {
@@ -281,14 +281,16 @@ impl Routed<'_> {
             let dclean = softmax_back(&softmax(self.row(self.clean, t)), &dp);
             found.add_row(t, &dclean);
             add(&mut found.dclean[t * e..(t + 1) * e], &dclean);
+            // The threshold is the logit of the smallest chosen expert, with the opposite sign in
+            // each distance.
             found.dlogits[t * e + self.smallest_chosen(t)] -= dload.iter().sum::<f64>();
         }
         found.scaled(0.5)
     }
 
-    /// The sum of squared coefficients of variation of the weights that a
-    /// softmax over the chosen logits gives each expert, and of the chance
-    /// that it is chosen again when only its noise is drawn anew.
+    /// Returns the sum of two squared coefficients of variation: that of the experts' weights under
+    /// a softmax over the chosen logits, and that of each expert's chance to be chosen again if
+    /// only its own noise is redrawn.
     fn importance_load_logits(&self) -> LossValue {
         let e = self.experts();
         let (mut importance, mut load) = (vec![0.0; e], vec![0.0; e]);
@@ -296,6 +298,7 @@ impl Routed<'_> {
             let shares = self.shares(t);
             importance.iter_mut().zip(shares).for_each(|(s, p)| *s += p);
             for (sum, (v, _)) in load.iter_mut().zip(self.chances(t)) {
+                // An expert that faces no other is certain to be chosen.
                 *sum += v.map_or(1.0, normal);
             }
         }
@@ -312,6 +315,7 @@ impl Routed<'_> {
                 found.dlogits[t * e + expert] += d;
                 found.dclean[t * e + expert] += d;
                 found.dlogits[t * e + against] -= d;
+                // d/dσ of (z - θ)/σ is -v/σ, and d holds the 1/σ.
                 found.dscale[t * e + expert] -= d * v;
             }
         }
@@ -322,20 +326,20 @@ impl Routed<'_> {
         self.ids(t).contains(&(expert as i32))
     }
 
-    /// The chosen expert with the smallest logit; of equal ones the last.
+    /// Returns the chosen expert with the smallest logit, the last of equal ones.
     fn smallest_chosen(&self, t: usize) -> usize {
         let order = rank(self.row(self.logits, t)).into_iter().rev();
         let mut chosen = order.filter(|&e| self.chosen(t, e));
         chosen.next().expect("a live token has a choice")
     }
 
-    /// The expert left out with the largest logit.
+    /// Returns the expert with the largest logit that was not chosen.
     fn largest_left(&self, t: usize) -> Option<usize> {
         let order = rank(self.row(self.logits, t)).into_iter();
         order.into_iter().find(|&e| !self.chosen(t, e))
     }
 
-    /// Softmax over the chosen logits, zero elsewhere `[E]`.
+    /// Returns the softmax over the chosen logits, zero elsewhere `[E]`.
     fn shares(&self, t: usize) -> Vec<f64> {
         let row = self.row(self.logits, t);
         let pick = |e: usize| {
@@ -348,9 +352,9 @@ impl Routed<'_> {
         softmax(&(0..row.len()).map(pick).collect::<Vec<f64>>())
     }
 
-    /// For each expert `(z − threshold) / σ` and whose logit the threshold
-    /// is: the best one left out for a chosen expert, the smallest chosen one
-    /// for the others. `None` where nothing is left out.
+    /// Returns for each expert `(z − threshold) / σ` and the expert whose logit is the threshold:
+    /// the best unchosen one for a chosen expert, the smallest chosen one for the others. `None` if
+    /// every expert is chosen.
     fn chances(&self, t: usize) -> Vec<(Option<f64>, usize)> {
         let (last, next) = (self.smallest_chosen(t), self.largest_left(t));
         let (noisy, clean) = (self.row(self.logits, t), self.row(self.clean, t));
@@ -386,10 +390,11 @@ impl LossValue {
     }
 }
 
-/// The squared coefficient of variation, `var / (mean² + 1e-10)` with the
-/// unbiased variance, and its gradient; zero for one value.
+/// Returns the squared coefficient of variation, `var / (mean² + 1e-10)` with the unbiased
+/// variance, and its gradient; zero for a single value.
 fn variation(values: &[f64]) -> (f64, Vec<f64>) {
     let count = values.len() as f64;
+    // The unbiased variance of one value is undefined.
     if values.len() < 2 {
         return (0.0, vec![0.0; values.len()]);
     }
@@ -410,7 +415,7 @@ fn softmax_back(p: &[f64], d: &[f64]) -> Vec<f64> {
     p.iter().zip(d).map(|(p, d)| p * (d - mean)).collect()
 }
 
-/// The normal distribution function.
+/// Returns the normal distribution function.
 fn normal(x: f64) -> f64 {
     0.5 * (1.0 + erf(x / SQRT_2))
 }

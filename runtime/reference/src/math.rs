@@ -1,12 +1,12 @@
-//! Small functions on numbers.
+//! Small numeric functions.
 
 use moesaic_kernel::DType;
 use moesaic_tensor::round_float;
 use std::cmp::Ordering;
 
-/// Larger values first, NaN after everything.
+/// Orders larger values first, and NaN last.
 ///
-/// Equal values compare equal, so that a stable sort keeps the lower index.
+/// Equal values compare equal, so a stable sort keeps the lower index first.
 pub fn descending(a: f64, b: f64) -> Ordering {
     match (a.is_nan(), b.is_nan()) {
         (true, true) => Ordering::Equal,
@@ -16,14 +16,14 @@ pub fn descending(a: f64, b: f64) -> Ordering {
     }
 }
 
-/// Indices of `values`, best first: larger value, then lower index, NaN last.
+/// Returns the indices of `values`, best first: larger value, then lower index, NaN last.
 pub fn rank(values: &[f64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| descending(values[a], values[b]));
     order
 }
 
-/// `exp(v - max) / sum`.
+/// Returns `exp(v - max) / sum`.
 pub fn softmax(values: &[f64]) -> Vec<f64> {
     let top = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let exps: Vec<f64> = values.iter().map(|v| (v - top).exp()).collect();
@@ -31,23 +31,23 @@ pub fn softmax(values: &[f64]) -> Vec<f64> {
     exps.iter().map(|e| e / sum).collect()
 }
 
-/// `1 / (1 + e⁻ˣ)`.
+/// Returns `1 / (1 + e⁻ˣ)`.
 pub(crate) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// `ln(1 + eˣ)`, without overflow.
+/// Returns `ln(1 + eˣ)`, without overflow.
 pub(crate) fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
-/// Sum of products.
+/// Returns the sum of products.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// The error function, to about 1e-15.
+/// Returns the error function, to about 1e-15.
 pub fn erf(x: f64) -> f64 {
     let size = x.abs();
     if size < 2.5 {
@@ -57,7 +57,7 @@ pub fn erf(x: f64) -> f64 {
     }
 }
 
-/// `2/√π · e^(-x²) · Σ 2ⁿ x^(2n+1) / (1·3·5…(2n+1))`: all terms of one sign.
+/// Sums `2/√π · e^(-x²) · Σ 2ⁿ x^(2n+1) / (1·3·5…(2n+1))`, whose terms all have one sign.
 fn erf_series(x: f64) -> f64 {
     let mut term = x;
     let mut sum = x;
@@ -68,13 +68,13 @@ fn erf_series(x: f64) -> f64 {
     std::f64::consts::FRAC_2_SQRT_PI * (-x * x).exp() * sum
 }
 
-/// Continued fraction of the complement, for large x.
+/// Evaluates the continued fraction of the complement, for large x.
 fn erfc_fraction(x: f64) -> f64 {
     let tail = (1..200).rev().fold(x, |tail, k| x + 0.5 * k as f64 / tail);
     (-x * x).exp() / (tail * std::f64::consts::PI.sqrt())
 }
 
-/// The value after storage as `dtype`: nearest, ties to even.
+/// Returns the value after storage as `dtype`: rounded to nearest, ties to even.
 pub fn round_to(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F32 | DType::F16 | DType::Bf16 => round_float(dtype, value),
@@ -86,7 +86,7 @@ pub fn round_to(dtype: DType, value: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// In the middle the even one; above it by as little as an f64 can say, the one above.
+    /// The middle rounds to the even number; the next f64 above the middle rounds up.
     #[test]
     fn the_nearest_number_is_taken() {
         for (dtype, digits) in [(DType::F16, 10), (DType::Bf16, 7), (DType::F32, 23)] {

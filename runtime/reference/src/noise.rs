@@ -1,12 +1,12 @@
-//! What training changes at random: the router's input, and its logits.
+//! Random changes in training: to the router's input, and to its logits.
 
 use crate::math::{dot, softplus};
 use crate::rng::{Draw, Purpose, Stream, below, gaussian, gumbel, jitter, scaled};
 use crate::{Input, Weights, router_input};
 use moesaic_spec::{LayerSpec, NoiseKind};
 
-/// Factors `[d]` on the channels of token `t` before the router reads it:
-/// uniform in `1 ± jitter`, and zero or `1 / (1 - input_dropout)`.
+/// Returns the factors `[d]` on the channels of token `t` before the router reads it: uniform in
+/// `1 ± jitter`, times zero or `1 / (1 - input_dropout)`.
 pub fn input_factors(spec: &LayerSpec, input: &Input, t: usize) -> Vec<f64> {
     let r = &spec.router;
     let mut factors = vec![1.0; spec.shape.model_dim];
@@ -32,19 +32,18 @@ pub fn input_factors(spec: &LayerSpec, input: &Input, t: usize) -> Vec<f64> {
     factors
 }
 
-/// `noise / E`, the scale of gaussian noise.
+/// Returns `noise / E`, the scale of gaussian noise.
 pub fn gaussian_scale(spec: &LayerSpec) -> f32 {
     (spec.router.noise / spec.routed_experts() as f64) as f32
 }
 
-/// A standard normal deviate for expert `e` of token `t`.
+/// Returns a standard normal deviate for expert `e` of token `t`.
 pub(crate) fn deviate(draw: Draw, t: usize, e: usize) -> f64 {
     let stream = Stream::new(draw, Purpose::Noise);
     f64::from(scaled(gaussian(stream.word(t, e)), 1.0))
 }
 
-/// What the scale of learned noise is a function of: `x · Wₙᵀ` per expert, x
-/// being what the router reads.
+/// Returns the input of the learned noise scale: `x · Wₙᵀ` per expert, with x the router's input.
 pub(crate) fn noise_logits(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     let matrix = weights.get("router.noise.weight");
     (0..spec.routed_experts())
@@ -52,12 +51,12 @@ pub(crate) fn noise_logits(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Ve
         .collect()
 }
 
-/// `noise · (softplus(a) + 1e-2)`, the standard deviation of learned noise.
+/// Returns `noise · (softplus(a) + 1e-2)`, the standard deviation of learned noise.
 fn scale_of(spec: &LayerSpec, a: f64) -> f64 {
     spec.router.noise * (softplus(a) + 1e-2)
 }
 
-/// The standard deviations of learned noise `[T, E + identity]`.
+/// Returns the standard deviations of learned noise `[T, E + identity]`.
 pub(crate) fn noise_scale(spec: &LayerSpec, weights: &Weights, input: &Input) -> Option<Vec<f64>> {
     let row = |t: usize| {
         let x = router_input(spec, weights, input, t);
@@ -68,8 +67,8 @@ pub(crate) fn noise_scale(spec: &LayerSpec, weights: &Weights, input: &Input) ->
         .then(|| (0..input.tokens).flat_map(row).collect())
 }
 
-/// The noise on the logits of token `t`, for the kinds that weights see too.
-/// `x` is what the router reads.
+/// Returns the noise on the logits of token `t`, for the kinds that weights see too. `x` is the
+/// router's input.
 pub(crate) fn logit_noise(
     spec: &LayerSpec,
     weights: &Weights,
@@ -93,7 +92,7 @@ pub(crate) fn logit_noise(
         .collect()
 }
 
-/// The noise that only selection sees `[E]`, where there is any.
+/// Returns the noise that only selection sees `[E]`, if there is any.
 pub(crate) fn key_noise(spec: &LayerSpec, input: &Input, t: usize) -> Option<Vec<f64>> {
     let r = &spec.router;
     let kinds = [NoiseKind::Gumbel, NoiseKind::GumbelSecond];

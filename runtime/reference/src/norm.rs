@@ -1,8 +1,8 @@
-//! What renormalisation divides chosen scores by.
+//! The denominator of renormalization.
 
 use moesaic_spec::{Renormalize, Router};
 
-/// The denominator.
+/// Returns the denominator.
 pub(crate) fn denominator(r: &Router, scores: &[f64]) -> f64 {
     let sum: f64 = scores.iter().sum();
     match r.renormalize {
@@ -18,7 +18,7 @@ pub(crate) fn denominator(r: &Router, scores: &[f64]) -> f64 {
     }
 }
 
-/// The derivative of [`denominator`] by each score.
+/// Returns the derivative of [`denominator`] by each score.
 pub(crate) fn denominator_slopes(r: &Router, scores: &[f64]) -> Vec<f64> {
     let all = |slope| vec![slope; scores.len()];
     match r.renormalize {

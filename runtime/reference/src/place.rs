@@ -6,16 +6,15 @@ use crate::{Decision, Input};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::cmp::Reverse;
 
-/// Where every assignment goes.
+/// The place of every assignment.
 #[derive(Clone, Debug)]
 pub struct Placement {
-    /// Assignments demanded of each expert, dropped ones included
-    /// `[E + identity]`.
+    /// Assignments to each expert, dropped ones included `[E + identity]`.
     pub counts: Vec<i64>,
     /// Rows per expert; `None` when dropless.
     pub capacity: Option<i64>,
-    /// `[T, K]`: position inside the expert; -1 when dropped or masked, and
-    /// for identity experts, which have no rows and drop nothing.
+    /// `[T, K]`: the position inside the expert. It is -1 when dropped or masked, and for identity
+    /// experts, which have no rows and never drop.
     pub locations: Vec<i32>,
     /// `[T, K]`: weights after dropping; zero when dropped or masked.
     pub weights: Vec<f64>,
@@ -23,7 +22,7 @@ pub struct Placement {
     pub overflow: i64,
 }
 
-/// Counts, capacity and places of all assignments.
+/// Computes counts, capacity and places of all assignments.
 pub fn scan(spec: &LayerSpec, decision: &Decision, input: &Input) -> Placement {
     let counts = demanded(spec, &decision.ids);
     let capacity = capacity_rows(spec, input, &counts);
@@ -54,7 +53,7 @@ pub fn scan(spec: &LayerSpec, decision: &Decision, input: &Input) -> Placement {
     }
 }
 
-/// Assignments per expert `[E + identity]`.
+/// Counts the assignments per expert `[E + identity]`.
 pub fn demanded(spec: &LayerSpec, ids: &[i32]) -> Vec<i64> {
     let mut counts = vec![0i64; spec.routed_experts()];
     ids.iter()
@@ -63,10 +62,10 @@ pub fn demanded(spec: &LayerSpec, ids: &[i32]) -> Vec<i64> {
     counts
 }
 
-/// Rows per expert; `None` when dropless.
+/// Returns the rows per expert, or `None` when dropless.
 ///
-/// The factor's formula is Tutel's: `K·int(f·ceil(T/E))`. Identity experts
-/// have no rows and do not count.
+/// The factor's formula is Tutel's: `K·int(f·ceil(T/E))`. Identity experts have no rows, so E does
+/// not count them.
 pub fn capacity_rows(spec: &LayerSpec, input: &Input, counts: &[i64]) -> Option<i64> {
     let c = &spec.capacity;
     let experts = spec.shape.experts;
@@ -86,8 +85,7 @@ pub fn capacity_rows(spec: &LayerSpec, input: &Input, counts: &[i64]) -> Option<
     Some((rows + align - 1) / align * align)
 }
 
-/// The call's own factor, or the spec's: that of evaluation where nothing is
-/// drawn.
+/// Returns the call's own factor, or the spec's; in evaluation the spec's factor for evaluation.
 fn capacity_factor(spec: &LayerSpec, input: &Input) -> f64 {
     let c = &spec.capacity;
     let of_pass = match input.draw {
@@ -97,7 +95,7 @@ fn capacity_factor(spec: &LayerSpec, input: &Input) -> f64 {
     input.capacity_factor.unwrap_or(of_pass)
 }
 
-/// Indices into `[T, K]` in the order in which places are given out.
+/// Returns indices into `[T, K]` in the order in which places are assigned.
 pub fn processing_order(
     spec: &LayerSpec,
     decision: &Decision,
@@ -126,20 +124,19 @@ pub fn processing_order(
     order
 }
 
-/// The key of the random order: larger ones are served first. In inference
-/// the counters are zero.
+/// Returns the key of the random order; larger keys are served first. In inference the counters are
+/// zero.
 pub fn random_key(draw: Option<Draw>, token: usize, slot: usize) -> u64 {
     Stream::new(draw.unwrap_or_default(), Purpose::Place).long_word(token, slot)
 }
 
-/// Whether an assignment reaches an expert: it has a row, or its expert needs
-/// none.
+/// Returns true if an assignment reaches an expert: it has a row, or its expert needs none.
 pub fn kept(spec: &LayerSpec, id: i32, location: i32) -> bool {
     location >= 0 || id >= spec.shape.experts as i32
 }
 
-/// Weights with dropped slots at zero. Renormalising after dropping makes
-/// those of a token sum to the router's scale again.
+/// Returns the weights with zeros in dropped slots. Renormalizing after dropping makes a token's
+/// weights sum to the router's scale again.
 fn surviving(spec: &LayerSpec, decision: &Decision, locations: &[i32]) -> Vec<f64> {
     let slots = decision.weights.iter().zip(&decision.ids).zip(locations);
     let mut result: Vec<f64> = slots

@@ -1,26 +1,26 @@
-//! Random numbers of training, by counter.
+//! Counter-based random numbers of training.
 //!
-//! A number depends on (seed, step, layer, purpose, token, index) and on
-//! nothing else, so every backend, any number of threads and any split of the
-//! batch over ranks draw the same. `templates/prelude/random.h.tera` is this
-//! file in C; both use integers only, so that no compiler's rounding shows.
+//! A number depends on (seed, step, layer, purpose, token, index) alone, so every backend, any
+//! number of threads and any split of the batch over ranks draw the same.
+//! `templates/prelude/random.h.tera` is this file in C. Both use integers only, because
+//! floating-point rounding may differ between compilers.
 
 use crate::weights::splitmix64;
 
-/// Where a call stands in a training run.
+/// The position of a call in a training run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Draw {
-    /// Seed of the run.
+    /// The seed of the run.
     pub seed: u64,
-    /// Optimizer step, or any other number that changes from call to call.
+    /// The optimizer step, or any other number that changes from call to call.
     pub step: u64,
-    /// Which layer of the model.
+    /// The index of the layer in the model.
     pub layer: u32,
-    /// Number of the call's first token in the global batch.
+    /// The index of the call's first token in the global batch.
     pub first_token: u64,
 }
 
-/// What a number is for: each purpose has a stream of its own.
+/// The purpose of a number. Each purpose has its own stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Factors of the router's input; index: channel.
@@ -29,9 +29,9 @@ pub enum Purpose {
     Dropout = 2,
     /// Noise on logits; index: expert.
     Noise = 3,
-    /// Whether a second expert stays; index: slot.
+    /// The decision to keep a second expert; index: slot.
     Second = 4,
-    /// The random order of placement, which has numbers of 64 bits.
+    /// The random order of placement, with 64-bit numbers.
     Place = 5,
 }
 
@@ -43,7 +43,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream's key is the first half of a block of (step, layer, purpose)
+    /// Makes the stream. Its key is the first half of a Philox block of (step, layer, purpose)
     /// under the seed.
     pub fn new(draw: Draw, purpose: Purpose) -> Stream {
         let [step_low, step_high] = halves(draw.step);
@@ -55,16 +55,15 @@ impl Stream {
         }
     }
 
-    /// A number for slot `k` of token `t`, different for all of a call:
-    /// splitmix64 of both and the stream's key.
+    /// Returns a number for slot `k` of token `t` that is unique in its call: splitmix64 of both
+    /// and the stream's key.
     pub fn long_word(&self, t: usize, k: usize) -> u64 {
         let [low, high] = self.key.map(u64::from);
         let token = self.first_token.wrapping_add(t as u64);
         splitmix64((high << 32 | low) ^ (k as u64) << 32 ^ token)
     }
 
-    /// 32 random bits for token `t` of the call: word `index % 4` of block
-    /// `index / 4`.
+    /// Returns 32 random bits for token `t` of the call: word `index % 4` of block `index / 4`.
     pub fn word(&self, t: usize, index: usize) -> u32 {
         let [low, high] = halves(self.first_token.wrapping_add(t as u64));
         philox([low, high, (index / 4) as u32, 0], self.key)[index % 4]
@@ -75,7 +74,7 @@ fn halves(value: u64) -> [u32; 2] {
     [value as u32, (value >> 32) as u32]
 }
 
-/// Philox4x32-10 (Salmon et al., SC 2011).
+/// Computes Philox4x32-10 (Salmon et al., SC 2011).
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let product = |a: u32, b: u32| {
         let whole = u64::from(a) * u64::from(b);
@@ -96,24 +95,24 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// Uniform in (0, 1): an odd multiple of 2⁻²⁴.
+/// Returns a uniform number in (0, 1): an odd multiple of 2⁻²⁴.
 pub fn uniform(word: u32) -> f32 {
     (2 * (word >> 9) + 1) as f32 / 16_777_216.0
 }
 
-/// `1 + amount · u`, u uniform in (-1, 1), rounded once; `amount` below 1.
+/// Returns `1 + amount · u` with u uniform in (-1, 1), rounded once; `amount` is below 1.
 pub fn jitter(word: u32, amount: f32) -> f32 {
     let amount = (f64::from(amount) * 4_294_967_296.0 + 0.5) as i64;
     let odd = 2 * i64::from(word >> 8) + 1 - (1 << 24);
     ((1i64 << 56) + amount * odd) as f32 / (1i64 << 56) as f32
 }
 
-/// Whether a number falls below `probability`, which is rounded to 2⁻³².
+/// Returns true with `probability`, which is rounded to 2⁻³².
 pub fn below(word: u32, probability: f32) -> bool {
     u64::from(word) < (f64::from(probability) * 4_294_967_296.0 + 0.5) as u64
 }
 
-/// `count · 2⁻²⁶ · factor`, rounded once. The factor is positive.
+/// Returns `count · 2⁻²⁶ · factor`, rounded once. The factor is positive.
 pub fn scaled(count: i32, factor: f32) -> f32 {
     let bits = factor.to_bits();
     let mantissa = i64::from(bits & 0x7f_ffff | 0x80_0000);
@@ -129,8 +128,8 @@ fn power_of_two(exponent: i32) -> f32 {
 /// ln 2 in units of 2⁻⁵⁷.
 const LN_2: i64 = 99_893_036_290_645_747;
 
-/// A polynomial by Horner's rule: coefficients from the highest power down,
-/// `t` in units of 2⁻³⁰.
+/// Evaluates a polynomial by Horner's rule: coefficients from the highest power down, `t` in units
+/// of 2⁻³⁰.
 fn polynomial<const N: usize>(coefficients: [i64; N], t: i64) -> i64 {
     let [first, rest @ ..] = &coefficients[..] else {
         return 0;
@@ -138,7 +137,7 @@ fn polynomial<const N: usize>(coefficients: [i64; N], t: i64) -> i64 {
     rest.iter().fold(*first, |sum, c| ((sum * t) >> 30) + c)
 }
 
-/// ln(x) of x > 0 in units of 2⁻²⁶, within 2 of them.
+/// Returns ln(x) of x > 0 in units of 2⁻²⁶, with an error of at most 2 of them.
 fn logarithm(x: u64) -> i64 {
     let zeros = x.leading_zeros();
     let fraction = ((x << zeros) >> 33 & 0x3fff_ffff) as i64;
@@ -152,10 +151,9 @@ fn logarithm(x: u64) -> i64 {
     ((i64::from(63 - zeros) * LN_2) >> 31) + (of_fraction >> 4)
 }
 
-/// A normal deviate in units of 2⁻²⁶: the inverse of the normal distribution
-/// at u = (word | 1) / 2³², within 3e-7. It is a function of
-/// w = -ln(4 u (1 - u)), as in Giles' approximation of the error function's
-/// inverse; the polynomials are our own fits.
+/// Returns a normal deviate in units of 2⁻²⁶: the inverse of the normal distribution at
+/// `u = (word | 1) / 2³²`, within 3e-7. It is a function of `w = -ln(4 u (1 - u))`, as in Giles'
+/// approximation of the inverse error function; the polynomials are our own fits.
 pub fn gaussian(word: u32) -> i32 {
     let odd = i64::from(word | 1);
     let whole = 1i64 << 32;
@@ -191,8 +189,8 @@ pub fn gaussian(word: u32) -> i32 {
     if word >> 31 == 1 { size } else { -size }
 }
 
-/// A Gumbel deviate -ln(-ln(1 - v)) at v = (word | 1) / 2³² in units of
-/// 2⁻²⁶, within 1e-7; from -3.1 to 22.2.
+/// Returns a Gumbel deviate -ln(-ln(1 - v)) at v = (word | 1) / 2³² in units of 2⁻²⁶, within 1e-7;
+/// from -3.1 to 22.2.
 pub fn gumbel(word: u32) -> i32 {
     let odd = i64::from(word | 1);
     let whole = (32 * LN_2) >> 31;

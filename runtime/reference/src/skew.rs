@@ -1,24 +1,24 @@
-//! Which experts the tokens of a bench are meant for.
+//! Skewed distributions of tokens over experts, for benchmarks.
 
 use crate::Random;
 use std::fmt;
 use std::str::FromStr;
 
-/// How often experts are wanted.
+/// The distribution of assignments over experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Skew {
-    /// All alike.
+    /// All experts equally often.
     Uniform,
-    /// The n-th in rank by `n^-s`; ranks are shuffled over the experts.
+    /// The n-th expert in rank with weight `n^-s`; ranks are shuffled over the experts.
     Zipf(f64),
 }
 
 impl Skew {
-    /// `[tokens, top_k]` experts, those of a token different and ascending:
-    /// drawn without replacement by the experts' shares.
+    /// Draws `[tokens, top_k]` experts, without replacement by the experts' shares. Those of a
+    /// token are distinct and ascending.
     ///
     /// # Panics
-    /// When there are fewer experts than `top_k`.
+    /// If there are fewer experts than `top_k`.
     pub fn draw(self, experts: usize, top_k: usize, tokens: usize, seed: u64) -> Vec<i32> {
         assert!(top_k <= experts, "{top_k} of {experts} experts");
         let mut random = Random::new(seed);
@@ -32,7 +32,8 @@ impl Skew {
         };
         let mut ids = Vec::with_capacity(tokens * top_k);
         for _ in 0..tokens {
-            // The K largest of log share plus Gumbel noise are such a draw.
+            // Gumbel-top-k: the K largest of log share plus Gumbel noise are a draw without
+            // replacement.
             let key = |&rank: &usize| share(rank) - (-unit(&mut random).ln()).ln();
             let mut keys: Vec<(f64, i32)> = ranks.iter().map(key).zip(0..).collect();
             keys.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
@@ -44,7 +45,7 @@ impl Skew {
     }
 }
 
-/// Uniform in `(0, 1)`.
+/// Returns a uniform number in `(0, 1)`.
 fn unit(random: &mut Random) -> f64 {
     ((random.signed() + 1.0) / 2.0).clamp(1e-12, 1.0 - 1e-12)
 }
@@ -75,7 +76,7 @@ impl FromStr for Skew {
 mod tests {
     use super::*;
 
-    /// How often each expert is drawn, most often first.
+    /// Counts the draws of each expert, largest first.
     fn counts(skew: Skew) -> Vec<usize> {
         let mut counts = vec![0; 16];
         let ids = skew.draw(16, 2, 8000, 5);
@@ -99,8 +100,8 @@ mod tests {
         let uniform = counts(Skew::Uniform);
         assert!(uniform[0] < 1150 && uniform[15] > 850, "{uniform:?}");
         let zipf = counts(Skew::Zipf(1.0));
-        // Of single draws the ratio of the first to the eighth is 8; that the
-        // two of a token differ flattens the head.
+        // For single draws the ratio of the first to the eighth would be 8. It is smaller because a
+        // token's two experts differ, which flattens the head.
         let ratio = zipf[0] as f64 / zipf[7] as f64;
         assert!((4.0..8.0).contains(&ratio), "{zipf:?}");
         assert_eq!(

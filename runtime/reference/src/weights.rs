@@ -15,7 +15,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// The elements at index `index` of the first dimension.
+    /// Returns the elements at index `index` of the first dimension.
     pub fn outer(&self, index: usize) -> &[f64] {
         let size: usize = self.shape[1..].iter().product();
         &self.data[index * size..(index + 1) * size]
@@ -46,15 +46,15 @@ impl From<&moesaic_tensor::Tensors<'_>> for Weights {
 }
 
 impl Weights {
-    /// The tensor of that name. Panics when it is missing.
+    /// Returns the tensor of that name. Panics if it is missing.
     pub fn get(&self, name: &str) -> &Tensor {
         self.0
             .get(name)
             .unwrap_or_else(|| panic!("the reference needs tensor `{name}`"))
     }
 
-    /// Random values for every tensor of the layer: uniform, scaled so that
-    /// outputs are of the order of one; biases are not small.
+    /// Returns random values for every tensor of the layer: uniform, and scaled so that outputs are
+    /// of the order of one. Biases are not small.
     pub fn random(spec: &LayerSpec, seed: u64) -> Weights {
         let mut random = Random::new(seed);
         let list = canonical_tensors(spec);
@@ -65,7 +65,7 @@ impl Weights {
         )
     }
 
-    /// The same weights as they are after storage in the spec's types.
+    /// Returns the weights as they are after storage in the spec's types.
     pub fn rounded(&self, spec: &LayerSpec) -> Weights {
         let mut rounded = self.clone();
         for tensor in canonical_tensors(spec) {
@@ -104,13 +104,13 @@ fn random_tensor(tensor: &TensorSpec, spec: &LayerSpec, random: &mut Random) -> 
     Tensor { shape, data }
 }
 
-/// Of assignments: none is negative, and together they are one.
+/// Returns shares of assignments: none is negative, and they sum to one.
 fn shares(values: &[f64]) -> Vec<f64> {
     let sum: f64 = values.iter().map(|v| v.abs()).sum();
     values.iter().map(|v| v.abs() / sum).collect()
 }
 
-/// Rows of distinct experts, in no order.
+/// Returns rows of distinct experts, in random order.
 fn random_table(shape: &[usize], experts: usize, random: &mut Random) -> Vec<f64> {
     let row = |random: &mut Random| {
         let mut ids: Vec<(u64, usize)> = (0..experts).map(|e| (random.bits(), e)).collect();
@@ -128,24 +128,24 @@ fn random_table(shape: &[usize], experts: usize, random: &mut Random) -> Vec<f64
 pub struct Random(u64);
 
 impl Random {
-    /// A generator with its own stream.
+    /// Starts the stream of a seed.
     pub fn new(seed: u64) -> Random {
         Random(seed ^ 0x6d6f_6573_6169_6321)
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn bits(&mut self) -> u64 {
         let value = splitmix64(self.0);
         self.0 = self.0.wrapping_add(GOLDEN);
         value
     }
 
-    /// Uniform in `(-1, 1)`, a multiple of 2⁻²³: exact in f32.
+    /// Returns a uniform number in `(-1, 1)`, a multiple of 2⁻²³ and so exact in f32.
     pub fn signed(&mut self) -> f64 {
         ((self.bits() >> 40) as f64 + 0.5) / f64::from(1 << 23) - 1.0
     }
 
-    /// `count` values of [`Random::signed`].
+    /// Returns `count` values of [`Random::signed`].
     pub fn vec(&mut self, count: usize) -> Vec<f64> {
         (0..count).map(|_| self.signed()).collect()
     }
@@ -153,7 +153,7 @@ impl Random {
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The splitmix64 output function of state `x`.
+/// Returns the splitmix64 output of state `x`.
 pub(crate) fn splitmix64(x: u64) -> u64 {
     let mut z = x.wrapping_add(GOLDEN);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

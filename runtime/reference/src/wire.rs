@@ -1,4 +1,5 @@
-//! Rows as they are between nodes: what the kernels of `wire` write and read, bit for bit.
+//! Rows in their communication dtype between nodes: the bits that the kernels of `wire` write and
+//! read.
 //!
 //! ```text
 //! f16, bf16   values [width], zeros to a multiple of 16 bytes
@@ -9,7 +10,7 @@
 use half::{bf16, f16};
 use moesaic_kernel::DType;
 
-/// What rows are between nodes.
+/// The communication dtype of rows between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommDtype {
     /// IEEE half precision.
@@ -20,14 +21,14 @@ pub enum CommDtype {
     Fp8,
 }
 
-/// The NaN of every format is that of this f32.
+/// The NaN of every format decodes to this f32.
 const NAN: f32 = f32::from_bits(0x7fc0_0000);
 
 /// The largest value of E4M3.
 const LARGEST_E4M3: f32 = 448.0;
 
-/// A row on the wire, and how many of its values were too large for f16: those that would
-/// be rounded to an infinity. Other formats count none.
+/// Packs a row, and counts the values too large for f16: those that round to infinity. Other
+/// formats count none.
 pub fn pack_row(wire: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
     let mut bytes = Vec::new();
     let mut saturated = 0;
@@ -59,7 +60,7 @@ pub fn pack_row(wire: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
     (bytes, saturated)
 }
 
-/// The values of a row that came in `bytes`, each a value of `dtype`.
+/// Unpacks a row from `bytes`, with each value rounded to `dtype`.
 pub fn unpack_row(wire: CommDtype, bytes: &[u8], width: usize, dtype: DType) -> Vec<f32> {
     let half = |i: usize| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
     let value = |i: usize| match wire {
@@ -69,7 +70,7 @@ pub fn unpack_row(wire: CommDtype, bytes: &[u8], width: usize, dtype: DType) -> 
             let at = width.next_multiple_of(4) + 4 * (i / 128);
             let scale = [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
             let value = of_e4m3(bytes[i]) * f32::from_le_bytes(scale);
-            // E4M3 has no infinity: what is one was too large for an f32.
+            // E4M3 has no infinity, so an infinite product means a value too large for f32.
             value.clamp(-f32::MAX, f32::MAX)
         }
     };
@@ -77,14 +78,14 @@ pub fn unpack_row(wire: CommDtype, bytes: &[u8], width: usize, dtype: DType) -> 
     (0..width).map(rounded).collect()
 }
 
-/// The largest finite size of a span, which its scale follows. Less than 2^-117 counts as
-/// that: 448 divided by it would be no f32.
+/// Returns the largest finite magnitude of a span, which sets its scale. Magnitudes below 2^-117
+/// count as that, because 448 divided by a smaller one would overflow f32.
 fn largest_of(span: &[f32]) -> f32 {
     let finite = span.iter().filter(|value| value.is_finite());
     finite.fold(2f32.powi(-117), |most, value| most.max(value.abs()))
 }
 
-/// A value that a type has room for: what is finite and too large is its largest.
+/// Clamps a finite value to the largest of its type.
 fn fitted(value: f32, dtype: DType) -> f32 {
     let largest = match dtype {
         DType::F16 => f16::MAX.to_f32(),
@@ -106,22 +107,22 @@ fn rounded(value: f32, dtype: DType) -> f32 {
     }
 }
 
-/// The code of the nearest value of E4M3, ties to the even code; of what is no finite
-/// number that of NaN.
+/// Returns the code of the nearest value of E4M3, ties to the even code, or NaN's code for
+/// infinities and NaN.
 pub fn to_e4m3(value: f32) -> u8 {
     if !value.is_finite() {
         return 0x7f;
     }
     let sign = u8::from(value.is_sign_negative()) << 7;
     let size = f64::from(value.abs()).min(f64::from(LARGEST_E4M3));
-    // Eight codes for each binade from 2^-6 on; below, the codes are evenly spaced.
+    // Each binade from 2^-6 on has eight codes; below it, codes are evenly spaced.
     let binade = (size.to_bits() >> 52) as i32 - 1023;
     let exponent = binade.max(-6);
     let steps = (size * 2f64.powi(3 - exponent)).round_ties_even();
     sign | (8 * (exponent + 6) + steps as i32) as u8
 }
 
-/// The value of a code of E4M3.
+/// Returns the value of a code of E4M3.
 pub fn of_e4m3(code: u8) -> f32 {
     let (exponent, steps) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let size = match exponent {

@@ -1,4 +1,4 @@
-//! Every gradient against central differences of the forward.
+//! Compares every gradient with central differences of the forward pass.
 
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Gradients, Input, Random, Weights, backward, forward, losses};
@@ -6,7 +6,7 @@ use moesaic_spec::*;
 
 const STEP: f64 = 1e-5;
 
-/// A layer at one point, and the direction that its gradients are of.
+/// A layer at one point, and the direction of the derivatives.
 struct Point {
     spec: LayerSpec,
     weights: Weights,
@@ -66,13 +66,13 @@ impl Point {
         task + self.spec.losses.iter().map(weigh).sum::<f64>()
     }
 
-    /// What is chosen, and must not change within a step.
+    /// Returns the choices, which must not change within a step.
     fn chosen(&self) -> (Vec<i32>, Vec<i32>) {
         let output = forward(&self.spec, &self.weights, &self.input);
         (output.topk_ids, output.locations)
     }
 
-    /// The derivative along one coordinate; `None` where a choice changes.
+    /// Returns the derivative along one coordinate, or `None` if a choice changes.
     fn slope(&mut self, at: impl Fn(&mut Point) -> &mut f64) -> Option<f64> {
         let here = *at(self);
         let chosen = self.chosen();
@@ -85,7 +85,7 @@ impl Point {
         Some((ends.0? - ends.1?) / (2.0 * STEP))
     }
 
-    /// Some coordinates of each tensor; returns how many could be compared.
+    /// Checks some coordinates of each tensor. Returns the number that could be compared.
     fn check(&mut self, what: &str) -> usize {
         let found = backward(&self.spec, &self.weights, &self.input, &self.dy);
         let mut compared = 0;
@@ -94,7 +94,7 @@ impl Point {
             compared += close(&format!("{what}: x[{i}]"), found.x[i], slope);
         }
         let names: Vec<String> = found.weights.keys().cloned().collect();
-        // A state that trainers keep, not a parameter.
+        // A state that trainers update, not a parameter.
         for name in names.into_iter().filter(|name| name != "router.load") {
             let gradient = &found.weights[&name].data;
             for i in picked(gradient.len()) {
@@ -122,7 +122,7 @@ impl Point {
     }
 }
 
-/// At most nine coordinates, spread out.
+/// Returns at most nine coordinates, spread out.
 fn picked(count: usize) -> impl Iterator<Item = usize> {
     (0..count).step_by(count.div_ceil(9).max(1))
 }
@@ -146,7 +146,7 @@ fn gradients_are_the_slopes_of_the_forward() {
     assert!(compared > 4000, "only {compared} coordinates were compared");
 }
 
-/// Every rule of selection and every kind of noise, trained.
+/// Every selection rule and every kind of noise, in training.
 #[test]
 fn gradients_of_every_selection() {
     type Change = fn(&mut Router);
@@ -204,7 +204,7 @@ fn gradients_of_every_selection() {
     }
 }
 
-/// The load is a function of the noise's scale itself, whatever was drawn.
+/// The load depends on the scale of the noise itself, whatever was drawn.
 #[test]
 fn gradients_through_learned_scales_of_the_load() {
     for (experts, top_k) in [(4, 2), (5, 1), (3, 3), (6, 5)] {

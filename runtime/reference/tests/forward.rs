@@ -1,4 +1,4 @@
-//! Hand-computed values and invariants of the reference itself.
+//! Values worked out by hand, and invariants of the reference itself.
 
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{
@@ -86,7 +86,7 @@ fn two_experts_by_hand() {
     assert_eq!(out.topk_ids, [1, 0]);
     close(out.topk_weights[0], 0.75);
     close(out.y[0], 0.75 * 400.25 + 0.25 * 30.5);
-    // Weighted inputs are another function: relu(0.75·-1 + 5), relu(0.25·2 + 1).
+    // Weighted inputs compute another function: relu(0.75·-1 + 5), relu(0.25·2 + 1).
     s.router.weight_on = WeightSite::Input;
     let out = forward(
         &s,
@@ -160,14 +160,15 @@ fn masked_groups_differ_for_negative_scores() {
 fn sparse_mixer_masks_far_logits() {
     let mut s = spec(1, 1, 4, 2);
     s.router.select = Select::SparseMixer(0.1);
-    // Round 1: top 2; 1.7 is within 20 % of 2, 1.5 is not. Round 2: top 1.7, 1.5 is within.
+    // Round 1: top is 2; 1.7 is within 20 % of it, 1.5 is not. Round 2: top is 1.7, and 1.5 is
+    // within.
     let (ids, weights) = select_row(&s, &no_weights(), &[1.5, 2.0, -3.0, 1.7]);
     assert_eq!(ids, [1, 3]);
     close(weights[0], 1.0 / (1.0 + (-0.3f64).exp()));
     close(weights[1], 1.0 / (1.0 + (-0.2f64).exp()));
 }
 
-/// A call of so many tokens, as far as capacity knows it.
+/// Returns a call with this many tokens, enough for capacities.
 fn tokens(tokens: usize) -> Input {
     Input {
         tokens,
@@ -198,7 +199,7 @@ fn capacity_is_tutels() {
 }
 
 fn decision() -> Decision {
-    // Tokens 0..3, two slots each.
+    // Tokens 0..3, with two slots each.
     Decision {
         ids: vec![0, 1, 0, 1, 1, 0],
         weights: vec![0.6, 0.4, 0.9, 0.1, 0.5, 0.5],
@@ -213,7 +214,7 @@ const DRAW: Option<Draw> = Some(Draw {
     first_token: 5,
 });
 
-/// The order goes by every counter, but not by how a batch is split.
+/// The order depends on every counter, but not on the split of a batch.
 #[test]
 fn random_keys_go_by_the_counters() {
     let key = |change: fn(&mut Draw), token| {
@@ -298,8 +299,8 @@ fn clamp_alpha_and_offset() {
     close(activate(&relu2, Some(2.0), 3.0), 12.0);
 }
 
-/// Every optional part at once, against the same layer with the part undone by
-/// hand in its weights.
+/// Every optional part at once, against the same layer with each part worked into its weights by
+/// hand.
 #[test]
 fn identity_shared_and_scales_add_up() {
     let (d, h) = (3, 5);

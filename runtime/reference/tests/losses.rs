@@ -1,5 +1,5 @@
-//! Auxiliary losses: values by hand, gradients against central differences,
-//! and what they must not depend on.
+//! Auxiliary losses: values by hand, gradients by central differences, and independence of padding
+//! and batching.
 
 use moesaic_reference::{Input, LossValue, Random, Routed, rank};
 use moesaic_spec::{LayerSpec, Loss, LossKind, Score};
@@ -75,7 +75,7 @@ impl Call {
         })
     }
 
-    /// The tokens from `first` to before `end`, as a call of their own.
+    /// Returns the tokens `first..end` as a call of their own.
     fn part(&self, first: usize, end: usize) -> Call {
         let (e, k) = (self.spec.shape.experts, self.spec.shape.top_k);
         Call {
@@ -90,7 +90,7 @@ impl Call {
         }
     }
 
-    /// With a masked token after every second one.
+    /// Returns the call with a masked token after every second one.
     fn padded(&self) -> Call {
         let (e, k) = (self.spec.shape.experts, self.spec.shape.top_k);
         let mut padded = self.part(0, 0);
@@ -168,7 +168,7 @@ fn a_balanced_batch_costs_one() {
     }
 }
 
-/// Everything to one expert: each of Σ p and Σ n is E times its mean.
+/// All tokens go to one expert, so its Σ p and Σ n are E times the mean.
 #[test]
 fn a_collapsed_router_costs_as_many_as_there_are_experts() {
     let mut call = Call::new(4, 1, 3, 1);
@@ -185,8 +185,8 @@ fn a_collapsed_router_costs_as_many_as_there_are_experts() {
     );
 }
 
-/// The chosen expert is a standard deviation above the next, the others half
-/// of one below it: the load is Φ(1), Φ(-½), Φ(-½), the importance 1, 0, 0.
+/// The chosen expert is one standard deviation above the next, and the others half of one below it:
+/// the load is Φ(1), Φ(-½), Φ(-½), the importance 1, 0, 0.
 #[test]
 fn the_load_of_learned_noise_goes_by_each_scale() {
     let mut call = Call::new(3, 1, 1, 1);
@@ -254,8 +254,7 @@ fn padding_changes_nothing() {
     }
 }
 
-/// A batch of sequences costs the mean of its sequences, whatever they are
-/// batched with.
+/// The loss of a batch is the mean over its sequences, whatever else is in the batch.
 #[test]
 fn sequences_do_not_see_each_other() {
     let call = Call::new(5, 2, 12, 7);

@@ -1,4 +1,4 @@
-//! Tests of the reference, one binary: each that is linked costs seconds.
+//! Tests of the reference in one binary, because linking each binary costs seconds.
 
 mod backward;
 mod forward;

@@ -1,5 +1,4 @@
-//! The generator against published answers, and its deviates against their
-//! distributions.
+//! The generator against published answers, and its deviates against their distributions.
 
 use moesaic_reference::rng::*;
 
@@ -27,13 +26,13 @@ fn philox_gives_the_published_answers() {
     }
 }
 
-/// 2²⁰ words spread over all of u32, and the ends.
+/// Returns 2²⁰ words spread over all of u32, with both ends.
 fn words() -> impl Iterator<Item = u32> {
     let edges = (0..32).flat_map(|k| [1u32 << k, !(1u32 << k), u32::MAX >> k]);
     (0..1u32 << 20).map(|i| i << 12 | 0x7ff).chain(edges)
 }
 
-/// The normal distribution, by the reference's error function.
+/// Returns the normal distribution function, by the reference's error function.
 fn normal(z: f64) -> f64 {
     0.5 * (1.0 + moesaic_reference::erf(z / 2f64.sqrt()))
 }
@@ -43,7 +42,7 @@ fn gaussians_invert_the_normal_distribution() {
     for word in words() {
         let u = f64::from(word | 1) / 4_294_967_296.0;
         let z = f64::from(gaussian(word)) / 67_108_864.0;
-        // The side of the smaller tail keeps its digits in `normal`.
+        // Compare on the side of the smaller tail, where `normal` keeps its digits.
         let tail = u.min(1.0 - u);
         let density = (-z * z / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
         let error = (normal(-z.abs()) - tail).abs() / density;
@@ -101,7 +100,7 @@ fn moments_of_a_stream_are_right() {
     );
 }
 
-/// A batch that is split draws what the whole draws.
+/// A split batch draws the same numbers as the whole.
 #[test]
 fn tokens_have_global_numbers() {
     let draw = Draw {

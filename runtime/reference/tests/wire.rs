@@ -1,10 +1,10 @@
-//! Rows between nodes: E4M3 against a table made elsewhere, and the errors of each format
-//! against those that are published for it.
+//! Rows between nodes: E4M3 against a table from another implementation, and each format's error
+//! against its published error.
 
 use moesaic_kernel::DType;
 use moesaic_reference::{CommDtype, Random, of_e4m3, pack_row, to_e4m3, unpack_row};
 
-/// The value of every code.
+/// Returns the value of every code.
 fn table() -> Vec<f64> {
     let lines = include_str!("e4m3.txt").lines();
     let numbers = lines.filter(|line| !line.starts_with('#'));
@@ -34,7 +34,7 @@ fn e4m3_rounds_to_the_nearest_of_the_table() {
     let table = table();
     let nearest = |value: f64| {
         let distance = |code: usize| (table[code] - value).abs();
-        // Of two that are as near the even code.
+        // Of two equally near codes, the even one.
         (0..127usize)
             .min_by(|&a, &b| {
                 let near = distance(a).total_cmp(&distance(b));
@@ -65,7 +65,7 @@ fn e4m3_rounds_to_the_nearest_of_the_table() {
     }
 }
 
-/// Normally distributed, by Box and Muller.
+/// Returns normally distributed numbers, by Box and Muller.
 fn gaussian(count: usize) -> Vec<f32> {
     let mut random = Random::new(17);
     let normal = |random: &mut Random| {
@@ -78,7 +78,8 @@ fn gaussian(count: usize) -> Vec<f32> {
 const ROWS: usize = 256;
 const WIDTH: usize = 2048;
 
-/// Relative L2 errors of all values and of the worst row, and how many were too large.
+/// Returns the relative L2 errors of all values and of the worst row, and the number of values too
+/// large.
 fn errors(wire: CommDtype, values: &[f32]) -> (f64, f64, u64) {
     let (mut all, mut of_all, mut worst, mut over) = (0.0, 0.0, 0.0f64, 0);
     for row in values.chunks(WIDTH) {
@@ -93,7 +94,7 @@ fn errors(wire: CommDtype, values: &[f32]) -> (f64, f64, u64) {
     ((all / of_all).sqrt(), worst, over)
 }
 
-/// The published errors were measured over 1024 x 2048 values, and are two digits.
+/// Compares with published errors, which have two digits and were measured over 1024 x 2048 values.
 fn near(error: f64, published: f64) -> bool {
     (error / published - 1.0).abs() < 0.06
 }
@@ -127,7 +128,7 @@ fn errors_are_the_published_ones() {
             assert_eq!(over, 0);
         }
     }
-    // Small rows are lost in f16, and nowhere else.
+    // Small rows vanish in f16 and in no other format.
     let worst = |wire| errors(wire, &scaled).1;
     assert!(
         worst(CommDtype::F16) > 1e-2
@@ -171,7 +172,7 @@ fn what_no_format_has_is_as_documented() {
         assert!(back[0].is_nan() && back[2].is_nan());
         assert_eq!(back[3..], [-1.0, 0.0]);
     }
-    // The largest stay finite on the way back.
+    // The largest values stay finite on the way back.
     for (value, dtype) in [(f32::MAX, DType::F32), (65_504.0, DType::F16)] {
         for wire in [CommDtype::Bf16, CommDtype::Fp8] {
             let back = unpack_row(wire, &pack_row(wire, &[value]).0, 1, dtype);
@@ -182,7 +183,7 @@ fn what_no_format_has_is_as_documented() {
             );
         }
     }
-    // A span of zeros, and one of subnormals.
+    // A span of zeros, and one of subnormal numbers.
     for row in [[0.0, -0.0], [1e-44, -1e-40]] {
         let back = unpack_row(
             CommDtype::Fp8,

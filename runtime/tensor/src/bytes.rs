@@ -1,12 +1,12 @@
-//! Bytes of tensors, wherever they lie.
+//! Bytes of tensors: owned, borrowed or mapped.
 
 use crate::Map;
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// Bytes that are owned, borrowed, or mapped from a file. Those that are owned lie
-/// where an element of any type may; the others anywhere.
+/// Bytes that are owned, borrowed, or mapped from a file. Owned bytes are aligned for any element
+/// type; the others may lie anywhere.
 #[derive(Clone)]
 pub struct Bytes<'a>(Held<'a>);
 
@@ -18,29 +18,29 @@ enum Held<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// Zeros.
+    /// Returns `length` zeros.
     pub fn zeros(length: usize) -> Bytes<'static> {
         let words = vec![0; length.div_ceil(size_of::<u64>())];
         Bytes(Held::Owned { words, length })
     }
 
-    /// A copy.
+    /// Copies `bytes`.
     pub fn copied(bytes: &[u8]) -> Bytes<'static> {
         let mut owned = Bytes::zeros(bytes.len());
         owned.to_mut().copy_from_slice(bytes);
         owned
     }
 
-    /// A part of a file.
+    /// Returns a part of a mapped file.
     ///
     /// # Panics
-    /// When the file is shorter.
+    /// If the file is shorter than `range`.
     pub fn mapped(map: &Arc<Map>, range: Range<usize>) -> Bytes<'static> {
         assert!(range.start <= range.end && range.end <= map.len());
         Bytes(Held::Mapped(Arc::clone(map), range))
     }
 
-    /// The same bytes for as long as these are there, without a copy.
+    /// Borrows the same bytes, without a copy.
     pub fn lend(&self) -> Bytes<'_> {
         match &self.0 {
             Held::Mapped(map, range) => Bytes::mapped(map, range.clone()),
@@ -48,7 +48,7 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// Some of the bytes, without a copy; `None` if there are not as many.
+    /// Borrows a part of the bytes without a copy. `None` if there are fewer bytes.
     pub fn part(&self, part: Range<usize>) -> Option<Bytes<'_>> {
         self.get(part.clone())?;
         Some(match &self.0 {
@@ -59,20 +59,19 @@ impl<'a> Bytes<'a> {
         })
     }
 
-    /// The bytes to be written to, copied before if they are not owned.
+    /// Returns the bytes for writing. Bytes that are not owned are copied first.
     pub fn to_mut(&mut self) -> &mut [u8] {
         if !matches!(self.0, Held::Owned { .. }) {
             self.0 = Bytes::copied(self).0;
         }
         match &mut self.0 {
             Held::Owned { words, length } => &mut bytemuck::cast_slice_mut(words)[..*length],
-            // Made to be owned above.
+            // Unreachable: the bytes were made owned above.
             Held::Borrowed(_) | Held::Mapped(..) => &mut [],
         }
     }
 
-    /// Bytes that borrow nothing: a copy of what was borrowed. What is mapped
-    /// stays so.
+    /// Returns bytes that borrow nothing: borrowed bytes are copied, mapped ones stay mapped.
     pub fn into_static(self) -> Bytes<'static> {
         match self.0 {
             Held::Owned { words, length } => Bytes(Held::Owned { words, length }),
@@ -81,14 +80,13 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// Whether they are in a file that is mapped.
+    /// Returns true if the bytes are in a mapped file.
     pub fn is_mapped(&self) -> bool {
         matches!(self.0, Held::Mapped(..))
     }
 
-    /// Says that the bytes will not be read soon: the memory of those that are
-    /// mapped is given back. They are read from the file again when they are
-    /// looked at again.
+    /// Hints that the bytes will not be read soon, so the memory of mapped ones is freed. A later
+    /// access reads them from the file again.
     pub fn release(&self) {
         if let Held::Mapped(map, range) = &self.0 {
             map.release(range);
@@ -121,7 +119,7 @@ impl<'a> From<&'a [u8]> for Bytes<'a> {
 }
 
 impl From<Vec<u8>> for Bytes<'static> {
-    /// A copy: bytes of a vector may lie where no element may.
+    /// Copies the vector, because its bytes may not be aligned for elements.
     fn from(bytes: Vec<u8>) -> Bytes<'static> {
         Bytes::copied(&bytes)
     }

@@ -1,11 +1,11 @@
-//! Elements: the Rust types that have a dtype, and values of any dtype.
+//! Elements: the Rust types that have a dtype, and conversions between dtypes.
 
 use half::{bf16, f16};
 use moesaic_kernel::DType;
 
 /// A Rust type that has a [`DType`].
 pub trait Element: bytemuck::Pod {
-    /// The element type in kernels and files.
+    /// The corresponding dtype in kernels and files.
     const DTYPE: DType;
 }
 
@@ -25,8 +25,8 @@ impl Element for i64 {
     const DTYPE: DType = DType::I64;
 }
 
-/// The value of one element, of exactly `dtype.size()` bytes: exact for floats,
-/// exact below 2⁵³ for integers.
+/// Reads one element of exactly `dtype.size()` bytes. The result is exact for floats, and for
+/// integers below 2⁵³.
 pub fn read_float(dtype: DType, b: &[u8]) -> f64 {
     match dtype {
         DType::F32 => f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
@@ -36,7 +36,7 @@ pub fn read_float(dtype: DType, b: &[u8]) -> f64 {
     }
 }
 
-/// The value of one integer element; zero for floats.
+/// Reads one integer element; zero for floats.
 pub fn read_int(dtype: DType, b: &[u8]) -> i64 {
     match dtype {
         DType::I32 => i64::from(i32::from_le_bytes([b[0], b[1], b[2], b[3]])),
@@ -45,7 +45,7 @@ pub fn read_int(dtype: DType, b: &[u8]) -> i64 {
     }
 }
 
-/// Stores a value in `dtype.size()` bytes: floats to nearest, ties to even.
+/// Stores a value in `dtype.size()` bytes. Floats round to nearest, ties to even.
 pub fn write_float(dtype: DType, value: f64, out: &mut [u8]) {
     match dtype {
         DType::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
@@ -56,7 +56,7 @@ pub fn write_float(dtype: DType, value: f64, out: &mut [u8]) {
     }
 }
 
-/// Stores values in `dtype.size()` bytes each: as [`write_float`], of many faster.
+/// Stores values in `dtype.size()` bytes each, as [`write_float`] does, but faster for many.
 pub fn write_f32s(dtype: DType, values: &[f32], out: &mut [u8]) {
     let pairs = values.iter().zip(out.chunks_exact_mut(dtype.size()));
     match dtype {
@@ -73,8 +73,8 @@ pub fn write_f32s(dtype: DType, values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// The value of a float after it was stored: the nearest, ties to even. Of an integer type the
-/// value itself.
+/// Returns the value of a float after storing it: rounded to nearest, ties to even. For an integer
+/// type it returns the value itself.
 pub fn round_float(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(value as f32),
@@ -84,9 +84,9 @@ pub fn round_float(dtype: DType, value: f64) -> f64 {
     }
 }
 
-/// As [`half`] has to be given a value. It rounds to an f32 first, or looks at the upper half of
-/// the bits alone: what is only just beside the middle of two numbers would be taken for the
-/// middle. So the lower half becomes one bit, which an f32 keeps.
+/// Prepares a value for [`half`], which would round twice: it rounds to f32 first, or looks only at
+/// the upper half of the bits, and so mistakes a value just beside the middle of two numbers for
+/// the middle. Here the lower half becomes one sticky bit, which an f32 keeps.
 fn seen(value: f64) -> f64 {
     let bits = value.to_bits();
     let below = u64::from(bits as u32 != 0) << 32;

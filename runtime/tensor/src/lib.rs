@@ -1,9 +1,9 @@
 //! Tensors in host memory: a dtype, a shape, and bytes that are owned, borrowed,
 //! or mapped from a file.
 //!
-//! [`Tensors`] are tensors by name: weights, inputs, results, gradients, optimizer
-//! state. A [`WeightSource`] gives a layer its weights a piece at a time; tensors in
-//! memory are one, a checkpoint is another. A [`WeightSink`] takes tensors the same way.
+//! [`Tensors`] are tensors by name: weights, inputs, results, gradients, optimizer state. A
+//! [`WeightSource`] hands a layer its weights a few rows at a time; tensors in memory are one, a
+//! checkpoint is another. A [`WeightSink`] takes tensors in the same way.
 //!
 //! ```
 //! use moesaic_tensor::{Tensor, Tensors};
@@ -30,5 +30,5 @@ pub use element::{Element, read_float, read_int, round_float, write_f32s, write_
 pub use map::Map;
 pub use sink::{Described, WeightSink};
 pub use source::{SourceError, WeightSource};
-pub use tensor::{Tensor, check_kind};
+pub use tensor::{Tensor, TensorKind, check_kind};
 pub use tensors::Tensors;

@@ -1,37 +1,37 @@
-//! Where tensors go, a piece at a time.
+//! Destinations of tensors that are written a few bytes at a time.
 
 use crate::SourceError;
 use moesaic_kernel::DType;
 
-/// A tensor by name, without its elements.
+/// A tensor's name, type and shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Described {
     /// Its name.
     pub name: String,
-    /// The type of its elements.
+    /// The element type.
     pub dtype: DType,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
 }
 
-/// What takes tensors that are not in memory all at once: the counterpart of
+/// A destination of tensors that are not all in memory at once: the counterpart of
 /// [`WeightSource`](crate::WeightSource).
 pub trait WeightSink {
-    /// Says which tensors come, in their order. It is called once, before anything else.
+    /// Announces the tensors, in their order. It is called once, before anything else.
     ///
     /// # Errors
-    /// Whatever keeps them from being written.
+    /// Any reason they cannot be written.
     fn begin(&mut self, tensors: &[Described]) -> Result<(), SourceError>;
 
-    /// The next bytes of the elements of all tensors, one tensor after the other.
+    /// Writes the next bytes of the elements of all tensors, one tensor after the other.
     ///
     /// # Errors
-    /// As [`WeightSink::begin`].
+    /// The same as [`WeightSink::begin`].
     fn write(&mut self, bytes: &[u8]) -> Result<(), SourceError>;
 
-    /// All bytes have come. What was written before counts only now.
+    /// Ends the writing. Only now do the bytes written before take effect.
     ///
     /// # Errors
-    /// As [`WeightSink::begin`]; also when it was less than was said.
+    /// The same as [`WeightSink::begin`], or if fewer bytes came than were announced.
     fn end(&mut self) -> Result<(), SourceError>;
 }

@@ -1,26 +1,27 @@
-//! Where a layer's weights come from.
+//! Sources of a layer's weights.
 
 use crate::{Tensor, Tensors};
 use moesaic_kernel::DType;
 use std::error::Error;
 use std::ops::Range;
 
-/// Why a weight cannot be read.
+/// The reason a weight cannot be read.
 pub type SourceError = Box<dyn Error + Send + Sync>;
 
-/// What gives a layer its weights, each when it is asked for: who makes a layer
-/// takes a piece, puts it on the device, and lets go of it before the next.
+/// A source of weights that a layer reads on demand. Making a layer takes some rows, copies them to
+/// the device, and drops them before it takes the next, so that the weights are never all in host
+/// memory.
 pub trait WeightSource {
-    /// The element type and the shape of a weight; `None` if there is none of
-    /// that name. Reads no element.
+    /// Returns the element type and shape of a weight, or `None` if there is none of that name.
+    /// Reads no elements.
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)>;
 
-    /// Rows of a weight's first dimension, from `rows.start` on: at least one and
-    /// at most those of `rows`, as many as can be had without putting them
-    /// together first. Of a weight of experts a row is an expert.
+    /// Returns rows of a weight's first dimension, from `rows.start` on: at least one, and at most
+    /// those of `rows`. A source returns as many as it has contiguously, without assembling them
+    /// first. In a weight of experts, a row is an expert.
     ///
     /// # Errors
-    /// Whatever keeps them from being read.
+    /// Any reason they cannot be read.
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError>;
 }
 

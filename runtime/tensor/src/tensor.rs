@@ -1,4 +1,4 @@
-//! One tensor.
+//! A tensor in host memory.
 
 use crate::{Bytes, Element};
 use half::{bf16, f16};
@@ -13,13 +13,13 @@ pub struct Tensor<'a> {
     pub dtype: DType,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
-    /// The elements' bytes. That they are as many as the shape needs is the
-    /// caller's claim until the tensor is used: then it is checked.
+    /// The bytes of the elements. Their number is checked against the shape when the tensor is
+    /// used, not before.
     pub data: Bytes<'a>,
 }
 
 impl<'a> Tensor<'a> {
-    /// A view of `data`.
+    /// Borrows `data`.
     pub fn new<E: Element>(shape: &[usize], data: &'a [E]) -> Tensor<'a> {
         Tensor {
             dtype: E::DTYPE,
@@ -28,12 +28,12 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// A tensor that owns its bytes.
+    /// Returns a tensor that owns its bytes.
     pub fn owned<E: Element>(shape: &[usize], data: Vec<E>) -> Tensor<'static> {
         Tensor::copied(shape, &data)
     }
 
-    /// A tensor that owns a copy of `data`.
+    /// Returns a tensor that owns a copy of `data`.
     pub fn copied<E: Element>(shape: &[usize], data: &[E]) -> Tensor<'static> {
         Tensor {
             dtype: E::DTYPE,
@@ -42,7 +42,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// A tensor of zeros.
+    /// Returns a tensor of zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Tensor<'static> {
         let elements: usize = shape.iter().product();
         Tensor {
@@ -52,7 +52,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// `values` in a float type: to nearest, ties to even. Those that stay f32 are
+    /// Returns `values` in a float type, rounded to nearest, ties to even. Values that stay f32 are
     /// borrowed.
     pub fn rounded(dtype: DType, shape: &[usize], values: &'a [f32]) -> Tensor<'a> {
         let each = values.iter();
@@ -63,7 +63,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// The same tensor for as long as this one is there, without a copy.
+    /// Borrows the same tensor, without a copy.
     pub fn lend(&self) -> Tensor<'_> {
         Tensor {
             dtype: self.dtype,
@@ -72,7 +72,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// A tensor that borrows nothing; see [`Bytes::into_static`].
+    /// Returns a tensor that borrows nothing; see [`Bytes::into_static`].
     pub fn into_static(self) -> Tensor<'static> {
         Tensor {
             dtype: self.dtype,
@@ -81,17 +81,16 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// The number of elements its shape has.
+    /// Returns the number of elements in its shape.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Rows of the first dimension, without a copy: of a weight of experts, some
-    /// experts. A tensor without dimensions is one row.
+    /// Borrows rows of the first dimension without a copy; in a weight of experts, some experts. A
+    /// tensor without dimensions is one row.
     ///
     /// # Errors
-    /// A sentence for people, when it has fewer rows, or bytes that do not fit
-    /// its shape.
+    /// A sentence for people, if the tensor has fewer rows, or bytes that do not fit its shape.
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'_>, String> {
         self.check_length()?;
         let count = self.shape.first().copied().unwrap_or(1);
@@ -111,8 +110,7 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// The elements, when they are of type `E`: where they lie, or a copy if they
-    /// lie where none may.
+    /// Returns the elements if they are of type `E`: borrowed, or copied if they are misaligned.
     pub fn values<E: Element>(&self) -> Option<Cow<'_, [E]>> {
         if self.dtype != E::DTYPE {
             return None;
@@ -123,8 +121,8 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// The elements to be written to, when they are of type `E`; copied before if
-    /// they are not owned.
+    /// Returns the elements for writing if they are of type `E`. Elements that are not owned are
+    /// copied first.
     pub fn values_mut<E: Element>(&mut self) -> Option<&mut [E]> {
         if self.dtype != E::DTYPE {
             return None;
@@ -132,13 +130,12 @@ impl<'a> Tensor<'a> {
         bytemuck::try_cast_slice_mut(self.data.to_mut()).ok()
     }
 
-    /// The elements, when they are of type `E`.
+    /// Copies the elements if they are of type `E`.
     pub fn to_vec<E: Element>(&self) -> Option<Vec<E>> {
         self.values().map(Cow::into_owned)
     }
 
-    /// The elements as `f32`: exact for f32, f16 and bf16; rounded for wide
-    /// integers.
+    /// Converts the elements to `f32`: exact for f32, f16 and bf16; rounded for wide integers.
     pub fn to_f32(&self) -> Vec<f32> {
         match self.dtype {
             DType::F32 => self.map(|v: f32| v),
@@ -149,7 +146,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// The elements as `f64`: exact for floats, exact below 2⁵³ for integers.
+    /// Converts the elements to `f64`: exact for floats, and for integers below 2⁵³.
     pub fn to_f64(&self) -> Vec<f64> {
         match self.dtype {
             DType::F32 => self.map(|v: f32| f64::from(v)),
@@ -170,9 +167,13 @@ impl<'a> Tensor<'a> {
     /// Checks dtype, shape and length.
     ///
     /// # Errors
-    /// A sentence for people: what it is and what was expected.
+    /// A sentence for people: the actual and the expected values.
     pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
-        check_kind((self.dtype, &self.shape), (dtype, shape))?;
+        let found = TensorKind {
+            dtype: self.dtype,
+            shape: &self.shape,
+        };
+        check_kind(found, TensorKind { dtype, shape })?;
         self.check_length()
     }
 
@@ -186,16 +187,26 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Checks an element type and a shape against those that are wanted.
+/// The element type and shape of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorKind<'a> {
+    /// The element type.
+    pub dtype: DType,
+    /// The sizes, outermost first.
+    pub shape: &'a [usize],
+}
+
+/// Checks an element type and a shape against the wanted ones.
 ///
 /// # Errors
-/// A sentence for people, to be read after a tensor's name.
-pub fn check_kind(found: (DType, &[usize]), wanted: (DType, &[usize])) -> Result<(), String> {
-    if found.0 != wanted.0 {
-        return Err(format!("is {}, expected {}", found.0, wanted.0));
+/// A sentence for people, to put after a tensor's name.
+pub fn check_kind(found: TensorKind<'_>, wanted: TensorKind<'_>) -> Result<(), String> {
+    if found.dtype != wanted.dtype {
+        return Err(format!("is {}, expected {}", found.dtype, wanted.dtype));
     }
-    if found.1 != wanted.1 {
-        return Err(format!("has shape {:?}, expected {:?}", found.1, wanted.1));
+    if found.shape != wanted.shape {
+        let (found, wanted) = (found.shape, wanted.shape);
+        return Err(format!("has shape {found:?}, expected {wanted:?}"));
     }
     Ok(())
 }

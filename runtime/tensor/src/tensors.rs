@@ -5,28 +5,28 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::{IntoIter, Iter, IterMut};
 use std::ops::{Deref, DerefMut};
 
-/// Tensors by name: a sorted map, and what makes one.
+/// Tensors by name, in a sorted map.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tensors<'a>(BTreeMap<String, Tensor<'a>>);
 
 impl<'a> Tensors<'a> {
-    /// None yet.
+    /// Returns an empty map.
     pub fn new() -> Tensors<'a> {
         Tensors::default()
     }
 
-    /// These and one more, which borrows `data`.
+    /// Adds a tensor that borrows `data`.
     pub fn with<E: Element>(mut self, name: &str, shape: &[usize], data: &'a [E]) -> Tensors<'a> {
         self.insert(name, Tensor::new(shape, data));
         self
     }
 
-    /// Adds or replaces a tensor; gives what it was before.
+    /// Adds or replaces a tensor, and returns the replaced one.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor<'a>) -> Option<Tensor<'a>> {
         self.0.insert(name.into(), tensor)
     }
 
-    /// The same for as long as these are there, without a copy.
+    /// Borrows the same tensors, without a copy.
     pub fn lend(&self) -> Tensors<'_> {
         let each = self.iter();
         each.map(|(name, tensor)| (name.clone(), tensor.lend()))

@@ -1,4 +1,4 @@
-//! Tensors that are owned, borrowed and mapped are alike to those who read them.
+//! Owned, borrowed and mapped tensors look alike to their readers.
 
 use half::{bf16, f16};
 use moesaic_kernel::DType;
@@ -8,7 +8,7 @@ use moesaic_tensor::{
 use std::io::Write;
 use std::sync::Arc;
 
-/// A file of these bytes, mapped.
+/// Maps a file of these bytes.
 fn mapped(bytes: &[u8]) -> Arc<Map> {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(bytes).unwrap();
@@ -69,7 +69,7 @@ fn pages_of_a_file_are_given_back() {
     assert!(whole.part(0..(1 << 20) + 1).is_none());
 }
 
-/// Kilobytes of the mapping that begins with these bytes that are in memory.
+/// Returns the kilobytes in memory of the mapping that begins with these bytes.
 #[cfg(target_os = "linux")]
 fn resident(bytes: &[u8]) -> usize {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -118,8 +118,8 @@ fn tensors_by_name_are_a_source_of_weights() {
     assert_eq!(missing.to_string(), "there is no tensor `b`");
 }
 
-/// An f32 that is just above the middle of two bf16s, by less than the upper half of an f64's
-/// bits can say; one in the middle, and one just below.
+/// The cases are an f32 above the middle of two bf16s by less than the upper half of an f64's bits
+/// can express, one in the middle, and one just below.
 #[test]
 fn the_nearest_number_is_stored() {
     for (bits, expected) in [
@@ -141,8 +141,8 @@ fn the_nearest_number_is_stored() {
     }
 }
 
-/// Many floats are stored as each of them is: halves of a step, what is too large, not normal
-/// or no number.
+/// Storing many floats equals storing each alone, for halves of a step, overflows, subnormals and
+/// NaN.
 #[test]
 fn many_floats_are_stored_as_one() {
     let some = (0..u32::MAX).step_by(65_537 * 3).map(f32::from_bits);

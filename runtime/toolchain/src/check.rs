@@ -1,6 +1,6 @@
-//! Does what was installed work on this machine?
+//! Tests whether an installed tool works on this machine.
 
-use crate::Kind;
+use crate::ToolKind;
 use moesaic_collectives::mpi;
 use moesaic_cpu::CpuCompiler;
 use moesaic_cuda::NvrtcCompiler;
@@ -27,23 +27,23 @@ const C: (&str, &str) = ("cpu:portable", "float probe(float x) { return x + 1; }
 
 /// A compiler or an MPI that works.
 pub struct Working {
-    /// What it calls itself.
+    /// The name it reports.
     pub name: String,
-    /// What it answers when asked, if it is a clang for AMD.
+    /// The facts it reports, if it is a clang for AMD.
     pub clang: Option<ClangFacts>,
 }
 
-/// Compiles a trivial kernel with the compiler in `folder`, or starts two processes with
-/// the MPI there; or says why it cannot be used.
-pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
+/// Compiles a trivial kernel with the compiler in `folder`, or starts two processes with the MPI
+/// there. The error states why it cannot be used.
+pub fn check(kind: ToolKind, folder: &Path) -> Result<Working, String> {
     let words = |error: CompileError| error.to_string();
     match kind {
-        Kind::Cuda => compile(
+        ToolKind::Cuda => compile(
             &NvrtcCompiler::open(folder).map_err(words)?,
             Language::Cuda,
             CUDA,
         ),
-        Kind::Rocm => {
+        ToolKind::Rocm => {
             let compiler = RocmCompiler::open(ClangTool::zig(folder)).map_err(words)?;
             let working = compile(&compiler, Language::Hip, HIP)?;
             Ok(Working {
@@ -51,12 +51,12 @@ pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
                 ..working
             })
         }
-        Kind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
-        Kind::Mpi => mpi(folder),
+        ToolKind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
+        ToolKind::Mpi => mpi(folder),
     }
 }
 
-/// The library is opened, and the launcher starts programs that do nothing.
+/// Opens the library, and lets the launcher start programs that do nothing.
 fn mpi(folder: &Path) -> Result<Working, String> {
     let options = mpi::Options {
         library: Some(folder.join("libmpi_abi.so.1")),
@@ -65,7 +65,8 @@ fn mpi(folder: &Path) -> Result<Working, String> {
     let found = mpi::probe(&options).map_err(|error| error.to_string())?;
     let launcher = folder.join("mpiexec");
     let mut command = Command::new(&launcher);
-    // Also within a cluster's job the two are to run here.
+    // Inside a cluster's job MPICH would start the two through the job's own launcher, perhaps on
+    // other nodes. `fork` starts them here.
     command
         .args(["-n", "2", "true"])
         .env("HYDRA_LAUNCHER", "fork");
@@ -76,11 +77,11 @@ fn mpi(folder: &Path) -> Result<Working, String> {
     })
 }
 
-/// How long a launcher may take for programs that do nothing.
+/// The time limit of a launcher for programs that do nothing.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Runs a command, which must succeed in time. What it says is kept in a file: a pipe that
-/// its children hold open could not be read to the end.
+/// Runs a command that must succeed in time. Its output goes to a file, because a pipe that its
+/// children hold open could never be read to the end.
 fn finish(mut command: Command, patience: Duration) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     let mut said = tempfile::tempfile().map_err(words)?;

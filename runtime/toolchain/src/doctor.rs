@@ -1,4 +1,4 @@
-//! What this machine can compile for, and on what it can run.
+//! A report on the targets that this machine can compile for and run on.
 
 use crate::pip::Python;
 use crate::{Registry, open};
@@ -9,24 +9,24 @@ use moesaic_target::{CompileError, Compiler};
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 use moesaic_target::{Device, DeviceError};
 
-/// One thing that was looked for.
+/// The result of looking for one tool or device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
-    /// What was looked for: `CUDA compiler`.
+    /// The subject, such as `CUDA compiler`.
     pub subject: &'static str,
-    /// What was found, with its version; `None` when nothing was.
+    /// Its name and version; `None` if nothing was found.
     pub found: Option<String>,
-    /// Where: a path, or a name the system's loader resolved.
+    /// Its place: a path, or a name that the system's loader resolved.
     pub place: Option<String>,
-    /// What it can compile for, or the one target a device is.
+    /// The targets that it compiles for, or the one target of a device.
     pub targets: Vec<Target>,
-    /// Why nothing was found: what was tried. Empty otherwise.
+    /// The places searched in vain; empty if something was found.
     pub tried: String,
-    /// What to do about it. Empty when there is nothing to do.
+    /// The recommended action; empty if there is none.
     pub advice: String,
 }
 
-/// Looks for every compiler and every GPU, and for what installing needs.
+/// Looks for every compiler and every GPU, and for the prerequisites of installing.
 pub fn doctor(registry: &Registry) -> Vec<Finding> {
     vec![
         compiler("C compiler", open::c(registry), |c| {
@@ -75,7 +75,7 @@ fn rocm_device() -> Finding {
     }
 }
 
-/// The first GPU, and how many there are.
+/// Reports the first GPU, and the number of them.
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 fn device<D: Device>(
     subject: &'static str,
@@ -126,7 +126,7 @@ fn mpi(registry: &Registry) -> Finding {
     }
 }
 
-/// What ranks with a GPU each need.
+/// Reports the libraries that ranks with a GPU each need.
 fn gpu_ranks(subject: &'static str, target: &str) -> Finding {
     let missing = |tried: String, advice: &str| Finding {
         tried,

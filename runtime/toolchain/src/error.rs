@@ -1,10 +1,10 @@
-//! What can go wrong with an installation.
+//! Errors of installations.
 
-use crate::Kind;
+use crate::ToolKind;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// An installation that failed. Nothing half-done stays behind.
+/// The reason an installation failed. It leaves nothing half-done behind.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolchainError {
@@ -14,11 +14,11 @@ pub enum ToolchainError {
     /// The registry's folder or file cannot be used.
     #[error("cannot {action} `{}`: {source}", path.display())]
     Io {
-        /// What was being done: `write`.
+        /// The attempted action, such as `write`.
         action: &'static str,
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Python or its pip is missing.
@@ -27,14 +27,14 @@ pub enum ToolchainError {
          install Python 3 with pip, or {own}"
     )]
     NoPip {
-        /// The wheel that was wanted.
+        /// The wheel.
         package: String,
-        /// What is missing.
+        /// The missing program.
         reason: String,
-        /// The variable or program that replaces it.
+        /// The variable or program that replaces the wheel.
         own: &'static str,
     },
-    /// Pip ran and failed.
+    /// Pip failed.
     #[error(
         "pip could not fetch `{package}`:\n{log}\n\
          check the network and pip's index; on a machine without either, download the wheel \
@@ -42,33 +42,33 @@ pub enum ToolchainError {
          or {own}"
     )]
     Download {
-        /// The wheel that was wanted.
+        /// The wheel.
         package: String,
-        /// The end of what pip said.
+        /// The end of pip's output.
         log: String,
-        /// The variable or program that replaces it.
+        /// The variable or program that replaces the wheel.
         own: &'static str,
     },
-    /// The wheel does not hold what it should.
+    /// The wheel lacks an expected file.
     #[error("the wheel of `{package}` cannot be unpacked: {reason}")]
     Unpack {
         /// The wheel.
         package: String,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
-    /// It was fetched and does not work here.
+    /// The wheel was fetched but does not work here.
     #[error("`{package}` was fetched and does not work on this machine: {reason}")]
     Check {
         /// The wheel.
         package: String,
-        /// What it said.
+        /// The tool's message.
         reason: String,
     },
 }
 
 impl ToolchainError {
-    /// An [`ToolchainError::Io`] maker for `map_err`.
+    /// Returns a function for `map_err` that makes a [`ToolchainError::Io`].
     pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> ToolchainError {
         move |source| ToolchainError::Io {
             action,
@@ -78,12 +78,12 @@ impl ToolchainError {
     }
 }
 
-/// What a user can set instead of installing `kind`.
-pub(crate) const fn own_compiler(kind: Kind) -> &'static str {
+/// Returns the variable or program that can replace installing `kind`.
+pub(crate) const fn own_compiler(kind: ToolKind) -> &'static str {
     match kind {
-        Kind::Cuda => "set MOESAIC_NVRTC to a folder that holds libnvrtc.so",
-        Kind::Rocm => "set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld",
-        Kind::C => "put `cc` on PATH, or set MOESAIC_CC",
-        Kind::Mpi => "install an MPI of your own, or set MOESAIC_MPI to its library",
+        ToolKind::Cuda => "set MOESAIC_NVRTC to a folder that holds libnvrtc.so",
+        ToolKind::Rocm => "set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld",
+        ToolKind::C => "put `cc` on PATH, or set MOESAIC_CC",
+        ToolKind::Mpi => "install an MPI of your own, or set MOESAIC_MPI to its library",
     }
 }

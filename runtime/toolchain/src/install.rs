@@ -1,56 +1,58 @@
-//! Installing compilers and MPI from wheels.
+//! Installs compilers and MPI from wheels.
 
 use crate::check::{Working, check};
 use crate::package::Package;
 use crate::pip::Python;
 use crate::registry::{Registered, Registry, modified};
-use crate::{Kind, ToolchainError};
+use crate::{ToolKind, ToolchainError};
 use std::fmt;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// How the names of temporary folders begin.
+/// Prefix of temporary folders.
 const TEMPORARY: &str = "installing-";
 
-/// What an installation is doing, for a progress display.
+/// A step of an installation, for a progress display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Step {
-    /// Nothing to do.
+pub enum InstallStep {
+    /// The tool works already.
     AlreadyThere(Registered),
-    /// Pip fetches this wheel.
+    /// Pip is downloading this wheel.
     Downloading(String),
-    /// The needed files of the wheel are unpacked.
+    /// The needed files of the wheel are being unpacked.
     Unpacking(String),
-    /// A trivial kernel is compiled, or two processes are started.
-    Checking(Kind),
-    /// The compiler can be used.
+    /// A trivial kernel is being compiled, or two processes are being started.
+    Checking(ToolKind),
+    /// The tool can be used.
     Installed(Registered),
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for InstallStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Step::AlreadyThere(tool) => write!(f, "{}: {} is installed", tool.kind, tool.name),
-            Step::Downloading(what) => write!(f, "downloading {what}"),
-            Step::Unpacking(what) => write!(f, "unpacking {what}"),
-            Step::Checking(Kind::Mpi) => write!(f, "mpi: starting two processes"),
-            Step::Checking(kind) => write!(f, "{kind}: compiling a test kernel"),
-            Step::Installed(tool) => write!(f, "{}: {} installed", tool.kind, tool.name),
+            InstallStep::AlreadyThere(tool) => {
+                write!(f, "{}: {} is installed", tool.kind, tool.name)
+            }
+            InstallStep::Downloading(what) => write!(f, "downloading {what}"),
+            InstallStep::Unpacking(what) => write!(f, "unpacking {what}"),
+            InstallStep::Checking(ToolKind::Mpi) => write!(f, "mpi: starting two processes"),
+            InstallStep::Checking(kind) => write!(f, "{kind}: compiling a test kernel"),
+            InstallStep::Installed(tool) => write!(f, "{}: {} installed", tool.kind, tool.name),
         }
     }
 }
 
-/// Installs the compilers of these kinds that `registry` lacks. It may be
-/// called from several processes at once: one installs, the others wait.
+/// Installs the tools of these kinds that `registry` lacks. Several processes may call it at once:
+/// one installs, the others wait.
 ///
 /// # Errors
-/// [`ToolchainError`]; what was installed before it stays installed.
+/// [`ToolchainError`]. Tools installed before the failing one stay installed.
 pub fn install(
     registry: &mut Registry,
-    kinds: &[Kind],
-    progress: &mut dyn FnMut(&Step),
+    kinds: &[ToolKind],
+    progress: &mut dyn FnMut(&InstallStep),
 ) -> Result<(), ToolchainError> {
     Installer {
         registry,
@@ -60,15 +62,16 @@ pub fn install(
     .install(kinds)
 }
 
-/// What an installation works with.
+/// The context of an installation.
 struct Installer<'a> {
     registry: &'a mut Registry,
     python: Python,
-    progress: &'a mut dyn FnMut(&Step),
+    progress: &'a mut dyn FnMut(&InstallStep),
 }
 
 impl Installer<'_> {
-    fn install(&mut self, kinds: &[Kind]) -> Result<(), ToolchainError> {
+    fn install(&mut self, kinds: &[ToolKind]) -> Result<(), ToolchainError> {
+        // With nothing to install, do not even create the lock file: the folder may be read-only.
         let _lock = if kinds.iter().all(|kind| self.registry.get(*kind).is_some()) {
             None
         } else {
@@ -76,15 +79,15 @@ impl Installer<'_> {
         };
         for kind in kinds {
             match self.registry.get(*kind) {
-                Some(tool) => (self.progress)(&Step::AlreadyThere(tool.clone())),
+                Some(tool) => (self.progress)(&InstallStep::AlreadyThere(tool.clone())),
                 None => self.install_one(*kind)?,
             }
         }
         Ok(())
     }
 
-    /// Takes the lock, learns what others have installed meanwhile, and
-    /// removes what a killed installation has left.
+    /// Takes the lock, reads what others have installed meanwhile, and removes the leftovers of a
+    /// killed installation.
     fn begin(&mut self) -> Result<File, ToolchainError> {
         let folder = self.registry.folder();
         let lock = lock(folder)?;
@@ -95,15 +98,16 @@ impl Installer<'_> {
                 .to_string_lossy()
                 .into_owned();
             if name.starts_with(TEMPORARY) {
-                // What cannot be removed is in nobody's way.
+                // A leftover that cannot be removed does no harm.
                 let _ = std::fs::remove_dir_all(path);
             }
         }
+        // Another process may have installed the tools while this one waited for the lock.
         self.registry.refresh();
         Ok(lock)
     }
 
-    fn install_one(&mut self, kind: Kind) -> Result<(), ToolchainError> {
+    fn install_one(&mut self, kind: ToolKind) -> Result<(), ToolchainError> {
         let folder = self.registry.folder().join(kind.package().folder());
         let working = match self.adopt(kind, &folder) {
             Some(working) => working,
@@ -111,23 +115,23 @@ impl Installer<'_> {
         };
         let tool = describe(self.registry, kind, &folder, working)?;
         self.registry.register(tool.clone())?;
-        (self.progress)(&Step::Installed(tool));
+        (self.progress)(&InstallStep::Installed(tool));
         Ok(())
     }
 
-    /// A folder that is there and works only has to be registered: another
-    /// kind came in the same wheel, or the registry was lost.
-    fn adopt(&mut self, kind: Kind, folder: &Path) -> Option<Working> {
+    /// Registers a folder that exists and works: another kind came in the same wheel, or the
+    /// registry was lost.
+    fn adopt(&mut self, kind: ToolKind, folder: &Path) -> Option<Working> {
         if !folder.is_dir() {
             return None;
         }
-        (self.progress)(&Step::Checking(kind));
+        (self.progress)(&InstallStep::Checking(kind));
         check(kind, folder).ok()
     }
 
-    /// Everything happens in a temporary folder; the last act moves it in
+    /// Fetches, unpacks and checks a wheel in a temporary folder, and only then moves it into
     /// place.
-    fn fetch(&mut self, kind: Kind, folder: &Path) -> Result<Working, ToolchainError> {
+    fn fetch(&mut self, kind: ToolKind, folder: &Path) -> Result<Working, ToolchainError> {
         let package = kind.package();
         let create = ToolchainError::io("create a folder in", self.registry.folder());
         let temporary = tempfile::Builder::new()
@@ -136,12 +140,13 @@ impl Installer<'_> {
             .map_err(&create)?;
         let tree = temporary.path().join("tree");
         std::fs::create_dir(&tree).map_err(&create)?;
-        (self.progress)(&Step::Downloading(package.requirement()));
+        (self.progress)(&InstallStep::Downloading(package.requirement()));
         let wheel = self.python.download(kind, temporary.path())?;
-        (self.progress)(&Step::Unpacking(package.requirement()));
+        (self.progress)(&InstallStep::Unpacking(package.requirement()));
         self.python.unpack(kind, &wheel, &tree)?;
         finish_tree(&package, &tree)?;
-        (self.progress)(&Step::Checking(kind));
+        (self.progress)(&InstallStep::Checking(kind));
+        // Check in the temporary folder, so that a broken tool never gets a name.
         let working = check(kind, &tree).map_err(|reason| ToolchainError::Check {
             package: package.requirement(),
             reason,
@@ -151,14 +156,14 @@ impl Installer<'_> {
     }
 }
 
-/// Held until the file is dropped, or the process ends in whatever way. Some
-/// network file systems have no locks: there, each move into place is still
-/// one act, and the last one wins.
+/// Takes a lock that is held until the file is dropped or the process ends in any way. Some network
+/// file systems have no locks. There each move into place is still atomic, and the last one wins.
 fn lock(folder: &Path) -> Result<File, ToolchainError> {
     std::fs::create_dir_all(folder).map_err(ToolchainError::io("create", folder))?;
     let path = folder.join("lock");
     let file = File::create(&path).map_err(ToolchainError::io("create", &path))?;
     match file.lock() {
+        // Some network file systems have no locks; installing without one is still safe.
         Err(error) if error.kind() != ErrorKind::Unsupported => {
             Err(ToolchainError::io("lock", &path)(error))
         }
@@ -166,13 +171,14 @@ fn lock(folder: &Path) -> Result<File, ToolchainError> {
     }
 }
 
-/// Wheels do not keep the right to execute; and clang calls its linker by the
-/// name `lld`, which zig does not answer to.
+/// Sets the executable bits, which wheels lose, and adds a linker named `lld`: clang calls that
+/// name, and zig does not answer to it.
 fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
     main_file(package, tree)?;
     for program in package.programs {
         make_executable(&tree.join(program))?;
     }
+    // Only zig's package needs a linker under another name.
     if package.main != "zig" {
         return Ok(());
     }
@@ -183,7 +189,7 @@ fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
     make_executable(&lld)
 }
 
-/// Clang passes `-flavor gnu` first.
+/// The linker script. Clang passes `-flavor gnu` first, which zig does not know.
 const LLD: &str = "#!/bin/sh\nshift 2\nexec \"$(dirname \"$0\")/../zig\" ld.lld \"$@\"\n";
 
 #[cfg(unix)]
@@ -198,7 +204,8 @@ fn make_executable(_path: &Path) -> Result<(), ToolchainError> {
     Ok(())
 }
 
-/// A folder that failed its check makes way; it is deleted with `temporary`.
+/// Moves a new folder into the place of one that failed its check; the old one is deleted with
+/// `temporary`.
 fn replace(folder: &Path, tree: &Path, temporary: &Path) -> Result<(), ToolchainError> {
     if folder.exists() {
         let old = temporary.join("old");
@@ -230,7 +237,7 @@ fn main_file(package: &Package, folder: &Path) -> Result<PathBuf, ToolchainError
 
 fn describe(
     registry: &Registry,
-    kind: Kind,
+    kind: ToolKind,
     folder: &Path,
     working: Working,
 ) -> Result<Registered, ToolchainError> {

@@ -1,10 +1,9 @@
-//! Where compilers and MPI come from.
+//! The compilers and MPI libraries of this machine.
 //!
-//! A machine's own compilers are used when it has them. Where it has none,
-//! [`install`] fetches vendor wheels with pip into the cache directory,
-//! checks that they work, and registers them. [`nvrtc`], [`rocm`] and
-//! [`c`] open a compiler by what the registry and the machine offer, and
-//! [`doctor`] says what was found and what can be done about the rest.
+//! moesaic uses a machine's own compilers if it has them. If not, [`install`] fetches vendor wheels
+//! with pip into the cache directory, checks that they work, and registers them. [`nvrtc`],
+//! [`rocm`] and [`c`] open a compiler from the registry or the machine. [`doctor`] reports the
+//! tools it found and how to get the rest.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -22,7 +21,7 @@ pub mod testing;
 
 pub use doctor::{Finding, doctor};
 pub use error::ToolchainError;
-pub use install::{Step, install};
+pub use install::{InstallStep, install};
 pub use open::{InstalledMpi, c, mpi, nvrtc, rocm};
-pub use package::{Kind, KindError};
+pub use package::{KindError, ToolKind};
 pub use registry::{Registered, Registry};

@@ -1,40 +1,40 @@
-//! What can be installed, and the wheels it comes in.
+//! The tools that can be installed, and their wheels.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What can be installed: a compiler, or an MPI.
+/// A tool that can be installed: a compiler, or an MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum ToolKind {
     /// NVRTC, for every `cuda` target.
     Cuda,
     /// Clang with the AMDGPU target and its linker, for every `rocm` target.
     Rocm,
-    /// Clang for the CPU, where there is no C compiler.
+    /// Clang for the CPU, for machines without a C compiler.
     C,
     /// MPICH and its launcher, for ranks that are processes.
     Mpi,
 }
 
-/// A kind that is not known.
+/// The error of an unknown kind.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown toolchain `{0}`; choose from cuda, rocm, c, mpi")]
 pub struct KindError(String);
 
-/// A wheel, and what is kept of it.
+/// A wheel, and the files kept of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Package {
-    /// The name pip knows.
+    /// Its name in pip.
     pub name: &'static str,
-    /// The version that has been tested.
+    /// The tested version.
     pub version: &'static str,
-    /// Members to unpack: shell patterns over their whole paths.
+    /// The members to unpack, as shell patterns over whole paths.
     pub members: &'static [&'static str],
-    /// The start of the name of the file that matters.
+    /// The start of the main file's name.
     pub main: &'static str,
-    /// Files that are programs.
+    /// The files to make executable.
     pub programs: &'static [&'static str],
 }
 
@@ -74,52 +74,52 @@ const MPICH: Package = Package {
     programs: &["mpiexec", "hydra_pmi_proxy"],
 };
 
-impl Kind {
+impl ToolKind {
     /// Every kind.
-    pub const ALL: [Kind; 4] = [Kind::Cuda, Kind::Rocm, Kind::C, Kind::Mpi];
+    pub const ALL: [ToolKind; 4] = [ToolKind::Cuda, ToolKind::Rocm, ToolKind::C, ToolKind::Mpi];
 
-    /// The word on the command line: `cuda`, `rocm`, `c`, `mpi`.
+    /// Returns the word on the command line: `cuda`, `rocm`, `c` or `mpi`.
     pub const fn name(self) -> &'static str {
         match self {
-            Kind::Cuda => "cuda",
-            Kind::Rocm => "rocm",
-            Kind::C => "c",
-            Kind::Mpi => "mpi",
+            ToolKind::Cuda => "cuda",
+            ToolKind::Rocm => "rocm",
+            ToolKind::C => "c",
+            ToolKind::Mpi => "mpi",
         }
     }
 
-    /// AMD and C share a wheel: it is fetched and kept once.
+    /// Returns the wheel. AMD and C share one, which is fetched and kept once.
     pub(crate) const fn package(self) -> Package {
         match self {
-            Kind::Cuda => NVRTC,
-            Kind::Rocm | Kind::C => ZIG,
-            Kind::Mpi => MPICH,
+            ToolKind::Cuda => NVRTC,
+            ToolKind::Rocm | ToolKind::C => ZIG,
+            ToolKind::Mpi => MPICH,
         }
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for ToolKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Kind {
+impl FromStr for ToolKind {
     type Err = KindError;
 
-    fn from_str(word: &str) -> Result<Kind, KindError> {
-        let kind = Kind::ALL.into_iter().find(|kind| kind.name() == word);
+    fn from_str(word: &str) -> Result<ToolKind, KindError> {
+        let kind = ToolKind::ALL.into_iter().find(|kind| kind.name() == word);
         kind.ok_or_else(|| KindError(word.to_string()))
     }
 }
 
 impl Package {
-    /// `name==version`, as pip wants it.
+    /// Returns `name==version`, as pip wants it.
     pub fn requirement(&self) -> String {
         format!("{}=={}", self.name, self.version)
     }
 
-    /// The folder it is kept in, below `toolchain/`.
+    /// Returns the folder it is kept in, below `toolchain/`.
     pub fn folder(&self) -> String {
         format!("{}-{}", self.name, self.version)
     }
@@ -131,10 +131,10 @@ mod tests {
 
     #[test]
     fn kinds_read_back_and_others_are_refused() {
-        for kind in Kind::ALL {
+        for kind in ToolKind::ALL {
             assert_eq!(kind.name().parse(), Ok(kind));
         }
-        let error = "nvcc".parse::<Kind>().unwrap_err();
+        let error = "nvcc".parse::<ToolKind>().unwrap_err();
         assert_eq!(
             error.to_string(),
             "unknown toolchain `nvcc`; choose from cuda, rocm, c, mpi"

@@ -1,17 +1,17 @@
-//! Fetching and unpacking wheels with the machine's Python.
+//! Fetches and unpacks wheels with the machine's Python.
 
 use crate::error::own_compiler;
 use crate::package::Package;
-use crate::{Kind, ToolchainError};
+use crate::{ToolKind, ToolchainError};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Lines of pip's messages that are passed on.
+/// The number of lines of pip's messages that are passed on.
 const LOG_LINES: usize = 12;
 
-/// Unpacks some members of a wheel, without their folders. A wheel is a zip
-/// file; the checksums are compared on the way.
+/// Unpacks some members of a wheel without their folders. A wheel is a zip file, and Python
+/// compares the checksums on the way.
 const UNPACK: &str = "\
 import fnmatch, os, shutil, sys, zipfile
 wheel, folder, *patterns = sys.argv[1:]
@@ -23,7 +23,7 @@ with zipfile.ZipFile(wheel) as archive:
                     shutil.copyfileobj(source, target, 1 << 20)
 ";
 
-/// How to call Python.
+/// The command that starts Python.
 #[derive(Clone, Debug)]
 pub struct Python {
     program: PathBuf,
@@ -31,7 +31,7 @@ pub struct Python {
 }
 
 impl Python {
-    /// The `python3` of the machine.
+    /// Returns the machine's `python3`.
     pub fn of_machine() -> Python {
         Python {
             program: PathBuf::from("python3"),
@@ -39,8 +39,8 @@ impl Python {
         }
     }
 
-    /// A script in place of Python, read by the shell: a program that was
-    /// just written cannot always be started.
+    /// Returns a script in place of Python, read by the shell, because a program that was just
+    /// written cannot always be started.
     #[cfg(test)]
     pub fn shell(script: &Path) -> Python {
         let args = vec![script.display().to_string()];
@@ -51,7 +51,7 @@ impl Python {
     }
 
     /// Downloads the wheel of `kind` into `folder` and returns its path.
-    pub fn download(&self, kind: Kind, folder: &Path) -> Result<PathBuf, ToolchainError> {
+    pub fn download(&self, kind: ToolKind, folder: &Path) -> Result<PathBuf, ToolchainError> {
         let package = kind.package();
         self.require_pip(kind)?;
         let requirement = package.requirement();
@@ -88,7 +88,12 @@ impl Python {
     }
 
     /// Unpacks the package's members from `wheel` into `folder`.
-    pub fn unpack(&self, kind: Kind, wheel: &Path, folder: &Path) -> Result<(), ToolchainError> {
+    pub fn unpack(
+        &self,
+        kind: ToolKind,
+        wheel: &Path,
+        folder: &Path,
+    ) -> Result<(), ToolchainError> {
         let package = kind.package();
         let mut command = self.command();
         command
@@ -103,13 +108,14 @@ impl Python {
         }
     }
 
-    fn require_pip(&self, kind: Kind) -> Result<(), ToolchainError> {
+    fn require_pip(&self, kind: ToolKind) -> Result<(), ToolchainError> {
         self.pip_version()
             .map(|_| ())
             .map_err(|reason| no_pip(kind, reason))
     }
 
-    /// What pip calls itself: `pip 24.0 from ...`; else why it cannot be run.
+    /// Returns pip's version line, such as `pip 24.0 from ...`. The error states why pip does not
+    /// run.
     pub fn pip_version(&self) -> Result<String, String> {
         let output = self.command().args(["-m", "pip", "--version"]).output();
         let output = output.map_err(|error| self.cannot_run(&error))?;
@@ -130,14 +136,14 @@ impl Python {
         command
     }
 
-    fn output(&self, command: &mut Command, kind: Kind) -> Result<Output, ToolchainError> {
+    fn output(&self, command: &mut Command, kind: ToolKind) -> Result<Output, ToolchainError> {
         command
             .output()
             .map_err(|error| no_pip(kind, self.cannot_run(&error)))
     }
 }
 
-fn no_pip(kind: Kind, reason: String) -> ToolchainError {
+fn no_pip(kind: ToolKind, reason: String) -> ToolchainError {
     let package = kind.package().requirement();
     ToolchainError::NoPip {
         package,
@@ -160,7 +166,7 @@ fn wheel_in(folder: &Path) -> Option<PathBuf> {
         .find(|path| path.extension() == Some(OsStr::new("whl")))
 }
 
-/// The end of what was said: errors come last.
+/// Returns the last lines of the output, where errors are.
 fn last_lines(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     let lines = text.trim().lines().collect::<Vec<_>>();
@@ -187,7 +193,7 @@ mod tests {
             args: Vec::new(),
         };
         let error = python
-            .download(Kind::Cuda, folder.path())
+            .download(ToolKind::Cuda, folder.path())
             .unwrap_err()
             .to_string();
         assert!(
@@ -203,7 +209,7 @@ mod tests {
     #[test]
     fn no_pip_is_told_apart_from_no_network() {
         let (folder, python) = fake_python("echo \"$0: No module named pip\" >&2; exit 1");
-        let error = python.download(Kind::Rocm, folder.path()).unwrap_err();
+        let error = python.download(ToolKind::Rocm, folder.path()).unwrap_err();
         assert!(matches!(error, ToolchainError::NoPip { .. }), "{error}");
         assert!(error.to_string().contains("No module named pip"), "{error}");
     }
@@ -214,7 +220,7 @@ mod tests {
             "[ \"$3\" = --version ] && exit 0; seq 1 40; echo 'ERROR: No matching distribution' >&2; exit 1",
         );
         let error = python
-            .download(Kind::Rocm, folder.path())
+            .download(ToolKind::Rocm, folder.path())
             .unwrap_err()
             .to_string();
         assert!(
@@ -248,7 +254,9 @@ mod tests {
         assert!(made.success());
         let out = folder.path().join("out");
         std::fs::create_dir(&out).unwrap();
-        Python::of_machine().unpack(Kind::C, &wheel, &out).unwrap();
+        Python::of_machine()
+            .unpack(ToolKind::C, &wheel, &out)
+            .unwrap();
         assert_eq!(
             std::fs::read_to_string(out.join("zig")).unwrap(),
             "content of ziglang/zig"
@@ -262,7 +270,7 @@ mod tests {
         let wheel = folder.path().join("z.whl");
         std::fs::write(&wheel, "no zip").unwrap();
         let error = Python::of_machine()
-            .unpack(Kind::C, &wheel, folder.path())
+            .unpack(ToolKind::C, &wheel, folder.path())
             .unwrap_err();
         assert!(error.to_string().contains("cannot be unpacked"), "{error}");
     }

@@ -1,6 +1,6 @@
 //! The list of installed compilers: `toolchain/registry.json`.
 
-use crate::{Kind, ToolchainError};
+use crate::{ToolKind, ToolchainError};
 use moesaic_rocm::ClangFacts;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, Metadata};
@@ -8,28 +8,28 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// The version of the file's format. Another one is read as empty.
+/// The version of the file's format. Other versions are read as empty.
 const FORMAT: u32 = 1;
 
 /// An installed compiler.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registered {
-    /// What it compiles for.
-    pub kind: Kind,
+    /// The kind it serves.
+    pub kind: ToolKind,
     /// The wheel it came in.
     pub package: String,
     /// The wheel's version.
     pub version: String,
-    /// What it calls itself: `NVRTC 13.0`.
+    /// The name it reports, such as `NVRTC 13.0`.
     pub name: String,
-    /// The main file, relative to the toolchain folder, so that a cache can
-    /// be moved or mounted elsewhere.
+    /// The main file, relative to the toolchain folder, so that you can move or mount the cache
+    /// elsewhere.
     pub file: PathBuf,
-    /// Bytes of the main file.
+    /// The size of the main file in bytes.
     pub bytes: u64,
-    /// When the main file was written, in seconds of Unix time.
+    /// The modification time of the main file, in seconds of Unix time.
     pub modified: u64,
-    /// What it answered when it was installed, if it is a clang for AMD.
+    /// The facts it reported when it was installed, if it is a clang for AMD.
     #[serde(default)]
     pub clang: Option<ClangFacts>,
 }
@@ -48,29 +48,28 @@ struct OnDisk<Tool> {
 }
 
 impl Registry {
-    /// The registry of the user's cache directory.
+    /// Opens the registry of the user's cache directory.
     ///
     /// # Errors
-    /// When there is no cache directory.
+    /// If there is no cache directory.
     pub fn open() -> Result<Registry, ToolchainError> {
         Ok(Registry::at(&moesaic_cache::home()?))
     }
 
-    /// The registry of the cache directory `home`. A file that is missing,
-    /// damaged or of another format is an empty registry: installing again
-    /// finds what is there.
+    /// Opens the registry of the cache directory `home`. A file that is missing, damaged or of
+    /// another format counts as empty; installing again registers the tools that are there.
     pub fn at(home: &Path) -> Registry {
         let folder = home.join("toolchain");
         let tools = read(&folder.join("registry.json")).unwrap_or_default();
         Registry { folder, tools }
     }
 
-    /// The folder that holds the installed compilers.
+    /// Returns the folder that holds the installed compilers.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Everything registered that is still there.
+    /// Returns the registered tools that still exist.
     pub fn list(&self) -> Vec<&Registered> {
         self.tools
             .iter()
@@ -78,19 +77,19 @@ impl Registry {
             .collect()
     }
 
-    /// The compiler of this kind, if it is registered and still there.
-    pub fn get(&self, kind: Kind) -> Option<&Registered> {
+    /// Returns the tool of this kind, if it is registered and still exists.
+    pub fn get(&self, kind: ToolKind) -> Option<&Registered> {
         self.tools
             .iter()
             .find(|tool| tool.kind == kind && self.is_there(tool))
     }
 
-    /// The absolute path of a registered compiler's main file.
+    /// Returns the absolute path of a registered tool's main file.
     pub fn path(&self, tool: &Registered) -> PathBuf {
         self.folder.join(&tool.file)
     }
 
-    /// Adds or replaces the tool of its kind, in the file too.
+    /// Adds or replaces the tool of its kind, also in the file.
     pub(crate) fn register(&mut self, tool: Registered) -> Result<(), ToolchainError> {
         self.tools.retain(|other| other.kind != tool.kind);
         self.tools.push(tool);
@@ -98,13 +97,13 @@ impl Registry {
         self.write()
     }
 
-    /// Reads the file again: another process may have written it.
+    /// Reads the file again, because another process may have written it.
     pub(crate) fn refresh(&mut self) {
         self.tools = read(&self.folder.join("registry.json")).unwrap_or_default();
     }
 
-    /// A file that was only touched or copied still counts; one that was cut
-    /// short or replaced does not.
+    /// Returns true if the file still exists. One that was touched or copied counts; one that was
+    /// truncated or replaced does not.
     fn is_there(&self, tool: &Registered) -> bool {
         let metadata = std::fs::metadata(self.path(tool));
         metadata.is_ok_and(|metadata| metadata.is_file() && metadata.len() == tool.bytes)
@@ -125,7 +124,7 @@ impl Registry {
     }
 }
 
-/// What a later version has added is passed over.
+/// Reads the file, ignoring fields that a later version has added.
 fn read(path: &Path) -> Option<Vec<Registered>> {
     let on_disk: OnDisk<serde_json::Value> =
         serde_json::from_reader(File::open(path).ok()?).ok()?;
@@ -133,7 +132,7 @@ fn read(path: &Path) -> Option<Vec<Registered>> {
     (on_disk.format == FORMAT).then(|| on_disk.tools.into_iter().filter_map(known).collect())
 }
 
-/// Seconds of Unix time; zero where the system does not say.
+/// Returns seconds of Unix time, or zero if the system does not tell.
 pub(crate) fn modified(metadata: &Metadata) -> u64 {
     let time = metadata.modified().ok();
     let since = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
@@ -164,6 +163,6 @@ mod tests {
         std::fs::write(folder.join("registry.json"), text).unwrap();
         let registry = Registry::at(home.path());
         assert_eq!(registry.list().len(), 1);
-        assert!(registry.get(Kind::Mpi).is_some());
+        assert!(registry.get(ToolKind::Mpi).is_some());
     }
 }

@@ -1,7 +1,7 @@
-//! Tools that tests need: a test without its tool fails, in one line that says
-//! what to install.
+//! Tools that tests need. A test without its tool fails with one line that names the package to
+//! install.
 
-use crate::{Kind, Registry, install};
+use crate::{Registry, ToolKind, install};
 use moesaic_kernel::{SimArch, Target};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -18,16 +18,16 @@ pub enum Tool {
     C,
     /// The C++ compiler of this machine.
     Cxx,
-    /// QEMU's emulator of aarch64 and a compiler for it.
+    /// QEMU's emulator of aarch64, and a compiler for it.
     Aarch64,
-    /// MPICH of the standard ABI, and its launcher.
+    /// MPICH with the standard ABI, and its launcher.
     Mpi,
     /// The machine's Open MPI.
     OpenMpi,
 }
 
 impl Tool {
-    /// What kernels for a target need before they run or compile in a test.
+    /// Returns the tool that kernels for a target need in a test.
     pub fn of(target: Target) -> Tool {
         match target {
             Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => Tool::Nvrtc,
@@ -53,10 +53,10 @@ impl Tool {
     }
 }
 
-/// What was found; else the end of the test.
+/// Returns the tool, or ends the test.
 ///
 /// # Panics
-/// In one line: what to install, and why what is there does not do.
+/// With one line: the package to install, and why an existing tool is not enough.
 #[track_caller]
 pub fn needed<T>(tool: Tool, found: Result<T, impl Display>) -> T {
     found.unwrap_or_else(|error| panic!("{}", lacking(tool, &error.to_string())))
@@ -68,72 +68,72 @@ fn lacking(tool: Tool, error: &str) -> String {
     format!("this test needs {advice} (or `cargo xtask test`, which installs all); {why}")
 }
 
-/// A registry in which a kind is installed: by pip, if it was not yet.
+/// Returns a registry in which a kind is installed, by pip if necessary.
 ///
 /// # Panics
-/// As [`needed`].
+/// The same as [`needed`].
 #[track_caller]
-pub fn installed(kind: Kind) -> Registry {
+pub fn installed(kind: ToolKind) -> Registry {
     let tool = match kind {
-        Kind::Cuda => Tool::Nvrtc,
-        Kind::Rocm => Tool::Clang,
-        Kind::C => Tool::C,
-        Kind::Mpi => Tool::Mpi,
+        ToolKind::Cuda => Tool::Nvrtc,
+        ToolKind::Rocm => Tool::Clang,
+        ToolKind::C => Tool::C,
+        ToolKind::Mpi => Tool::Mpi,
     };
     let mut registry = needed(tool, Registry::open());
     needed(tool, install(&mut registry, &[kind], &mut |_| {}));
     registry
 }
 
-/// NVRTC.
+/// Returns NVRTC.
 ///
 /// # Panics
-/// As [`needed`].
+/// The same as [`needed`].
 #[track_caller]
 pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
-    needed(Tool::Nvrtc, crate::nvrtc(&installed(Kind::Cuda)))
+    needed(Tool::Nvrtc, crate::nvrtc(&installed(ToolKind::Cuda)))
 }
 
-/// The compiler for AMD GPUs.
+/// Returns the compiler for AMD GPUs.
 ///
 /// # Panics
-/// As [`needed`].
+/// The same as [`needed`].
 #[track_caller]
 pub fn rocm() -> moesaic_rocm::RocmCompiler {
-    needed(Tool::Clang, crate::rocm(&installed(Kind::Rocm)))
+    needed(Tool::Clang, crate::rocm(&installed(ToolKind::Rocm)))
 }
 
-/// An MPI: how programs are started under it, and its library.
-pub struct Launcher {
+/// An MPI: the command that starts programs under it, and its library.
+pub struct MpiLauncher {
     /// Its `mpiexec`.
     pub program: PathBuf,
-    /// What goes before the number of ranks.
+    /// The options before the number of ranks.
     pub options: Vec<String>,
-    /// What programs have to open, for `MOESAIC_MPI`.
+    /// The library that programs open, for `MOESAIC_MPI`.
     pub library: String,
 }
 
-/// MPICH 5 as `moesaic toolchain install mpi` brings it, by the standard ABI.
+/// Returns MPICH 5 as `moesaic toolchain install mpi` installs it, with the standard ABI.
 ///
 /// # Panics
-/// As [`needed`].
+/// The same as [`needed`].
 #[track_caller]
-pub fn mpich() -> Launcher {
-    let found = crate::mpi(&installed(Kind::Mpi));
+pub fn mpich() -> MpiLauncher {
+    let found = crate::mpi(&installed(ToolKind::Mpi));
     let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
-    Launcher {
+    MpiLauncher {
         program: found.launcher,
         options: Vec::new(),
         library: found.library.display().to_string(),
     }
 }
 
-/// The machine's Open MPI, by its own ABI.
+/// Returns the machine's Open MPI, with its own ABI.
 ///
 /// # Panics
-/// As [`needed`].
+/// The same as [`needed`].
 #[track_caller]
-pub fn open_mpi() -> Launcher {
+pub fn open_mpi() -> MpiLauncher {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let programs = std::env::split_paths(&path).map(|folder| folder.join("mpirun.openmpi"));
     let program = programs.into_iter().find(|program| program.is_file());
@@ -145,7 +145,7 @@ pub fn open_mpi() -> Launcher {
         "btl_base_warn_component_unused",
         "0",
     ];
-    Launcher {
+    MpiLauncher {
         program: needed(
             Tool::OpenMpi,
             program.ok_or("mpirun.openmpi is not on PATH"),
@@ -155,13 +155,13 @@ pub fn open_mpi() -> Launcher {
     }
 }
 
-impl Launcher {
-    /// A program on so many ranks, ended after three minutes.
+impl MpiLauncher {
+    /// Returns a command that runs a program on `ranks` ranks, ended after three minutes.
     pub fn command(&self, ranks: usize, program: &Path) -> Command {
         self.command_within(180, ranks, program)
     }
 
-    /// The same, ended after so many seconds.
+    /// Returns a command as `command` does, ended after `seconds`.
     pub fn command_within(&self, seconds: u32, ranks: usize, program: &Path) -> Command {
         let mut command = Command::new("timeout");
         command

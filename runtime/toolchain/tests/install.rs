@@ -1,13 +1,13 @@
-//! Installs for real, into the user's cache, as the project's tests need it.
+//! Real installations into the user's cache, which the project's other tests use too.
 
 use moesaic_kernel::Target;
 use moesaic_target::Compiler;
-use moesaic_toolchain::{Kind, Registry, Step, doctor, install};
+use moesaic_toolchain::{InstallStep, Registry, ToolKind, doctor, install};
 use std::time::Instant;
 
 fn installed() -> Registry {
     let mut registry = Registry::open().unwrap();
-    install(&mut registry, &Kind::ALL, &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    install(&mut registry, &ToolKind::ALL, &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
     registry
 }
 
@@ -23,7 +23,7 @@ fn everything_installs_and_registers() {
         .iter()
         .map(|tool| tool.kind)
         .collect::<Vec<_>>();
-    assert_eq!(kinds, Kind::ALL);
+    assert_eq!(kinds, ToolKind::ALL);
     for tool in registry.list() {
         assert!(registry.path(tool).is_file());
         assert!(
@@ -39,16 +39,16 @@ fn a_second_install_is_quick_and_says_so() {
     let mut registry = installed();
     let mut steps = Vec::new();
     let start = Instant::now();
-    install(&mut registry, &Kind::ALL, &mut |step| {
+    install(&mut registry, &ToolKind::ALL, &mut |step| {
         steps.push(step.clone())
     })
     .unwrap();
     assert!(start.elapsed().as_millis() < 500, "{:?}", start.elapsed());
-    assert_eq!(steps.len(), Kind::ALL.len());
+    assert_eq!(steps.len(), ToolKind::ALL.len());
     assert!(
         steps
             .iter()
-            .all(|step| matches!(step, Step::AlreadyThere(_))),
+            .all(|step| matches!(step, InstallStep::AlreadyThere(_))),
         "{steps:?}"
     );
 }
@@ -91,16 +91,16 @@ fn the_installed_mpi_is_found_by_the_doctor_where_the_machine_has_none() {
 #[test]
 fn opening_the_registered_clang_starts_no_process() {
     let real = installed();
-    let facts = real.get(Kind::Rocm).unwrap().clang.clone().unwrap();
+    let facts = real.get(ToolKind::Rocm).unwrap().clang.clone().unwrap();
     let compiler = moesaic_toolchain::rocm(&real).unwrap();
     assert_eq!(compiler.facts(), Some(&facts));
-    assert_eq!(compiler.name(), real.get(Kind::Rocm).unwrap().name);
+    assert_eq!(compiler.name(), real.get(ToolKind::Rocm).unwrap().name);
 }
 
 #[test]
 fn the_doctor_names_compilers_places_and_targets() {
     let findings = doctor(&installed());
-    // What is there or not depends on the machine; what to do is always said.
+    // The machine decides which libraries exist, but advice must always be given.
     for subject in ["NCCL library", "RCCL library"] {
         let finding = findings.iter().find(|finding| finding.subject == subject);
         let finding = finding.unwrap();
@@ -128,8 +128,8 @@ fn the_doctor_names_compilers_places_and_targets() {
     }
 }
 
-/// An empty cache beside the real one: what is there is adopted, nothing is
-/// fetched, since the folders already work.
+/// An empty cache next to the real one: existing folders work, so they are adopted and nothing is
+/// fetched.
 #[test]
 fn a_lost_or_damaged_registry_is_rebuilt_without_a_download() {
     let real = installed();
@@ -148,7 +148,7 @@ fn a_lost_or_damaged_registry_is_rebuilt_without_a_download() {
     let mut registry = Registry::at(home.path());
     assert!(registry.list().is_empty());
     let mut steps = Vec::new();
-    install(&mut registry, &Kind::ALL, &mut |step| {
+    install(&mut registry, &ToolKind::ALL, &mut |step| {
         steps.push(step.to_string())
     })
     .unwrap();
@@ -156,7 +156,7 @@ fn a_lost_or_damaged_registry_is_rebuilt_without_a_download() {
         steps.iter().all(|step| !step.contains("downloading")),
         "{steps:?}"
     );
-    assert_eq!(Registry::at(home.path()).list().len(), Kind::ALL.len());
+    assert_eq!(Registry::at(home.path()).list().len(), ToolKind::ALL.len());
 }
 
 #[test]
@@ -170,10 +170,10 @@ fn a_tool_that_was_cut_short_is_not_offered() {
         folder.join("registry.json"),
     )
     .unwrap();
-    let tool = real.get(Kind::Rocm).unwrap();
+    let tool = real.get(ToolKind::Rocm).unwrap();
     let file = folder.join(&tool.file);
     std::fs::create_dir(file.parent().unwrap()).unwrap();
     std::fs::write(&file, "short").unwrap();
-    assert_eq!(Registry::at(home.path()).get(Kind::Rocm), None);
-    assert_eq!(Registry::at(home.path()).get(Kind::Cuda), None);
+    assert_eq!(Registry::at(home.path()).get(ToolKind::Rocm), None);
+    assert_eq!(Registry::at(home.path()).get(ToolKind::Cuda), None);
 }

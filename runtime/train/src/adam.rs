@@ -4,8 +4,8 @@ use crate::optimizer::{STATE_PREFIX, beside, check, floats, floats_mut, restored
 use crate::{Optimizer, TrainError};
 use moesaic_tensor::{Tensor, Tensors};
 
-/// Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2,
-/// with the decay times the learning rate, as PyTorch has it):
+/// Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), with the decay
+/// multiplied by the learning rate as in PyTorch:
 ///
 /// `m = β₁ m + (1 − β₁) g`, `v = β₂ v + (1 − β₂) g²`,
 /// `w −= rate · (decay · w + m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε))`.
@@ -15,17 +15,18 @@ pub struct AdamW {
     pub learning_rate: f32,
     /// β₁ and β₂.
     pub betas: [f32; 2],
-    /// ε, outside the root.
+    /// ε, added outside the root.
     pub epsilon: f32,
-    /// Shrinks weights by `learning_rate · weight_decay` of themselves.
+    /// The factor on each weight's decay: a step shrinks a weight by `learning_rate · weight_decay`
+    /// of itself.
     pub weight_decay: f32,
-    /// Which parameters are shrunk, by name.
+    /// Returns true for parameters that decay, by name.
     pub decays: fn(&str) -> bool,
-    /// Steps taken.
+    /// The number of steps taken.
     pub steps: u32,
-    /// m by the names of the parameters.
+    /// m, by parameter name.
     pub first: Tensors<'static>,
-    /// v by the names of the parameters.
+    /// v, by parameter name.
     pub second: Tensors<'static>,
 }
 
@@ -36,7 +37,7 @@ impl Default for AdamW {
 }
 
 impl AdamW {
-    /// β = 0.9 and 0.999, ε = 1e-8, weight decay 0.01 on all parameters.
+    /// Returns β = 0.9 and 0.999, ε = 1e-8, and weight decay 0.01 on all parameters.
     pub fn new(learning_rate: f32) -> AdamW {
         AdamW {
             learning_rate,
@@ -120,8 +121,8 @@ impl Optimizer for AdamW {
     }
 }
 
-/// A power by repeated squares, the same on every machine; in f64, since at
-/// step 10⁵ one in f32 is far off.
+/// Computes a power by repeated squares, the same on every machine, and in f64, because in f32 it
+/// is far off at step 10⁵.
 fn power(mut square: f64, mut exponent: u32) -> f64 {
     let mut product = 1.0;
     while exponent > 0 {

@@ -1,27 +1,25 @@
-//! Loads of experts: the bias that balances without a loss, and the moving
-//! share of entropy-guided routing.
+//! Load balancing without a loss: the selection bias, and the moving load average of entropy-guided
+//! routing.
 //!
-//! Functions over counts, for trainers: once per global batch, with the
-//! counts of every rank and micro-batch summed, and never again when
-//! activations are recomputed.
+//! These are functions over counts, for trainers. Call them once per global batch with counts
+//! summed over every rank and micro-batch, and not again when activations are recomputed.
 
 use crate::TrainError;
 use moesaic_engine::{ProcessGroup, Ranks};
 use std::cmp::Ordering;
 
-/// `b_e += rate · sign(mean(counts) - counts_e)` (DeepSeek-V3's loss-free
-/// balancing; its rate is 1e-3). `bias` is `router.select_bias [E]`, `counts`
-/// are the assignments asked for, dropped ones included `[E]`. The sign of zero
-/// is zero.
+/// Adds `rate · sign(mean(counts) - counts_e)` to each bias (DeepSeek-V3's loss-free balancing,
+/// with a rate of 1e-3). `bias` is `router.select_bias [E]`; `counts [E]` are the assignments,
+/// dropped ones included. The sign of zero is zero.
 ///
 /// # Panics
-/// When the lengths differ.
+/// If the lengths differ.
 pub fn update_select_bias(bias: &mut [f32], counts: &[i64], rate: f32) {
     assert_eq!(bias.len(), counts.len(), "a bias and a count per expert");
     let total: i128 = counts.iter().map(|&n| i128::from(n)).sum();
     let experts = counts.len() as i128;
     for (bias, &count) in bias.iter_mut().zip(counts) {
-        // In integers: total / E against count, both times E.
+        // Compare in integers, with both sides times E, because the mean need not be representable.
         match total.cmp(&(i128::from(count) * experts)) {
             Ordering::Greater => *bias += rate,
             Ordering::Less => *bias -= rate,
@@ -30,11 +28,11 @@ pub fn update_select_bias(bias: &mut [f32], counts: &[i64], rate: f32) {
     }
 }
 
-/// `load_e = decay · load_e + (1 - decay) · counts_e / Σ counts`, for
-/// `router.load [E]`; unchanged when nothing was assigned.
+/// Updates `load_e = decay · load_e + (1 - decay) · counts_e / Σ counts`, for `router.load [E]`. It
+/// stays unchanged if nothing was assigned.
 ///
 /// # Panics
-/// When the lengths differ.
+/// If the lengths differ.
 pub fn update_load(load: &mut [f32], counts: &[i64], decay: f32) {
     assert_eq!(load.len(), counts.len(), "a load and a count per expert");
     let total: i64 = counts.iter().sum();
@@ -47,11 +45,12 @@ pub fn update_load(load: &mut [f32], counts: &[i64], decay: f32) {
     }
 }
 
-/// The counts of all ranks' tokens together: what `counts` of each have, added up, the same
-/// on every rank. For [`moesaic_plan::Balancer`] and what is above. All ranks call it.
+/// Sums `counts` over all ranks, with the same result on every rank, for [`moesaic_plan::Balancer`]
+/// and the functions above. All ranks call it.
 ///
 /// # Errors
-/// Those of the exchange; [`TrainError::Tensor`] for other numbers of experts elsewhere.
+/// The errors of the exchange, or [`TrainError::Tensor`] if another rank has another number of
+/// experts.
 pub fn counts_of_all(ranks: &Ranks, counts: &[i64]) -> Result<Vec<i64>, TrainError> {
     let bytes: Vec<u8> = counts
         .iter()
@@ -84,7 +83,7 @@ mod tests {
         let mut bias = [0.0, 0.5, -1.0, 0.25];
         update_select_bias(&mut bias, &[7, 1, 4, 4], 0.125);
         assert_eq!(bias, [-0.125, 0.625, -1.0, 0.25]);
-        // Thirds have no binary fraction: the comparison is still exact.
+        // Thirds have no finite binary fraction, yet the comparison is exact.
         let mut bias = [0.0; 3];
         update_select_bias(&mut bias, &[i64::MAX, i64::MAX, i64::MAX], 1.0);
         assert_eq!(bias, [0.0; 3]);
@@ -93,7 +92,7 @@ mod tests {
 
     #[test]
     fn repeated_updates_balance_a_gate() {
-        // Expert e scores 1 / (e + 1); a token takes the best two of three.
+        // Expert e scores 1 / (e + 1), and a token takes the best two of three.
         let scores = [1.0f32, 0.5, 0.25];
         let mut bias = [0.0f32; 3];
         let mut total = [0i64; 3];

@@ -1,20 +1,20 @@
-//! What can go wrong.
+//! Errors of training.
 
 use moesaic_engine::EngineError;
 
-/// A training step or a change of a checkpoint that cannot be done.
+/// The reason a training step or a change of a checkpoint failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainError {
-    /// A tensor is missing, unknown, or of another size than it must be.
+    /// A tensor is missing, unknown, or of the wrong size.
     #[error("tensor `{name}` {problem}")]
     Tensor {
         /// Its name.
         name: String,
-        /// What is wrong, to be read after the name.
+        /// The problem, to be read after the name.
         problem: String,
     },
-    /// The layer cannot be changed so without changing what it computes.
+    /// The change would alter the layer's function.
     #[error("{0}")]
     NotPreserved(String),
     /// The layer failed.

@@ -1,14 +1,15 @@
-//! Gates that look at ranks: decisions made beside a layer, from logits of its tokens, for a
-//! layer whose router is `external`.
+//! Gates that look at ranks. They decide from the logits of tokens, outside of a layer, and a layer
+//! whose router is `external` takes the decision.
 //!
 //! | FastMoE | here |
 //! |---|---|
 //! | swipe gate | [`swipe`] in training, [`best`] in evaluation |
-//! | faster gate | [`near`], with the experts that [`experts_near`] says; its loss is [`balance`] |
+//! | faster gate | [`near`], with the experts of [`experts_near`]; its loss is [`balance`] |
 //!
-//! A layer takes a decision with [`Chosen::give`]. Its backward gives `grad.topk_weights`, and
-//! [`Chosen::gradient`] the gradient of the logits, from where it is the caller's: logits are a
-//! projection of the tokens, or whatever else a model wants.
+//! Hand a decision to a layer with [`Chosen::give`]. The layer's backward returns
+//! `grad.topk_weights`, and [`Chosen::gradient`] turns that into the gradient of the logits. From
+//! there on it is yours: the logits may be a projection of the tokens or anything else in your
+//! model.
 //!
 //! ```
 //! use moesaic_train::gates::best;
@@ -22,11 +23,11 @@
 
 use crate::TrainError;
 use moesaic_engine::{Input, Mesh, ProcessGroup, Ranks};
-use moesaic_plan::{Placement, RankCoords};
+use moesaic_plan::{RankCoordsment, RankCoords};
 use moesaic_tensor::Tensor;
 use std::cmp::Ordering;
 
-/// The experts of tokens, and the softmax over the logits of those of a token.
+/// The experts of each token, with the softmax over their logits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
     /// `[T, K]`.
@@ -49,17 +50,17 @@ impl Chosen {
         }
     }
 
-    /// Puts the decision where a layer with an external router reads it.
+    /// Writes the decision into the input of a layer with an external router.
     pub fn give<'c>(&'c self, input: &mut Input<'c>) {
         let shape = [self.ids.len() / self.top_k, self.top_k];
         input.insert("topk_ids", Tensor::new(&shape, &self.ids));
         input.insert("topk_weights", Tensor::new(&shape, &self.weights));
     }
 
-    /// The gradient of the logits `[T, E]` from that of the weights `[T, K]`.
+    /// Returns the gradient of the logits `[T, E]` from that of the weights `[T, K]`.
     ///
     /// # Errors
-    /// [`TrainError::Tensor`] for another number of weights.
+    /// [`TrainError::Tensor`] if the number of weights is wrong.
     pub fn gradient(&self, dweights: &[f32]) -> Result<Vec<f32>, TrainError> {
         if dweights.len() != self.weights.len() {
             let (found, wanted) = (dweights.len(), self.weights.len());
@@ -72,6 +73,7 @@ impl Chosen {
         let weights = self.weights.chunks_exact(self.top_k);
         let dweights = dweights.chunks_exact(self.top_k);
         for (((row, ids), weights), dweights) in rows.zip(slots).zip(weights).zip(dweights) {
+            // The gradient of a softmax: each weight times its deviation from the weighted mean.
             let mean: f32 = weights.iter().zip(dweights).map(|(w, dw)| w * dw).sum();
             for ((&id, w), dw) in ids.iter().zip(weights).zip(dweights) {
                 row[id as usize] += w * (dw - mean); // an expert may be there twice
@@ -81,7 +83,7 @@ impl Chosen {
     }
 }
 
-/// The best `top_k` of `experts` for each row of `logits [T, E]`: ties go to the lower
+/// Returns the best `top_k` of `experts` for each row of `logits [T, E]`. Ties go to the lower
 /// expert, NaN comes last.
 ///
 /// # Errors
@@ -92,17 +94,18 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
     Ok(Chosen::new(logits, experts, top_k, ids))
 }
 
-/// As [`best`], but that no rank gets more rows of the ranks of its group than it has itself:
-/// tokens times `top_k`. Slot by slot, a rank accepts what others send it in the order of
-/// ranks while it has room; what is refused moves to ranks that have room left, the lowest
-/// first. Of a rank's tokens the first keep their places. What moves gets the expert of the
-/// new rank that has the number of the slot, from its first one on, so that a token may have
-/// an expert twice. Every rank of the group calls it; it takes one exchange.
+/// Chooses as [`best`] does, except that no rank receives more rows from its group than it has
+/// itself: tokens times `top_k`. Slot by slot, a rank accepts rows from the others in rank order
+/// while it has room. Refused rows move to ranks with room left, lowest first; the first tokens of
+/// each rank keep their places. A moved row gets the new rank's expert number `slot`, counted from
+/// that rank's first, so a token may have an expert twice. Every rank of the group calls this; it
+/// takes one exchange.
 ///
-/// With `shards` ranks that have slices of the same experts are one: their room is added up.
+/// With expert tensor parallelism, the ranks that share experts count as one, with their room added
+/// up.
 ///
 /// # Errors
-/// As [`best`]; those of the exchange; [`TrainError::Tensor`] where experts have replicas.
+/// The errors of [`best`] and of the exchange, or [`TrainError::Tensor`] if experts have replicas.
 ///
 /// ```
 /// use moesaic_engine::{RngKey, Input, MeshLayer};
@@ -139,6 +142,8 @@ pub fn swipe(
     }
     let mut ids = of_each(logits, experts, top_k, |_| true);
     let owners: Vec<usize> = (0..experts).map(|expert| placement.owner(expert)).collect();
+    // One exchange carries everything: this rank's room, then for each slot the rows it wants to
+    // send to each expert-parallel rank.
     let mut told = vec![0u64; 1 + top_k * mesh.ep];
     told[0] = ids.len() as u64;
     for (slot, &id) in ids.iter().enumerate() {
@@ -147,6 +152,7 @@ pub fn swipe(
     let bytes: Vec<u8> = told.iter().flat_map(|n| n.to_le_bytes()).collect();
     let all = ranks.gather_bytes(&bytes, ProcessGroup::Ep, "rows that ranks want to send")?;
     let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
+    // Ranks with another top_k would read each other's numbers wrongly.
     if all.iter().any(|theirs| theirs.len() != told.len()) {
         let problem = format!("is for {top_k} experts a token here, and not so on all ranks");
         return Err(TrainError::tensor("logits", problem));
@@ -155,6 +161,7 @@ pub fn swipe(
     let room = |ep| of(ep).iter().map(|theirs| theirs[0]).sum();
     let mut room: Vec<u64> = (0..mesh.ep).map(room).collect();
     let RankCoords { ep, tp: shard, .. } = ranks.mesh().place();
+    // From here on each rank computes the moves of all, so that no second exchange is needed.
     let own = ep * mesh.expert_tp + shard;
     for slot in 0..top_k {
         let first = 1 + slot * mesh.ep;
@@ -170,14 +177,14 @@ pub fn swipe(
     Ok(Chosen::new(logits, experts, top_k, ids))
 }
 
-/// The best two of `experts`, but that at most the share `outgoing` of the tokens has one that
-/// is not near, `here[e]`: where more tokens want that for the first one, those with the
-/// highest logits get it, as their second expert; all else gets the best that are near.
-/// Fewer tokens are left as [`best`] says, second experts that are far off included.
+/// Chooses the best two of `experts`, while at most the share `outgoing` of the tokens gets an
+/// expert that is not near (`here[e]` is false). If more tokens want a far expert first, those with
+/// the highest logits get it, as their second expert, and all others get their best near ones. If
+/// fewer do, the result equals [`best`], far second experts included.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for sizes that do not fit, a share that is none, or fewer than two
-/// experts near.
+/// [`TrainError::Tensor`] for sizes that do not fit, a share outside of 0 to 1, or fewer than two
+/// near experts.
 ///
 /// ```
 /// use moesaic_train::gates::near;
@@ -202,6 +209,7 @@ pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, Trai
     let free = of_each(logits, experts, 2, |_| true);
     let first = |token: usize| free[2 * token] as usize;
     let tokens = logits.len() / experts;
+    // The cast rounds down, so the share is never exceeded.
     let most = (tokens as f64 * outgoing) as usize;
     let mut far: Vec<usize> = (0..tokens).filter(|&token| !here[first(token)]).collect();
     if far.len() < most {
@@ -209,6 +217,8 @@ pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, Trai
     }
     let logit = |token: usize| logits[token * experts + first(token)];
     far.sort_by(|&a, &b| before((logit(a), a), (logit(b), b)));
+    // Everybody gets near experts first; then the tokens with the strongest wish get their far one
+    // back.
     let mut ids = of_each(logits, experts, 2, |expert| here[expert]);
     for &token in &far[..most] {
         ids[2 * token + 1] = free[2 * token];
@@ -216,8 +226,8 @@ pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, Trai
     Ok(Chosen::new(logits, experts, 2, ids))
 }
 
-/// Which experts lie, with all of their slices, on ranks of this rank's node, where nodes
-/// are `per_node` ranks that follow each other: for [`near`].
+/// Returns true for each expert all of whose shards are on ranks of this rank's node, as input for
+/// [`near`]. A node is `per_node` consecutive ranks.
 pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
     let (parallel, place) = (mesh.parallel(), mesh.place());
     let node = |rank: usize| rank / per_node.max(1);
@@ -239,9 +249,9 @@ pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
     (0..experts).map(here).collect()
 }
 
-/// `E · Σ_e c_e m_e`, where `c_e` is the share of tokens whose best expert is e and `m_e` the
-/// mean of the softmax over all experts, and its gradient `[T, E]`. Of no tokens it is zero.
-/// FastMoE has in the place of the first E the square of a rank's experts over all.
+/// Returns `E · Σ_e c_e m_e` and its gradient `[T, E]`. `c_e` is the share of tokens whose best
+/// expert is e, and `m_e` the mean of the softmax over all experts. Without tokens it is zero. In
+/// place of the first E, FastMoE has the square of a rank's experts over all.
 ///
 /// # Errors
 /// [`TrainError::Tensor`] for sizes that do not fit.
@@ -258,6 +268,7 @@ pub fn balance(logits: &[f32], experts: usize) -> Result<(f32, Vec<f32>), TrainE
     for id in of_each(logits, experts, 1, |_| true) {
         share[id as usize] += 1.0 / tokens;
     }
+    // Only the mean of the softmax has a gradient; the shares of best experts are constant.
     let (mut loss, mut gradient) = (0.0, Vec::with_capacity(logits.len()));
     let scale = experts as f32 / tokens;
     for row in logits.chunks_exact(experts) {
@@ -287,7 +298,7 @@ fn check(logits: &[f32], experts: usize, top_k: usize) -> Result<(), TrainError>
     Err(TrainError::tensor("logits", problem))
 }
 
-/// The best of the allowed experts of each row.
+/// Returns the best of the allowed experts for each row.
 fn of_each(
     logits: &[f32],
     experts: usize,
@@ -304,22 +315,24 @@ fn of_each(
     logits.chunks_exact(experts).flat_map(best).collect()
 }
 
-/// Higher values first, then lower numbers; NaN last.
+/// Orders higher values first, then lower numbers; NaN comes last.
 fn before(a: (f32, usize), b: (f32, usize)) -> Ordering {
     let values = b.0.partial_cmp(&a.0);
+    // One of both is NaN: the other goes first.
     let values = values.unwrap_or_else(|| a.0.is_nan().cmp(&b.0.is_nan()));
     values.then(a.1.cmp(&b.1))
 }
 
 fn softmax(values: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
+    // Subtracting the largest keeps the exponentials from overflowing.
     let most = values.clone().fold(f32::NEG_INFINITY, f32::max);
     let scores: Vec<f32> = values.map(|value| (value - most).exp()).collect();
     let sum: f32 = scores.iter().sum();
     scores.iter().map(|score| score / sum).collect()
 }
 
-/// Which ranks have each expert.
-fn placed(mesh: &Mesh, experts: usize) -> Result<Placement, TrainError> {
+/// Returns the ranks of each expert.
+fn placed(mesh: &Mesh, experts: usize) -> Result<RankCoordsment, TrainError> {
     mesh.placement_of(experts).ok_or_else(|| {
         let ep = mesh.parallel().ep;
         let problem = format!("are of {experts} experts, which {ep} groups do not have so");
@@ -332,8 +345,8 @@ fn numbers(bytes: &[u8]) -> Vec<u64> {
     each.map(|&number| u64::from_le_bytes(number)).collect()
 }
 
-/// How many rows each source sends where, so that no one gets more than it has room for:
-/// what is refused goes where there is room left. `wants` is by source, then by where to.
+/// Returns the number of rows that each source sends to each destination, with no destination over
+/// its room. Refused rows go where room is left. `wants` is indexed by source, then by destination.
 fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
     let mut sends: Vec<Vec<u64>> = wants.iter().map(|wants| wants.to_vec()).collect();
     let mut refused = vec![0; wants.len()];
@@ -345,6 +358,7 @@ fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
             sends[to] = taken;
         }
     }
+    // Refused rows go to the lowest rank with room, in the order of their sources.
     let mut to = 0;
     for (sends, refused) in sends.iter_mut().zip(&mut refused) {
         while *refused > 0 && to < room.len() {
@@ -352,14 +366,14 @@ fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
             sends[to] += taken;
             room[to] -= taken;
             *refused -= taken;
+            // A full rank stays full, so the next source starts behind it.
             to += usize::from(room[to] == 0);
         }
     }
     sends
 }
 
-/// Gives the ids of a slot to ranks as often as `sends` says: the first tokens keep their
-/// places.
+/// Assigns the ids of a slot to ranks as often as `sends` says; the first tokens keep their places.
 fn resend<'i>(
     ids: impl Iterator<Item = &'i mut i32>,
     mut sends: Vec<u64>,
@@ -369,6 +383,7 @@ fn resend<'i>(
     let mut elsewhere = Vec::new();
     for id in ids {
         match &mut sends[owners[*id as usize]] {
+            // The first tokens have used up this rank's quota and keep their places.
             0 => elsewhere.push(id),
             left => *left -= 1,
         }

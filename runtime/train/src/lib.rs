@@ -1,6 +1,5 @@
-//! What training needs around a layer: optimizers over named tensors, their
-//! state as a checkpoint, steps over many ranks, and checkpoints whose number of experts
-//! changes.
+//! Training tools around a layer: optimizers over named tensors, their state as a checkpoint, steps
+//! over many ranks, and checkpoints whose number of experts changes.
 //!
 //! ```
 //! use moesaic_tensor::{Tensor, Tensors};

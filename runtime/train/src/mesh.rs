@@ -1,18 +1,20 @@
 //! Optimizer steps over the ranks of a mesh.
 //!
-//! Parameters have the names that one process gives them; those of experts, `experts.`
-//! and the rest with anything in front, and those of shared experts that the mesh slices,
-//! are the rank's own part of them, and [`ProcessGroup::of`] says who has the same. Steps keep what
-//! is the same the same, to the bit.
+//! Parameters have the names that one process gives them. Names of experts (`experts.`, with any
+//! prefix) and of shared experts that the mesh shards stand for the rank's own part. [`ProcessGroup::of`]
+//! returns the process group that holds the same part. Steps keep equal parameters equal to the
+//! bit.
 //!
-//! | a gradient | is added up over | divided by |
+//! | gradient | summed over | divided by |
 //! |---|---|---|
-//! | of what every rank has | all ranks | the divisor |
-//! | of a rank's experts | those that have the same, and those with replicas; the exchange has brought the tokens of all others already | the same divisor |
-//! | of a rank's slices of shared experts | those that have the same; here the exchange has brought the tokens of the other slices' ranks | the same divisor |
+//! | replicated on every rank | all ranks | the divisor |
+//! | a rank's experts | the ranks that hold the same or a replica; the exchange has already brought
+//! the tokens of all others | the same divisor |
+//! | a rank's shards of shared experts | the ranks that hold the same; the exchange has brought the
+//! tokens of the ranks with other shards | the same divisor |
 //!
-//! A loss that is the mean over each rank's own tokens wants the number of ranks as
-//! divisor, one whose parts add up to that of all tokens wants 1.
+//! Use the number of ranks as divisor for a loss that is the mean over each rank's own tokens, and
+//! 1 for one whose parts add up to the loss of all tokens.
 
 use crate::elastic::weight_of;
 use crate::optimizer::{check, floats, floats_mut};
@@ -23,30 +25,26 @@ use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Who can have the same parameters on a mesh.
+/// Returns the process groups whose ranks can hold the same parameters on a mesh.
 fn owners(mesh: &Mesh) -> &'static [ProcessGroup] {
-    if mesh.parallel().shards_shared() {
-        &[
-            ProcessGroup::World,
-            ProcessGroup::ExpertDp,
-            ProcessGroup::EpDp,
-        ]
+    if mesh.parallel().expert_tp_shared() {
+        &[ProcessGroup::World, ProcessGroup::ExpertDp, ProcessGroup::EpDp]
     } else {
         &[ProcessGroup::World, ProcessGroup::ExpertDp]
     }
 }
 
-/// What becomes of gradients before a step.
+/// The scaling of gradients before a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scaling {
-    /// What all gradients are divided by, those of experts too.
+    /// The divisor of all gradients, those of experts too.
     pub divisor: f32,
-    /// The largest norm that all gradients of all ranks may have together.
+    /// The largest joint norm of all gradients of all ranks.
     pub most: Option<f32>,
 }
 
 impl Default for Scaling {
-    /// As they are.
+    /// Leaves gradients unchanged.
     fn default() -> Scaling {
         Scaling {
             divisor: 1.0,
@@ -55,18 +53,18 @@ impl Default for Scaling {
     }
 }
 
-/// An optimizer whose parameters are those of a rank among others.
+/// An optimizer over one rank's parameters in a mesh.
 pub struct MeshOptimizer<O> {
-    /// The rule. Its state is of this rank's parameters, or of its part of them.
+    /// The update rule. Its state belongs to this rank's parameters, or to its part of them.
     pub optimizer: O,
     ranks: Ranks,
     partitioned: bool,
-    /// Of the parameters that have state.
+    /// Shapes of the parameters that have state.
     shapes: BTreeMap<String, Vec<usize>>,
 }
 
 impl<O: Optimizer> MeshOptimizer<O> {
-    /// Every rank keeps the state of all its parameters.
+    /// Makes an optimizer in which every rank keeps the state of all its parameters.
     pub fn new(ranks: &Ranks, optimizer: O) -> MeshOptimizer<O> {
         MeshOptimizer {
             optimizer,
@@ -76,9 +74,9 @@ impl<O: Optimizer> MeshOptimizer<O> {
         }
     }
 
-    /// Each of the ranks that have the same parameter keeps the state of its part, moves
-    /// that, and gets the rest from the others (ZeRO, stage 1). What comes out is the same
-    /// to the bit.
+    /// Makes an optimizer whose state is partitioned (ZeRO, stage 1): of the ranks that hold the
+    /// same parameter, each keeps the state of one part, updates that, and gets the rest from the
+    /// others. Results are the same to the bit.
     pub fn partitioned(ranks: &Ranks, optimizer: O) -> MeshOptimizer<O> {
         MeshOptimizer {
             partitioned: true,
@@ -86,28 +84,32 @@ impl<O: Optimizer> MeshOptimizer<O> {
         }
     }
 
-    /// The ranks.
+    /// Returns the ranks.
     pub fn ranks(&self) -> &Ranks {
         &self.ranks
     }
 
-    /// Takes a step with gradients that were added up over the ranks that have the same,
-    /// and returns the norm that all of them have together after the division. Gradients
-    /// of what this rank does not hold ([`Mesh::holds`]) are left out.
+    /// Takes a step with gradients already summed over the ranks that hold the same parameters.
+    /// Returns their joint norm after the division. It skips gradients of parameters that this rank
+    /// does not hold ([`Mesh::holds`]).
     ///
     /// # Errors
-    /// As [`Optimizer::step`]; those of the exchange.
+    /// The errors of [`Optimizer::step`] and of the exchange.
     pub fn step(
         &mut self,
         parameters: &mut Tensors<'_>,
         mut gradients: Tensors<'_>,
         scaling: Scaling,
     ) -> Result<f64, TrainError> {
+        // The first shard alone holds an expert's output bias. Other shards have zeros there, which
+        // must neither count in the norm nor be updated.
         gradients.retain(|name, _| self.ranks.mesh().holds(name));
         check(parameters, &gradients)?;
         divide(&mut gradients, scaling.divisor);
         let norm = norm(&self.ranks, &gradients)?;
         if let Some(most) = scaling.most.filter(|most| norm > f64::from(*most)) {
+            // All ranks know the same norm, so all scale by the same factor and replicas stay
+            // equal.
             let factor = (f64::from(most) / norm) as f32;
             for gradient in gradients.values_mut() {
                 floats_mut(gradient).iter_mut().for_each(|g| *g *= factor);
@@ -124,7 +126,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
         Ok(norm)
     }
 
-    /// The step of this rank's part of each parameter.
+    /// Takes the step for this rank's part of each parameter.
     fn step_part(
         &mut self,
         parameters: &mut Tensors<'_>,
@@ -145,15 +147,16 @@ impl<O: Optimizer> MeshOptimizer<O> {
         Ok(())
     }
 
-    /// Which elements of a parameter are this rank's to move.
+    /// Returns the elements of a parameter that this rank updates.
     fn part(&self, name: &str, elements: usize) -> Range<usize> {
         let (rank, size) = self.ranks.among(self.ranks.mesh().among(name));
+        // Equal parts, except that the last ones may be short or empty.
         let each = elements.div_ceil(size);
         (rank * each).min(elements)..((rank + 1) * each).min(elements)
     }
 
-    /// Parts of parameters, or of state beside them, put together over the ranks that have
-    /// the same. One exchange for each group of ranks.
+    /// Assembles parameters, or state beside them, from the ranks that hold parts of the same. It
+    /// takes one exchange per process group.
     fn joined(&self, parts: &Tensors<'_>, what: &str) -> Result<Tensors<'static>, TrainError> {
         let mut whole = Tensors::new();
         let mesh = self.ranks.mesh();
@@ -169,6 +172,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
             let mut own = Vec::new();
             for (_, shape, part) in &named {
                 own.extend_from_slice(part);
+                // An all-gather needs equal lengths, so pad the short parts.
                 own.extend(std::iter::repeat_n(0.0, each(shape) - part.len()));
             }
             let all = self.ranks.gather(&own, among, what)?;
@@ -177,6 +181,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
                 let count = shape.iter().product();
                 let of = |rank| &all[rank * own.len() + at..][..each(shape)];
                 let mut values = (0..size).flat_map(of).copied().collect::<Vec<f32>>();
+                // Drop the padding of the last parts.
                 values.truncate(count);
                 whole.insert(name.as_str(), Tensor::owned(shape, values));
                 at += each(shape);
@@ -185,12 +190,12 @@ impl<O: Optimizer> MeshOptimizer<O> {
         Ok(whole)
     }
 
-    /// The state of this rank's parameters, whole also where ranks keep parts of it: what
-    /// [`MeshOptimizer::restore`] takes, and [`Ranks::collect`] saves. Of parameters that
-    /// this rank does not hold it has zeros.
+    /// Returns the state of this rank's parameters, whole even if ranks keep parts of it: the input
+    /// of [`MeshOptimizer::restore`], which [`Ranks::collect`] saves. For parameters that this rank
+    /// does not hold it has zeros.
     ///
     /// # Errors
-    /// Those of the exchange.
+    /// The errors of the exchange.
     pub fn state(&self, parameters: &Tensors<'_>) -> Result<Tensors<'static>, TrainError> {
         let own = self.optimizer.state();
         let mut state: Tensors<'static> = if self.partitioned {
@@ -208,6 +213,8 @@ impl<O: Optimizer> MeshOptimizer<O> {
             }
         }
         let held = |name: &str| self.ranks.mesh().holds(name);
+        // A checkpoint has the state of all parameters. Zeros stand for those that this rank does
+        // not hold, so that every rank writes the same names.
         for (name, parameter) in parameters.iter().filter(|(name, _)| !held(name)) {
             for kind in &kinds {
                 let zeros = Tensor::zeros(DType::F32, &parameter.shape);
@@ -217,11 +224,11 @@ impl<O: Optimizer> MeshOptimizer<O> {
         Ok(state)
     }
 
-    /// Takes back what [`MeshOptimizer::state`] gave, on this mesh or, cut by [`parts`],
-    /// on another.
+    /// Restores the state that [`MeshOptimizer::state`] returned, on this mesh or, cut by
+    /// [`parts`], on another.
     ///
     /// # Errors
-    /// As [`Optimizer::restore`].
+    /// The same as [`Optimizer::restore`].
     pub fn restore(&mut self, state: &Tensors<'_>) -> Result<(), TrainError> {
         let mut own = Tensors::new();
         let mut shapes = BTreeMap::new();
@@ -241,18 +248,18 @@ impl<O: Optimizer> MeshOptimizer<O> {
             };
             own.insert(name, part);
         }
+        // Restore before taking the shapes over, so that an error leaves everything as it was.
         self.optimizer.restore(&own)?;
         self.shapes = shapes;
         Ok(())
     }
 }
 
-/// Adds up gradients that lie in host memory over the ranks that have the same
-/// parameters, one exchange for each group of ranks. [`MeshLayer::reduce_gradients`] does
-/// it to those on a layer's device.
+/// Sums gradients in host memory over the ranks that hold the same parameters, with one exchange
+/// per process group. [`MeshLayer::reduce_gradients`] does this for gradients on a layer's device.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for a gradient that is not f32; those of the exchange.
+/// [`TrainError::Tensor`] for a gradient that is not f32, or the errors of the exchange.
 pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainError> {
     let mesh = ranks.mesh();
     for &among in owners(mesh) {
@@ -282,17 +289,18 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
     Ok(ranks.sum_replicas(&mut parts, "gradients of replicas")?)
 }
 
-/// The norm of all gradients of all ranks together, each parameter counted once. Summed
-/// in f64, in the order of names and ranks: the same on every rank.
+/// Returns the joint norm of all gradients of all ranks, with each parameter counted once. It is
+/// summed in f64 in the order of names and ranks, so it is the same on every rank.
 ///
 /// # Errors
-/// As [`reduce`].
+/// The same as [`reduce`].
 pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
     let mesh = ranks.mesh();
     let mut sums = BTreeMap::new();
     for (name, gradient) in gradients.iter().filter(|(name, _)| mesh.holds(name)) {
         let values = floats(name, gradient)?;
         let rows = gradient.shape.first().copied().unwrap_or(1);
+        // A rank counts only the rows that it owns: replicas of an expert are counted by its owner.
         let row = values.len() / rows.max(1);
         let counted = mesh.counted(name, rows).into_iter();
         let counted = counted.flat_map(|rows| &values[rows.start * row..rows.end * row]);
@@ -302,7 +310,8 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
     let mut all = 0.0;
     for among in owners(mesh) {
         let own = sums.get(among).copied().unwrap_or(0.0);
-        // What other ranks have parts of: each group that has all of it once.
+        // Count parameters that are spread over ranks once: over each group that holds all of them
+        // once.
         let parts = match among {
             ProcessGroup::ExpertDp => ranks.sum_f64(&[own], ProcessGroup::Ep, "norm")?,
             ProcessGroup::EpDp => ranks.sum_f64(&[own], ProcessGroup::ExpertTp, "norm")?,
@@ -313,11 +322,10 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
     Ok(all.sqrt())
 }
 
-/// Makes ranks that have the same parameters start with the same values: those of the
-/// first of them.
+/// Gives all ranks that hold the same parameters the values of the first of them.
 ///
 /// # Errors
-/// Those of the exchange, also where ranks have other sizes.
+/// The errors of the exchange, also if ranks have other sizes.
 pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), TrainError> {
     let mesh = ranks.mesh();
     for &among in owners(mesh) {
@@ -346,11 +354,11 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
     Ok(ranks.broadcast_replicas(&mut parts, "parameters of replicas")?)
 }
 
-/// A rank's parts of the named tensors, weights or state of an optimizer, of one process
-/// or what [`Ranks::collect`] has saved. Only they are read.
+/// Returns a rank's parts of the named tensors, which may be weights or optimizer state, of one
+/// process or saved by [`Ranks::collect`]. It reads nothing else.
 ///
 /// # Errors
-/// As [`Mesh::part`].
+/// The same as [`Mesh::part`].
 pub fn parts<'n>(
     mesh: &Mesh,
     whole: &dyn WeightSource,
@@ -360,13 +368,13 @@ pub fn parts<'n>(
     names.into_iter().map(part).collect()
 }
 
-/// Takes an optimizer's step with the gradients that the last backward passes of all ranks
-/// have left in a layer, and gives the layer the new weights, rounded to its types.
-/// `parameters` are f32 masters of this rank's part, such as [`crate::masters`] makes of
-/// [`MeshLayer::weights_of`]. Returns the norm of all gradients.
+/// Takes an optimizer's step with the gradients that the last backward passes of all ranks left in
+/// a layer, and gives the layer the new weights, rounded to its types. `parameters` are f32 masters
+/// of this rank's part, as [`crate::masters`] makes them from [`MeshLayer::weights_of`]. Returns
+/// the norm of all gradients.
 ///
 /// # Errors
-/// Those of [`MeshOptimizer::step`] and of the layer.
+/// The errors of [`MeshOptimizer::step`] and of the layer.
 pub fn update_mesh<O: Optimizer>(
     layer: &MeshLayer,
     optimizer: &mut MeshOptimizer<O>,
@@ -396,7 +404,7 @@ fn divide(gradients: &mut Tensors<'_>, divisor: f32) {
     }
 }
 
-/// Some elements of a tensor.
+/// Returns some elements of a tensor.
 fn cut(
     name: &str,
     tensor: &Tensor<'_>,
@@ -406,7 +414,8 @@ fn cut(
     Ok(Tensor::copied(&[range.len()], &values[range.clone()]))
 }
 
-/// Kind and parameter of the name of a state: `first` and `w` of `optimizer.first.w`.
+/// Returns the kind and the parameter in the name of a state: `first` and `w` for
+/// `optimizer.first.w`.
 fn kind_of(name: &str) -> Option<(&str, &str)> {
     name.strip_prefix(STATE_PREFIX)?.split_once('.')
 }

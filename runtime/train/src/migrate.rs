@@ -1,5 +1,5 @@
-//! Experts that move between steps, with all that is named as they are: weights, master
-//! copies, an optimizer's state.
+//! Moving experts between ranks between steps, with every tensor named after them: weights, master
+//! copies, optimizer state.
 //!
 //! ```text
 //! prepare   each rank copies what it keeps, sends what others need, gets what it needs
@@ -7,49 +7,48 @@
 //! after     each lets go of what it had before
 //! ```
 //!
-//! Until [`Prepared::commit`] has returned, a rank still has what it had before, and it
-//! returns only when every rank has told that it has what comes after. So if a rank is lost
-//! on the way, at whatever point, the others have between them every expert that is not on
-//! that rank alone: those for whom `commit` has failed have both states ([`NotCommitted`]).
-//! [`resume`] makes of what is left ([`both`], if that is both), and of a checkpoint of the same step for what is not,
-//! the state of other ranks.
+//! A rank keeps its earlier tensors until [`Prepared::commit`] has returned, and that returns only
+//! when every rank has reported its new ones. So if a rank is lost at any point, the others still
+//! hold every expert that was not on that rank alone: ranks whose `commit` failed have both states
+//! ([`NotCommitted`]). [`resume`] turns the remaining tensors ([`both`], if a rank has both states)
+//! into the state of another set of ranks, and takes lost experts from a checkpoint of the same
+//! step.
 
 use crate::TrainError;
 use moesaic_engine::{EngineError, Mesh, ProcessGroup, Ranks};
-use moesaic_plan::{Moves, Placement, PlanError, moves, moves_from};
+use moesaic_plan::{Moves, RankCoordsment, PlanError, moves, moves_from};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
-/// What a rank has after experts have moved, and what it may not yet use: see
-/// [`Prepared::commit`].
+/// A rank's tensors after experts have moved, not to be used yet: see [`Prepared::commit`].
 pub struct Prepared {
     ranks: Ranks,
     mesh: Mesh,
     tensors: Tensors<'static>,
 }
 
-/// Ranks have not all said that they have what comes after. What a rank had before is still
-/// with who called.
+/// The error of a commit in which not all ranks reported their new tensors. The caller still has
+/// the tensors from before.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "not all ranks have their experts; go on from those before, or resume without the rank that \
-     is lost: {error}"
+    "not all ranks have their experts: continue from the tensors before, or resume without the \
+     lost rank: {error}"
 )]
 pub struct NotCommitted {
-    /// What has failed.
+    /// The failure.
     pub error: TrainError,
-    /// What this rank would have gone on with. Another may have.
+    /// The tensors that this rank would have continued with. Other ranks may have done so.
     pub after: Tensors<'static>,
 }
 
-/// Gives each rank what it has where experts are placed as `to` says. `tensors` are this
-/// rank's part as [`Ranks::mesh`] has placed them, which stay as they are. All ranks call it.
+/// Moves experts to the placement `to`. `tensors` are this rank's part as [`Ranks::mesh`] has
+/// placed it, and stay unchanged. All ranks call it.
 ///
 /// # Errors
-/// [`TrainError::Engine`] for a placement of other experts or groups, and for those of the
-/// exchange; [`TrainError::Tensor`] for a tensor that is not the rank's part.
+/// [`TrainError::Engine`] for a placement of other experts or groups, and for failures of the
+/// exchange. [`TrainError::Tensor`] for a tensor that is not the rank's part.
 pub fn prepare(
     ranks: &Ranks,
-    to: &Placement,
+    to: &RankCoordsment,
     tensors: &Tensors<'_>,
 ) -> Result<Prepared, TrainError> {
     let mesh = ranks.mesh().placed(to)?;
@@ -58,7 +57,11 @@ pub fn prepare(
     let plan = moves(&from, to).map_err(planned)?;
     let own = ranks.mesh().place().ep;
     let held = from.of(own).into_owned();
-    let tensors = moved(ranks, &plan, (&held, to), tensors)?;
+    let held = HeldExperts {
+        experts: &held,
+        tensors,
+    };
+    let tensors = moved(ranks, &plan, held, to)?;
     let ranks = ranks.clone();
     Ok(Prepared {
         ranks,
@@ -68,17 +71,19 @@ pub fn prepare(
 }
 
 impl Prepared {
-    /// The mesh with the new placement.
+    /// Returns the mesh with the new placement.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// Waits until all ranks have what they need, and gives what this one has from now on.
-    /// What it had before may then be forgotten, and not a moment sooner.
+    /// Waits until all ranks have their new tensors, then returns this rank's. Keep the earlier
+    /// ones until then, because a failed commit needs them.
     ///
     /// # Errors
-    /// [`NotCommitted`], with which nothing is lost.
+    /// [`NotCommitted`], without any loss.
     pub fn commit(self) -> Result<Tensors<'static>, Box<NotCommitted>> {
+        // The exchange is a barrier: it returns on a rank only after every rank has called it, and
+        // so has its new tensors.
         let all = self
             .ranks
             .gather_bytes(&[1], ProcessGroup::World, "experts have moved");
@@ -92,23 +97,36 @@ impl Prepared {
     }
 }
 
-/// What a rank is left with, and what it is to have: the state of `ranks`, of which each has
-/// kept some experts from a mesh with others. `held` are the experts of this rank's
-/// `tensors`, in their order; what no rank has comes from a checkpoint of the same step, in
-/// which the layer is whole. Slices are as many as they were, and one group holds all
-/// experts (`dp = 1`).
+/// The experts that a rank holds, and its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct HeldExperts<'a> {
+    /// The ids of the experts, in the order of their rows in `tensors`.
+    pub experts: &'a [usize],
+    /// Every tensor of the rank: weights, master copies, optimizer state.
+    pub tensors: &'a Tensors<'a>,
+}
+
+/// Assembles the state of `ranks` from what is left of a mesh with other ranks. `held` is what
+/// this rank still holds. Experts that no rank has come from `checkpoint`,
+/// which holds the whole layer at the same step. The number of shards is unchanged, and one group
+/// holds all experts (`dp = 1`).
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] for other meshes, and for a checkpoint of another step: what
-/// every rank has (router, step count of the optimizer) is not the same in it. Then all goes
-/// back to the checkpoint. [`TrainError::Tensor`] for what the checkpoint has not.
+/// [`TrainError::NotPreserved`] for other meshes, and for a checkpoint of another step, in which
+/// replicated tensors (router, step count of the optimizer) differ; then restart all ranks from the
+/// checkpoint. [`TrainError::Tensor`] for tensors that the checkpoint lacks.
 pub fn resume(
     ranks: &Ranks,
-    (held, tensors): (&[usize], &Tensors<'_>),
+    held: HeldExperts<'_>,
     checkpoint: &dyn WeightSource,
 ) -> Result<Tensors<'static>, TrainError> {
+    let left_here = held;
+    let HeldExperts {
+        experts: held,
+        tensors,
+    } = held;
     let (mesh, parallel) = (ranks.mesh(), ranks.mesh().parallel());
-    if parallel.dp != 1 || parallel.shards_shared() {
+    if parallel.dp != 1 || parallel.expert_tp_shared() {
         let reason = "what is left can be resumed where one group holds all experts and shared \
                       experts are whole; read the checkpoint instead";
         return Err(TrainError::NotPreserved(reason.to_string()));
@@ -117,25 +135,25 @@ pub fn resume(
         .iter()
         .flat_map(|e| (*e as u64).to_le_bytes())
         .collect();
+    // Every rank must know what all hold to compute the same moves.
     let all = ranks.gather_bytes(&told, ProcessGroup::Ep, "experts that are left")?;
     let numbers = |bytes: &Vec<u8>| {
         let each = bytes.as_chunks().0.iter();
         each.map(|&number| u64::from_le_bytes(number) as usize)
             .collect()
     };
-    let left: Vec<Vec<usize>> = all
-        .iter()
-        .step_by(parallel.expert_tp)
-        .map(numbers)
-        .collect();
+    // Shards of one group hold the same experts, so read one rank per group.
+    let left: Vec<Vec<usize>> = all.iter().step_by(parallel.expert_tp).map(numbers).collect();
     let experts = experts_of(mesh, tensors, held.len(), checkpoint)?;
     let to = mesh.placement_of(experts);
     let to = to.ok_or_else(|| TrainError::NotPreserved(too_few(mesh, experts)))?;
     let plan = moves_from(&left, &to);
+    // Mixing two steps would train on without an error, so compare before anything is taken from
+    // the checkpoint.
     if !plan.missing.is_empty() {
         check_step(ranks, tensors, checkpoint)?;
     }
-    let mut whole = moved(ranks, &plan, (held, &to), tensors)?;
+    let mut whole = moved(ranks, &plan, left_here, &to)?;
     let own = mesh.place().ep;
     let missing = plan.missing.iter().filter(|(group, _)| *group == own);
     let slots: Vec<usize> = missing.map(|(_, slot)| *slot).collect();
@@ -155,24 +173,23 @@ pub fn resume(
     Ok(whole)
 }
 
-/// What a rank has that has not forgotten its experts before, nor those after, when a commit
-/// has failed ([`NotCommitted`]): those of both, which [`resume`] takes. `before` and `after`
-/// are experts in their order, and tensors.
+/// Merges a rank's tensors from before and after a failed commit ([`NotCommitted`]) into the input
+/// of [`resume`]: the ids of the experts in order, and the tensors.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for tensors that are not of so many experts.
+/// [`TrainError::Tensor`] for tensors with another number of experts.
 pub fn both(
     mesh: &Mesh,
-    before: (&[usize], &Tensors<'_>),
-    after: (&[usize], &Tensors<'_>),
+    before: HeldExperts<'_>,
+    after: HeldExperts<'_>,
 ) -> Result<(Vec<usize>, Tensors<'static>), TrainError> {
-    let held = [before.0, after.0].concat();
+    let held = [before.experts, after.experts].concat();
     let mut tensors = Tensors::new();
-    for (name, own) in before.1 {
+    for (name, own) in before.tensors {
         let mut whole = own.clone().into_static();
         if mesh.among(name) == ProcessGroup::ExpertDp {
             let missing = || TrainError::tensor(name, "is missing after experts have moved");
-            let other = after.1.get(name).ok_or_else(missing)?;
+            let other = after.tensors.get(name).ok_or_else(missing)?;
             whole.shape[0] += other.shape.first().copied().unwrap_or(0);
             whole.data = [&*own.data, &*other.data].concat().into();
         }
@@ -182,7 +199,7 @@ pub fn both(
     Ok((held, tensors))
 }
 
-/// Refuses tensors that are not of this rank's experts.
+/// Refuses tensors that do not hold this rank's experts.
 fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(), TrainError> {
     let mut parts = tensors
         .iter()
@@ -197,18 +214,19 @@ fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(),
     }
 }
 
-/// The tensors of this rank after moves; zeros where something is missing.
+/// Returns this rank's tensors after moves, with zeros for missing experts.
 fn moved(
     ranks: &Ranks,
     plan: &Moves,
-    (held, to): (&[usize], &Placement),
-    tensors: &Tensors<'_>,
+    held: HeldExperts<'_>,
+    to: &RankCoordsment,
 ) -> Result<Tensors<'static>, TrainError> {
+    let (experts, tensors) = (held.experts, held.tensors);
     let (mesh, place) = (ranks.mesh().parallel(), ranks.mesh().place());
     let peer = |group: usize| group * mesh.expert_tp + place.tp;
     let of_experts = |name: &str| ranks.mesh().among(name) == ProcessGroup::ExpertDp;
     let parts = || tensors.iter().filter(|(name, _)| of_experts(name));
-    check_parts(ranks.mesh(), held, tensors)?;
+    check_parts(ranks.mesh(), experts, tensors)?;
     let row = |slot: usize| {
         let of = |(_, tensor): (_, &Tensor<'_>)| {
             let bytes = row_bytes(tensor);
@@ -221,6 +239,8 @@ fn moved(
         .sent(place.ep)
         .map(|one| (peer(one.to.0), row(one.from.1)));
     let receives = plan.got(place.ep).map(|one| (peer(one.from.0), size));
+    // One message per expert carries its row of every tensor, in the order of names, which is the
+    // same on all ranks.
     let (sends, receives): (Vec<_>, Vec<_>) = (sends.collect(), receives.collect());
     let arrived = ranks.trade(&sends, &receives, ProcessGroup::Ep, "experts that move")?;
     let mut after = Tensors::new();
@@ -236,6 +256,7 @@ fn moved(
             },
         );
     }
+    // Write stays and arrivals into new tensors: the old ones must survive a failed commit.
     let kept = plan.kept.iter().filter(|kept| kept.group == place.ep);
     let stays = kept.map(|kept| (kept.to, row(kept.from)));
     let comes = plan.got(place.ep).map(|one| one.to.1).zip(arrived);
@@ -251,7 +272,7 @@ fn moved(
     Ok(after)
 }
 
-/// Refuses a checkpoint in which what every rank has is not the same.
+/// Refuses a checkpoint whose replicated tensors differ from the ranks'.
 fn check_step(
     ranks: &Ranks,
     tensors: &Tensors<'_>,
@@ -267,12 +288,8 @@ fn check_step(
             differs = name.clone();
         }
     }
-    // One rank's finding is everybody's, so that none waits for the others.
-    let all = ranks.gather_bytes(
-        differs.as_bytes(),
-        ProcessGroup::World,
-        "steps of a checkpoint",
-    )?;
+    // Share each rank's finding with all, so that all fail together and none waits for the others.
+    let all = ranks.gather_bytes(differs.as_bytes(), ProcessGroup::World, "steps of a checkpoint")?;
     match all.into_iter().find(|name| !name.is_empty()) {
         None => Ok(()),
         Some(name) => Err(TrainError::NotPreserved(format!(
@@ -283,7 +300,7 @@ fn check_step(
     }
 }
 
-/// Experts of the layer: in the checkpoint, of any tensor of experts.
+/// Returns the number of experts in the layer, read from any expert tensor of the checkpoint.
 fn experts_of(
     mesh: &Mesh,
     tensors: &Tensors<'_>,
@@ -303,15 +320,15 @@ fn too_few(mesh: &Mesh, experts: usize) -> String {
     format!("{experts} experts cannot be placed so on {ep} groups of ranks")
 }
 
-fn other_experts(mesh: &Mesh, to: &Placement) -> TrainError {
+fn other_experts(mesh: &Mesh, to: &RankCoordsment) -> TrainError {
     TrainError::NotPreserved(too_few(mesh, to.experts()))
 }
 
-fn planned(error: moesaic_plan::PlacementError) -> TrainError {
+fn planned(error: moesaic_plan::RankCoordsmentError) -> TrainError {
     EngineError::Plan(PlanError::from(error)).into()
 }
 
-/// Bytes of an expert.
+/// Returns the bytes of one expert.
 fn row_bytes(tensor: &Tensor<'_>) -> usize {
     tensor.data.len() / tensor.shape.first().copied().unwrap_or(1).max(1)
 }

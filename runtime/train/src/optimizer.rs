@@ -1,4 +1,4 @@
-//! What optimizers have in common.
+//! The common part of optimizers.
 
 use crate::TrainError;
 use moesaic_engine::Layer;
@@ -6,40 +6,37 @@ use moesaic_kernel::DType;
 use moesaic_tensor::{Tensor, Tensors};
 use std::borrow::Cow;
 
-/// What the names of optimizer state begin with, so that it can lie beside the
-/// weights: `optimizer.first.experts.up.weight`.
+/// Prefix of the names of optimizer state, so that state can lie beside the weights:
+/// `optimizer.first.experts.up.weight`.
 pub const STATE_PREFIX: &str = "optimizer.";
 
-/// A rule that turns gradients into a step of the weights. Results depend on
-/// nothing but its arguments: elements are independent of each other, and no
-/// sum depends on a number of threads.
+/// A rule that turns gradients into a step of the weights. Results depend on its arguments alone:
+/// elements are independent of each other, and no sum depends on the number of threads.
 pub trait Optimizer {
-    /// Moves every parameter that has a gradient of its name; the others stay.
-    /// Both are f32.
+    /// Updates every parameter that has a gradient of its name; the others stay. Both are f32.
     ///
     /// # Errors
-    /// [`TrainError::Tensor`] for a gradient without parameter, of another shape or
-    /// type; nothing has then changed.
+    /// [`TrainError::Tensor`] for a gradient without a parameter, or of another shape or type.
+    /// Nothing has changed then.
     fn step(
         &mut self,
         parameters: &mut Tensors<'_>,
         gradients: &Tensors<'_>,
     ) -> Result<(), TrainError>;
 
-    /// All state, by names that begin with [`STATE_PREFIX`].
+    /// Returns all state, under names that begin with [`STATE_PREFIX`].
     fn state(&self) -> Tensors<'_>;
 
-    /// Takes the state back from tensors that [`Optimizer::state`] gave;
-    /// others among them are ignored.
+    /// Restores the state from tensors that [`Optimizer::state`] returned, and ignores others among
+    /// them.
     ///
     /// # Errors
-    /// [`TrainError::Tensor`] when a tensor of the state is missing or has
-    /// another dtype.
+    /// [`TrainError::Tensor`] if a tensor of the state is missing or has another dtype.
     fn restore(&mut self, state: &Tensors<'_>) -> Result<(), TrainError>;
 }
 
-/// The floating-point tensors of a checkpoint as f32 master copies; integer
-/// tensors, such as a routing table, are not trained and left out.
+/// Returns the floating-point tensors of a checkpoint as f32 master copies. Integer tensors, such
+/// as a routing table, are not trained and left out.
 pub fn masters(weights: &Tensors<'_>) -> Tensors<'static> {
     let floats = weights.iter().filter(|(_, tensor)| tensor.dtype.is_float());
     floats
@@ -52,7 +49,7 @@ pub fn masters(weights: &Tensors<'_>) -> Tensors<'static> {
 /// master copies of the layer's weights, by the layer's names.
 ///
 /// # Errors
-/// Those of [`Optimizer::step`] and of the layer.
+/// The errors of [`Optimizer::step`] and of the layer.
 pub fn update(
     layer: &Layer,
     optimizer: &mut impl Optimizer,
@@ -69,8 +66,8 @@ pub fn update(
     Ok(())
 }
 
-/// Scales all gradients so that their norm together is at most `most`, and
-/// returns the norm they had. Summed in f64, by name.
+/// Scales all gradients so that their joint norm is at most `most`, and returns the norm before. It
+/// is summed in f64, in the order of names.
 ///
 /// # Errors
 /// [`TrainError::Tensor`] for a gradient that is not f32.
@@ -91,14 +88,14 @@ pub fn clip_norm(gradients: &mut Tensors<'_>, most: f32) -> Result<f64, TrainErr
     Ok(norm)
 }
 
-/// The elements of a tensor that has to be f32.
+/// Returns the elements of a tensor, which must be f32.
 pub(crate) fn floats<'t>(name: &str, tensor: &'t Tensor<'_>) -> Result<Cow<'t, [f32]>, TrainError> {
     let checked = tensor.check(DType::F32, &tensor.shape);
     checked.map_err(|problem| TrainError::tensor(name, problem))?;
     Ok(tensor.values().unwrap_or_default())
 }
 
-/// The elements of a tensor that was checked to be f32.
+/// Returns the elements of a tensor that was checked to be f32.
 pub(crate) fn floats_mut<'t>(tensor: &'t mut Tensor<'_>) -> &'t mut [f32] {
     tensor.values_mut().unwrap_or_default()
 }
@@ -127,7 +124,7 @@ pub(crate) fn save<'s>(kind: &str, tensors: &'s Tensors<'_>, into: &mut Tensors<
     }
 }
 
-/// The state tensors of one kind out of a checkpoint.
+/// Returns the state tensors of one kind from a checkpoint.
 pub(crate) fn restored(kind: &str, from: &Tensors<'_>) -> Result<Tensors<'static>, TrainError> {
     let prefix = format!("{STATE_PREFIX}{kind}.");
     let mut tensors = Tensors::new();
@@ -141,8 +138,8 @@ pub(crate) fn restored(kind: &str, from: &Tensors<'_>) -> Result<Tensors<'static
     Ok(tensors)
 }
 
-/// State beside a parameter: zeros before its first step, and again when the
-/// parameter has got another shape.
+/// Returns the state beside a parameter: zeros before its first step, and again if the parameter's
+/// shape has changed.
 pub(crate) fn beside<'a>(
     state: &'a mut Tensors<'static>,
     name: &str,

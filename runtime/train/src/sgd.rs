@@ -4,19 +4,20 @@ use crate::optimizer::{beside, check, floats, floats_mut, restored, save};
 use crate::{Optimizer, TrainError};
 use moesaic_tensor::Tensors;
 
-/// `w −= rate · (decay · w + g)`; with momentum μ `m = μ m + g` stands for g,
-/// with `nesterov` `g + μ m` does. Weight decay stays out of the momentum.
+/// SGD: `w −= rate · (decay · w + g)`. With momentum μ, `m = μ m + g` replaces g; with `nesterov`,
+/// `g + μ m` does. Weight decay stays out of the momentum.
 #[derive(Clone, Debug)]
 pub struct Sgd {
     /// The learning rate.
     pub learning_rate: f32,
     /// μ; 0 keeps no state.
     pub momentum: f32,
-    /// Looks ahead by one step of the momentum.
+    /// Look ahead by one step of the momentum.
     pub nesterov: bool,
-    /// Shrinks weights by `learning_rate · weight_decay` of themselves.
+    /// The factor on each weight's decay: a step shrinks a weight by `learning_rate · weight_decay`
+    /// of itself.
     pub weight_decay: f32,
-    /// m by the names of the parameters.
+    /// m, by parameter name.
     pub moments: Tensors<'static>,
 }
 
@@ -27,7 +28,7 @@ impl Default for Sgd {
 }
 
 impl Sgd {
-    /// Plain descent.
+    /// Returns plain gradient descent.
     pub fn new(learning_rate: f32) -> Sgd {
         Sgd {
             learning_rate,
@@ -38,7 +39,7 @@ impl Sgd {
         }
     }
 
-    /// Descent with momentum.
+    /// Returns gradient descent with momentum.
     pub fn with_momentum(learning_rate: f32, momentum: f32) -> Sgd {
         Sgd {
             momentum,

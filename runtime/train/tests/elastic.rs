@@ -4,13 +4,13 @@ use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, SharedExperts};
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, forward};
-use moesaic_spec::testing::{Counter, sample};
+use moesaic_spec::testing::{SampleRng, sample};
 use moesaic_spec::*;
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_train::TrainError;
 use moesaic_train::elastic::*;
 
-/// Values as a checkpoint holds them.
+/// Returns values in the form in which a checkpoint holds them.
 fn stored(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor<'static> {
     let bytes = values.iter().flat_map(|&v| match dtype {
         DType::F32 => (v as f32).to_le_bytes().to_vec(),
@@ -26,7 +26,7 @@ fn stored(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor<'static> {
     }
 }
 
-/// Random weights of a layer and, beside each, two moments of an optimizer.
+/// Returns a layer's random weights, each with two optimizer moments.
 fn checkpoint(spec: &LayerSpec, seed: u64) -> Tensors<'static> {
     let weights = Weights::random(spec, seed);
     let mut random = Random::new(seed + 1);
@@ -53,11 +53,11 @@ fn reference(set: &Tensors<'_>) -> Weights {
     Weights(weights.map(|(name, t)| (name.clone(), t.into())).collect())
 }
 
-/// A call that every router understands.
+/// Returns a call that every router accepts.
 fn input(spec: &LayerSpec, tokens: usize, seed: u64) -> Input {
     let mut random = Random::new(seed);
     let (routed, k) = (spec.routed_experts(), spec.shape.top_k);
-    let mut pick = Counter::new(seed);
+    let mut pick = SampleRng::new(seed);
     let rows = spec.router.table_rows.unwrap_or(1);
     Input {
         tokens,
@@ -82,7 +82,7 @@ fn input(spec: &LayerSpec, tokens: usize, seed: u64) -> Input {
     }
 }
 
-/// A caller of an external router moves the ids of identity experts.
+/// Moves the ids of identity experts, as the caller of an external router must.
 fn moved(input: &Input, from: usize, new: usize) -> Input {
     let mut input = input.clone();
     if let Some((ids, _)) = &mut input.routing {
@@ -160,8 +160,8 @@ fn state_of_added_experts() {
     assert_eq!(grown["router.bias"].shape, [6]);
 }
 
-/// A new expert at distance m takes e⁻ᵐ of its source's share at most, and
-/// waking gives it that distance.
+/// A new expert at distance m takes at most e⁻ᵐ of its source's share, and waking sets that
+/// distance.
 #[test]
 fn a_margin_lets_new_experts_in() {
     let spec = dense(4, 2);
@@ -315,7 +315,7 @@ fn splitting_and_merging_gives_the_same_bytes() {
         let first = 1 + seed as usize % (experts - 1);
         let parts = match split_experts(&spec, &set, &[first, experts - first]) {
             Ok(parts) => parts,
-            // A part may have fewer experts than a token takes.
+            // A part may have fewer experts than a token takes, which is refused.
             Err(TrainError::NotPreserved(_)) => continue,
             Err(other) => panic!("seed {seed}: {other}"),
         };

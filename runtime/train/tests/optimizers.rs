@@ -1,4 +1,4 @@
-//! Optimizers against numbers of PyTorch 2.15 and against themselves.
+//! Compares optimizers with numbers of PyTorch 2.15 and with themselves.
 
 use moesaic_kernel::DType;
 use moesaic_tensor::{Tensor, Tensors};
@@ -23,7 +23,7 @@ fn run(optimizer: &mut impl Optimizer, weights: &mut Tensors<'_>, gradients: &[[
     }
 }
 
-/// Three steps end where PyTorch's do, to rounding.
+/// Checks that three steps end at PyTorch's numbers, to rounding.
 fn expect(mut optimizer: impl Optimizer, want: [f64; 4]) {
     let mut weights = named(&START);
     run(&mut optimizer, &mut weights, &GRADIENTS);
@@ -100,7 +100,7 @@ fn adamw_is_that_of_pytorch() {
     expect(spared, plain);
 }
 
-/// By hand: the first step of Adam is the learning rate in size.
+/// Worked out by hand: the first step of Adam has the size of the learning rate.
 #[test]
 fn the_first_step_of_adam_has_the_size_of_the_rate() {
     let mut weights = named(&[1.0, 1.0, 1.0, 1.0]);
@@ -121,8 +121,8 @@ fn the_first_step_of_adam_has_the_size_of_the_rate() {
     assert_eq!(weights["w"].to_f32(), [0.75, -2.0, 0.0, 3.0]);
 }
 
-/// A run that is saved to a file after two steps, read and continued ends at
-/// the same bits as one that is not.
+/// A run saved to a file after two steps, read back and continued ends at the same bits as an
+/// uninterrupted one.
 #[test]
 fn a_saved_state_continues_the_run() {
     fn both<O: Optimizer + Clone>(fresh: O) {

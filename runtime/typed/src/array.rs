@@ -1,27 +1,26 @@
-//! Nested fixed-size arrays as tensors: `[[f32; 64]; 8]` is an f32 tensor of
-//! shape `[8, 64]`, and another shape is another type.
+//! Nested fixed-size arrays as tensors: `[[f32; 64]; 8]` is an f32 tensor of shape `[8, 64]`, and
+//! every other shape is another type.
 
 use half::{bf16, f16};
 use moesaic_tensor::Element;
 use std::panic::Location;
 
-/// A tensor whose shape and element type are its Rust type: an [`Element`],
-/// or an array of smaller tensors. Row major, without gaps.
+/// A tensor with its shape and element type in its Rust type: an [`Element`], or an array of
+/// smaller tensors. Row major, without gaps.
 pub trait Array: Copy + sealed::Sealed + 'static {
-    /// The scalar inside.
+    /// The scalar type.
     type Element: Element;
 
     /// The number of scalars.
     const ELEMENTS: usize;
 
-    /// The sizes, outermost first; empty for a scalar.
+    /// Returns the sizes, outermost first; empty for a scalar.
     fn shape() -> Vec<usize>;
 
-    /// The scalars as tensors that follow one another; `None` when the last
-    /// one would be incomplete.
+    /// Views scalars as consecutive tensors. `None` if the last one would be incomplete.
     fn cast(elements: &[Self::Element]) -> Option<&[Self]>;
 
-    /// The scalars of tensors that follow one another.
+    /// Views consecutive tensors as their scalars.
     fn flatten(arrays: &[Self]) -> &[Self::Element];
 }
 
@@ -74,20 +73,20 @@ impl<A: Array, const N: usize> Array for [A; N] {
     }
 }
 
-/// A flat slice whose length does not fit the shape that was asked for.
+/// The error of a flat slice whose length does not fit the wanted shape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{at}: {found} elements do not make {wanted}")]
 #[non_exhaustive]
 pub struct ShapeError {
     /// Length of the slice.
     pub found: usize,
-    /// The shape, and how many elements it takes.
+    /// The wanted shape, and its number of elements.
     pub wanted: String,
-    /// Where the view was made.
+    /// The place of the call.
     pub at: &'static Location<'static>,
 }
 
-/// A flat slice as one tensor of a shape that the context gives.
+/// Views a flat slice as one tensor; the context gives the shape.
 ///
 /// ```
 /// use moesaic_typed::tensor;
@@ -99,7 +98,7 @@ pub struct ShapeError {
 /// ```
 ///
 /// # Errors
-/// When the slice is too short or too long.
+/// If the slice is too short or too long.
 #[track_caller]
 pub fn tensor<A: Array>(elements: &[A::Element]) -> Result<&A, ShapeError> {
     match A::cast(elements) {
@@ -116,7 +115,7 @@ pub fn tensor<A: Array>(elements: &[A::Element]) -> Result<&A, ShapeError> {
     }
 }
 
-/// A flat slice as rows, one per token: `[f32; 64]` is a row of 64.
+/// Views a flat slice as rows, one per token: `[f32; 64]` is a row of 64.
 ///
 /// ```
 /// use moesaic_typed::rows;
@@ -128,7 +127,7 @@ pub fn tensor<A: Array>(elements: &[A::Element]) -> Result<&A, ShapeError> {
 /// ```
 ///
 /// # Errors
-/// When the length is not a multiple of the row's.
+/// If the length is not a multiple of the row's.
 #[track_caller]
 pub fn rows<A: Array>(elements: &[A::Element]) -> Result<&[A], ShapeError> {
     A::cast(elements).ok_or_else(|| ShapeError {

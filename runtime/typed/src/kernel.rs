@@ -1,4 +1,4 @@
-//! One kernel entry with the argument list it was generated for.
+//! A kernel entry with the argument list that it was generated for.
 
 use moesaic_engine::LoadedKernel;
 use moesaic_kernel::{Entry, Launch, Param, ParamType};
@@ -6,8 +6,8 @@ use moesaic_target::{Arg, DeviceError, LaunchDims, Module};
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// The arguments of one kernel entry, as a struct with one field per
-/// parameter. Generated from the same list as the kernel's text.
+/// The arguments of one kernel entry: a struct with one field per parameter, generated from the
+/// same list as the kernel's text.
 pub trait KernelArgs {
     /// The kernel's name within its layer.
     const KERNEL: &'static str;
@@ -21,14 +21,14 @@ pub trait KernelArgs {
     /// The argument list.
     type Args: AsRef<[Arg]>;
 
-    /// The arguments, in the order of the parameters.
+    /// Returns the arguments, in the order of the parameters.
     fn args(&self) -> Self::Args;
 
-    /// The token count, from which the launch geometry follows.
+    /// Returns the token count, which determines the launch geometry.
     fn tokens(&self) -> i64;
 }
 
-/// A loaded kernel that is not the one the arguments were generated for.
+/// The reason a loaded kernel does not match the generated arguments.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SignatureError {
@@ -37,7 +37,7 @@ pub enum SignatureError {
     Missing {
         /// Kernel and symbol.
         asked: String,
-        /// What there is.
+        /// The kernels and entries of the layer.
         known: String,
     },
     /// The parameters differ.
@@ -57,8 +57,8 @@ pub enum SignatureError {
 
 /// A loaded kernel entry that takes arguments of type `A`.
 ///
-/// The launch geometry is that of the target the kernel was loaded for: grid
-/// sizes are evaluated for the token count of each launch.
+/// The launch geometry is that of the target that the kernel was loaded for. Grid sizes are
+/// evaluated for the token count of each launch.
 pub struct Launcher<A> {
     module: Arc<dyn Module>,
     launch: Launch,
@@ -69,7 +69,7 @@ impl<A: KernelArgs> Launcher<A> {
     /// Finds the entry of `A` among the kernels of a layer.
     ///
     /// # Errors
-    /// When it is not there, or takes other parameters.
+    /// If it is missing, or takes other parameters.
     pub fn new(kernels: &[LoadedKernel]) -> Result<Launcher<A>, SignatureError> {
         let kernel = kernels
             .iter()
@@ -90,13 +90,12 @@ impl<A: KernelArgs> Launcher<A> {
     /// Launches the kernel, in stream order and without waiting.
     ///
     /// # Safety
-    /// Every address in `args` must point to device memory of the field's
-    /// element type and shape, valid until the launch has finished; ids and
-    /// offsets in that memory must be what the kernels before this one in the
-    /// layer would have written.
+    /// Every address in `args` must point to device memory of the field's element type and shape,
+    /// valid until the launch has finished. Ids and offsets in that memory must be values that the
+    /// layer's earlier kernels would have written.
     ///
     /// # Errors
-    /// When the token count is negative or the driver refuses the launch.
+    /// If the token count is negative or the driver refuses the launch.
     pub unsafe fn launch(&self, args: &A) -> Result<(), DeviceError> {
         let tokens = u64::try_from(args.tokens()).map_err(|_| DeviceError::Launch {
             kernel: A::SYMBOL.to_string(),

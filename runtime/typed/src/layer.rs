@@ -1,4 +1,4 @@
-//! Between a generated layer and the engine's layer, where tensors have names
+//! The connection between a generated layer and the engine's layer, where tensors have names
 //! instead of types.
 
 use crate::Array;
@@ -11,47 +11,46 @@ use std::borrow::Cow;
 
 /// A generated layer.
 pub trait TypedLayer {
-    /// Addresses of the inputs and of `y`.
+    /// The addresses of the inputs and of `y`.
     type Raw: RawArgs;
 
-    /// Addresses of the inputs of a call that trains, of `y` and of losses.
+    /// The addresses of a training call: inputs, `y` and losses.
     type RawTraining: RawArgs;
 
-    /// Addresses of `dy` and `dx`, and of other gradients of inputs if they are wanted.
+    /// The addresses of `dy` and `dx`, and optionally of other input gradients.
     type RawBackward: RawGradients;
 
-    /// The layer without types. [`AnyLayer::one`] is that of one process with its memory
-    /// and step times, [`AnyLayer::over_ranks`] a rank's part of one made with a mesh.
+    /// Returns the untyped layer. [`AnyLayer::one`] is that of one process, with its memory and
+    /// step times; [`AnyLayer::over_ranks`] is a rank's part of a layer made with a mesh.
     fn layer(&self) -> &AnyLayer;
 
-    /// Evaluates the layer on device memory that the caller owns, in stream order and
-    /// without waiting; on a mesh all ranks call it, each for its own tokens, and wait for
-    /// what they exchange alone.
+    /// Evaluates the layer on device memory that you own, in stream order and without waiting. On a
+    /// mesh all ranks call it, each for its own tokens, and wait only for their exchanges.
     ///
     /// # Safety
-    /// Every address must point to memory on the layer's device of the
-    /// field's element type and shape, valid until the stream has passed the
-    /// call, also one that fails; ids of experts or tokens in inputs must be in range.
+    /// Every address must point to memory on the layer's device of the field's element type and
+    /// shape. It must stay valid until the stream has passed the call, even if the call fails. Ids
+    /// of experts or tokens in inputs must be in range.
     ///
     /// # Errors
-    /// When an address is none or kernels cannot use it, memory runs out, a launch is
-    /// refused, or ranks cannot be reached.
+    /// If an address is null or misaligned for the kernels, memory runs out, a launch is refused,
+    /// or ranks cannot be reached.
     unsafe fn forward_raw(&self, args: &Self::Raw) -> Result<(), EngineError> {
         let tensors = args.tensors();
-        // SAFETY: the tensors are named after the same plan; the caller
-        // vouches for the memory behind them.
+        // SAFETY: the tensors are named after the same plan; the caller vouches for the memory
+        // behind them.
         unsafe { self.layer().forward_raw(&call(args, tensors.as_ref())) }
     }
 
-    /// As [`TypedLayer::forward_raw`], as in training: keeps what backward needs.
-    /// `rng_key` is the key of all random numbers.
+    /// Runs the layer forward in training, as [`TypedLayer::forward_raw`] does, and keeps the state
+    /// for backward. Random numbers depend on `rng_key` alone.
     ///
     /// # Safety
-    /// As [`TypedLayer::forward_raw`]; all of it must stay valid and unchanged until the
-    /// stream has passed the last backward of the result.
+    /// As [`TypedLayer::forward_raw`]. All memory must stay valid and unchanged until the stream
+    /// has passed the last backward call with the result.
     ///
     /// # Errors
-    /// As [`TypedLayer::forward_raw`]; also when the layer was not made by `training`.
+    /// As [`TypedLayer::forward_raw`], or if the layer was not made by `training`.
     unsafe fn forward_train_raw(
         &self,
         args: &Self::RawTraining,
@@ -63,15 +62,15 @@ pub trait TypedLayer {
         unsafe { self.layer().forward_train_raw(&call, rng_key) }
     }
 
-    /// Runs the layer backward on device memory that the caller owns, with as many rows as
-    /// the forward pass had tokens. Gradients of weights stay with the layer: they are
-    /// overwritten, or with `accumulate` added to.
+    /// Runs the layer backward on device memory that you own, with one row per token of the forward
+    /// pass. Gradients of weights stay with the layer: this pass overwrites them, or adds to them
+    /// if `accumulate` is set.
     ///
     /// # Safety
     /// As [`TypedLayer::forward_raw`].
     ///
     /// # Errors
-    /// As [`TypedLayer::forward_raw`]; also when `saved` is of another layer.
+    /// As [`TypedLayer::forward_raw`], or if `saved` belongs to another layer.
     unsafe fn backward_raw(
         &self,
         saved: &AnySaved,
@@ -96,44 +95,44 @@ fn call<'a>(args: &impl RawArgs, tensors: &'a [(&'static str, Ptr)]) -> RawCall<
     }
 }
 
-/// The addresses of a call on device memory. Generated.
+/// The addresses of a call on device memory. Generated code implements it.
 pub trait RawArgs {
-    /// The list below.
+    /// The list type.
     type Tensors: AsRef<[(&'static str, Ptr)]>;
 
-    /// Tokens of the call.
+    /// Returns the number of tokens in the call.
     fn tokens(&self) -> usize;
 
-    /// Each tensor's name and address.
+    /// Returns each tensor's name and address.
     fn tensors(&self) -> Self::Tensors;
 }
 
-/// The addresses of a backward pass on device memory. Generated.
+/// The addresses of a backward pass on device memory. Generated code implements it.
 pub trait RawGradients {
-    /// The name and address of each tensor that has one.
+    /// Returns the name and address of each tensor that has one.
     fn tensors(&self) -> Vec<(&'static str, Ptr)>;
 }
 
-/// The spec that generated code carries as canonical TOML.
+/// Returns the spec that generated code carries as canonical TOML.
 ///
 /// # Panics
-/// When the text is not a spec. It was written from one by the version that
-/// `check_format` admits, so only editing the generated code can do that.
+/// If the text is not a spec. The version that `check_format` admits wrote it from a spec, so only
+/// an edit of the generated code can cause that.
 pub fn spec(toml: &str) -> LayerSpec {
     LayerSpec::from_toml(toml).expect("generated from a valid spec")
 }
 
-/// One tensor with its shape as data.
+/// Returns one tensor with its shape as data.
 pub fn host_tensor<A: Array>(array: &A) -> Tensor<'_> {
     Tensor::new(&A::shape(), A::flatten(std::slice::from_ref(array)))
 }
 
-/// One row per token, with its shape as data.
+/// Returns one row per token, with the shape as data.
 pub fn host_rows<A: Array>(rows: &[A]) -> Tensor<'_> {
     Tensor::new(&[vec![rows.len()], A::shape()].concat(), A::flatten(rows))
 }
 
-/// The input of a call.
+/// Returns the input of a call.
 pub fn input<'a, const N: usize>(tokens: usize, tensors: [(&str, Tensor<'a>); N]) -> Input<'a> {
     Input {
         tokens,
@@ -142,15 +141,15 @@ pub fn input<'a, const N: usize>(tokens: usize, tensors: [(&str, Tensor<'a>); N]
     }
 }
 
-/// The weights of a layer.
+/// Returns the weights of a layer.
 pub fn weights<'a, const N: usize>(tensors: [(&str, Tensor<'a>); N]) -> Tensors<'a> {
     tensors.into()
 }
 
-/// An output with as many rows as the call had tokens.
+/// Reads an output with one row per token of the call.
 ///
 /// # Errors
-/// When the layer has no such output, or another shape of it.
+/// If the layer has no such output, or it has another shape.
 pub fn read_rows<A: Array>(output: &Output, name: &str) -> Result<Vec<A>, EngineError> {
     let elements = elements::<A>(output, name)?;
     A::cast(&elements)
@@ -158,10 +157,10 @@ pub fn read_rows<A: Array>(output: &Output, name: &str) -> Result<Vec<A>, Engine
         .ok_or_else(|| no_output(output, name))
 }
 
-/// An output whose shape does not depend on the token count.
+/// Reads an output whose shape does not depend on the token count.
 ///
 /// # Errors
-/// As [`read_rows`].
+/// The same as [`read_rows`].
 pub fn read<A: Array>(output: &Output, name: &str) -> Result<A, EngineError> {
     match A::cast(&elements::<A>(output, name)?) {
         Some([array]) => Ok(*array),

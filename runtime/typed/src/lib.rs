@@ -1,15 +1,14 @@
-//! What generated layers are made of.
+//! The building blocks of generated layers.
 //!
-//! `moesaic::layer!` and `moesaic emit --rust` write Rust in which every
-//! tensor has its shape and element type in its Rust type. That code is thin:
-//! it calls this crate, which holds everything that is the same for all
-//! layers.
+//! `moesaic::layer!` and `moesaic emit --rust` write Rust in which every tensor has its shape and
+//! element type in its Rust type. That code is thin: it calls this crate, which holds everything
+//! that all layers share.
 //!
-//! * [`Array`]: nested fixed-size arrays as tensors. [`tensor`] and [`rows`]
-//!   view a flat slice as one, without copying.
+//! * [`Array`]: nested fixed-size arrays as tensors. [`tensor`] and [`rows`] view a flat slice as
+//!   one, without a copy.
 //! * [`In`], [`Out`], [`InOut`]: typed addresses in device memory.
-//! * [`KernelArgs`] and [`Launcher`]: one kernel entry with the argument list
-//!   it was generated for, checked against the loaded kernel.
+//! * [`KernelArgs`] and [`Launcher`]: a kernel entry with its generated argument list, checked
+//!   against the loaded kernel.
 //! * [`TypedLayer`]: calls on device memory.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
@@ -25,13 +24,13 @@ pub use kernel::{KernelArgs, Launcher, SignatureError};
 pub use layer::{RawArgs, RawGradients, TypedLayer};
 pub use pointer::{Argument, In, InOut, Out};
 
-/// Called by generated code; nothing here is for people.
+/// Functions for generated code. Do not call them yourself.
 #[doc(hidden)]
 pub mod generated {
     pub use crate::layer::{host_rows, host_tensor, input, read, read_rows, spec, weights};
     pub use moesaic_target::Ptr;
 
-    /// What a module of kernel arguments imports.
+    /// The imports of a module of kernel arguments.
     pub mod kernel {
         pub use crate::{Argument, In, InOut, KernelArgs, Out};
         pub use half::{bf16, f16};
@@ -39,11 +38,11 @@ pub mod generated {
         pub use moesaic_target::Arg;
     }
 
-    /// What generated code and this crate have agreed on. Raised when either
-    /// changes so that the other must.
+    /// The version of the contract between generated code and this crate. Raise it when a change on
+    /// one side requires a change on the other.
     pub const FORMAT: u32 = 4;
 
-    /// Makes code that was generated for another format fail to compile.
+    /// Fails to compile in code that was generated for another format.
     pub const fn check_format(format: u32) {
         assert!(
             format == FORMAT,

@@ -8,10 +8,10 @@ use std::marker::PhantomData;
 
 /// A value that can be passed to a kernel.
 pub trait Argument: Copy {
-    /// The parameter it fits.
+    /// The type of the parameter that it fits.
     const TYPE: ParamType;
 
-    /// It, as a launch takes it.
+    /// Returns it in the form that a launch takes.
     fn arg(self) -> Arg;
 }
 
@@ -35,23 +35,23 @@ macro_rules! pointer {
     ($(#[$doc:meta])* $name:ident, $access:expr) => {
         $(#[$doc])*
         ///
-        /// The type is the caller's claim: nothing follows the address until a
-        /// launch does, which is `unsafe` for that reason.
+        /// The element type is the caller's claim. Nothing follows the address until a launch does,
+        /// and a launch is `unsafe` for that reason.
         pub struct $name<T>(Ptr, PhantomData<fn() -> T>);
 
         impl<T: Element> $name<T> {
-            /// The elements at `ptr`.
+            /// Points to the elements at `ptr`.
             pub const fn new(ptr: Ptr) -> Self {
                 $name(ptr, PhantomData)
             }
 
-            /// The elements at the start of `buffer`, which must outlive the
-            /// launches that use them.
+            /// Points to the elements at the start of `buffer`, which must outlive the launches
+            /// that use them.
             pub fn of(buffer: &Buffer) -> Self {
                 Self::new(buffer.ptr())
             }
 
-            /// The address.
+            /// Returns the address.
             pub const fn ptr(self) -> Ptr {
                 self.0
             }
@@ -82,20 +82,20 @@ macro_rules! pointer {
 }
 
 pointer! {
-    /// Device memory a kernel only reads.
+    /// Device memory that a kernel only reads.
     In, Access::Read
 }
 pointer! {
-    /// Device memory a kernel only writes.
+    /// Device memory that a kernel only writes.
     Out, Access::Write
 }
 pointer! {
-    /// Device memory a kernel reads and writes.
+    /// Device memory that a kernel reads and writes.
     InOut, Access::ReadWrite
 }
 
 impl<T: Element> From<Out<T>> for In<T> {
-    /// What one kernel wrote, for the next to read.
+    /// Passes one kernel's output to the next as its input.
     fn from(out: Out<T>) -> In<T> {
         In::new(out.ptr())
     }

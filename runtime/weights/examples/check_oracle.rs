@@ -1,6 +1,5 @@
-//! Compares layers imported from Hugging Face directories with what
-//! transformers computed: `check_oracle DIR…`, each with config.json,
-//! model.safetensors, case.json and block.safetensors.
+//! Compares layers imported from Hugging Face directories with results of transformers:
+//! `check_oracle DIR…`, each with config.json, model.safetensors, case.json and block.safetensors.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

@@ -17,26 +17,28 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a file or a model directory, mapped into memory.
 ///
-/// Opening reads the header of a single file, or the index of several: a shard is opened when a
-/// tensor in it is asked for, so the shards of other layers need not be there. The files must not be cut short while a
-/// checkpoint is open, or a tensor that it lent is there: the system would end the
-/// process on the next access. That a file has its length is looked at before each
-/// read, which then is an error; what happens during a read nothing can catch. A file that is replaced by another of its name stays.
+/// Opening reads the header of a single file, or the index of several. A shard is opened when you
+/// ask for a tensor in it, so the shards of other layers may be missing.
+///
+/// Do not truncate the files while a checkpoint or a tensor from it is alive, because the system
+/// ends a process that reads past the end. A length check before each read turns an earlier
+/// truncation into an error; nothing can catch one during a read. To replace a file, rename another
+/// onto it: the open checkpoint keeps the old one.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     shards: Vec<LazyShard>,
-    /// From name to shard.
+    /// The shard of each tensor, by name.
     names: BTreeMap<String, usize>,
-    /// In place of both, if these are GGUF files.
+    /// The GGUF files, in place of both.
     gguf: Option<Gguf>,
 }
 
-/// A file that is opened when a tensor in it is asked for.
+/// A file that is opened when a tensor in it is first needed.
 #[derive(Debug)]
 struct LazyShard {
     file: PathBuf,
-    /// Only success is kept: an error is found again when asked again.
+    /// Only success is kept, so a later call retries after an error.
     opened: OnceLock<Shard>,
 }
 
@@ -45,36 +47,36 @@ struct Shard {
     file: PathBuf,
     map: Arc<Map>,
     metadata: Metadata,
-    /// Where the elements begin.
+    /// The offset of the elements.
     data: usize,
 }
 
-/// One tensor of a checkpoint, not copied.
+/// A tensor of a checkpoint, not copied.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a> {
     /// The name in the file.
     pub name: &'a str,
     /// The file.
     pub file: &'a Path,
-    /// Element type, by its name in the file when it is none of ours.
+    /// The element type, or its name in the file if moesaic does not support it.
     pub dtype: Result<DType, safetensors::Dtype>,
     /// Sizes, outermost first; row major.
     pub shape: &'a [usize],
-    /// Elements, little endian; of any alignment.
+    /// The elements, little endian and of any alignment.
     pub bytes: &'a [u8],
     map: &'a Arc<Map>,
-    /// Where the elements begin in the file.
+    /// The offset of the elements in the file.
     start: usize,
-    /// GGUF's type, which then is blocks of codes, or not read.
+    /// GGUF's type, if it is blocks of codes or unsupported.
     pub(crate) ggml: Option<Kind>,
 }
 
 impl TensorRef<'_> {
-    /// The tensor itself, whose bytes stay in the file.
+    /// Returns the tensor, whose bytes stay in the file.
     ///
     /// # Errors
     ///
-    /// The name of its element type, when that is none of ours.
+    /// The name of an unsupported element type.
     pub fn tensor(&self) -> Result<Tensor<'static>, safetensors::Dtype> {
         Ok(Tensor {
             dtype: self.dtype?,
@@ -83,8 +85,8 @@ impl TensorRef<'_> {
         })
     }
 
-    /// Whether the file still has it: who reads elements of one that was cut short
-    /// would be ended by the system.
+    /// Checks that the file still contains it, because the system ends a process that reads past
+    /// the end of a truncated file.
     pub(crate) fn check_length(&self) -> Result<(), WeightsError> {
         match self.map.is_whole() {
             Ok(true) => Ok(()),
@@ -96,7 +98,7 @@ impl TensorRef<'_> {
         }
     }
 
-    /// Some of its bytes, which stay in the file.
+    /// Returns some of its bytes, which stay in the file.
     pub(crate) fn data(&self, part: Range<usize>) -> Bytes<'static> {
         Bytes::mapped(self.map, self.start + part.start..self.start + part.end)
     }
@@ -108,10 +110,9 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`WeightsError::NotFound`], [`WeightsError::NoWeights`],
-    /// [`WeightsError::Io`], and [`WeightsError::Corrupt`] for a file that is
-    /// cut short or whose header makes no sense. What is wrong with one of several shards
-    /// [`Checkpoint::find`] says.
+    /// [`WeightsError::NotFound`], [`WeightsError::NoWeights`], [`WeightsError::Io`], or
+    /// [`WeightsError::Corrupt`] for a file that is truncated or has an invalid header. Problems
+    /// with one of several shards show in [`Checkpoint::find`].
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, WeightsError> {
         let path = path.as_ref();
         let about = fs::metadata(path).map_err(WeightsError::io(path))?;
@@ -125,6 +126,7 @@ impl Checkpoint {
             checkpoint.gguf = Some(Gguf::open(&path)?);
         } else if !about.is_dir() {
             checkpoint.add_whole(path.to_path_buf())?;
+        // The order of transformers: a single file wins over an index.
         } else if path.join(SINGLE).exists() {
             checkpoint.add_whole(path.join(SINGLE))?;
         } else if path.join(INDEX).exists() {
@@ -135,8 +137,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The files that [`Checkpoint::open`] reads of a path, or would read if they were there:
-    /// who writes one of them changes the checkpoint.
+    /// Returns the files that [`Checkpoint::open`] reads for a path, whether they exist or not.
+    /// Writing to one of them changes the checkpoint.
     pub fn files_of(path: &Path) -> Vec<PathBuf> {
         if let Some(path) = gguf_of(path) {
             return gguf::files_of(&path);
@@ -155,49 +157,48 @@ impl Checkpoint {
             .collect()
     }
 
-    /// The text that a file's metadata has under a key, of the first file where there are
-    /// several: what [`write_safetensors_noted`](crate::write_safetensors_noted) wrote.
+    /// Returns the text under a key in the metadata of the (first) file, as
+    /// [`write_safetensors_noted`](crate::write_safetensors_noted) wrote it.
     pub fn noted(&self, key: &str) -> Option<&str> {
         let all = self.shards.first()?.open().ok()?.metadata.metadata();
         let all = all.as_ref()?;
         all.get(key).map(String::as_str)
     }
 
-    /// The file or directory that was opened.
+    /// Returns the file or directory that was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the file says of the model, if it is a GGUF file.
+    /// Returns the model's metadata, if it is a GGUF file.
     pub fn gguf(&self) -> Option<&moesaic_spec::gguf::Metadata> {
         self.gguf.as_ref().map(|gguf| &gguf.metadata)
     }
 
-    /// Names of all tensors, sorted.
+    /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let gguf = self.gguf.iter().flat_map(Gguf::names);
         self.names.keys().chain(gguf).map(String::as_str)
     }
 
-    /// Whether there is a tensor of that name. Opens no shard.
+    /// Returns true if there is a tensor of that name. Opens no shard.
     pub fn has(&self, name: &str) -> bool {
         let gguf = self.gguf.as_ref();
         gguf.is_some_and(|gguf| gguf.tensor(name).is_some()) || self.names.contains_key(name)
     }
 
-    /// The tensor of that name, without copying it; `None` also where its shard cannot be read.
-    /// [`Checkpoint::find`] says why.
+    /// Returns the tensor of that name without a copy, or `None` if there is none or its shard
+    /// cannot be read. [`Checkpoint::find`] gives the reason.
     pub fn tensor(&self, name: &str) -> Option<TensorRef<'_>> {
         self.find(name).ok().flatten()
     }
 
-    /// The tensor of that name, without copying it; `None` if no tensor has the name.
+    /// Returns the tensor of that name without a copy, or `None` if there is none.
     ///
     /// # Errors
     ///
-    /// [`WeightsError::MissingShard`] when the index names a file that is not there,
-    /// [`WeightsError::Io`], and [`WeightsError::Corrupt`] for a shard that is cut short, makes
-    /// no sense, or lacks the tensor.
+    /// [`WeightsError::MissingShard`] if the index names a missing file, [`WeightsError::Io`], or
+    /// [`WeightsError::Corrupt`] for a shard that is truncated, invalid, or lacks the tensor.
     pub fn find(&self, name: &str) -> Result<Option<TensorRef<'_>>, WeightsError> {
         if let Some(gguf) = &self.gguf {
             return Ok(gguf.tensor(name).map(of_gguf));
@@ -205,6 +206,8 @@ impl Checkpoint {
         let Some((name, shard)) = self.names.get_key_value(name) else {
             return Ok(None);
         };
+        // Name the tensor too: the index is at hand, the shard may be one that was never
+        // downloaded.
         let shard = self.shards[*shard].open().map_err(|error| match error {
             WeightsError::NotFound { path } => WeightsError::MissingShard {
                 tensor: name.clone(),
@@ -233,12 +236,12 @@ impl Checkpoint {
         }))
     }
 
-    /// The tensor of that name, whose bytes stay in the file.
+    /// Returns the tensor of that name, whose bytes stay in the file.
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::find`]; [`WeightsError::MissingTensor`], and
-    /// [`WeightsError::WrongDType`] for an element type that is none of ours.
+    /// As [`Checkpoint::find`], or [`WeightsError::MissingTensor`], or [`WeightsError::WrongDType`]
+    /// for an unsupported element type.
     pub fn read(&self, name: &str) -> Result<Tensor<'static>, WeightsError> {
         let from = self
             .find(name)?
@@ -302,14 +305,13 @@ impl LazyShard {
         if let Some(shard) = self.opened.get() {
             return Ok(shard);
         }
-        // Two threads may both open it; the second's is let go of.
+        // Two threads may both open it; the second's is dropped.
         let shard = Shard::open(self.file.clone())?;
         Ok(self.opened.get_or_init(|| shard))
     }
 }
 
-/// All tensors by their names in the files; those of element types that are none of ours
-/// are not there.
+/// All tensors by their names in the files. Tensors with unsupported element types are left out.
 impl WeightSource for Checkpoint {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let tensor = self.tensor(name)?;
@@ -341,6 +343,7 @@ impl Shard {
     fn open(file: PathBuf) -> Result<Shard, WeightsError> {
         let handle = File::open(&file).map_err(WeightsError::io(&file))?;
         let length = handle.metadata().map_err(WeightsError::io(&file))?.len();
+        // An empty file cannot be mapped, and a shorter one has no header length.
         if length < 8 {
             let reason = format!("{length} bytes are too few for a safetensors file");
             return Err(WeightsError::Corrupt { file, reason });
@@ -363,7 +366,7 @@ impl Shard {
     }
 }
 
-/// The library's reason in a user's words.
+/// Explains the library's error in a user's words.
 fn explain(error: &safetensors::SafeTensorError, length: u64) -> String {
     use safetensors::SafeTensorError as E;
     match error {
@@ -377,12 +380,13 @@ fn explain(error: &safetensors::SafeTensorError, length: u64) -> String {
     }
 }
 
-/// The GGUF file that a path leads to: the file itself, or that of a directory which has one
-/// model and no safetensors.
+/// Returns the GGUF file that a path leads to: the file itself, or that of a directory with a
+/// single model and no safetensors.
 fn gguf_of(path: &Path) -> Option<PathBuf> {
     if !path.is_dir() {
         return gguf::is_gguf(path).then(|| path.to_path_buf());
     }
+    // A folder with both formats is read as safetensors, which holds the model's own precision.
     if path.join(SINGLE).exists() || path.join(INDEX).exists() {
         return None;
     }
@@ -392,11 +396,12 @@ fn gguf_of(path: &Path) -> Option<PathBuf> {
     }
 }
 
-/// A tensor of a GGUF file.
+/// Returns a tensor of a GGUF file.
 fn of_gguf(found: gguf::Found<'_>) -> TensorRef<'_> {
     let info = found.info;
     let (dtype, ggml) = match info.kind {
         Kind::Numbers(dtype) => (Ok(dtype), None),
+        // safetensors has no type for ggml's blocks; `ggml` carries the real one.
         other => (Err(safetensors::Dtype::U8), Some(other)),
     };
     TensorRef {
@@ -422,7 +427,7 @@ fn ours(info: &TensorInfo) -> Result<DType, safetensors::Dtype> {
     }
 }
 
-/// Pairs of tensor and file name.
+/// Returns pairs of tensor and file name.
 pub(crate) fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsError> {
     let text = fs::read_to_string(index).map_err(WeightsError::io(index))?;
     let corrupt = |reason: String| WeightsError::Corrupt {
@@ -441,7 +446,7 @@ pub(crate) fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsE
     map.iter().map(pair).collect()
 }
 
-/// The path of a shard; a name that leaves the directory is refused.
+/// Returns the path of a shard, and refuses a name that leaves the directory.
 pub(crate) fn inside(dir: &Path, index: &Path, file: &str) -> Result<PathBuf, WeightsError> {
     let path = Path::new(file);
     if path
@@ -457,7 +462,7 @@ pub(crate) fn inside(dir: &Path, index: &Path, file: &str) -> Result<PathBuf, We
     })
 }
 
-/// Says what else is in the directory.
+/// Returns the error for a directory without weights, with the files that it does have.
 fn no_weights(dir: &Path) -> WeightsError {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());

@@ -1,9 +1,9 @@
-//! Views of a file's elements put in order.
+//! Copies strided views of a file's elements into row-major order.
 
 use crate::view::Layout;
 use std::borrow::Cow;
 
-/// The elements of a view in row-major order: where they lie, if they lie so.
+/// Returns the elements of a view in row-major order: borrowed if they are contiguous, else copied.
 pub(crate) fn dense<'b>(layout: &Layout, from: &'b [u8], size: usize) -> Cow<'b, [u8]> {
     if let Some(span) = layout.contiguous() {
         return Cow::Borrowed(&from[span.start * size..span.end * size]);
@@ -41,8 +41,8 @@ pub(crate) fn copy(layout: &Layout, from: &[u8], size: usize, out: &mut [u8]) {
     }
 }
 
-/// Copies a matrix whose columns are apart, in tiles that stay in cache; `SIZE`
-/// is that of an element, known so that a copy is one load and one store.
+/// Copies a matrix with distant columns in tiles that stay in cache. The element size is the
+/// constant `SIZE`, so each copy compiles to one load and one store.
 fn copy_strided<const SIZE: usize>(
     from: &[u8],
     strides: [usize; 2],

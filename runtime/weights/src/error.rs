@@ -1,11 +1,11 @@
-//! What can go wrong with weight files.
+//! Errors of weight files.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Why weights cannot be read or results not be written.
+/// The reason weights cannot be read, or results cannot be written.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum WeightsError {
@@ -16,9 +16,9 @@ pub enum WeightsError {
         path: PathBuf,
     },
 
-    /// A shard that the index names is not in the directory.
+    /// The index names a shard that is not in the directory.
     #[error(
-        "`{tensor}` is in {file}, which is not there: put this shard beside the index (those of \
+        "`{tensor}` is in {file}, which is missing: put this shard beside the index (those of \
          other layers are not needed)", file = .file.display()
     )]
     MissingShard {
@@ -28,12 +28,12 @@ pub enum WeightsError {
         file: PathBuf,
     },
 
-    /// The directory holds no weights that can be read.
+    /// The directory holds no readable weights.
     #[error("{dir} has no model.safetensors and no model.safetensors.index.json{found}", dir = .dir.display())]
     NoWeights {
         /// The directory.
         dir: PathBuf,
-        /// What is there instead.
+        /// The files that it has instead.
         found: String,
     },
 
@@ -46,29 +46,29 @@ pub enum WeightsError {
         source: io::Error,
     },
 
-    /// The file is not what its name says, or is cut short.
+    /// The file is truncated, or its content does not match its name.
     #[error("{file} is damaged: {reason}", file = .file.display())]
     Corrupt {
         /// The file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// The damage.
         reason: String,
     },
 
-    /// A tensor is not there.
+    /// A tensor is missing.
     #[error("{path} has no tensor for `{tensor}`{tried}{near}", path = .path.display())]
     MissingTensor {
         /// The canonical name.
         tensor: String,
         /// The checkpoint.
         path: PathBuf,
-        /// `; looked for …`, or empty where that is the canonical name.
+        /// `; looked for …`, or empty if only the canonical name was tried.
         tried: String,
-        /// Similar names that are there.
+        /// Similar names that exist.
         near: String,
     },
 
-    /// There are tensors that the spec has no use for: the layer would compute something else
+    /// The file has tensors that the spec does not use, so the layer would compute something else
     /// than the file means.
     #[error(
         "{path} has {}: remove {}, change the spec, or allow extra tensors, which ignores them", strays(.tensors),
@@ -77,11 +77,11 @@ pub enum WeightsError {
     Extra {
         /// The checkpoint.
         path: PathBuf,
-        /// Each name, and what it may mean: `` `router.bias` (used with …) ``.
+        /// Each name with its likely meaning: `` `router.bias` (used with …) ``.
         tensors: Vec<String>,
     },
 
-    /// A tensor fits in two orders of its dimensions, and nothing tells which one it has.
+    /// A tensor fits with and without a transpose, and no other tensor decides.
     #[error(
         "`{tensor}` in {file} has shape {found:?}, which fits both as it is and transposed, and no \
          other tensor of the layer tells which one it is: store the experts one by one, or in \
@@ -96,14 +96,14 @@ pub enum WeightsError {
         found: Vec<usize>,
     },
 
-    /// A state dictionary of another library is not the layer.
+    /// A state dictionary of another library does not match the layer.
     #[error("{path}, read as {library}'s: {problem}", path = .path.display())]
     Keys {
         /// The checkpoint.
         path: PathBuf,
         /// The library.
         library: &'static str,
-        /// What does not fit.
+        /// The mismatch.
         problem: String,
     },
 
@@ -116,33 +116,33 @@ pub enum WeightsError {
         file: PathBuf,
         /// Its shape.
         found: Vec<usize>,
-        /// What it should be.
+        /// The expected shape.
         expected: String,
     },
 
-    /// A tensor says something else than the configuration or another tensor.
-    #[error("`{tensor}` in {file} contradicts what is said elsewhere: {problem}", file = .file.display())]
+    /// A tensor contradicts the configuration or another tensor.
+    #[error("`{tensor}` in {file} contradicts the configuration or another tensor: {problem}", file = .file.display())]
     Contradiction {
         /// The name in the file.
         tensor: String,
         /// The file.
         file: PathBuf,
-        /// What is said, and where.
+        /// The contradiction, and its other side.
         problem: String,
     },
 
-    /// A recipe has not as many tensors as the weight has rows.
+    /// The number of tensors in a recipe differs from the rows of the weight.
     #[error("the recipe for `{tensor}` has {found} tensors, one for each of {expected} is needed")]
     WrongCount {
         /// The canonical name.
         tensor: String,
-        /// Tensors of the recipe.
+        /// The tensors of the recipe.
         found: usize,
-        /// Rows of the weight.
+        /// The rows of the weight.
         expected: usize,
     },
 
-    /// A tensor has an element type that cannot become the wanted one.
+    /// An element type cannot be converted to the wanted one.
     #[error("`{tensor}` in {file} has elements of type {found}, expected {expected}", file = .file.display())]
     WrongDType {
         /// The name in the file.
@@ -151,7 +151,7 @@ pub enum WeightsError {
         file: PathBuf,
         /// Its element type.
         found: String,
-        /// What it may be.
+        /// The accepted types.
         expected: String,
     },
 
@@ -167,7 +167,7 @@ pub enum WeightsError {
         file: PathBuf,
         /// Its element type.
         found: String,
-        /// The spec's.
+        /// The spec's type.
         wanted: String,
     },
 
@@ -178,22 +178,22 @@ pub enum WeightsError {
          (bf16, f32), or allow infinities", file = .file.display()
     )]
     Overflow {
-        /// The name in the file; of several that make a weight, the first.
+        /// The name in the file; the first one, if several make the weight.
         tensor: String,
         /// The file.
         file: PathBuf,
         /// The spec's type.
         wanted: String,
-        /// Finite values of the weight that become infinite.
+        /// The number of finite values that become infinite.
         infinite: u64,
-        /// Values of the weight other than zero that become zero.
+        /// The number of nonzero values that become zero.
         zero: u64,
     },
 
-    /// Several tensors do not fit, so that all can be mended at once.
+    /// Several tensors do not fit. They are reported together so that you can fix them at once.
     #[error("several tensors do not fit:{}", lines(.errors))]
     Several {
-        /// What is wrong with each, two or more; of those that are missing the first.
+        /// Two or more errors; of missing tensors only the first.
         errors: Vec<WeightsError>,
     },
 
@@ -206,12 +206,12 @@ pub enum WeightsError {
         file: PathBuf,
         /// The value.
         value: i64,
-        /// The legal range.
+        /// The accepted range.
         expected: String,
     },
 }
 
-/// Errors that are shown one by one.
+/// The number of errors shown one by one.
 const SHOWN: usize = 8;
 
 fn strays(tensors: &[String]) -> String {
@@ -236,8 +236,8 @@ fn lines(errors: &[WeightsError]) -> String {
 }
 
 impl WeightsError {
-    /// One error for all that is wrong, at least one thing. Tensors that are missing have one cause as a
-    /// rule, which the first of them shows; narrowing is asked for once, when all else is right.
+    /// Combines a nonempty list of errors into one. Missing tensors usually have a single cause, so
+    /// only the first is kept. A request to narrow is kept only if there is no other error.
     pub(crate) fn all(mut errors: Vec<WeightsError>) -> WeightsError {
         let misfit = |error: &WeightsError| !matches!(error, WeightsError::Narrowing { .. });
         if errors.iter().any(misfit) {
@@ -251,7 +251,7 @@ impl WeightsError {
             WeightsError::MissingShard { file, .. } => causes.insert(Some(file.clone())),
             _ => true,
         });
-        // Both halves of a fused tensor say the same.
+        // Both halves of a fused tensor report the same.
         errors.dedup_by_key(|error| error.to_string());
         match errors.len() {
             1 => errors.remove(0),
@@ -259,7 +259,7 @@ impl WeightsError {
         }
     }
 
-    /// Wraps an error of the system.
+    /// Wraps a system error.
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> WeightsError {
         let path = path.into();
         move |source| match source.kind() {

@@ -1,4 +1,4 @@
-//! GGUF files, mapped into memory: one, or the shards of a model.
+//! GGUF files mapped into memory: one file, or the shards of a model.
 
 use crate::WeightsError;
 use crate::gguf_header::{Header, Info, read_header};
@@ -15,16 +15,24 @@ use std::sync::Arc;
 /// The first bytes of a file.
 const MAGIC: &[u8; 4] = b"GGUF";
 
-/// The most shards that are looked for.
+/// The largest accepted number of shards.
 const MOST_SHARDS: u64 = 9_999;
 
-/// The tensors of a GGUF file and its other shards.
+/// The tensors of a GGUF file and of its other shards.
 #[derive(Debug)]
 pub(crate) struct Gguf {
     shards: Vec<Shard>,
-    /// Shard and index of each tensor.
-    names: BTreeMap<String, (usize, usize)>,
+    /// The place of each tensor.
+    names: BTreeMap<String, Place>,
     pub metadata: Metadata,
+}
+
+/// The place of a tensor in the files.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    shard: usize,
+    /// The index among the tensors of the shard.
+    index: usize,
 }
 
 #[derive(Debug)]
@@ -34,7 +42,7 @@ struct Shard {
     infos: Vec<Info>,
 }
 
-/// A tensor, where it lies.
+/// A tensor and its place.
 pub(crate) struct Found<'a> {
     pub name: &'a str,
     pub file: &'a Path,
@@ -45,16 +53,16 @@ pub(crate) struct Found<'a> {
 /// The element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// One of ours.
+    /// A supported type.
     Numbers(DType),
     /// Blocks of codes.
     Blocks(&'static Blocks),
-    /// One that is not read, by ggml's number.
+    /// An unsupported type, by ggml's number.
     Unread(u32),
 }
 
 impl Kind {
-    /// The type with ggml's number.
+    /// Returns the type with ggml's number.
     pub fn of(id: u32) -> Kind {
         match id {
             0 => Kind::Numbers(DType::F32),
@@ -67,7 +75,7 @@ impl Kind {
     }
 }
 
-/// ggml's names of types that are not read.
+/// ggml's names of unsupported types.
 const UNREAD: [(u32, &str); 20] = [
     (4, "Q4_2"),
     (5, "Q4_3"),
@@ -91,21 +99,21 @@ const UNREAD: [(u32, &str); 20] = [
     (40, "NVFP4"),
 ];
 
-/// ggml's name of a type that is not read.
+/// Returns ggml's name of an unsupported type.
 pub(crate) fn unread(id: u32) -> String {
     let known = UNREAD.iter().find(|(known, _)| *known == id);
     known.map_or(format!("{id} of ggml's"), |(_, name)| name.to_string())
 }
 
-/// Whether the file begins as GGUF files do.
+/// Returns true if the file begins as GGUF files do.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     let mut start = [0; 4];
     let file = File::open(path).and_then(|mut file| file.read_exact(&mut start));
     file.is_ok() && start == *MAGIC
 }
 
-/// The files of the model that a path leads to: all shards of a file that is one of several; of
-/// a directory those of the one model it has.
+/// Returns the files of the model at a path: all shards if the file is one of several, or those of
+/// a directory's only model.
 pub(crate) fn files_of(path: &Path) -> Vec<PathBuf> {
     let first = if path.is_dir() {
         match models(path).as_slice() {
@@ -121,7 +129,7 @@ pub(crate) fn files_of(path: &Path) -> Vec<PathBuf> {
     }
 }
 
-/// The models of a directory: files by themselves, and the first shard of those of several.
+/// Returns the models of a directory: single files, and the first shard of each sharded model.
 pub(crate) fn models(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
@@ -133,7 +141,7 @@ pub(crate) fn models(dir: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// The name of a shard: `PREFIX-00001-of-00003.gguf`.
+/// The parts of a shard's name, `PREFIX-00001-of-00003.gguf`.
 struct Split {
     dir: PathBuf,
     prefix: String,
@@ -147,6 +155,7 @@ impl Split {
         let (rest, count) = stem.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
         let digits = |text: &str| {
+            // llama.cpp writes exactly five digits; other names are not parts of a split model.
             let all = text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
             all.then(|| text.parse::<u64>().ok())?
         };
@@ -181,6 +190,7 @@ impl Gguf {
         for (at, file) in files.into_iter().enumerate() {
             let header = found.add(&file)?;
             let said = header.split_count.unwrap_or(1);
+            // A renamed part would otherwise look like a whole model with most tensors missing.
             if !several && said > 1 {
                 let reason = format!(
                     "it is one of {said} shards; name it as llama.cpp does, \
@@ -188,6 +198,7 @@ impl Gguf {
                 );
                 return Err(WeightsError::Corrupt { file, reason });
             }
+            // llama.cpp writes the metadata into the first file only.
             if at == 0 {
                 found.metadata.values = header.values;
             }
@@ -205,7 +216,9 @@ impl Gguf {
         let mut header = read_header(&map).map_err(corrupt)?;
         let infos = std::mem::take(&mut header.infos);
         for (index, info) in infos.iter().enumerate() {
-            let place = (self.shards.len(), index);
+            let shard = self.shards.len();
+            let place = Place { shard, index };
+            // Which of the two was meant is unknowable.
             if self.names.insert(info.name.clone(), place).is_some() {
                 return Err(corrupt(format!("tensor `{}` is there twice", info.name)));
             }
@@ -227,20 +240,20 @@ impl Gguf {
         Ok(header)
     }
 
-    /// Names of all tensors.
+    /// Returns the names of all tensors.
     pub fn names(&self) -> impl Iterator<Item = &String> {
         self.names.keys()
     }
 
-    /// The tensor of that name.
+    /// Returns the tensor of that name.
     pub fn tensor(&self, name: &str) -> Option<Found<'_>> {
-        let (name, (shard, index)) = self.names.get_key_value(name)?;
-        let shard = &self.shards[*shard];
+        let (name, place) = self.names.get_key_value(name)?;
+        let shard = &self.shards[place.shard];
         Some(Found {
             name,
             file: &shard.file,
             map: &shard.map,
-            info: &shard.infos[*index],
+            info: &shard.infos[place.index],
         })
     }
 }

@@ -1,32 +1,32 @@
-//! Headers of GGUF files: metadata and where tensors lie, all of it checked against the bytes
-//! that are there.
+//! Headers of GGUF files: metadata and the place of each tensor, all checked against the bytes that
+//! exist.
 
 use crate::gguf::Kind;
 use moesaic_spec::gguf::Value;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A header that was read.
+/// A header.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub values: BTreeMap<String, Value>,
     pub infos: Vec<Info>,
-    /// `split.count`: of how many shards the file is one.
+    /// `split.count`: the number of shards of the model.
     pub split_count: Option<u64>,
 }
 
-/// Where a tensor lies.
+/// The shape and place of a tensor.
 #[derive(Debug)]
 pub(crate) struct Info {
     pub name: String,
-    /// Outermost first.
+    /// The sizes, outermost first.
     pub shape: Vec<usize>,
     pub kind: Kind,
-    /// In the file; empty where the type is not read.
+    /// The byte range in the file; empty if the type is unsupported.
     pub bytes: Range<usize>,
 }
 
-/// A tensor as the header has it.
+/// A tensor as the header lists it.
 struct Entry {
     name: String,
     shape: Vec<usize>,
@@ -34,13 +34,13 @@ struct Entry {
     offset: u64,
 }
 
-/// Dimensions that a tensor may have.
+/// The most dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
 
-/// The alignment of files that say nothing.
+/// The default alignment.
 const ALIGNMENT: u64 = 32;
 
-/// Reads a header; the error is the reason.
+/// Reads a header. The error is the reason.
 pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
     let mut from = Reader { file, at: 0 };
     if from.take(4)? != b"GGUF" {
@@ -48,6 +48,7 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
     }
     match from.u32()? {
         2 | 3 => {}
+        // A swapped version number is the only sign of a big-endian file.
         other if (2..=3).contains(&other.swap_bytes()) => {
             return Err("it is of a big-endian machine, which is not read".to_string());
         }
@@ -57,6 +58,8 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
             ));
         }
     }
+    // These counts are not trusted: nothing is allocated by them, and reading stops at the end of
+    // the file.
     let (tensors, keys) = (from.u64()?, from.u64()?);
     let mut values = BTreeMap::new();
     for _ in 0..keys {
@@ -93,7 +96,7 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
     })
 }
 
-/// Where the tensor lies in a file of `length` bytes whose tensors begin at `data`.
+/// Returns the place of the tensor in a file of `length` bytes whose tensors begin at `data`.
 fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, String> {
     let Entry {
         name,
@@ -118,8 +121,10 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
         Kind::Blocks(blocks) => {
             (elements / blocks.elements as u64).checked_mul(blocks.bytes as u64)
         }
+        // Its size is unknown, and reading such a tensor is an error anyway.
         Kind::Unread(_) => Some(0),
     };
+    // The format demands alignment, and decoders rely on it.
     if offset % alignment != 0 {
         return Err(format!("is at {offset}, no multiple of {alignment}"));
     }
@@ -132,7 +137,7 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
             name,
             shape,
             kind,
-            // Both are within the file, which is in memory.
+            // Both lie within the file, which is mapped, so they fit a usize.
             bytes: start as usize..end as usize,
         }),
         _ => Err(format!(
@@ -141,7 +146,7 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
     }
 }
 
-/// Takes values off the bytes of a file.
+/// A cursor that reads values from the bytes of a file.
 struct Reader<'a> {
     file: &'a [u8],
     at: usize,
@@ -198,6 +203,7 @@ impl<'a> Reader<'a> {
             9 => self.list()?,
             10 => match self.u64()? {
                 value if value <= i64::MAX as u64 => Value::Int(value as i64),
+                // A value has no unsigned 64-bit integer. Keys that moesaic reads are small.
                 value => Value::Float(value as f64),
             },
             11 => Value::Int(i64::from_le_bytes(self.bytes()?)),
@@ -210,7 +216,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// A list, which is passed over: vocabularies are long, and no layer needs one.
+    /// Skips a list and keeps its length, since vocabularies are long and no layer needs one.
     fn list(&mut self) -> Result<Value, String> {
         let (kind, count) = (self.u32()?, self.u64()?);
         let size = match kind {
@@ -219,6 +225,7 @@ impl<'a> Reader<'a> {
             4..=6 => 4,
             10..=12 => 8,
             8 => {
+                // Strings have lengths of their own, so skip them one by one.
                 for _ in 0..count {
                     let length = self.u64()?;
                     self.take(length)?;
@@ -251,7 +258,7 @@ impl<'a> Reader<'a> {
             let size = usize::try_from(self.u64()?);
             shape.push(size.map_err(|_| format!("tensor `{name}` is larger than memory"))?);
         }
-        // Innermost first in the file.
+        // The file lists the innermost size first.
         shape.reverse();
         Ok(Entry {
             name,

@@ -3,28 +3,28 @@
 use crate::recipe::listed;
 use crate::{Checkpoint, LayerReader, LoadOptions, WeightsError};
 use moesaic_spec::hf::TensorSource;
-use moesaic_spec::keys::{Keys, Library, rank_tensors};
+use moesaic_spec::keys::{CheckpointLibrary, Keys, rank_tensors};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::Tensors;
 use std::collections::HashSet;
 
-/// Which layer of a state dictionary. What is `None` is found, when there is only
-/// one.
+/// The choice of a layer in a state dictionary. A field that is `None` is found automatically if
+/// there is only one candidate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyOptions {
-    /// Whose names they are.
-    pub library: Library,
-    /// What comes before the layer's own names: `blocks.3.moe`.
+    /// The library that wrote it.
+    pub library: CheckpointLibrary,
+    /// The prefix of the layer's names: `blocks.3.moe`.
     pub prefix: Option<String>,
-    /// Which of Tutel's gates.
+    /// The index of Tutel's gate.
     pub gate: Option<usize>,
 }
 
-/// All tensors of one layer of a state dictionary: [`LayerReader::of_keys`], loaded.
+/// Loads all tensors of one layer of a state dictionary: [`LayerReader::of_keys`], loaded.
 ///
 /// # Errors
 ///
-/// As there.
+/// The same as [`LayerReader::of_keys`].
 pub fn load_keys(
     spec: &LayerSpec,
     share: usize,
@@ -36,15 +36,14 @@ pub fn load_keys(
 }
 
 impl<'a> LayerReader<'a> {
-    /// One layer of a state dictionary of another library, which has `share` of the
-    /// spec's experts: all, or those of one rank.
+    /// Opens one layer in another library's state dictionary. It holds `share` of the spec's
+    /// experts: all, or those of one rank.
     ///
     /// # Errors
     ///
-    /// As [`LayerReader::canonical`], and [`WeightsError::Keys`] when the layer is not
-    /// there or one of several, when the library has no name for a tensor of the
-    /// spec, and when the layer has a tensor that the spec does not know, which would
-    /// be another function.
+    /// As [`LayerReader::canonical`]. [`WeightsError::Keys`] if the layer is missing or ambiguous,
+    /// if the library has no name for a tensor of the spec, or if the layer has a tensor that the
+    /// spec lacks, since that would be another function.
     pub fn of_keys(
         spec: &LayerSpec,
         share: usize,
@@ -75,9 +74,9 @@ impl<'a> LayerReader<'a> {
     }
 }
 
-/// Looks for a library's layer in a checkpoint.
+/// A search for a library's layer in a checkpoint.
 struct Finder<'a> {
-    library: Library,
+    library: CheckpointLibrary,
     checkpoint: &'a Checkpoint,
 }
 
@@ -116,7 +115,7 @@ impl Finder<'_> {
         asked: Option<usize>,
         spec: &LayerSpec,
     ) -> Result<usize, WeightsError> {
-        if self.library != Library::Tutel || spec.router.kind == RouterKind::External {
+        if self.library != CheckpointLibrary::Tutel || spec.router.kind == RouterKind::External {
             return match asked {
                 Some(_) => Err(self.error("there is no gate to choose here".to_string())),
                 None => Ok(0),
@@ -131,7 +130,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Whether the library has a name for every tensor of the spec.
+    /// Checks that the library has a name for every tensor of the spec.
     fn check_names(&self, sources: &[TensorSource]) -> Result<(), WeightsError> {
         let mut sources = sources.iter();
         match sources.find(|source| source.alternatives.is_empty()) {
@@ -146,7 +145,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Whether the layer has as many experts as the spec says.
+    /// Checks that the layer has as many experts as the spec.
     fn check_count(&self, keys: &Keys, whole: usize) -> Result<(), WeightsError> {
         let name = keys.count().filter(|name| self.checkpoint.has(name));
         let Some(name) = name else { return Ok(()) };
@@ -159,8 +158,8 @@ impl Finder<'_> {
         }
     }
 
-    /// Whether every tensor of the layer has been read: one that was not, such as
-    /// a bias that the spec does not have, is part of what the layer computes.
+    /// Checks that a recipe reads every tensor of the layer. One that is not read, such as a bias
+    /// that the spec lacks, is part of what the layer computes.
     fn check_all_read(
         &self,
         keys: &Keys,

@@ -1,13 +1,13 @@
-//! Checkpoints in, canonical tensors out.
+//! Reads checkpoints into canonical tensors, and writes them.
 //!
-//! [`Checkpoint`] maps safetensors files into memory: one file, or a model
-//! directory with or without an index. [`LayerReader`] is one layer of it, by
-//! canonical names, by the recipes of a Hugging Face import, or by those of other
-//! libraries, every tensor in canonical shape and in the element type of the spec;
-//! what a published checkpoint has quantized, codes with scales, becomes that, too.
-//! An engine reads a weight of it when it puts it on the device; [`load_canonical`],
-//! [`load_import`] and [`load_keys`] read all. [`write_safetensors`] writes results
-//! in one piece or not at all, [`Writer`] what is not in memory all at once.
+//! [`Checkpoint`] maps safetensors files into memory: one file, or a model directory with or
+//! without an index. [`LayerReader`] reads one layer of it, by canonical names, by the recipes of a
+//! Hugging Face import, or by those of other libraries. Every tensor comes in canonical shape and
+//! in the spec's element type; quantized weights are decoded into that type.
+//!
+//! An engine reads a weight when it puts it on the device; [`load_canonical`], [`load_import`] and
+//! [`load_keys`] read all at once. [`write_safetensors`] writes a whole file or none, and
+//! [`Writer`] writes tensors that are not all in memory.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -35,5 +35,5 @@ pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
 pub use reader::LayerReader;
 pub use weight::Rounded;
-pub use write::{write_safetensors, write_safetensors_noted, write_whole};
+pub use write::{Note, write_safetensors, write_safetensors_noted, write_whole};
 pub use writer::Writer;

@@ -1,36 +1,35 @@
-//! Layers of checkpoints, all at once.
+//! Loads whole layers of checkpoints.
 
 use crate::{Checkpoint, LayerReader, WeightsError};
 use moesaic_spec::LayerSpec;
 use moesaic_spec::hf::{Import, TensorSource};
 use moesaic_tensor::Tensors;
 
-/// How strict loading is.
+/// The strictness of loading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Round values to the spec's element type where it cannot hold those of
-    /// the file; otherwise that is an error. What was quantized is rounded in any case.
+    /// Allow rounding to the spec's element type where it cannot hold the file's values; otherwise
+    /// that is an error. Quantized weights are rounded in any case.
     pub narrow: bool,
-    /// Let finite values become infinite where the spec's element type has a smaller range;
-    /// otherwise that is an error. What becomes zero is counted, and no error:
+    /// Allow finite values to become infinite where the spec's element type has a smaller range;
+    /// otherwise that is an error. Values that become zero are counted and never an error:
     /// [`LayerReader::rounded`].
     pub allow_infinite: bool,
-    /// Ignore tensors of the layer that the spec has no use for; otherwise they are an error,
-    /// because a bias that is not added, for one, changes what the layer computes.
+    /// Ignore tensors of the layer that the spec does not use. Otherwise they are an error, because
+    /// a missing bias, for example, changes what the layer computes.
     pub allow_extra: bool,
 }
 
-/// All tensors of a file with canonical names: [`LayerReader::canonical`], loaded.
+/// Loads all tensors of a file with canonical names: [`LayerReader::canonical`], loaded.
 ///
-/// Tensors that the file has as they should be stay in the file, which is mapped into
-/// memory. It must not be cut short as long as they are there: the system would end
-/// the process (SIGBUS) when one is read. Replace such a file by another of its name
-/// instead, or keep copies: [`Tensor::copied`](moesaic_tensor::Tensor::copied).
-/// [`load_import`], [`load_sources`] and [`load_keys`](crate::load_keys) are alike.
+/// Tensors that need no conversion stay in the mapped file. Do not truncate it while they are
+/// alive: the system would end the process (SIGBUS) at the next read. Rename another file onto it
+/// instead, or keep copies: [`Tensor::copied`](moesaic_tensor::Tensor::copied). The same holds for
+/// [`load_import`], [`load_sources`] and [`load_keys`](crate::load_keys).
 ///
 /// # Errors
 ///
-/// [`WeightsError`] names the tensor, what it is and what was expected.
+/// [`WeightsError`] names the tensor, its actual and its expected form.
 pub fn load_canonical(
     spec: &LayerSpec,
     checkpoint: &Checkpoint,
@@ -39,12 +38,11 @@ pub fn load_canonical(
     LayerReader::canonical(spec, checkpoint, options)?.load()
 }
 
-/// All tensors of one layer of a Hugging Face checkpoint: [`LayerReader::of_import`],
-/// loaded.
+/// Loads all tensors of one layer of a Hugging Face checkpoint: [`LayerReader::of_import`], loaded.
 ///
 /// # Errors
 ///
-/// As [`load_canonical`].
+/// The same as [`load_canonical`].
 pub fn load_import(
     import: &Import,
     checkpoint: &Checkpoint,
@@ -53,12 +51,12 @@ pub fn load_import(
     LayerReader::of_import(import, checkpoint, options)?.load()
 }
 
-/// All tensors of `spec`, each put together by its recipe in `sources`:
-/// [`LayerReader::of_sources`], loaded.
+/// Loads all tensors of `spec`, each by its recipe in `sources`: [`LayerReader::of_sources`],
+/// loaded.
 ///
 /// # Errors
 ///
-/// As [`load_canonical`].
+/// The same as [`load_canonical`].
 pub fn load_sources(
     spec: &LayerSpec,
     sources: &[TensorSource],

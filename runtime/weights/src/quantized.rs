@@ -1,4 +1,4 @@
-//! Tensors of codes with scales, read as numbers.
+//! Reads quantized tensors as numbers.
 
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
@@ -9,30 +9,30 @@ use moesaic_spec::format::{Blocks, LARGEST, Matrices};
 use moesaic_spec::hf::{Codes, replaced};
 use std::ops::Range;
 
-/// Numbers that are made at a time.
+/// The number of elements decoded at a time.
 const RUN: usize = LARGEST;
 
-/// A tensor of codes, and all that makes numbers of them.
+/// A quantized tensor, with everything that its decoding needs.
 pub(crate) struct Quantized<'a> {
     /// The codes.
     pub from: TensorRef<'a>,
-    /// Of the numbers: matrices in the last two dimensions.
+    /// The shape in numbers; the last two dimensions are matrices.
     pub shape: Vec<usize>,
     decoder: Decoder<'a>,
-    /// Scales and zero points.
+    /// The tensors of scales and zero points.
     beside: Vec<TensorRef<'a>>,
 }
 
-/// What makes numbers of codes.
+/// The decoder of the codes.
 enum Decoder<'a> {
-    /// Codes and scales in tensors of their own.
+    /// Codes and scales in separate tensors.
     Matrices(Matrices<'a>),
-    /// GGUF's.
+    /// GGUF's blocks.
     Blocks(&'static Blocks),
 }
 
 impl<'a> Quantized<'a> {
-    /// The matrix under `name`, if the checkpoint holds it as codes.
+    /// Finds the matrix `name`, if the checkpoint holds it as codes.
     pub fn find(
         finder: &Finder<'a, '_>,
         codes: &Codes,
@@ -75,7 +75,7 @@ impl<'a> Quantized<'a> {
         }
     }
 
-    /// A tensor of GGUF's blocks.
+    /// Returns a tensor of GGUF's blocks.
     pub fn of_blocks(from: TensorRef<'a>, blocks: &'static Blocks) -> Quantized<'a> {
         Quantized {
             from,
@@ -85,13 +85,13 @@ impl<'a> Quantized<'a> {
         }
     }
 
-    /// Whether the files still have all of it.
+    /// Checks that the files still contain all of it.
     pub fn check_length(&self) -> Result<(), WeightsError> {
         self.from.check_length()?;
         self.beside.iter().try_for_each(TensorRef::check_length)
     }
 
-    /// The bytes of these numbers, at least.
+    /// Returns a byte range that is sufficient for these numbers.
     pub fn bytes(&self, span: &Range<usize>) -> Range<usize> {
         match &self.decoder {
             Decoder::Matrices(matrices) => matrices.bytes(span),
@@ -102,7 +102,8 @@ impl<'a> Quantized<'a> {
         }
     }
 
-    /// Gives the numbers of a view, in its order, some at a time, with how many came before.
+    /// Passes the numbers of a view to `give`, in order and some at a time, each time with the
+    /// number of those before.
     pub fn read(&self, layout: &Layout, mut give: impl FnMut(usize, &[f32])) {
         let ([rows, columns], [down, along]) = layout.inner();
         let (mut values, mut before) = ([0f32; RUN], 0);
@@ -120,7 +121,7 @@ impl<'a> Quantized<'a> {
         }
     }
 
-    /// Numbers from `first` on, and how many.
+    /// Decodes numbers from `first` on, and returns their count.
     fn run(&self, first: usize, values: &mut [f32]) -> usize {
         let blocks = match &self.decoder {
             Decoder::Matrices(matrices) => return matrices.run(first, values),
@@ -136,7 +137,7 @@ impl<'a> Quantized<'a> {
     }
 }
 
-/// Refuses codes where the configuration or another tensor says that there are floats.
+/// Refuses codes for a matrix that the configuration or another tensor declares as floats.
 fn check_said(
     codes: &Codes,
     name: &str,

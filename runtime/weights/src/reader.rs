@@ -1,39 +1,37 @@
-//! A layer of a checkpoint, read when its weights are asked for.
+//! A layer of a checkpoint that reads its weights on demand.
 
 use crate::recipe::{Finder, Fits};
 use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Alternative, Import, Step, TensorSource, canonical_sources};
+use moesaic_spec::hf::{Alternative, Import, TensorSource, TensorStep, canonical_sources};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// The weights of one layer of a checkpoint, in canonical shape and the spec's
-/// element types. Making one reads names, shapes and types, and says what does not
-/// fit; elements are read when they are asked for, by an engine that makes a layer
-/// a piece at a time, by [`LayerReader::load`] all at once.
+/// The weights of one layer of a checkpoint, in canonical shape and the spec's element types.
+/// Making a reader checks names, shapes and types, and reports all mismatches. The elements are
+/// read on demand: by an engine one expert at a time, or by [`LayerReader::load`] all at once.
 ///
-/// What lies in the file as the layer wants it is lent from there and not copied;
-/// what has another type or another order is converted, and codes with scales become
-/// numbers, so far as they are asked for.
+/// Weights that the file holds in the wanted form are borrowed from it without a copy. Others are
+/// converted or reordered, and quantized ones decoded, for the requested rows only.
 pub struct LayerReader<'a> {
     weights: BTreeMap<String, Weight<'a>>,
 }
 
 impl<'a> LayerReader<'a> {
-    /// A layer with canonical names.
+    /// Reads a layer with canonical names.
     ///
-    /// With `experts.layout` `concat` or `interleaved` the file's `gate_up`
-    /// tensors are taken apart; a set of experts without one has both by name.
+    /// With `experts.layout` `concat` or `interleaved`, the file's fused `gate_up` tensors are
+    /// split. A set of experts without one has both tensors by name.
     ///
     /// # Errors
     ///
-    /// [`WeightsError`] names the tensor, what it is and what was expected;
-    /// [`WeightsError::Several`] all of them, where several do not fit;
-    /// [`WeightsError::Extra`] tensors of the file that the spec has no use for.
+    /// [`WeightsError`] names the tensor, its actual and its expected form.
+    /// [`WeightsError::Several`] lists all tensors that do not fit. [`WeightsError::Extra`] lists
+    /// tensors of the file that the spec does not use.
     pub fn canonical(
         spec: &LayerSpec,
         checkpoint: &'a Checkpoint,
@@ -47,13 +45,13 @@ impl<'a> LayerReader<'a> {
         reader.check_extra(spec, &sources, checkpoint, checkpoint.names())
     }
 
-    /// One layer of a Hugging Face checkpoint. You may change the precision of the import's spec
-    /// before.
+    /// Reads one layer of a Hugging Face checkpoint. You may change the precision of the import's
+    /// spec before.
     ///
     /// # Errors
     ///
-    /// As [`LayerReader::canonical`]; extra are tensors in the layer's own MoE block that
-    /// config.json has no use for.
+    /// As [`LayerReader::canonical`]. Extra are tensors in the layer's own MoE block that
+    /// config.json does not use.
     pub fn of_import(
         import: &Import,
         checkpoint: &'a Checkpoint,
@@ -68,14 +66,14 @@ impl<'a> LayerReader<'a> {
         reader.check_extra(spec, sources, checkpoint, judged)
     }
 
-    /// The weights of `spec`, each put together by its recipe in `sources`.
+    /// Reads the weights of `spec`, each by its recipe in `sources`.
     ///
     /// Other tensors of the checkpoint are ignored: only [`LayerReader::canonical`] and
-    /// [`LayerReader::of_import`] know which of them are the layer's.
+    /// [`LayerReader::of_import`] know which ones belong to the layer.
     ///
     /// # Errors
     ///
-    /// As [`LayerReader::canonical`].
+    /// The same as [`LayerReader::canonical`].
     pub fn of_sources(
         spec: &LayerSpec,
         sources: &[TensorSource],
@@ -85,7 +83,7 @@ impl<'a> LayerReader<'a> {
         LayerReader::of_tensors(spec, &canonical_tensors(spec), sources, checkpoint, options)
     }
 
-    /// These tensors of a layer.
+    /// Reads these tensors of a layer.
     pub(crate) fn of_tensors(
         spec: &LayerSpec,
         tensors: &[TensorSpec],
@@ -126,7 +124,7 @@ impl<'a> LayerReader<'a> {
         }
     }
 
-    /// Refuses tensors of the file that are `judged` and that no recipe knows.
+    /// Refuses tensors of the file that are `judged` to be the layer's and that no recipe reads.
     fn check_extra<'n>(
         self,
         spec: &LayerSpec,
@@ -136,8 +134,8 @@ impl<'a> LayerReader<'a> {
     ) -> Result<LayerReader<'a>, WeightsError> {
         let alternatives = sources.iter().flat_map(|source| &source.alternatives);
         let known: BTreeSet<String> = alternatives.flat_map(names_read).collect();
-        // Ids and weights that come with each call take the place of a router: it may be there.
-        // So may an optimizer's state, which trained layers have beside their weights.
+        // With an external router, ids and weights come with each call, and the file may still hold
+        // the router's tensors. Trained layers may also keep optimizer state beside their weights.
         let external = spec.router.kind == RouterKind::External;
         let beside = |name: &str| {
             name.starts_with("optimizer.") || (external && name.starts_with("router."))
@@ -151,27 +149,26 @@ impl<'a> LayerReader<'a> {
         Err(WeightsError::Extra { path, tensors })
     }
 
-    /// The tensors of the file that the weights are made of; codes without their scales.
+    /// Returns the file's tensors that the weights are made from; codes without their scales.
     pub fn tensors(&self) -> impl Iterator<Item = TensorRef<'a>> + '_ {
         let parts = self.weights.values().flat_map(|weight| &weight.parts);
         parts.map(|part| part.from)
     }
 
-    /// The weights whose values became zero or infinite because the layer's element type has a
-    /// smaller range than the file's, as far as they were read.
+    /// Returns the weights in which values became zero or infinite because the layer's element type
+    /// has a smaller range than the file's. It counts the rows read so far.
     pub fn rounded(&self) -> Vec<Rounded> {
         let each = self.weights.iter();
         each.filter_map(|(name, weight)| weight.rounded(name))
             .collect()
     }
 
-    /// All weights. Those that the file has as they should be stay there; see
-    /// [`load_canonical`](crate::load_canonical) for what that asks of the file.
+    /// Loads all weights. Those that need no conversion stay in the file; see
+    /// [`load_canonical`](crate::load_canonical) for the consequences.
     ///
     /// # Errors
     ///
-    /// [`WeightsError::BadValue`] for a table that names an expert that does not
-    /// exist.
+    /// [`WeightsError::BadValue`] if a table names an expert that does not exist.
     pub fn load(&self) -> Result<Tensors<'static>, WeightsError> {
         let each = self.weights.iter();
         each.map(|(name, weight)| Ok((name.clone(), weight.whole()?)))
@@ -179,18 +176,18 @@ impl<'a> LayerReader<'a> {
     }
 }
 
-/// The names of all tensors that an alternative may read, those of codes and scales included.
+/// Returns the names of all tensors that an alternative may read, codes and scales included.
 fn names_read(alternative: &Alternative) -> Vec<String> {
     let mut names = alternative.names();
-    if let Some(Step::Dequantize(codes)) = alternative.steps.first() {
+    if let Some(TensorStep::Dequantize(codes)) = alternative.steps.first() {
         let of_codes: Vec<String> = names.iter().flat_map(|name| codes.names(name)).collect();
         names.extend(of_codes);
     }
     names
 }
 
-/// Whether the file's experts are transposed, as the tensors say whose shapes tell: nothing if
-/// none tells or they disagree.
+/// Returns true if the file's experts are transposed, judged by the tensors whose shapes tell.
+/// `None` if none tells or they disagree.
 fn orientation<'a: 'f, 'f>(found: impl Iterator<Item = &'f Fits<'a>>) -> Option<bool> {
     let mut said = found.filter_map(Fits::says_transposed);
     let first = said.next()?;

@@ -1,4 +1,4 @@
-//! Recipes looked up in a checkpoint: which of its tensors make a weight, and how.
+//! Looks recipes up in a checkpoint, to find the tensors of each weight and their conversion.
 
 use crate::checkpoint::{Checkpoint, TensorRef};
 use crate::gguf::{self, Kind};
@@ -8,13 +8,13 @@ use crate::weight::{Elements, Part, Weight};
 use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::BLOCKS;
-use moesaic_spec::hf::{Alternative, Parts, Step};
+use moesaic_spec::hf::{Alternative, TensorParts, TensorStep};
 use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
 use std::sync::Mutex;
 
-/// What is needed to find one weight.
+/// The context of the search for one weight.
 pub(crate) struct Finder<'a, 's> {
     pub spec: &'s LayerSpec,
     pub checkpoint: &'a Checkpoint,
@@ -22,29 +22,29 @@ pub(crate) struct Finder<'a, 's> {
     pub tensor: &'s TensorSpec,
 }
 
-/// A weight as one alternative has it.
+/// A weight by one alternative.
 pub(crate) struct Fit<'a> {
     pub weight: Weight<'a>,
-    /// Whether the recipe transposes what the file has.
+    /// Whether the recipe transposes the file's tensor.
     pub transposed: bool,
 }
 
-/// The ways in which a weight can be read, most usual first; at least one.
+/// The possible readings of a weight, the usual one first; at least one.
 pub(crate) struct Fits<'a> {
     pub fits: Vec<Fit<'a>>,
-    /// Whether the recipes know the tensor both as it is and transposed.
+    /// Whether the recipes accept the tensor both as it is and transposed.
     pub either: bool,
 }
 
 impl<'a> Fits<'a> {
-    /// What this tensor says of the order that the file's experts are in: nothing if the recipes
-    /// know one order, or if both fit.
+    /// Returns this tensor's evidence on the order of the file's experts: none if the recipes
+    /// accept only one order, or if both fit.
     pub fn says_transposed(&self) -> Option<bool> {
         let known = self.either && self.fits.len() == 1;
         known.then(|| self.fits[0].transposed)
     }
 
-    /// The weight, given what the other tensors say.
+    /// Picks the reading, given the evidence of the other tensors.
     pub fn decide(mut self, transposed: Option<bool>) -> Result<Weight<'a>, WeightsError> {
         if self.fits.len() > 1 {
             let Some(transposed) = transposed else {
@@ -66,13 +66,15 @@ impl<'a> Fits<'a> {
 }
 
 impl<'a> Finder<'a, '_> {
-    /// The first alternative that is there and whose shape fits, and where the same tensors fit
-    /// transposed as well, that.
+    /// Returns the first alternative that exists and whose shape fits, and also its transposed twin
+    /// if that fits too.
     pub fn weight(&self, alternatives: &[Alternative]) -> Result<Fits<'a>, WeightsError> {
         let (mut misfit, mut fits) = (None, Vec::<(&Alternative, Fit<'a>)>::new());
         let mut present = alternatives.iter().filter(|a| self.present(a));
         let first = |fits: &[(&Alternative, _)]| fits.first().map(|(a, _)| a.parts.clone());
         for alternative in &mut present {
+            // Only readings of the same tensors compete. Other alternatives come later in the order
+            // of preference.
             if first(&fits).is_some_and(|parts| parts != alternative.parts) {
                 continue;
             }
@@ -84,8 +86,10 @@ impl<'a> Finder<'a, '_> {
                         fits.push((alternative, Fit { weight, transposed }));
                     }
                 }
+                // Keep looking: another alternative may fit. If none does, the first misfit is the
+                // best explanation.
                 Err(error @ WeightsError::WrongShape { .. }) => misfit = misfit.or(Some(error)),
-                // Another reading of a tensor that fits already is not asked for.
+                // Once one reading fits, errors of further readings do not matter.
                 Err(error) if fits.is_empty() => return Err(error),
                 Err(_) => {}
             }
@@ -94,13 +98,14 @@ impl<'a> Finder<'a, '_> {
             return Err(misfit.unwrap_or_else(|| self.missing(alternatives)));
         };
         let same = alternatives.iter().filter(|a| a.parts == parts);
+        // A tensor is evidence only if the recipes would have accepted the other order too.
         let either = same.clone().any(|a| a.transposes()) && same.clone().any(|a| !a.transposes());
         let fits = fits.into_iter().map(|(_, fit)| fit).collect();
         Ok(Fits { fits, either })
     }
 
-    /// Whether the checkpoint has the alternative's first tensor, as floats or as codes. One
-    /// that lacks a later one is damaged, which reading it will say.
+    /// Returns true if the checkpoint has the alternative's first tensor, as floats or as codes. If
+    /// a later one is missing, the file is damaged, and reading it reports that.
     fn present(&self, alternative: &Alternative) -> bool {
         let names = alternative.names();
         let Some(name) = names.first() else {
@@ -108,7 +113,7 @@ impl<'a> Finder<'a, '_> {
         };
         let there = |name: &str| self.checkpoint.has(name);
         let apart = match alternative.steps.first() {
-            Some(Step::Dequantize(codes)) => codes.apart(name),
+            Some(TensorStep::Dequantize(codes)) => codes.apart(name),
             _ => Vec::new(),
         };
         there(name) || apart.iter().any(|name| there(name))
@@ -117,10 +122,11 @@ impl<'a> Finder<'a, '_> {
     fn look_up(&self, alternative: &Alternative) -> Result<Weight<'a>, WeightsError> {
         let (shape, steps) = (&self.tensor.shape, &alternative.steps);
         let (parts, stacked) = match &alternative.parts {
-            Parts::One(name) => (vec![self.part(name, steps, shape)?], false),
-            Parts::PerExpert { .. } | Parts::Repeated { .. } => {
+            TensorParts::One(name) => (vec![self.part(name, steps, shape)?], false),
+            TensorParts::PerExpert { .. } | TensorParts::Repeated { .. } => {
                 let names = alternative.parts.names();
                 let (rows, row) = shape.split_first().unwrap_or((&1, &[]));
+                // The spec and the recipe may come from different places, such as a changed import.
                 if names.len() != *rows {
                     return Err(WeightsError::WrongCount {
                         tensor: self.tensor.name.clone(),
@@ -145,8 +151,13 @@ impl<'a> Finder<'a, '_> {
         })
     }
 
-    /// One tensor of the file, after the steps; it has the shape.
-    fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'a>, WeightsError> {
+    /// Returns one tensor of the file after the steps, with this shape.
+    fn part(
+        &self,
+        name: &str,
+        steps: &[TensorStep],
+        shape: &[usize],
+    ) -> Result<Part<'a>, WeightsError> {
         let codes = self.codes(name, steps)?;
         let from = match &codes {
             Some(codes) => codes.from,
@@ -164,7 +175,7 @@ impl<'a> Finder<'a, '_> {
             layout = layout.apply(step).map_err(&wrong)?;
         }
         if layout.shape != shape {
-            let moves = |step: &Step| !matches!(step, Step::Dequantize(_));
+            let moves = |step: &TensorStep| !matches!(step, TensorStep::Dequantize(_));
             let numbers = codes.as_ref().map_or("", |_| "numbers of shape ");
             let after = if steps.iter().any(moves) {
                 " after rearranging"
@@ -184,20 +195,25 @@ impl<'a> Finder<'a, '_> {
         })
     }
 
-    /// The tensor as one of codes, if the recipe says that it may be and it is.
-    fn codes(&self, name: &str, steps: &[Step]) -> Result<Option<Quantized<'a>>, WeightsError> {
+    /// Returns the tensor as codes, if the recipe allows that and the file has them.
+    fn codes(
+        &self,
+        name: &str,
+        steps: &[TensorStep],
+    ) -> Result<Option<Quantized<'a>>, WeightsError> {
+        // A GGUF file names the type of each tensor itself, so no recipe step is needed.
         if let Some(from) = self.checkpoint.tensor(name).filter(|t| t.ggml.is_some()) {
             return self.blocks(from).map(Some);
         }
         match steps.first() {
-            Some(Step::Dequantize(codes)) if self.tensor.dtype.is_float() => {
+            Some(TensorStep::Dequantize(codes)) if self.tensor.dtype.is_float() => {
                 Quantized::find(self, codes, name)
             }
             _ => Ok(None),
         }
     }
 
-    /// A GGUF tensor that has none of our types.
+    /// Returns a GGUF tensor whose type is blocks of codes.
     fn blocks(&self, from: TensorRef<'a>) -> Result<Quantized<'a>, WeightsError> {
         let found = match from.ggml {
             Some(Kind::Blocks(blocks)) if self.tensor.dtype.is_float() => {
@@ -233,8 +249,12 @@ impl<'a> Finder<'a, '_> {
             })
     }
 
-    /// The element type of the file, if it can become the spec's.
-    fn convertible(&self, from: &TensorRef<'_>, steps: &[Step]) -> Result<DType, WeightsError> {
+    /// Returns the element type in the file, if it can be converted to the spec's.
+    fn convertible(
+        &self,
+        from: &TensorRef<'_>,
+        steps: &[TensorStep],
+    ) -> Result<DType, WeightsError> {
         let wanted = self.tensor.dtype;
         let file = from.file.to_path_buf();
         let tensor = from.name.to_string();
@@ -268,8 +288,8 @@ impl<'a> Finder<'a, '_> {
             }
         };
         let exact = found == wanted || wanted == DType::F32 || !wanted.is_float();
-        // What a quantized checkpoint keeps as floats is rounded as its codes are.
-        let quantized = matches!(steps.first(), Some(Step::Dequantize(_)));
+        // Floats of a quantized checkpoint may be rounded too, since its codes are.
+        let quantized = matches!(steps.first(), Some(TensorStep::Dequantize(_)));
         if exact || quantized || self.options.narrow {
             return Ok(found);
         }
@@ -282,28 +302,36 @@ impl<'a> Finder<'a, '_> {
         })
     }
 
-    /// The product of all factors on each column, when there are any.
-    fn columns(&self, steps: &[Step], shape: &[usize]) -> Result<Option<Vec<f64>>, WeightsError> {
+    /// Returns the product of all factors on each column, if there are any.
+    fn columns(
+        &self,
+        steps: &[TensorStep],
+        shape: &[usize],
+    ) -> Result<Option<Vec<f64>>, WeightsError> {
         let width = shape.last().copied().unwrap_or(1);
         let mut columns: Option<Vec<f64>> = None;
         for step in steps {
             let factors = match step {
-                Step::Factor(factor) => vec![*factor; width],
-                Step::MulColumns(name) => self.vector(name, width)?,
-                Step::DivColumns(name) => {
+                TensorStep::Factor(factor) => vec![*factor; width],
+                TensorStep::MulColumns(name) => self.vector(name, width)?,
+                TensorStep::DivColumns(name) => {
                     self.nonzero(name, width)?.iter().map(|v| 1.0 / v).collect()
                 }
-                Step::Dequantize(_) | Step::Reshape(_) | Step::Transpose | Step::Take { .. } => {
+                TensorStep::Dequantize(_)
+                | TensorStep::Reshape(_)
+                | TensorStep::Transpose
+                | TensorStep::Take { .. } => {
                     continue;
                 }
             };
+            // Collect all factors in f64 and apply them once, so that each weight is rounded once.
             let product = columns.get_or_insert_with(|| vec![1.0; width]);
             product.iter_mut().zip(factors).for_each(|(p, f)| *p *= f);
         }
         Ok(columns)
     }
 
-    /// A vector that scales columns.
+    /// Reads a vector that scales columns.
     fn vector(&self, name: &str, width: usize) -> Result<Vec<f64>, WeightsError> {
         let from = self.find(name)?;
         let found = self.convertible(&from, &[])?;
@@ -323,9 +351,10 @@ impl<'a> Finder<'a, '_> {
             .collect())
     }
 
-    /// A vector that divides columns.
+    /// Reads a vector that divides columns.
     fn nonzero(&self, name: &str, width: usize) -> Result<Vec<f64>, WeightsError> {
         let vector = self.vector(name, width)?;
+        // Dividing by zero would fill a column with infinities that nobody asked for.
         if vector.iter().all(|v| *v != 0.0) {
             return Ok(vector);
         }
@@ -339,7 +368,7 @@ impl<'a> Finder<'a, '_> {
         })
     }
 
-    /// The error that lists what was looked for and what is near it.
+    /// Returns the error that lists the tried names and similar ones.
     fn missing(&self, alternatives: &[Alternative]) -> WeightsError {
         let mut tried: Vec<String> = alternatives
             .iter()
@@ -358,7 +387,7 @@ impl<'a> Finder<'a, '_> {
         }
     }
 
-    /// Names of the checkpoint that end like those looked for.
+    /// Returns names of the checkpoint that end like the tried ones.
     fn near(&self, tried: &[String]) -> String {
         if let Some(fused) = self.fused(tried) {
             return format!(
@@ -386,16 +415,16 @@ impl<'a> Finder<'a, '_> {
         }
     }
 
-    /// The name in the file that is close to the canonical one and no tensor of the spec: the
-    /// one that is missing, misspelt.
+    /// Returns a name in the file close to the canonical one and not in the spec: probably the
+    /// missing tensor, misspelled.
     fn misspelt(&self) -> Option<&'a str> {
         let known = canonical_tensors(self.spec);
         let stray = |name: &&str| known.iter().all(|tensor| tensor.name != *name);
         closest(&self.tensor.name, self.checkpoint.names().filter(stray))
     }
 
-    /// The fused tensor of the checkpoint that holds the one looked for, where
-    /// the spec says that gate and up are apart.
+    /// Returns the fused tensor that contains the wanted one, if the spec declares gate and up as
+    /// separate.
     fn fused(&self, tried: &[String]) -> Option<String> {
         let [name] = tried else { return None };
         [".gate.", ".up."]
@@ -406,7 +435,7 @@ impl<'a> Finder<'a, '_> {
     }
 }
 
-/// The first few, and how many more.
+/// Lists the first few names, and counts the rest.
 pub(crate) fn listed(names: &[String]) -> String {
     let shown: Vec<String> = names.iter().take(4).map(|n| format!("`{n}`")).collect();
     let more = names.len().saturating_sub(4);

@@ -1,59 +1,60 @@
-//! The tensors of a quantised matrix, checked against its format.
+//! The tensors of a quantized matrix, checked against its format.
 
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
 use crate::recipe::Finder;
 use moesaic_kernel::DType;
 use moesaic_spec::format::{
-    Block, Element, Format, Matrices, Packing, ScaleType, Scales, Zero, Zeros,
+    CodeOrder, CodeType, Format, Matrices, ScaleBlock, ScaleType, Scales, Zero, Zeros,
 };
-use moesaic_spec::hf::{End, Stored, replaced};
+use moesaic_spec::hf::{NameEnd, StoredFormat, replaced};
 use moesaic_tensor::read_int;
 use safetensors::Dtype;
 
-/// Codes of FP4 in an innermost dimension of gpt-oss' blocks, in bytes.
+/// The size in bytes of the innermost dimension of gpt-oss' blocks of FP4 codes.
 const BLOCK_BYTES: usize = 16;
 
-/// Matrices whose bytes are as many as their format asks for.
+/// Matrices whose byte lengths match their format.
 pub(crate) struct Held<'a> {
-    /// Of the numbers.
+    /// The shape in numbers.
     pub shape: Vec<usize>,
     pub matrices: Matrices<'a>,
     /// All tensors besides the codes.
     pub beside: Vec<TensorRef<'a>>,
 }
 
-/// Whether the tensor's type is that of such codes.
-pub(crate) fn is_of(way: &Stored, from: &TensorRef<'_>) -> bool {
+/// Returns true if the tensor has the type of such codes.
+pub(crate) fn is_of(way: &StoredFormat, from: &TensorRef<'_>) -> bool {
     matches!(
         (way.format.element, from.dtype),
-        (Element::E4m3, Err(Dtype::F8_E4M3))
-            | (Element::E5m2, Err(Dtype::F8_E5M2))
-            | (Element::E2m1, Err(Dtype::U8))
-            | (Element::Int8, Err(Dtype::I8))
-            | (Element::Uint(_), Ok(DType::I32))
-    ) || way.format.element == Element::E2m1
+        (CodeType::E4m3, Err(Dtype::F8_E4M3))
+            | (CodeType::E5m2, Err(Dtype::F8_E5M2))
+            | (CodeType::E2m1, Err(Dtype::U8))
+            | (CodeType::Int8, Err(Dtype::I8))
+            | (CodeType::Uint(_), Ok(DType::I32))
+    ) || way.format.element == CodeType::E2m1
+        // DeepSeek-V4 stores pairs of FP4 codes in bytes typed I8. gpt-oss' blocks are U8 only.
         && from.dtype == Err(Dtype::I8)
         && !way.names.in_blocks()
 }
 
-/// The error for a tensor of another type.
-pub(crate) fn unlike(way: &Stored, from: &TensorRef<'_>) -> WeightsError {
+/// Returns the error for a tensor of another type.
+pub(crate) fn unlike(way: &StoredFormat, from: &TensorRef<'_>) -> WeightsError {
     let floats = ", f32, f16 or bf16";
     let expected = match way.format.element {
-        Element::E4m3 => format!("f8_e4m3{floats}"),
-        Element::E5m2 => format!("f8_e5m2{floats}"),
-        Element::E2m1 => "u8, being codes of 4 bits".to_string(),
-        Element::Int8 => format!("i8{floats}"),
-        Element::Uint(bits) => format!("i32, being packed codes of {bits} bits"),
+        CodeType::E4m3 => format!("f8_e4m3{floats}"),
+        CodeType::E5m2 => format!("f8_e5m2{floats}"),
+        CodeType::E2m1 => "u8, being codes of 4 bits".to_string(),
+        CodeType::Int8 => format!("i8{floats}"),
+        CodeType::Uint(bits) => format!("i32, being packed codes of {bits} bits"),
     };
     wrong_dtype(from, &expected)
 }
 
-/// The matrix under `name`, whose codes are `from`.
+/// Returns the matrix `name`, whose codes are `from`.
 pub(crate) fn held<'a>(
     finder: &Finder<'a, '_>,
-    way: &Stored,
+    way: &StoredFormat,
     name: &str,
     from: TensorRef<'a>,
 ) -> Result<Held<'a>, WeightsError> {
@@ -86,23 +87,23 @@ pub(crate) fn held<'a>(
 /// The tensors of one matrix.
 struct Parts<'a, 'f, 's> {
     finder: &'f Finder<'a, 's>,
-    way: &'f Stored,
-    /// What the matrix is called where it has floats.
+    way: &'f StoredFormat,
+    /// The name of the matrix in a float checkpoint.
     name: &'f str,
     from: TensorRef<'a>,
     beside: Vec<TensorRef<'a>>,
 }
 
 impl<'a> Parts<'a, '_, '_> {
-    /// The tensor with another end, which then is one of the matrix.
-    fn part(&mut self, end: Option<End>) -> Option<TensorRef<'a>> {
+    /// Returns the tensor with another name ending, and records it as part of the matrix.
+    fn part(&mut self, end: Option<NameEnd>) -> Option<TensorRef<'a>> {
         let name = replaced(self.name, end?)?;
         let found = self.finder.checkpoint.tensor(&name)?;
         self.beside.push(found);
         Some(found)
     }
 
-    /// The shape of the numbers, of two dimensions or more.
+    /// Returns the shape in numbers, with two dimensions or more.
     fn shape(&mut self) -> Result<Vec<usize>, WeightsError> {
         let Format {
             element, packing, ..
@@ -110,19 +111,19 @@ impl<'a> Parts<'a, '_, '_> {
         let (held, bits) = (self.from.shape, element.bits());
         let in_blocks = self.way.names.in_blocks();
         let shape = match (packing, held) {
-            (Packing::Rows { word: 8 }, [outer @ .., groups, BLOCK_BYTES]) if in_blocks => {
+            (CodeOrder::Rows { word: 8 }, [outer @ .., groups, BLOCK_BYTES]) if in_blocks => {
                 [outer, &[groups.saturating_mul(BLOCK_BYTES * 2)]].concat()
             }
             _ if in_blocks => {
                 let expected = "[…, groups, 16], being codes of 4 bits in groups of 32";
                 return Err(misshapen(&self.from, expected.to_string()));
             }
-            (Packing::Rows { word: 8 }, [outer @ .., bytes]) => {
+            (CodeOrder::Rows { word: 8 }, [outer @ .., bytes]) => {
                 [outer, &[bytes.saturating_mul(8 / bits)]].concat()
             }
-            (Packing::Rows { .. }, [rows, words]) => vec![*rows, self.columns(*rows, *words)?],
-            (Packing::Columns, [words, rows]) => vec![*rows, words.saturating_mul(32) / bits],
-            (Packing::Interleaved, [columns, words]) => vec![words.saturating_mul(8), *columns],
+            (CodeOrder::Rows { .. }, [rows, words]) => vec![*rows, self.columns(*rows, *words)?],
+            (CodeOrder::Columns, [words, rows]) => vec![*rows, words.saturating_mul(32) / bits],
+            (CodeOrder::Interleaved, [columns, words]) => vec![words.saturating_mul(8), *columns],
             _ => {
                 let expected = "two dimensions: packed codes are of one matrix";
                 return Err(misshapen(&self.from, expected.to_string()));
@@ -135,9 +136,10 @@ impl<'a> Parts<'a, '_, '_> {
         Ok(shape)
     }
 
-    /// The columns of rows of so many words, the last of which may not be full.
+    /// Returns the columns of rows of `words` words, the last of which may be partly filled.
     fn columns(&mut self, rows: usize, words: usize) -> Result<usize, WeightsError> {
         let bits = self.way.format.element.bits();
+        // Saturate: the sizes come from a file and are not trustworthy yet.
         let full = words.saturating_mul(32) / bits;
         let Some(said) = self.part(self.way.names.shape) else {
             return Ok(full);
@@ -148,11 +150,14 @@ impl<'a> Parts<'a, '_, '_> {
         };
         said.check_length()?;
         let sizes = said.bytes.chunks_exact(dtype.size());
+        // Three at most, since a third number already makes the shape wrong.
         let sizes: Vec<i64> = sizes.take(3).map(|b| read_int(dtype, b)).collect();
         let columns = match sizes.as_slice() {
             [r, columns] if usize::try_from(*r) == Ok(rows) => usize::try_from(*columns).ok(),
             _ => None,
         };
+        // A row may end inside its last word, so many column counts fit; the stated one must be
+        // among them.
         let fits = |columns: &usize| columns.saturating_mul(bits).div_ceil(32) == words;
         columns.filter(fits).ok_or_else(|| {
             let held = self.from.shape;
@@ -164,7 +169,7 @@ impl<'a> Parts<'a, '_, '_> {
     fn scales(&mut self, shape: &[usize]) -> Result<Scales<'a>, WeightsError> {
         let names = self.way.names.scales(self.name);
         let found = self.way.names.scales.iter();
-        let found: Vec<End> = found.copied().collect();
+        let found: Vec<NameEnd> = found.copied().collect();
         let found = found.into_iter().find_map(|end| self.part(Some(end)));
         let Some(from) = found else {
             return Err(self.missing(&names));
@@ -178,15 +183,18 @@ impl<'a> Parts<'a, '_, '_> {
         let made = |block: [usize; 2], grid| Scales {
             kind,
             bytes: from.bytes,
+            // Empty matrices have blocks of zero, by which nothing may be divided.
             block: block.map(|size| size.max(1)),
             grid,
             second,
         };
+        // A single scale of 8-bit codes covers the whole tensor, in whatever shape it is stored.
         let one = from.shape.iter().product::<usize>() == 1;
-        if one && format.element.bits() == 8 && format.packing == (Packing::Rows { word: 8 }) {
+        if one && format.element.bits() == 8 && format.packing == (CodeOrder::Rows { word: 8 }) {
             return Ok(made([rows, columns], None));
         }
-        let turned = !matches!(format.packing, Packing::Rows { .. });
+        // GPTQ and AWQ store matrices transposed, scales included.
+        let turned = !matches!(format.packing, CodeOrder::Rows { .. });
         let wide = |[down, across]: [usize; 2]| {
             if turned {
                 vec![across, down]
@@ -195,10 +203,10 @@ impl<'a> Parts<'a, '_, '_> {
             }
         };
         let block = match format.block {
-            Block::Tile(block) => block,
-            Block::Row => [1, columns.max(1)],
-            Block::MatrixOrRow => {
-                // Ones in a shape say nothing: rows are [rows] or [rows, 1].
+            ScaleBlock::Tile(block) => block,
+            ScaleBlock::Row => [1, columns.max(1)],
+            ScaleBlock::MatrixOrRow => {
+                // Dimensions of size one carry no information: rows are [rows] or [rows, 1].
                 let is = |grid| bare(from.shape) == bare(&wide(grid));
                 return match [[rows, 1], [1, 1]].into_iter().find(|grid| is(*grid)) {
                     Some(grid) => Ok(made([rows / grid[0].max(1), columns], Some(grid))),
@@ -220,7 +228,7 @@ impl<'a> Parts<'a, '_, '_> {
         Ok(made(block, Some(grid)))
     }
 
-    /// The second scale of each matrix, or of all.
+    /// Returns the second scale of each matrix, or one for all.
     fn second(&mut self, matrices: usize) -> Result<Vec<f32>, WeightsError> {
         if self.way.format.second.is_none() {
             return Ok(Vec::new());
@@ -252,6 +260,7 @@ impl<'a> Parts<'a, '_, '_> {
             ..
         } = self.way.format;
         let end = self.way.names.zeros;
+        // Float formats have no zero points, whatever tensors lie beside them.
         let from = if element.is_int() {
             self.part(end)
         } else {
@@ -266,8 +275,8 @@ impl<'a> Parts<'a, '_, '_> {
         let [down, across] = scales.grid.unwrap_or([1, 1]);
         let words = down.saturating_mul(element.bits()).div_ceil(32);
         let (expected, fits) = match (element, packing) {
-            (Element::Int8, _) => (vec![down, across], from.dtype == Err(Dtype::I8)),
-            (_, Packing::Rows { .. }) => (vec![words, across], from.dtype == Ok(DType::I32)),
+            (CodeType::Int8, _) => (vec![down, across], from.dtype == Err(Dtype::I8)),
+            (_, CodeOrder::Rows { .. }) => (vec![words, across], from.dtype == Ok(DType::I32)),
             _ => (vec![across, words], from.dtype == Ok(DType::I32)),
         };
         if !fits {
@@ -282,7 +291,7 @@ impl<'a> Parts<'a, '_, '_> {
         Ok(Some(Zeros { bytes: from.bytes }))
     }
 
-    /// The group of each column, where groups are no runs of columns.
+    /// Returns the group of each column, if groups are not consecutive columns.
     fn groups(
         &mut self,
         scales: &Scales<'_>,
@@ -304,6 +313,7 @@ impl<'a> Parts<'a, '_, '_> {
             ));
         }
         from.check_length()?;
+        // Check every group once here, so that the decoder can index without checks.
         let mut in_order = true;
         for (column, bytes) in from.bytes.chunks_exact(4).enumerate() {
             let value = read_int(DType::I32, bytes);
@@ -319,16 +329,17 @@ impl<'a> Parts<'a, '_, '_> {
                 }
             }
         }
+        // Without a permutation the faster path with consecutive groups gives the same numbers.
         Ok((!in_order).then_some(from.bytes))
     }
 
-    fn named(&self, end: Option<End>) -> Vec<String> {
+    fn named(&self, end: Option<NameEnd>) -> Vec<String> {
         end.and_then(|end| replaced(self.name, end))
             .into_iter()
             .collect()
     }
 
-    /// The error for a part that is not there.
+    /// Returns the error for a missing part.
     fn missing(&self, names: &[String]) -> WeightsError {
         let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
         let (from, names) = (self.from.name, names.join(", "));
@@ -341,7 +352,7 @@ impl<'a> Parts<'a, '_, '_> {
     }
 }
 
-/// The type of scales, which may be another than the format's usual one.
+/// Returns the type of the scales, which may differ from the format's usual one.
 fn scale_type(usual: ScaleType, from: &TensorRef<'_>) -> Result<ScaleType, WeightsError> {
     match (usual, from.dtype) {
         (ScaleType::E4m3, Err(Dtype::F8_E4M3)) => Ok(ScaleType::E4m3),
@@ -357,7 +368,7 @@ fn scale_type(usual: ScaleType, from: &TensorRef<'_>) -> Result<ScaleType, Weigh
     }
 }
 
-/// A shape without its ones.
+/// Returns a shape without its ones.
 fn bare(shape: &[usize]) -> Vec<usize> {
     shape.iter().copied().filter(|size| *size != 1).collect()
 }

@@ -1,12 +1,12 @@
-//! What a tensor may mean that the spec has no use for.
+//! Hints on tensors that the spec does not use.
 
 use moesaic_spec::{LayerSpec, canonical_tensors, closest};
 
-/// A tensor that layers may have, and the option that makes one have it.
+/// An optional tensor of layers, and the option that adds it.
 struct Optional {
     /// The canonical name.
     name: &'static str,
-    /// How the spec asks for it.
+    /// The option as written in a spec.
     option: &'static str,
 }
 
@@ -44,12 +44,12 @@ const ROUTER: &[Optional] = &[
     optional("router.weight", "`kind = \"linear\"` under [router]"),
 ];
 
-/// Those of routed and of shared experts, without what comes before.
+/// Tensors of routed and of shared experts, named without their prefix.
 const GATE: &str = "`form = \"gated\"` under [experts]";
 const BIAS: &str = "`bias = true` under [experts]";
 const FUSED: &str = "`layout = \"concat\"` or \"interleaved\" under [experts]";
 
-/// The name, and what to do about it: the option that uses the tensor, or the name that was
+/// Returns the name with advice: the option that uses the tensor, or the name that was probably
 /// meant.
 pub(crate) fn stray(name: &str, spec: &LayerSpec) -> String {
     if let Some(option) = option(name) {
@@ -61,7 +61,7 @@ pub(crate) fn stray(name: &str, spec: &LayerSpec) -> String {
     }
 }
 
-/// The option of a spec that has a tensor of this name.
+/// Returns the option that adds a tensor of this name.
 fn option(name: &str) -> Option<String> {
     if let Some(found) = ROUTER.iter().find(|known| known.name == name) {
         return Some(found.option.to_string());
@@ -89,8 +89,8 @@ fn option(name: &str) -> Option<String> {
     Some(text)
 }
 
-/// The tensor that was meant: one of the spec, or one that an option adds. Prefixes are often
-/// left out.
+/// Returns the tensor that was probably meant: one of the spec, or one that an option adds.
+/// Prefixes are often left out.
 fn meant(name: &str, spec: &LayerSpec) -> Option<String> {
     let own: Vec<String> = canonical_tensors(spec)
         .into_iter()
@@ -115,8 +115,7 @@ fn meant(name: &str, spec: &LayerSpec) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// Every tensor that an option adds is one that some spec has: `stray` names options that
-    /// exist.
+    /// Every tensor listed here exists in some spec, so `stray` names real options.
     #[test]
     fn options_have_the_tensors_they_are_named_for() {
         let all = [

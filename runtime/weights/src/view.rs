@@ -1,9 +1,9 @@
-//! Strided views: steps of a recipe that move nothing.
+//! Strided views, which apply the steps of a recipe without moving elements.
 
-use moesaic_spec::hf::Step;
+use moesaic_spec::hf::TensorStep;
 use std::ops::Range;
 
-/// Where the elements of a tensor are, in elements from its beginning.
+/// The positions of a tensor's elements, counted in elements from its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     pub shape: Vec<usize>,
@@ -12,7 +12,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// A row-major tensor.
+    /// Returns the layout of a row-major tensor.
     pub fn dense(shape: &[usize]) -> Layout {
         Layout {
             shape: shape.to_vec(),
@@ -21,11 +21,11 @@ impl Layout {
         }
     }
 
-    /// The layout after a step that moves elements; others leave it as it is.
-    /// The error is the shape the step wants.
-    pub fn apply(mut self, step: &Step) -> Result<Layout, String> {
+    /// Returns the layout after a step that reorders elements; other steps leave it unchanged. The
+    /// error is the shape that the step needs.
+    pub fn apply(mut self, step: &TensorStep) -> Result<Layout, String> {
         match step {
-            Step::Reshape(shape) => {
+            TensorStep::Reshape(shape) => {
                 let count = |shape: &[usize]| {
                     let sizes = shape.iter();
                     sizes.fold(1usize, |count, size| count.saturating_mul(*size))
@@ -40,7 +40,7 @@ impl Layout {
                     ..Layout::dense(shape)
                 })
             }
-            Step::Transpose => {
+            TensorStep::Transpose => {
                 let rank = self.shape.len();
                 if rank < 2 {
                     return Err("at least two dimensions".to_string());
@@ -49,7 +49,7 @@ impl Layout {
                 self.strides.swap(rank - 1, rank - 2);
                 Ok(self)
             }
-            Step::Take {
+            TensorStep::Take {
                 axis,
                 start,
                 step,
@@ -64,13 +64,14 @@ impl Layout {
                 self.shape[*axis] = *count;
                 Ok(self)
             }
-            Step::Dequantize(_) | Step::Factor(_) | Step::MulColumns(_) | Step::DivColumns(_) => {
-                Ok(self)
-            }
+            TensorStep::Dequantize(_)
+            | TensorStep::Factor(_)
+            | TensorStep::MulColumns(_)
+            | TensorStep::DivColumns(_) => Ok(self),
         }
     }
 
-    /// Some rows of the first dimension.
+    /// Returns some rows of the first dimension.
     pub fn rows(&self, rows: Range<usize>) -> Layout {
         let mut part = self.clone();
         if let (Some(size), Some(stride)) = (part.shape.first_mut(), self.strides.first()) {
@@ -80,7 +81,7 @@ impl Layout {
         part
     }
 
-    /// Where the elements are, if they follow each other in row-major order.
+    /// Returns the range of the elements, if they are contiguous in row-major order.
     pub fn contiguous(&self) -> Option<Range<usize>> {
         let mut dense = 1;
         for (size, stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -92,7 +93,7 @@ impl Layout {
         Some(self.start..self.start + dense)
     }
 
-    /// From the first element to the last.
+    /// Returns the range from the first element to the last.
     pub fn span(&self) -> Range<usize> {
         let each = self.shape.iter().zip(&self.strides);
         let last: usize = each
@@ -102,8 +103,7 @@ impl Layout {
         self.start..self.start + if empty { 0 } else { last + 1 }
     }
 
-    /// Sizes and strides of the two inner dimensions, with ones in front where
-    /// there are fewer.
+    /// Returns sizes and strides of the two inner dimensions, padded with ones in front.
     pub fn inner(&self) -> ([usize; 2], [usize; 2]) {
         let last = |list: &[usize], back: usize, default: usize| {
             list.len().checked_sub(back).map_or(default, |i| list[i])
@@ -114,7 +114,7 @@ impl Layout {
         )
     }
 
-    /// Where each matrix of the two inner dimensions begins, in order.
+    /// Returns the start of each matrix of the two inner dimensions, in order.
     pub fn matrices(&self) -> Vec<usize> {
         let outer = self.shape.len().saturating_sub(2);
         let mut starts = vec![self.start];
@@ -128,8 +128,8 @@ impl Layout {
     }
 }
 
-/// Whether two shapes of as many elements differ in dimensions that were joined or parted, and
-/// not in their order: `[E·h, d]` is `[E, h, d]`, `[d, E·h]` is another tensor.
+/// Returns true if two shapes with equal element counts differ only by joining or splitting
+/// dimensions: `[E·h, d]` is `[E, h, d]`, but `[d, E·h]` is another tensor.
 fn regroups(a: &[usize], b: &[usize]) -> bool {
     let bare = |shape: &[usize]| -> Vec<usize> {
         let sizes = shape.iter().copied();
@@ -154,7 +154,7 @@ fn regroups(a: &[usize], b: &[usize]) -> bool {
 fn dense_strides(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![1usize; shape.len()];
     for i in (1..shape.len()).rev() {
-        // Sizes beside a zero may be anything; nothing is there to step over.
+        // Sizes beside a zero may be huge, so saturate; no element uses these strides.
         strides[i - 1] = strides[i].saturating_mul(shape[i]);
     }
     strides

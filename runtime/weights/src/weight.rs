@@ -1,4 +1,4 @@
-//! One weight of a layer, in the tensors of a checkpoint that make it.
+//! One weight of a layer, with the tensors of a checkpoint that it is made from.
 
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
@@ -12,35 +12,35 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Mutex;
 
-/// A weight that was found; nothing of it was read.
+/// A weight that was found but not read.
 pub(crate) struct Weight<'a> {
-    /// As the layer wants it.
+    /// The type that the layer wants.
     pub dtype: DType,
-    /// As the layer wants it.
+    /// The shape that the layer wants.
     pub shape: Vec<usize>,
     pub parts: Vec<Part<'a>>,
-    /// A part is a row of the first dimension, else there is one part.
+    /// Whether each part is one row of the first dimension; otherwise there is one part.
     pub stacked: bool,
-    /// What multiplies each column, when anything does.
+    /// The factor on each column, if there is any.
     pub columns: Option<Vec<f64>>,
-    /// The weight is a table of ids below this number.
+    /// The number of experts that ids of a table must stay below, if the weight is a table.
     pub experts: Option<usize>,
-    /// Finite values may become infinite.
+    /// Whether finite values may become infinite.
     pub allow_infinite: bool,
-    /// What rounding did, of the rows that were read.
+    /// The effects of rounding in the rows read so far.
     pub tally: Mutex<Tally>,
 }
 
-/// Values of a weight that left the range of the layer's element type.
+/// Counts of a weight's values that left the range of the layer's element type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rounded {
     /// The canonical name.
     pub tensor: String,
     /// The layer's element type.
     pub dtype: DType,
-    /// Finite values that became infinite.
+    /// The number of finite values that became infinite.
     pub infinite: u64,
-    /// Values other than zero that became zero.
+    /// The number of nonzero values that became zero.
     pub zero: u64,
 }
 
@@ -56,7 +56,7 @@ impl fmt::Display for Rounded {
     }
 }
 
-/// Counts of values, each row of the weight once, however often it is read.
+/// Counts of values. Each row of the weight counts once, however often it is read.
 #[derive(Default)]
 pub(crate) struct Tally {
     lost: Lost,
@@ -77,8 +77,8 @@ impl Lost {
     }
 }
 
-/// From which magnitude on values of an element type are infinite, and up to which they are
-/// zero, when they are rounded to the nearest, ties to even.
+/// The magnitudes from which values become infinite, and up to which they become zero, when rounded
+/// to an element type (to nearest, ties to even).
 #[derive(Clone, Copy)]
 struct Range64 {
     infinite: f64,
@@ -87,7 +87,7 @@ struct Range64 {
 
 impl Range64 {
     fn of(dtype: DType) -> Range64 {
-        // Half a step above the largest number; half of the smallest.
+        // The bounds are half a step above the largest number, and half of the smallest.
         let (largest, step, smallest) = match dtype {
             DType::F16 => (65504.0, 5, -24),
             DType::Bf16 => (f64::from_bits(0x47ef_e000_0000_0000), 120, -133),
@@ -107,25 +107,27 @@ impl Range64 {
     }
 }
 
-/// A tensor of the file as a recipe wants it.
+/// A tensor of the file as a recipe uses it.
 pub(crate) struct Part<'a> {
     pub from: TensorRef<'a>,
     pub elements: Elements<'a>,
     pub layout: Layout,
 }
 
-/// What a tensor of the file has.
+/// The content of a tensor in the file.
 pub(crate) enum Elements<'a> {
-    /// Elements of one of our types.
+    /// Elements of a supported type.
     Numbers(DType),
     /// Codes and scales.
     Codes(Box<Quantized<'a>>),
 }
 
 impl Weight<'_> {
-    /// Rows of the first dimension, at most these: where they lie in the file, be it
-    /// one alone; if they do not, put together.
+    /// Returns rows of the first dimension, at most these: borrowed from the file if they are
+    /// contiguous there, even if that is only one, else assembled.
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'static>, WeightsError> {
+        // If not all rows are contiguous, a single one may be. Lending one row costs nothing, while
+        // assembling all would copy.
         let first = rows.start..rows.end.min(rows.start + 1);
         for rows in [&rows, &first] {
             if let Some(tensor) = self.lent(rows)? {
@@ -135,7 +137,7 @@ impl Weight<'_> {
         self.made(rows)
     }
 
-    /// All of it.
+    /// Returns all rows.
     pub fn whole(&self) -> Result<Tensor<'static>, WeightsError> {
         let all = 0..self.shape.first().copied().unwrap_or(1);
         match self.lent(&all)? {
@@ -144,7 +146,7 @@ impl Weight<'_> {
         }
     }
 
-    /// Rows that lie in the file as they should.
+    /// Returns rows that the file holds in the wanted form.
     fn lent(&self, rows: &Range<usize>) -> Result<Option<Tensor<'static>>, WeightsError> {
         let (part, layout) = match (self.stacked, rows.len()) {
             (false, _) => (&self.parts[0], self.parts[0].layout.rows(rows.clone())),
@@ -159,21 +161,24 @@ impl Weight<'_> {
         };
         part.from.check_length()?;
         let size = self.dtype.size();
+        // The bytes stay in the mapped file; nothing is copied.
         let data = part.from.data(span.start * size..span.end * size);
         self.check_table(&part.from, &data)?;
         Ok(Some(self.tensor(rows.len(), data)))
     }
 
-    /// Rows put together: in memory that lasts, while pages of the file do not.
+    /// Assembles rows in owned memory, so that pages of the file can be dropped.
     fn made(&self, rows: Range<usize>) -> Result<Tensor<'static>, WeightsError> {
         let row = self.shape.iter().skip(1).product::<usize>() * self.dtype.size();
-        // Only now: a spec can promise more than a file has and memory holds.
+        // Allocate only after the file was checked, because a spec can promise more than memory
+        // holds.
         let mut data = Bytes::zeros(rows.len() * row);
         let lost = self.make(rows.clone(), row, data.to_mut())?;
         if lost.infinite > 0 && !self.allow_infinite {
             return Err(self.overflow(row)?);
         }
         if let Ok(mut tally) = self.tally.lock()
+            // Ranks and retries may read a row several times.
             && rows.clone().all(|row| !tally.rows.contains(&row))
         {
             tally.rows.extend(rows.clone());
@@ -182,7 +187,7 @@ impl Weight<'_> {
         Ok(self.tensor(rows.len(), data))
     }
 
-    /// Writes rows of so many bytes each; counts the values that the element type cannot hold.
+    /// Writes rows of `row` bytes each, and counts the values that the element type cannot hold.
     fn make(&self, rows: Range<usize>, row: usize, out: &mut [u8]) -> Result<Lost, WeightsError> {
         let elements = row / self.dtype.size();
         if !self.stacked {
@@ -197,9 +202,10 @@ impl Weight<'_> {
         Ok(lost)
     }
 
-    /// The error that counts all values of the weight, not of some rows alone.
+    /// Returns the error with counts over all values of the weight, not only some rows.
     fn overflow(&self, row: usize) -> Result<WeightsError, WeightsError> {
         let (mut lost, mut out) = (Lost::default(), vec![0; row]);
+        // Count over the whole weight, so that the error is the same whichever rows were asked for.
         for index in 0..self.shape.first().copied().unwrap_or(1) {
             lost.add(self.make(index..index + 1, row, &mut out)?);
         }
@@ -213,7 +219,7 @@ impl Weight<'_> {
         })
     }
 
-    /// What rounding did to the rows that were read, if anything.
+    /// Returns the effects of rounding in the rows read so far, if there were any.
     pub fn rounded(&self, name: &str) -> Option<Rounded> {
         let Lost { infinite, zero } = self.tally.lock().ok()?.lost;
         (infinite + zero > 0).then(|| Rounded {
@@ -236,13 +242,13 @@ impl Weight<'_> {
         }
     }
 
-    /// Whether the elements are in the file as the layer wants them.
+    /// Returns true if the file holds the elements in the form that the layer wants.
     fn as_it_is(&self, part: &Part<'_>) -> bool {
         let same = matches!(part.elements, Elements::Numbers(found) if found == self.dtype);
         same && self.columns.is_none()
     }
 
-    /// Writes a part, or rows of it, to its place: from this element of the weight on.
+    /// Writes a part, or rows of it, starting at this element of the weight.
     fn fill(
         &self,
         part: &Part<'_>,
@@ -269,13 +275,14 @@ impl Weight<'_> {
                 span.start * size..span.end * size
             }
         };
+        // The pages were read once and would only crowd the page cache of this process.
         part.from.data(read).release();
         self.check_table(&part.from, out)?;
         Ok(lost)
     }
 
-    /// Codes as numbers: their products with the scales in f32, which are rounded once. That is
-    /// how checkpoints are dequantized elsewhere, to the bit.
+    /// Decodes codes: their products with the scales in f32, rounded once. Other implementations
+    /// dequantize in the same way, to the bit.
     fn decode(&self, codes: &Quantized<'_>, layout: &Layout, first: usize, out: &mut [u8]) -> Lost {
         let (wanted, size) = (self.dtype, self.dtype.size());
         let (range, mut lost) = (Range64::of(wanted), Lost::default());
@@ -289,6 +296,7 @@ impl Weight<'_> {
             let pairs = values.iter().zip(out.chunks_exact_mut(size));
             for (i, (value, out)) in pairs.enumerate() {
                 let factor = factors[(first + before + i) % factors.len()];
+                // The product is formed in f64 and rounded once.
                 let value = f64::from(*value) * factor;
                 range.count(value, &mut lost);
                 write_float(wanted, value, out);
@@ -297,7 +305,7 @@ impl Weight<'_> {
         lost
     }
 
-    /// Elements converted one by one.
+    /// Converts elements one by one.
     fn convert(
         &self,
         part: &Part<'_>,
@@ -327,12 +335,12 @@ impl Weight<'_> {
         Ok(lost)
     }
 
-    /// An integer that fits into 32 bits.
+    /// Converts an integer that must fit into 32 bits.
     fn int(&self, from: &TensorRef<'_>, value: i64) -> Result<i32, WeightsError> {
         i32::try_from(value).map_err(|_| self.bad_value(from, value))
     }
 
-    /// Whether the entries of an expert table name experts.
+    /// Checks that the entries of an expert table name experts.
     fn check_table(&self, from: &TensorRef<'_>, out: &[u8]) -> Result<(), WeightsError> {
         let Some(experts) = self.experts else {
             return Ok(());

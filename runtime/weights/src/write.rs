@@ -1,4 +1,4 @@
-//! Results written in one piece.
+//! Writes results in one piece.
 
 use crate::WeightsError;
 use moesaic_kernel::DType;
@@ -14,8 +14,8 @@ use tempfile::NamedTempFile;
 ///
 /// # Errors
 ///
-/// [`WeightsError::Io`] when the file cannot be written,
-/// [`WeightsError::Corrupt`] for a tensor whose bytes do not fit its shape.
+/// [`WeightsError::Io`] if the file cannot be written, [`WeightsError::Corrupt`] for a tensor whose
+/// bytes do not fit its shape.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &Tensors<'_>,
@@ -23,19 +23,28 @@ pub fn write_safetensors(
     write_serialized(path.as_ref(), tensors, None)
 }
 
-/// The same with a text in the file's metadata, which [`Checkpoint::noted`](crate::Checkpoint::noted)
-/// gives back. It is one text, not many, since the format keeps no order among them, and the same
-/// tensors are to be the same bytes.
+/// A text in the metadata of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Note<'a> {
+    /// Its key.
+    pub key: &'a str,
+    /// The text.
+    pub text: &'a str,
+}
+
+/// Writes the tensors with a text in the file's metadata, which
+/// [`Checkpoint::noted`](crate::Checkpoint::noted) returns. There is only one text because the
+/// format keeps no order among several, and equal tensors must give equal bytes.
 ///
 /// # Errors
 ///
-/// As [`write_safetensors`].
+/// The same as [`write_safetensors`].
 pub fn write_safetensors_noted(
     path: impl AsRef<Path>,
     tensors: &Tensors<'_>,
-    (key, text): (&str, &str),
+    note: Note<'_>,
 ) -> Result<(), WeightsError> {
-    let note = HashMap::from([(key.to_string(), text.to_string())]);
+    let note = HashMap::from([(note.key.to_string(), note.text.to_string())]);
     write_serialized(path.as_ref(), tensors, Some(note))
 }
 
@@ -51,15 +60,15 @@ fn write_serialized(
     })
 }
 
-/// Writes a file in one piece: into a temporary file beside it that takes its
-/// name at the end, so that a reader sees the old file, the new one, or none.
+/// Writes a file in one piece: into a temporary file beside it, which is renamed at the end. A
+/// reader sees the old file, the new one, or none.
 ///
-/// A symbolic link is followed. What is there and no ordinary file, such as a
-/// pipe or a device, keeps its place and is written to.
+/// It follows a symbolic link. A target that is not an ordinary file, such as a pipe or a device,
+/// is written to in place.
 ///
 /// # Errors
 ///
-/// Those of the system.
+/// The system's error.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     match fs::metadata(path) {
         Ok(there) if there.is_file() => replace(&fs::canonicalize(path)?, bytes),
@@ -80,7 +89,7 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A temporary file with the permissions of an ordinary one.
+/// Returns a temporary file with the permissions of an ordinary one.
 pub(crate) fn permitted(dir: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".moesaic-").suffix(".tmp");
@@ -120,7 +129,7 @@ pub(crate) fn theirs(dtype: DType) -> safetensors::Dtype {
     }
 }
 
-/// What an ordinary new file would get; temporary files are private otherwise.
+/// Returns the permissions of an ordinary new file, because temporary files are private.
 #[cfg(unix)]
 fn permissions() -> Option<Permissions> {
     use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! Safetensors written a piece at a time.
+//! Writes safetensors a few bytes at a time.
 
 use crate::WeightsError;
 use crate::checkpoint::{INDEX, SINGLE, inside, read_index};
@@ -10,12 +10,13 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// Writes tensors that are not in memory all at once: to one file, or to a directory
-/// with an index and files of bounded size, as [`Checkpoint`](crate::Checkpoint) opens
-/// both. Names are given when everything has been written; before that there are temporary
-/// files, which go away with the writer. Over an earlier checkpoint no name of its files is
-/// taken: one step makes the new one what is read, and only then the files of the earlier one
-/// go. So a process that ends on the way leaves the one or the other, whole.
+/// A writer of tensors that are not all in memory. It writes one file, or a directory with an index
+/// and files of bounded size; [`Checkpoint`](crate::Checkpoint) opens both.
+///
+/// The final names appear when everything has been written. Before that there are temporary files,
+/// which disappear with the writer. An earlier checkpoint in the same place keeps its names: one
+/// atomic step switches readers to the new one, and only then are the old files removed. So a
+/// process that ends at any point leaves one of the two, whole.
 pub struct Writer {
     to: To,
     files: VecDeque<Part>,
@@ -27,7 +28,7 @@ enum To {
     Directory { path: PathBuf, most: u64 },
 }
 
-/// A file on its way.
+/// A file being written.
 struct Part {
     file: NamedTempFile,
     tensors: Vec<String>,
@@ -35,14 +36,14 @@ struct Part {
 }
 
 impl Writer {
-    /// Writes one file.
+    /// Returns a writer of one file.
     pub fn file(path: impl AsRef<Path>) -> Writer {
         Writer::to(To::File(path.as_ref().to_path_buf()))
     }
 
-    /// Writes files with elements of at most `most` bytes, larger tensors aside, and an
-    /// index if it is more than one. The directory is made if it is not there. It is the
-    /// new checkpoint's then: what an index of an earlier one names is removed.
+    /// Returns a writer of files with at most `most` bytes of elements each, except for larger
+    /// tensors, and an index if there are several. It makes the directory if needed. The new
+    /// checkpoint takes the directory over: files named by an earlier index are removed.
     pub fn directory(path: impl AsRef<Path>, most: u64) -> Writer {
         let path = path.as_ref().to_path_buf();
         Writer::to(To::Directory { path, most })
@@ -68,10 +69,12 @@ impl Writer {
         }
     }
 
-    /// The next file, if bytes are still to come.
+    /// Returns the next file, if bytes are still to come.
     fn advance(&mut self) -> Result<Option<&mut Part>, SourceError> {
         while self.files.front().is_some_and(|part| part.left == 0) {
             if let Some(part) = self.files.pop_front() {
+                // Data must be on disk before a rename makes it visible, or a power cut could leave
+                // an empty file under the name.
                 part.file.as_file().sync_all()?;
                 self.done.push(part);
             }
@@ -79,18 +82,19 @@ impl Writer {
         Ok(self.files.front_mut())
     }
 
-    /// Names the files.
+    /// Gives the files their names.
     fn publish(&mut self) -> Result<(), SourceError> {
         self.acts()?.into_iter().try_for_each(Act::done)
     }
 
-    /// What is left to do when everything has been written. A checkpoint that is there stays
-    /// what is read until one of these acts is done, and from then on the new one is.
+    /// Returns the final acts after everything has been written. Readers see the earlier checkpoint
+    /// until one of these acts is done, and the new one from then on.
     fn acts(&mut self) -> Result<Vec<Act>, SourceError> {
         let parts = std::mem::take(&mut self.done);
         let folder = match &self.to {
             To::Directory { path, .. } => path.clone(),
             To::File(path) => {
+                // Follow a link, so that it keeps pointing to the new file.
                 let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
                 let name = |part: Part| Act::Name(part.file, path.clone());
                 return Ok(parts.into_iter().map(name).collect());
@@ -103,10 +107,11 @@ impl Writer {
         } else {
             vec![SINGLE.to_string()]
         };
-        // Of an index that cannot be read nothing is known.
+        // An unreadable index names no files that could safely be removed.
         let old = read_index(&index).unwrap_or_default().into_iter();
         let old: BTreeSet<PathBuf> = old
             .filter_map(|(_, file)| inside(&folder, &index, &file).ok())
+            // The new checkpoint may be that file itself.
             .filter(|file| *file != folder.join(SINGLE))
             .collect();
         let (mut acts, mut map) = (Vec::new(), BTreeMap::new());
@@ -118,31 +123,32 @@ impl Writer {
             );
             acts.push(Act::Name(part.file, folder.join(name)));
         }
+        // All files must have their names before the index refers to them.
         acts.push(Act::Settle(folder.clone()));
         if several {
             let json = serde_json::json!({ "metadata": {}, "weight_map": map });
             acts.push(Act::Write(index, json.to_string()));
-            // It would be read instead of the index.
+            // A single file takes precedence over an index when reading, so it must go.
             acts.push(Act::Remove(folder.join(SINGLE)));
         } else {
             acts.push(Act::Remove(index));
         }
+        // The switch must be on disk before old files go.
         acts.push(Act::Settle(folder));
         acts.extend(old.into_iter().map(Act::Remove));
         Ok(acts)
     }
 }
 
-/// One thing that gives a checkpoint its names, all of it or nothing.
+/// An atomic act of publishing a checkpoint.
 enum Act {
-    /// A file that was written gets its name.
+    /// Renames a written file to its name.
     Name(NamedTempFile, PathBuf),
-    /// A file is written in one piece.
+    /// Writes a file in one piece.
     Write(PathBuf, String),
-    /// A file that may not be there goes.
+    /// Removes a file, which may be missing.
     Remove(PathBuf),
-    /// What was done in a folder is on the disk before what follows, where a system can say
-    /// so of folders.
+    /// Flushes a folder to disk before the next act, on systems that can.
     Settle(PathBuf),
 }
 
@@ -157,6 +163,8 @@ impl Act {
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
                 _ => {}
             },
+            // Not every file system can sync a folder, and an error here loses nothing in the
+            // normal case.
             Act::Settle(folder) => {
                 let _ = fs::File::open(folder).and_then(|folder| folder.sync_all());
             }
@@ -165,12 +173,14 @@ impl Act {
     }
 }
 
-/// Names of so many files, none of which is there.
+/// Returns `count` file names that do not exist yet.
 fn free_names(folder: &Path, count: usize) -> Vec<String> {
     let name = |number: usize, again: usize| match again {
         0 => format!("model-{number:05}-of-{count:05}.safetensors"),
         _ => format!("model-{number:05}-of-{count:05}-{again}.safetensors"),
     };
+    // Names of an earlier checkpoint must stay as they are until readers have switched, so never
+    // reuse one.
     let free = |again: &usize| {
         let mut files = (1..=count).map(|number| folder.join(name(number, *again)));
         !files.any(|file| file.symlink_metadata().is_ok())
@@ -233,11 +243,12 @@ fn bytes(tensor: &Described) -> Option<u64> {
     elements.checked_mul(tensor.dtype.size() as u64)
 }
 
-/// Tensors of a file each, in their order.
+/// Groups the tensors into files, in their order.
 fn grouped(tensors: &[Described], most: u64) -> Vec<&[Described]> {
     let (mut groups, mut first, mut sum) = (Vec::new(), 0, 0u64);
     for (at, tensor) in tensors.iter().enumerate() {
         let size = bytes(tensor).unwrap_or(u64::MAX);
+        // A tensor larger than the limit gets a file of its own.
         if at > first && sum.saturating_add(size) > most {
             groups.push(&tensors[first..at]);
             (first, sum) = (at, 0);
@@ -248,7 +259,7 @@ fn grouped(tensors: &[Described], most: u64) -> Vec<&[Described]> {
     groups
 }
 
-/// The beginning of a file, and how many bytes of elements follow.
+/// Returns the start of a file, and the number of element bytes that follow.
 fn header(tensors: &[Described]) -> Result<(Vec<u8>, u64), SourceError> {
     let mut entries = serde_json::Map::new();
     let mut end = 0u64;
@@ -266,7 +277,7 @@ fn header(tensors: &[Described]) -> Result<(Vec<u8>, u64), SourceError> {
         }
     }
     let mut text = serde_json::Value::Object(entries).to_string();
-    // Elements begin where those of any type may lie.
+    // Pad the header so that elements of any type are aligned.
     text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
     let mut header = (text.len() as u64).to_le_bytes().to_vec();
     header.extend_from_slice(text.as_bytes());
@@ -279,7 +290,7 @@ mod tests {
     use crate::Checkpoint;
     use moesaic_kernel::DType;
 
-    /// Four tensors of 32 bytes, each full of one number.
+    /// Writes four tensors of 32 bytes, each filled with one number.
     fn written(folder: &Path, most: u64, number: u8) -> Writer {
         let tensor = |at: usize| Described {
             name: format!("tensor{at}"),
@@ -294,7 +305,7 @@ mod tests {
         writer
     }
 
-    /// The number in all tensors of the checkpoint that is read.
+    /// Returns the number that fills all tensors of the current checkpoint.
     fn whole(folder: &Path) -> u8 {
         let checkpoint = Checkpoint::open(folder).unwrap();
         assert_eq!(checkpoint.names().count(), 4);
@@ -307,7 +318,7 @@ mod tests {
         number
     }
 
-    /// The end of the process after each act, over a checkpoint of each form.
+    /// Ends the process after each act, over a checkpoint of each form.
     #[test]
     fn who_ends_on_the_way_leaves_one_of_two_checkpoints() {
         for (old, new) in [
@@ -331,7 +342,7 @@ mod tests {
                 }
                 assert!(seen.is_sorted(), "{old} to {new}: {seen:?}");
                 assert_eq!(seen.last() == Some(&2), seen.contains(&2));
-                // The next one finds its way through what was left.
+                // The next writer copes with the leftovers.
                 written(folder.path(), new, 3).publish().unwrap();
                 assert_eq!(whole(folder.path()), 3, "{old} to {new}");
                 if acts == count {
@@ -343,7 +354,7 @@ mod tests {
         }
     }
 
-    /// Again and again in one place: no more files than one checkpoint has.
+    /// Repeated writes to one place leave no more files than one checkpoint has.
     #[test]
     fn files_of_earlier_checkpoints_go() {
         let folder = tempfile::tempdir().unwrap();

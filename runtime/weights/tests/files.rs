@@ -18,7 +18,7 @@ fn spec(layout: GateLayout) -> LayerSpec {
     spec
 }
 
-/// Canonical tensors whose elements number all tensors through: 0, 1, 2, …
+/// Returns canonical tensors whose elements count through all tensors: 0, 1, 2, …
 fn numbered(spec: &LayerSpec) -> Tensors<'static> {
     let mut next = 0f32;
     let mut weights = Tensors::new();
@@ -347,13 +347,13 @@ fn writing_follows_links_and_replaces_only_files() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
 }
 
-/// A safetensors file of this header and nothing else.
+/// Writes a safetensors file that consists of this header.
 fn header_only(path: &Path, header: &str) {
     let length = (header.len() as u64).to_le_bytes();
     fs::write(path, [&length[..], header.as_bytes()].concat()).unwrap();
 }
 
-/// Sizes beside a zero may be anything: there are no elements.
+/// Sizes beside a zero may be huge, because there are no elements.
 #[test]
 fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
     let dir = tempfile::tempdir().unwrap();
@@ -363,7 +363,7 @@ fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
     header_only(&path, &format!(r#"{{"router.weight":{tensor}}}"#));
     let said = refusal(&spec(GateLayout::Split), &path);
     assert!(said.contains("[3, 6]"), "{said}");
-    // Rearranged, as layers of models are.
+    // Reordered and fused, as in the layers of models.
     let config = r#"{"model_type": "gpt_oss", "hidden_size": 8, "intermediate_size": 8,
         "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}"#;
     let import = hf::import(config, 0).unwrap();
@@ -383,8 +383,7 @@ fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
     assert!(errors.iter().all(shapes), "{errors:?}");
 }
 
-/// Nothing is allocated for tensors that the file does not have: these would
-/// be eight terabytes.
+/// Nothing is allocated for tensors that the file lacks, which here would be eight terabytes.
 #[test]
 fn a_spec_larger_than_memory_is_refused_by_a_small_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -408,7 +407,11 @@ fn a_spec_larger_than_memory_is_refused_by_a_small_file() {
 fn a_note_comes_back_and_leaves_the_tensors_as_they_are() {
     let dir = tempfile::tempdir().unwrap();
     let (path, weights) = (dir.path().join("a"), numbered(&spec(GateLayout::Split)));
-    write_safetensors_noted(&path, &weights, ("ours", "rank 3")).unwrap();
+    let note = Note {
+        key: "ours",
+        text: "rank 3",
+    };
+    write_safetensors_noted(&path, &weights, note).unwrap();
     let file = Checkpoint::open(&path).unwrap();
     assert_eq!(
         (file.noted("ours"), file.noted("theirs")),
@@ -420,7 +423,7 @@ fn a_note_comes_back_and_leaves_the_tensors_as_they_are() {
             .all(|(name, tensor)| file.read(name).unwrap() == *tensor)
     );
     let bytes = fs::read(&path).unwrap();
-    write_safetensors_noted(&path, &weights, ("ours", "rank 3")).unwrap();
+    write_safetensors_noted(&path, &weights, note).unwrap();
     assert_eq!(fs::read(&path).unwrap(), bytes);
     write_safetensors(&path, &weights).unwrap();
     assert_eq!(Checkpoint::open(&path).unwrap().noted("ours"), None);
@@ -433,7 +436,7 @@ fn the_files_of_a_checkpoint_are_those_that_opening_reads() {
     fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
     let files = Checkpoint::files_of(dir.path());
     let names: Vec<_> = files.iter().map(|file| file.file_name().unwrap()).collect();
-    // The first is not there, and would be read instead of the others.
+    // The first file does not exist, and would take precedence over the others.
     let expected = [
         "model.safetensors",
         "model.safetensors.index.json",

@@ -1,4 +1,4 @@
-//! GGUF files made by hand: shards, fused tensors, alignments, and headers that lie.
+//! Handmade GGUF files: shards, fused tensors, alignments, and invalid headers.
 
 use moesaic_spec::gguf::{GgufError, import, moe_layers};
 use moesaic_tensor::Tensors;
@@ -6,11 +6,11 @@ use moesaic_weights::{Checkpoint, LoadOptions, WeightsError, load_import};
 use std::fs;
 use std::path::Path;
 
-/// A file in the making.
+/// A file under construction.
 #[derive(Clone, Default)]
 struct File {
     keys: Vec<(String, u32, Vec<u8>)>,
-    /// Name, sizes (innermost first), ggml's type, bytes.
+    /// Name, sizes (innermost first), ggml's type and bytes of each tensor.
     tensors: Vec<(String, Vec<u64>, u32, Vec<u8>)>,
     alignment: Option<u32>,
 }
@@ -25,7 +25,7 @@ impl File {
         self.keys.push((key.to_string(), 4, value));
     }
 
-    /// A tensor of f32, whose numbers count from `first`.
+    /// Adds an f32 tensor whose numbers count from `first`.
     fn counted(&mut self, name: &str, sizes: &[u64], first: usize) {
         let count = sizes.iter().product::<u64>() as usize;
         let numbers = (first..first + count).flat_map(|n| (n as f32).to_le_bytes());
@@ -64,7 +64,7 @@ impl File {
     }
 }
 
-/// A layer of Qwen2's with a shared expert: width 4, experts 2 wide, a shared one 3 wide.
+/// Returns a layer of Qwen2 with width 4, experts 2 wide and a shared expert 3 wide.
 fn qwen2() -> File {
     let mut file = File::default();
     let name = "general.architecture".to_string();
@@ -113,7 +113,7 @@ fn shards_fused_halves_and_alignments_change_nothing() {
     let halves = gate.3.chunks(32).zip(up.3.chunks(32));
     gate.3 = halves.flat_map(|(gate, up)| [gate, up].concat()).collect();
     fused.alignment = Some(256);
-    // Not over the file that is mapped.
+    // A new path, because the old file is still mapped.
     let path = dir.path().join("fused.gguf");
     fused.write(&path);
     assert_eq!(load(&path), whole);
@@ -169,14 +169,14 @@ fn what_no_recipe_reads_is_refused() {
     );
 }
 
-/// A file that is cut short anywhere is refused, and so are sizes that nothing has.
+/// A file truncated anywhere is refused, and so are impossible sizes.
 #[test]
 fn headers_that_lie_are_one_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.gguf");
     qwen2().write(&path);
     let whole = fs::read(&path).unwrap();
-    // What is missing at the end of the last tensor's padding is no part of a tensor.
+    // Missing padding after the last tensor does no harm, since it is not part of a tensor.
     for length in (4..whole.len() - 32).step_by(7) {
         fs::write(&path, &whole[..length]).unwrap();
         let error = Checkpoint::open(&path).unwrap_err();

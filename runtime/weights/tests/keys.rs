@@ -1,6 +1,6 @@
 //! State dictionaries of Tutel and FastMoE.
 
-use moesaic_spec::keys::Library;
+use moesaic_spec::keys::CheckpointLibrary;
 use moesaic_spec::{LayerSpec, canonical_tensors};
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::*;
@@ -16,7 +16,7 @@ fn spec(router: &str, experts: &str) -> LayerSpec {
     LayerSpec::from_toml(&toml).unwrap_or_else(|e| panic!("{}", e.render(&toml, false)))
 }
 
-/// Canonical tensors, all elements of which differ.
+/// Returns canonical tensors whose elements all differ.
 fn numbered(spec: &LayerSpec) -> Tensors<'static> {
     let mut next = 0;
     let tensors = canonical_tensors(spec).into_iter().map(|tensor| {
@@ -28,7 +28,7 @@ fn numbered(spec: &LayerSpec) -> Tensors<'static> {
     tensors.collect()
 }
 
-/// The last two dimensions swapped.
+/// Swaps the last two dimensions.
 fn swapped(tensor: &Tensor<'_>) -> Tensor<'static> {
     let mut shape = tensor.shape.clone();
     let rank = shape.len();
@@ -41,7 +41,7 @@ fn swapped(tensor: &Tensor<'_>) -> Tensor<'static> {
     Tensor::copied(&shape, &turned.collect::<Vec<_>>())
 }
 
-/// The same elements in one dimension.
+/// Returns the same elements in one dimension.
 fn flat(tensor: &Tensor<'_>) -> Tensor<'static> {
     Tensor {
         shape: vec![tensor.shape.iter().product()],
@@ -49,7 +49,7 @@ fn flat(tensor: &Tensor<'_>) -> Tensor<'static> {
     }
 }
 
-/// Experts of a tensor, as many as asked for from `first` on.
+/// Returns `count` experts of a tensor, from `first` on.
 fn some(tensor: &Tensor<'_>, first: usize, count: usize) -> Tensor<'static> {
     let size = tensor.data.len() / tensor.shape[0];
     let mut shape = tensor.shape.clone();
@@ -67,7 +67,7 @@ fn count(experts: i64) -> Tensor<'static> {
     Tensor::owned(&[], vec![experts])
 }
 
-/// A plain layer as Tutel names it.
+/// Returns a plain layer with Tutel's names.
 fn tutel(weights: &Tensors<'static>, prefix: &str) -> Tensors<'static> {
     let w = |name: &str| weights[name].clone();
     let named = [
@@ -84,7 +84,7 @@ fn tutel(weights: &Tensors<'static>, prefix: &str) -> Tensors<'static> {
         .collect()
 }
 
-/// A plain layer as FastMoE names it, a module for each expert.
+/// Returns a plain layer with FastMoE's names, one module per expert.
 fn fastmoe(weights: &Tensors<'static>) -> Tensors<'static> {
     let mut dict = Tensors::from([
         (
@@ -105,21 +105,21 @@ fn fastmoe(weights: &Tensors<'static>) -> Tensors<'static> {
 }
 
 struct Call<'a> {
-    library: Library,
+    library: CheckpointLibrary,
     share: usize,
     prefix: Option<&'a str>,
     gate: Option<usize>,
 }
 
 const TUTEL: Call<'_> = Call {
-    library: Library::Tutel,
+    library: CheckpointLibrary::Tutel,
     share: 4,
     prefix: None,
     gate: None,
 };
 
 const FASTMOE: Call<'_> = Call {
-    library: Library::FastMoe,
+    library: CheckpointLibrary::FastMoe,
     ..TUTEL
 };
 
@@ -154,13 +154,13 @@ fn tutel_layers_by_their_own_names() {
             weights
         );
     }
-    // A file of an early version does not count its experts.
+    // A file of an early version does not store its number of experts.
     let mut legacy = tutel(&weights, "");
     legacy.remove("_num_global_experts");
     assert_eq!(TUTEL.load(&spec, &legacy).unwrap(), weights);
 }
 
-/// The oldest versions keep a bias as a row of its own for each expert.
+/// The oldest versions store each expert's bias as a row.
 #[test]
 fn tutels_oldest_biases_have_a_dimension_more() {
     let spec = spec("", PLAIN);

@@ -1,4 +1,4 @@
-//! Tests of reading and writing weights, one binary: each that is linked costs seconds.
+//! Tests of reading and writing weights in one binary, because linking each binary costs seconds.
 
 #[path = "../../../tests/oracle/archive.rs"]
 mod archive;

@@ -1,4 +1,4 @@
-//! Layers imported from Hugging Face checkpoints give what transformers gives.
+//! Layers imported from Hugging Face checkpoints compute the results of transformers.
 
 use crate::{archive, support};
 use moesaic_spec::hf;
@@ -42,7 +42,7 @@ fn more_families() {
     check_all("hf_more", 30);
 }
 
-/// Checkpoints that other libraries quantised, GGUF files among them.
+/// Checkpoints that other libraries quantized, GGUF files among them.
 #[test]
 fn published_formats() {
     let mut wrong = Vec::new();
@@ -65,7 +65,7 @@ fn every_other_family() {
     check_all("families", 40);
 }
 
-/// What transformers has in memory may be stored, too: `case.json` lists it.
+/// Tensors as transformers holds them in memory, listed by `case.json`, can be stored and read too.
 #[test]
 fn tensors_of_the_model_in_memory() {
     for dir in cases("families") {

@@ -1,19 +1,18 @@
-//! Layers of quantized checkpoints: the same bytes as those of their twins, which hold in bf16
-//! what the codes stand for.
+//! Layers of quantized checkpoints equal their bf16 twins, byte for byte.
 
 use crate::quantizer::{By, Fp8, In, Tensors, e2m1, e4m3, fp4, random};
 use crate::support::relative_error;
 use moesaic_kernel::DType;
 use moesaic_reference::{Input, Weights, forward};
 use moesaic_spec::hf::{self, Import};
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_tensor::WeightSource;
 use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, load_import};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs;
 
-/// A configuration with a `quantization_config`, and without.
+/// Imports a configuration with and without its `quantization_config`.
 fn imports(config: &Value, quantized: &Value) -> [Import; 2] {
     let mut with = config.clone();
     with["quantization_config"] = quantized.clone();
@@ -23,8 +22,8 @@ fn imports(config: &Value, quantized: &Value) -> [Import; 2] {
     })
 }
 
-/// The layer is the same from both files, as a whole and by rows of experts, in bf16 with
-/// nothing said; in f32 each is its codes' numbers, which bf16 rounds.
+/// Checks that both files give the same layer, whole and by rows of experts, in bf16 without
+/// options. In f32, each value is its code's number, which bf16 rounds.
 fn same(what: &str, config: &Value, quantized: &Value, codes: &Tensors, twin: &Tensors) {
     let dir = tempfile::tempdir().unwrap();
     let codes = codes.write(&dir.path().join("codes.safetensors"));
@@ -61,7 +60,7 @@ fn same(what: &str, config: &Value, quantized: &Value, codes: &Tensors, twin: &T
     }
 }
 
-/// A small DeepSeek-V3's configuration.
+/// Returns a small DeepSeek-V3's configuration.
 fn deepseek(model: usize, hidden: usize, experts: usize) -> Value {
     json!({
         "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "hidden_size": model,
@@ -72,10 +71,10 @@ fn deepseek(model: usize, hidden: usize, experts: usize) -> Value {
 
 const BLOCK: &str = "model.layers.0.mlp.";
 
-/// DeepSeek's block: experts and shared experts in FP8, the router not.
+/// Returns DeepSeek's block: experts and shared experts in FP8, the router in bf16.
 fn fp8_block(model: usize, hidden: usize, experts: usize, how: Fp8) -> [Tensors; 2] {
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
-    let rng = &mut Counter::new(how.seed);
+    let rng = &mut SampleRng::new(how.seed);
     codes.kept(
         &mut twin,
         &format!("{BLOCK}gate.weight"),
@@ -126,16 +125,16 @@ fn apart(name: &str) -> String {
     name.replace(".weight", ".scale")
 }
 
-/// The published block on sizes that are no multiple of it, and random ones.
+/// The published block size on matrices that are no multiple of it, and random block sizes.
 #[test]
 fn blocks_of_fp8_are_their_numbers() {
-    let mut rng = Counter::new(11);
+    let mut rng = SampleRng::new(11);
     for case in 0..12 {
         let (block, model, hidden) = match case {
             0 => ([128, 128], 136, 130),
             1 => ([128, 128], 128, 256),
             2 => ([128, 128], 40, 24),
-            // Wider than what is read at a time.
+            // Wider than one decoding run.
             3 => ([2, 300], 610, 5),
             _ => {
                 let block = [rng.between(1, 20), rng.between(1, 40)];
@@ -165,7 +164,7 @@ fn blocks_of_fp8_are_their_numbers() {
     }
 }
 
-/// One scale for a tensor or for a row, with ones in its shape and without.
+/// One scale per tensor or per row, with and without ones in its shape.
 #[test]
 fn rows_and_tensors_of_fp8_are_their_numbers() {
     for (seed, (by, quantized)) in [
@@ -173,7 +172,7 @@ fn rows_and_tensors_of_fp8_are_their_numbers() {
         (By::Matrix, compressed("tensor", Value::Null)),
         (By::Row, fine_grained(Value::Null)),
         (By::Matrix, fine_grained(Value::Null)),
-        // An old checkpoint, which says nothing of blocks.
+        // An old checkpoint, whose configuration does not mention blocks.
         (
             By::Matrix,
             json!({"quant_method": "fp8", "activation_scheme": "static"}),
@@ -197,7 +196,7 @@ fn rows_and_tensors_of_fp8_are_their_numbers() {
     }
 }
 
-/// Fused experts whose columns are rows of ours, with scales for their own blocks.
+/// Fused, transposed experts keep scales for the blocks of their own layout.
 #[test]
 fn fused_experts_of_fp8_are_turned_with_their_scales() {
     let (model, hidden, experts, block) = (21, 10, 3, [8, 6]);
@@ -208,7 +207,7 @@ fn fused_experts_of_fp8_are_turned_with_their_scales() {
     });
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
     let under = "model.layers.0.feed_forward.";
-    let mut rng = Counter::new(5);
+    let mut rng = SampleRng::new(5);
     codes.kept(
         &mut twin,
         &format!("{under}router.weight"),
@@ -256,8 +255,8 @@ fn fused_experts_of_fp8_are_turned_with_their_scales() {
     );
 }
 
-/// A tensor `[experts, rows, columns]` in MXFP4 here, and `[experts, columns, rows]` in bf16.
-fn mxfp4(files: [&mut Tensors; 2], name: &str, shape: [usize; 3], rng: &mut Counter) {
+/// Adds a tensor as MXFP4 `[experts, rows, columns]` and as bf16 `[experts, columns, rows]`.
+fn mxfp4(files: [&mut Tensors; 2], name: &str, shape: [usize; 3], rng: &mut SampleRng) {
     let [experts, rows, columns] = shape;
     let (mut bytes, mut scales, mut turned) = (vec![], vec![], vec![]);
     for _ in 0..experts {
@@ -288,7 +287,7 @@ fn mxfp4(files: [&mut Tensors; 2], name: &str, shape: [usize; 3], rng: &mut Coun
 
 fn gpt_oss(model: usize, hidden: usize, experts: usize) -> (Value, [Tensors; 2]) {
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
-    let mut rng = Counter::new((model + hidden + experts) as u64);
+    let mut rng = SampleRng::new((model + hidden + experts) as u64);
     for (name, shape) in [
         ("router.weight", &[experts, model][..]),
         ("router.bias", &[experts]),
@@ -321,7 +320,7 @@ fn mxfp4_is_its_numbers() {
         same(&what, &config, &quantized, &codes, &twin);
         let [ours, plain] = imports(&config, &quantized);
         assert_eq!(ours.notes.len(), plain.notes.len() + 1);
-        // A config that names no type, as gpt-oss's.
+        // Without a named type, as in gpt-oss' config.
         let mut bare = config.clone();
         bare.as_object_mut().unwrap().remove("torch_dtype");
         let [ours, plain] = imports(&bare, &quantized).map(|import| import.spec.precision.weights);
@@ -329,7 +328,7 @@ fn mxfp4_is_its_numbers() {
     }
 }
 
-/// DeepSeek-V4: experts in FP4 with a scale for 32 columns, shared experts in FP8.
+/// DeepSeek-V4: experts in FP4 with a scale per 32 columns, shared experts in FP8.
 #[test]
 fn fp4_in_rows_is_its_numbers() {
     let (model, hidden, experts) = (64, 32, 3);
@@ -339,7 +338,7 @@ fn fp4_in_rows_is_its_numbers() {
         "num_hidden_layers": 1, "num_hash_layers": 0,
     });
     let [mut codes, mut twin] = [Tensors::default(), Tensors::default()];
-    let mut rng = Counter::new(9);
+    let mut rng = SampleRng::new(9);
     let under = "layers.0.ffn.";
     codes.kept(
         &mut twin,
@@ -384,7 +383,7 @@ fn fp4_in_rows_is_its_numbers() {
     same("deepseek_v4", &config, &quantized, &codes, &twin);
 }
 
-/// Every code, with a scale that nothing rounds.
+/// Every code, with a scale that causes no rounding.
 #[test]
 fn every_code_is_its_number() {
     let (model, hidden) = (256, 1);
@@ -427,8 +426,8 @@ fn every_code_is_its_number() {
     assert_eq!(values[..8], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
 }
 
-/// Each checkpoint of `tests/oracle/quantized` is what transformers made of it, to the bit, and
-/// the layer gives what its block gave.
+/// Each checkpoint of `tests/oracle/quantized` decodes to transformers' values, to the bit, and the
+/// layer computes its block's results.
 #[test]
 fn transformers_dequantizes_so() {
     let root = crate::archive::folder("quantized");
@@ -465,7 +464,7 @@ fn transformers_dequantizes_so() {
     }
 }
 
-/// What is said of a file.
+/// Returns the error for a file.
 fn refusal(import: &Import, codes: &Tensors) -> String {
     let dir = tempfile::tempdir().unwrap();
     let file = codes.write(&dir.path().join("w"));

@@ -1,15 +1,15 @@
-//! A quantizer of its own: matrices as codes with scales, beside what those codes are as bf16.
+//! An independent quantizer: matrices as codes with scales, next to their decoded values as bf16.
 //!
-//! Codes are chosen among all of a format, whose numbers come from its definition.
+//! It picks codes among all of a format, whose values come from the format's definition.
 
 use half::bf16;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_weights::Checkpoint;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Tensors of a file to be, of any element type.
+/// Tensors of a file under construction, of any element type.
 #[derive(Clone, Default)]
 pub struct Tensors(pub BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>);
 
@@ -29,8 +29,8 @@ impl Tensors {
         self.put(name, Dtype::F32, shape, bytes.collect());
     }
 
-    /// Random numbers in bf16, in both.
-    pub fn kept(&mut self, twin: &mut Tensors, name: &str, shape: &[usize], rng: &mut Counter) {
+    /// Adds random bf16 numbers to both files.
+    pub fn kept(&mut self, twin: &mut Tensors, name: &str, shape: &[usize], rng: &mut SampleRng) {
         let values = random(rng, shape);
         self.bf16(name, shape, &values);
         twin.bf16(name, shape, &values);
@@ -46,13 +46,13 @@ impl Tensors {
     }
 }
 
-pub fn random(rng: &mut Counter, shape: &[usize]) -> Vec<f32> {
+pub fn random(rng: &mut SampleRng, shape: &[usize]) -> Vec<f32> {
     let size = 2f64.powi(rng.between(0, 8) as i32 - 6);
     let count = shape.iter().product();
     (0..count).map(|_| rng.real(-size, size) as f32).collect()
 }
 
-/// The number of a code with a sign, bits of exponent and of mantissa, and a bias.
+/// Returns the value of a code with a sign bit, exponent and mantissa bits, and a bias.
 fn number(code: u32, mantissa: u32, exponent: u32, bias: i32) -> f64 {
     let bits = code >> mantissa & ((1 << exponent) - 1);
     let fraction = f64::from(code & ((1 << mantissa) - 1)) / f64::from(1 << mantissa);
@@ -81,7 +81,7 @@ fn nearest(value: f32, codes: &[u8], number: fn(u8) -> f32) -> u8 {
     *best.expect("codes")
 }
 
-/// How scales lie.
+/// The blocks that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum By {
     Block([usize; 2]),
@@ -89,18 +89,18 @@ pub enum By {
     Matrix,
 }
 
-/// In which type scales are.
+/// The type of scales.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum In {
     F32,
     Bf16,
     E8m0,
-    /// E8M0 in bytes of no type.
+    /// E8M0 stored as untyped bytes.
     Bytes,
 }
 
 impl In {
-    /// A scale of at least `least` that the type has, and its bytes.
+    /// Returns a scale of at least `least` that the type can hold, and its bytes.
     fn rounded(self, least: f32) -> (f32, Vec<u8>) {
         match self {
             In::F32 => (least, least.to_le_bytes().to_vec()),
@@ -125,16 +125,16 @@ impl In {
     }
 }
 
-/// A matrix that was quantized.
+/// A quantized matrix.
 pub struct Matrix {
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
     pub grid: [usize; 2],
-    /// What the codes are, row major.
+    /// The decoded values, row major.
     pub values: Vec<f32>,
 }
 
-/// A matrix with a scale for each block: its largest number becomes the code's `most`.
+/// Quantizes a matrix with a scale per block, so that its largest number becomes the code `most`.
 fn quantize(
     values: &[f32],
     [rows, columns]: [usize; 2],
@@ -168,7 +168,7 @@ fn quantize(
     made
 }
 
-/// FP8 E4M3.
+/// Quantizes to FP8 E4M3.
 pub fn fp8(values: &[f32], size: [usize; 2], by: By, scales: In) -> Matrix {
     let codes: Vec<u8> = (0..=255).filter(|code| code & 0x7f != 0x7f).collect();
     let block = match by {
@@ -179,7 +179,7 @@ pub fn fp8(values: &[f32], size: [usize; 2], by: By, scales: In) -> Matrix {
     quantize(values, size, block, (&codes, e4m3, 448.0), scales)
 }
 
-/// FP4 E2M1 in groups of 32, two codes in a byte.
+/// Quantizes to FP4 E2M1 in groups of 32, two codes per byte.
 pub fn fp4(values: &[f32], size: [usize; 2], scales: In) -> Matrix {
     let codes: Vec<u8> = (0..16).collect();
     let mut made = quantize(values, size, [1, 32], (&codes, e2m1, 6.0), scales);
@@ -189,9 +189,9 @@ pub fn fp4(values: &[f32], size: [usize; 2], scales: In) -> Matrix {
 }
 
 impl Tensors {
-    /// A matrix in codes here and in bf16 there.
+    /// Adds a matrix as codes here and as bf16 in the twin.
     pub fn fp8(&mut self, twin: &mut Tensors, name: &str, size: [usize; 2], how: &Fp8) {
-        let values = random(&mut Counter::new(how.seed ^ name.len() as u64), &size);
+        let values = random(&mut SampleRng::new(how.seed ^ name.len() as u64), &size);
         let made = fp8(&values, size, how.by, how.scales);
         let shape = match (how.by, how.bare) {
             (By::Row, true) => vec![size[0]],
@@ -204,14 +204,14 @@ impl Tensors {
     }
 }
 
-/// How matrices become FP8.
+/// Options of FP8 quantization.
 #[derive(Clone, Copy)]
 pub struct Fp8 {
     pub by: By,
     pub scales: In,
-    /// Shapes of scales leave out ones.
+    /// Whether the shapes of scales omit ones.
     pub bare: bool,
-    /// The name of a matrix's scales.
+    /// Returns the name of a matrix's scales.
     pub called: fn(&str) -> String,
     pub seed: u64,
 }

@@ -1,15 +1,15 @@
-//! What of a checkpoint is lent, and what is made of it.
+//! Weights that a checkpoint lends without a copy, and weights that it converts.
 
 use half::bf16;
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Alternative, Parts, Step, TensorSource, canonical_sources};
+use moesaic_spec::hf::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
 use moesaic_spec::{GateLayout, LayerSpec, canonical_tensors};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use moesaic_weights::*;
 
 const SPEC: &str = "shape = { model_dim = 4, hidden_dim = 6, experts = 3, top_k = 1 }";
 
-/// A spec, and its tensors with elements that number all through.
+/// Returns a spec, and its tensors with elements that count through all of them.
 fn layer() -> (LayerSpec, Tensors<'static>) {
     let spec = LayerSpec::from_toml(SPEC).unwrap();
     let mut next = 0;
@@ -63,8 +63,8 @@ fn reader_of_nothing(spec: &LayerSpec) -> String {
         .to_string()
 }
 
-/// All that does not fit is said at once, of what is missing the first; that values would be
-/// rounded is said when all else is right.
+/// All mismatches are reported at once, but of missing tensors only the first. Rounding is reported
+/// only if nothing else is wrong.
 #[test]
 fn every_tensor_that_does_not_fit_is_named() {
     let (mut spec, mut weights) = layer();
@@ -97,7 +97,7 @@ fn every_tensor_that_does_not_fit_is_named() {
     assert_eq!(said.lines().count(), 4, "{said}");
 }
 
-/// A recipe of another number of experts than the layer has.
+/// A recipe with another number of experts than the layer is refused.
 #[test]
 fn a_recipe_has_a_tensor_for_each_expert() {
     let (spec, weights) = layer();
@@ -110,7 +110,7 @@ fn a_recipe_has_a_tensor_for_each_expert() {
     let file = written(&dir, &each);
     let sources = |count| {
         let name = "experts.down.weight";
-        let parts = Parts::PerExpert {
+        let parts = TensorParts::PerExpert {
             before: "down.".to_string(),
             after: String::new(),
             first: 0,
@@ -156,8 +156,7 @@ fn other_types_are_converted_piece_by_piece() {
     assert_eq!(read.shape, [2, 4, 6]);
 }
 
-/// Gate and up of an expert one behind the other: those of one expert lie as they
-/// should, and those of two do not.
+/// Fused gate and up of one expert are contiguous, those of two are not.
 #[test]
 fn halves_of_fused_tensors_are_lent_expert_by_expert() {
     let (mut spec, mut weights) = layer();
@@ -181,8 +180,7 @@ fn halves_of_fused_tensors_are_lent_expert_by_expert() {
     assert_eq!(reader.load().unwrap(), whole);
 }
 
-/// Factors of columns are those of the elements that are read, also where each row is
-/// one element.
+/// Column factors apply to the requested elements, even if each row is one element.
 #[test]
 fn columns_are_scaled_in_pieces_as_at_once() {
     let toml =
@@ -199,19 +197,19 @@ fn columns_are_scaled_in_pieces_as_at_once() {
     for (e, value) in each {
         weights.insert(format!("one.{e}"), Tensor::owned(&[1], vec![*value]));
     }
-    let per_expert = Parts::PerExpert {
+    let per_expert = TensorParts::PerExpert {
         before: "one.".to_string(),
         after: String::new(),
         first: 0,
         count: 3,
     };
-    let whole = Parts::One("router.bias".to_string());
-    let scale = Step::MulColumns("by".to_string());
+    let whole = TensorParts::One("router.bias".to_string());
+    let scale = TensorStep::MulColumns("by".to_string());
     for (parts, steps, expected) in [
         (whole, vec![scale.clone()], [2.0, 6.0, 15.0]),
         (
             per_expert,
-            vec![Step::Reshape(vec![]), scale],
+            vec![TensorStep::Reshape(vec![]), scale],
             [8.0, 24.0, 80.0],
         ),
     ] {
@@ -229,7 +227,7 @@ fn columns_are_scaled_in_pieces_as_at_once() {
     }
 }
 
-/// A recipe for fewer experts, or more, is not the layer's.
+/// A recipe for fewer or more experts does not fit the layer.
 #[test]
 fn recipes_have_a_tensor_for_each_expert() {
     let (spec, whole) = layer();
@@ -244,7 +242,7 @@ fn recipes_have_a_tensor_for_each_expert() {
     for count in [0, 2, 4] {
         let mut sources = moesaic_spec::hf::canonical_sources(&spec);
         let source = sources.iter_mut().find(|s| s.name == "experts.down.weight");
-        let parts = Parts::PerExpert {
+        let parts = TensorParts::PerExpert {
             before: "down.".to_string(),
             after: String::new(),
             first: 0,
@@ -261,7 +259,7 @@ fn recipes_have_a_tensor_for_each_expert() {
     }
 }
 
-/// The system would end a process that reads where a file was.
+/// Without this check, the system would end a process that reads beyond the end.
 #[test]
 fn a_file_that_was_cut_short_is_an_error() {
     let (spec, weights) = layer();
@@ -282,7 +280,7 @@ fn a_file_that_was_cut_short_is_an_error() {
     assert_eq!(error.to_string(), expected);
 }
 
-/// Tensors of single experts, turned: rows are put together when they are asked for.
+/// Transposed tensors of single experts: rows are assembled on request.
 #[test]
 fn experts_are_put_together_as_far_as_asked() {
     let (spec, whole) = layer();
@@ -299,13 +297,13 @@ fn experts_are_put_together_as_far_as_asked() {
     *source.unwrap() = TensorSource {
         name: "experts.down.weight".to_string(),
         alternatives: vec![Alternative {
-            parts: Parts::PerExpert {
+            parts: TensorParts::PerExpert {
                 before: "down.".to_string(),
                 after: String::new(),
                 first: 0,
                 count: 3,
             },
-            steps: vec![Step::Transpose],
+            steps: vec![TensorStep::Transpose],
         }],
     };
     let dir = tempfile::tempdir().unwrap();

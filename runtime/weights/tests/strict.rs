@@ -1,5 +1,5 @@
-//! What a file holds beside, or otherwise than, what the layer reads: orders of dimensions,
-//! tensors without a use, values out of range, shards of other layers.
+//! Files that differ from what the layer reads: other dimension orders, unused tensors, values out
+//! of range, missing shards of other layers.
 
 use moesaic_kernel::DType;
 use moesaic_spec::{LayerSpec, canonical_tensors, hf};
@@ -7,7 +7,7 @@ use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use moesaic_weights::*;
 use std::fs;
 
-/// Tensors in a file, opened.
+/// Writes tensors to a file and opens it.
 fn file(tensors: &Tensors<'_>) -> (tempfile::TempDir, Checkpoint) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
@@ -33,7 +33,7 @@ fn spec(more: &str) -> LayerSpec {
     LayerSpec::from_toml(&format!("{shape}\n{more}")).unwrap()
 }
 
-/// The last two dimensions swapped.
+/// Swaps the last two dimensions.
 fn swapped(tensor: &Tensor<'_>) -> Tensor<'static> {
     let [e, a, b] = tensor.shape[..] else {
         panic!("{:?}", tensor.shape)
@@ -43,8 +43,8 @@ fn swapped(tensor: &Tensor<'_>) -> Tensor<'static> {
     Tensor::copied(&[e, b, a], &each.collect::<Vec<f32>>())
 }
 
-/// Qwen3-VL-MoE is published transposed and saved by others as it is in memory: every shape, also
-/// where one of the two tensors is square, reads the same from both.
+/// Qwen3-VL-MoE is published transposed, and others save it as it is in memory. Every shape reads
+/// the same from both, even if one of the two tensors is square.
 #[test]
 fn the_other_tensor_tells_the_order_of_a_square_one() {
     let root = "model.language_model.layers.0.mlp";
@@ -72,7 +72,7 @@ fn the_other_tensor_tells_the_order_of_a_square_one() {
     }
 }
 
-/// Where no tensor tells, none is guessed.
+/// If no tensor tells the order, none is guessed.
 #[test]
 fn an_order_that_nothing_tells_is_refused() {
     let root = "model.layers.0.mlp";
@@ -96,7 +96,7 @@ fn an_order_that_nothing_tells_is_refused() {
     assert!(said.contains("has shape [2, 4, 4], which fits both as it is and transposed"));
 }
 
-/// A flat tensor may be parted; one in another order is not what the recipe means.
+/// A flat tensor may be split, but a reordered one is not what the recipe means.
 #[test]
 fn a_reshape_does_not_reorder() {
     let config = r#"{"model_type": "dbrx", "d_model": 4, "n_layers": 1, "ffn_config":
@@ -152,7 +152,7 @@ fn tensors_that_the_spec_has_no_use_for_are_refused() {
         ("zigzag", ""),
     ];
     let mut all = canonical(&plain);
-    // State of an optimizer is no part of the layer.
+    // Optimizer state is not part of the layer.
     all.insert("optimizer.step".to_string(), numbers(&[1], 0));
     for (name, hint) in cases {
         let mut tensors = canonical(&plain);
@@ -197,7 +197,7 @@ fn a_missing_tensor_names_the_misspelt_one() {
     );
 }
 
-/// Of a whole model only what lies in the layer's own block is judged.
+/// In a whole model, only tensors of the layer's own block are checked.
 #[test]
 fn a_model_may_have_other_tensors_than_those_of_the_block() {
     let config = r#"{"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 3,
@@ -238,8 +238,8 @@ fn a_model_may_have_other_tensors_than_those_of_the_block() {
     }
 }
 
-/// A layer whose shards are there is read, whatever else the index names; what is asked for and
-/// is not there is named.
+/// A layer is read if its own shards exist, whatever else the index names. A missing shard that is
+/// needed is named.
 #[test]
 fn shards_of_other_layers_need_not_be_there() {
     let dir = tempfile::tempdir().unwrap();
@@ -266,7 +266,7 @@ fn shards_of_other_layers_need_not_be_there() {
             tensors = own;
         }
     }
-    // Cut short, as by a copy that goes on.
+    // Truncated, as by an unfinished copy.
     fs::write(dir.path().join("model-2.safetensors"), [1, 2, 3]).unwrap();
     let text = format!(
         "\u{feff}{{\"metadata\": NaN, \"weight_map\": {{{}}}}}",
@@ -290,7 +290,7 @@ fn shards_of_other_layers_need_not_be_there() {
     assert!(matches!(gone, WeightsError::MissingShard { .. }), "{gone}");
     assert!(
         gone.to_string()
-            .contains("model-0.safetensors, which is not there"),
+            .contains("model-0.safetensors, which is missing"),
         "{gone}"
     );
     assert!(
@@ -299,12 +299,12 @@ fn shards_of_other_layers_need_not_be_there() {
             .to_string()
             .contains("model-2.safetensors is damaged")
     );
-    // It may come later.
+    // The shard may arrive later.
     let name = "model.layers.0.block_sparse_moe.gate.weight";
     assert!(file.has(name) && file.tensor(name).is_none());
 }
 
-/// The largest and smallest magnitudes of each type, and those next to them that round away.
+/// The largest and smallest magnitudes of each type, and their neighbours that round away.
 #[test]
 fn values_out_of_range_are_counted_and_refused() {
     let cases = [

@@ -1,4 +1,4 @@
-//! Files that are written a piece at a time.
+//! Files that are written a few bytes at a time.
 
 use moesaic_kernel::DType;
 use moesaic_tensor::{Described, WeightSink};
@@ -18,7 +18,7 @@ fn bytes(tensor: usize) -> Vec<u8> {
     vec![tensor as u8 + 1; 6 * (tensor + 1)]
 }
 
-/// In pieces that do not end where tensors do.
+/// Writes pieces that do not end where tensors do.
 fn fill(writer: &mut Writer, count: usize) {
     writer.begin(&tensors(count)).unwrap();
     let all: Vec<u8> = (0..count).flat_map(bytes).collect();
@@ -55,7 +55,7 @@ fn files_are_bounded_and_an_index_names_them() {
     let index = "model.safetensors.index.json".to_string();
     let file = |n| format!("model-0000{n}-of-00002.safetensors");
     assert_eq!(names(folder.path()), [file(1), file(2), index]);
-    // A later one in the same place is what is read then, in either form.
+    // A later checkpoint in the same place is the one that is read, in either form.
     let mut writer = Writer::directory(folder.path(), 1000);
     fill(&mut writer, 3);
     writer.end().unwrap();

@@ -1,35 +1,34 @@
-//! Arguments in the form that GPU drivers take them.
+//! Kernel arguments in the form that GPU drivers take.
 
 use crate::{Arg, DeviceError, LaunchDims, Ptr};
 use moesaic_kernel::{Entry, Param, ParamType, Scalar, TensorMap};
 use std::ffi::c_void;
 
-/// Argument values, and the array of pointers to them that a driver reads
-/// during a launch. Drivers know the size of each parameter from the binary.
-/// One that is used again allocates nothing.
+/// Argument values, and the array of pointers to them that a driver reads during a launch. Drivers
+/// know the size of each parameter from the binary. Reusing a block allocates nothing.
 #[derive(Default)]
 pub struct ArgBlock {
     values: Vec<Value>,
     pointers: Vec<*mut c_void>,
 }
 
-/// Bytes of an encoded tensor map.
+/// The size of an encoded tensor map in bytes.
 pub const MAP_BYTES: usize = 128;
 
 /// An encoded tensor map.
 pub type MapBytes = [u8; MAP_BYTES];
 
-/// Room for any argument; drivers want a tensor map at a multiple of 64 bytes,
-/// those for CUDA 13 of 128.
+/// Storage for any argument. Drivers want a tensor map aligned to 64 bytes, those for CUDA 13 to
+/// 128.
 #[repr(align(128))]
 struct Value([u8; MAP_BYTES]);
 
 impl ArgBlock {
-    /// Packs `args`, once they fit the entry's parameters in number and kind.
+    /// Packs `args` after checking that they fit the entry's parameters in number and kind.
     ///
     /// # Errors
-    /// [`DeviceError::Launch`] names the first that does not fit, or the
-    /// first tensor map, which only [`ArgBlock::with_maps`] takes.
+    /// [`DeviceError::Launch`] names the first argument that does not fit, or the first tensor map,
+    /// which only [`ArgBlock::with_maps`] accepts.
     pub fn new(entry: &Entry, args: &[Arg]) -> Result<ArgBlock, DeviceError> {
         ArgBlock::with_maps(entry, args, |_, _, _| {
             let reason = "this device has no tensor maps".to_string();
@@ -40,12 +39,12 @@ impl ArgBlock {
         })
     }
 
-    /// Packs `args`; `encode` writes a tensor map from its declaration, the
-    /// address of the tensor and its sizes, innermost first. There is no map of
-    /// a tensor without elements: its bytes are zero, and no kernel copies by it.
+    /// Packs `args`. `encode` writes a tensor map from its declaration, the address of the tensor
+    /// and its sizes, innermost first. A tensor without elements has no map: its bytes are zero,
+    /// and no kernel copies through it.
     ///
     /// # Errors
-    /// As [`ArgBlock::new`], and what `encode` returns.
+    /// The errors of [`ArgBlock::new`] and of `encode`.
     pub fn with_maps(
         entry: &Entry,
         args: &[Arg],
@@ -56,16 +55,18 @@ impl ArgBlock {
         Ok(block)
     }
 
-    /// Packs other arguments into a block; see [`ArgBlock::with_maps`].
+    /// Packs other arguments into the block; see [`ArgBlock::with_maps`].
     ///
     /// # Errors
-    /// As there.
+    /// The same as [`ArgBlock::with_maps`].
     pub fn pack(
         &mut self,
         entry: &Entry,
         args: &[Arg],
         mut encode: impl FnMut(&TensorMap, Ptr, [u64; 5]) -> Result<MapBytes, DeviceError>,
     ) -> Result<(), DeviceError> {
+        // Check everything before packing: drivers trust the pointers and would read beyond a
+        // missing argument.
         check_count(entry, args)?;
         check_kinds(entry, args)?;
         self.values.clear();
@@ -83,10 +84,10 @@ impl ArgBlock {
         Ok(())
     }
 
-    /// One pointer per argument, valid while the block lives and stays where
-    /// it is borrowed.
+    /// Returns one pointer per argument, valid while the block is borrowed and not moved.
     pub fn pointers(&mut self) -> &mut [*mut c_void] {
         let values = self.values.iter_mut();
+        // The values may have moved since the last call, so take their addresses anew.
         self.pointers.clear();
         self.pointers
             .extend(values.map(|value| value.0.as_mut_ptr().cast()));
@@ -94,13 +95,14 @@ impl ArgBlock {
     }
 }
 
-/// The grid of `dims` as drivers take it; `None` when a dimension is zero and
-/// there is nothing to launch.
+/// Returns the grid of `dims` as drivers take it, or `None` if a dimension is zero and there is
+/// nothing to launch.
 ///
 /// # Errors
-/// [`DeviceError::Launch`] when a dimension is beyond what GPUs have: 2^31-1
-/// blocks in x, 65535 in y.
+/// [`DeviceError::Launch`] if a dimension exceeds the limits of GPUs: 2^31-1 blocks in x, 65535 in
+/// y.
 pub fn gpu_grid(symbol: &str, dims: &LaunchDims) -> Result<Option<[u32; 2]>, DeviceError> {
+    // The limits of CUDA's grids, used for both vendors.
     const MOST: [u64; 2] = [i32::MAX as u64, u16::MAX as u64];
     let [x, y] = dims.grid;
     if x == 0 || y == 0 {
@@ -156,7 +158,7 @@ fn fits(param: &Param, arg: &Arg) -> bool {
     )
 }
 
-/// The value in the first bytes, as hosts of GPUs are little-endian.
+/// Returns the value in the first bytes, little-endian as on all hosts of GPUs.
 fn scalar(arg: &Arg) -> MapBytes {
     let value = match arg {
         Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,
@@ -233,7 +235,7 @@ mod tests {
         assert!(block.pack(&entry(), &args[..2], none).is_err());
     }
 
-    /// Encoders refuse such sizes, and a kernel without rows asks for no box.
+    /// Encoders refuse empty tensors, and a kernel without rows never uses their map.
     #[test]
     fn no_elements_no_map() {
         let map = TensorMap {
@@ -251,7 +253,7 @@ mod tests {
             let dims = [64, rows, 1, 1, 1];
             let arg = Arg::TensorMap { base: Ptr(0), dims };
             let mut block = ArgBlock::with_maps(&entry, &[arg], |_, _, _| Ok([7; MAP_BYTES]))?;
-            // SAFETY: the block lives, and a map has so many bytes.
+            // SAFETY: the block lives, and a map has this many bytes.
             Ok(unsafe { *block.pointers()[0].cast::<MapBytes>() })
         };
         let pack = |rows| pack(rows).unwrap_or_else(|error: DeviceError| panic!("{error}"));

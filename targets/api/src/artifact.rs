@@ -1,9 +1,9 @@
-//! Compiled kernels and what the binary says about them.
+//! Compiled kernels and the facts in their binaries.
 
 use moesaic_kernel::{Entry, KernelSource, ParamType, Scalar};
 use serde::{Deserialize, Serialize};
 
-/// A compiled kernel source: the bytes a device loads, and their report.
+/// A compiled kernel source: the bytes that a device loads, and a report on them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Artifact {
     /// A shared object, a CUBIN or a code object.
@@ -16,71 +16,71 @@ pub struct Artifact {
 /// Facts about an artifact.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// The compiler that made it, as people know it: `NVRTC 13.0`, `gcc 12.2.0`.
+    /// The compiler's name, such as `NVRTC 13.0` or `gcc 12.2.0`.
     pub compiler: String,
-    /// Milliseconds the compiler took.
+    /// The compile time in milliseconds.
     pub compile_ms: f64,
-    /// One per entry, in the order of the source's entries.
+    /// One report per entry, in the order of the source's entries.
     pub kernels: Vec<KernelReport>,
-    /// What the compiler said, trimmed; usually empty.
+    /// The compiler's messages, trimmed; usually empty.
     pub log: String,
 }
 
-/// Facts about one entry. A fact the binary does not hold is `None`.
+/// Facts about one entry. A fact that the binary lacks is `None`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KernelReport {
     /// The entry's symbol.
     pub symbol: String,
     /// Registers per thread (for AMD: vector registers).
     pub registers: Option<u32>,
-    /// Accumulation registers per thread, AMD only; where the file is unified
-    /// they are part of `registers`.
+    /// Accumulation registers per thread, AMD only. On targets with a unified register file they
+    /// are part of `registers`.
     #[serde(default)]
     pub accumulator_registers: Option<u32>,
     /// Scalar registers per wave, AMD only.
     pub scalar_registers: Option<u32>,
     /// Bytes spilled to local memory per thread.
     pub spill_bytes: Option<u32>,
-    /// Scalar registers that the kernel spills, to lanes of vector registers where it can; AMD
-    /// only. No memory is touched then, so that `spill_bytes` does not count them.
+    /// Spilled scalar registers, AMD only. They go to lanes of vector registers where possible,
+    /// without touching memory, so `spill_bytes` does not count them.
     #[serde(default)]
     pub scalar_spills: Option<u32>,
     /// Bytes of stack per thread.
     pub stack_bytes: Option<u32>,
     /// Bytes of static shared memory (LDS) per block.
     pub shared_bytes: Option<u32>,
-    /// The largest block the kernel was compiled for.
+    /// The largest block size that the kernel was compiled for.
     pub max_threads: Option<u32>,
     /// Bytes of machine code.
     pub code_bytes: Option<u64>,
-    /// The parameters as the binary declares them; empty when it does not.
+    /// The parameters that the binary declares; empty if it declares none.
     pub params: Vec<ParamSlot>,
 }
 
-/// A parameter as the binary declares it.
+/// A parameter that the binary declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ParamSlot {
     /// Byte offset in the parameter block.
     pub offset: u32,
-    /// Bytes.
+    /// Its size in bytes.
     pub size: u32,
 }
 
 impl Report {
-    /// The facts about the entry with this symbol.
+    /// Returns the facts about the entry with this symbol.
     pub fn kernel(&self, symbol: &str) -> Option<&KernelReport> {
         self.kernels.iter().find(|kernel| kernel.symbol == symbol)
     }
 }
 
 impl KernelReport {
-    /// Whether any register is spilled, wherever to.
+    /// Returns true if any register is spilled, to memory or to other registers.
     pub fn spills(&self) -> bool {
         self.spill_bytes.unwrap_or(0) > 0 || self.scalar_spills.unwrap_or(0) > 0
     }
 
-    /// Picks the source's entries out of what a binary holds, in their order,
-    /// and compares the signatures. A source without entries gets everything.
+    /// Picks the source's entries from the contents of a binary, in their order, and compares the
+    /// signatures. A source without entries gets all of them.
     ///
     /// # Errors
     /// A sentence that names the missing kernel or the
@@ -102,9 +102,9 @@ impl KernelReport {
         source.entries.iter().map(one).collect()
     }
 
-    /// How the binary's signature differs from what `entry` declares: the
-    /// number and sizes of the parameters, and the largest block. `None` when
-    /// they agree. Only for binaries that declare their parameters.
+    /// Returns the difference between the binary's signature and `entry`: the number and sizes of
+    /// the parameters, and the largest block. `None` if they agree. Use it only for binaries that
+    /// declare their parameters.
     pub fn disagreement(&self, entry: &Entry) -> Option<String> {
         self.count_disagreement(entry)
             .or_else(|| self.size_disagreement(entry))
@@ -145,7 +145,7 @@ impl KernelReport {
     }
 }
 
-/// Bytes a parameter takes in the parameter block.
+/// Returns the size of a parameter in the parameter block, in bytes.
 fn param_bytes(ty: ParamType) -> u32 {
     match ty {
         ParamType::Tensor(..) | ParamType::Scalar(Scalar::I64) => 8,

@@ -1,8 +1,8 @@
-//! What a simulator counted while it ran a kernel.
+//! Counters of a simulator.
 
 use serde::{Deserialize, Serialize};
 
-/// Sums over the launches of one kernel.
+/// Sums over the launches of one kernel in a simulator.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelCounters {
     /// The entry's symbol.
@@ -13,23 +13,23 @@ pub struct KernelCounters {
     pub blocks: u64,
     /// Instructions of whole warps, by class.
     pub instructions: InstructionCounts,
-    /// Requests of warps for global memory.
+    /// Loads of warps from global memory.
     pub global_loads: GlobalCounts,
     /// Stores and atomics of warps to global memory.
     pub global_stores: GlobalCounts,
-    /// Requests for global memory by bytes per thread: 1, 2, 4, 8, 16.
+    /// Global memory requests by bytes per thread: 1, 2, 4, 8, 16.
     pub global_widths: [u64; 5],
-    /// Requests of warps for shared memory.
+    /// Requests of warps to shared memory.
     pub shared: SharedCounts,
-    /// Products that the matrix units added.
+    /// Multiply-adds of the tensor cores.
     pub tensor_multiply_adds: u64,
-    /// Bytes the copy engines brought from global to shared memory.
+    /// Bytes that TMA copied from global to shared memory.
     pub async_load_bytes: u64,
-    /// Bytes the copy engines brought from shared to global memory.
+    /// Bytes that TMA copied from shared to global memory.
     pub async_store_bytes: u64,
 }
 
-/// Instructions that warps executed, by what they do.
+/// Executed warp instructions by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstructionCounts {
     /// Integer arithmetic, logic, comparisons and selections.
@@ -61,7 +61,7 @@ pub struct GlobalCounts {
     pub requests: u64,
     /// Sectors of 32 bytes that the requests touched.
     pub sectors: u64,
-    /// Bytes the threads asked for.
+    /// Bytes that the threads requested.
     pub bytes: u64,
 }
 
@@ -70,14 +70,14 @@ pub struct GlobalCounts {
 pub struct SharedCounts {
     /// Memory instructions of warps.
     pub requests: u64,
-    /// Passes over the banks that they took.
+    /// Passes over the banks, including conflicts.
     pub wavefronts: u64,
-    /// Passes they would have taken without bank conflicts.
+    /// Passes without bank conflicts.
     pub ideal_wavefronts: u64,
 }
 
 impl KernelCounters {
-    /// Instructions of warps in all.
+    /// Returns the sum of all warp instructions.
     pub fn warp_instructions(&self) -> u64 {
         let i = &self.instructions;
         i.integer
@@ -94,14 +94,14 @@ impl KernelCounters {
 }
 
 impl GlobalCounts {
-    /// Sectors per request: 4 for a coalesced access of 4 bytes per thread.
+    /// Returns the sectors per request: 4 for a coalesced access of 4 bytes per thread.
     pub fn sectors_per_request(&self) -> f64 {
         self.sectors as f64 / self.requests.max(1) as f64
     }
 }
 
 impl SharedCounts {
-    /// Passes beyond those without conflicts.
+    /// Returns the passes that bank conflicts added.
     pub fn bank_conflicts(&self) -> u64 {
         self.wavefronts.saturating_sub(self.ideal_wavefronts)
     }

@@ -1,11 +1,11 @@
-//! Loading and launching.
+//! The interface of devices: loading and launching kernels.
 
 use crate::{Artifact, DeviceError, KernelCounters, StreamDevice};
 use moesaic_kernel::{CpuCaches, Entry, Target};
 use std::any::Any;
 use std::sync::Arc;
 
-/// What a device says of itself.
+/// The properties of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
     /// The product name.
@@ -20,13 +20,13 @@ pub struct DeviceInfo {
 
 /// A device that loads artifacts and runs them on one stream, in order.
 pub trait Device: Send + Sync {
-    /// What it is.
+    /// Returns the device's properties.
     fn info(&self) -> &DeviceInfo;
 
-    /// Streams, events and graphs, where the device has them.
+    /// Returns the device's streams, events and graphs.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] names the backend that has none.
+    /// [`DeviceError::Unsupported`] if the backend has none.
     fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
         Err(DeviceError::Unsupported {
             backend: self.info().target.to_string(),
@@ -34,14 +34,14 @@ pub trait Device: Send + Sync {
         })
     }
 
-    /// The graph that is being captured, if any: nothing may be compiled,
-    /// loaded or allocated until its end. Those who compile ask first.
+    /// Returns the name of the graph being captured, if any. Until its end nothing may be compiled,
+    /// loaded or allocated, so callers that compile ask first.
     fn capturing(&self) -> Option<String> {
         None
     }
 
-    /// What launches of the graph that is being captured use: it is kept as long
-    /// as the graph is. Nothing happens without a capture.
+    /// Keeps a buffer as long as the graph being captured, because launches of that graph use it.
+    /// Does nothing without a capture.
     fn keep(&self, used: Arc<Buffer>) {
         let _ = used;
     }
@@ -49,75 +49,75 @@ pub trait Device: Send + Sync {
     /// Loads an artifact; `entries` are the symbols that will be launched.
     ///
     /// # Errors
-    /// When the driver refuses the binary, a symbol is missing, or the
-    /// binary's own signature disagrees with the entry's.
+    /// If the driver refuses the binary, a symbol is missing, or the binary's own signature
+    /// disagrees with the entry's.
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError>;
 
-    /// Bytes that can be allocated now, where the system promises more than it
-    /// has; `None` where an allocation that does not fit fails by itself.
+    /// Returns the bytes that can be allocated now, on systems that promise more memory than they
+    /// have; `None` where an oversized allocation simply fails.
     fn free_bytes(&self) -> Option<u64> {
         None
     }
 
-    /// What is known of the caches of a core, where it is a CPU.
+    /// Returns the known cache sizes of a core, for a CPU.
     fn caches(&self) -> CpuCaches {
         CpuCaches::default()
     }
 
-    /// Launches of one pass follow, until [`Device::end_pass`]: a CPU's threads stay
-    /// awake between them. Passes of several callers may overlap.
+    /// Announces the launches of one pass, until [`Device::end_pass`]: a CPU's threads stay awake
+    /// between them. Passes of several callers may overlap.
     fn begin_pass(&self) {}
 
-    /// Ends what [`Device::begin_pass`] began.
+    /// Ends a pass begun by [`Device::begin_pass`].
     fn end_pass(&self) {}
 
-    /// What this thread's launches and uploads write until [`Device::end_placing`]
-    /// stays for later launches, which read a part of it with the same share of
-    /// their blocks. On a CPU with several NUMA nodes the threads of each write
-    /// their own share.
+    /// Starts placing memory, until [`Device::end_placing`]: the data that this thread's launches
+    /// and uploads write stays for later launches, which read each part with the same share of
+    /// their blocks. On a CPU with several NUMA nodes, the threads of each node then write their
+    /// own share.
     fn begin_placing(&self) {}
 
     /// Ends what [`Device::begin_placing`] began.
     fn end_placing(&self) {}
 
-    /// Whether placing needs a tensor written by one launch or upload: where there
-    /// are several NUMA nodes, each gets its share of the whole.
+    /// Returns true if placing requires a tensor to be written by a single launch or upload, so
+    /// that each of several NUMA nodes gets its share of the whole.
     fn places_whole(&self) -> bool {
         false
     }
 
-    /// Where kernels find bytes of the host, if they read them where they are. A
-    /// kernel may do so as long as they stay there.
+    /// Returns the address at which kernels can read these host bytes in place, on devices that
+    /// can. The bytes must outlive every launch that reads them.
     fn host_ptr(&self, bytes: &[u8]) -> Option<Ptr> {
         let _ = bytes;
         None
     }
 
-    /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.
+    /// Allocates at least `bytes` bytes, aligned to 64, with undefined contents.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError>;
 
-    /// Copies host bytes to `buffer` at `offset` bytes, in stream order. The
-    /// bytes may change or go when it returns.
+    /// Copies host bytes to `buffer` at `offset` bytes, in stream order. You may change or free the
+    /// bytes when it returns.
     ///
     /// # Errors
-    /// When the range does not fit, or the driver fails.
+    /// If the range does not fit, or the driver fails.
     fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError>;
 
-    /// Copies from `buffer` at `offset` bytes to the host and waits for it.
+    /// Copies from `buffer` at `offset` bytes to the host, and waits for the copy.
     ///
     /// # Errors
-    /// When the range does not fit, or the driver or an earlier launch fails.
+    /// If the range does not fit, or the driver or an earlier launch fails.
     fn download(&self, buffer: &Buffer, offset: usize, bytes: &mut [u8])
     -> Result<(), DeviceError>;
 
-    /// Copies rows between buffers that are not the same, in stream order: here by way of
-    /// the host, a row at a time, for devices that do not do better.
+    /// Copies rows between two different buffers, in stream order. This default copies row by row
+    /// through the host; devices override it.
     ///
     /// # Errors
-    /// When a range does not fit, or the driver fails.
+    /// If a range does not fit, or the driver fails.
     fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
         let Some([from, _]) = copy.check()? else {
             return Ok(());
@@ -134,11 +134,11 @@ pub trait Device: Send + Sync {
     /// Waits until everything launched so far has finished.
     ///
     /// # Errors
-    /// When a launch failed.
+    /// If a launch failed.
     fn synchronize(&self) -> Result<(), DeviceError>;
 
-    /// What a simulator has counted since the last call, by symbol in the
-    /// order of the first launch; empty on hardware.
+    /// Returns a simulator's counters since the last call, by symbol in the order of the first
+    /// launch; empty on hardware.
     fn take_counters(&self) -> Vec<KernelCounters> {
         Vec::new()
     }
@@ -146,21 +146,21 @@ pub trait Device: Send + Sync {
 
 /// Artifacts loaded onto a device.
 pub trait Module: Any + Send + Sync {
-    /// The function of an entry, to be launched without another look-up.
+    /// Returns the function of an entry, for launches without another lookup.
     ///
     /// # Errors
-    /// [`DeviceError::Launch`] when the symbol is unknown.
+    /// [`DeviceError::Launch`] if the symbol is unknown.
     fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError>;
 
-    /// Launches a function. Nothing is launched when a grid dimension is zero.
+    /// Launches a function, or nothing if a grid dimension is zero.
     ///
     /// # Safety
-    /// `function` must be this module's. `args` must match the entry's
-    /// parameters in number, kind and order, and each pointer must be valid
-    /// for what the kernel does with it until the launch has finished.
+    /// `function` must be this module's. `args` must match the entry's parameters in number, kind
+    /// and order, and each pointer must stay valid for the kernel's accesses until the launch has
+    /// finished.
     ///
     /// # Errors
-    /// When the driver refuses the launch.
+    /// If the driver refuses the launch.
     unsafe fn run(
         &self,
         function: FunctionId,
@@ -171,10 +171,10 @@ pub trait Module: Any + Send + Sync {
     /// Looks `symbol` up and launches it.
     ///
     /// # Safety
-    /// As [`Module::run`].
+    /// The same as [`Module::run`].
     ///
     /// # Errors
-    /// As [`Module::function`] and [`Module::run`].
+    /// The errors of [`Module::function`] and [`Module::run`].
     unsafe fn launch(
         &self,
         symbol: &str,
@@ -182,7 +182,7 @@ pub trait Module: Any + Send + Sync {
         args: &[Arg],
     ) -> Result<(), DeviceError> {
         let function = self.function(symbol)?;
-        // SAFETY: the function is this module's; the rest is the caller's promise.
+        // SAFETY: the function is this module's; the caller promises the rest.
         unsafe { self.run(function, dims, args) }
     }
 }
@@ -192,10 +192,10 @@ pub trait Module: Any + Send + Sync {
 pub struct FunctionId(pub usize);
 
 impl FunctionId {
-    /// The place of `symbol` among those that a module has.
+    /// Returns the position of `symbol` among those of a module.
     ///
     /// # Errors
-    /// [`DeviceError::Launch`] lists the module's, when it is none of them.
+    /// [`DeviceError::Launch`] lists the module's symbols if `symbol` is not one of them.
     pub fn find<'a>(
         symbols: impl Iterator<Item = &'a str> + Clone,
         symbol: &str,
@@ -221,7 +221,7 @@ pub struct LaunchDims {
     pub threads: u32,
     /// Dynamic shared memory in bytes.
     pub shared_bytes: u32,
-    /// Adjacent blocks in x that form a cluster; 1 where there are none.
+    /// Adjacent blocks in x that form a cluster; 1 without clusters.
     pub cluster: u32,
 }
 
@@ -234,50 +234,50 @@ pub enum Arg {
     I64(i64),
     /// A float.
     F32(f32),
-    /// A dense row-major tensor for a tensor map, which the device encodes.
+    /// A dense row-major tensor, which the device encodes into a tensor map.
     TensorMap {
-        /// Its first element.
+        /// The address of its first element.
         base: Ptr,
         /// Its sizes, innermost first; 1 beyond the rank of the map.
         dims: [u64; 5],
     },
 }
 
-/// Rows of bytes, from one buffer to another.
+/// A copy of rows of bytes from one buffer to another.
 #[derive(Clone, Copy, Debug)]
 pub struct RowCopy<'a> {
-    /// Where from.
+    /// The source.
     pub from: &'a Buffer,
     /// The first byte in `from`.
     pub from_offset: usize,
-    /// Bytes from the start of a row in `from` to that of the next, not fewer than a row has.
+    /// The distance between row starts in `from` in bytes, at least a row.
     pub from_stride: usize,
-    /// Where to.
+    /// The destination.
     pub to: &'a Buffer,
     /// The first byte in `to`.
     pub to_offset: usize,
-    /// Bytes from the start of a row in `to` to that of the next, not fewer than a row has.
+    /// The distance between row starts in `to` in bytes, at least a row.
     pub to_stride: usize,
-    /// How many rows.
+    /// The number of rows.
     pub rows: usize,
-    /// Bytes of a row.
+    /// The size of a row in bytes.
     pub row_bytes: usize,
 }
 
-/// Bytes of a buffer from the first row's start to the last one's end.
+/// The bytes of a buffer from the start of the first row to the end of the last.
 #[derive(Clone, Copy, Debug)]
 pub struct RowSpan {
-    /// Where it begins.
+    /// The address of the first byte.
     pub start: Ptr,
-    /// How many.
+    /// The length in bytes.
     pub bytes: usize,
 }
 
 impl RowCopy<'_> {
-    /// Where rows come from and where they go; `None` if there are no bytes.
+    /// Returns the source and destination spans, or `None` if there are no bytes.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`] for rows that do not fit, or lie within each other.
+    /// [`DeviceError::Driver`] if rows do not fit or overlap each other.
     pub fn check(&self) -> Result<Option<[RowSpan; 2]>, DeviceError> {
         if self.rows == 0 || self.row_bytes == 0 {
             return Ok(None);
@@ -306,7 +306,7 @@ impl RowCopy<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ptr(pub u64);
 
-/// Device memory that is freed when the last owner lets go.
+/// Device memory that is freed when its last owner drops it.
 pub struct Buffer {
     ptr: Ptr,
     bytes: usize,
@@ -323,18 +323,18 @@ impl Buffer {
         }
     }
 
-    /// The address of its first byte.
+    /// Returns the address of its first byte.
     pub fn ptr(&self) -> Ptr {
         self.ptr
     }
 
-    /// Its size in bytes.
+    /// Returns its size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The address of `offset`, if `length` bytes fit behind it. `operation`
-    /// is for the error: `upload`.
+    /// Returns the address at `offset`, if `length` bytes fit there. `operation`, such as `upload`,
+    /// is for the error.
     ///
     /// # Errors
     /// [`DeviceError::Driver`] with the sizes.

@@ -1,30 +1,30 @@
 //! Errors of compilers and devices.
 
-/// A compile that did not give an artifact.
+/// The reason a compile gave no artifact.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompileError {
-    /// No compiler of this kind is on the machine.
+    /// This machine has no compiler for the backend.
     #[error("no compiler for `{backend}` was found; tried: {tried}\n{advice}")]
     NoCompiler {
         /// The backend.
         backend: String,
-        /// Every place that was looked at.
+        /// Every place that was searched.
         tried: String,
-        /// What to install or set.
+        /// The package to install, or the variable to set.
         advice: String,
     },
-    /// The compiler is there and cannot do this target.
+    /// The compiler does not support the target.
     #[error("{compiler} cannot compile for `{target}`\n{advice}")]
     UnsupportedTarget {
         /// The compiler.
         compiler: String,
         /// The target asked for.
         target: String,
-        /// What it can do, or what to install.
+        /// The supported targets, or the package to install.
         advice: String,
     },
-    /// The compiler rejected the text. For emitted kernels this is our bug.
+    /// The compiler rejected the text. For emitted kernels this is a bug in moesaic.
     #[error("{compiler} rejected kernel `{kernel}` for `{target}`:\n{log}")]
     Rejected {
         /// The compiler.
@@ -33,7 +33,7 @@ pub enum CompileError {
         kernel: String,
         /// The target.
         target: String,
-        /// The compiler's own words.
+        /// The compiler's own message.
         log: String,
     },
     /// The kernel spills registers to local memory.
@@ -49,16 +49,16 @@ pub enum CompileError {
         kernel: String,
         /// The target.
         target: String,
-        /// Registers that a thread has, where the binary says so.
+        /// Registers per thread, if the binary tells.
         registers: Option<u32>,
         /// Bytes per thread.
         bytes: u32,
     },
-    /// The assembler does not do what the kernel's speed rests on: it
-    /// serialises the wgmma instructions, so that nothing overlaps with them,
-    /// or leaves every warp its registers where they should change hands.
+    /// The assembler gives up an optimization that the kernel's speed depends on: it serializes the
+    /// wgmma instructions, so nothing overlaps with them, or it ignores `setmaxnreg`, so registers
+    /// do not move between warps.
     #[error(
-        "kernel `{kernel}` for `{target}` is slower than its text says: {reason}\n\
+        "kernel `{kernel}` for `{target}` runs slower than it should: {reason}\n\
          wait for products before touching their registers, say in the launch bounds how many \
          blocks there are at least where registers change hands, or allow the loss"
     )]
@@ -67,49 +67,49 @@ pub enum CompileError {
         kernel: String,
         /// The target.
         target: String,
-        /// The assembler's own words.
+        /// The assembler's own message.
         reason: String,
     },
-    /// The binary cannot be read back, or is not what the source declares.
+    /// The binary cannot be read back, or differs from the source's declarations.
     #[error("{compiler} made a bad binary of kernel `{kernel}`: {reason}")]
     BadBinary {
         /// The compiler.
         compiler: String,
         /// The kernel's name.
         kernel: String,
-        /// What is wrong with it.
+        /// The difference.
         reason: String,
     },
-    /// The compiler could not be run, crashed, or a file was in the way.
+    /// The compiler could not be started or crashed, or a file was in the way.
     #[error("{compiler} failed on kernel `{kernel}`: {reason}")]
     Failed {
         /// The compiler.
         compiler: String,
         /// The kernel's name.
         kernel: String,
-        /// What happened.
+        /// The failure.
         reason: String,
     },
 }
 
-/// A device operation that failed.
+/// The reason a device operation failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// No driver, or no device behind it.
+    /// There is no driver, or no device behind it.
     #[error("no `{backend}` device is available: {reason}")]
     Unavailable {
         /// The backend.
         backend: String,
-        /// What was tried and what it said.
+        /// The libraries that were tried, with their errors.
         reason: String,
     },
     /// The device refused an artifact.
     #[error("cannot load kernel `{kernel}`: {reason}")]
     Load {
-        /// Symbol or name.
+        /// The symbol or name.
         kernel: String,
-        /// What the loader said.
+        /// The loader's message.
         reason: String,
     },
     /// A launch was refused, or a launched kernel failed.
@@ -117,31 +117,30 @@ pub enum DeviceError {
     Launch {
         /// The symbol.
         kernel: String,
-        /// What the driver said.
+        /// The driver's message.
         reason: String,
     },
-    /// A kernel that was launched earlier has failed, and it is not known
-    /// which.
+    /// An earlier kernel has failed, and it is unknown which one.
     #[error("a launched kernel failed: {reason}; {suspects}")]
     Faulted {
-        /// What the driver said, and when it came to light.
+        /// The driver's message, and the operation that revealed the failure.
         reason: String,
-        /// `one of: ` the launches since the last synchronise.
+        /// `one of: `, then the launches since the last synchronization.
         suspects: String,
     },
-    /// The driver's context is broken by an earlier failure.
+    /// An earlier failure broke the driver's context.
     #[error(
-        "{operation} is not possible: the GPU is lost to this process since an earlier failure\n\
+        "{operation} is not possible: an earlier failure has made the GPU unusable for this process\n\
          the failure: {cause}\n\
-         start the process again"
+         restart the process"
     )]
     Lost {
-        /// What was to be done.
+        /// The operation.
         operation: String,
-        /// The failure.
+        /// The earlier failure.
         cause: String,
     },
-    /// It cannot be part of the graph that is being captured.
+    /// The operation cannot be part of the graph being captured.
     #[error(
         "{attempted} is not possible while graph `{graph}` is being captured: \
          do it before the capture, or after its end"
@@ -149,31 +148,31 @@ pub enum DeviceError {
     Capturing {
         /// The graph's name.
         graph: String,
-        /// What was attempted: `the load of kernel `combine``.
+        /// The operation: `the load of kernel `combine``.
         attempted: String,
     },
-    /// The backend has nothing of the kind.
+    /// The backend lacks this feature.
     #[error("`{backend}` does not support {asked}")]
     Unsupported {
         /// The backend.
         backend: String,
-        /// What was asked for.
+        /// The feature.
         asked: String,
     },
     /// Memory ran out.
-    #[error("out of device memory: {asked} bytes were asked for{free}")]
+    #[error("out of device memory: {asked} bytes were requested{free}")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// The requested bytes.
         asked: usize,
         /// ` (n bytes are free)`, or empty.
         free: String,
     },
-    /// Anything else the driver said.
+    /// Any other failure of the driver.
     #[error("{operation} failed: {reason}")]
     Driver {
-        /// What was being done.
+        /// The operation.
         operation: String,
-        /// What the driver said.
+        /// The driver's message.
         reason: String,
     },
 }

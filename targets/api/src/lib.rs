@@ -1,11 +1,9 @@
-//! What a target must offer, and what it gets.
+//! The interface between moesaic and its targets.
 //!
-//! Compiling and running are separate capabilities: a [`Compiler`] needs a
-//! run-time compiler and no driver, a [`Device`] needs a driver and no
-//! compiler. Neither ever sees a layer spec or a template: a
-//! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and
-//! an artifact is launched by its entries. A GPU is a [`StreamDevice`], too;
-//! `gpu`, a feature, makes one of a driver.
+//! Compiling and running are separate: a [`Compiler`] needs a run-time compiler and no driver, a
+//! [`Device`] needs a driver and no compiler. Neither sees a layer spec or a template: a
+//! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and its entries are
+//! launched. A GPU is a [`StreamDevice`] too; the feature `gpu` builds one on a driver.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.

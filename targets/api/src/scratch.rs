@@ -1,9 +1,8 @@
-//! Temporary folders that do not outlive their process, however that ends.
+//! Temporary folders that do not outlive their process, however it ends.
 //!
-//! A folder is removed when its owner drops it, by [`remove_all`] when a signal ends the
-//! process, and by a later process where neither has run: each folder is locked, the system
-//! lets go of a dead process's lock, and who makes the first folder of a process looks for
-//! unlocked ones.
+//! A folder is removed when its owner drops it, by [`remove_all`] when a signal ends the process,
+//! or else by a later process. Each folder is locked, and the system releases a dead process's
+//! lock, so the first folder that a process makes triggers a search for unlocked ones.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, Metadata};
@@ -12,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
-/// How the folders' names begin. A user's own folders have other names.
+/// Prefix of the folders' names, which users' own folders do not have.
 pub const PREFIX: &str = "moesaic-tmp-";
-/// The least age of a folder that is taken for left behind: its owner makes it first, and locks
-/// it then.
+/// The least age at which an unlocked folder counts as abandoned, because its owner makes it first
+/// and locks it afterwards.
 const YOUNG: Duration = Duration::from_secs(60);
-/// How often a folder is removed into which a compiler still writes.
+/// The number of attempts to remove a folder into which a compiler still writes.
 const TRIES: u32 = 20;
 
 /// The folders of this process.
@@ -31,7 +30,8 @@ fn open() -> MutexGuard<'static, BTreeSet<PathBuf>> {
 #[derive(Debug)]
 pub struct Scratch {
     path: PathBuf,
-    /// `None` where folders have no locks: nobody takes this one for left behind.
+    /// The lock; `None` on file systems without locks, where nobody removes this folder as
+    /// abandoned.
     _lock: Option<File>,
 }
 
@@ -39,11 +39,11 @@ impl Scratch {
     /// Makes a folder in `TMPDIR`.
     ///
     /// # Errors
-    /// When it cannot be made there.
+    /// If the folder cannot be made.
     pub fn new() -> io::Result<Scratch> {
         static FIRST: Once = Once::new();
         let path = {
-            // A folder that is made while all are removed would be left behind.
+            // Hold the list while making the folder, so that `remove_all` cannot miss it.
             let mut open = open();
             let made = tempfile::Builder::new().prefix(PREFIX).tempdir()?.keep();
             open.insert(made.clone());
@@ -61,7 +61,7 @@ impl Scratch {
         Ok(scratch)
     }
 
-    /// Where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -75,8 +75,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes every folder of this process, which is about to end: whoever makes another one from
-/// now on, or drops one, waits for that end.
+/// Removes every folder of this process, which is about to end. Threads that make or drop a folder
+/// from now on block until the process ends.
 pub fn remove_all() {
     let open = open();
     for path in &*open {
@@ -92,19 +92,19 @@ pub fn remove_all() {
     std::mem::forget(open);
 }
 
-/// The lock of a folder; `None` where another process has it, or there are no locks.
+/// Locks a folder; `None` if another process holds the lock, or there are no locks.
 fn lock(folder: &Path) -> Option<File> {
     let file = File::open(folder).ok()?;
     file.try_lock().ok().map(|()| file)
 }
 
-/// Removes what dead processes of the same user have left in a folder.
+/// Removes the folders that dead processes of the same user have left in `around`.
 fn prune(around: &Path, own: &Metadata) {
     for entry in fs::read_dir(around).into_iter().flatten().flatten() {
         if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
             continue;
         }
-        // Not of what a link points to.
+        // `metadata` of the entry itself, so that a link is not followed.
         let Ok(found) = entry.metadata() else {
             continue;
         };
@@ -113,7 +113,7 @@ fn prune(around: &Path, own: &Metadata) {
         if !(found.is_dir() && old && same_owner(&found, own)) {
             continue;
         }
-        // Held while it is removed, so that two processes do not both do it.
+        // The lock is held during the removal, so that two processes do not both remove it.
         if let Some(_lock) = lock(&entry.path()) {
             let _ = fs::remove_dir_all(entry.path());
         }

@@ -1,4 +1,4 @@
-//! What GPUs have beyond a [`Device`]: streams, events and graphs.
+//! Streams, events and graphs of GPUs, beyond a [`Device`].
 
 use crate::{Buffer, Device, DeviceError, Module};
 use std::any::Any;
@@ -7,42 +7,41 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// A GPU and one stream on it. Allocations, copies and launches of this
-/// object are in the order of its stream; [`StreamDevice::fork`] gives
-/// another object with another stream, and both go on side by side until one
-/// waits for an [`Event`] of the other.
+/// A GPU and one stream on it. Allocations, copies and launches of this object run in the order of
+/// its stream. [`StreamDevice::fork`] makes another object with another stream; both run side by
+/// side until one waits for an [`Event`] of the other.
 ///
-/// A buffer is freed in the order of the stream that allocated it: before it
-/// is dropped, that stream has to wait for every other one that uses it.
+/// A buffer is freed in the order of the stream that allocated it. Before you drop it, that stream
+/// must wait for every other stream that uses it.
 pub trait StreamDevice: Device + Any {
-    /// What the GPU has.
+    /// Returns the GPU's numbers.
     fn gpu_info(&self) -> &GpuInfo;
 
-    /// The driver's handle of the stream, for libraries that launch on it. Makes the GPU
-    /// the one of this thread, as they expect. It is valid as long as this object.
+    /// Returns the driver's handle of the stream, for libraries that launch on it, and makes the
+    /// GPU current on this thread, as they expect. The handle is valid as long as this object.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// If the driver fails.
     fn native_stream(&self) -> Result<*mut c_void, DeviceError>;
 
-    /// Another stream of the same GPU.
+    /// Makes another stream on the same GPU.
     ///
     /// # Errors
-    /// When the driver fails, or a graph is being captured.
+    /// If the driver fails, or a graph is being captured.
     fn fork(&self) -> Result<Arc<dyn StreamDevice>, DeviceError>;
 
-    /// A module of another stream of this GPU, without loading it again: what
-    /// is launched through the result goes to this stream.
+    /// Returns a module of another stream on this GPU without loading it again; launches through
+    /// the result go to this stream.
     ///
     /// # Errors
-    /// When the module is of another GPU or of another kind of device.
+    /// If the module belongs to another GPU or another kind of device.
     fn adopt(&self, module: &dyn Module) -> Result<Arc<dyn Module>, DeviceError>;
 
-    /// Blocks of a kernel that are on one multiprocessor at a time, with so
-    /// many threads and bytes of dynamic shared memory per block.
+    /// Returns the number of a kernel's blocks that fit on one multiprocessor, with this many
+    /// threads and bytes of dynamic shared memory per block.
     ///
     /// # Errors
-    /// When the module has no such kernel, or the driver fails.
+    /// If the module has no such kernel, or the driver fails.
     fn occupancy(
         &self,
         module: &dyn Module,
@@ -51,70 +50,66 @@ pub trait StreamDevice: Device + Any {
         shared_bytes: u32,
     ) -> Result<u32, DeviceError>;
 
-    /// Marks this point of the stream.
+    /// Records an event at this point of the stream.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// If the driver fails.
     fn record(&self) -> Result<Arc<dyn Event>, DeviceError>;
 
-    /// What comes later in this stream waits for the event, which may be of
-    /// another stream or GPU. While a graph is captured, waiting for one of
-    /// its events makes this stream a part of the graph.
+    /// Makes later work in this stream wait for the event, which may be of another stream or GPU.
+    /// During a capture, waiting for one of its events makes this stream a part of the graph.
     ///
     /// # Errors
-    /// When the event is of another kind of device, when one of the two is
-    /// part of a graph and the other is not, or when the driver fails.
+    /// If the event belongs to another kind of device, if one of the two is part of a graph and the
+    /// other is not, or if the driver fails.
     fn wait(&self, event: &dyn Event) -> Result<(), DeviceError>;
 
     /// Copies `bytes` bytes between buffers of this GPU, in stream order.
     ///
     /// # Errors
-    /// When a range does not fit, or the driver fails.
+    /// If a range does not fit, or the driver fails.
     fn copy(&self, copy: &DeviceCopy<'_>) -> Result<(), DeviceError>;
 
-    /// Host memory that the GPU reaches by itself, for faster copies. Holds
-    /// zeros.
+    /// Allocates pinned host memory, filled with zeros, for faster copies.
     ///
     /// # Errors
-    /// When the driver fails, or a graph is being captured.
+    /// If the driver fails, or a graph is being captured.
     fn pinned(&self, bytes: usize) -> Result<HostBuffer, DeviceError>;
 
-    /// Whether this GPU can reach the memory of the one with that number.
+    /// Returns true if this GPU can access the memory of GPU number `peer`.
     ///
     /// # Errors
-    /// When there is no such GPU.
+    /// If there is no such GPU.
     fn reaches(&self, peer: usize) -> Result<bool, DeviceError>;
 
-    /// From here on what is launched on this stream is not run, but becomes
-    /// part of a graph. Loading, allocating, synchronising and copying from
-    /// and to the host are [`DeviceError::Capturing`] until
-    /// [`StreamDevice::end_capture`]. `graph` is its name, for errors.
+    /// Starts a capture: launches on this stream do not run, but become part of a graph. Loading,
+    /// allocating, synchronizing and copies from and to the host fail with
+    /// [`DeviceError::Capturing`] until [`StreamDevice::end_capture`]. `graph` is a name for
+    /// errors.
     ///
     /// # Errors
-    /// When one is being captured already, or the driver fails.
+    /// If a capture is already running, or the driver fails.
     fn begin_capture(&self, graph: &str) -> Result<(), DeviceError>;
 
-    /// Ends the capture. The graph keeps the modules it launches, the
-    /// buffers that were dropped meanwhile, and those that it was given
-    /// ([`Device::keep`]).
+    /// Ends the capture. The graph keeps the modules that it launches, the buffers dropped during
+    /// the capture, and those passed to [`Device::keep`].
     ///
     /// # Errors
-    /// When none was begun on this stream, or the driver cannot make a graph
-    /// of what was launched; the capture is over all the same.
+    /// If no capture began on this stream, or the driver cannot make a graph of the launches. The
+    /// capture is over in any case.
     fn end_capture(&self) -> Result<Arc<dyn Graph>, DeviceError>;
 }
 
-/// A GPU in numbers, beyond [`DeviceInfo`](crate::DeviceInfo). What the driver
-/// does not say is `None`.
+/// A GPU's numbers, beyond [`DeviceInfo`](crate::DeviceInfo). Unknown ones are `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuInfo {
-    /// The number it was opened by.
+    /// The number by which it was opened.
     pub ordinal: usize,
-    /// The most shared memory of a block in bytes, dynamic and static.
+    /// The largest shared memory of a block in bytes, dynamic and static together.
     pub shared_bytes: u32,
     /// Shared memory of a multiprocessor in bytes.
     pub shared_bytes_per_unit: Option<u32>,
-    /// Threads that are on one multiprocessor at a time.
+    /// The largest number of resident threads per multiprocessor.
     pub threads_per_unit: Option<u32>,
     /// Threads of a warp or wave.
     pub lanes: Option<u32>,
@@ -124,69 +119,69 @@ pub struct GpuInfo {
     pub clock_khz: Option<u32>,
     /// Whether memory comes from a pool, in stream order.
     pub pools: bool,
-    /// The driver in words: `the driver is for CUDA 12.4`.
+    /// The driver's description: `the driver is for CUDA 12.4`.
     pub driver: Option<String>,
-    /// Its place on the bus: `0000:17:00`.
+    /// The PCI address: `0000:17:00`.
     pub bus: Option<String>,
 }
 
 /// A copy from one buffer to another.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceCopy<'a> {
-    /// Where from.
+    /// The source.
     pub from: &'a Buffer,
     /// The first byte in `from`.
     pub from_offset: usize,
-    /// Where to.
+    /// The destination.
     pub to: &'a Buffer,
     /// The first byte in `to`.
     pub to_offset: usize,
-    /// How many bytes.
+    /// The number of bytes.
     pub bytes: usize,
 }
 
 /// A point of a stream.
 pub trait Event: Any + Send + Sync {
-    /// Waits until the stream has come to it.
+    /// Waits until the stream has reached it.
     ///
     /// # Errors
-    /// When an earlier launch failed, or the event is part of a graph.
+    /// If an earlier launch failed, or the event is part of a graph.
     fn synchronize(&self) -> Result<(), DeviceError>;
 
-    /// Whether the stream has come to it. Does not wait.
+    /// Returns true if the stream has reached it, without waiting.
     ///
     /// # Errors
-    /// As [`Event::synchronize`].
+    /// The same as [`Event::synchronize`].
     fn passed(&self) -> Result<bool, DeviceError>;
 
-    /// Milliseconds from `start`, an event of the same GPU, to this one; waits
-    /// for both.
+    /// Returns the milliseconds from `start`, an event of the same GPU, to this one. Waits for
+    /// both.
     ///
     /// # Errors
-    /// As [`Event::synchronize`].
+    /// The same as [`Event::synchronize`].
     fn elapsed_ms(&self, start: &dyn Event) -> Result<f32, DeviceError>;
 }
 
-/// Captured launches that are launched again as one.
+/// Captured launches that are launched again together.
 pub trait Graph: Any + Send + Sync {
-    /// The name it was given.
+    /// Returns its name.
     fn name(&self) -> &str;
 
-    /// The kernels in it, in the order they were launched.
+    /// Returns its kernels, in launch order.
     fn kernels(&self) -> Vec<String>;
 
-    /// Launches it on the stream that captured it.
+    /// Launches the graph on the stream that captured it.
     ///
     /// # Safety
-    /// Every pointer in the captured launches must be valid until this launch
-    /// of the graph has finished.
+    /// Every pointer in the captured launches must stay valid until this launch of the graph has
+    /// finished.
     ///
     /// # Errors
-    /// When the driver refuses it, or that stream is capturing another graph.
+    /// If the driver refuses it, or that stream is capturing another graph.
     unsafe fn launch(&self) -> Result<(), DeviceError>;
 }
 
-/// Host memory that a GPU reaches by itself.
+/// Pinned host memory, which a GPU can access directly.
 pub struct HostBuffer {
     start: NonNull<u8>,
     bytes: usize,
@@ -202,7 +197,7 @@ impl HostBuffer {
     /// Wraps an allocation, which `owner` frees on drop.
     ///
     /// # Safety
-    /// `bytes` bytes from `start` are initialised, and nobody else's until
+    /// The `bytes` bytes from `start` must be initialized, and must belong to nobody else until
     /// `owner` is dropped.
     pub unsafe fn new(start: NonNull<u8>, bytes: usize, owner: Box<dyn Send + Sync>) -> HostBuffer {
         HostBuffer {
@@ -224,7 +219,7 @@ impl Deref for HostBuffer {
 
 impl DerefMut for HostBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the promise of `new`; `self` is borrowed alone.
+        // SAFETY: the promise of `new`; `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 }

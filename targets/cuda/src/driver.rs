@@ -4,7 +4,7 @@
 
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_target::DeviceError;
-use moesaic_target::gpu::{FunctionHandle, Functions, Names, StreamHandle};
+use moesaic_target::gpu::{FunctionHandle, FunctionNames, Functions, StreamHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
@@ -33,7 +33,7 @@ const CUDARC: [&str; 12] = [
 
 /// CUDA's names of the functions that GPU drivers share. Drivers for CUDA 11.4
 /// and later have them all.
-const NAMES: Names = Names {
+const NAMES: FunctionNames = FunctionNames {
     memory_info: "cuMemGetInfo_v2",
     default_pool: "cuDeviceGetDefaultMemPool",
     pool_set: "cuMemPoolSetAttribute",

@@ -1,37 +1,37 @@
-//! What can go wrong when a library is opened.
+//! Errors of opening a library.
 
 use std::fmt;
 
-/// A library or a symbol that could not be had.
+/// The reason a library or a symbol is not available.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DlError {
     /// No candidate could be loaded.
     #[error("cannot load {what}; tried {}", list(attempts))]
     NotFound {
-        /// What was looked for, in words: `the CUDA driver`.
+        /// The wanted library, such as `the CUDA driver`.
         what: String,
-        /// Every candidate in the order it was tried.
+        /// Every candidate, in the order tried.
         attempts: Vec<Attempt>,
     },
-    /// The library is there and lacks a function.
+    /// The library exists but lacks a function.
     #[error("library `{library}` has no symbol `{symbol}`: {reason}")]
     MissingSymbol {
-        /// The name or path the library was opened by.
+        /// The name or path by which the library was opened.
         library: String,
         /// The symbol.
         symbol: String,
-        /// What the loader said.
+        /// The loader's message.
         reason: String,
     },
 }
 
-/// One candidate that did not load.
+/// A candidate that did not load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempt {
     /// The name or path.
     pub name: String,
-    /// What the loader said.
+    /// The loader's message.
     pub reason: String,
 }
 

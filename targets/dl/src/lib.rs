@@ -1,9 +1,8 @@
-//! The only home of `dlopen`: library search and typed symbol tables.
+//! The only user of `dlopen`: library search and typed symbol tables.
 //!
-//! Nothing in moesaic links a vendor library. A target names the libraries it
-//! can use, opens the first that loads with [`Library::open`], and turns it
-//! into a table of typed functions with [`dl_table!`]. A missing library or
-//! symbol is a [`DlError`] that says everything that was tried.
+//! Nothing in moesaic links a vendor library. A target lists the libraries it can use, opens the
+//! first that loads with [`Library::open`], and makes a table of typed functions from it with
+//! [`dl_table!`]. A missing library or symbol is a [`DlError`] that lists everything tried.
 //!
 //! ```
 //! use std::ffi::c_int;

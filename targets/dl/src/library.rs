@@ -12,12 +12,12 @@ pub struct Library {
 }
 
 impl Library {
-    /// Opens the first of `candidates` that loads. A candidate without a
-    /// slash is searched for the way the system's loader does it; one with a
-    /// slash is a path. `what` is for the error: `the CUDA driver`.
+    /// Opens the first of `candidates` that loads. A candidate without a slash is searched as the
+    /// system's loader does, and one with a slash is a path. `what`, such as `the CUDA driver`, is
+    /// for the error.
     ///
     /// # Errors
-    /// [`DlError::NotFound`] lists every candidate and what the loader said.
+    /// [`DlError::NotFound`] lists every candidate with the loader's message.
     pub fn open<S: AsRef<OsStr>>(what: &str, candidates: &[S]) -> Result<Library, DlError> {
         let mut attempts = Vec::new();
         for candidate in candidates {
@@ -32,26 +32,26 @@ impl Library {
         })
     }
 
-    /// Opens the library at `path`. A bare file name means the file of that
-    /// name in the current folder, never the loader's search path.
+    /// Opens the library at `path`. A bare file name means the file in the current folder, never
+    /// the loader's search path.
     ///
     /// # Errors
-    /// [`DlError::NotFound`] with the one path.
+    /// [`DlError::NotFound`] with the path.
     pub fn open_path(what: &str, path: &Path) -> Result<Library, DlError> {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         Library::open(what, &[absolute])
     }
 
-    /// The name or path it was opened by.
+    /// Returns the name or path by which it was opened.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Looks a symbol up as a value of type `T`, usually a function pointer.
+    /// Looks up a symbol as a value of type `T`, usually a function pointer.
     ///
     /// # Safety
-    /// `T` must be the symbol's type (a pointer-sized one), and the value
-    /// must not be used after the library is dropped.
+    /// `T` must be the symbol's type (a pointer-sized one). Do not use the value after the library
+    /// is dropped.
     ///
     /// # Errors
     /// [`DlError::MissingSymbol`].
@@ -68,9 +68,8 @@ impl Library {
         }
     }
 
-    /// Keeps the library loaded for the life of the process. For vendor
-    /// libraries, which start threads and install exit handlers that must
-    /// not lose their code.
+    /// Keeps the library loaded for the life of the process. Vendor libraries need that, because
+    /// their threads and exit handlers must not lose their code.
     pub fn keep_loaded(self) {
         std::mem::forget(self.inner);
     }
@@ -84,9 +83,8 @@ impl fmt::Debug for Library {
 
 fn load(candidate: &OsStr) -> Result<Library, Attempt> {
     let name = candidate.to_string_lossy().into_owned();
-    // SAFETY: opening runs the library's initialisers. Callers only name
-    // vendor libraries and kernels compiled here, whose initialisers ask
-    // nothing of the process.
+    // SAFETY: opening runs the library's initializers. Callers only open vendor libraries and
+    // kernels compiled here, whose initializers require nothing of the process.
     match unsafe { libloading::Library::new(candidate) } {
         Ok(inner) => Ok(Library { inner, name }),
         Err(error) => Err(Attempt {
@@ -96,7 +94,7 @@ fn load(candidate: &OsStr) -> Result<Library, Attempt> {
     }
 }
 
-/// The loader's own words: libloading wraps them in its own.
+/// Returns the loader's own message, which libloading wraps in its own.
 fn words(error: &libloading::Error) -> String {
     use std::error::Error;
     error

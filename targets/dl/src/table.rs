@@ -2,11 +2,10 @@
 
 /// Declares a struct of functions looked up in one library.
 ///
-/// Each line is `name: fn(arguments) -> result = "symbol";`. The struct gets
-/// an `unsafe fn` of that name for every function of the first block. Those
-/// of the `optional` block are public fields of type `Option<fn>`, `None`
-/// where the library lacks them. `load` takes a [`Library`](crate::Library)
-/// and keeps it loaded for the life of the process.
+/// Each line is `name: fn(arguments) -> result = "symbol";`. The struct gets an `unsafe fn` of that
+/// name for every function of the first block. Functions of the `optional` block become public
+/// fields of type `Option<fn>`, `None` if the library lacks them. `load` takes a
+/// [`Library`](crate::Library) and keeps it loaded for the life of the process.
 #[macro_export]
 macro_rules! dl_table {
     (
@@ -34,11 +33,11 @@ macro_rules! dl_table {
             /// Looks every function up.
             ///
             /// # Safety
-            /// The signatures must be those of the library.
+            /// The signatures must match those of the library.
             ///
             /// # Errors
-            /// [`MissingSymbol`]($crate::DlError::MissingSymbol), naming the
-            /// library and the first function it lacks.
+            /// [`MissingSymbol`]($crate::DlError::MissingSymbol) names the library and the first
+            /// function it lacks.
             $vis unsafe fn load(library: $crate::Library) -> Result<$Table, $crate::DlError> {
                 let table = $Table {
                     $(
@@ -56,7 +55,7 @@ macro_rules! dl_table {
                 Ok(table)
             }
 
-            /// The name or path the library was opened by.
+            /// Returns the name or path by which the library was opened.
             $vis fn library(&self) -> &str {
                 &self.library
             }
@@ -65,7 +64,7 @@ macro_rules! dl_table {
                 #[doc = concat!("Calls `", $symbol, "`.")]
                 ///
                 /// # Safety
-                /// As the library documents it.
+                /// The library's own contract applies.
                 #[allow(clippy::too_many_arguments)]
                 $vis unsafe fn $name(&self $(, $arg: $Arg)*) $(-> $Ret)? {
                     // SAFETY: the caller keeps the function's contract; the

@@ -1,4 +1,4 @@
-//! Opens a vendor library that the system C compiler builds on the spot.
+//! Opens a vendor library that the test builds with the system C compiler.
 
 use moesaic_dl::{DlError, Library, dl_table};
 use std::ffi::c_int;
@@ -24,7 +24,7 @@ dl_table! {
 }
 
 dl_table! {
-    /// A table that asks for too much.
+    /// A table with a function that the library lacks.
     #[derive(Debug)]
     struct Greedy {
         version: fn(major: *mut c_int, minor: *mut c_int) -> c_int = "vendor_version";

@@ -1,7 +1,7 @@
 //! The functions of the HIP runtime, and its facts about a GPU.
 
 use moesaic_dl::{DlError, Library, dl_table};
-use moesaic_target::gpu::{Fault, Functions, Names, Rows, StreamHandle};
+use moesaic_target::gpu::{AddressedRows, Fault, FunctionNames, Functions, StreamHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ const ARCH_NAME: usize = 1160;
 
 /// HIP's names of the functions that GPU drivers share. ROCm 6.0 and later have
 /// them all.
-const NAMES: Names = Names {
+const NAMES: FunctionNames = FunctionNames {
     memory_info: "hipMemGetInfo",
     default_pool: "hipDeviceGetDefaultMemPool",
     pool_set: "hipMemPoolSetAttribute",
@@ -125,7 +125,7 @@ impl Hip {
     ///
     /// # Safety
     /// The rows lie in memory of the current GPU, and the stream is live.
-    pub unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+    pub unsafe fn copy_rows(&self, rows: &AddressedRows, stream: StreamHandle) -> c_int {
         let [from, to] = [rows.from, rows.to].map(|start| start.0 as usize as *mut c_void);
         let (strides, (bytes, count)) =
             ([rows.from_stride, rows.to_stride], (rows.bytes, rows.count));

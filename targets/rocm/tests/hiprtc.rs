@@ -4,7 +4,7 @@
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_rocm::{RocmCompiler, maybe_run_child};
 use moesaic_target::{CompileError, CompileOptions, Compiler};
-use moesaic_toolchain::{Kind, testing};
+use moesaic_toolchain::{ToolKind, testing};
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
@@ -79,8 +79,8 @@ fn set(variables: &[(&str, &Path)]) {
 /// Compiles as HIPRTC does, with the name of the clang, which this project's
 /// own flags leave out.
 fn compile_with_clang(folder: &Path) -> Vec<u8> {
-    let registry = testing::installed(Kind::Rocm);
-    let zig = registry.path(registry.get(Kind::Rocm).unwrap());
+    let registry = testing::installed(ToolKind::Rocm);
+    let zig = registry.path(registry.get(ToolKind::Rocm).unwrap());
     let path = std::env::var("PATH").unwrap_or_default();
     std::fs::write(folder.join("probe.hip"), TEXT).unwrap();
     let built = Command::new(&zig)

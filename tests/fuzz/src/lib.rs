@@ -20,7 +20,7 @@ mod watch;
 pub use surface::{Surface, surface, surfaces};
 pub use watch::{Fault, Watch};
 
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 
 /// Counts the allocations of the suite, and of every program that links it.
 #[global_allocator]
@@ -32,6 +32,6 @@ pub fn input(surface: &mut dyn Surface, seed: u64, number: u64) -> Vec<u8> {
     let own = name.fold(seed, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     });
-    let mut rng = Counter::new(own.wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+    let mut rng = SampleRng::new(own.wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
     surface.input(&mut rng)
 }

@@ -1,7 +1,7 @@
 //! Small damage to text and bytes, drawn by a counter: the same seed gives the
 //! same damage.
 
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 
 /// Numbers at the edges of types, and texts that are no numbers.
 const NUMBERS: &[&str] = &[
@@ -85,7 +85,7 @@ const OPEN: &[(&str, &str)] = &[
 ];
 
 /// Damages text by one to six changes; `words` belong to its language.
-pub fn text(rng: &mut Counter, seeds: &[String], words: &[&str]) -> Vec<u8> {
+pub fn text(rng: &mut SampleRng, seeds: &[String], words: &[&str]) -> Vec<u8> {
     let mut bytes = if rng.one_in(40) {
         noise(rng, 64)
     } else {
@@ -112,7 +112,7 @@ pub fn text(rng: &mut Counter, seeds: &[String], words: &[&str]) -> Vec<u8> {
 }
 
 /// Damages bytes by one to four changes that ignore their meaning.
-pub fn bytes(rng: &mut Counter, from: &[u8]) -> Vec<u8> {
+pub fn bytes(rng: &mut SampleRng, from: &[u8]) -> Vec<u8> {
     let mut bytes = from.to_vec();
     for _ in 0..rng.between(1, 4) {
         match rng.between(0, 7) {
@@ -132,7 +132,7 @@ pub fn bytes(rng: &mut Counter, from: &[u8]) -> Vec<u8> {
 
 /// Draws a place in the bytes, their end included, mostly near either end,
 /// where headers and checksums are.
-fn place(rng: &mut Counter, bytes: &[u8]) -> usize {
+fn place(rng: &mut SampleRng, bytes: &[u8]) -> usize {
     let near = bytes.len().min(80);
     match rng.between(0, 3) {
         0 => rng.between(0, near),
@@ -141,42 +141,42 @@ fn place(rng: &mut Counter, bytes: &[u8]) -> usize {
     }
 }
 
-fn range(rng: &mut Counter, bytes: &[u8]) -> std::ops::Range<usize> {
+fn range(rng: &mut SampleRng, bytes: &[u8]) -> std::ops::Range<usize> {
     let start = place(rng, bytes);
     let most = rng.pick(&[1, 4, 16, 100]);
     start..(start + rng.between(0, most)).min(bytes.len())
 }
 
-fn noise(rng: &mut Counter, most: usize) -> Vec<u8> {
+fn noise(rng: &mut SampleRng, most: usize) -> Vec<u8> {
     (0..rng.between(0, most))
         .map(|_| rng.bits() as u8)
         .collect()
 }
 
-fn flip(rng: &mut Counter, bytes: &mut [u8]) {
+fn flip(rng: &mut SampleRng, bytes: &mut [u8]) {
     let at = place(rng, bytes);
     if let Some(byte) = bytes.get_mut(at) {
         *byte ^= 1 << rng.between(0, 7);
     }
 }
 
-fn insert(rng: &mut Counter, bytes: &mut Vec<u8>, words: &[&str]) {
+fn insert(rng: &mut SampleRng, bytes: &mut Vec<u8>, words: &[&str]) {
     let at = rng.between(0, bytes.len());
     bytes.splice(at..at, rng.pick(words).bytes());
 }
 
-fn cut(rng: &mut Counter, bytes: &mut Vec<u8>) {
+fn cut(rng: &mut SampleRng, bytes: &mut Vec<u8>) {
     bytes.drain(range(rng, bytes));
 }
 
-fn repeat(rng: &mut Counter, bytes: &mut Vec<u8>) {
+fn repeat(rng: &mut SampleRng, bytes: &mut Vec<u8>) {
     let piece = bytes[range(rng, bytes)].to_vec();
     let (at, times) = (place(rng, bytes), rng.pick(&[1, 1, 1, 2, 50]));
     bytes.splice(at..at, piece.repeat(times));
 }
 
 /// Overwrites eight bytes with an extreme little-endian number.
-fn word(rng: &mut Counter, bytes: &mut [u8]) {
+fn word(rng: &mut SampleRng, bytes: &mut [u8]) {
     let numbers = [
         0,
         1,
@@ -196,13 +196,13 @@ fn word(rng: &mut Counter, bytes: &mut [u8]) {
 }
 
 /// Joins the beginning of one and the end of the other.
-fn splice(rng: &mut Counter, bytes: &mut Vec<u8>, other: &[u8]) {
+fn splice(rng: &mut SampleRng, bytes: &mut Vec<u8>, other: &[u8]) {
     bytes.truncate(place(rng, bytes));
     bytes.extend(&other[rng.between(0, other.len())..]);
 }
 
 /// Replaces a number of the text, or inserts one where there is none.
-fn number(rng: &mut Counter, bytes: &mut Vec<u8>) {
+fn number(rng: &mut SampleRng, bytes: &mut Vec<u8>) {
     let from = rng.between(0, bytes.len());
     let digit = |byte: &u8| byte.is_ascii_digit();
     let start = bytes[from..]
@@ -214,7 +214,7 @@ fn number(rng: &mut Counter, bytes: &mut Vec<u8>) {
 }
 
 /// Doubles a line or swaps two, which makes keys and tables appear twice.
-fn line(rng: &mut Counter, bytes: &mut Vec<u8>) {
+fn line(rng: &mut SampleRng, bytes: &mut Vec<u8>) {
     let separator = rng.pick(b"\n\n,;");
     let mut lines: Vec<Vec<u8>> = bytes
         .split(|b| *b == separator)
@@ -232,7 +232,7 @@ fn line(rng: &mut Counter, bytes: &mut Vec<u8>) {
     *bytes = lines.join(&separator);
 }
 
-fn nest(rng: &mut Counter, bytes: &mut Vec<u8>) {
+fn nest(rng: &mut SampleRng, bytes: &mut Vec<u8>) {
     let (open, close) = rng.pick(OPEN);
     let (at, depth) = (
         rng.between(0, bytes.len()),

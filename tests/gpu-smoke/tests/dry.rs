@@ -2,7 +2,7 @@
 
 mod said;
 
-use moesaic_toolchain::{Kind, testing};
+use moesaic_toolchain::{ToolKind, testing};
 use said::said;
 use std::fs;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn outcome<'a>(summary: &'a str, step: &str) -> &'a str {
 
 #[test]
 fn the_smoke_test_runs_dry() {
-    testing::installed(Kind::Cuda);
+    testing::installed(ToolKind::Cuda);
     let folder = tempfile::tempdir().unwrap();
     let (smoke, out) = (folder.path().join("smoke"), folder.path().join("results"));
     make(&smoke);

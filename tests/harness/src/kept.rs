@@ -1,7 +1,7 @@
 //! A compiler whose results lie in the build folder: a suite that runs again
 //! compiles what has changed, and no kernel twice.
 
-use moesaic_cache::{Key, KeyParts, PruneRule, Request, Store, hash_source};
+use moesaic_cache::{KernelKey, KernelRequest, KeyParts, PruneRule, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
 use std::path::PathBuf;
@@ -78,8 +78,8 @@ impl Compiler for Kept {
             flags: &format!("{options:?}"),
             compiler: &self.fingerprint(source.target),
         };
-        let request = Request {
-            key: Key::new(&parts),
+        let request = KernelRequest {
+            key: KernelKey::new(&parts),
             source,
             spec: None,
         };

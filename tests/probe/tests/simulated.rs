@@ -2,10 +2,10 @@
 
 use moesaic_probe::open::{Kernels, open};
 use moesaic_probe::report::Report;
-use moesaic_toolchain::{Kind, testing};
+use moesaic_toolchain::{ToolKind, testing};
 
 fn clean(device: &str) -> Report {
-    testing::installed(Kind::Cuda);
+    testing::installed(ToolKind::Cuda);
     let bench = open(device, &Kernels::Compiled).unwrap_or_else(|error| panic!("{error}"));
     let report = moesaic_probe::run(&bench, |_| ());
     assert!(report.is_clean(), "{report}");

@@ -3,7 +3,7 @@
 use crate::Failed;
 use half::{bf16, f16};
 use moesaic_kernel::DType;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_spec::{LayerSpec, LossKind, RouterKind, canonical_tensors};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensorError};
@@ -27,7 +27,7 @@ pub fn weight_bytes(spec: &LayerSpec) -> usize {
 
 /// Writes random weights, scaled by their fan-in.
 pub fn write_weights(spec: &LayerSpec, seed: u64, path: &Path) -> Result<(), Failed> {
-    let rng = &mut Counter::new(seed);
+    let rng = &mut SampleRng::new(seed);
     let tensors = canonical_tensors(spec).into_iter().map(|tensor| {
         let elements = tensor.shape.iter().product();
         let fan_in = tensor.shape.last().copied().unwrap_or(1).max(1);
@@ -48,7 +48,7 @@ pub fn write_weights(spec: &LayerSpec, seed: u64, path: &Path) -> Result<(), Fai
 /// Writes random tokens, a gradient of the output, and whatever else the
 /// router and the losses take.
 pub fn write_input(spec: &LayerSpec, tokens: usize, seed: u64, path: &Path) -> Result<(), Failed> {
-    let rng = &mut Counter::new(!seed);
+    let rng = &mut SampleRng::new(!seed);
     let (router, top_k) = (&spec.router, spec.shape.top_k);
     let mut list = Vec::new();
     let mut push = |name: &str, dtype, shape: &[usize], bytes| {
@@ -102,7 +102,7 @@ fn losses(spec: &LayerSpec, kind: LossKind) -> bool {
     spec.losses.iter().any(|loss| loss.kind == kind)
 }
 
-fn below(rng: &mut Counter, end: usize) -> i32 {
+fn below(rng: &mut SampleRng, end: usize) -> i32 {
     rng.between(0, end.max(1) - 1) as i32
 }
 
@@ -117,7 +117,7 @@ fn longs(values: impl Iterator<Item = usize>) -> Vec<u8> {
 }
 
 /// Uniform values in `(-scale, scale)`.
-fn floats(rng: &mut Counter, dtype: DType, elements: usize, scale: f64) -> Vec<u8> {
+fn floats(rng: &mut SampleRng, dtype: DType, elements: usize, scale: f64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(elements * dtype.size());
     for _ in 0..elements {
         let value = rng.real(-scale, scale) as f32;

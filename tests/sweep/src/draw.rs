@@ -1,7 +1,7 @@
 //! Draws the layers to compile and their targets.
 
 use moesaic_kernel::{DType, Target};
-use moesaic_spec::testing::{Counter, sample};
+use moesaic_spec::testing::{SampleRng, sample};
 use moesaic_spec::{
     Activation, Biases, ExpertForm, Experts, Expression, LayerSpec, Precision, Select, Shape,
     SharedExpert, SharedGate, WeightSite,
@@ -34,7 +34,7 @@ pub fn layer(seed: u64) -> LayerSpec {
 /// Gives `wide` factors of one type, an error function and row weights: all
 /// that asks for registers at once, and is rarely drawn together.
 fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
-    let rng = &mut Counter::new(seed ^ 0x10_46);
+    let rng = &mut SampleRng::new(seed ^ 0x10_46);
     let dtype = rng.pick(&[DType::F16, DType::Bf16, DType::F32]);
     let mut spec = wide.clone();
     spec.name = format!("long-{seed}");
@@ -50,7 +50,7 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
 
 /// Gives `small` the widths of a published layer, if its options allow any.
 fn wide(seed: u64, small: &LayerSpec) -> Option<LayerSpec> {
-    let rng = &mut Counter::new(seed ^ 0x51de);
+    let rng = &mut SampleRng::new(seed ^ 0x51de);
     (0..8).find_map(|_| {
         let mut spec = small.clone();
         spec.name = format!("wide-{seed}");
@@ -85,7 +85,7 @@ const PRODUCTS: [[usize; 2]; 6] = [
 /// clamps, error functions and longer expressions, row weights, tall tiles and
 /// short ones, every pair of types.
 pub fn products(seed: u64) -> LayerSpec {
-    let rng = &mut Counter::new(seed ^ 0x9420);
+    let rng = &mut SampleRng::new(seed ^ 0x9420);
     let [model_dim, hidden_dim] = rng.pick(&PRODUCTS);
     let [experts, top_k] = rng.pick(&[[8, 2], [128, 4]]);
     let mut spec = sample(0);
@@ -119,7 +119,7 @@ pub fn products(seed: u64) -> LayerSpec {
 }
 
 /// Draws one type for all more often than two.
-fn types(rng: &mut Counter) -> Precision {
+fn types(rng: &mut SampleRng) -> Precision {
     let all = [DType::F32, DType::F16, DType::Bf16];
     let weights = rng.pick(&all);
     let activations = if rng.one_in(6) {
@@ -137,7 +137,7 @@ fn types(rng: &mut Counter) -> Precision {
 }
 
 /// Draws the epilogues of the GEMMs.
-fn ends(rng: &mut Counter) -> Experts {
+fn ends(rng: &mut SampleRng) -> Experts {
     let gated = rng.one_in(2);
     let own = Expression::parse("x / (1 + abs(x)) + 0.5 * erf(x) + log(1 + x^2) * tanh(x)");
     let own = own.map_or(Activation::Gelu, Activation::Custom);
@@ -158,19 +158,19 @@ fn ends(rng: &mut Counter) -> Experts {
 /// Draws `each` of the targets, others for each seed; returns all of them where
 /// there are no more.
 pub fn targets(seed: u64, all: &[Target], each: usize) -> Vec<Target> {
-    drawn(&mut Counter::new(seed ^ 0x7a26), all.to_vec(), each)
+    drawn(&mut SampleRng::new(seed ^ 0x7a26), all.to_vec(), each)
 }
 
 /// Draws some of a layer's kernels, others for each seed; returns all of them
 /// without a number.
 pub fn some<T>(seed: u64, all: Vec<T>, kernels: Option<usize>) -> Vec<T> {
     match kernels {
-        Some(kernels) => drawn(&mut Counter::new(seed ^ 0x51c3), all, kernels),
+        Some(kernels) => drawn(&mut SampleRng::new(seed ^ 0x51c3), all, kernels),
         None => all,
     }
 }
 
-fn drawn<T>(rng: &mut Counter, mut left: Vec<T>, many: usize) -> Vec<T> {
+fn drawn<T>(rng: &mut SampleRng, mut left: Vec<T>, many: usize) -> Vec<T> {
     let mut drawn = Vec::new();
     while drawn.len() < many && !left.is_empty() {
         drawn.push(left.swap_remove(rng.between(0, left.len() - 1)));

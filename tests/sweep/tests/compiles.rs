@@ -4,7 +4,7 @@
 use moesaic_kernel::Target;
 use moesaic_sweep::Sweep;
 use moesaic_target::Compiler;
-use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
+use moesaic_toolchain::{Registry, ToolKind, install, nvrtc, rocm};
 
 /// Number of layers of which one kernel is compiled.
 const LAYERS: u64 = 300;
@@ -28,8 +28,12 @@ const FOUND: [(u64, &str); 6] = [
 #[test]
 fn random_layers_compile_for_every_gpu_without_spills() {
     let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Cuda, Kind::Rocm], &mut |_| {})
-        .unwrap_or_else(|error| panic!("{error}"));
+    install(
+        &mut registry,
+        &[ToolKind::Cuda, ToolKind::Rocm],
+        &mut |_| {},
+    )
+    .unwrap_or_else(|error| panic!("{error}"));
     let cuda = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
     let rocm = rocm(&registry).unwrap_or_else(|error| panic!("{error}"));
     let compilers: [&dyn Compiler; 2] = [&cuda, &rocm];

@@ -5,7 +5,7 @@ use super::spread::{STEPS, alone, batch, learner, near};
 use super::{SHAPE, Text};
 use crate::conformance::mesh::mesh;
 use moesaic::collectives::{Call, mpi};
-use moesaic::toolchain::testing::{Launcher, mpich, open_mpi};
+use moesaic::toolchain::testing::{MpiLauncher, mpich, open_mpi};
 use moesaic::{Engine, EngineOptions, Mesh, Parallel};
 use std::fs::{self, File};
 use std::io::Write;
@@ -80,7 +80,7 @@ fn learn(folder: &Path, parallel: Parallel, killed: Option<usize>) {
 
 /// Jobs of one launcher in one folder.
 struct Jobs {
-    launcher: Launcher,
+    launcher: MpiLauncher,
     folder: PathBuf,
 }
 
@@ -121,7 +121,7 @@ fn said(output: &Output) -> String {
 
 /// A run to its end on four ranks, and another of which a rank is killed after half of the
 /// steps, to its end on `then`.
-fn check(launcher: fn() -> Launcher, then: Parallel) {
+fn check(launcher: fn() -> MpiLauncher, then: Parallel) {
     let first = mesh(2, 1, 2);
     let engine = Engine::cpu().expect("a C compiler");
     let want = alone(&engine, &Text::book());

@@ -16,7 +16,7 @@ fn gate_spec() -> LayerSpec {
     serde_json::from_str(text).unwrap()
 }
 
-type Function = unsafe extern "C" fn(f32) -> f32;
+type MathFunction = unsafe extern "C" fn(f32) -> f32;
 
 /// A function of the prelude in `kernel`, or an expression of `x`.
 fn function(kernel: &str, expression: &str) -> impl Fn(f64) -> f64 {
@@ -29,7 +29,7 @@ fn function(kernel: &str, expression: &str) -> impl Fn(f64) -> f64 {
     );
     let loaded = load_shared_object(&compiled(&source).binary).unwrap();
     // SAFETY: the probe is declared so above; it touches no memory.
-    let probe: Function = unsafe { loaded.library.symbol("probe").unwrap() };
+    let probe: MathFunction = unsafe { loaded.library.symbol("probe").unwrap() };
     move |x| {
         let _open = &loaded;
         // SAFETY: any float will do, and the library is open.

@@ -5,7 +5,7 @@ use moesaic_emit::emit;
 use moesaic_harness::kept::Kept;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{Op, PlanOptions, Training, plan};
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -31,7 +31,7 @@ const FACTORS: [&str; 12] = [
 /// Parts are added until one more would be too long. Products need the most registers, in gated
 /// experts above all: the slope of each part wants the values of all others.
 fn longest(seed: u64, most: usize) -> Expression {
-    let rng = &mut Counter::new(seed);
+    let rng = &mut SampleRng::new(seed);
     let operators: &[&str] = match seed % 4 {
         1 => &[" + "],
         3 => &[" * ", " + ", " - "],

@@ -1,4 +1,4 @@
-//! Every optional input, as the argument of a typed layer.
+//! Every optional input, as an argument of a typed layer.
 
 use super::{ENGINE, Stored, assert_close, f32s, tokens, upload};
 use moesaic::reference::{self, rng::Draw};
@@ -6,7 +6,7 @@ use moesaic::typed::{In, Out, TypedLayer, tensor};
 use moesaic::{RngKey, Training};
 
 moesaic::layer! {
-    /// Everything that a caller may say about tokens, in training.
+    /// Every optional input about tokens, in training.
     pub struct Told {
         shape = { model_dim = 11, hidden_dim = 7, experts = 5, top_k = 3 }
         router = { token_mask = true, active_k = true, noise = 0.4, noise_kind = "learned" }
@@ -17,13 +17,13 @@ moesaic::layer! {
         ]
     }
 
-    /// A table, whose tokens may be masked too.
+    /// A table router with a token mask.
     pub struct Listed {
         shape = { model_dim = 8, hidden_dim = 6, experts = 4, top_k = 2 }
         router = { kind = "table", table_rows = 3, token_mask = true, active_k = true }
     }
 
-    /// The experts come from outside, and the way back to there.
+    /// An external router, with its gradients.
     pub struct Replayed {
         shape = { model_dim = 8, hidden_dim = 6, experts = 4, top_k = 2 }
         router = { kind = "external" }
@@ -52,12 +52,12 @@ fn f64s<const N: usize>(rows: &[[f32; N]]) -> Vec<f64> {
     rows.as_flattened().iter().map(|&v| v.into()).collect()
 }
 
-/// Every fourth token takes no part.
+/// Masks every fourth token.
 fn mask() -> Vec<i32> {
     (0..TOKENS as i32).map(|t| t % 4).collect()
 }
 
-/// The layer, for training or not.
+/// Makes the layer, for training or for inference.
 fn told(stored: &Stored, training: bool) -> Told {
     let names = ["router.weight", "router.noise.weight"];
     let [router, noise] = names.map(|name| f32s(stored, name));

@@ -22,7 +22,7 @@ const MESH: Parallel = Parallel {
     shared: SharedExperts::Whole,
 };
 
-/// An `Odd`, over the ranks of a mesh if there is one.
+/// Makes an `Odd`, over the ranks of a mesh if there is one.
 fn made(mesh: Option<&Mesh>, stored: &Stored) -> Result<Odd> {
     let flat = ["router", "experts.gate", "experts.up", "experts.down"];
     let [router, gate, up, down] = flat.map(|name| f32s(stored, &format!("{name}.weight")));
@@ -39,20 +39,20 @@ fn made(mesh: Option<&Mesh>, stored: &Stored) -> Result<Odd> {
     })
 }
 
-/// The first columns of each token, as the gradient of `y`.
+/// Returns the first columns of each token, as the gradient of `y`.
 fn dy_of(x: &[Token]) -> Vec<[f32; 9]> {
     x.iter()
         .map(|row| std::array::from_fn(|i| row[i]))
         .collect()
 }
 
-/// What one rank found, or one process.
+/// The results of one rank, or of one process.
 struct Found {
     y: Vec<[f32; 9]>,
     evaluated: Vec<[f32; 9]>,
     routed: Vec<[i32; 2]>,
     dx: Vec<Token>,
-    /// Of the router, before and after they are added up.
+    /// The router's gradients, before and after their reduction.
     router: [Vec<f32>; 2],
     up: Vec<f32>,
 }
@@ -73,7 +73,7 @@ fn run(layer: &Odd, x: &[Token]) -> Result<Found> {
     })
 }
 
-/// What two ranks find, of which the first has so many of the tokens.
+/// Returns the results of two ranks, of which the first gets `first` tokens.
 fn on_ranks(stored: &Stored, x: &[Token], first: usize) -> [Found; 2] {
     let device = |_| Ok(ENGINE.device().clone());
     let ranks = threads::run(2, device, |mut world| {
@@ -129,7 +129,7 @@ fn a_rank_may_have_no_tokens() {
     check(23);
 }
 
-/// Weights by name, as a checkpoint has them.
+/// Returns weights by name, as a checkpoint has them.
 fn named(stored: &Stored, spec: &LayerSpec) -> Tensors<'static> {
     let each = canonical_tensors(spec).into_iter();
     let rounded = each.map(
@@ -178,7 +178,7 @@ fn capacities_are_those_of_the_rank_with_the_most() {
     assert!((1..12).contains(&most), "the test drops nothing");
 }
 
-/// A call on device memory of every kind, against the same on host memory.
+/// Compares calls of every kind on device memory with calls on host memory.
 fn run_raw(layer: &Odd, x: &[Token]) -> Result<()> {
     let dy = dy_of(x);
     let trained = layer.forward_train(x, RngKey::default())?;

@@ -1,14 +1,14 @@
 //! Placements, packings, shadows and moves: published examples, and properties of random ones.
 
 use super::*;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 
 fn placed(text: &str) -> Placement {
     text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
 /// Random experts on random groups, some replicated.
-fn random(draw: &mut Counter) -> Placement {
+fn random(draw: &mut SampleRng) -> Placement {
     let groups = draw.between(1, 6);
     let experts = draw.between(groups, 17);
     let mut lists = vec![Vec::new(); groups];
@@ -36,7 +36,7 @@ fn random(draw: &mut Counter) -> Placement {
 }
 
 /// Loads that fall as a power of the rank, in some order.
-fn zipf(draw: &mut Counter, experts: usize, exponent: f64) -> Vec<f64> {
+fn zipf(draw: &mut SampleRng, experts: usize, exponent: f64) -> Vec<f64> {
     let mut loads: Vec<f64> = (0..experts)
         .map(|at| (1e4 / (1.0 + at as f64).powf(exponent)).round())
         .collect();
@@ -121,7 +121,7 @@ fn text_and_data_read_back() {
     }
     let lines = "# hot ones twice\n near:\n 0-2 # first node\n3-5,+2\n";
     assert_eq!(placed(lines).to_string(), "near: 0-2 | 3-5,+2");
-    let draw = &mut Counter::new(1);
+    let draw = &mut SampleRng::new(1);
     for _ in 0..300 {
         let placement = random(draw);
         assert_eq!(placed(&placement.to_string()), placement);
@@ -150,7 +150,7 @@ fn text_and_data_read_back() {
 
 #[test]
 fn every_row_goes_to_one_replica() {
-    let draw = &mut Counter::new(2);
+    let draw = &mut SampleRng::new(2);
     for _ in 0..400 {
         let placement = random(draw);
         let (groups, expert_tp) = (placement.groups(), draw.between(1, 3));
@@ -249,7 +249,7 @@ fn nodes_that_do_not_divide_groups_are_one() {
 
 #[test]
 fn packing_is_never_worse_than_what_was_there() {
-    let draw = &mut Counter::new(3);
+    let draw = &mut SampleRng::new(3);
     let mut better = 0;
     for _ in 0..300 {
         let nodes = draw.between(1, 3);
@@ -281,10 +281,10 @@ fn packing_is_never_worse_than_what_was_there() {
 
 #[test]
 fn the_papers_conditions_are_its_model() {
-    let draw = &mut Counter::new(4);
+    let draw = &mut SampleRng::new(4);
     let mut worth = 0;
     for _ in 0..3000 {
-        let unit = |draw: &mut Counter| (1 + draw.between(0, 9999)) as f64 / 1e4;
+        let unit = |draw: &mut SampleRng| (1 + draw.between(0, 9999)) as f64 / 1e4;
         let model = ShadowModel {
             width: (1 + draw.between(0, 4095)) as f64,
             ratio: 4.0 * unit(draw),
@@ -333,7 +333,7 @@ fn the_released_policy_stops_at_the_first_that_does_not_pay() {
 
 #[test]
 fn shadows_shorten_the_modelled_step_or_are_not_taken() {
-    let draw = &mut Counter::new(5);
+    let draw = &mut SampleRng::new(5);
     let mut some = 0;
     for _ in 0..200 {
         let (groups, expert_tp) = (draw.between(2, 6), draw.between(1, 2));
@@ -367,7 +367,7 @@ fn shadows_shorten_the_modelled_step_or_are_not_taken() {
 
 #[test]
 fn moves_end_with_what_was_asked_for() {
-    let draw = &mut Counter::new(6);
+    let draw = &mut SampleRng::new(6);
     let mut tried = 0;
     while tried < 200 {
         let (from, to) = (random(draw), random(draw));

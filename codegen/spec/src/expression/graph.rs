@@ -1,12 +1,12 @@
-//! Operations as a graph: built through constructors that simplify, so that
-//! equal parts exist once and a derivative comes out short.
+//! The operations of an expression as a graph. Its constructors simplify, so equal parts exist once
+//! and derivatives come out short.
 
-use super::{Function, Id, Node};
+use super::{Id, MathFunction, Node};
 
-/// Largest exponent, of either sign.
+/// Largest exponent of either sign.
 pub(super) const MAX_POWER: i32 = 64;
 
-/// Nodes in an order where operands come first.
+/// Nodes in topological order: operands come first.
 #[derive(Default)]
 pub(super) struct Graph {
     nodes: Vec<Node>,
@@ -17,12 +17,12 @@ impl Graph {
         self.nodes
     }
 
-    /// The operation behind an id.
+    /// Returns the operation behind an id.
     pub fn node(&self, id: Id) -> Node {
         self.nodes[id.index()]
     }
 
-    /// The number that a node is, if it is one.
+    /// Returns the value of a node that is a constant.
     pub fn number(&self, id: Id) -> Option<f64> {
         match self.node(id) {
             Node::Constant(value) => Some(value),
@@ -34,7 +34,8 @@ impl Graph {
         self.number(id) == Some(value)
     }
 
-    /// The node, which exists once. Few nodes make a search cheap.
+    /// Returns the id of this node, which exists once. A linear search is cheap because expressions
+    /// have few nodes.
     fn intern(&mut self, node: Node) -> Id {
         let known = self.nodes.iter().position(|known| *known == node);
         let index = known.unwrap_or_else(|| {
@@ -82,7 +83,7 @@ impl Graph {
         }
     }
 
-    /// Constants go to the left and are gathered there.
+    /// Multiplies. Constants move to the left, where they fold into one.
     pub fn multiply(&mut self, a: Id, b: Id) -> Id {
         match (self.node(a), self.node(b)) {
             (Node::Constant(x), Node::Constant(y)) => self.constant(x * y),
@@ -111,12 +112,12 @@ impl Graph {
         }
     }
 
-    /// `a / (1 + e to the c)` is `a * sigmoid(-c)`, which has a derivative
-    /// also where the power overflows.
+    /// Divides. `a / (1 + e to the c)` becomes `a * sigmoid(-c)`, whose derivative stays finite
+    /// where the power overflows.
     pub fn divide(&mut self, a: Id, b: Id) -> Id {
         if let Some(exponent) = self.one_plus_exp(b) {
             let argument = self.negate(exponent);
-            let sigmoid = self.call(Function::Sigmoid, argument);
+            let sigmoid = self.call(MathFunction::Sigmoid, argument);
             return self.multiply(a, sigmoid);
         }
         match (self.node(a), self.node(b)) {
@@ -131,7 +132,7 @@ impl Graph {
         }
     }
 
-    /// The c of `1 + e to the c`.
+    /// Returns the c of `1 + e to the c`.
     fn one_plus_exp(&self, id: Id) -> Option<Id> {
         let Node::Add(a, b) = self.node(id) else {
             return None;
@@ -142,7 +143,7 @@ impl Graph {
             _ => return None,
         };
         match self.node(power) {
-            Node::Call(Function::Exp, exponent) => Some(exponent),
+            Node::Call(MathFunction::Exp, exponent) => Some(exponent),
             _ => None,
         }
     }
@@ -159,21 +160,21 @@ impl Graph {
         }
     }
 
-    pub fn call(&mut self, function: Function, a: Id) -> Id {
+    pub fn call(&mut self, function: MathFunction, a: Id) -> Id {
         match (function, self.node(a)) {
             (_, Node::Constant(value)) => match folded(function, value) {
                 Some(value) => self.constant(value),
                 None => self.intern(Node::Call(function, a)),
             },
-            (Function::Log, _) => match self.one_plus_exp(a) {
-                Some(exponent) => self.call(Function::Softplus, exponent),
+            (MathFunction::Log, _) => match self.one_plus_exp(a) {
+                Some(exponent) => self.call(MathFunction::Softplus, exponent),
                 None => self.intern(Node::Call(function, a)),
             },
             _ => self.intern(Node::Call(function, a)),
         }
     }
 
-    /// `then` where `left < right` (or equal), else `otherwise`.
+    /// Returns `then` where `left < right` (or equal), else `otherwise`.
     pub fn choose(
         &mut self,
         (left, right): (Id, Id),
@@ -197,19 +198,19 @@ impl Graph {
         }
     }
 
-    /// A NaN stays, and the slope at 0 is 0.
+    /// Returns `relu(a)`, which keeps a NaN and has slope 0 at 0.
     pub fn relu(&mut self, a: Id) -> Id {
         let zero = self.constant(0.0);
         self.choose((a, zero), true, zero, a)
     }
 
-    /// 1 above 0, else 0.
+    /// Returns 1 above 0, else 0.
     pub fn step(&mut self, a: Id) -> Id {
         let (zero, one) = (self.constant(0.0), self.constant(1.0));
         self.choose((zero, a), false, one, zero)
     }
 
-    /// A number goes second, so that a NaN of the other stays.
+    /// Returns the smaller operand. A constant goes second, so a NaN of the other operand stays.
     pub fn min(&mut self, a: Id, b: Id) -> Id {
         let (a, b) = if self.number(a).is_some() {
             (b, a)
@@ -219,7 +220,7 @@ impl Graph {
         self.choose((b, a), false, b, a)
     }
 
-    /// As [`Graph::min`].
+    /// Returns the larger operand; constants as in [`Graph::min`].
     pub fn max(&mut self, a: Id, b: Id) -> Id {
         let (a, b) = if self.number(a).is_some() {
             (b, a)
@@ -229,7 +230,7 @@ impl Graph {
         self.choose((a, b), false, b, a)
     }
 
-    /// Whether the value of a node depends on x.
+    /// Returns true if the value of a node depends on x.
     pub fn uses_x(&self, id: Id) -> bool {
         let mut uses: Vec<bool> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
@@ -239,8 +240,8 @@ impl Graph {
         uses[id.index()]
     }
 
-    /// The derivative of a node with respect to x. Operands come first, so one
-    /// pass suffices, and each is differentiated once.
+    /// Returns the derivative of a node with respect to x. One pass differentiates each node once,
+    /// because operands come first.
     pub fn derivative(&mut self, id: Id) -> Id {
         let mut slopes: Vec<Id> = Vec::with_capacity(id.index() + 1);
         for index in 0..=id.0 {
@@ -262,7 +263,8 @@ impl Graph {
                 let (left, right) = (self.multiply(of(a), b), self.multiply(a, of(b)));
                 self.add(left, right)
             }
-            // (a' - (a / b) b') / b: the square of b might overflow.
+            // (a' - (a / b) b') / b rather than the quotient rule, because the square of b might
+            // overflow.
             Node::Divide(a, b) => {
                 let quotient = self.multiply(id, of(b));
                 let difference = self.subtract(of(a), quotient);
@@ -290,33 +292,33 @@ impl Graph {
         }
     }
 
-    /// The derivative of a function at `a`, where its value is `value`.
-    fn function_slope(&mut self, function: Function, a: Id, value: Id) -> Id {
+    /// Returns the derivative of a function at `a`, where its value is `value`.
+    fn function_slope(&mut self, function: MathFunction, a: Id, value: Id) -> Id {
         let one = self.constant(1.0);
         match function {
-            Function::Exp => value,
-            Function::Log => self.divide(one, a),
-            Function::Sqrt => {
+            MathFunction::Exp => value,
+            MathFunction::Log => self.divide(one, a),
+            MathFunction::Sqrt => {
                 let half = self.constant(0.5);
                 self.divide(half, value)
             }
-            Function::Tanh => {
+            MathFunction::Tanh => {
                 let square = self.power(value, 2);
                 self.subtract(one, square)
             }
-            Function::Sigmoid => {
+            MathFunction::Sigmoid => {
                 let rest = self.subtract(one, value);
                 self.multiply(value, rest)
             }
-            Function::Softplus => self.call(Function::Sigmoid, a),
-            Function::Erf => {
+            MathFunction::Softplus => self.call(MathFunction::Sigmoid, a),
+            MathFunction::Erf => {
                 let square = self.power(a, 2);
                 let exponent = self.negate(square);
-                let bell = self.call(Function::Exp, exponent);
+                let bell = self.call(MathFunction::Exp, exponent);
                 let scale = self.constant(std::f64::consts::FRAC_2_SQRT_PI);
                 self.multiply(scale, bell)
             }
-            Function::Abs => {
+            MathFunction::Abs => {
                 let (zero, minus) = (self.constant(0.0), self.constant(-1.0));
                 let above = self.choose((zero, a), false, one, zero);
                 self.choose((a, zero), false, minus, above)
@@ -324,7 +326,7 @@ impl Graph {
         }
     }
 
-    /// What keeps the graph from being a kernel.
+    /// Returns the reason the graph cannot become a kernel.
     pub fn problem(&self) -> Option<String> {
         let finite = |node: &Node| match node {
             Node::Constant(value) => (*value as f32).is_finite(),
@@ -342,16 +344,17 @@ impl Graph {
     }
 }
 
-/// A function of a number; the error function is left to the kernel.
-fn folded(function: Function, x: f64) -> Option<f64> {
+/// Evaluates a function of a constant. The error function is left to the kernel, since std has
+/// none.
+fn folded(function: MathFunction, x: f64) -> Option<f64> {
     Some(match function {
-        Function::Exp => x.exp(),
-        Function::Log => x.ln(),
-        Function::Sqrt => x.sqrt(),
-        Function::Tanh => x.tanh(),
-        Function::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        Function::Softplus => x.max(0.0) + (-x.abs()).exp().ln_1p(),
-        Function::Abs => x.abs(),
-        Function::Erf => return None,
+        MathFunction::Exp => x.exp(),
+        MathFunction::Log => x.ln(),
+        MathFunction::Sqrt => x.sqrt(),
+        MathFunction::Tanh => x.tanh(),
+        MathFunction::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        MathFunction::Softplus => x.max(0.0) + (-x.abs()).exp().ln_1p(),
+        MathFunction::Abs => x.abs(),
+        MathFunction::Erf => return None,
     })
 }

@@ -1,4 +1,4 @@
-//! An activation written as an expression of `x`, and its derivative.
+//! Activations written as an expression of `x`, and their derivatives.
 //!
 //! ```text
 //! sum     = product { ("+" | "-") product }
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use graph::Graph;
 
-/// A function of `x` with its derivative, as one graph that both share.
+/// A function of `x` and its derivative, which share one graph.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Expression {
@@ -36,12 +36,12 @@ struct Parsed {
     slope: Id,
 }
 
-/// A node by its place in [`Expression::nodes`]; its operands come before it.
+/// A node's position in [`Expression::nodes`]; its operands come before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Id(u32);
 
 impl Id {
-    /// The index into [`Expression::nodes`].
+    /// Returns the index into [`Expression::nodes`].
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -67,12 +67,12 @@ pub enum Node {
     /// `a` to a power that is neither 0 nor 1.
     Power(Id, i32),
     /// A function of one argument.
-    Call(Function, Id),
-    /// `then` where `left < right`, else `otherwise`; also where one is NaN.
+    Call(MathFunction, Id),
+    /// `then` where `left < right`, else `otherwise`, also if either is NaN.
     Choose {
-        /// Of the comparison.
+        /// The left side of the comparison.
         left: Id,
-        /// Of the comparison.
+        /// The right side of the comparison.
         right: Id,
         /// Whether equal operands choose `then` as well.
         or_equal: bool,
@@ -84,7 +84,7 @@ pub enum Node {
 }
 
 impl Node {
-    /// The operands, in the order of the fields.
+    /// Returns the operands, in the order of the fields.
     pub fn operands(self) -> impl Iterator<Item = Id> {
         let list = match self {
             Node::X | Node::Constant(_) => [None; 4],
@@ -104,9 +104,9 @@ impl Node {
     }
 }
 
-/// A function that kernels have under some name.
+/// A function that the kernels of every target provide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Function {
+pub enum MathFunction {
     /// `eˣ`.
     Exp,
     /// The natural logarithm.
@@ -125,43 +125,43 @@ pub enum Function {
     Abs,
 }
 
-impl Function {
+impl MathFunction {
     /// Every function.
-    pub const ALL: [Function; 8] = [
-        Function::Exp,
-        Function::Log,
-        Function::Sqrt,
-        Function::Tanh,
-        Function::Sigmoid,
-        Function::Softplus,
-        Function::Erf,
-        Function::Abs,
+    pub const ALL: [MathFunction; 8] = [
+        MathFunction::Exp,
+        MathFunction::Log,
+        MathFunction::Sqrt,
+        MathFunction::Tanh,
+        MathFunction::Sigmoid,
+        MathFunction::Softplus,
+        MathFunction::Erf,
+        MathFunction::Abs,
     ];
 
-    /// Its name in an expression.
+    /// Returns its name in an expression.
     pub fn name(self) -> &'static str {
         match self {
-            Function::Exp => "exp",
-            Function::Log => "log",
-            Function::Sqrt => "sqrt",
-            Function::Tanh => "tanh",
-            Function::Sigmoid => "sigmoid",
-            Function::Softplus => "softplus",
-            Function::Erf => "erf",
-            Function::Abs => "abs",
+            MathFunction::Exp => "exp",
+            MathFunction::Log => "log",
+            MathFunction::Sqrt => "sqrt",
+            MathFunction::Tanh => "tanh",
+            MathFunction::Sigmoid => "sigmoid",
+            MathFunction::Softplus => "softplus",
+            MathFunction::Erf => "erf",
+            MathFunction::Abs => "abs",
         }
     }
 }
 
-/// A text that is no expression.
+/// A text that is not a valid expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct ExpressionError {
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// A few words to stand beside the place.
+    /// A few words shown beside the place.
     pub label: String,
-    /// What is possible.
+    /// The accepted forms.
     pub help: Option<String>,
     /// Bytes of the text at fault.
     pub span: Range<usize>,
@@ -231,28 +231,28 @@ impl Expression {
         })
     }
 
-    /// The text as it was written.
+    /// Returns the text as written.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// All operations, operands before what uses them.
+    /// Returns all operations; operands come before their users.
     pub fn nodes(&self) -> &[Node] {
         &self.parsed.nodes
     }
 
-    /// The node that is the value.
+    /// Returns the node of the value.
     pub fn value(&self) -> Id {
         self.parsed.value
     }
 
-    /// The node that is the derivative with respect to `x`.
+    /// Returns the node of the derivative with respect to `x`.
     pub fn slope(&self) -> Id {
         self.parsed.slope
     }
 }
 
-/// Equal texts: what is equal for other reasons is another kernel all the same.
+/// Compares the texts. Two texts of one function still make two kernels.
 impl PartialEq for Expression {
     fn eq(&self, other: &Expression) -> bool {
         self.text == other.text

@@ -1,17 +1,17 @@
 //! From text to graph: recursive descent over the bytes.
 
 use super::graph::{Graph, MAX_POWER};
-use super::{Expression, ExpressionError, Function, Id};
+use super::{Expression, ExpressionError, Id, MathFunction};
 use crate::suggest;
 use std::ops::Range;
 
-/// Names of everything that is called.
+/// Names of all callable functions.
 const CALLS: [&str; 13] = [
     "exp", "log", "sqrt", "tanh", "sigmoid", "softplus", "erf", "abs", "relu", "step", "min",
     "max", "where",
 ];
 
-/// Parentheses and signs inside each other.
+/// Deepest nesting of parentheses and signs, so that recursion cannot overflow the stack.
 const MAX_DEPTH: usize = 64;
 
 type Parsed<T = Id> = Result<T, Box<ExpressionError>>;
@@ -38,7 +38,7 @@ pub(super) fn parse(text: &str, graph: &mut Graph) -> Result<Id, ExpressionError
 
 struct Parser<'a> {
     text: &'a str,
-    /// The next byte.
+    /// The index of the next byte.
     at: usize,
     depth: usize,
     graph: &'a mut Graph,
@@ -58,6 +58,8 @@ impl Parser<'_> {
             } else {
                 return Ok(sum);
             };
+            // Constants fold while parsing, so check after each step: an error then points at the
+            // smallest part.
             self.check_number(sum, start)?;
         }
     }
@@ -100,6 +102,7 @@ impl Parser<'_> {
         let negative = self.take("-");
         self.next_start();
         let digits = self.while_byte(|byte| byte.is_ascii_digit());
+        // `x^1.5` would otherwise parse as `x^1` followed by an unexpected `.5`.
         let fraction = self.text[self.at..].starts_with('.');
         let exponent = self.text[digits.clone()].parse::<i32>().ok();
         match exponent.filter(|n| *n <= MAX_POWER && !fraction) {
@@ -110,6 +113,7 @@ impl Parser<'_> {
             }
             None => {
                 let next = self.text[exponent_start..].chars().next();
+                // The span must cover at least one character, and end at a character boundary.
                 let least = exponent_start + next.map_or(0, char::len_utf8);
                 let end = digits.end.max(least);
                 let message = if fraction || digits.is_empty() {
@@ -156,6 +160,7 @@ impl Parser<'_> {
         }
         let span = start..self.at;
         match self.text[span.clone()].parse::<f64>() {
+            // Kernels compute in f32, so a larger constant would become infinite there.
             Ok(value) if (value as f32).is_finite() => Ok(self.graph.constant(value)),
             Ok(_) => Err(Box::new(ExpressionError::new(
                 span,
@@ -198,7 +203,7 @@ impl Parser<'_> {
 
     fn function(&mut self, name: &str) -> Parsed {
         let argument = self.sum()?;
-        let function = Function::ALL.into_iter().find(|f| f.name() == name);
+        let function = MathFunction::ALL.into_iter().find(|f| f.name() == name);
         Ok(match function {
             Some(function) => self.graph.call(function, argument),
             None if name == "relu" => self.graph.relu(argument),
@@ -209,6 +214,7 @@ impl Parser<'_> {
     /// `left < right, then, otherwise`.
     fn choice(&mut self) -> Parsed {
         let left = self.sum()?;
+        // The longer signs first, or `<=` would be read as `<`.
         let signs = ["<=", ">=", "<", ">"];
         let Some(sign) = signs.into_iter().find(|sign| self.take(sign)) else {
             return Err(self.unexpected("a comparison: `<`, `<=`, `>` or `>=`"));
@@ -218,6 +224,7 @@ impl Parser<'_> {
         let then = self.sum()?;
         self.expect(",")?;
         let otherwise = self.sum()?;
+        // `a > b` is `b < a`, so the graph needs only two comparisons.
         let pair = if sign.starts_with('<') {
             (left, right)
         } else {
@@ -227,7 +234,7 @@ impl Parser<'_> {
         Ok(self.graph.choose(pair, or_equal, then, otherwise))
     }
 
-    /// Refuses what folded to no number, such as `log(0)`.
+    /// Refuses a constant expression without a value, such as `log(0)`.
     fn check_number(&self, id: Id, start: usize) -> Parsed<()> {
         match self.graph.number(id) {
             Some(value) if !(value as f32).is_finite() => {
@@ -247,13 +254,13 @@ impl Parser<'_> {
         Err(Box::new(ExpressionError::new(start..start + 1, message)))
     }
 
-    /// The next byte that is not blank.
+    /// Returns the next byte that is not blank.
     fn peek(&mut self) -> Option<u8> {
         let at = self.next_start();
         self.text.as_bytes().get(at).copied()
     }
 
-    /// Skips blanks.
+    /// Skips blanks and returns the index of the byte after them.
     fn next_start(&mut self) -> usize {
         self.while_byte(|byte| matches!(byte, b' ' | b'\t'));
         self.at

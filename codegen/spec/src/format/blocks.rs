@@ -1,40 +1,40 @@
-//! GGUF's blocks: codes and their scales side by side, in one run of bytes.
+//! GGUF's block formats: codes and their scales side by side in one run of bytes.
 //!
-//! The layouts are those of ggml's `ggml-common.h`; a number is
-//! `scale * code` or `scale * code + offset`, each operation rounded to f32, as ggml's
-//! `dequantize_row_*` and gguf-py compute it.
+//! The layouts are those of ggml's `ggml-common.h`. A number is `scale * code` or
+//! `scale * code + offset`, and each operation rounds to f32, as ggml's `dequantize_row_*` and
+//! gguf-py compute it.
 
 use super::code::f16;
 
 /// Elements of the largest block.
 pub const LARGEST: usize = 256;
 
-/// A type of ggml whose tensors are blocks of codes.
+/// A ggml type whose tensors are blocks of codes.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks {
-    /// ggml's name.
+    /// ggml's name for it.
     pub name: &'static str,
-    /// ggml's number, which tensor infos carry.
+    /// ggml's number for it, as tensor infos carry it.
     pub id: u32,
-    /// Elements of a block; rows are whole blocks.
+    /// Elements of a block; a row is a whole number of blocks.
     pub elements: usize,
     /// Bytes of a block.
     pub bytes: usize,
-    /// Elements that share a scale.
+    /// Elements that share one scale.
     pub group: usize,
-    /// Whether an offset is added.
+    /// Whether each group adds an offset.
     pub offset: bool,
     unpack: fn(&[u8], &mut Unpacked),
 }
 
-/// The codes of a block, and the scale and offset of each of its groups.
+/// The codes of one block, with the scale and offset of each group.
 #[derive(Clone, Debug)]
 pub struct Unpacked {
     /// Integers, in the order of the row.
     pub codes: [i8; LARGEST],
     /// The scale of each group.
     pub scales: [f32; 16],
-    /// The number added to those of each group.
+    /// The offset of each group, added after scaling.
     pub offsets: [f32; 16],
 }
 
@@ -58,7 +58,7 @@ impl Eq for Blocks {}
 
 macro_rules! blocks {
     ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $unpack:expr;)*) => {
-        /// Every type of blocks that is read.
+        /// Every block type that moesaic reads.
         pub static BLOCKS: &[Blocks] = &[$(Blocks {
             name: $name,
             id: $id,
@@ -93,12 +93,12 @@ impl Blocks {
         BLOCKS.iter().find(|blocks| blocks.id == id)
     }
 
-    /// Takes a block apart; `block` has its bytes.
+    /// Unpacks one block of [`Blocks::bytes`] bytes.
     pub fn unpack(&self, block: &[u8], into: &mut Unpacked) {
         (self.unpack)(&block[..self.bytes], into);
     }
 
-    /// Decodes a block: `block` has its bytes, `values` a place for each element.
+    /// Decodes one block of [`Blocks::bytes`] bytes into [`Blocks::elements`] values.
     pub fn decode(&self, block: &[u8], values: &mut [f32]) {
         let mut parts = Unpacked::default();
         self.unpack(block, &mut parts);
@@ -108,7 +108,7 @@ impl Blocks {
         for ((values, codes), (scale, offset)) in groups.zip(codes).zip(scales) {
             for (value, code) in values.iter_mut().zip(codes) {
                 *value = scale * f32::from(*code);
-                // Not where there is none: it would turn a negative zero.
+                // Adding a zero offset would turn a negative zero into a positive one.
                 if self.offset {
                     *value += offset;
                 }
@@ -117,12 +117,12 @@ impl Blocks {
     }
 }
 
-/// The f16 at a place.
+/// Reads the f16 at a byte offset.
 fn half(block: &[u8], at: usize) -> f32 {
     f16(u16::from_le_bytes([block[at], block[at + 1]]))
 }
 
-/// Codes of four bits in 16 bytes: the low halves come first.
+/// Unpacks 4-bit codes from 16 bytes: all low nibbles come first.
 fn halves(bytes: &[u8], codes: &mut [i8], of: impl Fn(u8) -> i8) {
     for (at, byte) in bytes[..16].iter().enumerate() {
         codes[at] = of(byte & 15);
@@ -130,7 +130,7 @@ fn halves(bytes: &[u8], codes: &mut [i8], of: impl Fn(u8) -> i8) {
     }
 }
 
-/// Adds the fifth bit to codes of four, of which each has one in a word.
+/// Adds the fifth bit to 4-bit codes. Code `i` finds its bit at position `i` of a 32-bit word.
 fn fifth(bytes: &[u8], codes: &mut [i8], less: i8) {
     for (at, code) in codes[..32].iter_mut().enumerate() {
         let bit = (bytes[at / 8] >> (at % 8)) & 1;
@@ -166,7 +166,7 @@ fn q8_0(block: &[u8], into: &mut Unpacked) {
     pairs.for_each(|(code, byte)| *code = *byte as i8);
 }
 
-/// Codes of two bits: each of two runs of 32 bytes has four rows of 32 codes.
+/// Unpacks 2-bit codes: each of two runs of 32 bytes holds four rows of 32 codes.
 fn pairs(bytes: &[u8], codes: &mut [i8; LARGEST]) {
     for (at, code) in codes.iter_mut().enumerate() {
         let (run, row, column) = (at / 128, at / 32 % 4, at % 32);
@@ -198,7 +198,7 @@ fn q3_k(block: &[u8], into: &mut Unpacked) {
     }
 }
 
-/// The scales and offsets of Q4_K and Q5_K: six bits each in 12 bytes.
+/// Unpacks the scales and offsets of Q4_K and Q5_K, 6 bits each, from 12 bytes.
 fn scales_of_six_bits(block: &[u8], into: &mut Unpacked) {
     let (d, least, packed) = (half(block, 0), half(block, 2), &block[4..16]);
     for group in 0..8 {
@@ -214,8 +214,8 @@ fn scales_of_six_bits(block: &[u8], into: &mut Unpacked) {
     }
 }
 
-/// Codes of four bits: each run of 32 bytes has a group in its low halves and the next one in
-/// its high halves.
+/// Unpacks 4-bit codes: each run of 32 bytes holds one group in its low nibbles and the next in its
+/// high nibbles.
 fn groups_of_halves(bytes: &[u8], codes: &mut [i8; LARGEST]) {
     for (at, code) in codes.iter_mut().enumerate() {
         let (run, high, column) = (at / 64, at / 32 % 2, at % 32);
@@ -254,7 +254,7 @@ fn q6_k(block: &[u8], into: &mut Unpacked) {
     }
 }
 
-/// The numbers that codes of IQ4_NL and IQ4_XS stand for.
+/// The values behind the codes of IQ4_NL and IQ4_XS.
 const NONLINEAR: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
@@ -279,12 +279,12 @@ fn iq4_xs(block: &[u8], into: &mut Unpacked) {
     }
 }
 
-/// Twice the numbers of E2M1: ggml halves the scale to make up for it.
+/// The values of E2M1, doubled: ggml halves the scale in return.
 const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 fn mxfp4(block: &[u8], into: &mut Unpacked) {
     into.scales[0] = match block[0] {
-        // Not normal numbers of an f32.
+        // These are subnormal f32 numbers, so the exponent field cannot hold the code.
         code @ 0..2 => f32::from_bits(0x0020_0000 << code),
         code => f32::from_bits((u32::from(code) - 1) << 23),
     };

@@ -1,7 +1,7 @@
-//! The numbers that codes of up to 8 bits and scales stand for.
+//! Decoding tables of codes of up to 8 bits, and of scales.
 
-/// FP8 E4M3 (OCP, `e4m3fn`): four bits of exponent with bias 7, three of mantissa, no
-/// infinities; all ones is NaN.
+/// FP8 E4M3 (OCP, `e4m3fn`): 4 exponent bits with bias 7, 3 mantissa bits and no infinities; all
+/// ones is NaN.
 pub static E4M3: [f32; 256] = {
     let mut values = [0f32; 256];
     let mut code = 0;
@@ -23,7 +23,7 @@ pub static E5M2: [f32; 256] = {
     values
 };
 
-/// FP4 E2M1 (OCP): the sign is the highest of four bits.
+/// FP4 E2M1 (OCP); bit 3 is the sign.
 pub static E2M1: [f32; 16] = [
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 ];
@@ -32,7 +32,7 @@ const fn e4m3(code: u32) -> f32 {
     let (sign, exponent, mantissa) = (code >> 7, (code >> 3) & 15, code & 7);
     let size = match (exponent, mantissa) {
         (15, 7) => f32::NAN,
-        // Steps of 2^-9 below the smallest normal number, 2^-6.
+        // Subnormal: steps of 2^-9 below the smallest normal number, 2^-6.
         (0, _) => mantissa as f32 / 512.0,
         _ => f32::from_bits(((exponent + 120) << 23) | (mantissa << 20)),
     };
@@ -42,7 +42,7 @@ const fn e4m3(code: u32) -> f32 {
 /// Returns 2^(code - 127), E8M0 (OCP); 255 is NaN.
 pub const fn e8m0(code: u8) -> f32 {
     match code {
-        // Not a normal number of an f32.
+        // 2^-127 is subnormal in f32.
         0 => f32::from_bits(1 << 22),
         255 => f32::NAN,
         _ => f32::from_bits((code as u32) << 23),
@@ -57,7 +57,7 @@ pub const fn f16(bits: u16) -> f32 {
         bits as u32 & 0x3ff,
     );
     let size = match exponent {
-        // Steps of 2^-24 below the smallest normal number, 2^-14.
+        // Subnormal: steps of 2^-24 below the smallest normal number, 2^-14.
         0 => (mantissa as f32 / 16_777_216.0).to_bits(),
         31 => 0x7f80_0000 | (mantissa << 13),
         _ => ((exponent + 112) << 23) | (mantissa << 13),
@@ -74,7 +74,7 @@ pub const fn bf16(bits: u16) -> f32 {
 mod tests {
     use super::*;
 
-    /// The number that fields of bits are: a float's definition, in f64.
+    /// Computes the number from its bit fields by a float's definition, in f64.
     fn defined(sign: u8, exponent: i32, mantissa: u8, bits: i32, bias: i32) -> f64 {
         let fraction = f64::from(mantissa) / 2f64.powi(bits);
         let size = match exponent {

@@ -1,52 +1,51 @@
-//! The decoder of formats whose codes and scales are tensors of their own.
+//! The decoder of formats that keep codes and scales in separate tensors.
 
-use super::{Element, Format, Packing, ScaleType, Second, Zero, code};
+use super::{CodeOrder, CodeType, Format, ScaleType, Second, Zero, code};
 
-/// A stack of quantised matrices of one shape, in borrowed bytes, which whoever makes one has
-/// checked to be as many as the format asks for.
+/// A stack of quantized matrices of one shape in borrowed bytes. The constructor of this struct
+/// must have checked that each part has the length that the format demands.
 #[derive(Clone, Debug)]
 pub struct Matrices<'a> {
     /// The format.
     pub format: Format,
-    /// Rows and columns of a matrix, of numbers.
+    /// Rows and columns of one matrix, counted in decoded numbers.
     pub size: [usize; 2],
     /// The codes.
     pub codes: &'a [u8],
-    /// Their scales.
+    /// The scales of the codes.
     pub scales: Scales<'a>,
-    /// The zero points; without them the format's own.
+    /// The zero points. Without them the format's default applies.
     pub zeros: Option<Zeros<'a>>,
-    /// The group of each column, an i32 that was checked; without it groups are columns that
-    /// follow one another.
+    /// The group of each column, as checked i32. Without it, groups are consecutive columns.
     pub groups: Option<&'a [u8]>,
 }
 
 /// The scales of matrices.
 #[derive(Clone, Debug)]
 pub struct Scales<'a> {
-    /// Their type.
+    /// The element type.
     pub kind: ScaleType,
-    /// The scales.
+    /// The scales in little-endian bytes.
     pub bytes: &'a [u8],
-    /// Rows and columns of a matrix that share one; both above zero.
+    /// Rows and columns of the block that shares one scale; both above zero.
     pub block: [usize; 2],
-    /// Rows and columns of scales that a matrix has; none where all matrices have one.
+    /// Rows and columns of the scales of one matrix; `None` if all matrices share them.
     pub grid: Option<[usize; 2]>,
-    /// The second scale of each matrix, or one of all; empty where there is none.
+    /// The second scale: one per matrix, or one for all. Empty if the format has none.
     pub second: Vec<f32>,
 }
 
-/// Zero points, one for each scale.
+/// Zero points, one per scale.
 #[derive(Clone, Copy, Debug)]
 pub struct Zeros<'a> {
-    /// The zero points, packed as the format says.
+    /// The zero points, packed as the format defines.
     pub bytes: &'a [u8],
 }
 
-/// The place of each of eight rows in a word of AWQ.
+/// The position of each of eight rows inside a 32-bit word of AWQ.
 const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// A row of one of the matrices.
+/// One row of one matrix.
 #[derive(Clone, Copy)]
 struct Line {
     matrix: usize,
@@ -54,8 +53,8 @@ struct Line {
 }
 
 impl Matrices<'_> {
-    /// Decodes elements from `first` on, counted row by row through all matrices, and returns
-    /// how many: those that share a scale, at most the length of `values`.
+    /// Decodes elements from index `first` on, counted row by row through all matrices. Returns
+    /// their number: one run that shares a scale, at most the length of `values`.
     pub fn run(&self, first: usize, values: &mut [f32]) -> usize {
         let [rows, columns] = self.size;
         let (line, column) = (first / columns, first % columns);
@@ -64,20 +63,21 @@ impl Matrices<'_> {
             row: line % rows,
         };
         let (group, left) = self.group(column);
+        // One run shares a scale, so it ends with the group, the row, or the buffer.
         let count = left.min(columns - column).min(values.len());
         let values = &mut values[..count];
         let scale = self.scale(line, group);
         match self.format.element {
-            Element::E4m3 => self.floats(line, column, values, scale, &code::E4M3),
-            Element::E5m2 => self.floats(line, column, values, scale, &code::E5M2),
-            Element::E2m1 => self.floats(line, column, values, scale, &code::E2M1),
-            Element::Int8 => {
+            CodeType::E4m3 => self.floats(line, column, values, scale, &code::E4M3),
+            CodeType::E5m2 => self.floats(line, column, values, scale, &code::E5M2),
+            CodeType::E2m1 => self.floats(line, column, values, scale, &code::E2M1),
+            CodeType::Int8 => {
                 let zero = self.zero(line, group);
                 self.each(line, column, values, |code| {
                     (i32::from(code as i8) - zero) as f32 * scale
                 });
             }
-            Element::Uint(_) => {
+            CodeType::Uint(_) => {
                 let zero = self.zero(line, group);
                 self.each(line, column, values, |code| {
                     (i32::from(code) - zero) as f32 * scale
@@ -87,31 +87,31 @@ impl Matrices<'_> {
         count
     }
 
-    /// Returns the bytes of codes that elements of this range need, at least.
+    /// Returns a byte range of the codes that is sufficient for this range of elements.
     pub fn bytes(&self, elements: &std::ops::Range<usize>) -> std::ops::Range<usize> {
         match self.format.packing {
-            Packing::Rows { .. } => {
+            CodeOrder::Rows { .. } => {
                 let [_, columns] = self.size;
                 let width = self.row_bytes();
                 let end = elements.end.div_ceil(columns.max(1)) * width;
                 elements.start / columns.max(1) * width..end.min(self.codes.len())
             }
-            // A row is in words all over the matrix.
-            Packing::Columns | Packing::Interleaved => 0..self.codes.len(),
+            // A row's codes are spread over the words of the whole matrix.
+            CodeOrder::Columns | CodeOrder::Interleaved => 0..self.codes.len(),
         }
     }
 
     fn row_bytes(&self) -> usize {
         match self.format.packing {
-            Packing::Rows { word } => {
+            CodeOrder::Rows { word } => {
                 let word = usize::from(word);
                 (self.size[1] * self.format.element.bits()).div_ceil(word) * word / 8
             }
-            Packing::Columns | Packing::Interleaved => 0,
+            CodeOrder::Columns | CodeOrder::Interleaved => 0,
         }
     }
 
-    /// Returns the group of a column, and how many columns from it on share it.
+    /// Returns the group of a column, and the number of columns from there on that share it.
     fn group(&self, column: usize) -> (usize, usize) {
         let width = self.scales.block[1];
         let Some(groups) = self.groups else {
@@ -124,15 +124,15 @@ impl Matrices<'_> {
         (group as usize, left)
     }
 
-    /// Returns the index of a scale, and of its zero point.
+    /// Returns the index of a scale, which is also that of its zero point.
     fn index(&self, line: Line, group: usize) -> usize {
         let Some([down, across]) = self.scales.grid else {
             return 0;
         };
         let block = line.row / self.scales.block[0];
         let at = match self.format.packing {
-            Packing::Rows { .. } => block * across + group,
-            Packing::Columns | Packing::Interleaved => group * down + block,
+            CodeOrder::Rows { .. } => block * across + group,
+            CodeOrder::Columns | CodeOrder::Interleaved => group * down + block,
         };
         line.matrix * down * across + at
     }
@@ -158,13 +158,13 @@ impl Matrices<'_> {
         });
     }
 
-    /// Writes what `number` makes of each code from a column on.
+    /// Decodes a row from `column` on by applying `number` to each code.
     fn each(&self, line: Line, column: usize, values: &mut [f32], number: impl Fn(u8) -> f32) {
         let [rows, columns] = self.size;
         let bits = self.format.element.bits();
         let mask = (1u64 << bits) - 1;
         match self.format.packing {
-            Packing::Rows { .. } => {
+            CodeOrder::Rows { .. } => {
                 let at = (line.matrix * rows + line.row) * self.row_bytes();
                 let row = &self.codes[at..at + self.row_bytes()];
                 let values = values.iter_mut();
@@ -172,14 +172,14 @@ impl Matrices<'_> {
                     8 => values
                         .zip(&row[column..])
                         .for_each(|(v, c)| *v = number(*c)),
-                    // Two, four: a code is in one byte.
+                    // Codes of two or four bits never straddle a byte.
                     _ => values.zip(column..).for_each(|(value, column)| {
                         let bit = column * bits;
                         *value = number(row[bit / 8] >> (bit % 8) & mask as u8);
                     }),
                 }
             }
-            Packing::Columns => {
+            CodeOrder::Columns => {
                 let words = (columns * bits).div_ceil(32);
                 let first = line.matrix * words * rows + line.row;
                 for (value, column) in values.iter_mut().zip(column..) {
@@ -192,7 +192,7 @@ impl Matrices<'_> {
                     *value = number((found & mask) as u8);
                 }
             }
-            Packing::Interleaved => {
+            CodeOrder::Interleaved => {
                 let (across, shift) = (rows / 8, PLACES[line.row % 8] * 4);
                 let first = line.matrix * columns * across + line.row / 8;
                 for (value, column) in values.iter_mut().zip(column..) {
@@ -207,7 +207,7 @@ impl Matrices<'_> {
         word(self.codes, at)
     }
 
-    /// Returns what is taken from the codes of a group.
+    /// Returns the zero point of a group, which is subtracted from its codes.
     fn zero(&self, line: Line, group: usize) -> i32 {
         let bits = self.format.element.bits();
         let middle = match self.format.zero {
@@ -222,16 +222,16 @@ impl Matrices<'_> {
         };
         let (block, mask) = (line.row / self.scales.block[0], (1u64 << bits) - 1);
         let stored = match self.format.packing {
-            Packing::Rows { .. } if self.format.element == Element::Int8 => {
+            CodeOrder::Rows { .. } if self.format.element == CodeType::Int8 => {
                 return i32::from(zeros.bytes[self.index(line, group)] as i8);
             }
-            Packing::Rows { .. } => {
+            CodeOrder::Rows { .. } => {
                 let bit = block * bits;
                 let words = (down * bits).div_ceil(32);
                 let at = line.matrix * words + bit / 32;
                 u64::from(word(zeros.bytes, at * across + group)) >> (bit % 32)
             }
-            Packing::Columns => {
+            CodeOrder::Columns => {
                 let (words, bit) = ((down * bits).div_ceil(32), block * bits);
                 let at = (line.matrix * across + group) * words + bit / 32;
                 let low = u64::from(word(zeros.bytes, at)) >> (bit % 32);
@@ -241,12 +241,12 @@ impl Matrices<'_> {
                     low
                 }
             }
-            Packing::Interleaved => {
+            CodeOrder::Interleaved => {
                 let at = (line.matrix * across + group) * (down / 8) + block / 8;
                 u64::from(word(zeros.bytes, at) >> (PLACES[block % 8] * 4))
             }
         };
-        // Zero less one is all ones, so that the sum wraps.
+        // GPTQ stores a zero point of 0 as all ones, so adding one must wrap.
         let more = u64::from(self.format.zero == Zero::LessOne);
         ((stored + more) & mask) as i32
     }

@@ -1,14 +1,13 @@
-//! Formats of quantised weights, as data, and their decoders.
+//! Formats of quantized weights as data, and their decoders.
 //!
-//! A [`Format`] says what the codes of a matrix are, how they are packed, and which scales and
-//! zero points belong to them; [`FORMATS`] lists the published ones. [`Matrices`] decodes
-//! what such a format stores, to the bit. [`Blocks`] is the same for GGUF, whose
-//! blocks have codes and scales side by side; [`BLOCKS`] lists those. A format that is new
-//! is a row of one of the two tables.
+//! A [`Format`] describes the codes of a matrix, their packing, and the scales and zero points that
+//! belong to them; [`FORMATS`] lists the published ones. [`Matrices`] decodes them bit by bit as
+//! their authors do. [`Blocks`] is the counterpart for GGUF, whose blocks hold codes and scales
+//! side by side; [`BLOCKS`] lists those. To add a format, add a row to one of the two tables.
 //!
-//! A weight is `code * scale` in f32: the integer code less its zero point, or the float that
-//! the code stands for, times the scale widened to f32. With a second scale, the scale is first
-//! multiplied or divided by that, and rounded to f32.
+//! A weight is `code * scale` in f32. The code is an integer less its zero point, or the value of a
+//! small float; the scale is widened to f32. A second scale first multiplies or divides the scale,
+//! and that product is rounded to f32.
 
 mod blocks;
 pub mod code;
@@ -19,65 +18,65 @@ mod tests;
 pub use blocks::{BLOCKS, Blocks, LARGEST, Unpacked};
 pub use matrices::{Matrices, Scales, Zeros};
 
-/// A format of quantised matrices `[rows, columns]`, where rows are output features.
+/// A format of quantized matrices `[rows, columns]`, where rows are output features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     /// The published name.
     pub name: &'static str,
     /// The type of a code.
-    pub element: Element,
+    pub element: CodeType,
     /// The order of codes in memory.
-    pub packing: Packing,
-    /// The elements that share a scale.
-    pub block: Block,
+    pub packing: CodeOrder,
+    /// The block of elements that shares one scale.
+    pub block: ScaleBlock,
     /// The type of a scale.
     pub scale: ScaleType,
-    /// A scale of a whole matrix on top of those of blocks.
+    /// A scale per matrix on top of those per block.
     pub second: Option<Second>,
-    /// What is taken from an integer code.
+    /// The zero point of integer codes.
     pub zero: Zero,
 }
 
 /// The type of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Element {
-    /// FP8 of four bits of exponent, three of mantissa.
+pub enum CodeType {
+    /// FP8 with 4 exponent and 3 mantissa bits.
     E4m3,
-    /// FP8 of five bits of exponent, two of mantissa.
+    /// FP8 with 5 exponent and 2 mantissa bits.
     E5m2,
-    /// FP4 of two bits of exponent, one of mantissa.
+    /// FP4 with 2 exponent bits and 1 mantissa bit.
     E2m1,
-    /// A byte in two's complement.
+    /// A signed byte in two's complement.
     Int8,
-    /// An integer from zero on, of 2, 3, 4 or 8 bits, which has a zero point.
+    /// An unsigned integer of 2, 3, 4 or 8 bits, with a zero point.
     Uint(u8),
 }
 
 /// The order of codes in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Packing {
-    /// Row by row, the codes of a row side by side, the first in the lowest bits of
-    /// little-endian words of so many bits; each row begins with a word.
+pub enum CodeOrder {
+    /// Row by row. The codes of a row are side by side in little-endian words, the first in the
+    /// lowest bits, and each row starts a new word.
     Rows {
         /// Bits of a word: 8 or 32.
         word: u8,
     },
-    /// GPTQ's: words of 32 bits `[columns * bits / 32, rows]`, each with codes that follow
-    /// one another in a row, the first in the lowest bits. Scales are `[groups, rows]`.
+    /// GPTQ's order: 32-bit words `[columns * bits / 32, rows]`, each with consecutive codes of one
+    /// row, the first in the lowest bits. Scales are `[groups, rows]`.
     Columns,
-    /// AWQ's: words of 32 bits `[columns, rows / 8]`, each with a column's codes of eight
-    /// rows, in the order 0 2 4 6 1 3 5 7. Scales are `[groups, rows]`.
+    /// AWQ's order: 32-bit words `[columns, rows / 8]`, each with one column's codes of eight rows
+    /// in the order 0 2 4 6 1 3 5 7. Scales are `[groups, rows]`.
     Interleaved,
 }
 
-/// The elements that share a scale.
+/// The block of elements that shares one scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Block {
-    /// So many rows and columns; the last of a matrix may be fewer.
+pub enum ScaleBlock {
+    /// Rows and columns of a tile; the last tile of a matrix may be smaller.
     Tile([usize; 2]),
-    /// A row.
+    /// One row.
     Row,
-    /// A matrix or a row: the scales' shape says which.
+    /// One matrix or one row; the shape of the scales tells.
     MatrixOrRow,
 }
 
@@ -96,42 +95,42 @@ pub enum ScaleType {
     E4m3,
 }
 
-/// How a second scale is applied to the first.
+/// The effect of the second scale on the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Second {
-    /// Scales are multiplied by it.
+    /// Multiplies it.
     Times,
-    /// Scales are divided by it.
+    /// Divides it.
     Divided,
 }
 
-/// What is taken from an integer code.
+/// The number subtracted from an integer code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Zero {
-    /// Nothing, or a zero point for each scale, of the codes' type, where there are some.
+    /// Zero, or stored zero points of the codes' type, one per scale, if the checkpoint has them.
     None,
-    /// Half of the range, or a zero point for each scale, packed along the rows, where there
-    /// are some.
+    /// Half of the range, or stored zero points, one per scale and packed along the rows, if the
+    /// checkpoint has them.
     Middle,
-    /// A zero point for each scale, packed along the rows.
+    /// A stored zero point per scale, packed along the rows.
     Stored,
-    /// As [`Zero::Stored`], each stored less one.
+    /// As [`Zero::Stored`], except that the file holds each zero point less one.
     LessOne,
 }
 
-impl Element {
+impl CodeType {
     /// Returns the bits of a code.
     pub fn bits(self) -> usize {
         match self {
-            Element::E4m3 | Element::E5m2 | Element::Int8 => 8,
-            Element::E2m1 => 4,
-            Element::Uint(bits) => usize::from(bits),
+            CodeType::E4m3 | CodeType::E5m2 | CodeType::Int8 => 8,
+            CodeType::E2m1 => 4,
+            CodeType::Uint(bits) => usize::from(bits),
         }
     }
 
-    /// Whether it is an integer.
+    /// Returns true if the code is an integer.
     pub fn is_int(self) -> bool {
-        matches!(self, Element::Int8 | Element::Uint(_))
+        matches!(self, CodeType::Int8 | CodeType::Uint(_))
     }
 }
 
@@ -158,45 +157,45 @@ impl ScaleType {
     }
 }
 
-const ROWS: Packing = Packing::Rows { word: 8 };
+const ROWS: CodeOrder = CodeOrder::Rows { word: 8 };
 
 /// FP8 E4M3 with one scale for a matrix or a row.
 pub const FP8: Format = Format {
     name: "fp8",
-    element: Element::E4m3,
+    element: CodeType::E4m3,
     packing: ROWS,
-    block: Block::MatrixOrRow,
+    block: ScaleBlock::MatrixOrRow,
     scale: ScaleType::F32,
     second: None,
     zero: Zero::None,
 };
 
-/// DeepSeek-V3's FP8.
+/// DeepSeek-V3's FP8 with f32 scales per tile.
 pub const FP8_BLOCK: Format = Format {
     name: "fp8-block",
-    block: Block::Tile([128, 128]),
+    block: ScaleBlock::Tile([128, 128]),
     ..FP8
 };
 
-/// FP8 with a power of two for 32 columns (OCP).
+/// FP8 with a power-of-two scale per 32 columns (OCP).
 pub const MXFP8: Format = Format {
     name: "mxfp8",
-    block: Block::Tile([1, 32]),
+    block: ScaleBlock::Tile([1, 32]),
     scale: ScaleType::E8m0,
     ..FP8
 };
 
-/// FP4 with a power of two for 32 columns (OCP).
+/// FP4 with a power-of-two scale per 32 columns (OCP).
 pub const MXFP4: Format = Format {
     name: "mxfp4",
-    element: Element::E2m1,
+    element: CodeType::E2m1,
     ..MXFP8
 };
 
-/// NVIDIA's FP4 with FP8 scales for 16 columns, as ModelOpt writes it.
+/// NVIDIA's FP4 with an FP8 scale per 16 columns, as ModelOpt writes it.
 pub const NVFP4: Format = Format {
     name: "nvfp4",
-    block: Block::Tile([1, 16]),
+    block: ScaleBlock::Tile([1, 16]),
     scale: ScaleType::E4m3,
     second: Some(Second::Times),
     ..MXFP4
@@ -209,10 +208,10 @@ pub const NVFP4_DIVIDED: Format = Format {
     ..NVFP4
 };
 
-/// compressed-tensors' bytes, one scale for a matrix or a row.
+/// compressed-tensors' 8-bit integers, one scale per matrix or row.
 pub const INT8: Format = Format {
     name: "int-quantized",
-    element: Element::Int8,
+    element: CodeType::Int8,
     scale: ScaleType::Bf16,
     ..FP8
 };
@@ -220,39 +219,39 @@ pub const INT8: Format = Format {
 /// compressed-tensors' integers, eight to a word.
 pub const INT4: Format = Format {
     name: "pack-quantized",
-    element: Element::Uint(4),
-    packing: Packing::Rows { word: 32 },
-    block: Block::Tile([1, 32]),
+    element: CodeType::Uint(4),
+    packing: CodeOrder::Rows { word: 32 },
+    block: ScaleBlock::Tile([1, 32]),
     zero: Zero::Middle,
     ..INT8
 };
 
-/// GPTQ's integers; their checkpoints store zero points less one.
+/// GPTQ's integers; its checkpoints store each zero point less one.
 pub const GPTQ: Format = Format {
     name: "gptq",
-    packing: Packing::Columns,
-    block: Block::Tile([1, 128]),
+    packing: CodeOrder::Columns,
+    block: ScaleBlock::Tile([1, 128]),
     scale: ScaleType::F16,
     zero: Zero::LessOne,
     ..INT4
 };
 
-/// The second version of GPTQ's checkpoints.
+/// GPTQ's second checkpoint version, which stores zero points as they are.
 pub const GPTQ_V2: Format = Format {
     name: "gptq_v2",
     zero: Zero::Stored,
     ..GPTQ
 };
 
-/// AWQ's integers, as its `gemm` version packs them.
+/// AWQ's integers, in the packing of its `gemm` version.
 pub const AWQ: Format = Format {
     name: "awq",
-    packing: Packing::Interleaved,
+    packing: CodeOrder::Interleaved,
     ..GPTQ_V2
 };
 
-/// The published formats. Sizes of blocks and bits of integers are the usual ones; a
-/// checkpoint may say others.
+/// The published formats, with their usual block sizes and integer widths. A checkpoint may state
+/// others.
 pub const FORMATS: &[Format] = &[
     FP8,
     FP8_BLOCK,

@@ -1,9 +1,9 @@
-//! Decoders against what others made, and by hand.
+//! Decoders compared with other implementations and with values worked out by hand.
 
 use super::*;
 
-/// Hashes of 16 blocks of random bytes as gguf-py 0.19.0 dequantizes them: FNV-1a over the bits
-/// of each f32, NaNs as one.
+/// Hashes of 16 blocks of random bytes as gguf-py 0.19.0 dequantizes them: FNV-1a over the bits of
+/// each f32, with all NaNs hashed alike.
 const BY_GGUF: [(&str, u64); 13] = [
     ("Q4_0", 0x7e4577da9f960f25),
     ("Q4_1", 0x92b4d9234e8da818),
@@ -20,7 +20,7 @@ const BY_GGUF: [(&str, u64); 13] = [
     ("MXFP4", 0x5b3c46cf56054b25),
 ];
 
-/// Knuth's generator from a seed on; its high bytes.
+/// Returns the high bytes of Knuth's generator, started at a seed.
 fn random(seed: u64, count: usize) -> Vec<u8> {
     let mut state = seed;
     let mut next = || {
@@ -87,7 +87,7 @@ impl Made {
         u32::from(self.zeros[row * self.size[1].div_ceil(self.group) + group])
     }
 
-    /// Integers, the first in the lowest bits, in words of 32 bits.
+    /// Packs integers into 32-bit words, the first in the lowest bits.
     fn stream(&self, values: impl Iterator<Item = u32>) -> Vec<u32> {
         let (mut words, mut at) = (vec![0u32], 0);
         for value in values {
@@ -102,7 +102,7 @@ impl Made {
         words
     }
 
-    /// What the format says that the matrix is, with scales that count from one.
+    /// Checks that the format decodes to this matrix, with scales that count up from one.
     fn check(&self, format: Format, codes: &[u32], zeros: Option<&[u32]>, groups: Option<&[u8]>) {
         let [rows, columns] = self.size;
         let across = columns.div_ceil(self.group);
@@ -112,7 +112,7 @@ impl Made {
         let scales: Vec<u8> = (0..rows * across)
             .flat_map(|at| (1.0 + at as f32).to_le_bytes())
             .collect();
-        let turned = !matches!(format.packing, Packing::Rows { .. });
+        let turned = !matches!(format.packing, CodeOrder::Rows { .. });
         let matrices = Matrices {
             format,
             size: self.size,
@@ -159,7 +159,7 @@ fn integers_in_rows() {
     for (bits, size) in [(4, [16, 40]), (8, [8, 24]), (2, [16, 48])] {
         let made = Made::new(size, 8, bits);
         let format = Format {
-            element: Element::Uint(bits as u8),
+            element: CodeType::Uint(bits as u8),
             ..INT4
         };
         let row = |r| {
@@ -184,7 +184,7 @@ fn integers_in_rows() {
     }
 }
 
-/// Three bits cross words; groups may be in any order.
+/// 3-bit codes straddle words, and groups may come in any order.
 #[test]
 fn gptq_in_columns() {
     for bits in [2, 3, 4, 8] {
@@ -208,7 +208,7 @@ fn gptq_in_columns() {
             .flat_map(|column| ((column * 7 % 4) as u32).to_le_bytes())
             .collect();
         let of = |format: Format| Format {
-            element: Element::Uint(bits as u8),
+            element: CodeType::Uint(bits as u8),
             ..format
         };
         made.check(of(GPTQ), &codes, Some(&zeros(1)), None);
@@ -221,7 +221,7 @@ fn gptq_in_columns() {
 fn awq_is_interleaved() {
     let size = [16, 24];
     let made = Made::new(size, 8, 4);
-    // What AutoAWQ puts in each four bits of a word.
+    // AutoAWQ's order of rows inside a word, four bits each.
     let order = [0, 2, 4, 6, 1, 3, 5, 7];
     let word = |value: &dyn Fn(usize) -> u32| -> u32 {
         (0..8).map(|at| value(order[at]) << (at * 4)).sum()

@@ -1,20 +1,20 @@
-//! llama.cpp's architectures, as the families of transformers that they were converted from.
+//! llama.cpp's architectures, mapped to the families of transformers that they were converted from.
 
 use super::{Block, GgufError};
 use serde_json::{Map, Value, json};
 
-/// An architecture that is read.
+/// An architecture that moesaic reads.
 pub(super) struct Architecture {
-    /// llama.cpp's name.
+    /// llama.cpp's name for it.
     pub name: &'static str,
-    /// The family, and keys of its configuration besides those that all have.
+    /// Returns the family, and its configuration keys beyond those that all families have.
     pub build: fn(&Block<'_>) -> Result<Family, GgufError>,
 }
 
-/// A `model_type` and keys.
+/// A `model_type` and its keys.
 type Family = (&'static str, Map<String, Value>);
 
-/// Every architecture whose experts are read. PhiMoE is not: llama.cpp computes another
+/// Every architecture that moesaic reads. PhiMoE is missing because llama.cpp computes another
 /// router for it than transformers does.
 pub(super) const ALL: &[Architecture] = &[
     Architecture {
@@ -86,13 +86,13 @@ fn family(model_type: &'static str, keys: Value) -> Result<Family, GgufError> {
     }
 }
 
-/// Adds the shared expert as one, whose width its tensors say.
+/// Adds one shared expert, whose width comes from its tensors.
 fn shared_count(block: &Block<'_>, mut keys: Value) -> Value {
     keys["n_shared_experts"] = json!(usize::from(block.shared().is_some()));
     keys
 }
 
-/// The shared expert of Qwen's families.
+/// Returns the shared expert's key in Qwen's families.
 fn shared_width(block: &Block<'_>) -> Value {
     match block.shared() {
         Some(width) => json!({"shared_expert_intermediate_size": width}),
@@ -110,7 +110,7 @@ fn dbrx(block: &Block<'_>) -> Result<Family, GgufError> {
     family("dbrx", json!({"ffn_config": ffn}))
 }
 
-/// DeepSeek-V2 and -V3 and those after them: sigmoid scores are V3's.
+/// Returns DeepSeek-V2, -V3 or a later family: sigmoid scores mark V3.
 fn deepseek2(block: &Block<'_>) -> Result<Family, GgufError> {
     if block.size("expert_gating_func")? == Some(2) {
         return biased(block);
@@ -128,7 +128,7 @@ fn deepseek2(block: &Block<'_>) -> Result<Family, GgufError> {
     family("deepseek_v2", shared_count(block, keys))
 }
 
-/// DeepSeek-V3's block. What is not said is not done, as llama.cpp has it.
+/// Returns DeepSeek-V3's block. Absent keys turn a feature off, as in llama.cpp.
 fn biased(block: &Block<'_>) -> Result<Family, GgufError> {
     let groups = block.size("expert_group_count")?.unwrap_or(1).max(1);
     let kept = match groups {

@@ -1,9 +1,9 @@
-//! What can be wrong with the metadata of a GGUF file.
+//! Errors in the metadata of a GGUF file.
 
 use crate::hf::HfError;
 use thiserror::Error;
 
-/// Why a layer of a GGUF file cannot be imported.
+/// The reason a layer of a GGUF file cannot be imported.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum GgufError {
@@ -11,10 +11,10 @@ pub enum GgufError {
     #[error("the file has no `general.architecture`; GGUF files of language models have one")]
     NoArchitecture,
 
-    /// The architecture is not read.
+    /// moesaic does not read this architecture.
     #[error("architecture `{name}` is not supported; supported are {}", .supported.join(", "))]
     UnknownArchitecture {
-        /// What the file says.
+        /// The name in the file.
         name: String,
         /// All supported ones.
         supported: Vec<&'static str>,
@@ -27,14 +27,14 @@ pub enum GgufError {
         key: String,
     },
 
-    /// A key has a value that cannot be.
+    /// A key has an impossible value.
     #[error("`{key}` is {found}, expected {expected}")]
     BadKey {
         /// The key.
         key: String,
         /// Its value.
         found: String,
-        /// What it may be.
+        /// The accepted values.
         expected: String,
     },
 
@@ -46,9 +46,9 @@ pub enum GgufError {
     NoExperts {
         /// The architecture.
         architecture: String,
-        /// The layer asked for.
+        /// The layer that you asked for.
         layer: usize,
-        /// Those that have experts.
+        /// The layers with experts.
         layers: Vec<usize>,
     },
 
@@ -59,10 +59,10 @@ pub enum GgufError {
         tensor: String,
     },
 
-    /// A tensor of the layer is read by no recipe.
+    /// The layer has a tensor that no recipe reads.
     #[error(
-        "the layer has `{tensor}`, which {architecture} layers do not compute with here: it would \
-         be another function"
+        "the layer has `{tensor}`, which moesaic does not compute with in {architecture} layers: \
+         ignoring it would change the results"
     )]
     StrayTensor {
         /// Its name.

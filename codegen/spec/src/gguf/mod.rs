@@ -1,10 +1,10 @@
 //! Metadata of GGUF files in, layer specs and tensor recipes out.
 //!
-//! [`import`] reads the keys and tensor names that llama.cpp's convert script writes, and
-//! gives the spec of one MoE layer with a recipe for each of its canonical tensors, as
-//! [`hf::import`](crate::hf::import) does for a `config.json`. What an architecture computes is
-//! what its family in transformers computes: its keys become those of a `config.json`, which
-//! that function reads. Nothing here opens a file.
+//! [`import`] reads the keys and tensor names that llama.cpp's convert script writes. It returns
+//! the spec of one MoE layer with a recipe for each canonical tensor, as
+//! [`hf::import`](crate::hf::import) does for a `config.json`. To do so it translates the keys into
+//! those of the transformers family that the architecture was converted from, and lets that
+//! function read them. Nothing here opens a file.
 
 mod architectures;
 mod error;
@@ -19,12 +19,12 @@ use moesaic_kernel::DType;
 use serde_json::{Map, json};
 use std::collections::BTreeMap;
 
-/// What a GGUF file, or the first of its shards, says of the model.
+/// The metadata of a GGUF file, or of the first file of a split model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {
-    /// Values by key; of lists only how long they are, unless they are short lists of numbers.
+    /// Values by key. Lists are kept as their length alone.
     pub values: BTreeMap<String, Value>,
-    /// Shapes of all tensors, outermost first, and their types, where they are ours.
+    /// Shape and type of each tensor.
     pub tensors: BTreeMap<String, TensorInfo>,
 }
 
@@ -33,7 +33,7 @@ pub struct Metadata {
 pub struct TensorInfo {
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
-    /// The element type; none for blocks of codes.
+    /// The element type; `None` for blocks of codes.
     pub dtype: Option<DType>,
 }
 
@@ -48,16 +48,16 @@ pub enum Value {
     Bool(bool),
     /// A string.
     Text(String),
-    /// A list of so many values.
+    /// A list, by its number of values.
     List(u64),
 }
 
-/// Reads the spec and tensor recipes of layer `layer` from a GGUF file's metadata.
+/// Imports layer `layer` from a GGUF file's metadata.
 ///
 /// # Errors
 ///
-/// [`GgufError`] says what is wrong: an architecture that is not read, a key that is missing, a
-/// layer without experts, a tensor that the layer computes with and no recipe reads.
+/// [`GgufError`] if the architecture is not supported, a key is missing, the layer has no experts,
+/// or the layer has a tensor that no recipe reads.
 pub fn import(metadata: &Metadata, layer: usize) -> Result<Import, GgufError> {
     let (name, architecture) = architecture(metadata)?;
     let layers = layers(metadata);
@@ -99,7 +99,7 @@ pub fn import(metadata: &Metadata, layer: usize) -> Result<Import, GgufError> {
 ///
 /// # Errors
 ///
-/// [`GgufError::NoArchitecture`] and [`GgufError::UnknownArchitecture`].
+/// [`GgufError::NoArchitecture`] or [`GgufError::UnknownArchitecture`].
 pub fn moe_layers(metadata: &Metadata) -> Result<Vec<usize>, GgufError> {
     architecture(metadata)?;
     Ok(layers(metadata))
@@ -164,7 +164,7 @@ impl Block<'_> {
         }
     }
 
-    /// A whole number.
+    /// Returns a whole number.
     fn size(&self, key: &str) -> Result<Option<usize>, GgufError> {
         match self.value(key) {
             None => Ok(None),
@@ -198,14 +198,14 @@ impl Block<'_> {
         }
     }
 
-    /// The element type of the experts, if it is one of ours.
+    /// Returns the element type of the experts, if they are not blocks of codes.
     fn dtype(&self) -> Option<DType> {
         let down = self.tensor("ffn_down_exps.weight");
         let down = down.or_else(|| self.tensor("ffn_down.0.weight"));
         down.and_then(|info| info.dtype).filter(|d| d.is_float())
     }
 
-    /// The width of an expert, as its tensors have it.
+    /// Returns the width of an expert, taken from its tensors.
     fn hidden(&self) -> Result<usize, GgufError> {
         let ends = ["ffn_down_exps.weight", "ffn_down.0.weight"];
         let found = ends.iter().find_map(|end| self.tensor(end));
@@ -223,12 +223,12 @@ impl Block<'_> {
         }
     }
 
-    /// The width of the shared expert, if there is one.
+    /// Returns the width of the shared expert, if the layer has one.
     fn shared(&self) -> Option<usize> {
         self.tensor("ffn_down_shexp.weight")?.shape.last().copied()
     }
 
-    /// The keys that all families have.
+    /// Returns the keys that all families have.
     fn config(&self, model_type: &str) -> Result<Map<String, serde_json::Value>, GgufError> {
         let (experts, hidden) = (self.need("expert_count")?, self.hidden()?);
         let top_k = self.need("expert_used_count")?;
@@ -254,8 +254,7 @@ impl Block<'_> {
         }
     }
 
-    /// Takes over what the file says of the router and the shared expert beside what the family
-    /// computes.
+    /// Overrides the family's router and shared experts with what the file itself states.
     fn adjust(&self, spec: &mut LayerSpec) -> Result<(), GgufError> {
         let router = &mut spec.router;
         let score = match self.size("expert_gating_func")? {
@@ -278,7 +277,7 @@ impl Block<'_> {
             _ => {}
         }
         if let Some(scale) = self.number("expert_weights_scale")?.filter(|s| *s != 0.0) {
-            // f32 in the file: 2.827 should not become 2.8269999027.
+            // The file holds f32, and a scale of 2.827 should not become 2.8269999027.
             router.scale = shortest(scale);
         }
         let biases = ["exp_probs_b.bias", "exp_probs_b"];
@@ -290,7 +289,7 @@ impl Block<'_> {
     }
 }
 
-/// Returns the number with the fewest digits that is this one in f32.
+/// Returns the number of fewest digits that rounds to the same f32.
 fn shortest(value: f64) -> f64 {
     (value as f32).to_string().parse().unwrap_or(value)
 }

@@ -1,10 +1,10 @@
-//! Recipes: how a canonical tensor is put together from those of a GGUF file.
+//! Recipes that assemble a canonical tensor from those of a GGUF file.
 
 use super::{Block, GgufError};
-use crate::hf::{Alternative, Codes, Parts, Step, TensorSource, half_of};
+use crate::hf::{Alternative, Codes, TensorParts, TensorSource, TensorStep, half_of};
 use crate::{LayerSpec, TensorSpec, canonical_tensors};
 
-/// Starts of the names of tensors that the layer of experts computes with.
+/// Name prefixes of the tensors that belong to the MoE block.
 const OWN: [&str; 3] = ["ffn_gate_inp", "exp_probs_b", "ffn_gate_tid2eid"];
 
 /// Returns one recipe for each canonical tensor of the layer.
@@ -29,12 +29,12 @@ pub(super) fn sources(spec: &LayerSpec, block: &Block<'_>) -> Result<Vec<TensorS
     Ok(sources)
 }
 
-/// The ways in which files hold a tensor.
+/// Returns the forms in which files hold a tensor.
 fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec<Alternative> {
-    let one = |end: &str, steps: &[Step]| {
-        let first = Step::Dequantize(Codes::new(&[], Vec::new()));
+    let one = |end: &str, steps: &[TensorStep]| {
+        let first = TensorStep::Dequantize(Codes::new(&[], Vec::new()));
         Alternative {
-            parts: Parts::One(block.name(end)),
+            parts: TensorParts::One(block.name(end)),
             steps: [&[first], steps].concat(),
         }
     };
@@ -48,7 +48,7 @@ fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec
                 .to_vec();
         }
         ["shared", "0", "router", "weight"] => {
-            let flat = Step::Reshape(tensor.shape.clone());
+            let flat = TensorStep::Reshape(tensor.shape.clone());
             return vec![one("ffn_gate_inp_shexp.weight", &[flat])];
         }
         ["experts", part, kind] => (*part, *kind, "exps"),
@@ -58,15 +58,15 @@ fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec
     let mut ways = vec![one(&format!("ffn_{part}_{after}.{kind}"), &[])];
     let half = ["gate", "up"].iter().position(|half| *half == part);
     if let Some(half) = half {
-        // The convert script can fuse both, gate's rows first.
+        // The convert script can fuse gate and up, with the rows of gate first.
         let axis = tensor.shape.len() - if kind == "bias" { 1 } else { 2 };
         let half = half_of(axis, half, tensor.shape[axis], false);
         ways.push(one(&format!("ffn_gate_up_{after}.{kind}"), &[half]));
     }
     if after == "exps" {
-        // Files of before April 2024 have a tensor for each expert.
+        // Files from before April 2024 have one tensor per expert.
         ways.push(Alternative {
-            parts: Parts::PerExpert {
+            parts: TensorParts::PerExpert {
                 before: block.name(&format!("ffn_{part}.")),
                 after: format!(".{kind}"),
                 first: 0,
@@ -78,8 +78,8 @@ fn alternatives(spec: &LayerSpec, block: &Block<'_>, tensor: &TensorSpec) -> Vec
     ways
 }
 
-/// Refuses a file with tensors of experts or router that no recipe reads: a bias that the
-/// family does not have, or scales beside the experts.
+/// Refuses a file with tensors of experts or router that no recipe reads, such as a bias that the
+/// family lacks, or scales beside the experts.
 fn check_all_read(sources: &[TensorSource], block: &Block<'_>) -> Result<(), GgufError> {
     let read = sources.iter().flat_map(|source| &source.alternatives);
     let read: Vec<String> = read.flat_map(Alternative::names).collect();

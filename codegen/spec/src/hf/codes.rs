@@ -1,102 +1,113 @@
-//! What quantised checkpoints hold in place of numbers, and under which names.
+//! The tensors that quantized checkpoints hold in place of float weights, and their names.
 
 use super::HfError;
 use super::quantization;
-use crate::format::{Element, Format};
+use crate::format::{CodeType, Format};
 use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
 
-/// The ways in which a quantised checkpoint may hold a matrix; its tensors say which one
-/// it is, or that the matrix has floats.
+/// The forms in which a quantized checkpoint may hold a matrix. The tensors that are present decide
+/// which form it is, or that the matrix is not quantized.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Codes {
-    /// The ways; the first that fits is taken.
-    pub stored: Arc<[Stored]>,
-    /// Modules that the configuration says are not quantised.
+    /// The forms; the first that fits is used.
+    pub stored: Arc<[StoredFormat]>,
+    /// Modules that the configuration exempts from quantization.
     pub kept: Arc<[String]>,
 }
 
-/// A format, and the tensors that hold its parts.
+/// A format, and the names of the tensors that hold its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoredFormat {
     /// The format.
     pub format: Format,
     /// The names of the tensors.
-    pub names: Names,
+    pub names: TensorNames,
 }
 
-/// The names of a quantised matrix' tensors: what is cut off the end of the name that the
-/// matrix has as floats, and what is put there.
+/// The names of a quantized matrix's tensors, each derived from the matrix's float name by
+/// replacing its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Names {
+pub struct TensorNames {
     /// The codes.
-    pub codes: End,
-    /// The scales: alternatives.
-    pub scales: &'static [End],
+    pub codes: NameEnd,
+    /// The scales, by one of these names.
+    pub scales: &'static [NameEnd],
     /// The second scale.
-    pub second: Option<End>,
+    pub second: Option<NameEnd>,
     /// The zero points.
-    pub zeros: Option<End>,
+    pub zeros: Option<NameEnd>,
     /// The group of each column.
-    pub groups: Option<End>,
-    /// Rows and columns of the matrix.
-    pub shape: Option<End>,
-    /// Tensors that tell nothing about the weights, such as the scales of activations.
-    pub unread: &'static [End],
+    pub groups: Option<NameEnd>,
+    /// The row and column counts of the matrix.
+    pub shape: Option<NameEnd>,
+    /// Tensors without information on the weights, such as the scales of activations.
+    pub unread: &'static [NameEnd],
 }
 
-/// What is cut off the end of a name, and what is put there.
-pub type End = (&'static str, &'static str);
+/// A replacement for the end of a tensor's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NameEnd {
+    /// The text that is cut off; a name that ends otherwise has no replacement.
+    pub cut: &'static str,
+    /// The text that takes its place.
+    pub put: &'static str,
+}
 
-/// Codes where the floats would be, with names of the scales after theirs.
-pub(super) const IN_PLACE: Names = Names {
-    codes: ("", ""),
+/// Replaces `cut` by `put`.
+const fn end(cut: &'static str, put: &'static str) -> NameEnd {
+    NameEnd { cut, put }
+}
+
+/// Names of formats that put codes under the float name, with scales beside them.
+pub(super) const IN_PLACE: TensorNames = TensorNames {
+    codes: end("", ""),
     scales: &[
-        ("", "_scale_inv"),
-        ("", "_scale"),
-        (".weight", ".scale"),
-        (".weight", ".qscale_weight"),
+        end("", "_scale_inv"),
+        end("", "_scale"),
+        end(".weight", ".scale"),
+        end(".weight", ".qscale_weight"),
     ],
-    second: Some(("", "_scale_2")),
-    zeros: Some(("", "_zero_point")),
-    groups: Some(("", "_g_idx")),
+    second: Some(end("", "_scale_2")),
+    zeros: Some(end("", "_zero_point")),
+    groups: Some(end("", "_g_idx")),
     shape: None,
     unread: &[
-        (".weight", ".input_scale"),
-        (".weight", ".activation_scale"),
+        end(".weight", ".input_scale"),
+        end(".weight", ".activation_scale"),
     ],
 };
 
 /// compressed-tensors' names of packed codes.
-pub(super) const PACKED: Names = Names {
-    codes: ("", "_packed"),
-    scales: &[("", "_scale")],
-    second: Some(("", "_global_scale")),
-    shape: Some(("", "_shape")),
+pub(super) const PACKED: TensorNames = TensorNames {
+    codes: end("", "_packed"),
+    scales: &[end("", "_scale")],
+    second: Some(end("", "_global_scale")),
+    shape: Some(end("", "_shape")),
     unread: &[
-        (".weight", ".input_scale"),
-        (".weight", ".input_zero_point"),
-        (".weight", ".input_global_scale"),
+        end(".weight", ".input_scale"),
+        end(".weight", ".input_zero_point"),
+        end(".weight", ".input_global_scale"),
     ],
     ..IN_PLACE
 };
 
-/// The names of GPTQ, AWQ and AutoRound.
-pub(super) const QWEIGHT: Names = Names {
-    codes: (".weight", ".qweight"),
-    scales: &[(".weight", ".scales")],
+/// The names that GPTQ, AWQ and AutoRound share.
+pub(super) const QWEIGHT: TensorNames = TensorNames {
+    codes: end(".weight", ".qweight"),
+    scales: &[end(".weight", ".scales")],
     second: None,
-    zeros: Some((".weight", ".qzeros")),
-    groups: Some((".weight", ".g_idx")),
+    zeros: Some(end(".weight", ".qzeros")),
+    groups: Some(end(".weight", ".g_idx")),
     shape: None,
     unread: &[],
 };
 
-/// gpt-oss' names, whose recipes name the codes.
-pub(super) const BLOCKS: Names = Names {
-    codes: ("", ""),
-    scales: &[("_blocks", "_scales")],
+/// gpt-oss' names. Its recipes name the codes themselves.
+pub(super) const BLOCKS: TensorNames = TensorNames {
+    codes: end("", ""),
+    scales: &[end("_blocks", "_scales")],
     second: None,
     zeros: None,
     groups: None,
@@ -104,36 +115,37 @@ pub(super) const BLOCKS: Names = Names {
     unread: &[],
 };
 
-impl Names {
-    /// Where the scales of the matrix under `name` may be, most usual first.
+impl TensorNames {
+    /// Returns the possible names of the scales of the matrix `name`, the usual one first.
     pub fn scales(&self, name: &str) -> Vec<String> {
         let ends = self.scales.iter();
         ends.filter_map(|end| replaced(name, *end)).collect()
     }
 
-    /// Whether they are gpt-oss', whose codes have a dimension more: groups of 32 in 16 bytes.
+    /// Returns true for gpt-oss' form, whose codes have one more dimension: groups of 32 codes in
+    /// 16 bytes.
     pub fn in_blocks(&self) -> bool {
         *self == BLOCKS
     }
 }
 
-/// Returns a name with another end, if it has the one that is cut off.
-pub fn replaced(name: &str, (cut, put): End) -> Option<String> {
+/// Replaces the end of a name. `None` if the name does not end in `cut`.
+pub fn replaced(name: &str, NameEnd { cut, put }: NameEnd) -> Option<String> {
     Some(name.strip_suffix(cut)?.to_string() + put)
 }
 
 impl Codes {
-    /// Codes of these ways.
-    pub fn new(stored: &[Stored], kept: Vec<String>) -> Codes {
+    /// Returns codes in one of these forms.
+    pub fn new(stored: &[StoredFormat], kept: Vec<String>) -> Codes {
         Codes {
             stored: stored.into(),
             kept: kept.into(),
         }
     }
 
-    /// Every name that tensors of the matrix under `name` may have.
+    /// Returns every name that a tensor of the matrix `name` may have.
     pub fn names(&self, name: &str) -> Vec<String> {
-        let of = |stored: &Stored| {
+        let of = |stored: &StoredFormat| {
             let names = stored.names;
             let few = [names.second, names.zeros, names.groups, names.shape];
             let ends = [names.codes].into_iter().chain(few.into_iter().flatten());
@@ -147,7 +159,7 @@ impl Codes {
         names
     }
 
-    /// The names that codes of the matrix under `name` may have besides its own.
+    /// Returns the names of the matrix `name`'s codes other than `name` itself.
     pub fn apart(&self, name: &str) -> Vec<String> {
         let stored = self.stored.iter();
         let names = stored.filter_map(|stored| replaced(name, stored.names.codes));
@@ -156,23 +168,23 @@ impl Codes {
         names
     }
 
-    /// Whether it is gpt-oss' MXFP4, which has recipes of its own.
+    /// Returns true for gpt-oss' MXFP4, which has its own recipes.
     pub(super) fn is_blocks(&self) -> bool {
         self.stored
             .first()
             .is_some_and(|stored| stored.names.in_blocks())
     }
 
-    /// The codes that a `quantization_config` speaks of.
+    /// Reads the codes that a `quantization_config` describes.
     pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
         quantization::read(model, value)
     }
 }
 
-/// Short, since every recipe of a layer has it.
+/// Prints a short form, because every recipe of a layer holds one of these.
 impl fmt::Debug for Codes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let way = |stored: &Stored| {
+        let way = |stored: &StoredFormat| {
             let Format {
                 name,
                 element,
@@ -180,7 +192,7 @@ impl fmt::Debug for Codes {
                 ..
             } = stored.format;
             match element {
-                Element::Uint(bits) => format!("{name} of {bits} bits, {block:?}"),
+                CodeType::Uint(bits) => format!("{name} of {bits} bits, {block:?}"),
                 _ => format!("{name}, {block:?}"),
             }
         };

@@ -1,4 +1,4 @@
-//! Typed access to a configuration.
+//! Typed access to a configuration, with a record of the keys that were read.
 
 use super::HfError;
 use super::codes::Codes;
@@ -8,25 +8,25 @@ use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-/// A parsed configuration: that of the text model where several are nested.
+/// A parsed configuration: that of the text model, if several are nested.
 pub(super) struct Config {
     /// `model_type`, for messages.
     pub model: String,
     values: Map<String, Value>,
-    /// What stood around a nested configuration.
+    /// The configuration that this one was nested in.
     around: Map<String, Value>,
-    /// Element type that the checkpoint names.
+    /// The element type that the checkpoint names.
     dtype: Option<DType>,
-    /// What it holds in place of numbers, if it is quantized.
+    /// The codes of a quantized checkpoint.
     pub codes: Option<Codes>,
-    /// Keys that a value was taken from.
+    /// Keys that have been read.
     read: RefCell<BTreeSet<String>>,
 }
 
-/// More layers than any model has.
+/// An upper bound beyond any model, so that a broken file cannot make huge lists.
 const MAX_LAYERS: usize = 100_000;
 
-/// Keys that nest the language model's configuration; several may, one in another.
+/// Keys that nest the language model's configuration. Several may be nested in each other.
 const NESTED: &[&str] = &[
     "text_config",
     "llm_config",
@@ -37,8 +37,9 @@ const NESTED: &[&str] = &[
 ];
 
 impl Config {
-    /// Reads the text. Refuses checkpoints that are quantized in a way that is not read.
-    /// `known` says which model types are read as they are, whatever they nest but a `text_config`.
+    /// Reads the text. Refuses quantization methods that moesaic does not read. `known` returns
+    /// true for model types that are read directly, even if they nest other models, unless they
+    /// have a `text_config`.
     pub fn parse(text: &str, known: impl Fn(&str) -> bool + Copy) -> Result<Config, HfError> {
         let value = parse_json(text).map_err(|e| HfError::Json(e.to_string()))?;
         let Value::Object(outer) = value else {
@@ -54,6 +55,7 @@ impl Config {
             read: RefCell::default(),
         };
         config.read_types()?;
+        // Multimodal models nest the language model, sometimes twice.
         while let Some(inner) = config.nested_model(known) {
             config.model = named(&inner).unwrap_or(config.model);
             config.around = std::mem::replace(&mut config.values, inner);
@@ -65,9 +67,10 @@ impl Config {
         Ok(config)
     }
 
-    /// The language model's configuration, taken out of this one.
+    /// Takes the language model's configuration out of this one.
     fn nested_model(&mut self, known: impl Fn(&str) -> bool) -> Option<Map<String, Value>> {
         let keys = if known(&self.model) {
+            // A known type is read as it is. Only `text_config` may still hold its values.
             &NESTED[..1]
         } else {
             NESTED
@@ -80,8 +83,8 @@ impl Config {
         }
     }
 
-    /// Element type of weights and activations: f32 where none is named, and bf16 in a quantized
-    /// checkpoint, which is what codes are made of.
+    /// Returns the element type of weights and activations: f32 by default, or bf16 in a quantized
+    /// checkpoint, the type that such models were quantized from.
     pub fn dtype(&self) -> DType {
         let default = match &self.codes {
             Some(_) => DType::Bf16,
@@ -90,7 +93,8 @@ impl Config {
         self.dtype.unwrap_or(default)
     }
 
-    /// What this configuration says of types; else that of the one around it holds.
+    /// Reads the element type and codes; where this configuration states none, those of the
+    /// configuration around it remain.
     fn read_types(&mut self) -> Result<(), HfError> {
         if let Some((key, value)) = self.find(&["dtype", "torch_dtype"]) {
             let name = value.as_str().unwrap_or_default();
@@ -107,31 +111,32 @@ impl Config {
         Ok(())
     }
 
-    /// The first of `keys` with a value; null counts as absent.
+    /// Returns the first of `keys` with a value. Null counts as absent.
     pub fn find<'k>(&self, keys: &[&'k str]) -> Option<(&'k str, &Value)> {
         let found = keys.iter().find_map(|key| Some((*key, self.peek(key)?)))?;
+        // The record of keys that were read shows which routing keys a family ignores.
         self.read.borrow_mut().insert(found.0.to_string());
         Some(found)
     }
 
-    /// The value of a key, which stays unread; null counts as absent.
+    /// Returns the value of a key without marking it as read. Null counts as absent.
     pub fn peek(&self, key: &str) -> Option<&Value> {
         self.values.get(key).filter(|value| !value.is_null())
     }
 
-    /// Keys with a value that nothing was taken from.
+    /// Returns the keys whose values nobody has read.
     pub fn unread(&self) -> impl Iterator<Item = (&str, &Value)> {
         let read = self.read.borrow().clone();
         let each = self.values.iter().map(|(key, value)| (key.as_str(), value));
         each.filter(move |(key, value)| !value.is_null() && !read.contains(*key))
     }
 
-    /// Whether the key is there with the value null.
+    /// Returns true if the key is present with the value null.
     pub fn is_null(&self, key: &str) -> bool {
         self.values.get(key).is_some_and(Value::is_null)
     }
 
-    /// A whole number that may be absent.
+    /// Returns a whole number that may be absent.
     pub fn size_opt(&self, keys: &[&str]) -> Result<Option<usize>, HfError> {
         let Some((key, value)) = self.find(keys) else {
             return Ok(None);
@@ -140,14 +145,15 @@ impl Config {
         Ok(Some(number))
     }
 
-    /// A whole number.
+    /// Returns a whole number.
     pub fn size(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
         Ok(self.size_opt(keys)?.unwrap_or(default))
     }
 
-    /// A number of layers: small enough to list them.
+    /// Returns a number of layers, bounded so that they can be listed.
     pub fn layers(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
         match (self.size(keys, default)?, self.find(keys)) {
+            // Layers are listed in a vector, so an absurd count must not allocate gigabytes.
             (MAX_LAYERS.., Some((key, value))) => {
                 let expected = format!("a number of layers below {MAX_LAYERS}");
                 Err(self.bad(key, value, &expected))
@@ -156,12 +162,12 @@ impl Config {
         }
     }
 
-    /// A whole number without a default.
+    /// Returns a whole number that has no default.
     pub fn need(&self, keys: &[&str]) -> Result<usize, HfError> {
         self.size_opt(keys)?.ok_or_else(|| self.missing(keys))
     }
 
-    /// The error for a key without a value.
+    /// Returns the error for a missing key.
     pub fn missing(&self, keys: &[&str]) -> HfError {
         HfError::MissingKey {
             model: self.model.clone(),
@@ -169,7 +175,7 @@ impl Config {
         }
     }
 
-    /// A whole number, or a list with one for each layer.
+    /// Returns a whole number, or that of layer `at` if the key has a list.
     pub fn size_at(&self, keys: &[&str], at: usize, default: usize) -> Result<usize, HfError> {
         match self.find(keys) {
             Some((key, value @ Value::Array(list))) => list
@@ -180,7 +186,7 @@ impl Config {
         }
     }
 
-    /// A number.
+    /// Returns a number.
     pub fn number(&self, keys: &[&str], default: f64) -> Result<f64, HfError> {
         let Some((key, value)) = self.find(keys) else {
             return Ok(default);
@@ -190,7 +196,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a number"))
     }
 
-    /// A number as transformers holds it, which may be negative.
+    /// Returns a whole number that may be negative.
     pub fn signed(&self, keys: &[&str], default: i64) -> Result<i64, HfError> {
         let Some((key, value)) = self.find(keys) else {
             return Ok(default);
@@ -200,7 +206,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a whole number"))
     }
 
-    /// True or false.
+    /// Returns a flag.
     pub fn flag(&self, keys: &[&str], default: bool) -> Result<bool, HfError> {
         let Some((key, value)) = self.find(keys) else {
             return Ok(default);
@@ -210,7 +216,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "true or false"))
     }
 
-    /// A word.
+    /// Returns a word.
     pub fn text(&self, keys: &[&str], default: &str) -> Result<String, HfError> {
         let Some((key, value)) = self.find(keys) else {
             return Ok(default.to_string());
@@ -221,7 +227,7 @@ impl Config {
             .to_string())
     }
 
-    /// A list of whole numbers.
+    /// Returns a list of whole numbers.
     pub fn sizes(&self, key: &str) -> Result<Option<Vec<usize>>, HfError> {
         let Some((_, value)) = self.find(&[key]) else {
             return Ok(None);
@@ -233,7 +239,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a list of whole numbers"))
     }
 
-    /// A list of whole numbers, or of the same in text, divided by commas.
+    /// Returns a list of whole numbers, written as a list or as text with commas.
     pub fn numbers(&self, key: &str) -> Result<Option<Vec<usize>>, HfError> {
         let Some((_, Value::String(text))) = self.find(&[key]) else {
             return self.sizes(key);
@@ -248,7 +254,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, &value, "whole numbers divided by commas"))
     }
 
-    /// A list of whole numbers, some negative.
+    /// Returns a list of whole numbers that may be negative.
     pub fn signed_list(&self, key: &str) -> Result<Option<Vec<i64>>, HfError> {
         let Some((_, value)) = self.find(&[key]) else {
             return Ok(None);
@@ -260,11 +266,12 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a list of whole numbers"))
     }
 
-    /// The number of a layer in a list; null and no list are 0.
+    /// Returns layer `at`'s number in a list. Null and a missing list count as 0.
     pub fn number_at(&self, key: &str, at: usize) -> Result<f64, HfError> {
         let Some((_, value)) = self.find(&[key]) else {
             return Ok(0.0);
         };
+        // Lists have null where a layer has no such value.
         let number = |value: &Value| value.as_f64().or(value.is_null().then_some(0.0));
         let entry = value.as_array().and_then(|list| list.get(at));
         entry
@@ -272,7 +279,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a number for each layer"))
     }
 
-    /// A list of words.
+    /// Returns a list of words.
     pub fn words(&self, keys: &[&str]) -> Result<Option<Vec<String>>, HfError> {
         let Some((key, value)) = self.find(keys) else {
             return Ok(None);
@@ -285,7 +292,7 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a list of strings"))
     }
 
-    /// The object under `key`; empty when absent.
+    /// Returns the object under `key`; empty when absent.
     pub fn nested(&self, key: &str) -> Result<Config, HfError> {
         let values = match self.find(&[key]) {
             None => Map::new(),
@@ -304,8 +311,7 @@ impl Config {
         Ok(nested)
     }
 
-    /// The object under `key` beside this configuration, if there is one: in
-    /// it, or where it is nested itself, in the one around it.
+    /// Returns the object under `key`, from this configuration or from the one around it.
     pub fn beside(&self, key: &str) -> Result<Option<Config>, HfError> {
         if self.find(&[key]).is_some() {
             return self.nested(key).map(Some);
@@ -322,7 +328,7 @@ impl Config {
         there.then(|| around.nested(key)).transpose()
     }
 
-    /// The error for a value of the wrong type or out of range.
+    /// Returns the error for a value of the wrong type or out of range.
     pub fn bad(&self, key: &str, found: &Value, expected: &str) -> HfError {
         HfError::BadKey {
             model: self.model.clone(),
@@ -332,7 +338,7 @@ impl Config {
         }
     }
 
-    /// The error for a key that asks for another routing than the family computes.
+    /// Returns the error for a key that asks for other routing than the family computes.
     pub fn other_routing(&self, key: &str, about: &str) -> HfError {
         HfError::Routing {
             model: self.model.clone(),
@@ -342,7 +348,7 @@ impl Config {
         }
     }
 
-    /// The error for a value the spec cannot express.
+    /// Returns the error for a value that the spec cannot express.
     pub fn unsupported(&self, key: &str, axis: &str, remedy: &str) -> HfError {
         HfError::Unsupported {
             model: self.model.clone(),
@@ -354,8 +360,8 @@ impl Config {
     }
 }
 
-/// A whole number, written as an integer or as `8.0`; small enough that sums of
-/// a few cannot overflow.
+/// Returns a whole number written as an integer or as `8.0`. Its bound keeps sums of a few from
+/// overflowing.
 fn whole(value: &Value) -> Option<usize> {
     let float = || {
         value
@@ -378,12 +384,12 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// A value for a message, cut when long.
+/// Returns a value as text for a message, cut when long.
 fn short(value: &Value) -> String {
     shortened(&value.to_string())
 }
 
-/// Text for a message, cut when long.
+/// Returns text for a message, cut when long.
 pub(super) fn shortened(text: &str) -> String {
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}…", &text[..end]),

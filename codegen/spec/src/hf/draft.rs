@@ -1,9 +1,9 @@
-//! A spec and its recipes in the making.
+//! A builder for a spec and its recipes.
 
 use super::codes::Codes;
 use super::config::Config;
 use super::source::half_of;
-use super::{Alternative, HfError, Import, Parts, Step, TensorSource};
+use super::{Alternative, HfError, Import, TensorParts, TensorSource, TensorStep};
 use crate::{
     Activation, Capacity, Experts, Groups, LayerSpec, Precision, Renormalize, Router, Score, Shape,
     SharedExpert, SharedGate, canonical_tensors,
@@ -18,7 +18,7 @@ pub(super) struct Sizes {
     pub top_k: usize,
 }
 
-/// How a fused `gate_up` tensor lies.
+/// The layout of a fused `gate_up` tensor.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Fused {
     /// `[E, 2h, d]`, gate rows first; down `[E, d, h]`.
@@ -29,14 +29,13 @@ pub(super) enum Fused {
     InterleavedColumns,
 }
 
-/// Names of one projection in a single expert: as most families write them, and
-/// as those after Mixtral do.
+/// Names of one projection in a single expert: the usual one, and Mixtral's.
 const GATE: [&str; 2] = ["gate_proj", "w1"];
 const UP: [&str; 2] = ["up_proj", "w3"];
 const DOWN: [&str; 2] = ["down_proj", "w2"];
 
-/// What comes before the number of a decoder's layer, without and with the
-/// prefixes that checkpoints of a larger model add.
+/// Prefixes before a decoder layer's number: the plain one, and those of larger models that contain
+/// the decoder.
 pub(super) const DECODER: &[&str] = &[
     "model.layers.",
     "layers.",
@@ -49,28 +48,28 @@ pub(super) const DECODER: &[&str] = &[
     "model.llm.layers.",
 ];
 
-/// A spec and its recipes in the making.
+/// A spec and its recipes under construction.
 pub(super) struct Draft {
     pub spec: LayerSpec,
     pub sources: Vec<TensorSource>,
     pub notes: Vec<String>,
-    /// Where the block's tensors are, ending in a dot: alternatives.
+    /// Alternative prefixes of the block's tensors, each ending in a dot.
     pub roots: Vec<String>,
-    /// What all names of the block begin with. A root right under the layer, beside attention,
-    /// owns its experts alone.
+    /// Prefixes of all names of the block. A root directly under the layer, beside attention, owns
+    /// only its experts.
     pub block: Vec<String>,
-    /// What the names of tensors in there begin with that are another layer's, or of no use.
+    /// Prefixes inside the block of tensors that belong to another layer or are not used.
     pub beside: Vec<String>,
-    /// Numbers of experts that are neither.
+    /// Indices of experts that belong to another layer or are not used.
     pub others: Range<usize>,
-    /// Whether the keys about routing were checked.
+    /// Whether the routing keys were checked.
     pub checked: bool,
-    /// What the checkpoint holds in place of numbers, if it is quantized.
+    /// The codes of a quantized checkpoint.
     codes: Option<Codes>,
 }
 
 impl Draft {
-    /// A dropless layer with a linear softmax router and gated silu experts.
+    /// Starts a dropless layer with a linear softmax router and gated silu experts.
     pub fn new(config: &Config, sizes: Sizes) -> Draft {
         let precision = Precision {
             weights: config.dtype(),
@@ -125,24 +124,26 @@ impl Draft {
                 .ends_with(|c: char| c.is_ascii_digit())
         };
         let owned = self.roots.iter().map(|root| {
+            // A layer's own prefix also covers attention and norms, which are not the block's.
             let only = if bare(root) { "experts." } else { "" };
             format!("{root}{only}")
         });
         self.block.extend(owned);
     }
 
-    /// A tensor taken as it is from one of `names` under one of the roots.
+    /// Adds a tensor that is read unchanged from one of `names` under one of the roots.
     pub fn plain(&mut self, canonical: &str, names: &[&str]) {
         self.stepped(canonical, names, &[]);
     }
 
-    /// A tensor from one of `names` under one of the roots, after `steps`.
-    pub fn stepped(&mut self, canonical: &str, names: &[&str], steps: &[Step]) {
+    /// Adds a tensor that is read from one of `names` under one of the roots and passed through
+    /// `steps`.
+    pub fn stepped(&mut self, canonical: &str, names: &[&str], steps: &[TensorStep]) {
         let roots = self.roots.iter();
         let full = roots.flat_map(|root| names.iter().map(move |name| format!("{root}{name}")));
         let alternatives = full
             .map(|name| Alternative {
-                parts: Parts::One(name),
+                parts: TensorParts::One(name),
                 steps: steps.to_vec(),
             })
             .collect();
@@ -164,12 +165,12 @@ impl Draft {
         }
     }
 
-    /// A tensor stacked from `experts.{e}.{name}` for any of `names`.
+    /// Adds a tensor stacked from `experts.{e}.{name}` for any of `names`.
     pub fn per_expert(&mut self, canonical: &str, before: &str, names: &[String]) {
         self.per_expert_from(0, canonical, before, names);
     }
 
-    /// As `per_expert`, with the number of the first expert.
+    /// Adds a tensor as `per_expert` does, starting at expert number `first`.
     pub fn per_expert_from(
         &mut self,
         first: usize,
@@ -178,14 +179,14 @@ impl Draft {
         names: &[String],
     ) {
         let count = self.spec.shape.experts;
-        let part = |root: &String, name: &String| Parts::PerExpert {
+        let part = |root: &String, name: &String| TensorParts::PerExpert {
             before: format!("{root}{before}"),
             after: format!(".{name}"),
             first,
             count,
         };
         let roots = self.roots.iter();
-        let parts: Vec<Parts> = roots
+        let parts: Vec<TensorParts> = roots
             .flat_map(|root| names.iter().map(move |name| part(root, name)))
             .collect();
         let alternatives = parts
@@ -198,14 +199,14 @@ impl Draft {
         self.push(canonical, alternatives);
     }
 
-    /// Gated experts as most families hold them: one tensor per expert, or
-    /// `experts.gate_up_proj` and `experts.down_proj` fused as `fused` says.
+    /// Adds gated experts as most families store them: one tensor per expert, or
+    /// `experts.gate_up_proj` and `experts.down_proj` fused as `fused` describes.
     pub fn gated_experts(&mut self, fused: Fused) {
         self.single_experts(0);
         self.fused_experts(fused, "experts.gate_up_proj", "experts.down_proj");
     }
 
-    /// Gated experts in tensors of their own, counted from `first`.
+    /// Adds gated experts with one tensor each, counted from `first`.
     pub fn single_experts(&mut self, first: usize) {
         for (part, names) in [("gate", GATE), ("up", UP), ("down", DOWN)] {
             let names = names.map(|n| format!("{n}.weight"));
@@ -213,12 +214,13 @@ impl Draft {
         }
     }
 
-    /// Gated experts in two tensors.
+    /// Adds gated experts in two fused tensors.
     pub fn fused_experts(&mut self, fused: Fused, gate_up: &str, down: &str) {
         let hidden = self.spec.shape.hidden_dim;
+        // moesaic keeps output features first, these layouts input features.
         let transposed = fused != Fused::Rows;
         let flip = if transposed {
-            vec![Step::Transpose]
+            vec![TensorStep::Transpose]
         } else {
             Vec::new()
         };
@@ -230,13 +232,13 @@ impl Draft {
         self.stepped("experts.down.weight", &[down], &flip);
     }
 
-    /// Experts in MXFP4, where the checkpoint has that. Its rows are the columns of the fused
-    /// tensors that are not quantized.
+    /// Adds experts in MXFP4, if the checkpoint has them. Its rows are the columns of the fused
+    /// float tensors.
     pub fn mxfp4_experts(&mut self, fused: Fused) {
         let Some(codes) = self.blocks() else {
             return;
         };
-        let (hidden, numbers) = (self.spec.shape.hidden_dim, Step::Dequantize(codes));
+        let (hidden, numbers) = (self.spec.shape.hidden_dim, TensorStep::Dequantize(codes));
         for (half, part) in ["gate", "up"].into_iter().enumerate() {
             let half = half_of(1, half, hidden, fused == Fused::InterleavedColumns);
             let (name, steps) = (format!("experts.{part}.weight"), [numbers.clone(), half]);
@@ -249,21 +251,22 @@ impl Draft {
         );
     }
 
-    /// What the checkpoint has that no recipe reads: MXFP4 of families that are not published so.
+    /// Returns the name of a form that no recipe reads: MXFP4 in families that are not published
+    /// so.
     pub fn unread(&self) -> Option<&'static str> {
         let alternatives = self.sources.iter().flat_map(|source| &source.alternatives);
         let mut steps = alternatives.flat_map(|alternative| &alternative.steps);
         let unread =
-            self.blocks().is_some() && !steps.any(|step| matches!(step, Step::Dequantize(_)));
+            self.blocks().is_some() && !steps.any(|step| matches!(step, TensorStep::Dequantize(_)));
         unread.then_some("mxfp4")
     }
 
-    /// gpt-oss' MXFP4, where the checkpoint has that.
+    /// Returns gpt-oss' MXFP4 codes, if the checkpoint has them.
     fn blocks(&self) -> Option<Codes> {
         self.codes.clone().filter(Codes::is_blocks)
     }
 
-    /// Lets every tensor have codes with scales beside it, where the checkpoint is quantized so.
+    /// Lets every tensor hold codes with scales beside it, if the checkpoint is quantized so.
     fn dequantize(&mut self) {
         let Some(codes) = self.codes.clone() else {
             return;
@@ -275,7 +278,8 @@ impl Draft {
             return;
         }
         let alternatives = self.sources.iter_mut().flat_map(|s| &mut s.alternatives);
-        alternatives.for_each(|a| a.steps.insert(0, Step::Dequantize(codes.clone())));
+        // Decoding comes first, because the other steps reorder numbers and not codes.
+        alternatives.for_each(|a| a.steps.insert(0, TensorStep::Dequantize(codes.clone())));
     }
 
     /// Adds a shared expert whose tensors are under `{root}{module}.` of one of
@@ -292,6 +296,7 @@ impl Draft {
             parts.push(("gate", GATE));
         }
         for (part, names) in parts {
+            // Recipes for tensors that the spec lacks are dropped in `finish`.
             for kind in ["weight", "bias"] {
                 let under = |module: &&str| names.map(|n| format!("{module}.{n}.{kind}"));
                 let names: Vec<String> = modules.iter().flat_map(under).collect();
@@ -301,20 +306,20 @@ impl Draft {
         }
     }
 
-    /// Gives the shared experts biases, which the routed ones do not have.
+    /// Gives biases to the shared experts although the routed ones have none.
     pub fn biased(&mut self) {
         let shared = self.spec.shared.iter_mut();
         shared.for_each(|expert| expert.bias = Some(true.into()));
     }
 
-    /// Adds a step to every way a tensor is held.
-    pub fn then(&mut self, canonical: &str, step: Step) {
+    /// Appends a step to every form of a tensor.
+    pub fn then(&mut self, canonical: &str, step: TensorStep) {
         let sources = self.sources.iter_mut().filter(|s| s.name == canonical);
         let alternatives = sources.flat_map(|source| &mut source.alternatives);
         alternatives.for_each(|alternative| alternative.steps.push(step.clone()));
     }
 
-    /// Divides by the sum of the selected scores when the flag is set.
+    /// Divides weights by the sum of the selected scores if the flag is set.
     pub fn renormalize(&mut self, on: bool, eps: f64) {
         if on {
             self.spec.router.renormalize = Renormalize::Sum;
@@ -322,28 +327,28 @@ impl Draft {
         }
     }
 
-    /// A sigmoid router with a bias for selection.
+    /// Sets a sigmoid router with a selection bias.
     pub fn sigmoid(&mut self, bias_names: &[&str]) {
         self.spec.router.score = Score::Sigmoid;
         self.select_bias(bias_names);
     }
 
-    /// A bias for selection only.
+    /// Adds a bias for selection only.
     pub fn select_bias(&mut self, names: &[&str]) {
         self.spec.router.select_bias = true;
         // Some checkpoints keep it as [1, E].
-        let flat = [Step::Reshape(vec![self.spec.routed_experts()])];
+        let flat = [TensorStep::Reshape(vec![self.spec.routed_experts()])];
         self.stepped("router.select_bias", names, &flat);
     }
 
-    /// Group-limited selection, left out where it keeps every group.
+    /// Sets group-limited selection, unless it keeps every group.
     pub fn groups(&mut self, groups: Groups) {
         if groups.count > 1 && groups.keep < groups.count {
             self.spec.router.groups = Some(groups);
         }
     }
 
-    /// gpt-oss's gated activation: clamped, `x·σ(alpha·x)`, one added to up.
+    /// Sets gpt-oss's gated activation: clamped, `x·σ(alpha·x)`, one added to up.
     pub fn swiglu_oai(&mut self, config: &Config) -> Result<(), HfError> {
         let experts = &mut self.spec.experts;
         experts.alpha = config.number(&["swiglu_alpha"], 1.702)?;
@@ -352,7 +357,7 @@ impl Draft {
         Ok(())
     }
 
-    /// The non-linearity by its name in transformers.
+    /// Sets the activation by its name in transformers.
     pub fn activation(
         &mut self,
         config: &Config,
@@ -362,6 +367,7 @@ impl Draft {
         let name = config.text(keys, default)?;
         let (activation, alpha) = match name.as_str() {
             "silu" | "swish" => (Activation::Silu, 1.0),
+            // transformers defines it as x·σ(1.702·x).
             "quick_gelu" => (Activation::Silu, 1.702),
             "gelu" | "gelu_python" => (Activation::Gelu, 1.0),
             "gelu_new" | "gelu_fast" | "gelu_accurate" | "gelu_pytorch_tanh"
@@ -379,7 +385,7 @@ impl Draft {
         Ok(())
     }
 
-    /// The import, with one recipe per canonical tensor, in their order.
+    /// Returns the import, with one recipe per canonical tensor in canonical order.
     pub fn finish(mut self) -> Import {
         self.dequantize();
         let Draft {
@@ -393,6 +399,7 @@ impl Draft {
         } = self;
         let wanted = canonical_tensors(&spec);
         let place = |name: &str| wanted.iter().position(|tensor| tensor.name == name);
+        // Families register more recipes than a configuration may need, such as those of biases.
         sources.retain(|source| place(&source.name).is_some());
         sources.sort_by_key(|source| place(&source.name));
         let complete = sources.len() == wanted.len()

@@ -1,8 +1,8 @@
-//! What can be wrong with a configuration.
+//! Errors in a configuration.
 
 use thiserror::Error;
 
-/// Why a configuration cannot be imported.
+/// The reason a configuration cannot be imported.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum HfError {
@@ -14,10 +14,10 @@ pub enum HfError {
     #[error("the configuration has no `model_type`; config.json of a model directory has one")]
     NoModelType,
 
-    /// The family is not known.
+    /// The model type is unknown.
     #[error("model type `{model_type}` is not supported{}; supported are {}", hint(.suggestion), .supported.join(", "))]
     UnknownModel {
-        /// What the configuration says.
+        /// The model type in the configuration.
         model_type: String,
         /// The closest supported one.
         suggestion: Option<String>,
@@ -43,11 +43,11 @@ pub enum HfError {
         key: String,
         /// Its value.
         found: String,
-        /// What it may be.
+        /// The accepted values.
         expected: String,
     },
 
-    /// A key that this family does not read asks for another routing than the family computes.
+    /// A key that this family does not read asks for other routing than the family computes.
     #[error(
         "{model}: `{key}` = {value} asks for something else than layers of this type compute \
          ({about}): remove the key if the model was not trained with it, or write the spec by hand"
@@ -59,7 +59,7 @@ pub enum HfError {
         key: String,
         /// Its value.
         value: String,
-        /// What it is about.
+        /// The subject of the key.
         about: String,
     },
 
@@ -68,7 +68,7 @@ pub enum HfError {
     DenseLayer {
         /// The model type.
         model: String,
-        /// The layer asked for.
+        /// The layer that you asked for.
         layer: usize,
         /// The MoE layers, as ranges.
         moe: String,
@@ -79,7 +79,7 @@ pub enum HfError {
     NoMoeLayer {
         /// The model type.
         model: String,
-        /// The keys that say so.
+        /// The keys that decide it.
         why: String,
     },
 
@@ -90,15 +90,15 @@ pub enum HfError {
     LayerOutOfRange {
         /// The model type.
         model: String,
-        /// The layer asked for.
+        /// The layer that you asked for.
         layer: usize,
-        /// Layers of the model.
+        /// The number of layers in the model.
         layers: usize,
         /// The MoE layers, as ranges.
         moe: String,
     },
 
-    /// The spec has no axis for this.
+    /// The spec has no axis for a value.
     #[error(
         "{model}: `{key}` = {value} cannot be expressed: the spec has no axis for {axis}; {remedy}"
     )]
@@ -109,20 +109,20 @@ pub enum HfError {
         key: String,
         /// Its value.
         value: String,
-        /// What the spec lacks.
+        /// The missing axis.
         axis: String,
-        /// What to change.
+        /// The change to make.
         remedy: String,
     },
 
-    /// The spec has no axis for what every model of the family does.
+    /// The spec has no axis for a property of every model in the family.
     #[error("{model}: the layer cannot be expressed: {does}; the spec has {has}")]
     Family {
         /// The model type.
         model: String,
-        /// What its block does.
+        /// The block's property.
         does: String,
-        /// What the spec has in its place.
+        /// The spec's closest counterpart.
         has: String,
     },
 
@@ -131,13 +131,13 @@ pub enum HfError {
     Invalid {
         /// The model type.
         model: String,
-        /// The rules it breaks.
+        /// The broken rules.
         problems: String,
     },
 
-    /// The weights are quantized in a way that is not read.
+    /// The weights are quantized in a form that moesaic does not read.
     #[error(
-        "{model}: the checkpoint is quantized in a way that is not read ({method}); read are fp8, \
+        "{model}: the quantization is not supported ({method}); supported are fp8, \
          gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, MXFP8 and NVFP4, and \
          compressed-tensors' float-, int- and pack-quantized, mxfp4, mxfp8 and nvfp4: use such a \
          checkpoint, or one in f32, f16 or bf16"
@@ -145,7 +145,7 @@ pub enum HfError {
     Quantized {
         /// The model type.
         model: String,
-        /// `quant_method`, and what of it is not read.
+        /// `quant_method`, with the unsupported part.
         method: String,
     },
 }

@@ -3,22 +3,22 @@
 use serde_json::{Error, Value};
 use std::borrow::Cow;
 
-/// Reads JSON of other programs: a byte-order mark is skipped, and the words `NaN`, `Infinity`
-/// and `-Infinity`, which Python's `json` writes and reads, become strings of themselves. So a
-/// key that nobody asks for does no harm, and one of which a number is asked says what it has.
+/// Reads JSON of other programs. It skips a byte-order mark. The words `NaN`, `Infinity` and
+/// `-Infinity`, which Python's `json` writes and reads, become strings, so they do no harm under a
+/// key that nobody reads, and an error quotes them under a key that needs a number.
 ///
 /// # Errors
 ///
-/// What is not JSON, and where.
+/// The position and kind of the first syntax error.
 pub fn parse_json(text: &str) -> Result<Value, Error> {
     let text = text.trim_start_matches('\u{feff}');
     serde_json::from_str(&quoted(text))
 }
 
-/// Numbers that JSON does not have; the longest first.
+/// Numbers that JSON lacks. The longest comes first, because it contains another.
 const WORDS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 
-/// Puts quotation marks around the words of Python that stand outside of strings.
+/// Quotes Python's words that stand outside of strings.
 fn quoted(text: &str) -> Cow<'_, str> {
     if !WORDS.iter().any(|word| text.contains(word)) {
         return Cow::Borrowed(text);
@@ -35,7 +35,7 @@ fn quoted(text: &str) -> Cow<'_, str> {
                 rest = &rest[word.len()..];
                 continue;
             }
-            // The next character is escaped, be it a quotation mark.
+            // A backslash escapes the next character, which may be a quotation mark.
             (None, '\\') if in_string => 1 + rest[1..].chars().next().map_or(0, char::len_utf8),
             (None, _) => c.len_utf8(),
         };

@@ -1,12 +1,11 @@
 //! Hugging Face configurations in, layer specs and tensor recipes out.
 //!
-//! [`import`] reads the text of a `config.json` and gives the spec of one MoE
-//! layer together with a [`TensorSource`] for each of its canonical tensors:
-//! data that says from which tensors of the checkpoint it is put together.
-//! Nothing here opens a file; loading crates carry the recipes out.
+//! [`import`] reads the text of a `config.json`. It returns the spec of one MoE layer, with a
+//! [`TensorSource`] for each canonical tensor: a recipe, as data, that assembles it from the
+//! tensors of the checkpoint. Nothing here opens a file; the loading crates carry the recipes out.
 //!
-//! Keys may have the spelling of the hub or that of a model saved by
-//! transformers; absent keys have the defaults of transformers.
+//! Keys may be spelled as on the hub or as transformers saves them. Absent keys have transformers'
+//! defaults.
 
 mod codes;
 mod config;
@@ -18,13 +17,13 @@ mod quantization;
 mod routing;
 mod source;
 
-pub use codes::{Codes, End, Names, Stored, replaced};
+pub use codes::{Codes, NameEnd, StoredFormat, TensorNames, replaced};
 pub use error::HfError;
 pub use json::parse_json;
 pub use quantization::with_quant_config;
 pub use routing::{RoutingKeys, routing_keys};
 pub(crate) use source::half_of;
-pub use source::{Alternative, Parts, Step, TensorSource, canonical_sources};
+pub use source::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
 
 use crate::LayerSpec;
 use config::Config;
@@ -33,26 +32,25 @@ use std::ops::Range;
 /// One MoE layer of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Import {
-    /// What the layer computes. Weights and activations have the checkpoint's
-    /// element type; when the configuration names none, f32, or bf16 where the checkpoint is
-    /// quantized.
+    /// The layer's spec. Weights and activations have the checkpoint's element type; if the
+    /// configuration names none, f32, or bf16 for a quantized checkpoint.
     pub spec: LayerSpec,
     /// One recipe per canonical tensor of `spec`, in their order.
     pub sources: Vec<TensorSource>,
-    /// What a user should know: what is not taken over, what `x` is.
+    /// Notes for you: settings that were not taken over, or the exact meaning of `x`.
     pub notes: Vec<String>,
-    /// What the names of the layer's own MoE block begin with.
+    /// Name prefixes of the layer's own MoE block.
     pub block: Vec<String>,
-    /// What the names of tensors in there begin with that are another layer's, or of no use.
+    /// Name prefixes of tensors inside it that belong to another layer or are not used.
     pub beside: Vec<String>,
-    /// Numbers of experts in tensors of their own that are another layer's, or of no use.
+    /// Indices of experts, in tensors of their own, that belong to another layer or are not used.
     pub others: Range<usize>,
 }
 
 impl Import {
-    /// Whether a tensor of that name is part of this layer's MoE block, so that one without a
-    /// recipe is something the configuration does not speak of. Scales of quantized tensors and
-    /// what quantizers keep of activations are not.
+    /// Returns true if a tensor of that name belongs to this layer's MoE block. If no recipe reads
+    /// such a tensor, the configuration does not describe the checkpoint. Scales of quantized
+    /// tensors and the statistics that quantizers keep of activations do not count.
     pub fn owns(&self, name: &str) -> bool {
         let leaf = name.rsplit('.').next().unwrap_or(name);
         let codes = ["scale", "zero_point", "g_idx", "weight_shape", "observer"];
@@ -67,18 +65,14 @@ impl Import {
     }
 }
 
-/// The spec and tensor recipes of layer `layer` of the model that
-/// `config_json` describes.
+/// Imports layer `layer` of the model that `config_json` describes.
 ///
-/// Layers count from zero. Those of an encoder-decoder model are numbered
-/// through: the encoder's first, then the decoder's.
+/// Layers count from zero. In an encoder-decoder model the decoder's layers follow the encoder's.
 ///
 /// # Errors
 ///
-/// [`HfError`] says what is wrong with the configuration: text that is not
-/// JSON, a model type that is not supported, a checkpoint that is quantized in a
-/// way that is not read, a layer that is dense or does not exist, a value no axis
-/// of the spec can express.
+/// [`HfError`] if the text is not JSON, the model type or its quantization is not supported, the
+/// layer is dense or does not exist, or the spec cannot express a value.
 pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     let config = Config::parse(config_json, families::is_known)?;
     let family = families::find(&config)?;
@@ -100,22 +94,22 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     Ok(draft.finish())
 }
 
-/// The MoE layers of the model that `config_json` describes, ascending.
+/// Returns the MoE layers of the model that `config_json` describes, ascending.
 ///
 /// # Errors
 ///
-/// As [`import`].
+/// The same as [`import`].
 pub fn moe_layers(config_json: &str) -> Result<Vec<usize>, HfError> {
     let config = Config::parse(config_json, families::is_known)?;
     Ok((families::find(&config)?.layers)(&config)?.moe)
 }
 
-/// Every `model_type` that [`import`] refuses for what its block does, with that.
+/// Returns every `model_type` that [`import`] recognizes and refuses, with the reason.
 pub fn refused_models() -> Vec<(&'static str, &'static str)> {
     families::refused().collect()
 }
 
-/// Every `model_type` that [`import`] reads.
+/// Returns every `model_type` that [`import`] reads.
 pub fn supported_models() -> Vec<&'static str> {
     families::names().collect()
 }

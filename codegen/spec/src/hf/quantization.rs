@@ -1,18 +1,18 @@
-//! `quantization_config`: which quantised checkpoints are read.
+//! `quantization_config`: the quantized checkpoints that moesaic reads.
 
 use super::HfError;
-use super::codes::{BLOCKS, Codes, IN_PLACE, Names, PACKED, QWEIGHT, Stored};
+use super::codes::{BLOCKS, Codes, IN_PLACE, PACKED, QWEIGHT, StoredFormat, TensorNames};
 use super::config::shortened;
-use crate::format::{self, Block, Element, Format, Zero};
+use crate::format::{self, CodeType, Format, ScaleBlock, Zero};
 use serde_json::{Map, Value};
 
-/// What E4M3 is called.
+/// Names of E4M3.
 const E4M3: [&str; 4] = ["e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3"];
 
-/// What E5M2 is called.
+/// Names of E5M2.
 const E5M2: [&str; 2] = ["e5m2", "float8_e5m2"];
 
-/// Keys that list modules which are not quantised.
+/// Keys that list modules exempt from quantization.
 const KEPT: [&str; 4] = [
     "ignore",
     "modules_to_not_convert",
@@ -20,10 +20,10 @@ const KEPT: [&str; 4] = [
     "exclude_modules",
 ];
 
-/// The settings of modules that have none of their own.
+/// The settings of modules without settings of their own.
 static NOTHING: Value = Value::Null;
 
-/// Reads the codes that a `quantization_config` speaks of.
+/// Reads the codes that a `quantization_config` describes.
 pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
     let empty = Map::new();
     let reader = Reader {
@@ -48,12 +48,12 @@ pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
     Ok(Codes::new(&stored, kept.collect()))
 }
 
-/// Puts the contents of a ModelOpt folder's `hf_quant_config.json` into its `config.json`, where
-/// that has no `quantization_config`.
+/// Copies a ModelOpt folder's `hf_quant_config.json` into its `config.json`, if that lacks a
+/// `quantization_config`.
 ///
 /// # Errors
 ///
-/// [`HfError::Json`] for text that is not a JSON object.
+/// [`HfError::Json`] if either text is not a JSON object.
 pub fn with_quant_config(config: &str, beside: &str) -> Result<String, HfError> {
     let object = |text: &str, file: &str| match serde_json::from_str(text) {
         Ok(Value::Object(object)) => Ok(object),
@@ -71,7 +71,7 @@ pub fn with_quant_config(config: &str, beside: &str) -> Result<String, HfError> 
     Ok(Value::Object(config).to_string())
 }
 
-/// The error for a quantisation that is not read.
+/// Returns the error for an unsupported quantization.
 pub(super) fn refused(model: &str, method: &str) -> HfError {
     HfError::Quantized {
         model: model.to_string(),
@@ -79,8 +79,8 @@ pub(super) fn refused(model: &str, method: &str) -> HfError {
     }
 }
 
-fn stored(format: Format, names: Names) -> Stored {
-    Stored { format, names }
+fn stored(format: Format, names: TensorNames) -> StoredFormat {
+    StoredFormat { format, names }
 }
 
 /// A `quantization_config`.
@@ -98,29 +98,29 @@ impl Reader<'_> {
         refused(self.model, what)
     }
 
-    /// DeepSeek-V3's way, which transformers calls fine-grained.
-    fn fp8(&self) -> Result<Vec<Stored>, HfError> {
+    /// Reads DeepSeek-V3's format, which transformers calls fine-grained.
+    fn fp8(&self) -> Result<Vec<StoredFormat>, HfError> {
         let named = self.word("fmt").unwrap_or(E4M3[0]);
         let element = match named {
-            _ if E4M3.contains(&named) => Element::E4m3,
-            _ if E5M2.contains(&named) => Element::E5m2,
+            _ if E4M3.contains(&named) => CodeType::E4m3,
+            _ if E5M2.contains(&named) => CodeType::E5m2,
             _ => return Err(self.refused(&format!("fp8, {}", shortened(named)))),
         };
         let of = match self.config.get("weight_block_size") {
             None => format::FP8_BLOCK,
             Some(Value::Null) => format::FP8,
             Some(size) => Format {
-                block: Block::Tile(self.block("weight_block_size", size)?),
+                block: ScaleBlock::Tile(self.block("weight_block_size", size)?),
                 ..format::FP8_BLOCK
             },
         };
         let bytes = stored(Format { element, ..of }, IN_PLACE);
-        // Experts of such checkpoints may have FP4 in their place.
+        // The experts of such checkpoints may be FP4 instead.
         Ok(vec![bytes, stored(format::MXFP4, IN_PLACE)])
     }
 
-    /// What llm-compressor writes: groups of modules, of which ours may be in any.
-    fn compressed(&self) -> Result<Vec<Stored>, HfError> {
+    /// Reads llm-compressor's format: groups of modules, any of which may hold our layer.
+    fn compressed(&self) -> Result<Vec<StoredFormat>, HfError> {
         let refused = |what: &str| self.refused(&format!("compressed-tensors, {what}"));
         let turned = self.config.get("transform_config");
         if turned.is_some_and(|c| c.as_object().is_some_and(|c| !c.is_empty())) {
@@ -151,8 +151,8 @@ impl Reader<'_> {
         }
     }
 
-    /// One group of compressed-tensors.
-    fn group(&self, named: &str, weights: &Map<String, Value>) -> Result<Stored, HfError> {
+    /// Reads one group of compressed-tensors.
+    fn group(&self, named: &str, weights: &Map<String, Value>) -> Result<StoredFormat, HfError> {
         let word = |key: &str| weights.get(key).and_then(Value::as_str);
         let bits = weights.get("num_bits").and_then(Value::as_u64);
         let kind = word("type").unwrap_or("int");
@@ -162,7 +162,7 @@ impl Reader<'_> {
         let usual = if grouped { "group" } else { "tensor" };
         let strategy = word("strategy").unwrap_or(usual);
         let tile = |size: Option<i64>, usual| match usize::try_from(size.unwrap_or(usual)) {
-            Ok(size @ 1..) => Ok(Block::Tile([1, size])),
+            Ok(size @ 1..) => Ok(ScaleBlock::Tile([1, size])),
             _ => Err(self.bad_group_size(&weights["group_size"])),
         };
         let unread = || {
@@ -173,11 +173,11 @@ impl Reader<'_> {
             self.refused(&format!("compressed-tensors, {named}: {what}"))
         };
         let block = match (strategy, weights.get("block_structure")) {
-            ("tensor" | "channel", _) => Block::MatrixOrRow,
-            ("group" | "tensor_group", _) if size == Some(-1) => Block::MatrixOrRow,
+            ("tensor" | "channel", _) => ScaleBlock::MatrixOrRow,
+            ("group" | "tensor_group", _) if size == Some(-1) => ScaleBlock::MatrixOrRow,
             ("group" | "tensor_group", _) => tile(size, 128)?,
             ("block", size) => {
-                Block::Tile(self.block("block_structure", size.unwrap_or(&Value::Null))?)
+                ScaleBlock::Tile(self.block("block_structure", size.unwrap_or(&Value::Null))?)
             }
             _ => return Err(unread()),
         };
@@ -185,7 +185,7 @@ impl Reader<'_> {
             ("float-quantized" | "naive-quantized", "float", Some(8)) => (format::FP8, IN_PLACE),
             ("int-quantized" | "naive-quantized", "int", Some(8)) => (format::INT8, IN_PLACE),
             ("pack-quantized", "int", Some(bits @ (2 | 4 | 8))) => {
-                let element = Element::Uint(bits as u8);
+                let element = CodeType::Uint(bits as u8);
                 let packed = Format {
                     element,
                     ..format::INT4
@@ -216,8 +216,8 @@ impl Reader<'_> {
         Ok(stored(Format { block, ..of }, names))
     }
 
-    /// NVIDIA's TensorRT Model Optimizer: `quant_algo`, alone or for each module.
-    fn modelopt(&self) -> Result<Vec<Stored>, HfError> {
+    /// Reads NVIDIA's TensorRT Model Optimizer: one `quant_algo`, or one per module.
+    fn modelopt(&self) -> Result<Vec<StoredFormat>, HfError> {
         let nested = self.config.get("quantization").and_then(Value::as_object);
         let about = nested.unwrap_or(self.config);
         let mut found = Vec::new();
@@ -242,7 +242,7 @@ impl Reader<'_> {
         }
     }
 
-    fn algorithm(&self, named: &str, layer: &Map<String, Value>) -> Result<Stored, HfError> {
+    fn algorithm(&self, named: &str, layer: &Map<String, Value>) -> Result<StoredFormat, HfError> {
         let of = match named {
             "FP8" | "FP8_PER_CHANNEL_PER_TOKEN" => format::FP8,
             "FP8_PB_WO" => format::FP8_BLOCK,
@@ -257,14 +257,14 @@ impl Reader<'_> {
             grouped.and_then(|w| w.get("group_size")),
         ];
         let block = match (of.block, sizes.into_iter().flatten().find(|s| !s.is_null())) {
-            (Block::Tile([1, _]), Some(size)) => self.tile(size)?,
+            (ScaleBlock::Tile([1, _]), Some(size)) => self.tile(size)?,
             (block, _) => block,
         };
         Ok(stored(Format { block, ..of }, IN_PLACE))
     }
 
-    /// GPTQ, of AutoGPTQ and GPTQModel.
-    fn gptq(&self) -> Result<Vec<Stored>, HfError> {
+    /// Reads GPTQ, as AutoGPTQ and GPTQModel write it.
+    fn gptq(&self) -> Result<Vec<StoredFormat>, HfError> {
         let named = self.word("checkpoint_format").or(self.word("format"));
         let of = match named.unwrap_or("gptq") {
             "gptq" => format::GPTQ,
@@ -278,15 +278,15 @@ impl Reader<'_> {
         if let Some(word) = self.word("pack_dtype").filter(|word| *word != "int32") {
             return Err(self.refused(&format!("gptq, pack_dtype {}", shortened(word))));
         }
-        // GPTQModel's settings of single modules; those after a minus are not quantised.
+        // GPTQModel's settings of single modules; a leading minus exempts the module.
         let own = self.config.get("dynamic").and_then(Value::as_object);
         let own = own.into_iter().flatten();
         let own = own.filter(|(name, _)| !name.starts_with('-'));
         self.integers("gptq", of, own.map(|(_, settings)| settings))
     }
 
-    /// AWQ, of AutoAWQ.
-    fn awq(&self) -> Result<Vec<Stored>, HfError> {
+    /// Reads AWQ, as AutoAWQ writes it.
+    fn awq(&self) -> Result<Vec<StoredFormat>, HfError> {
         let version = self.word("version").unwrap_or("gemm");
         if !version.eq_ignore_ascii_case("gemm") {
             return Err(self.refused(&format!("awq, version {}", shortened(version))));
@@ -294,8 +294,8 @@ impl Reader<'_> {
         self.integers("awq", format::AWQ, [])
     }
 
-    /// Intel's AutoRound, which packs as GPTQ or AWQ do.
-    fn auto_round(&self) -> Result<Vec<Stored>, HfError> {
+    /// Reads Intel's AutoRound, which packs as GPTQ or AWQ do.
+    fn auto_round(&self) -> Result<Vec<StoredFormat>, HfError> {
         let packing = self.word("packing_format").unwrap_or("no packing_format");
         let kind = self.word("data_type").unwrap_or("int");
         let of = match (packing, kind) {
@@ -306,20 +306,21 @@ impl Reader<'_> {
                 return Err(self.refused(&format!("auto-round, {packing} of {kind}")));
             }
         };
-        // Settings of single modules; those of 16 bits are not quantised.
+        // Settings of single modules; 16 bits means not quantized.
         let own = self.config.get("extra_config").and_then(Value::as_object);
         let own = own.into_iter().flat_map(Map::values);
         let own = own.filter(|s| s.get("bits").and_then(Value::as_u64) < Some(16));
         self.integers("auto-round", of, own)
     }
 
-    /// Integers of the checkpoint's bits and groups, and of those that single modules have.
+    /// Returns integer formats with the checkpoint's bits and group size, and with those of single
+    /// modules.
     fn integers<'v>(
         &self,
         method: &str,
         of: Format,
         own: impl IntoIterator<Item = &'v Value>,
-    ) -> Result<Vec<Stored>, HfError> {
+    ) -> Result<Vec<StoredFormat>, HfError> {
         let get = |keys: [&str; 2]| keys.iter().find_map(|key| self.config.get(*key));
         let mut ways = Vec::new();
         for own in [&NOTHING].into_iter().chain(own) {
@@ -328,8 +329,10 @@ impl Reader<'_> {
                 .get("group_size")
                 .or(get(["group_size", "q_group_size"]));
             let element = match (of.packing, bits.and_then(Value::as_u64)) {
-                (_, Some(4)) => Element::Uint(4),
-                (format::Packing::Columns, Some(bits @ (2 | 3 | 8))) => Element::Uint(bits as u8),
+                (_, Some(4)) => CodeType::Uint(4),
+                (format::CodeOrder::Columns, Some(bits @ (2 | 3 | 8))) => {
+                    CodeType::Uint(bits as u8)
+                }
                 (_, bits) => {
                     let bits = bits.map_or("?".to_string(), |bits| bits.to_string());
                     return Err(self.refused(&format!("{method} of {bits} bits")));
@@ -337,7 +340,7 @@ impl Reader<'_> {
             };
             let block = match size {
                 None => of.block,
-                Some(size) if size.as_i64() == Some(-1) => Block::Row,
+                Some(size) if size.as_i64() == Some(-1) => ScaleBlock::Row,
                 Some(size) => self.tile(size)?,
             };
             let format = Format {
@@ -354,10 +357,10 @@ impl Reader<'_> {
         Ok(ways)
     }
 
-    /// Groups of so many columns.
-    fn tile(&self, size: &Value) -> Result<Block, HfError> {
+    /// Returns a block of `size` columns.
+    fn tile(&self, size: &Value) -> Result<ScaleBlock, HfError> {
         match size.as_u64().map(usize::try_from) {
-            Some(Ok(size @ 1..)) => Ok(Block::Tile([1, size])),
+            Some(Ok(size @ 1..)) => Ok(ScaleBlock::Tile([1, size])),
             _ => Err(self.bad_group_size(size)),
         }
     }
@@ -371,7 +374,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Two sizes from one on.
+    /// Reads two sizes, each at least 1.
     fn block(&self, key: &str, value: &Value) -> Result<[usize; 2], HfError> {
         let size = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|n| *n > 0);
         let sizes: Option<Vec<usize>> = value.as_array().and_then(|l| l.iter().map(size).collect());

@@ -1,8 +1,8 @@
-//! Keys of a configuration that say how tokens are routed, and what is done about each.
+//! The routing keys of a configuration, and the treatment of each.
 //!
-//! A family reads the keys that transformers reads for it. Every other key of this table must
-//! say what the layer computes anyway, or does not change a layer's outputs: a key that asks for
-//! something else is an error, and none is passed over.
+//! A family reads the keys that transformers reads for it. Every other key in this table must
+//! either agree with what the layer computes, or be known to change no output. A key that asks for
+//! something else is an error, so none is ignored silently.
 
 use super::HfError;
 use super::config::Config;
@@ -11,28 +11,28 @@ use super::families;
 use crate::{GroupStat, LayerSpec, Renormalize, RouterKind, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
-/// Keys of one meaning.
+/// Spellings of one setting.
 struct Keys {
     names: &'static [&'static str],
-    /// What they are about, for messages.
+    /// The subject, for messages.
     about: &'static str,
     rule: Rule,
 }
 
-/// What is done with a key that the family does not read.
+/// The treatment of a key that the family does not read.
 enum Rule {
-    /// It must say what the layer computes.
+    /// It must agree with what the layer computes.
     Same(fn(&Said<'_>) -> bool),
     /// It changes no output of a layer, for this reason.
     Ignored(&'static str),
 }
 
-/// A key with its value, beside what the layer computes.
+/// A key with its value, and the layer to compare it with.
 struct Said<'a> {
     value: &'a Value,
     config: &'a Config,
     spec: &'a LayerSpec,
-    /// The layer's index in the stack that the configuration describes, where that is known.
+    /// The layer's index in the stack that the configuration describes, if known.
     layer: Option<usize>,
 }
 
@@ -86,7 +86,7 @@ const TABLE: &[Keys] = &[
     Keys {
         names: &["group_limited_greedy", "use_grouped_topk"],
         about: "groups of experts",
-        // With one group, or all of them kept, both ways are the same.
+        // With one group, or with all groups kept, both settings compute the same.
         rule: Rule::Same(|s| {
             s.value.as_bool() == Some(s.spec.router.groups.is_some()) || s.one_group()
         }),
@@ -265,7 +265,7 @@ const TABLE: &[Keys] = &[
     Keys {
         names: &["capacity_factor", "moe_drop_tokens"],
         about: "a capacity of experts",
-        // Zero and less are no capacity.
+        // Zero or less means no capacity.
         rule: Rule::Same(|s| {
             let none = s.value.as_f64().is_some_and(|n| n <= 0.0);
             s.spec.may_drop() || none || s.is(false)
@@ -341,18 +341,19 @@ const TABLE: &[Keys] = &[
     },
 ];
 
-/// Keys of one meaning, and what is done with them in a family that does not read them.
+/// Spellings of one setting, and its treatment in families that do not read it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoutingKeys {
-    /// Their spellings.
+    /// The spellings.
     pub names: &'static [&'static str],
-    /// What they are about.
+    /// The subject.
     pub about: &'static str,
-    /// Why they change no output of a layer; none where they must say what the layer computes.
+    /// The reason it changes no output of a layer; `None` if it must agree with what the layer
+    /// computes.
     pub ignored: Option<&'static str>,
 }
 
-/// Every key about routing that is known.
+/// Returns every known routing key.
 pub fn routing_keys() -> Vec<RoutingKeys> {
     let each = TABLE.iter().map(|keys| RoutingKeys {
         names: keys.names,
@@ -365,10 +366,10 @@ pub fn routing_keys() -> Vec<RoutingKeys> {
     each.collect()
 }
 
-/// Refuses a configuration that asks for another routing than the draft's; notes keys about
-/// routing that the table does not have. `layer` is the layer's index in the stack that the
-/// configuration describes, where that is known. A draft that was checked against the
-/// configuration of its own stack is not checked against the one around it.
+/// Refuses a configuration that asks for other routing than the draft's, and notes routing keys
+/// that the table lacks. `layer` is the layer's index in the stack that the configuration
+/// describes, if known. A draft already checked against its own stack's configuration is not
+/// checked against the one around it.
 pub(super) fn check(c: &Config, draft: &mut Draft, layer: Option<usize>) -> Result<(), HfError> {
     if std::mem::replace(&mut draft.checked, true) {
         return Ok(());
@@ -376,7 +377,7 @@ pub(super) fn check(c: &Config, draft: &mut Draft, layer: Option<usize>) -> Resu
     check_part(c, draft, layer)
 }
 
-/// Likewise a part of the configuration; the whole is checked as well.
+/// Checks a part of the configuration; the whole is checked as well.
 pub(super) fn check_part(
     c: &Config,
     draft: &mut Draft,
@@ -412,27 +413,27 @@ pub(super) fn check_part(
     Ok(())
 }
 
-/// Whether a key that is not known sounds like one of a router.
+/// Returns true if an unknown key sounds like one of a router.
 fn about_routing(key: &str) -> bool {
     const PARTS: [&str; 6] = ["moe_", "_moe", "router", "routing", "expert", "topk"];
-    // Widths of experts; no family routes by them.
+    // These are widths of experts; no family routes by them.
     const OTHERS: [&str; 2] = ["moe_intermediate_size", "expert_ffn_hidden_size"];
     let of_attention = key.starts_with("index_");
     PARTS.iter().any(|part| key.contains(part)) && !OTHERS.contains(&key) && !of_attention
 }
 
 impl Said<'_> {
-    /// Whether the flag has this value.
+    /// Returns true if the flag has this value.
     fn is(&self, flag: bool) -> bool {
         self.value.as_bool() == Some(flag)
     }
 
-    /// Whether a table of token ids chooses the experts.
+    /// Returns true if a table of token ids chooses the experts.
     fn by_table(&self) -> bool {
         self.spec.router.kind == RouterKind::Table
     }
 
-    /// Whether the number, or each of a list, is as wanted.
+    /// Returns true if the number, or each one of a list, is accepted by `wanted`.
     fn numbers(&self, wanted: impl Fn(f64) -> bool) -> bool {
         match self.value {
             Value::Array(list) => list.iter().all(|n| n.as_f64().is_some_and(&wanted)),
@@ -446,7 +447,7 @@ impl Said<'_> {
             "softmax" => matches!(score, Score::Softmax | Score::SoftmaxSelected),
             "sigmoid" => score == Score::Sigmoid,
             "sqrtsoftplus" => score == Score::SqrtSoftplus,
-            // Files of some families have the method's name here.
+            // Some families' files put the method's name under this key.
             "noaux_tc" => score == Score::Sigmoid && self.spec.router.select_bias,
             _ => false,
         }
@@ -470,14 +471,15 @@ impl Said<'_> {
         }
     }
 
-    /// The softmax of the selected logits sums to one, divided or not.
+    /// Returns true if weights sum to one: the softmax of the selected logits does so without a
+    /// division.
     fn normalised(&self) -> bool {
         let router = &self.spec.router;
         let divided = router.renormalize != Renormalize::None;
         router.score == Score::SoftmaxSelected || self.is(divided)
     }
 
-    /// Whether all experts are in one group, or no group is left out.
+    /// Returns true if there is one group, or if no group is dropped.
     fn one_group(&self) -> bool {
         let number = |keys: [&str; 3]| keys.into_iter().find_map(|k| self.config.peek(k)?.as_f64());
         let count = number(["n_group", "num_expert_group", "num_expert_groups"]).unwrap_or(1.0);
@@ -486,7 +488,7 @@ impl Said<'_> {
     }
 
     fn grouped(&self, of: impl Fn(&crate::Groups) -> usize) -> bool {
-        // The method says so where groups are not looked at.
+        // Here the method, not the group count, says that groups are not used.
         let greedy = self
             .config
             .peek("topk_method")
@@ -497,7 +499,8 @@ impl Said<'_> {
         }
     }
 
-    /// One expert's width or that of several merged; none where there is no shared expert.
+    /// Returns true if `width` is that of one shared expert or of several merged, or if there is no
+    /// shared expert.
     fn shared_width(&self, width: f64) -> bool {
         let widths = self
             .spec
@@ -528,7 +531,8 @@ impl Said<'_> {
         self.is(!none)
     }
 
-    /// Whether a number leaves this layer its experts; a list of layer types decides alone.
+    /// Returns true if a number agrees that this layer has experts. A list of layer types overrides
+    /// such numbers.
     fn placed(&self, has: impl Fn(usize, usize) -> bool) -> bool {
         let Some(layer) = self
             .layer
@@ -550,7 +554,7 @@ impl Said<'_> {
         }
     }
 
-    /// Whether a list of layers, as numbers or as text, has this one.
+    /// Returns true if a list of layers, as numbers or as text, contains this one.
     fn lists_layer(&self) -> bool {
         let Some(layer) = self.layer else {
             return false;

@@ -1,66 +1,65 @@
-//! Recipes: how a canonical tensor is put together from a checkpoint.
+//! Recipes that assemble a canonical tensor from a checkpoint.
 
 use super::Codes;
 use crate::{GateLayout, LayerSpec, TensorSpec, canonical_tensors};
 
-/// How one canonical tensor is put together.
+/// The recipe of one canonical tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSource {
     /// The canonical name: `experts.gate.weight`.
     pub name: String,
-    /// The ways checkpoints hold it; the first whose tensors are all there and
-    /// whose shapes fit is taken. Where the same tensor fits both as it is and transposed, the
-    /// layer's other tensors decide: a checkpoint transposes all of its experts or none.
+    /// The forms in which checkpoints hold it. The first whose tensors exist and whose shapes fit
+    /// is used. If one tensor fits both as it is and transposed, the layer's other tensors decide,
+    /// because a checkpoint transposes all of its experts or none.
     pub alternatives: Vec<Alternative>,
 }
 
-/// One way to hold a tensor.
+/// One form of a tensor in a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alternative {
     /// The tensors to read.
-    pub parts: Parts,
-    /// What is done to each of them, in order, before several are stacked.
-    pub steps: Vec<Step>,
+    pub parts: TensorParts,
+    /// The steps applied to each part, in order, before several are stacked.
+    pub steps: Vec<TensorStep>,
 }
 
 /// The tensors to read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parts {
+pub enum TensorParts {
     /// One tensor.
     One(String),
-    /// `{before}{first + e}{after}` for each expert `e` below `count`, stacked
-    /// along a new first dimension.
+    /// `{before}{first + e}{after}` for each expert `e` below `count`, stacked along a new first
+    /// dimension.
     PerExpert {
-        /// The name up to the number.
+        /// The name before the number.
         before: String,
         /// The name after the number.
         after: String,
-        /// The number of the first.
+        /// The number of the first expert.
         first: usize,
-        /// How many.
+        /// The number of experts.
         count: usize,
     },
     /// One tensor for every expert, repeated along a new first dimension.
     Repeated {
         /// Its name.
         name: String,
-        /// How often.
+        /// The number of repetitions.
         count: usize,
     },
 }
 
-/// What is done to a tensor.
+/// An operation on a tensor.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Step {
-    /// Codes become numbers, where the tensor has codes; one of floats stays as it is, since
-    /// no checkpoint has all of its tensors quantized. It stands first.
+pub enum TensorStep {
+    /// Decodes quantized tensors; float tensors pass unchanged, because no checkpoint quantizes all
+    /// of its tensors. It comes first.
     Dequantize(Codes),
-    /// The same elements in another row-major shape.
+    /// Gives the elements another row-major shape.
     Reshape(Vec<usize>),
-    /// The last two dimensions are swapped.
+    /// Swaps the last two dimensions.
     Transpose,
-    /// Elements `start, start + step, …`, `count` of them, along `axis`, which
-    /// must have `of` elements.
+    /// Takes `count` elements `start, start + step, …` along `axis`, which must have `of` elements.
     Take {
         /// The dimension.
         axis: usize,
@@ -68,25 +67,25 @@ pub enum Step {
         start: usize,
         /// The distance between two indices.
         step: usize,
-        /// How many.
+        /// The number of elements taken.
         count: usize,
-        /// Size of the dimension before.
+        /// The size of the dimension before.
         of: usize,
     },
-    /// Each element times the number.
+    /// Multiplies each element by the number.
     Factor(f64),
-    /// Each row times the named vector, element by element.
+    /// Multiplies each row by the named vector, element by element.
     MulColumns(String),
-    /// Each row divided by the named vector, element by element.
+    /// Divides each row by the named vector, element by element.
     DivColumns(String),
 }
 
-impl Parts {
-    /// The tensor of each part, in order.
+impl TensorParts {
+    /// Returns the tensor of each part, in order.
     pub fn names(&self) -> Vec<String> {
         match self {
-            Parts::One(name) => vec![name.clone()],
-            Parts::PerExpert {
+            TensorParts::One(name) => vec![name.clone()],
+            TensorParts::PerExpert {
                 before,
                 after,
                 first,
@@ -94,40 +93,40 @@ impl Parts {
             } => (*first..first + count)
                 .map(|e| format!("{before}{e}{after}"))
                 .collect(),
-            Parts::Repeated { name, count } => vec![name.clone(); *count],
+            TensorParts::Repeated { name, count } => vec![name.clone(); *count],
         }
     }
 }
 
 impl Alternative {
-    /// One tensor as it is.
+    /// Reads one tensor unchanged.
     pub fn plain(name: impl Into<String>) -> Alternative {
         Alternative {
-            parts: Parts::One(name.into()),
+            parts: TensorParts::One(name.into()),
             steps: Vec::new(),
         }
     }
 
-    /// Whether the last two dimensions of the tensor in the file are swapped.
+    /// Returns true if the tensor in the file has its last two dimensions swapped.
     pub fn transposes(&self) -> bool {
-        self.steps.contains(&Step::Transpose)
+        self.steps.contains(&TensorStep::Transpose)
     }
 
-    /// Every tensor name that this way reads, scales of codes aside: only a tensor says whether
-    /// it has any.
+    /// Returns every tensor name that this form reads, except the scales of codes: only the tensor
+    /// itself shows whether it has any.
     pub fn names(&self) -> Vec<String> {
         let mut names = self.parts.names();
         names.dedup();
         names.extend(self.steps.iter().filter_map(|step| match step {
-            Step::MulColumns(name) | Step::DivColumns(name) => Some(name.clone()),
+            TensorStep::MulColumns(name) | TensorStep::DivColumns(name) => Some(name.clone()),
             _ => None,
         }));
         names
     }
 }
 
-/// Recipes for a file with canonical names in the spec's own gate layout, or
-/// with gate and up apart.
+/// Returns recipes for a file with canonical names, in the spec's own gate layout or with gate and
+/// up apart.
 pub fn canonical_sources(spec: &LayerSpec) -> Vec<TensorSource> {
     let source = |tensor: TensorSpec| {
         let fused = half_of_gate_up(spec.experts.layout, &tensor);
@@ -140,19 +139,19 @@ pub fn canonical_sources(spec: &LayerSpec) -> Vec<TensorSource> {
     canonical_tensors(spec).into_iter().map(source).collect()
 }
 
-/// A gate or up tensor as its half of `gate_up`, where the layout has that.
+/// Returns a gate or up tensor as its half of `gate_up`, if the layout fuses them.
 fn half_of_gate_up(layout: GateLayout, tensor: &TensorSpec) -> Option<Alternative> {
     let half = match tensor.name.split('.').rev().nth(1) {
         Some("gate") if layout != GateLayout::Split => 0,
         Some("up") if layout != GateLayout::Split => 1,
         _ => return None,
     };
-    // `experts.gate.bias` is [E, h], `shared.0.gate.weight` is [h, d]: the
-    // hidden dimension is the last of a bias, the one before of a weight.
+    // `experts.gate.bias` is [E, h], `shared.0.gate.weight` is [h, d]: the hidden dimension is the
+    // last one of a bias, and the last but one of a weight.
     let axis = tensor.shape.len() - if tensor.name.ends_with(".bias") { 1 } else { 2 };
     let from = if half == 0 { ".gate." } else { ".up." };
     Some(Alternative {
-        parts: Parts::One(tensor.name.replacen(from, ".gate_up.", 1)),
+        parts: TensorParts::One(tensor.name.replacen(from, ".gate_up.", 1)),
         steps: vec![half_of(
             axis,
             half,
@@ -162,14 +161,14 @@ fn half_of_gate_up(layout: GateLayout, tensor: &TensorSpec) -> Option<Alternativ
     })
 }
 
-/// Half 0 (gate) or 1 (up) of a fused dimension of `2 * count`.
-pub(crate) fn half_of(axis: usize, half: usize, count: usize, interleaved: bool) -> Step {
+/// Takes half 0 (gate) or 1 (up) of a fused dimension of `2 * count`.
+pub(crate) fn half_of(axis: usize, half: usize, count: usize, interleaved: bool) -> TensorStep {
     let (start, step) = if interleaved {
         (half, 2)
     } else {
         (half * count, 1)
     };
-    Step::Take {
+    TensorStep::Take {
         axis,
         start,
         step,

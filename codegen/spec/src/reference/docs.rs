@@ -15,7 +15,7 @@ const FILES: [&str; 6] = [
     "expression/mod",
 ];
 
-/// Types whose words are not their variants' names.
+/// Types whose words differ from their variants' names.
 const BIASES: [(&str, &str); 4] = [
     ("None", "false"),
     ("Up", "\"up\""),
@@ -27,7 +27,7 @@ const BIASES: [(&str, &str); 4] = [
 pub struct Word {
     /// The value in TOML.
     pub name: String,
-    /// What it means.
+    /// Its meaning.
     pub meaning: String,
 }
 
@@ -58,7 +58,7 @@ impl Docs {
         docs
     }
 
-    /// The field that a path of keys ends at.
+    /// Returns the field at the end of a path of keys.
     fn field(&self, path: &str) -> &syn::Field {
         let (mut table, mut found) = ("LayerSpec".to_string(), None);
         for name in path.split('.') {
@@ -73,13 +73,13 @@ impl Docs {
         found.expect("a path has a key")
     }
 
-    /// Whether a table may be left out and then has no effect.
+    /// Returns true if a table may be left out and then has no effect.
     pub fn is_optional(&self, path: &str) -> bool {
         let of = &self.field(path).ty;
         is_option(of) || is_list(of)
     }
 
-    /// What a table is for.
+    /// Returns the purpose of a table.
     pub fn of_table(&self, path: &str) -> String {
         let name = match path {
             "" => "LayerSpec".to_string(),
@@ -88,12 +88,12 @@ impl Docs {
         text(&self.structs[&name].attrs)
     }
 
-    /// What a key means.
+    /// Returns the meaning of a key.
     pub fn of_key(&self, path: &str) -> String {
         text(&self.field(path).attrs)
     }
 
-    /// The default of a key in a table of a list, which the plainest spec does not have.
+    /// Returns the default of a key in a table of a list, which the plainest spec does not have.
     pub fn default(&self, path: &str) -> Option<String> {
         let field = self.field(path);
         let attributes: Vec<String> = field.attrs.iter().map(tokens).collect();
@@ -118,7 +118,7 @@ impl Docs {
         }
     }
 
-    /// The values of a key that has a few, in the order of its enum.
+    /// Returns the values of a key that has a few, in the order of its enum.
     pub fn words(&self, path: &str) -> Vec<Word> {
         let name = inner(&self.field(path).ty);
         let Some(item) = self.enums.get(&name) else {
@@ -132,7 +132,7 @@ impl Docs {
     }
 }
 
-/// A variant as TOML spells it.
+/// Returns a variant in its TOML spelling.
 fn spelled(of: &str, variant: &syn::Variant) -> String {
     let name = variant.ident.to_string();
     if of == "Biases" {
@@ -150,7 +150,7 @@ fn spelled(of: &str, variant: &syn::Variant) -> String {
     }
 }
 
-/// `SqrtSoftplus` as `sqrt-softplus`.
+/// Turns `SqrtSoftplus` into `sqrt-softplus`.
 fn kebab(name: &str) -> String {
     let mut word = String::new();
     for letter in name.chars() {
@@ -162,7 +162,7 @@ fn kebab(name: &str) -> String {
     word
 }
 
-/// The text of an attribute, `serde (default)`.
+/// Returns the text of an attribute, such as `serde (default)`.
 fn tokens(attribute: &Attribute) -> String {
     match &attribute.meta {
         Meta::Path(path) => path
@@ -177,7 +177,7 @@ fn tokens(attribute: &Attribute) -> String {
     }
 }
 
-/// A doc comment as one paragraph.
+/// Returns a doc comment as one paragraph.
 fn text(attributes: &[Attribute]) -> String {
     let lines = attributes
         .iter()
@@ -202,7 +202,7 @@ fn is_list(of: &Type) -> bool {
     matches!(of, Type::Path(path) if path.path.segments.last().is_some_and(|s| s.ident == "Vec"))
 }
 
-/// The name of a type, without `Option` or `Vec`.
+/// Returns the name of a type without `Option` or `Vec`.
 fn inner(of: &Type) -> String {
     let Type::Path(path) = of else {
         panic!("a key is of a named type");

@@ -1,4 +1,4 @@
-//! The models of `tests/oracle`, by the values of their specs.
+//! The models of `tests/oracle`, indexed by the values in their specs.
 
 use super::{PLAINEST, archive};
 use crate::{LayerSpec, hf};
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-/// Folders of fixtures whose configurations are those of model families.
+/// Fixture folders that hold configurations of model families.
 const FOLDERS: [&str; 3] = ["hf", "hf_more", "families"];
 
 /// Model types that are named first, because most readers know them.
@@ -21,7 +21,7 @@ const KNOWN: [&str; 8] = [
     "olmoe",
 ];
 
-/// Names in a cell before it ends in a count.
+/// Number of names in a cell before it ends in a count.
 const MOST: usize = 5;
 
 /// The values that a key has in each model, by its path.
@@ -50,7 +50,7 @@ impl Models {
         models
     }
 
-    /// Notes what differs from the defaults.
+    /// Records the values that differ from the defaults.
     fn note(&mut self, model: &str, path: &str, value: &Value, plain: &Value) {
         match value {
             // A rule with a number, such as `{ sparse-mixer = 0.01 }`.
@@ -91,9 +91,9 @@ impl Models {
             .insert(model.to_string());
     }
 
-    /// The models that have another value than the default.
+    /// Returns the models whose value differs from the default.
     pub fn of_key(&self, path: &str) -> String {
-        // Each model says these.
+        // Every model states these, so a list would say nothing.
         let own = path.starts_with("shape.") && path != "shape.output_dim";
         if own
             || [
@@ -109,12 +109,12 @@ impl Models {
             return String::new();
         }
         let words = self.0.get(path).into_iter().flatten();
-        // Values that a table lists stand there.
+        // The table of values lists these models already.
         let names: BTreeSet<&String> = words.flat_map(|(_, models)| models).collect();
         listed(&names)
     }
 
-    /// The models with this value of a key.
+    /// Returns the models with this value of a key.
     pub fn of_word(&self, path: &str, word: &str) -> String {
         let words = self.0.get(path);
         let names = words
@@ -125,7 +125,7 @@ impl Models {
     }
 }
 
-/// The model type that a configuration has itself.
+/// Returns a configuration's own model type.
 fn family(config: &str) -> String {
     let config: Value = serde_json::from_str(config).expect("JSON");
     let name = config["model_type"].as_str();

@@ -1,13 +1,13 @@
-//! The range of a number, as validation states it.
+//! The range of a number, as validation reports it.
 
 use crate::testing::sample;
 use crate::{LayerSpec, Problem};
 use serde_json::{Value, json};
 
-/// Random specs that are tried until one has the key in use.
+/// Number of random specs tried until one uses the key.
 const SAMPLES: u64 = 400;
 
-/// The range of a key, read off the answers to numbers that are out of range.
+/// Returns the range of a key, read off the validator's answers to numbers out of range.
 pub fn range(path: &str) -> Option<String> {
     let counts = [json!(0), json!(u32::MAX as u64 * 4)].map(|number| refused(path, &number));
     let numbers = refused(path, &json!(1e300));
@@ -19,14 +19,14 @@ pub fn range(path: &str) -> Option<String> {
     }
 }
 
-/// `use a number from 1 to 64` as `from 1 to 64`.
+/// Turns `use a number from 1 to 64` into `from 1 to 64`.
 fn possible(help: &str) -> String {
     help.trim_start_matches("use ")
         .trim_start_matches("a number ")
         .to_string()
 }
 
-/// The first complaint about a value being out of range.
+/// Returns the first complaint about a value out of range.
 fn refused(path: &str, number: &Value) -> Option<Problem> {
     (0..SAMPLES).find_map(|seed| {
         let mut spec = serde_json::to_value(sample(seed)).expect("a spec is JSON");
@@ -38,7 +38,7 @@ fn refused(path: &str, number: &Value) -> Option<Problem> {
     })
 }
 
-/// Sets a value that is there already, in the first table of a list.
+/// Replaces an existing value, in the first table of a list.
 fn put(at: &mut Value, path: &[&str], number: &Value) -> Option<()> {
     if let Value::Array(list) = at {
         return put(list.first_mut()?, path, number);
@@ -51,7 +51,7 @@ fn put(at: &mut Value, path: &[&str], number: &Value) -> Option<()> {
     Some(())
 }
 
-/// `shared[0].hidden_dim` without the number.
+/// Returns `shared[0].hidden_dim` without the number.
 fn plain(key: &str) -> String {
     key.replace("[0]", "")
 }

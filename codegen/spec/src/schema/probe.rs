@@ -1,12 +1,12 @@
-//! Reads the keys of a type off its `Deserialize`: what it asks for is noted, and answered
-//! with something that it takes.
+//! Reads the keys of a type off its `Deserialize`, by recording each request and answering it with
+//! an acceptable value.
 
 use super::{DTYPES, Key, Kind, REQUIRED, Section, join};
 use serde::Deserialize;
 use serde::de::value::Error;
 use serde::de::{DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
-/// The table that is read as a type. A type that asks for what no key of a spec is has none.
+/// Returns the table that a type reads. A type that requests anything no spec key can be has none.
 pub(super) fn section<T: for<'de> Deserialize<'de>>() -> Section {
     let mut kind = None;
     let read = T::deserialize(Probe {
@@ -19,7 +19,7 @@ pub(super) fn section<T: for<'de> Deserialize<'de>>() -> Section {
     }
 }
 
-/// A value that is asked for.
+/// The recorder behind one requested value.
 struct Probe<'k> {
     path: &'k str,
     kind: &'k mut Option<Kind>,
@@ -31,7 +31,7 @@ impl Probe<'_> {
     }
 }
 
-/// What is asked for by a method, and the answer.
+/// The kind recorded for a method, and the answer to it.
 macro_rules! scalars {
     ($($ask:ident: $kind:ident, $answer:ident($value:expr);)*) => {$(
         fn $ask<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
@@ -54,7 +54,7 @@ impl<'de> Deserializer<'de> for Probe<'_> {
         deserialize_f64: Number, visit_f64(1.0);
         deserialize_str: Text, visit_str("x");
         deserialize_string: Text, visit_str("x");
-        // A flag or a word is what one type alone takes.
+        // A flag or a word is accepted by exactly one type.
         deserialize_any: Biases, visit_bool(false);
     }
 
@@ -120,7 +120,7 @@ impl<'de> Deserializer<'de> for Probe<'_> {
     }
 }
 
-/// A list of one.
+/// A list of one item.
 struct Item<'k>(Option<Probe<'k>>);
 
 impl<'de> SeqAccess<'de> for Item<'_> {
@@ -135,7 +135,7 @@ impl<'de> SeqAccess<'de> for Item<'_> {
     }
 }
 
-/// The fields of a struct, of which all are there.
+/// The fields of a struct, all present.
 struct Fields<'k> {
     path: &'k str,
     left: &'static [&'static str],

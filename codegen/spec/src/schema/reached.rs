@@ -1,5 +1,5 @@
-//! Random specs reach the whole schema: a key that `testing::sample` never
-//! sets is a key that no test of kernels sees.
+//! Random specs must reach the whole schema: a key that `testing::sample` never sets is a key that
+//! no kernel test sees.
 
 use super::*;
 use crate::LayerSpec;
@@ -9,10 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const SEEDS: u64 = 6_000;
 
-/// The values of keys by path, `absent` among them.
+/// The values of each key by path, with `absent` as one of them.
 type Seen = BTreeMap<String, BTreeSet<String>>;
 
-/// The only key of a table such as `{ sinkhorn = 8 }`, or the word itself.
+/// Returns the only key of a table such as `{ sinkhorn = 8 }`, or the word itself.
 fn word_of(value: &toml::Value) -> String {
     match value {
         toml::Value::Table(table) => table.keys().next().cloned().unwrap_or_default(),
@@ -21,7 +21,7 @@ fn word_of(value: &toml::Value) -> String {
     }
 }
 
-/// Notes every value of a table.
+/// Records every value of a table.
 fn note(section: &Section, table: &toml::Table, path: &str, seen: &mut Seen) {
     for key in &section.keys {
         let path = join(path, key.name);
@@ -45,7 +45,7 @@ fn note(section: &Section, table: &toml::Table, path: &str, seen: &mut Seen) {
     }
 }
 
-/// What of a table no sample has.
+/// Lists the values of a table that no sample has.
 fn missing(section: &Section, path: &str, seen: &Seen) -> Vec<String> {
     let mut list = Vec::new();
     for key in &section.keys {
@@ -82,7 +82,7 @@ fn missing(section: &Section, path: &str, seen: &Seen) -> Vec<String> {
     list
 }
 
-/// With its defaults, unlike the canonical text.
+/// Returns the spec as a table with its defaults, unlike the canonical text.
 fn table_of(spec: &LayerSpec) -> toml::Table {
     toml::Table::try_from(spec).expect("a spec is a table")
 }
@@ -138,8 +138,8 @@ fn a_key_that_no_sample_sets_is_named() {
     assert_eq!(lacking, expected);
 }
 
-/// What a sample has that is not the default: `router.bias = true`, or
-/// `shape.output_dim` for numbers.
+/// Lists the values of a sample that are not defaults, such as `router.bias = true`; numbers count
+/// by their key alone.
 fn features(spec: &LayerSpec) -> BTreeSet<String> {
     let canonical: toml::Table = spec.to_toml().parse().expect("it is TOML");
     let mut seen = Seen::new();
@@ -160,7 +160,7 @@ fn features(spec: &LayerSpec) -> BTreeSet<String> {
     list
 }
 
-/// The spec with a key of another, `router.groups` for `router.groups.keep`.
+/// Copies a key from another spec: all of `router.groups` for `router.groups.keep`.
 fn with_key_of(spec: &LayerSpec, other: &LayerSpec, feature: &str) -> Option<LayerSpec> {
     let mut table: toml::Table = spec.to_toml().parse().ok()?;
     let other: toml::Table = other.to_toml().parse().ok()?;
@@ -178,8 +178,8 @@ fn with_key_of(spec: &LayerSpec, other: &LayerSpec, feature: &str) -> Option<Lay
     spec.validate().is_ok().then_some(spec)
 }
 
-/// Two features that no sample has together cannot be had together by setting
-/// one key of a sample either.
+/// If no sample has two features together, then setting one key of a sample cannot combine them
+/// either.
 #[test]
 fn samples_reach_every_pair_that_goes_together() {
     let specs: Vec<LayerSpec> = (0..SEEDS).map(sample).collect();

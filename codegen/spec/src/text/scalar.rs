@@ -1,4 +1,4 @@
-//! Single values of the TOML: types, numbers and words.
+//! Reads single values of the TOML: types, numbers and words.
 
 use crate::biases::BIASES;
 use crate::schema::{Kind, SELECTIONS, join};
@@ -6,10 +6,10 @@ use crate::{Expression, Problem, suggest};
 use toml::Spanned;
 use toml::de::{DeInteger, DeValue};
 
-/// Boxed, because a problem is much larger than a value.
+/// The error is boxed because a problem is much larger than a value.
 type Read = Result<toml::Value, Box<Problem>>;
 
-/// A value that is neither a table nor a list.
+/// Reads a value that is neither a table nor a list.
 pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
     match (kind, value) {
         (Kind::Count, DeValue::Integer(number)) => count(number, path),
@@ -44,7 +44,7 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
     }
 }
 
-/// The problem of a value of the wrong type.
+/// Returns the problem of a value with the wrong type.
 fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
     let (wanted, help) = match kind {
         Kind::Count => ("a whole number", None),
@@ -91,7 +91,7 @@ fn integer(number: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(number.as_str(), number.radix()).ok()
 }
 
-/// Numbers too large for the type become infinite, which validation refuses.
+/// Reads a number. One too large for the type becomes infinite, which validation refuses.
 fn number(value: &DeValue<'_>, path: &str) -> Read {
     let read = match value {
         DeValue::Float(float) => float.as_str().parse().ok(),
@@ -124,7 +124,7 @@ fn unknown(word: &str, path: &str) -> Problem {
     Problem::new(path, message)
 }
 
-/// How `router.select` is written.
+/// Explains how to write `router.select`.
 fn how_to_select() -> String {
     let rules = SELECTIONS.iter();
     let rules: Vec<String> = rules
@@ -148,7 +148,7 @@ fn select(word: &str, path: &str) -> Read {
     Err(problem.into())
 }
 
-/// `{ rule = number }`.
+/// Reads `{ rule = number }`.
 fn numbered(rule: &str, value: &DeValue<'_>, path: &str) -> Read {
     let path = join(path, rule);
     let value = match (rule, value) {
@@ -159,17 +159,17 @@ fn numbered(rule: &str, value: &DeValue<'_>, path: &str) -> Read {
     Ok(toml::Table::from_iter([(rule.to_string(), value)]).into())
 }
 
-/// How the biases of experts are written.
+/// The accepted spellings of the experts' biases, for messages.
 const HOW_TO_BIAS: &str = "possible values: true, false, \"up\" (gate and up), \"down\"";
 
-/// How a custom activation is written.
+/// An example of a custom activation, for messages.
 const EXPRESSION: &str = "{ expr = \"x * sigmoid(1.7 * x)\" }";
 
 fn expression(text: &str, place: &Spanned<DeValue<'_>>, path: &str) -> Read {
     if let Err(error) = Expression::parse(text) {
         let mut problem = Problem::new(path, error.message).label(error.label);
         problem.help = error.help;
-        // Between single quotes the text lies as it is; escapes would shift it.
+        // Spans are exact only inside single quotes: escapes in other strings would shift them.
         let quoted = place.span();
         let inside = (quoted.start + 1 + error.span.start)..(quoted.start + 1 + error.span.end);
         let exact = quoted.len() == text.len() + 2;

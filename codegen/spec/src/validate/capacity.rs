@@ -1,4 +1,4 @@
-//! Capacity: which options act under which mode.
+//! Capacity: the options that act under each mode.
 
 use super::{Conflict, Range, Real, quoted};
 use crate::{
@@ -32,7 +32,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
-/// An option that does nothing under the mode. `instead` is the other way out.
+/// Returns the problem of an option without effect under the mode. `instead` is the other remedy.
 fn idle(capacity: &Capacity, key: &str, value: String, because: &str, instead: &str) -> Problem {
     let name = key.trim_start_matches("capacity.");
     let conflict = Conflict {
@@ -59,7 +59,7 @@ fn factor(capacity: &Capacity, key: &str, value: Option<f64>, problems: &mut Vec
     let before = problems.len();
     Real::Any.check(key, value, problems);
     if problems.len() > before {
-        // Its range is narrower than that of other numbers.
+        // The range of alignments is narrower than that of other numbers.
         let possible =
             format!("use 0, or a number from 1.2e-38 to {MAX_CAPACITY_FACTOR}, of either sign");
         let own = problems.pop().map(|problem| problem.help(possible));
@@ -115,7 +115,7 @@ fn order(capacity: &Capacity, problems: &mut Vec<Problem>) {
     }
 }
 
-/// Tokens are ranked by scores, which an external router does not pass.
+/// Refuses an order by score with an external router, which passes no scores.
 fn importance(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let (order, kind) = (spec.capacity.order, spec.router.kind);
     if order != CapacityOrder::BatchPrioritized || kind != RouterKind::External {

@@ -35,7 +35,7 @@ fn numbers(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
-/// Options of gated experts that plain ones cannot have.
+/// Refuses options of gated experts on plain ones.
 fn plain(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let experts = &spec.experts;
     if experts.form == ExpertForm::Gated {
@@ -129,7 +129,7 @@ fn shared(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
-/// The weight of the routed experts comes from one pair of logits.
+/// Allows one residual shared expert, because one pair of logits weights the routed experts.
 fn one_residual(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let gates = spec.shared.iter().map(|shared| shared.gate).enumerate();
     let mut residual = gates.filter(|(_, gate)| *gate == SharedGate::Residual);

@@ -1,9 +1,8 @@
-//! The rules a spec must keep.
+//! The rules of a valid spec.
 //!
-//! They are total: whatever a caller puts into the types, the result is a list
-//! of problems and never a panic, and a spec without problems can be planned,
-//! emitted and run. Options that would silently do nothing count as problems,
-//! because whoever set them wanted something.
+//! They are total: for any value of the types, the result is a list of problems and never a panic,
+//! and a spec without problems can be planned, emitted and run. An option that would silently do
+//! nothing is a problem too, because whoever set it wanted an effect.
 
 mod capacity;
 mod experts;
@@ -20,7 +19,7 @@ impl LayerSpec {
     /// Checks every rule.
     ///
     /// # Errors
-    /// All problems, each with the key at fault; none has a span.
+    /// All problems, each with the key at fault. None has a span.
     pub fn validate(&self) -> Result<(), Vec<Problem>> {
         let mut problems = Vec::new();
         shape::check(self, &mut problems);
@@ -36,15 +35,14 @@ impl LayerSpec {
         }
     }
 
-    /// [`LayerSpec::routed_experts`] without overflow, for specs that are not
-    /// yet known to be valid.
+    /// Returns [`LayerSpec::routed_experts`] without overflow, for specs that may be invalid.
     fn scored_experts(&self) -> usize {
         let without_weights = self.experts.identity.saturating_add(self.experts.zero);
         self.shape.experts.saturating_add(without_weights)
     }
 }
 
-/// Names the keys that the number of scored experts comes from.
+/// Adds the keys that determine the number of scored experts.
 fn experts_behind(spec: &LayerSpec, problem: Problem) -> Problem {
     let problem = problem.with("shape.experts", format!("{} experts", spec.shape.experts));
     let problem = match spec.experts.identity {
@@ -63,12 +61,12 @@ struct Range<'a> {
     value: usize,
     most: usize,
     least: usize,
-    /// Why there is an upper bound.
+    /// The reason for the upper bound.
     because: &'a str,
 }
 
 impl Range<'_> {
-    /// A size: at least 1, at most [`crate::MAX_DIM`].
+    /// Returns the range of a size: from 1 to [`crate::MAX_DIM`].
     fn dim(key: &str, value: usize) -> Range<'_> {
         Range {
             key,
@@ -102,7 +100,7 @@ impl Range<'_> {
     }
 }
 
-/// What a real number may be.
+/// The accepted interval of a real number.
 #[derive(Clone, Copy, PartialEq)]
 enum Real {
     Any,
@@ -115,7 +113,8 @@ enum Real {
 }
 
 impl Real {
-    /// Kernels compute in f32, so the number must also mean something there.
+    /// Checks the number in f32, because kernels compute in f32 and it must still mean something
+    /// there.
     fn check(self, key: &str, value: f64, problems: &mut Vec<Problem>) {
         let single = value as f32;
         let vanishes = value != 0.0 && single.abs() < f32::MIN_POSITIVE;
@@ -155,9 +154,9 @@ struct Conflict<'a> {
     /// The option it collides with.
     with: &'a str,
     with_value: String,
-    /// Why both cannot be.
+    /// The reason both cannot be set.
     because: &'a str,
-    /// What to change.
+    /// The change to make.
     change: String,
 }
 
@@ -174,7 +173,7 @@ impl Conflict<'_> {
     }
 }
 
-/// Pushes the clash of two options, the first of which can be removed.
+/// Adds the problem of two options that exclude each other; removing the first solves it.
 fn clash(
     problems: &mut Vec<Problem>,
     key: &str,
@@ -194,7 +193,7 @@ fn clash(
     problems.push(conflict.problem());
 }
 
-/// A value of a plain enum as written in TOML.
+/// Returns a plain enum's value as written in TOML.
 fn quoted(value: &impl Serialize) -> String {
     format!("\"{}\"", word(value))
 }

@@ -1,4 +1,4 @@
-//! The router: which options go together.
+//! The router's rules about options that exclude or need each other.
 
 use super::{Conflict, Range, Real, clash, quoted};
 use crate::{
@@ -53,6 +53,7 @@ fn table(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     .check(problems);
     let k = spec.shape.top_k;
+    // A table with too many rows has a problem already; do not report its product too.
     if rows <= MAX_TABLE_ROWS && rows.saturating_mul(k) > MAX_MATRIX {
         let message = format!("a table of {rows} x {k} expert ids is too large");
         let help = format!(
@@ -87,7 +88,7 @@ fn cosine(router: &Router, problems: &mut Vec<Problem>) {
     }
 }
 
-/// A size that one kind of router needs and the others cannot use.
+/// A size that one kind of router needs and other kinds cannot use.
 struct Needed<'a> {
     key: &'a str,
     value: Option<usize>,
@@ -95,7 +96,7 @@ struct Needed<'a> {
     add: &'a str,
 }
 
-/// The size, if it is there and wanted.
+/// Returns the size, if it is present and wanted.
 fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Option<usize> {
     let kind = quoted(&size.kind);
     match (size.kind == router.kind, size.value) {
@@ -119,7 +120,7 @@ fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Op
     }
 }
 
-/// An option that the kind of the router has no use for.
+/// Returns the problem of an option that the router's kind cannot use.
 fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Problem {
     let name = key.trim_start_matches("router.");
     let conflict = Conflict {
@@ -133,7 +134,7 @@ fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Probl
     conflict.problem()
 }
 
-/// The options that act on the token or on the logits.
+/// Returns the options that act on the token or on the logits.
 fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     let mut set = Vec::new();
     if router.bias {
@@ -160,7 +161,7 @@ fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     set
 }
 
-/// The options that pick experts.
+/// Returns the options that select experts.
 fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     let mut set = Vec::new();
     if router.select != Select::TopK {
@@ -178,7 +179,7 @@ fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     set
 }
 
-/// The options that mask slots.
+/// Returns the options that mask slots.
 fn mask_options(router: &Router) -> Vec<(&'static str, String)> {
     let flags = [
         ("router.token_mask", router.token_mask),
@@ -188,7 +189,7 @@ fn mask_options(router: &Router) -> Vec<(&'static str, String)> {
     set.map(|(key, _)| (key, "true".to_string())).collect()
 }
 
-/// The options that make weights of scores.
+/// Returns the options that turn scores into weights.
 fn weight_options(router: &Router) -> Vec<(&'static str, String)> {
     let default = Router::default();
     let mut set = Vec::new();
@@ -294,6 +295,7 @@ fn check_groups(spec: &LayerSpec, groups: &Groups, problems: &mut Vec<Problem>) 
 
 fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec<Problem>) {
     let (k, kept) = (spec.shape.top_k, groups.keep.saturating_mul(size));
+    // If top_k exceeds all experts, that is the problem to report, not the groups.
     if kept < k && k <= spec.scored_experts() {
         let message = format!(
             "`router.groups.keep` = {} leaves {kept} experts for `top_k` = {k}",
@@ -320,6 +322,7 @@ fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec
 }
 
 fn divisors(number: usize) -> String {
+    // The number may be absurd, so bound the search.
     let small = number.min(crate::MAX_EXPERTS);
     let list: Vec<String> = (1..=small)
         .filter(|n| number.is_multiple_of(*n))
@@ -369,7 +372,7 @@ fn sparse_mixer(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
-/// The value of `router.select` as in TOML, without its number.
+/// Returns the value of `router.select` as in TOML, without its number.
 pub(super) fn select_word(select: Select) -> &'static str {
     match select {
         Select::TopK => "\"top-k\"",

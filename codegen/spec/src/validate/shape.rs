@@ -12,7 +12,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     precision(spec, problems);
 }
 
-/// Names end up in file names, in comments of kernels and in identifiers.
+/// Checks the name, which ends up in file names, comments of kernels and identifiers.
 fn name(name: &str, problems: &mut Vec<Problem>) {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     let complaint = if name.is_empty() {
@@ -70,7 +70,7 @@ fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     latent(spec, problems);
 }
 
-/// Both matrices around the routed experts.
+/// Checks both projections around the routed experts.
 fn latent(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let Some(latent) = &spec.latent else { return };
     Range::dim("latent.dim", latent.dim).check(problems);

@@ -1,4 +1,4 @@
-//! The router's rules for selection beyond top-k, and for training.
+//! The router's rules for selections beyond top-k, and for training.
 
 use super::router::select_word;
 use super::{Range, Real, clash, quoted};
@@ -24,7 +24,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
-/// What looks at all tokens at once has a warp to a token.
+/// Limits the experts of selections over all tokens, whose kernels use one warp per token.
 fn few_experts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let because = "the most experts of which expert choice and Sinkhorn choose";
     let range = Range {
@@ -50,7 +50,7 @@ fn numbers(router: &Router, problems: &mut Vec<Problem>) {
     }
 }
 
-/// The noise that only selection sees.
+/// Returns true for noise that only selection sees.
 fn selects_by_noise(router: &Router) -> bool {
     matches!(
         router.noise_kind,

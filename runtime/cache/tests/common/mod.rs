@@ -1,8 +1,8 @@
-//! Kernels that no compiler made.
+//! Made-up kernels that no compiler produced.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use moesaic_cache::{Key, KeyParts, Request, Stored};
+use moesaic_cache::{KernelKey, KernelRequest, KeyParts, StoredKernel};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
@@ -37,8 +37,8 @@ pub fn source(name: &str) -> KernelSource {
     }
 }
 
-pub fn key(source: &KernelSource) -> Key {
-    Key::new(&KeyParts {
+pub fn key(source: &KernelSource) -> KernelKey {
+    KernelKey::new(&KeyParts {
         target: source.target,
         config: "tile=64",
         source: &source.text,
@@ -47,7 +47,7 @@ pub fn key(source: &KernelSource) -> Key {
     })
 }
 
-/// A binary of `bytes` bytes that look random and depend on `name`.
+/// Returns a binary of `bytes` bytes that look random and depend on `name`.
 pub fn artifact(name: &str, bytes: usize) -> Artifact {
     let mut state = name.bytes().fold(0x9e37_79b9_7f4a_7c15_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
@@ -75,24 +75,24 @@ pub fn artifact(name: &str, bytes: usize) -> Artifact {
     }
 }
 
-pub fn stored(source: &KernelSource, bytes: usize) -> Stored {
-    Stored::new(source, artifact(&source.name, bytes))
+pub fn stored(source: &KernelSource, bytes: usize) -> StoredKernel {
+    StoredKernel::new(source, artifact(&source.name, bytes))
 }
 
-pub fn request(source: &KernelSource) -> Request<'_> {
-    Request {
+pub fn request(source: &KernelSource) -> KernelRequest<'_> {
+    KernelRequest {
         key: key(source),
         source,
         spec: Some("layer.toml"),
     }
 }
 
-pub fn kernel_path(dir: &Path, key: &Key) -> PathBuf {
+pub fn kernel_path(dir: &Path, key: &KernelKey) -> PathBuf {
     let hex = key.hex();
     dir.join("v1").join(&hex[..2]).join(format!("{hex}.kernel"))
 }
 
-/// Every file below a directory, as text paths relative to it.
+/// Returns every file below a directory, as relative paths.
 pub fn files(dir: &Path) -> Vec<String> {
     fn walk(dir: &Path, root: &Path, into: &mut Vec<String>) {
         for entry in std::fs::read_dir(dir).into_iter().flatten() {

@@ -1,4 +1,4 @@
-//! Gradients of experts: two or three products and an activation.
+//! Gradients of experts: two or three GEMVs and an activation.
 
 use super::{Pass, add, all_zero, dot};
 use crate::expert::{biased, limited, residual_weights};
@@ -16,15 +16,15 @@ struct Set {
     biases: Biases,
 }
 
-/// Where the elements of one expert lie in a stacked tensor.
+/// Returns the elements of one expert in a stacked tensor.
 fn range(set: &Set, rows: usize, columns: usize) -> std::ops::Range<usize> {
     let size = rows * columns;
     set.index * size..(set.index + 1) * size
 }
 
 impl Pass<'_> {
-    /// The output of a routed expert for `x`, and the gradient of `x`;
-    /// identity experts return what they get, zero experts zeros.
+    /// Returns the output of a routed expert for `x`, and the gradient of `x`. Identity experts
+    /// return their input, zero experts return zeros.
     pub(super) fn expert(
         &mut self,
         expert: usize,
@@ -46,7 +46,7 @@ impl Pass<'_> {
         self.set(&set, x, dout)
     }
 
-    /// Shared experts of every token.
+    /// Runs the shared experts of every token backward.
     pub(super) fn shared(&mut self, dy: &[f64]) {
         let width = self.spec.output_dim();
         for index in 0..self.spec.shared.len() {
@@ -68,6 +68,7 @@ impl Pass<'_> {
             let (_, dx) = self.set(&set, x, dy);
             return self.add_to_token(t, &dx, 1.0);
         }
+        // The second logit weights this expert; the first one is handled by `lean`.
         if shared.gate == SharedGate::Residual {
             let [rest, factor] = residual_weights(self.spec, self.weights, x);
             let dout: Vec<f64> = dy.iter().map(|v| factor * v).collect();
@@ -86,8 +87,9 @@ impl Pass<'_> {
         self.add_to_token(t, &router, dlogit);
     }
 
-    /// Adds the gradients that come with `d` for the second logit of the
-    /// residual gate, and so with -d for the first.
+    /// Adds the gradients that follow from `d`, the gradient of the second logit of the residual
+    /// gate. The first logit gets -d, because the softmax of two logits depends on their
+    /// difference.
     pub(super) fn lean(&mut self, t: usize, d: f64) {
         let Some(index) = self.spec.residual() else {
             return;
@@ -102,7 +104,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Forward and backward of one row: `(out, dx)`.
+    /// Runs one row forward and backward: `(out, dx)`.
     fn set(&mut self, set: &Set, x: &[f64], dout: &[f64]) -> (Vec<f64>, Vec<f64>) {
         let experts = &self.spec.experts;
         let up = self.project(set, "up", set.hidden, x);
@@ -134,13 +136,13 @@ impl Pass<'_> {
         (out, dx)
     }
 
-    /// Backward of the projection before or after the routed experts: adds the
-    /// gradients of W and b, returns that of x. A gradient of zeros adds nothing, even
-    /// where x is NaN.
+    /// Runs the projection before or after the routed experts backward: adds the gradients of W and
+    /// b, returns that of x. A zero gradient adds nothing, even where x is NaN.
     pub(super) fn project_latent_back(&mut self, part: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let Some(latent) = &self.spec.latent else {
             return dout.to_vec();
         };
+        // Padding must add nothing, even if x is NaN.
         if all_zero(dout) {
             return vec![0.0; x.len()];
         }
@@ -150,7 +152,7 @@ impl Pass<'_> {
         self.linear_back(&format!("latent.{part}.weight"), x, dout)
     }
 
-    /// `W · x (+ b)`.
+    /// Returns `W · x (+ b)`.
     fn project(&self, set: &Set, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
         let matrix = &self
             .weights
@@ -194,9 +196,10 @@ struct Slopes {
     up: f64,
 }
 
-/// Of [`activate`]; a clamp that holds has slope zero.
+/// Returns the derivatives of [`activate`]. A clamp in effect has slope zero.
 fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
     let limit = experts.clamp.unwrap_or(f64::INFINITY);
+    // Compare before clamping: a value at the limit still has a slope.
     let up_within = f64::from(up.abs() <= limit);
     let gate_within = f64::from(gate.is_some_and(|gate| gate <= limit));
     match limited(experts, gate, up) {
@@ -214,7 +217,7 @@ fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
     }
 }
 
-/// φ and its derivative.
+/// Returns φ and its derivative.
 fn phi(experts: &Experts, x: f64) -> (f64, f64) {
     let positive = f64::from(x > 0.0);
     let relu = if x < 0.0 { 0.0 } else { x };

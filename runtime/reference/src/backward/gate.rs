@@ -1,4 +1,4 @@
-//! Gradients of routing weights: finish, gather, score, logits.
+//! Gradients of the router: renormalization, gathering, scores, logits.
 
 use super::{Pass, add, all_zero, dot};
 use crate::choice::{guided, guided_back};
@@ -11,11 +11,12 @@ use crate::{Gate, LossValue, Routed};
 use moesaic_spec::{LayerSpec, RouterInput, RouterKind, Score, Select};
 
 impl Pass<'_> {
-    /// From the gradient of the gate's weights to the router's tensors and x.
+    /// Propagates the gradient of the gate's weights to the router's tensors and x.
     pub(super) fn gate(&mut self, gate: &Gate) {
         if !self.spec.has_logits() && !self.spec.router.expert_scale {
             return;
         }
+        // The gradient of the weights goes to the caller, who made them.
         if self.spec.router.kind == RouterKind::External {
             return;
         }
@@ -29,7 +30,7 @@ impl Pass<'_> {
         }
     }
 
-    /// The auxiliary losses with their coefficients.
+    /// Returns the auxiliary losses with their coefficients.
     fn losses(&self, gate: &Gate) -> Option<LossValue> {
         let (false, Some(logits), Some(clean)) =
             (self.spec.losses.is_empty(), &gate.logits, &gate.clean)
@@ -67,17 +68,19 @@ impl Pass<'_> {
         self.logits_back(t, &dlogits, losses);
     }
 
-    /// From the gradient of a token's weights to that of its logits. A token none of whose
-    /// experts computed anything has zeros, whatever its logits are: 0 · NaN is no 0.
+    /// Propagates the gradient of a token's weights to its logits. A token without computed experts
+    /// gets zeros whatever its logits are, since 0 · NaN would be NaN.
     fn weights_back(
         &mut self,
         ids: &[i32],
         logits: Option<&[f64]>,
         dweights: &[f64],
     ) -> Option<Vec<f64>> {
+        // Skip the chain rule: 0 · NaN would turn a padded token into NaN.
         if all_zero(dweights) {
             return logits.map(|logits| vec![0.0; logits.len()]);
         }
+        // Selection and scores saw guided logits, so go back through them first.
         let guided = match logits {
             Some(logits) => guided(self.spec, self.weights, logits),
             None => vec![0.0; self.spec.routed_experts()],
@@ -107,7 +110,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Renormalisation, scale and learned factors, backward.
+    /// Runs renormalization, scale and learned factors backward.
     fn finish(&mut self, ids: &[i32], chosen: &[f64], dweights: &[f64]) -> Vec<f64> {
         let (r, weights) = (&self.spec.router, self.weights);
         let (norm, slopes) = (denominator(r, chosen), denominator_slopes(r, chosen));
@@ -130,8 +133,9 @@ impl Pass<'_> {
                 self.of("router.expert_scale")[ids[i] as usize] += dweights[i] * weight;
             }
         }
+        // The gradient of the denominator, which every chosen score shares.
         let dvalue = -dot(&dratio, chosen) / (norm * norm);
-        // A masked slot has no score, and no part in the denominator.
+        // A masked slot has no score and no share in the denominator.
         let of = |i: usize| match considered(ids[i]) {
             -1 => 0.0,
             _ => dratio[i] / norm + dvalue * slopes[i],
@@ -139,8 +143,9 @@ impl Pass<'_> {
         (0..ids.len()).map(of).collect()
     }
 
-    /// From chosen scores to logits.
+    /// Propagates gradients from chosen scores to logits.
     fn score_back(&self, logits: &[f64], ids: &[i32], chosen: &[f64], dchosen: &[f64]) -> Vec<f64> {
+        // A dropped second expert still has its score in the denominator, so it has a gradient.
         let ids: Vec<i32> = ids.iter().map(|&id| considered(id)).collect();
         let mut d = vec![0.0; logits.len()];
         let live = (0..ids.len()).filter(|&i| ids[i] >= 0);
@@ -158,9 +163,10 @@ impl Pass<'_> {
         }
     }
 
-    /// From logits to the router's tensors and the token. A token whose gradients are all
-    /// zero adds nothing, even where it is NaN.
+    /// Propagates gradients from logits to the router's tensors and the token. A token whose
+    /// gradients are all zero adds nothing, even if it is NaN.
     fn logits_back(&mut self, t: usize, dlogits: &[f64], losses: Option<&LossValue>) {
+        // A loss may have a gradient by the noise scale alone.
         let scales = |l: &LossValue| all_zero(&l.dscale[t * dlogits.len()..][..dlogits.len()]);
         if all_zero(dlogits) && losses.is_none_or(scales) {
             return;
@@ -177,6 +183,7 @@ impl Pass<'_> {
             let part = self.linear_back("router.noise.weight", &routed, &dscales);
             add(&mut droute, &part, 1.0);
         }
+        // The same draws as in the forward pass, since they depend on counters only.
         let factors = input_factors(self.spec, self.input, t);
         let x: Vec<f64> = self
             .token(t)
@@ -191,10 +198,9 @@ impl Pass<'_> {
         self.add_to_token(t, &dx, 1.0);
     }
 
-    /// The gradient of what the learned scale of noise is a function of:
-    /// `z = clean + noise · (softplus(a) + 1e-2) · deviate`. What a loss makes
-    /// of clean logits does not come through the noise, and what it makes of
-    /// the scale itself comes on top.
+    /// Returns the gradient of the input a of the learned noise scale:
+    /// `z = clean + noise · (softplus(a) + 1e-2) · deviate`. Losses over clean logits do not reach
+    /// it through the noise; losses over the scale itself add to it.
     fn noise_back(
         &self,
         t: usize,
@@ -216,7 +222,7 @@ impl Pass<'_> {
         Some(dlogits.iter().zip(scales).enumerate().map(of).collect())
     }
 
-    /// Of `W · x`: adds the gradient of W, returns that of x.
+    /// Runs `W · x` backward: adds the gradient of W, returns that of x.
     pub(super) fn linear_back(&mut self, name: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let rows = self.of(name).chunks_mut(x.len());
         rows.zip(dout).for_each(|(row, d)| add(row, x, *d));
@@ -226,7 +232,7 @@ impl Pass<'_> {
         dx
     }
 
-    /// Of `x / rms(x) · s / √d`: adds the gradient of s, returns that of x.
+    /// Runs `x / rms(x) · s / √d` backward: adds the gradient of s, returns that of x.
     fn rms_back(&mut self, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let d = x.len() as f64;
         let rms = (dot(x, x) / d + 1e-6).sqrt();
@@ -247,7 +253,7 @@ impl Pass<'_> {
         dx
     }
 
-    /// Of `unit(P · x + p) · unit(S) · exp(min(temperature, ln 100))`.
+    /// Runs `unit(P · x + p) · unit(S) · exp(min(temperature, ln 100))` backward.
     fn cosine_back(&mut self, x: &[f64], dlogits: &[f64]) -> Vec<f64> {
         let matrix = &self.weights.get("router.projector.weight").data;
         let bias = &self.weights.get("router.projector.bias").data;
@@ -269,6 +275,7 @@ impl Pass<'_> {
             let total = self.of("router.similarity");
             (0..width).for_each(|i| total[i * experts + e] += dcolumn[i]);
         }
+        // Above the limit the temperature has no effect and so no gradient.
         if temperature < 100f64.ln() {
             self.of("router.temperature")[0] += dscale * scale;
         }
@@ -278,13 +285,14 @@ impl Pass<'_> {
     }
 }
 
-/// Of each score by its own logit. One that nobody chose has no gradient, whatever it is.
+/// Multiplies each gradient with the slope of its score. A score that nobody chose has no gradient,
+/// whatever its value.
 fn zip(logits: &[f64], d: &[f64], slope: impl Fn(f64) -> f64) -> Vec<f64> {
     let of = |(&z, &d): (&f64, &f64)| if d == 0.0 { 0.0 } else { slope(z) * d };
     logits.iter().zip(d).map(of).collect()
 }
 
-/// Of [`relative`]. The unit cancels in what scores are divided by, so it has no gradient.
+/// Runs [`relative`] backward. Its unit cancels in the denominator, so the unit has no gradient.
 fn relative_back(
     spec: &LayerSpec,
     experts: usize,
@@ -308,6 +316,7 @@ fn softmax_back(values: &[f64], d: &[f64]) -> Vec<f64> {
 
 fn unit_back(v: &[f64], dunit: &[f64]) -> Vec<f64> {
     let norm = dot(v, v).sqrt();
+    // Below the floor the norm is constant.
     if norm <= 1e-12 {
         return dunit.iter().map(|d| d / 1e-12).collect();
     }

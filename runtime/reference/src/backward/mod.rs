@@ -1,7 +1,7 @@
 //! Gradients of the whole layer, by the chain rule over the forward's loops.
 //!
-//! The loss is `Σ y · dy + Σ coefficient · loss`. What chooses (ids, places, drops, clamps, masks)
-//! is constant; what weighs is differentiated.
+//! The loss is `Σ y · dy + Σ coefficient · loss`. Everything that chooses (ids, places, drops,
+//! clamps, masks) is constant; everything that weights is differentiated.
 
 mod expert;
 mod gate;
@@ -12,22 +12,21 @@ use crate::{Decision, Gate, Input, Tensor, Weights, gate as decide, scan};
 use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
 use std::collections::BTreeMap;
 
-/// What one call of the layer gives back.
+/// The gradients of one call of the layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gradients {
-    /// Of x `[T, d]`.
+    /// The gradient of x `[T, d]`.
     pub x: Vec<f64>,
-    /// Of the gate's weights `[T, K]`, before anything is dropped: what the
-    /// caller of an external router gets.
+    /// The gradient of the gate's weights `[T, K]` before dropping, which goes to the caller of an
+    /// external router.
     pub topk_weights: Vec<f64>,
-    /// Of the logits `[T, E + identity]`; empty without any.
+    /// The gradient of the logits `[T, E + identity]`; empty without logits.
     pub logits: Vec<f64>,
-    /// Of every weight tensor of floats, by canonical name; zero where a
-    /// tensor only chooses.
+    /// The gradient of every float weight by canonical name; zero for a tensor that only chooses.
     pub weights: BTreeMap<String, Tensor>,
 }
 
-/// A pass backward while it runs.
+/// A running backward pass.
 struct Pass<'a> {
     spec: &'a LayerSpec,
     weights: &'a Weights,
@@ -35,8 +34,8 @@ struct Pass<'a> {
     gradients: Gradients,
 }
 
-/// Gradients of `Σ y · dy` and of the auxiliary losses times their
-/// coefficients; `dy` is `[T, d_out]`.
+/// Returns the gradients of `Σ y · dy` and of the auxiliary losses times their coefficients; `dy`
+/// is `[T, d_out]`.
 pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) -> Gradients {
     let gate = decide(spec, weights, input);
     let decision = &gate.decision;
@@ -50,8 +49,8 @@ pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) 
     pass.gradients
 }
 
-/// The part of [`backward`] that flows through the router: from gradients of
-/// the weights of the gate's decision, `[T, K]`, and the auxiliary losses.
+/// Returns the part of [`backward`] that flows through the router: from gradients of the gate's
+/// weights `[T, K]`, and from the auxiliary losses.
 pub fn router_backward(
     spec: &LayerSpec,
     weights: &Weights,
@@ -86,7 +85,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The gradient of a tensor.
+    /// Returns the gradient of a tensor.
     fn of(&mut self, name: &str) -> &mut [f64] {
         let found = self.gradients.weights.get_mut(name);
         &mut found.unwrap_or_else(|| panic!("no tensor `{name}`")).data
@@ -102,7 +101,7 @@ impl<'a> Pass<'a> {
         add(&mut self.gradients.x[t * d..(t + 1) * d], row, factor);
     }
 
-    /// Experts and their inputs; returns the gradient of the weights that the
+    /// Runs the experts and their inputs backward. Returns the gradient of the weights that the
     /// combination used `[T, K]`.
     fn combine(&mut self, decision: &Decision, placed: &Placement, dy: &[f64]) -> Vec<f64> {
         let (k, out) = (self.spec.shape.top_k, self.spec.output_dim());
@@ -119,8 +118,8 @@ impl<'a> Pass<'a> {
         weighed
     }
 
-    /// The routed experts of a token, and the projections around them; returns
-    /// the gradients of their weights.
+    /// Runs the routed experts of a token and the projections around them backward. Returns the
+    /// gradients of their weights.
     fn routed(&mut self, t: usize, routed: &Routed<'_>, dy: &[f64]) -> Vec<f64> {
         let (spec, weights, x) = (self.spec, self.weights, self.token(t));
         let shares = residual_weights(spec, weights, x);
@@ -148,7 +147,7 @@ impl<'a> Pass<'a> {
         dweights
     }
 
-    /// One assignment; returns the gradient of its weight.
+    /// Runs one assignment backward. Returns the gradient of its weight.
     fn slot(&mut self, expert: usize, weight: f64, row: &mut Row) -> f64 {
         if self.spec.router.weight_on == WeightSite::Input {
             let scaled: Vec<f64> = row.x.iter().map(|v| weight * v).collect();
@@ -164,7 +163,7 @@ impl<'a> Pass<'a> {
         dot(&out, &row.dsum)
     }
 
-    /// From weights after dropping to weights before it, in place.
+    /// Turns gradients of weights after dropping into those before it, in place.
     fn undo_dropping(&self, decision: &Decision, placed: &Placement, weighed: &mut [f64]) {
         if !self.spec.capacity.renormalize_after_drop {
             return;
@@ -194,14 +193,14 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// What became of a token's choices.
+/// The fate of a token's choices.
 struct Routed<'a> {
     ids: &'a [i32],
     locations: &'a [i32],
     weights: &'a [f64],
 }
 
-/// What the experts of a token read, what they add up to, and the gradients.
+/// The input and the sum of a token's experts, and their gradients.
 struct Row {
     x: Vec<f64>,
     dx: Vec<f64>,
@@ -213,12 +212,12 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     crate::math::dot(a, b)
 }
 
-/// Whether a row of gradients adds nothing to a sum over tokens. NaN is not zero.
+/// Returns true if a row of gradients adds nothing to a sum over tokens. NaN is not zero.
 fn all_zero(row: &[f64]) -> bool {
     row.iter().all(|v| *v == 0.0)
 }
 
-/// `sum += factor · row`.
+/// Computes `sum += factor · row`.
 fn add(sum: &mut [f64], row: &[f64], factor: f64) {
     assert_eq!(sum.len(), row.len());
     sum.iter_mut().zip(row).for_each(|(s, v)| *s += factor * v);

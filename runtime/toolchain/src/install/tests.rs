@@ -1,15 +1,15 @@
-//! Installations from wheels made on the spot, by a pip that copies them.
+//! Installations from wheels made here, by a stand-in for pip that copies them.
 
 use super::*;
 use std::process::Command;
 
-/// A cache directory of its own, and a wheel for pip to give out.
+/// A cache directory of its own, and the wheel that pip hands out.
 struct Place {
     folder: tempfile::TempDir,
 }
 
 impl Place {
-    /// A wheel that holds these files.
+    /// Makes a place with a wheel of these files.
     fn with_wheel(files: &[(&str, &str)]) -> Place {
         let folder = tempfile::tempdir().unwrap();
         let script = "import sys, zipfile\n\
@@ -25,11 +25,12 @@ impl Place {
         Place { folder }
     }
 
-    /// A wheel whose `zig` passes everything on to the real one.
+    /// Makes a place with a wheel whose `zig` passes everything on to the real one.
     fn with_zig() -> Place {
         let mut real = Registry::open().unwrap();
-        install(&mut real, &[Kind::Rocm], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-        let zig = real.path(real.get(Kind::Rocm).unwrap());
+        install(&mut real, &[ToolKind::Rocm], &mut |_| {})
+            .unwrap_or_else(|error| panic!("{error}"));
+        let zig = real.path(real.get(ToolKind::Rocm).unwrap());
         let script = format!("#!/bin/sh\nexec \"{}\" \"$@\"\n", zig.display());
         Place::with_wheel(&[
             ("ziglang/zig", &script),
@@ -37,7 +38,7 @@ impl Place {
         ])
     }
 
-    /// Copies the wheel and writes a line when asked to download.
+    /// Returns a Python that copies the wheel and writes a line when asked to download.
     fn python(&self) -> Python {
         let path = self.folder.path().join("python.sh");
         let home = self.folder.path().display();
@@ -56,10 +57,10 @@ impl Place {
         Registry::at(self.folder.path())
     }
 
-    fn install(&self, kinds: &[Kind]) -> Result<Vec<String>, ToolchainError> {
+    fn install(&self, kinds: &[ToolKind]) -> Result<Vec<String>, ToolchainError> {
         let mut steps = Vec::new();
         let mut registry = self.registry();
-        let mut progress = |step: &Step| steps.push(step.to_string());
+        let mut progress = |step: &InstallStep| steps.push(step.to_string());
         let python = self.python();
         Installer {
             registry: &mut registry,
@@ -75,7 +76,7 @@ impl Place {
         log.unwrap_or_default().lines().count()
     }
 
-    /// Names below `toolchain/`, the lock aside.
+    /// Returns the names below `toolchain/` except the lock.
     fn left(&self) -> Vec<String> {
         let names = entries(self.registry().folder()).into_iter();
         let mut names = names
@@ -90,7 +91,7 @@ impl Place {
 #[test]
 fn one_wheel_serves_two_kinds() {
     let place = Place::with_zig();
-    let steps = place.install(&[Kind::Rocm, Kind::C]).unwrap();
+    let steps = place.install(&[ToolKind::Rocm, ToolKind::C]).unwrap();
     let expected = [
         "downloading ziglang==0.17.0",
         "unpacking ziglang==0.17.0",
@@ -105,7 +106,7 @@ fn one_wheel_serves_two_kinds() {
     );
     assert_eq!(place.left(), ["registry.json", "ziglang-0.17.0"]);
     assert_eq!(place.downloads(), 1);
-    let again = place.install(&[Kind::C]).unwrap();
+    let again = place.install(&[ToolKind::C]).unwrap();
     assert!(again[0].ends_with(" is installed"), "{again:?}");
 }
 
@@ -122,7 +123,7 @@ fn two_installations_at_once_download_once() {
                     python,
                     progress: &mut |_| {},
                 };
-                installer.install(&[Kind::Rocm]).unwrap();
+                installer.install(&[ToolKind::Rocm]).unwrap();
             });
         }
     });
@@ -138,7 +139,7 @@ fn a_damaged_folder_is_replaced() {
     std::fs::write(folder.join("zig"), "half of a zi").unwrap();
     let killed = place.registry().folder().join("installing-x");
     std::fs::create_dir(killed).unwrap();
-    place.install(&[Kind::Rocm]).unwrap();
+    place.install(&[ToolKind::Rocm]).unwrap();
     assert_eq!(place.downloads(), 1);
     assert_eq!(place.left(), ["registry.json", "ziglang-0.17.0"]);
 }
@@ -146,7 +147,7 @@ fn a_damaged_folder_is_replaced() {
 #[test]
 fn a_compiler_that_does_not_work_leaves_nothing() {
     let place = Place::with_wheel(&[("nvidia/cu13/lib/libnvrtc.so.13", "no library")]);
-    let error = place.install(&[Kind::Cuda]).unwrap_err().to_string();
+    let error = place.install(&[ToolKind::Cuda]).unwrap_err().to_string();
     assert!(
         error.starts_with(
             "`nvidia-cuda-nvrtc==13.0.88` was fetched and does not work on this machine: "
@@ -159,7 +160,7 @@ fn a_compiler_that_does_not_work_leaves_nothing() {
 #[test]
 fn a_wheel_without_the_compiler_is_named() {
     let place = Place::with_wheel(&[("other/file", "")]);
-    let error = place.install(&[Kind::C]).unwrap_err().to_string();
+    let error = place.install(&[ToolKind::C]).unwrap_err().to_string();
     assert_eq!(
         error,
         "the wheel of `ziglang==0.17.0` cannot be unpacked: it holds no file `zig`"

@@ -1,4 +1,4 @@
-//! More experts in a trained layer.
+//! Adding experts to a trained layer.
 
 use super::slices::gather;
 use super::{Layout, check_spec, weight_of};
@@ -8,54 +8,50 @@ use moesaic_spec::{GroupMask, LayerSpec, RouterKind, Score, Select, canonical_te
 use moesaic_tensor::{Tensor, Tensors, write_float};
 use std::ops::RangeInclusive;
 
-/// Which experts are added, and how.
+/// The experts to add, and their initial state.
 #[derive(Clone, Copy, Debug)]
 pub struct Growth<'a> {
-    /// The expert each new one is a copy of.
+    /// The expert that each new one is copied from.
     pub sources: &'a [usize],
-    /// The down projections of new experts, biases included, are zero: they
-    /// add nothing until they have learned something.
+    /// Set the down projections of new experts, biases included, to zero, so they add nothing until
+    /// they have learned something.
     pub zero_down: bool,
-    /// How far below its source's the logit of a new expert lies. `None` is
-    /// so far that no token ever comes: the layer computes what it did, and
-    /// new experts learn nothing until [`wake_experts`] lowers the distance.
+    /// The distance of a new expert's logit below its source's. `None` is so far below that no
+    /// token ever arrives: the layer computes the same as before, and new experts learn nothing
+    /// until [`wake_experts`] lowers the distance.
     pub margin: Option<f32>,
-    /// The tokens of a call for which a capacity by a factor is kept: no factor
-    /// keeps it for all, since `ceil(T/E)` rises at other T with another E.
-    /// Other capacities do not need it.
+    /// The tokens of a call for which a capacity by factor must be kept. No factor keeps it for
+    /// all, because `ceil(T/E)` steps at other T when E changes. Other capacities do not need it.
     pub tokens: Option<usize>,
 }
 
-/// A layer with more experts.
+/// A layer with added experts.
 #[derive(Clone, Debug)]
 pub struct Grown {
-    /// Its spec: more experts, and a bias that keeps them quiet.
+    /// Its spec: more experts, and a bias that keeps the new ones quiet.
     pub spec: LayerSpec,
     /// Its tensors.
     pub tensors: Tensors<'static>,
-    /// Whether it computes exactly what the smaller layer did.
+    /// Whether it computes exactly the same as the smaller layer.
     pub exact: bool,
-    /// The numbers of tokens of a call for which it does, where a capacity by a
-    /// factor limits that; `None` is all.
+    /// The token counts of a call for which it does, if a capacity by factor limits that; `None`
+    /// means all.
     pub tokens: Option<RangeInclusive<usize>>,
 }
 
-/// Adds experts behind those with weights; ids of identity and zero experts
-/// move up, in a routing table too (a caller of an external router has to
-/// move them itself).
+/// Adds experts after those with weights. Ids of identity and zero experts move up, in a routing
+/// table too. If you route externally, move them yourself.
 ///
-/// New experts have the weights of their sources. Of their optimizer state
-/// squares are copied, so that the next step has a size, and moments are zero.
-/// Without a margin their logits, where weights are a softmax of all logits,
-/// are so low that their share is exactly 0, and their selection keys below
-/// every other; losses that count experts still change.
+/// New experts get the weights of their sources. In the optimizer state their squares are copied,
+/// so that the next step has a sensible size, and their moments are zero. Without a margin, their
+/// logits are so low that their share in a softmax over all logits is exactly 0, and their
+/// selection keys lie below all others. Losses that count experts still change.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] for layers whose function depends on the number
-/// of experts: expert choice, Sinkhorn, entropy, groups that the new experts do
-/// not fill, a cosine router with a softmax, and capacity by a factor without
-/// [`Growth::tokens`]; for a margin below 0 or not finite, too.
-/// [`TrainError::Tensor`] for tensors that are not the layer's.
+/// [`TrainError::NotPreserved`] if the layer's function depends on the number of experts: expert
+/// choice, Sinkhorn, entropy, groups that the new experts do not fill, a cosine router with a
+/// softmax, and capacity by factor without [`Growth::tokens`]; also for a margin below 0 or not
+/// finite. [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn add_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
@@ -66,6 +62,7 @@ pub fn add_experts(
     layout.check(tensors)?;
     check_sources(spec, growth.sources)?;
     check_margin(growth.margin)?;
+    // Refuse what cannot be preserved before any tensor is copied.
     let quiet = Quiet::of(spec, growth.margin)?;
     let mut larger = larger_spec(spec, growth.sources.len(), &quiet)?;
     let tokens = keep_capacity(spec, &mut larger, growth.tokens)?;
@@ -73,6 +70,8 @@ pub fn add_experts(
     let mut grown = Tensors::new();
     for (name, tensor) in tensors {
         let tensor = match layout.axis(name) {
+            // Every tensor that counts experts grows, the optimizer state of those weights
+            // included.
             Some(axis) => with_copies(name, tensor, axis, spec.shape.experts, growth),
             None if name == "router.table" => moved_ids(tensor, spec, growth.sources.len()),
             None => tensor.clone().into_static(),
@@ -89,7 +88,7 @@ pub fn add_experts(
     Ok(layer)
 }
 
-/// A distance that a bias can hold, and that does not put copies above their sources.
+/// Checks that a bias can hold the distance, and that it does not put copies above their sources.
 fn check_margin(margin: Option<f32>) -> Result<(), TrainError> {
     match margin {
         Some(margin) if !(margin.is_finite() && margin >= 0.0) => {
@@ -100,13 +99,12 @@ fn check_margin(margin: Option<f32>) -> Result<(), TrainError> {
     }
 }
 
-/// Gives experts that were added the biases of the experts they are copies of,
-/// less `margin`, so that tokens come to them. `pairs` are new expert and
-/// source.
+/// Gives added experts the biases of their sources less `margin`, so tokens start to arrive.
+/// `pairs` are new expert and source.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] for a margin below 0 or not finite; [`TrainError::Tensor`] when
-/// there is no bias, or no such expert.
+/// [`TrainError::NotPreserved`] for a margin below 0 or not finite. [`TrainError::Tensor`] if there
+/// is no bias, or no such expert.
 pub fn wake_experts(
     tensors: &mut Tensors<'_>,
     pairs: &[(usize, usize)],
@@ -134,7 +132,7 @@ pub fn wake_experts(
     Ok(())
 }
 
-/// What keeps new experts from being selected and from taking a share.
+/// The biases that keep new experts from being selected and from taking a share.
 #[derive(Clone, Copy)]
 struct Quiet {
     /// A bias on their logits.
@@ -150,10 +148,12 @@ impl Quiet {
         let (mut logits, mut keys) = (spec.has_logits(), router.select_bias);
         match router.kind {
             RouterKind::External => (logits, keys) = (false, false),
-            // The table selects; only a softmax over all sees the others.
+            // The table selects, so the others matter only in a softmax over all experts.
             RouterKind::Table => logits &= router.score == Score::Softmax,
             RouterKind::Cosine => match router.score {
                 Score::Sigmoid | Score::SqrtSoftplus if margin.is_none() => {
+                    // Without a bias on its logits, a cosine router can only keep new experts out
+                    // of the selection.
                     (logits, keys) = (false, true);
                 }
                 _ => {
@@ -183,6 +183,8 @@ impl Quiet {
             let first = layer.spec.shape.experts - growth.sources.len();
             let values = bias.to_f64();
             for (i, &source) in growth.sources.iter().enumerate() {
+                // The selection bias of a new expert equals its source's, because the margin is in
+                // the logits already.
                 let value = match growth.margin {
                     None => lowest(bias.dtype),
                     Some(margin) if name == "router.bias" => values[source] - f64::from(margin),
@@ -194,8 +196,8 @@ impl Quiet {
     }
 }
 
-/// A tensor that every router of this kind has, to tell weights from a set
-/// that is state alone.
+/// Returns a tensor that every router of this kind has. Its absence marks a set of state without
+/// weights.
 fn router_tensor(spec: &LayerSpec) -> String {
     let cosine = spec.router.kind == RouterKind::Cosine;
     if cosine {
@@ -206,7 +208,7 @@ fn router_tensor(spec: &LayerSpec) -> String {
     .to_string()
 }
 
-/// Refuses layers in which the number of experts is part of the function.
+/// Refuses layers whose function depends on the number of experts.
 fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
     let reason = match spec.router.select {
         Select::ExpertChoice(_) => "experts that choose tokens share them by their number",
@@ -217,8 +219,8 @@ fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
     Err(TrainError::NotPreserved(reason.to_string()))
 }
 
-/// Gives the larger layer a factor with which its capacity is that of the smaller
-/// one, `K·int(f·ceil(T/E))`, in calls of `tokens` tokens; for how many it is.
+/// Gives the larger layer a factor that keeps the smaller one's capacity `K·int(f·ceil(T/E))` in
+/// calls of `tokens` tokens. Returns the token counts for which it does.
 fn keep_capacity(
     spec: &LayerSpec,
     larger: &mut LayerSpec,
@@ -226,7 +228,7 @@ fn keep_capacity(
 ) -> Result<Option<RangeInclusive<usize>>, TrainError> {
     let capacity = &spec.capacity;
     let factors = [Some(capacity.factor), capacity.eval_factor];
-    // Zero is the largest count, which new experts do not change.
+    // Factor zero takes the largest count, which new experts do not change.
     let counts_tokens = factors.iter().flatten().any(|factor| *factor != 0.0);
     let same = larger.shape.experts == spec.shape.experts;
     if !capacity.has_factor() || !counts_tokens || same {
@@ -239,6 +241,8 @@ fn keep_capacity(
         return Err(TrainError::NotPreserved(reason.to_string()));
     };
     let (old, new) = (spec.shape.experts, larger.shape.experts);
+    // The formula counts tokens as ceil(T/E), so a kept capacity holds while both ceilings stay the
+    // same.
     let (old_share, new_share) = (tokens.div_ceil(old), tokens.div_ceil(new));
     let kept = &mut larger.capacity;
     let factors = [Some(&mut kept.factor), kept.eval_factor.as_mut()];
@@ -250,13 +254,14 @@ fn keep_capacity(
     Ok(Some(first..=last))
 }
 
-/// The factor with which `share` tokens an expert get the rows that `factor` gives
+/// Returns the factor with which `share` tokens per expert get the rows that `factor` gives
 /// `old_share`.
 fn kept_factor(factor: f64, old_share: f64, share: f64) -> f64 {
     let rows = (factor.abs() * old_share).floor();
     match factor {
         0.0 => factor,
-        // In the middle, so that no rounding of the product changes its whole part.
+        // In the middle of the interval, so that rounding of the product cannot change its integer
+        // part.
         _ => ((rows + 0.5) / share).copysign(factor),
     }
 }
@@ -279,6 +284,8 @@ fn larger_spec(spec: &LayerSpec, new: usize, quiet: &Quiet) -> Result<LayerSpec,
     larger.router.select_bias |= quiet.keys;
     if let Some(groups) = &mut larger.router.groups {
         let size = spec.routed_experts() / groups.count;
+        // Groups cover scored experts in order. New ones would shift experts without weights into
+        // other groups.
         let behind = spec.routed_experts() > spec.shape.experts;
         if !new.is_multiple_of(size) || behind || groups.mask == GroupMask::Zero {
             let reason = format!(
@@ -293,7 +300,7 @@ fn larger_spec(spec: &LayerSpec, new: usize, quiet: &Quiet) -> Result<LayerSpec,
     Ok(larger)
 }
 
-/// A tensor with copies of some experts behind the experts it has.
+/// Returns a tensor with copies of some experts after its own.
 fn with_copies(
     name: &str,
     tensor: &Tensor<'_>,
@@ -309,6 +316,8 @@ fn with_copies(
     let mut grown = gather(tensor, axis, &order);
     let weight = weight_of(name).unwrap_or(name);
     let state = name.strip_prefix(STATE_PREFIX);
+    // A zero second moment would make the next step of Adam huge, so only first moments are
+    // cleared.
     let moment = state.is_some_and(|kind| !kind.starts_with("second."));
     let down = state.is_none() && weight.starts_with("experts.down.");
     if moment || (growth.zero_down && down) {
@@ -317,7 +326,7 @@ fn with_copies(
     grown
 }
 
-/// Sets slices along a dimension to zero, which is all bits zero in each type.
+/// Sets slices along a dimension to zero, which is all bits zero in every type.
 fn clear(tensor: &mut Tensor<'_>, axis: usize, slices: std::ops::Range<usize>) {
     let inner: usize = tensor.shape[axis + 1..].iter().product();
     let slice = inner * tensor.dtype.size();
@@ -327,7 +336,7 @@ fn clear(tensor: &mut Tensor<'_>, axis: usize, slices: std::ops::Range<usize>) {
     }
 }
 
-/// A routing table in which experts without weights have moved up.
+/// Returns a routing table in which experts without weights have moved up.
 fn moved_ids(table: &Tensor<'_>, spec: &LayerSpec, new: usize) -> Tensor<'static> {
     let moved = |id: f64| {
         let id = id as i32;
@@ -341,7 +350,7 @@ fn moved_ids(table: &Tensor<'_>, spec: &LayerSpec, new: usize) -> Tensor<'static
     Tensor::copied(&table.shape, &ids)
 }
 
-/// A tensor of the layer, all zero.
+/// Returns a tensor of the layer, all zero.
 fn zeros(spec: &LayerSpec, name: &str) -> Tensor<'static> {
     let all = canonical_tensors(spec);
     let found = all.into_iter().find(|tensor| tensor.name == name);
@@ -351,15 +360,16 @@ fn zeros(spec: &LayerSpec, name: &str) -> Tensor<'static> {
     Tensor::zeros(dtype, &shape)
 }
 
-/// A bias below every logit, whose exponential is 0 in f32.
+/// Returns a bias below every logit, with an exponential of 0 in f32.
 fn lowest(dtype: DType) -> f64 {
     match dtype {
+        // Near the smallest finite f16.
         DType::F16 => -6e4,
         _ => -1e30,
     }
 }
 
-/// One element, rounded to nearest.
+/// Sets one element, rounded to nearest.
 fn set(tensor: &mut Tensor<'_>, index: usize, value: f64) {
     let (dtype, size) = (tensor.dtype, tensor.dtype.size());
     if dtype.is_float() {

@@ -1,11 +1,12 @@
-//! Checkpoints whose number of experts changes: weights of one layer by
-//! canonical name, with the optimizer state beside them.
+//! Checkpoints whose number of experts changes: one layer's weights by canonical name, with the
+//! optimizer state beside them.
 //!
 //! | function | from → to | exact |
 //! |---|---|---|
 //! | [`add_experts`] | E experts → E + n, the layer computes the same | yes, while the new ones are quiet |
 //! | [`split_experts`], [`merge_experts`] | one layer of E experts ↔ layers of its parts, router rows included | to the byte |
-//! | [`shard_experts`], [`unshard_experts`] | one layer ↔ what each rank of a mesh holds | to the byte |
+//! | [`shard_experts`], [`unshard_experts`] | one layer ↔ the parts of a mesh's ranks | to the byte
+//! |
 //!
 //! Elements are moved as bytes: no type changes and nothing is rounded.
 
@@ -22,9 +23,10 @@ use moesaic_spec::{LayerSpec, canonical_tensors};
 use moesaic_tensor::Tensors;
 use std::collections::BTreeMap;
 
-/// The tensors of a layer as far as experts are concerned.
+/// The dimensions of a layer's tensors that count experts.
 struct Layout {
-    /// Experts with weights; those without come behind them in router tensors.
+    /// The number of experts with weights. In router tensors, those without weights come after
+    /// them.
     experts: usize,
     tensors: BTreeMap<String, Shape>,
 }
@@ -36,8 +38,8 @@ struct Shape {
 }
 
 impl Layout {
-    /// Of a valid spec: the dimension that counts experts is the one that
-    /// would be larger with one expert more.
+    /// Derives the layout of a valid spec: the dimension that counts experts is the one that grows
+    /// when the spec has one expert more.
     fn new(spec: &LayerSpec) -> Layout {
         let mut larger = spec.clone();
         larger.shape.experts += 1;
@@ -56,13 +58,12 @@ impl Layout {
         }
     }
 
-    /// What a tensor of a checkpoint is; `None` for state that belongs to no
-    /// weight.
+    /// Returns the shape of a checkpoint's tensor, or `None` for state that belongs to no weight.
     fn shape(&self, name: &str) -> Option<&Shape> {
         self.tensors.get(weight_of(name)?)
     }
 
-    /// The dimension of a tensor that counts experts.
+    /// Returns the dimension of a tensor that counts experts.
     fn axis(&self, name: &str) -> Option<usize> {
         self.shape(name)?.axis
     }
@@ -86,7 +87,7 @@ impl Layout {
     }
 }
 
-/// The weight a tensor is or belongs to: `up` of `optimizer.first.up`.
+/// Returns the weight that a tensor is or belongs to: `up` for `optimizer.first.up`.
 pub(crate) fn weight_of(name: &str) -> Option<&str> {
     match name.strip_prefix(STATE_PREFIX) {
         None => Some(name),

@@ -2,7 +2,7 @@
 
 use moesaic_tensor::Tensor;
 
-/// The slices at `indices` along `axis`, in that order.
+/// Returns the slices at `indices` along `axis`, in that order.
 pub fn gather(tensor: &Tensor<'_>, axis: usize, indices: &[usize]) -> Tensor<'static> {
     let (outer, inner) = around(tensor, axis);
     let size = tensor.shape[axis];
@@ -17,7 +17,7 @@ pub fn gather(tensor: &Tensor<'_>, axis: usize, indices: &[usize]) -> Tensor<'st
     gathered
 }
 
-/// Tensors one behind the other along `axis`; their other sizes are equal.
+/// Concatenates tensors along `axis`; their other sizes are equal.
 pub fn concat(parts: &[Tensor<'_>], axis: usize) -> Tensor<'static> {
     let first = &parts[0];
     let (outer, _) = around(first, axis);
@@ -37,7 +37,7 @@ pub fn concat(parts: &[Tensor<'_>], axis: usize) -> Tensor<'static> {
     joined
 }
 
-/// How many blocks lie along the outer dimensions, and the bytes of one slice.
+/// Returns the number of blocks along the outer dimensions, and the bytes of one slice.
 fn around(tensor: &Tensor<'_>, axis: usize) -> (usize, usize) {
     let outer = tensor.shape[..axis].iter().product();
     let inner: usize = tensor.shape[axis + 1..].iter().product();

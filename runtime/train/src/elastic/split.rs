@@ -1,20 +1,21 @@
-//! Layers in parts, and back.
+//! Splitting layers into parts, and joining them.
 
 use super::slices::{concat, gather};
 use super::{Layout, check_spec};
 use crate::TrainError;
 use moesaic_engine::{ProcessGroup, joined_placed, part_of_placed, part_shape_placed};
-use moesaic_plan::{MeshError, Parallel, Placement, RankCoords};
+use moesaic_kernel::DType;
+use moesaic_plan::{MeshError, Parallel, RankCoords, RankCoordsment};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 
-/// Splits a layer into layers of its experts, `counts` of them each, with their
-/// rows of the router. What all experts share is in every part.
+/// Splits a layer into layers with `counts` of its experts each, and their rows of the router. Each
+/// part gets all tensors that are not an expert's.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when `counts` are not the layer's experts, a
-/// part would have fewer experts than `top_k`, or the router names experts in
-/// groups or a table; [`TrainError::Tensor`] for tensors that are not the layer's.
+/// [`TrainError::NotPreserved`] if `counts` do not add up to the layer's experts, a part would have
+/// fewer experts than `top_k`, or the router has groups or a table. [`TrainError::Tensor`] for
+/// tensors that are not the layer's.
 pub fn split_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
@@ -39,6 +40,8 @@ pub fn split_experts(
         let each = tensors.iter().map(|(name, tensor)| {
             let tensor = match layout.axis(name) {
                 Some(axis) => {
+                    // Router tensors have rows for experts without weights after the others. Every
+                    // part gets those too.
                     let behind = spec.shape.experts..tensor.shape[axis];
                     let slices: Vec<usize> = own.clone().chain(behind).collect();
                     gather(tensor, axis, &slices)
@@ -53,13 +56,12 @@ pub fn split_experts(
     Ok(parts)
 }
 
-/// Joins layers into one with the experts of all: what [`split_experts`] gave
-/// comes back to the byte.
+/// Joins layers into one with the experts of all. It restores the input of [`split_experts`] to the
+/// byte.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when the specs differ in more than the number of
-/// experts; [`TrainError::Tensor`] when a tensor is missing in a part, or one
-/// that all experts share is not the same in all.
+/// [`TrainError::NotPreserved`] if the specs differ in more than the number of experts.
+/// [`TrainError::Tensor`] if a tensor is missing in a part, or a shared one differs between parts.
 pub fn merge_experts(
     parts: &[(LayerSpec, Tensors<'static>)],
 ) -> Result<(LayerSpec, Tensors<'static>), TrainError> {
@@ -69,6 +71,7 @@ pub fn merge_experts(
     let mut whole = first.0.clone();
     for (spec, _) in rest {
         let mut same = spec.clone();
+        // Specs may differ in their number of experts and in nothing else.
         same.shape.experts = first.0.shape.experts;
         if same != first.0 {
             let reason = "the parts differ in more than their number of experts";
@@ -93,30 +96,32 @@ pub fn merge_experts(
     Ok((whole, joined))
 }
 
-/// What each rank of a group that holds all experts has: its slices of its experts, and
-/// all that is not an expert's; in the order of ranks. Groups beside it (`dp`) have the same.
+/// Returns the part of each rank in a group that holds all experts, in rank order: its shards of
+/// its experts, and all tensors that are not an expert's. Further groups (`dp`) have the same.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when the ranks cannot share the experts so;
-/// [`TrainError::Tensor`] for tensors that are not the layer's.
+/// [`TrainError::NotPreserved`] if the ranks cannot share the experts so. [`TrainError::Tensor`]
+/// for tensors that are not the layer's.
 pub fn shard_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
     mesh: Parallel,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
-    shard_placed(spec, tensors, (mesh, None))
+    shard_placed(spec, tensors, mesh, None)
 }
 
-/// The same where experts are placed as the caller says; `None`: as [`shard_experts`].
+/// Returns each rank's part as [`shard_experts`] does, with experts placed by `placement`; `None`
+/// is the default placement.
 ///
 /// # Errors
-/// As [`shard_experts`].
+/// The same as [`shard_experts`].
 pub fn shard_placed(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
-    (mesh, placement): (Parallel, Option<&Placement>),
+    mesh: Parallel,
+    placement: Option<&RankCoordsment>,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
-    let mesh = one_group(spec, (mesh, placement))?;
+    let mesh = one_group(spec, mesh, placement)?;
     Layout::new(spec).check(tensors)?;
     let shard = |rank: usize| {
         let place = place(mesh, rank)?;
@@ -129,30 +134,31 @@ pub fn shard_placed(
     (0..mesh.ranks()).map(shard).collect()
 }
 
-/// The whole layer again from what the ranks of a group hold, in their order; `spec` is
-/// that of the whole.
+/// Joins the parts of a group's ranks, in rank order, into the whole layer; `spec` is that of the
+/// whole.
 ///
 /// # Errors
-/// As [`merge_experts`].
+/// The same as [`merge_experts`].
 pub fn unshard_experts(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
     mesh: Parallel,
 ) -> Result<Tensors<'static>, TrainError> {
-    unshard_placed(spec, shards, (mesh, None))
+    unshard_placed(spec, shards, mesh, None)
 }
 
-/// The same where experts are placed as the caller says; `None`: as [`unshard_experts`]. Of
-/// replicas the owner's is taken.
+/// Joins parts as [`unshard_experts`] does, with experts placed by `placement`; `None` is the
+/// default placement. Of several replicas it takes the owner's.
 ///
 /// # Errors
-/// As [`unshard_experts`]; [`TrainError::Tensor`] also for a replica that is not as its owner.
+/// The same as [`unshard_experts`], or [`TrainError::Tensor`] if a replica differs from its owner.
 pub fn unshard_placed(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
-    (mesh, placement): (Parallel, Option<&Placement>),
+    mesh: Parallel,
+    placement: Option<&RankCoordsment>,
 ) -> Result<Tensors<'static>, TrainError> {
-    let mesh = one_group(spec, (mesh, placement))?;
+    let mesh = one_group(spec, mesh, placement)?;
     if shards.len() != mesh.ranks() {
         let (wanted, given) = (mesh.ranks(), shards.len());
         let reason = format!("parts of {wanted} ranks make the layer, {given} are given");
@@ -166,14 +172,13 @@ pub fn unshard_placed(
             let wanted = layout.shape(name);
             let wanted = wanted.ok_or_else(|| TrainError::tensor(name, "is of no layer"))?;
             for (rank, tensor) in list.iter().enumerate() {
-                check_part(
-                    name,
-                    tensor,
-                    list[0],
-                    (mesh, placement),
-                    rank,
-                    &wanted.shape,
-                )?;
+                let at = place(mesh, rank)?;
+                let shape = part_shape_placed((mesh, placement), at, name, &wanted.shape);
+                if tensor.dtype != list[0].dtype || shape.as_deref() != Some(&tensor.shape) {
+                    let ranks = mesh.ranks();
+                    let problem = wrong_part(tensor, rank, ranks, list[0].dtype, shape);
+                    return Err(TrainError::tensor(name, problem));
+                }
             }
             if let Some(placement) =
                 placement.filter(|_| ProcessGroup::of(mesh, name) == ProcessGroup::ExpertDp)
@@ -188,37 +193,29 @@ pub fn unshard_placed(
     Ok(whole)
 }
 
-/// Refuses a tensor that is not what the rank has of one of a shape.
-fn check_part(
-    name: &str,
+/// Says how a tensor differs from a rank's part, which has `shape`, or does not exist.
+fn wrong_part(
     tensor: &Tensor<'_>,
-    first: &Tensor<'_>,
-    (mesh, placement): (Parallel, Option<&Placement>),
     rank: usize,
-    whole: &[usize],
-) -> Result<(), TrainError> {
-    let shape = part_shape_placed((mesh, placement), place(mesh, rank)?, name, whole);
-    if tensor.dtype == first.dtype && shape.as_deref() == Some(&tensor.shape) {
-        return Ok(());
-    }
-    let shape = shape.map_or("no part of it".to_string(), |shape| {
-        format!("{} of shape {shape:?}", first.dtype)
+    ranks: usize,
+    dtype: DType,
+    shape: Option<Vec<usize>>,
+) -> String {
+    let expected = shape.map_or("no part of it".to_string(), |shape| {
+        format!("{dtype} of shape {shape:?}")
     });
-    let problem = format!(
-        "is {} of shape {:?} in the part of rank {rank} of {}, expected {shape}",
-        tensor.dtype,
-        tensor.shape,
-        mesh.ranks()
-    );
-    Err(TrainError::tensor(name, problem))
+    format!(
+        "is {} of shape {:?} in the part of rank {rank} of {ranks}, expected {expected}",
+        tensor.dtype, tensor.shape
+    )
 }
 
-/// Refuses replicas that are not as their owners.
+/// Refuses replicas that differ from their owners.
 fn check_replicas(
     name: &str,
     list: &[&Tensor<'_>],
     mesh: Parallel,
-    placement: &Placement,
+    placement: &RankCoordsment,
 ) -> Result<(), TrainError> {
     let of = |expert: usize, ep: usize, shard: usize| {
         let tensor = list[mesh.rank(RankCoords {
@@ -232,6 +229,7 @@ fn check_replicas(
         );
         tensor.data.get(slot * row..(slot + 1) * row)
     };
+    // Taking the owner's silently would hide a replica that training let drift apart.
     for expert in placement.replicated() {
         let owner = placement.owner(expert);
         for (&ep, shard) in placement
@@ -249,12 +247,14 @@ fn check_replicas(
     Ok(())
 }
 
-/// The mesh of one of its groups, if the layer can be shared so.
+/// Returns the mesh of one of its groups, if the layer can be shared so.
 fn one_group(
     spec: &LayerSpec,
-    (mesh, placement): (Parallel, Option<&Placement>),
+    mesh: Parallel,
+    placement: Option<&RankCoordsment>,
 ) -> Result<Parallel, TrainError> {
     check_spec(spec)?;
+    // Further groups hold the same parts, so one group is enough.
     let mesh = Parallel { dp: 1, ..mesh };
     let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
     mesh.check(spec).map_err(refused)?;
@@ -270,7 +270,7 @@ fn place(mesh: Parallel, rank: usize) -> Result<RankCoords, TrainError> {
     mesh.place(rank).map_err(refused)
 }
 
-/// Refuses routers that name experts of other parts.
+/// Refuses routers that refer to experts of other parts.
 fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
     let reason = if spec.router.kind == RouterKind::Table {
         "a routing table names experts of all parts"
@@ -282,7 +282,7 @@ fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
     Err(TrainError::NotPreserved(reason.to_string()))
 }
 
-/// Makes one tensor of those that all sets have under a name.
+/// Makes one tensor from those of all sets under each name.
 fn each_name(
     sets: &[&Tensors<'_>],
     make: impl Fn(&str, &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError>,
@@ -298,8 +298,7 @@ fn each_name(
     Ok(made)
 }
 
-/// The experts of all tensors, then what lies behind them, which is the same
-/// in all.
+/// Joins the experts of all tensors, followed by the tail that is the same in all.
 fn join(
     name: &str,
     list: &[&Tensor<'_>],
@@ -323,6 +322,8 @@ fn join(
     };
     let pairs = || list.iter().zip(experts);
     let tails: Vec<Tensor<'static>> = pairs().map(|(t, &count)| behind(t, count)).collect();
+    // The rows after the experts belong to experts without weights, so they must agree and appear
+    // once.
     let tail = same(name, &tails.iter().collect::<Vec<_>>())?;
     let own = |tensor: &Tensor<'_>, count: usize| {
         let indices: Vec<usize> = (0..count).collect();
@@ -333,7 +334,7 @@ fn join(
     Ok(concat(&all, axis))
 }
 
-/// The tensor that all parts have.
+/// Returns the tensor, which must be equal in all parts.
 fn same(name: &str, list: &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError> {
     if list.iter().all(|tensor| *tensor == list[0]) {
         Ok(list[0].clone().into_static())

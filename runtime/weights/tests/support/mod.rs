@@ -1,5 +1,5 @@
-//! Checks of a directory with config.json, model.safetensors, case.json and
-//! block.safetensors against the reference.
+//! Checks a directory with config.json, model.safetensors, case.json and block.safetensors against
+//! the reference.
 
 use moesaic_kernel::DType;
 use moesaic_reference::{Input, Output, Weights, forward};
@@ -10,11 +10,11 @@ use std::error::Error;
 use std::fs;
 use std::path::Path;
 
-/// How far the reference is from the oracle.
+/// The distance of the reference from the oracle.
 pub struct Report {
-    /// Largest difference of `y`, relative to the largest element.
+    /// The largest difference of `y`, relative to the largest element.
     pub error: f64,
-    /// Rows whose chosen experts differ.
+    /// The number of rows with other chosen experts.
     pub wrong_rows: usize,
 }
 
@@ -49,7 +49,7 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     })
 }
 
-/// The configuration with ModelOpt's beside it.
+/// Returns the configuration merged with ModelOpt's.
 fn config(dir: &Path) -> Result<String, Box<dyn Error>> {
     let config = fs::read_to_string(dir.join("config.json"))?;
     match fs::read_to_string(dir.join("hf_quant_config.json")) {
@@ -72,8 +72,8 @@ pub fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     off / largest
 }
 
-/// The oracle's ids ascend within a row; a dropped choice is -1 there. Identity
-/// experts take no place and are never dropped.
+/// Counts rows with other experts. The oracle's ids ascend within a row, with -1 for a dropped
+/// choice. Identity experts take no place and are never dropped.
 fn wrong_rows(output: &Output, want: &[i32], spec: &LayerSpec) -> usize {
     let k = spec.shape.top_k;
     let kept = |(&e, &at): (&i32, &i32)| {

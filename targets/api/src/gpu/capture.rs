@@ -1,4 +1,4 @@
-//! A graph that is being captured, and what it will keep.
+//! A graph under capture, and the resources that it will keep.
 
 use super::graph::Exec;
 use super::journal::Launched;
@@ -10,11 +10,11 @@ use crate::{Buffer, DeviceError};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The streams of a capture belong to this process alone and the rules of a
-/// graph are kept here, so that other threads need not be restrained.
+/// The relaxed capture mode, which does not restrict other threads. That is safe because a
+/// capture's streams belong to this process alone and this module enforces the rules of a graph.
 const RELAXED: i32 = 2;
 
-/// A capture that was begun on one stream and may have spread to others.
+/// A capture, which began on one stream and may have spread to others.
 pub(super) struct Capture<V: Vendor> {
     pub name: String,
     origin: u64,
@@ -22,17 +22,17 @@ pub(super) struct Capture<V: Vendor> {
     kept: Mutex<Kept<V>>,
 }
 
-/// What the launches of a graph use. Fields are dropped in this order.
+/// The resources that a graph's launches use. Fields drop in this order.
 pub(super) struct Kept<V: Vendor> {
     pub launches: Vec<Launched>,
     pub execs: Vec<Exec<V>>,
-    /// Modules that are still in use elsewhere.
+    /// Modules that others use too.
     pub modules: Vec<Arc<Loaded<V>>>,
     /// Modules that nothing else uses.
     pub orphans: Vec<Orphan<V>>,
     /// Memory that nothing else uses.
     pub blocks: Vec<Block<V>>,
-    /// Memory that is in use elsewhere, too.
+    /// Memory that others use too.
     pub buffers: Vec<Arc<Buffer>>,
     pub lanes: Vec<Arc<Lane<V>>>,
 }
@@ -52,9 +52,8 @@ impl<V: Vendor> Default for Kept<V> {
 }
 
 impl<V: Vendor> Kept<V> {
-    /// Lets go of all of it, once the graphs launched on `lane` have finished.
-    /// Before an orphan goes, what other streams of the capture had to do before
-    /// they became part of it has finished, too.
+    /// Releases everything once the graphs launched on `lane` have finished. Before an orphan is
+    /// unloaded, work that other streams of the capture had before they joined it has finished too.
     pub fn release(mut self, lane: &Lane<V>) {
         let finished = |lane: &Lane<V>| lane.synchronize("end of a graph").is_ok();
         let others = || self.orphans.is_empty() || self.lanes.iter().all(|lane| finished(lane));
@@ -81,8 +80,8 @@ impl<V: Vendor> Capture<V> {
         Ok(())
     }
 
-    /// Ends the capture of `lane`, on which it must have begun. Whatever
-    /// happens it is over, and its streams are free again.
+    /// Ends the capture of `lane`, on which it must have begun. It is over even after an error, and
+    /// its streams are free again.
     pub fn end(&self, lane: &Lane<V>) -> Result<(GraphHandle, Kept<V>), DeviceError> {
         let operation = format!("the capture of graph `{}`", self.name);
         if self.origin != lane.id {
@@ -143,7 +142,7 @@ impl<V: Vendor> Capture<V> {
         self.kept().orphans.push(orphan);
     }
 
-    /// Keeps what another graph kept, whose last launch may be running.
+    /// Keeps the resources of another graph, whose last launch may still be running.
     pub fn absorb(&self, other: Kept<V>) {
         let mut kept = self.kept();
         kept.execs.extend(other.execs);

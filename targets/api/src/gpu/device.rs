@@ -6,7 +6,7 @@ use super::graph::GpuGraph;
 use super::lane::Lane;
 use super::module::GpuModule;
 use super::shared::Gpu;
-use super::{PoolHandle, Rows, StreamHandle, Vendor, functions, memory, staging};
+use super::{AddressedRows, PoolHandle, StreamHandle, Vendor, functions, memory, staging};
 use crate::{
     Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
     HostBuffer, Module, RowCopy, StreamDevice,
@@ -17,30 +17,29 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-/// The pool attribute for the bytes that it keeps at a synchronisation.
+/// The pool attribute for the number of bytes kept at a synchronization.
 const RELEASE_THRESHOLD: i32 = 4;
 
-/// A GPU and one stream on it, by a driver.
+/// A GPU and one stream on it, through a driver.
 pub struct GpuDevice<V: Vendor> {
     lane: Arc<Lane<V>>,
 }
 
-/// What a [`GpuDevice`] starts with.
+/// The starting state of a [`GpuDevice`].
 pub struct Setup {
-    /// What the device says of itself.
+    /// The device's properties.
     pub info: DeviceInfo,
-    /// The same in numbers; [`GpuInfo::pools`] is whether the driver claims
-    /// to have them.
+    /// The device's numbers; [`GpuInfo::pools`] is the driver's claim to have memory pools.
     pub gpu_info: GpuInfo,
-    /// The stream to use, and who destroys it; a new one without.
+    /// The stream to use, with the owner that destroys it; without one, a new stream is made.
     pub stream: Option<(StreamHandle, Box<dyn Any + Send + Sync>)>,
 }
 
 impl<V: Vendor> GpuDevice<V> {
-    /// Covers the vendor's GPU.
+    /// Makes a device of the vendor's GPU.
     ///
     /// # Errors
-    /// When the driver has no stream.
+    /// If the driver cannot make a stream.
     pub fn new(vendor: V, mut setup: Setup) -> Result<GpuDevice<V>, DeviceError> {
         setup.gpu_info.pools = setup.gpu_info.pools && keeps_memory(&vendor, &setup.gpu_info);
         let gpu = Arc::new(Gpu::new(vendor, setup.info, setup.gpu_info));
@@ -53,10 +52,10 @@ impl<V: Vendor> GpuDevice<V> {
         })
     }
 
-    /// Free and total memory in bytes.
+    /// Returns free and total memory in bytes.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// If the driver fails.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         memory::free_and_total(&self.lane.gpu)
     }
@@ -68,7 +67,7 @@ impl<V: Vendor> GpuDevice<V> {
         }
     }
 
-    /// The module, if it is one of this GPU.
+    /// Returns the module, if it belongs to this GPU.
     fn own<'a>(
         &self,
         module: &'a dyn Module,
@@ -130,8 +129,8 @@ impl<V: Vendor> Device for GpuDevice<V> {
         let lane = &self.lane;
         lane.forbid(|| format!("a copy of {} bytes to the host", bytes.len()))?;
         if !bytes.is_empty() {
-            // SAFETY: the range lies in the buffer, which the caller keeps;
-            // `bytes` is borrowed until the copy has finished, below.
+            // SAFETY: the range lies in the buffer, which the caller keeps; `bytes` is borrowed
+            // until the copy has finished, below.
             lane.gpu.call("download", |f| unsafe {
                 (f.download)(bytes.as_mut_ptr().cast(), from.0, bytes.len(), lane.stream)
             })?;
@@ -143,7 +142,7 @@ impl<V: Vendor> Device for GpuDevice<V> {
         let Some([from, to]) = copy.check()? else {
             return Ok(());
         };
-        let rows = Rows {
+        let rows = AddressedRows {
             from: from.start,
             from_stride: copy.from_stride,
             to: to.start,
@@ -270,20 +269,21 @@ impl<V: Vendor> fmt::Debug for GpuDevice<V> {
 
 impl<V: Vendor> Drop for GpuDevice<V> {
     fn drop(&mut self) {
-        // A capture that nobody can end keeps its streams and modules, which
-        // keep it.
+        // A capture that nobody can end would keep its streams and modules, which keep it in turn,
+        // so end it here.
         let capture = self.lane.capturing();
         if let Some(capture) = capture.filter(|capture| capture.begun_on(&self.lane)) {
             let _ = GpuGraph::end(&self.lane, &capture);
         }
-        // A module that ran here keeps the stream, which takes no upload any more.
+        // A module that ran here keeps the stream, which takes no uploads any more, so free its
+        // staging memory.
         drop(self.lane.staging().take());
     }
 }
 
-/// Whether there is a pool. By default it gives freed memory back to the
-/// system at every synchronisation, and each layer would map it anew: it is
-/// told to keep it. Where that fails things are slower and no less right.
+/// Configures the memory pool, and returns true if there is one. By default a pool returns freed
+/// memory to the system at every synchronization, and each layer would map it anew, so it is told
+/// to keep it. If that fails, results are the same but allocation is slower.
 fn keeps_memory<V: Vendor>(vendor: &V, gpu_info: &GpuInfo) -> bool {
     let functions = vendor.functions();
     let ordinal = i32::try_from(gpu_info.ordinal).unwrap_or(i32::MAX);

@@ -1,4 +1,4 @@
-//! Points of a stream.
+//! Events: points of a stream.
 
 use super::capture::Capture;
 use super::lane::Lane;
@@ -8,17 +8,17 @@ use crate::{DeviceError, Event};
 use std::any::Any;
 use std::sync::Arc;
 
-/// An event that takes the time.
+/// The flag of an event with timing.
 const WITH_TIME: u32 = 0;
 
-/// An event of the driver, destroyed on drop.
+/// A driver's event, destroyed on drop.
 pub(super) struct Mark<V: Vendor> {
     handle: EventHandle,
     gpu: Arc<Gpu<V>>,
 }
 
 impl<V: Vendor> Mark<V> {
-    /// A new event, recorded.
+    /// Returns a new, recorded event.
     pub fn recorded(lane: &Lane<V>, flags: u32) -> Result<Mark<V>, DeviceError> {
         let mut handle = EventHandle(functions::NULL);
         // SAFETY: the pointer is valid for a write.
@@ -31,7 +31,7 @@ impl<V: Vendor> Mark<V> {
         Ok(mark)
     }
 
-    /// Comes to pass after all that is in the stream now.
+    /// Records the event after all work now in the stream.
     pub fn record(&self, lane: &Lane<V>) -> Result<(), DeviceError> {
         // SAFETY: event and stream are live.
         lane.gpu.call("record of an event", |f| unsafe {
@@ -46,7 +46,7 @@ impl<V: Vendor> Mark<V> {
             .call(operation, |f| unsafe { (f.event_synchronize)(self.handle) })
     }
 
-    /// Whether the stream has come to it.
+    /// Returns true if the stream has reached it.
     fn passed(&self) -> Result<bool, DeviceError> {
         const NOT_YET: i32 = 600;
         let operation = "query of an event";
@@ -70,18 +70,18 @@ impl<V: Vendor> Drop for Mark<V> {
     }
 }
 
-/// A point of a stream, and of the capture that the stream was part of.
+/// A point of a stream, and the capture that the stream was part of.
 pub(super) struct GpuEvent<V: Vendor> {
     mark: Mark<V>,
     lane: Arc<Lane<V>>,
-    /// The capture it was recorded in.
+    /// The capture in which it was recorded.
     capture: Option<Arc<Capture<V>>>,
 }
 
 impl<V: Vendor> GpuEvent<V> {
     /// Records a new event.
     pub fn record(lane: &Arc<Lane<V>>) -> Result<GpuEvent<V>, DeviceError> {
-        // Before it is recorded: the capture may end meanwhile.
+        // Look up the capture before recording, because it may end in between.
         let capture = lane.capturing();
         Ok(GpuEvent {
             mark: Mark::recorded(lane, WITH_TIME)?,
@@ -90,7 +90,7 @@ impl<V: Vendor> GpuEvent<V> {
         })
     }
 
-    /// Of this driver, or an error that names what was asked of it.
+    /// Returns this driver's event, or an error that names the operation.
     pub fn of<'a>(event: &'a dyn Event, asked: &str) -> Result<&'a GpuEvent<V>, DeviceError> {
         let event: &dyn Any = event;
         event
@@ -101,10 +101,10 @@ impl<V: Vendor> GpuEvent<V> {
             })
     }
 
-    /// What comes later on `lane` waits for this event.
+    /// Makes later work on `lane` wait for this event.
     pub fn hold(&self, lane: &Arc<Lane<V>>) -> Result<(), DeviceError> {
         let joins = self.joins(lane)?;
-        // SAFETY: event and stream are live; 0 is the only flag there is.
+        // SAFETY: event and stream are live; 0 is the only defined flag.
         lane.gpu.call("wait for an event", |f| unsafe {
             (f.stream_wait)(lane.stream, self.mark.handle, 0)
         })?;
@@ -115,7 +115,7 @@ impl<V: Vendor> GpuEvent<V> {
         Ok(())
     }
 
-    /// The capture that `lane` becomes part of when it waits for this event.
+    /// Returns the capture that `lane` joins when it waits for this event.
     fn joins(&self, lane: &Lane<V>) -> Result<Option<&Arc<Capture<V>>>, DeviceError> {
         match (&self.capture, lane.capturing()) {
             (None, None) => Ok(None),

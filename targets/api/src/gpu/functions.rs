@@ -1,5 +1,5 @@
-//! The functions of a GPU driver, which CUDA and HIP declare alike: other
-//! names, the same arguments, the same codes.
+//! The functions of a GPU driver. CUDA and HIP declare them alike: the names differ, arguments and
+//! codes are the same.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -10,8 +10,8 @@ macro_rules! handles {
         #[repr(transparent)]
         pub struct $Name(pub *mut c_void);
 
-        // SAFETY: drivers take their handles on every thread, and nobody else
-        // follows the pointer.
+        // SAFETY: drivers accept their handles on every thread, and nobody else follows the
+        // pointer.
         unsafe impl Send for $Name {}
         // SAFETY: as above.
         unsafe impl Sync for $Name {}
@@ -35,13 +35,13 @@ handles! {
     PoolHandle;
 }
 
-/// No handle.
+/// The null handle.
 pub(super) const NULL: *mut c_void = std::ptr::null_mut();
 
 macro_rules! functions {
     ($($name:ident($($Arg:ty),*);)*) => {
-        /// The functions of a driver. Each returns a code, 0 for
-        /// success; addresses of device memory are 64-bit integers.
+        /// The functions of a driver. Each returns a code, 0 for success. Addresses of device
+        /// memory are 64-bit integers.
         #[derive(Clone, Copy)]
         #[allow(missing_docs)]
         pub struct Functions {
@@ -51,21 +51,21 @@ macro_rules! functions {
         /// The names of [`Functions`] in the driver's library.
         #[derive(Clone, Copy, Debug)]
         #[allow(missing_docs)]
-        pub struct Names {
+        pub struct FunctionNames {
             $(pub $name: &'static str,)*
         }
 
         impl Functions {
-            /// Looks every function up; `symbol` gives the address of a name.
+            /// Looks every function up; `symbol` returns the address of a name.
             ///
             /// # Safety
-            /// Each address is that of a function with the signature of the
-            /// field, and stays valid.
+            /// Each address must be that of a function with the field's signature, and must stay
+            /// valid.
             ///
             /// # Errors
-            /// What `symbol` returns.
+            /// The errors of `symbol`.
             pub unsafe fn load<E>(
-                names: &Names,
+                names: &FunctionNames,
                 mut symbol: impl FnMut(&'static str) -> Result<*const c_void, E>,
             ) -> Result<Functions, E> {
                 Ok(Functions {

@@ -1,4 +1,4 @@
-//! Captured launches, launched again.
+//! Captured launches that can be launched again.
 
 use super::capture::{Capture, Kept};
 use super::journal::Launched;
@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) struct GpuGraph<V: Vendor> {
     name: String,
     launched: Launched,
-    /// A driver wants one launch of it at a time.
+    /// The executable graph, behind a lock because drivers allow one launch of it at a time.
     exec: Mutex<ExecHandle>,
     lane: Arc<Lane<V>>,
-    /// What it uses, itself included.
+    /// The resources that it uses, itself included.
     kept: Kept<V>,
 }
 
-/// A graph that can be launched; destroyed on drop.
+/// An executable graph, destroyed on drop.
 pub(super) struct Exec<V: Vendor> {
     gpu: Arc<Gpu<V>>,
     handle: ExecHandle,
@@ -74,7 +74,7 @@ fn instantiate<V: Vendor>(
     Ok(exec)
 }
 
-/// The graph as errors name it: `` `decode` with `gate_topk`, `dispatch` ``.
+/// Returns the graph's description for errors: `` `decode` with `gate_topk`, `dispatch` ``.
 fn described<V: Vendor>(name: &str, kept: &Kept<V>) -> Launched {
     let kernels: Vec<String> = kept.launches.iter().map(Launched::to_string).collect();
     let name = if kernels.is_empty() {
@@ -102,8 +102,8 @@ impl<V: Vendor> Graph for GpuGraph<V> {
         let operation = format!("launch of graph `{}`", self.name);
         self.lane.forbid(|| format!("the {operation}"))?;
         let exec = self.exec.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: graph and stream are live; the caller vouches for what the
-        // launches in it point to.
+        // SAFETY: graph and stream are live; the caller vouches for the memory that its launches
+        // use.
         self.lane.gpu.call(&operation, |f| unsafe {
             (f.graph_launch)(*exec, self.lane.stream)
         })?;

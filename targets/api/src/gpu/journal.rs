@@ -1,26 +1,30 @@
-//! What was launched and not yet waited for: the suspects when a kernel's
-//! fault comes to light later.
+//! A journal of launches not yet waited for: the suspects when a kernel's fault shows later.
 
-use super::Shape;
+use super::LaunchShape;
 use super::shared::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Suspects that are remembered. A layer has about ten.
+/// The number of suspects remembered. A layer has about ten launches.
 const KEPT: usize = 64;
 
-/// A launch, as errors name it.
+/// A launch as errors name it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Launched {
-    Kernel { symbol: Arc<str>, shape: Shape },
-    Graph { name: Arc<str> },
+    Kernel {
+        symbol: Arc<str>,
+        shape: LaunchShape,
+    },
+    Graph {
+        name: Arc<str>,
+    },
 }
 
-/// Launches of a stream, oldest first, each kind once.
+/// The launches of a stream, oldest first, each kind once.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
     launches: Vec<Launched>,
-    /// Where the launch that follows the last one is, if calls repeat.
+    /// The expected position of the next launch, if calls repeat.
     next: usize,
     forgotten: usize,
 }
@@ -28,11 +32,14 @@ pub(super) struct Journal {
 impl Journal {
     pub fn note(&mut self, launched: &Launched) {
         let count = self.launches.len();
+        // Start where the last call left off: in a loop over a layer, each launch is found at the
+        // first place.
         let mut places = (0..count).map(|i| (self.next + i) % count);
         if let Some(at) = places.find(|at| self.launches[*at] == *launched) {
             self.next = at + 1;
             return;
         }
+        // Forget the oldest, but count it, so that the error does not claim to be complete.
         if count == KEPT {
             self.launches.remove(0);
             self.forgotten += 1;
@@ -41,7 +48,7 @@ impl Journal {
         self.next = 0;
     }
 
-    /// Everything on this stream has finished.
+    /// Clears the journal, because everything on this stream has finished.
     pub fn settle(&mut self) {
         self.launches.clear();
         self.next = 0;
@@ -53,18 +60,18 @@ impl Journal {
     }
 }
 
-/// The journal of a stream. A launch locks its own stream's and no other.
+/// The journal of one stream. A launch locks only its own stream's journal.
 pub(super) type SharedJournal = Arc<Mutex<Journal>>;
 
-/// Those of a GPU's streams.
+/// The journals of a GPU's streams.
 #[derive(Debug, Default)]
 pub(super) struct Journals(Mutex<Vec<SharedJournal>>);
 
 impl Journals {
-    /// One for a new stream.
+    /// Opens a journal for a new stream.
     pub fn open(&self) -> SharedJournal {
         let mut all = lock(&self.0);
-        // A stream that is gone, and was waited for, has no suspects.
+        // A stream that is gone was waited for, so it has no suspects.
         all.retain(|journal| Arc::strong_count(journal) > 1 || !lock(journal).is_empty());
         let journal = SharedJournal::default();
         all.push(journal.clone());
@@ -80,7 +87,7 @@ impl Journals {
     }
 }
 
-/// Launches that a fault may be of.
+/// Launches that may have caused a fault.
 #[derive(Debug, Default)]
 pub(super) struct Suspects {
     pub launches: Vec<Launched>,
@@ -88,7 +95,7 @@ pub(super) struct Suspects {
 }
 
 impl Suspects {
-    /// Those of one more stream.
+    /// Adds the launches of one more stream.
     pub fn add(&mut self, journal: &Journal) {
         for launched in &journal.launches {
             if !self.launches.contains(launched) {
@@ -98,7 +105,7 @@ impl Suspects {
         self.forgotten += journal.forgotten;
     }
 
-    /// The suspects in words.
+    /// Describes the suspects.
     pub fn words(&self, blocking: &str) -> String {
         let names: Vec<String> = self.launches.iter().map(Launched::to_string).collect();
         if names.is_empty() {
@@ -129,7 +136,7 @@ mod tests {
     use super::*;
 
     fn kernel(symbol: &str) -> Launched {
-        let shape = Shape {
+        let shape = LaunchShape {
             grid: [2, 1],
             threads: 64,
             shared_bytes: 0,
@@ -172,7 +179,7 @@ mod tests {
         );
     }
 
-    /// A stream notes its launches while another one does, and they outlive it.
+    /// Streams record launches at the same time, and their journals outlive them.
     #[test]
     fn streams_lock_their_own_journals() {
         let journals = Journals::default();

@@ -1,4 +1,4 @@
-//! A stream, and the capture it is part of.
+//! A stream, and the capture that it is part of.
 
 use super::capture::Capture;
 use super::journal::{Journal, SharedJournal};
@@ -9,26 +9,26 @@ use crate::DeviceError;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A stream that does not wait for the default one.
+/// The flag of a stream that does not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
 
-/// A stream. It is destroyed when nothing is left that uses it.
+/// A stream, destroyed when nothing uses it any more.
 pub(super) struct Lane<V: Vendor> {
     pub gpu: Arc<Gpu<V>>,
     pub stream: StreamHandle,
     /// Its number on this GPU.
     pub id: u64,
-    /// What was launched on it.
+    /// The journal of its launches.
     journal: SharedJournal,
-    /// Who destroys the stream, when it is not this.
+    /// The owner that destroys the stream, if it is not this.
     owner: Option<Box<dyn Any + Send + Sync>>,
     capture: Mutex<Option<Arc<Capture<V>>>>,
-    /// For small uploads, once there was one.
+    /// The staging memory of small uploads, after the first one.
     staging: Mutex<Option<Staging<V>>>,
 }
 
 impl<V: Vendor> Lane<V> {
-    /// Covers a stream; it is destroyed on drop unless it has an owner.
+    /// Wraps a stream. It is destroyed on drop unless it has an owner.
     pub fn over(
         gpu: Arc<Gpu<V>>,
         stream: StreamHandle,
@@ -54,7 +54,7 @@ impl<V: Vendor> Lane<V> {
         Ok(Lane::over(gpu.clone(), stream, None))
     }
 
-    /// Waits for all that was launched. `operation` is for the error.
+    /// Waits for everything launched. `operation` is for the error.
     pub fn synchronize(&self, operation: &str) -> Result<(), DeviceError> {
         self.forbid(|| operation.to_string())?;
         // SAFETY: the stream lives as long as this.
@@ -65,7 +65,7 @@ impl<V: Vendor> Lane<V> {
         Ok(())
     }
 
-    /// The capture this stream is part of.
+    /// Returns the capture that this stream is part of.
     pub fn capturing(&self) -> Option<Arc<Capture<V>>> {
         let mut capture = self.capture();
         if capture.as_ref().is_some_and(|capture| !capture.is_open()) {
@@ -78,7 +78,7 @@ impl<V: Vendor> Lane<V> {
         *self.capture() = Some(capture.clone());
     }
 
-    /// Refuses what cannot be part of a graph.
+    /// Refuses an operation that cannot be part of a graph.
     pub fn forbid(&self, attempted: impl FnOnce() -> String) -> Result<(), DeviceError> {
         match self.capturing() {
             None => Ok(()),
@@ -104,11 +104,11 @@ impl<V: Vendor> Lane<V> {
 
 impl<V: Vendor> Drop for Lane<V> {
     fn drop(&mut self) {
-        // It waits for its uploads.
+        // Dropping the staging memory waits for its uploads.
         drop(self.staging().take());
         if self.owner.is_none() {
-            // SAFETY: nothing that uses the stream is left: all of it shares
-            // this. The driver finishes what is still in it.
+            // SAFETY: everything that uses the stream shares ownership of this, so nothing is left.
+            // The driver finishes the work still in it.
             self.gpu
                 .call_quietly(|f| unsafe { (f.stream_destroy)(self.stream) });
         }

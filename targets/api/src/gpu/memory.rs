@@ -1,4 +1,4 @@
-//! Memory of the device, and host memory that it reaches.
+//! Device memory, and host memory that the device can access.
 
 use super::lane::Lane;
 use super::shared::Gpu;
@@ -8,16 +8,15 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Codes of both drivers.
+/// The code for exhausted memory in both drivers.
 const OUT_OF_MEMORY: i32 = 2;
 const NOT_SUPPORTED: i32 = 801;
 
-/// Pinned for every GPU of the process.
+/// The flag that pins memory for every GPU of the process.
 const PORTABLE: u32 = 1;
 
-/// Device memory that is freed, in the order of its stream, on drop. While
-/// the stream is part of a capture the graph keeps it: a free would become
-/// part of the graph.
+/// Device memory that is freed on drop, in the order of its stream. During a capture the graph
+/// keeps it, because a free would become part of the graph.
 pub(super) struct Block<V: Vendor> {
     address: u64,
     pooled: bool,
@@ -33,8 +32,8 @@ impl<V: Vendor> Drop for Block<V> {
             });
         }
         let (address, stream) = (self.address, self.lane.stream);
-        // SAFETY: allocated once, freed once; in stream order, so that
-        // earlier launches finish first, or when the device has finished.
+        // SAFETY: allocated once, freed once; in stream order, so that earlier launches finish
+        // first, or when the device has finished.
         self.lane.gpu.call_quietly(|f| unsafe {
             if self.pooled {
                 (f.free_async)(address, stream)
@@ -53,7 +52,7 @@ pub(super) fn allocate<V: Vendor>(
     let gpu = &lane.gpu;
     let operation = format!("allocation of {bytes} bytes");
     gpu.enter(&operation)?;
-    // Zero bytes get one, so that the address is always real.
+    // Allocate one byte for zero, so that the address is always real.
     match address(lane, bytes.max(1)) {
         Ok((address, pooled)) => {
             let owner = Block {
@@ -68,7 +67,7 @@ pub(super) fn allocate<V: Vendor>(
     }
 }
 
-/// From the pool, and where there is none from the driver itself.
+/// Allocates from the pool, or from the driver itself without a pool.
 fn address<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<(u64, bool), Fault> {
     let (gpu, mut address) = (&lane.gpu, 0);
     let functions = gpu.vendor.functions();
@@ -92,7 +91,7 @@ fn out_of_memory<V: Vendor>(gpu: &Gpu<V>, asked: usize) -> DeviceError {
     DeviceError::OutOfMemory { asked, free }
 }
 
-/// Free and total memory in bytes.
+/// Returns free and total memory in bytes.
 pub(super) fn free_and_total<V: Vendor>(gpu: &Gpu<V>) -> Result<(usize, usize), DeviceError> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: both pointers are valid for a write.
@@ -102,7 +101,7 @@ pub(super) fn free_and_total<V: Vendor>(gpu: &Gpu<V>) -> Result<(usize, usize), 
     Ok((free, total))
 }
 
-/// Host memory that is given back on drop: copies from and to it have ended.
+/// Pinned host memory, freed on drop. Copies from and to it have ended by then.
 pub(super) struct Pinned<V: Vendor> {
     start: NonNull<u8>,
     gpu: Arc<Gpu<V>>,
@@ -123,8 +122,7 @@ impl<V: Vendor> Drop for Pinned<V> {
 }
 
 impl<V: Vendor> Pinned<V> {
-    /// At least one byte, so that the address is always real; contents
-    /// undefined.
+    /// Allocates at least one byte, so that the address is always real, with undefined contents.
     pub fn new(gpu: &Arc<Gpu<V>>, bytes: usize, operation: &str) -> Result<Pinned<V>, DeviceError> {
         let mut start: *mut c_void = functions::NULL;
         // SAFETY: the pointer is valid for a write.
@@ -149,8 +147,8 @@ pub(super) fn pinned<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<HostBuff
     lane.forbid(|| operation.clone())?;
     let owner = Pinned::new(&lane.gpu, bytes, &operation)?;
     let start = owner.start;
-    // SAFETY: the driver gave so many bytes; they are initialised first, and
-    // are nobody else's until the owner is dropped.
+    // SAFETY: the driver gave this many bytes; they are initialized first, and belong to nobody
+    // else until the owner is dropped.
     unsafe {
         start.write_bytes(0, bytes);
         Ok(HostBuffer::new(start, bytes, Box::new(owner)))

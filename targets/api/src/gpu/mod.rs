@@ -1,16 +1,16 @@
-//! GPUs by a driver, for the targets that have one: CUDA and HIP.
+//! GPUs through a driver, for CUDA and HIP.
 //!
-//! The two drivers declare the same functions under other names
-//! ([`Functions`]), so that streams, memory, modules, events, graphs and the
-//! errors of all of them are here once. A target brings a [`Vendor`]: its
-//! library, what differs, and the words for its codes.
+//! The two drivers declare the same functions under different names ([`Functions`]), so streams,
+//! memory, modules, events, graphs and their errors are written once, here. A target implements
+//! [`Vendor`]: its library, the differences, and the text of its error codes.
 //!
-//! Three rules hold everywhere. Whatever a launch may still use outlives it:
-//! modules are unloaded and streams destroyed when their work has finished,
-//! memory is freed in stream order, and a graph keeps what it launches. While
-//! a graph is captured, what the driver would refuse or, worse, record is
-//! refused before it reaches the driver. After a kernel has broken the
-//! driver's context, every call says so and names the kernel.
+//! Three rules hold everywhere:
+//! * Everything that a launch may still use outlives it. Modules are unloaded and streams destroyed
+//!   after their work has finished, memory is freed in stream order, and a graph keeps everything
+//!   that it launches.
+//! * During a capture, an operation that the driver would refuse, or would wrongly record, is
+//!   refused before it reaches the driver.
+//! * After a kernel has broken the driver's context, every call reports that and names the kernel.
 
 mod capture;
 mod device;
@@ -27,64 +27,62 @@ mod staging;
 use crate::{KernelReport, MapBytes, Ptr};
 pub use device::{GpuDevice, Setup};
 pub use functions::{
-    EventHandle, ExecHandle, FunctionHandle, Functions, GraphHandle, ModuleHandle, Names,
+    EventHandle, ExecHandle, FunctionHandle, FunctionNames, Functions, GraphHandle, ModuleHandle,
     PoolHandle, StreamHandle,
 };
 use moesaic_kernel::{Launch, TensorMap};
 use std::ffi::{c_int, c_void};
 use std::fmt;
 
-/// What differs between GPU drivers.
+/// The differences between GPU drivers.
 pub trait Vendor: Send + Sync + 'static {
     /// The backend: `cuda`.
     const BACKEND: &'static str;
 
-    /// The variable that makes launches wait for their end.
+    /// The environment variable that makes launches synchronous.
     const BLOCKING: &'static str;
 
-    /// Bytes of shared memory, static and dynamic, that need no
-    /// [`Vendor::allow`].
+    /// Bytes of shared memory, static and dynamic, that need no [`Vendor::allow`].
     const FREE_SHARED: u32;
 
-    /// The driver's functions.
+    /// Returns the driver's functions.
     fn functions(&self) -> &Functions;
 
-    /// Makes the GPU the one of this thread.
+    /// Makes the GPU current on this thread.
     ///
     /// # Errors
-    /// As the driver says.
+    /// The driver's error.
     fn bind(&self) -> Result<(), Fault>;
 
-    /// The driver's name and words for a code: `CUDA_ERROR_NO_DEVICE: no …`.
+    /// Returns the driver's name and description of a code: `CUDA_ERROR_NO_DEVICE: no …`.
     fn words(&self, code: c_int) -> String;
 
-    /// Whether the bytes are a complete binary: drivers trust its headers.
+    /// Checks that the bytes are a complete binary, because drivers trust its headers.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The defect.
     fn check_binary(&self, binary: &[u8]) -> Result<(), String>;
 
-    /// Static shared memory of a kernel in bytes.
+    /// Returns the static shared memory of a kernel in bytes.
     ///
     /// # Safety
-    /// The function's module is loaded.
+    /// The function's module must be loaded.
     ///
     /// # Errors
-    /// As the driver says.
+    /// The driver's error.
     unsafe fn static_shared(
         &self,
         function: FunctionHandle,
         report: Option<&KernelReport>,
     ) -> Result<u32, Fault>;
 
-    /// Asks for what the launches of a kernel will need that has `fixed` bytes
-    /// of static shared memory.
+    /// Requests the resources for launches of a kernel with `fixed` bytes of static shared memory.
     ///
     /// # Safety
-    /// The function's module is loaded.
+    /// The function's module must be loaded.
     ///
     /// # Errors
-    /// What cannot be had.
+    /// The resource that is not available.
     unsafe fn allow(
         &self,
         function: FunctionHandle,
@@ -92,88 +90,87 @@ pub trait Vendor: Send + Sync + 'static {
         fixed: u32,
     ) -> Result<(), String>;
 
-    /// Whether the driver can launch this shape at all.
+    /// Checks that the driver can launch this shape.
     ///
     /// # Errors
-    /// The limit that is exceeded.
-    fn check_shape(&self, shape: &Shape) -> Result<(), String>;
+    /// The exceeded limit.
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String>;
 
-    /// Whether blocks of a dependent launch may start before the launches before have ended.
+    /// Returns true if blocks of a dependent launch may start before the earlier launches have
+    /// ended.
     fn overlaps(&self) -> bool {
         false
     }
 
-    /// Launches with attributes: clusters of more than one block, which
-    /// [`Vendor::check_shape`] has allowed, or as dependent, where
-    /// [`Vendor::overlaps`]; returns the driver's code.
+    /// Launches with attributes: with clusters that [`Vendor::check_shape`] has allowed, or as a
+    /// dependent launch where [`Vendor::overlaps`] returns true. Returns the driver's code.
     ///
     /// # Safety
-    /// The function's module is loaded, the stream is live, and `params` hold
-    /// a pointer to each of the kernel's parameters.
+    /// The function's module must be loaded, the stream live, and `params` must hold a pointer to
+    /// each of the kernel's parameters.
     unsafe fn launch_with(
         &self,
         function: FunctionHandle,
-        shape: &Shape,
+        shape: &LaunchShape,
         params: &mut [*mut c_void],
         stream: StreamHandle,
     ) -> c_int;
 
-    /// Copies rows of bytes in stream order; returns the driver's code.
+    /// Copies rows of bytes in stream order. Returns the driver's code.
     ///
     /// # Safety
-    /// The rows lie in memory of the GPU, and the stream is live.
-    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int;
+    /// The rows must lie in memory of the GPU, and the stream must be live.
+    unsafe fn copy_rows(&self, rows: &AddressedRows, stream: StreamHandle) -> c_int;
 
-    /// Writes a tensor map for a tensor at `base` with `dims`, innermost
-    /// first.
+    /// Encodes a tensor map for a tensor at `base` with `dims`, innermost first.
     ///
     /// # Errors
-    /// The rule that is broken, with what was asked for.
+    /// The violated rule, with the requested values.
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String>;
 }
 
-/// Rows of bytes that are copied.
+/// A copy of rows of bytes by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
-    /// Where the first comes from.
+pub struct AddressedRows {
+    /// The address of the first source row.
     pub from: Ptr,
-    /// Bytes from its start to that of the next.
+    /// The distance between source rows in bytes.
     pub from_stride: usize,
-    /// Where it goes.
+    /// The address of the first destination row.
     pub to: Ptr,
-    /// Bytes from its start to that of the next, there.
+    /// The distance between destination rows in bytes.
     pub to_stride: usize,
-    /// How many rows.
+    /// The number of rows.
     pub count: usize,
-    /// Bytes of one.
+    /// The size of a row in bytes.
     pub bytes: usize,
 }
 
-/// A driver's code, in its own words.
+/// A driver's error code with its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The code; CUDA and HIP have the same ones.
+    /// The code; CUDA and HIP use the same ones.
     pub code: c_int,
-    /// Name and description.
+    /// The name and description.
     pub words: String,
 }
 
 /// The shape of a launch, in a driver's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct LaunchShape {
     /// Blocks in x and y.
     pub grid: [u32; 2],
     /// Threads per block.
     pub threads: u32,
     /// Dynamic shared memory in bytes.
     pub shared_bytes: u32,
-    /// Blocks of a cluster, in x.
+    /// Blocks per cluster, in x.
     pub cluster: u32,
-    /// Blocks may start before the launches before have ended.
+    /// Whether blocks may start before the earlier launches have ended.
     pub dependent: bool,
 }
 
-impl fmt::Display for Shape {
+impl fmt::Display for LaunchShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y] = self.grid;
         write!(

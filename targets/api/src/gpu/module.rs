@@ -1,9 +1,9 @@
-//! Loaded modules and their launch.
+//! Loaded modules and their launches.
 
 use super::journal::Launched;
 use super::lane::Lane;
 use super::shared::Gpu;
-use super::{FunctionHandle, ModuleHandle, Shape, Vendor, functions};
+use super::{FunctionHandle, LaunchShape, ModuleHandle, Vendor, functions};
 use crate::{
     Arg, ArgBlock, Artifact, DeviceError, FunctionId, KernelReport, LaunchDims, MAP_BYTES, Module,
     gpu_grid,
@@ -13,22 +13,21 @@ use std::cell::Cell;
 use std::ffi::{CString, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A loaded module as one stream sees it.
+/// A loaded module on one stream.
 pub(super) struct GpuModule<V: Vendor> {
     pub loaded: Arc<Loaded<V>>,
     lane: Arc<Lane<V>>,
 }
 
-/// A module that is unloaded on drop, when its launches have finished.
+/// A module that is unloaded on drop, after its launches have finished.
 pub(super) struct Loaded<V: Vendor> {
     pub gpu: Arc<Gpu<V>>,
     handle: ModuleHandle,
-    /// What it was loaded from: HIP makes no copy of a code object, and reads
-    /// it where it lies as long as it is loaded. CUDA does make one, and
-    /// the CUBIN that stays with it is small.
+    /// The binary it was loaded from. HIP reads a code object in place for as long as it is loaded.
+    /// CUDA copies it, but the CUBIN is small.
     image: Box<[u8]>,
     functions: Vec<Function>,
-    /// Streams on which it may have been launched.
+    /// The streams on which it may have been launched.
     lanes: Mutex<Vec<Arc<Lane<V>>>>,
 }
 
@@ -37,11 +36,11 @@ pub(super) struct Function {
     pub handle: FunctionHandle,
     symbol: Arc<str>,
     entry: Entry,
-    /// The most dynamic shared memory that a launch may ask for.
+    /// The largest dynamic shared memory of a launch in bytes.
     most_dynamic: u32,
 }
 
-/// A module that nothing but a graph uses.
+/// A module that only a graph uses.
 pub(super) struct Orphan<V: Vendor> {
     gpu: Arc<Gpu<V>>,
     handle: Option<ModuleHandle>,
@@ -49,7 +48,7 @@ pub(super) struct Orphan<V: Vendor> {
 }
 
 impl<V: Vendor> Orphan<V> {
-    /// Leaves it loaded for good: whether it still runs is not known.
+    /// Leaves the module loaded forever, because it may still be running.
     pub fn abandon(mut self) {
         self.handle = None;
         std::mem::forget(std::mem::take(&mut self.image));
@@ -59,8 +58,7 @@ impl<V: Vendor> Orphan<V> {
 impl<V: Vendor> Drop for Orphan<V> {
     fn drop(&mut self) {
         if let Some(handle) = self.handle {
-            // SAFETY: loaded once and unloaded once; what was launched of it
-            // has finished.
+            // SAFETY: loaded once and unloaded once, after its launches have finished.
             self.gpu
                 .call_quietly(|f| unsafe { (f.module_unload)(handle) });
         }
@@ -89,7 +87,7 @@ impl<V: Vendor> GpuModule<V> {
         Ok(GpuModule::on(&Arc::new(loaded), lane))
     }
 
-    /// The same module on another stream.
+    /// Returns the same module on another stream.
     pub fn on(loaded: &Arc<Loaded<V>>, lane: &Arc<Lane<V>>) -> GpuModule<V> {
         loaded.used_on(lane);
         GpuModule {
@@ -110,7 +108,7 @@ impl<V: Vendor> GpuModule<V> {
         function: &Function,
         dims: &LaunchDims,
         grid: [u32; 2],
-    ) -> Result<Shape, String> {
+    ) -> Result<LaunchShape, String> {
         let allowed = function.most_dynamic;
         if dims.shared_bytes > allowed {
             return Err(format!(
@@ -118,7 +116,7 @@ impl<V: Vendor> GpuModule<V> {
                 dims.shared_bytes
             ));
         }
-        let shape = Shape {
+        let shape = LaunchShape {
             grid,
             threads: dims.threads,
             shared_bytes: dims.shared_bytes,
@@ -156,9 +154,8 @@ impl<V: Vendor> Module for GpuModule<V> {
         };
         let shape = self.shape(function, &dims, grid).map_err(refuse)?;
         gpu.enter(format_args!("launch of kernel `{symbol}`"))?;
-        // SAFETY: the arguments are of the entry's kinds, checked above, and
-        // the binary's signature agreed when it was loaded. The caller vouches
-        // for what they point to.
+        // SAFETY: the arguments are of the entry's kinds, checked above, and the binary's signature
+        // agreed when it was loaded. The caller vouches for the memory they point to.
         let code = unsafe { self.start(function.handle, &shape, block.pointers()) };
         ARGS.set(block);
         match gpu.check(code) {
@@ -171,23 +168,22 @@ impl<V: Vendor> Module for GpuModule<V> {
 }
 
 thread_local! {
-    /// Room for the arguments of a launch, kept from one to the next.
+    /// The arguments of a launch, reused by the next launch on this thread.
     static ARGS: Cell<ArgBlock> = Cell::default();
 }
 
 impl<V: Vendor> GpuModule<V> {
     /// # Safety
-    /// `params` are the kernel's, which the driver copies during the call.
+    /// Starts the kernel. The driver copies `params` during the call.
     unsafe fn start(
         &self,
         function: FunctionHandle,
-        shape: &Shape,
+        shape: &LaunchShape,
         params: &mut [*mut c_void],
     ) -> c_int {
         let (vendor, stream) = (&self.lane.gpu.vendor, self.lane.stream);
         if shape.cluster > 1 || (shape.dependent && vendor.overlaps()) {
-            // SAFETY: the module is loaded, the stream is live, and the
-            // caller's promise.
+            // SAFETY: the module is loaded, the stream is live, and the caller promises the rest.
             return unsafe { vendor.launch_with(function, shape, params, stream) };
         }
         let ([x, y], threads, shared) = (shape.grid, shape.threads, shape.shared_bytes);
@@ -201,7 +197,7 @@ impl<V: Vendor> GpuModule<V> {
         }
     }
 
-    fn launched(&self, function: &Function, shape: Shape) {
+    fn launched(&self, function: &Function, shape: LaunchShape) {
         let launched = Launched::Kernel {
             symbol: function.symbol.clone(),
             shape,
@@ -218,12 +214,12 @@ impl<V: Vendor> Loaded<V> {
         FunctionId::find(self.functions.iter().map(|f| &*f.symbol), symbol)
     }
 
-    /// The kernel with this symbol.
+    /// Returns the kernel with this symbol.
     pub fn function(&self, symbol: &str) -> Result<&Function, DeviceError> {
         Ok(&self.functions[self.find_function(symbol)?.0])
     }
 
-    /// Its end has to wait for this stream, too.
+    /// Records that unloading has to wait for this stream too.
     fn used_on(&self, lane: &Arc<Lane<V>>) {
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         if !lanes.iter().any(|other| Arc::ptr_eq(other, lane)) {
@@ -231,7 +227,7 @@ impl<V: Vendor> Loaded<V> {
         }
     }
 
-    /// Looks a kernel up and asks for what its launches need.
+    /// Looks a kernel up and requests the resources for its launches.
     fn find(&self, entry: &Entry, report: Option<&KernelReport>) -> Result<Function, DeviceError> {
         let refuse = |reason| DeviceError::Load {
             kernel: entry.symbol.clone(),
@@ -262,8 +258,7 @@ impl<V: Vendor> Loaded<V> {
         Ok(function)
     }
 
-    /// Asks for what the kernel needs; returns the dynamic shared memory that
-    /// its launches may have.
+    /// Requests the kernel's resources. Returns the largest dynamic shared memory of its launches.
     fn prepare(
         &self,
         function: FunctionHandle,
@@ -298,8 +293,8 @@ impl<V: Vendor> Drop for Loaded<V> {
             handle: Some(self.handle),
             image: std::mem::take(&mut self.image),
         };
-        // A launch of it may still be running. Streams of a capture cannot be
-        // waited for now; its end does, and then lets go of the module.
+        // A launch of it may still be running. A stream under capture cannot be waited for now, so
+        // the end of its capture waits and then drops the module.
         let mut captures = Vec::new();
         for lane in lanes.iter() {
             match lane.capturing() {
@@ -311,7 +306,7 @@ impl<V: Vendor> Drop for Loaded<V> {
         let Some(first) = captures.first() else {
             return;
         };
-        // Of several captures none knows when the others' streams are done.
+        // With several captures, none knows when the others' streams have finished.
         if captures.iter().all(|other| Arc::ptr_eq(first, other)) {
             first.keep_orphan(orphan)
         } else {
@@ -334,7 +329,7 @@ fn load<V: Vendor>(
     lane.forbid(|| format!("the load of kernel `{kernel}`"))?;
     let gpu = &lane.gpu;
     gpu.enter(format_args!("load of kernel `{kernel}`"))?;
-    // The driver finds the end of the image by itself: it must be one.
+    // The driver finds the end of the image by itself, so the image must be complete.
     gpu.vendor.check_binary(image).map_err(refuse)?;
     let mut module = ModuleHandle(functions::NULL);
     // SAFETY: the pointer is valid for a write; the image is a complete
@@ -352,7 +347,7 @@ fn load<V: Vendor>(
     }
 }
 
-/// For a refused module: `, and the driver is for CUDA 12.4`.
+/// Returns the driver's version for a refused module: `, and the driver is for CUDA 12.4`.
 fn driver<V: Vendor>(gpu: &Gpu<V>) -> String {
     let driver = gpu.gpu_info.driver.as_ref();
     driver.map_or(String::new(), |driver| format!(", and {driver}"))

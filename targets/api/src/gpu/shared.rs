@@ -1,4 +1,4 @@
-//! One GPU: what its streams, modules, buffers and events share.
+//! The state that one GPU's streams, modules, buffers and events share.
 
 use super::journal::{Journals, Launched};
 use super::{Fault, Functions, Vendor};
@@ -13,7 +13,7 @@ pub(super) struct Gpu<V> {
     pub info: DeviceInfo,
     pub gpu_info: GpuInfo,
     pub journals: Journals,
-    /// What broke the driver's context, once something has.
+    /// The failure that broke the driver's context, if one did.
     lost: OnceLock<String>,
     lanes: AtomicU64,
 }
@@ -34,13 +34,13 @@ impl<V: Vendor> Gpu<V> {
         }
     }
 
-    /// A number for a new stream.
+    /// Returns a number for a new stream.
     pub fn next_lane(&self) -> u64 {
         self.lanes.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Before any call to the driver: refuses when the context is lost, and
-    /// makes the GPU the one of this thread.
+    /// Prepares a call to the driver: refuses if the context is lost, and makes the GPU current on
+    /// this thread.
     pub fn enter(&self, operation: impl Display) -> Result<(), DeviceError> {
         if let Some(cause) = self.lost.get() {
             return Err(DeviceError::Lost {
@@ -63,8 +63,8 @@ impl<V: Vendor> Gpu<V> {
             .map_err(|fault| self.error(operation, &fault))
     }
 
-    /// Calls the driver where a failure has nowhere to go: on drop. A context
-    /// that is lost has lost what was to be freed, too.
+    /// Calls the driver on drop, where no error can be reported. If the context is lost, so is the
+    /// resource that was to be freed.
     pub fn call_quietly(&self, call: impl FnOnce(&Functions) -> c_int) {
         if self.lost.get().is_none() && self.vendor.bind().is_ok() {
             call(self.vendor.functions());
@@ -81,7 +81,7 @@ impl<V: Vendor> Gpu<V> {
         }
     }
 
-    /// The error of a call, which may report what an earlier launch did.
+    /// Returns the error of a call, which may stem from an earlier launch.
     pub fn error(&self, operation: &str, fault: &Fault) -> DeviceError {
         if fault.breaks_the_context() {
             self.lose(operation, fault)
@@ -123,15 +123,15 @@ impl<V: Vendor> Gpu<V> {
 }
 
 impl Fault {
-    /// Whether the driver refuses all that follows. Of these codes cuda.h
-    /// (13.2) says that the process or the context has to be started again;
-    /// after uncorrectable errors of memory (214) or NVLink (220), and in
-    /// a context that somebody has destroyed (709), nothing can be relied on.
+    /// Returns true if the driver refuses everything from now on. For these codes cuda.h (13.2)
+    /// requires a restart of the process or the context. After uncorrectable errors of memory (214)
+    /// or NVLink (220), and in a context that somebody has destroyed (709), nothing can be relied
+    /// on.
     pub(super) fn breaks_the_context(&self) -> bool {
         self.is_a_kernels() || matches!(self.code, 214 | 220 | 709 | 810)
     }
 
-    /// Whether what a kernel did may be the reason.
+    /// Returns true if a kernel may be the cause.
     fn is_a_kernels(&self) -> bool {
         matches!(self.code, 226 | 700 | 702 | 710 | 714..=719 | 721)
     }

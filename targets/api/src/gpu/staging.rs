@@ -1,18 +1,15 @@
-//! Uploads. The caller's bytes are the caller's again when the call returns,
-//! and no driver promises to have read them by then: CUDA says so of its
-//! synchronous copies alone, HIP of none. A synchronous copy is no way out,
-//! since it goes to the default stream, which ours do not wait for: it could
-//! overtake launches that still use the buffer.
+//! Uploads. The caller may change its bytes as soon as the call returns, but no driver promises to
+//! have read them by then: CUDA promises it for synchronous copies only, HIP for none. A
+//! synchronous copy does not help, because it goes to the default stream, which our streams do not
+//! wait for, so it could overtake launches that still use the buffer.
 //!
-//! * A small upload, such as the input of a call, is copied to pinned memory of
-//!   its stream, and the driver reads that. The host goes on at once, ahead of
-//!   what is still in the stream.
-//! * A large one, such as weights, is read where it lies and waited for: the
-//!   copy takes longer than the wait, and one more copy by a single thread
-//!   would be slower than the bus.
+//! * A small upload, such as the input of a call, is copied to the stream's pinned memory, from
+//!   where the driver reads it. The host continues at once.
+//! * A large upload, such as weights, is read in place and waited for. The copy takes longer than
+//!   the wait, and an extra copy by one thread would be slower than the bus.
 //!
-//! Neither can be part of a graph, which would read the memory again at each of
-//! its launches: uploads are refused while one is captured.
+//! Neither can be part of a graph, which would read the memory again at each launch, so uploads are
+//! refused during a capture.
 
 use super::Vendor;
 use super::event::Mark;
@@ -21,17 +18,17 @@ use super::memory::Pinned;
 use crate::{DeviceError, Ptr};
 use std::mem::ManuallyDrop;
 
-/// The largest upload that is small: 32 tokens of 4096 bf16. Beyond it, waiting
-/// for an idle stream costs less than the copy.
+/// The largest small upload: 32 tokens of 4096 bf16. Above it, waiting for an idle stream costs
+/// less than the copy.
 const PIECE: usize = 256 << 10;
 
-/// Small uploads of a stream that may be waiting to be read.
+/// The number of small uploads of a stream that may be unread.
 const PIECES: usize = 4;
 
-/// An event without time, which costs less.
+/// The flag of an event without timing, which costs less.
 const WITHOUT_TIME: u32 = 2;
 
-/// Pinned memory in pieces, which uploads take in turn.
+/// Pinned memory in pieces, which uploads use in turn.
 pub(super) struct Staging<V: Vendor> {
     memory: ManuallyDrop<Pinned<V>>,
     /// The end of each piece's last upload.
@@ -45,7 +42,7 @@ pub(super) fn upload<V: Vendor>(lane: &Lane<V>, bytes: &[u8], to: Ptr) -> Result
         if staging.is_none() {
             *staging = Staging::new(lane);
         }
-        // Where nothing can be pinned, small ones are waited for, too.
+        // Without pinned memory, small uploads are waited for too.
         if let Some(staging) = &mut *staging {
             return staging.upload(lane, bytes, to);
         }
@@ -56,7 +53,7 @@ pub(super) fn upload<V: Vendor>(lane: &Lane<V>, bytes: &[u8], to: Ptr) -> Result
 }
 
 /// # Safety
-/// The memory at `from` and at `to` stays until the stream has come there.
+/// Starts a copy. The memory at `from` and at `to` must stay until the stream has passed it.
 unsafe fn start<V: Vendor>(
     lane: &Lane<V>,
     from: *const u8,
@@ -84,8 +81,8 @@ impl<V: Vendor> Staging<V> {
         if let Some(read) = &self.read[number] {
             read.wait("upload")?;
         }
-        // SAFETY: `bytes` fit into the piece, and nobody reads it: its last
-        // upload has ended. It stays until this one has ended, too.
+        // SAFETY: `bytes` fit into the piece, whose last upload has ended, so nobody reads it. It
+        // stays until this upload has ended too.
         unsafe {
             let piece = self.memory.start().add(number * PIECE);
             piece.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
@@ -104,8 +101,8 @@ impl<V: Vendor> Drop for Staging<V> {
     fn drop(&mut self) {
         let ended = |read: &Mark<V>| read.wait("end of a stream").is_ok();
         if self.read.iter().flatten().all(ended) {
-            // SAFETY: dropped here alone. Otherwise it is never freed: it may
-            // still be read.
+            // SAFETY: dropped only here. If the wait fails it is never freed, because it may still
+            // be read.
             unsafe { ManuallyDrop::drop(&mut self.memory) };
         }
     }

@@ -1,5 +1,5 @@
-//! A GPU put through everything the device path does, one line per check.
-//! For the day a GPU answers; the examples of the targets say which kernels.
+//! A check of everything that the device path does on a GPU, with one line per check, to run on
+//! real hardware. The examples of the targets supply the kernels.
 
 use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Size, Stem,
@@ -13,11 +13,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A target under check: its device, its compiler and its kernels.
+/// The target-specific part of the checks.
 pub struct Backend {
     pub device: Result<Arc<dyn Device>, DeviceError>,
     pub language: Language,
-    /// Kernels `scale` and `crash`, and those of `extra`.
+    /// The source of kernels `scale` and `crash`, and of those of `extra`.
     pub text: &'static str,
     pub compile: Compile,
     pub extra: Extra,
@@ -28,11 +28,11 @@ pub type Compile = Box<dyn Fn(&KernelSource) -> Result<Artifact, Box<dyn Error>>
 /// Kernels and checks that only one target has.
 pub type Extra = fn() -> (Vec<Entry>, Vec<Check>);
 
-/// A name, and what it checks: the result is a line of facts.
+/// A name and a check, which returns a line of facts.
 pub type Check = (&'static str, fn(&Bench) -> Outcome);
 pub type Outcome = Result<String, Box<dyn Error>>;
 
-/// What every check has.
+/// The common state of all checks.
 pub struct Bench {
     pub device: Arc<dyn Device>,
     pub module: Arc<dyn Module>,
@@ -40,7 +40,7 @@ pub struct Bench {
     pub entries: Vec<Entry>,
 }
 
-/// Floats of the small tests, and bytes of the large copies.
+/// The floats of small tests, and the bytes of large copies.
 const COUNT: usize = 1 << 20;
 const LARGE: usize = 1 << 30;
 
@@ -68,7 +68,7 @@ pub fn main(backend: Backend) -> ExitCode {
         }
     };
     let extra = (backend.extra)().1;
-    // The last one breaks the device for this process.
+    // Must be last, because it breaks the device for this process.
     let fault: Check = ("a fault and its name", fault);
     let checks = CHECKS.iter().chain(&extra).chain([&fault]);
     let outcomes: Vec<bool> = checks.map(|check| report(&bench, check)).collect();
@@ -113,7 +113,7 @@ fn open(backend: &Backend) -> Result<Bench, Box<dyn Error>> {
     })
 }
 
-/// All kernels of the checks.
+/// Returns all kernels of the checks.
 pub fn source(language: Language, text: &str, extra: Extra, target: Target) -> KernelSource {
     KernelSource {
         stem: Stem::Combine,
@@ -185,7 +185,7 @@ impl Bench {
         unsafe { module.launch(symbol, dims, args) }
     }
 
-    /// `to = from * 2 + 1`: exact with and without a fused multiply-add.
+    /// Computes `to = from * 2 + 1`, which is exact with and without a fused multiply-add.
     fn scale(&self, module: &dyn Module, from: &Buffer, to: &Buffer) -> Result<(), DeviceError> {
         let args = [
             Arg::F32(2.0),
@@ -197,14 +197,14 @@ impl Bench {
         self.launch(module, "scale", &args)
     }
 
-    /// Two buffers of `COUNT` floats, the first one with small integers.
+    /// Returns two buffers of `COUNT` floats, the first one with small integers.
     fn buffers(&self) -> Result<(Buffer, Buffer), DeviceError> {
         let (a, b) = (self.device.alloc(COUNT * 4)?, self.device.alloc(COUNT * 4)?);
         self.device.upload(&numbers(0), &a, 0)?;
         Ok((a, b))
     }
 
-    /// Whether the buffer holds the numbers, scaled so many times.
+    /// Checks that the buffer holds the numbers scaled this many times.
     fn check(&self, buffer: &Buffer, times: u32) -> Result<(), Box<dyn Error>> {
         let mut bytes = vec![0; COUNT * 4];
         self.device.download(buffer, 0, &mut bytes)?;
@@ -216,7 +216,7 @@ impl Bench {
     }
 }
 
-/// `COUNT` floats, each one scaled so many times.
+/// Returns `COUNT` floats, each one scaled this many times.
 fn numbers(times: u32) -> Vec<u8> {
     let number = |i: usize| (0..times).fold((i % 1000) as f32, |value, _| value * 2.0 + 1.0);
     (0..COUNT).flat_map(|i| number(i).to_le_bytes()).collect()
@@ -261,7 +261,7 @@ fn two_streams(bench: &Bench) -> Outcome {
         bench.scale(&*on_other, &b, &a)?;
         gpu.wait(&*other.record()?)?;
     }
-    // 2^20 times a number below 1000 is no longer exact, but bits agree.
+    // 2^20 times a number below 1000 is no longer exact, but the bits still agree.
     bench.check(&a, 20)?;
     Ok("20 launches in turn on two streams".to_string())
 }
@@ -352,7 +352,7 @@ fn launch_times(bench: &Bench) -> Outcome {
     ))
 }
 
-/// The text of an error that must come.
+/// Returns the text of an expected error.
 pub fn refusal<T>(result: Result<T, DeviceError>, part: &str) -> Outcome {
     match result {
         Ok(_) => Err(format!("nothing said {part:?}").into()),

@@ -1,4 +1,4 @@
-//! Graphs: capture, what is refused meanwhile, and what a graph keeps.
+//! Graphs: capture, operations refused during it, and resources that a graph keeps.
 
 use super::*;
 use moesaic_target::DeviceCopy;
@@ -34,7 +34,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Two buffers of 10 floats, the first one with 0 to 9.
+    /// Makes two buffers of 10 floats, the first one with 0 to 9.
     fn new(harness: &Harness) -> Bench {
         let device = harness.open();
         let module = harness.load(&*device);
@@ -256,7 +256,7 @@ fn a_graph_keeps_what_it_uses(harness: &Harness) {
     assert_eq!(log()[start..], expected);
 }
 
-/// Memory that its owner lets go of after the capture, as a layer does that grows.
+/// The owner of memory drops it after the capture, as a growing layer does.
 fn a_graph_keeps_what_it_is_given(harness: &Harness) {
     let bench = Bench::new(harness);
     let workspace = Arc::new(bench.device.alloc(40).unwrap());
@@ -280,7 +280,7 @@ fn a_graph_keeps_what_it_is_given(harness: &Harness) {
     assert_eq!(log()[start..], expected);
 }
 
-/// In place of a module.
+/// A stand-in for a module.
 struct Gone;
 
 impl Module for Gone {
@@ -353,8 +353,8 @@ fn dropped_in_a_broken_capture(harness: &Harness) {
     assert_eq!(log()[start..][..5], expected);
 }
 
-/// While a graph is captured a module goes that still runs on a stream outside
-/// of it, and on one that became part of it later.
+/// During a capture, a module is dropped that still runs on a stream outside of it, and on one that
+/// joined it later.
 fn a_module_of_other_streams(harness: &Harness) {
     let device = harness.open();
     let gpu = streams(&*device);

@@ -12,7 +12,7 @@ pub const CASES: &[Case] = &[
     Case::new("a_fault_of_the_hardware", a_fault_of_the_hardware).leaking(),
 ];
 
-/// Functions that fail, one at a time, in a whole life of a device.
+/// Functions that are made to fail, one at a time, during a device's whole life.
 pub const EACH: [&str; 35] = [
     "memory_info",
     "default_pool",
@@ -51,7 +51,7 @@ pub const EACH: [&str; 35] = [
     "exec_destroy",
 ];
 
-/// Everything a device does, once. A failure is an error and no crash.
+/// Does everything that a device can do, once. A failure must be an error and never a crash.
 pub fn whole_life(harness: &Harness) {
     match life(harness) {
         Ok(()) => println!("no error"),
@@ -143,8 +143,7 @@ fn a_late_fault(harness: &Harness) {
     // SAFETY: it is refused.
     check_part(
         unsafe { module.launch("scale", dims([1, 1]), &nothing()) },
-        "launch of kernel `scale` is not possible: the GPU is lost to this process since an \
-         earlier failure",
+        "launch of kernel `scale` is not possible: an earlier failure has made the GPU unusable",
     );
 }
 
@@ -155,8 +154,8 @@ fn every_later_call_says_so(harness: &Harness, device: &dyn Device, buffer: &Buf
         check_error(
             result,
             &format!(
-                "{operation} is not possible: the GPU is lost to this process since an earlier \
-                 failure\nthe failure: {cause}\nstart the process again"
+                "{operation} is not possible: an earlier failure has made the GPU unusable for \
+                 this process\nthe failure: {cause}\nrestart the process"
             ),
         );
     };
@@ -190,7 +189,7 @@ fn one_of_several(harness: &Harness) {
     let mut bytes = [0; 4];
     let error = device.download(&buffer, 0, &mut bytes);
     let error = error.unwrap_err().to_string();
-    // Stream by stream, since no two streams share a journal.
+    // Stream by stream, because no two streams share a journal.
     let expected = format!(
         "; it came to light at a later download; one of: `scale` ({}), `scale` ({}), `scale` \
          ({}); set {}=1 to be told which",
@@ -242,7 +241,7 @@ fn a_fault_at_a_launch(harness: &Harness) {
     check_part(error, &expected);
 }
 
-/// No kernel is accused of it.
+/// No kernel is blamed for it.
 fn a_fault_of_the_hardware(harness: &Harness) {
     let device = harness.open();
     let module = harness.load(&*device);

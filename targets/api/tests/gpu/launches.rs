@@ -1,4 +1,4 @@
-//! Opening, memory, loading, launching and what is refused.
+//! Opening, memory, loading and launching, and their errors.
 
 use super::*;
 use moesaic_target::{DeviceCopy, RowCopy};
@@ -30,7 +30,7 @@ pub const CASES: &[Case] = &[
     Case::new("buffers_outlive_the_device", buffers_outlive_the_device),
 ];
 
-/// 300 floats, scaled, with the input offset so that a wrong offset shows.
+/// Scales 300 floats, with an input offset so that a wrong offset shows.
 fn scale(harness: &Harness, device: &dyn Device) -> Result<(), DeviceError> {
     let values = (0..300).map(|i| i as f32 * 0.5 - 3.0).collect::<Vec<_>>();
     let module = device.load(&harness.artifact(), &[entry()])?;
@@ -61,7 +61,7 @@ fn scale(harness: &Harness, device: &dyn Device) -> Result<(), DeviceError> {
 
 fn a_layer_runs(harness: &Harness) {
     let device = harness.open();
-    // Another thread has no device of its own.
+    // A new thread has no current device of its own.
     std::thread::scope(|scope| {
         scope
             .spawn(|| scale(harness, &*device).unwrap())
@@ -92,7 +92,7 @@ fn a_layer_runs(harness: &Harness) {
         "destroy s1",
     ];
     let log = log();
-    // CUDA retains a context.
+    // CUDA also retains a context.
     expected.extend(Some(harness.words.last).filter(|last| !last.is_empty()));
     let start = log
         .iter()
@@ -301,8 +301,8 @@ fn occupancy(harness: &Harness) {
     );
 }
 
-/// The caller's bytes change as soon as they are the caller's again. `length`
-/// of them each time; returns what reached the driver.
+/// Uploads `length` bytes `times` times, and changes them after each call. Returns the calls that
+/// reached the driver.
 fn upload_often(device: &dyn Device, length: usize, times: u8) -> Vec<String> {
     let buffer = device.alloc(length * usize::from(times)).unwrap();
     let start = log().len();
@@ -323,8 +323,8 @@ fn upload_often(device: &dyn Device, length: usize, times: u8) -> Vec<String> {
     calls
 }
 
-/// They pass through pinned memory: the host waits for none of what is in the
-/// stream before the fifth, and then for the first alone.
+/// Small uploads pass through pinned memory: the host waits for nothing before the fifth, and then
+/// only for the first.
 fn small_uploads(harness: &Harness) {
     let device = harness.open();
     let length = 256 << 10;
@@ -341,7 +341,7 @@ fn small_uploads(harness: &Harness) {
     assert_eq!(upload_often(&*device, 3, 2)[0], "synchronize e3");
 }
 
-/// They are read where they lie.
+/// Large uploads are read in place.
 fn large_uploads(harness: &Harness) {
     let device = harness.open();
     let length = (256 << 10) + 1;
@@ -367,7 +367,7 @@ fn uploads_of_many_threads(harness: &Harness) {
     });
 }
 
-/// Nobody waits for them; their stream does, before it gives up the memory.
+/// Nobody waits for the last uploads, but their stream does before it frees the memory.
 fn uploads_left_behind(harness: &Harness) {
     let device = harness.open();
     let buffer = device.alloc(64).unwrap();
@@ -376,7 +376,7 @@ fn uploads_left_behind(harness: &Harness) {
     }
 }
 
-/// The binary is the caller's again once it is loaded.
+/// The caller may drop the binary once it is loaded.
 fn an_image_may_go(harness: &Harness) {
     let device = harness.open();
     let mut artifact = harness.artifact();

@@ -1,10 +1,9 @@
-//! One suite for every target that makes a GPU of a driver: it runs against a
-//! stand-in for the driver that the system C compiler builds.
+//! One suite for every target that builds a GPU on a driver. It runs against a stand-in for the
+//! driver, which the system C compiler builds.
 //!
-//! Drivers are found by the loader's path, which is read when a process
-//! starts. So each case is a process of its own: this program, started over
-//! with `CASE` set. When it has ended, the stand-in's log must show nothing
-//! illegal and nothing left over.
+//! The loader's path, read at process start, selects the driver. So each case runs in its own
+//! process: this program, restarted with `CASE` set. Afterwards the stand-in's log must show no
+//! illegal call and no leaked resource.
 
 mod capture;
 mod faults;
@@ -30,47 +29,47 @@ pub struct Harness {
     pub library: &'static str,
     pub open: fn(usize) -> Result<Arc<dyn Device>, DeviceError>,
     pub count: fn() -> Result<usize, DeviceError>,
-    /// The driver's name for a function: `launch` is `cuLaunchKernel`.
+    /// Returns the driver's name of a function: `launch` is `cuLaunchKernel`.
     pub symbol: fn(&str) -> &'static str,
-    /// The kernel `scale`, compiled.
+    /// Compiles the kernel `scale`.
     pub compile: fn() -> Artifact,
-    /// The report of a binary.
+    /// Reads the report of a binary.
     pub read: fn(&[u8]) -> Report,
-    /// Fields of errors that are the vendor's.
+    /// The vendor's wording in errors.
     pub words: Words,
     /// Cases that only this target has.
     pub cases: &'static [Case],
 }
 
-/// How a vendor says things.
+/// A vendor's wording.
 pub struct Words {
     pub illegal_address: &'static str,
     pub out_of_resources: &'static str,
     pub no_device: &'static str,
     pub no_binary: &'static str,
     pub blocking: &'static str,
-    /// What it says of its version.
+    /// Its version text.
     pub driver: &'static str,
     pub compiler: &'static str,
-    /// The last line of the log, after all that the suite expects; or empty.
+    /// The last line of the log, after all lines that the suite expects; or empty.
     pub last: &'static str,
 }
 
-/// A case and what it runs against.
+/// A case and its driver.
 pub struct Case {
     pub name: &'static str,
     pub driver: Driver,
-    /// A function that fails, its code, and how many calls go well first.
+    /// A function that fails, its code, and the number of calls that succeed first.
     pub fail: Option<(&'static str, i32, u32)>,
     pub run: fn(&Harness),
-    /// Whether a broken context may leave things behind.
+    /// Whether a broken context may leak resources.
     pub may_leak: bool,
 }
 
 #[derive(Clone, Copy)]
 pub enum Driver {
     Whole,
-    /// Without this function.
+    /// A driver without this function.
     Lacks(&'static str),
     Absent,
 }
@@ -102,7 +101,7 @@ impl Case {
     }
 }
 
-/// The whole program of a test.
+/// Runs the whole test program.
 pub fn main(harness: &Harness) {
     let cases = || {
         let common = [
@@ -127,7 +126,7 @@ pub fn main(harness: &Harness) {
     }
 }
 
-/// Builds stand-ins and runs cases against them.
+/// A builder of stand-ins that runs cases against them.
 struct Lab<'a> {
     harness: &'a Harness,
     folder: tempfile::TempDir,
@@ -155,8 +154,8 @@ impl Lab<'_> {
         self.child(case.name, &driver, fail.as_deref(), case.may_leak);
     }
 
-    /// A whole life in which every call of this function fails, or its
-    /// second and later ones.
+    /// Runs a whole life in which every call of this function fails, and one in which all but the
+    /// first do.
     fn fail(&self, function: &str) {
         let may_leak = ["free", "destroy", "unload", "synchronize"]
             .iter()
@@ -193,7 +192,7 @@ impl Lab<'_> {
         println!("test {name} ... ok");
     }
 
-    /// The folder with a driver, built when it is first asked for.
+    /// Returns the folder of a driver, built at its first use.
     fn driver(&self, driver: Driver) -> PathBuf {
         let (name, flag) = match driver {
             Driver::Whole => ("whole".to_string(), None),
@@ -229,7 +228,7 @@ impl Lab<'_> {
     }
 }
 
-/// Files that are no libraries hide a driver the machine may have.
+/// Writes files that are no libraries, to hide a driver of the machine.
 fn hide_drivers(folder: &Path) {
     for name in [
         "libcuda.so.1",
@@ -264,13 +263,13 @@ pub fn streams(device: &dyn Device) -> &dyn StreamDevice {
     device.streams().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Calls of the stand-in so far.
+/// Returns the calls of the stand-in so far.
 pub fn log() -> Vec<String> {
     let text = std::fs::read_to_string(std::env::var("FAKE_GPU_LOG").unwrap()).unwrap_or_default();
     text.lines().map(str::to_string).collect()
 }
 
-/// From now on this function fails.
+/// Makes this function fail from now on.
 pub fn fail(harness: &Harness, function: &str, code: i32) {
     let value = format!("{}:{code}", (harness.symbol)(function));
     // SAFETY: each case is a process with one thread when it calls this.
@@ -335,8 +334,7 @@ pub fn floats_of(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(four).collect()
 }
 
-/// `out = in * factor + bias` over `count` floats; a launch that does nothing
-/// has none.
+/// The arguments of `out = in * factor + bias` over `count` floats; an empty launch has none.
 pub struct Scale<'a> {
     pub from: &'a Buffer,
     pub to: &'a Buffer,
@@ -359,7 +357,7 @@ impl Scale<'_> {
     }
 }
 
-/// A launch that touches nothing.
+/// Returns the arguments of a launch that touches nothing.
 pub fn nothing() -> [Arg; 5] {
     let null = Arg::Ptr(Ptr(0));
     [Arg::F32(0.0), null, null, Arg::I64(0), Arg::F32(0.0)]

@@ -1,4 +1,4 @@
-//! Several streams, events, and modules on more than one of them.
+//! Several streams, events, and modules that run on several streams.
 
 use super::*;
 use moesaic_target::Event;
@@ -157,6 +157,6 @@ fn foreign_things(harness: &Harness) {
         gpu.occupancy(&*module, "scale", 32, 0),
         &text("the occupancy of a module of another device"),
     );
-    // Streams of one GPU may wait for another GPU.
+    // A stream may wait for an event of another GPU.
     gpu.wait(&*streams(&*second).record().unwrap()).unwrap();
 }

@@ -3,7 +3,9 @@
 use crate::driver::{Copy2d, LaunchAttribute, LaunchConfig, Side2d, Table};
 use cudarc::driver::CudaContext;
 use moesaic_kernel::{Launch, TensorMap};
-use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Rows, Shape, StreamHandle, Vendor};
+use moesaic_target::gpu::{
+    AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor,
+};
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -104,7 +106,7 @@ impl Vendor for Cuda {
         Ok(())
     }
 
-    fn check_shape(&self, shape: &Shape) -> Result<(), String> {
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String> {
         self.check_cluster(shape.cluster)?;
         let ([x, _], blocks) = (shape.grid, shape.cluster);
         if !x.is_multiple_of(blocks) {
@@ -122,7 +124,7 @@ impl Vendor for Cuda {
     unsafe fn launch_with(
         &self,
         function: FunctionHandle,
-        shape: &Shape,
+        shape: &LaunchShape,
         params: &mut [*mut c_void],
         stream: StreamHandle,
     ) -> c_int {
@@ -149,7 +151,7 @@ impl Vendor for Cuda {
         unsafe { launch(&config, function, params.as_mut_ptr(), none) }
     }
 
-    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+    unsafe fn copy_rows(&self, rows: &AddressedRows, stream: StreamHandle) -> c_int {
         let side = |start: Ptr, stride| Side2d {
             first_byte: 0,
             first_row: 0,

@@ -3,7 +3,9 @@
 use crate::hip::Hip;
 use crate::read_code_object;
 use moesaic_kernel::{Launch, TensorMap};
-use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Rows, Shape, StreamHandle, Vendor};
+use moesaic_target::gpu::{
+    AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor,
+};
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
 
@@ -56,7 +58,7 @@ impl Vendor for Rocm {
     }
 
     /// Checks the shape: HIP counts the threads of a dimension in 32 bits.
-    fn check_shape(&self, shape: &Shape) -> Result<(), String> {
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String> {
         no_clusters(shape.cluster)?;
         let ([x, _], threads) = (shape.grid, shape.threads);
         match x.checked_mul(threads) {
@@ -72,14 +74,14 @@ impl Vendor for Rocm {
     unsafe fn launch_with(
         &self,
         _: FunctionHandle,
-        _: &Shape,
+        _: &LaunchShape,
         _: &mut [*mut c_void],
         _: StreamHandle,
     ) -> c_int {
         NOT_SUPPORTED
     }
 
-    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+    unsafe fn copy_rows(&self, rows: &AddressedRows, stream: StreamHandle) -> c_int {
         // SAFETY: passed on.
         unsafe { self.hip.copy_rows(rows, stream) }
     }

@@ -2,11 +2,11 @@
 
 use super::{Surface, folder, promise};
 use crate::mutate;
-use moesaic_cache::{Bucket, Key, KeyParts, Machine, Store, Stored, Tuned};
+use moesaic_cache::{Bucket, KernelKey, KeyParts, Store, StoredKernel, Tuned, TunedMachine};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_target::{Artifact, Report};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 const TARGET: Target = Target::Cpu(CpuIsa::Avx2);
 
 /// Returns a kernel that no compiler made.
-pub(super) fn kernel(name: &str) -> (Key, KernelSource, Stored) {
+pub(super) fn kernel(name: &str) -> (KernelKey, KernelSource, StoredKernel) {
     let entry = Entry {
         symbol: format!("{name}_f32"),
         summary: "Does nothing.".to_string(),
@@ -56,7 +56,7 @@ pub(super) fn kernel(name: &str) -> (Key, KernelSource, Stored) {
             log: String::new(),
         },
     };
-    let (key, stored) = (Key::new(&parts), Stored::new(&source, artifact));
+    let (key, stored) = (KernelKey::new(&parts), StoredKernel::new(&source, artifact));
     (key, source, stored)
 }
 
@@ -71,7 +71,7 @@ pub(super) fn tuning() -> Tuned {
     Tuned {
         target: TARGET,
         layer: moesaic_cache::hash_source("a layer"),
-        machine: Machine {
+        machine: TunedMachine {
             name: "A CPU".to_string(),
             threads: 2,
         },
@@ -91,8 +91,8 @@ fn only_file(folder: &Path, end: &str) -> PathBuf {
 pub struct EntryFile {
     _folder: TempDir,
     store: Store,
-    key: Key,
-    stored: Stored,
+    key: KernelKey,
+    stored: StoredKernel,
     path: PathBuf,
     bytes: Vec<u8>,
 }
@@ -126,7 +126,7 @@ impl Surface for EntryFile {
         100
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         if rng.one_in(50) {
             self.bytes.clone()
         } else {
@@ -189,7 +189,7 @@ impl Surface for Tuning {
         30
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         mutate::text(rng, std::slice::from_ref(&self.text), TUNING_WORDS)
     }
 
@@ -254,7 +254,7 @@ impl Surface for Fact {
         20
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         mutate::text(
             rng,
             std::slice::from_ref(&self.text),

@@ -5,7 +5,7 @@ use super::{Surface, folder, promise, weights};
 use moesaic::spec::LayerSpec;
 use moesaic::weights::Checkpoint;
 use moesaic::{Engine, EngineOptions, Input, Layer, Tensor, Tensors, reference};
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use std::fs;
 use tempfile::TempDir;
 
@@ -64,7 +64,7 @@ fn layer(text: &str) -> Layer {
 }
 
 /// Writes small integers over ids, more often than not in range.
-fn integers(rng: &mut Counter, bytes: &mut [u8]) {
+fn integers(rng: &mut SampleRng, bytes: &mut [u8]) {
     let ids = [0, 1, 2, 3, 4, 5, -1, -2, 7, i32::MAX, i32::MIN];
     let most = if rng.one_in(3) { ids.len() - 1 } else { 3 };
     for word in bytes.chunks_exact_mut(4) {
@@ -81,7 +81,7 @@ impl Surface for Call {
         10
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         let mut bytes = weights::file(rng, &TENSORS);
         let header = bytes
             .first_chunk()

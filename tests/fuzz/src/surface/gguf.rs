@@ -2,7 +2,7 @@
 
 use super::{Surface, folder, promise};
 use crate::mutate;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_spec::{canonical_tensors, gguf};
 use moesaic_weights::{Checkpoint, LoadOptions, load_import};
 use std::fs;
@@ -38,7 +38,7 @@ impl Gguf {
 }
 
 /// Makes a file that is a little wrong.
-fn file(rng: &mut Counter) -> Vec<u8> {
+fn file(rng: &mut SampleRng) -> Vec<u8> {
     let (name, gated) = rng.pick(&[("qwen3moe", true), ("deepseek2", true), ("gpt-oss", false)]);
     let mut keys: Vec<(String, u32, Vec<u8>)> = Vec::new();
     let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
@@ -137,7 +137,7 @@ impl Surface for Gguf {
         40
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         file(rng)
     }
 

@@ -11,7 +11,7 @@ mod text;
 mod weights;
 mod words;
 
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use std::path::{Path, PathBuf};
 
 /// One kind of input.
@@ -23,7 +23,7 @@ pub trait Surface {
     fn share(&self) -> u64;
 
     /// Returns a random input, mostly a broken one.
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8>;
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8>;
 
     /// Reads the input and checks the answer against the promises. Returns true
     /// if the input was accepted; the error is a broken promise.

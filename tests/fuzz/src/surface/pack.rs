@@ -7,7 +7,7 @@ use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
 use moesaic_cache::Store;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{Read, Write};
@@ -84,7 +84,7 @@ impl Pack {
     }
 
     /// Changes one header of the tar and corrects its checksum.
-    fn forged(&self, rng: &mut Counter) -> Vec<u8> {
+    fn forged(&self, rng: &mut SampleRng) -> Vec<u8> {
         let mut tar = self.tar.clone();
         let heads: Vec<usize> = (0..tar.len() / 512)
             .map(|i| i * 512)
@@ -156,7 +156,7 @@ impl Pack {
     }
 
     /// Changes JSON members of the tar in place.
-    fn retold(&self, rng: &mut Counter) -> Vec<u8> {
+    fn retold(&self, rng: &mut SampleRng) -> Vec<u8> {
         let text = |from: &str, to: &str| {
             let at = self
                 .tar
@@ -188,7 +188,7 @@ impl Surface for Pack {
         30
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         match rng.between(0, 5) {
             0 | 1 => mutate::bytes(rng, &self.pack),
             2 => zipped(&mutate::bytes(rng, &self.tar)),

@@ -4,7 +4,7 @@ use super::weights::file;
 use super::{Surface, folder, promise};
 use moesaic_spec::canonical_tensors;
 use moesaic_spec::hf::{Import, import};
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_weights::{Checkpoint, LoadOptions, load_import};
 use std::fs;
 use tempfile::TempDir;
@@ -190,7 +190,7 @@ impl Surface for Quantized {
         40
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         file(rng, &TENSORS)
     }
 

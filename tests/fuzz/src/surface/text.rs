@@ -3,7 +3,7 @@
 use super::{Surface, archive, promise, root};
 use crate::mutate;
 use moesaic::reference;
-use moesaic_spec::testing::{Counter, sample};
+use moesaic_spec::testing::{SampleRng, sample};
 use moesaic_spec::{Experts, Expression, LayerSpec, canonical_tensors, hf};
 use std::fs;
 
@@ -58,7 +58,7 @@ impl Surface for Spec {
         280
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         let valid = sample(rng.bits()).to_toml();
         if rng.one_in(8) {
             return valid.into_bytes();
@@ -181,7 +181,7 @@ impl Surface for Config {
         150
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         mutate::text(rng, &self.seeds, CONFIG_WORDS)
     }
 
@@ -298,7 +298,7 @@ impl Surface for Activation {
         150
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         mutate::text(rng, &self.seeds, ACTIVATION_WORDS)
     }
 

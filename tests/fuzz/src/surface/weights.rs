@@ -3,7 +3,7 @@
 use super::{Surface, folder, promise};
 use crate::mutate;
 use moesaic_spec::LayerSpec;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use moesaic_weights::{Checkpoint, LoadOptions, load_canonical};
 use std::fs;
 use tempfile::TempDir;
@@ -59,7 +59,7 @@ fn size_of(dtype: &str) -> u64 {
 }
 
 /// Makes a file whose header is a little wrong.
-pub(super) fn file(rng: &mut Counter, tensors: &[(&str, &str, &[u64])]) -> Vec<u8> {
+pub(super) fn file(rng: &mut SampleRng, tensors: &[(&str, &str, &[u64])]) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut end = 0;
     for (name, dtype, shape) in tensors {
@@ -182,7 +182,7 @@ impl Surface for File {
         120
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         file(rng, &TENSORS)
     }
 
@@ -235,7 +235,7 @@ impl Index {
         let folder = folder();
         let good = |names: &[usize]| {
             let tensors: Vec<_> = names.iter().map(|i| TENSORS[*i]).collect();
-            let seeds = (0..).map(|seed| file(&mut Counter::new(seed), &tensors));
+            let seeds = (0..).map(|seed| file(&mut SampleRng::new(seed), &tensors));
             let path = folder.path().join("try.safetensors");
             let mut whole = seeds.filter(|bytes| {
                 fs::write(&path, bytes).expect("a file");
@@ -266,7 +266,7 @@ impl Surface for Index {
         30
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         let words = [
             "\"../a.safetensors\"",
             "\"/etc/passwd\"",

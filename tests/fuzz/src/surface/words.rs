@@ -2,7 +2,7 @@
 
 use super::{Surface, promise};
 use crate::mutate;
-use moesaic_spec::testing::Counter;
+use moesaic_spec::testing::SampleRng;
 use std::ffi::OsString;
 
 /// A surface of commands, a word per line.
@@ -84,7 +84,7 @@ impl Surface for Words {
         40
     }
 
-    fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
+    fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {
         mutate::text(rng, &self.commands, PIECES)
     }
 

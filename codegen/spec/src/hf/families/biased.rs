@@ -1,10 +1,10 @@
-//! Families with a router of their own: Ernie, LongCat, DeepSeek-V4, Gemma 4.
+//! Families with an unusual router: Ernie, LongCat, DeepSeek-V4, Gemma 4.
 
 use super::super::HfError;
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
-use super::super::{Alternative, Parts, Step};
+use super::super::{Alternative, TensorParts, TensorStep};
 use super::layers::{self, Layers, depth};
 use super::softmax::{plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K};
@@ -32,7 +32,7 @@ pub(super) const FAMILIES: &[Family] = &[
         layers: gemma4_layers,
         build: |c, layer| gemma4(c, layer, DECODER),
     },
-    // Its encoder is its decoder: they share the tensors.
+    // Encoder and decoder share all tensors, so one stack covers both.
     Family {
         names: &["diffusion_gemma", "diffusion_gemma_text"],
         layers: |c| layers::every(c, 30),
@@ -40,7 +40,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Ernie 4.5: softmax scores, a bias for selection, a clamped denominator.
+/// Builds Ernie 4.5: softmax scores, a selection bias, a clamped denominator.
 fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, NARROW, [2560, 1536, 64, 6])?;
     let hidden = sizes.hidden;
@@ -61,7 +61,7 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// ERNIE's bias for selection and least denominator.
+/// Sets ERNIE's selection bias and lower bound of the denominator.
 pub(super) fn clamped_router(c: &Config, d: &mut Draft, bias: &[&str]) -> Result<(), HfError> {
     d.spec.router.renormalize = Renormalize::Clamp;
     d.spec.router.renormalize_eps = c.number(&["moe_norm_min"], 1e-12)?;
@@ -69,7 +69,7 @@ pub(super) fn clamped_router(c: &Config, d: &mut Draft, bias: &[&str]) -> Result
     Ok(())
 }
 
-/// Every `moe_layer_interval`-th layer between two bounds.
+/// Returns every `moe_layer_interval`-th layer between two bounds.
 fn ernie_layers(c: &Config) -> Result<Layers, HfError> {
     let interval = c.size(&["moe_layer_interval"], 1)?.max(1);
     let first = c.size(&["moe_layer_start_index"], 1)?;
@@ -82,7 +82,7 @@ fn ernie_layers(c: &Config) -> Result<Layers, HfError> {
     }))
 }
 
-/// LongCat: softmax over experts and identity experts.
+/// Builds LongCat: softmax over experts and identity experts.
 fn longcat(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, NARROW, [6144, 2048, 512, 12])?;
     let (experts, hidden) = (sizes.experts, sizes.hidden);
@@ -94,11 +94,11 @@ fn longcat(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.plain("router.weight", &["router.classifier.weight"]);
     d.select_bias(&["router.e_score_correction_bias"]);
     d.gated_experts(Fused::Rows);
-    // transformers writes those of identity experts, too.
+    // transformers also writes tensors for identity experts, which have no weights to read.
     d.others = experts..experts.saturating_add(d.spec.experts.identity);
-    // In memory transformers also has gate and up rows for identity experts.
+    // transformers' in-memory tensors include gate and up rows for identity experts.
     let of = experts + d.spec.experts.identity;
-    let real = Step::Take {
+    let real = TensorStep::Take {
         axis: 0,
         start: 0,
         step: 1,
@@ -116,7 +116,7 @@ fn longcat(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// DeepSeek-V4: `sqrt(softplus(z))`; in hash layers a table picks the experts.
+/// Builds DeepSeek-V4: `sqrt(softplus(z))` scores; in hash layers a table picks the experts.
 fn deepseek_v4(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(
         c,
@@ -154,7 +154,7 @@ fn deepseek_v4(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Whether the layer looks its experts up by token id.
+/// Returns true if the layer looks its experts up by token id.
 fn hashed(c: &Config, layer: usize) -> Result<bool, HfError> {
     match c.words(&["mlp_layer_types"])? {
         Some(types) => Ok(types.get(layer).is_some_and(|t| t == "hash_moe")),
@@ -162,16 +162,16 @@ fn hashed(c: &Config, layer: usize) -> Result<bool, HfError> {
     }
 }
 
-/// Where DiffusionGemma's layers are.
+/// Prefixes of DiffusionGemma's layers.
 const DIFFUSION_GEMMA: &[&str] = &[
     "model.decoder.layers.",
     "decoder.layers.",
     "model.encoder.language_model.layers.",
 ];
 
-/// Gemma 4: `x` is what the experts see, `pre_feedforward_layernorm_2` of the
-/// residual `r`. The router sees `norm(r)·s·d^-½`, and `norm(r) = x / w` with
-/// the weight `w` of that layer norm: a plain projection with `W·s/w·d^-½`.
+/// Builds Gemma 4. Its experts see `x`, the `pre_feedforward_layernorm_2` of the residual `r`; its
+/// router sees `norm(r)·s·d^-½`. Since `norm(r) = x / w` with the weight `w` of that layer norm,
+/// the router is a plain projection of `x` with `W·s/w·d^-½`.
 fn gemma4(c: &Config, layer: usize, prefixes: &[&str]) -> Result<Draft, HfError> {
     let sizes = Sizes {
         model: c.size(MODEL, 2304)?,
@@ -186,11 +186,11 @@ fn gemma4(c: &Config, layer: usize, prefixes: &[&str]) -> Result<Draft, HfError>
     d.spec.router.expert_scale = true;
     d.rooted(prefixes, layer, &[""]);
     let folded = |root: &String| Alternative {
-        parts: Parts::One(format!("{root}router.proj.weight")),
+        parts: TensorParts::One(format!("{root}router.proj.weight")),
         steps: vec![
-            Step::MulColumns(format!("{root}router.scale")),
-            Step::DivColumns(format!("{root}pre_feedforward_layernorm_2.weight")),
-            Step::Factor(factor),
+            TensorStep::MulColumns(format!("{root}router.scale")),
+            TensorStep::DivColumns(format!("{root}pre_feedforward_layernorm_2.weight")),
+            TensorStep::Factor(factor),
         ],
     };
     let alternatives = d.roots.iter().map(folded).collect();
@@ -205,7 +205,7 @@ fn gemma4(c: &Config, layer: usize, prefixes: &[&str]) -> Result<Draft, HfError>
     Ok(d)
 }
 
-/// All layers or none.
+/// Returns all layers or none.
 fn gemma4_layers(c: &Config) -> Result<Layers, HfError> {
     let on = c.flag(&["enable_moe_block"], false)?;
     Ok(Layers::filtered(

@@ -1,5 +1,5 @@
-//! DeepSeek-V3's block and those after it: biased sigmoid scores or plain
-//! softmax, groups by their two best, merged shared experts.
+//! DeepSeek-V3's block and its successors: biased sigmoid or plain softmax scores, groups scored by
+//! their two best experts, merged shared experts.
 
 use super::super::HfError;
 use super::super::config::Config;
@@ -104,7 +104,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Where such a block keeps its selection bias.
+/// Possible names of the selection bias.
 pub(super) const BIAS: &[&str] = &[
     "gate.e_score_correction_bias",
     "e_score_correction_bias",
@@ -112,28 +112,29 @@ pub(super) const BIAS: &[&str] = &[
     "expert_bias",
 ];
 
-/// Spellings of the factor on weights, of renormalisation and of groups.
+/// Spellings of the weight factor, of renormalization and of the group keys.
 const SCALE: &[&str] = &["routed_scaling_factor", "router_scaling_factor"];
 const RENORMALIZE: &[&str] = &["norm_topk_prob", "moe_renormalize"];
 const GROUPS: &[&str] = &["n_group", "num_expert_group"];
 
-/// What such a block adds to the sum of the chosen scores.
+/// The epsilon in the denominator of renormalization.
 pub(super) const EPS: f64 = 1e-20;
 
-/// What transformers assumes for the keys of such a block, and what no key says.
+/// The defaults that transformers assumes for the keys of such a block, and properties without a
+/// key.
 pub(super) struct Defaults {
     /// Width, experts' width, experts, K.
     pub sizes: [usize; 4],
     pub scale: f64,
-    /// Groups and how many are kept.
+    /// Number of groups, and number kept.
     pub groups: [usize; 2],
     pub renormalize: bool,
     pub shared: usize,
-    /// Sigmoid scores have a selection bias, softmax scores have none.
+    /// The score function. Sigmoid scores have a selection bias, softmax scores have none.
     pub score: Score,
-    /// What the experts of dropped groups count as.
+    /// The scores of experts in dropped groups.
     pub mask: GroupMask,
-    /// Where the block is in a layer.
+    /// The block's possible paths inside a layer.
     pub blocks: &'static [&'static str],
 }
 
@@ -224,14 +225,14 @@ const MISTRAL4: Defaults = Defaults {
     mask: GroupMask::Zero,
     ..GLM4
 };
-/// Published checkpoints have the block's tensors right under the layer.
+/// Published checkpoints keep the block's tensors directly under the layer.
 const MISTRAL_LARGE4: Defaults = Defaults {
     sizes: [6144, 6144, 128, 4],
     blocks: &["mlp.", ""],
     ..MISTRAL4
 };
 
-/// The block with shared experts as wide as their number times one expert.
+/// Builds the block with merged shared experts: one as wide as all of them.
 fn deepseek(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfError> {
     let mut d = routed(c, layer, defaults)?;
     let hidden = d.spec.shape.hidden_dim;
@@ -239,7 +240,7 @@ fn deepseek(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfEr
     Ok(d)
 }
 
-/// The block without shared experts.
+/// Builds the block without shared experts.
 pub(super) fn routed(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfError> {
     let mut sizes = sizes(c, NARROW, defaults.sizes)?;
     if sizes.experts == 0 {
@@ -253,7 +254,7 @@ pub(super) fn routed(c: &Config, layer: usize, defaults: &Defaults) -> Result<Dr
     Ok(d)
 }
 
-/// Scores, groups by their two best, unbiased weights.
+/// Sets the scores, the groups by their two best, and unbiased weights.
 pub(super) fn router(c: &Config, d: &mut Draft, defaults: &Defaults) -> Result<(), HfError> {
     if defaults.score == Score::Sigmoid {
         d.sigmoid(BIAS);
@@ -269,14 +270,14 @@ pub(super) fn router(c: &Config, d: &mut Draft, defaults: &Defaults) -> Result<(
     Ok(())
 }
 
-/// GLM-5: clamped activations, in shared experts too.
+/// Builds GLM-5, which clamps activations in routed and shared experts.
 fn glm5(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = deepseek(c, layer, &GLM5)?;
     d.spec.experts.clamp = Some(c.number(&["swiglu_limit"], 10.0)?);
     Ok(d)
 }
 
-/// A.X-K1 has a norm behind the block, which checkpoints keep in the layer.
+/// Builds A.X-K1, which has a norm after the block; checkpoints keep it in the layer.
 fn axk1(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = deepseek(c, layer, &AXK1)?;
     let note = "y is the input of post_mlp_layernorm, which transformers counts to the block";
@@ -284,7 +285,7 @@ fn axk1(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Dots 3's language model: shared experts with a width of their own.
+/// Builds Dots 3's language model, whose shared experts have their own width.
 pub(super) fn dots3_text(c: &Config, layer: usize) -> Result<Draft, HfError> {
     const DOTS3: Defaults = Defaults {
         sizes: [5120, 1536, 256, 8],

@@ -1,6 +1,6 @@
 //! Encoder-decoder families with a capacity: Switch Transformers and NLLB.
 //!
-//! Their layers are numbered through: the encoder's, then the decoder's.
+//! Their layers have one numbering: first the encoder's, then the decoder's.
 
 use super::super::HfError;
 use super::super::config::Config;
@@ -23,7 +23,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Depth and distance between sparse layers, of encoder and decoder.
+/// Depth, and distance between sparse layers, of encoder and decoder.
 struct Stacks {
     encoder: (usize, usize),
     decoder: (usize, usize),
@@ -48,7 +48,7 @@ impl Stacks {
         step > 0 && (self.sparse)(index, step)
     }
 
-    /// Whether the layer is the decoder's, and its index there.
+    /// Returns true for a decoder layer, and the layer's index in its stack.
     fn place(&self, layer: usize) -> (bool, usize) {
         match layer.checked_sub(self.encoder.0) {
             Some(index) => (true, index),
@@ -60,7 +60,7 @@ impl Stacks {
 fn switch_stacks(c: &Config) -> Result<Stacks, HfError> {
     let depth = c.layers(&["num_layers", "num_hidden_layers"], 12)?;
     let decoder = c.layers(&["num_decoder_layers"], depth)?;
-    // transformers writes these beside, and computes them from the numbers of sparse layers.
+    // transformers writes these keys too, and recomputes them from the numbers of sparse layers.
     for derived in ["encoder_sparse_step", "decoder_sparse_step"] {
         c.find(&[derived]);
     }
@@ -78,8 +78,8 @@ fn switch_stacks(c: &Config) -> Result<Stacks, HfError> {
     })
 }
 
-/// Switch: top-1 by probability; an expert takes the first `expert_capacity`
-/// tokens of a sequence, the rest add nothing.
+/// Builds Switch: top-1 by probability. An expert takes the first `expert_capacity` tokens of a
+/// sequence; the rest add nothing.
 fn switch(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = Sizes {
         model: c.size(MODEL, 768)?,
@@ -133,8 +133,8 @@ fn nllb_stacks(c: &Config) -> Result<Stacks, HfError> {
     })
 }
 
-/// NLLB: top-2, weights normalised before or after dropping, all outputs
-/// scaled by what the expert dropout keeps.
+/// Builds NLLB: top-2, with weights normalized before or after dropping, and all outputs scaled by
+/// the keep rate of the expert dropout.
 fn nllb(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let (in_decoder, index) = nllb_stacks(c)?.place(layer);
     let stack = if in_decoder { "decoder" } else { "encoder" };
@@ -172,9 +172,9 @@ fn nllb(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// In evaluation the capacity is a fraction of the tokens; from 1 on nothing
-/// can be dropped. Zero or less turns that off: `expert_capacity` rows, or
-/// `2·ceil(T/E)` without it.
+/// Sets NLLB's capacity. In evaluation it is a fraction of the tokens; from 1 on nothing can be
+/// dropped. Zero or less turns the fraction off: then it is `expert_capacity` rows, or
+/// `2·ceil(T/E)` without that key.
 fn nllb_capacity(c: &Config, d: &mut Draft) -> Result<(), HfError> {
     let capacity = &mut d.spec.capacity;
     let fraction = c.number(&["moe_eval_capacity_token_fraction"], 1.0)?;
@@ -183,7 +183,7 @@ fn nllb_capacity(c: &Config, d: &mut Draft) -> Result<(), HfError> {
         let remedy = "set it to 1 (nothing is dropped) or 0 (expert_capacity rows)";
         return Err(c.unsupported("moe_eval_capacity_token_fraction", axis, remedy));
     }
-    // Read only where the fraction is off.
+    // transformers reads this key only when the fraction is off.
     c.find(&["expert_capacity"]);
     if fraction <= 0.0 {
         capacity.mode = CapacityMode::Fixed;

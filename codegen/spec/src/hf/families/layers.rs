@@ -1,4 +1,4 @@
-//! Which layers of a model have experts.
+//! The layers of a model that have experts.
 
 use super::super::HfError;
 use super::super::config::Config;
@@ -6,16 +6,16 @@ use super::DEPTH;
 
 /// The layers of a model.
 pub struct Layers {
-    /// How many there are.
+    /// The number of layers.
     pub total: usize,
-    /// Those with experts, ascending.
+    /// The layers with experts, ascending.
     pub moe: Vec<usize>,
     /// The keys that decide, for messages.
     why: &'static str,
 }
 
 impl Layers {
-    /// Those of `0..total` for which `moe` holds.
+    /// Returns the layers in `0..total` for which `moe` returns true.
     pub fn filtered(total: usize, why: &'static str, moe: impl Fn(usize) -> bool) -> Layers {
         Layers {
             total,
@@ -24,14 +24,14 @@ impl Layers {
         }
     }
 
-    /// These, then those of another stack, numbered through.
+    /// Appends another stack, continuing the numbering.
     pub fn then(mut self, next: Layers) -> Layers {
         self.moe.extend(next.moe.iter().map(|i| self.total + i));
         self.total += next.total;
         self
     }
 
-    /// Whether `layer` is one with experts.
+    /// Checks that `layer` exists and has experts.
     pub fn check(&self, config: &Config, layer: usize) -> Result<(), HfError> {
         let (model, moe) = (config.model.clone(), ranges(&self.moe));
         if self.moe.is_empty() {
@@ -55,7 +55,7 @@ impl Layers {
     }
 }
 
-/// `0, 3-5, 9`.
+/// Formats a list as `0, 3-5, 9`.
 fn ranges(list: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &i in list {
@@ -74,12 +74,12 @@ fn ranges(list: &[usize]) -> String {
     runs.iter().map(run).collect::<Vec<_>>().join(", ")
 }
 
-/// Layers of a decoder.
+/// Returns the number of decoder layers.
 pub fn depth(c: &Config, default: usize) -> Result<usize, HfError> {
     c.layers(DEPTH, default)
 }
 
-/// Every layer has experts.
+/// Returns all layers.
 pub fn every(c: &Config, total: usize) -> Result<Layers, HfError> {
     Ok(Layers::filtered(
         depth(c, total)?,
@@ -88,12 +88,12 @@ pub fn every(c: &Config, total: usize) -> Result<Layers, HfError> {
     ))
 }
 
-/// Qwen's rule: `decoder_sparse_step`, except `mlp_only_layers`.
+/// Applies Qwen's rule: `decoder_sparse_step`, except `mlp_only_layers`.
 pub fn stepped(c: &Config, total: usize) -> Result<Layers, HfError> {
     stepped_except(c, &[], total)
 }
 
-/// As `stepped`, with what `mlp_only_layers` is when absent.
+/// Applies the rule of `stepped` with a default for `mlp_only_layers`.
 pub fn stepped_except(c: &Config, dense: &[usize], total: usize) -> Result<Layers, HfError> {
     let step = c.size(&["decoder_sparse_step"], 1)?;
     let dense = c.sizes("mlp_only_layers")?.unwrap_or(dense.to_vec());
@@ -102,7 +102,7 @@ pub fn stepped_except(c: &Config, dense: &[usize], total: usize) -> Result<Layer
     Ok(Layers::filtered(depth(c, total)?, why, moe))
 }
 
-/// The first layers are dense; with `moe_layer_freq` every n-th has experts.
+/// Returns the layers after the first, dense ones; with `moe_layer_freq` only every n-th of them.
 pub fn after_dense(c: &Config, key: &str, first: usize, total: usize) -> Result<Layers, HfError> {
     let first = c.size(&[key], first)?;
     let why = "first_k_dense_replace, num_dense_layers or moe_layer_freq leave none";
@@ -116,7 +116,7 @@ pub fn after_dense(c: &Config, key: &str, first: usize, total: usize) -> Result<
     }))
 }
 
-/// `moe_layer_freq` as a list of zeros and ones.
+/// Reads `moe_layer_freq` as a list of zeros and ones.
 fn listed_frequency(c: &Config, total: usize) -> Result<Layers, HfError> {
     let list = c.sizes("moe_layer_freq")?.unwrap_or_default();
     let moe = |i: usize| list.get(i).is_some_and(|&n| n > 0);
@@ -127,7 +127,7 @@ fn listed_frequency(c: &Config, total: usize) -> Result<Layers, HfError> {
     ))
 }
 
-/// `mlp_layer_types` names the sparse ones; without it the first are dense.
+/// Returns the sparse layers of `mlp_layer_types`; without that key the first layers are dense.
 pub fn typed(c: &Config, first: usize, total: usize) -> Result<Layers, HfError> {
     let Some(types) = c.words(&["mlp_layer_types"])? else {
         return after_dense(c, "first_k_dense_replace", first, total);

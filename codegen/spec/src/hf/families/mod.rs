@@ -1,4 +1,4 @@
-//! One function per family: which layers have experts, and what they compute.
+//! Model families: one function each for the layers with experts and for the layer's spec.
 
 mod biased;
 mod deepseek;
@@ -16,13 +16,13 @@ use super::draft::Draft;
 use crate::suggest::closest;
 use layers::Layers;
 
-/// Families of one kind of block.
+/// Model types that share one kind of block.
 pub(super) struct Family {
     /// Values of `model_type`.
     names: &'static [&'static str],
     /// The layers with experts.
     pub layers: fn(&Config) -> Result<Layers, HfError>,
-    /// Spec and recipes of a layer.
+    /// Builds the spec and recipes of a layer.
     pub build: fn(&Config, usize) -> Result<Draft, HfError>,
 }
 
@@ -36,8 +36,7 @@ const TABLES: [&[Family]; 7] = [
     encoder_decoder::FAMILIES,
 ];
 
-/// Spellings of the number of experts, of experts per token, of the model's
-/// width and of the experts' width.
+/// Spellings of four sizes: experts, experts per token, model width, expert width.
 pub(super) const EXPERTS: &[&str] = &[
     "num_local_experts",
     "num_experts",
@@ -57,24 +56,24 @@ const WIDE: &[&str] = &["intermediate_size"];
 const NARROW: &[&str] = &["moe_intermediate_size", "expert_ffn_hidden_size"];
 const DEPTH: &[&str] = &["num_hidden_layers", "n_layers", "num_layers"];
 
-/// The family of a configuration.
+/// Returns the family of a configuration.
 pub(super) fn find(config: &Config) -> Result<&'static Family, HfError> {
     let named = |family: &&Family| family.names.contains(&config.model.as_str());
     let known = all().find(named);
     known.ok_or_else(|| refused::error(&config.model).unwrap_or_else(|| unknown(&config.model)))
 }
 
-/// Whether a family has that `model_type`.
+/// Returns true if a family has that `model_type`.
 pub(super) fn is_known(model: &str) -> bool {
     all().any(|family| family.names.contains(&model))
 }
 
-/// Every `model_type` that is known and refused, and what its block does.
+/// Returns every recognized but refused `model_type`, with the reason.
 pub(super) fn refused() -> impl Iterator<Item = (&'static str, &'static str)> {
     refused::names()
 }
 
-/// Every supported `model_type`, sorted.
+/// Returns every supported `model_type`, sorted.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     let mut names: Vec<&str> = all()
         .flat_map(|family| family.names.iter().copied())

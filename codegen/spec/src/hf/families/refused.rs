@@ -1,14 +1,14 @@
-//! Families that transformers has and the spec cannot express.
+//! Families of transformers that the spec cannot express.
 
 use super::super::HfError;
 
-/// A block that the spec has no axis for.
+/// A block that the spec cannot express.
 struct Refused {
     /// Values of `model_type`.
     names: &'static [&'static str],
-    /// What the block does.
+    /// The block's property that the spec lacks.
     does: &'static str,
-    /// What the spec has in its place.
+    /// The spec's closest counterpart.
     has: &'static str,
 }
 
@@ -60,7 +60,7 @@ const FAMILIES: &[Refused] = &[
     },
 ];
 
-/// The error for a refused `model_type`.
+/// Returns the error for a refused `model_type`.
 pub(super) fn error(model: &str) -> Option<HfError> {
     let family = FAMILIES.iter().find(|f| f.names.contains(&model))?;
     Some(HfError::Family {
@@ -70,7 +70,7 @@ pub(super) fn error(model: &str) -> Option<HfError> {
     })
 }
 
-/// Every refused `model_type` and what its block does.
+/// Returns every refused `model_type` with the property that the spec lacks.
 pub(super) fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
     let of = |f: &'static Refused| f.names.iter().map(|name| (*name, f.does));
     FAMILIES.iter().flat_map(of)

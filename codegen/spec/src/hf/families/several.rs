@@ -1,11 +1,11 @@
-//! Models with several stacks of MoE layers, or two sets of experts in a layer.
-//! Their layers are numbered through: those of the text model, then the others.
+//! Models with several stacks of MoE layers, or two sets of experts per layer. Layers have one
+//! numbering: first those of the text model, then the others.
 
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft};
 use super::super::routing;
 use super::super::source::half_of;
-use super::super::{HfError, Step};
+use super::super::{HfError, TensorStep};
 use super::biased::clamped_router;
 use super::deepseek::{self, BIAS, dots3_text};
 use super::layers::{self, Layers, depth};
@@ -43,7 +43,7 @@ pub(super) const FAMILIES: &[Family] = &[
             Ok(d)
         },
     },
-    // The parts of it, as models of their own.
+    // The halves are also published as models of their own.
     Family {
         names: &["qwen3_omni_moe_thinker", "qwen3_omni_moe_text"],
         layers: |c| layers::stepped(c, 28),
@@ -56,13 +56,13 @@ pub(super) const FAMILIES: &[Family] = &[
     },
 ];
 
-/// ERNIE's rule for the layers of either kind.
+/// Returns the layers of one kind by ERNIE's rule.
 fn ernie_layers(c: &Config) -> Result<Layers, HfError> {
     layers::typed(c, 1, 28)
 }
 
-/// ERNIE 4.5 VL: a token's kind chooses between two sets of experts with a
-/// router each; shared experts see both kinds.
+/// Builds ERNIE 4.5 VL: a token's kind chooses between two sets of experts, each with its own
+/// router. Shared experts see both kinds.
 fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let total = depth(c, 28)?;
     let (kind, index) = (layer / total.max(1), layer % total.max(1));
@@ -78,10 +78,10 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = gated(c, index, sizes, DECODER, &[&format!("mlp.{name}_moe.")])?;
     let bias = "moe_statics.e_score_correction_bias";
     clamped_router(c, &mut d, &[&format!("gate.{bias}")])?;
-    // Published checkpoints have both kinds in each tensor.
+    // Published checkpoints keep both kinds in one tensor.
     d.decoder(index, &["mlp."]);
     d.single_experts(kind * experts);
-    // The other kind's are beside.
+    // The experts of the other kind sit in the same block and must not count as unread.
     let other = (1 - kind.min(1)) * experts;
     d.others = other..other + experts;
     let names = [
@@ -92,8 +92,11 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.beside.extend(names.map(|name| format!("{root}{name}")));
     }
     let gate = ["gate.weight", "gate.weight_1"][kind.min(1)];
-    d.stepped("router.weight", &[gate], &[Step::Transpose]);
-    let row = [half_of(0, kind, 1, false), Step::Reshape(vec![experts])];
+    d.stepped("router.weight", &[gate], &[TensorStep::Transpose]);
+    let row = [
+        half_of(0, kind, 1, false),
+        TensorStep::Reshape(vec![experts]),
+    ];
     d.stepped("router.select_bias", &[bias], &row);
     let count = c.size(SHARED, 2)?;
     if count > 0 {
@@ -110,8 +113,8 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Routed experts of each block of Dots 3's tower, where a list says so; blocks
-/// with less than one are dense.
+/// Returns the number of routed experts of each block of Dots 3's vision tower, if it has such a
+/// list. Blocks below one are dense.
 fn pyramid(eyes: &Config) -> Result<Option<Vec<i64>>, HfError> {
     let listed = eyes.signed_list("pyramid_num_routed")?;
     if listed.is_some() || eyes.words(&["mlp_layer_types"])?.is_some() {
@@ -121,7 +124,7 @@ fn pyramid(eyes: &Config) -> Result<Option<Vec<i64>>, HfError> {
     Ok(Some([-1; 25].into_iter().chain(growing).collect()))
 }
 
-/// The blocks of the tower, where the configuration has one.
+/// Returns the blocks of the tower, if the configuration has one.
 fn eyes_layers(c: &Config) -> Result<Layers, HfError> {
     let why = "mlp_layer_types or pyramid_num_routed name none";
     let Some(eyes) = c.beside("vision_config")? else {
@@ -145,8 +148,7 @@ fn dots3(c: &Config, layer: usize) -> Result<Draft, HfError> {
     }
 }
 
-/// A block of the tower: the router of DeepSeek-V3 without groups, and a
-/// number of experts of its own.
+/// Builds a block of the tower: DeepSeek-V3's router without groups, and an expert count per block.
 fn dots3_eyes(c: &Config, index: usize) -> Result<Draft, HfError> {
     let own = c.nested("per_layer_config")?.nested(&index.to_string())?;
     let listed = pyramid(c)?.and_then(|list| list.get(index).copied());
@@ -175,13 +177,13 @@ fn dots3_eyes(c: &Config, index: usize) -> Result<Draft, HfError> {
     d.select_bias(&[BIAS, &["router_bias"]].concat());
     d.renormalize(true, deepseek::EPS);
     d.spec.router.scale = c.number(&["router_scaling_factor", "router_scale"], 1.0)?;
-    // An older name of the number of experts per token.
+    // Here this key is an older name of the number of experts per token, not a capacity.
     c.find(&["capacity_factor"]);
     routing::check(c, &mut d, None)?;
     Ok(d)
 }
 
-/// The text models of Qwen3-Omni's two halves.
+/// Returns the text models of Qwen3-Omni's two halves.
 fn omni(c: &Config) -> Result<[Config; 2], HfError> {
     let half = |key: &str| c.nested(key)?.nested("text_config");
     Ok([half("thinker_config")?, half("talker_config")?])

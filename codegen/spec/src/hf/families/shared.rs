@@ -3,7 +3,7 @@
 use super::super::config::Config;
 use super::super::draft::{Draft, Fused, Sizes};
 use super::super::source::half_of;
-use super::super::{HfError, Step};
+use super::super::{HfError, TensorStep};
 use super::deepseek::{self, GLM4};
 use super::layers::{self, Layers};
 use super::softmax::{granite, plain, sizes};
@@ -107,7 +107,7 @@ fn qwen3_5(c: &Config, layer: usize) -> Result<Draft, HfError> {
     gated_shared(c, d, 512)
 }
 
-/// Qwen's shared expert, which weighs `σ(x · w)`.
+/// Adds Qwen's shared expert, weighted by `σ(x · w)`.
 pub(super) fn gated_shared(c: &Config, mut d: Draft, default: usize) -> Result<Draft, HfError> {
     let hidden = c.size(&["shared_expert_intermediate_size"], default)?;
     d.shared(&["shared_expert"], hidden, SharedGate::Sigmoid);
@@ -115,9 +115,9 @@ pub(super) fn gated_shared(c: &Config, mut d: Draft, default: usize) -> Result<D
     Ok(d)
 }
 
-/// DeepSeek-V2. transformers computes softmax scores and reads neither `scoring_func` nor
-/// `norm_topk_prob`; a file that asks for the router of DeepSeek-V3 (DeepSeek-VL2 is one) gets
-/// that, as in the model's own code.
+/// Builds DeepSeek-V2. transformers computes softmax scores and reads neither `scoring_func` nor
+/// `norm_topk_prob`. A file that asks for DeepSeek-V3's router, such as DeepSeek-VL2, gets that, as
+/// in the model's own code.
 fn deepseek_v2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, HfError> {
     let mut sizes = sizes(c, NARROW, defaults)?;
     if sizes.top_k == 0 {
@@ -130,7 +130,7 @@ fn deepseek_v2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, 
     Ok(d)
 }
 
-/// The router that `topk_method` names.
+/// Sets the router named by `topk_method`.
 fn deepseek_router(c: &Config, d: &mut Draft) -> Result<(), HfError> {
     d.spec.router.scale = c.number(&["routed_scaling_factor"], 1.0)?;
     let by = |stat, mask| -> Result<Groups, HfError> {
@@ -161,7 +161,7 @@ fn deepseek_router(c: &Config, d: &mut Draft) -> Result<(), HfError> {
     }
 }
 
-/// DeepSeek-MoE, before V2: `norm_topk_prob` is read, and there is no factor.
+/// Builds DeepSeek-MoE, the version before V2: `norm_topk_prob` is read, and there is no factor.
 fn deepseek_v1(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, NARROW, [2048, 1408, 64, 6])?;
     let hidden = sizes.hidden;
@@ -171,7 +171,7 @@ fn deepseek_v1(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// A block of DeepSeek's under a name that says nothing of its version: its keys must say all.
+/// Builds a DeepSeek block whose type tells no version, so its keys must say everything.
 fn deepseek_ref(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = Sizes {
         model: c.need(MODEL)?,
@@ -191,8 +191,8 @@ fn deepseek_ref(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// BailingMoE (Ling, Ring): softmax scores, or from its second version on the router of
-/// DeepSeek-V3, with a width of its own for shared experts.
+/// Builds BailingMoE (Ling, Ring): softmax scores, or DeepSeek-V3's router from the second version
+/// on, with a separate width for shared experts.
 fn bailing(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = Sizes {
         model: c.need(MODEL)?,
@@ -241,8 +241,7 @@ pub(super) const SHARED: &[&str] = &[
     "moe_num_shared_experts",
 ];
 
-/// DeepSeek's shared experts: several merged into one wide one, with biases
-/// when `mlp_bias` says so.
+/// Adds DeepSeek's shared experts, merged into one wide expert, with biases if `mlp_bias` is set.
 pub(super) fn merged_shared(
     c: &Config,
     d: &mut Draft,
@@ -264,7 +263,7 @@ pub(super) fn merged_shared(
     Ok(())
 }
 
-/// Granite with a shared expert beside the block, as one fused tensor.
+/// Builds Granite with a shared expert beside the block in one fused tensor.
 fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfError> {
     let mut d = granite(c, layer)?;
     let hidden = c.size(&["shared_intermediate_size"], default)?;
@@ -288,7 +287,7 @@ fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfE
     Ok(d)
 }
 
-/// The hybrid model has experts unless their number is zero.
+/// Returns all layers of the hybrid model, or none if it has zero experts.
 fn hybrid_layers(c: &Config) -> Result<Layers, HfError> {
     let experts = c.size(EXPERTS, 8)?;
     let total = layers::depth(c, 32)?;
@@ -320,7 +319,7 @@ fn hunyuan(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Aria: the routed experts are always silu, whatever the shared ones are.
+/// Builds Aria, whose routed experts are always silu whatever the shared ones use.
 fn aria(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, WIDE, [4096, 4096, 8, 2])?;
     let hidden = sizes.hidden;
@@ -336,8 +335,8 @@ fn aria(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Cohere 2: the top k of the logits, then softmax or sigmoid of them. The
-/// average of routed and shared experts is half of each.
+/// Builds Cohere 2: the top k logits, then softmax or sigmoid over them. The average of routed and
+/// shared experts becomes half of each.
 fn cohere(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, WIDE, [8192, 22528, 8, 2])?;
     let hidden = sizes.hidden;
@@ -358,7 +357,7 @@ fn cohere(c: &Config, layer: usize) -> Result<Draft, HfError> {
     match c.text(&[key], "average")?.as_str() {
         "average" if !d.spec.shared.is_empty() => {
             d.spec.router.scale = 0.5;
-            d.then("shared.0.down.weight", Step::Factor(0.5));
+            d.then("shared.0.down.weight", TensorStep::Factor(0.5));
         }
         "average" | "sum" => {}
         _ => {

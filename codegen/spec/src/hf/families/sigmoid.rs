@@ -1,4 +1,4 @@
-//! Sigmoid routers that are not DeepSeek-V3's, and Nemotron-H.
+//! Sigmoid routers other than DeepSeek-V3's, and Nemotron-H.
 
 use super::super::HfError;
 use super::super::config::Config;
@@ -61,8 +61,8 @@ pub(super) const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Nemotron-H: DeepSeek-V3's router, plain experts, in some models of a narrower
-/// width than the model's.
+/// Builds Nemotron-H: DeepSeek-V3's router and plain experts, in some models narrower than the
+/// model.
 fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = Draft::new(c, sizes(c, NARROW, [4096, 7688, 8, 2])?);
     d.spec.experts.form = ExpertForm::Plain;
@@ -99,7 +99,7 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Entries `moe` of the list of layer types, or letters `E` of the pattern.
+/// Returns the entries `moe` in the list of layer types, or the letters `E` in the pattern.
 fn nemotron_layers(c: &Config) -> Result<Layers, HfError> {
     let why = "layers_block_type or hybrid_override_pattern names none";
     let types = match c.words(&["layers_block_type", "layer_types"])? {
@@ -148,7 +148,7 @@ fn afmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Llama 4 weighs the expert's input.
+/// Builds Llama 4, which weights the expert's input.
 fn llama4(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, WIDE, [5120, 8192, 16, 1])?;
     let hidden = sizes.hidden;
@@ -163,7 +163,7 @@ fn llama4(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// `moe_layers`, or every `interleave_moe_layer_step`-th layer.
+/// Returns `moe_layers`, or every `interleave_moe_layer_step`-th layer.
 fn llama4_layers(c: &Config) -> Result<Layers, HfError> {
     let why = "moe_layers or interleave_moe_layer_step leave none";
     let total = depth(c, 48)?;
@@ -176,7 +176,7 @@ fn llama4_layers(c: &Config) -> Result<Layers, HfError> {
     }))
 }
 
-/// Flint: sigmoid scores without a bias, Qwen's shared expert without its gate.
+/// Builds Flint: sigmoid scores without a bias, and Qwen's shared expert without its gate.
 fn flint(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 256, 6])?)?;
     d.spec.router.score = Score::Sigmoid;
@@ -208,10 +208,10 @@ fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// MiniMax-M3: M2's router, gpt-oss's activation.
+/// Builds MiniMax-M3: M2's router and gpt-oss's activation.
 fn minimax_m3(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, WIDE, [6144, 3072, 128, 4])?;
-    // `hidden_act` names an activation that transformers writes out, as here.
+    // transformers ignores `hidden_act` here and writes the activation out, so this does too.
     let mut d = Draft::new(c, sizes);
     d.decoder(layer, &["mlp.", "block_sparse_moe."]);
     d.plain("router.weight", &["gate.weight"]);
@@ -230,7 +230,7 @@ fn minimax_m3(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// Step 3.7: published checkpoints stack the experts, gate and up apart.
+/// Builds Step 3.7. Published checkpoints stack the experts, with gate and up apart.
 fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
     for key in ["swiglu_limits", "swiglu_limits_shared"] {
         if c.number_at(key, layer)? != 0.0 {
@@ -239,7 +239,7 @@ fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
             return Err(c.unsupported(key, axis, remedy));
         }
     }
-    // transformers reads n_routed_experts, whatever num_local_experts says.
+    // transformers reads n_routed_experts even where num_local_experts differs.
     let experts = c.size(&["n_routed_experts", "moe_num_experts"], 288)?;
     let mut sizes = sizes(c, NARROW, [4096, 1280, experts, 8])?;
     sizes.experts = experts;
@@ -264,8 +264,8 @@ fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// `mlp_layer_types`, or the list `moe_layers_enum`; otherwise the first three
-/// are dense.
+/// Returns the layers of `mlp_layer_types` or of `moe_layers_enum`; without both, the first three
+/// layers are dense.
 fn step_layers(c: &Config) -> Result<Layers, HfError> {
     match c.numbers("moe_layers_enum")? {
         Some(list) if c.words(&["mlp_layer_types"])?.is_none() => {

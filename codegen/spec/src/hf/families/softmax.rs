@@ -4,7 +4,7 @@ use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::routing;
 use super::super::source::half_of;
-use super::super::{Alternative, HfError, Parts, Step};
+use super::super::{Alternative, HfError, TensorParts, TensorStep};
 use super::layers::{self, Layers, depth};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
 use crate::{Biases, Renormalize, Score, Select};
@@ -84,7 +84,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Sizes with the defaults of a family: width, experts' width, experts, K.
+/// Reads the sizes with a family's defaults: width, experts' width, experts, K.
 pub(super) fn sizes(
     c: &Config,
     hidden_keys: &[&str],
@@ -99,12 +99,12 @@ pub(super) fn sizes(
     })
 }
 
-/// A softmax router and gated experts under `mlp.` or `block_sparse_moe.`.
+/// Builds a softmax router and gated experts under `mlp.` or `block_sparse_moe.`.
 pub(super) fn plain(c: &Config, layer: usize, sizes: Sizes) -> Result<Draft, HfError> {
     gated(c, layer, sizes, DECODER, &["mlp.", "block_sparse_moe."])
 }
 
-/// A softmax router and gated experts under `{prefix}{layer}.{block}`.
+/// Builds a softmax router and gated experts under `{prefix}{layer}.{block}`.
 pub(super) fn gated(
     c: &Config,
     layer: usize,
@@ -148,7 +148,7 @@ fn qwen3(c: &Config, layer: usize) -> Result<Draft, HfError> {
 
 fn qwen3_vl(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, NARROW, [2048, 1408, 60, 4])?)?;
-    // Published checkpoints hold the fused tensors transposed.
+    // Published checkpoints store the fused tensors transposed.
     d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
     d.renormalize(true, 0.0);
     Ok(d)
@@ -168,7 +168,7 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         experts: ffn.size(&["moe_num_experts"], 4)?,
         top_k: ffn.size(&["moe_top_k"], 1)?,
     };
-    let stacked = Step::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
+    let stacked = TensorStep::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
     let mut d = Draft::new(c, sizes);
     d.activation(&ffn.nested("ffn_act_fn")?, &["name"], "silu")?;
     if !ffn.is_null("moe_normalize_expert_weights") {
@@ -188,12 +188,12 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         &["experts.mlp.v1"],
         std::slice::from_ref(&stacked),
     );
-    let down = [stacked, Step::Transpose];
+    let down = [stacked, TensorStep::Transpose];
     d.stepped("experts.down.weight", &["experts.mlp.w2"], &down);
     Ok(d)
 }
 
-/// Granite: the top k of the logits, then their softmax.
+/// Builds Granite: the top k logits, then their softmax.
 pub(super) fn granite(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, WIDE, [4096, 11008, 8, 2])?)?;
     d.spec.router.score = Score::SoftmaxSelected;
@@ -201,8 +201,8 @@ pub(super) fn granite(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// JetMoE: Granite's router, and one bias on the sum. The weights of a token
-/// sum to 1, so every expert can have it.
+/// Builds JetMoE: Granite's router, and one bias on the sum. Each expert can carry that bias
+/// because a token's weights sum to 1.
 fn jetmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, WIDE, [2048, 5632, 8, 2])?)?;
     d.spec.router.score = Score::SoftmaxSelected;
@@ -210,7 +210,7 @@ fn jetmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.spec.experts.bias = Biases::Down;
     let count = d.spec.shape.experts;
     let repeated = |root: &String| Alternative {
-        parts: Parts::Repeated {
+        parts: TensorParts::Repeated {
             name: format!("{root}bias"),
             count,
         },
@@ -221,7 +221,7 @@ fn jetmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// gpt-oss: biases everywhere, a clamped activation, the layout of `fused`.
+/// Builds gpt-oss: biases everywhere, a clamped activation, and the layout `fused`.
 fn gpt_oss(c: &Config, layer: usize, sizes: Sizes, fused: Fused) -> Result<Draft, HfError> {
     let hidden = sizes.hidden;
     let mut d = Draft::new(c, sizes);
@@ -268,7 +268,7 @@ fn jamba(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-/// `expert_layer_period` and `expert_layer_offset`, with more than one expert.
+/// Applies `expert_layer_period` and `expert_layer_offset`, if there is more than one expert.
 fn jamba_layers(c: &Config) -> Result<Layers, HfError> {
     let period = c.size(&["expert_layer_period"], 2)?.max(1);
     let offset = c.size(&["expert_layer_offset"], 1)?;
@@ -279,7 +279,7 @@ fn jamba_layers(c: &Config) -> Result<Layers, HfError> {
     }))
 }
 
-/// Says that a training-only jitter on the whole block's input is left out.
+/// Notes that the training-only jitter on the whole block's input is left out.
 fn note_jitter(c: &Config, d: &mut Draft, key: &str) -> Result<(), HfError> {
     if c.number(&[key], 0.0)? > 0.0 {
         d.notes.push(format!(
