@@ -36,7 +36,7 @@
 //! | choose how ranks exchange rows | [`Strategy`], [`tune`] |
 //! | bring your own experts, or several routers | [`experts`] |
 //! | see where time goes | [`trace`] |
-//! | compile ahead of time | [`ahead`], [`Store`], [`Compilers`] |
+//! | compile ahead of time | [`aot`], [`Store`], [`Compilers`] |
 //!
 //! # Features
 //! All are off by default. A feature adds items and changes no result.
@@ -45,6 +45,7 @@
 //! * `train`: [`train`], with optimizers, steps over many ranks, gates that look at ranks, and
 //!   checkpoints whose number of experts changes.
 //! * `tune`: [`tune`], which chooses the strategy of ranks from call to call.
+//! * `packs`: a store's kernels as one file ([`Store`]'s `export` and `import`).
 //! * `cuda`, `rocm`: the GPUs of this machine. Compiling for them needs no feature.
 //! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs on this machine.
 //! * `reference`: the whole layer in f64, as plain loops, to compare results with.

@@ -23,7 +23,7 @@
 
 use crate::TrainError;
 use moesaic_engine::{Input, Mesh, ProcessGroup, Ranks};
-use moesaic_plan::{RankCoordsment, RankCoords};
+use moesaic_plan::{Placement, RankCoords};
 use moesaic_tensor::Tensor;
 use std::cmp::Ordering;
 
@@ -332,7 +332,7 @@ fn softmax(values: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
 }
 
 /// Returns the ranks of each expert.
-fn placed(mesh: &Mesh, experts: usize) -> Result<RankCoordsment, TrainError> {
+fn placed(mesh: &Mesh, experts: usize) -> Result<Placement, TrainError> {
     mesh.placement_of(experts).ok_or_else(|| {
         let ep = mesh.parallel().ep;
         let problem = format!("are of {experts} experts, which {ep} groups do not have so");

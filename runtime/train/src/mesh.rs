@@ -27,7 +27,7 @@ use std::ops::Range;
 
 /// Returns the process groups whose ranks can hold the same parameters on a mesh.
 fn owners(mesh: &Mesh) -> &'static [ProcessGroup] {
-    if mesh.parallel().expert_tp_shared() {
+    if mesh.parallel().shards_shared() {
         &[ProcessGroup::World, ProcessGroup::ExpertDp, ProcessGroup::EpDp]
     } else {
         &[ProcessGroup::World, ProcessGroup::ExpertDp]

@@ -16,7 +16,7 @@
 
 use crate::TrainError;
 use moesaic_engine::{EngineError, Mesh, ProcessGroup, Ranks};
-use moesaic_plan::{Moves, RankCoordsment, PlanError, moves, moves_from};
+use moesaic_plan::{Moves, Placement, PlanError, moves, moves_from};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
 /// A rank's tensors after experts have moved, not to be used yet: see [`Prepared::commit`].
@@ -48,7 +48,7 @@ pub struct NotCommitted {
 /// exchange. [`TrainError::Tensor`] for a tensor that is not the rank's part.
 pub fn prepare(
     ranks: &Ranks,
-    to: &RankCoordsment,
+    to: &Placement,
     tensors: &Tensors<'_>,
 ) -> Result<Prepared, TrainError> {
     let mesh = ranks.mesh().placed(to)?;
@@ -126,7 +126,7 @@ pub fn resume(
         tensors,
     } = held;
     let (mesh, parallel) = (ranks.mesh(), ranks.mesh().parallel());
-    if parallel.dp != 1 || parallel.expert_tp_shared() {
+    if parallel.dp != 1 || parallel.shards_shared() {
         let reason = "what is left can be resumed where one group holds all experts and shared \
                       experts are whole; read the checkpoint instead";
         return Err(TrainError::NotPreserved(reason.to_string()));
@@ -219,7 +219,7 @@ fn moved(
     ranks: &Ranks,
     plan: &Moves,
     held: HeldExperts<'_>,
-    to: &RankCoordsment,
+    to: &Placement,
 ) -> Result<Tensors<'static>, TrainError> {
     let (experts, tensors) = (held.experts, held.tensors);
     let (mesh, place) = (ranks.mesh().parallel(), ranks.mesh().place());
@@ -320,11 +320,11 @@ fn too_few(mesh: &Mesh, experts: usize) -> String {
     format!("{experts} experts cannot be placed so on {ep} groups of ranks")
 }
 
-fn other_experts(mesh: &Mesh, to: &RankCoordsment) -> TrainError {
+fn other_experts(mesh: &Mesh, to: &Placement) -> TrainError {
     TrainError::NotPreserved(too_few(mesh, to.experts()))
 }
 
-fn planned(error: moesaic_plan::RankCoordsmentError) -> TrainError {
+fn planned(error: moesaic_plan::PlacementError) -> TrainError {
     EngineError::Plan(PlanError::from(error)).into()
 }
 

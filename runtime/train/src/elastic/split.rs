@@ -5,7 +5,7 @@ use super::{Layout, check_spec};
 use crate::TrainError;
 use moesaic_engine::{ProcessGroup, joined_placed, part_of_placed, part_shape_placed};
 use moesaic_kernel::DType;
-use moesaic_plan::{MeshError, Parallel, RankCoords, RankCoordsment};
+use moesaic_plan::{MeshError, Parallel, RankCoords, Placement};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 
@@ -119,7 +119,7 @@ pub fn shard_placed(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
     mesh: Parallel,
-    placement: Option<&RankCoordsment>,
+    placement: Option<&Placement>,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
     let mesh = one_group(spec, mesh, placement)?;
     Layout::new(spec).check(tensors)?;
@@ -156,7 +156,7 @@ pub fn unshard_placed(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
     mesh: Parallel,
-    placement: Option<&RankCoordsment>,
+    placement: Option<&Placement>,
 ) -> Result<Tensors<'static>, TrainError> {
     let mesh = one_group(spec, mesh, placement)?;
     if shards.len() != mesh.ranks() {
@@ -215,7 +215,7 @@ fn check_replicas(
     name: &str,
     list: &[&Tensor<'_>],
     mesh: Parallel,
-    placement: &RankCoordsment,
+    placement: &Placement,
 ) -> Result<(), TrainError> {
     let of = |expert: usize, ep: usize, shard: usize| {
         let tensor = list[mesh.rank(RankCoords {
@@ -251,7 +251,7 @@ fn check_replicas(
 fn one_group(
     spec: &LayerSpec,
     mesh: Parallel,
-    placement: Option<&RankCoordsment>,
+    placement: Option<&Placement>,
 ) -> Result<Parallel, TrainError> {
     check_spec(spec)?;
     // Further groups hold the same parts, so one group is enough.
