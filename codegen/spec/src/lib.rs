@@ -21,6 +21,7 @@ mod loss;
 #[cfg(test)]
 mod reference;
 mod schema;
+mod stored;
 mod suggest;
 mod tensors;
 #[doc(hidden)]
@@ -38,6 +39,7 @@ pub use expression::{Expression, ExpressionError};
 pub use limits::*;
 pub use loss::*;
 #[doc(hidden)]
+pub use stored::{CodeType, ExpertFormat, IQ4NL, STORED, STORED_NAMES, StoredFormat};
 pub use suggest::closest;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;

@@ -3,7 +3,10 @@
 //! Formulas behind the options are named after the systems that published
 //! them; docs/SEMANTICS.md gives each in full.
 
-use crate::{Biases, Capacity, CapacityMode, Expression, Latent, Loss, SharedExpert, SharedGate};
+use crate::{
+    Biases, Capacity, CapacityMode, ExpertFormat, Expression, Latent, Loss, SharedExpert,
+    SharedGate,
+};
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
@@ -72,6 +75,10 @@ pub struct Precision {
     /// 11 significant bits, where that is faster. Only with f32 weights and
     /// activations.
     pub tf32: bool,
+    /// The format in which the routed experts' matrices are stored and multiplied, where they
+    /// are quantised: `mxfp4`. Their biases, and shared experts, are of `weights`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertFormat>,
 }
 
 impl Default for Precision {
@@ -80,6 +87,7 @@ impl Default for Precision {
             weights: DType::F32,
             activations: DType::F32,
             tf32: false,
+            experts: None,
         }
     }
 }

@@ -23,7 +23,7 @@ pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc, 
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
-pub use gemm::{Beside, CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
+pub use gemm::{Beside, CodeBlock, CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
 pub use route::{FewLogits, RouteConfig, RouteDesc};
