@@ -5,7 +5,7 @@ use super::Case;
 use super::cases::{of_type, small};
 use super::layers::engines;
 use moesaic::reference::{Weights, numbers};
-use moesaic::spec::{Biases, ExpertFormat, LayerSpec, STORED};
+use moesaic::spec::{Biases, ExpertFormat, LayerSpec, WEIGHT_FORMATS};
 use moesaic::{DType, Engine, EngineError, Layer, Training};
 
 /// A layer of codes, and the case of the layer that it stands for.
@@ -70,7 +70,7 @@ fn shapes() -> [(LayerSpec, usize); 5] {
 #[test]
 fn every_format_is_the_layer_of_its_numbers() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, format) in STORED.iter().enumerate() {
+        for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
             // A compiler runs for each layer: formats take turns with shapes and types.
             for j in [n + i, n + i + 2] {
                 let (spec, tokens) = shapes()[j % 5].clone();

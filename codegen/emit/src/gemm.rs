@@ -4,7 +4,7 @@
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
 use moesaic_plan::{CodeBlock, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use moesaic_spec::{Activation, CodeType, IQ4NL};
+use moesaic_spec::{Activation, IQ4NL, WeightCode};
 use serde::Serialize;
 
 /// Which product of a layer.
@@ -86,17 +86,17 @@ impl CodesText {
         let format = block.format;
         let (code, size) = (format.code, [d.outer, d.inner]);
         let decode = match code {
-            CodeType::E4m3 => Decode::E4m3,
-            CodeType::E5m2 => Decode::E5m2,
-            CodeType::Int8 => Decode::Signed,
-            CodeType::Uint8 => Decode::Unsigned,
+            WeightCode::E4m3 => Decode::E4m3,
+            WeightCode::E5m2 => Decode::E5m2,
+            WeightCode::Int8 => Decode::Signed,
+            WeightCode::Uint8 => Decode::Unsigned,
             _ => Decode::Table,
         };
         let codes = if decode == Decode::Table { 16 } else { 0 };
         let table: Vec<f32> = (0..codes).map(|code_at| code.value(code_at)).collect();
         let [scale_rows, scale_columns] = format.scale_shape(size);
         let zero = code.zero();
-        debug_assert!(code != CodeType::Iq4nl || IQ4NL.len() == 16);
+        debug_assert!(code != WeightCode::Iq4nl || IQ4NL.len() == 16);
         CodesText {
             format: format.0.name,
             bits: code.bits(),

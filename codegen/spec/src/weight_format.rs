@@ -10,11 +10,11 @@ use std::fmt;
 /// A weight is `value(code) * scale`, less `offset` where the format has one. The scale, and the
 /// offset, belong to a block of rows and columns; the last block of a matrix may be smaller.
 #[derive(Debug, PartialEq, Eq)]
-pub struct StoredFormat {
+pub struct WeightFormat {
     /// The name in a spec: `mxfp4`.
     pub name: &'static str,
     /// The type of a code.
-    pub code: CodeType,
+    pub code: WeightCode,
     /// Rows and columns that share a scale; 0 columns for a whole row.
     pub block: [usize; 2],
     /// The type of a scale: the narrowest that holds the published one exactly.
@@ -28,7 +28,7 @@ pub struct StoredFormat {
 /// The type of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum CodeType {
+pub enum WeightCode {
     /// An FP8 number of four bits of exponent and three of mantissa.
     E4m3,
     /// An FP8 number of five bits of exponent and two of mantissa.
@@ -47,17 +47,17 @@ pub enum CodeType {
     Iq4nl,
 }
 
-/// The numbers of [`CodeType::Iq4nl`], as GGUF's reference has them.
+/// The numbers of [`WeightCode::Iq4nl`], as GGUF's reference has them.
 pub const IQ4NL: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 
-impl CodeType {
+impl WeightCode {
     /// Bits of a code.
     pub fn bits(self) -> usize {
         match self {
-            CodeType::E4m3 | CodeType::E5m2 | CodeType::Int8 | CodeType::Uint8 => 8,
-            CodeType::Int4 | CodeType::Uint4 | CodeType::E2m1 | CodeType::Iq4nl => 4,
+            WeightCode::E4m3 | WeightCode::E5m2 | WeightCode::Int8 | WeightCode::Uint8 => 8,
+            WeightCode::Int4 | WeightCode::Uint4 | WeightCode::E2m1 | WeightCode::Iq4nl => 4,
         }
     }
 
@@ -65,21 +65,21 @@ impl CodeType {
     pub fn value(self, code: u8) -> f32 {
         use crate::format::code;
         match self {
-            CodeType::E4m3 => code::E4M3[usize::from(code)],
-            CodeType::E5m2 => code::E5M2[usize::from(code)],
-            CodeType::Int8 => f32::from(code as i8),
-            CodeType::Uint8 => f32::from(code),
-            CodeType::Int4 => f32::from(code & 15) - 8.0,
-            CodeType::Uint4 => f32::from(code & 15),
-            CodeType::E2m1 => code::E2M1[usize::from(code & 15)],
-            CodeType::Iq4nl => f32::from(IQ4NL[usize::from(code & 15)]),
+            WeightCode::E4m3 => code::E4M3[usize::from(code)],
+            WeightCode::E5m2 => code::E5M2[usize::from(code)],
+            WeightCode::Int8 => f32::from(code as i8),
+            WeightCode::Uint8 => f32::from(code),
+            WeightCode::Int4 => f32::from(code & 15) - 8.0,
+            WeightCode::Uint4 => f32::from(code & 15),
+            WeightCode::E2m1 => code::E2M1[usize::from(code & 15)],
+            WeightCode::Iq4nl => f32::from(IQ4NL[usize::from(code & 15)]),
         }
     }
 
     /// Returns a code whose number is finite, and zero where there is such a code.
     pub fn zero(self) -> u8 {
         match self {
-            CodeType::Int4 => 8,
+            WeightCode::Int4 => 8,
             _ => 0,
         }
     }
@@ -87,13 +87,13 @@ impl CodeType {
 
 const fn format(
     name: &'static str,
-    code: CodeType,
+    code: WeightCode,
     block: [usize; 2],
     scale: DType,
     offset: bool,
     origin: &'static str,
-) -> StoredFormat {
-    StoredFormat {
+) -> WeightFormat {
+    WeightFormat {
         name,
         code,
         block,
@@ -104,10 +104,10 @@ const fn format(
 }
 
 /// Every format. A new block-scaled format of these codes is a row here.
-pub static STORED: [StoredFormat; 20] = [
+pub static WEIGHT_FORMATS: [WeightFormat; 20] = [
     format(
         "fp8",
-        CodeType::E4m3,
+        WeightCode::E4m3,
         [128, 128],
         F32,
         false,
@@ -115,7 +115,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "fp8-row",
-        CodeType::E4m3,
+        WeightCode::E4m3,
         [1, 0],
         F32,
         false,
@@ -123,7 +123,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "mxfp8",
-        CodeType::E4m3,
+        WeightCode::E4m3,
         [1, 32],
         Bf16,
         false,
@@ -131,7 +131,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "mxfp4",
-        CodeType::E2m1,
+        WeightCode::E2m1,
         [1, 32],
         Bf16,
         false,
@@ -139,16 +139,16 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "nvfp4",
-        CodeType::E2m1,
+        WeightCode::E2m1,
         [1, 16],
         F32,
         false,
         "NVIDIA modelopt",
     ),
-    format("int8", CodeType::Int8, [1, 0], F32, false, "per channel"),
+    format("int8", WeightCode::Int8, [1, 0], F32, false, "per channel"),
     format(
         "int8-g32",
-        CodeType::Int8,
+        WeightCode::Int8,
         [1, 32],
         F32,
         false,
@@ -156,7 +156,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "int8-g128",
-        CodeType::Int8,
+        WeightCode::Int8,
         [1, 128],
         F32,
         false,
@@ -164,7 +164,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "int4-g32",
-        CodeType::Int4,
+        WeightCode::Int4,
         [1, 32],
         Bf16,
         false,
@@ -172,7 +172,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "int4-g64",
-        CodeType::Int4,
+        WeightCode::Int4,
         [1, 64],
         Bf16,
         false,
@@ -180,7 +180,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "int4-g128",
-        CodeType::Int4,
+        WeightCode::Int4,
         [1, 128],
         Bf16,
         false,
@@ -188,7 +188,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "uint4-g32",
-        CodeType::Uint4,
+        WeightCode::Uint4,
         [1, 32],
         F16,
         true,
@@ -196,7 +196,7 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "uint4-g64",
-        CodeType::Uint4,
+        WeightCode::Uint4,
         [1, 64],
         F16,
         true,
@@ -204,18 +204,18 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "uint4-g128",
-        CodeType::Uint4,
+        WeightCode::Uint4,
         [1, 128],
         F16,
         true,
         "GPTQ, AWQ",
     ),
-    format("q8_0", CodeType::Int8, [1, 32], F16, false, "GGUF"),
-    format("q4_0", CodeType::Int4, [1, 32], F16, false, "GGUF"),
-    format("q4_1", CodeType::Uint4, [1, 32], F16, true, "GGUF"),
+    format("q8_0", WeightCode::Int8, [1, 32], F16, false, "GGUF"),
+    format("q4_0", WeightCode::Int4, [1, 32], F16, false, "GGUF"),
+    format("q4_1", WeightCode::Uint4, [1, 32], F16, true, "GGUF"),
     format(
         "q4_k",
-        CodeType::Uint4,
+        WeightCode::Uint4,
         [1, 32],
         F32,
         true,
@@ -223,34 +223,34 @@ pub static STORED: [StoredFormat; 20] = [
     ),
     format(
         "q6_k",
-        CodeType::Int8,
+        WeightCode::Int8,
         [1, 16],
         F32,
         false,
         "GGUF, of 8-bit scales",
     ),
-    format("iq4_nl", CodeType::Iq4nl, [1, 32], F16, false, "GGUF"),
+    format("iq4_nl", WeightCode::Iq4nl, [1, 32], F16, false, "GGUF"),
 ];
 
-/// The names of [`STORED`], in its order.
-pub static STORED_NAMES: [&str; 20] = {
+/// The names of [`WEIGHT_FORMATS`], in its order.
+pub static WEIGHT_FORMAT_NAMES: [&str; 20] = {
     let mut names = [""; 20];
     let mut at = 0;
     while at < 20 {
-        names[at] = STORED[at].name;
+        names[at] = WEIGHT_FORMATS[at].name;
         at += 1;
     }
     names
 };
 
-/// The format of the routed experts' matrices: a row of [`STORED`].
+/// The format of the routed experts' matrices: a row of [`WEIGHT_FORMATS`].
 #[derive(Clone, Copy, Debug)]
-pub struct ExpertFormat(pub &'static StoredFormat);
+pub struct ExpertFormat(pub &'static WeightFormat);
 
 impl ExpertFormat {
     /// Returns the format of that name.
     pub fn named(name: &str) -> Option<ExpertFormat> {
-        STORED
+        WEIGHT_FORMATS
             .iter()
             .find(|format| format.name == name)
             .map(ExpertFormat)
@@ -258,9 +258,9 @@ impl ExpertFormat {
 }
 
 impl std::ops::Deref for ExpertFormat {
-    type Target = StoredFormat;
+    type Target = WeightFormat;
 
-    fn deref(&self) -> &StoredFormat {
+    fn deref(&self) -> &WeightFormat {
         self.0
     }
 }
@@ -273,9 +273,9 @@ impl PartialEq for ExpertFormat {
 
 impl Eq for ExpertFormat {}
 
-impl StoredFormat {
+impl WeightFormat {
     /// Words of 32 bits that the codes of a row of so many columns fill, the first code in the
-    /// lowest bits; what is left of the last word has [`CodeType::zero`].
+    /// lowest bits; what is left of the last word has [`WeightCode::zero`].
     pub fn row_words(&self, columns: usize) -> usize {
         (columns * self.code.bits()).div_ceil(32)
     }
@@ -317,17 +317,17 @@ impl<'de> Deserialize<'de> for ExpertFormat {
             type Value = ExpertFormat;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "one of {}", STORED_NAMES.join(", "))
+                write!(f, "one of {}", WEIGHT_FORMAT_NAMES.join(", "))
             }
 
             fn visit_enum<A: EnumAccess<'de>>(self, data: A) -> Result<ExpertFormat, A::Error> {
                 let (name, variant) = data.variant::<String>()?;
                 variant.unit_variant()?;
                 let found = ExpertFormat::named(&name);
-                found.ok_or_else(|| A::Error::unknown_variant(&name, &STORED_NAMES))
+                found.ok_or_else(|| A::Error::unknown_variant(&name, &WEIGHT_FORMAT_NAMES))
             }
         }
-        from.deserialize_enum("ExpertFormat", &STORED_NAMES, Names)
+        from.deserialize_enum("ExpertFormat", &WEIGHT_FORMAT_NAMES, Names)
     }
 }
 
@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn names_are_one_format_each_and_read_back() {
-        for format in &STORED {
+        for format in &WEIGHT_FORMATS {
             let named = ExpertFormat::named(format.name).unwrap();
             assert_eq!(named.0, format);
             let text = serde_json::to_string(&named).unwrap();
