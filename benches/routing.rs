@@ -14,9 +14,7 @@ mod share;
 
 use moesaic::engine::StepTime;
 use moesaic::reference::{self, Random};
-use moesaic::{
-    RngKey, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors, Training,
-};
+use moesaic::{Engine, EngineOptions, Input, Layer, LayerSpec, RngKey, Tensor, Tensors, Training};
 use one_hot::OneHot;
 use std::time::{Duration, Instant};
 

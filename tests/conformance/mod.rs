@@ -49,6 +49,7 @@ mod saved;
 pub mod simulated;
 mod simulated_training;
 mod spoilt;
+mod stored;
 mod tiles;
 mod trained;
 mod training;

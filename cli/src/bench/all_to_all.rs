@@ -6,7 +6,7 @@ use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
 use moesaic::plan::{AllToAll, Both, OverlapBy, ShadowModel};
 use moesaic::planner::{AllToAllFactor, Machine, Routing, Scenario, all_to_all_factor};
-use moesaic::{RngKey, Engine, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensors};
+use moesaic::{Engine, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
 

@@ -2,9 +2,9 @@
 //! target, so that templates compute nothing.
 
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
-use moesaic_plan::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
+use moesaic_plan::{CodeBlock, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use moesaic_spec::Activation;
+use moesaic_spec::{Activation, IQ4NL, WeightCode};
 use serde::Serialize;
 
 /// A GEMM of a layer.
@@ -26,6 +26,101 @@ enum Stores {
     Streamed,
     /// Large ones past the caches, two lines at a time; results wait until both lines are whole.
     Runs,
+}
+
+/// Quantised matrices, for the template that decodes them.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct CodesText {
+    /// The format's name.
+    format: &'static str,
+    /// Bits of a code.
+    bits: usize,
+    /// How a vector of codes becomes numbers.
+    decode: Decode,
+    /// The numbers of four-bit codes; empty for wider ones.
+    table: Vec<f32>,
+    /// The bits of the same numbers in bf16.
+    table_bf16: Vec<u16>,
+    /// The byte that fills up a row: codes of zero.
+    fill: u8,
+    /// Elements of a column in a block.
+    depth: usize,
+    /// Bytes of them.
+    column_bytes: usize,
+    /// Rows of a matrix that share a scale.
+    block_rows: usize,
+    /// Columns of a matrix that share a scale.
+    block_columns: usize,
+    /// Columns of the matrix of scales.
+    scale_columns: usize,
+    /// Rows of the matrix of scales.
+    scale_rows: usize,
+    /// Bytes of a row of codes before they are packed.
+    row_bytes: usize,
+    /// Type of a scale.
+    scale: DType,
+    /// What scales are multiplied by, because numbers are decoded smaller by that.
+    factor: u32,
+    /// Whether blocks have offsets.
+    offset: bool,
+}
+
+/// How a vector of codes becomes numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Decode {
+    /// A table of 16 numbers.
+    Table,
+    /// Signed bytes are integers.
+    Signed,
+    /// Unsigned bytes are integers.
+    Unsigned,
+    /// The upper byte of an f16 less its sign bit's neighbour: E4M3, 256 times smaller.
+    E4m3,
+    /// The upper byte of an f16.
+    E5m2,
+}
+
+impl CodesText {
+    fn new(d: &GroupedGemmDesc, block: CodeBlock) -> CodesText {
+        let format = block.format;
+        let (code, size) = (format.code, [d.outer, d.inner]);
+        let decode = match code {
+            WeightCode::E4m3 => Decode::E4m3,
+            WeightCode::E5m2 => Decode::E5m2,
+            WeightCode::Int8 => Decode::Signed,
+            WeightCode::Uint8 => Decode::Unsigned,
+            _ => Decode::Table,
+        };
+        let codes = if decode == Decode::Table { 16 } else { 0 };
+        let table: Vec<f32> = (0..codes).map(|code_at| code.value(code_at)).collect();
+        let [scale_rows, scale_columns] = format.scale_shape(size);
+        let zero = code.zero();
+        debug_assert!(code != WeightCode::Iq4nl || IQ4NL.len() == 16);
+        CodesText {
+            format: format.0.name,
+            bits: code.bits(),
+            decode,
+            // Small numbers of few bits: bf16 has them exactly.
+            table_bf16: table.iter().map(|n| (n.to_bits() >> 16) as u16).collect(),
+            table,
+            fill: if code.bits() == 4 {
+                zero << 4 | zero
+            } else {
+                zero
+            },
+            depth: block.depth,
+            column_bytes: block.column_bytes(),
+            block_rows: format.block[0],
+            block_columns: format.block_columns(d.inner),
+            scale_columns,
+            scale_rows,
+            row_bytes: 4 * format.row_words(d.inner),
+            scale: format.scale,
+            factor: if decode == Decode::E4m3 { 256 } else { 1 },
+            offset: format.offset,
+        }
+    }
 }
 
 /// The instructions that multiply.
@@ -84,6 +179,8 @@ pub(crate) struct GemmText {
     prefetches_input: bool,
     /// Element types of packed operands.
     packs: Vec<DType>,
+    /// The codes that matrices are of; `None` where they are numbers.
+    codes: Option<CodesText>,
     /// The C type of the packed operand, and the stride of its rows.
     packed_type: &'static str,
     packed_stride: &'static str,
@@ -145,6 +242,7 @@ fn base(
         kept: Vec::new(),
         prefetches_input: unit != Unit::Tiles,
         packs: Vec::new(),
+        codes: None,
         packed_type: "weight_t",
         packed_stride: "OUTER",
     }
@@ -167,7 +265,7 @@ fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
 }
 
 fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let base = base(Pass::Forward, c, isa, [d.activations, d.weights]);
+    let base = base(Pass::Forward, c, isa, d.factors(isa));
     let slices = tile_depth(&base, c) < d.inner;
     let activates = d.half == Half::Up;
     let (input, output) = match d.half {
@@ -192,6 +290,9 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
         },
         outputs: [&[output], kept].concat(),
         activates,
+        codes: d.code_block(c).map(|block| CodesText::new(d, block)),
+        // Biases are of the weights' type, whatever matrices are.
+        right: d.weights,
         ..base
     }
 }

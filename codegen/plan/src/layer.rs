@@ -30,12 +30,13 @@ pub use user::{UserPlan, plan_user_experts};
 ///
 /// # Errors
 ///
-/// None so far: every target computes every option. [`super::plan_user_experts`] does not.
+/// [`PlanError::QuantizedTraining`].
 pub fn plan(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
 ) -> Result<LayerPlan, PlanError> {
+    trains(spec, options)?;
     let mut builder = Builder::new(spec, target, options);
     builder.forward();
     if let Some(training) = options.training {
@@ -43,6 +44,16 @@ pub fn plan(
         builder.evaluation();
     }
     Ok(builder.finish())
+}
+
+/// Whether the layer can be trained, if that is what the options say.
+pub(crate) fn trains(spec: &LayerSpec, options: &PlanOptions) -> Result<(), PlanError> {
+    match (options.training, spec.precision.experts) {
+        (Some(_), Some(format)) => Err(PlanError::QuantizedTraining {
+            format: format.0.name,
+        }),
+        _ => Ok(()),
+    }
 }
 
 impl Builder {

@@ -28,6 +28,7 @@ pub mod testing;
 mod text;
 mod types;
 mod validate;
+mod weight_format;
 mod write;
 
 pub use around::{Latent, SharedExpert, SharedGate};
@@ -37,7 +38,10 @@ pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
 pub use limits::*;
 pub use loss::*;
-#[doc(hidden)]
 pub use suggest::closest;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;
+#[doc(hidden)]
+pub use weight_format::{
+    ExpertFormat, IQ4NL, WEIGHT_FORMAT_NAMES, WEIGHT_FORMATS, WeightCode, WeightFormat,
+};

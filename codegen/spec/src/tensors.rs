@@ -204,11 +204,39 @@ fn expert_tensors(
     sizes: &ExpertSizes,
     biases: Biases,
 ) -> Vec<TensorSpec> {
-    let matrix = |part: &str, rows: usize, columns: usize, meaning| TensorSpec {
-        name: format!("{prefix}.{part}.weight"),
-        dtype: spec.precision.weights,
-        shape: sizes.experts.into_iter().chain([rows, columns]).collect(),
-        meaning,
+    // Routed experts alone may be quantised.
+    let format = spec.precision.experts.filter(|_| sizes.experts.is_some());
+    let matrix = |part: &str, rows: usize, columns: usize, meaning| {
+        let of = |end: &str, dtype, size: [usize; 2], meaning| TensorSpec {
+            name: format!("{prefix}.{part}.{end}"),
+            dtype,
+            shape: sizes.experts.into_iter().chain(size).collect(),
+            meaning,
+        };
+        let Some(format) = format else {
+            return vec![of(
+                "weight",
+                spec.precision.weights,
+                [rows, columns],
+                meaning,
+            )];
+        };
+        let codes = [rows, format.row_words(columns)];
+        let blocks = format.scale_shape([rows, columns]);
+        let mut list = vec![
+            of("weight", DType::I32, codes, meaning),
+            of(
+                "scale",
+                format.scale,
+                blocks,
+                "scale of each block of codes",
+            ),
+        ];
+        if format.offset {
+            let meaning = "what is subtracted from the weights of each block";
+            list.push(of("offset", DType::F32, blocks, meaning));
+        }
+        list
     };
     let bias = |part: &str, rows: usize, meaning| TensorSpec {
         name: format!("{prefix}.{part}.bias"),
@@ -219,10 +247,10 @@ fn expert_tensors(
     let mut list = Vec::new();
     let gated = spec.experts.form == ExpertForm::Gated;
     if gated {
-        list.push(matrix("gate", sizes.hidden, sizes.model, "gate projection"));
+        list.extend(matrix("gate", sizes.hidden, sizes.model, "gate projection"));
     }
-    list.push(matrix("up", sizes.hidden, sizes.model, "up projection"));
-    list.push(matrix(
+    list.extend(matrix("up", sizes.hidden, sizes.model, "up projection"));
+    list.extend(matrix(
         "down",
         sizes.output,
         sizes.hidden,

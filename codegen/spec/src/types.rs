@@ -3,7 +3,10 @@
 //! Options are named after the formulas' published systems; docs/SEMANTICS.md gives each formula in
 //! full.
 
-use crate::{Biases, Capacity, CapacityMode, Expression, Latent, Loss, SharedExpert, SharedGate};
+use crate::{
+    Biases, Capacity, CapacityMode, ExpertFormat, Expression, Latent, Loss, SharedExpert,
+    SharedGate,
+};
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
@@ -71,6 +74,10 @@ pub struct Precision {
     /// Allow rounding the f32 factors of the experts' GEMMs to TF32 (11 significant bits) on
     /// targets where that is faster. Only with f32 weights and activations.
     pub tf32: bool,
+    /// The format in which the routed experts' matrices are stored and multiplied, where they
+    /// are quantised: `mxfp4`. Their biases, and shared experts, are of `weights`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertFormat>,
 }
 
 impl Default for Precision {
@@ -79,6 +86,7 @@ impl Default for Precision {
             weights: DType::F32,
             activations: DType::F32,
             tf32: false,
+            experts: None,
         }
     }
 }

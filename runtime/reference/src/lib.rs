@@ -28,6 +28,7 @@ mod norm;
 mod place;
 pub mod rng;
 mod skew;
+mod stored;
 mod weights;
 mod wire;
 
@@ -41,6 +42,7 @@ pub use math::{descending, erf, rank, round_to, softmax};
 pub use noise::{gaussian_scale, input_factors};
 pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
 pub use skew::Skew;
+pub use stored::numbers;
 pub use weights::{Random, Tensor, Weights};
 pub use wire::{CommDtype, of_e4m3, pack_row, to_e4m3, unpack_row};
 

@@ -81,6 +81,9 @@ impl Weights {
 }
 
 fn random_tensor(tensor: &TensorSpec, spec: &LayerSpec, random: &mut Random) -> Tensor {
+    if let Some(part) = crate::stored::random(tensor, spec, random) {
+        return part;
+    }
     let shape = tensor.shape.clone();
     if tensor.dtype == DType::I32 {
         return Tensor {

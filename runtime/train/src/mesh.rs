@@ -28,7 +28,11 @@ use std::ops::Range;
 /// Returns the process groups whose ranks can hold the same parameters on a mesh.
 fn owners(mesh: &Mesh) -> &'static [ProcessGroup] {
     if mesh.parallel().shards_shared() {
-        &[ProcessGroup::World, ProcessGroup::ExpertDp, ProcessGroup::EpDp]
+        &[
+            ProcessGroup::World,
+            ProcessGroup::ExpertDp,
+            ProcessGroup::EpDp,
+        ]
     } else {
         &[ProcessGroup::World, ProcessGroup::ExpertDp]
     }

@@ -143,7 +143,11 @@ pub fn resume(
             .collect()
     };
     // Shards of one group hold the same experts, so read one rank per group.
-    let left: Vec<Vec<usize>> = all.iter().step_by(parallel.expert_tp).map(numbers).collect();
+    let left: Vec<Vec<usize>> = all
+        .iter()
+        .step_by(parallel.expert_tp)
+        .map(numbers)
+        .collect();
     let experts = experts_of(mesh, tensors, held.len(), checkpoint)?;
     let to = mesh.placement_of(experts);
     let to = to.ok_or_else(|| TrainError::NotPreserved(too_few(mesh, experts)))?;
@@ -289,7 +293,11 @@ fn check_step(
         }
     }
     // Share each rank's finding with all, so that all fail together and none waits for the others.
-    let all = ranks.gather_bytes(differs.as_bytes(), ProcessGroup::World, "steps of a checkpoint")?;
+    let all = ranks.gather_bytes(
+        differs.as_bytes(),
+        ProcessGroup::World,
+        "steps of a checkpoint",
+    )?;
     match all.into_iter().find(|name| !name.is_empty()) {
         None => Ok(()),
         Some(name) => Err(TrainError::NotPreserved(format!(

@@ -2,7 +2,7 @@
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{
-    RngKey, EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup,
+    EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup, RngKey,
 };
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;

@@ -6,7 +6,7 @@ use moesaic_emit::emit;
 use moesaic_harness::kept::Kept;
 use moesaic_harness::{cpu, dims, fibers, ptx};
 use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
-use moesaic_plan::{CacheClass, CommDtype, KernelPlan, Machine, Operator, CommCastDesc};
+use moesaic_plan::{CacheClass, CommCastDesc, CommDtype, KernelPlan, Machine, Operator};
 use moesaic_reference::{Random, pack_row, unpack_row};
 use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Module};
 use moesaic_toolchain::testing;

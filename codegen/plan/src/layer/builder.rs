@@ -57,11 +57,22 @@ pub(crate) enum Pass {
 /// Renames a parameter to the tensor behind it.
 pub(crate) type Bind<'a> = &'a [(&'a str, &'a str)];
 
+/// The layer as a machine multiplies it: GPUs have no kernels for codes, so that they take the
+/// numbers that codes stand for.
+fn multiplied(spec: &LayerSpec, machine: Machine) -> LayerSpec {
+    let mut spec = spec.clone();
+    if matches!(machine, Machine::Gpu(_)) {
+        spec.precision.experts = None;
+    }
+    spec
+}
+
 impl Builder {
     /// Returns a builder with every tensor that a step may name.
     pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
         let machine = Machine::of(target, options.caches);
+        let spec = &multiplied(spec, machine);
         let (tuning, caches) = match machine {
             Machine::Cpu(core) => (options.tuning.clone(), core.caches),
             Machine::Gpu(_) => Default::default(),

@@ -146,6 +146,8 @@ pub fn plan_rank<'p>(
         scope,
     } = sharing.into();
     mesh.check(spec)?;
+    crate::layer::trains(spec, options)?;
+    whole_codes(spec, mesh, adaptive_r, shadows)?;
     let place = mesh.place(rank)?;
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
@@ -190,6 +192,29 @@ pub fn plan_rank<'p>(
         comm_cast: None,
     };
     Ok(steps::in_order(plan, &places))
+}
+
+/// Whether ranks that share a layer so never cut, gather or send codes: they have no kernels for
+/// parts of blocks.
+fn whole_codes(
+    spec: &LayerSpec,
+    mesh: Parallel,
+    adaptive_r: usize,
+    shadows: usize,
+) -> Result<(), MeshError> {
+    let Some(format) = spec.precision.experts else {
+        return Ok(());
+    };
+    let what = match mesh.expert_tp {
+        1 if adaptive_r != 1 => format!("r = {adaptive_r}"),
+        1 if shadows > 0 => format!("shadows = {shadows}"),
+        1 => return Ok(()),
+        shards => format!("expert_tp = {shards}"),
+    };
+    Err(MeshError::Codes {
+        format: format.0.name,
+        what,
+    })
 }
 
 /// A placement that the mesh can have, if it is not that of experts in order.

@@ -117,6 +117,17 @@ pub enum MeshError {
         /// Its hidden width.
         hidden: usize,
     },
+    /// Experts of codes that would be cut, gathered or sent.
+    #[error(
+        "`precision.experts` = \"{format}\" and {what} do not go together: codes of an expert stay \
+         on one rank\nshare experts by `ep` alone, or leave the key out"
+    )]
+    Codes {
+        /// The format's name.
+        format: &'static str,
+        /// As asked for.
+        what: String,
+    },
     /// A rank that the mesh has not.
     #[error("rank {rank} is not in a mesh of {ranks} ranks")]
     NoRank {

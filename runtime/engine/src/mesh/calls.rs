@@ -12,7 +12,7 @@ use super::settings::Settings;
 use super::shadows::ShadowWeights;
 use super::tp_peers::TpPeers;
 use super::view::{Form, View};
-use crate::call::{RngKey, Input, Output, RawCall};
+use crate::call::{Input, Output, RawCall, RngKey};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use crate::training::Saved;

@@ -5,7 +5,7 @@ use super::{Layout, check_spec};
 use crate::TrainError;
 use moesaic_engine::{ProcessGroup, joined_placed, part_of_placed, part_shape_placed};
 use moesaic_kernel::DType;
-use moesaic_plan::{MeshError, Parallel, RankCoords, Placement};
+use moesaic_plan::{MeshError, Parallel, Placement, RankCoords};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 

@@ -1,8 +1,8 @@
 //! The desc of `grouped_gemm`: what it computes.
 
 use super::GroupedGemmConfig;
-use moesaic_kernel::DType;
-use moesaic_spec::{Activation, Biases, ExpertForm, Experts, LayerSpec, WeightSite};
+use moesaic_kernel::{CpuIsa, DType};
+use moesaic_spec::{Activation, Biases, ExpertForm, ExpertFormat, Experts, LayerSpec, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// A GEMM of an expert.
@@ -53,6 +53,9 @@ pub struct GroupedGemmDesc {
     pub plain_rows: bool,
     /// Element type of the matrices and biases.
     pub weights: DType,
+    /// The format of the matrices, where they are quantised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<ExpertFormat>,
     /// Element type of rows and output.
     pub activations: DType,
     /// f32 operands may be rounded to TF32.
@@ -115,6 +118,10 @@ impl GroupedGemmDesc {
     /// Returns the shape of packed weights: experts, panels, depth, and the columns of a panel,
     /// gate before up.
     pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
+        if let Some(block) = self.code_block(config) {
+            let panels = self.outer.div_ceil(config.thread_columns);
+            return [self.experts, panels, block.count, block.bytes() / 4];
+        }
         [
             self.experts,
             self.outer.div_ceil(config.thread_columns),
@@ -123,9 +130,61 @@ impl GroupedGemmDesc {
         ]
     }
 
+    /// The blocks of a packed panel of codes; `None` where the matrices are not quantised.
+    pub fn code_block(&self, config: &GroupedGemmConfig) -> Option<CodeBlock> {
+        let format = self.format?;
+        let depth = format.depth();
+        Some(CodeBlock {
+            depth,
+            count: self.inner.div_ceil(depth),
+            columns: config.thread_columns * self.matrices(),
+            format,
+        })
+    }
+
+    /// The types of the factors that a CPU multiplies: four-bit codes are exact in bf16, so pairs
+    /// of them meet pairs of bf16; wider codes become f32.
+    pub fn factors(&self, isa: CpuIsa) -> [DType; 2] {
+        let Some(format) = self.format else {
+            return [self.activations, self.weights];
+        };
+        let pairs = isa.bf16_pairs() && !isa.bf16_quads() && self.activations == DType::Bf16;
+        match format.code.bits() {
+            4 if pairs => [DType::Bf16; 2],
+            _ => [self.activations, DType::F32],
+        }
+    }
+
     /// Returns the number of matrices of an expert: two with a gate, otherwise one.
     pub fn matrices(&self) -> usize {
         if self.gated { 2 } else { 1 }
+    }
+}
+
+/// A block of a packed panel of codes: the codes of all columns, step by step, then a scale for
+/// each column, then an offset for each where the format has offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeBlock {
+    /// Elements of a column.
+    pub depth: usize,
+    /// Blocks of a panel.
+    pub count: usize,
+    /// Columns, those of gate before those of up.
+    pub columns: usize,
+    /// The format of the codes.
+    pub format: ExpertFormat,
+}
+
+impl CodeBlock {
+    /// Bytes of a column's codes.
+    pub fn column_bytes(&self) -> usize {
+        self.depth * self.format.code.bits() / 8
+    }
+
+    /// Bytes of a block.
+    pub fn bytes(&self) -> usize {
+        let offset = if self.format.offset { 4 } else { 0 };
+        self.columns * (self.column_bytes() + self.format.scale.size() + offset)
     }
 }
 
@@ -138,6 +197,7 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
         experts: shape.experts,
         dense: false,
         top_k: shape.top_k,
+        format: spec.precision.experts,
         weighted: weighted && (half == Half::Up || spec.experts.bias.down()),
         plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
         ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)
@@ -191,6 +251,7 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         weighted: false,
         plain_rows: false,
         weights: spec.precision.weights,
+        format: None,
         activations: spec.precision.activations,
         tf32: spec.precision.tf32,
         keep: false,

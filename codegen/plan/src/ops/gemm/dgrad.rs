@@ -61,6 +61,7 @@ impl GroupedGemmDgradDesc {
             weighted: false,
             plain_rows: false,
             weights: self.weights,
+            format: None,
             activations: self.activations,
             tf32: self.tf32,
             keep: false,

@@ -28,7 +28,7 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
     let bias_shape = format!("[{e}, {}]", d.outer);
     let weight_tile = [c.tile_depth, c.tile_columns, 1];
     let weight = |name: &str| operand(c, name, d.weights, &matrix_shape, &weight_tile);
-    let packed = Param::read("packed", d.weights, packed_shape(d));
+    let packed = Param::read("packed", packed_type(d), packed_shape(d));
     let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
     let per_slot = format!("[tokens, {}]", d.top_k);
     let rows_shape = format!("[{count}, {}]", d.inner);
@@ -216,11 +216,11 @@ fn column_tiles(outer: usize, c: &GroupedGemmConfig) -> Size {
 /// thread packs what it will read.
 fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str) -> Vec<Entry> {
     let shape = d.packed_shape(c);
-    let one_of = |matrix: &str| {
-        let from = format!("[{}, {}, {}]", d.experts, d.outer, d.inner);
+    let one_of = |(matrix, dtype, [rows, columns]): (String, DType, [usize; 2])| {
+        let from = format!("[{}, {rows}, {columns}]", d.experts);
         let params = vec![
-            Param::read(matrix, d.weights, from),
-            Param::write("packed", d.weights, packed_shape(d)),
+            Param::read(&matrix, dtype, from),
+            Param::write("packed", packed_type(d), packed_shape(d)),
         ];
         let [experts, panels] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
         let grid = Follow::forward(c).grid(experts, panels);
@@ -230,7 +230,35 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
     };
     let gate = d.gated.then_some("gate");
     let matrices = gate.into_iter().chain([matrix]);
-    matrices.filter(|_| c.packed()).map(one_of).collect()
+    let parts = matrices
+        .filter(|_| c.packed())
+        .flat_map(|matrix| parts(d, matrix));
+    parts.map(one_of).collect()
+}
+
+/// The tensors that hold a matrix: its name, type and size.
+fn parts(d: &GroupedGemmDesc, matrix: &str) -> Vec<(String, DType, [usize; 2])> {
+    let size = [d.outer, d.inner];
+    let Some(format) = d.format else {
+        return vec![(matrix.to_string(), d.weights, size)];
+    };
+    let (codes, blocks) = (
+        [d.outer, format.row_words(d.inner)],
+        format.scale_shape(size),
+    );
+    let mut parts = vec![
+        (matrix.to_string(), I32, codes),
+        (format!("{matrix}_scale"), format.scale, blocks),
+    ];
+    if format.offset {
+        parts.push((format!("{matrix}_offset"), F32, blocks));
+    }
+    parts
+}
+
+/// The type of packed weights: blocks of codes and scales are words.
+fn packed_type(d: &GroupedGemmDesc) -> DType {
+    d.format.map_or(d.weights, |_| I32)
 }
 
 /// Returns the dimension of the grids of [`packs`] that counts experts.

@@ -5,6 +5,7 @@ use super::{desc, dgrad, wgrad};
 use crate::Knob;
 use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
 use crate::ops::{Calls, Op};
+use moesaic_kernel::DType;
 
 impl Builder {
     /// Returns the rows of a row tile of the routed experts' GEMMs.
@@ -114,7 +115,8 @@ impl Builder {
             && config.packed()
         {
             let shape = desc.packed_shape(config).map(constant);
-            let packed = tensor(name, desc.weights, &shape, Role::Packed);
+            let dtype = desc.format.map_or(desc.weights, |_| DType::I32);
+            let packed = tensor(name, dtype, &shape, Role::Packed);
             self.plan.tensors.push(packed);
         }
     }
@@ -201,6 +203,9 @@ fn expert_names(shared: Option<usize>) -> Vec<(String, String)> {
     let prefix = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
     for part in ["gate", "up", "down"] {
         add(part, format!("{prefix}.{part}.weight"));
+        for kind in ["scale", "offset"] {
+            add(&format!("{part}_{kind}"), format!("{prefix}.{part}.{kind}"));
+        }
         add(&format!("{part}_map"), format!("{prefix}.{part}.weight"));
         add(&format!("{part}_bias"), format!("{prefix}.{part}.bias"));
         add(

@@ -130,20 +130,34 @@ const FEW_ROWS: usize = 32;
 /// Returns the tiling of a forward GEMM. Depth counts 32-bit words.
 pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let matrices = d.matrices();
-    if has_tiles(core.isa, d.weights, d.activations) {
+    let [left, right] = d.factors(core.isa);
+    if d.format.is_none() && has_tiles(core.isa, right, left) {
         return tiles(d, matrices, core);
     }
-    let (thread_rows, nr) = micro_kernel(core.isa, d.weights, d.activations);
+    let (thread_rows, nr) = micro_kernel(core.isa, right, left);
     // A gated GEMM has gate and up side by side in a panel.
     let thread_columns = nr / matrices;
     let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
-    let words = words(core.isa, d.inner, d.weights, d.activations);
+    let words = words(core.isa, d.inner, right, left);
     let (slices, tile_depth) = even_slices(words, core.forward(FORWARD_DEPTH));
+    // A scale belongs to whole blocks of a slice.
+    let pairs = if [left, right] == [DType::Bf16; 2] {
+        2
+    } else {
+        1
+    };
+    let block = d.format.map_or(1, |format| format.depth() / pairs);
+    let tile_depth = tile_depth.next_multiple_of(block);
     let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * nr);
     let sums = match slices {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
+    };
+    // Offsets are multiplied by the sums of each row's elements, block by block.
+    let of_blocks = match d.format {
+        Some(format) if format.offset => (TILE_ROWS + thread_rows) * tile_depth.div_ceil(block),
+        _ => 0,
     };
     let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
@@ -158,7 +172,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
             packed: true,
             decode_tokens,
             decode_columns,
-            shared_bytes: (4 * (rows + sums + panel)) as u32,
+            shared_bytes: (4 * (rows + sums + panel + of_blocks)) as u32,
         }),
     }
 }
