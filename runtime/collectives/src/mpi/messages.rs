@@ -1,22 +1,27 @@
-//! The messages of a rendezvous message, which follow from its sizes alone: both sides have the same.
+//! The split of a rendezvous message into MPI messages. It depends on the sizes of the parts
+//! alone, so both sides split alike.
 //!
-//! Libraries send a small message at once, and ask before a large one whether it is waited for
-//! (Open MPI over TCP: 64 KiB with what it adds). The answer comes behind everything that the
-//! other rank sends, so that an exchange of messages somewhat larger takes a quarter longer
-//! than its bytes do. Rendezvous messages that are not much larger go at once, in several messages.
+//! MPI libraries send a small message eagerly, and ask the receiver before they send a large one
+//! (Open MPI over TCP: from 64 KiB with its own header). The receiver's answer queues behind
+//! everything that it is sending, so an exchange of messages slightly above that limit takes a
+//! quarter longer than its bytes need. Messages up to a few times the limit are therefore sent
+//! eagerly, in several MPI messages.
 
 use crate::transport::MemoryRange;
 
-/// Bytes of a message that libraries send at once.
+/// The largest MPI message that libraries send eagerly, in bytes.
 const AT_ONCE: usize = 60 << 10;
-/// Bytes of a rendezvous message that goes so. A rank that is late keeps it in the library's memory; and of
-/// a larger one the question is a small part.
+/// The largest rendezvous message that is split into eager MPI messages, in bytes. The library of
+/// a late receiver has to buffer it; and the larger a message, the less the receiver's answer
+/// matters.
 const KEPT: usize = 1 << 20;
-/// Bytes from which parts of a larger rendezvous message, on average, are messages of their own: libraries
-/// copy what lies apart through small buffers.
+/// The average part size, in bytes, from which the parts of a larger rendezvous message are MPI
+/// messages of their own. Below it they are one message of a derived datatype, which libraries
+/// copy through small buffers.
 const APART: usize = 64 << 10;
 
-/// The messages of a rendezvous message, each of the parts that it lists, at most `most` bytes.
+/// Returns the MPI messages of a rendezvous message, each as the ranges it covers, at most `most`
+/// bytes each.
 pub(super) fn messages(parts: &[MemoryRange], most: usize) -> Vec<Vec<MemoryRange>> {
     let total = MemoryRange::total(parts);
     if total <= KEPT {
@@ -32,21 +37,21 @@ pub(super) fn messages(parts: &[MemoryRange], most: usize) -> Vec<Vec<MemoryRang
         .collect()
 }
 
-/// Messages of so many bytes, and one of what is left.
+/// Returns messages of `bytes` bytes each, and one with the rest.
 fn in_equal(parts: &[MemoryRange], bytes: usize) -> Vec<Vec<MemoryRange>> {
-    let (mut list, mut message, mut room) = (Vec::new(), Vec::new(), bytes);
+    let (mut list, mut message, mut left) = (Vec::new(), Vec::new(), bytes);
     for part in parts {
         let mut offset = 0;
         while offset < part.bytes {
-            let taken = (part.bytes - offset).min(room);
+            let covered = (part.bytes - offset).min(left);
             message.push(MemoryRange {
                 address: part.address.wrapping_add(offset),
-                bytes: taken,
+                bytes: covered,
             });
-            (offset, room) = (offset + taken, room - taken);
-            if room == 0 {
+            (offset, left) = (offset + covered, left - covered);
+            if left == 0 {
                 list.push(std::mem::take(&mut message));
-                room = bytes;
+                left = bytes;
             }
         }
     }
@@ -56,7 +61,7 @@ fn in_equal(parts: &[MemoryRange], bytes: usize) -> Vec<Vec<MemoryRange>> {
     list
 }
 
-/// Those that follow each other as one.
+/// Merges adjacent ranges.
 pub(super) fn joined(parts: &[MemoryRange]) -> Vec<MemoryRange> {
     let mut list: Vec<MemoryRange> = Vec::new();
     for part in parts {
@@ -126,7 +131,7 @@ mod tests {
         assert_eq!(cut(&many, 1 << 30), [read(&many)]);
     }
 
-    /// Both sides may have them anywhere.
+    /// The two sides may have different addresses.
     #[test]
     fn messages_follow_from_sizes() {
         for sizes in [vec![1, 70_000, 3, 65_536], vec![KEPT - 5, 5], vec![KEPT, 1]] {

@@ -1,11 +1,11 @@
-//! One message where there are many.
+//! Plans with one message per peer and phase.
 
-use super::{Copy, Message, Place, Plan, Span, Step};
+use super::{BufferRef, Copy, Message, Plan, Span, Step};
 
 impl Plan {
-    /// The same plan with at most one message from one rank to another in a phase, for what
-    /// carries single messages alone: what lies apart is copied together before it is
-    /// sent, and apart after it has come. All ranks do so, or none.
+    /// Returns the same plan with at most one message to each rank in a phase, for executors that
+    /// send contiguous ranges alone. Separate spans are copied together before sending and apart
+    /// after receiving. All ranks must pack, or none.
     #[must_use]
     pub fn packed(self) -> Plan {
         let base = self.scratch;
@@ -23,7 +23,8 @@ impl Plan {
     }
 }
 
-/// The memory behind the plan's own, which every phase has for itself.
+/// The allocator of packed messages, in scratch behind the plan's own. Each phase reuses the same
+/// memory.
 struct Packing {
     base: usize,
     used: usize,
@@ -45,12 +46,12 @@ impl Packing {
         self.used = self.base;
         let (sends, before) = self.together(&sends, |part, at| Copy {
             from: part,
-            to: Place::Scratch,
+            to: BufferRef::Scratch,
             offset: at,
         });
         let (receives, after) = self.together(&receives, |part, at| Copy {
-            from: Span::new(Place::Scratch, at..at + part.bytes),
-            to: part.place,
+            from: Span::new(BufferRef::Scratch, at..at + part.bytes),
+            to: part.buffer,
             offset: part.offset,
         });
         self.most = self.most.max(self.used);
@@ -66,8 +67,7 @@ impl Packing {
         steps.chain(repack(after)).collect()
     }
 
-    /// A message for each peer, in the order of peers, and the copies between its place in
-    /// scratch and where its parts are.
+    /// Returns one message per peer, in peer order, and the copies between it and its spans.
     fn together(
         &mut self,
         messages: &[Message],
@@ -84,7 +84,7 @@ impl Packing {
                     copies.push(copy(part.span, self.used));
                     self.used += part.span.bytes;
                 }
-                Span::new(Place::Scratch, first..self.used)
+                Span::new(BufferRef::Scratch, first..self.used)
             });
             list.push(Message { peer, span });
         }
@@ -92,12 +92,12 @@ impl Packing {
     }
 }
 
-/// All of them, if they follow each other.
+/// Returns all spans as one, if they are consecutive.
 fn joined(parts: &[Message]) -> Option<Span> {
     let mut spans = parts.iter().map(|part| part.span);
     let first = spans.next()?;
     spans.try_fold(first, |all, next| {
-        let follows = next.place == all.place && next.offset == all.offset + all.bytes;
+        let follows = next.buffer == all.buffer && next.offset == all.offset + all.bytes;
         follows.then(|| Span {
             bytes: all.bytes + next.bytes,
             ..all
