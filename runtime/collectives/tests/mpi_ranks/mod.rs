@@ -1,7 +1,7 @@
 //! The ranks' side of the tests under MPI.
 
 use crate::nccl_fake::Lab;
-use crate::support::{call, every_operation, part, read, room, slice};
+use crate::support::{call, every_operation, part, read, slice, unset};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, agree,
     mpi,

@@ -1,7 +1,7 @@
-//! Exchanges of libraries that have kernels of their own for them.
+//! Published exchanges of libraries with dedicated kernels.
 
 use super::{Check, Report, Role, Row, Table, errors, held_out, percent};
-use crate::exchange::{Load, Phase};
+use crate::exchange::{LevelLoad, Phase};
 use crate::fit::{Fit, Point, fit};
 use crate::{Machine, ReadError, expected_groups, published, read};
 use serde::Deserialize;
@@ -33,11 +33,11 @@ struct Set {
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Model {
-    /// Every copy goes to its rank.
+    /// Every copy goes directly to its rank.
     Direct,
-    /// A token goes to a node once, and there on; both at the same time.
+    /// A token crosses to a node once and is forwarded there, both at the same time.
     Once,
-    /// The same where the network alone bounds.
+    /// The same where only the network is the bottleneck.
     Network,
 }
 
@@ -52,7 +52,7 @@ struct Published {
 const PER_NODE: f64 = 8.0;
 
 impl Set {
-    /// Bytes of all copies, as sources count them.
+    /// Returns the bytes of all copies, as sources count them.
     fn logical(&self, ranks: usize) -> f64 {
         let copies = match self.model {
             Model::Direct => self.top_k as f64,
@@ -61,7 +61,7 @@ impl Set {
         self.tokens * copies * self.row_bytes
     }
 
-    /// Nodes that a token goes to.
+    /// Returns the nodes that a token reaches.
     fn nodes(&self, ranks: usize) -> f64 {
         let nodes = ranks as f64 / PER_NODE;
         match self.nodes_of_a_token {
@@ -70,7 +70,7 @@ impl Set {
         }
     }
 
-    /// Bytes inside the node and from it.
+    /// Returns the bytes inside the node and between nodes.
     fn bytes(&self, ranks: usize) -> (f64, f64) {
         let n = ranks as f64;
         let away = 1.0 - PER_NODE / n;
@@ -79,7 +79,7 @@ impl Set {
             Model::Direct => (0.0, token * self.top_k as f64 * away),
             Model::Network => (0.0, token * self.nodes(ranks) * away),
             Model::Once => {
-                // Of the nodes that it goes to every rank is as likely.
+                // A token's nodes are all equally likely.
                 let of_nodes = self.experts * self.nodes(ranks) / (n / PER_NODE);
                 let ranks_of_nodes = PER_NODE * self.nodes(ranks);
                 let copies = expected_groups(of_nodes, self.top_k, ranks_of_nodes);
@@ -94,12 +94,12 @@ impl Set {
             side_by_side: true,
             ..Phase::default()
         };
-        phase.loads[0] = Load::even(PER_NODE - 1.0, inside);
-        phase.loads[1] = Load::even(ranks as f64 - PER_NODE, outside);
+        phase.loads[0] = LevelLoad::even(PER_NODE - 1.0, inside);
+        phase.loads[1] = LevelLoad::even(ranks as f64 - PER_NODE, outside);
         phase
     }
 
-    /// Seconds of a published point.
+    /// Returns the seconds of a published point.
     fn seconds(&self, point: &Published) -> f64 {
         match &*self.unit {
             "us" => point.value * 1e-6,
@@ -107,7 +107,7 @@ impl Set {
         }
     }
 
-    /// The machine with the constants that were found.
+    /// Returns the machine with fitted constants.
     fn machine(&self, constants: &[f64]) -> Result<Machine, ReadError> {
         let mut machine = published("h800")?;
         for level in &mut machine.levels {
