@@ -229,8 +229,8 @@ pub trait Collectives: Send {
     ) -> Result<Handle, CollectiveError>;
 
     /// Exchanges the number of units (rows, bytes) of every block, over the hops of an algorithm:
-    /// block `i` for rank `q` has `units[q * blocks_per_peer + i]`. [`Collectives::exchange_with`] then
-    /// sends such blocks over the same ranks. Waits.
+    /// block `i` for rank `q` has `units[q * blocks_per_peer + i]`.
+    /// [`Collectives::exchange_with`] then sends such blocks over the same ranks. Waits.
     ///
     /// # Errors
     /// As the trait and its handles.

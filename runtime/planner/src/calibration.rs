@@ -234,7 +234,7 @@ impl Calibration {
                 ..
             } = own;
             text += &format!(
-                "\n[[all_to_all]]\nname = {name}\ncut = {overlap_by}\ndegree = {overlap_degree}\n"
+                "\n[[all_to_all]]\nname = {name}\noverlap_by = {overlap_by}\noverlap_degree = {overlap_degree}\n"
             );
             text += &format!("message_kib = {message_kib:?}\nby = {by:?}\n");
         }

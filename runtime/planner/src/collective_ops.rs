@@ -300,7 +300,7 @@ impl CommConfig<'_> {
         let experts = self.plan.experts.spec.shape.experts as f64;
         let there = times(&rank.replicas, own / experts);
         let mut both = self.over(there);
-        both += self.over(there.map(LevelLoad::turned));
+        both += self.over(there.map(LevelLoad::reversed));
         both
     }
 
@@ -515,7 +515,7 @@ impl ExchangedRows {
                 sent: phase.loads.map(|load| load.sent),
             };
         }
-        cost_of
+        cost
     }
 
     /// Returns one of the phases. Rows that are cast between nodes are read and written twice

@@ -431,7 +431,7 @@ impl ChunkedWork<'_> {
         let chunk = Chunk {
             there: there.time.seconds,
             skipped: [there.time.skipped, rows_back.skipped],
-            beside: machine.hidden() * both_ways(there.time.directions, rows_back.directions),
+            overlapped: machine.hidden() * both_ways(there.time.directions, rows_back.directions),
             product,
             // Passes over memory compete with GEMMs, so their time is added.
             hindered: sum(&fewer).max(slowed) + there.time.copies + back.time.copies,

@@ -1,7 +1,7 @@
 //! The choice for each key.
 
 use crate::measured::{Measured, Times, median};
-use crate::search::{Prediction, Space, neighbour, shortlist};
+use crate::search::{Prediction, Space, adjacent_degree, shortlist};
 use crate::stored::Record;
 use crate::{Calls, Key};
 use moesaic_plan::Strategy;

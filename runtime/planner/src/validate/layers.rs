@@ -93,7 +93,7 @@ impl Layer {
             hindered: fewer.max(slowed) + 2.0 * exchange.copies,
             back: exchange.seconds,
             skipped: [0.0; 2],
-            beside: 0.0,
+            overlapped: 0.0,
         };
         let slowdown = machine.overlap.transfer_slowdown;
         let lines = pipeline(
