@@ -28,7 +28,7 @@ fn wrap(line: &str) -> Vec<String> {
     lines
 }
 
-/// What the layer is, in a few lines.
+/// Describes the layer in a few lines.
 pub(crate) fn layer(spec: &LayerSpec) -> String {
     let (shape, precision) = (&spec.shape, &spec.precision);
     let shared = match spec.shared.len() {
@@ -75,7 +75,7 @@ pub(crate) fn path(path: &syn::Path) -> String {
         .to_string()
 }
 
-/// What an input or output of a layer is.
+/// Returns the meaning of an input or output of a layer.
 pub(crate) fn meaning(name: &str) -> &'static str {
     match name {
         "x" => "The tokens",

@@ -50,7 +50,7 @@ use proc_macro2::TokenStream;
 use quote::quote;
 use syn::{Attribute, Ident, Path, Visibility, parse_quote};
 
-/// What a caller may choose about the generated items.
+/// The options of the generated items.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
     /// The name of the layer type; from the spec's name when absent.
@@ -59,7 +59,7 @@ pub struct GenerateOptions {
     pub visibility: Visibility,
     /// Attributes and docs of the layer type, before the generated docs.
     pub attributes: Vec<Attribute>,
-    /// Where the facade crate is found.
+    /// The path of the facade crate.
     pub crate_path: Path,
 }
 

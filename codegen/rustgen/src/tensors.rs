@@ -133,7 +133,7 @@ fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -
     }
 }
 
-/// What a tensor is, as the doc of a field.
+/// Returns the doc comment of a tensor's field.
 pub(crate) fn about(tensor: &TensorPlan) -> TokenStream {
     doc(&format!(
         "{}: {}.",

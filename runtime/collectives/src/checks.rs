@@ -135,7 +135,7 @@ fn equal_elements(kind: OpKind, input: &Slice, output: &Slice) -> Checked {
 fn parts(kind: OpKind, slice: &Slice, size: usize) -> Checked<usize> {
     let elements = slice.elements();
     require(kind, elements.is_multiple_of(size), || {
-        format!("{elements} elements cannot be cut into {size} equal parts, one for each rank")
+        format!("{elements} elements cannot be split into {size} equal parts, one for each rank")
     })?;
     Ok(elements / size)
 }

@@ -5,6 +5,8 @@ use crate::plan::HopOrder;
 use crate::transport::MAX_EAGER_BYTES;
 use crate::{Element, Reduction};
 
+// "moe" and the version of the format. Change the last byte with the layout, so that ranks of
+// different versions reject each other's messages.
 const MAGIC: u32 = 0x6d6f_6505;
 const HEAD: usize = 116;
 const LABEL: usize = 32;
@@ -207,6 +209,7 @@ impl EagerMessage {
                 out.extend(0u32.to_le_bytes());
                 out.extend(from.to_le_bytes());
                 let mut end = reason.len().min(INLINE_BYTES);
+                // Never cut a multi-byte character in half.
                 while !reason.is_char_boundary(end) {
                     end -= 1;
                 }
@@ -278,6 +281,7 @@ fn decode_message(mut reader: Reader<'_>) -> Option<EagerMessage> {
     let sizes = reader.u64()?;
     let body = match inline {
         0 => Body::Rendezvous { tag },
+        // A truncated payload is rejected here, before its length is trusted anywhere else.
         _ if reader.0.len() as u64 == bytes => Body::Inline(reader.0.to_vec()),
         _ => return None,
     };

@@ -37,9 +37,11 @@ pub fn with_heartbeat<T, E: From<CollectiveError> + Display>(
         let thread = std::thread::Builder::new().name("heartbeat".to_string());
         let beats = thread.spawn_scoped(scope, || beat(group, call, &progress));
         let beats = beats.map_err(|error| CollectiveError::Setup {
-            reason: format!("no thread to tell other ranks that this one is alive: {error}"),
+            reason: format!("no thread to send heartbeats: {error}"),
         })?;
         let ending = Ending(&progress);
+        // The work runs on the caller's thread, because devices and captured state may be bound
+        // to it.
         let result = work();
         ending.report(result.as_ref().err());
         let others = match beats.join() {
@@ -138,6 +140,8 @@ fn beat(
                 .iter()
                 .any(|all| all.first() == Some(&(state as u64)))
         };
+        // Failures come before completion: all ranks saw the same states, so all of them leave
+        // the loop here together.
         if any(State::Failed) {
             return Err(why(group, call, progress)?);
         }
@@ -158,6 +162,7 @@ fn why(
     let own = {
         let report = progress.report();
         let mut end = report.reason.len().min(REASON);
+        // Never cut a multi-byte character in half.
         while !report.reason.is_char_boundary(end) {
             end -= 1;
         }

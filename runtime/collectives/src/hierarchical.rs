@@ -25,8 +25,12 @@ pub(crate) fn counted(
     let numbers: Vec<u64> = sends.iter().map(|bytes| *bytes as u64).collect();
     let first = plan::count_hops(&hops, rank, 1, &numbers);
     let next = move |scratch: &[u8]| {
+        // The data phases are numbered behind the count phases, because both belong to one
+        // operation.
         let phase = hops.count() as u32;
         let hop_counts = HopCounts::read(hops, rank, 1, scratch);
+        // Ranks compare counts before any data move: a wrong count would otherwise surface on an
+        // intermediate rank, which could not name the caller at fault.
         check(&hop_counts, &receives)?;
         let schedule = hop_counts.there(&|block| block.units as usize);
         Ok(plan::all_to_all_with(&schedule, &sends, &receives, phase))

@@ -95,7 +95,7 @@ fn decode(mut bytes: &[u8]) -> Vec<(String, String)> {
 /// The number of characters of a value that errors show.
 const SHOWN: usize = 60;
 /// The number of differences that an error lists.
-const TOLD: usize = 8;
+const LISTED: usize = 8;
 
 fn differences(members: &[usize], all: &[Vec<u8>]) -> Vec<String> {
     let first = decode(&all[0]);
@@ -116,8 +116,8 @@ fn differences(members: &[usize], all: &[Vec<u8>]) -> Vec<String> {
             }
         }
     }
-    let more = list.len().saturating_sub(TOLD);
-    list.truncate(TOLD);
+    let more = list.len().saturating_sub(LISTED);
+    list.truncate(LISTED);
     if more > 0 {
         list.push(format!("and {more} more"));
     }
@@ -134,7 +134,7 @@ fn apart(a: &Option<String>, b: &Option<String>) -> (String, String) {
     let (Some(a), Some(b)) = (a, b) else {
         let text = |v: &Option<String>| {
             v.as_ref()
-                .map_or("not given".to_string(), |v| format!("`{}`", piece(v, 0)))
+                .map_or("not given".to_string(), |v| format!("`{}`", excerpt(v, 0)))
         };
         return (text(a), text(b));
     };
@@ -145,12 +145,12 @@ fn apart(a: &Option<String>, b: &Option<String>) -> (String, String) {
         same - SHOWN / 4
     };
     (
-        format!("`{}`", piece(a, start)),
-        format!("`{}`", piece(b, start)),
+        format!("`{}`", excerpt(a, start)),
+        format!("`{}`", excerpt(b, start)),
     )
 }
 
-fn piece(text: &str, start: usize) -> String {
+fn excerpt(text: &str, start: usize) -> String {
     let before = if start > 0 { "..." } else { "" };
     let shown: String = text.chars().skip(start).take(SHOWN).collect();
     let after = if text.chars().count() > start + SHOWN {

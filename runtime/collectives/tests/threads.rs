@@ -464,7 +464,7 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
     let expected = [
         "all_to_all: the input has 4 elements, the output 5; both must have as many",
         "all_to_all: the input is f32, the output i32; both must be of one type",
-        "all_to_all: 5 elements cannot be cut into 2 equal parts, one for each rank",
+        "all_to_all: 5 elements cannot be split into 2 equal parts, one for each rank",
         "all_to_all: the input and the output overlap; they must be apart",
         "all_to_all: 3 nodes of 1 ranks are not the 2 ranks of this group",
         "all_gather: the output has 5 elements; with 4 in the input and 2 ranks it must have 8",

@@ -30,13 +30,14 @@ impl Choices {
             return 1.0;
         }
         let hits = self.hits();
-        let in_piece = |chance: f64| -> f64 {
+        let in_chunk = |chance: f64| -> f64 {
             let some_of = |n: i32| 1.0 - (1.0 - chance).powi(n);
             hits.iter().zip(0..).map(|(hit, n)| hit * some_of(n)).sum()
         };
+        // Midpoints, so that the mean over places is the midpoint rule of an integral.
         let places = (0..PLACES).map(|at| (at as f64 + 0.5) / PLACES as f64);
         let chances = places.flat_map(|u| self.chances(u, chunks));
-        let sum: f64 = chances.map(in_piece).sum();
+        let sum: f64 = chances.map(in_chunk).sum();
         let crosses = 1.0 - hits[0];
         sum / PLACES as f64 / crosses.max(f64::MIN_POSITIVE)
     }
@@ -61,6 +62,7 @@ impl Choices {
     fn chances(&self, u: f64, chunks: usize) -> Vec<f64> {
         let part = (self.top_k as f64 / self.experts).min(1.0);
         let rows = (self.tokens * part).max(1.0);
+        // The variance of a Brownian bridge at `u`, scaled by the number of rows of an expert.
         let spread = (u * (1.0 - u) * (1.0 - part) / rows).sqrt().max(1e-9);
         let before = |chunk: usize| match chunk {
             0 => 0.0,
@@ -109,6 +111,7 @@ impl ChunkShare {
         mesh: Parallel,
         adaptive_r: usize,
     ) -> Vec<ChunkShare> {
+        // Rows that stay have no distance to other ranks, so all of them are in one group.
         let groups = if adaptive_r == 0 { 1 } else { mesh.ep };
         let part = |number: usize| {
             let chunk = Chunk {

@@ -163,6 +163,7 @@ impl CommConfig<'_> {
             CollectiveOp::AllReduceMax { tensor } => {
                 self.sum(rank, world, 1, tokens[tensor].bytes(0) as f64)
             }
+            // Routes the gathered tokens on every rank and moves nothing itself.
             CollectiveOp::GlobalRouting => OpCost::default(),
             CollectiveOp::ReduceLossParts { tensor } => {
                 self.sum(rank, world, 1, row(PlanPart::Dispatch, tensor))
@@ -171,6 +172,7 @@ impl CommConfig<'_> {
                 let bytes = tokens[from].bytes(rank.tokens.ceil() as u64);
                 self.sum(rank, world, 1, bytes as f64)
             }
+            // Rows that stay are counted locally.
             CollectiveOp::RowCounts if self.adaptive_r == 0 => OpCost::default(),
             CollectiveOp::RowCounts => self.each(rank, group, 1, 8.0 * rank.arriving.len() as f64),
             CollectiveOp::Dispatch { .. } => {
@@ -189,6 +191,8 @@ impl CommConfig<'_> {
             }
             CollectiveOp::AllReduceTp { tensor } => {
                 let arriving: f64 = rank.arriving.iter().sum();
+                // The sum over shards covers the rows of one chunk, since ranks sum each chunk by
+                // itself.
                 let rows = arriving * self.part() * self.chunk.products;
                 let (shards, step) = self.shards(rank);
                 self.sum(rank, shards, step, rows * row(PlanPart::Experts, tensor))
@@ -213,6 +217,7 @@ impl CommConfig<'_> {
                 self.mesh.expert_tp,
                 experts[from].bytes(0) as f64,
             ),
+            // With r = 0 a rank gathers whole weights, biases included, in the exchanges above.
             CollectiveOp::AllGatherExperts { .. } => OpCost::default(),
             CollectiveOp::TokensPerExpert => {
                 let experts = tokens.spec.shape.experts as f64;
@@ -246,6 +251,7 @@ impl CommConfig<'_> {
         let mut all = OpCost::default();
         for round in rank.shadows.trees.iter().flatten() {
             let each = round.iter().map(|rows| self.over(times(rows, bytes)));
+            // A rank forwards weights only after it has them, so rounds do not overlap.
             let slowest = |a: &OpCost, b: &OpCost| a.time.seconds.total_cmp(&b.time.seconds);
             all += each.max_by(slowest).unwrap_or_default();
         }
@@ -255,6 +261,7 @@ impl CommConfig<'_> {
     /// Returns the cost for the ranks of a block to gather a weight of `bytes` bytes that they
     /// own in parts, or to reduce its gradient back to the owners.
     fn block(&self, rank: &Rank, bytes: f64) -> OpCost {
+        // Each rank contributes only what it owns, and receives the rest.
         let own = bytes * self.owned_part();
         match self.adaptive_r {
             0 => {
@@ -298,6 +305,7 @@ impl CommConfig<'_> {
     /// sums back; `own` is the bytes of all replicas of a rank.
     fn of_replicas(&self, rank: &Rank, own: f64) -> OpCost {
         let experts = self.plan.experts.spec.shape.experts as f64;
+        // Loads of replicas count one expert's gradients as one byte.
         let there = times(&rank.replicas, own / experts);
         let mut both = self.over(there);
         both += self.over(there.map(LevelLoad::reversed));
@@ -305,6 +313,7 @@ impl CommConfig<'_> {
     }
 
     fn tp_peers(&self, rank: &Rank, bytes: f64) -> OpCost {
+        // The shards of an expert are on consecutive ranks.
         let first = rank.rank - rank.rank % self.mesh.expert_tp;
         self.each(rank, first..first + self.mesh.expert_tp, 1, bytes)
     }
@@ -336,6 +345,7 @@ impl CommConfig<'_> {
     /// ranks at once.
     fn sum(&self, rank: &Rank, over: std::ops::Range<usize>, step: usize, bytes: f64) -> OpCost {
         let ranks = over.len().div_ceil(step).max(1) as f64;
+        // A collective of nothing is not run, so it must not cost its fixed time.
         if bytes == 0.0 || ranks == 1.0 {
             return OpCost::default();
         }
@@ -530,6 +540,7 @@ impl ExchangedRows {
         for (load, rows) in loads.iter_mut().zip(&share.loads).skip(1) {
             *load = rows.times(self.crossing * self.cast_ratio);
         }
+        // Level 0 is inside the node, where rows are never cast.
         let outer = share.loads[1..].iter();
         let outside: f64 = outer.map(|load| load.sent + load.received).sum();
         let packed = self.cast_ratio < 1.0 && outside > 0.0;

@@ -99,6 +99,7 @@ impl Launches {
         let asked = rows.all.ceil() as u64;
         let [x, y] = &launch.grid;
         let blocks = x.eval(asked).saturating_mul(y.eval(asked)) as f64;
+        // A kernel without blocks is never launched, so it has no fixed time either.
         if blocks == 0.0 {
             return Cost::default();
         }
@@ -108,6 +109,7 @@ impl Launches {
             Some(gemm) => gemm.seconds(work.flops, blocks, asked, rows),
             None => work.flops / machine.gemm_rate(moesaic_kernel::DType::F32),
         };
+        // Arithmetic and memory traffic overlap within a kernel, so the longer one is its time.
         let bounded = |own: f64, other: f64| if own >= other { own } else { 0.0 };
         Cost {
             compute: bounded(compute, memory),
@@ -120,6 +122,7 @@ impl Launches {
 impl Launch {
     fn work(&self, rows: f64) -> Work {
         let ((few, low), (many, high)) = (self.few, self.many);
+        // The kernel does nothing at `few` rows, so there is no line to draw: scale from zero.
         if low == Work::default() {
             let part = rows / many;
             return Work {
@@ -155,6 +158,7 @@ impl GemmTiling {
                     rows_of(rows.all)
                 }
             };
+            // Experts do not share tiles, so each expert's last tile is rounded up by itself.
             let (row_tiles, multiplied) = (of(&tile), of(&least));
             let most = if self.by_expert {
                 let experts = rows.by_expert.len().max(1) as u64;
@@ -165,6 +169,7 @@ impl GemmTiling {
             let columns = (blocks / most.max(1.0)).max(1.0);
             (flops * multiplied / rows.all.max(1e-9), row_tiles * columns)
         };
+        // The last wave takes as long as a full one, however few tiles it has.
         let waves = (tiles / rows.multiprocessors).ceil();
         waves * flops / tiles.max(1.0) / self.rate
     }
@@ -181,6 +186,7 @@ fn gemm(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<GemmTiling
             plan.spec.shape.experts > 0 && plan.tensor("offsets").is_some(),
         ),
     };
+    // Vector kernels stop at the last rows of an expert; tile-based ones multiply padding.
     let least_rows = match config.family {
         GemmFamily::Vectors(_) | GemmFamily::Tiles(_) => config.thread_rows,
         _ => config.tile_rows,

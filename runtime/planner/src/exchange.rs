@@ -138,7 +138,9 @@ impl Machine {
             let (each, moved, factor) = transfer(level, load);
             let fixed = level.alpha_us * 1e-6 * factor;
             time.levels[at] = moved;
+            // Messages of all levels start together, so fixed times do not add up.
             time.fixed = time.fixed.max(fixed);
+            // Only the busiest level can hide anything behind the next exchange.
             if each + moved > longest {
                 let part = moved / load.sent.max(load.received).max(1.0);
                 time.directions = [load.sent * part, load.received * part];
@@ -149,6 +151,7 @@ impl Machine {
             sum += each + moved;
         }
         let own = phase.own / self.memory_rate();
+        // The rank's own copy shares the memory, not the links.
         let moving = if self.overlap.side_by_side || phase.side_by_side {
             longest.max(own)
         } else {
@@ -157,6 +160,8 @@ impl Machine {
         time.copies = phase.copied / self.memory_rate() + phase.launches * self.launch();
         time.seconds = time.fixed + moving + time.copies;
         time.fixed += messages.min(moving);
+        // Levels that move side by side already hide each other; counting `hidden` as well would
+        // count it twice.
         if !phase.side_by_side {
             let [out, inward] = time.directions;
             time.skipped = match again {

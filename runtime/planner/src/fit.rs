@@ -30,6 +30,8 @@ const ROUNDS: usize = 400;
 pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f64) -> Fit {
     let loss = |constants: &[f64]| -> f64 {
         let errors = points.iter().map(|point| {
+            // The logarithm makes errors of microseconds and of seconds count alike; it needs a
+            // positive argument.
             let predicted = model(constants, &point.terms).max(f64::MIN_POSITIVE);
             (predicted / point.measured).ln()
         });
@@ -41,6 +43,8 @@ pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f6
     for _ in 0..ROUNDS {
         for at in 0..constants.len() {
             let here = constants[at];
+            // Multiplying instead of adding keeps every constant positive, and fits constants of
+            // any magnitude.
             let tried = [1.0 + steps[at], 1.0 / (1.0 + steps[at])].map(|by| {
                 constants[at] = here * by;
                 (loss(&constants), here * by)
@@ -53,6 +57,8 @@ pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f6
             };
             if least < best {
                 (best, constants[at]) = (least, value);
+                // Longer steps after a success, shorter ones after a failure: descent without
+                // derivatives.
                 steps[at] = (steps[at] * 1.3).min(1.0);
             } else {
                 steps[at] = (steps[at] * 0.7).max(1e-9);

@@ -74,6 +74,7 @@ pub(crate) fn ranks(
 ) -> Vec<Rank> {
     // Where all ranks have equal rows, all groups are equal too.
     let groups = if routing.is_alike() { 1 } else { mesh.dp };
+    // Ranks with equal keys have equal times, so one of them is enough.
     let mut seen = HashMap::new();
     let mut list: Vec<Rank> = Vec::new();
     for at in 0..groups {

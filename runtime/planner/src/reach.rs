@@ -85,10 +85,13 @@ impl Reach {
         let width = most + 1;
         let mut chances = vec![0.0; states * width];
         chances[0] = 1.0;
+        // Draw the experts of a token one after the other; the state after each draw is all that
+        // the next one depends on.
         for drawn in 0..top_k {
             let mut next = vec![0.0; chances.len()];
             for (at, chance) in chances.iter().enumerate().filter(|(_, c)| **c > 0.0) {
                 self.draw(drawn, (at / width, at % width), |state, hits, part| {
+                    // More hits than asked for need no state of their own.
                     if hits <= most {
                         next[state * width + hits] += chance * part;
                     }
@@ -121,6 +124,7 @@ impl Reach {
             fresh.push((state + step, others * kind.here, others * kind.elsewhere));
             step *= kind.groups + 1;
         }
+        // All allowed groups are open, so no draw may open another.
         if begun >= self.keep {
             fresh.clear();
         }

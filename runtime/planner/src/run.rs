@@ -196,6 +196,8 @@ impl<'r> Run<'r> {
         shares: &[ChunkShare],
     ) {
         let work = ChunkedWork::of(steps);
+        // Shadow GEMMs come first on the compute stream, so they decide when it is free for the
+        // first chunk.
         let free: Vec<f64> = (0..self.ranks.len())
             .map(|at| self.meanwhile(comm, parts, &work, at))
             .collect();
@@ -310,6 +312,7 @@ impl<'r> Run<'r> {
         strategy: Strategy,
         memory: Memory,
     ) -> (Prediction, Vec<Simulated>) {
+        // The bottleneck is that of the slowest rank, because all others wait for it.
         let slowest = (0..self.now.len()).max_by(|a, b| self.now[*a].total_cmp(&self.now[*b]));
         let slowest = slowest.unwrap_or(0);
         let seconds = self.now.get(slowest).copied().unwrap_or(0.0);
@@ -389,6 +392,8 @@ impl ChunkedWork<'_> {
         for step in steps {
             match step {
                 RankStep::Launch { part, step, .. } => match part {
+                    // Rows of shadows stay local, so their GEMMs need no exchange and fill the
+                    // wait for the first chunk.
                     PlanPart::Shadows => work.meanwhile.push((*part, *step)),
                     _ => work.launches.push((*part, *step)),
                 },
@@ -405,11 +410,14 @@ impl ChunkedWork<'_> {
     fn chunk(&self, comm: &CommConfig, parts: &PartCosts, rank: &Rank) -> ChunkCosts {
         let machine = comm.machine;
         let all = machine.compute.multiprocessors as f64;
+        // An exchange kernel occupies multiprocessors for as long as it runs.
         let left = all - machine.overlap.multiprocessors as f64;
         let (there, back) = (
             total_cost(&self.there, comm, rank),
             total_cost(&self.back, comm, rank),
         );
+        // Sums over shards are in `back` too, but they cannot begin before GEMMs end, so they
+        // hide nothing.
         let rows_back: Vec<&Exchange> = self
             .back
             .iter()

@@ -98,6 +98,7 @@ fn parts(line: &Timeline) -> Vec<[f64; 3]> {
             0.0
         }
     };
+    // Exchanges share a stream and never overlap each other, so only GEMMs slow them down.
     let exchanges: [&[Span]; 2] = [&line.there, &line.back];
     let of = |at: usize| {
         [
@@ -119,6 +120,8 @@ fn listed(
     let mut lines = vec![Timeline::default(); ranks];
     let (mut stream, mut products) = (now.to_vec(), free.to_vec());
     for at in 0..overlap_degree {
+        // All dispatches run before the first combine, in the order in which ranks issue them on
+        // their stream.
         let ready = stream.clone();
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
@@ -134,6 +137,7 @@ fn listed(
     }
     for rank in 0..ranks {
         for at in 0..overlap_degree {
+            // A chunk's GEMMs wait for its rows and for the GEMMs of the chunk before.
             let start = products[rank].max(lines[rank].there[at].end);
             let end = start + chunk(rank, at).product;
             lines[rank].product.push(Span { start, end });
@@ -144,6 +148,7 @@ fn listed(
         let ready: Vec<f64> = (0..ranks)
             .map(|rank| stream[rank].max(lines[rank].product[at].end))
             .collect();
+        // `busy` is the time at which the exchange could begin if nobody waited for GEMMs.
         let mut busy = stream.clone();
         meet(&mut busy, group, &stream);
         meet(&mut stream, group, &ready);

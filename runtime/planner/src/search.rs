@@ -86,9 +86,12 @@ pub fn search(scenario: &Scenario, space: &Space) -> Result<Ranked, PlannerError
             p.strategy,
         )
     };
+    // Mesh and strategy break ties, so that the ranking does not depend on thread timing.
     ranked.best.sort_by_key(key);
+    // A combination of two passes may have been simulated as an ordinary strategy before.
     ranked.best.dedup_by_key(|p| (p.mesh, p.strategy));
     if let Some(simplest) = simplest(&ranked.best) {
+        // Moves the simplest to the front and keeps the order of the others.
         ranked.best[..=simplest].rotate_right(1);
     }
     Ok(ranked)
@@ -99,10 +102,11 @@ fn of_each(scenario: &Scenario, space: &Space) -> Vec<Result<Ranked, PlannerErro
     let meshes = meshes(scenario, space);
     let next = AtomicUsize::new(0);
     let work = || {
+        // One simulator per thread: its caches are not shared, and meshes have little in common.
         let simulator = Simulator::new(scenario);
-        let cost_of = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
-        let cost_of = cost_of.take_while(|at| *at < meshes.len());
-        cost_of
+        let claimed = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
+        let claimed = claimed.take_while(|at| *at < meshes.len());
+        claimed
             .map(|at| (at, of_mesh(&simulator, space, meshes[at])))
             .collect::<Vec<_>>()
     };
@@ -127,10 +131,13 @@ fn of_mesh(simulator: &Simulator, space: &Space, mesh: Parallel) -> Result<Ranke
     let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
     let mut ranked = Ranked::default();
     let all = space.strategies(mesh, simulator.has_nodes(mesh));
+    // With even rows no expert is worth a shadow, so those strategies would only double the
+    // search.
     let asked = space.strategy.is_some() || !scenario.routing.is_even();
     for strategy in all.into_iter().filter(|s| asked || s.shadows == 0) {
         let prediction = simulator.brief(mesh, strategy)?;
         ranked.simulated += 1;
+        // A strategy that was asked for by name is shown even if it does not fit.
         if prediction.memory.bytes() <= limit || space.strategy.is_some() {
             ranked.best.push(prediction)
         } else {

@@ -311,6 +311,8 @@ impl All<'_> {
     /// rows for every row of the matrix.
     fn linear(&self, places: usize, each: f64) -> TrafficPhase {
         let one = self.to.len() == 1;
+        // Prefix sums make the rows to any range a difference of two numbers: with thousands of
+        // ranks, sums over each unit of each rank would dominate the search.
         let sums: Vec<Vec<f64>> = self.to.iter().map(|rows| running(rows, places)).collect();
         let sent = |rank: usize, range: &std::ops::Range<usize>| {
             let sums = &sums[if one { 0 } else { rank }];
@@ -322,6 +324,8 @@ impl All<'_> {
         };
         let load = |rank: usize| {
             let mut loads = LevelLoads::default();
+            // A level gets what its units have beyond the units inside, so subtract from level to
+            // level, beginning with the rank's own rows.
             let own = each * self.rows(rank, rank);
             let (mut peers, mut out, mut inward) = (1.0, own, own);
             for (level, load) in loads.iter_mut().enumerate().take(self.group.units.len()) {
@@ -332,6 +336,7 @@ impl All<'_> {
                 *load = LevelLoad {
                     messages: here.0 - peers,
                     peers: here.0 - peers,
+                    // Rounding may leave tiny negative differences.
                     sent: (here.1 - out).max(0.0),
                     received: (here.2 - inward).max(0.0),
                 };
@@ -445,6 +450,8 @@ impl All<'_> {
     /// other between them.
     fn concurrent(&self) -> Vec<TrafficPhase> {
         let (a, b) = (self.intra_first(), self.inter_first());
+        // The first half is inside nodes while the second is between them; then they change
+        // places.
         let both = |(a, b): (TrafficPhase, TrafficPhase)| TrafficPhase {
             loads: a
                 .loads
@@ -475,6 +482,8 @@ impl All<'_> {
             };
             (0..self.nodes()).map(touched).collect()
         };
+        // A token counts once for each node that it touches, however many of its experts are
+        // there.
         let kept: Vec<Vec<f64>> = (0..self.to.len()).map(dedup_indices).collect();
         let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
         let mut network = self.between(false, |from, to| of(from)[to / m]);
@@ -482,6 +491,8 @@ impl All<'_> {
             .map(|rank| of(rank).iter().sum())
             .collect();
         self.passing(&mut network, 1.0, |rank| brought[rank]);
+        // With one rank of each place per node, a row that has crossed is already where it
+        // belongs.
         if self.group.is_by_place(AllToAll::Dedup) {
             return vec![network];
         }

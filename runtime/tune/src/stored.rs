@@ -100,10 +100,10 @@ pub fn write(path: &Path, choices: Vec<Record>) -> Result<(), StoredError> {
     let text = serde_json::to_string_pretty(&file).map_err(wrong)?;
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}", std::process::id()));
-    let beside = path.with_file_name(name);
-    let done = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path));
+    let temporary = path.with_file_name(name);
+    let done = std::fs::write(&temporary, text).and_then(|()| std::fs::rename(&temporary, path));
     done.map_err(|error| {
-        let _ = std::fs::remove_file(&beside);
+        let _ = std::fs::remove_file(&temporary);
         io(path, error)
     })
 }

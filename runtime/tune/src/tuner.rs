@@ -313,14 +313,18 @@ impl Entry {
                 next,
             } => {
                 let tried = |s: Strategy| self.measured.is_tried(s);
-                let room = |s: &Strategy| tried(*s) || self.measured.len() < CANDIDATES;
-                let mut beside = || {
+                let has_room = |s: &Strategy| tried(*s) || self.measured.len() < CANDIDATES;
+                let mut adjacent = || {
                     let (fastest, _) = self.measured.best(wanted)?;
                     *next = next.or_else(|| adjacent_degree(predictions, fastest, tried));
                     next.filter(missing)
                 };
                 let listed = list.iter().copied().find(missing);
-                let suggested = || beside().filter(room).or_else(|| together().filter(room));
+                let suggested = || {
+                    adjacent()
+                        .filter(has_room)
+                        .or_else(|| together().filter(has_room))
+                };
                 listed.or_else(suggested)
             }
             Candidates::Searched => space.next(&self.measured, wanted).or_else(together),

@@ -168,6 +168,8 @@ impl Core {
         wanted: impl Fn(u64) -> bool,
         first: bool,
     ) -> Result<bool, (Option<u64>, CollectiveError)> {
+        // Eager messages come first: a failure notice must end operations before they wait for a
+        // rank that has given up.
         let mut changed = false;
         while let Some(message) = self
             .transport
@@ -180,8 +182,11 @@ impl Core {
         let ids = self.operations.keys().copied();
         let ids: Vec<u64> = ids.filter(|id| wanted(*id)).collect();
         for id in ids {
+            // The operation leaves the map while it is driven, because driving borrows the rest
+            // of the core. `settle` puts it back unless it has ended.
             if let Some(mut operation) = self.operations.remove(&id) {
                 let moved = self.drive(&mut operation);
+                // A failure counts as progress, so that callers look at outcomes again.
                 let moves = *moved.as_ref().unwrap_or(&true);
                 changed |= moves;
                 self.settle(id, operation, moved.map(|_| ()));
@@ -206,10 +211,13 @@ impl Core {
                 self.operations.insert(id, operation);
                 return;
             }
+            // Check for surplus messages before outputs are written back: an operation that
+            // another rank saw differently must not look successful.
             Ok(()) => self.leftover(&operation).and_then(|()| operation.finish()),
             Err(error) => Err(error),
         };
         match done {
+            // Nobody will ever take the outcome, so keeping it would leak it.
             Ok(()) if operation.abandoned => {}
             Ok(()) => {
                 let outcome = Ok(operation.into_outputs());
@@ -266,8 +274,11 @@ impl Core {
         let request = match *rendezvous {
             Some(request) => request,
             None => match self.arrived.remove(&operation.key(bundle.peer)) {
+                // Without an announcement the peer may simply be late, or it may never send.
                 None => return self.check_order(operation, bundle.peer).map(|()| false),
                 Some((_, sizes, body)) => {
+                    // Signatures were compared on arrival; sizes can only be compared here, where
+                    // the receiving bundle is known.
                     compare_sizes(operation, bundle, &sizes)?;
                     let tag = match body {
                         Body::Inline(data) => {
@@ -295,6 +306,8 @@ impl Core {
         let Some((sequence, kind)) = heard else {
             return Ok(());
         };
+        // A later phase proves nothing: the peer may have finished this operation before this
+        // rank needed its messages, and those are still on their way in the sender's order.
         if operation.phase > 0 || *sequence <= operation.sequence {
             return Ok(());
         }
@@ -312,6 +325,7 @@ impl Core {
         match operation.advance()? {
             Advance::Finished => operation.phase = FINISHED,
             Advance::Exchange(messages, copies) => {
+                // Messages leave before the copies run, so that the copies overlap the transfers.
                 for message in messages {
                     self.send(operation, &message)
                         .map_err(|reason| self.transport_error(operation.at(), reason))?;
@@ -328,6 +342,8 @@ impl Core {
         let body = if inline {
             Body::Inline(gathered(&bundle.parts))
         } else {
+            // Tags wrap around. That is safe because two ranks never have as many messages in
+            // flight as there are tags.
             self.tags[bundle.peer] = if tag == self.transport.last_tag() {
                 0
             } else {
@@ -341,6 +357,8 @@ impl Core {
             sizes: bundle.sizes,
             body,
         };
+        // The announcement leaves before the rendezvous, because the receiver only posts its
+        // buffer once it has compared the announcement.
         self.transport.send_eager(bundle.peer, &message.encode())?;
         if !inline {
             // SAFETY: the operation owns the memory and outlives the transfer; see `end`.
@@ -385,6 +403,7 @@ impl Core {
             .heard
             .entry((key.context, key.from as usize))
             .or_insert((key.sequence, signature.kind));
+        // Phases of one operation may arrive out of order across operations, so keep the latest.
         if heard.0 <= key.sequence {
             *heard = (key.sequence, signature.kind);
         }
@@ -395,6 +414,7 @@ impl Core {
             Some((id, operation)) => {
                 compare(operation, key.from as usize, &signature).map_err(|e| (Some(*id), e))?;
             }
+            // This operation has already ended here, so the message can never be received.
             None if self.started.get(&key.context) > Some(&key.sequence) => {
                 return Err((None, self.surplus(&key, &signature)));
             }

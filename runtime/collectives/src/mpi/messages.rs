@@ -91,7 +91,7 @@ mod tests {
         list.iter().map(one).collect()
     }
 
-    fn cut(parts: &[MemoryRange], most: usize) -> Vec<Vec<(usize, usize)>> {
+    fn split(parts: &[MemoryRange], most: usize) -> Vec<Vec<(usize, usize)>> {
         messages(parts, most)
             .iter()
             .map(|list| read(list))
@@ -99,23 +99,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_at_once_is_cut_where_it_has_to_be() {
+    fn what_is_sent_at_once_is_split_where_it_has_to_be() {
         let small = [part(7, 4), part(90, 16), part(106, 5)];
-        assert_eq!(cut(&small, 1 << 30), [read(&small)]);
+        assert_eq!(split(&small, 1 << 30), [read(&small)]);
         assert_eq!(read(&joined(&small)), [(7, 4), (90, 21)]);
         assert_eq!(
-            cut(&small, 10),
+            split(&small, 10),
             [
                 vec![(7, 4), (90, 5)],
                 vec![(95, 9)],
                 vec![(104, 2), (106, 5)]
             ]
         );
-        assert_eq!(cut(&[part(8, AT_ONCE)], 1 << 30), [[(8, AT_ONCE)]]);
+        assert_eq!(split(&[part(8, AT_ONCE)], 1 << 30), [[(8, AT_ONCE)]]);
         let half = AT_ONCE / 2 + 1;
         let two = [vec![(0, half)], vec![(half, half - 1)]];
-        assert_eq!(cut(&[part(0, AT_ONCE + 1)], 1 << 30), two);
-        assert_eq!(cut(&[], 1 << 30), Vec::<Vec<_>>::new());
+        assert_eq!(split(&[part(0, AT_ONCE + 1)], 1 << 30), two);
+        assert_eq!(split(&[], 1 << 30), Vec::<Vec<_>>::new());
     }
 
     #[test]
@@ -126,9 +126,9 @@ mod tests {
             [(1 << 40, 2 * KEPT)],
             [((1 << 40) + 2 * KEPT, KEPT)],
         ];
-        assert_eq!(cut(&large, 2 * KEPT), expected);
+        assert_eq!(split(&large, 2 * KEPT), expected);
         let many: Vec<MemoryRange> = (0..40).map(|i| part(i << 20, KEPT / 32)).collect();
-        assert_eq!(cut(&many, 1 << 30), [read(&many)]);
+        assert_eq!(split(&many, 1 << 30), [read(&many)]);
     }
 
     /// The two sides may have different addresses.

@@ -387,6 +387,7 @@ impl Transport for Mpi {
             return Ok(true);
         };
         let mut error = None;
+        // Tested from the end, so that finished requests can be popped.
         while let (Some(request), None) = (requests.last_mut(), &error) {
             let mut copy = *request;
             match self.done(&mut copy, &mut Status::default()) {

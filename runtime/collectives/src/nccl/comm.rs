@@ -130,6 +130,8 @@ impl Comm {
 
     /// Returns a permit; `None` once the communicator is being ended.
     pub fn enter(&self) -> Option<Entered<'_>> {
+        // Count first, then look at `ended`: in the other order an abort could see no users and
+        // free the communicator between the two.
         self.users.fetch_add(1, Ordering::SeqCst);
         let entered = Entered(self);
         (!self.ended.load(Ordering::SeqCst) && !self.is_null()).then_some(entered)
@@ -170,6 +172,7 @@ impl Comm {
         let code = unsafe {
             match failed {
                 Ok(()) => self.api.table.destroy(raw),
+                // `ncclCommDestroy` would wait for operations that never end.
                 Err(_) => self.api.table.abort(raw),
             }
         };

@@ -1,14 +1,14 @@
 //! The operations of a group of ranks with a GPU each.
 
+use super::Sums;
 use super::comm::Comm;
 use super::launch::{Launch, Operands, done};
 use super::table::{BYTE, kind_of, op_of};
 use super::watch::DeviceOperation;
-use super::world::{OnStream, World, overhear, tell};
-use super::{Checks, Sums};
+use super::world::{OnStream, World, overhear, report_failure};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::checks::{self, Counted, Parts};
-use crate::communicator::{Communicator, OperationDraft};
+use crate::communicator::Communicator;
 use crate::eager::{OpKind, Signature};
 use crate::error::At;
 use crate::groups::numbers;
@@ -37,16 +37,16 @@ pub(super) type BegunHandle = Result<Handle, CollectiveError>;
 
 /// An operation before it is on the stream.
 pub(super) struct Task<'a> {
-    kind: OpKind,
-    call: &'a Call,
+    pub(super) kind: OpKind,
+    pub(super) call: &'a Call,
     pub(super) signature: Signature,
     /// The plan by which ranks compare the operation; `None` compares only the signature.
     pub(super) agreement: Option<Plan>,
-    keep: Vec<Slice>,
+    pub(super) keep: Vec<Slice>,
     /// The reason why the host has to wait in the middle of the operation, if it has to.
     pub(super) waits: Option<&'static str>,
     /// The stream of the operation, where it is not the device's own.
-    overlapped: Option<Arc<dyn StreamDevice>>,
+    pub(super) overlapped: Option<Arc<dyn StreamDevice>>,
 }
 
 impl Nccl {
@@ -75,6 +75,13 @@ impl Nccl {
     pub fn watch(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
         let task = self.task(OpKind::Graph, call);
         self.start(task, |_| Ok(()))
+    }
+
+    pub(super) fn own_rank(&self) -> GroupRank {
+        GroupRank {
+            rank: self.group.rank,
+            size: self.group.members.len(),
+        }
     }
 
     pub(super) fn task<'a>(&self, kind: OpKind, call: &'a Call) -> Task<'a> {
@@ -109,7 +116,7 @@ impl Nccl {
         let Some(control) = &self.control else {
             return usable;
         };
-        tell(board, Some(control.core()));
+        report_failure(board, Some(control.core()));
         usable?;
         overhear(board, control.core());
         board.usable(kind.name())
@@ -137,7 +144,10 @@ impl Nccl {
         let deadline = task.call.deadline.unwrap_or(self.deadline);
         let (kind, sequence) = (task.kind, self.sequence());
         let at = self.at(kind, task.call);
+        // The comparison starts before the launch, so that it runs while the operation is on the
+        // stream.
         let agreement = self.agree(&task)?;
+        // Counted even if the launch fails below, because the other ranks count this call too.
         self.sequence += 1;
         let board = Arc::clone(&self.world.board);
         let id = board.begin(DeviceOperation {
@@ -175,6 +185,8 @@ impl Nccl {
                 work.overlapped = event.clone().filter(|_| task.overlapped.is_some());
                 board.launched(id, event);
             }
+            // A failed launch fails the world, not only this call: other ranks already wait for
+            // this one on their streams.
             Err(error) => board.fail(Some(id), error),
         }
         Ok(Handle::of(Box::new(work), kind.name(), sequence))
@@ -193,6 +205,8 @@ impl Nccl {
         let gpu = match overlapped {
             Some(stream) => stream,
             None => {
+                // An operation on the device's own stream must not run at the same time as one on
+                // the second stream. A captured graph cannot wait for an event outside of it.
                 if !capturing {
                     self.world.join().map_err(device)?;
                 }
@@ -223,29 +237,6 @@ impl Nccl {
         Ok(Some(event))
     }
 
-    /// Starts the comparison of an operation with the other ranks.
-    fn agree(&mut self, task: &Task<'_>) -> Result<Option<Handle>, CollectiveError> {
-        let (rank, size) = (self.group.rank, self.group.members.len());
-        let Some(control) = &mut self.control else {
-            return Ok(None);
-        };
-        if self.world.checks == Checks::Off {
-            return Ok(None);
-        }
-        let plan = task.agreement.clone();
-        let draft = OperationDraft {
-            signature: task.signature.clone(),
-            inputs: Ok(Vec::new()),
-            outputs: Ok(Vec::new()),
-            plan: plan.unwrap_or_else(|| plan::agreement(plan::barrier(rank, size))),
-            next: None,
-        };
-        let started = control.start(task.kind, task.call, draft);
-        started
-            .map(Some)
-            .inspect_err(|error| self.world.board.fail(None, error.clone()))
-    }
-
     /// Starts an operation that is messages, copies and folds alone.
     pub(super) fn start_plan(
         &mut self,
@@ -271,6 +262,8 @@ impl Nccl {
             return Err(checks::invalid(task.kind, reason));
         }
         let failed = |error: DeviceError| checks::invalid(task.kind, error.to_string());
+        // Folds would compete with the kernels that the operation overlaps, and a plan that
+        // continues needs the host, so neither is overlapped.
         let may = task.call.overlapped && next.is_none() && plan.only_moves();
         if may && self.world.device.capturing().is_none() {
             task.overlapped = Some(self.world.overlapped().map_err(failed)?);
@@ -381,10 +374,7 @@ impl Collectives for Nccl {
                 counts: receives,
             },
             algorithm,
-            GroupRank {
-                rank,
-                size: self.size(),
-            },
+            self.own_rank(),
         )?;
         let mut task = self.data_task(kind, call, input, 0);
         task.signature.hop_code = hops.as_ref().map_or(0, HopOrder::code);
@@ -408,10 +398,7 @@ impl Collectives for Nccl {
 
     fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> BegunHandle {
         let kind = OpKind::AllGather;
-        let own = GroupRank {
-            rank: self.rank(),
-            size: self.size(),
-        };
+        let own = self.own_rank();
         checks::all_gather(input, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.keep = vec![input.clone(), output.clone()];
@@ -447,10 +434,7 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> BegunHandle {
         let kind = OpKind::ReduceScatter;
-        let own = GroupRank {
-            rank: self.rank(),
-            size: self.size(),
-        };
+        let own = self.own_rank();
         let sizes = checks::reduce_scatter_v(input, counts, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
@@ -522,8 +506,8 @@ impl Collectives for Nccl {
 
     fn exchange(&mut self, sends: &[Transfer], receives: &[Transfer], call: &Call) -> BegunHandle {
         let kind = OpKind::Exchange;
-        let (rank, size) = (self.rank(), self.size());
-        checks::transfers(kind, GroupRank { rank, size }, sends, receives)?;
+        let rank = self.rank();
+        checks::transfers(kind, self.own_rank(), sends, receives)?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let mut task = self.task(kind, call);

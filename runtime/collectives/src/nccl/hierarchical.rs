@@ -3,7 +3,7 @@
 use super::group::{BegunHandle, Nccl};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::eager::OpKind;
-use crate::plan::{self, GroupRank, HopCounts, Schedule};
+use crate::plan::{self, HopCounts, Schedule};
 use crate::{CollectiveError, Slice, checks, hierarchical};
 
 impl Nccl {
@@ -41,10 +41,7 @@ impl Nccl {
         call: &Call,
     ) -> BegunHandle {
         let kind = OpKind::Exchange;
-        let own = GroupRank {
-            rank: self.rank(),
-            size: self.size(),
-        };
+        let own = self.own_rank();
         checks::transfers(kind, own, sends, receives)?;
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);

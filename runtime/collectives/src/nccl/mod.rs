@@ -9,6 +9,7 @@
 //! messages compare each operation across ranks: its kind, type and sizes. They name a rank that
 //! calls something else or is late. [`Checks::Off`] leaves the comparison out.
 
+mod agree;
 mod card;
 mod comm;
 mod end;

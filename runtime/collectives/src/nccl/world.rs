@@ -212,7 +212,7 @@ impl OnStream {
         };
         match self.world.board.standing(self.id) {
             Standing::Failed(error) => {
-                tell(&self.world.board, self.control.as_ref());
+                report_failure(&self.world.board, self.control.as_ref());
                 (true, Some(Err(error)))
             }
             Standing::Done if self.agreement.is_none() => (true, Some(Ok(Vec::new()))),
@@ -262,7 +262,7 @@ impl InFlight for OnStream {
 
 /// Passes a failure on to the other ranks. Only a rank's own calls do this, because no other
 /// thread may call the transport of eager messages.
-pub fn tell(board: &Board, control: Option<&Arc<Shared>>) {
+pub fn report_failure(board: &Board, control: Option<&Arc<Shared>>) {
     if let (Some(failure), Some(control)) = (board.failure(), control) {
         let mut core = lock(control);
         if core.failure().is_none() {

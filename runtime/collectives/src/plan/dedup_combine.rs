@@ -180,6 +180,7 @@ impl CombinePlanning<'_> {
             to,
             nodes: Vec::new(),
             zeros,
+            // The row of zeros lies first, padded because `Write` stores whole numbers.
             scratch: sums.bytes.next_multiple_of(16),
         };
         let nodes = sums.dedup.shape().nodes;
@@ -246,6 +247,7 @@ impl CombinePlanning<'_> {
             bytes: counts[token] * self.sums.bytes,
             ..self.row(first, starts[token])
         };
+        // A token with a single row needs no sum: its row returns directly from where it arrived.
         let several = |token: &usize| counts[*token] > 1;
         let tokens = 0..counts.len();
         let edges = offsets(&sizes);
@@ -270,6 +272,7 @@ impl CombinePlanning<'_> {
     }
 
     fn plan(&self) -> Plan {
+        // `Write` stores 64-bit numbers, so the row of zeros is rounded up to whole numbers.
         let zeros = vec![0; self.sums.bytes.div_ceil(8)];
         let mut steps = vec![Step::Write(self.zeros.offset, zeros), self.inside()];
         steps.extend(self.reduce());

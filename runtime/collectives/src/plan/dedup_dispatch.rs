@@ -66,6 +66,8 @@ impl DedupMap {
             passed,
         };
         let (own, _) = shape.split(rank);
+        // Numbers come from other ranks and index scratch memory below, so check that they are
+        // dense and in order of first appearance.
         let dense = |numbers: &[u32]| {
             let mut next = 0;
             numbers.iter().all(|number| {
@@ -79,6 +81,7 @@ impl DedupMap {
             sizes && dense(sent) && dense(passed)
         };
         let lists = dedup.sent.len() == shape.nodes && dedup.passed.len() == shape.nodes;
+        // Rows for the own node go directly, so their numbers are never used.
         let right = lists && (0..shape.nodes).filter(|node| *node != own).all(fits);
         right.then_some(dedup)
     }
@@ -122,7 +125,7 @@ impl DedupMap {
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, Block) -> Range<usize>,
+        rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
     ) -> DedupMap {
         let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
         let first = |node: usize| node * per_node;
@@ -140,7 +143,7 @@ impl DedupMap {
                         &list[node],
                         blocks(node, hops),
                         numbers.clone(),
-                        cut,
+                        rows_of_chunk,
                     ))
                 }
             };
@@ -149,7 +152,7 @@ impl DedupMap {
         DedupMap {
             sent: nodes(&self.sent, 0),
             passed: nodes(&self.passed, 1),
-            hop_counts: Arc::new(self.hop_counts.in_parts(numbers.clone(), cut)),
+            hop_counts: Arc::new(self.hop_counts.in_parts(numbers.clone(), rows_of_chunk)),
             ..*self
         }
     }
@@ -236,7 +239,7 @@ fn parted(
     list: &[u32],
     blocks: impl Iterator<Item = impl Iterator<Item = Block>>,
     numbers: Range<usize>,
-    cut: &dyn Fn(usize, Block) -> Range<usize>,
+    rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
 ) -> Vec<u32> {
     let (mut some, mut rest) = (Vec::new(), list);
     for blocks in blocks {
@@ -248,7 +251,7 @@ fn parted(
         }
         for number in numbers.clone() {
             for (own, block) in &entries {
-                some.extend_from_slice(&own[cut(number, *block)]);
+                some.extend_from_slice(&own[rows_of_chunk(number, *block)]);
             }
         }
     }

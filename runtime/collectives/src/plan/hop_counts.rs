@@ -73,19 +73,19 @@ impl HopCounts {
     }
 
     /// Returns the counts of an exchange of some chunks: for each pair of ranks, all blocks of
-    /// the first chunk, then those of the next. `cut` returns the units of a block that a chunk
+    /// the first chunk, then those of the next. `rows_of_chunk` returns the units of a block that a chunk
     /// covers.
     #[must_use]
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, Block) -> Range<usize>,
+        rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
     ) -> HopCounts {
         let pair = |blocks: Vec<Block>| -> Vec<u64> {
             let part = |number: usize| {
                 blocks
                     .iter()
-                    .map(move |block| cut(number, *block).len() as u64)
+                    .map(move |block| rows_of_chunk(number, *block).len() as u64)
             };
             numbers.clone().flat_map(part).collect()
         };
@@ -118,6 +118,7 @@ impl HopCounts {
         hops: usize,
         place: usize,
     ) -> impl Iterator<Item = Block> + '_ {
+        // Places are relative to the holder; only the pair says whose block it is.
         let (from, to) = self.hops.pair(order, hops, self.rank, place);
         let first = place * self.blocks_per_peer;
         let units = self.numbers[order][hops][first..first + self.blocks_per_peer].iter();
@@ -163,6 +164,7 @@ impl HopCounts {
         let stages = |order: usize| {
             let tables = (0..=self.hops.count()).map(|stage| table(order, stage));
             let mut tables: Vec<Vec<usize>> = tables.collect();
+            // The way back starts where the way there ended.
             if reversed {
                 tables.reverse();
             }
@@ -213,6 +215,8 @@ impl Tables {
 pub fn count_hops(hops: &HopOrder, rank: usize, blocks_per_peer: usize, units: &[u64]) -> Plan {
     let tables = Tables::new(hops, blocks_per_peer);
     let orders = 0..hops.orders.len();
+    // Each order starts from the same counts but moves them along its own hops, so each has
+    // tables of its own.
     let write = |order| Step::Write(tables.of(order, 0).start, units.to_vec());
     let mut steps: Vec<Step> = orders.clone().map(write).collect();
     for hop in 0..hops.count() {

@@ -27,7 +27,7 @@ pub struct HopOrder {
 const RADIX_BITS: u64 = 18;
 
 /// The granularity of shares in bytes, so that shares of a block stay aligned.
-const CUT: usize = 16;
+const SHARE_ALIGNMENT: usize = 16;
 
 impl HopOrder {
     /// Returns direct messages.
@@ -81,6 +81,8 @@ impl HopOrder {
     /// Returns the order as a number for [`HopOrder::words`]; 0 means direct messages.
     pub(crate) fn code(&self) -> u64 {
         let levels = &self.levels;
+        // Direct messages have code 0 whatever the number of ranks, since signatures of other
+        // operations hold 0 too.
         if levels.count() == 1 {
             return 0;
         }
@@ -184,9 +186,12 @@ impl HopOrder {
         if orders == 1 {
             return 0..bytes;
         }
+        // Every byte must belong to exactly one order, so blocks that are not split go entirely
+        // to one.
         let whole = |own: bool| if own { 0..bytes } else { 0..0 };
         let differs =
             |level: &usize| self.levels.digit(from, *level) != self.levels.digit(to, *level);
+        // The hops that a block needs are the levels at which its two ranks differ.
         let differing: Vec<usize> = (0..self.count()).filter(differs).collect();
         match differing[..] {
             [] => whole(order == 0),
@@ -195,14 +200,14 @@ impl HopOrder {
                 whole(first.unwrap_or(0) == order)
             }
             _ => {
-                let cut = |index: usize| {
+                let start = |index: usize| {
                     if index == orders {
                         bytes
                     } else {
-                        bytes * index / orders / CUT * CUT
+                        bytes * index / orders / SHARE_ALIGNMENT * SHARE_ALIGNMENT
                     }
                 };
-                cut(order)..cut(order + 1)
+                start(order)..start(order + 1)
             }
         }
     }

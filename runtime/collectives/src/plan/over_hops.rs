@@ -29,6 +29,7 @@ pub fn exchange_over_hops(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u
         for (hop, step) in steps.iter_mut().enumerate() {
             path.hop(hop, step);
         }
+        // Orders run at the same time, so each one's scratch lies behind that of the one before.
         scratch = path.scratch;
     }
     let exchange = |(hop, step): (usize, Transfers)| Step::Exchange {
@@ -99,6 +100,8 @@ impl Path<'_> {
         let mut changed = Vec::new();
         for (peer, places) in hops.peers(self.order, hop, rank) {
             let places: Vec<usize> = places.into_iter().flatten().collect();
+            // Collect what leaves before anything arrives: arriving blocks take over the same
+            // places.
             let leave = places.iter().flat_map(|place| &self.held[*place]);
             extend(&mut step.sends, peer, leave.copied());
             changed.push((peer, places));
@@ -124,6 +127,7 @@ impl Path<'_> {
     fn arrive(&mut self, hops: usize, place: usize) -> Vec<Span> {
         let schedule = self.schedule;
         let pair = schedule.hops.pair(self.order, hops, schedule.rank, place);
+        // Data for this rank go straight to the output, which saves a copy from scratch.
         if pair.1 == schedule.rank {
             return self.own_shares(pair, (self.ends.to)(pair.0));
         }

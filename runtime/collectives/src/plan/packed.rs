@@ -43,6 +43,7 @@ impl Packing {
         else {
             return vec![step];
         };
+        // A phase is complete before the next begins, so every phase may reuse the memory.
         self.used = self.base;
         let (sends, before) = self.together(&sends, |part, at| Copy {
             from: part,
@@ -74,10 +75,13 @@ impl Packing {
         copy: impl Fn(Span, usize) -> Copy,
     ) -> (Vec<Message>, Vec<Copy>) {
         let mut messages = messages.to_vec();
+        // The sort is stable, so messages to one peer keep the order in which the receiver
+        // expects them.
         messages.sort_by_key(|message| message.peer);
         let (mut list, mut copies) = (Vec::new(), Vec::new());
         for parts in messages.chunk_by(|a, b| a.peer == b.peer) {
             let peer = parts[0].peer;
+            // Adjacent parts are sent from where they lie, without a copy.
             let span = joined(parts).unwrap_or_else(|| {
                 let first = self.used;
                 for part in parts {

@@ -30,9 +30,12 @@ pub fn all_reduce(
     element: Element,
     reduction: Reduction,
 ) -> Plan {
+    // For small inputs, the second phase costs more latency than the additional bytes of the
+    // first.
     if bytes <= ONE_PHASE_BYTES || size == 1 {
         return all_to_everybody(rank, size, bytes, element, reduction);
     }
+    // Parts end at element boundaries, because each is folded by one rank alone.
     let sizes = even_parts(bytes / element.size(), size, element.size());
     let starts = offsets(&sizes);
     let (gather, fold) = scatter_steps(rank, &sizes, element, reduction, starts[rank]);

@@ -78,6 +78,8 @@ fn compare_blocks<'j>(
     counted: &dyn Fn(usize) -> &'j [usize],
 ) -> Result<(), String> {
     let mut given: HashMap<usize, Vec<usize>> = HashMap::new();
+    // Empty blocks have no message, and callers may still pass empty messages, so both sides
+    // leave them out.
     for (peer, bytes) in messages.iter().filter(|(_, bytes)| *bytes > 0) {
         given.entry(*peer).or_default().push(*bytes);
     }

@@ -5,6 +5,7 @@ use super::{BufferRef, Message, Plan, Span, Step};
 /// Copies the output of `root`, `bytes` bytes, to every other rank's. In round `k` the first
 /// `2^k` ranks, counted from the root, each send to the rank `2^k` further on.
 pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
+    // Renumber the ranks so that the root is 0 and the tree is the same for every root.
     let place = (rank + size - root) % size;
     let span = Span::new(BufferRef::Output(0), 0..bytes);
     let peer = |place: usize| (place + root) % size;

@@ -80,7 +80,7 @@ impl Drawn {
     }
 
     /// Returns the rows of a block that a chunk covers.
-    fn cut(&self, number: usize, rows: usize) -> Range<usize> {
+    fn chunk_rows(&self, number: usize, rows: usize) -> Range<usize> {
         number * rows / self.degree..(number + 1) * rows / self.degree
     }
 
@@ -92,8 +92,11 @@ impl Drawn {
         let single = (0..self.degree).filter(|number| self.ranks <= 8 || number % 4 == 1);
         let single = single.map(|number| number..number + 1);
         for parts in single.chain(std::iter::once(0..self.degree.min(2))) {
-            let cut = |number: usize, block: Block| self.cut(number, block.units as usize);
-            let counts = counts.iter().map(|all| all.in_parts(parts.clone(), &cut));
+            let chunk_rows =
+                |number: usize, block: Block| self.chunk_rows(number, block.units as usize);
+            let counts = counts
+                .iter()
+                .map(|all| all.in_parts(parts.clone(), &chunk_rows));
             let counts: Vec<HopCounts> = counts.collect();
             for back in [false, true] {
                 self.check_parts(&counts, &parts, back);
@@ -138,7 +141,7 @@ impl Drawn {
             .flat_map(|n| experts.clone().map(move |e| (n, e)));
         let message = |(number, e): (usize, usize), peer: usize| {
             let (p, q) = if gets { (peer, rank) } else { (rank, peer) };
-            let rows = self.cut(number, self.rows(p, q, e));
+            let rows = self.chunk_rows(number, self.rows(p, q, e));
             let whole = bytes(p, q, e, self.rows(p, q, e) * row);
             (peer, whole[rows.start * row..rows.end * row].to_vec())
         };

@@ -75,14 +75,15 @@ impl Rows {
         for p in 0..ranks {
             for (q, e) in (0..ranks).flat_map(|q| (0..experts).map(move |e| (q, e))) {
                 let all: Vec<usize> = (0..tokens(p)).filter(|t| chosen(p, q, e, *t)).collect();
-                rows.goes.push(all[rows.cut(all.len(), p, q)].to_vec());
+                rows.goes
+                    .push(all[rows.chunk_rows(all.len(), p, q)].to_vec());
                 rows.whole.push(all);
             }
         }
         rows
     }
 
-    fn cut(&self, rows: usize, p: usize, q: usize) -> Range<usize> {
+    fn chunk_rows(&self, rows: usize, p: usize, q: usize) -> Range<usize> {
         let ranks = self.shape.ranks();
         match self.part {
             Part::Rows(number, of) => number * rows / of..(number + 1) * rows / of,
@@ -136,7 +137,8 @@ impl Rows {
             let tokens = there.flat_map(|(q, e)| whole(p, q, e));
             plan::dedup_indices(tokens.map(|token| *token as u32))
         };
-        let cut = |_: usize, block: Block| self.cut(block.units as usize, block.from, block.to);
+        let chunk_rows =
+            |_: usize, block: Block| self.chunk_rows(block.units as usize, block.from, block.to);
         let dedup = |(rank, hop_counts)| {
             let (node, place) = shape.split(rank);
             let nodes = 0..shape.nodes;
@@ -144,7 +146,7 @@ impl Rows {
             let from = |other| numbers(shape.rank(other, place), node);
             let passed = nodes.map(from).collect();
             let dedup = DedupMap::new(shape, rank, Arc::new(hop_counts), sent, passed).unwrap();
-            Arc::new(dedup.in_parts(0..1, &cut))
+            Arc::new(dedup.in_parts(0..1, &chunk_rows))
         };
         counts.into_iter().enumerate().map(dedup).collect()
     }

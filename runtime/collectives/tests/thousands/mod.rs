@@ -216,8 +216,12 @@ fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
         all.filter(|(_, data)| !data.is_empty()).collect()
     };
     let numbers = |node: usize| sent[node].iter().flat_map(|n| n.to_le_bytes()).collect();
-    let told = |node: usize| vec![0xAB; 4 * DedupMap::rows_through(&hop_counts, shape, node)];
-    let (from, unset) = (others(&numbers), unset_messages(&device, &others(&told)));
+    let numbers_from =
+        |node: usize| vec![0xAB; 4 * DedupMap::rows_through(&hop_counts, shape, node)];
+    let (from, unset) = (
+        others(&numbers),
+        unset_messages(&device, &others(&numbers_from)),
+    );
     let begun = world.exchange(&transfers(&device, &from), &unset, &patient());
     begun.unwrap().wait().unwrap();
     let mut passed = vec![Vec::new(); shape.nodes];

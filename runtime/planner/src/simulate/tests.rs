@@ -196,8 +196,7 @@ fn chunks_overlap_and_nothing_of_a_stream_does() {
     }
 }
 
-/// With chunks by peers every message is in one chunk, with chunks by rows in each of them; the
-/// bytes are equal.
+/// By peers every message is in one chunk, by rows in each of them; bytes are equal.
 #[test]
 fn chunks_by_ranks_have_no_more_messages_than_one() {
     let scenario = scenario(16, 1600, true);

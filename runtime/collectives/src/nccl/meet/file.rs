@@ -7,7 +7,7 @@
 //! the rest. So files that an earlier run left under the same token are replaced and never
 //! believed.
 
-use super::{Guest, cut, join};
+use super::{Guest, join, split};
 use crate::hash;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -109,7 +109,7 @@ fn receive_cards(
     let mut said = None;
     loop {
         if let Some(bytes) = meeting.read(ALL)
-            && let Some(all) = cut(&bytes, guest.size)
+            && let Some(all) = split(&bytes, guest.size)
             && all[guest.rank] == own
         {
             let sign = hash::of(&[&bytes]).to_le_bytes();

@@ -199,7 +199,7 @@ fn join(parts: &[Vec<u8>]) -> Vec<u8> {
     parts.iter().flat_map(one).collect()
 }
 
-fn cut(mut bytes: &[u8], parts: usize) -> Option<Vec<Vec<u8>>> {
+fn split(mut bytes: &[u8], parts: usize) -> Option<Vec<Vec<u8>>> {
     let mut list = Vec::new();
     for _ in 0..parts {
         let (length, rest) = bytes.split_first_chunk()?;
@@ -321,9 +321,9 @@ mod tests {
     #[test]
     fn parts_read_back() {
         let parts = vec![vec![1, 2], vec![], vec![3]];
-        assert_eq!(cut(&join(&parts), 3), Some(parts.clone()));
-        assert_eq!(cut(&join(&parts), 2), None);
-        assert_eq!(cut(&join(&parts), 4), None);
-        assert_eq!(cut(&[255, 255, 255, 255], 1), None);
+        assert_eq!(split(&join(&parts), 3), Some(parts.clone()));
+        assert_eq!(split(&join(&parts), 2), None);
+        assert_eq!(split(&join(&parts), 4), None);
+        assert_eq!(split(&[255, 255, 255, 255], 1), None);
     }
 }

@@ -1,7 +1,7 @@
 //! Meeting of ranks at rank 0's address: it accepts a card from each rank, answers each once with
 //! all cards, and closes when every rank has confirmed them.
 
-use super::{CARD_BYTES, Guest, cut, join};
+use super::{CARD_BYTES, Guest, join, split};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
@@ -234,7 +234,7 @@ fn visit(guest: &Guest, address: &SocketAddr) -> std::io::Result<Vec<Vec<u8>>> {
     }
     let mut bytes = vec![0; length];
     wait_for(guest, &mut stream, &mut bytes)?;
-    let all = cut(&bytes, guest.size).ok_or_else(damaged)?;
+    let all = split(&bytes, guest.size).ok_or_else(damaged)?;
     stream.write_all(&[THANKS])?;
     Ok(all)
 }
