@@ -101,6 +101,7 @@ impl LevelFit {
             measured: one.seconds,
         };
         let points: Vec<Point> = timed.iter().map(point).collect();
+        // With one number of peers, the time per message and the fixed time cannot be told apart.
         let alike = timed
             .windows(2)
             .all(|pair| pair[0].messages == pair[1].messages);
@@ -112,6 +113,8 @@ impl LevelFit {
             .iter()
             .map(|one| one.seconds)
             .fold(f64::INFINITY, f64::min);
+        // Start near the data: the fastest exchange bounds the fixed time, the best rate the
+        // bandwidth.
         let least = least.min(1.0);
         let most = timed
             .iter()
@@ -125,6 +128,8 @@ impl LevelFit {
             bandwidth_gbs: 1e-9 / found.constants[1] * shared as f64,
             half_size_kib: each / found.constants[1] / 1024.0,
             hidden: hidden(timed, [found.constants[0], each, found.constants[1]]),
+            // The factors absorb what the three constants miss, so measured exchanges are
+            // reproduced exactly.
             factors: timed
                 .iter()
                 .map(|one| Factor {
@@ -141,6 +146,7 @@ impl LevelFit {
     /// Returns the relative error of exchange `at` where it is predicted from all others.
     pub fn without(&self, at: usize) -> f64 {
         let mut others = self.factors.clone();
+        // Leave-one-out: the error of a prediction that has not seen the measurement.
         let own = others.remove(at);
         factor(&others, own.peers, own.kib) / own.by - 1.0
     }
@@ -156,6 +162,7 @@ fn hidden(timed: &[Timed], [fixed, message, byte]: [f64; 3]) -> f64 {
             continue;
         };
         let (still, moved) = (fixed + message * one.messages, byte * one.bytes);
+        // No more can hide than the shorter of the two.
         let most = still.min(moved) / again;
         over += most * ((still + moved).max(one.seconds) / again - 1.0);
         under += most * most;

@@ -81,6 +81,7 @@ pub(crate) fn ranks(
         let start = at * mesh.group();
         let all = MeshGroup::new(machine, mesh, start, routing, placement);
         let shadows = model.map_or_else(Rc::default, |model| Rc::new(Shadows::of(model, &all)));
+        // Rows for shadows stay, so they are not exchanged.
         let moving = match &*shadows.experts {
             [] => Cow::Borrowed(routing),
             stay => Cow::Owned(routing.clone().without(stay)),
@@ -91,6 +92,8 @@ pub(crate) fn ranks(
         // In two dimensions, the answers of shards are assumed to be spread evenly over them.
         let each = (all_to_all == AllToAll::Dedup && group.has_nodes())
             .then(|| group.traffic(AllToAll::TwoDhInterFirst));
+        // On the way there every shard gets a row; on the way back one shard per expert answers,
+        // so the two directions differ.
         let straight = group.is_straight(all_to_all) && mesh.expert_tp > 1 && adaptive_r > 0;
         let answers = straight.then(|| group.answers());
         for (place, replicas) in replicas.into_iter().enumerate() {
@@ -105,6 +108,7 @@ pub(crate) fn ranks(
                 let all = one(&group, each, place, at);
                 (rank.each, rank.each_back) = (all.phases, all.back);
             }
+            // Groups stay distinct, because their ranks wait for each other.
             let key = (at, key(&rank));
             if let std::collections::hash_map::Entry::Vacant(free) = seen.entry(key) {
                 free.insert(list.len());
@@ -132,6 +136,7 @@ fn share(step: &TrafficPhase, place: usize) -> PhaseLoad {
 fn one(group: &MeshGroup, traffic: &Traffic, place: usize, number: usize) -> Rank {
     let steps = traffic.steps.iter();
     let phases: Vec<PhaseLoad> = steps.map(|step| share(step, place)).collect();
+    // One of the shards answers, after the sum over all of them.
     let part = 1.0 / group.mesh.expert_tp as f64;
     Rank {
         rank: group.start + place,

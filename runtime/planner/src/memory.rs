@@ -44,6 +44,7 @@ fn per_pass(plan: &LayerPlan, rows: f64) -> f64 {
 /// Returns the memory of the rank that needs most. `owned` is the part of the plan's expert
 /// weights that the rank owns, `part` the largest part of arriving rows that it gets.
 pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> Memory {
+    // Maxima may come from different ranks; the result is an upper bound that no rank exceeds.
     let most = |of: &dyn Fn(&Rank) -> f64| ranks.iter().map(of).fold(0.0, f64::max);
     let tokens = most(&|rank| rank.tokens);
     let arriving = most(&|rank| rank.arriving.iter().sum::<f64>() * part);

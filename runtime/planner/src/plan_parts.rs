@@ -40,6 +40,7 @@ pub(crate) fn part_costs(
     };
     let plan = comm.plan;
     let made = |part: PlanPart, (few, many): (f64, f64)| {
+        // Floats are no hash keys, but their bits are: equal ranges share a measurement.
         let key = (part, pass, [few, many].map(f64::to_bits));
         let mut costs = comm.costs.borrow_mut();
         let make = || {
@@ -83,6 +84,7 @@ fn processor_share(co_located: &[f64], own: f64, ranks_per_processor: f64) -> f6
     }
     let until_own: f64 = co_located.iter().map(|rows| rows.min(own)).sum();
     let part = until_own / (co_located.len() as f64 * own);
+    // A rank alone cannot use more than one processor's worth of the shared ones.
     part.clamp(1.0 / ranks_per_processor, 1.0)
 }
 
@@ -137,6 +139,7 @@ pub(crate) fn cost(
             let mut rows = rows_of(comm, rank);
             let own = rows.iter().sum();
             let by = processor_share(&parts.co_located, own, machine.compute.ranks_per_processor);
+            // Shares follow from the rows of the whole pass; a chunk only scales them.
             rows.iter_mut().for_each(|n| *n *= of_rows);
             let rows = by_expert(&rows, multiprocessors);
             parts.experts.cost(step, machine, rows).times(by)

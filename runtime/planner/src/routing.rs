@@ -265,6 +265,7 @@ fn at_most_one(weights: &[f64], total: f64) -> Vec<f64> {
 /// Returns the step that spreads experts of similar popularity over all positions: near the
 /// golden section of their number, and coprime to it.
 fn apart(experts: usize) -> usize {
+    // Multiples of the golden section spread most evenly for any count.
     let near = (experts as f64 * 0.618_034).round() as usize;
     let fits = |step: &usize| gcd(*step, experts) == 1;
     (near.max(1)..).find(fits).unwrap_or(1)

@@ -25,9 +25,12 @@ const APART: usize = 64 << 10;
 pub(super) fn messages(parts: &[MemoryRange], most: usize) -> Vec<Vec<MemoryRange>> {
     let total = MemoryRange::total(parts);
     if total <= KEPT {
+        // Equal messages instead of full ones and a rest, so that none is needlessly small. An
+        // empty rendezvous still is one message.
         let messages = total.div_ceil(AT_ONCE.min(most)).max(1);
         return in_equal(parts, total.div_ceil(messages).max(1));
     }
+    // Many small parts: one message of a derived datatype costs less than a message for each.
     if parts.len() > 1 && total / parts.len() < APART && total <= most {
         return vec![parts.to_vec()];
     }

@@ -60,6 +60,7 @@ impl Mpi {
             next: 0,
             closed: true,
         };
+        // Allowed before initialization, and needed by every error after it.
         mpi.version = version(&*mpi.calls)?;
         mpi.initialize(deadline)?;
         let number = |function: &dyn Fn(*mut c_int) -> c_int| {
@@ -74,8 +75,10 @@ impl Mpi {
         let size = number(&|value| unsafe { mpi.calls.comm_size(abi.comm_world, value) })?;
         let last_tag = mpi.greatest_tag()?;
         (mpi.rank, mpi.size) = (rank as usize, size as usize);
+        // One tag less, because tag 0 belongs to eager messages.
         mpi.last_tag = (last_tag - 1).min(MOST_TAGS);
         mpi.comm = mpi.duplicate(deadline)?;
+        // A receive for eager messages is always posted, so that senders never wait for one.
         mpi.await_eager()?;
         mpi.closed = false;
         Ok(mpi)
@@ -87,8 +90,10 @@ impl Mpi {
         let code = unsafe { self.calls.initialized(&mut flag) };
         self.check("MPI_Initialized", code)?;
         let wanted = self.abi.thread_serialized;
+        // Another library may have initialized MPI; then it also finalizes it.
         self.owner = flag == 0;
         let code = if self.owner {
+            // Dropped at the end of the block, which disarms the watchdog.
             let _watched = Watch::begin(deadline, &self.version)?;
             // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
             unsafe { self.calls.init_thread(wanted, &mut provided) }
@@ -104,6 +109,7 @@ impl Mpi {
                 self.version
             ));
         }
+        // MPI's default handler ends the process on an error; errors must be returned instead.
         let (world, returns) = (self.abi.comm_world, self.abi.errors_return);
         if self.owner {
             // SAFETY: MPI is initialized, and the handles are the library's own.
@@ -139,6 +145,8 @@ impl Mpi {
         let code = unsafe { self.calls.comm_idup(self.abi.comm_world, comm, request) };
         self.check("MPI_Comm_idup", code)?;
         let start = Instant::now();
+        // The duplicate completes only when every rank has called it, so this is also the check
+        // that all ranks are there.
         while !self.done(request, &mut Status::default())? {
             if start.elapsed() > deadline {
                 return Err(format!(
@@ -267,6 +275,7 @@ impl Mpi {
     /// Returns a datatype of all these ranges, relative to the first address.
     fn layout(&self, parts: &[MemoryRange]) -> Result<usize, String> {
         let origin = parts[0].address.addr();
+        // Displacements may be negative: parts need not ascend in memory.
         let place = |part: &MemoryRange| part.address.addr().wrapping_sub(origin) as isize;
         let places: Vec<isize> = parts.iter().map(place).collect();
         let sizes: Vec<usize> = parts.iter().map(|part| part.bytes).collect();
@@ -423,6 +432,8 @@ impl Transport for Mpi {
     fn close(&mut self) -> Result<(), String> {
         let until = Instant::now() + CLOSING;
         let late = || Instant::now() > until;
+        // Eager messages must leave before MPI is finalized, or receivers would wait for them
+        // forever.
         while !self.posted.is_empty() {
             self.sweep()?;
             if late() {

@@ -130,6 +130,7 @@ impl Board {
     /// during graph capture.
     pub fn launched(&self, id: u64, event: Option<Arc<dyn Event>>) {
         if let Some(work) = self.lock().work.get_mut(&id) {
+            // Without an event nothing runs, so there is nothing to wait for.
             work.done = event.is_none();
             work.event = event;
         }
@@ -139,12 +140,14 @@ impl Board {
     pub fn standing(&self, id: u64) -> Standing {
         let state = self.lock();
         match (state.work.get(&id), &state.failure) {
+            // An operation that had ended before the failure stays successful.
             (Some(work), _) if work.done => Standing::Done,
             (work, Some(failure)) => Standing::Failed(match (work, state.culprit == Some(id)) {
                 (Some(work), false) => at_work(failure, work),
                 _ => failure.clone(),
             }),
             (Some(work), None) => Standing::Running(work.event.clone()),
+            // Only finished operations are forgotten.
             (None, None) => Standing::Done,
         }
     }
@@ -231,6 +234,7 @@ impl Board {
             if state.closed || state.failure.is_some() {
                 return;
             }
+            // Copy what to poll and release the lock: a stuck driver must not block the watchdog.
             let (events, comms) = running(&state);
             if events.is_empty() && comms.is_empty() {
                 drop(self.changed.wait(state));
@@ -255,6 +259,8 @@ impl Board {
         events: Vec<(u64, Arc<dyn Event>)>,
         comms: &[(u64, Arc<Comm>)],
     ) -> Result<(), (Option<u64>, CollectiveError)> {
+        // Library errors come first, because their text says more than the event of the kernel
+        // they stopped.
         for (id, comm) in comms {
             let state = comm.enter().map(|entered| entered.state());
             if let Some(Err(reason)) = state {
@@ -263,6 +269,7 @@ impl Board {
                     transport: comm.api.name(),
                     reason,
                 });
+                // An operation that was forgotten meanwhile has no one to report to.
                 return error.map_or(Ok(()), |error| Err((Some(*id), error)));
             }
         }
@@ -299,6 +306,8 @@ impl Board {
             if state.failure.is_some() {
                 let comms = state.comms.clone();
                 drop(state);
+                // The watchdog becomes the undertaker: after a failure no deadline matters any
+                // more.
                 return self.bury(comms);
             }
             let now = Instant::now();
@@ -318,12 +327,14 @@ impl Board {
 
     /// Grants the prober one more complete poll, because a busy machine may have delayed it.
     fn expire<'a>(&'a self, state: MutexGuard<'a, State>, id: u64) -> MutexGuard<'a, State> {
+        // Two, because the poll that is in progress may have begun before the operation ended.
         let looks = state.looks + 2;
         let waited = self.changed.wait_timeout_while(state, LAST_LOOK, |state| {
             let over = state.work.get(&id).is_none_or(|work| work.done);
             !over && state.looks < looks && state.failure.is_none() && !state.closed
         });
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        // Look again: the operation may have ended during the wait.
         let work = state.work.get(&id).filter(|work| !work.done);
         if let Some(error) = work.map(deadline_error)
             && state.failure.is_none()
@@ -337,6 +348,7 @@ impl Board {
     /// Runs the undertaker. The device may use the memory of operations in flight until the
     /// library confirms the abort, so that memory is released after that, or never.
     fn bury(&self, comms: Vec<Arc<Comm>>) {
+        // Groups before the communicator they were split off, which they depend on.
         for comm in comms.iter().rev() {
             comm.abort();
         }
@@ -358,6 +370,7 @@ fn running(state: &State) -> Running {
     let event = |(id, work): (&u64, &DeviceOperation)| Some((*id, work.event.clone()?));
     let mut comms: Vec<(u64, Arc<Comm>)> = Vec::new();
     for (id, work) in running() {
+        // Operations share communicators, and each query is a library call.
         if !comms.iter().any(|(_, comm)| Arc::ptr_eq(comm, &work.comm)) {
             comms.push((*id, Arc::clone(&work.comm)));
         }

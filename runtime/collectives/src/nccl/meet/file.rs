@@ -54,11 +54,13 @@ fn collect_cards(guest: &mut Guest, meeting: &MeetingFolder) -> Result<Vec<Vec<u
         let whole: Option<Vec<Vec<u8>>> = cards.iter().cloned().collect();
         if let Some(cards) = &whole {
             let bytes = join(cards);
+            // Cards of an earlier run may have been replaced since the last look.
             if bytes != written {
                 meeting.write(ALL, &bytes)?;
                 written = bytes;
             }
         }
+        // Acknowledgements carry a hash of what was seen, so one of an older file does not count.
         let sign = hash::of(&[&written]).to_le_bytes();
         let seen =
             |rank: usize| rank == 0 || meeting.read(&seen_by(rank)).is_some_and(|s| s == sign);
@@ -97,6 +99,7 @@ fn wait_for_all(guest: &mut Guest, meeting: &MeetingFolder) -> Result<(), String
         }
         guest.pause(PAUSE);
     }
+    // Files are removed only now: a rank that still reads them would wait until its deadline.
     meeting.clear(guest.size);
     Ok(())
 }
@@ -110,9 +113,11 @@ fn receive_cards(
     loop {
         if let Some(bytes) = meeting.read(ALL)
             && let Some(all) = split(&bytes, guest.size)
+            // The nonce inside tells this run's card from one that an earlier run left.
             && all[guest.rank] == own
         {
             let sign = hash::of(&[&bytes]).to_le_bytes();
+            // Acknowledge each version of the file once.
             if said.replace(sign) != Some(sign) {
                 meeting.write(&seen_by(guest.rank), &sign)?;
             }
@@ -146,9 +151,10 @@ impl MeetingFolder {
             .join(format!("moesaic-{:016x}-{name}", self.token))
     }
 
-    /// Writes a file atomically, by renaming it into meeting.
+    /// Writes a file atomically, by renaming it into place.
     fn write(&self, name: &str, bytes: &[u8]) -> Result<(), String> {
         let path = self.path(name);
+        // Readers never see a half-written file, because rename is atomic within a folder.
         let new = self.path(&format!("{name}.new{}", std::process::id()));
         let words = |error: std::io::Error| format!("cannot write `{}`: {error}", path.display());
         std::fs::write(&new, bytes).map_err(words)?;

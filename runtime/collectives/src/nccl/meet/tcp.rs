@@ -49,6 +49,7 @@ fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, St
     let mut visitors: Vec<Visitor> = Vec::new();
     loop {
         while let Ok((stream, _)) = listener.accept() {
+            // A limit on connections keeps port scanners from exhausting file descriptors.
             if stream.set_nonblocking(true).is_ok() && visitors.len() < MOST_OPEN + guest.size {
                 visitors.push(Visitor {
                     stream,
@@ -59,6 +60,7 @@ fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, St
                 });
             }
         }
+        // One thread polls all connections, so no visitor can block the others.
         visitors.retain_mut(|visitor| visitor.listen(guest, &mut cards));
         if let Some(all) = cards.iter().cloned().collect::<Option<Vec<_>>>() {
             visitors.retain_mut(|visitor| visitor.serve(&all, &mut served));
@@ -117,6 +119,7 @@ impl Visitor {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return false,
             }
+            // No rank sends more than this, so stop reading from strangers.
             if self.heard.len() > HEAD + CARD_BYTES + 1 {
                 return false;
             }
@@ -128,6 +131,7 @@ impl Visitor {
         if !open {
             return false;
         }
+        // The header may arrive in pieces; a wrong first byte is enough to hang up.
         let Some(head) = self.heard.get(..HEAD) else {
             return self.heard.iter().zip(MAGIC).all(|(a, b)| a == b);
         };
@@ -217,6 +221,7 @@ fn ask(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, Stri
             ));
         }
         guest.pause(pause);
+        // Back off, because thousands of ranks may be waiting for a rank 0 that starts late.
         pause = (pause * 2).min(LATER);
     }
 }
@@ -229,6 +234,7 @@ fn visit(guest: &Guest, address: &SocketAddr) -> std::io::Result<Vec<Vec<u8>>> {
     wait_for(guest, &mut stream, &mut length)?;
     let length = u32::from_le_bytes(length) as usize;
     let damaged = || std::io::Error::new(ErrorKind::InvalidData, "the answer is damaged");
+    // Check before allocating: the peer may be another program.
     if length > guest.size * (CARD_BYTES + 4) {
         return Err(damaged());
     }
