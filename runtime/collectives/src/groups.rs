@@ -33,6 +33,7 @@ impl Communicator {
         key: i64,
         call: &Call,
     ) -> Result<Option<(Vec<usize>, usize)>, CollectiveError> {
+        // Colours are unsigned 32-bit numbers, so -1 is free for "no colour".
         let code = color.map_or(-1, i64::from);
         let own = [code.to_le_bytes(), key.to_le_bytes()].concat();
         let draft = OperationDraft {

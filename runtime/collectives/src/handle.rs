@@ -202,6 +202,7 @@ impl Handle {
             idle = if moved { 0 } else { idle + 1 };
             match idle {
                 0 => {}
+                // Most operations end within microseconds; only a long wait is worth a sleep.
                 1..SPINS => std::thread::yield_now(),
                 _ => std::thread::sleep(PAUSE.min(Duration::from_micros(u64::from(idle) / 10))),
             }

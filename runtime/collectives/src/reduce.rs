@@ -94,6 +94,7 @@ number!(u8, 1, u8::wrapping_add);
 /// Returns `other` if it wins or is the first NaN; a NaN that was there already stays.
 #[allow(clippy::eq_op)]
 fn later<T: Copy + PartialEq>(this: T, other: T, wins: bool) -> T {
+    // The only portable NaN test for a generic type: NaN differs from itself.
     if wins || (other != other && this == this) {
         other
     } else {

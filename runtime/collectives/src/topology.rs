@@ -41,6 +41,8 @@ impl Topology {
 
 /// Returns this machine's name.
 pub fn host_name() -> String {
+    // Read from the kernel, not from an environment variable, which launchers may forward from
+    // another host.
     let file = std::fs::read_to_string("/proc/sys/kernel/hostname");
     let name = file.ok().or_else(|| std::env::var("HOSTNAME").ok());
     name.map_or_else(|| "localhost".to_string(), |name| name.trim().to_string())

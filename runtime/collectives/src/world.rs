@@ -100,10 +100,14 @@ impl World {
             };
             match found {
                 None => found = Some(world),
+                // Several launchers may set variables for the same process; they only must not
+                // disagree.
                 Some(first) if first.is_same_as(&world) => {}
                 Some(first) => return Err(contradiction(&first, &world)),
             }
         }
+        // Read last and only as a fallback: SLURM's variables also reach processes that are not
+        // its tasks.
         let task = read(Launcher::Slurm, &variable);
         let Some(mut world) = found else {
             return Ok(task?.filter(|task| task.rank > 0 || is_step(&variable)));
@@ -165,6 +169,7 @@ impl World {
         let loose = self
             .launcher
             .is_none_or(|launcher| launcher == Launcher::Slurm);
+        // A library of another MPI sees no launcher and starts a world of one in every process.
         let alone = size == 1 && self.size > 1;
         if (rank, size) == (self.rank, self.size) || (loose && !alone) {
             return Ok(());

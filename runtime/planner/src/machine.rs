@@ -270,7 +270,7 @@ impl Machine {
             .find(|all_to_all| all_to_all.is_at_bound())
         {
             let key = format!("all_to_all.{}.by", all_to_all.name);
-            let possible = "between 0.25 and 4: at these bounds it says nothing about the all_to_all, \
+            let possible = "between 0.25 and 4: at these bounds it says nothing about the algorithm, \
                             because the machine was busy or the steps were too short; measure \
                             again, or remove every `[[all_to_all]]`";
             return wrong(key, all_to_all.by.to_string(), possible);
@@ -280,6 +280,7 @@ impl Machine {
             let key = "compute.ranks_per_processor".to_string();
             return wrong(key, shared.to_string(), "1, or more where ranks share one");
         }
+        // NaN and infinity are numbers in TOML, and would silently poison every prediction.
         for (key, value, positive) in self.figures() {
             let fits = value.is_finite() && value >= 0.0 && (value > 0.0 || !positive);
             if !fits {
@@ -387,6 +388,7 @@ impl Machine {
     pub fn gemm_rate(&self, dtype: DType) -> f64 {
         let rates = &self.compute.gemm_tflops;
         let own = rates.get(dtype.name()).or_else(|| rates.get("f32"));
+        // A file with a single rate means it for every type.
         let any = own.or_else(|| rates.values().next());
         any.copied().unwrap_or(1.0) * 1e12
     }
@@ -410,6 +412,8 @@ impl Machine {
             };
             self.all_to_all_factors.iter().filter(own)
         };
+        // Fall back as a whole: mixing factors of both splits would interpolate between unrelated
+        // steps.
         let overlap_by = if by(overlap_by).next().is_some() {
             overlap_by
         } else {
@@ -488,6 +492,7 @@ fn interpolated(points: impl Iterator<Item = [f64; 3]> + Clone, number: f64, siz
 /// applies, and 1 where there is none.
 fn between(places: impl Iterator<Item = f64>, at: f64, value: impl Fn(f64) -> f64) -> f64 {
     around(places, at).map_or(1.0, |([low, high], part)| {
+        // Factors are ratios, so their geometric mean is the natural one.
         value(low).powf(1.0 - part) * value(high).powf(part)
     })
 }
@@ -511,90 +516,5 @@ fn around(places: impl Iterator<Item = f64>, at: f64) -> Option<([f64; 2], f64)>
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_machine_that_ships_reads() {
-        for name in published_names() {
-            let machine = published(name).unwrap();
-            assert_eq!(machine.name, name);
-            assert!(machine.levels.iter().all(|level| !level.source.is_empty()));
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_is_named() {
-        let error = published("h100ib").unwrap_err().to_string();
-        assert!(error.contains("did you mean `h100-ib`?"), "{error}");
-        let text = include_str!("../machines/h800.toml");
-        let read = |from: &str, to: &str| Machine::from_toml(&text.replacen(from, to, 1));
-        let error = read("alpha_us", "alhpa_us").unwrap_err().to_string();
-        assert!(error.contains("did you mean `alpha_us`?"), "{error}");
-        let error = read("radix = 8", "radix = 0").unwrap_err().to_string();
-        assert!(error.contains("nvlink.radix = 0; only the last"), "{error}");
-        let error = read("alpha_us", "hidden = 1.5\nalpha_us").unwrap_err();
-        assert!(
-            error.to_string().contains("nvlink.hidden = 1.5; a part"),
-            "{error}"
-        );
-        let error = read("memory_gbs = ", "memory_gbs = -")
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("must be above 0"), "{error}");
-    }
-
-    #[test]
-    fn links_have_half_of_their_rate_where_they_say_so() {
-        let level = Level {
-            name: "link".to_string(),
-            radix: 0,
-            alpha_us: 0.0,
-            bandwidth_gbs: 40.0,
-            half_size_kib: 4.0,
-            half_peers: 3.0,
-            fanout: Fanout {
-                free: 10.0,
-                per_peer: 0.1,
-            },
-            hidden: 0.0,
-            factors: Vec::new(),
-            shared: 2,
-            source: String::new(),
-        };
-        assert_eq!(level.rate(3.0), 10e9);
-        let many = level.rate(20.0);
-        assert!((many - 20e9 * 20.0 / 23.0 / 2.0).abs() < 1.0, "{many}");
-        assert!((level.per_message() * 20e9 - 4096.0).abs() < 1e-6);
-    }
-
-    #[test]
-    fn factors_are_met_and_interpolated() {
-        let of = |peers, kib, by| Factor {
-            peers,
-            kib,
-            by,
-            again: None,
-        };
-        let all = [
-            of(4.0, 64.0, 1.0),
-            of(1.0, 1.0, 1.0),
-            of(1.0, 16.0, 4.0),
-            of(4.0, 1.0, 9.0),
-        ];
-        let near = |peers, kib, by: f64| {
-            let found = factor(&all, peers, kib);
-            assert!((found / by - 1.0).abs() < 1e-9, "{peers} {kib}: {found}");
-        };
-        for Factor { peers, kib, by, .. } in all {
-            near(peers, kib, by);
-        }
-        near(1.0, 4.0, 2.0);
-        near(4.0, 8.0, 3.0);
-        near(2.0, 1.0, 3.0);
-        // Beyond the measured range.
-        near(0.5, 0.1, 1.0);
-        near(64.0, 1e6, 1.0);
-        assert_eq!(factor(&[], 3.0, 1.0), 1.0);
-    }
-}
+#[path = "machine_tests.rs"]
+mod tests;

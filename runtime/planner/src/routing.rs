@@ -85,10 +85,13 @@ impl Routing {
             return Err(RoutingError::Exponent { exponent });
         }
         let by_rank: Vec<f64> = (1..=experts).map(|i| (i as f64).powf(-exponent)).collect();
+        // A token chooses no expert twice, so an expert gets at most one row of each.
         let shares = at_most_one(&by_rank, top_k.min(experts) as f64);
         let stride = apart(experts);
         let mut rows = vec![0.0; experts];
         for (i, share) in shares.into_iter().enumerate() {
+            // Spread the popular experts, or a contiguous placement would put all of them on the
+            // first ranks.
             rows[i * stride % experts] = share * tokens as f64;
         }
         Ok(Routing::alike(tokens, rows, top_k))
@@ -119,6 +122,7 @@ impl Routing {
         }
         let tokens = |rows: &Vec<u64>| rows.iter().sum::<u64>() as f64 / top_k.max(1) as f64;
         let alike = counts.windows(2).all(|pair| pair[0] == pair[1]);
+        // One class for equal counts, which is what makes thousands of ranks cheap.
         let kept = if alike { &counts[..1] } else { counts };
         Ok(Routing {
             tokens: kept.iter().map(tokens).collect(),
@@ -157,6 +161,7 @@ impl Routing {
         let experts = self.rows(rank).len() as f64;
         // All choices of a token, before a capacity drops any.
         let all = self.tokens(rank) * self.top_k as f64;
+        // Popularity in units of an average expert, as `GroupKind` counts.
         let mass = |rows: f64| experts * (rows / all.max(f64::MIN_POSITIVE)).min(1.0);
         let Some(Limit {
             keep,
@@ -250,6 +255,7 @@ fn at_most_one(weights: &[f64], total: f64) -> Vec<f64> {
         let rest: f64 = weights[full..].iter().sum();
         let left = total - full as f64;
         for (share, weight) in shares[full..].iter_mut().zip(&weights[full..]) {
+            // Whatever full experts cannot take goes to the others in proportion.
             *share = left * weight / rest.max(f64::MIN_POSITIVE);
         }
         match shares.get(full) {

@@ -208,6 +208,8 @@ impl<'r> Run<'r> {
             for alike in shares.chunk_by(|a, b| a == b) {
                 let done = work.chunk(&comm.of_chunk(alike[0]), parts, &self.ranks[at]);
                 let times = alike.len() as f64;
+                // A chunk that the other pass splits further is launched once for each of those
+                // pieces.
                 let launched = times * alike[0].launches as f64;
                 done.costs
                     .iter()

@@ -177,6 +177,7 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
         let (Some(forward), Some(backward)) = (best(&same, 0), best(&same, 1)) else {
             continue;
         };
+        // Equal passes are already in the list.
         if forward != backward {
             more.push((same[0].mesh, forward.with_backward_of(backward)));
         }
@@ -192,6 +193,8 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
 fn meshes(scenario: &Scenario, space: &Space) -> Vec<Parallel> {
     let (world, spec) = (scenario.world, &scenario.spec);
     let groups = scenario.placement.as_ref().map(Placement::groups);
+    // A requested mesh is simulated even if the layer rejects it, so that its own error is
+    // reported.
     if let Some(mesh) = space.mesh {
         return vec![mesh];
     }
@@ -273,6 +276,7 @@ fn cuts(adaptive_r: Option<usize>, all_to_all: AllToAll) -> &'static [OverlapBy]
 /// Returns all shards, by its short name; every divisor of their number; and none.
 fn adaptive_r(mesh: Parallel) -> Vec<Option<usize>> {
     let fewer = (1..mesh.expert_tp).filter(|n| mesh.expert_tp.is_multiple_of(*n));
+    // With one rank there is nothing to gather.
     let gathered = (mesh.group() > 1).then_some(Some(0));
     std::iter::once(None)
         .chain(fewer.map(Some))

@@ -27,6 +27,7 @@ impl Shadows {
             .map(Iterator::collect)
             .collect();
         let mut experts = shadows(model, placement, group.mesh.expert_tp, &counts);
+        // In owner order, because `sums` handles the experts of one owner together.
         experts.sort_by_key(|&expert| (placement.owner(expert), expert));
         let owners: Vec<usize> = experts.iter().map(|e| placement.owner(*e)).collect();
         Shadows {
@@ -49,6 +50,7 @@ fn tree(group: &MeshGroup, owner: usize) -> Vec<Vec<LevelLoads>> {
 fn round(group: &MeshGroup, owner: usize, number: u32) -> Vec<LevelLoads> {
     let (ranks, distance) = (group.ranks(), 1 << number);
     let mut step = group.nothing();
+    // The last round is partial where the number of ranks is no power of two.
     for place in 0..distance.min(ranks - distance) {
         let between = [place, place + distance].map(|place| (place + owner) % ranks);
         group.sends(&mut step, between, 1.0);
@@ -60,6 +62,7 @@ fn round(group: &MeshGroup, owner: usize, number: u32) -> Vec<LevelLoads> {
 /// Returns the loads where every rank sends its part of a sum to the owners.
 fn sums(group: &MeshGroup, owners: &[usize]) -> Vec<LevelLoads> {
     let mut step = group.nothing();
+    // One message carries the gradients of all shadows of an owner.
     for of_one in owners.chunk_by(|a, b| a == b) {
         for from in (0..group.ranks()).filter(|from| *from != of_one[0]) {
             group.sends(&mut step, [from, of_one[0]], of_one.len() as f64);
@@ -73,6 +76,7 @@ fn different(loads: Vec<LevelLoads>) -> Vec<LevelLoads> {
     let mut list: Vec<LevelLoads> = Vec::new();
     let moves = |rows: &LevelLoads| rows.iter().any(|load| load.peers > 0.0);
     for rows in loads.into_iter().filter(moves) {
+        // A round is as long as its slowest rank, so equal loads need only one entry.
         if !list.contains(&rows) {
             list.push(rows);
         }

@@ -106,6 +106,8 @@ impl<'q> Simulator<'q> {
         let adaptive_r = strategy.adaptive_r(&mesh);
         let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
         let plan = &planned.plan;
+        // Rows stay, so the algorithm does not matter; one name for all lets them share their
+        // ranks.
         let all_to_all = if adaptive_r == 0 {
             AllToAll::Linear
         } else {
@@ -129,6 +131,7 @@ impl<'q> Simulator<'q> {
             run.backward(&back);
             run.gradients(&back);
         }
+        // With all shards in use, a rank's plan holds exactly its own weights.
         let owned = if adaptive_r == mesh.expert_tp {
             1.0
         } else {
@@ -150,6 +153,8 @@ impl<'q> Simulator<'q> {
         comm_dtype: CommDtype,
         overlap_degree: usize,
     ) -> CommConfig<'a> {
+        // In training, ranks launch the GEMMs of both passes for the chunks that both have in
+        // common.
         let launched = match self.scenario.training {
             Some(_) => strategy.chunks().common(),
             None => strategy.overlap_degree.forward,
@@ -179,6 +184,8 @@ impl<'q> Simulator<'q> {
         let Scenario { spec, machine, .. } = self.scenario;
         let nodes = mesh.group() as f64 / machine.per_node() as f64;
         let choices = Choices {
+            // One number for all ranks, because the mean depends only weakly on the number of
+            // tokens.
             tokens: self.routing.most_tokens(),
             top_k: spec.shape.top_k,
             experts: spec.shape.experts as f64,
@@ -206,6 +213,7 @@ impl<'q> Simulator<'q> {
             strategy.comm_dtype.forward,
             overlap_degree,
         );
+        // By peers the first chunk is a rank's own rows and has no message, so look at the last.
         let last = comm.chunk_shares().pop().unwrap_or(ChunkShare::WHOLE);
         let comm = comm.of_chunk(last);
         let sum: f64 = ranks.iter().map(|rank| comm.message(rank)).sum();

@@ -68,6 +68,8 @@ impl Core {
     /// Fails every operation in flight; `error` belongs to operation `culprit`. After the first
     /// failure, only operations that another thread began meanwhile are left to end.
     pub(crate) fn fail(&mut self, culprit: Option<u64>, error: CollectiveError) {
+        // Only a rank's own first failure is sent. Forwarding the notices of others would bounce
+        // them back and forth.
         let first = self.failure.is_none();
         let gave_up =
             matches!(&error, CollectiveError::Peer { cause, .. } if cause.starts_with("gave up"));

@@ -60,6 +60,7 @@ impl Layer {
     ) -> f64 {
         let rows = self.rows() / overlap_degree as f64;
         let batch = batch.min(rows / self.experts.max(1.0)).max(1.0);
+        // Libraries pick smaller tiles for small batches, in powers of two.
         let tile = TILE.min(batch.log2().ceil().exp2().max(16.0));
         let all = machine.compute.multiprocessors as f64;
         let rate = machine.gemm_rate(self.dtype) / all;
@@ -92,6 +93,8 @@ impl Layer {
             product,
             hindered: fewer.max(slowed) + 2.0 * exchange.copies,
             back: exchange.seconds,
+            // Nothing of one exchange is assumed to hide behind another, because no publication
+            // says how much does.
             skipped: [0.0; 2],
             overlapped: 0.0,
         };

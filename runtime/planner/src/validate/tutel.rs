@@ -153,6 +153,8 @@ fn means(data: &Table6, machine: &Machine, ranks: usize) -> [f64; 8] {
                             + layer.pass(machine, all_to_all, overlap_degree, 2.0)
                     };
                     let times = CHOICES.map(time);
+                    // The table gives means of ratios, not ratios of means, so divide layer by
+                    // layer.
                     let best = times.iter().copied().fold(f64::INFINITY, f64::min);
                     sums.iter_mut()
                         .zip(times)
@@ -171,6 +173,7 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
     for point in &data.point {
         let predicted = means(data, machine, point.ranks);
         let measured = point.mean.map(|percent| percent / 100.0);
+        // Both means are excesses over the same best choice, which cancels out.
         let ratio = |means: &[f64; 8]| (1.0 + means[4]) / (1.0 + means[0]);
         rows.push(Row {
             point: format!("{} GPUs, 2DH to linear", point.ranks),
