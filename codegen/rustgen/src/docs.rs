@@ -6,10 +6,10 @@ use moesaic_spec::LayerSpec;
 use proc_macro2::TokenStream;
 use quote::quote;
 
-/// Longest line of a doc comment.
+/// The longest line of a doc comment.
 const WIDTH: usize = 88;
 
-/// `///` lines, long ones broken.
+/// Returns `///` lines, with long ones wrapped.
 pub(crate) fn doc(text: &str) -> TokenStream {
     let lines = text.lines().flat_map(wrap);
     quote!(#(#[doc = #lines])*)
@@ -50,7 +50,7 @@ pub(crate) fn layer(spec: &LayerSpec) -> String {
     )
 }
 
-/// Name, shape and dtype of a tensor: "`router.weight`, f32 `[8, 64]`".
+/// Returns name, dtype and shape of a tensor: "`router.weight`, f32 `[8, 64]`".
 pub(crate) fn tensor(tensor: &TensorPlan) -> String {
     format!(
         "`{}`, {} `{}`",
@@ -60,13 +60,13 @@ pub(crate) fn tensor(tensor: &TensorPlan) -> String {
     )
 }
 
-/// A shape with the token count as `T`.
+/// Formats a shape, with the token count as `T`.
 fn shape(sizes: &[Size]) -> String {
     let list: Vec<String> = sizes.iter().map(Size::to_string).collect();
     format!("[{}]", list.join(", "))
 }
 
-/// A path as people write it: `moesaic::typed` of `::moesaic::typed`.
+/// Formats a path as people write it: `::moesaic::typed` becomes `moesaic::typed`.
 pub(crate) fn path(path: &syn::Path) -> String {
     quote!(#path)
         .to_string()
@@ -83,13 +83,13 @@ pub(crate) fn meaning(name: &str) -> &'static str {
         "y" => "The result",
         "router.logits" => "Router logits",
         "topk_ids" => "The experts of each token, best first",
-        "topk_weights" => "The weight of each of them",
+        "topk_weights" => "The weights of these experts",
         "counts" => "Assignments per expert, before dropping",
         "offsets" => "The first row of each expert, and the number of rows",
-        "locations" => "The place of each assignment inside its expert; -1 when dropped",
+        "locations" => "The index of each assignment among the rows of its expert; -1 when dropped",
         "slot_rows" => "The row of each assignment; -1 when dropped",
         "row_slots" => "The assignment of each row",
-        "capacity" => "Most rows an expert may take in this call",
+        "capacity" => "The most rows that an expert accepts in this call",
         "overflow" => "Assignments that were dropped",
         "dy" => "The gradient of the result",
         "dx" => "The gradient of the tokens",

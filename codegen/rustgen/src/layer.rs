@@ -92,11 +92,11 @@ fn construct(names: &Names) -> TokenStream {
             #facade::typed::generated::spec(Self::SPEC)
         }
 
-        /// Puts the weights on the engine's device and gets the kernels ready:
-        /// from the cache, or compiled.
+        /// Creates the layer: uploads the weights to the engine's device, and loads
+        /// the kernels from the cache or compiles them.
         ///
         /// # Errors
-        /// When a kernel cannot be had, or device memory runs out.
+        /// If a kernel does not compile, or device memory runs out.
         pub fn new(
             engine: &#facade::Engine,
             weights: &#weights<'_>,
@@ -104,13 +104,12 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, None, &weights.named(), None)
         }
 
-        /// As `new`, this rank's part of a layer over ranks: its calls take and give
-        /// what is of this rank's tokens, and are made by all ranks of the mesh, in
-        /// the same order, also by those without tokens. `weights` are those of the
-        /// whole layer.
+        /// Creates this rank's part of a layer over ranks. Its calls take and return
+        /// data of this rank's tokens. All ranks of the mesh make the same calls in
+        /// the same order, even without tokens. Pass the weights of the whole layer.
         ///
         /// # Errors
-        /// As `new`; also when the layer cannot have the mesh, or ranks make
+        /// As `new`; also if the layer does not fit the mesh, or ranks create
         /// different layers.
         pub fn new_over(
             engine: &#facade::Engine,
@@ -120,11 +119,11 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, Some(mesh), &weights.named(), None)
         }
 
-        /// As `new`, with weights by canonical name, as a checkpoint has them:
-        /// their shapes are checked here.
+        /// Creates the layer from weights by canonical name, such as those of a
+        /// checkpoint, and checks their shapes.
         ///
         /// # Errors
-        /// As `new`; also when a tensor is missing or is not as the spec says.
+        /// As `new`; also if a tensor is missing or does not match the spec.
         pub fn from_named(
             engine: &#facade::Engine,
             weights: &dyn #facade::WeightSource,
@@ -132,8 +131,8 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, None, weights, None)
         }
 
-        /// As `new_over`, with weights by canonical name. Of experts only those of
-        /// this rank are read.
+        /// Creates this rank's part of a layer over ranks from weights by canonical
+        /// name. It reads only the experts of this rank.
         ///
         /// # Errors
         /// As `from_named` and `new_over`.
@@ -164,7 +163,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = doc(&inputs_doc(&inputs));
     let at_factor = plan.spec.capacity.has_factor().then(|| {
         quote! {
-            /// As `forward_all`, with a capacity factor of this call's own.
+            /// Does the same as `forward_all`, with a capacity factor for this call.
             ///
             /// # Errors
             /// As `forward`; also for a factor that is no number or too large.
@@ -185,20 +184,20 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         .and_then(|y| row(y.dtype, &y.shape, facade));
     let input = input(&inputs, names, "input");
     quote! {
-        /// Evaluates the layer, one row per token, and reads back `y`. Nothing
-        /// is drawn, also where the layer was made by `training`.
+        /// Evaluates the layer, one row per token, and reads back `y`. It draws no
+        /// random numbers, even for a layer created by `training`.
         ///
         #about
         ///
         /// # Errors
-        /// When inputs differ in length or hold ids out of range, memory runs
-        /// out, or a launch fails.
+        /// If inputs differ in length or hold ids out of range, memory runs out,
+        /// or a launch fails.
         pub fn forward(&self, #(#params),*) -> ::std::result::Result<Vec<#y>, #facade::EngineError> {
             let output = self.layer.forward(&Self::input(#fields))?;
             #facade::typed::generated::read_rows(&output, "y")
         }
 
-        /// As `forward`, and reads back everything the layer can tell.
+        /// Does the same as `forward`, and reads back every output of the layer.
         ///
         /// # Errors
         /// As `forward`.
@@ -207,11 +206,11 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #output::read(&output)
         }
 
-        /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
-        /// goes as its forward pass did. All ranks call it, and choose the same.
+        /// Sets how the ranks of a mesh run calls from now on; a backward pass uses the
+        /// strategy of its forward pass. All ranks call it with the same strategy.
         ///
         /// # Errors
-        /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
+        /// If the layer has no mesh, the mesh or its nodes cannot run the strategy, or
         /// ranks choose differently.
         pub fn set_strategy(
             &mut self,
@@ -226,7 +225,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The calls that only decide where tokens go.
+/// Returns the calls that only route tokens.
 fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         routing, facade, ..
@@ -236,7 +235,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = doc(&inputs_doc(&inputs));
     let input = input(&inputs, names, "routing_input");
     quote! {
-        /// Decides where tokens go as `forward` does, and nothing else.
+        /// Routes tokens as `forward` does, and computes nothing else.
         ///
         #about
         ///
@@ -247,11 +246,11 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
             #routing::read(&self.layer.route(&input, #routing::NAMES)?)
         }
 
-        /// Decides where tokens go as `forward_train` does with the same
-        /// counters, and nothing else.
+        /// Routes tokens as `forward_train` does with the same `counters`, and
+        /// computes nothing else.
         ///
         /// # Errors
-        /// As `forward`; also when the layer was not made by `training`.
+        /// As `forward`; also if the layer was not created by `training`.
         pub fn route_train(
             &self,
             #(#params,)*

@@ -64,28 +64,28 @@ fn weight_field(tensor: &TensorSpec, names: &Names) -> TokenStream {
     quote!(#about pub #field: &'a #ty,)
 }
 
-/// The struct of everything that can be read after a call, `y` first.
+/// Returns the struct of everything that can be read after a call, `y` first.
 pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
     let mut tensors: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
     tensors.sort_by_key(|tensor| tensor.name != "y");
     let about = format!(
-        "What a call of [`{}`] computes; `T` is its token count.",
+        "The outputs of a call of [`{}`]; `T` is its token count.",
         names.layer
     );
     readable(&names.output, &about, &tensors, names)
 }
 
-/// The struct of what routing alone decides.
+/// Returns the struct of routing outputs.
 pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
     let tensors: Vec<&TensorPlan> = routed(plan, Role::Output).collect();
     let about = format!(
-        "Where tokens of a call of [`{}`] go; `T` is its token count.",
+        "The routing of a call of [`{}`]; `T` is its token count.",
         names.layer
     );
     readable(&names.routing, &about, &tensors, names)
 }
 
-/// The tensors of a role that routing alone reads or writes.
+/// Returns the tensors of a role that routing reads or writes.
 pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
     let steps = plan.routing_of(plan.evaluation_steps());
     let named = move |tensor: &&TensorPlan| {
@@ -95,7 +95,7 @@ pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &Tens
     of_role(plan, role).filter(named)
 }
 
-/// A struct of outputs, with what asks for them and makes it.
+/// Returns a struct of outputs, with the names to request and its constructor.
 fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -> TokenStream {
     let Names {
         visibility, facade, ..
@@ -161,7 +161,7 @@ pub(crate) fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The struct of addresses of an evaluation on device memory: inputs and `y`.
+/// Returns the struct of addresses of an evaluation on device memory: inputs and `y`.
 pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = format!(
         "Addresses of a call of [`{}`] on device memory.",
@@ -170,7 +170,7 @@ pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
     raw_call(&names.raw, &about, plan, names)
 }
 
-/// The same of a call that trains, and where its losses go. `plan` runs backward.
+/// Returns the same struct for training calls, with addresses of losses. `plan` runs backward.
 pub(crate) fn raw_training(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = format!(
         "Addresses of a call of [`{}`] in training on device memory.",
@@ -218,8 +218,8 @@ pub(crate) fn losses(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
     of_role(plan, Role::Output).filter(|tensor| tensor.name.starts_with("loss."))
 }
 
-/// The same of a backward pass: `dy`, `dx`, and other gradients of inputs if they are wanted.
-/// `plan` runs backward.
+/// Returns the struct of addresses of a backward pass: `dy`, `dx`, and optionally other gradients
+/// of inputs. `plan` runs backward.
 pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         raw,
@@ -234,7 +234,7 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     let tensors: Vec<_> = dy.chain(results).collect();
     let about = format!(
         "Addresses of a backward pass of [`{layer}`] on device memory; `T` is the token count of \
-         its forward pass. What has none stays in the layer's memory."
+         its forward pass. Gradients without an address stay in the layer's memory."
     );
     let addresses = addresses(raw_backward, &about, TokenStream::new(), &tensors, names);
     let pairs = tensors.iter().map(|(tensor, _)| {
@@ -266,7 +266,7 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// Whether a caller need not say where a tensor goes.
+/// Returns whether the address of a tensor is optional.
 fn is_optional(tensor: &TensorPlan) -> bool {
     tensor.role == Role::InputGradient && tensor.name != "dx"
 }

@@ -43,16 +43,16 @@ fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
         quote!(#about pub #field: f32,)
     });
     let about = doc(&format!(
-        "What a forward pass of [`{layer}`] in training gives."
+        "The results of a forward pass of [`{layer}`] in training."
     ));
     quote! {
         #about
         #[allow(dead_code)]
         #visibility struct #trained {
-            /// What any call computes.
+            /// The outputs of the call.
             pub output: #output,
             #(#fields)*
-            /// What backward needs.
+            /// The saved state for backward.
             pub saved: #facade::mesh::AnySaved,
         }
     }
@@ -77,7 +77,7 @@ fn input_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         quote!(#field: #facade::typed::generated::read_rows(output, #name)?,)
     });
     let about = doc(&format!(
-        "What a backward pass of [`{layer}`] returns; the gradients of weights stay with the layer."
+        "The results of a backward pass of [`{layer}`]; gradients of weights stay in the layer."
     ));
     quote! {
         #about
@@ -106,7 +106,7 @@ fn weight_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         quote!(#about pub #field: Vec<f32>,)
     });
     let about = doc(&format!(
-        "Gradients of the weights of [`{layer}`], row major, as backward passes left them."
+        "Gradients of the weights of [`{layer}`], row major, as accumulated by backward passes."
     ));
     quote! {
         #about
@@ -126,7 +126,7 @@ fn construct(names: &Names) -> TokenStream {
         weights, facade, ..
     } = names;
     quote! {
-        /// As `new`, for a layer that can run backward.
+        /// Creates a layer that can run backward.
         ///
         /// # Errors
         /// As `new`.
@@ -138,7 +138,7 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, None, &weights.named(), Some(training))
         }
 
-        /// As `new_over`, for a layer that can run backward.
+        /// Creates this rank's part of a layer over ranks that can run backward.
         ///
         /// # Errors
         /// As `new_over`.
@@ -151,8 +151,8 @@ fn construct(names: &Names) -> TokenStream {
             Self::made(engine, Some(mesh), &weights.named(), Some(training))
         }
 
-        /// As `training`, with weights by canonical name, and with those of experts
-        /// of this rank alone where there is a mesh.
+        /// Creates a layer that can run backward from weights by canonical name. On a
+        /// mesh it reads only the experts of this rank.
         ///
         /// # Errors
         /// As `from_named` and `from_named_over`.
@@ -183,7 +183,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let about = doc(&inputs_doc(&inputs));
     let at_factor = plan.spec.capacity.has_factor().then(|| {
         quote! {
-            /// As `forward_train`, with a capacity factor of this call's own.
+            /// Does the same as `forward_train`, with a capacity factor for this call.
             ///
             /// # Errors
             /// As `forward_train`; also for a factor that is no number or too large.
@@ -212,13 +212,13 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     });
     let input = input(&inputs, names, "training_input");
     quote! {
-        /// Runs the layer forward as in training, and keeps what backward
-        /// needs. `counters` are what random numbers depend on.
+        /// Runs a forward pass in training mode and saves the state for backward.
+        /// Random numbers depend on `counters` alone.
         ///
         #about
         ///
         /// # Errors
-        /// As `forward`; also when the layer was not made by `training`.
+        /// As `forward`; also if the layer was not created by `training`.
         pub fn forward_train(
             &self,
             #(#params,)*
@@ -243,12 +243,11 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             })
         }
 
-        /// Runs the layer backward from the gradient of `y`. Gradients of
-        /// weights stay with the layer: they are overwritten, or with
-        /// `accumulate` added to.
+        /// Runs a backward pass from the gradient of `y`. Gradients of weights stay
+        /// in the layer: the pass overwrites them, or adds to them with `accumulate`.
         ///
         /// # Errors
-        /// When `dy` has not one row per token, `saved` is of another layer,
+        /// If `dy` does not have one row per token, `saved` belongs to another layer,
         /// memory runs out, or a launch fails.
         pub fn backward(
             &self,
@@ -260,17 +259,17 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #input_gradients::read(&self.layer.backward(saved, &dy, accumulate)?)
         }
 
-        /// Adds up the gradients of weights over the ranks of a mesh that have the
-        /// same weights; nothing without a mesh.
+        /// Sums the gradients of weights over the ranks of a mesh that hold the same
+        /// weights; does nothing without a mesh.
         ///
         /// # Errors
-        /// When the layer was not made by `training`, or ranks cannot be reached.
+        /// If the layer was not created by `training`, or ranks cannot be reached.
         pub fn reduce_gradients(&self) -> ::std::result::Result<(), #facade::EngineError> {
             self.layer.reduce_gradients()
         }
 
-        /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
-        /// means over each rank's own tokens.
+        /// Averages the gradients of weights over ranks, for losses that are means over
+        /// each rank's own tokens: `reduce_gradients`, divided by the number of ranks.
         ///
         /// # Errors
         /// As `reduce_gradients`.
@@ -278,13 +277,13 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             self.layer.average_gradients()
         }
 
-        /// Reads back the gradients of all weights. On a mesh those of experts are
-        /// of this rank's own experts, one after the other, those of sliced shared
-        /// experts of its slices, and all others of this rank's tokens until
-        /// `reduce_gradients` has added them up.
+        /// Reads back the gradients of all weights. On a mesh, gradients of experts
+        /// cover this rank's experts, one after the other, and those of sharded shared
+        /// experts its shards. All others cover this rank's tokens alone until you
+        /// call `reduce_gradients`.
         ///
         /// # Errors
-        /// When the layer was not made by `training`.
+        /// If the layer was not created by `training`.
         pub fn gradients(&self) -> ::std::result::Result<#gradients, #facade::EngineError> {
             Ok(#gradients { #(#reads)* })
         }

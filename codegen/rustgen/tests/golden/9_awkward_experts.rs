@@ -41,11 +41,11 @@ impl Layer9AwkwardExperts {
         ::moesaic::typed::generated::spec(Self::SPEC)
     }
 
-    /// Puts the weights on the engine's device and gets the kernels ready:
-    /// from the cache, or compiled.
+    /// Creates the layer: uploads the weights to the engine's device, and loads
+    /// the kernels from the cache or compiles them.
     ///
     /// # Errors
-    /// When a kernel cannot be had, or device memory runs out.
+    /// If a kernel does not compile, or device memory runs out.
     pub fn new(
         engine: &::moesaic::Engine,
         weights: &Layer9AwkwardExpertsWeights<'_>,
@@ -53,13 +53,12 @@ impl Layer9AwkwardExperts {
         Self::made(engine, None, &weights.named(), None)
     }
 
-    /// As `new`, this rank's part of a layer over ranks: its calls take and give
-    /// what is of this rank's tokens, and are made by all ranks of the mesh, in
-    /// the same order, also by those without tokens. `weights` are those of the
-    /// whole layer.
+    /// Creates this rank's part of a layer over ranks. Its calls take and return
+    /// data of this rank's tokens. All ranks of the mesh make the same calls in
+    /// the same order, even without tokens. Pass the weights of the whole layer.
     ///
     /// # Errors
-    /// As `new`; also when the layer cannot have the mesh, or ranks make
+    /// As `new`; also if the layer does not fit the mesh, or ranks create
     /// different layers.
     pub fn new_over(
         engine: &::moesaic::Engine,
@@ -69,11 +68,11 @@ impl Layer9AwkwardExperts {
         Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
-    /// As `new`, with weights by canonical name, as a checkpoint has them:
-    /// their shapes are checked here.
+    /// Creates the layer from weights by canonical name, such as those of a
+    /// checkpoint, and checks their shapes.
     ///
     /// # Errors
-    /// As `new`; also when a tensor is missing or is not as the spec says.
+    /// As `new`; also if a tensor is missing or does not match the spec.
     pub fn from_named(
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
@@ -81,8 +80,8 @@ impl Layer9AwkwardExperts {
         Self::made(engine, None, weights, None)
     }
 
-    /// As `new_over`, with weights by canonical name. Of experts only those of
-    /// this rank are read.
+    /// Creates this rank's part of a layer over ranks from weights by canonical
+    /// name. It reads only the experts of this rank.
     ///
     /// # Errors
     /// As `from_named` and `new_over`.
@@ -104,15 +103,15 @@ impl Layer9AwkwardExperts {
         Ok(Self { layer })
     }
 
-    /// Evaluates the layer, one row per token, and reads back `y`. Nothing
-    /// is drawn, also where the layer was made by `training`.
+    /// Evaluates the layer, one row per token, and reads back `y`. It draws no
+    /// random numbers, even for a layer created by `training`.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
     ///
     /// # Errors
-    /// When inputs differ in length or hold ids out of range, memory runs
-    /// out, or a launch fails.
+    /// If inputs differ in length or hold ids out of range, memory runs out,
+    /// or a launch fails.
     pub fn forward(
         &self,
         x: &[[::moesaic::half::f16; 20]],
@@ -122,7 +121,7 @@ impl Layer9AwkwardExperts {
         ::moesaic::typed::generated::read_rows(&output, "y")
     }
 
-    /// As `forward`, and reads back everything the layer can tell.
+    /// Does the same as `forward`, and reads back every output of the layer.
     ///
     /// # Errors
     /// As `forward`.
@@ -140,11 +139,11 @@ impl Layer9AwkwardExperts {
         Layer9AwkwardExpertsOutput::read(&output)
     }
 
-    /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
-    /// goes as its forward pass did. All ranks call it, and choose the same.
+    /// Sets how the ranks of a mesh run calls from now on; a backward pass uses the
+    /// strategy of its forward pass. All ranks call it with the same strategy.
     ///
     /// # Errors
-    /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
+    /// If the layer has no mesh, the mesh or its nodes cannot run the strategy, or
     /// ranks choose differently.
     pub fn set_strategy(
         &mut self,
@@ -153,7 +152,7 @@ impl Layer9AwkwardExperts {
         self.layer.set_strategy(strategy)
     }
 
-    /// As `forward_all`, with a capacity factor of this call's own.
+    /// Does the same as `forward_all`, with a capacity factor for this call.
     ///
     /// # Errors
     /// As `forward`; also for a factor that is no number or too large.
@@ -168,7 +167,7 @@ impl Layer9AwkwardExperts {
         Layer9AwkwardExpertsOutput::read(&output)
     }
 
-    /// Decides where tokens go as `forward` does, and nothing else.
+    /// Routes tokens as `forward` does, and computes nothing else.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
@@ -186,11 +185,11 @@ impl Layer9AwkwardExperts {
         )
     }
 
-    /// Decides where tokens go as `forward_train` does with the same
-    /// counters, and nothing else.
+    /// Routes tokens as `forward_train` does with the same `counters`, and
+    /// computes nothing else.
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`; also if the layer was not created by `training`.
     pub fn route_train(
         &self,
         x: &[[::moesaic::half::f16; 20]],
@@ -383,7 +382,7 @@ impl<'a> Layer9AwkwardExpertsWeights<'a> {
     }
 }
 
-/// What a call of [`Layer9AwkwardExperts`] computes; `T` is its token count.
+/// The outputs of a call of [`Layer9AwkwardExperts`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsOutput {
@@ -391,7 +390,7 @@ pub struct Layer9AwkwardExpertsOutput {
     pub y: Vec<[::moesaic::half::f16; 7]>,
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 3]`.
     pub topk_ids: Vec<[i32; 3]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 3]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 3]`.
     pub topk_weights: Vec<[f32; 3]>,
     /// Router logits: `router.logits`, f32 `[T, 5]`.
     pub router_logits: Vec<[f32; 5]>,
@@ -399,14 +398,14 @@ pub struct Layer9AwkwardExpertsOutput {
     pub counts: [i64; 5],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
     pub offsets: [i64; 6],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
+    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
     /// 3]`.
     pub locations: Vec<[i32; 3]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
     pub slot_rows: Vec<[i32; 3]>,
     /// The assignment of each row: `row_slots`, i32 `[T*3]`.
     pub row_slots: Vec<i32>,
-    /// Most rows an expert may take in this call: `capacity`, i64 `[1]`.
+    /// The most rows that an expert accepts in this call: `capacity`, i64 `[1]`.
     pub capacity: i64,
     /// Assignments that were dropped: `overflow`, i64 `[1]`.
     pub overflow: i64,
@@ -453,13 +452,13 @@ impl Layer9AwkwardExpertsOutput {
     }
 }
 
-/// Where tokens of a call of [`Layer9AwkwardExperts`] go; `T` is its token count.
+/// The routing of a call of [`Layer9AwkwardExperts`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsRouting {
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 3]`.
     pub topk_ids: Vec<[i32; 3]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 3]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 3]`.
     pub topk_weights: Vec<[f32; 3]>,
     /// Router logits: `router.logits`, f32 `[T, 5]`.
     pub router_logits: Vec<[f32; 5]>,
@@ -467,14 +466,14 @@ pub struct Layer9AwkwardExpertsRouting {
     pub counts: [i64; 5],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
     pub offsets: [i64; 6],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
+    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
     /// 3]`.
     pub locations: Vec<[i32; 3]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
     pub slot_rows: Vec<[i32; 3]>,
     /// The assignment of each row: `row_slots`, i32 `[T*3]`.
     pub row_slots: Vec<i32>,
-    /// Most rows an expert may take in this call: `capacity`, i64 `[1]`.
+    /// The most rows that an expert accepts in this call: `capacity`, i64 `[1]`.
     pub capacity: i64,
     /// Assignments that were dropped: `overflow`, i64 `[1]`.
     pub overflow: i64,
@@ -570,7 +569,8 @@ impl ::moesaic::typed::RawArgs for Layer9AwkwardExpertsRawTraining {
 }
 
 /// Addresses of a backward pass of [`Layer9AwkwardExperts`] on device memory; `T` is the
-/// token count of its forward pass. What has none stays in the layer's memory.
+/// token count of its forward pass. Gradients without an address stay in the layer's
+/// memory.
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsRawBackward {
@@ -607,17 +607,17 @@ impl ::moesaic::typed::TypedLayer for Layer9AwkwardExperts {
     }
 }
 
-/// What a forward pass of [`Layer9AwkwardExperts`] in training gives.
+/// The results of a forward pass of [`Layer9AwkwardExperts`] in training.
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsTrained {
-    /// What any call computes.
+    /// The outputs of the call.
     pub output: Layer9AwkwardExpertsOutput,
-    /// What backward needs.
+    /// The saved state for backward.
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
-/// What a backward pass of [`Layer9AwkwardExperts`] returns; the gradients of weights stay
-/// with the layer.
+/// The results of a backward pass of [`Layer9AwkwardExperts`]; gradients of weights stay in
+/// the layer.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsInputGradients {
@@ -700,7 +700,7 @@ pub struct Layer9AwkwardExpertsGradients {
 
 #[allow(dead_code, clippy::too_many_arguments)]
 impl Layer9AwkwardExperts {
-    /// As `new`, for a layer that can run backward.
+    /// Creates a layer that can run backward.
     ///
     /// # Errors
     /// As `new`.
@@ -712,7 +712,7 @@ impl Layer9AwkwardExperts {
         Self::made(engine, None, &weights.named(), Some(training))
     }
 
-    /// As `new_over`, for a layer that can run backward.
+    /// Creates this rank's part of a layer over ranks that can run backward.
     ///
     /// # Errors
     /// As `new_over`.
@@ -725,8 +725,8 @@ impl Layer9AwkwardExperts {
         Self::made(engine, Some(mesh), &weights.named(), Some(training))
     }
 
-    /// As `training`, with weights by canonical name, and with those of experts
-    /// of this rank alone where there is a mesh.
+    /// Creates a layer that can run backward from weights by canonical name. On a
+    /// mesh it reads only the experts of this rank.
     ///
     /// # Errors
     /// As `from_named` and `from_named_over`.
@@ -739,14 +739,14 @@ impl Layer9AwkwardExperts {
         Self::made(engine, mesh, weights, Some(training))
     }
 
-    /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `counters` are what random numbers depend on.
+    /// Runs a forward pass in training mode and saves the state for backward.
+    /// Random numbers depend on `counters` alone.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`; also if the layer was not created by `training`.
     pub fn forward_train(
         &self,
         x: &[[::moesaic::half::f16; 20]],
@@ -756,7 +756,7 @@ impl Layer9AwkwardExperts {
         self.train(&Self::training_input(x, token_ids), counters)
     }
 
-    /// As `forward_train`, with a capacity factor of this call's own.
+    /// Does the same as `forward_train`, with a capacity factor for this call.
     ///
     /// # Errors
     /// As `forward_train`; also for a factor that is no number or too large.
@@ -784,12 +784,11 @@ impl Layer9AwkwardExperts {
         })
     }
 
-    /// Runs the layer backward from the gradient of `y`. Gradients of
-    /// weights stay with the layer: they are overwritten, or with
-    /// `accumulate` added to.
+    /// Runs a backward pass from the gradient of `y`. Gradients of weights stay
+    /// in the layer: the pass overwrites them, or adds to them with `accumulate`.
     ///
     /// # Errors
-    /// When `dy` has not one row per token, `saved` is of another layer,
+    /// If `dy` does not have one row per token, `saved` belongs to another layer,
     /// memory runs out, or a launch fails.
     pub fn backward(
         &self,
@@ -806,17 +805,17 @@ impl Layer9AwkwardExperts {
         )
     }
 
-    /// Adds up the gradients of weights over the ranks of a mesh that have the
-    /// same weights; nothing without a mesh.
+    /// Sums the gradients of weights over the ranks of a mesh that hold the same
+    /// weights; does nothing without a mesh.
     ///
     /// # Errors
-    /// When the layer was not made by `training`, or ranks cannot be reached.
+    /// If the layer was not created by `training`, or ranks cannot be reached.
     pub fn reduce_gradients(&self) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.reduce_gradients()
     }
 
-    /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
-    /// means over each rank's own tokens.
+    /// Averages the gradients of weights over ranks, for losses that are means over
+    /// each rank's own tokens: `reduce_gradients`, divided by the number of ranks.
     ///
     /// # Errors
     /// As `reduce_gradients`.
@@ -826,13 +825,13 @@ impl Layer9AwkwardExperts {
         self.layer.average_gradients()
     }
 
-    /// Reads back the gradients of all weights. On a mesh those of experts are
-    /// of this rank's own experts, one after the other, those of sliced shared
-    /// experts of its slices, and all others of this rank's tokens until
-    /// `reduce_gradients` has added them up.
+    /// Reads back the gradients of all weights. On a mesh, gradients of experts
+    /// cover this rank's experts, one after the other, and those of sharded shared
+    /// experts its shards. All others cover this rank's tokens alone until you
+    /// call `reduce_gradients`.
     ///
     /// # Errors
-    /// When the layer was not made by `training`.
+    /// If the layer was not created by `training`.
     pub fn gradients(
         &self,
     ) -> ::std::result::Result<Layer9AwkwardExpertsGradients, ::moesaic::EngineError> {

@@ -40,11 +40,11 @@ impl Mixtral8x7b {
         ::moesaic::typed::generated::spec(Self::SPEC)
     }
 
-    /// Puts the weights on the engine's device and gets the kernels ready:
-    /// from the cache, or compiled.
+    /// Creates the layer: uploads the weights to the engine's device, and loads
+    /// the kernels from the cache or compiles them.
     ///
     /// # Errors
-    /// When a kernel cannot be had, or device memory runs out.
+    /// If a kernel does not compile, or device memory runs out.
     pub fn new(
         engine: &::moesaic::Engine,
         weights: &Mixtral8x7bWeights<'_>,
@@ -52,13 +52,12 @@ impl Mixtral8x7b {
         Self::made(engine, None, &weights.named(), None)
     }
 
-    /// As `new`, this rank's part of a layer over ranks: its calls take and give
-    /// what is of this rank's tokens, and are made by all ranks of the mesh, in
-    /// the same order, also by those without tokens. `weights` are those of the
-    /// whole layer.
+    /// Creates this rank's part of a layer over ranks. Its calls take and return
+    /// data of this rank's tokens. All ranks of the mesh make the same calls in
+    /// the same order, even without tokens. Pass the weights of the whole layer.
     ///
     /// # Errors
-    /// As `new`; also when the layer cannot have the mesh, or ranks make
+    /// As `new`; also if the layer does not fit the mesh, or ranks create
     /// different layers.
     pub fn new_over(
         engine: &::moesaic::Engine,
@@ -68,11 +67,11 @@ impl Mixtral8x7b {
         Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
-    /// As `new`, with weights by canonical name, as a checkpoint has them:
-    /// their shapes are checked here.
+    /// Creates the layer from weights by canonical name, such as those of a
+    /// checkpoint, and checks their shapes.
     ///
     /// # Errors
-    /// As `new`; also when a tensor is missing or is not as the spec says.
+    /// As `new`; also if a tensor is missing or does not match the spec.
     pub fn from_named(
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
@@ -80,8 +79,8 @@ impl Mixtral8x7b {
         Self::made(engine, None, weights, None)
     }
 
-    /// As `new_over`, with weights by canonical name. Of experts only those of
-    /// this rank are read.
+    /// Creates this rank's part of a layer over ranks from weights by canonical
+    /// name. It reads only the experts of this rank.
     ///
     /// # Errors
     /// As `from_named` and `new_over`.
@@ -103,14 +102,14 @@ impl Mixtral8x7b {
         Ok(Self { layer })
     }
 
-    /// Evaluates the layer, one row per token, and reads back `y`. Nothing
-    /// is drawn, also where the layer was made by `training`.
+    /// Evaluates the layer, one row per token, and reads back `y`. It draws no
+    /// random numbers, even for a layer created by `training`.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
     /// # Errors
-    /// When inputs differ in length or hold ids out of range, memory runs
-    /// out, or a launch fails.
+    /// If inputs differ in length or hold ids out of range, memory runs out,
+    /// or a launch fails.
     pub fn forward(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
@@ -122,7 +121,7 @@ impl Mixtral8x7b {
         ::moesaic::typed::generated::read_rows(&output, "y")
     }
 
-    /// As `forward`, and reads back everything the layer can tell.
+    /// Does the same as `forward`, and reads back every output of the layer.
     ///
     /// # Errors
     /// As `forward`.
@@ -134,11 +133,11 @@ impl Mixtral8x7b {
         Mixtral8x7bOutput::read(&output)
     }
 
-    /// Chooses how the ranks of a mesh carry out calls from now on; a backward pass
-    /// goes as its forward pass did. All ranks call it, and choose the same.
+    /// Sets how the ranks of a mesh run calls from now on; a backward pass uses the
+    /// strategy of its forward pass. All ranks call it with the same strategy.
     ///
     /// # Errors
-    /// When the layer was made without a mesh, the mesh or its nodes cannot do it, or
+    /// If the layer has no mesh, the mesh or its nodes cannot run the strategy, or
     /// ranks choose differently.
     pub fn set_strategy(
         &mut self,
@@ -147,7 +146,7 @@ impl Mixtral8x7b {
         self.layer.set_strategy(strategy)
     }
 
-    /// Decides where tokens go as `forward` does, and nothing else.
+    /// Routes tokens as `forward` does, and computes nothing else.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
@@ -161,11 +160,11 @@ impl Mixtral8x7b {
         Mixtral8x7bRouting::read(&self.layer.route(&input, Mixtral8x7bRouting::NAMES)?)
     }
 
-    /// Decides where tokens go as `forward_train` does with the same
-    /// counters, and nothing else.
+    /// Routes tokens as `forward_train` does with the same `counters`, and
+    /// computes nothing else.
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`; also if the layer was not created by `training`.
     pub fn route_train(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
@@ -234,7 +233,7 @@ impl<'a> Mixtral8x7bWeights<'a> {
     }
 }
 
-/// What a call of [`Mixtral8x7b`] computes; `T` is its token count.
+/// The outputs of a call of [`Mixtral8x7b`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bOutput {
@@ -242,7 +241,7 @@ pub struct Mixtral8x7bOutput {
     pub y: Vec<[::moesaic::half::bf16; 4096]>,
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 2]`.
     pub topk_ids: Vec<[i32; 2]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 2]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 2]`.
     pub topk_weights: Vec<[f32; 2]>,
     /// Router logits: `router.logits`, f32 `[T, 8]`.
     pub router_logits: Vec<[f32; 8]>,
@@ -250,7 +249,7 @@ pub struct Mixtral8x7bOutput {
     pub counts: [i64; 8],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
     pub offsets: [i64; 9],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
+    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
     /// 2]`.
     pub locations: Vec<[i32; 2]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
@@ -296,13 +295,13 @@ impl Mixtral8x7bOutput {
     }
 }
 
-/// Where tokens of a call of [`Mixtral8x7b`] go; `T` is its token count.
+/// The routing of a call of [`Mixtral8x7b`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bRouting {
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 2]`.
     pub topk_ids: Vec<[i32; 2]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 2]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 2]`.
     pub topk_weights: Vec<[f32; 2]>,
     /// Router logits: `router.logits`, f32 `[T, 8]`.
     pub router_logits: Vec<[f32; 8]>,
@@ -310,7 +309,7 @@ pub struct Mixtral8x7bRouting {
     pub counts: [i64; 8],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
     pub offsets: [i64; 9],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
+    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
     /// 2]`.
     pub locations: Vec<[i32; 2]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
@@ -438,16 +437,16 @@ impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
     }
 }
 
-/// What a forward pass of [`Mixtral8x7b`] in training gives.
+/// The results of a forward pass of [`Mixtral8x7b`] in training.
 #[allow(dead_code)]
 pub struct Mixtral8x7bTrained {
-    /// What any call computes.
+    /// The outputs of the call.
     pub output: Mixtral8x7bOutput,
-    /// What backward needs.
+    /// The saved state for backward.
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
-/// What a backward pass of [`Mixtral8x7b`] returns; the gradients of weights stay with the
+/// The results of a backward pass of [`Mixtral8x7b`]; gradients of weights stay in the
 /// layer.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
@@ -478,7 +477,8 @@ impl Mixtral8x7bInputGradients {
     }
 }
 
-/// Gradients of the weights of [`Mixtral8x7b`], row major, as backward passes left them.
+/// Gradients of the weights of [`Mixtral8x7b`], row major, as accumulated by backward
+/// passes.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bGradients {
@@ -494,7 +494,7 @@ pub struct Mixtral8x7bGradients {
 
 #[allow(dead_code, clippy::too_many_arguments)]
 impl Mixtral8x7b {
-    /// As `new`, for a layer that can run backward.
+    /// Creates a layer that can run backward.
     ///
     /// # Errors
     /// As `new`.
@@ -506,7 +506,7 @@ impl Mixtral8x7b {
         Self::made(engine, None, &weights.named(), Some(training))
     }
 
-    /// As `new_over`, for a layer that can run backward.
+    /// Creates this rank's part of a layer over ranks that can run backward.
     ///
     /// # Errors
     /// As `new_over`.
@@ -519,8 +519,8 @@ impl Mixtral8x7b {
         Self::made(engine, Some(mesh), &weights.named(), Some(training))
     }
 
-    /// As `training`, with weights by canonical name, and with those of experts
-    /// of this rank alone where there is a mesh.
+    /// Creates a layer that can run backward from weights by canonical name. On a
+    /// mesh it reads only the experts of this rank.
     ///
     /// # Errors
     /// As `from_named` and `from_named_over`.
@@ -533,13 +533,13 @@ impl Mixtral8x7b {
         Self::made(engine, mesh, weights, Some(training))
     }
 
-    /// Runs the layer forward as in training, and keeps what backward
-    /// needs. `counters` are what random numbers depend on.
+    /// Runs a forward pass in training mode and saves the state for backward.
+    /// Random numbers depend on `counters` alone.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
     /// # Errors
-    /// As `forward`; also when the layer was not made by `training`.
+    /// As `forward`; also if the layer was not created by `training`.
     pub fn forward_train(
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
@@ -561,12 +561,11 @@ impl Mixtral8x7b {
         })
     }
 
-    /// Runs the layer backward from the gradient of `y`. Gradients of
-    /// weights stay with the layer: they are overwritten, or with
-    /// `accumulate` added to.
+    /// Runs a backward pass from the gradient of `y`. Gradients of weights stay
+    /// in the layer: the pass overwrites them, or adds to them with `accumulate`.
     ///
     /// # Errors
-    /// When `dy` has not one row per token, `saved` is of another layer,
+    /// If `dy` does not have one row per token, `saved` belongs to another layer,
     /// memory runs out, or a launch fails.
     pub fn backward(
         &self,
@@ -578,17 +577,17 @@ impl Mixtral8x7b {
         Mixtral8x7bInputGradients::read(&self.layer.backward(saved, &dy, accumulate)?)
     }
 
-    /// Adds up the gradients of weights over the ranks of a mesh that have the
-    /// same weights; nothing without a mesh.
+    /// Sums the gradients of weights over the ranks of a mesh that hold the same
+    /// weights; does nothing without a mesh.
     ///
     /// # Errors
-    /// When the layer was not made by `training`, or ranks cannot be reached.
+    /// If the layer was not created by `training`, or ranks cannot be reached.
     pub fn reduce_gradients(&self) -> ::std::result::Result<(), ::moesaic::EngineError> {
         self.layer.reduce_gradients()
     }
 
-    /// As `reduce_gradients`, and divides by the number of ranks: for losses that are
-    /// means over each rank's own tokens.
+    /// Averages the gradients of weights over ranks, for losses that are means over
+    /// each rank's own tokens: `reduce_gradients`, divided by the number of ranks.
     ///
     /// # Errors
     /// As `reduce_gradients`.
@@ -598,13 +597,13 @@ impl Mixtral8x7b {
         self.layer.average_gradients()
     }
 
-    /// Reads back the gradients of all weights. On a mesh those of experts are
-    /// of this rank's own experts, one after the other, those of sliced shared
-    /// experts of its slices, and all others of this rank's tokens until
-    /// `reduce_gradients` has added them up.
+    /// Reads back the gradients of all weights. On a mesh, gradients of experts
+    /// cover this rank's experts, one after the other, and those of sharded shared
+    /// experts its shards. All others cover this rank's tokens alone until you
+    /// call `reduce_gradients`.
     ///
     /// # Errors
-    /// When the layer was not made by `training`.
+    /// If the layer was not created by `training`.
     pub fn gradients(
         &self,
     ) -> ::std::result::Result<Mixtral8x7bGradients, ::moesaic::EngineError> {
