@@ -616,8 +616,8 @@ pub struct Layer9AwkwardExpertsTrained {
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
-/// The results of a backward pass of [`Layer9AwkwardExperts`]; gradients of weights stay in
-/// the layer.
+/// The results of a backward pass of [`Layer9AwkwardExperts`]; gradients of weights stay
+/// in the layer.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsInputGradients {
@@ -647,8 +647,8 @@ impl Layer9AwkwardExpertsInputGradients {
     }
 }
 
-/// Gradients of the weights of [`Layer9AwkwardExperts`], row major, as backward passes
-/// left them.
+/// Gradients of the weights of [`Layer9AwkwardExperts`], row major, as accumulated by
+/// backward passes.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsGradients {

@@ -400,7 +400,7 @@ impl ::moesaic::typed::RawArgs for Mixtral8x7bRawTraining {
 }
 
 /// Addresses of a backward pass of [`Mixtral8x7b`] on device memory; `T` is the token
-/// count of its forward pass. What has none stays in the layer's memory.
+/// count of its forward pass. Gradients without an address stay in the layer's memory.
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bRawBackward {
