@@ -398,8 +398,8 @@ pub struct Layer9AwkwardExpertsOutput {
     pub counts: [i64; 5],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
     pub offsets: [i64; 6],
-    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 3]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 3]`.
     pub locations: Vec<[i32; 3]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
     pub slot_rows: Vec<[i32; 3]>,
@@ -466,8 +466,8 @@ pub struct Layer9AwkwardExpertsRouting {
     pub counts: [i64; 5],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
     pub offsets: [i64; 6],
-    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 3]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 3]`.
     pub locations: Vec<[i32; 3]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
     pub slot_rows: Vec<[i32; 3]>,

@@ -249,8 +249,8 @@ pub struct Mixtral8x7bOutput {
     pub counts: [i64; 8],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
     pub offsets: [i64; 9],
-    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 2]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 2]`.
     pub locations: Vec<[i32; 2]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
     pub slot_rows: Vec<[i32; 2]>,
@@ -309,8 +309,8 @@ pub struct Mixtral8x7bRouting {
     pub counts: [i64; 8],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
     pub offsets: [i64; 9],
-    /// The index of each assignment among the rows of its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 2]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 2]`.
     pub locations: Vec<[i32; 2]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
     pub slot_rows: Vec<[i32; 2]>,
