@@ -4,7 +4,7 @@ use crate::console::{Console, Palette};
 use crate::failure::{Failure, Result};
 use crate::table::Table;
 use crate::units;
-use moesaic::collectives::measure::{Link, Measured, Options, measure};
+use moesaic::collectives::measure::{MeasureOptions, Measured, PairLink, measure};
 use moesaic::collectives::{
     Call, CollectiveError, Collectives, Communicator, Topology, World, mpi, nccl, threads, topology,
 };
@@ -143,7 +143,7 @@ fn look(
     let ranks: Vec<Rank> = all.iter().map(|bytes| Rank::read(bytes)).collect();
     let topology = Topology::gather(&mut world, &call)?;
     let device = Arc::clone(world.device());
-    let measured = measure(&mut world, &device, &topology, &Options::default())?;
+    let measured = measure(&mut world, &device, &topology, &MeasureOptions::default())?;
     let first = world.rank() == 0;
     world.finish(&call)?;
     Ok(first.then_some(Report {
@@ -257,7 +257,7 @@ impl Report {
         Ok(())
     }
 
-    fn of_kind(&self, kind: &Kind) -> Vec<&Link> {
+    fn of_kind(&self, kind: &Kind) -> Vec<&PairLink> {
         let links = self.measured.links.iter();
         links.filter(|l| l.same_node == kind.same_node).collect()
     }
@@ -407,14 +407,14 @@ const KINDS: [Kind; 2] = [
     },
 ];
 
-fn median_rate(links: &[&Link]) -> f64 {
+fn median_rate(links: &[&PairLink]) -> f64 {
     let mut rates: Vec<f64> = links.iter().map(|l| l.bytes_per_second).collect();
     rates.sort_by(f64::total_cmp);
     rates.get(rates.len() / 2).copied().unwrap_or_default()
 }
 
 /// How many links are below a part of a rate that has a name, and the slowest of them.
-fn slowest(links: &[&Link], part: f64, (name, rate): (&str, f64)) -> Option<String> {
+fn slowest(links: &[&PairLink], part: f64, (name, rate): (&str, f64)) -> Option<String> {
     let below = links.iter().filter(|l| l.bytes_per_second < part * rate);
     let first = below
         .clone()
@@ -430,10 +430,10 @@ fn slowest(links: &[&Link], part: f64, (name, rate): (&str, f64)) -> Option<Stri
     ))
 }
 
-fn row(name: &str, links: &[&Link]) -> [String; 7] {
+fn row(name: &str, links: &[&PairLink]) -> [String; 7] {
     let mut times: Vec<f64> = links.iter().map(|l| l.latency.as_secs_f64()).collect();
     times.sort_by(f64::total_cmp);
-    let mut rates: Vec<&Link> = links.to_vec();
+    let mut rates: Vec<&PairLink> = links.to_vec();
     rates.sort_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second));
     let middle = links.len() / 2;
     [
@@ -461,7 +461,7 @@ mod tests {
     }
 
     fn report(versions: [&str; 2]) -> Report {
-        let link = |from, to, same_node, micros| Link {
+        let link = |from, to, same_node, micros| PairLink {
             from,
             to,
             same_node,

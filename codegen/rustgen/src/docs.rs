@@ -6,7 +6,7 @@ use moesaic_spec::LayerSpec;
 use proc_macro2::TokenStream;
 use quote::quote;
 
-/// Longest line of a doc comment.
+/// The longest line of a doc comment.
 const WIDTH: usize = 88;
 
 /// Returns `///` lines, with long lines broken.
@@ -83,13 +83,13 @@ pub(crate) fn meaning(name: &str) -> &'static str {
         "y" => "The result",
         "router.logits" => "Router logits",
         "topk_ids" => "The experts of each token, best first",
-        "topk_weights" => "The weight of each of them",
+        "topk_weights" => "The weights of these experts",
         "counts" => "Assignments per expert, before dropping",
         "offsets" => "The first row of each expert, and the number of rows",
-        "locations" => "The place of each assignment inside its expert; -1 when dropped",
+        "locations" => "The index of each assignment among the rows of its expert; -1 when dropped",
         "slot_rows" => "The row of each assignment; -1 when dropped",
         "row_slots" => "The assignment of each row",
-        "capacity" => "Most rows an expert may take in this call",
+        "capacity" => "The most rows that an expert accepts in this call",
         "overflow" => "Assignments that were dropped",
         "dy" => "The gradient of the result",
         "dx" => "The gradient of the tokens",

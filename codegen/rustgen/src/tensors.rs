@@ -69,7 +69,7 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
     let mut tensors: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
     tensors.sort_by_key(|tensor| tensor.name != "y");
     let about = format!(
-        "What a call of [`{}`] computes; `T` is its token count.",
+        "The outputs of a call of [`{}`]; `T` is its token count.",
         names.layer
     );
     readable(&names.output, &about, &tensors, names)
@@ -79,7 +79,7 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
 pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
     let tensors: Vec<&TensorPlan> = routed(plan, Role::Output).collect();
     let about = format!(
-        "Where tokens of a call of [`{}`] go; `T` is its token count.",
+        "The routing of a call of [`{}`]; `T` is its token count.",
         names.layer
     );
     readable(&names.routing, &about, &tensors, names)
@@ -235,7 +235,7 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
     let tensors: Vec<_> = dy.chain(results).collect();
     let about = format!(
         "Addresses of a backward pass of [`{layer}`] on device memory; `T` is the token count of \
-         its forward pass. What has none stays in the layer's memory."
+         its forward pass. Gradients without an address stay in the layer's memory."
     );
     let addresses = addresses(raw_backward, &about, TokenStream::new(), &tensors, names);
     let pairs = tensors.iter().map(|(tensor, _)| {

@@ -43,7 +43,7 @@ fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
         quote!(#about pub #field: f32,)
     });
     let about = doc(&format!(
-        "What a forward pass of [`{layer}`] in training gives."
+        "The results of a forward pass of [`{layer}`] in training."
     ));
     quote! {
         #about
@@ -77,7 +77,7 @@ fn input_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         quote!(#field: #facade::typed::generated::read_rows(output, #name)?,)
     });
     let about = doc(&format!(
-        "What a backward pass of [`{layer}`] returns; the gradients of weights stay with the layer."
+        "The results of a backward pass of [`{layer}`]; gradients of weights stay in the layer."
     ));
     quote! {
         #about
@@ -106,7 +106,7 @@ fn weight_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         quote!(#about pub #field: Vec<f32>,)
     });
     let about = doc(&format!(
-        "Gradients of the weights of [`{layer}`], row major, as backward passes left them."
+        "Gradients of the weights of [`{layer}`], row major, as accumulated by backward passes."
     ));
     quote! {
         #about

@@ -1,8 +1,8 @@
-//! How long an all-to-all exchange takes, by bytes per pair of ranks: under MPI, started by
-//! `mpiexec -n N`, or on threads with the number of ranks as the argument.
+//! Measures all-to-all exchanges by bytes per pair of ranks. Start it under MPI by `mpiexec -n
+//! N`, or on threads with the number of ranks as the argument.
 //!
-//! With `nodes` as the first argument, and the sizes to measure after it, all algorithms
-//! that the nodes of the ranks allow take turns, with four nodes or more in three levels, too:
+//! With `nodes` as the first argument, followed by the sizes to measure, it alternates between
+//! all algorithms that the nodes allow, including three levels on four nodes or more.
 //! `benches/nodes/links.sh` does so on nodes with slow links between them.
 
 use moesaic_collectives::{
@@ -25,9 +25,9 @@ const SIZES: [usize; 8] = [
     1 << 24,
 ];
 
-/// How long the rounds of one size go on.
+/// The time limit of the rounds of one size.
 const BUDGET: Duration = Duration::from_millis(1200);
-/// The most rounds of one size, and the fewest.
+/// The fewest and the most rounds of one size.
 const ROUNDS: std::ops::RangeInclusive<usize> = 9..=40;
 
 fn main() -> Result<(), CollectiveError> {
@@ -50,7 +50,7 @@ fn main() -> Result<(), CollectiveError> {
 
 fn direct(mut world: Communicator) -> Result<(), CollectiveError> {
     for bytes in SIZES {
-        let (from, to) = (room(&world, bytes, 1)?, room(&world, bytes, 1)?);
+        let (from, to) = (unset(&world, bytes, 1)?, unset(&world, bytes, 1)?);
         let mut times: Vec<Duration> = Vec::new();
         for _ in 0..if bytes > 1 << 20 { 15 } else { 60 } {
             times.push(timed(&mut world, &from, &to, Algorithm::Direct)?);
@@ -65,8 +65,9 @@ fn direct(mut world: Communicator) -> Result<(), CollectiveError> {
     world.finish(&Call::default())
 }
 
-/// Bytes for every rank. Memory that was never written has no pages yet.
-fn room(world: &Communicator, bytes: usize, value: u8) -> Result<Slice, CollectiveError> {
+/// Returns memory for every rank. It is written once, because memory that was never written has
+/// no pages yet.
+fn unset(world: &Communicator, bytes: usize, value: u8) -> Result<Slice, CollectiveError> {
     let (device, all) = (world.device(), bytes * world.size());
     let setup = |error: moesaic_target::DeviceError| CollectiveError::Setup {
         reason: error.to_string(),
@@ -91,7 +92,7 @@ fn timed(
     Ok(start.elapsed())
 }
 
-/// What takes turns: where nodes are two pods, in three levels, too.
+/// Returns the algorithms to alternate; where nodes form two pods, one has three levels.
 fn algorithms(shape: NodeShape) -> Vec<(&'static str, Algorithm)> {
     let mut list = vec![
         ("direct", Algorithm::Direct),
@@ -126,12 +127,13 @@ fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), Collective
     }
     for &bytes in sizes {
         let (from, to) = (
-            room(&world, bytes, world.rank() as u8 + 1)?,
-            room(&world, bytes, 0)?,
+            unset(&world, bytes, world.rank() as u8 + 1)?,
+            unset(&world, bytes, 0)?,
         );
         let (begun, mut rounds, mut own) = (Instant::now(), 0, Vec::new());
         loop {
-            // Whoever comes first finds other queues than those after.
+            // Start with another algorithm each round, because the first one finds other queues
+            // than those after it.
             let mut times = vec![0u64; algorithms.len()];
             for turn in 0..algorithms.len() {
                 let kind = (rounds + turn) % algorithms.len();
@@ -154,7 +156,7 @@ fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), Collective
     world.finish(&Call::default())
 }
 
-/// What the last exchange has brought.
+/// Checks what the last exchange has received.
 fn check(world: &Communicator, to: &Slice, bytes: usize) -> Result<(), CollectiveError> {
     let mut got = vec![0; to.bytes()];
     let read = world.device().download(to.buffer(), 0, &mut got);

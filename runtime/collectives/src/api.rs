@@ -1,26 +1,26 @@
-//! What layers call.
+//! The interface that layers call.
 
 use crate::plan::{HopCounts, HopOrder, Schedule};
 use crate::{CollectiveError, Handle, Levels, NodeShape, ProgressThread, Reduction, Slice};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How an operation is called.
+/// The options of one operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Call {
-    /// What errors call it: `layer 3 dispatch`. Ranks must give the same one; its
-    /// first 32 bytes are compared.
+    /// The name of the operation in errors: `layer 3 dispatch`. All ranks must pass the same one;
+    /// its first 32 bytes are compared.
     pub label: String,
-    /// How long it may take, from its start. `None` is the group's own.
+    /// The time limit, counted from the start. `None` uses the group's own.
     pub deadline: Option<Duration>,
-    /// Whether it may go on overlapped what is launched on the device. Where operations are in the
-    /// order of its stream, those that only move bytes then have a stream of their own: see
-    /// [`Handle::is_overlapped`].
+    /// Whether the operation may overlap launches on the device. Where operations are in the
+    /// order of the device's stream, an overlapped operation that only moves bytes runs on a
+    /// stream of its own: see [`Handle::is_overlapped`].
     pub overlapped: bool,
 }
 
 impl Call {
-    /// A call with a label and the group's deadline.
+    /// Returns a call with a label and the group's deadline.
     pub fn new(label: &str) -> Call {
         Call {
             label: label.to_string(),
@@ -29,7 +29,7 @@ impl Call {
         }
     }
 
-    /// The same, overlapped what is launched.
+    /// Returns the same call, overlapped with launches.
     #[must_use]
     pub fn overlapped(self) -> Call {
         Call {
@@ -38,7 +38,7 @@ impl Call {
         }
     }
 
-    /// The same with a deadline.
+    /// Returns the same call with a deadline.
     #[must_use]
     pub fn within(self, deadline: Duration) -> Call {
         Call {
@@ -48,27 +48,27 @@ impl Call {
     }
 }
 
-/// How an all-to-all exchange goes. Results are the same bytes.
+/// The algorithm of an all-to-all exchange. All give the same bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// Everybody sends to everybody.
+    /// Every rank sends to every other rank.
     #[default]
     Direct,
-    /// Inside nodes first, then between nodes among ranks of equal place: fewer and
-    /// larger messages over the network, more copies.
+    /// Inside nodes first, then between ranks with equal local rank of different nodes: fewer and
+    /// larger messages on the network, more copies (2DH).
     Hierarchical(NodeShape),
-    /// Between nodes first among ranks of equal place, then inside nodes: as few and as large
-    /// messages.
+    /// Between nodes first, among ranks with equal local rank, then inside nodes: as few and as
+    /// large messages as [`Algorithm::Hierarchical`].
     InterFirst(NodeShape),
-    /// One half of each part inside nodes first, the other between nodes first, so that both
-    /// kinds of links are busy all the time.
+    /// One half of each part inside nodes first, the other half between nodes first, so that both
+    /// kinds of links are always busy.
     Concurrent(NodeShape),
-    /// [`Algorithm::Hierarchical`] in groups of groups: the smallest groups first.
+    /// [`Algorithm::Hierarchical`] over groups of groups: the smallest groups first.
     Levels(Levels),
 }
 
 impl Algorithm {
-    /// The ways of parts; `None` where they go straight.
+    /// Returns the order of hops; `None` for direct messages.
     pub fn hops(self) -> Option<HopOrder> {
         match self {
             Algorithm::Direct => None,
@@ -85,51 +85,50 @@ impl Algorithm {
 pub struct Transfer {
     /// The other rank.
     pub peer: usize,
-    /// What is sent, or where it is received.
+    /// The memory that is sent or received into.
     pub slice: Slice,
 }
 
 /// A group of ranks, each with a device.
 ///
-/// Every operation is called by all ranks of the group, in the same order, also by those
-/// that have nothing to give. It begins when what was launched on the device before has
-/// run, and returns at once; what is launched after [`Handle::wait`] sees its result.
-/// Until then its slices must not be used, and inputs not be written. Progress is made
-/// in calls: of [`Handle::wait`], [`Handle::test`], and of further operations.
+/// All ranks of the group call every operation, in the same order, even with nothing to
+/// contribute. The operation starts after everything launched earlier on the device has run, and
+/// the call returns at once. Launches after [`Handle::wait`] see its result; until then you must
+/// not use its slices, nor write its inputs. Progress is made inside calls: [`Handle::wait`],
+/// [`Handle::test`], and further operations.
 ///
-/// Ranks are compared while messages are exchanged: another operation, label, type, size
-/// or algorithm is [`CollectiveError::Mismatch`], a missing rank [`CollectiveError::Deadline`].
-/// After a failure every rank has an error, and the group can do nothing more.
+/// Ranks are compared while messages are exchanged: another operation, label, type, size or
+/// algorithm is [`CollectiveError::Mismatch`], a missing rank is [`CollectiveError::Deadline`].
+/// After a failure every rank has an error, and the group is unusable.
 ///
-/// Errors of all operations: [`CollectiveError::Invalid`] for arguments that cannot be
-/// right, [`CollectiveError::Failed`] after an earlier failure; all others come from the
-/// handle.
+/// All operations return [`CollectiveError::Invalid`] for arguments that cannot be right and
+/// [`CollectiveError::Failed`] after an earlier failure; all other errors come from the handle.
 pub trait Collectives: Send {
-    /// This rank within the group.
+    /// Returns this rank within the group.
     fn rank(&self) -> usize;
 
-    /// Ranks of the group.
+    /// Returns the number of ranks in the group.
     fn size(&self) -> usize;
 
-    /// The members' ranks in the world.
+    /// Returns the members' ranks in the world.
     fn members(&self) -> &[usize];
 
-    /// A thread that makes operations go on while the rank computes, as long as it is held:
-    /// that of the world if it has one, else a new one. `None` where operations go on by
-    /// themselves, as with NCCL, or only in calls, as with devices whose memory the host does
-    /// not reach.
+    /// Returns a thread that makes progress while the rank computes, for as long as you hold it:
+    /// the thread of the world if it has one, else a new one. Returns `None` where operations
+    /// need no help, as with NCCL, or where only calls can make progress, as with devices whose
+    /// memory the host cannot reach.
     fn progress_thread(&mut self) -> Option<Arc<ProgressThread>> {
         None
     }
 
-    /// The number that the next operation will have.
+    /// Returns the number of the next operation.
     fn sequence(&self) -> u64;
 
-    /// The deadline of operations whose call names none.
+    /// Returns the deadline of operations whose call names none.
     fn deadline(&self) -> Duration;
 
-    /// Part `q` of the input goes to rank `q`, and what comes from rank `p` becomes part
-    /// `p` of the output. Both have as many elements, a multiple of the number of ranks.
+    /// Sends part `q` of the input to rank `q`; the data from rank `p` become part `p` of the
+    /// output. Both have the same number of elements, a multiple of the number of ranks.
     ///
     /// # Errors
     /// As the trait says.
@@ -141,8 +140,8 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// The same with parts of unequal sizes: `sends[q]` elements for rank `q`,
-    /// `receives[p]` from rank `p`. Zeros are sizes like others.
+    /// Does the same with parts of unequal sizes: `sends[q]` elements go to rank `q`,
+    /// `receives[p]` come from rank `p`. Zero is allowed.
     ///
     /// # Errors
     /// As the trait says.
@@ -156,8 +155,8 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// The inputs of all ranks, of equal sizes, become everybody's output, in the order
-    /// of ranks. The input may be this rank's part of the output.
+    /// Concatenates the inputs of all ranks, of equal sizes, in rank order into every rank's
+    /// output. The input may be this rank's part of the output.
     ///
     /// # Errors
     /// As the trait says.
@@ -168,7 +167,7 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// Part `q` of all inputs is reduced and becomes the output of rank `q`.
+    /// Reduces part `q` of all inputs into the output of rank `q`.
     ///
     /// # Errors
     /// As the trait says.
@@ -180,8 +179,8 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// The same with parts of unequal sizes: `counts[q]` elements for rank `q`, the same
-    /// numbers on every rank. Zeros are sizes like others.
+    /// Does the same with parts of unequal sizes: `counts[q]` elements for rank `q`, equal on
+    /// every rank. Zero is allowed.
     ///
     /// # Errors
     /// As the trait says.
@@ -194,8 +193,7 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// All inputs are reduced, in the order of ranks, and become everybody's output, which
-    /// may be the input.
+    /// Reduces all inputs, in rank order, into every rank's output, which may be the input.
     ///
     /// # Errors
     /// As the trait says.
@@ -207,7 +205,7 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// What is in `data` on rank `root` is in everybody's `data` after.
+    /// Copies `data` of rank `root` into `data` of every rank.
     ///
     /// # Errors
     /// As the trait says.
@@ -218,8 +216,8 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// Messages between any ranks, all at once. Those of one pair of ranks keep their
-    /// order, so that receive `i` from a rank gets what that rank sends here as its `i`th.
+    /// Sends and receives any number of messages at once. Messages between two ranks keep their
+    /// order: the `i`th receive from a rank gets the `i`th message that the rank sends here.
     ///
     /// # Errors
     /// As the trait says.
@@ -230,22 +228,23 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// Ranks tell each other how many units (rows, bytes) there are of the pieces of parts,
-    /// over the ways of an algorithm: `units[q * pieces + i]` of piece `i` for rank `q`.
-    /// [`Collectives::exchange_with`] then sends such pieces over the same ranks. Waits.
+    /// Exchanges the number of units (rows, bytes) of every block, over the hops of an algorithm:
+    /// block `i` for rank `q` has `units[q * blocks_per_peer + i]`.
+    /// [`Collectives::exchange_with`] then sends such blocks over the same ranks. Waits.
     ///
     /// # Errors
     /// As the trait and its handles.
     fn exchange_counts(
         &mut self,
         algorithm: Algorithm,
-        pieces: usize,
+        blocks_per_peer: usize,
         units: &[u64],
         call: &Call,
     ) -> Result<HopCounts, CollectiveError>;
 
-    /// As [`Collectives::exchange`] over other ranks, which pass on what they were told of:
-    /// of each pair of ranks the messages are the pieces that have bytes, in their order.
+    /// Does [`Collectives::exchange`] over intermediate ranks, which forward the blocks that an
+    /// earlier [`Collectives::exchange_counts`] announced. For each pair of ranks the messages
+    /// are the blocks that are not empty, in their order.
     ///
     /// # Errors
     /// As the trait says.
@@ -257,13 +256,13 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
-    /// Finished when all ranks have called it.
+    /// Completes once every rank has called it.
     ///
     /// # Errors
     /// As the trait says.
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError>;
 
-    /// Numbers of every rank, as many of each, in the order of ranks. Waits.
+    /// Returns the numbers of every rank, equally many from each, in rank order. Waits.
     ///
     /// # Errors
     /// As the trait and its handles.
@@ -273,14 +272,15 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Vec<Vec<u64>>, CollectiveError>;
 
-    /// Bytes of every rank, of any sizes, in the order of ranks: their sizes first. Waits.
+    /// Returns the bytes of every rank in rank order. Sizes may differ; they are exchanged first.
+    /// Waits.
     ///
     /// # Errors
     /// As the trait and its handles.
     fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError>;
 
-    /// A group of those that give the same colour, in the order of keys, then of ranks;
-    /// `None` for those without a colour. Waits.
+    /// Splits the group by colour, each new group ordered by key, then by rank. Returns `None` to
+    /// ranks without a colour. Waits.
     ///
     /// # Errors
     /// As the trait and its handles.

@@ -1,50 +1,55 @@
-//! What can be known to be wrong before anything is sent.
+//! Argument checks before anything is sent.
 
 use crate::api::{Algorithm, Transfer};
-use crate::eager::Kind;
-use crate::plan::HopOrder;
+use crate::eager::OpKind;
+use crate::plan::{GroupRank, HopOrder};
 use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
 
-/// A rank, and how many there are.
-type Own = (usize, usize);
+/// A buffer with one part for each rank.
+pub(crate) struct Parts<'a> {
+    pub slice: &'a Slice,
+    /// The elements of each rank's part.
+    pub counts: &'a [usize],
+}
 
-/// Bytes of a part, and the ways that parts go.
+/// Returns the bytes of a part and the hop order.
 pub(crate) fn all_to_all(
     input: &Slice,
     output: &Slice,
-    way: Algorithm,
+    by: Algorithm,
     size: usize,
 ) -> Checked<(usize, Option<HopOrder>)> {
-    let kind = Kind::AllToAll;
+    let kind = OpKind::AllToAll;
     equal_elements(kind, input, output)?;
     apart(kind, input, output)?;
     let part = parts(kind, input, size)? * input.element().size();
-    Ok((part, algorithm(kind, way, size)?))
+    Ok((part, algorithm(kind, by, size)?))
 }
 
-/// What is sent to each rank and received from each, in bytes, and the ways that it goes.
+/// The bytes to and from each rank, and the hop order.
 pub(crate) struct Counted {
     pub sends: Vec<usize>,
     pub receives: Vec<usize>,
     pub hops: Option<HopOrder>,
 }
 
-/// Both sides: a slice, and elements for each rank.
 pub(crate) fn all_to_all_v(
-    (input, sends): (&Slice, &[usize]),
-    (output, receives): (&Slice, &[usize]),
-    way: Algorithm,
-    (rank, size): Own,
+    input: Parts<'_>,
+    output: Parts<'_>,
+    by: Algorithm,
+    GroupRank { rank, size }: GroupRank,
 ) -> Checked<Counted> {
-    let kind = Kind::AllToAllByCounts;
+    let kind = OpKind::AllToAllByCounts;
+    let (sends, receives) = (input.counts, output.counts);
+    let (input, output) = (input.slice, output.slice);
     equal_types(kind, input, output)?;
     apart(kind, input, output)?;
     let sends = counts(kind, "sends", sends, input, size)?;
     let receives = counts(kind, "receives", receives, output, size)?;
     own_part(kind, sends[rank], receives[rank])?;
-    let hops = algorithm(kind, way, size)?;
+    let hops = algorithm(kind, by, size)?;
     Ok(Counted {
         sends,
         receives,
@@ -52,51 +57,51 @@ pub(crate) fn all_to_all_v(
     })
 }
 
-pub(crate) fn all_gather(input: &Slice, output: &Slice, (rank, size): Own) -> Checked {
-    let kind = Kind::AllGather;
+pub(crate) fn all_gather(input: &Slice, output: &Slice, own: GroupRank) -> Checked {
+    let kind = OpKind::AllGather;
     equal_types(kind, input, output)?;
-    whole_of_parts(kind, "output", output, "input", input, size)?;
-    own_part_or_apart(kind, input, output, rank)
+    whole_of_parts(kind, "output", output, "input", input, own.size)?;
+    own_part_or_apart(kind, input, output, own.rank)
 }
 
-/// Elements of each rank's part, which are as many for each.
+/// Returns the elements of each rank's part, which are equal.
 pub(crate) fn reduce_scatter(input: &Slice, output: &Slice, size: usize) -> Checked<Vec<usize>> {
-    let kind = Kind::ReduceScatter;
+    let kind = OpKind::ReduceScatter;
     equal_types(kind, input, output)?;
     whole_of_parts(kind, "input", input, "output", output, size)?;
     Ok(vec![output.elements(); size])
 }
 
-/// Bytes of each rank's part.
+/// Returns the bytes of each rank's part.
 pub(crate) fn reduce_scatter_v(
     input: &Slice,
     counts: &[usize],
     output: &Slice,
-    own: Own,
+    own: GroupRank,
 ) -> Checked<Vec<usize>> {
-    let kind = Kind::ReduceScatter;
+    let kind = OpKind::ReduceScatter;
     equal_types(kind, input, output)?;
     parts_by_counts(kind, counts, (input, output), own)
 }
 
 pub(crate) fn all_reduce(input: &Slice, output: &Slice) -> Checked {
-    let kind = Kind::AllReduce;
+    let kind = OpKind::AllReduce;
     equal_elements(kind, input, output)?;
     same_or_apart(kind, input, output)
 }
 
 pub(crate) fn broadcast(root: usize, size: usize) -> Checked {
-    is_rank(Kind::Broadcast, "the root", root, size)
+    is_rank(OpKind::Broadcast, "the root", root, size)
 }
 
-pub(crate) fn invalid(kind: Kind, reason: String) -> CollectiveError {
+pub(crate) fn invalid(kind: OpKind, reason: String) -> CollectiveError {
     CollectiveError::Invalid {
         operation: kind.name().to_string(),
         reason,
     }
 }
 
-fn require(kind: Kind, holds: bool, reason: impl FnOnce() -> String) -> Checked {
+fn require(kind: OpKind, holds: bool, reason: impl FnOnce() -> String) -> Checked {
     if holds {
         Ok(())
     } else {
@@ -104,21 +109,21 @@ fn require(kind: Kind, holds: bool, reason: impl FnOnce() -> String) -> Checked 
     }
 }
 
-/// Bytes that a rank sends to itself.
-fn own_part(kind: Kind, sent: usize, expected: usize) -> Checked {
+/// Checks that a rank sends itself as many bytes as it expects.
+fn own_part(kind: OpKind, sent: usize, expected: usize) -> Checked {
     require(kind, sent == expected, || {
         format!("this rank sends {sent} bytes to itself and expects {expected}")
     })
 }
 
-fn equal_types(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn equal_types(kind: OpKind, input: &Slice, output: &Slice) -> Checked {
     require(kind, input.element() == output.element(), || {
         let (a, b) = (input.element(), output.element());
         format!("the input is {a}, the output {b}; both must be of one type")
     })
 }
 
-fn equal_elements(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn equal_elements(kind: OpKind, input: &Slice, output: &Slice) -> Checked {
     equal_types(kind, input, output)?;
     require(kind, input.elements() == output.elements(), || {
         let (a, b) = (input.elements(), output.elements());
@@ -126,17 +131,17 @@ fn equal_elements(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     })
 }
 
-/// Elements of a rank's part.
-fn parts(kind: Kind, slice: &Slice, size: usize) -> Checked<usize> {
+/// Returns the elements of a rank's part.
+fn parts(kind: OpKind, slice: &Slice, size: usize) -> Checked<usize> {
     let elements = slice.elements();
     require(kind, elements.is_multiple_of(size), || {
-        format!("{elements} elements cannot be cut into {size} equal parts, one for each rank")
+        format!("{elements} elements cannot be split into {size} equal parts, one for each rank")
     })?;
     Ok(elements / size)
 }
 
 fn whole_of_parts(
-    kind: Kind,
+    kind: OpKind,
     whole_name: &str,
     whole: &Slice,
     part_name: &str,
@@ -154,9 +159,9 @@ fn whole_of_parts(
     })
 }
 
-/// Elements of parts as bytes.
+/// Returns the sizes of the parts in bytes.
 fn counts(
-    kind: Kind,
+    kind: OpKind,
     name: &str,
     counts: &[usize],
     slice: &Slice,
@@ -177,12 +182,12 @@ fn counts(
     Ok(counts.iter().map(|count| count * bytes).collect())
 }
 
-/// Bytes of the parts of a whole, of which the output is this rank's.
+/// Returns the bytes of each part of the whole; the output holds this rank's.
 fn parts_by_counts(
-    kind: Kind,
+    kind: OpKind,
     numbers: &[usize],
     (whole, part): (&Slice, &Slice),
-    (rank, size): (usize, usize),
+    GroupRank { rank, size }: GroupRank,
 ) -> Checked<Vec<usize>> {
     let bytes = counts(kind, "counts", numbers, whole, size)?;
     require(kind, bytes.iter().sum::<usize>() == whole.bytes(), || {
@@ -196,13 +201,13 @@ fn parts_by_counts(
     Ok(bytes)
 }
 
-fn apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn apart(kind: OpKind, input: &Slice, output: &Slice) -> Checked {
     require(kind, !input.overlaps(output), || {
         "the input and the output overlap; they must be apart".to_string()
     })
 }
 
-fn same_or_apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn same_or_apart(kind: OpKind, input: &Slice, output: &Slice) -> Checked {
     if input.address() == output.address() {
         return Ok(());
     }
@@ -211,7 +216,7 @@ fn same_or_apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     })
 }
 
-fn own_part_or_apart(kind: Kind, input: &Slice, output: &Slice, rank: usize) -> Checked {
+fn own_part_or_apart(kind: OpKind, input: &Slice, output: &Slice, rank: usize) -> Checked {
     if input.address() == output.address() + (rank * input.bytes()) as u64 {
         return Ok(());
     }
@@ -220,16 +225,16 @@ fn own_part_or_apart(kind: Kind, input: &Slice, output: &Slice, rank: usize) -> 
     })
 }
 
-pub(crate) fn is_rank(kind: Kind, what: &str, rank: usize, size: usize) -> Checked {
+pub(crate) fn is_rank(kind: OpKind, what: &str, rank: usize, size: usize) -> Checked {
     require(kind, rank < size, || {
         format!("{what} is rank {rank}; ranks go from 0 to {}", size - 1)
     })
 }
 
-/// The ways of an algorithm, whose nodes must be of the ranks of the group; `None` where
-/// parts go straight.
+/// Returns the hop order of an algorithm, whose nodes must cover the ranks of the group; `None`
+/// for direct messages.
 pub(crate) fn algorithm(
-    kind: Kind,
+    kind: OpKind,
     algorithm: Algorithm,
     size: usize,
 ) -> Checked<Option<HopOrder>> {
@@ -251,18 +256,20 @@ pub(crate) fn algorithm(
     Ok(Some(hops))
 }
 
-/// Numbers that ranks tell each other: as many for each.
-pub(crate) fn units(kind: Kind, pieces: usize, units: usize, size: usize) -> Checked {
-    require(kind, pieces > 0 && units == pieces * size, || {
-        format!("{units} numbers are not {pieces} for each of the {size} ranks")
-    })
+/// Checks the length of the list of a count exchange: `blocks` numbers for each rank.
+pub(crate) fn units(kind: OpKind, blocks_per_peer: usize, units: usize, size: usize) -> Checked {
+    require(
+        kind,
+        blocks_per_peer > 0 && units == blocks_per_peer * size,
+        || format!("{units} numbers are not {blocks_per_peer} for each of the {size} ranks"),
+    )
 }
 
-/// What this rank sends to itself must be what it receives from itself.
+/// Checks the messages of an exchange. The messages that a rank sends to itself must match those
+/// that it receives from itself.
 pub(crate) fn transfers(
-    kind: Kind,
-    rank: usize,
-    size: usize,
+    kind: OpKind,
+    GroupRank { rank, size }: GroupRank,
     sends: &[Transfer],
     receives: &[Transfer],
 ) -> Checked {

@@ -1,14 +1,14 @@
-//! Operations over any transport.
+//! Collectives over any transport.
 
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::checks::{self, Counted};
+use crate::checks::{self, Counted, Parts};
 use crate::core::{Core, Shared};
-use crate::eager::{Kind, Signature};
+use crate::eager::{OpKind, Signature};
 use crate::groups::numbers;
 use crate::handle::{Handle, lock};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
-use crate::plan::{self, HopCounts, HopOrder, Plan, Schedule};
+use crate::plan::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
 use crate::transport::Transport;
 use crate::{CollectiveError, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
@@ -16,10 +16,10 @@ use moesaic_target::{Device, DeviceError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long an operation may take where nothing else is said.
+/// The default deadline of an operation.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A group of ranks over an transport.
+/// A group of ranks over a transport.
 pub struct Communicator {
     core: Arc<Shared>,
     device: Arc<dyn Device>,
@@ -29,7 +29,7 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// All ranks of an transport. Operations use buffers of `device`.
+    /// Returns the group of all ranks of a transport. Operations use buffers of `device`.
     pub fn new(transport: Box<dyn Transport>, device: Arc<dyn Device>) -> Communicator {
         let group = Group {
             context: 0,
@@ -45,33 +45,33 @@ impl Communicator {
         }
     }
 
-    /// The same group with another deadline for operations that name none.
+    /// Returns the same group with another default deadline.
     #[must_use]
     pub fn with_deadline(self, deadline: Duration) -> Communicator {
         Communicator { deadline, ..self }
     }
-    /// The same group, whose later operations use buffers of another device.
+    /// Returns the same group, whose later operations use buffers of another device.
     #[must_use]
     pub fn on_device(self, device: Arc<dyn Device>) -> Communicator {
         Communicator { device, ..self }
     }
 
-    /// What carries the messages, with its version.
+    /// Returns the transport's name and version.
     pub fn transport(&self) -> String {
         lock(&self.core).transport().name()
     }
 
-    /// The device whose buffers are exchanged.
+    /// Returns the device whose buffers are exchanged.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
-    /// Ends the world in good order, when all ranks have come to it and nothing is under
-    /// way. Groups that were split off can do nothing after it.
+    /// Closes the world once all ranks have called it and nothing is in flight. Groups that were
+    /// split off are unusable afterwards.
     ///
     /// # Errors
-    /// As a barrier; [`CollectiveError::Invalid`] on all ranks when operations of any are
-    /// still in flight; [`CollectiveError::Setup`] when the transport cannot be closed.
+    /// The errors of a barrier; [`CollectiveError::Invalid`] on all ranks when operations of any
+    /// rank are still in flight; [`CollectiveError::Setup`] when the transport cannot be closed.
     pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
         self.barrier(call)?.wait()?;
         self.settle(call);
@@ -100,9 +100,9 @@ impl Communicator {
 
     pub(crate) fn start(
         &mut self,
-        kind: Kind,
+        kind: OpKind,
         call: &Call,
-        job: Job,
+        draft: OperationDraft,
     ) -> Result<Handle, CollectiveError> {
         let mut core = lock(&self.core);
         core.usable(kind.name())?;
@@ -111,13 +111,13 @@ impl Communicator {
             reason: error.to_string(),
         };
         let task = Task {
-            signature: job.signature,
+            signature: draft.signature,
             label: call.label.clone(),
             deadline: call.deadline.unwrap_or(self.deadline),
-            inputs: job.inputs.map_err(failed)?,
-            outputs: job.outputs.map_err(failed)?,
-            plan: job.plan,
-            next: job.next,
+            inputs: draft.inputs.map_err(failed)?,
+            outputs: draft.outputs.map_err(failed)?,
+            plan: draft.plan,
+            next: draft.next,
         };
         let (group, device) = (Arc::clone(&self.group), Arc::clone(&self.device));
         let sequence = self.sequence;
@@ -126,7 +126,7 @@ impl Communicator {
         Ok(Handle::new(&self.core, id, kind.name(), sequence))
     }
 
-    /// [`Collectives::split`].
+    /// Implements [`Collectives::split`].
     pub(crate) fn split_off(
         &mut self,
         color: Option<u32>,
@@ -152,7 +152,7 @@ impl Communicator {
         }))
     }
 
-    /// The same ranks as another group, whose operations are numbered from 0.
+    /// Returns the same ranks as another group, whose operations are numbered from 0.
     pub(crate) fn renewed(self, name: &str) -> Communicator {
         let own = &self.group;
         let group = Group {
@@ -167,9 +167,16 @@ impl Communicator {
         }
     }
 
-    /// What carries all groups of this world.
+    /// Returns the core that serves all groups of this world.
     pub(crate) fn core(&self) -> &Arc<Shared> {
         &self.core
+    }
+
+    fn own_rank(&self) -> GroupRank {
+        GroupRank {
+            rank: self.group.rank,
+            size: self.group.members.len(),
+        }
     }
 
     fn inputs(&self, slices: &[&Slice]) -> Regions {
@@ -182,7 +189,7 @@ impl Communicator {
         slices.iter().map(one).collect()
     }
 
-    fn signature(&self, kind: Kind, call: &Call, data: &Slice, elements: usize) -> Signature {
+    fn signature(&self, kind: OpKind, call: &Call, data: &Slice, elements: usize) -> Signature {
         Signature {
             element: Some(data.element()),
             elements: elements as u64,
@@ -193,8 +200,8 @@ impl Communicator {
 
 pub(crate) type Regions = Result<Vec<Region>, DeviceError>;
 
-/// An operation before its memory is known to be there.
-pub(crate) struct Job {
+/// An operation whose memory may still turn out to be unavailable.
+pub(crate) struct OperationDraft {
     pub signature: Signature,
     pub inputs: Regions,
     pub outputs: Regions,
@@ -230,17 +237,17 @@ impl Collectives for Communicator {
         algorithm: Algorithm,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::AllToAll;
+        let kind = OpKind::AllToAll;
         let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
-        let ways = hops.as_ref().map_or(0, HopOrder::code);
+        let hop_code = hops.as_ref().map_or(0, HopOrder::code);
         let plan = match hops {
             None => plan::all_to_all(rank, &sizes, &sizes),
             Some(hops) => hierarchical::equal(hops, rank, part),
         };
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature {
-                ways,
+                hop_code,
                 ..self.signature(kind, call, input, input.elements())
             },
             inputs: self.inputs(&[input]),
@@ -248,7 +255,7 @@ impl Collectives for Communicator {
             plan,
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn all_to_all_v(
@@ -260,17 +267,29 @@ impl Collectives for Communicator {
         algorithm: Algorithm,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::AllToAllByCounts;
-        let own = (self.rank(), self.size());
+        let kind = OpKind::AllToAllByCounts;
+        let own = self.own_rank();
         let Counted {
             sends,
             receives,
             hops,
-        } = checks::all_to_all_v((input, sends), (output, receives), algorithm, own)?;
-        // What lies behind is left alone, also where the slice is copied.
+        } = checks::all_to_all_v(
+            Parts {
+                slice: input,
+                counts: sends,
+            },
+            Parts {
+                slice: output,
+                counts: receives,
+            },
+            algorithm,
+            own,
+        )?;
+        // Only the counted elements become regions, so bytes behind them stay untouched even
+        // where the slice is copied through the host.
         let input = &input.head(sends.iter().sum());
         let output = &output.head(receives.iter().sum());
-        let ways = hops.as_ref().map_or(0, HopOrder::code);
+        let hop_code = hops.as_ref().map_or(0, HopOrder::code);
         let (plan, next) = match hops {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),
             Some(hops) => {
@@ -278,9 +297,9 @@ impl Collectives for Communicator {
                 (first, Some(next))
             }
         };
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature {
-                ways,
+                hop_code,
                 ..self.signature(kind, call, input, 0)
             },
             inputs: self.inputs(&[input]),
@@ -288,7 +307,7 @@ impl Collectives for Communicator {
             plan,
             next,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn all_gather(
@@ -297,17 +316,18 @@ impl Collectives for Communicator {
         output: &Slice,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::AllGather;
-        checks::all_gather(input, output, (self.rank(), self.size()))?;
+        let kind = OpKind::AllGather;
+        let own = self.own_rank();
+        checks::all_gather(input, output, own)?;
         let plan = plan::all_gather(self.rank(), &vec![input.bytes(); self.size()]);
-        let job = Job {
+        let draft = OperationDraft {
             signature: self.signature(kind, call, input, input.elements()),
             inputs: self.inputs(&[input]),
             outputs: self.outputs(&[output]),
             plan,
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn reduce_scatter(
@@ -329,10 +349,10 @@ impl Collectives for Communicator {
         reduction: Reduction,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::ReduceScatter;
-        let own = (self.rank(), self.size());
+        let kind = OpKind::ReduceScatter;
+        let own = self.own_rank();
         let sizes = checks::reduce_scatter_v(input, counts, output, own)?;
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature {
                 reduction: Some(reduction),
                 ..self.signature(kind, call, input, input.elements())
@@ -342,7 +362,7 @@ impl Collectives for Communicator {
             plan: plan::reduce_scatter(self.rank(), &sizes, input.element(), reduction),
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn all_reduce(
@@ -352,10 +372,10 @@ impl Collectives for Communicator {
         reduction: Reduction,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::AllReduce;
+        let kind = OpKind::AllReduce;
         checks::all_reduce(input, output)?;
         let (rank, size, element) = (self.rank(), self.size(), input.element());
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature {
                 reduction: Some(reduction),
                 ..self.signature(kind, call, input, input.elements())
@@ -365,7 +385,7 @@ impl Collectives for Communicator {
             plan: plan::all_reduce(rank, size, input.bytes(), element, reduction),
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn broadcast(
@@ -374,14 +394,14 @@ impl Collectives for Communicator {
         root: usize,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::Broadcast;
+        let kind = OpKind::Broadcast;
         checks::broadcast(root, self.size())?;
         let region = if self.rank() == root {
             Region::both(&*self.device, data)
         } else {
             Region::output(&*self.device, data)
         };
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature {
                 root: root as u32,
                 ..self.signature(kind, call, data, data.elements())
@@ -391,7 +411,7 @@ impl Collectives for Communicator {
             plan: plan::broadcast(self.rank(), self.size(), root, data.bytes()),
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn exchange(
@@ -400,10 +420,11 @@ impl Collectives for Communicator {
         receives: &[Transfer],
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::Exchange;
-        checks::transfers(kind, self.rank(), self.size(), sends, receives)?;
+        let kind = OpKind::Exchange;
+        let own = self.own_rank();
+        checks::transfers(kind, own, sends, receives)?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature::of(kind, &call.label),
             inputs: self.inputs(&slices(sends)),
             outputs: self.outputs(&slices(receives)),
@@ -414,24 +435,24 @@ impl Collectives for Communicator {
             ),
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn exchange_counts(
         &mut self,
         algorithm: Algorithm,
-        pieces: usize,
+        blocks_per_peer: usize,
         units: &[u64],
         call: &Call,
     ) -> Result<HopCounts, CollectiveError> {
-        let kind = Kind::Agree;
-        checks::units(kind, pieces, units.len(), self.size())?;
+        let kind = OpKind::Agree;
+        checks::units(kind, blocks_per_peer, units.len(), self.size())?;
         let exchange = hierarchical::CountExchange::new(algorithm, self.size(), kind)?;
-        let (plan, next) = exchange.plan(self.rank(), pieces, units);
-        let job = Job {
+        let (plan, next) = exchange.plan(self.rank(), blocks_per_peer, units);
+        let draft = OperationDraft {
             signature: Signature {
-                ways: exchange.hops.code(),
-                elements: pieces as u64,
+                hop_code: exchange.hops.code(),
+                elements: blocks_per_peer as u64,
                 ..Signature::of(kind, &call.label)
             },
             inputs: Ok(Vec::new()),
@@ -439,7 +460,7 @@ impl Collectives for Communicator {
             plan,
             next: Some(next),
         };
-        self.start(kind, call, job)?.wait()?;
+        self.start(kind, call, draft)?.wait()?;
         exchange.result(kind)
     }
 
@@ -450,16 +471,16 @@ impl Collectives for Communicator {
         schedule: &dyn Schedule,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::Exchange;
-        let own = (self.rank(), self.size());
-        checks::transfers(kind, own.0, own.1, sends, receives)?;
+        let kind = OpKind::Exchange;
+        let own = self.own_rank();
+        checks::transfers(kind, own, sends, receives)?;
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
         let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
-        let job = Job {
+        let draft = OperationDraft {
             signature: Signature {
-                ways: schedule.code(),
+                hop_code: schedule.code(),
                 ..Signature::of(kind, &call.label)
             },
             inputs: self.inputs(&slices(sends)),
@@ -467,11 +488,12 @@ impl Collectives for Communicator {
             plan,
             next: None,
         };
-        self.start(kind, call, job)
+        self.start(kind, call, draft)
     }
 
     fn progress_thread(&mut self) -> Option<Arc<ProgressThread>> {
-        // What other devices receive is put there when an operation ends, by their own stream.
+        // Other devices are excluded, because their received data are copied back at the end of
+        // an operation, on the caller's own stream.
         if !matches!(self.device.info().target, Target::Cpu(_)) {
             return None;
         }
@@ -480,14 +502,14 @@ impl Collectives for Communicator {
     }
 
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
-        let job = Job {
-            signature: Signature::of(Kind::Barrier, &call.label),
+        let draft = OperationDraft {
+            signature: Signature::of(OpKind::Barrier, &call.label),
             inputs: Ok(Vec::new()),
             outputs: Ok(Vec::new()),
             plan: plan::barrier(self.rank(), self.size()),
             next: None,
         };
-        self.start(Kind::Barrier, call, job)
+        self.start(OpKind::Barrier, call, draft)
     }
 
     fn gather_numbers(
@@ -523,85 +545,5 @@ impl Collectives for Communicator {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use moesaic_cpu::CpuDevice;
-
-    /// What another thread begins in a group while the world is closed must not wait for ever.
-    #[test]
-    fn an_operation_begun_while_the_world_is_closed_ends() {
-        let device = Arc::new(CpuDevice::with_threads(1).unwrap());
-        let mut transports = crate::threads::world(2).into_iter();
-        let (own, _other) = (transports.next().unwrap(), transports.next().unwrap());
-        let mut world = Communicator::new(Box::new(own), device);
-        let barrier = world.barrier(&Call::new("late")).unwrap();
-        let error = lock(&world.core).close().unwrap_err().to_string();
-        assert!(error.contains("was begun meanwhile"), "{error}");
-        let error = barrier.wait().unwrap_err().to_string();
-        assert!(error.contains("was begun meanwhile"), "{error}");
-        assert!(world.barrier(&Call::new("after")).is_err());
-    }
-
-    /// Messages of a rank that makes no call travel, and the progress thread ends with its last holder.
-    #[test]
-    fn operations_go_on_between_calls() {
-        let ranks = crate::threads::run(
-            2,
-            |_| Ok(Arc::new(CpuDevice::with_threads(1).unwrap()) as Arc<dyn Device>),
-            |mut world| {
-                let elements = 1 << 16;
-                let buffer = |value: u8| {
-                    let buffer = Arc::new(world.device.alloc(elements).unwrap());
-                    let bytes = vec![value; elements];
-                    world.device.upload(&bytes, &buffer, 0).unwrap();
-                    Slice::whole(&buffer, crate::Element::U8)
-                };
-                let peer = 1 - world.rank();
-                let (sent, received) = (buffer(world.rank() as u8), buffer(9));
-                let progress_thread = world.progress_thread().unwrap();
-                assert!(Arc::ptr_eq(
-                    &progress_thread,
-                    &world.progress_thread().unwrap()
-                ));
-                let to = |slice: &Slice| Transfer {
-                    peer,
-                    slice: slice.clone(),
-                };
-                let call = Call::new("rows");
-                let exchange = world.exchange(&[to(&sent)], &[to(&received)], &call);
-                let until = Instant::now() + Duration::from_secs(40);
-                while lock(&world.core).is_busy() && Instant::now() < until {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                let before = Instant::now();
-                assert!(exchange.unwrap().wait_timed().unwrap() <= before);
-                let mut bytes = vec![0; elements];
-                let buffer = received.buffer();
-                world.device.download(buffer, 0, &mut bytes).unwrap();
-                assert!(bytes.iter().all(|byte| *byte == peer as u8));
-                drop(progress_thread);
-                assert!(lock(&world.core).progress_thread().is_none());
-                world.finish(&Call::new("end")).unwrap();
-            },
-        );
-        for rank in ranks.unwrap() {
-            rank.unwrap();
-        }
-    }
-
-    /// The same where the failure is older than the operation.
-    #[test]
-    fn an_operation_after_the_end_has_its_deadline() {
-        let device = Arc::new(CpuDevice::with_threads(1).unwrap());
-        let mut transports = crate::threads::world(2).into_iter();
-        let (own, _other) = (transports.next().unwrap(), transports.next().unwrap());
-        let mut world = Communicator::new(Box::new(own), device);
-        let call = Call::new("late").within(Duration::from_millis(1));
-        let barrier = world.barrier(&call).unwrap();
-        lock(&world.core).fail_before(CollectiveError::Setup {
-            reason: "the world was ended".to_string(),
-        });
-        let error = barrier.wait().unwrap_err();
-        assert!(matches!(error, CollectiveError::Deadline { .. }), "{error}");
-    }
-}
+#[path = "communicator_tests.rs"]
+mod tests;

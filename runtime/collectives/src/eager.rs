@@ -1,21 +1,23 @@
-//! What ranks tell each other: small eager messages, each with the whole signature of the
-//! operation that it is part of, so that ranks that call different things find out.
+//! Eager messages: each announces one message of an operation and carries the operation's whole
+//! signature, so ranks that call different operations find out before any memory is written.
 
 use crate::plan::HopOrder;
 use crate::transport::MAX_EAGER_BYTES;
 use crate::{Element, Reduction};
 
+// "moe" and the version of the format. Change the last byte with the layout, so that ranks of
+// different versions reject each other's messages.
 const MAGIC: u32 = 0x6d6f_6505;
 const HEAD: usize = 116;
 const LABEL: usize = 32;
 
-/// The most bytes of data that an eager message carries itself.
+/// The largest payload that an eager message carries itself, in bytes.
 pub const INLINE_BYTES: usize = MAX_EAGER_BYTES - HEAD;
 
-/// A kind of operation.
+/// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub enum Kind {
+pub enum OpKind {
     AllToAll = 1,
     AllToAllByCounts = 2,
     AllGather = 3,
@@ -29,55 +31,55 @@ pub enum Kind {
     Graph = 11,
 }
 
-impl Kind {
-    const ALL: [Kind; 11] = [
-        Kind::AllToAll,
-        Kind::AllToAllByCounts,
-        Kind::AllGather,
-        Kind::ReduceScatter,
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::Exchange,
-        Kind::Barrier,
-        Kind::Split,
-        Kind::Agree,
-        Kind::Graph,
+impl OpKind {
+    const ALL: [OpKind; 11] = [
+        OpKind::AllToAll,
+        OpKind::AllToAllByCounts,
+        OpKind::AllGather,
+        OpKind::ReduceScatter,
+        OpKind::AllReduce,
+        OpKind::Broadcast,
+        OpKind::Exchange,
+        OpKind::Barrier,
+        OpKind::Split,
+        OpKind::Agree,
+        OpKind::Graph,
     ];
 
     pub fn name(self) -> &'static str {
         match self {
-            Kind::AllToAll => "all_to_all",
-            Kind::AllToAllByCounts => "all_to_all_v",
-            Kind::AllGather => "all_gather",
-            Kind::ReduceScatter => "reduce_scatter",
-            Kind::AllReduce => "all_reduce",
-            Kind::Broadcast => "broadcast",
-            Kind::Exchange => "exchange",
-            Kind::Barrier => "barrier",
-            Kind::Split => "split",
-            Kind::Agree => "agree",
-            Kind::Graph => "graph",
+            OpKind::AllToAll => "all_to_all",
+            OpKind::AllToAllByCounts => "all_to_all_v",
+            OpKind::AllGather => "all_gather",
+            OpKind::ReduceScatter => "reduce_scatter",
+            OpKind::AllReduce => "all_reduce",
+            OpKind::Broadcast => "broadcast",
+            OpKind::Exchange => "exchange",
+            OpKind::Barrier => "barrier",
+            OpKind::Split => "split",
+            OpKind::Agree => "agree",
+            OpKind::Graph => "graph",
         }
     }
 }
 
-/// What must be the same on every rank of an operation.
+/// The properties of an operation that must be equal on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signature {
-    pub kind: Kind,
+    pub kind: OpKind,
     pub element: Option<Element>,
     pub reduction: Option<Reduction>,
-    /// The ways of parts, by [`HopOrder::code`]; 0 where they go straight.
-    pub ways: u64,
+    /// The hop order as a [`HopOrder::code`]; 0 for direct messages.
+    pub hop_code: u64,
     pub root: u32,
-    /// 0 where ranks may differ.
+    /// The number of elements; 0 where ranks may differ.
     pub elements: u64,
-    /// The beginning of what the caller called it.
+    /// The first bytes of the caller's label.
     pub label: String,
 }
 
 impl Signature {
-    pub fn of(kind: Kind, label: &str) -> Signature {
+    pub fn of(kind: OpKind, label: &str) -> Signature {
         let mut end = label.len().min(LABEL);
         while !label.is_char_boundary(end) {
             end -= 1;
@@ -86,14 +88,14 @@ impl Signature {
             kind,
             element: None,
             reduction: None,
-            ways: 0,
+            hop_code: 0,
             root: 0,
             elements: 0,
             label: label[..end].to_string(),
         }
     }
 
-    /// The first thing that differs: what it is, here and there.
+    /// Returns the name and both values of the first field that differs.
     pub fn difference(&self, other: &Signature) -> Option<(&'static str, String, String)> {
         if self == other {
             return None;
@@ -113,12 +115,12 @@ impl Signature {
             ("the reduction", reduction.to_string()),
             ("the number of elements", self.elements.to_string()),
             ("the root", self.root.to_string()),
-            ("the algorithm", HopOrder::words(self.ways)),
+            ("the algorithm", HopOrder::words(self.hop_code)),
         ]
     }
 }
 
-/// Which message an eager message announces.
+/// The message that an eager message announces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     /// The group.
@@ -129,15 +131,15 @@ pub struct Key {
     pub from: u32,
 }
 
-/// Messages of one phase between two ranks, which travel together. Both must have the
-/// same ones.
+/// The messages of one phase from one rank to another, which are sent together. Sender and
+/// receiver must expect the same ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartSizes {
-    /// How many messages.
+    /// The number of messages.
     pub count: u32,
-    /// Bytes of all.
+    /// Their bytes together.
     pub bytes: u64,
-    /// A number made of the size of each, where there are several.
+    /// A hash of the individual sizes, where there are several messages.
     pub sizes: u64,
 }
 
@@ -154,7 +156,7 @@ impl PartSizes {
         }
     }
 
-    /// The first thing that differs: what it is, here and there.
+    /// Returns the name and both values of the first property that differs.
     pub fn difference(&self, other: &PartSizes) -> Option<(&'static str, String, String)> {
         let numbers = |what, ours: u64, theirs: u64| {
             (ours != theirs).then(|| (what, ours.to_string(), theirs.to_string()))
@@ -177,12 +179,12 @@ impl PartSizes {
     }
 }
 
-/// How the bytes come.
+/// The place of a message's bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Body {
-    /// In the eager message.
+    /// Inside the eager message.
     Inline(Vec<u8>),
-    /// As a rendezvous message.
+    /// In a rendezvous message with this tag.
     Rendezvous { tag: u32 },
 }
 
@@ -191,10 +193,10 @@ pub enum EagerMessage {
     Message {
         key: Key,
         signature: Signature,
-        pieces: PartSizes,
+        sizes: PartSizes,
         body: Body,
     },
-    /// The sender has given up, and why.
+    /// The sender has given up, for this reason.
     Failure { from: u32, reason: String },
 }
 
@@ -207,6 +209,7 @@ impl EagerMessage {
                 out.extend(0u32.to_le_bytes());
                 out.extend(from.to_le_bytes());
                 let mut end = reason.len().min(INLINE_BYTES);
+                // Never cut a multi-byte character in half.
                 while !reason.is_char_boundary(end) {
                     end -= 1;
                 }
@@ -215,14 +218,14 @@ impl EagerMessage {
             EagerMessage::Message {
                 key,
                 signature,
-                pieces,
+                sizes,
                 body,
-            } => encode_message(&mut out, key, signature, pieces, body),
+            } => encode_message(&mut out, key, signature, sizes, body),
         }
         out
     }
 
-    /// `None` for what no rank of this version has written.
+    /// Returns `None` for bytes that no rank of this version writes.
     pub fn decode(bytes: &[u8]) -> Option<EagerMessage> {
         let mut reader = Reader(bytes);
         if reader.u32()? != MAGIC {
@@ -241,7 +244,7 @@ fn encode_message(
     out: &mut Vec<u8>,
     key: &Key,
     signature: &Signature,
-    pieces: &PartSizes,
+    sizes: &PartSizes,
     body: &Body,
 ) {
     let (tag, inline) = match body {
@@ -249,11 +252,11 @@ fn encode_message(
         Body::Rendezvous { tag } => (*tag, 0),
     };
     out.extend(1u32.to_le_bytes());
-    let large = [key.context, key.sequence, pieces.bytes, signature.elements];
-    for number in large.into_iter().chain([signature.ways]) {
+    let large = [key.context, key.sequence, sizes.bytes, signature.elements];
+    for number in large.into_iter().chain([signature.hop_code]) {
         out.extend(number.to_le_bytes());
     }
-    let small = [key.phase, key.from, pieces.count, tag, inline];
+    let small = [key.phase, key.from, sizes.count, tag, inline];
     for number in small.into_iter().chain([signature.root]) {
         out.extend(number.to_le_bytes());
     }
@@ -264,28 +267,29 @@ fn encode_message(
     let mut label = [0; LABEL];
     label[..signature.label.len()].copy_from_slice(signature.label.as_bytes());
     out.extend(label);
-    out.extend(pieces.sizes.to_le_bytes());
+    out.extend(sizes.sizes.to_le_bytes());
     if let Body::Inline(data) = body {
         out.extend(data);
     }
 }
 
 fn decode_message(mut reader: Reader<'_>) -> Option<EagerMessage> {
-    let [context, sequence, bytes, elements, ways] = reader.array(Reader::u64)?;
+    let [context, sequence, bytes, elements, hop_code] = reader.array(Reader::u64)?;
     let [phase, from, count, tag, inline, root] = reader.array(Reader::u32)?;
     let [kind, element, reduction, length] = reader.array(Reader::u8)?;
     let label = String::from_utf8_lossy(reader.take(LABEL)?.get(..length as usize)?).into_owned();
     let sizes = reader.u64()?;
     let body = match inline {
         0 => Body::Rendezvous { tag },
+        // A truncated payload is rejected here, before its length is trusted anywhere else.
         _ if reader.0.len() as u64 == bytes => Body::Inline(reader.0.to_vec()),
         _ => return None,
     };
     let signature = Signature {
-        kind: Kind::ALL.into_iter().find(|k| *k as u8 == kind)?,
+        kind: OpKind::ALL.into_iter().find(|k| *k as u8 == kind)?,
         element: Element::from_code(element),
         reduction: Reduction::from_code(reduction),
-        ways,
+        hop_code,
         root,
         elements,
         label,
@@ -296,7 +300,7 @@ fn decode_message(mut reader: Reader<'_>) -> Option<EagerMessage> {
         phase,
         from,
     };
-    let pieces = PartSizes {
+    let sizes = PartSizes {
         count,
         bytes,
         sizes,
@@ -304,7 +308,7 @@ fn decode_message(mut reader: Reader<'_>) -> Option<EagerMessage> {
     Some(EagerMessage::Message {
         key,
         signature,
-        pieces,
+        sizes,
         body,
     })
 }
@@ -347,9 +351,9 @@ mod tests {
     use super::*;
     use crate::NodeShape;
 
-    fn message(pieces: &[u64], body: Body) -> EagerMessage {
+    fn message(sizes: &[u64], body: Body) -> EagerMessage {
         EagerMessage::Message {
-            pieces: PartSizes::of(pieces),
+            sizes: PartSizes::of(sizes),
             key: Key {
                 context: 7,
                 sequence: 1 << 40,
@@ -359,21 +363,21 @@ mod tests {
             signature: Signature {
                 element: Some(Element::Bf16),
                 reduction: Some(Reduction::Max),
-                ways: HopOrder::intra_first(NodeShape {
+                hop_code: HopOrder::intra_first(NodeShape {
                     nodes: 2,
                     per_node: 8,
                 })
                 .code(),
                 root: 5,
                 elements: 99,
-                ..Signature::of(Kind::AllReduce, "layer 3 of 40, gradients of experté")
+                ..Signature::of(OpKind::AllReduce, "layer 3 of 40, gradients of experté")
             },
             body,
         }
     }
 
     #[test]
-    fn letters_read_back() {
+    fn messages_read_back() {
         let reason = "no memory".to_string();
         for message in [
             message(&[3], Body::Inline(vec![1, 2, 3])),
@@ -413,7 +417,7 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let ours = Signature::of(Kind::AllGather, "counts");
+        let ours = Signature::of(OpKind::AllGather, "counts");
         assert_eq!(ours.difference(&ours), None);
         let theirs = Signature {
             elements: 4,
@@ -424,7 +428,7 @@ mod tests {
             (what, &*here, &*there),
             ("the number of elements", "0", "4")
         );
-        let other = Signature::of(Kind::Barrier, "x");
+        let other = Signature::of(OpKind::Barrier, "x");
         assert_eq!(ours.difference(&other).unwrap().2, "`barrier`");
     }
 }

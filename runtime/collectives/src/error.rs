@@ -1,25 +1,25 @@
-//! What can go wrong, and where.
+//! Errors of operations, and the operation and rank they happened on.
 
 use std::fmt;
 use std::time::Duration;
 
-/// An operation, as errors name it.
+/// The position of an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct At {
-    /// Its kind: `all_to_all`; empty between operations.
+    /// The operation's kind: `all_to_all`; empty between operations.
     pub operation: &'static str,
     /// Its number within the group, from 0.
     pub sequence: u64,
-    /// What the caller called it; may be empty.
+    /// The caller's label; may be empty.
     pub label: String,
-    /// The part of it that was going on: `inter-node exchange`.
+    /// The phase that was in progress: `inter-node exchange`.
     pub phase: &'static str,
     /// This rank, in the world.
     pub rank: usize,
 }
 
 impl At {
-    /// A rank that is in no operation.
+    /// Returns the position of a rank that is in no operation.
     pub(crate) fn outside(rank: usize) -> Box<At> {
         Box::new(At {
             operation: "",
@@ -48,12 +48,12 @@ impl fmt::Display for At {
     }
 }
 
-/// A rank that something is waited for.
+/// A rank that an operation waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
     /// Its rank in the world.
     pub rank: usize,
-    /// The last operation of this group that it was heard of: `6 all_gather`.
+    /// The last operation of this group that the rank announced: `6 all_gather`.
     pub heard: Option<String>,
 }
 
@@ -66,17 +66,17 @@ impl fmt::Display for Missing {
     }
 }
 
-/// A collective operation that failed. After any but [`CollectiveError::Invalid`]
-/// the group, and all that were split off the same world, can do nothing more.
+/// A failed collective operation. After any error but [`CollectiveError::Invalid`], the group and
+/// all groups split off the same world are unusable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CollectiveError {
     /// The arguments cannot be right, whatever other ranks do. Nothing was started.
     #[error("{operation}: {reason}")]
     Invalid {
-        /// What was called.
+        /// The function that was called.
         operation: String,
-        /// What is wrong, and what would be right.
+        /// The problem, and what would be right.
         reason: String,
     },
     /// Some ranks did not do their part in time.
@@ -86,11 +86,11 @@ pub enum CollectiveError {
         waited.as_secs_f64(), list(missing)
     )]
     Deadline {
-        /// Which operation.
+        /// The operation.
         at: Box<At>,
-        /// Since its start.
+        /// The time since its start.
         waited: Duration,
-        /// Who is waited for.
+        /// The ranks that are waited for.
         missing: Vec<Missing>,
     },
     /// Two ranks called different things.
@@ -99,60 +99,61 @@ pub enum CollectiveError {
          every rank of a group must call the same operations in the same order, with equal sizes"
     )]
     Mismatch {
-        /// Which operation.
+        /// The operation.
         at: Box<At>,
         /// The other rank, in the world.
         peer: usize,
-        /// What differs: `the number of elements`.
+        /// The property that differs: `the number of elements`.
         what: &'static str,
-        /// This rank's.
+        /// The value on this rank.
         ours: String,
-        /// The other's.
+        /// The value on the other rank.
         theirs: String,
     },
     /// Another rank has failed or is gone.
     #[error("{at}: rank {peer} {cause}")]
     Peer {
-        /// Which operation.
+        /// The operation.
         at: Box<At>,
         /// The rank that failed, in the world.
         peer: usize,
-        /// `has panicked`, `gave up: ...`.
+        /// The reason: `has panicked`, `gave up: ...`.
         cause: String,
     },
-    /// What carries the messages has failed.
+    /// The transport has failed.
     #[error("{at}: {transport} failed: {reason}")]
     Transport {
-        /// Which operation.
+        /// The operation.
         at: Box<At>,
-        /// What carries the messages: `MPI (Open MPI 4.1.4)`.
+        /// The transport's name and version: `MPI (Open MPI 4.1.4)`.
         transport: String,
-        /// What it said.
+        /// The transport's own message.
         reason: String,
     },
-    /// The device failed to give or take data.
+    /// The device failed to read or write data.
     #[error("{at}: {reason}")]
     Device {
-        /// Which operation.
+        /// The operation.
         at: Box<At>,
-        /// What it said.
+        /// The device's own message.
         reason: String,
     },
-    /// Nothing can be done any more, since an earlier failure.
+    /// An earlier failure has made the group unusable.
     #[error("{operation} is not possible: an earlier operation has failed\nthe failure: {cause}")]
     Failed {
-        /// What was called.
+        /// The function that was called.
         operation: String,
-        /// The failure.
+        /// The earlier failure.
         cause: String,
     },
-    /// The ranks do not run the same thing.
+    /// The ranks run different things.
     #[error("the ranks do not agree: {}", differences.join("; "))]
     Disagreement {
-        /// One for each thing and rank: ``` `plan` is `a` on rank 0 and `b` on rank 2 ```.
+        /// One entry for each property and rank: ``` `plan` is `a` on rank 0 and `b` on rank 2
+        /// ```.
         differences: Vec<String>,
     },
-    /// Two ranks have one device, which makes each wait for the other.
+    /// Two ranks share a device, so each would wait forever for the other.
     #[error(
         "ranks {} and {} have the same device, {device} of host {host}; give each rank its own: \
          by LOCAL_RANK, or CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES",
@@ -161,9 +162,9 @@ pub enum CollectiveError {
     SharedDevice {
         /// Their ranks in the world.
         ranks: [usize; 2],
-        /// The host they are on.
+        /// Their host.
         host: String,
-        /// The device's place on the bus.
+        /// The device's bus address.
         device: String,
     },
     /// The world cannot be set up.

@@ -1,47 +1,49 @@
-//! What ranks tell each other of themselves, through memory of the host.
+//! Gathers of host memory: the small exchanges by which ranks agree and form groups.
 
 use crate::api::{Call, Collectives};
-use crate::communicator::{Communicator, Job};
-use crate::eager::{Kind, Signature};
+use crate::communicator::{Communicator, OperationDraft};
+use crate::eager::{OpKind, Signature};
 use crate::handle::host_result;
 use crate::memory::Region;
 use crate::{CollectiveError, plan};
 
 impl Communicator {
-    /// Bytes of every rank, `sizes[p]` of rank `p`, one after the other.
+    /// Gathers the bytes of every rank in rank order: `sizes[p]` bytes from rank `p`.
     pub(crate) fn gather_host(
         &mut self,
         own: &[u8],
         sizes: &[usize],
         call: &Call,
     ) -> Result<Vec<u8>, CollectiveError> {
-        let job = Job {
-            signature: Signature::of(Kind::Agree, &call.label),
+        let draft = OperationDraft {
+            signature: Signature::of(OpKind::Agree, &call.label),
             inputs: Ok(vec![Region::host(own.to_vec())]),
             outputs: Ok(vec![Region::host(vec![0; sizes.iter().sum()])]),
             plan: plan::all_gather(self.rank(), sizes),
             next: None,
         };
-        host_result(self.start(Kind::Agree, call, job)?)
+        host_result(self.start(OpKind::Agree, call, draft)?)
     }
 
-    /// Members of this rank's new group, by rank in the world, and its place there.
+    /// Returns the members of this rank's new group, by rank in the world, and this rank's index
+    /// there.
     pub(crate) fn split_group(
         &mut self,
         color: Option<u32>,
         key: i64,
         call: &Call,
     ) -> Result<Option<(Vec<usize>, usize)>, CollectiveError> {
+        // Colours are unsigned 32-bit numbers, so -1 is free for "no colour".
         let code = color.map_or(-1, i64::from);
         let own = [code.to_le_bytes(), key.to_le_bytes()].concat();
-        let job = Job {
-            signature: Signature::of(Kind::Split, &call.label),
+        let draft = OperationDraft {
+            signature: Signature::of(OpKind::Split, &call.label),
             inputs: Ok(vec![Region::host(own.clone())]),
             outputs: Ok(vec![Region::host(vec![0; own.len() * self.size()])]),
             plan: plan::all_gather(self.rank(), &vec![own.len(); self.size()]),
             next: None,
         };
-        let all = host_result(self.start(Kind::Split, call, job)?)?;
+        let all = host_result(self.start(OpKind::Split, call, draft)?)?;
         let numbers: Vec<i64> = all
             .as_chunks::<8>()
             .0
@@ -58,7 +60,7 @@ impl Communicator {
     }
 }
 
-/// Ranks of a colour, in the order of keys, then of ranks; `numbers` has colour and key of
+/// Returns the ranks of a colour, ordered by key, then by rank. `numbers` holds colour and key of
 /// each rank.
 pub(crate) fn chosen(numbers: &[i64], color: i64) -> Vec<usize> {
     let pairs = numbers.as_chunks::<2>().0.iter().enumerate();
@@ -70,7 +72,7 @@ pub(crate) fn chosen(numbers: &[i64], color: i64) -> Vec<usize> {
     chosen.into_iter().map(|(_, rank)| rank).collect()
 }
 
-/// Of so many numbers of each rank those of each.
+/// Splits gathered bytes into `each` numbers for each rank.
 pub(crate) fn numbers(all: &[u8], each: usize, ranks: usize) -> Vec<Vec<u64>> {
     let (numbers, _) = all.as_chunks::<8>();
     let of = |rank: usize| {

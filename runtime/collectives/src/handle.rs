@@ -1,4 +1,4 @@
-//! An operation that was started.
+//! Handles of operations in flight.
 
 use crate::CollectiveError;
 use crate::core::{Core, Outcome, Shared};
@@ -6,54 +6,54 @@ use crate::memory::Region;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// An operation in flight. Dropping it ends nothing: the operation goes on in later calls,
-/// and keeps its memory.
+/// An operation in flight. Dropping the handle does not cancel it: the operation continues in
+/// later calls and keeps its memory alive.
 #[must_use = "an operation is finished only when `wait` has returned"]
 pub struct Handle {
-    work: Box<dyn Work>,
+    work: Box<dyn InFlight>,
     operation: &'static str,
     sequence: u64,
     outcome: Option<Outcome>,
 }
 
-/// What a handle is of.
-pub(crate) trait Work: Send {
-    /// Does what can be done; whether anything was, and the outcome if there is one.
+/// The implementation behind a handle.
+pub(crate) trait InFlight: Send {
+    /// Makes progress. Returns whether anything moved, and the outcome once there is one.
     fn poll(&mut self) -> (bool, Option<Outcome>);
 
-    /// Nobody will ask any more.
+    /// Marks the operation as one that nobody asks for any more.
     fn abandon(&mut self);
 
-    /// Whether it is in the order of the device's stream, so that what is launched next
-    /// sees its result.
+    /// Returns whether the operation is in the order of the device's stream, so that later
+    /// launches see its result.
     fn in_order(&self) -> bool {
         false
     }
 
-    /// Whether it is in the order of another stream of the device.
+    /// Returns whether the operation is in the order of another stream of the device.
     fn is_overlapped(&self) -> bool {
         false
     }
 
-    /// What is launched on the device from now on sees its result, where it is overlapped.
+    /// Makes later launches on the device see the result of an overlapped operation.
     fn join(&mut self) -> Result<(), CollectiveError> {
         Ok(())
     }
 
-    /// When it has ended, if it has and that is known.
+    /// Returns the time at which the operation ended, if it has and the time is known.
     fn ended(&self) -> Option<Instant> {
         None
     }
 }
 
-/// An operation over an transport.
+/// An operation over a transport.
 struct OfCore {
     core: Arc<Shared>,
     id: u64,
     ended: Option<Instant>,
 }
 
-impl Work for OfCore {
+impl InFlight for OfCore {
     fn poll(&mut self) -> (bool, Option<Outcome>) {
         let mut core = lock(&self.core);
         let moved = core.progress_for(self.id);
@@ -78,9 +78,9 @@ impl Work for OfCore {
     }
 }
 
-/// Calls that found nothing to do before the first pause.
-pub(crate) const EAGER: u32 = 200;
-/// The longest pause.
+/// The number of polls without progress before the first pause.
+pub(crate) const SPINS: u32 = 200;
+/// The longest pause between polls.
 pub(crate) const PAUSE: Duration = Duration::from_micros(200);
 
 pub(crate) fn lock(core: &Shared) -> MutexGuard<'_, Core> {
@@ -103,7 +103,7 @@ impl Handle {
         Handle::of(Box::new(work), operation, sequence)
     }
 
-    pub(crate) fn of(work: Box<dyn Work>, operation: &'static str, sequence: u64) -> Handle {
+    pub(crate) fn of(work: Box<dyn InFlight>, operation: &'static str, sequence: u64) -> Handle {
         Handle {
             work,
             operation,
@@ -112,17 +112,18 @@ impl Handle {
         }
     }
 
-    /// The operation's kind: `all_to_all`.
+    /// Returns the operation's kind: `all_to_all`.
     pub fn operation(&self) -> &'static str {
         self.operation
     }
 
-    /// Its number within the group.
+    /// Returns its number within the group.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Whether it has ended, well or not; [`Handle::wait`] then returns at once.
+    /// Returns whether it has ended, with a result or an error; [`Handle::wait`] then returns at
+    /// once.
     pub fn test(&mut self) -> bool {
         self.poll();
         self.outcome.is_some()
@@ -131,36 +132,36 @@ impl Handle {
     /// Waits until it has ended, at most until its deadline.
     ///
     /// # Errors
-    /// Whatever made it fail.
+    /// The operation's failure.
     pub fn wait(self) -> Result<(), CollectiveError> {
         self.regions().map(|_| ())
     }
 
-    /// As [`Handle::wait`]; says when it has ended, which may be long before, or now if that
-    /// is not known.
+    /// Waits like [`Handle::wait`] and returns the time at which the operation ended, which may
+    /// be long before; now, if that time is not known.
     ///
     /// # Errors
-    /// Whatever made it fail.
+    /// The operation's failure.
     pub fn wait_timed(mut self) -> Result<Instant, CollectiveError> {
         self.end()?;
         Ok(self.work.ended().unwrap_or_else(Instant::now))
     }
 
-    /// Whether what is launched on the device from now on sees the result, as with NCCL.
-    /// It may still fail: ask [`Handle::wait`] before results are believed.
+    /// Returns whether later launches on the device see the result, as with NCCL. The operation
+    /// may still fail, so call [`Handle::wait`] before you trust results.
     pub fn is_in_stream(&self) -> bool {
         self.work.in_order()
     }
 
-    /// Whether it goes on overlapped what is launched on the device, in the order of another stream
-    /// ([`Call::overlapped`](crate::Call::overlapped)): what is launched after [`Handle::join`] sees the
+    /// Returns whether the operation overlaps launches on the device, on another stream
+    /// ([`Call::overlapped`](crate::Call::overlapped)). Launches after [`Handle::join`] see its
     /// result.
     pub fn is_overlapped(&self) -> bool {
         self.work.is_overlapped()
     }
 
-    /// From now on what is launched on the device sees the result of what goes on overlapped; the
-    /// host does not wait. Nothing for all else.
+    /// Makes later launches on the device see the result of an overlapped operation, without
+    /// making the host wait. Does nothing for any other operation.
     ///
     /// # Errors
     /// When the device fails.
@@ -168,12 +169,13 @@ impl Handle {
         self.work.join()
     }
 
-    /// Until what is launched on the device from now on sees the result. Where operations
-    /// are in the order of its stream, as with NCCL, that is at once: the host does not
-    /// wait, and what fails later is the error of a later call. Else as [`Handle::wait`].
+    /// Returns as soon as later launches on the device see the result. Where operations are in
+    /// the order of the device's stream, as with NCCL, that is immediately: the host does not
+    /// wait, and a later failure is the error of a later call. Elsewhere it waits like
+    /// [`Handle::wait`].
     ///
     /// # Errors
-    /// Whatever has made it fail.
+    /// The operation's failure.
     pub fn in_stream(mut self) -> Result<(), CollectiveError> {
         if self.work.is_overlapped() {
             self.join()?;
@@ -200,13 +202,14 @@ impl Handle {
             idle = if moved { 0 } else { idle + 1 };
             match idle {
                 0 => {}
-                1..EAGER => std::thread::yield_now(),
+                // Most operations end within microseconds; only a long wait is worth a sleep.
+                1..SPINS => std::thread::yield_now(),
                 _ => std::thread::sleep(PAUSE.min(Duration::from_micros(u64::from(idle) / 10))),
             }
         }
     }
 
-    /// Does what can be done; whether anything was.
+    /// Makes progress. Returns whether anything moved.
     fn poll(&mut self) -> bool {
         if self.outcome.is_some() {
             return false;
@@ -231,7 +234,7 @@ impl std::fmt::Debug for Handle {
     }
 }
 
-/// The only result that is memory of the host.
+/// Returns the only output, which is host memory.
 pub(crate) fn host_result(handle: Handle) -> Result<Vec<u8>, CollectiveError> {
     let regions = handle.regions()?;
     Ok(regions

@@ -1,7 +1,7 @@
-//! FNV-1a with 64 bits: equal inputs have equal numbers on every machine. It finds
-//! accidents, not attackers.
+//! 64-bit FNV-1a: equal inputs hash equally on every machine. It detects accidents, not
+//! attackers.
 
-/// The hash of byte strings; where one ends and the next begins counts.
+/// Hashes byte strings together with their boundaries.
 pub(crate) fn of(parts: &[&[u8]]) -> u64 {
     let length = |part: &&[u8]| (part.len() as u64).to_le_bytes();
     let mut hash = 0xcbf2_9ce4_8422_2325u64;

@@ -1,6 +1,7 @@
-//! Work between operations that may take one rank minutes and another none.
+//! Heartbeats for work between operations, which may take minutes on one rank and no time on
+//! another.
 
-use crate::eager::Kind;
+use crate::eager::OpKind;
 use crate::error::At;
 use crate::{Call, CollectiveError, Collectives};
 use std::fmt::Display;
@@ -8,22 +9,21 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The longest time between two heartbeats: short enough to find a dead rank, long enough that
-/// thousands of ranks can afford a message to each other rank.
+/// thousands of ranks can afford a message to every other rank.
 const LONGEST: Duration = Duration::from_secs(5);
-/// The most bytes of a rank's reason that travel.
+/// The largest part of a rank's reason that is sent, in bytes.
 const REASON: usize = 1 << 10;
 
 /// Runs `work` on this rank while the other ranks run theirs, and returns when all are done.
 ///
 /// One rank may have its kernels in the cache while another compiles them for minutes. Here a
-/// deadline limits how long a rank is silent, not how long it works: while `work` runs, a
-/// second thread tells the group several times per deadline that this rank is alive. All ranks
-/// call it, in the order of the group's operations, and `work` must not use the group.
+/// deadline limits how long a rank is silent, not how long it works: while `work` runs, a second
+/// thread reports several times per deadline that this rank is alive. All ranks call it, in the
+/// order of the group's operations, and `work` must not use the group.
 ///
 /// # Errors
-/// The error of `work` on the ranks where it failed; [`CollectiveError::Peer`], with the words
-/// of that error, on the others; those of [`Collectives::gather_numbers`] when a rank falls
-/// silent.
+/// The error of `work` on the ranks where it failed; [`CollectiveError::Peer`] with that error's
+/// text on the others; the errors of [`Collectives::gather_numbers`] when a rank falls silent.
 pub fn with_heartbeat<T, E: From<CollectiveError> + Display>(
     group: &mut dyn Collectives,
     call: &Call,
@@ -37,11 +37,13 @@ pub fn with_heartbeat<T, E: From<CollectiveError> + Display>(
         let thread = std::thread::Builder::new().name("heartbeat".to_string());
         let beats = thread.spawn_scoped(scope, || beat(group, call, &progress));
         let beats = beats.map_err(|error| CollectiveError::Setup {
-            reason: format!("no thread to tell other ranks that this one is alive: {error}"),
+            reason: format!("no thread to send heartbeats: {error}"),
         })?;
         let ending = Ending(&progress);
+        // The work runs on the caller's thread, because devices and captured state may be bound
+        // to it.
         let result = work();
-        ending.tell(result.as_ref().err());
+        ending.report(result.as_ref().err());
         let others = match beats.join() {
             Ok(others) => others,
             Err(panic) => std::panic::resume_unwind(panic),
@@ -52,7 +54,7 @@ pub fn with_heartbeat<T, E: From<CollectiveError> + Display>(
     })
 }
 
-/// What a rank tells the others of its work.
+/// The state of a rank's work, as sent to the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum State {
     #[default]
@@ -61,7 +63,7 @@ enum State {
     Failed = 2,
 }
 
-/// How far the work of this rank is, between the two threads.
+/// The progress of this rank's work, shared by its two threads.
 #[derive(Default)]
 struct Progress {
     report: Mutex<Report>,
@@ -71,7 +73,7 @@ struct Progress {
 #[derive(Default)]
 struct Report {
     state: State,
-    /// Why it failed.
+    /// The reason of a failure.
     reason: String,
 }
 
@@ -80,7 +82,7 @@ impl Progress {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state when the work has ended, or after `pause`.
+    /// Waits until the work has ended, at most for `pause`, and returns its state.
     fn wait(&self, pause: Duration) -> State {
         let until = Instant::now() + pause;
         let mut report = self.report();
@@ -100,11 +102,12 @@ impl Progress {
     }
 }
 
-/// Reports that the work has ended, also when it panics: a scope waits for its threads.
+/// A guard that reports the end of the work even after a panic. Without it the heartbeat thread
+/// would run forever, because a scope joins its threads.
 struct Ending<'a>(&'a Progress);
 
 impl Ending<'_> {
-    fn tell(self, error: Option<&impl Display>) {
+    fn report(self, error: Option<&impl Display>) {
         match error {
             None => self.0.end(State::Done, String::new()),
             Some(error) => self.0.end(State::Failed, error.to_string()),
@@ -120,13 +123,13 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Tells the group of this rank's work until no rank is working.
+/// Sends heartbeats until no rank is working.
 fn beat(
     group: &mut dyn Collectives,
     call: &Call,
     progress: &Progress,
 ) -> Result<(), CollectiveError> {
-    // Four in a deadline: a busy machine may delay two of them.
+    // Four per deadline, because a busy machine may delay two of them.
     let pause = call.deadline.unwrap_or_else(|| group.deadline()) / 4;
     let pause = pause.min(LONGEST);
     loop {
@@ -137,6 +140,8 @@ fn beat(
                 .iter()
                 .any(|all| all.first() == Some(&(state as u64)))
         };
+        // Failures come before completion: all ranks saw the same states, so all of them leave
+        // the loop here together.
         if any(State::Failed) {
             return Err(why(group, call, progress)?);
         }
@@ -146,7 +151,8 @@ fn beat(
     }
 }
 
-/// The failure of the first rank that has one, as all ranks tell each other.
+/// Returns the failure of the lowest rank that has one. All ranks gather the reasons, so all
+/// report the same rank.
 fn why(
     group: &mut dyn Collectives,
     call: &Call,
@@ -156,6 +162,7 @@ fn why(
     let own = {
         let report = progress.report();
         let mut end = report.reason.len().min(REASON);
+        // Never cut a multi-byte character in half.
         while !report.reason.is_char_boundary(end) {
             end -= 1;
         }
@@ -166,7 +173,7 @@ fn why(
     let failed = failed.unwrap_or_default();
     Ok(CollectiveError::Peer {
         at: Box::new(At {
-            operation: Kind::Agree.name(),
+            operation: OpKind::Agree.name(),
             sequence,
             label: call.label.clone(),
             phase: "heartbeat",

@@ -1,21 +1,21 @@
-//! What exchanges over other ranks are made of, for everything that carries plans.
+//! Plans of all-to-all exchanges over intermediate ranks, shared by every executor of plans.
 
 use crate::api::{Algorithm, Transfer};
 use crate::checks;
-use crate::eager::Kind;
+use crate::eager::OpKind;
 use crate::operation::{Next, Unequal};
 use crate::plan::{self, HopCounts, HopOrder, HopSchedule, Plan};
 use crate::{CollectiveError, Levels};
 use std::sync::{Arc, OnceLock};
 
-/// All-to-all of parts of one size.
+/// Plans an all-to-all with parts of equal size.
 pub(crate) fn equal(hops: HopOrder, rank: usize, bytes: usize) -> Plan {
     let sizes = vec![bytes; hops.levels.ranks()];
     let schedule = HopSchedule::equal(hops, rank, bytes);
     plan::all_to_all_with(&schedule, &sizes, &sizes, 0)
 }
 
-/// All-to-all by counts: ranks tell each other what comes, and go on from there.
+/// Plans an all-to-all with counts: a count exchange, then the exchange that it describes.
 pub(crate) fn counted(
     hops: HopOrder,
     rank: usize,
@@ -25,8 +25,12 @@ pub(crate) fn counted(
     let numbers: Vec<u64> = sends.iter().map(|bytes| *bytes as u64).collect();
     let first = plan::count_hops(&hops, rank, 1, &numbers);
     let next = move |scratch: &[u8]| {
+        // The data phases are numbered behind the count phases, because both belong to one
+        // operation.
         let phase = hops.count() as u32;
         let hop_counts = HopCounts::read(hops, rank, 1, scratch);
+        // Ranks compare counts before any data move: a wrong count would otherwise surface on an
+        // intermediate rank, which could not name the caller at fault.
         check(&hop_counts, &receives)?;
         let schedule = hop_counts.there(&|block| block.units as usize);
         Ok(plan::all_to_all_with(&schedule, &sends, &receives, phase))
@@ -50,7 +54,7 @@ fn check(hop_counts: &HopCounts, receives: &[usize]) -> Result<(), Unequal> {
     Ok(())
 }
 
-/// Ranks and bytes of messages.
+/// Returns peer and bytes of each message.
 pub(crate) fn sizes(list: &[Transfer]) -> Vec<(usize, usize)> {
     list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
 }
@@ -65,7 +69,7 @@ impl CountExchange {
     pub fn new(
         algorithm: Algorithm,
         size: usize,
-        kind: Kind,
+        kind: OpKind,
     ) -> Result<CountExchange, CollectiveError> {
         let direct = || {
             let levels = Levels::new(&[size]);
@@ -79,18 +83,18 @@ impl CountExchange {
         })
     }
 
-    pub fn plan(&self, rank: usize, pieces: usize, units: &[u64]) -> (Plan, Next) {
-        let plan = plan::count_hops(&self.hops, rank, pieces, units);
+    pub fn plan(&self, rank: usize, blocks_per_peer: usize, units: &[u64]) -> (Plan, Next) {
+        let plan = plan::count_hops(&self.hops, rank, blocks_per_peer, units);
         let (hops, counts) = (self.hops.clone(), Arc::clone(&self.counts));
         let next = move |scratch: &[u8]| {
-            let _ = counts.set(HopCounts::read(hops, rank, pieces, scratch)); // once
+            let _ = counts.set(HopCounts::read(hops, rank, blocks_per_peer, scratch)); // once
             Ok(Plan::default())
         };
         (plan, Box::new(next))
     }
 
-    /// When it has ended well.
-    pub fn result(self, kind: Kind) -> Result<HopCounts, CollectiveError> {
+    /// Returns the result of an exchange that has succeeded.
+    pub fn result(self, kind: OpKind) -> Result<HopCounts, CollectiveError> {
         let nothing = || checks::invalid(kind, "it has ended without a result".to_string());
         self.counts.get().cloned().ok_or_else(nothing)
     }

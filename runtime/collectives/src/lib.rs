@@ -1,14 +1,14 @@
-//! Ranks that exchange device buffers.
+//! Collective operations on device buffers, between the ranks of a group.
 //!
-//! [`Collectives`] is what layers call: all-to-all, all-gather, reduce-scatter,
-//! all-reduce, broadcast, messages, split, barrier. Every operation is started without
-//! waiting, has a number and a deadline, and ends well or as an error on every rank.
-//! Results are the same bytes in every run: sums are in the order of ranks.
+//! Layers call [`Collectives`]: all-to-all, all-gather, reduce-scatter, all-reduce, broadcast,
+//! point-to-point messages, split, barrier. A call starts an operation and returns without
+//! waiting. Every operation has a number and a deadline, and ends on every rank, with a result or
+//! with an error. Results are the same bytes in every run, because sums are taken in rank order.
 //!
-//! An operation is a [`plan`]: messages and copies as data, a pure function of ranks and
-//! sizes. [`Communicator`] runs plans over any [`Transport`], which has to do no more than
-//! carry eager messages and rendezvous messages: [`threads`] are ranks of one process, [`mpi`] processes
-//! under anybody's `mpirun`.
+//! An operation is a [`plan`]: messages and copies as data, a pure function of ranks and sizes. A
+//! [`Communicator`] runs plans over any [`Transport`]. A transport only carries eager and
+//! rendezvous messages: [`threads`] connects threads of one process, [`mpi`] connects processes
+//! under any `mpirun`. [`nccl`] runs the same plans on a GPU's stream.
 //!
 //! ```
 //! use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice, threads};
@@ -33,8 +33,7 @@
 //! # Ok::<(), moesaic_collectives::CollectiveError>(())
 //! ```
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
 mod api;
 mod checks;

@@ -1,4 +1,5 @@
-//! How fast ranks exchange data: between two, all with all, and inside nodes and between them.
+//! Measures how fast ranks exchange data: in pairs, all at once, and inside nodes against between
+//! them.
 
 mod levels;
 
@@ -9,21 +10,22 @@ use moesaic_target::Device;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is measured.
+/// The options of [`measure`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// Bytes of the large messages.
+pub struct MeasureOptions {
+    /// The size of large messages in bytes.
     pub large: usize,
-    /// Exchanges of each kind, of which the median counts; a few more go before.
+    /// The number of timed exchanges of each kind, after a few that are not timed. The median
+    /// counts.
     pub rounds: usize,
-    /// The most pairs of ranks of each kind of link, the same node and another; of more,
-    /// evenly chosen ones are measured.
+    /// The most pairs measured for each kind of link: same node, different nodes. If there are
+    /// more, an evenly spaced subset is measured.
     pub pairs: usize,
 }
 
-impl Default for Options {
-    fn default() -> Options {
-        Options {
+impl Default for MeasureOptions {
+    fn default() -> MeasureOptions {
+        MeasureOptions {
             large: 4 << 20,
             rounds: 20,
             pairs: 32,
@@ -31,59 +33,59 @@ impl Default for Options {
     }
 }
 
-/// Two ranks, one after the other sending.
+/// The speed between two ranks that send in turns.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Link {
+pub struct PairLink {
     /// The lower rank.
     pub from: usize,
-    /// The higher one.
+    /// The higher rank.
     pub to: usize,
     /// Whether both are on one host.
     pub same_node: bool,
-    /// One way, with 8 bytes.
+    /// The one-way time of 8 bytes.
     pub latency: Duration,
-    /// With large messages, from the lower rank to the higher.
+    /// The bandwidth of large messages from the lower rank to the higher.
     pub bytes_per_second: f64,
 }
 
-/// Every rank to every rank.
+/// The speed of an all-to-all of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AllToAll {
-    /// From each rank to each.
+    /// The bytes from each rank to each rank.
     pub bytes_per_pair: usize,
-    /// The slowest rank's.
+    /// The time of the slowest rank.
     pub time: Duration,
-    /// What leaves a rank for others in that time.
+    /// The bytes that a rank sends to others, per second of that time.
     pub bytes_per_second: f64,
 }
 
-/// What was measured, the same on every rank.
+/// The result of [`measure`], equal on every rank.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
     /// Pairs of ranks.
-    pub links: Vec<Link>,
-    /// With 8 bytes, and with large messages.
+    pub links: Vec<PairLink>,
+    /// One with 8 bytes per pair, one with large messages.
     pub all_to_all: Vec<AllToAll>,
 }
 
-/// Bytes of the small messages.
+/// The size of small messages in bytes.
 const SMALL: usize = 8;
-/// Exchanges that are not counted.
+/// The number of exchanges before timing starts.
 const WARM: usize = 3;
 
-/// Measures pairs of ranks one after the other, then all at once, and checks that what
-/// arrives is what was sent. All ranks call it; it waits.
+/// Measures pairs of ranks one after the other, then all ranks at once. It checks that received
+/// data equal what was sent. All ranks call it; it waits.
 ///
 /// # Errors
-/// [`CollectiveError::Invalid`] when data arrive changed or buffers cannot be had; else
-/// those of the operations.
+/// [`CollectiveError::Invalid`] when data arrive changed or buffers cannot be allocated; else the
+/// errors of the operations.
 pub fn measure(
     world: &mut dyn Collectives,
     device: &Arc<dyn Device>,
     topology: &Topology,
-    options: &Options,
+    options: &MeasureOptions,
 ) -> Result<Measured, CollectiveError> {
-    let mut gauge = Gauge::new(world, device, options)?;
+    let mut gauge = PairProbe::new(world, device, options)?;
     let mut links = Vec::new();
     for same_node in [true, false] {
         for (from, to) in chosen(&topology.hosts, same_node, options.pairs) {
@@ -99,7 +101,7 @@ pub fn measure(
     gauge.share(&links, all_to_all)
 }
 
-/// Pairs of ranks of one kind of link: all, or some from first to last.
+/// Returns the pairs of one kind of link: all of them, or `most` evenly spaced ones.
 fn chosen(hosts: &[String], same_node: bool, most: usize) -> Vec<(usize, usize)> {
     let all: Vec<(usize, usize)> = (0..hosts.len())
         .flat_map(|from| (from + 1..hosts.len()).map(move |to| (from, to)))
@@ -109,36 +111,36 @@ fn chosen(hosts: &[String], same_node: bool, most: usize) -> Vec<(usize, usize)>
     (0..count).map(|i| all[i * all.len() / count]).collect()
 }
 
-struct Gauge<'a> {
+struct PairProbe<'a> {
     world: &'a mut dyn Collectives,
     device: &'a Arc<dyn Device>,
     rounds: usize,
     large: usize,
-    /// Bytes that name this rank, and room for what comes.
+    /// Bytes that name this rank, and memory for received data.
     from: Slice,
     to: Slice,
 }
 
-/// One way with little data, and with much; zeros on ranks that do not know.
+/// The one-way times of small and large messages; zero on ranks that did not measure.
 type Times = [Duration; 2];
 
-impl<'a> Gauge<'a> {
+impl<'a> PairProbe<'a> {
     fn new(
         world: &'a mut dyn Collectives,
         device: &'a Arc<dyn Device>,
-        options: &Options,
-    ) -> Result<Gauge<'a>, CollectiveError> {
-        // An exchange of all has a part for each rank, rounded up.
+        options: &MeasureOptions,
+    ) -> Result<PairProbe<'a>, CollectiveError> {
+        // An all-to-all has a part for each rank, rounded up.
         let bytes = options.large.max(SMALL) + SMALL * world.size();
         let own = vec![pattern(world.rank()); bytes];
-        let room = || -> Result<Slice, CollectiveError> {
+        let memory = || -> Result<Slice, CollectiveError> {
             let buffer = device.alloc(bytes).map_err(trouble)?;
-            // Also what is received into, so that its pages are there.
+            // Upload to the receive buffer too, so that its pages exist before timing starts.
             device.upload(&own, &buffer, 0).map_err(trouble)?;
             Ok(Slice::whole(&Arc::new(buffer), Element::U8))
         };
-        let (from, to) = (room()?, room()?);
-        Ok(Gauge {
+        let (from, to) = (memory()?, memory()?);
+        Ok(PairProbe {
             world,
             device,
             rounds: options.rounds.max(1),
@@ -148,7 +150,7 @@ impl<'a> Gauge<'a> {
         })
     }
 
-    /// What the lower rank sees of two ranks.
+    /// Times a pair of ranks, as seen by the lower one.
     fn pair(&mut self, from: usize, to: usize) -> Result<Times, CollectiveError> {
         let large = self.large;
         self.world.barrier(&Call::new("measure"))?.wait()?;
@@ -157,11 +159,12 @@ impl<'a> Gauge<'a> {
         if self.world.rank() == to {
             self.arrived(from, 0, large)?;
         }
-        // The way back of few bytes is no part of the large message's time.
+        // Half a small round trip is subtracted: the small reply is no part of the large
+        // message's time.
         Ok([both / 2, there.saturating_sub(both / 2)])
     }
 
-    /// The time of a message there and one back.
+    /// Returns the median time of a message there and one back.
     fn medians(
         &mut self,
         from: usize,
@@ -179,7 +182,7 @@ impl<'a> Gauge<'a> {
         Ok(median(times.split_off(WARM)))
     }
 
-    /// All ranks call it; those that are neither do nothing.
+    /// Sends one message; ranks that are neither end take part with nothing.
     fn message(&mut self, from: usize, to: usize, bytes: usize) -> Result<(), CollectiveError> {
         let rank = self.world.rank();
         let one =
@@ -233,7 +236,7 @@ impl<'a> Gauge<'a> {
         })
     }
 
-    /// Every rank learns what each knows.
+    /// Gathers the times that each rank measured.
     fn share(
         &mut self,
         links: &[(usize, usize, bool, Times)],
@@ -249,13 +252,14 @@ impl<'a> Gauge<'a> {
             let words = all[rank].as_chunks::<8>().0;
             Duration::from_nanos(words.get(index).map_or(0, |w| u64::from_le_bytes(*w)))
         };
-        let link = |(i, (from, to, same_node, _)): (usize, &(usize, usize, bool, Times))| Link {
-            from: *from,
-            to: *to,
-            same_node: *same_node,
-            latency: number(*from, 2 * i),
-            bytes_per_second: rate(self.large, number(*from, 2 * i + 1)),
-        };
+        let link =
+            |(i, (from, to, same_node, _)): (usize, &(usize, usize, bool, Times))| PairLink {
+                from: *from,
+                to: *to,
+                same_node: *same_node,
+                latency: number(*from, 2 * i),
+                bytes_per_second: rate(self.large, number(*from, 2 * i + 1)),
+            };
         let ranks = self.world.size();
         let whole = |(i, (bytes, _)): (usize, &(usize, Duration))| {
             let times = (0..ranks).map(|rank| number(rank, 2 * links.len() + i));
@@ -273,7 +277,7 @@ impl<'a> Gauge<'a> {
     }
 }
 
-/// No two ranks near each other have the same.
+/// Returns a byte that differs between ranks close to each other.
 fn pattern(rank: usize) -> u8 {
     (rank % 251) as u8 + 1
 }

@@ -1,31 +1,31 @@
-//! The memory of an operation, reachable from the host.
+//! Host-visible memory of an operation.
 
 use crate::Slice;
 use moesaic_kernel::Target;
 use moesaic_target::{Buffer, Device, DeviceError};
 use std::sync::Arc;
 
-/// Memory that messages are sent from or received into. Of a CPU's buffer it is the
-/// buffer itself; of any other device's it is a copy on the host.
+/// Memory that messages are sent from or received into: the buffer itself on a CPU, a host copy
+/// of any other device's buffer.
 pub(crate) struct Region {
     address: *mut u8,
     bytes: usize,
     owner: Owner,
-    /// Where to put the copy when all has been received.
+    /// The slice that the copy is written back to once everything has been received.
     back: Option<Slice>,
 }
 
-/// What keeps the memory.
+/// The owner that keeps the memory alive.
 enum Owner {
     Buffer { _buffer: Arc<Buffer> },
     Host(Box<[u8]>),
 }
 
-// SAFETY: an address and what keeps its memory; each use says why it is sound.
+// SAFETY: an address together with the owner of its memory; each access justifies itself.
 unsafe impl Send for Region {}
 
 impl Region {
-    /// What is in the slice, when all that was launched before has run.
+    /// Returns the slice's contents, after all earlier launches have run.
     pub fn input(device: &dyn Device, slice: &Slice) -> Result<Region, DeviceError> {
         if let Some(region) = Region::direct(device, slice)? {
             return Ok(region);
@@ -35,7 +35,7 @@ impl Region {
         Ok(Region::host(bytes))
     }
 
-    /// Where the slice will be written.
+    /// Returns memory that will be written to the slice.
     pub fn output(device: &dyn Device, slice: &Slice) -> Result<Region, DeviceError> {
         if let Some(region) = Region::direct(device, slice)? {
             return Ok(region);
@@ -46,7 +46,7 @@ impl Region {
         })
     }
 
-    /// A slice that is read and written.
+    /// Returns memory for a slice that is both read and written.
     pub fn both(device: &dyn Device, slice: &Slice) -> Result<Region, DeviceError> {
         Ok(Region {
             back: Region::output(device, slice)?.back,
@@ -54,7 +54,7 @@ impl Region {
         })
     }
 
-    /// Memory of the host.
+    /// Returns a region of host memory.
     pub fn host(bytes: Vec<u8>) -> Region {
         let mut bytes = bytes.into_boxed_slice();
         Region {
@@ -65,7 +65,7 @@ impl Region {
         }
     }
 
-    /// Buffers of CPUs are at ordinary addresses.
+    /// Returns the buffer itself where it is a CPU's, since those lie at ordinary addresses.
     fn direct(device: &dyn Device, slice: &Slice) -> Result<Option<Region>, DeviceError> {
         if !matches!(device.info().target, Target::Cpu(_)) {
             return Ok(None);
@@ -81,13 +81,13 @@ impl Region {
         }))
     }
 
-    /// The address of `offset`, if `bytes` bytes fit behind it.
+    /// Returns the address of `offset`, if `bytes` bytes fit behind it.
     pub fn at(&self, offset: usize, bytes: usize) -> Option<*mut u8> {
         let end = offset.checked_add(bytes)?;
         (end <= self.bytes).then(|| self.address.wrapping_add(offset))
     }
 
-    /// Puts a copy on the host where it belongs.
+    /// Writes a host copy back to its slice.
     pub fn write_back(&self, device: &dyn Device) -> Result<(), DeviceError> {
         match (&self.back, &self.owner) {
             (Some(slice), Owner::Host(bytes)) => {
@@ -97,7 +97,7 @@ impl Region {
         }
     }
 
-    /// What was received in memory of the host.
+    /// Returns what was received into host memory.
     pub fn into_host(self) -> Vec<u8> {
         match self.owner {
             Owner::Host(bytes) => bytes.into_vec(),

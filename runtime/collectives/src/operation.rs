@@ -3,7 +3,7 @@
 use crate::eager::{Key, PartSizes, Signature};
 use crate::error::At;
 use crate::memory::Region;
-use crate::plan::{self, Copy, Place, Plan, Span, Step};
+use crate::plan::{self, BufferRef, Copy, Expected, Plan, Span, Step};
 use crate::transport::{MemoryRange, Request};
 use crate::{CollectiveError, reduce};
 use moesaic_target::Device;
@@ -14,27 +14,27 @@ use std::time::{Duration, Instant};
 /// Ranks that call operations together.
 #[derive(Debug)]
 pub(crate) struct Group {
-    /// A number that no other group of the world has.
+    /// A number unique among the groups of the world.
     pub context: u64,
-    /// Ranks in the world, by rank in the group.
+    /// The ranks in the world, by rank in the group.
     pub members: Vec<usize>,
     /// This rank in the group.
     pub rank: usize,
 }
 
-/// Makes the rest of a plan from what the first part has left in the scratch memory.
+/// Continues a plan, given the scratch memory that its first part has filled.
 pub(crate) type Next = Box<dyn FnOnce(&[u8]) -> Result<Plan, Unequal> + Send>;
 
-/// Another rank's number that is not what this rank expects.
+/// A number from another rank that differs from this rank's.
 pub(crate) struct Unequal {
     pub what: &'static str,
-    /// The rank, in the group.
+    /// The other rank, in the group.
     pub peer: usize,
     pub ours: u64,
     pub theirs: u64,
 }
 
-/// What is to be done.
+/// The work of an operation.
 pub(crate) struct Task {
     pub signature: Signature,
     pub label: String,
@@ -45,20 +45,19 @@ pub(crate) struct Task {
     pub next: Option<Next>,
 }
 
-/// All messages of an exchange between this rank and another, in one direction. They
-/// travel together.
+/// All messages of one exchange from one rank to another. They are sent together.
 pub(crate) struct Bundle {
     /// The other rank, in the world.
     pub peer: usize,
-    pub pieces: PartSizes,
-    /// Where they are, or go: a part for each that is not empty, in their order.
+    pub sizes: PartSizes,
+    /// The memory of each message that is not empty, in message order.
     pub parts: Vec<MemoryRange>,
 }
 
-/// Messages that are waited for.
+/// A bundle that this rank receives.
 pub(crate) struct Incoming {
     pub bundle: Bundle,
-    /// Set once their eager message has come.
+    /// The rendezvous, once its announcement has arrived.
     pub rendezvous: Option<Request>,
 }
 
@@ -69,12 +68,12 @@ pub(crate) struct Operation {
     pub signature: Signature,
     pub started: Instant,
     pub deadline: Duration,
-    /// The number of the exchange that is going on.
+    /// The number of the current exchange.
     pub phase: u32,
-    /// Messages to others, with their receivers in the world.
+    /// Rendezvous messages in flight to other ranks, each with its receiver in the world.
     pub sending: Vec<(usize, Request)>,
     pub receiving: Vec<Incoming>,
-    /// Nobody will ask how it ended.
+    /// Whether the caller has dropped the handle.
     pub abandoned: bool,
     label: String,
     phase_name: &'static str,
@@ -85,14 +84,14 @@ pub(crate) struct Operation {
     scratch: Region,
 }
 
-// SAFETY: addresses in it are of memory that it owns or keeps alive itself.
+// SAFETY: it owns, or keeps alive, all memory that its addresses point to.
 unsafe impl Send for Operation {}
 
-/// What a step asks for.
+/// The next action of an operation.
 pub(crate) enum Advance {
-    /// These messages, and then, while they travel, these copies.
+    /// Send and receive these bundles, then do these copies while they are in flight.
     Exchange(Vec<Bundle>, Vec<Copy>),
-    /// Nothing: the operation is finished.
+    /// Nothing; the operation is finished.
     Finished,
 }
 
@@ -138,7 +137,7 @@ impl Operation {
         }
     }
 
-    /// Ranks of the world that the exchange waits for, each once.
+    /// Returns the ranks of the world that the exchange waits for, each once.
     pub fn waits_for(&self) -> Vec<usize> {
         let senders = self.receiving.iter().map(|incoming| incoming.bundle.peer);
         let mut ranks: Vec<usize> = senders
@@ -153,7 +152,7 @@ impl Operation {
         self.outputs
     }
 
-    /// Does all that needs nobody else. Called when no exchange is going on.
+    /// Executes steps until one needs other ranks. Called when no exchange is in flight.
     pub fn advance(&mut self) -> Result<Advance, CollectiveError> {
         loop {
             match self.steps.pop_front() {
@@ -183,7 +182,7 @@ impl Operation {
         }
     }
 
-    /// Gives the device what was received.
+    /// Copies received data to the device.
     pub fn finish(&mut self) -> Result<(), CollectiveError> {
         for output in &self.outputs {
             let written = output.write_back(&*self.device);
@@ -218,14 +217,14 @@ impl Operation {
 
     fn address(
         &self,
-        place: Place,
+        place: BufferRef,
         offset: usize,
         bytes: usize,
     ) -> Result<*mut u8, CollectiveError> {
         let region = match place {
-            Place::Input(index) => self.inputs.get(index),
-            Place::Output(index) => self.outputs.get(index),
-            Place::Scratch => Some(&self.scratch),
+            BufferRef::Input(index) => self.inputs.get(index),
+            BufferRef::Output(index) => self.outputs.get(index),
+            BufferRef::Scratch => Some(&self.scratch),
         };
         let address = region.and_then(|region| region.at(offset, bytes));
         address.ok_or_else(|| CollectiveError::Invalid {
@@ -235,28 +234,29 @@ impl Operation {
     }
 
     fn span(&self, span: &Span) -> Result<*mut u8, CollectiveError> {
-        self.address(span.place, span.offset, span.bytes)
+        self.address(span.buffer, span.offset, span.bytes)
     }
 
     pub fn copy(&self, copies: &[Copy]) -> Result<(), CollectiveError> {
         for copy in copies {
             let from = self.span(&copy.from)?;
             let to = self.address(copy.to, copy.offset, copy.from.bytes)?;
-            // A rank's own part may be in its place, and be on its way to others.
+            // A rank's own part may already be in its place while the transport reads it for
+            // other ranks, so it must not be written, not even with the same bytes.
             if from == to {
                 continue;
             }
-            // SAFETY: both ranges lie in memory that this operation keeps alive; they
-            // may overlap.
+            // SAFETY: the operation keeps both ranges alive; `copy` allows them to overlap.
             unsafe { std::ptr::copy(from, to, copy.from.bytes) };
         }
         Ok(())
     }
 
     fn write(&self, offset: usize, numbers: &[u64]) -> Result<(), CollectiveError> {
-        let to = self.address(Place::Scratch, offset, 8 * numbers.len())?;
+        let to = self.address(BufferRef::Scratch, offset, 8 * numbers.len())?;
         let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-        // SAFETY: so many bytes are in the scratch memory, which is this operation's.
+        // SAFETY: `address` checked that the bytes fit in the scratch memory, which the operation
+        // owns.
         unsafe { std::ptr::copy(bytes.as_ptr(), to, bytes.len()) };
         Ok(())
     }
@@ -273,10 +273,9 @@ impl Operation {
         else {
             return Ok(());
         };
-        let from = self.address(Place::Scratch, rows.start, rows.len())?;
+        let from = self.address(BufferRef::Scratch, rows.start, rows.len())?;
         let to = self.address(to, offset, row_bytes)?;
-        // SAFETY: the range lies in the scratch memory, which nobody else uses between
-        // exchanges.
+        // SAFETY: the range lies in the scratch memory, which nobody else uses between exchanges.
         let bytes = unsafe { std::slice::from_raw_parts_mut(from, rows.len()) };
         reduce::fold(element, reduction, bytes, row_bytes);
         // SAFETY: as in `copy`.
@@ -284,21 +283,16 @@ impl Operation {
         Ok(())
     }
 
-    fn check(
-        &self,
-        what: &'static str,
-        numbers: &[(usize, u64, usize)],
-    ) -> Result<(), CollectiveError> {
-        for (offset, ours, peer) in numbers {
-            let from = self.address(Place::Scratch, *offset, 8)?;
-            // SAFETY: eight bytes in the scratch memory.
+    fn check(&self, what: &'static str, numbers: &[Expected]) -> Result<(), CollectiveError> {
+        for expected in numbers {
+            let from = self.address(BufferRef::Scratch, expected.offset, 8)?;
+            // SAFETY: `address` checked that eight bytes fit in the scratch memory.
             let theirs = u64::from_le_bytes(unsafe { *from.cast::<[u8; 8]>() });
-            if theirs != *ours {
-                let (ours, peer) = (*ours, *peer);
+            if theirs != expected.value {
                 return Err(self.unequal(&Unequal {
                     what,
-                    peer,
-                    ours,
+                    peer: expected.peer,
+                    ours: expected.value,
                     theirs,
                 }));
             }
@@ -306,7 +300,8 @@ impl Operation {
         Ok(())
     }
 
-    /// Messages by their other rank, in the order in which these first come.
+    /// Groups messages by peer, in the order in which the peers first appear. The order is kept
+    /// so that a plan controls which rank is served first.
     fn bundles(&self, messages: &[plan::Message]) -> Result<Vec<Bundle>, CollectiveError> {
         let mut numbers = HashMap::new();
         let mut lists: Vec<(usize, Vec<&plan::Message>)> = Vec::new();
@@ -336,7 +331,7 @@ impl Operation {
         }
         Ok(Bundle {
             peer: self.group.members[peer],
-            pieces: PartSizes::of(&sizes),
+            sizes: PartSizes::of(&sizes),
             parts,
         })
     }

@@ -1,20 +1,20 @@
-//! A thread that makes operations go on while a rank computes.
+//! A thread that makes progress while a rank computes.
 
 use crate::core::Shared;
-use crate::handle::{EAGER, PAUSE};
+use crate::handle::{PAUSE, SPINS};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// Makes the operations of a world go on between calls, as long as it lives: messages travel
-/// while the rank computes. It sleeps when nothing is in flight. Calls drive their own
-/// operations meanwhile, and leave others to it.
+/// A thread that moves the messages of a world between calls, for as long as you hold it. It
+/// sleeps while nothing is in flight. A call that waits drives its own operation and leaves the
+/// others to this thread.
 pub struct ProgressThread {
     core: Arc<Shared>,
     bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What wakes a progress thread.
+/// The signal that wakes a progress thread.
 #[derive(Default)]
 pub(crate) struct Bell {
     state: Mutex<State>,
@@ -28,7 +28,7 @@ struct State {
 }
 
 impl Bell {
-    /// Something has been begun.
+    /// Signals that an operation has begun.
     pub fn ring(&self) {
         self.state().rung = true;
         self.changed.notify_one();
@@ -43,7 +43,7 @@ impl Bell {
         self.state().ends
     }
 
-    /// Waits for something to do; false at the end.
+    /// Waits for work; returns false when the thread must end.
     fn wait(&self) -> bool {
         let mut state = self.state();
         while !state.rung && !state.ends {
@@ -62,7 +62,8 @@ impl Bell {
 }
 
 impl ProgressThread {
-    /// Starts it; `None` where there can be no thread, and progress is made in calls.
+    /// Starts the thread. Returns `None` where the system refuses one; calls then make all
+    /// progress.
     pub(crate) fn start(core: &Arc<Shared>) -> Option<Arc<ProgressThread>> {
         let bell = Arc::new(Bell::default());
         let (own, rings) = (Arc::clone(core), Arc::clone(&bell));
@@ -82,12 +83,12 @@ impl ProgressThread {
     }
 }
 
-/// Makes operations go on until none is in flight.
+/// Makes progress until nothing is in flight.
 fn drive(core: &Shared, bell: &Bell) {
     let mut idle = 0u32;
     while !bell.ends() {
-        // What a rank waits for must not wait for what it does not need yet: one message at
-        // a time, and the rank first.
+        // The rank comes first, and only one message moves at a time: what the rank waits for
+        // must not wait for a message that it does not need yet.
         let moved = match core.lock_unless_wanted() {
             None => false,
             Some(core) if !core.is_busy() => return,
@@ -95,7 +96,7 @@ fn drive(core: &Shared, bell: &Bell) {
         };
         idle = if moved { 0 } else { idle + 1 };
         match idle {
-            0..EAGER => std::thread::yield_now(),
+            0..SPINS => std::thread::yield_now(),
             _ => std::thread::sleep(PAUSE),
         }
     }
@@ -106,7 +107,7 @@ impl Drop for ProgressThread {
         self.core.lock().forget_progress_thread();
         self.bell.end();
         if let Some(thread) = self.thread.take() {
-            // It has no result, and what it has failed at is the operations' to tell.
+            // The thread has no result of its own; its failures are reported by the operations.
             let _ = thread.join();
         }
     }

@@ -1,10 +1,10 @@
-//! Reductions in the order of the ranks: the same bytes whatever arrives first.
+//! Reductions in rank order: the same bytes whatever arrives first.
 
 use crate::Element;
 use half::{bf16, f16};
 use std::fmt;
 
-/// How values of several ranks become one.
+/// The operator of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Reduction {
@@ -20,7 +20,7 @@ impl Reduction {
     /// Every reduction.
     pub const ALL: [Reduction; 3] = [Reduction::Sum, Reduction::Max, Reduction::Min];
 
-    /// The lower-case name: `sum`.
+    /// Returns the lower-case name: `sum`.
     pub const fn name(self) -> &'static str {
         match self {
             Reduction::Sum => "sum",
@@ -40,8 +40,7 @@ impl fmt::Display for Reduction {
     }
 }
 
-/// Folds `rows`, which are one after the other and `row_bytes` long each, into
-/// the first of them.
+/// Folds consecutive rows of `row_bytes` bytes into the first of them.
 pub(crate) fn fold(element: Element, reduction: Reduction, rows: &mut [u8], row_bytes: usize) {
     if row_bytes == 0 {
         return;
@@ -57,7 +56,7 @@ pub(crate) fn fold(element: Element, reduction: Reduction, rows: &mut [u8], row_
     }
 }
 
-/// A number of `N` bytes that is summed in its own type.
+/// A number of `N` bytes that is reduced in its own type.
 trait Number<const N: usize>: Copy {
     fn read(bytes: [u8; N]) -> Self;
     fn write(self) -> [u8; N];
@@ -92,9 +91,10 @@ number!(i32, 4, i32::wrapping_add);
 number!(i64, 8, i64::wrapping_add);
 number!(u8, 1, u8::wrapping_add);
 
-/// `other` if it wins or is the first NaN; a NaN that was there stays.
+/// Returns `other` if it wins or is the first NaN; a NaN that was there already stays.
 #[allow(clippy::eq_op)]
 fn later<T: Copy + PartialEq>(this: T, other: T, wins: bool) -> T {
+    // The only portable NaN test for a generic type: NaN differs from itself.
     if wins || (other != other && this == this) {
         other
     } else {
@@ -111,7 +111,7 @@ fn whole<T: Number<N>, const N: usize>(reduction: Reduction, first: &mut [u8], r
     }
 }
 
-/// Halves whose sums are f32 in a block of the stack.
+/// Reduces 16-bit floats in f32, one block on the stack at a time.
 fn halves<T>(
     reduction: Reduction,
     first: &mut [u8],

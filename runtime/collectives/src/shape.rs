@@ -1,20 +1,20 @@
-//! Which ranks share a node.
+//! The arrangement of ranks on nodes.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Nodes with equally many ranks each, one node's ranks after the other's.
+/// Nodes with equal numbers of ranks; the ranks of a node are consecutive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeShape {
-    /// How many nodes.
+    /// The number of nodes.
     pub nodes: usize,
-    /// Ranks of each.
+    /// The ranks of each node.
     pub per_node: usize,
 }
 
 impl NodeShape {
-    /// The shape of ranks on these hosts; `None` where nodes have unequally many ranks,
-    /// or ranks of a node are not in a row.
+    /// Returns the shape of ranks on these hosts; `None` where nodes have unequal numbers of
+    /// ranks, or the ranks of a node are not consecutive.
     pub fn of_hosts(hosts: &[String]) -> Option<NodeShape> {
         let nodes = hosts.chunk_by(|a, b| a == b).collect::<Vec<_>>();
         let per_node = nodes.first()?.len();
@@ -26,17 +26,17 @@ impl NodeShape {
         })
     }
 
-    /// Ranks of all nodes.
+    /// Returns the number of ranks.
     pub fn ranks(self) -> usize {
         self.nodes * self.per_node
     }
 
-    /// The rank at a place of a node.
+    /// Returns the rank with local rank `place` on a node.
     pub fn rank(self, node: usize, place: usize) -> usize {
         node * self.per_node + place
     }
 
-    /// The node of a rank, and its place there.
+    /// Returns the node of a rank and its local rank there.
     pub fn split(self, rank: usize) -> (usize, usize) {
         (rank / self.per_node, rank % self.per_node)
     }
@@ -45,19 +45,19 @@ impl NodeShape {
 /// The most levels of [`Levels`].
 pub const MOST_LEVELS: usize = 4;
 
-/// Ranks in equal groups of equal groups, such as pods of islands of nodes of ranks: the
-/// number of a rank has a digit for each level, the first one varying slowest.
+/// Ranks in equal groups of equal groups, such as pods of islands of nodes of ranks. A rank's
+/// number has one digit for each level; the first digit varies slowest.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Levels {
-    /// How many values each digit has; 1 where there is no such level.
+    /// The number of values of each digit; 1 where there is no such level.
     radices: [u32; MOST_LEVELS],
     count: u8,
 }
 
 impl Levels {
-    /// Levels of so many groups each, the slowest first: `[4, 2, 8]` is 4 pods of 2 nodes of
-    /// 8 ranks. `None` for no levels or more than [`MOST_LEVELS`], a level of nothing, or
-    /// more ranks than a number holds.
+    /// Returns levels of these many groups each, the slowest first: `[4, 2, 8]` is 4 pods of 2
+    /// nodes of 8 ranks. Returns `None` for no levels or more than [`MOST_LEVELS`], for an empty
+    /// level, or for more ranks than fit the number.
     pub fn new(radices: &[usize]) -> Option<Levels> {
         if radices.is_empty() || radices.len() > MOST_LEVELS {
             return None;
@@ -75,33 +75,33 @@ impl Levels {
         })
     }
 
-    /// How many levels.
+    /// Returns the number of levels.
     pub fn count(&self) -> usize {
         self.count.into()
     }
 
-    /// Values of the digit of a level.
+    /// Returns the number of values of a level's digit.
     pub fn radix(&self, level: usize) -> usize {
         self.radices[level] as usize
     }
 
-    /// Ranks of all groups.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.radices.iter().map(|radix| *radix as usize).product()
     }
 
-    /// Ranks of the smallest groups of which a level counts the number.
+    /// Returns the number of ranks in one group at a level: the weight of the level's digit.
     pub fn stride(&self, level: usize) -> usize {
         let below = &self.radices[level + 1..];
         below.iter().map(|radix| *radix as usize).product()
     }
 
-    /// A digit of a rank.
+    /// Returns a digit of a rank.
     pub fn digit(&self, rank: usize, level: usize) -> usize {
         rank / self.stride(level) % self.radix(level)
     }
 
-    /// The rank with another digit at a level.
+    /// Returns the rank with the digit at a level replaced.
     pub fn with(&self, rank: usize, level: usize, digit: usize) -> usize {
         rank + digit * self.stride(level) - self.digit(rank, level) * self.stride(level)
     }
@@ -123,7 +123,7 @@ impl fmt::Display for Levels {
 }
 
 impl From<NodeShape> for Levels {
-    /// Nodes of ranks.
+    /// Returns two levels: nodes of ranks.
     fn from(shape: NodeShape) -> Levels {
         let (nodes, per_node) = (shape.nodes as u32, shape.per_node as u32);
         Levels {

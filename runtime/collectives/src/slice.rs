@@ -1,25 +1,25 @@
-//! Parts of device buffers.
+//! Element ranges of device buffers.
 
 use crate::CollectiveError;
 use moesaic_target::Buffer;
 use std::fmt;
 use std::sync::Arc;
 
-/// The type of the elements that are exchanged.
+/// The type of exchanged elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Element {
     /// IEEE binary32.
     F32 = 1,
-    /// The upper half of a binary32; sums are f32, rounded once.
+    /// The upper half of a binary32; sums are taken in f32 and rounded once.
     Bf16 = 2,
-    /// IEEE binary16; sums are f32, rounded once.
+    /// IEEE binary16; sums are taken in f32 and rounded once.
     F16 = 3,
     /// Two's complement, 32 bits; sums wrap around.
     I32 = 4,
     /// Two's complement, 64 bits; sums wrap around.
     I64 = 5,
-    /// A byte, or a part of something that is only moved; sums wrap around.
+    /// A byte, or opaque data that are only moved; sums wrap around.
     U8 = 6,
 }
 
@@ -34,7 +34,7 @@ impl Element {
         Element::U8,
     ];
 
-    /// Bytes per element.
+    /// Returns the bytes per element.
     pub const fn size(self) -> usize {
         match self {
             Element::U8 => 1,
@@ -44,7 +44,7 @@ impl Element {
         }
     }
 
-    /// The lower-case name: `bf16`.
+    /// Returns the lower-case name: `bf16`.
     pub const fn name(self) -> &'static str {
         match self {
             Element::F32 => "f32",
@@ -67,8 +67,8 @@ impl fmt::Display for Element {
     }
 }
 
-/// Elements in a row in a device buffer. It keeps the buffer alive, so that an
-/// operation whose handle is dropped does no harm.
+/// A contiguous range of elements of a device buffer. It keeps the buffer alive, so dropping an
+/// operation's handle is safe.
 #[derive(Clone, Debug)]
 pub struct Slice {
     buffer: Arc<Buffer>,
@@ -78,7 +78,7 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// `elements` elements from element `first` on.
+    /// Returns `elements` elements from element `first` on.
     ///
     /// # Errors
     /// [`CollectiveError::Invalid`] when the buffer is smaller.
@@ -108,7 +108,7 @@ impl Slice {
         })
     }
 
-    /// The whole buffer, as many elements as fit.
+    /// Returns the whole buffer: as many elements as fit.
     pub fn whole(buffer: &Arc<Buffer>, element: Element) -> Slice {
         Slice {
             buffer: Arc::clone(buffer),
@@ -118,37 +118,37 @@ impl Slice {
         }
     }
 
-    /// The buffer.
+    /// Returns the buffer.
     pub fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer
     }
 
-    /// The type of its elements.
+    /// Returns the type of the elements.
     pub fn element(&self) -> Element {
         self.element
     }
 
-    /// How many elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.elements
     }
 
-    /// How many bytes.
+    /// Returns the number of bytes.
     pub fn bytes(&self) -> usize {
         self.elements * self.element.size()
     }
 
-    /// The first byte within the buffer.
+    /// Returns the offset of the first byte in the buffer.
     pub fn offset(&self) -> usize {
         self.first * self.element.size()
     }
 
-    /// Its address in device memory.
+    /// Returns the address in device memory.
     pub(crate) fn address(&self) -> u64 {
         self.buffer.ptr().0 + self.offset() as u64
     }
 
-    /// So many of its first bytes, which are whole elements and not more than it has.
+    /// Returns the first `bytes` bytes: whole elements, and no more than the slice has.
     pub(crate) fn head(&self, bytes: usize) -> Slice {
         Slice {
             elements: bytes / self.element.size(),
@@ -156,7 +156,7 @@ impl Slice {
         }
     }
 
-    /// So many bytes from a byte on, where they are within it.
+    /// Returns `bytes` bytes from byte `offset` on; `None` if they are not inside the slice.
     pub(crate) fn part(&self, offset: usize, bytes: usize) -> Option<Slice> {
         let end = offset.checked_add(bytes)?;
         (end <= self.bytes()).then(|| Slice {

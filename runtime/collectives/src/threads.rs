@@ -1,4 +1,4 @@
-//! Ranks that are threads of one process.
+//! A transport between threads of one process.
 
 use crate::transport::{MemoryRange, Request, Transport};
 use crate::{CollectiveError, Communicator};
@@ -7,9 +7,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
-/// Runs `body` on `size` ranks, each a thread with a device of its own, and returns what
-/// they returned, or what they panicked with. A rank that panics ends the operations of
-/// the others.
+/// Runs `body` on `size` ranks, each a thread with its own device. Returns each rank's result or
+/// its panic. A panic on one rank fails the operations of the others.
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] for no ranks, or when threads or devices cannot be had.
@@ -41,33 +40,33 @@ pub fn run<T: Send>(
     })
 }
 
-/// The transports of a world's ranks, in their order.
+/// Returns the transports of all ranks of a world, in rank order.
 pub fn world(size: usize) -> Vec<Threads> {
-    let desk = || Desk {
+    let mailbox = || Mailbox {
         eager: Mutex::default(),
         rendezvous: Mutex::default(),
         state: AtomicU8::new(HERE),
     };
-    let desks: Arc<[Desk]> = (0..size).map(|_| desk()).collect();
+    let mailboxes: Arc<[Mailbox]> = (0..size).map(|_| mailbox()).collect();
     let transport = |rank| Threads {
         rank,
-        desks: Arc::clone(&desks),
+        mailboxes: Arc::clone(&mailboxes),
         pending: HashMap::new(),
         next: 0,
     };
     (0..size).map(transport).collect()
 }
 
-/// One rank.
+/// The transport of one rank.
 pub struct Threads {
     rank: usize,
-    desks: Arc<[Desk]>,
+    mailboxes: Arc<[Mailbox]>,
     pending: HashMap<u64, Pending>,
     next: u64,
 }
 
-/// Where a rank's eager messages and rendezvous messages are left.
-struct Desk {
+/// The place where other ranks leave messages for one rank.
+struct Mailbox {
     eager: Mutex<VecDeque<Vec<u8>>>,
     rendezvous: Mutex<HashMap<(usize, u32), Arc<Rendezvous>>>,
     state: AtomicU8,
@@ -77,16 +76,16 @@ const HERE: u8 = 0;
 const LEFT: u8 = 1;
 const PANICKED: u8 = 2;
 
-/// Memory of the sender, until it has been copied or taken back.
+/// The sender's memory, until the receiver has copied it or the sender has revoked it.
 struct Rendezvous(Mutex<Offer>);
 
 enum Offer {
     Offered(Vec<MemoryRange>),
-    Taken,
+    Received,
     Withdrawn,
 }
 
-/// A rendezvous message that was begun here.
+/// A rendezvous message that this rank began.
 enum Pending {
     Sent {
         to: usize,
@@ -111,9 +110,11 @@ impl Threads {
         Request(self.next)
     }
 
-    /// Copies a rendezvous message that has been left here; false if there is none yet.
+    /// Copies a rendezvous message that another rank has left here. Returns false if there is
+    /// none yet.
     fn take(&self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<bool, String> {
-        let Some(rendezvous) = lock(&self.desks[self.rank].rendezvous).remove(&(from, tag)) else {
+        let Some(rendezvous) = lock(&self.mailboxes[self.rank].rendezvous).remove(&(from, tag))
+        else {
             return Ok(false);
         };
         let mut offer = lock(&rendezvous.0);
@@ -130,11 +131,11 @@ impl Threads {
             ));
         }
         for (from, to) in sent.iter().zip(parts) {
-            // SAFETY: the sender keeps the memory until the offer is taken, which the
-            // lock prevents meanwhile; the receiver's part is valid by `receive`.
+            // SAFETY: the sender keeps its memory until the offer is taken, and the lock prevents
+            // that meanwhile; the receiver's part is valid by the contract of `receive`.
             unsafe { std::ptr::copy(from.address, to.address, to.bytes) };
         }
-        *offer = Offer::Taken;
+        *offer = Offer::Received;
         Ok(true)
     }
 }
@@ -149,7 +150,7 @@ impl Transport for Threads {
     }
 
     fn size(&self) -> usize {
-        self.desks.len()
+        self.mailboxes.len()
     }
 
     fn last_tag(&self) -> u32 {
@@ -157,12 +158,12 @@ impl Transport for Threads {
     }
 
     fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
-        lock(&self.desks[to].eager).push_back(message.to_vec());
+        lock(&self.mailboxes[to].eager).push_back(message.to_vec());
         Ok(())
     }
 
     fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
-        Ok(lock(&self.desks[self.rank].eager).pop_front())
+        Ok(lock(&self.mailboxes[self.rank].eager).pop_front())
     }
 
     unsafe fn send(
@@ -172,7 +173,7 @@ impl Transport for Threads {
         parts: &[MemoryRange],
     ) -> Result<Request, String> {
         let rendezvous = Arc::new(Rendezvous(Mutex::new(Offer::Offered(parts.to_vec()))));
-        lock(&self.desks[to].rendezvous).insert((self.rank, tag), Arc::clone(&rendezvous));
+        lock(&self.mailboxes[to].rendezvous).insert((self.rank, tag), Arc::clone(&rendezvous));
         Ok(self.begin(Pending::Sent {
             to,
             tag,
@@ -190,25 +191,26 @@ impl Transport for Threads {
         Ok(self.begin(Pending::Awaited { from, tag, parts }))
     }
 
-    fn finished(&mut self, ticket: Request) -> Result<bool, String> {
-        let done = match self.pending.get(&ticket.0) {
-            // Who is copying it holds the lock; meanwhile there may be something else to do.
+    fn finished(&mut self, request: Request) -> Result<bool, String> {
+        let done = match self.pending.get(&request.0) {
+            // The receiver holds the lock while it copies; try again later, since other work may
+            // be possible.
             Some(Pending::Sent { rendezvous, .. }) => match rendezvous.0.try_lock() {
-                Ok(offer) => matches!(*offer, Offer::Taken),
-                Err(TryLockError::Poisoned(offer)) => matches!(**offer.get_ref(), Offer::Taken),
+                Ok(offer) => matches!(*offer, Offer::Received),
+                Err(TryLockError::Poisoned(offer)) => matches!(**offer.get_ref(), Offer::Received),
                 Err(TryLockError::WouldBlock) => false,
             },
             Some(Pending::Awaited { from, tag, parts }) => self.take(*from, *tag, parts)?,
             None => true,
         };
         if done {
-            self.pending.remove(&ticket.0);
+            self.pending.remove(&request.0);
         }
         Ok(done)
     }
 
     fn gone(&self, rank: usize) -> Option<&'static str> {
-        match self.desks[rank].state.load(Ordering::Acquire) {
+        match self.mailboxes[rank].state.load(Ordering::Acquire) {
             LEFT => Some("has ended without doing its part"),
             PANICKED => Some("has panicked"),
             _ => None,
@@ -223,7 +225,7 @@ impl Transport for Threads {
                 rendezvous,
             } = pending
             {
-                lock(&self.desks[to].rendezvous).remove(&(self.rank, tag));
+                lock(&self.mailboxes[to].rendezvous).remove(&(self.rank, tag));
                 *lock(&rendezvous.0) = Offer::Withdrawn;
             }
         }
@@ -239,6 +241,8 @@ impl Drop for Threads {
         } else {
             LEFT
         };
-        self.desks[self.rank].state.store(state, Ordering::Release);
+        self.mailboxes[self.rank]
+            .state
+            .store(state, Ordering::Release);
     }
 }

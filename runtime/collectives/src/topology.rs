@@ -1,19 +1,19 @@
-//! Which ranks share a node, and whether all run the same.
+//! The hosts of ranks, and a check that all ranks run the same thing.
 
 use crate::{Call, CollectiveError, Collectives, NodeShape, hash};
 
-/// Ranks of a group by the hosts they are on.
+/// The hosts of a group's ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
     /// The host of every rank.
     pub hosts: Vec<String>,
-    /// The shape for hierarchical exchanges; `None` where nodes have unequally many ranks,
-    /// or ranks of a node are not in a row.
+    /// The shape for hierarchical exchanges; `None` where nodes have unequal numbers of ranks, or
+    /// the ranks of a node are not consecutive.
     pub shape: Option<NodeShape>,
 }
 
 impl Topology {
-    /// Asks every rank for its host name. Waits.
+    /// Gathers the host name of every rank. Waits.
     ///
     /// # Errors
     /// As [`Collectives::gather_bytes`].
@@ -21,8 +21,8 @@ impl Topology {
         Topology::of(group, &host_name(), call)
     }
 
-    /// The same with a name that this rank gives itself: to make several nodes of one
-    /// machine, for tests.
+    /// Does the same with a host name that this rank chooses, which lets tests make several nodes
+    /// out of one machine.
     ///
     /// # Errors
     /// As [`Topology::gather`].
@@ -39,19 +39,21 @@ impl Topology {
     }
 }
 
-/// The name that the system gives this machine.
+/// Returns this machine's name.
 pub fn host_name() -> String {
+    // Read from the kernel, not from an environment variable, which launchers may forward from
+    // another host.
     let file = std::fs::read_to_string("/proc/sys/kernel/hostname");
     let name = file.ok().or_else(|| std::env::var("HOSTNAME").ok());
     name.map_or_else(|| "localhost".to_string(), |name| name.trim().to_string())
 }
 
-/// Makes sure that all ranks have the same values of these names: spec, plan, version.
-/// Waits. Only a hash travels when they do.
+/// Checks that all ranks have the same values for these names: spec, plan, version. Waits. Ranks
+/// that agree exchange only a hash.
 ///
 /// # Errors
-/// [`CollectiveError::Disagreement`] names what differs, and the rank, on every rank; else
-/// as [`Collectives::gather_bytes`].
+/// [`CollectiveError::Disagreement`] on every rank, naming the differing value and rank; else the
+/// errors of [`Collectives::gather_bytes`].
 pub fn agree(
     group: &mut dyn Collectives,
     values: &[(&str, &str)],
@@ -71,7 +73,7 @@ pub fn agree(
     })
 }
 
-/// Each part after its length.
+/// Encodes parts, each behind its length.
 fn encode(parts: &[&[u8]]) -> Vec<u8> {
     let one = |part: &&[u8]| [&(part.len() as u64).to_le_bytes(), *part].concat();
     parts.iter().flat_map(one).collect()
@@ -92,10 +94,10 @@ fn decode(mut bytes: &[u8]) -> Vec<(String, String)> {
     list
 }
 
-/// Values of which so many bytes are shown.
+/// The number of characters of a value that errors show.
 const SHOWN: usize = 60;
-/// So many differences are told.
-const TOLD: usize = 8;
+/// The number of differences that an error lists.
+const LISTED: usize = 8;
 
 fn differences(members: &[usize], all: &[Vec<u8>]) -> Vec<String> {
     let first = decode(&all[0]);
@@ -116,8 +118,8 @@ fn differences(members: &[usize], all: &[Vec<u8>]) -> Vec<String> {
             }
         }
     }
-    let more = list.len().saturating_sub(TOLD);
-    list.truncate(TOLD);
+    let more = list.len().saturating_sub(LISTED);
+    list.truncate(LISTED);
     if more > 0 {
         list.push(format!("and {more} more"));
     }
@@ -129,12 +131,12 @@ fn value(list: &[(String, String)], name: &str) -> Option<String> {
     found.map(|(_, value)| value.clone())
 }
 
-/// Two values from a little before where they differ.
+/// Returns excerpts of two values, beginning shortly before they differ.
 fn apart(a: &Option<String>, b: &Option<String>) -> (String, String) {
     let (Some(a), Some(b)) = (a, b) else {
         let text = |v: &Option<String>| {
             v.as_ref()
-                .map_or("not given".to_string(), |v| format!("`{}`", piece(v, 0)))
+                .map_or("not given".to_string(), |v| format!("`{}`", excerpt(v, 0)))
         };
         return (text(a), text(b));
     };
@@ -145,12 +147,12 @@ fn apart(a: &Option<String>, b: &Option<String>) -> (String, String) {
         same - SHOWN / 4
     };
     (
-        format!("`{}`", piece(a, start)),
-        format!("`{}`", piece(b, start)),
+        format!("`{}`", excerpt(a, start)),
+        format!("`{}`", excerpt(b, start)),
     )
 }
 
-fn piece(text: &str, start: usize) -> String {
+fn excerpt(text: &str, start: usize) -> String {
     let before = if start > 0 { "..." } else { "" };
     let shown: String = text.chars().skip(start).take(SHOWN).collect();
     let after = if text.chars().count() > start + SHOWN {

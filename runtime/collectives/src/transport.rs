@@ -1,49 +1,52 @@
-//! What carries messages between ranks.
+//! The interface to whatever carries messages between ranks.
 
-/// The most bytes of an eager message.
+/// The largest eager message, in bytes.
 pub const MAX_EAGER_BYTES: usize = 4096;
 
-/// A message that was begun; each transport numbers its own.
+/// A rendezvous message in flight. Each transport numbers its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Request(pub u64);
 
-/// Bytes in a row, one of the pieces of a rendezvous message. What is sent is only read.
+/// A contiguous range of memory: one part of a rendezvous message. The sender's range is only
+/// read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryRange {
-    /// Where they are.
+    /// The first byte.
     pub address: *mut u8,
-    /// How many.
+    /// The length in bytes.
     pub bytes: usize,
 }
 
-// SAFETY: a number until somebody uses it, who says then why that is sound.
+// SAFETY: the address is only a number here; each use justifies its own access.
 unsafe impl Send for MemoryRange {}
 
 impl MemoryRange {
-    /// Bytes of all parts.
+    /// Returns the bytes of all parts together.
     pub fn total(parts: &[MemoryRange]) -> usize {
         parts.iter().map(|part| part.bytes).sum()
     }
 }
 
-/// The least that an transport must do; all operations are written above it.
+/// The operations a transport must provide; every collective is built on these.
 ///
-/// There are two kinds of messages. An *eager message* is small, is copied when it is
-/// posted, and arrives by itself, in the order of its sender. A *rendezvous message* has any
-/// size, is sent from and received into memory in place, and is matched by sender
-/// and tag. Its bytes lie in parts, as many and of the same sizes on both sides. Nothing here waits: what was begun goes on whenever the transport is
-/// called. Errors are the transport's own words.
+/// There are two kinds of messages. An *eager message* is small, is copied when it is posted, and
+/// arrives unasked, in the order in which its sender posted it. A *rendezvous message* has any
+/// size, moves directly from the sender's memory to the receiver's, and is matched by sender and
+/// tag. Its bytes lie in parts; both sides pass the same number of parts with the same sizes.
+///
+/// No method waits. Messages in flight make progress whenever a method is called. Errors are the
+/// transport's own words.
 pub trait Transport: Send {
-    /// What it is, with its version, for errors.
+    /// Returns the transport's name and version, for errors.
     fn name(&self) -> String;
 
-    /// This rank in the world.
+    /// Returns this rank in the world.
     fn rank(&self) -> usize;
 
-    /// Ranks of the world.
+    /// Returns the number of ranks in the world.
     fn size(&self) -> usize;
 
-    /// The greatest tag of a rendezvous message; tags begin at 0.
+    /// Returns the greatest tag of a rendezvous message; tags begin at 0.
     fn last_tag(&self) -> u32;
 
     /// Posts an eager message of at most [`MAX_EAGER_BYTES`] bytes.
@@ -52,18 +55,18 @@ pub trait Transport: Send {
     /// When the transport fails.
     fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String>;
 
-    /// The next eager message that has arrived, from anybody.
+    /// Returns the next eager message that has arrived from any rank.
     ///
     /// # Errors
     /// When the transport fails.
     fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String>;
 
-    /// Begins to send a rendezvous message. No other rendezvous message from here to `to` may have that tag
-    /// before it is finished.
+    /// Begins to send a rendezvous message. No two rendezvous messages in flight from here to
+    /// `to` may have the same tag.
     ///
     /// # Safety
-    /// The memory is valid, and not written, until [`Transport::finished`] says so or
-    /// [`Transport::revoke`] has returned true.
+    /// The memory stays valid and unwritten until [`Transport::finished`] returns true for the
+    /// request or [`Transport::revoke`] returns true.
     ///
     /// # Errors
     /// When the transport fails.
@@ -74,11 +77,11 @@ pub trait Transport: Send {
         parts: &[MemoryRange],
     ) -> Result<Request, String>;
 
-    /// Begins to receive a rendezvous message of exactly these parts.
+    /// Begins to receive a rendezvous message into exactly these parts.
     ///
     /// # Safety
-    /// The memory is valid, and used by nobody else, until [`Transport::finished`]
-    /// says so or [`Transport::revoke`] has returned true.
+    /// The memory stays valid, and nobody else uses it, until [`Transport::finished`] returns
+    /// true for the request or [`Transport::revoke`] returns true.
     ///
     /// # Errors
     /// When the transport fails.
@@ -89,26 +92,26 @@ pub trait Transport: Send {
         parts: &[MemoryRange],
     ) -> Result<Request, String>;
 
-    /// Whether a rendezvous message has been sent or received. It is asked until it says yes,
-    /// and not after.
+    /// Returns true once a rendezvous message has been sent or received. Callers poll until it
+    /// returns true, and never ask again after that.
     ///
     /// # Errors
     /// When the transport fails.
-    fn finished(&mut self, ticket: Request) -> Result<bool, String>;
+    fn finished(&mut self, request: Request) -> Result<bool, String>;
 
-    /// Why a rank will send nothing more, if that is known: `has panicked`. Eager messages
-    /// that it has posted before may still be there.
+    /// Returns the reason why a rank will send nothing more, if the transport knows one: `has
+    /// panicked`. Eager messages that the rank posted earlier may still arrive.
     fn gone(&self, rank: usize) -> Option<&'static str>;
 
-    /// Ends all rendezvous messages. True: their memory is not touched from now on.
+    /// Cancels all rendezvous messages. On true, the transport no longer touches their memory.
     fn revoke(&mut self) -> bool;
 
-    /// Eager messages that were posted and have not left yet.
+    /// Returns the number of eager messages that were posted and have not left yet.
     fn unsent_eager(&mut self) -> usize {
         0
     }
 
-    /// Ends the transport in good order; all ranks call it, with nothing in flight.
+    /// Closes the transport in good order. All ranks call it, with nothing in flight.
     ///
     /// # Errors
     /// When the transport fails.

@@ -1,23 +1,23 @@
-//! Who this process is, by what launchers say.
+//! The rank and size of this process, read from the launcher's environment variables.
 
 use crate::{CollectiveError, Collectives, Communicator};
 use std::fmt;
 
-/// A launcher, by the variables it sets.
+/// A launcher, identified by the variables it sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// `torchrun` and those that speak like it.
+    /// `torchrun` and compatible launchers.
     Torchrun,
     /// Open MPI's `mpirun`.
     OpenMpi,
-    /// `mpiexec` of MPICH, Intel MPI and others with a process manager like it.
+    /// `mpiexec` of MPICH, Intel MPI and others with a PMI process manager.
     Pmi,
     /// SLURM's `srun`.
     Slurm,
 }
 
 impl Launcher {
-    /// Its variables for rank, size, rank within the node, and ranks of the node.
+    /// Returns its variables for rank, size, rank within the node, and ranks of the node.
     const fn variables(self) -> [&'static str; 4] {
         match self {
             Launcher::Torchrun => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
@@ -44,26 +44,25 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// A process among others.
+/// The position of a process in its world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct World {
     /// This process, from 0.
     pub rank: usize,
-    /// How many there are.
+    /// The number of processes.
     pub size: usize,
-    /// This process among those of its node, if that is said. Only for choosing a device:
-    /// which ranks share a node follows from host names, see
-    /// [`topology`](crate::topology::Topology).
+    /// The rank within the node, if the launcher gives it. Use it only to choose a device:
+    /// [`topology`](crate::topology::Topology) derives which ranks share a node from host names.
     pub local_rank: Option<usize>,
-    /// Whose variables say so; `None` for explicit arguments.
+    /// The launcher whose variables were read; `None` for explicit arguments.
     pub launcher: Option<Launcher>,
 }
 
 impl World {
-    /// What was given explicitly.
+    /// Returns a world from explicit arguments.
     ///
     /// # Errors
-    /// [`CollectiveError::Setup`] when there is no such rank.
+    /// [`CollectiveError::Setup`] when `rank` is not below `size`.
     pub fn new(rank: usize, size: usize) -> Result<World, CollectiveError> {
         World {
             rank,
@@ -74,7 +73,7 @@ impl World {
         .checked()
     }
 
-    /// What this process's variables say; `None` where no launcher has set any.
+    /// Reads the variables of this process; `None` where no launcher has set any.
     ///
     /// # Errors
     /// As [`World::from_variables`].
@@ -82,14 +81,14 @@ impl World {
         World::from_variables(|name| std::env::var(name).ok())
     }
 
-    /// What these variables say: those of torchrun, Open MPI, PMI, and SLURM, in that
-    /// order. SLURM's count only alone, since they stay set where `srun` has started
-    /// another launcher on each node, and only in tasks of `srun`: a batch script has them
-    /// too, and is no rank.
+    /// Reads the variables of torchrun, Open MPI, PMI and SLURM, in that order. SLURM's count
+    /// only if no other launcher's are set, because they stay set where `srun` starts another
+    /// launcher on each node; and only inside tasks of `srun`, because a batch script has them
+    /// too and is no rank.
     ///
     /// # Errors
-    /// [`CollectiveError::Setup`] for variables that are no numbers, lack their
-    /// counterparts, or contradict those of another launcher.
+    /// [`CollectiveError::Setup`] for variables that are no numbers, lack their counterparts, or
+    /// contradict those of another launcher.
     pub fn from_variables(
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<World>, CollectiveError> {
@@ -101,25 +100,29 @@ impl World {
             };
             match found {
                 None => found = Some(world),
+                // Several launchers may set variables for the same process; they only must not
+                // disagree.
                 Some(first) if first.is_same_as(&world) => {}
                 Some(first) => return Err(contradiction(&first, &world)),
             }
         }
+        // Read last and only as a fallback: SLURM's variables also reach processes that are not
+        // its tasks.
         let task = read(Launcher::Slurm, &variable);
         let Some(mut world) = found else {
             return Ok(task?.filter(|task| task.rank > 0 || is_step(&variable)));
         };
-        // SLURM's PMI names no rank within the node, SLURM itself does. Its variables are not
-        // looked at more closely than that: they may be of a task that started this launcher.
+        // SLURM's PMI gives no local rank, but SLURM's own variables do. They are not validated
+        // further, because they may belong to a task that started this launcher.
         if let (None, Ok(Some(task))) = (world.local_rank, task) {
             world.local_rank = task.local_rank.filter(|_| task.is_same_as(&world));
         }
         Ok(Some(world))
     }
 
-    /// Whether SLURM's PMIx has started this process, as `srun --mpi=pmix` does: it is the task
-    /// that SLURM's variables name. `torchrun` in such a task starts ranks that find the task's
-    /// variables and are not it.
+    /// Returns whether SLURM's PMIx has started this process, as `srun --mpi=pmix` does: it is
+    /// then the task that SLURM's variables name. Ranks that `torchrun` starts inside such a task
+    /// see the same variables without being the task.
     pub(crate) fn is_task_of_pmix(&self, variable: impl Fn(&str) -> Option<String>) -> bool {
         let set = |name: &str| variable(name).is_some_and(|value| !value.is_empty());
         let task = read(Launcher::Slurm, &variable).ok().flatten();
@@ -132,7 +135,8 @@ impl World {
         (self.rank, self.size) == (other.rank, other.size)
     }
 
-    /// The variables that say so, in words: `SLURM's SLURM_PROCID=0 and SLURM_NTASKS=4`.
+    /// Returns the variables that were read, in words: `SLURM's SLURM_PROCID=0 and
+    /// SLURM_NTASKS=4`.
     pub fn said_by(&self) -> Option<String> {
         let launcher = self.launcher?;
         let [rank, size, ..] = launcher.variables();
@@ -153,17 +157,19 @@ impl World {
         })
     }
 
-    /// A library that is not the launcher's makes every process a world of its own.
+    /// Checks that the MPI library agrees with the launcher. A library that does not belong to
+    /// the launcher makes every process a world of its own.
     pub(crate) fn must_be(
         &self,
         communicator: &Communicator,
         library: &str,
     ) -> Result<(), CollectiveError> {
         let (rank, size) = (communicator.rank(), communicator.size());
-        // A task of SLURM may have started ranks by another launcher.
+        // A SLURM task may have started the ranks by another launcher.
         let loose = self
             .launcher
             .is_none_or(|launcher| launcher == Launcher::Slurm);
+        // A library of another MPI sees no launcher and starts a world of one in every process.
         let alone = size == 1 && self.size > 1;
         if (rank, size) == (self.rank, self.size) || (loose && !alone) {
             return Ok(());
@@ -224,16 +230,16 @@ fn read(
         .checked()
         .map(Some),
         (None, None) => Ok(None),
-        // A batch script has the number of tasks, and is none of them.
+        // A batch script has the number of tasks without being one of them.
         (None, Some(_)) if launcher == Launcher::Slurm => Ok(None),
         (None, Some(_)) => Err(missing(size, rank)),
         (Some(_), None) => Err(missing(rank, size)),
     }
 }
 
-/// Whether SLURM's variables are those of a task that `srun` has started. A batch script and
-/// the shell of an allocation have rank and size, too; their steps have numbers from the
-/// upper end, if any.
+/// Returns whether SLURM's variables belong to a task that `srun` has started. A batch script and
+/// the shell of an allocation have rank and size too; their step numbers, if any, are at the
+/// upper end of the range.
 fn is_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
     const SPECIAL: u32 = 0xffff_fff0;
     let step = variable("SLURM_STEP_ID").or_else(|| variable("SLURM_STEPID"));
@@ -299,7 +305,7 @@ mod tests {
         let pmi = "PMI_RANK=9 PMI_SIZE=16 PMI_FD=7";
         let slurm = "SLURM_PROCID=9 SLURM_NTASKS=16 SLURM_LOCALID=1";
         assert_eq!(world(&format!("{pmi} {slurm}")), Ok(Some((9, 16, Some(1)))));
-        // Ranks that another launcher has started in a task are not the task.
+        // Ranks that another launcher has started inside a task are not the task.
         let task = "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0";
         assert_eq!(world(&format!("{pmi} {task}")), Ok(Some((9, 16, None))));
         let odd = "SLURM_PROCID=x SLURM_NTASKS=2";

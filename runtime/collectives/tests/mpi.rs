@@ -1,5 +1,5 @@
-//! Ranks that are processes, under the launchers of MPICH 5, Open MPI and, where it is
-//! given, any other: each test starts this program again under `mpiexec`.
+//! Ranks that are processes under the launchers of MPICH 5, Open MPI and, where given, any other.
+//! Each test starts this program again under `mpiexec`.
 
 mod mpi_ranks;
 mod nccl_fake;
@@ -9,7 +9,7 @@ use moesaic_toolchain::testing::{MpiLauncher, mpich, open_mpi};
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-/// Starts a case of this program's ranks.
+/// Starts one case on several ranks.
 trait Cases {
     fn start(&self, ranks: usize, case: &str) -> (Output, Duration);
 
@@ -36,7 +36,7 @@ impl Cases for MpiLauncher {
         (output, start.elapsed())
     }
 
-    /// What ranks say, for a case in which each ends well.
+    /// Returns the output of a case in which every rank succeeds.
     #[track_caller]
     fn run(&self, ranks: usize, case: &str) -> String {
         let (output, _) = self.start(ranks, case);
@@ -45,8 +45,8 @@ impl Cases for MpiLauncher {
         text
     }
 
-    /// What the survivors of a failure say, each a line `rank N: ...`, in less than so
-    /// many seconds.
+    /// Returns the output of a case that fails: every survivor prints a line `survivor N: ...`
+    /// within a time limit.
     #[track_caller]
     fn fail(&self, ranks: usize, case: &str, survivors: &[usize]) -> String {
         let (output, took) = self.start(ranks, case);
@@ -155,7 +155,8 @@ fn another_launchers_library_is_refused() {
     assert!(text.contains("it is not the launcher's"), "{text}");
 }
 
-/// MPICH's library ends the process itself there, so it is never asked to begin.
+/// MPICH's library would end the process in that case, so it must be refused before it is
+/// initialized.
 #[test]
 fn under_open_mpi_another_library_is_refused_before_it_begins() {
     let wrong = MpiLauncher {
@@ -172,7 +173,7 @@ fn under_open_mpi_another_library_is_refused_before_it_begins() {
     }
 }
 
-/// The interface of MPICH 4, which the wheel's other library has.
+/// The wheel's other library has the interface of MPICH 4.
 #[test]
 fn every_operation_by_the_interface_of_mpich_4() {
     let mut launcher = mpich();

@@ -1,4 +1,4 @@
-//! Ranks with a GPU each, against a stand-in for NCCL. Nothing here has seen a real GPU.
+//! Ranks with a GPU each, against a stand-in for NCCL. No test here has run on a real GPU.
 
 mod nccl_fake;
 mod support;
@@ -11,7 +11,7 @@ use moesaic_target::Device;
 use nccl_fake::{Gpu, Lab, OnStream};
 use std::sync::Arc;
 use std::time::Duration;
-use support::{call, every_operation, part, read, room, slice};
+use support::{call, every_operation, part, read, slice, unset};
 
 fn by_default(lab: &Lab) -> impl Fn(usize, &Arc<Gpu>) -> Options + Sync {
     move |_, _| lab.options()
@@ -29,7 +29,7 @@ fn short(label: &str) -> Call {
     Call::new(label).within(Duration::from_millis(500))
 }
 
-/// Each rank's error.
+/// Returns each rank's error.
 fn errors(
     lab: &Lab,
     ranks: usize,
@@ -57,7 +57,7 @@ fn says(error: &Option<String>, words: &[&str]) {
 fn gather(world: &mut Nccl, call: &Call) -> Result<(), CollectiveError> {
     let device = Arc::clone(world.device());
     let own = slice(&device, Element::U8, &part(world.rank(), 0, 600));
-    let all = room(&device, Element::U8, 600 * world.size());
+    let all = unset(&device, Element::U8, 600 * world.size());
     world.all_gather(&own, &all, call)?.wait()
 }
 
@@ -89,7 +89,7 @@ fn every_operation_on_one_to_four_ranks() {
     }
 }
 
-/// The library's order is another, and whole numbers do not care.
+/// The library sums in another order, which makes no difference for whole numbers.
 #[test]
 fn sums_may_be_the_librarys() {
     let lab = Lab::new();
@@ -107,7 +107,7 @@ fn sums_may_be_the_librarys() {
         sum.unwrap().wait().unwrap();
         let numbers: Vec<u8> = (0..3).flat_map(|i: i32| (i * 10).to_ne_bytes()).collect();
         let all = slice(&device, Element::I32, &numbers);
-        let own = room(&device, Element::I32, 1);
+        let own = unset(&device, Element::I32, 1);
         let sum = world.reduce_scatter(&all, &own, Reduction::Sum, &call("scatter"));
         sum.unwrap().wait().unwrap();
         let parts = [[0, 1, 2].as_slice(), &[], &[3, 4]];
@@ -118,7 +118,7 @@ fn sums_may_be_the_librarys() {
             .flat_map(|i| i.to_ne_bytes())
             .collect();
         let all = slice(&device, Element::I32, &all);
-        let part = room(&device, Element::I32, counts[rank]);
+        let part = unset(&device, Element::I32, counts[rank]);
         let (reduction, call) = (Reduction::Sum, call("scatter unequally"));
         let sum = world.reduce_scatter_v(&all, &counts, &part, reduction, &call);
         sum.unwrap().wait().unwrap();
@@ -159,7 +159,7 @@ fn a_late_rank_is_named_with_what_it_did_last() {
     assert_eq!(lab.live(), 0, "kernels were left waiting");
 }
 
-/// Every rank has called it, and it does not end on the device of one.
+/// Every rank calls the operation, and on one device it never ends.
 #[test]
 fn a_transfer_that_hangs_ends_at_its_deadline() {
     let lab = Lab::new();
@@ -178,7 +178,7 @@ fn a_transfer_that_hangs_ends_at_its_deadline() {
     assert_eq!(lab.live(), 0, "kernels were left waiting");
 }
 
-/// A wait of the driver's knows no deadline: only an abort by another thread ends it.
+/// A wait inside the driver knows no deadline: only an abort from another thread ends it.
 #[test]
 fn a_wait_for_the_device_ends_with_the_operation_in_it() {
     let lab = Lab::new();
@@ -186,7 +186,7 @@ fn a_wait_for_the_device_ends_with_the_operation_in_it() {
     let errors = errors(&lab, 2, |world| {
         let device = Arc::clone(world.device());
         let own = slice(&device, Element::U8, &part(world.rank(), 0, 600));
-        let all = room(&device, Element::U8, 1200);
+        let all = unset(&device, Element::U8, 1200);
         drop(world.all_gather(&own, &all, &short("dropped"))?);
         device.synchronize().unwrap();
         world.barrier(&call("after"))?.wait()
@@ -218,7 +218,7 @@ fn what_the_library_finds_later_is_an_error_in_its_words() {
     says(&errors[1], &["rank 0 gave up"]);
 }
 
-/// Nobody waits for an abort that does not come back.
+/// Nobody may wait for an abort that does not return.
 #[test]
 fn an_error_does_not_wait_for_the_abort() {
     let lab = Lab::new();
@@ -236,7 +236,7 @@ fn an_error_does_not_wait_for_the_abort() {
     );
 }
 
-/// A call that is stuck inside of the library is ended by the abort.
+/// Only the abort ends a call that is stuck inside the library.
 #[test]
 fn a_stuck_call_does_not_keep_the_abort_away() {
     let lab = Lab::new();
@@ -260,8 +260,8 @@ fn ranks_that_call_different_things_are_named_with_what_differs() {
     assert!(all.contains("the label differs: `step "), "{all}");
     let sizes = errors(&lab, 2, |world| {
         let device = Arc::clone(world.device());
-        let own = room(&device, Element::F32, 100 + world.rank());
-        let all = room(&device, Element::F32, 2 * own.elements());
+        let own = unset(&device, Element::F32, 100 + world.rank());
+        let all = unset(&device, Element::F32, 2 * own.elements());
         world.all_gather(&own, &all, &call(""))?.wait()?;
         world.barrier(&call("after"))?.wait()
     });
@@ -287,8 +287,8 @@ fn wrong_counts(world: &mut Nccl, shape: Option<(usize, usize)>) -> Result<(), C
     };
     let receives = [10 + world.rank(), 10];
     let (from, to) = (
-        room(&device, Element::F32, 20),
-        room(&device, Element::F32, 21),
+        unset(&device, Element::F32, 20),
+        unset(&device, Element::F32, 21),
     );
     world
         .all_to_all_v(
@@ -322,7 +322,7 @@ fn a_rank_that_panics_ends_the_others() {
     assert_eq!(lab.live(), 0, "kernels were left waiting");
 }
 
-/// Without eager messages nobody knows who is late: all others are named.
+/// Without eager messages the late rank is unknown, so all others are named.
 #[test]
 fn unchecked_ranks_have_deadlines_all_the_same() {
     let lab = Lab::new();
@@ -381,8 +381,8 @@ fn operations_are_captured_into_graphs() {
         let rank = world.rank();
         let number = |n: f32| n.to_ne_bytes().to_vec();
         let data = slice(&device, Element::F32, &number(1.0 + rank as f32));
-        let large = room(&device, Element::I64, 1000);
-        // Once before: memory for sums cannot be had while a graph is captured.
+        let large = unset(&device, Element::I64, 1000);
+        // Run once before: no memory for sums can be allocated while a graph is captured.
         let warm = world.all_reduce(&large, &large, Reduction::Sum, &call("warm"));
         warm.unwrap().wait().unwrap();
         gpu.begin_capture("a layer").unwrap();
@@ -419,12 +419,12 @@ fn what_needs_the_host_is_refused_while_a_graph_is_captured() {
     let results = lab.run(2, by_default(&lab), |world| {
         let mut world = world.unwrap();
         let device = Arc::clone(world.device());
-        let data = room(&device, Element::F32, 4);
+        let data = unset(&device, Element::F32, 4);
         device.streams().unwrap().begin_capture("a layer").unwrap();
         let sum = world.all_reduce(&data, &data, Reduction::Sum, &call("sum"));
         let text = sum.unwrap_err().to_string();
         device.streams().unwrap().end_capture().unwrap();
-        // Nothing of it has harmed the group.
+        // The refusal has not harmed the group.
         world.finish(&call("finish")).unwrap();
         text
     });
@@ -511,8 +511,8 @@ fn a_world_that_was_not_finished_leaves_no_kernel_waiting() {
         if world.rank() == 0 {
             let device = Arc::clone(world.device());
             let (own, all) = (
-                room(&device, Element::U8, 8),
-                room(&device, Element::U8, 16),
+                unset(&device, Element::U8, 8),
+                unset(&device, Element::U8, 16),
             );
             drop(world.all_gather(&own, &all, &call("alone")).unwrap());
         }
@@ -523,7 +523,7 @@ fn a_world_that_was_not_finished_leaves_no_kernel_waiting() {
     lab.legal();
 }
 
-/// It needs no GPU to be opened. What it says without one is its own words.
+/// The library opens without a GPU; later errors without one are the library's own.
 #[test]
 #[ignore = "needs the library, of 470 MB: pip install nvidia-nccl-cu12, and MOESAIC_NCCL"]
 fn the_real_library_opens_without_a_gpu() {

@@ -1,8 +1,8 @@
-//! First contact with a real NCCL on a real GPU: one rank, and two ranks of one card. It
-//! has never run on one.
+//! First contact with a real NCCL on a real GPU: one rank, and two ranks on one card. It has
+//! never run on one.
 //!
-//! `cargo test -p moesaic-collectives --test nccl_card -- --ignored --nocapture`, with a
-//! card, its driver, and NCCL by the loader or `MOESAIC_NCCL`.
+//! `cargo test -p moesaic-collectives --test nccl_card -- --ignored --nocapture`, with a card,
+//! its driver, and NCCL in the loader's search path or in `MOESAIC_NCCL`.
 
 mod support;
 
@@ -20,7 +20,7 @@ fn card() -> Arc<dyn Device> {
     Arc::new(CudaDevice::open(0).expect("a card and its driver"))
 }
 
-/// Sums by our kernels, on the device.
+/// Sums on the device, by our kernels.
 fn options(device: &Arc<dyn Device>) -> Options {
     let source = Kernels::source(device.info().target).unwrap();
     let artifact = testing::nvrtc().compile(&source, &CompileOptions::default());
@@ -76,7 +76,7 @@ fn one_rank_does_every_operation() {
     use_it(nccl::start(Arc::clone(&device), &options).unwrap(), &device);
 }
 
-/// Two ranks of one card, each a process: this program again, as [`a_rank`].
+/// Runs two ranks on one card as two processes: this program again, as [`a_rank`].
 fn two_ranks(variables: impl Fn(usize) -> Vec<(&'static str, String)>) {
     let folder = tempfile::tempdir().unwrap();
     let start = |rank: usize| -> Child {
@@ -112,7 +112,7 @@ fn a_rank() {
     use_it(nccl::start(Arc::clone(&device), &options).unwrap(), &device);
 }
 
-/// As NCCL documents it since 2.30, for a few ranks.
+/// NCCL documents the permission since 2.30, for a few ranks.
 #[test]
 #[ignore = "needs a card and NCCL 2.30 or later"]
 fn two_ranks_of_one_card_by_permission() {
@@ -124,7 +124,7 @@ fn two_ranks_of_one_card_by_permission() {
     });
 }
 
-/// Ranks that take each other for other machines, and talk through sockets.
+/// The ranks take each other for different machines and communicate through sockets.
 #[test]
 #[ignore = "needs a card and NCCL"]
 fn two_ranks_of_one_card_as_two_hosts() {

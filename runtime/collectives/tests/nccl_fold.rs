@@ -1,5 +1,4 @@
-//! The kernels that fold rows of ranks: compiled for GPUs of both vendors, and run by the
-//! simulator of PTX.
+//! The kernels that fold rows: compiled for GPUs of both vendors, and run in the PTX simulator.
 
 use moesaic_collectives::nccl::{Fold, Folding, Kernels, OnHost};
 use moesaic_collectives::{Element, Reduction, Slice};
@@ -12,8 +11,8 @@ use std::sync::Arc;
 const ELEMENTS: usize = 300;
 const RANKS: usize = 3;
 
-/// Bits of every kind: small, large, next to nothing, infinite; no NaN, whose bits differ
-/// between processors.
+/// Returns values of every kind: small, large, subnormal, infinite. NaN is excluded, because its
+/// bits differ between processors.
 fn rows(element: Element, seed: u64) -> Vec<u8> {
     let mut state = seed;
     let mut next = || {
@@ -30,7 +29,7 @@ fn rows(element: Element, seed: u64) -> Vec<u8> {
             Element::Bf16 if !f32::from_bits(bits & 0xffff_0000).is_nan() => {
                 bytes.extend(((bits >> 16) as u16).to_le_bytes());
             }
-            // Infinite ones of both signs would add up to a NaN.
+            // Infinities are excluded too: those of opposite signs would add up to a NaN.
             Element::F16 if bits & 0x7c00 != 0x7c00 => bytes.extend((bits as u16).to_le_bytes()),
             Element::I32 | Element::I64 | Element::U8 => bytes.extend(bits.to_le_bytes()),
             _ => {}
@@ -88,7 +87,7 @@ fn kernels_fold_to_the_bits_of_the_host() {
     }
 }
 
-/// Sums of both infinities.
+/// Returns whether a value is NaN, as a sum of opposite infinities is.
 fn is_nan(element: Element, bytes: &[u8]) -> bool {
     let number = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
     match element {

@@ -1,5 +1,5 @@
-//! Ranks that no other transport connects: they meet in a folder or at an address, and then
-//! do every operation by the stand-in for NCCL alone.
+//! Ranks that no other transport connects: they meet in a folder or at an address, then run every
+//! operation over the stand-in for NCCL alone.
 
 mod nccl_fake;
 mod support;
@@ -23,7 +23,7 @@ fn options(lab: &Lab, rank: usize, size: usize, meeting: &Meeting, job: &str) ->
     }
 }
 
-/// What these ranks return, each a thread.
+/// Returns the result of each of these ranks, run as threads.
 fn run<T: Send>(ranks: &[usize], body: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let body = &body;
     std::thread::scope(|scope| {
@@ -48,7 +48,7 @@ fn use_it(mut world: Nccl) {
     world.finish(&call("finish")).unwrap();
 }
 
-/// A port that nobody has.
+/// Returns an unused port.
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port()
@@ -59,7 +59,7 @@ fn ranks_meet_in_a_folder_whatever_an_earlier_run_has_left() {
     let lab = Lab::new();
     let folder = tempfile::tempdir().unwrap();
     let meeting = Meeting::Folder(folder.path().to_path_buf());
-    // Rank 2 does not come: the others say so, and leave their cards.
+    // Rank 2 never comes: the others report that and leave their cards behind.
     let texts = run(&[0, 1], |rank| {
         let options = Options {
             deadline: Some(Duration::from_millis(300)),
@@ -80,7 +80,7 @@ fn ranks_meet_in_a_folder_whatever_an_earlier_run_has_left() {
     run(&[0, 1, 2], |rank| {
         let options = options(&lab, rank, 3, &meeting, "a job");
         let world = nccl::start(lab.device(rank), &options).unwrap();
-        // A rank that compiles is waited for also where no eager messages compare operations.
+        // A rank that compiles is waited for even where no eager messages compare operations.
         let mut world = world.with_deadline(Duration::from_millis(1000));
         let compile = || {
             std::thread::sleep(Duration::from_millis(700 * rank as u64));
@@ -104,7 +104,7 @@ fn ranks_meet_at_an_address_and_know_their_own() {
     let port = free_port();
     let meeting = Meeting::Loopback(port);
     run(&[0, 1, 2, 3, 4, 5], |number| match number {
-        // A rank of another job, which is not answered.
+        // A rank of another job gets no answer.
         3 => {
             let options = Options {
                 deadline: Some(Duration::from_millis(500)),
@@ -119,7 +119,7 @@ fn ranks_meet_at_an_address_and_know_their_own() {
                 "{error}"
             );
         }
-        // Strangers: one says something else, one says nothing.
+        // Strangers: one sends something else, one sends nothing.
         4 | 5 => {
             for _ in 0..100 {
                 if let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) {
@@ -133,7 +133,7 @@ fn ranks_meet_at_an_address_and_know_their_own() {
         }
         rank => {
             if rank == 0 {
-                // The others have to try again.
+                // The late host makes the others retry.
                 std::thread::sleep(Duration::from_millis(100));
             }
             let options = options(&lab, rank, 3, &meeting, "a job");

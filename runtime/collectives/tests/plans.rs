@@ -1,4 +1,4 @@
-//! Plans of all ranks, carried out in memory: no transport, no device.
+//! Plans of all ranks, executed in memory: no transport, no device.
 
 mod interpreter;
 
@@ -6,14 +6,14 @@ use interpreter::{Memory, replay};
 use moesaic_collectives::plan::{self, Plan, Step};
 use moesaic_collectives::{Element, Reduction};
 
-/// Bytes that name source, destination and place.
+/// Returns bytes that identify source, destination and offset.
 fn part(from: usize, to: usize, bytes: usize) -> Vec<u8> {
     (0..bytes)
         .map(|i| (from * 31 + to * 7 + i * 3) as u8)
         .collect()
 }
 
-/// Sizes by source and destination; about a third is zero.
+/// Returns sizes by source and destination; about a third are zero.
 fn sizes(ranks: usize, seed: usize) -> Vec<Vec<usize>> {
     let mut state = seed as u64 + 1;
     let mut next = || {
@@ -125,7 +125,7 @@ fn reductions_add_every_rank_once() {
 
 #[test]
 fn all_plans_of_a_barrier_meet_every_rank_before_any_leaves() {
-    // With one rank that never starts, nobody may come to the end.
+    // With one rank that never starts, no rank may reach the end.
     for ranks in [2, 3, 7, 8] {
         for absent in 0..ranks {
             let mut reached: Vec<Vec<bool>> = (0..ranks)

@@ -11,19 +11,19 @@ use moesaic_cpu::CpuDevice;
 use moesaic_target::{Device, DeviceError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use support::{call, every_operation, part, read, room, slice};
+use support::{call, every_operation, part, read, slice, unset};
 
 fn device(_rank: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Ok(Arc::new(CpuDevice::with_threads(1)?.poisoned()))
 }
 
-/// What every rank returned; `None` for those that panicked.
+/// Returns the result of every rank; `None` for ranks that panicked.
 fn run<T: Send>(ranks: usize, body: impl Fn(Communicator) -> T + Sync) -> Vec<Option<T>> {
     let results = threads::run(ranks, device, body).unwrap();
     results.into_iter().map(Result::ok).collect()
 }
 
-/// A rank's error, which must come long before anybody would look for it.
+/// Returns each rank's error, which must come long before a person would look for it.
 fn errors(
     ranks: usize,
     body: impl Fn(Communicator) -> Result<(), CollectiveError> + Sync,
@@ -115,7 +115,7 @@ fn a_late_rank_is_named_with_operation_phase_and_what_it_did_last() {
             "waiting for rank 2 (last heard of in operation 0 `barrier`)",
         ],
     );
-    // The others learn of it at once, not at deadlines of their own.
+    // The others learn of the failure at once, not at their own deadlines.
     says(&errors[1 - first], &["operation 1 `all_reduce`"]);
     says(
         &errors[2],
@@ -131,8 +131,8 @@ fn a_rank_that_panics_ends_the_others_at_once() {
         }
         let device = Arc::clone(world.device());
         let (from, to) = (
-            room(&device, Element::U8, 40_000),
-            room(&device, Element::U8, 40_000),
+            unset(&device, Element::U8, 40_000),
+            unset(&device, Element::U8, 40_000),
         );
         world
             .all_to_all(&from, &to, Algorithm::Direct, &call("dispatch"))?
@@ -176,7 +176,7 @@ fn what_was_sent_before_a_rank_ended_arrives() {
 fn another_operation_on_a_rank_is_named() {
     let errors = errors(3, |mut world| {
         let device = Arc::clone(world.device());
-        let data = room(&device, Element::F32, 6);
+        let data = unset(&device, Element::F32, 6);
         let call = call("step");
         let handle = match world.rank() {
             1 => world.barrier(&call)?,
@@ -200,7 +200,7 @@ fn a_skipped_step_is_found_by_its_label() {
                 continue;
             }
             let device = Arc::clone(world.device());
-            let data = room(&device, Element::I32, 10);
+            let data = unset(&device, Element::I32, 10);
             let call = call(&format!("step {step}"));
             world
                 .all_reduce(&data, &data, Reduction::Max, &call)?
@@ -223,7 +223,7 @@ fn other_sizes_types_and_reductions_are_named() {
         let errors = errors(2, move |mut world| {
             let device = Arc::clone(world.device());
             let own = world.rank();
-            let data = room(&device, element[own], elements[own]);
+            let data = unset(&device, element[own], elements[own]);
             world
                 .all_reduce(&data, &data, reduction[own], &call(""))?
                 .wait()
@@ -244,14 +244,14 @@ fn other_sizes_types_and_reductions_are_named() {
         world.gather_numbers(&own, &call("loads")).map(drop)
     });
     let text: String = numbers.into_iter().flatten().collect();
-    // Whichever of them sees it first.
+    // Either rank may notice first.
     let either = ["24 here, 16 on rank 0", "16 here, 24 on rank 1"];
     let named = either.map(|who| text.contains(&format!("differs: {who}")));
     assert!(named.contains(&true), "{text}");
 }
 
-/// Rank 2 expects one element more of rank 0 than that sends. Ranks that have done their
-/// part by then learn of it in the next operation.
+/// Rank 2 expects one element more from rank 0 than rank 0 sends. Ranks that have done their part
+/// by then learn of the failure in the next operation.
 fn wrong_count(algorithm: Algorithm, scale: usize) -> Vec<Option<String>> {
     errors(4, move |mut world| {
         let device = Arc::clone(world.device());
@@ -260,12 +260,12 @@ fn wrong_count(algorithm: Algorithm, scale: usize) -> Vec<Option<String>> {
         let mut receives = sends.clone();
         if rank == 2 {
             receives[0] += 1;
-            // The sum is right, only the parts are not.
+            // The sum is right; only the individual parts are wrong.
             receives[1] -= 1;
         }
         let (from, to) = (
-            room(&device, Element::U8, 4 * scale),
-            room(&device, Element::U8, 4 * scale),
+            unset(&device, Element::U8, 4 * scale),
+            unset(&device, Element::U8, 4 * scale),
         );
         let combine = call("combine");
         world
@@ -301,7 +301,10 @@ fn counts_that_do_not_match_are_named_with_the_rank() {
 fn another_algorithm_is_named() {
     let errors = errors(4, |mut world| {
         let device = Arc::clone(world.device());
-        let (from, to) = (room(&device, Element::U8, 4), room(&device, Element::U8, 4));
+        let (from, to) = (
+            unset(&device, Element::U8, 4),
+            unset(&device, Element::U8, 4),
+        );
         let shape = NodeShape {
             nodes: 2,
             per_node: 2,
@@ -326,7 +329,7 @@ fn a_message_that_nobody_receives_is_an_error() {
             let peer = 1 - world.rank();
             let transfer = |n| Transfer {
                 peer,
-                slice: room(&device, Element::U8, n),
+                slice: unset(&device, Element::U8, n),
             };
             let (sends, receives) = match world.rank() {
                 0 => (vec![transfer(bytes), transfer(bytes)], vec![]),
@@ -345,9 +348,9 @@ fn a_message_that_nobody_receives_is_an_error() {
     }
 }
 
-/// Rank 1 waits for a message less, for none, for as many bytes in all, or for other sizes.
+/// Rank 1 expects one message less, no message, as many bytes in one message, or other sizes.
 #[test]
-fn messages_that_travel_together_are_compared_one_by_one() {
+fn messages_sent_together_are_compared_one_by_one() {
     let cases: [(&[usize], &[usize], &str); 4] = [
         (
             &[10, 20],
@@ -367,12 +370,12 @@ fn messages_that_travel_together_are_compared_one_by_one() {
         ),
     ];
     for (sent, received, words) in cases {
-        // Rank 0 may be through before rank 1 has found what is left over.
+        // Rank 0 may have finished before rank 1 has found the extra message.
         let results = run(2, move |mut world| {
             let device = Arc::clone(world.device());
             let transfer = |(peer, n): (usize, &usize)| Transfer {
                 peer,
-                slice: room(&device, Element::U8, *n),
+                slice: unset(&device, Element::U8, *n),
             };
             let list = |sizes: &[usize], peer| -> Vec<Transfer> {
                 sizes.iter().map(|n| transfer((peer, n))).collect()
@@ -414,7 +417,7 @@ fn after_a_failure_every_call_says_why() {
 fn bad_arguments_are_errors_before_anything_is_sent() {
     let results = run(2, |mut world| {
         let device = Arc::clone(world.device());
-        let r = |element, n| room(&device, element, n);
+        let r = |element, n| unset(&device, element, n);
         let (f4, f5, i4) = (r(Element::F32, 4), r(Element::F32, 5), r(Element::I32, 4));
         let call = call("");
         let shape = NodeShape {
@@ -453,7 +456,7 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
                 .unwrap_err()
                 .to_string(),
         ];
-        // Nothing of it has harmed the group, or used up a number.
+        // The errors have neither harmed the group nor used up a number.
         assert_eq!(world.sequence(), 0);
         world.barrier(&call).unwrap().wait().unwrap();
         texts
@@ -461,7 +464,7 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
     let expected = [
         "all_to_all: the input has 4 elements, the output 5; both must have as many",
         "all_to_all: the input is f32, the output i32; both must be of one type",
-        "all_to_all: 5 elements cannot be cut into 2 equal parts, one for each rank",
+        "all_to_all: 5 elements cannot be split into 2 equal parts, one for each rank",
         "all_to_all: the input and the output overlap; they must be apart",
         "all_to_all: 3 nodes of 1 ranks are not the 2 ranks of this group",
         "all_gather: the output has 5 elements; with 4 in the input and 2 ranks it must have 8",
@@ -476,7 +479,7 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
 }
 
 #[test]
-fn a_world_is_not_ended_while_an_operation_is_under_way_on_any_rank() {
+fn a_world_is_not_ended_while_an_operation_is_in_flight_on_any_rank() {
     let results = run(2, |mut world| {
         let mut group = world.split(Some(0), 0, &call("split")).unwrap().unwrap();
         // Rank 1 does not call it, so it cannot end on rank 0.
@@ -507,7 +510,7 @@ fn groups_of_a_world_that_has_ended_say_so() {
 fn a_dropped_handle_ends_nothing() {
     let results = run(2, |mut world| {
         let device = Arc::clone(world.device());
-        let to = room(&device, Element::U8, 40_000);
+        let to = unset(&device, Element::U8, 40_000);
         let from = slice(&device, Element::U8, &part(world.rank(), 0, 20_000));
         drop(world.all_gather(&from, &to, &call("dropped")).unwrap());
         drop(from);
@@ -528,8 +531,8 @@ fn a_dropped_handle_ends_nothing() {
 
 #[test]
 fn links_are_measured_alike_on_every_rank() {
-    use moesaic_collectives::measure::{Options, measure};
-    let options = Options {
+    use moesaic_collectives::measure::{MeasureOptions, measure};
+    let options = MeasureOptions {
         large: 10_001,
         rounds: 2,
         pairs: 3,

@@ -1,4 +1,4 @@
-//! Nodes, agreement, and devices whose memory the host does not see.
+//! Nodes, agreement, and devices whose memory the host cannot see.
 
 mod support;
 mod thousands;
@@ -11,13 +11,13 @@ use moesaic_kernel::Entry;
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use support::{call, every_operation, part, read, room, slice};
+use support::{call, every_operation, part, read, slice, unset};
 
 fn cpu(_rank: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Ok(Arc::new(CpuDevice::with_threads(1)?))
 }
 
-/// Results of all ranks, none of which panics.
+/// Returns the results of all ranks, none of which panics.
 fn run<T: Send>(ranks: usize, body: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     let results = threads::run(ranks, cpu, body).unwrap();
     results.into_iter().map(|result| result.unwrap()).collect()
@@ -58,7 +58,7 @@ fn thirty_two_ranks_on_four_nodes_exchange_in_two_steps() {
         let algorithm = Algorithm::Hierarchical(shape.unwrap());
         let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, 24)).collect();
         let from = slice(&device, Element::U8, &input);
-        let to = room(&device, Element::U8, 24 * ranks);
+        let to = unset(&device, Element::U8, 24 * ranks);
         let handle = world.all_to_all(&from, &to, algorithm, &call("dispatch"));
         handle.unwrap().wait().unwrap();
         read(&device, &to)
@@ -78,7 +78,7 @@ fn ranks_that_do_not_run_the_same_are_named_with_what_differs() {
             values.push(("library", "0.2"));
         }
         let error = agree(&mut world, &values, &call("agree")).unwrap_err();
-        // It was no failure of the group: all can go on, and say more.
+        // A disagreement does not fail the group: all ranks can continue.
         world.barrier(&call("after")).unwrap().wait().unwrap();
         error.to_string()
     });
@@ -95,8 +95,8 @@ fn ranks_that_run_the_same_agree() {
     assert!(results.iter().all(Result::is_ok));
 }
 
-/// A device whose addresses mean nothing to the host, and that runs what is asked of it
-/// only when somebody waits: an upload lands with the next download or wait.
+/// A device whose addresses mean nothing to the host, and that runs work only when somebody
+/// waits: an upload takes effect with the next download or wait.
 struct Far {
     info: DeviceInfo,
     memory: Arc<Mutex<Memory>>,

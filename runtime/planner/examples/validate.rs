@@ -1,4 +1,4 @@
-//! How far the model is from published measurements: `cargo xtask validate`.
+//! Compares the model with published measurements: `cargo xtask validate`.
 
 use std::process::ExitCode;
 

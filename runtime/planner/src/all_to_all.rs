@@ -1,36 +1,37 @@
-//! By how much steps that were measured differ from what links say: [`Machine::all_to_all_factors`].
+//! Corrections of the model by measured steps: [`Machine::all_to_all_factors`].
 //!
-//! [`Machine::all_to_all_factors`]: crate::Machine::all-to-all algorithms
+//! [`Machine::all_to_all_factors`]: crate::Machine::all_to_all_factors
 
 use crate::{AllToAllFactor, PlannerError, Scenario, Simulator};
 use moesaic_plan::{Parallel, Strategy};
 
-/// What a factor may be: beyond it something else than the all-to-all algorithm is not understood.
+/// The range of plausible factors. A larger difference has another cause than the all-to-all
+/// algorithm.
 const POSSIBLE: [f64; 2] = [0.25, 4.0];
 
-/// A factor this near to a bound was stopped by it.
+/// The distance from a bound below which the search counts as stopped by it.
 const AT_BOUND: f64 = 1e-3;
 
 impl AllToAllFactor {
-    /// Whether no factor that may be explains what was timed: another job ran beside, or the
-    /// steps are so short that other things than rows fill them. Factors of other all-to-all algorithms cannot
-    /// be compared with it.
+    /// Returns whether no plausible factor explains the measured step: another job ran at the
+    /// same time, or the step is too short for rows to dominate it. Such a factor cannot be
+    /// compared with those of other algorithms.
     pub fn is_at_bound(&self) -> bool {
         let [least, most] = POSSIBLE;
         self.by <= least * (1.0 + AT_BOUND) || self.by >= most * (1.0 - AT_BOUND)
     }
 }
 
-/// Which leaves less than a millionth of a factor.
+/// The number of bisections; the error that remains is below a millionth of a factor.
 const HALVINGS: usize = 24;
 
-/// So many times as long rows have to take, by the all-to-all algorithm and in the chunks of a strategy, that
-/// forward and backward of a step take `seconds`, as they were measured to; at least a quarter,
-/// at most four times. Found by halving what lies between: a step takes no less where its rows
+/// Returns the factor on the time of rows, for the algorithm and chunks of a strategy, with which
+/// the model predicts `seconds` for forward and backward of a step, as measured. The factor is
+/// between 0.25 and 4. It is found by bisection, because a step never gets shorter when its rows
 /// take longer.
 ///
 /// # Errors
-/// [`PlannerError`] for a mesh that cannot be, or has no such strategy.
+/// [`PlannerError`] for a mesh that is not possible or cannot run this strategy.
 pub fn all_to_all_factor(
     scenario: &Scenario,
     mesh: Parallel,
@@ -81,9 +82,10 @@ mod tests {
         (scenario, mesh)
     }
 
-    /// The weights of rows, in messages of their own, are in what was timed.
+    /// The factor covers the weights of rows too: they travel in messages of their own, within
+    /// the measured time.
     #[test]
-    fn what_is_beside_rows_has_their_factor() {
+    fn what_is_sent_with_rows_has_their_factor() {
         let (mut scenario, mesh) = asked();
         let strategy = Strategy::default();
         let passes = |scenario: &Scenario| {

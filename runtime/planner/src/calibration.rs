@@ -1,4 +1,4 @@
-//! What was measured on a machine, as a file that a planner reads.
+//! Measurements of a machine, as a file that the planner reads.
 
 use crate::fit::{Fit, Point, fit};
 use crate::machine::{AllToAllFactor, Factor, Machine, factor};
@@ -6,44 +6,44 @@ use crate::read::{self, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Measurements of a machine. What is there replaces the machine's figures; what is not
-/// leaves them.
+/// Measurements of a machine. Each replaces the machine's figure; figures that were not measured
+/// stay.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Calibration {
-    /// Which machine: the name of its file, or what its owner calls it.
+    /// The machine: the name of its file, or a name of its owner's choice.
     pub machine: String,
-    /// When, as year-month-day.
+    /// The date, as year-month-day.
     pub date: String,
-    /// What was run.
+    /// The programs that measured.
     pub source: String,
-    /// Ranks of the largest measurement.
+    /// The ranks of the largest measurement.
     pub ranks: usize,
-    /// Of exchanges.
+    /// Measurements of exchanges, by level.
     #[serde(default, rename = "level", skip_serializing_if = "Vec::is_empty")]
     pub levels: Vec<LevelFit>,
-    /// Of processors.
+    /// Measurements of processors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute: Option<Measured>,
-    /// The largest error of the fits: the band of predictions.
+    /// The largest error of the fits: the uncertainty of predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub band: Option<f64>,
-    /// Of steps by each all-to-all: see [`Machine::all_to_all_factors`].
+    /// Measurements of steps, by all-to-all algorithm: see [`Machine::all_to_all_factors`].
     #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
     pub all_to_all_factors: Vec<AllToAllFactor>,
 }
 
-/// What a level's links do.
+/// The measured figures of a level's links.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LevelFit {
     /// The level's name in the machine.
     pub name: String,
-    /// Fixed time of an exchange, in microseconds.
+    /// The fixed time of an exchange in microseconds.
     pub alpha_us: f64,
-    /// GB/s of a link, in each direction.
+    /// The bandwidth of a link in GB/s, in each direction.
     pub bandwidth_gbs: f64,
-    /// Size of a message that has half of that, in KiB.
+    /// The size in KiB of a message that reaches half of that bandwidth.
     #[serde(default)]
     pub half_size_kib: f64,
     /// See [`Level::hidden`](crate::Level::hidden).
@@ -54,53 +54,54 @@ pub struct LevelFit {
     pub factors: Vec<Factor>,
 }
 
-/// What a rank's processor does.
+/// The measured figures of a rank's processor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
-    /// Memory traffic in GB/s.
+    /// The memory traffic in GB/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_gbs: Option<f64>,
-    /// Rates of large products in TFLOP/s by element type.
+    /// The rates of large GEMMs in TFLOP/s, by element type.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gemm_tflops: BTreeMap<String, f64>,
-    /// Fixed time of a launch in microseconds.
+    /// The fixed time of a launch in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub launch_us: Option<f64>,
 }
 
-/// An exchange that was timed: messages of a rank over one level, their bytes, and seconds.
+/// A timed exchange over one level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timed {
-    /// Messages that a rank sends.
+    /// The messages that a rank sends.
     pub messages: f64,
-    /// Bytes of all of them.
+    /// The bytes of all of them.
     pub bytes: f64,
-    /// What it took.
+    /// The seconds of the exchange.
     pub seconds: f64,
-    /// What it took right after another, if that was timed.
+    /// The seconds of an exchange right after another, if that was timed.
     pub again: Option<f64>,
 }
 
 impl Timed {
-    /// What it takes among others: a link that was idle is ahead of its rate by some bytes,
-    /// which one exchange alone may be done with.
+    /// Returns the time among other exchanges. An idle link is ahead of its rate by some bytes,
+    /// so a single exchange may look faster than a sequence.
     fn sustained(&self) -> f64 {
         self.seconds.max(self.again.unwrap_or(0.0))
     }
 }
 
 impl LevelFit {
-    /// The figures of a level of exchanges over it, and how far off they are before its
-    /// factors; `shared`: how many ranks shared a link, all of them at once. Exchanges of
-    /// several sizes and numbers of peers are needed to tell the figures apart; with one
-    /// number of peers all that does not depend on size is fixed time.
+    /// Fits the figures of a level to exchanges over it. Returns them, and the error before its
+    /// factors are applied. `shared` ranks shared a link and used it at the same time. The fit
+    /// needs several sizes and several numbers of peers; with a single number of peers everything
+    /// independent of size becomes fixed time.
     pub fn of(name: &str, shared: usize, timed: &[Timed]) -> (LevelFit, Fit) {
         let point = |one: &Timed| Point {
             terms: vec![one.messages, one.bytes],
             measured: one.seconds,
         };
         let points: Vec<Point> = timed.iter().map(point).collect();
+        // With one number of peers, the time per message and the fixed time cannot be told apart.
         let alike = timed
             .windows(2)
             .all(|pair| pair[0].messages == pair[1].messages);
@@ -112,6 +113,8 @@ impl LevelFit {
             .iter()
             .map(|one| one.seconds)
             .fold(f64::INFINITY, f64::min);
+        // Start near the data: the fastest exchange bounds the fixed time, the best rate the
+        // bandwidth.
         let least = least.min(1.0);
         let most = timed
             .iter()
@@ -125,6 +128,8 @@ impl LevelFit {
             bandwidth_gbs: 1e-9 / found.constants[1] * shared as f64,
             half_size_kib: each / found.constants[1] / 1024.0,
             hidden: hidden(timed, [found.constants[0], each, found.constants[1]]),
+            // The factors absorb what the three constants miss, so measured exchanges are
+            // reproduced exactly.
             factors: timed
                 .iter()
                 .map(|one| Factor {
@@ -138,18 +143,18 @@ impl LevelFit {
         (level, found)
     }
 
-    /// By how much an exchange is off, as a part of what it took, where it is predicted from
-    /// all others.
+    /// Returns the relative error of exchange `at` where it is predicted from all others.
     pub fn without(&self, at: usize) -> f64 {
         let mut others = self.factors.clone();
+        // Leave-one-out: the error of a prediction that has not seen the measurement.
         let own = others.remove(at);
         factor(&others, own.peers, own.kib) / own.by - 1.0
     }
 }
 
-/// The part of fixed time and of messages that transfers hide where exchanges follow each
-/// other: the least squares of the relative error. One alone may be short because a link was
-/// ahead of its rate; it is cost_of to have had its bytes' time.
+/// Returns the part of fixed time and per-message time that back-to-back exchanges hide behind
+/// transfers: the least squares of the relative error. A single exchange may be short because its
+/// link was ahead of its rate, so at least the time of its bytes is assumed.
 fn hidden(timed: &[Timed], [fixed, message, byte]: [f64; 3]) -> f64 {
     let (mut over, mut under) = (0.0, 0.0);
     for one in timed {
@@ -157,6 +162,7 @@ fn hidden(timed: &[Timed], [fixed, message, byte]: [f64; 3]) -> f64 {
             continue;
         };
         let (still, moved) = (fixed + message * one.messages, byte * one.bytes);
+        // No more can hide than the shorter of the two.
         let most = still.min(moved) / again;
         over += most * ((still + moved).max(one.seconds) / again - 1.0);
         under += most * most;
@@ -172,12 +178,12 @@ impl Calibration {
     /// Reads a file.
     ///
     /// # Errors
-    /// [`ReadError`]: the key and, for a misspelt one, what was meant.
+    /// [`ReadError`] names the key and, for a misspelled one, the likely key.
     pub fn from_toml(text: &str) -> Result<Calibration, ReadError> {
         read::toml("the calibration", text)
     }
 
-    /// The file. Reads back as it is.
+    /// Writes the file, which reads back unchanged.
     pub fn to_toml(&self) -> String {
         let quoted = |text: &str| serde_json::Value::from(text).to_string();
         let mut text = format!(
@@ -235,17 +241,17 @@ impl Calibration {
                 ..
             } = own;
             text += &format!(
-                "\n[[all_to_all]]\nname = {name}\ncut = {overlap_by}\ndegree = {overlap_degree}\n"
+                "\n[[all_to_all]]\nname = {name}\noverlap_by = {overlap_by}\noverlap_degree = {overlap_degree}\n"
             );
             text += &format!("message_kib = {message_kib:?}\nby = {by:?}\n");
         }
         text
     }
 
-    /// The machine with these figures.
+    /// Returns the machine with these figures.
     ///
     /// # Errors
-    /// [`ReadError`] for a level that the machine has not, and figures that cannot be.
+    /// [`ReadError`] for a level that the machine does not have, and for impossible figures.
     pub fn apply(&self, mut machine: Machine) -> Result<Machine, ReadError> {
         if self.ranks == 0 {
             return Err(ReadError::Value {
@@ -416,7 +422,7 @@ mod tests {
         assert!((level.hidden - 1.0).abs() < 0.02, "{level:?}");
         assert!((level.factors[3].by - 1.0).abs() < 0.01, "{level:?}");
         assert!(level.without(7).abs() < 0.01, "{level:?}");
-        // Small ones are done before a link is as slow as it is.
+        // Small exchanges end before a link has slowed down to its rate.
         let ahead = peers.map(|n| Timed {
             again: Some(2.0 * time(n, 1e3).seconds),
             ..time(n, 1e3)
@@ -429,7 +435,7 @@ mod tests {
             "{level:?}"
         );
         assert!((level.alpha_us / 94.0 - 1.0).abs() < 0.02, "{level:?}");
-        // Each of four ranks that share a link had 45 GB/s.
+        // Each of the four ranks that share a link had 45 GB/s.
         let link = level.bandwidth_gbs;
         assert!((link / 180.0 - 1.0).abs() < 0.02, "{level:?}");
     }
@@ -461,7 +467,7 @@ mod tests {
         };
         let error = own.apply(published("h800").unwrap()).unwrap_err();
         assert!(error.to_string().contains("ranks = 0; at least"), "{error}");
-        // A factor that met its bound would put another all-to-all first by chance.
+        // A factor at its bound would rank another algorithm first by chance.
         for by in [4.0, 0.25, 3.999_999_7, 9.0] {
             let mut own = sample();
             own.all_to_all_factors[1].by = by;

@@ -1,47 +1,49 @@
-//! What of a pass is in one chunk of it.
+//! The contents of one chunk of a pass.
 
 use crate::reach::Alike;
 use moesaic_plan::{Chunk, OverlapBy, Parallel};
 
-/// Experts that tokens of a rank choose evenly.
+/// The experts that a rank's tokens choose evenly.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Choices {
-    /// Of the rank.
+    /// The tokens of the rank.
     pub tokens: f64,
-    /// Experts of a token.
+    /// The experts of a token.
     pub top_k: usize,
-    /// All there are.
+    /// The number of experts.
     pub experts: f64,
-    /// The nodes that have them.
+    /// The nodes that hold the experts.
     pub nodes: Vec<Alike>,
 }
 
-/// Places among the tokens at which chances are cost_of.
+/// The positions among the tokens at which probabilities are evaluated.
 const PLACES: usize = 32;
 
 impl Choices {
-    /// In how many of `chunks` chunks of a node's rows a token is that has some there, on
-    /// average; [`OverlapBy::Rows`] cuts the rows for each expert by their number. Rows lie in the
-    /// order of tokens, so that a token is about as far into the rows of one of its experts
-    /// as into those of another: by how much they differ is the spread of a bridge, a walk
-    /// over the tokens whose end is known.
+    /// Returns the mean number of chunks of a node's rows, out of `chunks`, in which a token with
+    /// rows there appears. [`OverlapBy::Rows`] splits the rows of each expert by their index.
+    /// Rows lie in token order, so a token is about equally far into the rows of each of its
+    /// experts. The difference is the spread of a Brownian bridge: a random walk over the tokens
+    /// whose end is known.
     pub fn chunks_touched(&self, chunks: usize) -> f64 {
         if chunks < 2 {
             return 1.0;
         }
         let hits = self.hits();
-        let in_piece = |chance: f64| -> f64 {
+        let in_chunk = |chance: f64| -> f64 {
             let some_of = |n: i32| 1.0 - (1.0 - chance).powi(n);
             hits.iter().zip(0..).map(|(hit, n)| hit * some_of(n)).sum()
         };
+        // Midpoints, so that the mean over places is the midpoint rule of an integral.
         let places = (0..PLACES).map(|at| (at as f64 + 0.5) / PLACES as f64);
         let chances = places.flat_map(|u| self.chances(u, chunks));
-        let sum: f64 = chances.map(in_piece).sum();
+        let sum: f64 = chances.map(in_chunk).sum();
         let crosses = 1.0 - hits[0];
         sum / PLACES as f64 / crosses.max(f64::MIN_POSITIVE)
     }
 
-    /// How likely so many of a token's experts are of a node, from none on: the mean of nodes.
+    /// Returns the probabilities that 0, 1, … of a token's experts are on a node: the mean over
+    /// nodes.
     fn hits(&self) -> Vec<f64> {
         let all: f64 = self.nodes.iter().map(|alike| alike.nodes).sum();
         let mut hits = vec![0.0; self.top_k + 1];
@@ -55,10 +57,12 @@ impl Choices {
         hits
     }
 
-    /// How likely the row of a token at `u` of all tokens is in each chunk of an expert's.
+    /// Returns the probability that the row of a token at position `u` of all tokens is in each
+    /// chunk of an expert.
     fn chances(&self, u: f64, chunks: usize) -> Vec<f64> {
         let part = (self.top_k as f64 / self.experts).min(1.0);
         let rows = (self.tokens * part).max(1.0);
+        // The variance of a Brownian bridge at `u`, scaled by the number of rows of an expert.
         let spread = (u * (1.0 - u) * (1.0 - part) / rows).sqrt().max(1e-9);
         let before = |chunk: usize| match chunk {
             0 => 0.0,
@@ -69,24 +73,23 @@ impl Choices {
     }
 }
 
-/// The normal distribution, by a logistic curve that is within 0.01 of it.
+/// Approximates the normal distribution by a logistic curve, to within 0.01.
 fn below(x: f64) -> f64 {
     1.0 / (1.0 + (-1.702 * x).exp())
 }
 
-/// Shares of what a whole pass has.
+/// The part of a whole pass that one chunk has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ChunkShare {
-    /// Of the rows that other ranks get.
+    /// The part of the rows for other ranks.
     pub others: f64,
-    /// Of the messages.
+    /// The part of the messages.
     pub peers: f64,
-    /// Of the rows that a rank has for itself.
+    /// The part of the rows that a rank keeps.
     pub own: f64,
-    /// Of the rows that are multiplied.
+    /// The part of the rows that GEMMs process.
     pub products: f64,
-    /// For how many parts of it products are launched: more than one where the other pass
-    /// has other chunks.
+    /// The number of launches of each GEMM: more than one where the other pass has other chunks.
     pub launches: usize,
 }
 
@@ -99,15 +102,16 @@ impl ChunkShare {
         launches: 1,
     };
 
-    /// The chunks of a pass over a mesh in which rows go to `adaptive_r` shards; products are
-    /// launched for `launched` chunks. By [`OverlapBy::Peers`] rows are cost_of to be spread evenly
-    /// over distances.
+    /// Returns the chunks of a pass over a mesh in which rows go to `adaptive_r` shards; GEMMs
+    /// are launched for `launched` chunks. With [`OverlapBy::Peers`], rows are assumed to be
+    /// spread evenly over distances.
     pub fn all(
         (of, launched): (usize, usize),
         overlap_by: OverlapBy,
         mesh: Parallel,
         adaptive_r: usize,
     ) -> Vec<ChunkShare> {
+        // Rows that stay have no distance to other ranks, so all of them are in one group.
         let groups = if adaptive_r == 0 { 1 } else { mesh.ep };
         let part = |number: usize| {
             let chunk = Chunk {
@@ -123,7 +127,7 @@ impl ChunkShare {
         (0..of).map(part).collect()
     }
 
-    /// Of the rows that are multiplied those of one launch.
+    /// Returns the part of GEMM rows that one launch processes.
     pub fn launched(&self) -> f64 {
         self.products / self.launches.max(1) as f64
     }
@@ -157,8 +161,8 @@ mod tests {
     use super::*;
     use crate::reach::Reach;
 
-    /// Against tokens that are drawn: each of `experts`, with `top_k` of them, `here` of which
-    /// are of the node.
+    /// Draws tokens with `top_k` of `experts` experts each, `here` of them on the node, for
+    /// comparison.
     fn drawn(choices: &Choices, here: usize, chunks: usize) -> f64 {
         let (tokens, experts) = (choices.tokens as usize, choices.experts as usize);
         let mut state = 1u64;
@@ -197,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_in_as_many_pieces_as_drawn_ones_are() {
+    fn a_token_is_in_as_many_chunks_as_drawn_ones_are() {
         for (tokens, experts, top_k, here) in [
             (64, 8, 4, 2),
             (64, 16, 2, 4),
@@ -250,9 +254,9 @@ mod tests {
         }
     }
 
-    /// The first chunk is what a rank has for itself, and every message is in one chunk.
+    /// The first chunk holds the rank's own rows, and every message is in exactly one chunk.
     #[test]
-    fn pieces_by_ranks_have_a_part_of_the_messages() {
+    fn chunks_by_ranks_have_a_part_of_the_messages() {
         let mesh = Parallel {
             ep: 4,
             ..Parallel::default()
@@ -265,9 +269,9 @@ mod tests {
         assert!(by_rows.iter().all(|part| part.peers == 1.0));
     }
 
-    /// With `overlap_degree=2/4` forward launches the chunks of backward.
+    /// With `overlap_degree=2/4`, forward launches the chunks of backward.
     #[test]
-    fn a_piece_is_launched_in_the_parts_that_both_passes_have() {
+    fn a_chunk_is_launched_in_the_parts_that_both_passes_have() {
         let mesh = Parallel::default();
         let launches = |of, overlap_by, launched| -> Vec<usize> {
             let parts = ChunkShare::all((of, launched), overlap_by, mesh, 1);
@@ -276,7 +280,7 @@ mod tests {
         assert_eq!(launches(2, OverlapBy::Rows, 4), [2, 2]);
         assert_eq!(launches(1, OverlapBy::Rows, 4), [4]);
         assert_eq!(launches(4, OverlapBy::Rows, 4), [1; 4]);
-        // The first chunk is the same in both passes; seven others make up three.
+        // The first chunk is the same in both passes; the seven others make up three.
         assert_eq!(launches(4, OverlapBy::Peers, 22), [1, 7, 7, 7]);
         assert_eq!(
             ChunkShare::all((1, 4), OverlapBy::Rows, mesh, 1)[0].launched(),

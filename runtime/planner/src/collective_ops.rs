@@ -1,8 +1,8 @@
-//! What each exchange of a plan takes a rank.
+//! The cost of each collective operation of a plan, for one rank.
 
 use crate::Machine;
 use crate::chunks::ChunkShare;
-use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
+use crate::exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
 use crate::geometry::{PhaseLoad, Rank};
 use crate::plan_parts::Costs;
 use crate::shadows::times;
@@ -14,7 +14,7 @@ use moesaic_plan::{
 };
 use moesaic_spec::WeightSite;
 
-/// Sums of gradients after a backward pass.
+/// The names of the gradient sums after a backward pass.
 pub(crate) const SUMS: [&str; 4] = [
     "gradients of experts",
     "other gradients",
@@ -22,7 +22,7 @@ pub(crate) const SUMS: [&str; 4] = [
     "gradients of replicas",
 ];
 
-/// An exchange of one rank: what it takes, and what it sends by level.
+/// The cost of an exchange for one rank, and its bytes by level.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OpCost {
     pub time: PhaseTime,
@@ -45,37 +45,38 @@ impl std::ops::AddAssign for OpCost {
     }
 }
 
-/// How rows comm in one pass.
+/// The communication settings of one pass.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CommConfig<'a> {
     pub machine: &'a Machine,
-    /// The plan whose steps these are: of as many shards as rows go to.
+    /// The plan of the simulated steps, for as many shards as rows go to.
     pub plan: &'a RankPlan,
-    /// What its launches cost, as far as that is known.
+    /// The costs of its launches that are known so far.
     pub costs: &'a Costs,
     /// The mesh itself.
     pub mesh: Parallel,
-    /// To how many shards a row goes; 0: it stays.
+    /// The number of shards that a row goes to; 0 where rows stay.
     pub adaptive_r: usize,
     pub all_to_all: AllToAll,
     pub comm_dtype: CommDtype,
-    /// Into how many chunks it is cut.
+    /// The number of chunks.
     pub overlap_degree: usize,
-    /// For how many chunks products are launched.
+    /// The number of chunks for which GEMMs are launched.
     pub launched: usize,
     pub overlap_by: OverlapBy,
-    /// How many times as many rows cross in chunks where a token crosses once: once in each
-    /// chunk that it has rows in.
+    /// The mean number of chunks in which a token appears; multiplies inter-node rows under
+    /// `dedup`, where a token crosses once per chunk.
     pub repeats: f64,
-    /// Of which chunk exchanges of rows are.
+    /// The chunk that exchanges of rows belong to.
     pub chunk: ChunkShare,
 }
 
-/// Sums of so many bytes go to everybody at once (see the plans of all-reduce).
-const SMALL_SUM: f64 = 2048.0;
+/// The most bytes that an all-reduce sends to every rank at once (`ONE_PHASE_BYTES` of the
+/// collectives' plans).
+const ONE_PHASE_BYTES: f64 = 2048.0;
 
 impl CommConfig<'_> {
-    /// The chunks of the pass.
+    /// Returns the chunks of the pass.
     pub fn chunk_shares(&self) -> Vec<ChunkShare> {
         ChunkShare::all(
             (self.overlap_degree, self.launched),
@@ -85,12 +86,12 @@ impl CommConfig<'_> {
         )
     }
 
-    /// The same for one of its chunks.
+    /// Returns the settings for one of the chunks.
     pub fn of_chunk(&self, chunk: ChunkShare) -> Self {
         CommConfig { chunk, ..*self }
     }
 
-    /// The part of the rows for an expert that one of its shards gets.
+    /// Returns the part of an expert's rows that one of its shards gets.
     pub fn part(&self) -> f64 {
         match self.adaptive_r {
             0 => 0.0,
@@ -98,16 +99,16 @@ impl CommConfig<'_> {
         }
     }
 
-    /// Of the experts' weights in the plan what is a rank's own.
-    pub fn owned(&self) -> f64 {
+    /// Returns the part of the experts' weights in the plan that the rank owns.
+    pub fn owned_part(&self) -> f64 {
         match self.adaptive_r {
             0 => 1.0 / self.mesh.group() as f64,
             _ => self.part(),
         }
     }
 
-    /// What exchanges that [go together](Exchange::goes_with) take a rank: where rows go straight
-    /// and as they are, one message has those of all tensors.
+    /// Returns the cost of exchanges that [go together](Exchange::goes_with): where rows go
+    /// directly and uncast, one message carries those of all tensors.
     pub fn cost_of_grouped(&self, exchanges: &[&Exchange], rank: &Rank) -> OpCost {
         let first = match exchanges {
             [first, _, ..] if self.is_straight() => first,
@@ -123,7 +124,7 @@ impl CommConfig<'_> {
         self.rows(rank, (bytes, element), there, false)
     }
 
-    /// Whether rows go straight to other ranks, as they are.
+    /// Returns whether rows go directly to other ranks, uncast.
     pub fn is_straight(&self) -> bool {
         self.adaptive_r > 0
             && self.all_to_all == AllToAll::Linear
@@ -137,7 +138,7 @@ impl CommConfig<'_> {
         sum
     }
 
-    /// Bytes of a row that goes to experts or back, and of an element of it.
+    /// Returns the bytes of a row that goes to experts or back, and of one of its elements.
     fn row_of(&self, exchange: &Exchange) -> Option<(f64, usize)> {
         let (part, tensor) = match exchange.op {
             CollectiveOp::Dispatch { from, .. } => (PlanPart::Dispatch, from),
@@ -148,7 +149,7 @@ impl CommConfig<'_> {
         Some((self.plan.row_bytes(part, tensor) as f64, element))
     }
 
-    /// What an exchange takes a rank.
+    /// Returns the cost of an exchange for a rank.
     pub fn cost_of(&self, exchange: &Exchange, rank: &Rank) -> OpCost {
         let world = 0..self.mesh.ranks();
         let group = rank.group * self.mesh.group()..(rank.group + 1) * self.mesh.group();
@@ -162,6 +163,7 @@ impl CommConfig<'_> {
             CollectiveOp::AllReduceMax { tensor } => {
                 self.sum(rank, world, 1, tokens[tensor].bytes(0) as f64)
             }
+            // Routes the gathered tokens on every rank and moves nothing itself.
             CollectiveOp::GlobalRouting => OpCost::default(),
             CollectiveOp::ReduceLossParts { tensor } => {
                 self.sum(rank, world, 1, row(PlanPart::Dispatch, tensor))
@@ -170,37 +172,39 @@ impl CommConfig<'_> {
                 let bytes = tokens[from].bytes(rank.tokens.ceil() as u64);
                 self.sum(rank, world, 1, bytes as f64)
             }
+            // Rows that stay are counted locally.
             CollectiveOp::RowCounts if self.adaptive_r == 0 => OpCost::default(),
             CollectiveOp::RowCounts => self.each(rank, group, 1, 8.0 * rank.arriving.len() as f64),
             CollectiveOp::Dispatch { .. } => {
                 let wide = self.row_of(exchange).unwrap_or_default();
-                let mut cost_of = self.rows(rank, wide, true, self.crosses_once(&exchange.name));
+                let mut cost =
+                    self.rows(rank, wide, true, self.crosses_deduplicated(&exchange.name));
                 if self.all_to_all == AllToAll::Dedup && exchange.name == "rows" {
-                    // Which rows are of one token.
-                    cost_of += self.rows(rank, (4.0, 4), true, false);
+                    // The indices that say which rows belong to one token.
+                    cost += self.rows(rank, (4.0, 4), true, false);
                 }
-                cost_of
+                cost
             }
             CollectiveOp::Combine { .. } => {
                 let wide = self.row_of(exchange).unwrap_or_default();
-                self.rows(rank, wide, false, self.comes_summed(&exchange.name))
+                self.rows(rank, wide, false, self.returns_summed(&exchange.name))
             }
             CollectiveOp::AllReduceTp { tensor } => {
                 let arriving: f64 = rank.arriving.iter().sum();
+                // The sum over shards covers the rows of one chunk, since ranks sum each chunk by
+                // itself.
                 let rows = arriving * self.part() * self.chunk.products;
                 let (shards, step) = self.shards(rank);
                 self.sum(rank, shards, step, rows * row(PlanPart::Experts, tensor))
             }
-            CollectiveOp::TpTokenCounts => self.neighbours(rank, 8.0),
+            CollectiveOp::TpTokenCounts => self.tp_peers(rank, 8.0),
             CollectiveOp::AllGatherTp { from, .. } => {
-                self.neighbours(rank, rank.tokens * row(PlanPart::Dispatch, from))
+                self.tp_peers(rank, rank.tokens * row(PlanPart::Dispatch, from))
             }
             CollectiveOp::ReduceScatterTp { to, .. } => {
-                self.neighbours(rank, rank.tokens * row(PlanPart::Dispatch, to))
+                self.tp_peers(rank, rank.tokens * row(PlanPart::Dispatch, to))
             }
-            CollectiveOp::BroadcastTp { to, .. } => {
-                self.neighbours(rank, tokens[to].bytes(0) as f64)
-            }
+            CollectiveOp::BroadcastTp { to, .. } => self.tp_peers(rank, tokens[to].bytes(0) as f64),
             CollectiveOp::AllGatherWeight { weight, .. } => {
                 self.block(rank, experts[weight].bytes(0) as f64)
             }
@@ -213,6 +217,7 @@ impl CommConfig<'_> {
                 self.mesh.expert_tp,
                 experts[from].bytes(0) as f64,
             ),
+            // With r = 0 a rank gathers whole weights, biases included, in the exchanges above.
             CollectiveOp::AllGatherExperts { .. } => OpCost::default(),
             CollectiveOp::TokensPerExpert => {
                 let experts = tokens.spec.shape.experts as f64;
@@ -235,27 +240,29 @@ impl CommConfig<'_> {
         }
     }
 
-    /// Rows that stay are copied beside, or back.
+    /// Returns the cost of copying rows that stay, in either direction.
     fn stays(&self, rank: &Rank, row: f64) -> OpCost {
         self.own(rank.stay.iter().sum::<f64>() * row)
     }
 
-    /// Weights of each shadow go to all ranks of the group, round after round of a tree; a
+    /// Returns the cost of a shadow's weights, broadcast to all ranks of the group over a tree; a
     /// round ends when its slowest rank is done.
     fn spread(&self, rank: &Rank, bytes: f64) -> OpCost {
         let mut all = OpCost::default();
         for round in rank.shadows.trees.iter().flatten() {
             let each = round.iter().map(|rows| self.over(times(rows, bytes)));
+            // A rank forwards weights only after it has them, so rounds do not overlap.
             let slowest = |a: &OpCost, b: &OpCost| a.time.seconds.total_cmp(&b.time.seconds);
             all += each.max_by(slowest).unwrap_or_default();
         }
         all
     }
 
-    /// The ranks of a block gather the parts of a weight that each of them owns, or give them
-    /// back as sums of gradients; `bytes` are all of it.
+    /// Returns the cost for the ranks of a block to gather a weight of `bytes` bytes that they
+    /// own in parts, or to reduce its gradient back to the owners.
     fn block(&self, rank: &Rank, bytes: f64) -> OpCost {
-        let own = bytes * self.owned();
+        // Each rank contributes only what it owns, and receives the rest.
+        let own = bytes * self.owned_part();
         match self.adaptive_r {
             0 => {
                 let first = rank.group * self.mesh.group();
@@ -269,19 +276,19 @@ impl CommConfig<'_> {
         }
     }
 
-    /// Bytes of the gradients of all weights that the plan's experts have.
+    /// Returns the bytes of the gradients of all expert weights of the plan.
     pub fn expert_gradients(&self) -> f64 {
         gradient_bytes(&self.plan.experts)
     }
 
-    /// Gradients are added up over the ranks that have the same of a weight: those of experts
-    /// over the groups that hold all of them, others over all ranks, or those with shards of
-    /// the same number, and those of replicas at the owners of their experts. [`SUMS`] has
-    /// their names.
+    /// Returns the costs of summing gradients over the ranks that hold the same weight: expert
+    /// weights over the groups that hold all experts, other weights over all ranks or over the
+    /// ranks with equal shard number, replicas at the owners of their experts. [`SUMS`] has the
+    /// names.
     pub fn gradients(&self, rank: &Rank) -> [OpCost; SUMS.len()] {
         let world = self.mesh.ranks();
         let group = self.mesh.group();
-        let own = self.expert_gradients() * self.owned();
+        let own = self.expert_gradients() * self.owned_part();
         let replicas = rank.rank % group..world;
         let whole = gradient_bytes(&self.plan.tokens);
         let shared = self.plan.shared.as_ref().map_or(0.0, gradient_bytes);
@@ -294,29 +301,31 @@ impl CommConfig<'_> {
         ]
     }
 
-    /// Gradients of replicas go to the owners of their experts, and the sums back; `own` are the
-    /// bytes of all that a rank has.
+    /// Returns the cost of sending gradients of replicas to the owners of their experts, and the
+    /// sums back; `own` is the bytes of all replicas of a rank.
     fn of_replicas(&self, rank: &Rank, own: f64) -> OpCost {
         let experts = self.plan.experts.spec.shape.experts as f64;
+        // Loads of replicas count one expert's gradients as one byte.
         let there = times(&rank.replicas, own / experts);
         let mut both = self.over(there);
-        both += self.over(there.map(Load::turned));
+        both += self.over(there.map(LevelLoad::reversed));
         both
     }
 
-    fn neighbours(&self, rank: &Rank, bytes: f64) -> OpCost {
+    fn tp_peers(&self, rank: &Rank, bytes: f64) -> OpCost {
+        // The shards of an expert are on consecutive ranks.
         let first = rank.rank - rank.rank % self.mesh.expert_tp;
         self.each(rank, first..first + self.mesh.expert_tp, 1, bytes)
     }
 
-    /// The ranks that multiplied the same rows with the shards of an expert.
+    /// Returns the ranks that processed the same rows with the shards of an expert.
     fn shards(&self, rank: &Rank) -> (std::ops::Range<usize>, usize) {
         let block = traffic::block(self.mesh, self.adaptive_r);
         let first = rank.rank - rank.rank % self.mesh.expert_tp + rank.rank % block;
         (first..first + self.adaptive_r * block, block)
     }
 
-    fn over(&self, loads: [Load; MOST_LEVELS]) -> OpCost {
+    fn over(&self, loads: [LevelLoad; MOST_LEVELS]) -> OpCost {
         let phase = Phase {
             loads,
             ..Phase::default()
@@ -327,18 +336,20 @@ impl CommConfig<'_> {
         }
     }
 
-    /// The same to each of some ranks.
+    /// Returns the cost of sending equal bytes to each of some ranks.
     fn each(&self, rank: &Rank, to: std::ops::Range<usize>, step: usize, bytes: f64) -> OpCost {
         self.over(to_range(self.machine, rank.rank, to, step, bytes))
     }
 
-    /// Parts to their owners, and sums back; little goes to all at once.
+    /// Returns the cost of a sum: parts go to their owners, and sums back; few bytes go to all
+    /// ranks at once.
     fn sum(&self, rank: &Rank, over: std::ops::Range<usize>, step: usize, bytes: f64) -> OpCost {
         let ranks = over.len().div_ceil(step).max(1) as f64;
+        // A collective of nothing is not run, so it must not cost its fixed time.
         if bytes == 0.0 || ranks == 1.0 {
             return OpCost::default();
         }
-        if bytes <= SMALL_SUM {
+        if bytes <= ONE_PHASE_BYTES {
             return self.each(rank, over, step, bytes);
         }
         let mut both = self.each(rank, over.clone(), step, bytes / ranks);
@@ -346,14 +357,15 @@ impl CommConfig<'_> {
         both
     }
 
-    /// Whether equal rows of a token are one on the way to a node (docs/adaptive/all-to-all algorithms.md).
-    fn crosses_once(&self, name: &str) -> bool {
+    /// Returns whether the rows of a token to one node are equal and so cross once
+    /// (docs/adaptive/all_to_all.md).
+    fn crosses_deduplicated(&self, name: &str) -> bool {
         let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
         (name == "rows" && !weighted) || name == "dout"
     }
 
-    /// Whether a node sums what its experts have made of a token.
-    fn comes_summed(&self, name: &str) -> bool {
+    /// Returns whether a node sums its expert outputs of a token before they cross.
+    fn returns_summed(&self, name: &str) -> bool {
         match self.plan.tokens.spec.router.weight_on {
             WeightSite::Input => name == "out",
             WeightSite::Output => name == "drows",
@@ -361,8 +373,8 @@ impl CommConfig<'_> {
         }
     }
 
-    /// Rows go to experts, or back; `once`: those of a token to a node are one, by an all-to-all algorithm
-    /// that has it so.
+    /// Returns the cost of rows that go to experts or back. With `once`, an algorithm that
+    /// deduplicates sends one row per token and node.
     fn rows(&self, rank: &Rank, wide: (f64, usize), there: bool, once: bool) -> OpCost {
         if self.adaptive_r == 0 {
             return self.own(rank.rows * wide.0 * self.chunk.own);
@@ -372,7 +384,8 @@ impl CommConfig<'_> {
         if self.machine.all_to_all_factors.is_empty() {
             return OpCost { time, sent };
         }
-        // Steps are timed as a whole: what is smaller beside rows is in their factor.
+        // Factors come from whole steps, so smaller exchanges alongside rows are covered by the
+        // factor of rows.
         let by = self.machine.all_to_all(
             self.all_to_all,
             self.overlap_by,
@@ -383,8 +396,8 @@ impl CommConfig<'_> {
         OpCost { time, sent }
     }
 
-    /// Bytes of a message that has rows of tokens on their way to experts, in forward; 0 where
-    /// there is none.
+    /// Returns the bytes of a message with token rows to experts in forward; 0 where there is
+    /// none.
     pub fn message(&self, rank: &Rank) -> f64 {
         let rows = self.plan.steps.iter().find_map(|step| match step {
             RankStep::Exchange(exchange) if exchange.name == "rows" => match exchange.op {
@@ -396,7 +409,7 @@ impl CommConfig<'_> {
         rows.map_or(0.0, |from| {
             let row = self.plan.row_bytes(PlanPart::Dispatch, from) as f64;
             let wide = (row, self.plan.tokens[from].dtype.size());
-            let carried = self.carried(rank, wide, true, self.crosses_once("rows"));
+            let carried = self.carried(rank, wide, true, self.crosses_deduplicated("rows"));
             carried.message(rank)
         })
     }
@@ -407,24 +420,24 @@ impl CommConfig<'_> {
         (row, element): (f64, usize),
         there: bool,
         once: bool,
-    ) -> Carried {
+    ) -> ExchangedRows {
         let part = if there { self.part() } else { 1.0 };
         let rows = part * self.chunk.others;
-        // What crosses once does so however many shards get it inside the node, or have a part
-        // of the answer there, of which one is what `back` has.
-        let dedup_indices = match (once && !rank.each.is_empty(), there) {
+        // A deduplicated row crosses once however many shards get it inside the node. On the way
+        // back one row crosses too, however many shards contributed; `back` counts that one.
+        let crossing = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
             (true, true) => self.repeats * row * self.chunk.others,
             (true, false) => self.repeats * self.mesh.expert_tp as f64 * row * self.chunk.others,
         };
-        Carried {
+        ExchangedRows {
             row: rows * row,
             own: part * self.chunk.own * row,
             peers: self.chunk.peers,
-            dedup_indices,
-            comm_dtype: wire_part(self.comm_dtype, row, element),
+            crossing,
+            cast_ratio: comm_dtype_part(self.comm_dtype, row, element),
             there,
-            once,
+            dedup: once,
             side_by_side: self.all_to_all == AllToAll::TwoDhConcurrent,
         }
     }
@@ -441,13 +454,13 @@ impl CommConfig<'_> {
     }
 }
 
-/// Numbers of one expert in a tensor that has those of all.
+/// Returns the elements of one expert in a tensor of all experts.
 fn of_expert(tensor: &TensorPlan) -> f64 {
     let each = tensor.shape.iter().skip(1).map(|size| size.eval(0) as f64);
     each.product()
 }
 
-/// Bytes of the gradients of weights that a part leaves.
+/// Returns the bytes of the weight gradients that a part of the plan produces.
 fn gradient_bytes(plan: &LayerPlan) -> f64 {
     let tensors = plan.tensors.iter();
     let gradients = tensors.filter(|tensor| tensor.role == Role::WeightGradient);
@@ -456,28 +469,28 @@ fn gradient_bytes(plan: &LayerPlan) -> f64 {
 
 /// Rows that go to experts or back, by the messages of an all-to-all algorithm.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Carried {
-    /// Bytes of a row; of a part of a row where not all of it goes.
+pub(crate) struct ExchangedRows {
+    /// The bytes of a row, scaled down where only a part of the rows goes.
     pub row: f64,
-    /// The same of rows that a rank has for itself.
+    /// The same for rows that a rank keeps.
     pub own: f64,
-    /// Part of the messages.
+    /// The part of the messages.
     pub peers: f64,
-    /// The same of rows that cross between nodes.
-    pub dedup_indices: f64,
-    /// Bytes between nodes for each byte in memory.
-    pub comm_dtype: f64,
-    /// To experts.
+    /// The same for rows that cross between nodes.
+    pub crossing: f64,
+    /// The bytes between nodes for each byte in memory.
+    pub cast_ratio: f64,
+    /// Whether the rows go to experts.
     pub there: bool,
-    /// Equal rows of a token to a node are one, by an all-to-all algorithm that has it so.
-    pub once: bool,
-    /// Levels move at the same time.
+    /// Whether an algorithm that deduplicates sends one row per token and node.
+    pub dedup: bool,
+    /// Whether levels transfer concurrently.
     pub side_by_side: bool,
 }
 
-impl Carried {
+impl ExchangedRows {
     fn phases<'r>(&self, rank: &'r Rank) -> &'r [PhaseLoad] {
-        let each = !self.once && !rank.each.is_empty();
+        let each = !self.dedup && !rank.each.is_empty();
         match (self.there, each) {
             (true, false) => &rank.phases,
             (true, true) => &rank.each,
@@ -486,13 +499,14 @@ impl Carried {
         }
     }
 
-    /// Bytes of a message between nodes, or inside one where all ranks are in it: the mean.
+    /// Returns the mean bytes of a message between nodes, or inside the node where all ranks
+    /// share one.
     pub fn message(&self, rank: &Rank) -> f64 {
         let phases = self.phases(rank).iter();
         let phases: Vec<Phase> = phases.map(|share| self.phase(rank, share, false)).collect();
         let mean = |levels: std::ops::Range<usize>| {
             let loads = phases.iter().flat_map(|phase| &phase.loads[levels.clone()]);
-            let of = |load: &Load| [load.messages, load.sent.max(load.received)];
+            let of = |load: &LevelLoad| [load.messages, load.sent.max(load.received)];
             let [messages, bytes] = loads
                 .map(of)
                 .fold([0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
@@ -502,20 +516,20 @@ impl Carried {
     }
 
     pub fn cost_of(&self, machine: &Machine, rank: &Rank) -> OpCost {
-        let mut cost_of = OpCost::default();
+        let mut cost = OpCost::default();
         let phases = self.phases(rank);
         for (at, share) in phases.iter().enumerate() {
             let phase = self.phase(rank, share, at + 1 == phases.len());
-            cost_of += OpCost {
+            cost += OpCost {
                 time: machine.phase(&phase),
                 sent: phase.loads.map(|load| load.sent),
             };
         }
-        cost_of
+        cost
     }
 
-    /// One of the phases. What is packed otherwise between nodes is read and written twice,
-    /// by a kernel before and one after.
+    /// Returns one of the phases. Rows that are cast between nodes are read and written twice
+    /// more: by a kernel before and one after.
     fn phase(&self, rank: &Rank, share: &PhaseLoad, last: bool) -> Phase {
         let own = if self.there { rank.own } else { rank.own_back };
         let share = PhaseLoad {
@@ -524,13 +538,14 @@ impl Carried {
         };
         let mut loads = share.loads.map(|load| load.times(self.row));
         for (load, rows) in loads.iter_mut().zip(&share.loads).skip(1) {
-            *load = rows.times(self.dedup_indices * self.comm_dtype);
+            *load = rows.times(self.crossing * self.cast_ratio);
         }
+        // Level 0 is inside the node, where rows are never cast.
         let outer = share.loads[1..].iter();
-        let dedup_indices: f64 = outer.map(|load| load.sent + load.received).sum();
-        let packed = self.comm_dtype < 1.0 && dedup_indices > 0.0;
+        let outside: f64 = outer.map(|load| load.sent + load.received).sum();
+        let packed = self.cast_ratio < 1.0 && outside > 0.0;
         let converted = if packed {
-            dedup_indices * self.dedup_indices * (1.0 + self.comm_dtype)
+            outside * self.crossing * (1.0 + self.cast_ratio)
         } else {
             0.0
         };
@@ -544,9 +559,9 @@ impl Carried {
     }
 }
 
-/// Bytes between nodes for each byte of a row of `row` bytes in memory. A number alone, such
-/// as a weight, is not made smaller.
-pub(crate) fn wire_part(comm_dtype: CommDtype, row: f64, element: usize) -> f64 {
+/// Returns the bytes between nodes for each byte of a row of `row` bytes in memory. A single
+/// element, such as a weight, is not cast.
+pub(crate) fn comm_dtype_part(comm_dtype: CommDtype, row: f64, element: usize) -> f64 {
     let element = element as f64;
     let width = row / element;
     if width < 2.0 {
@@ -565,12 +580,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_as_wide_on_the_wire_as_their_format_says() {
-        assert_eq!(wire_part(CommDtype::Unchanged, 14336.0, 2), 1.0);
-        assert_eq!(wire_part(CommDtype::Bf16, 14336.0, 2), 1.0);
-        assert_eq!(wire_part(CommDtype::F16, 28672.0, 4), 0.5);
-        // 7168 numbers and 56 scales, as DeepEP sends them.
-        assert_eq!(wire_part(CommDtype::Fp8, 14336.0, 2) * 14336.0, 7392.0);
-        assert_eq!(wire_part(CommDtype::Fp8, 4.0, 4), 1.0);
+    fn rows_are_as_wide_between_nodes_as_their_format_says() {
+        assert_eq!(comm_dtype_part(CommDtype::Unchanged, 14336.0, 2), 1.0);
+        assert_eq!(comm_dtype_part(CommDtype::Bf16, 14336.0, 2), 1.0);
+        assert_eq!(comm_dtype_part(CommDtype::F16, 28672.0, 4), 0.5);
+        // 7168 elements and 56 scales, as DeepEP sends them.
+        assert_eq!(
+            comm_dtype_part(CommDtype::Fp8, 14336.0, 2) * 14336.0,
+            7392.0
+        );
+        assert_eq!(comm_dtype_part(CommDtype::Fp8, 4.0, 4), 1.0);
     }
 }

@@ -1,27 +1,27 @@
-//! What launches take: arithmetic by tiles, memory traffic, and the launch itself.
+//! The cost of launches: arithmetic by tiles, memory traffic, and the launch itself.
 
 use crate::Machine;
 use moesaic_kernel::Size;
 use moesaic_plan::{GemmFamily, LayerPlan, Op, Step, Work};
 
-/// Seconds of a launch by what bounds them; one of `compute` and `memory` is zero.
+/// The seconds of a launch by what bounds it; one of `compute` and `memory` is zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Bound by arithmetic.
+    /// The seconds bound by arithmetic.
     pub compute: f64,
-    /// Bound by memory traffic.
+    /// The seconds bound by memory traffic.
     pub memory: f64,
-    /// The launch alone.
+    /// The fixed time of the launch.
     pub launch: f64,
 }
 
 impl Cost {
-    /// All of it.
+    /// Returns the total.
     pub fn seconds(&self) -> f64 {
         self.compute + self.memory + self.launch
     }
 
-    /// So many times as long but for the launch itself.
+    /// Scales everything but the launch itself.
     pub(crate) fn times(self, by: f64) -> Cost {
         Cost {
             compute: self.compute * by,
@@ -31,46 +31,47 @@ impl Cost {
     }
 }
 
-/// The launches of one pass of one side, as costs of any number of rows.
+/// The launches of one pass of one part of the plan, as costs for any number of rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Launches(Vec<Launch>);
 
-/// One launch: what it does for few and for many rows, between which a line is drawn.
+/// One launch: its work at a small and at a large number of rows; costs are interpolated
+/// linearly.
 #[derive(Clone, Debug)]
 struct Launch {
     name: String,
     grid: [Size; 2],
     few: (f64, Work),
     many: (f64, Work),
-    product: Option<Product>,
+    gemm: Option<GemmTiling>,
 }
 
-/// How a product is cut.
+/// The tiling of a GEMM.
 #[derive(Clone, Debug)]
-struct Product {
+struct GemmTiling {
     tile_rows: f64,
-    /// The last rows of an expert take as long as so many: a whole tile on a GPU, on a CPU
-    /// those of one micro-kernel.
+    /// The granularity of an expert's last rows: a whole tile on a GPU, the rows of one
+    /// micro-kernel on a CPU.
     least_rows: f64,
-    /// Its rows are those of the sum, not of the result.
+    /// Whether rows are the reduced dimension instead of the result's.
     sums_rows: bool,
-    /// Its rows lie by expert.
+    /// Whether rows are grouped by expert.
     by_expert: bool,
-    /// FLOP/s of one multiprocessor.
+    /// The FLOP/s of one multiprocessor.
     rate: f64,
 }
 
-/// Which rows a launch has, and on how many multiprocessors.
+/// The rows of a launch, and its multiprocessors.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows<'a> {
+pub(crate) struct LaunchRows<'a> {
     pub all: f64,
-    /// By expert; empty where there are none.
+    /// By expert; empty where rows are not grouped.
     pub by_expert: &'a [f64],
     pub multiprocessors: f64,
 }
 
 impl Launches {
-    /// Of steps that have from `few` to `many` rows.
+    /// Measures the steps at `few` and at `many` rows.
     pub fn new(plan: &LayerPlan, steps: &[Step], machine: &Machine, few: f64, many: f64) -> Self {
         let few = few.floor().max(1.0);
         let many = many.ceil().max(few + 1.0);
@@ -82,7 +83,7 @@ impl Launches {
                 grid: plan[launch.entry].launch.grid.clone(),
                 few: work(few),
                 many: work(many),
-                product: product(plan, launch.entry.kernel, machine),
+                gemm: gemm(plan, launch.entry.kernel, machine),
             }
         });
         Launches(launches.collect())
@@ -92,21 +93,23 @@ impl Launches {
         &self.0[at].name
     }
 
-    /// What a step takes.
-    pub fn cost(&self, at: usize, machine: &Machine, rows: Rows) -> Cost {
+    /// Returns the cost of a step.
+    pub fn cost(&self, at: usize, machine: &Machine, rows: LaunchRows) -> Cost {
         let launch = &self.0[at];
         let asked = rows.all.ceil() as u64;
         let [x, y] = &launch.grid;
         let blocks = x.eval(asked).saturating_mul(y.eval(asked)) as f64;
+        // A kernel without blocks is never launched, so it has no fixed time either.
         if blocks == 0.0 {
             return Cost::default();
         }
         let work = launch.work(rows.all);
         let memory = work.bytes / machine.memory_rate();
-        let compute = match &launch.product {
-            Some(product) => product.seconds(work.flops, blocks, asked, rows),
+        let compute = match &launch.gemm {
+            Some(gemm) => gemm.seconds(work.flops, blocks, asked, rows),
             None => work.flops / machine.gemm_rate(moesaic_kernel::DType::F32),
         };
+        // Arithmetic and memory traffic overlap within a kernel, so the longer one is its time.
         let bounded = |own: f64, other: f64| if own >= other { own } else { 0.0 };
         Cost {
             compute: bounded(compute, memory),
@@ -119,6 +122,7 @@ impl Launches {
 impl Launch {
     fn work(&self, rows: f64) -> Work {
         let ((few, low), (many, high)) = (self.few, self.many);
+        // The kernel does nothing at `few` rows, so there is no line to draw: scale from zero.
         if low == Work::default() {
             let part = rows / many;
             return Work {
@@ -139,9 +143,9 @@ impl Launch {
     }
 }
 
-impl Product {
-    /// Waves of tiles; what the last rows of each expert take is rounded up.
-    fn seconds(&self, flops: f64, blocks: f64, asked: u64, rows: Rows) -> f64 {
+impl GemmTiling {
+    /// Returns the seconds of the tiles in waves; the last rows of each expert are rounded up.
+    fn seconds(&self, flops: f64, blocks: f64, asked: u64, rows: LaunchRows) -> f64 {
         let (flops, tiles) = if self.sums_rows {
             (flops, blocks)
         } else {
@@ -154,6 +158,7 @@ impl Product {
                     rows_of(rows.all)
                 }
             };
+            // Experts do not share tiles, so each expert's last tile is rounded up by itself.
             let (row_tiles, multiplied) = (of(&tile), of(&least));
             let most = if self.by_expert {
                 let experts = rows.by_expert.len().max(1) as u64;
@@ -164,12 +169,13 @@ impl Product {
             let columns = (blocks / most.max(1.0)).max(1.0);
             (flops * multiplied / rows.all.max(1e-9), row_tiles * columns)
         };
+        // The last wave takes as long as a full one, however few tiles it has.
         let waves = (tiles / rows.multiprocessors).ceil();
         waves * flops / tiles.max(1.0) / self.rate
     }
 }
 
-fn product(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<Product> {
+fn gemm(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<GemmTiling> {
     let op = &plan.kernels[kernel].op;
     let config = op.gemm()?;
     let (sums_rows, by_expert) = match op {
@@ -180,11 +186,12 @@ fn product(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<Product
             plan.spec.shape.experts > 0 && plan.tensor("offsets").is_some(),
         ),
     };
+    // Vector kernels stop at the last rows of an expert; tile-based ones multiply padding.
     let least_rows = match config.family {
         GemmFamily::Vectors(_) | GemmFamily::Tiles(_) => config.thread_rows,
         _ => config.tile_rows,
     };
-    Some(Product {
+    Some(GemmTiling {
         tile_rows: config.tile_rows as f64,
         least_rows: least_rows as f64,
         sums_rows,

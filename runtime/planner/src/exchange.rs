@@ -1,27 +1,27 @@
-//! What an exchange takes: phases of messages over levels of links.
+//! The time of an exchange: phases of messages over levels of links.
 
 use crate::{Level, Machine};
 
-/// Levels of links that a machine has at most.
+/// The most levels of links that a machine has.
 pub const MOST_LEVELS: usize = 4;
 
-/// What a rank sends and gets over one level in one phase.
+/// The messages of a rank over one level in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Load {
-    /// Messages that it sends.
+pub struct LevelLoad {
+    /// The messages that the rank sends.
     pub messages: f64,
-    /// Ranks that it sends to.
+    /// The ranks that it sends to.
     pub peers: f64,
-    /// Bytes out.
+    /// The bytes that it sends.
     pub sent: f64,
-    /// Bytes in.
+    /// The bytes that it receives.
     pub received: f64,
 }
 
-impl Load {
-    /// So many equal messages each way.
-    pub fn even(peers: f64, bytes: f64) -> Load {
-        Load {
+impl LevelLoad {
+    /// Returns a load with equal messages in both directions.
+    pub fn even(peers: f64, bytes: f64) -> LevelLoad {
+        LevelLoad {
             messages: peers,
             peers,
             sent: bytes,
@@ -29,84 +29,84 @@ impl Load {
         }
     }
 
-    /// Bytes of a message.
+    /// Returns the bytes of a message.
     pub fn each(&self) -> f64 {
         self.sent.max(self.received) / self.messages.max(1.0)
     }
 
-    /// What goes out comes in.
+    /// Returns the load with sent and received bytes swapped.
     #[must_use]
-    pub fn turned(self) -> Load {
-        Load {
+    pub fn reversed(self) -> LevelLoad {
+        LevelLoad {
             sent: self.received,
             received: self.sent,
             ..self
         }
     }
 
-    /// Other bytes, the same messages.
+    /// Returns the load with scaled bytes and the same messages.
     #[must_use]
-    pub fn times(self, by: f64) -> Load {
-        Load {
+    pub fn times(self, by: f64) -> LevelLoad {
+        LevelLoad {
             sent: self.sent * by,
             received: self.received * by,
             ..self
         }
     }
 
-    /// The same bytes, in messages to a part of the ranks.
+    /// Returns the load with the same bytes, in messages to a part of the ranks.
     #[must_use]
-    pub fn to_part(self, part: f64) -> Load {
-        Load {
+    pub fn to_part(self, part: f64) -> LevelLoad {
+        LevelLoad {
             messages: self.messages * part,
             peers: self.peers * part,
             ..self
         }
     }
 
-    /// Whether nothing moves.
+    /// Returns whether nothing moves.
     pub fn is_nothing(&self) -> bool {
         self.peers == 0.0 || (self.sent == 0.0 && self.received == 0.0)
     }
 }
 
-/// Messages that are under way at the same time.
+/// Messages that are in flight at the same time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Phase {
-    /// By level, the innermost first.
-    pub loads: [Load; MOST_LEVELS],
-    /// Bytes that a rank copies in its own memory beside them, read and written: what it
-    /// has for itself.
+    /// The load by level, the innermost first.
+    pub loads: [LevelLoad; MOST_LEVELS],
+    /// The bytes that the rank copies in its own memory meanwhile (read and written): its rows
+    /// for itself.
     pub own: f64,
-    /// Bytes of memory traffic of passes before or after them.
+    /// The bytes of memory traffic of passes before or after the messages.
     pub copied: f64,
-    /// Kernels of those passes.
+    /// The kernels of those passes.
     pub launches: f64,
-    /// Levels do not wait for each other, whatever the machine's exchanges do.
+    /// Whether levels transfer concurrently, whatever the machine's `side_by_side` says.
     pub side_by_side: bool,
 }
 
-/// What a phase takes, in seconds.
+/// The seconds of a phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PhaseTime {
-    /// All of it.
+    /// The total.
     pub seconds: f64,
-    /// Fixed times and messages, whatever their size.
+    /// Fixed times and per-message times, whatever the size.
     pub fixed: f64,
-    /// What of it is hidden where an exchange follows another at once: as it was measured, or
-    /// a part of the shorter of its transfers and of all that has no size. Messages inside nodes
-    /// beside those between them hide each other already.
+    /// The part that a back-to-back exchange hides: as measured, or a fraction of the shorter of
+    /// its transfers and of everything independent of size. Messages inside nodes and between
+    /// them that run concurrently already hide each other.
     pub skipped: f64,
-    /// Seconds of what goes out and of what comes in over the busiest level.
+    /// The seconds of sent and of received bytes over the busiest level.
     pub directions: [f64; 2],
-    /// Passes over memory, with what the rank has for itself.
+    /// Passes over memory, including copies of the rank's own rows.
     pub copies: f64,
-    /// Transfers, by level; they may have been at the same time.
+    /// Transfers by level; they may run concurrently.
     pub levels: LevelTime,
 }
 
 impl PhaseTime {
-    /// The same, so many times as long.
+    /// Returns the time scaled.
     #[must_use]
     pub fn times(self, by: f64) -> PhaseTime {
         PhaseTime {
@@ -124,8 +124,8 @@ impl PhaseTime {
 pub type LevelTime = [f64; MOST_LEVELS];
 
 impl Machine {
-    /// What a phase takes a rank: the fixed time of its outermost level; the transfers of
-    /// its levels, at the same time or in turn; passes over memory.
+    /// Returns the time of a phase for a rank: the fixed time of its outermost level, the
+    /// transfers of its levels (concurrent or in turn), and passes over memory.
     pub fn phase(&self, phase: &Phase) -> PhaseTime {
         let mut time = PhaseTime::default();
         let (mut longest, mut sum) = (0.0f64, 0.0);
@@ -138,7 +138,9 @@ impl Machine {
             let (each, moved, factor) = transfer(level, load);
             let fixed = level.alpha_us * 1e-6 * factor;
             time.levels[at] = moved;
+            // Messages of all levels start together, so fixed times do not add up.
             time.fixed = time.fixed.max(fixed);
+            // Only the busiest level can hide anything behind the next exchange.
             if each + moved > longest {
                 let part = moved / load.sent.max(load.received).max(1.0);
                 time.directions = [load.sent * part, load.received * part];
@@ -149,6 +151,7 @@ impl Machine {
             sum += each + moved;
         }
         let own = phase.own / self.memory_rate();
+        // The rank's own copy shares the memory, not the links.
         let moving = if self.overlap.side_by_side || phase.side_by_side {
             longest.max(own)
         } else {
@@ -157,6 +160,8 @@ impl Machine {
         time.copies = phase.copied / self.memory_rate() + phase.launches * self.launch();
         time.seconds = time.fixed + moving + time.copies;
         time.fixed += messages.min(moving);
+        // Levels that move side by side already hide each other; counting `hidden` as well would
+        // count it twice.
         if !phase.side_by_side {
             let [out, inward] = time.directions;
             time.skipped = match again {
@@ -168,8 +173,9 @@ impl Machine {
     }
 }
 
-/// Seconds of messages as such, and of their bytes; and the factor that is in both.
-fn transfer(level: &Level, load: &Load) -> (f64, f64, f64) {
+/// Returns the seconds of messages as such, the seconds of their bytes, and the factor that both
+/// contain.
+fn transfer(level: &Level, load: &LevelLoad) -> (f64, f64, f64) {
     let bytes = load.sent.max(load.received);
     let factor = level.factor(load.peers, load.each());
     (
@@ -192,8 +198,8 @@ mod tests {
             level.bandwidth_gbs = 10.0;
         }
         let mut phase = Phase::default();
-        phase.loads[0] = Load::even(7.0, 1e7);
-        phase.loads[1] = Load::even(8.0, 3e7);
+        phase.loads[0] = LevelLoad::even(7.0, 1e7);
+        phase.loads[1] = LevelLoad::even(8.0, 3e7);
         machine.overlap.side_by_side = true;
         assert!((machine.phase(&phase).seconds - 3.01e-3).abs() < 1e-9);
         machine.overlap.side_by_side = false;
@@ -202,7 +208,7 @@ mod tests {
         assert!((machine.phase(&phase).seconds - 3.01e-3).abs() < 1e-9);
         phase.loads[1].received = 6e7;
         assert!((machine.phase(&phase).seconds - 6.01e-3).abs() < 1e-9);
-        // What was measured counts for all of an exchange.
+        // A measured factor applies to all of an exchange.
         machine.levels[1].factors = vec![Factor {
             peers: 8.0,
             kib: 1.0,

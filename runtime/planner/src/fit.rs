@@ -1,36 +1,37 @@
-//! Constants from measurements: the least squares of the logarithm of the error.
+//! Least-squares fits of a model's constants, on the logarithm of the error.
 
-/// A measurement: terms of which each constant gets a part, and what was measured.
+/// A measurement with the terms of the model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Point {
-    /// What the model multiplies the constants with.
+    /// The terms that the model combines with the constants.
     pub terms: Vec<f64>,
-    /// Seconds.
+    /// The measured seconds.
     pub measured: f64,
 }
 
-/// Constants, and how far off they are.
+/// Fitted constants and their error.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fit {
-    /// In the order of the terms; none is negative.
+    /// The constants in the order of the terms; none is negative.
     pub constants: Vec<f64>,
-    /// The mean of the relative error's size.
+    /// The mean absolute relative error.
     pub mean: f64,
-    /// The largest.
+    /// The largest absolute relative error.
     pub worst: f64,
 }
 
-/// Rounds of descent; each moves every constant by a factor.
+/// The rounds of coordinate descent; each moves every constant by a factor.
 const ROUNDS: usize = 400;
 
-/// Finds constants that are not negative for which the sum of squares of
-/// `log(predicted / measured)` is least. `start` says where to look first: a positive guess
-/// of each.
+/// Finds nonnegative constants that minimize the sum of squares of `log(predicted / measured)`.
+/// `start` holds a positive first guess of each.
 ///
 /// `model` predicts seconds from constants and terms.
 pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f64) -> Fit {
     let loss = |constants: &[f64]| -> f64 {
         let errors = points.iter().map(|point| {
+            // The logarithm makes errors of microseconds and of seconds count alike; it needs a
+            // positive argument.
             let predicted = model(constants, &point.terms).max(f64::MIN_POSITIVE);
             (predicted / point.measured).ln()
         });
@@ -42,6 +43,8 @@ pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f6
     for _ in 0..ROUNDS {
         for at in 0..constants.len() {
             let here = constants[at];
+            // Multiplying instead of adding keeps every constant positive, and fits constants of
+            // any magnitude.
             let tried = [1.0 + steps[at], 1.0 / (1.0 + steps[at])].map(|by| {
                 constants[at] = here * by;
                 (loss(&constants), here * by)
@@ -54,6 +57,8 @@ pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f6
             };
             if least < best {
                 (best, constants[at]) = (least, value);
+                // Longer steps after a success, shorter ones after a failure: descent without
+                // derivatives.
                 steps[at] = (steps[at] * 1.3).min(1.0);
             } else {
                 steps[at] = (steps[at] * 0.7).max(1e-9);
@@ -75,8 +80,8 @@ fn judged(constants: Vec<f64>, points: &[Point], model: impl Fn(&[f64], &[f64]) 
     }
 }
 
-/// Fixed time in seconds and bandwidth in bytes a second of a line through `(bytes,
-/// seconds)`, with their error. Of no points, or of one: no fixed time.
+/// Fits a line through `(bytes, seconds)`: fixed time in seconds and bandwidth in bytes per
+/// second, with their error. With one point or none the fixed time is 0.
 pub fn fit_line(measured: &[(f64, f64)]) -> Fit {
     let points: Vec<Point> = measured
         .iter()
@@ -109,14 +114,14 @@ mod tests {
         assert!((fit.constants[0] / 40e-6 - 1.0).abs() < 1e-3, "{fit:?}");
         assert!((fit.constants[1] / 45e9 - 1.0).abs() < 1e-3, "{fit:?}");
         assert!(fit.worst < 1e-3);
-        // Two points are met.
+        // A line meets two points exactly.
         let fit = fit_line(&[(3.785e6, 118e-6), (6.623e6, 173e-6)]);
         assert!(fit.worst < 1e-4, "{fit:?}");
     }
 
     #[test]
     fn errors_of_small_and_large_count_alike() {
-        // A point that is off by a factor of two pulls both ways equally.
+        // Errors by a factor of two in either direction cancel out.
         let fit = fit_line(&[(1e3, 2e-6), (1e3, 0.5e-6), (1e9, 1.0)]);
         let at = |bytes: f64| fit.constants[0] + bytes / fit.constants[1];
         assert!((at(1e3) / 1e-6 - 1.0).abs() < 0.02, "{fit:?}");

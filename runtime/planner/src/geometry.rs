@@ -1,71 +1,70 @@
-//! Ranks that have the same to do are one.
+//! Ranks with equal work, merged to one.
 
-use crate::exchange::{Load, MOST_LEVELS};
+use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::shadows::Shadows;
-use crate::traffic::{Group, Rows, Step, Traffic};
+use crate::traffic::{LevelLoads, MeshGroup, Traffic, TrafficPhase};
 use crate::{Machine, Routing};
 use moesaic_plan::{AllToAll, Parallel, Placement, ShadowModel};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A rank that stands for all that have the same to do.
+/// A rank that represents all ranks with equal work.
 #[derive(Clone, Debug)]
 pub(crate) struct Rank {
-    /// Its number among all.
+    /// Its number among all ranks.
     pub rank: usize,
-    /// Which group that holds all experts it is in.
+    /// The group with all experts that it belongs to.
     pub group: usize,
     /// Its tokens.
     pub tokens: f64,
-    /// Rows that its tokens have for all experts.
+    /// The rows of its tokens, for all experts.
     pub rows: f64,
-    /// Rows that arrive, by its experts.
+    /// The rows that arrive, by expert of this rank.
     pub arriving: Vec<f64>,
-    /// Rows that it has for itself.
+    /// The rows that it keeps for itself.
     pub own: f64,
-    /// What it does in each phase that brings rows to experts.
+    /// Its load in each phase that brings rows to experts.
     pub phases: Vec<PhaseLoad>,
-    /// What it does in each phase that brings them back.
+    /// Its load in each phase that brings rows back.
     pub back: Vec<PhaseLoad>,
-    /// Rows that it answers itself.
+    /// The rows that it answers itself.
     pub own_back: f64,
-    /// By an all-to-all algorithm on which tokens cross once: the phases of rows that each cross, there and
-    /// back. Else none.
+    /// Under `dedup`, the phases of rows that each cross on their own, to experts; else empty.
     pub each: Vec<PhaseLoad>,
-    /// See `each`.
+    /// The same on the way back.
     pub each_back: Vec<PhaseLoad>,
     /// The shadows of its group.
     pub shadows: Rc<Shadows>,
-    /// Rows that stay, by shadow.
+    /// The rows that stay, by shadow.
     pub stay: Vec<f64>,
-    /// What it moves where gradients of shadows are summed ([`Shadows::sums`]),
-    pub sums: Rows,
-    /// and where those of replicas are ([`Group::sums_of_replicas`]).
-    pub replicas: Rows,
+    /// Its load where gradients of shadows are summed ([`Shadows::sums`]).
+    pub sums: LevelLoads,
+    /// Its load where gradients of replicas are summed ([`MeshGroup::sums_of_replicas`]).
+    pub replicas: LevelLoads,
 }
 
 /// A rank's part of one phase, in rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PhaseLoad {
-    pub loads: [Load; MOST_LEVELS],
+    pub loads: [LevelLoad; MOST_LEVELS],
     pub copied: f64,
     pub passes: f64,
 }
 
 impl PhaseLoad {
-    /// The same the other way, of a part of the rows.
-    fn turned(&self, part: f64) -> PhaseLoad {
+    /// Returns the load of a part of the rows in the opposite direction.
+    fn reversed(&self, part: f64) -> PhaseLoad {
         PhaseLoad {
-            loads: self.loads.map(|load| load.turned().times(part)),
+            loads: self.loads.map(|load| load.reversed().times(part)),
             copied: self.copied * part,
             ..*self
         }
     }
 }
 
-/// The ranks of a mesh in which rows go to `adaptive_r` shards, as far as they differ; `model`
-/// says which experts have shadows, where some may.
+/// Returns the distinct ranks of a mesh in which rows go to `adaptive_r` shards; `model` chooses
+/// experts with shadows, where some may have one.
 pub(crate) fn ranks(
     machine: &Machine,
     mesh: Parallel,
@@ -73,24 +72,28 @@ pub(crate) fn ranks(
     (all_to_all, adaptive_r): (AllToAll, usize),
     model: Option<&ShadowModel>,
 ) -> Vec<Rank> {
-    // Where all have the same rows, groups do.
+    // Where all ranks have equal rows, all groups are equal too.
     let groups = if routing.is_alike() { 1 } else { mesh.dp };
+    // Ranks with equal keys have equal times, so one of them is enough.
     let mut seen = HashMap::new();
     let mut list: Vec<Rank> = Vec::new();
     for at in 0..groups {
         let start = at * mesh.group();
-        let all = Group::new(machine, mesh, start, routing, placement);
+        let all = MeshGroup::new(machine, mesh, start, routing, placement);
         let shadows = model.map_or_else(Rc::default, |model| Rc::new(Shadows::of(model, &all)));
+        // Rows for shadows stay, so they are not exchanged.
         let moving = match &*shadows.experts {
             [] => Cow::Borrowed(routing),
             stay => Cow::Owned(routing.clone().without(stay)),
         };
-        let group = Group::new(machine, mesh, start, &moving, placement).at_r(adaptive_r);
+        let group = MeshGroup::new(machine, mesh, start, &moving, placement).at_r(adaptive_r);
         let replicas = group.sums_of_replicas();
         let traffic = group.traffic(all_to_all);
-        // In two dimensions answers of shards are cost_of to be spread evenly over them.
+        // In two dimensions, the answers of shards are assumed to be spread evenly over them.
         let each = (all_to_all == AllToAll::Dedup && group.has_nodes())
             .then(|| group.traffic(AllToAll::TwoDhInterFirst));
+        // On the way there every shard gets a row; on the way back one shard per expert answers,
+        // so the two directions differ.
         let straight = group.is_straight(all_to_all) && mesh.expert_tp > 1 && adaptive_r > 0;
         let answers = straight.then(|| group.answers());
         for (place, replicas) in replicas.into_iter().enumerate() {
@@ -105,6 +108,7 @@ pub(crate) fn ranks(
                 let all = one(&group, each, place, at);
                 (rank.each, rank.each_back) = (all.phases, all.back);
             }
+            // Groups stay distinct, because their ranks wait for each other.
             let key = (at, key(&rank));
             if let std::collections::hash_map::Entry::Vacant(free) = seen.entry(key) {
                 free.insert(list.len());
@@ -115,13 +119,13 @@ pub(crate) fn ranks(
     list
 }
 
-/// Whether an all-to-all algorithm in two dimensions is there in a mesh.
+/// Returns whether a mesh has the nodes that a two-dimensional all-to-all needs.
 pub(crate) fn has_nodes(machine: &Machine, mesh: Parallel, routing: &Routing) -> bool {
     let placement = Placement::contiguous(1, 1);
-    Group::new(machine, mesh, 0, routing, &placement).has_nodes()
+    MeshGroup::new(machine, mesh, 0, routing, &placement).has_nodes()
 }
 
-fn share(step: &Step, place: usize) -> PhaseLoad {
+fn share(step: &TrafficPhase, place: usize) -> PhaseLoad {
     PhaseLoad {
         loads: step.loads[place],
         copied: step.copied[place],
@@ -129,9 +133,10 @@ fn share(step: &Step, place: usize) -> PhaseLoad {
     }
 }
 
-fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
+fn one(group: &MeshGroup, traffic: &Traffic, place: usize, number: usize) -> Rank {
     let steps = traffic.steps.iter();
     let phases: Vec<PhaseLoad> = steps.map(|step| share(step, place)).collect();
+    // One of the shards answers, after the sum over all of them.
     let part = 1.0 / group.mesh.expert_tp as f64;
     Rank {
         rank: group.start + place,
@@ -143,21 +148,21 @@ fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
         back: phases
             .iter()
             .rev()
-            .map(|share| share.turned(part))
+            .map(|share| share.reversed(part))
             .collect(),
         own_back: traffic.own[place] * part,
         each: Vec::new(),
         each_back: Vec::new(),
         shadows: Rc::default(),
         stay: Vec::new(),
-        sums: Rows::default(),
-        replicas: Rows::default(),
+        sums: LevelLoads::default(),
+        replicas: LevelLoads::default(),
         phases,
     }
 }
 
 impl Rank {
-    /// Its rows for some experts stay.
+    /// Keeps the rank's rows for some experts local.
     fn stay_with(&mut self, shadows: &Rc<Shadows>, counts: &[f64], place: usize) {
         self.stay = shadows.experts.iter().map(|e| counts[*e]).collect();
         self.sums = shadows.sums.get(place).copied().unwrap_or_default();
@@ -165,9 +170,10 @@ impl Rank {
     }
 }
 
-/// What tells ranks apart, to seven digits.
+/// Returns the properties that distinguish ranks, to seven digits, so that rounding makes no
+/// ranks distinct.
 fn key(rank: &Rank) -> Vec<u32> {
-    let of = |load: &Load| [load.peers, load.sent, load.received];
+    let of = |load: &LevelLoad| [load.peers, load.sent, load.received];
     let loads = rank.phases.iter().chain(&rank.back).flat_map(|phase| {
         let copied = [phase.copied];
         phase.loads.iter().flat_map(of).chain(copied)

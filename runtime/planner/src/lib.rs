@@ -1,15 +1,15 @@
-//! What a layer over many ranks will take on a machine, before a job starts.
+//! Predictions of a layer over many ranks on a machine, before a job starts.
 //!
 //! ```text
 //! Machine (a file) ──┐
-//! RankPlan, Strategy ┼─ simulate ─> Prediction: time of each phase, bytes, memory, what bounds
-//! counts of rows ────┘                  └─ search ─> ranked configurations
+//! RankPlan, Strategy ┼─ simulate ─> Prediction: time of each phase, bytes, memory, bottleneck
+//! rows by expert ────┘                  └─ search ─> ranked configurations
 //! ```
 //!
-//! The steps that are simulated are those that ranks run ([`moesaic_plan::RankPlan`]): each
-//! launch costs what its arithmetic, bytes and tiles say, each exchange what its messages
-//! say. Nothing here looks at a file, a clock or a device. Every number that comes out is a
-//! prediction of a model; docs/SCALE.md says how far published measurements are from it.
+//! The planner simulates the steps that ranks run ([`moesaic_plan::RankPlan`]). The cost of a
+//! launch follows from its arithmetic, bytes and tiles, the cost of an exchange from its
+//! messages. The planner reads no file, clock or device. Every result is the prediction of a
+//! model; docs/SCALE.md compares it with published measurements.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
@@ -40,7 +40,7 @@ pub mod validate;
 pub use all_to_all::all_to_all_factor;
 pub use calibration::{Calibration, LevelFit, Measured, Timed};
 pub use cost::Cost;
-pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
+pub use exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
     AllToAllFactor, Band, Compute, Factor, Fanout, Level, Machine, Overlap, published,

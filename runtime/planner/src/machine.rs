@@ -1,4 +1,4 @@
-//! What a machine is to the model: data, read from a file.
+//! The model of a machine, read from a file.
 
 use crate::exchange::MOST_LEVELS;
 use crate::read::{self, ReadError};
@@ -7,115 +7,115 @@ use moesaic_plan::{AllToAll, OverlapBy};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A machine: levels of links from the innermost out, what its processors do, and how far
-/// predictions of it may be off. Every table says where its figures come from.
+/// A machine: its levels of links from the innermost out, its processors, and the uncertainty of
+/// predictions. Every table names the source of its figures.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
-    /// What people call it.
+    /// The common name.
     pub name: String,
-    /// What it consists of.
+    /// The hardware it consists of.
     pub about: String,
-    /// What kernels are planned for: `cuda:sm_90a`.
+    /// The target that kernels are planned for: `cuda:sm_90a`.
     pub target: Target,
-    /// Links, innermost first.
+    /// The links, innermost first.
     #[serde(rename = "level")]
     pub levels: Vec<Level>,
-    /// What one rank's processor does.
+    /// The processor of one rank.
     pub compute: Compute,
-    /// What happens where transfers and arithmetic meet.
+    /// The interaction of transfers and arithmetic.
     pub overlap: Overlap,
-    /// How far off predictions may be.
+    /// The uncertainty of predictions.
     pub error: Band,
-    /// How much longer rows took by an all-to-all algorithm, in steps that were measured, than all of the above
-    /// says. What lies between two sizes or degrees is interpolated; what lies beyond is as the
-    /// nearest.
+    /// The factors by which measured steps took longer than predicted, by all-to-all algorithm.
+    /// Values between two sizes or degrees are interpolated; beyond them the nearest applies.
     #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
     pub all_to_all_factors: Vec<AllToAllFactor>,
 }
 
-/// Links of one kind. A rank and the others of its unit talk over them, unless an inner
-/// level joins them already.
+/// Links of one kind. The ranks of a unit communicate over them, unless an inner level already
+/// connects them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Level {
-    /// `nvlink`.
+    /// The name: `nvlink`.
     pub name: String,
-    /// Inner units (ranks, at the innermost level) of a unit; 0, at the outermost level
-    /// alone, for as many as there are.
+    /// The inner units (ranks, at the innermost level) of a unit. 0 means any number and is
+    /// allowed at the outermost level alone.
     pub radix: usize,
-    /// Fixed time of an exchange over these links, in microseconds.
+    /// The fixed time of an exchange over these links in microseconds.
     pub alpha_us: f64,
-    /// What a link moves in each direction, in GB/s (10^9 bytes).
+    /// The bandwidth of a link in each direction, in GB/s (10^9 bytes).
     pub bandwidth_gbs: f64,
-    /// Time of a message that does not depend on its size, as what the link would move in
-    /// it, in KiB: a message of this size has half the bandwidth.
+    /// The time of a message that does not depend on its size, expressed in KiB that the link
+    /// would move in that time: a message of this size reaches half the bandwidth.
     #[serde(default)]
     pub half_size_kib: f64,
-    /// With so many peers a rank gets half of its bandwidth, as connections are not kept
-    /// busy by one peer; 0 where one peer is enough.
+    /// The number of peers with which a rank reaches half of its bandwidth, because one peer does
+    /// not keep all connections busy; 0 where one peer does.
     #[serde(default)]
     pub half_peers: f64,
-    /// What many peers cost.
+    /// The cost of many peers.
     #[serde(default)]
     pub fanout: Fanout,
-    /// What of fixed times and messages transfers hide where exchanges follow each other at
-    /// once, as those of chunks do: ranks do not wait for each other then, and links carry both
-    /// ways. A part from 0, nothing, to 1; that of the outermost level counts, and of fixed times
-    /// and messages only where `factors` do not say it for each size.
+    /// The fraction of fixed times and per-message times that back-to-back exchanges, such as
+    /// those of chunks, hide behind transfers: ranks then do not wait for each other, and links
+    /// carry both directions. 0 hides nothing, 1 everything. The outermost level's value counts,
+    /// and only where `factors` have no measured value for the size.
     #[serde(default)]
     pub hidden: f64,
-    /// How much longer measured exchanges took than the figures above say. What lies between
-    /// them is interpolated; what lies beyond is as the nearest.
+    /// The factors by which measured exchanges took longer than the figures above predict. Values
+    /// between them are interpolated; beyond them the nearest applies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub factors: Vec<Factor>,
-    /// Ranks that share a link.
+    /// The ranks that share a link.
     #[serde(default = "one")]
     pub shared: usize,
-    /// Where the figures come from.
+    /// The source of the figures.
     pub source: String,
 }
 
-/// What many peers cost: transfers take `1 + per_peer * (peers - free)` times as long.
+/// The cost of many peers: transfers take `1 + per_peer * (peers - free)` times as long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fanout {
-    /// Peers that cost nothing.
+    /// The number of peers that cost nothing.
     pub free: f64,
-    /// The part of the transfer that each further one costs.
+    /// The fraction of the transfer that each further peer costs.
     pub per_peer: f64,
 }
 
-/// How much longer an exchange took than the figures of its level say.
+/// The factor by which an exchange took longer than its level's figures predict.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Factor {
-    /// Ranks to which each sent.
+    /// The ranks that each rank sent to.
     pub peers: f64,
-    /// To each of them, in KiB.
+    /// The size of each message in KiB.
     pub kib: f64,
-    /// So many times as long.
+    /// The factor on the time.
     pub by: f64,
-    /// The part of that which it takes where it follows another at once, if that was measured.
+    /// The fraction of that time that a back-to-back exchange takes, if that was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub again: Option<f64>,
 }
 
-/// How much longer rows took by an all-to-all algorithm, in so many chunks, than links say.
+/// The factor by which rows took longer than links predict, by all-to-all algorithm and chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AllToAllFactor {
-    /// The all-to-all's name: `inter-first`.
+    /// The algorithm: `2dh-inter-first`.
     pub name: AllToAll,
-    /// What makes a chunk; that of a cut that was not measured is as by [`OverlapBy::Rows`].
+    /// The split into chunks; a split that was not measured uses the factor of
+    /// [`OverlapBy::Rows`].
     #[serde(default)]
     pub overlap_by: OverlapBy,
-    /// How many chunks.
+    /// The number of chunks.
     #[serde(default = "whole")]
     pub overlap_degree: usize,
-    /// Size of a message between nodes, or inside one where all ranks are in it.
+    /// The size of a message between nodes, or inside the node where all ranks share one.
     pub message_kib: f64,
-    /// So many times as long.
+    /// The factor on the time.
     pub by: f64,
 }
 
@@ -123,25 +123,25 @@ fn whole() -> usize {
     1
 }
 
-/// What one rank's processor does.
+/// The processor of one rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Compute {
-    /// Memory traffic, read and write together, in GB/s.
+    /// The memory traffic, reads and writes together, in GB/s.
     pub memory_gbs: f64,
-    /// Memory of a rank in GiB.
+    /// The memory of a rank in GiB.
     pub memory_gib: f64,
-    /// Rate of large products in TFLOP/s, by element type: what is reached, not the peak.
+    /// The rate of large GEMMs in TFLOP/s, by element type: as reached, not the peak.
     pub gemm_tflops: BTreeMap<String, f64>,
-    /// Blocks of a product that run at once.
+    /// The blocks of a GEMM that run at once.
     pub multiprocessors: usize,
-    /// Fixed time of a launch, in microseconds.
+    /// The fixed time of a launch in microseconds.
     pub launch_us: f64,
-    /// Ranks for each processor that they share, where they do; rates are those of a rank
-    /// while all are at work. A rank with more to do than others has more of it to itself.
+    /// The ranks per processor where ranks share one. Rates are those of a rank while all are
+    /// busy; a rank with more work than others later has more of the processor to itself.
     #[serde(default = "alone", skip_serializing_if = "is_alone")]
     pub ranks_per_processor: f64,
-    /// Where the figures come from.
+    /// The source of the figures.
     pub source: String,
 }
 
@@ -153,31 +153,31 @@ fn is_alone(ranks: &f64) -> bool {
     *ranks == alone()
 }
 
-/// What happens where transfers and arithmetic meet.
+/// The interaction of transfers and arithmetic.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Overlap {
-    /// Messages of inner and outer levels move at the same time in one exchange.
+    /// Whether messages of inner and outer levels move concurrently within one exchange.
     pub side_by_side: bool,
-    /// By which part products slow down while rows comm.
+    /// The fraction by which GEMMs slow down while rows are in flight.
     pub compute_slowdown: f64,
-    /// By which part transfers slow down while products run.
+    /// The fraction by which transfers slow down while GEMMs run.
     pub transfer_slowdown: f64,
-    /// Multiprocessors that an exchange takes.
+    /// The multiprocessors that an exchange occupies.
     pub multiprocessors: usize,
-    /// Where the figures come from.
+    /// The source of the figures.
     pub source: String,
 }
 
-/// How far off predictions may be.
+/// The uncertainty of predictions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Band {
-    /// As a part of the prediction, to both parts.
+    /// The band as a fraction of the prediction, in both directions.
     pub band: f64,
-    /// Ranks up to which it holds: the largest measurement behind it.
+    /// The ranks up to which it holds: those of the largest measurement behind it.
     pub ranks: usize,
-    /// What it rests on.
+    /// The basis of the band.
     pub source: String,
 }
 
@@ -185,7 +185,7 @@ const fn one() -> usize {
     1
 }
 
-/// Files of machines that ship, by name.
+/// The machine files that ship, by name.
 const PUBLISHED: &[(&str, &str)] = &[
     ("ndm-a100-v4", include_str!("../machines/ndm-a100-v4.toml")),
     ("h100-ib", include_str!("../machines/h100-ib.toml")),
@@ -202,15 +202,15 @@ const PUBLISHED: &[(&str, &str)] = &[
     ),
 ];
 
-/// The names of machines that ship.
+/// Returns the names of machines that ship.
 pub fn published_names() -> impl Iterator<Item = &'static str> {
     PUBLISHED.iter().map(|(name, _)| *name)
 }
 
-/// A machine that ships, by name.
+/// Returns a machine that ships, by name.
 ///
 /// # Errors
-/// [`ReadError::Unknown`] with what was meant, and all names.
+/// [`ReadError::Unknown`] with the likely name and all names.
 pub fn published(name: &str) -> Result<Machine, ReadError> {
     let found = PUBLISHED.iter().find(|(known, _)| *known == name);
     let (_, text) = found.ok_or_else(|| {
@@ -229,7 +229,7 @@ impl Machine {
     /// Reads a machine.
     ///
     /// # Errors
-    /// [`ReadError`]: the key, what it may be, and for a misspelt one what was meant.
+    /// [`ReadError`] names the key, its range, and for a misspelled key the likely one.
     pub fn from_toml(text: &str) -> Result<Machine, ReadError> {
         let machine: Machine = read::toml("the machine", text)?;
         machine.check()?;
@@ -270,7 +270,7 @@ impl Machine {
             .find(|all_to_all| all_to_all.is_at_bound())
         {
             let key = format!("all_to_all.{}.by", all_to_all.name);
-            let possible = "between 0.25 and 4: at these bounds it says nothing about the all_to_all, \
+            let possible = "between 0.25 and 4: at these bounds it says nothing about the algorithm, \
                             because the machine was busy or the steps were too short; measure \
                             again, or remove every `[[all_to_all]]`";
             return wrong(key, all_to_all.by.to_string(), possible);
@@ -280,6 +280,7 @@ impl Machine {
             let key = "compute.ranks_per_processor".to_string();
             return wrong(key, shared.to_string(), "1, or more where ranks share one");
         }
+        // NaN and infinity are numbers in TOML, and would silently poison every prediction.
         for (key, value, positive) in self.figures() {
             let fits = value.is_finite() && value >= 0.0 && (value > 0.0 || !positive);
             if !fits {
@@ -294,7 +295,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Every figure, and whether it has to be above zero.
+    /// Returns every figure, and whether it must be positive.
     fn figures(&self) -> Vec<(String, f64, bool)> {
         let (compute, overlap) = (&self.compute, &self.overlap);
         let mut list = vec![
@@ -348,7 +349,7 @@ impl Machine {
         list
     }
 
-    /// The same with so many ranks in an innermost unit.
+    /// Returns the machine with another number of ranks in an innermost unit.
     #[must_use]
     pub fn with_per_node(mut self, ranks: usize) -> Machine {
         if let Some(level) = self.levels.first_mut() {
@@ -357,12 +358,12 @@ impl Machine {
         self
     }
 
-    /// See [`Level::hidden`]: that of the outermost level.
+    /// Returns [`Level::hidden`] of the outermost level.
     pub(crate) fn hidden(&self) -> f64 {
         self.levels.last().map_or(0.0, |level| level.hidden)
     }
 
-    /// Ranks of an innermost unit.
+    /// Returns the ranks of an innermost unit.
     pub fn per_node(&self) -> usize {
         match self.levels[0].radix {
             0 => usize::MAX,
@@ -370,7 +371,7 @@ impl Machine {
         }
     }
 
-    /// Ranks of a unit of each level.
+    /// Returns the ranks of a unit at each level.
     pub fn units(&self) -> Vec<usize> {
         let mut ranks = 1usize;
         let grown = self.levels.iter().map(|level| {
@@ -383,21 +384,21 @@ impl Machine {
         grown.collect()
     }
 
-    /// FLOP/s of large products on this type; of one that has no rate, f32's.
+    /// Returns the FLOP/s of large GEMMs of a type; f32's rate for a type without one.
     pub fn gemm_rate(&self, dtype: DType) -> f64 {
         let rates = &self.compute.gemm_tflops;
         let own = rates.get(dtype.name()).or_else(|| rates.get("f32"));
+        // A file with a single rate means it for every type.
         let any = own.or_else(|| rates.values().next());
         any.copied().unwrap_or(1.0) * 1e12
     }
 
-    /// Bytes of memory traffic in a second.
+    /// Returns the bytes of memory traffic per second.
     pub fn memory_rate(&self) -> f64 {
         self.compute.memory_gbs * 1e9
     }
 
-    /// How much longer rows take by an all-to-all algorithm, in so many chunks and messages of so many bytes, than
-    /// the figures of links say.
+    /// Returns the factor on the time of rows for an algorithm, chunks and message size.
     pub fn all_to_all(
         &self,
         all_to_all: AllToAll,
@@ -411,6 +412,8 @@ impl Machine {
             };
             self.all_to_all_factors.iter().filter(own)
         };
+        // Fall back as a whole: mixing factors of both splits would interpolate between unrelated
+        // steps.
         let overlap_by = if by(overlap_by).next().is_some() {
             overlap_by
         } else {
@@ -420,15 +423,15 @@ impl Machine {
         interpolated(points, overlap_degree as f64, bytes.max(1.0) / 1024.0)
     }
 
-    /// Seconds of a launch alone.
+    /// Returns the seconds of an empty launch.
     pub fn launch(&self) -> f64 {
         self.compute.launch_us * 1e-6
     }
 }
 
 impl Level {
-    /// Bytes a second that one rank has of its link when all that share it are busy and it
-    /// has so many peers.
+    /// Returns the bytes per second that one rank has of its link while all ranks that share it
+    /// are busy, given its number of peers.
     pub fn rate(&self, peers: f64) -> f64 {
         let few = if self.half_peers > 0.0 && peers > 0.0 {
             peers / (peers + self.half_peers)
@@ -439,24 +442,23 @@ impl Level {
         self.alone() * few / many
     }
 
-    /// The same where peers do not matter.
+    /// Returns the same rate where the number of peers does not matter.
     pub fn alone(&self) -> f64 {
         self.bandwidth_gbs * 1e9 / self.shared as f64
     }
 
-    /// Seconds of messages that do not depend on their size.
+    /// Returns the seconds per message that do not depend on its size.
     pub fn per_message(&self) -> f64 {
         self.half_size_kib * 1024.0 / self.alone()
     }
 
-    /// How much longer messages to so many peers, of so many bytes to each, take than the
-    /// other figures say.
+    /// Returns the factor on the time of messages to `peers` peers with `bytes` bytes each.
     pub fn factor(&self, peers: f64, bytes: f64) -> f64 {
         factor(&self.factors, peers, bytes / 1024.0)
     }
 
-    /// The part of their time that such messages take where they follow others at once, if that
-    /// was measured.
+    /// Returns the fraction of their time that such messages take back to back, if that was
+    /// measured.
     pub fn again(&self, peers: f64, bytes: f64) -> Option<f64> {
         let point = |own: &Factor| Some([own.peers, own.kib, own.again?]);
         let points = self.factors.iter().filter_map(point);
@@ -465,15 +467,15 @@ impl Level {
     }
 }
 
-/// Between sizes for each number of peers that was measured, then between numbers of peers. 1
-/// where nothing was.
+/// Interpolates between sizes for each measured number of peers, then between numbers of peers. 1
+/// where nothing was measured.
 pub(crate) fn factor(factors: &[Factor], peers: f64, kib: f64) -> f64 {
     let points = factors.iter().map(|own| [own.peers, own.kib, own.by]);
     interpolated(points, peers, kib)
 }
 
-/// Of points `[number, size, value]` the value at a place: between sizes for each number, then
-/// between numbers. 1 where there are none.
+/// Interpolates points `[number, size, value]`: between sizes for each number, then between
+/// numbers. 1 where there are none.
 fn interpolated(points: impl Iterator<Item = [f64; 3]> + Clone, number: f64, size: f64) -> f64 {
     let of_number = |number: f64| {
         let same = points.clone().filter(move |point| point[0] == number);
@@ -486,16 +488,17 @@ fn interpolated(points: impl Iterator<Item = [f64; 3]> + Clone, number: f64, siz
     between(points.clone().map(|point| point[0]), number, of_number)
 }
 
-/// The value at a place, by the logarithms between the next two places that are known; beyond
-/// them that of the nearest, and 1 where there is none.
+/// Interpolates logarithmically between the two nearest known places; beyond them the nearest
+/// applies, and 1 where there is none.
 fn between(places: impl Iterator<Item = f64>, at: f64, value: impl Fn(f64) -> f64) -> f64 {
     around(places, at).map_or(1.0, |([low, high], part)| {
+        // Factors are ratios, so their geometric mean is the natural one.
         value(low).powf(1.0 - part) * value(high).powf(part)
     })
 }
 
-/// The next places below and above a place, and how far it is from the first to the second, by
-/// their logarithms; beyond all the nearest twice.
+/// Returns the nearest places below and above, and the logarithmic fraction between them; beyond
+/// all places the nearest twice.
 fn around(places: impl Iterator<Item = f64>, at: f64) -> Option<([f64; 2], f64)> {
     let (mut below, mut above) = (None::<f64>, None::<f64>);
     for place in places {
@@ -513,90 +516,5 @@ fn around(places: impl Iterator<Item = f64>, at: f64) -> Option<([f64; 2], f64)>
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_machine_that_ships_reads() {
-        for name in published_names() {
-            let machine = published(name).unwrap();
-            assert_eq!(machine.name, name);
-            assert!(machine.levels.iter().all(|level| !level.source.is_empty()));
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_is_named() {
-        let error = published("h100ib").unwrap_err().to_string();
-        assert!(error.contains("did you mean `h100-ib`?"), "{error}");
-        let text = include_str!("../machines/h800.toml");
-        let read = |from: &str, to: &str| Machine::from_toml(&text.replacen(from, to, 1));
-        let error = read("alpha_us", "alhpa_us").unwrap_err().to_string();
-        assert!(error.contains("did you mean `alpha_us`?"), "{error}");
-        let error = read("radix = 8", "radix = 0").unwrap_err().to_string();
-        assert!(error.contains("nvlink.radix = 0; only the last"), "{error}");
-        let error = read("alpha_us", "hidden = 1.5\nalpha_us").unwrap_err();
-        assert!(
-            error.to_string().contains("nvlink.hidden = 1.5; a part"),
-            "{error}"
-        );
-        let error = read("memory_gbs = ", "memory_gbs = -")
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("must be above 0"), "{error}");
-    }
-
-    #[test]
-    fn links_have_half_of_their_rate_where_they_say_so() {
-        let level = Level {
-            name: "link".to_string(),
-            radix: 0,
-            alpha_us: 0.0,
-            bandwidth_gbs: 40.0,
-            half_size_kib: 4.0,
-            half_peers: 3.0,
-            fanout: Fanout {
-                free: 10.0,
-                per_peer: 0.1,
-            },
-            hidden: 0.0,
-            factors: Vec::new(),
-            shared: 2,
-            source: String::new(),
-        };
-        assert_eq!(level.rate(3.0), 10e9);
-        let many = level.rate(20.0);
-        assert!((many - 20e9 * 20.0 / 23.0 / 2.0).abs() < 1.0, "{many}");
-        assert!((level.per_message() * 20e9 - 4096.0).abs() < 1e-6);
-    }
-
-    #[test]
-    fn factors_are_met_and_interpolated() {
-        let of = |peers, kib, by| Factor {
-            peers,
-            kib,
-            by,
-            again: None,
-        };
-        let all = [
-            of(4.0, 64.0, 1.0),
-            of(1.0, 1.0, 1.0),
-            of(1.0, 16.0, 4.0),
-            of(4.0, 1.0, 9.0),
-        ];
-        let near = |peers, kib, by: f64| {
-            let found = factor(&all, peers, kib);
-            assert!((found / by - 1.0).abs() < 1e-9, "{peers} {kib}: {found}");
-        };
-        for Factor { peers, kib, by, .. } in all {
-            near(peers, kib, by);
-        }
-        near(1.0, 4.0, 2.0);
-        near(4.0, 8.0, 3.0);
-        near(2.0, 1.0, 3.0);
-        // Beyond what was measured.
-        near(0.5, 0.1, 1.0);
-        near(64.0, 1e6, 1.0);
-        assert_eq!(factor(&[], 3.0, 1.0), 1.0);
-    }
-}
+#[path = "machine_tests.rs"]
+mod tests;

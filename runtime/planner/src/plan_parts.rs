@@ -1,30 +1,30 @@
-//! What launches of each part cost a rank.
+//! The cost of the launches of each part of a plan, for one rank.
 
 use crate::collective_ops::CommConfig;
-use crate::cost::{Cost, Launches, Rows};
+use crate::cost::{Cost, LaunchRows, Launches};
 use crate::geometry::Rank;
 use moesaic_plan::{LayerPlan, PlanPart, Step};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Costs of the launches of each part, in one pass.
+/// The launch costs of each part, in one pass.
 pub(crate) struct PartCosts {
     tokens: Rc<Launches>,
     experts: Rc<Launches>,
     shared: Option<Rc<Launches>>,
     shadows: Option<Rc<Launches>>,
-    /// Rows at the experts of each rank, where ranks share processors.
-    beside: Vec<f64>,
+    /// The rows at the experts of each rank, where ranks share processors; else empty.
+    co_located: Vec<f64>,
 }
 
-/// Costs of the launches of a plan's passes, for a range of rows each.
+/// The launch costs of a plan's passes, each for a range of rows.
 pub(crate) type Costs = RefCell<HashMap<(PlanPart, &'static str, [u64; 2]), Rc<Launches>>>;
 
-/// A pass: its steps, and those of each part's plan.
+/// A pass of a part's plan, as its steps.
 pub(crate) type StepsOf = fn(&LayerPlan) -> &[Step];
 
-/// Chunks have at least a part `least` of the rows.
+/// Collects the launch costs; the smallest chunk has the fraction `least` of the rows.
 pub(crate) fn part_costs(
     ranks: &[Rank],
     comm: &CommConfig,
@@ -40,6 +40,7 @@ pub(crate) fn part_costs(
     };
     let plan = comm.plan;
     let made = |part: PlanPart, (few, many): (f64, f64)| {
+        // Floats are no hash keys, but their bits are: equal ranges share a measurement.
         let key = (part, pass, [few, many].map(f64::to_bits));
         let mut costs = comm.costs.borrow_mut();
         let make = || {
@@ -51,17 +52,17 @@ pub(crate) fn part_costs(
     let tokens = range(&|rank| rank.tokens);
     let (few, many) = range(&|rank| all_rows(comm, rank));
     let expert_tp = comm.mesh.expert_tp as f64;
-    let neighbours = (tokens.0 * expert_tp, tokens.1 * expert_tp);
+    let tp_tokens = (tokens.0 * expert_tp, tokens.1 * expert_tp);
     let shares = comm.machine.compute.ranks_per_processor > 1.0;
-    let beside = ranks.iter().filter(|_| shares);
+    let co_located = ranks.iter().filter(|_| shares);
     PartCosts {
-        beside: beside.map(|rank| all_rows(comm, rank)).collect(),
+        co_located: co_located.map(|rank| all_rows(comm, rank)).collect(),
         tokens: made(PlanPart::Dispatch, tokens),
         experts: made(PlanPart::Experts, (few * least, many)),
         shared: plan
             .shared
             .is_some()
-            .then(|| made(PlanPart::Shared, neighbours)),
+            .then(|| made(PlanPart::Shared, tp_tokens)),
         shadows: plan
             .shadows
             .is_some()
@@ -69,28 +70,30 @@ pub(crate) fn part_costs(
     }
 }
 
-/// Rows at a rank's experts.
+/// Returns the rows at a rank's experts.
 fn all_rows(comm: &CommConfig, rank: &Rank) -> f64 {
     rows_of(comm, rank).iter().sum()
 }
 
-/// What a rank's launches at its experts take, of what they take while all ranks that share
-/// its processor are at work: those with fewer rows are done before it, and at the end it is
-/// alone. Each has the same part of what is left.
-fn of_shared(beside: &[f64], own: f64, ranks_per_processor: f64) -> f64 {
-    if beside.is_empty() || own == 0.0 {
+/// Returns the fraction of a rank's expert time that remains where ranks share a processor,
+/// relative to the time while all of them are busy. Ranks with fewer rows finish earlier, and the
+/// ranks that are left share the processor evenly.
+fn processor_share(co_located: &[f64], own: f64, ranks_per_processor: f64) -> f64 {
+    if co_located.is_empty() || own == 0.0 {
         return 1.0;
     }
-    let until_own: f64 = beside.iter().map(|rows| rows.min(own)).sum();
-    let part = until_own / (beside.len() as f64 * own);
+    let until_own: f64 = co_located.iter().map(|rows| rows.min(own)).sum();
+    let part = until_own / (co_located.len() as f64 * own);
+    // A rank alone cannot use more than one processor's worth of the shared ones.
     part.clamp(1.0 / ranks_per_processor, 1.0)
 }
 
-/// Rows of a rank by expert.
+/// Returns the rows of a rank by expert.
 fn rows_of(comm: &CommConfig, rank: &Rank) -> Vec<f64> {
     match comm.adaptive_r {
         0 => {
-            // As many as its tokens have, as evenly as those that arrive.
+            // Assume as many rows as the rank's tokens have, spread as evenly as those that
+            // arrive.
             let experts = comm.plan.tokens.spec.shape.experts;
             vec![rank.rows / experts as f64; experts]
         }
@@ -111,14 +114,14 @@ pub(crate) fn cost(
     multiprocessors: f64,
 ) -> Cost {
     let machine = comm.machine;
-    let alone = |all: f64| Rows {
+    let alone = |all: f64| LaunchRows {
         all,
         by_expert: &[],
         multiprocessors,
     };
     match part {
         PlanPart::Dispatch => parts.tokens.cost(step, machine, alone(rank.tokens)),
-        // Nothing is launched where no expert has one.
+        // A rank without rows for shadows launches nothing.
         PlanPart::Shadows if rank.stay.is_empty() => Cost::default(),
         PlanPart::Shadows => {
             let rows = by_expert(&rank.stay, multiprocessors);
@@ -135,7 +138,8 @@ pub(crate) fn cost(
         PlanPart::Experts => {
             let mut rows = rows_of(comm, rank);
             let own = rows.iter().sum();
-            let by = of_shared(&parts.beside, own, machine.compute.ranks_per_processor);
+            let by = processor_share(&parts.co_located, own, machine.compute.ranks_per_processor);
+            // Shares follow from the rows of the whole pass; a chunk only scales them.
             rows.iter_mut().for_each(|n| *n *= of_rows);
             let rows = by_expert(&rows, multiprocessors);
             parts.experts.cost(step, machine, rows).times(by)
@@ -143,8 +147,8 @@ pub(crate) fn cost(
     }
 }
 
-fn by_expert(rows: &[f64], multiprocessors: f64) -> Rows<'_> {
-    Rows {
+fn by_expert(rows: &[f64], multiprocessors: f64) -> LaunchRows<'_> {
+    LaunchRows {
         all: rows.iter().sum(),
         by_expert: rows,
         multiprocessors,
@@ -174,19 +178,19 @@ pub(crate) fn whose(part: PlanPart) -> &'static str {
 mod tests {
     use super::*;
 
-    /// Four ranks on one processor, a quarter of it each while all are at work.
+    /// Four ranks on one processor have a quarter of it each while all are busy.
     #[test]
     fn a_rank_with_more_rows_has_the_processor_to_itself_at_the_end() {
-        let of = |beside: &[f64], own| of_shared(beside, own, 4.0);
+        let of = |co_located: &[f64], own| processor_share(co_located, own, 4.0);
         assert_eq!(of(&[8.0; 4], 8.0), 1.0);
-        // Until 2 all are at work; then two have half each, until one is alone.
+        // Until 2 all are busy; then two have half each, until one is alone.
         let rows = [2.0, 2.0, 4.0, 8.0];
         assert_eq!(of(&rows, 2.0), 1.0);
         assert_eq!(of(&rows, 4.0), (2.0 + 2.0 + 4.0 + 4.0) / 16.0);
         assert_eq!(of(&rows, 8.0), 0.5);
         assert_eq!(of(&[0.0, 0.0, 0.0, 8.0], 8.0), 0.25);
-        // Two processors: one rank cannot have both.
-        assert_eq!(of_shared(&[0.0, 0.0, 0.0, 8.0], 8.0, 2.0), 0.5);
+        // Two processors: one rank cannot use both.
+        assert_eq!(processor_share(&[0.0, 0.0, 0.0, 8.0], 8.0, 2.0), 0.5);
         assert_eq!(of(&[], 8.0), 1.0);
         assert_eq!(of(&[0.0; 4], 0.0), 1.0);
     }

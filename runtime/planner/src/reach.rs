@@ -1,48 +1,48 @@
-//! How many nodes a token's experts lie on, where every order of the experts' scores is equally
+//! The number of nodes that a token's experts lie on, if every order of expert scores is equally
 //! likely.
 //!
-//! A router with `groups` keeps the `keep` groups whose best experts score highest, and the token
-//! goes to the `top_k` best experts of these. Walk down the experts by score: an expert is chosen
-//! unless it would be the first of one group too many. So the choices are draws without
-//! replacement, from all experts until `keep` groups have one, and from these groups afterwards
-//! (the statistic `max` exactly; under `top2-sum` a few tokens in a hundred reach a node less).
-//! Until the last draw it matters only which groups have been drawn from and how many draws were
-//! of the node: a Markov chain of few states, evaluated exactly. Without groups, which is one
-//! group that is always kept, it is the hypergeometric distribution.
+//! A router with `groups` keeps the `keep` groups whose best experts score highest, and sends the
+//! token to the `top_k` best experts of these. Go down the experts by score: each expert is
+//! chosen unless it would open one group too many. So the choices are draws without replacement,
+//! from all experts until `keep` groups have one, and from these groups afterwards. This is exact
+//! for the statistic `max`; under `top2-sum` a few tokens in a hundred reach a node less. Until
+//! the last draw, only the set of open groups and the number of draws on the node matter: a
+//! Markov chain with few states, which is evaluated exactly. A layer without groups has one group
+//! that is always kept, which gives the hypergeometric distribution.
 
 use moesaic_spec::LayerSpec;
 
-/// Groups of experts that one node sees in the same way.
+/// Groups of experts that are equal from the view of one node.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Kind {
-    /// Number of these groups.
+pub(crate) struct GroupKind {
+    /// The number of these groups.
     pub groups: usize,
-    /// Experts of such a group that the node has; of unequally popular ones their part of all
-    /// rows, times the number of all experts.
+    /// The experts of such a group on the node. Experts of unequal popularity count as their
+    /// share of all rows, times the number of all experts.
     pub here: f64,
     /// The group's other experts, counted in the same way.
     pub elsewhere: f64,
 }
 
-/// The groups of experts as one node sees them, and how many of them a token's experts are of.
+/// The groups of experts from the view of one node, and how many of them a token uses.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Reach {
     keep: usize,
-    kinds: Vec<Kind>,
+    kinds: Vec<GroupKind>,
 }
 
-/// Kinds of groups that are told apart at most: the states grow with the product of their
-/// numbers.
+/// The most kinds of groups that are distinguished, because the number of states is the product
+/// of their counts.
 const MOST_KINDS: usize = 5;
 
-/// Kinds are the same whose experts differ by rounding alone.
+/// The difference of experts below which kinds are equal, to absorb rounding.
 const SAME: f64 = 1e-6;
 
 impl Reach {
-    /// Groups one by one, each as a [`Kind`] of one. Those without an expert of the node count as
-    /// their mean, and so do neighbours where there are too many kinds.
-    pub fn new(keep: usize, groups: impl IntoIterator<Item = Kind>) -> Reach {
-        let (mut kinds, away): (Vec<Kind>, Vec<Kind>) =
+    /// Merges groups, each given as a [`GroupKind`] of one. Groups without an expert on the node
+    /// count as their mean, and so do adjacent kinds where there are too many.
+    pub fn new(keep: usize, groups: impl IntoIterator<Item = GroupKind>) -> Reach {
+        let (mut kinds, away): (Vec<GroupKind>, Vec<GroupKind>) =
             groups.into_iter().partition(|kind| kind.here > 0.0);
         kinds.sort_by(|a, b| (a.here.total_cmp(&b.here)).then(a.elsewhere.total_cmp(&b.elsewhere)));
         let mut kinds = kinds.into_iter().fold(Vec::new(), with_its_like);
@@ -53,9 +53,9 @@ impl Reach {
         Reach { keep, kinds }
     }
 
-    /// Experts that are not in groups, of which the node has a part.
+    /// Returns the view of experts without groups, some of which are on the node.
     pub fn ungrouped(here: f64, elsewhere: f64) -> Reach {
-        let all = Kind {
+        let all = GroupKind {
             groups: 1,
             here,
             elsewhere,
@@ -63,31 +63,35 @@ impl Reach {
         Reach::new(1, [all])
     }
 
-    /// Whether nodes that see groups so are the same but for rounding.
+    /// Returns whether two views are equal but for rounding.
     fn is_like(&self, other: &Reach) -> bool {
         let near = |a: f64, b: f64| (a - b).abs() < SAME;
-        let like = |(a, b): (&Kind, &Kind)| {
+        let like = |(a, b): (&GroupKind, &GroupKind)| {
             a.groups == b.groups && near(a.here, b.here) && near(a.elsewhere, b.elsewhere)
         };
         let mut kinds = self.kinds.iter().zip(&other.kinds);
         self.kinds.len() == other.kinds.len() && kinds.all(like)
     }
 
-    /// Returns how likely a token with `top_k` experts has at least one on the node.
+    /// Returns the probability that a token with `top_k` experts has at least one on the node.
     pub fn touched(&self, top_k: usize) -> f64 {
         (1.0 - self.hits(top_k, 0)[0]).clamp(0.0, 1.0)
     }
 
-    /// Returns how likely 0, 1, … `most` of a token's `top_k` experts are on the node.
+    /// Returns the probabilities that 0, 1, … `most` of a token's `top_k` experts are on the
+    /// node.
     pub fn hits(&self, top_k: usize, most: usize) -> Vec<f64> {
         let states: usize = self.kinds.iter().map(|kind| kind.groups + 1).product();
         let width = most + 1;
         let mut chances = vec![0.0; states * width];
         chances[0] = 1.0;
+        // Draw the experts of a token one after the other; the state after each draw is all that
+        // the next one depends on.
         for drawn in 0..top_k {
             let mut next = vec![0.0; chances.len()];
             for (at, chance) in chances.iter().enumerate().filter(|(_, c)| **c > 0.0) {
                 self.draw(drawn, (at / width, at % width), |state, hits, part| {
+                    // More hits than asked for need no state of their own.
                     if hits <= most {
                         next[state * width + hits] += chance * part;
                     }
@@ -99,8 +103,8 @@ impl Reach {
         (0..=most).map(of).collect()
     }
 
-    /// Calls `to` with each state after one more draw, its hits, and how likely it comes. A state
-    /// is the number of groups of each kind that were drawn from, as digits.
+    /// Calls `to` with each state after one more draw, its hits, and its probability. A state
+    /// holds the number of open groups of each kind, as digits.
     fn draw(
         &self,
         drawn: usize,
@@ -120,10 +124,11 @@ impl Reach {
             fresh.push((state + step, others * kind.here, others * kind.elsewhere));
             step *= kind.groups + 1;
         }
+        // All allowed groups are open, so no draw may open another.
         if begun >= self.keep {
             fresh.clear();
         }
-        // What was drawn is of these groups, and cannot be drawn again.
+        // Earlier draws came from the open groups and are not available again.
         fresh.push((
             state,
             (here - hits as f64).max(0.0),
@@ -148,17 +153,17 @@ impl Reach {
     }
 }
 
-/// Nodes that see the groups in the same way.
+/// Nodes with the same view of the groups.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Alike {
-    /// How they see them.
+    /// Their view.
     pub reach: Reach,
-    /// Number of these nodes.
+    /// The number of these nodes.
     pub nodes: f64,
 }
 
-/// Returns how each of `nodes` nodes sees the groups of a layer's equally popular experts, which
-/// lie in order and in equal parts on them.
+/// Returns the views of `nodes` nodes on a layer's equally popular experts, which lie in order
+/// and in equal parts on them.
 pub(crate) fn of_nodes(spec: &LayerSpec, nodes: f64) -> Vec<Alike> {
     let experts = spec.shape.experts as f64;
     let (size, keep) = match &spec.router.groups {
@@ -172,10 +177,10 @@ pub(crate) fn of_nodes(spec: &LayerSpec, nodes: f64) -> Vec<Alike> {
         let groups = (0..(experts / size).ceil() as usize).map(|group| {
             let all = group as f64 * size..((group + 1) as f64 * size).min(experts);
             let here = own.end.min(all.end) - own.start.max(all.start);
-            // Of bounds that differ by rounding alone no node has anything.
+            // Bounds that differ by rounding alone must not give a node a sliver of a group.
             let here = if here > SAME { here } else { 0.0 };
             let elsewhere = (all.end - all.start - here).max(0.0);
-            Kind {
+            GroupKind {
                 groups: 1,
                 here,
                 elsewhere,
@@ -191,7 +196,7 @@ pub(crate) fn of_nodes(spec: &LayerSpec, nodes: f64) -> Vec<Alike> {
     list
 }
 
-fn with_its_like(mut kinds: Vec<Kind>, next: Kind) -> Vec<Kind> {
+fn with_its_like(mut kinds: Vec<GroupKind>, next: GroupKind) -> Vec<GroupKind> {
     match kinds.last_mut() {
         Some(last)
             if (last.here - next.here).abs() < SAME
@@ -204,22 +209,22 @@ fn with_its_like(mut kinds: Vec<Kind>, next: Kind) -> Vec<Kind> {
     kinds
 }
 
-/// All groups as the mean of them; `None` for none.
-fn mean(kinds: &[Kind]) -> Option<Kind> {
+/// Returns the mean of all groups; `None` for none.
+fn mean(kinds: &[GroupKind]) -> Option<GroupKind> {
     let groups: usize = kinds.iter().map(|kind| kind.groups).sum();
-    let sum = |of: fn(&Kind) -> f64| {
+    let sum = |of: fn(&GroupKind) -> f64| {
         let each = kinds.iter().map(|kind| kind.groups as f64 * of(kind));
         each.sum::<f64>() / groups as f64
     };
-    (groups > 0).then(|| Kind {
+    (groups > 0).then(|| GroupKind {
         groups,
         here: sum(|kind| kind.here),
         elsewhere: sum(|kind| kind.elsewhere),
     })
 }
 
-/// How many of `groups` equal sets of experts, such as nodes, a token with `top_k` of `experts`
-/// experts reaches on average, where every choice is equally likely and nothing limits it.
+/// Returns the mean number of `groups` equal sets of experts, such as nodes, that a token with
+/// `top_k` of `experts` experts reaches. Every choice is equally likely, without group limits.
 pub fn expected_groups(experts: f64, top_k: usize, groups: f64) -> f64 {
     let here = experts / groups;
     groups * Reach::ungrouped(here, experts - here).touched(top_k)
@@ -250,13 +255,13 @@ mod tests {
     }
 
     impl Grouped {
-        /// The experts of a token whose scores are random, by the rule of SEMANTICS.md.
+        /// Returns the experts of a token with random scores, by the rule of SEMANTICS.md.
         fn chosen(&self, draw: &mut Draw, best: usize) -> Vec<usize> {
             let scores = (0..self.count * self.size).map(|_| draw.next());
             self.best(&scores.collect::<Vec<f64>>(), best)
         }
 
-        /// The experts of a token with these scores.
+        /// Returns the experts of a token with these scores.
         fn best(&self, scores: &[f64], best: usize) -> Vec<usize> {
             let stat = |group: usize| {
                 let mut own = scores[group * self.size..(group + 1) * self.size].to_vec();
@@ -290,8 +295,8 @@ mod tests {
 
     const TOKENS: usize = 2000;
 
-    /// Groups that are nodes, that span nodes, of which a node has several, and that begin in the
-    /// middle of a node.
+    /// Groups that are nodes, that span nodes, several of which share a node, and that begin in
+    /// the middle of a node.
     #[test]
     fn tokens_reach_as_many_nodes_as_drawn_ones_do() {
         let mut draw = Draw(7);
@@ -333,7 +338,7 @@ mod tests {
                         .iter()
                         .map(|alike| alike.nodes / all * alike.reach.hits(top_k, top_k)[number]);
                     let (chance, drawn) = (chance.sum::<f64>(), drawn / hits.len() as f64);
-                    // Four times the spread of so many draws.
+                    // Four standard deviations of this many draws.
                     let most = 4.0 * (chance * (1.0 - chance) / TOKENS as f64).sqrt() + 1e-9;
                     assert!(
                         (chance - drawn).abs() <= most,
@@ -350,8 +355,8 @@ mod tests {
         }
     }
 
-    /// The sum of the two best leads to a group whose best expert is not among the token's a
-    /// little more often.
+    /// The sum of the two best scores chooses a group a little more often whose best expert is
+    /// not among the token's.
     #[test]
     fn another_statistic_reaches_hardly_fewer_nodes() {
         let mut draw = Draw(11);
@@ -387,7 +392,7 @@ mod tests {
                 keep,
                 top_k,
             };
-            // An expert is the first of all in proportion to its weight.
+            // An expert comes first with a probability proportional to its weight.
             let weights: Vec<f64> = (0..experts).map(|_| 0.2 + 3.0 * draw.next()).collect();
             let tokens: Vec<Vec<usize>> = (0..TOKENS)
                 .map(|_| {
@@ -404,7 +409,7 @@ mod tests {
             let routing = routing.limited(&layer.spec());
             let capped = routing.clone().capped(100.0);
             for (nodes, stride) in [(8, 1), (4, 1), (16, 1), (8, 13)] {
-                // Where an expert is: in order, or far from its neighbours.
+                // Experts lie in order, or far from their neighbours.
                 let node = |expert: usize| expert * stride % experts / (experts / nodes);
                 let reached = |routing: &Routing| -> f64 {
                     let of = |at: usize| {
@@ -433,10 +438,11 @@ mod tests {
         }
     }
 
-    /// Groups that all differ are told apart as far as there are kinds, and no chance is lost.
+    /// Distinct groups are only distinguished up to the number of kinds, and no probability is
+    /// lost.
     #[test]
     fn many_unlike_groups_are_as_likely_as_few() {
-        let kind = |here: f64| Kind {
+        let kind = |here: f64| GroupKind {
             groups: 1,
             here,
             elsewhere: 8.0 - here,
@@ -449,10 +455,10 @@ mod tests {
             assert!((a - b).abs() < 0.01, "{a} {b}");
         }
         assert!((b.iter().sum::<f64>() - 1.0).abs() < 1e-9);
-        // A group without rows is one that nobody draws from.
+        // Nobody draws from a group without rows.
         let nothing = Reach::new(
             1,
-            [kind(8.0), kind(0.0)].map(|of| Kind {
+            [kind(8.0), kind(0.0)].map(|of| GroupKind {
                 elsewhere: 0.0,
                 ..of
             }),

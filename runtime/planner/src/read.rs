@@ -1,47 +1,47 @@
-//! Files of machines and measurements: TOML in which every key is known.
+//! Readers of machine and measurement files: TOML with only known keys.
 
 use serde::de::DeserializeOwned;
 
-/// A file that does not say what it should.
+/// An error in a file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
-    /// Not TOML, or with keys and types that are not there.
+    /// The text is not TOML, or has unknown keys or wrong types.
     #[error("{what} cannot be read: {why}")]
     Text {
-        /// What the file is: `the machine`.
+        /// The kind of file: `the machine`.
         what: &'static str,
-        /// Where, what and, for a misspelt key, what was meant.
+        /// The position, the problem and, for a misspelled key, the likely one.
         why: String,
     },
-    /// A number that cannot be.
+    /// An impossible number.
     #[error("{what}: {key} = {value}; {possible}")]
     Value {
-        /// What the file is of, by name.
+        /// The machine or calibration, by name.
         what: String,
-        /// Which number.
+        /// The key.
         key: String,
-        /// As it is there.
+        /// The value in the file.
         value: String,
-        /// What can be.
+        /// The range of possible values.
         possible: &'static str,
     },
     /// No machine of this name ships.
     #[error("unknown machine `{name}`{meant}\nknown machines: {known}; a path ends in .toml")]
     Unknown {
-        /// As asked for.
+        /// The requested name.
         name: String,
-        /// `; did you mean ...?`, or nothing.
+        /// `; did you mean ...?`, or empty.
         meant: String,
         /// All names.
         known: String,
     },
-    /// Measurements of another machine.
+    /// The measurements belong to another machine.
     #[error("{0}")]
     Other(String),
 }
 
-/// Reads a file's text.
+/// Parses a file's text.
 pub(crate) fn toml<T: DeserializeOwned>(what: &'static str, text: &str) -> Result<T, ReadError> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let said = error.to_string();
@@ -54,7 +54,7 @@ pub(crate) fn toml<T: DeserializeOwned>(what: &'static str, text: &str) -> Resul
     })
 }
 
-/// The key that was meant by the one that an error names.
+/// Returns the likely key for the unknown one that an error names.
 fn meant(said: &str) -> Option<&str> {
     let (_, rest) = said.split_once("unknown field `")?;
     let (word, rest) = rest.split_once('`')?;
@@ -62,7 +62,7 @@ fn meant(said: &str) -> Option<&str> {
     closest(word, known)
 }
 
-/// The known word that is at most a third of its letters away.
+/// Returns the known word that differs in at most a third of its letters.
 pub(crate) fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let scored = known
         .into_iter()

@@ -1,75 +1,76 @@
-//! How many rows each rank has for each expert.
+//! The rows of each rank for each expert.
 
-use crate::reach::{Kind, Reach};
+use crate::reach::{GroupKind, Reach};
 use moesaic_spec::LayerSpec;
 
-/// Rows of every rank for every expert. Ranks with the same rows are one class, so that
-/// thousands of equal ones cost no more than one.
+/// The rows of every rank for every expert. Ranks with equal rows form a class, so thousands of
+/// equal ranks cost no more than one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routing {
-    /// Tokens of each class's ranks.
+    /// The tokens of each class's ranks.
     tokens: Vec<f64>,
-    /// Rows by expert of each class's ranks.
+    /// The rows by expert of each class's ranks.
     rows: Vec<Vec<f64>>,
     /// The class of each rank; empty where there is one.
     class: Vec<usize>,
-    /// Choices of a token.
+    /// The experts of a token.
     top_k: usize,
-    /// Groups of experts that limit them.
+    /// The expert groups that limit a token's choices.
     limit: Option<Limit>,
 }
 
-/// Groups of experts of which a token's are of a few.
+/// A limit on the expert groups of a token.
 #[derive(Clone, Debug, PartialEq)]
 struct Limit {
-    /// Groups of a token at most.
+    /// The most groups of a token.
     keep: usize,
-    /// Experts of a group.
+    /// The experts of a group.
     size: usize,
-    /// Rows by group of each class's ranks, before a capacity drops some or some stay.
+    /// The rows by group of each class's ranks, before a capacity drops rows or shadows keep
+    /// some.
     rows: Vec<Vec<f64>>,
 }
 
-/// Counts that cannot be.
+/// Impossible counts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RoutingError {
-    /// Rows of a rank are not those of the layer's experts.
+    /// A rank has rows for another number of experts.
     #[error("rank {rank} has rows for {found} experts, the layer has {experts}")]
     Experts {
-        /// Which rank.
+        /// The rank.
         rank: usize,
-        /// Numbers that it has.
+        /// The number of experts it has rows for.
         found: usize,
-        /// Of the layer.
+        /// The experts of the layer.
         experts: usize,
     },
-    /// Of other ranks.
+    /// The counts are of another number of ranks.
     #[error("rows of {found} ranks, the job has {ranks}")]
     Ranks {
-        /// Those that have rows.
+        /// The ranks with rows.
         found: usize,
-        /// Of the job.
+        /// The ranks of the job.
         ranks: usize,
     },
-    /// No skew.
+    /// The exponent is not a skew.
     #[error("zipf={exponent}: an exponent is 0, where all experts are alike, or more")]
     Exponent {
-        /// As asked for.
+        /// The requested exponent.
         exponent: String,
     },
 }
 
 impl Routing {
-    /// Every expert gets equally many.
+    /// Returns equal rows for every expert.
     pub fn even(tokens: u64, experts: usize, top_k: usize) -> Routing {
         let rows = tokens as f64 * top_k as f64 / experts as f64;
         Routing::alike(tokens, vec![rows; experts], top_k)
     }
 
-    /// What is to be expected where the `i`th most popular expert is chosen in proportion to
-    /// `1 / i^exponent`, and by a token once at most. Popular experts lie apart from each
-    /// other, always in the same places.
+    /// Returns the expected rows where a token chooses the `i`th most popular expert with a
+    /// probability proportional to `1 / i^exponent`, and no expert twice. Popular experts lie far
+    /// apart, always in the same places.
     ///
     /// # Errors
     /// [`RoutingError::Exponent`].
@@ -84,19 +85,22 @@ impl Routing {
             return Err(RoutingError::Exponent { exponent });
         }
         let by_rank: Vec<f64> = (1..=experts).map(|i| (i as f64).powf(-exponent)).collect();
+        // A token chooses no expert twice, so an expert gets at most one row of each.
         let shares = at_most_one(&by_rank, top_k.min(experts) as f64);
         let stride = apart(experts);
         let mut rows = vec![0.0; experts];
         for (i, share) in shares.into_iter().enumerate() {
+            // Spread the popular experts, or a contiguous placement would put all of them on the
+            // first ranks.
             rows[i * stride % experts] = share * tokens as f64;
         }
         Ok(Routing::alike(tokens, rows, top_k))
     }
 
-    /// What was counted: rows of each rank for each expert, and its tokens.
+    /// Returns counted rows: those of each rank for each expert, and its tokens.
     ///
     /// # Errors
-    /// [`RoutingError`] where ranks or experts are others.
+    /// [`RoutingError`] where ranks or experts do not match.
     pub fn counted(
         ranks: usize,
         experts: usize,
@@ -118,6 +122,7 @@ impl Routing {
         }
         let tokens = |rows: &Vec<u64>| rows.iter().sum::<u64>() as f64 / top_k.max(1) as f64;
         let alike = counts.windows(2).all(|pair| pair[0] == pair[1]);
+        // One class for equal counts, which is what makes thousands of ranks cheap.
         let kept = if alike { &counts[..1] } else { counts };
         Ok(Routing {
             tokens: kept.iter().map(tokens).collect(),
@@ -135,7 +140,7 @@ impl Routing {
         })
     }
 
-    /// The same where a token's experts are of a few groups of the layer's.
+    /// Applies the expert groups of a layer's router.
     #[must_use]
     pub(crate) fn limited(mut self, spec: &LayerSpec) -> Routing {
         self.limit = spec.router.groups.as_ref().map(|groups| {
@@ -150,12 +155,13 @@ impl Routing {
         self
     }
 
-    /// How a node sees the groups of experts that a rank's tokens choose from; `rows`: those
-    /// that the rank has for the node, by expert.
+    /// Returns a node's view of the expert groups that a rank's tokens choose from. `rows` are
+    /// the rank's rows for the node, by expert.
     pub(crate) fn reach(&self, rank: usize, rows: impl Iterator<Item = (usize, f64)>) -> Reach {
         let experts = self.rows(rank).len() as f64;
-        // All choices of a token, whatever a capacity leaves of them.
+        // All choices of a token, before a capacity drops any.
         let all = self.tokens(rank) * self.top_k as f64;
+        // Popularity in units of an average expert, as `GroupKind` counts.
         let mass = |rows: f64| experts * (rows / all.max(f64::MIN_POSITIVE)).min(1.0);
         let Some(Limit {
             keep,
@@ -169,7 +175,7 @@ impl Routing {
         let groups = &groups[self.class_of(rank)];
         let mut here = vec![0.0; groups.len()];
         rows.for_each(|(expert, rows)| here[expert / size] += rows);
-        let kind = |(rows, here): (&f64, f64)| Kind {
+        let kind = |(rows, here): (&f64, f64)| GroupKind {
             groups: 1,
             here: mass(here),
             elsewhere: (mass(*rows) - mass(here)).max(0.0),
@@ -177,7 +183,7 @@ impl Routing {
         Reach::new(*keep, groups.iter().zip(here).map(kind))
     }
 
-    /// The same with at most so many rows of each rank for an expert.
+    /// Limits the rows of each rank for an expert.
     #[must_use]
     pub fn capped(mut self, most: f64) -> Routing {
         let rows = self.rows.iter_mut().flatten();
@@ -185,7 +191,7 @@ impl Routing {
         self
     }
 
-    /// The same without rows for some experts: what is left to comm.
+    /// Removes the rows for some experts; the rest is exchanged.
     #[must_use]
     pub(crate) fn without(mut self, experts: &[usize]) -> Routing {
         for rows in &mut self.rows {
@@ -194,13 +200,13 @@ impl Routing {
         self
     }
 
-    /// Whether every expert has equally many rows, as nearly as can be.
+    /// Returns whether all experts have equal rows, up to rounding.
     pub fn is_even(&self) -> bool {
         let even = |rows: &Vec<f64>| rows.iter().all(|n| (n - rows[0]).abs() <= 1.0);
         self.rows.iter().all(even)
     }
 
-    /// The tokens of the rank with the most.
+    /// Returns the tokens of the rank with the most.
     pub fn most_tokens(&self) -> f64 {
         self.tokens.iter().copied().fold(0.0, f64::max)
     }
@@ -215,22 +221,22 @@ impl Routing {
         }
     }
 
-    /// Whether all ranks have the same rows.
+    /// Returns whether all ranks have equal rows.
     pub fn is_alike(&self) -> bool {
         self.class.is_empty()
     }
 
-    /// Rows of a rank by expert.
+    /// Returns the rows of a rank by expert.
     pub fn rows(&self, rank: usize) -> &[f64] {
         &self.rows[self.class_of(rank)]
     }
 
-    /// Tokens of a rank.
+    /// Returns the tokens of a rank.
     pub fn tokens(&self, rank: usize) -> f64 {
         self.tokens[self.class_of(rank)]
     }
 
-    /// Choices of a token.
+    /// Returns the experts of a token.
     pub fn top_k(&self) -> usize {
         self.top_k
     }
@@ -240,15 +246,16 @@ impl Routing {
     }
 }
 
-/// Parts in proportion to `weights` whose sum is `total`, none above one.
+/// Returns parts in proportion to `weights` that add up to `total`, none above one.
 fn at_most_one(weights: &[f64], total: f64) -> Vec<f64> {
     let mut shares = vec![0.0; weights.len()];
     let mut full = 0;
-    // Weights fall, so that those which are full come first.
+    // Weights are in descending order, so full parts come first.
     loop {
         let rest: f64 = weights[full..].iter().sum();
         let left = total - full as f64;
         for (share, weight) in shares[full..].iter_mut().zip(&weights[full..]) {
+            // Whatever full experts cannot take goes to the others in proportion.
             *share = left * weight / rest.max(f64::MIN_POSITIVE);
         }
         match shares.get(full) {
@@ -261,9 +268,10 @@ fn at_most_one(weights: &[f64], total: f64) -> Vec<f64> {
     }
 }
 
-/// A step by which neighbours in popularity are spread over all experts: near the golden
-/// section of their number, and without a common divisor.
+/// Returns the step that spreads experts of similar popularity over all positions: near the
+/// golden section of their number, and coprime to it.
 fn apart(experts: usize) -> usize {
+    // Multiples of the golden section spread most evenly for any count.
     let near = (experts as f64 * 0.618_034).round() as usize;
     let fits = |step: &usize| gcd(*step, experts) == 1;
     (near.max(1)..).find(fits).unwrap_or(1)

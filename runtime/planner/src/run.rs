@@ -1,4 +1,4 @@
-//! The passes of a step on streams of ranks.
+//! Simulation of a step's passes on the streams of ranks.
 
 use crate::chunks::ChunkShare;
 use crate::collective_ops::{CommConfig, OpCost, SUMS};
@@ -11,13 +11,13 @@ use crate::scenario::{Bound, PassTime, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Chunk, Timeline, meet, pipeline};
 use moesaic_plan::{CollectiveOp, Exchange, Parallel, PlanPart, RankStep, Strategy};
 
-/// Ranks on their way through a step.
+/// The state of all ranks within a step.
 pub(crate) struct Run<'r> {
     ranks: &'r [Rank],
     groups: Vec<usize>,
     world: Vec<usize>,
     now: Vec<f64>,
-    /// Seconds of each rank by [`Bound`].
+    /// The seconds of each rank by [`Bound`].
     spent: Vec<[f64; BOUNDS]>,
     sent: Vec<LevelTime>,
     detail: bool,
@@ -51,7 +51,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    /// A forward pass; one that trains where there is a backward pass.
+    /// Simulates a forward pass; one that trains if a backward pass follows.
     pub fn forward(&mut self, comm: &CommConfig, trains: bool) {
         let of: StepsOf = if trains {
             |plan| &plan.steps
@@ -66,13 +66,12 @@ impl<'r> Run<'r> {
         self.pass("forward", comm, steps, of);
     }
 
-    /// A backward pass.
+    /// Simulates a backward pass.
     pub fn backward(&mut self, comm: &CommConfig) {
         self.pass("backward", comm, &comm.plan.backward, |plan| &plan.backward);
     }
 
-    /// What comes after a backward pass, before an optimizer: gradients are added up over
-    /// ranks.
+    /// Simulates the sums of gradients over ranks, between the backward pass and the optimizer.
     pub fn gradients(&mut self, comm: &CommConfig) {
         let world = self.world.clone();
         for (at, name) in SUMS.into_iter().enumerate() {
@@ -93,7 +92,7 @@ impl<'r> Run<'r> {
         let shares = comm.chunk_shares();
         let least = shares.iter().map(ChunkShare::launched).fold(1.0, f64::min);
         let parts = part_costs(self.ranks, comm, name, of, least);
-        let (first, last) = travelling(steps);
+        let (first, last) = chunked_range(steps);
         self.steps(comm, &parts, &steps[..first]);
         match shares[..] {
             [ChunkShare { launches: 1, .. }] => self.steps(comm, &parts, &steps[first..last]),
@@ -146,7 +145,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    /// A launch of a rank for all its rows that begins at a time; when it ends.
+    /// Simulates a launch of a rank for all its rows, starting at a time; returns its end.
     fn launch(
         &mut self,
         comm: &CommConfig,
@@ -169,16 +168,16 @@ impl<'r> Run<'r> {
         end
     }
 
-    /// What a rank does with its own rows, without the others.
-    fn alone(&mut self, name: &str, at: usize, cost_of: OpCost) {
+    /// Simulates work on a rank's own rows, without other ranks.
+    fn alone(&mut self, name: &str, at: usize, cost: OpCost) {
         let start = self.now[at];
-        self.now[at] += cost_of.time.seconds;
-        self.moved(at, &cost_of, 1.0);
+        self.now[at] += cost.time.seconds;
+        self.moved(at, &cost, 1.0);
         let end = self.now[at];
-        self.note(at, "ranks", || name.to_string(), (start, end), cost_of.sent);
+        self.note(at, "ranks", || name.to_string(), (start, end), cost.sent);
     }
 
-    /// An exchange of all ranks of a group: it begins when the last has come.
+    /// Simulates an exchange of a group, which begins when the last rank has arrived.
     fn together(&mut self, name: &str, over: &[usize], cost_of: impl Fn(&Rank) -> OpCost) {
         let came = self.now.clone();
         meet(&mut self.now, over, &came);
@@ -188,7 +187,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    /// Rows in chunks.
+    /// Simulates rows in chunks.
     fn chunks(
         &mut self,
         comm: &CommConfig,
@@ -196,17 +195,21 @@ impl<'r> Run<'r> {
         steps: &[RankStep],
         shares: &[ChunkShare],
     ) {
-        let work = Work::of(steps);
+        let work = ChunkedWork::of(steps);
+        // Shadow GEMMs come first on the compute stream, so they decide when it is free for the
+        // first chunk.
         let free: Vec<f64> = (0..self.ranks.len())
             .map(|at| self.meanwhile(comm, parts, &work, at))
             .collect();
         let mut chunks = Vec::with_capacity(self.ranks.len());
         for at in 0..self.ranks.len() {
             let mut list: Vec<Chunk> = Vec::with_capacity(shares.len());
-            // Equal parts in a row are alike.
+            // Consecutive equal chunks have equal costs.
             for alike in shares.chunk_by(|a, b| a == b) {
                 let done = work.chunk(&comm.of_chunk(alike[0]), parts, &self.ranks[at]);
                 let times = alike.len() as f64;
+                // A chunk that the other pass splits further is launched once for each of those
+                // pieces.
                 let launched = times * alike[0].launches as f64;
                 done.costs
                     .iter()
@@ -227,13 +230,20 @@ impl<'r> Run<'r> {
         }
     }
 
-    /// What a rank launches while the first rows comm: products of shadows. When they end.
-    fn meanwhile(&mut self, comm: &CommConfig, parts: &PartCosts, work: &Work, at: usize) -> f64 {
+    /// Simulates the launches of a rank while the first rows are in flight: GEMMs of shadows.
+    /// Returns their end.
+    fn meanwhile(
+        &mut self,
+        comm: &CommConfig,
+        parts: &PartCosts,
+        work: &ChunkedWork,
+        at: usize,
+    ) -> f64 {
         let launches = work.meanwhile.iter();
         let end = launches.fold(self.now[at], |start, launch| {
             self.launch(comm, parts, *launch, (at, start))
         });
-        let leave = taken_by(&work.stay, comm, &self.ranks[at]);
+        let leave = total_cost(&work.stay, comm, &self.ranks[at]);
         self.moved(at, &leave, 1.0);
         end + leave.time.seconds
     }
@@ -243,7 +253,7 @@ impl<'r> Run<'r> {
         at: usize,
         line: &Timeline,
         (comm, shares): (&CommConfig, &[ChunkShare]),
-        work: &Work,
+        work: &ChunkedWork,
     ) {
         let rank = &self.ranks[at];
         let (there, back) = (first_name(&work.there), first_name(&work.back));
@@ -255,7 +265,7 @@ impl<'r> Run<'r> {
         for (whose, name, spans, list) in lanes {
             for (span, part) in spans.iter().zip(shares) {
                 let times = (span.start, span.end);
-                let sent = taken_by(list, &comm.of_chunk(*part), rank).sent;
+                let sent = total_cost(list, &comm.of_chunk(*part), rank).sent;
                 self.note(at, whose, || name.clone(), times, sent);
             }
         }
@@ -288,13 +298,13 @@ impl<'r> Run<'r> {
         spent[slot(Bound::Launches)] += cost.launch * times;
     }
 
-    fn moved(&mut self, at: usize, cost_of: &OpCost, times: f64) {
+    fn moved(&mut self, at: usize, cost: &OpCost, times: f64) {
         let spent = &mut self.spent[at];
-        spent[slot(Bound::Messages)] += cost_of.time.fixed * times;
-        spent[slot(Bound::Copies)] += cost_of.time.copies * times;
+        spent[slot(Bound::Messages)] += cost.time.fixed * times;
+        spent[slot(Bound::Copies)] += cost.time.copies * times;
         for level in 0..MOST_LEVELS {
-            spent[slot(Bound::Level(level))] += cost_of.time.levels[level] * times;
-            self.sent[at][level] += cost_of.sent[level] * times;
+            spent[slot(Bound::Level(level))] += cost.time.levels[level] * times;
+            self.sent[at][level] += cost.sent[level] * times;
         }
     }
 
@@ -304,6 +314,7 @@ impl<'r> Run<'r> {
         strategy: Strategy,
         memory: Memory,
     ) -> (Prediction, Vec<Simulated>) {
+        // The bottleneck is that of the slowest rank, because all others wait for it.
         let slowest = (0..self.now.len()).max_by(|a, b| self.now[*a].total_cmp(&self.now[*b]));
         let slowest = slowest.unwrap_or(0);
         let seconds = self.now.get(slowest).copied().unwrap_or(0.0);
@@ -352,9 +363,9 @@ impl<'r> Run<'r> {
     }
 }
 
-/// What is done in chunks: exchanges to experts, their products, and the way back. And what is
-/// not, between them: products of shadows, and rows that stay.
-struct Work<'s> {
+/// The steps of a pass that run in chunks (exchanges to experts, expert GEMMs, and the way back),
+/// and those in between that do not: GEMMs of shadows, and rows that stay.
+struct ChunkedWork<'s> {
     there: Vec<&'s Exchange>,
     launches: Vec<(PlanPart, usize)>,
     back: Vec<&'s Exchange>,
@@ -362,18 +373,18 @@ struct Work<'s> {
     stay: Vec<&'s Exchange>,
 }
 
-/// What a rank does in one chunk.
-struct Done {
+/// The work of a rank in one chunk.
+struct ChunkCosts {
     chunk: Chunk,
-    /// Of its launches, each for a part of the chunk, with nothing beside them.
+    /// The costs of its launches, each for a part of the chunk, without overlap.
     costs: Vec<Cost>,
     there: OpCost,
     back: OpCost,
 }
 
-impl Work<'_> {
-    fn of(steps: &[RankStep]) -> Work<'_> {
-        let mut work = Work {
+impl ChunkedWork<'_> {
+    fn of(steps: &[RankStep]) -> ChunkedWork<'_> {
+        let mut work = ChunkedWork {
             there: Vec::new(),
             launches: Vec::new(),
             back: Vec::new(),
@@ -383,6 +394,8 @@ impl Work<'_> {
         for step in steps {
             match step {
                 RankStep::Launch { part, step, .. } => match part {
+                    // Rows of shadows stay local, so their GEMMs need no exchange and fill the
+                    // wait for the first chunk.
                     PlanPart::Shadows => work.meanwhile.push((*part, *step)),
                     _ => work.launches.push((*part, *step)),
                 },
@@ -396,21 +409,24 @@ impl Work<'_> {
         work
     }
 
-    fn chunk(&self, comm: &CommConfig, parts: &PartCosts, rank: &Rank) -> Done {
+    fn chunk(&self, comm: &CommConfig, parts: &PartCosts, rank: &Rank) -> ChunkCosts {
         let machine = comm.machine;
         let all = machine.compute.multiprocessors as f64;
+        // An exchange kernel occupies multiprocessors for as long as it runs.
         let left = all - machine.overlap.multiprocessors as f64;
         let (there, back) = (
-            taken_by(&self.there, comm, rank),
-            taken_by(&self.back, comm, rank),
+            total_cost(&self.there, comm, rank),
+            total_cost(&self.back, comm, rank),
         );
+        // Sums over shards are in `back` too, but they cannot begin before GEMMs end, so they
+        // hide nothing.
         let rows_back: Vec<&Exchange> = self
             .back
             .iter()
             .copied()
             .filter(|exchange| goes_back(exchange))
             .collect();
-        let rows_back = taken_by(&rows_back, comm, rank).time;
+        let rows_back = total_cost(&rows_back, comm, rank).time;
         let costs = |processors: f64| -> Vec<Cost> {
             let each = self.launches.iter();
             let part = comm.chunk.launched();
@@ -425,13 +441,13 @@ impl Work<'_> {
         let chunk = Chunk {
             there: there.time.seconds,
             skipped: [there.time.skipped, rows_back.skipped],
-            beside: machine.hidden() * both_ways(there.time.directions, rows_back.directions),
+            overlapped: machine.hidden() * both_ways(there.time.directions, rows_back.directions),
             product,
-            // Passes over memory take their time from products.
+            // Passes over memory compete with GEMMs, so their time is added.
             hindered: sum(&fewer).max(slowed) + there.time.copies + back.time.copies,
             back: back.time.seconds,
         };
-        Done {
+        ChunkCosts {
             chunk,
             costs: free,
             there,
@@ -440,8 +456,8 @@ impl Work<'_> {
     }
 }
 
-/// Exchanges of a rank, one after the other.
-fn taken_by(list: &[&Exchange], comm: &CommConfig, rank: &Rank) -> OpCost {
+/// Returns the total cost of a rank's exchanges, one after the other.
+fn total_cost(list: &[&Exchange], comm: &CommConfig, rank: &Rank) -> OpCost {
     let mut sum = OpCost::default();
     for together in list.chunk_by(|a, b| a.goes_with(b)) {
         sum += comm.cost_of_grouped(together, rank);
@@ -449,7 +465,7 @@ fn taken_by(list: &[&Exchange], comm: &CommConfig, rank: &Rank) -> OpCost {
     sum
 }
 
-/// Rows that stay on their rank.
+/// Returns whether rows stay on their rank.
 fn stays(exchange: &Exchange) -> bool {
     matches!(
         exchange.op,
@@ -457,19 +473,20 @@ fn stays(exchange: &Exchange) -> bool {
     )
 }
 
-/// Rows go back to their tokens, and no sums over shards.
+/// Returns whether rows go back to their tokens; sums over shards are excluded.
 fn goes_back(exchange: &Exchange) -> bool {
     matches!(exchange.op, CollectiveOp::Combine { .. })
 }
 
-/// Seconds that are saved where rows go back while others come, as links carry both ways.
+/// Returns the seconds saved where rows return while others arrive, because links carry both
+/// directions.
 fn both_ways(there: [f64; 2], back: [f64; 2]) -> f64 {
     let longer = |pass: [f64; 2]| pass[0].max(pass[1]);
     let together = [there[0] + back[0], there[1] + back[1]];
     longer(there) + longer(back) - longer(together)
 }
 
-/// Things of the same name in a row, of one rank, are one.
+/// Merges consecutive events of one name on one rank.
 fn phases(events: &[Event], of: usize) -> Vec<PhaseOf> {
     let mut list: Vec<PhaseOf> = Vec::new();
     for event in events.iter().filter(|event| event.at == of) {
@@ -521,8 +538,8 @@ fn largest(spent: &[f64; BOUNDS]) -> (Bound, f64) {
     })
 }
 
-/// The steps from the first that brings rows to the last that brings them back.
-fn travelling(steps: &[RankStep]) -> (usize, usize) {
+/// Returns the range of steps from the first that brings rows to the last that returns them.
+fn chunked_range(steps: &[RankStep]) -> (usize, usize) {
     let of = |step: &RankStep, there: bool| match step {
         RankStep::Exchange(exchange) => match exchange.op {
             CollectiveOp::Dispatch { .. } => there,

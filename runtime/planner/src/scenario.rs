@@ -1,4 +1,4 @@
-//! What is asked of the model, and what it answers.
+//! The inputs and results of predictions.
 
 use crate::exchange::LevelTime;
 use crate::memory::Memory;
@@ -13,166 +13,166 @@ use moesaic_spec::LayerSpec;
 pub struct Scenario {
     /// The layer.
     pub spec: LayerSpec,
-    /// The machine, with its ranks a node.
+    /// The machine, with its ranks per node.
     pub machine: Machine,
-    /// Ranks of the job.
+    /// The ranks of the job.
     pub world: usize,
-    /// How the layer is trained, if it is: forward and backward are predicted then.
+    /// The training setup, if the layer is trained; forward and backward are predicted then.
     pub training: Option<Training>,
-    /// Rows of ranks for experts.
+    /// The rows of ranks for experts.
     pub routing: Routing,
-    /// Which groups have which experts, for meshes of so many groups; `None`: in order.
+    /// The experts of each group, for meshes with as many groups; `None` places experts in order.
     pub placement: Option<Placement>,
-    /// By what experts with shadows are chosen, as the layer does it: [`ShadowModel::of`] if
-    /// it was told no other.
+    /// The model that chooses experts with shadows, as the layer does; [`ShadowModel::of`] by
+    /// default.
     pub shadow_model: ShadowModel,
 }
 
-/// Something that cannot be predicted.
+/// A configuration that cannot be predicted.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlannerError {
     /// The layer or its mesh cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The mesh cannot have this strategy.
+    /// The mesh cannot run this strategy.
     #[error(transparent)]
     Strategy(#[from] StrategyError),
-    /// Rows that are not those of the layer's experts and the job's ranks.
+    /// The rows do not match the layer's experts and the job's ranks.
     #[error(transparent)]
     Routing(#[from] RoutingError),
-    /// A mesh of another size.
+    /// The mesh has another number of ranks.
     #[error("the mesh has {wanted} ranks, the job {world}")]
     World {
-        /// Of the mesh.
+        /// The ranks of the mesh.
         wanted: usize,
-        /// Of the job.
+        /// The ranks of the job.
         world: usize,
     },
-    /// A placement on groups of ranks that there cannot be.
+    /// The placement needs groups of ranks that the job cannot form.
     #[error("the placement is on {groups} groups of ranks, which {world} ranks cannot make")]
     Groups {
-        /// Of the placement.
+        /// The groups of the placement.
         groups: usize,
-        /// Of the job.
+        /// The ranks of the job.
         world: usize,
     },
-    /// A all-to-all in two dimensions where there is one.
+    /// A two-dimensional all-to-all on a mesh without whole nodes.
     #[error(
         "all_to_all={all_to_all} needs groups of ep x expert_tp ranks that fill several whole nodes; {group} \
          ranks with {per_node} a node do not\ntake all_to_all=linear, or another mesh"
     )]
     AllToAll {
-        /// As asked for.
+        /// The requested algorithm.
         all_to_all: String,
-        /// Ranks of a group.
+        /// The ranks of a group.
         group: usize,
-        /// Of a node.
+        /// The ranks of a node.
         per_node: usize,
     },
-    /// Pieces that are not simulated.
+    /// Chunks that are not simulated.
     #[error(
         "overlap_by=peers with all_to_all={all_to_all} is not simulated; take all_to_all=linear, or overlap_by=rows"
     )]
     OverlapBy {
-        /// As asked for.
+        /// The requested algorithm.
         all_to_all: String,
     },
-    /// No mesh at all.
+    /// No mesh fits.
     #[error("no mesh of {world} ranks fits this layer in {gib} GiB a rank")]
     Nothing {
-        /// Ranks of the job.
+        /// The ranks of the job.
         world: usize,
-        /// Memory of a rank.
+        /// The memory of a rank.
         gib: f64,
     },
 }
 
-/// What the model says of one configuration. Nothing of it is measured.
+/// The model's prediction of one configuration. Nothing in it is measured.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prediction {
-    /// How ranks share the layer.
+    /// The mesh.
     pub mesh: Parallel,
-    /// How they carry out a pass.
+    /// The strategy.
     pub strategy: Strategy,
-    /// Of a step: forward and, in training, backward and the sums of gradients over ranks,
-    /// until the last rank is done.
+    /// The seconds of a step: forward and, in training, backward and the sums of gradients over
+    /// ranks, until the last rank is done.
     pub seconds: f64,
     /// The passes of a step.
     pub passes: Vec<PassTime>,
-    /// Bytes of a rank in a step, by level: of the rank that sends most.
+    /// The bytes that a rank sends in a step, by level: those of the rank that sends most.
     pub sent: LevelTime,
-    /// What a rank has to hold.
+    /// The memory of a rank.
     pub memory: Memory,
-    /// What the slowest rank spends most of its time on.
+    /// The bottleneck of the slowest rank.
     pub bound: Bound,
-    /// The part of the step which that is.
+    /// The fraction of the step that the bottleneck takes.
     pub bound_part: f64,
 }
 
 impl Prediction {
-    /// Forward and backward, without the sums of gradients over ranks behind them.
+    /// Returns the seconds of forward and backward, without the sums of gradients that follow.
     pub fn both_passes(&self) -> f64 {
         let passes = self.passes.iter().filter(|pass| pass.name != "gradients");
         passes.map(|pass| pass.seconds).sum()
     }
 }
 
-/// A pass.
+/// The time of a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PassTime {
     /// `forward`, `backward` or `gradients`.
     pub name: &'static str,
-    /// Until the last rank is done.
+    /// The seconds until the last rank is done.
     pub seconds: f64,
-    /// What the slowest rank does, in order; those of chunks are together. They overlap
-    /// where rows comm in chunks. Empty where no detail was asked for.
+    /// The phases of the slowest rank, in order; those of chunks are merged. They overlap where
+    /// rows are exchanged in chunks. Empty unless details were requested.
     pub phases: Vec<PhaseOf>,
 }
 
-/// One thing that a rank does.
+/// One phase of a rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PhaseOf {
-    /// Of a launch its symbol, of an exchange its name.
+    /// The symbol of a launch, or the name of an exchange.
     pub name: String,
-    /// Whose launch (`tokens`, `experts`, `shared`), or `ranks` for an exchange.
+    /// The part of a launch (`tokens`, `experts`, `shared`), or `ranks` for an exchange.
     pub whose: &'static str,
-    /// Seconds, of all chunks together.
+    /// The seconds, of all chunks together.
     pub seconds: f64,
-    /// Bytes that the rank sends, by level.
+    /// The bytes that the rank sends, by level.
     pub sent: LevelTime,
 }
 
-/// What a time is spent on.
+/// A bottleneck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// Arithmetic of launches.
+    /// The arithmetic of launches.
     Compute,
-    /// Memory traffic of launches.
+    /// The memory traffic of launches.
     Memory,
-    /// Launches as such.
+    /// The fixed times of launches.
     Launches,
-    /// Fixed times and messages of exchanges, whatever their size.
+    /// The fixed times and per-message times of exchanges.
     Messages,
-    /// Passes over memory that an exchange makes.
+    /// The passes over memory of an exchange.
     Copies,
-    /// Bytes over links of this level.
+    /// The bytes over links of this level.
     Level(usize),
-    /// Other ranks, for which it waits.
+    /// Waiting for other ranks.
     Waiting,
 }
 
-/// One thing on a stream of a rank, from second to second.
+/// An entry on the timeline of a rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Simulated {
-    /// Which rank: of those that have the same to do the first.
+    /// The rank: the first of those with equal work.
     pub rank: usize,
     /// `compute` or `exchange`.
     pub stream: &'static str,
-    /// What it is.
+    /// The name.
     pub name: String,
-    /// Seconds since the step began.
+    /// The start, in seconds since the step began.
     pub start: f64,
-    /// Seconds since the step began.
+    /// The end, in seconds since the step began.
     pub end: f64,
 }

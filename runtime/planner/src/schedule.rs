@@ -1,24 +1,23 @@
-//! Rows in chunks: one chunk is multiplied while the next is under way.
+//! The pipeline of chunks: one chunk is processed while the next is in flight.
 
-/// What one rank does for one chunk.
+/// The work of one rank for one chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Chunk {
-    /// Seconds until it has arrived.
+    /// The seconds of the dispatch.
     pub there: f64,
-    /// Seconds of products, with nothing beside them.
+    /// The seconds of GEMMs without overlap.
     pub product: f64,
-    /// The same while rows comm.
+    /// The seconds of GEMMs while rows are in flight.
     pub hindered: f64,
-    /// Seconds of the way back.
+    /// The seconds of the combine.
     pub back: f64,
-    /// Seconds of the way there, and of the way back, that are not cost_of by a chunk which
-    /// follows another at once.
+    /// The seconds of dispatch and combine that a back-to-back exchange saves.
     pub skipped: [f64; 2],
-    /// Seconds of the way back that are under way with a later chunk's way there.
-    pub beside: f64,
+    /// The seconds of the combine that a later chunk's dispatch hides.
+    pub overlapped: f64,
 }
 
-/// When one thing was done.
+/// The start and end of one piece of work.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Span {
     pub start: f64,
@@ -35,7 +34,7 @@ impl Span {
     }
 }
 
-/// When the chunks of a rank were under way, multiplied, and on the way back.
+/// The times of a rank's chunks: dispatch, GEMMs and combine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Timeline {
     pub there: Vec<Span>,
@@ -49,12 +48,12 @@ impl Timeline {
     }
 }
 
-/// Rounds in which durations follow what they overlap with.
+/// The iterations in which durations adapt to what they overlap with.
 const ROUNDS: usize = 3;
 
-/// The chunks of each rank, as many of all: all go there first, then all back, on one stream;
-/// products are on another, which `free` says from when on it is free. An exchange begins when
-/// all ranks of its group have come. Where both are busy both are slower.
+/// Simulates the chunks of each rank; all ranks have equally many. One stream carries all
+/// dispatches, then all combines. GEMMs run on another, which is free from `free` on. An exchange
+/// begins when all ranks of its group have arrived. Both streams slow down while both are busy.
 pub(crate) fn pipeline(
     (now, free): (&[f64], &[f64]),
     group: &[usize],
@@ -62,30 +61,30 @@ pub(crate) fn pipeline(
     transfer_slowdown: f64,
 ) -> Vec<Timeline> {
     let overlap_degree = chunks.first().map_or(0, Vec::len);
-    // By rank and chunk: the part of each thing that has another beside it.
-    let mut beside = vec![vec![[0.0f64; 3]; overlap_degree]; now.len()];
+    // By rank and chunk, the fraction of dispatch, GEMMs and combine that is overlapped.
+    let mut overlapped = vec![vec![[0.0f64; 3]; overlap_degree]; now.len()];
     let mut lines = Vec::new();
     for round in 0..ROUNDS {
         let slowed = |rank: usize, at: usize| {
-            let (chunk, part) = (&chunks[rank][at], &beside[rank][at]);
+            let (chunk, part) = (&chunks[rank][at], &overlapped[rank][at]);
             Chunk {
                 there: chunk.there * (1.0 + transfer_slowdown * part[0]),
                 product: chunk.product + (chunk.hindered - chunk.product) * part[1],
                 hindered: 0.0,
                 back: chunk.back * (1.0 + transfer_slowdown * part[2]),
                 skipped: chunk.skipped,
-                beside: chunk.beside,
+                overlapped: chunk.overlapped,
             }
         };
         lines = listed((now, free), group, overlap_degree, slowed);
         if overlap_degree > 1 && round + 1 < ROUNDS {
-            beside = lines.iter().map(parts).collect();
+            overlapped = lines.iter().map(parts).collect();
         }
     }
     lines
 }
 
-/// How much of each thing of a rank has another beside it.
+/// Returns the overlapped fraction of each piece of work of a rank.
 fn parts(line: &Timeline) -> Vec<[f64; 3]> {
     let part = |span: &Span, others: &[&[Span]]| {
         let shared: f64 = others
@@ -99,6 +98,7 @@ fn parts(line: &Timeline) -> Vec<[f64; 3]> {
             0.0
         }
     };
+    // Exchanges share a stream and never overlap each other, so only GEMMs slow them down.
     let exchanges: [&[Span]; 2] = [&line.there, &line.back];
     let of = |at: usize| {
         [
@@ -120,6 +120,8 @@ fn listed(
     let mut lines = vec![Timeline::default(); ranks];
     let (mut stream, mut products) = (now.to_vec(), free.to_vec());
     for at in 0..overlap_degree {
+        // All dispatches run before the first combine, in the order in which ranks issue them on
+        // their stream.
         let ready = stream.clone();
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
@@ -135,6 +137,7 @@ fn listed(
     }
     for rank in 0..ranks {
         for at in 0..overlap_degree {
+            // A chunk's GEMMs wait for its rows and for the GEMMs of the chunk before.
             let start = products[rank].max(lines[rank].there[at].end);
             let end = start + chunk(rank, at).product;
             lines[rank].product.push(Span { start, end });
@@ -145,20 +148,22 @@ fn listed(
         let ready: Vec<f64> = (0..ranks)
             .map(|rank| stream[rank].max(lines[rank].product[at].end))
             .collect();
+        // `busy` is the time at which the exchange could begin if nobody waited for GEMMs.
         let mut busy = stream.clone();
         meet(&mut busy, group, &stream);
         meet(&mut stream, group, &ready);
         for rank in 0..ranks {
             let chunk = chunk(rank, at);
-            // Nobody waits for a product.
+            // No rank waits for GEMMs here, so an exchange follows at once only if the stream was
+            // never idle.
             let at_once = stream[rank] == busy[rank];
-            let beside = if at + 1 < overlap_degree {
-                chunk.beside
+            let overlapped = if at + 1 < overlap_degree {
+                chunk.overlapped
             } else {
                 0.0
             };
             let skipped = if at_once {
-                chunk.skipped[1] + beside
+                chunk.skipped[1] + overlapped
             } else {
                 0.0
             };
@@ -173,7 +178,7 @@ fn listed(
     lines
 }
 
-/// Everybody of a group goes on when the last of it is ready.
+/// Makes every rank of a group continue when the last of it is ready.
 pub(crate) fn meet(times: &mut [f64], group: &[usize], ready: &[f64]) {
     let groups = group.iter().max().map_or(0, |most| most + 1);
     let mut last = vec![0.0f64; groups];
@@ -196,19 +201,19 @@ mod tests {
             hindered: product,
             back,
             skipped: [0.0; 2],
-            beside: 0.0,
+            overlapped: 0.0,
         }
     }
 
     #[test]
-    fn one_piece_is_one_thing_after_another() {
+    fn one_chunk_is_one_thing_after_another() {
         let lines = pipeline((&[1.0], &[1.0]), &[0], &[vec![of(2.0, 3.0, 4.0)]], 0.5);
         assert_eq!(lines[0].end(), 10.0);
     }
 
     #[test]
     fn products_hide_behind_exchanges_as_the_closed_form_says() {
-        // Exchanges bound: two transfers and one product remain to be seen.
+        // Exchanges are the bottleneck: only two transfers and one GEMM remain visible.
         let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![of(2.0, 1.0, 2.0); 4]], 0.0);
         assert_eq!(lines[0].end(), 16.0);
         let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![of(1.0, 5.0, 1.0); 4]], 0.0);
@@ -216,20 +221,21 @@ mod tests {
     }
 
     #[test]
-    fn pieces_that_follow_at_once_skip_what_is_fixed() {
+    fn chunks_that_follow_at_once_skip_what_is_fixed() {
         let chunk = Chunk {
             skipped: [0.5, 0.25],
-            beside: 0.5,
+            overlapped: 0.5,
             ..of(2.0, 1.0, 2.0)
         };
-        // Two go there; the first product is done meanwhile, the second is waited for.
+        // Two dispatches follow each other; the first GEMM is done meanwhile, the second waits
+        // for its rows.
         let lines = pipeline((&[0.0], &[0.0]), &[0], &[vec![chunk; 2]], 0.0);
         assert_eq!(lines[0].there[1].end, 3.5);
         let back: Vec<f64> = lines[0].back.iter().map(|span| span.end).collect();
         assert_eq!(back, [4.75, 6.5]);
     }
 
-    /// A twin that moves through time in small steps, with the rules and no formula.
+    /// A reference simulation in small time steps, with the rules and no formula.
     fn stepped(times: Chunk, overlap_degree: usize) -> f64 {
         const EACH: f64 = 1e-2;
         let ticks = |seconds: f64| (seconds / EACH).round() as usize;
@@ -261,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_end_when_those_of_a_twin_in_small_steps_do() {
+    fn chunks_end_when_those_of_a_twin_in_small_steps_do() {
         for (there, product, back) in [
             (8.1, 16.1, 8.1),
             (16.5, 8.1, 4.0),
@@ -275,7 +281,7 @@ mod tests {
                 let found =
                     pipeline((&[0.0], &[0.0]), &[0], &[vec![chunk; overlap_degree]], 0.0)[0].end();
                 let want = stepped(chunk, overlap_degree);
-                // A part of a tick for each of 3 d parts, and a tick for the order of starts.
+                // A fraction of a tick for each of 3 d parts, and a tick for the order of starts.
                 let off = (found - want).abs();
                 assert!(
                     off < 0.03 * (overlap_degree + 1) as f64,
@@ -285,9 +291,9 @@ mod tests {
         }
     }
 
-    /// What a rank has for itself waits for nothing, and its products hide the others' way.
+    /// A rank's own rows wait for nothing, and their GEMMs hide the exchange of the others.
     #[test]
-    fn pieces_may_differ() {
+    fn chunks_may_differ() {
         let chunks = vec![of(0.0, 2.0, 0.0), of(2.0, 6.0, 2.0)];
         let lines = pipeline((&[0.0], &[0.0]), &[0], &[chunks], 0.0);
         assert_eq!(lines[0].product[0].start, 0.0);
@@ -314,7 +320,7 @@ mod tests {
         assert!(held[0].end() < free[0].end() * 1.2);
     }
 
-    /// What is launched first, as products of shadows are, is beside the first exchanges.
+    /// Launches before the first rows, such as the GEMMs of shadows, overlap the first exchanges.
     #[test]
     fn products_begin_when_their_stream_is_free() {
         let chunks = vec![of(2.0, 1.0, 1.0); 2];

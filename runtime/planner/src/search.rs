@@ -1,4 +1,4 @@
-//! Which configurations a machine would do best.
+//! The search for the fastest configurations on a machine.
 
 use crate::scenario::PlannerError;
 use crate::{Prediction, Scenario, Simulator};
@@ -7,24 +7,24 @@ use moesaic_plan::{
 };
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Which configurations are looked at.
+/// The configurations to search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Space {
-    /// One mesh alone.
+    /// Search this mesh only.
     pub mesh: Option<Parallel>,
-    /// One strategy alone.
+    /// Search this strategy only.
     pub strategy: Option<Strategy>,
-    /// Pieces.
+    /// The overlap degrees.
     pub overlap_degrees: Vec<usize>,
-    /// What rows are between nodes.
+    /// The types of rows between nodes.
     pub comm_dtypes: Vec<CommDtype>,
-    /// How many experts may have shadows.
+    /// The numbers of experts that may have shadows.
     pub shadows: Vec<usize>,
 }
 
 impl Default for Space {
-    /// Every mesh, way and all-to-all, the degrees of Tutel's search, rows as they are, no shadows
-    /// or four of them.
+    /// Every mesh, parallelism degree and all-to-all algorithm, the overlap degrees of Tutel's
+    /// search, uncast rows, and no or four shadows.
     fn default() -> Self {
         Space {
             mesh: None,
@@ -36,28 +36,28 @@ impl Default for Space {
     }
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug, Default)]
 pub struct Ranked {
-    /// Those that fit into memory, the fastest first; before them the simplest of those that
-    /// are as good as equal ([`Strategy::simplest`], of the mesh that is the fastest).
+    /// The configurations that fit in memory, the fastest first. Ahead of them comes the simplest
+    /// of those that are practically as fast ([`Strategy::simplest`], on the fastest mesh).
     pub best: Vec<Prediction>,
-    /// Configurations that were simulated.
+    /// The number of simulated configurations.
     pub simulated: usize,
-    /// Of these, those that do not fit into memory.
+    /// The number of those that do not fit in memory.
     pub too_large: usize,
 }
 
-/// Simulates every configuration of a space, and ranks them. Of those that take equally
-/// long the simplest comes first.
+/// Simulates every configuration of a space and ranks them. Of equally fast ones the simplest
+/// comes first.
 ///
-/// Degrees and wire types of forward and of backward are chosen apart, from passes that have
-/// the same in both; the two best together are simulated once more. Shadows are looked at
+/// Overlap degrees and comm dtypes are chosen separately for forward and backward, from runs that
+/// use the same in both; the best combination is simulated once more. Shadows are tried only
 /// where some experts have more rows than others.
 ///
 /// # Errors
-/// [`PlannerError::Nothing`] where nothing fits into memory, and what a mesh or strategy
-/// that was asked for by itself cannot be.
+/// [`PlannerError::Nothing`] where nothing fits in memory; the error of a mesh or strategy that
+/// was requested alone and is impossible.
 pub fn search(scenario: &Scenario, space: &Space) -> Result<Ranked, PlannerError> {
     if let Some(groups) = scenario.placement.as_ref().map(Placement::groups)
         && !scenario.world.is_multiple_of(groups)
@@ -78,7 +78,7 @@ pub fn search(scenario: &Scenario, space: &Space) -> Result<Ranked, PlannerError
             gib: scenario.machine.compute.memory_gib,
         });
     }
-    // A nanosecond is no reason to be complicated.
+    // Round to a nanosecond, because a smaller gain does not justify complexity.
     let key = |p: &Prediction| {
         (
             (p.seconds * 1e9).round() as u64,
@@ -86,23 +86,27 @@ pub fn search(scenario: &Scenario, space: &Space) -> Result<Ranked, PlannerError
             p.strategy,
         )
     };
+    // Mesh and strategy break ties, so that the ranking does not depend on thread timing.
     ranked.best.sort_by_key(key);
+    // A combination of two passes may have been simulated as an ordinary strategy before.
     ranked.best.dedup_by_key(|p| (p.mesh, p.strategy));
     if let Some(simplest) = simplest(&ranked.best) {
+        // Moves the simplest to the front and keeps the order of the others.
         ranked.best[..=simplest].rotate_right(1);
     }
     Ok(ranked)
 }
 
-/// What is found of each mesh, in their order: as many at once as there are processors.
+/// Returns the results of each mesh in order; as many run at once as there are processors.
 fn of_each(scenario: &Scenario, space: &Space) -> Vec<Result<Ranked, PlannerError>> {
     let meshes = meshes(scenario, space);
     let next = AtomicUsize::new(0);
     let work = || {
+        // One simulator per thread: its caches are not shared, and meshes have little in common.
         let simulator = Simulator::new(scenario);
-        let cost_of = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
-        let cost_of = cost_of.take_while(|at| *at < meshes.len());
-        cost_of
+        let claimed = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)));
+        let claimed = claimed.take_while(|at| *at < meshes.len());
+        claimed
             .map(|at| (at, of_mesh(&simulator, space, meshes[at])))
             .collect::<Vec<_>>()
     };
@@ -121,16 +125,19 @@ fn of_each(scenario: &Scenario, space: &Space) -> Vec<Result<Ranked, PlannerErro
     found.into_iter().map(|(_, found)| found).collect()
 }
 
-/// All configurations of a mesh, in no order.
+/// Returns all configurations of a mesh, in no order.
 fn of_mesh(simulator: &Simulator, space: &Space, mesh: Parallel) -> Result<Ranked, PlannerError> {
     let scenario = simulator.scenario();
     let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
     let mut ranked = Ranked::default();
     let all = space.strategies(mesh, simulator.has_nodes(mesh));
+    // With even rows no expert is worth a shadow, so those strategies would only double the
+    // search.
     let asked = space.strategy.is_some() || !scenario.routing.is_even();
     for strategy in all.into_iter().filter(|s| asked || s.shadows == 0) {
         let prediction = simulator.brief(mesh, strategy)?;
         ranked.simulated += 1;
+        // A strategy that was asked for by name is shown even if it does not fit.
         if prediction.memory.bytes() <= limit || space.strategy.is_some() {
             ranked.best.push(prediction)
         } else {
@@ -141,7 +148,7 @@ fn of_mesh(simulator: &Simulator, space: &Space, mesh: Parallel) -> Result<Ranke
     Ok(ranked)
 }
 
-/// Where the simplest of the best mesh is.
+/// Returns the index of the simplest configuration of the best mesh.
 fn simplest(ranked: &[Prediction]) -> Option<usize> {
     let mesh = ranked.first()?.mesh;
     let same = ranked.iter().filter(|p| p.mesh == mesh);
@@ -151,7 +158,8 @@ fn simplest(ranked: &[Prediction]) -> Option<usize> {
         .position(|p| p.mesh == mesh && p.strategy == found)
 }
 
-/// In training, of strategies that have the same in common: the best forward with the best backward.
+/// Combines, in training, the best forward and the best backward of strategies that agree in
+/// everything else.
 fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerError> {
     if simulator.scenario().training.is_none() {
         return Ok(());
@@ -169,6 +177,7 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
         let (Some(forward), Some(backward)) = (best(&same, 0), best(&same, 1)) else {
             continue;
         };
+        // Equal passes are already in the list.
         if forward != backward {
             more.push((same[0].mesh, forward.with_backward_of(backward)));
         }
@@ -180,10 +189,12 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
     Ok(())
 }
 
-/// Every mesh of so many ranks that the layer and its placement can have.
+/// Returns every mesh of the job's ranks that the layer and its placement allow.
 fn meshes(scenario: &Scenario, space: &Space) -> Vec<Parallel> {
     let (world, spec) = (scenario.world, &scenario.spec);
     let groups = scenario.placement.as_ref().map(Placement::groups);
+    // A requested mesh is simulated even if the layer rejects it, so that its own error is
+    // reported.
     if let Some(mesh) = space.mesh {
         return vec![mesh];
     }
@@ -203,8 +214,8 @@ fn meshes(scenario: &Scenario, space: &Space) -> Vec<Parallel> {
 }
 
 impl Space {
-    /// What ranks of a mesh may do, chunks and wire alike in both passes; `nodes`: whether
-    /// there are those that all-to-all algorithms in two dimensions need.
+    /// Returns the strategies of a mesh, with equal chunks and comm dtype in both passes. `nodes`
+    /// says whether the mesh has the nodes that two-dimensional algorithms need.
     pub fn strategies(&self, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
         match self.strategy {
             Some(strategy) => vec![strategy],
@@ -212,7 +223,7 @@ impl Space {
         }
     }
 
-    /// Numbers of shadows, of which whole experts on several ranks have more than none.
+    /// Returns the numbers of shadows. Only whole experts on several ranks may have any.
     fn shadows(&self, adaptive_r: Option<usize>, mesh: Parallel) -> Vec<usize> {
         let some = adaptive_r.is_none() && mesh.expert_tp == 1 && mesh.ep > 1;
         let most = self.shadows.iter().copied();
@@ -233,7 +244,7 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
             for &overlap_by in cuts(adaptive_r, all_to_all) {
                 for shadows in space.shadows(adaptive_r, mesh) {
                     let overlap_degrees = space.overlap_degrees.iter().copied();
-                    // One chunk is one however it is cut.
+                    // With one chunk, the way to split makes no difference.
                     for overlap_degree in overlap_degrees.filter(|overlap_degree| {
                         overlap_by == OverlapBy::Rows || *overlap_degree > 1
                     }) {
@@ -253,7 +264,7 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
     list
 }
 
-/// How rows that comm may be cut, as far as it is simulated.
+/// Returns the simulated ways to split rows into chunks.
 fn cuts(adaptive_r: Option<usize>, all_to_all: AllToAll) -> &'static [OverlapBy] {
     if all_to_all == AllToAll::Linear && adaptive_r != Some(0) {
         &[OverlapBy::Rows, OverlapBy::Peers]
@@ -262,9 +273,10 @@ fn cuts(adaptive_r: Option<usize>, all_to_all: AllToAll) -> &'static [OverlapBy]
     }
 }
 
-/// All shards, by its short name; every divisor of their number; none.
+/// Returns all shards, by its short name; every divisor of their number; and none.
 fn adaptive_r(mesh: Parallel) -> Vec<Option<usize>> {
     let fewer = (1..mesh.expert_tp).filter(|n| mesh.expert_tp.is_multiple_of(*n));
+    // With one rank there is nothing to gather.
     let gathered = (mesh.group() > 1).then_some(Some(0));
     std::iter::once(None)
         .chain(fewer.map(Some))

@@ -1,4 +1,4 @@
-//! The steps of ranks, one after another, on the model of a machine.
+//! The simulator: the steps of ranks, one after another, on the model of a machine.
 
 use crate::chunks::{Choices, ChunkShare};
 use crate::collective_ops::CommConfig;
@@ -18,30 +18,36 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A mesh, how rows go in it, to how many shards, and how many experts may have shadows: what
-/// decides who has the same to do.
-type Kind = (Parallel, AllToAll, usize, usize);
+/// The properties that decide which ranks have equal work: mesh, all-to-all algorithm, shards per
+/// row, and shadows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct RankWork {
+    mesh: Parallel,
+    all_to_all: AllToAll,
+    adaptive_r: usize,
+    shadows: usize,
+}
 
-/// A plan, and what its launches cost.
+/// A plan with the costs of its launches.
 #[derive(Debug)]
 struct Planned {
     plan: RankPlan,
     costs: Costs,
 }
 
-/// Simulates configurations of one layer on one machine; what several have in common is made
-/// once.
+/// A simulator of configurations of one layer on one machine. It shares intermediate results
+/// between configurations.
 #[derive(Debug)]
 pub struct Simulator<'q> {
     scenario: &'q Scenario,
-    /// Rows that experts take.
+    /// The rows that experts accept.
     routing: Routing,
     plans: RefCell<HashMap<(Parallel, usize, usize), Rc<Planned>>>,
-    ranks: RefCell<HashMap<Kind, Rc<Vec<Rank>>>>,
+    ranks: RefCell<HashMap<RankWork, Rc<Vec<Rank>>>>,
 }
 
 impl<'q> Simulator<'q> {
-    /// Of a scenario.
+    /// Returns a simulator for a scenario.
     pub fn new(scenario: &'q Scenario) -> Simulator<'q> {
         Simulator {
             routing: cost_of(scenario),
@@ -51,25 +57,25 @@ impl<'q> Simulator<'q> {
         }
     }
 
-    /// What is asked.
+    /// Returns the scenario.
     pub fn scenario(&self) -> &'q Scenario {
         self.scenario
     }
 
-    /// Whether a mesh has the nodes that all-to-all algorithms in two dimensions need.
+    /// Returns whether a mesh has the nodes that two-dimensional all-to-all algorithms need.
     pub fn has_nodes(&self, mesh: Parallel) -> bool {
         geometry::has_nodes(&self.scenario.machine, mesh, &self.routing)
     }
 
-    /// What a configuration takes, with the phases of each pass.
+    /// Predicts a configuration, with the phases of each pass.
     ///
     /// # Errors
-    /// [`PlannerError`] for meshes and strategies that cannot be.
+    /// [`PlannerError`] for impossible meshes and strategies.
     pub fn predict(&self, mesh: Parallel, strategy: Strategy) -> Result<Prediction, PlannerError> {
         Ok(self.run(mesh, strategy, true)?.0)
     }
 
-    /// The same, with everything that each kind of rank does, for a timeline.
+    /// Predicts a configuration and returns the timeline of each distinct rank.
     ///
     /// # Errors
     /// As [`Simulator::predict`].
@@ -100,12 +106,19 @@ impl<'q> Simulator<'q> {
         let adaptive_r = strategy.adaptive_r(&mesh);
         let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
         let plan = &planned.plan;
+        // Rows stay, so the algorithm does not matter; one name for all lets them share their
+        // ranks.
         let all_to_all = if adaptive_r == 0 {
             AllToAll::Linear
         } else {
             strategy.all_to_all
         };
-        let ranks = self.ranks((mesh, all_to_all, adaptive_r, strategy.shadows));
+        let ranks = self.ranks(RankWork {
+            mesh,
+            all_to_all,
+            adaptive_r,
+            shadows: strategy.shadows,
+        });
         let Both { forward, backward } = strategy.overlap_degree;
         let comm = |comm_dtype, overlap_degree| {
             self.comm(&planned, (mesh, strategy), comm_dtype, overlap_degree)
@@ -118,12 +131,13 @@ impl<'q> Simulator<'q> {
             run.backward(&back);
             run.gradients(&back);
         }
+        // With all shards in use, a rank's plan holds exactly its own weights.
         let owned = if adaptive_r == mesh.expert_tp {
             1.0
         } else {
-            there.owned()
+            there.owned_part()
         };
-        // Rows that stay are those of a rank's own tokens.
+        // Where rows stay, a rank holds the rows of its own tokens alone.
         let held = match adaptive_r {
             0 => 1.0 / mesh.group() as f64,
             _ => there.part(),
@@ -139,6 +153,8 @@ impl<'q> Simulator<'q> {
         comm_dtype: CommDtype,
         overlap_degree: usize,
     ) -> CommConfig<'a> {
+        // In training, ranks launch the GEMMs of both passes for the chunks that both have in
+        // common.
         let launched = match self.scenario.training {
             Some(_) => strategy.chunks().common(),
             None => strategy.overlap_degree.forward,
@@ -159,7 +175,8 @@ impl<'q> Simulator<'q> {
         }
     }
 
-    /// In how many of `overlap_degree` chunks a token is that crosses to a node, where it crosses once.
+    /// Returns the mean number of chunks in which a token that crosses to a node appears; 1
+    /// unless rows are deduplicated.
     fn repeats(&self, mesh: Parallel, all_to_all: AllToAll, overlap_degree: usize) -> f64 {
         if all_to_all != AllToAll::Dedup {
             return 1.0;
@@ -167,6 +184,8 @@ impl<'q> Simulator<'q> {
         let Scenario { spec, machine, .. } = self.scenario;
         let nodes = mesh.group() as f64 / machine.per_node() as f64;
         let choices = Choices {
+            // One number for all ranks, because the mean depends only weakly on the number of
+            // tokens.
             tokens: self.routing.most_tokens(),
             top_k: spec.shape.top_k,
             experts: spec.shape.experts as f64,
@@ -175,13 +194,18 @@ impl<'q> Simulator<'q> {
         choices.chunks_touched(overlap_degree)
     }
 
-    /// Bytes of a message between nodes in forward, as a mean of ranks: what
-    /// [`Machine::all_to_all`](crate::Machine::all-to-all) goes by.
+    /// Returns the bytes of a forward message between nodes, as a mean over ranks: the size that
+    /// [`Machine::all_to_all`](crate::Machine::all_to_all) looks up.
     pub(crate) fn message(&self, mesh: Parallel, strategy: Strategy) -> Result<f64, PlannerError> {
         self.check(mesh, strategy)?;
         let adaptive_r = strategy.adaptive_r(&mesh);
         let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
-        let ranks = self.ranks((mesh, strategy.all_to_all, adaptive_r, strategy.shadows));
+        let ranks = self.ranks(RankWork {
+            mesh,
+            all_to_all: strategy.all_to_all,
+            adaptive_r,
+            shadows: strategy.shadows,
+        });
         let overlap_degree = strategy.overlap_degree.forward;
         let comm = self.comm(
             &planned,
@@ -189,13 +213,14 @@ impl<'q> Simulator<'q> {
             strategy.comm_dtype.forward,
             overlap_degree,
         );
+        // By peers the first chunk is a rank's own rows and has no message, so look at the last.
         let last = comm.chunk_shares().pop().unwrap_or(ChunkShare::WHOLE);
         let comm = comm.of_chunk(last);
         let sum: f64 = ranks.iter().map(|rank| comm.message(rank)).sum();
         Ok(sum / ranks.len().max(1) as f64)
     }
 
-    /// As [`Strategy::check`], with the nodes that the machine has.
+    /// Checks a strategy ([`Strategy::check`]) against the nodes that the machine has.
     fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
         let world = self.scenario.world;
         let wanted = mesh.ranks();
@@ -223,21 +248,21 @@ impl<'q> Simulator<'q> {
         Ok(())
     }
 
-    /// Where experts are in a mesh.
+    /// Returns the placement of experts in a mesh.
     fn placement(&self, mesh: Parallel) -> Placement {
         let in_order = || Placement::contiguous(mesh.ep, self.scenario.spec.shape.experts);
         self.scenario.placement.clone().unwrap_or_else(in_order)
     }
 
-    /// The plan of the first rank of those with the most experts, where a row goes to so many
-    /// shards, and so many experts may have shadows.
+    /// Returns the plan of the first of the ranks with the most experts, for rows that go to
+    /// `adaptive_r` shards and `shadows` experts that may have shadows.
     fn plan(
         &self,
         mesh: Parallel,
         adaptive_r: usize,
         shadows: usize,
     ) -> Result<Rc<Planned>, PlannerError> {
-        // How many groups there are changes no step.
+        // The number of groups changes no step, so all meshes that differ in it share a plan.
         let mesh = Parallel { dp: 1, ..mesh };
         let key = (mesh, adaptive_r, shadows);
         if let Some(plan) = self.plans.borrow().get(&key) {
@@ -259,8 +284,14 @@ impl<'q> Simulator<'q> {
         Ok(plan)
     }
 
-    fn ranks(&self, (mesh, all_to_all, adaptive_r, shadows): Kind) -> Rc<Vec<Rank>> {
-        // What goes in two dimensions is spread, however many shards get it.
+    fn ranks(&self, work: RankWork) -> Rc<Vec<Rank>> {
+        let RankWork {
+            mesh,
+            all_to_all,
+            adaptive_r,
+            shadows,
+        } = work;
+        // Two-dimensional exchanges spread rows evenly, however many shards get them.
         let node = self.scenario.machine.units()[0];
         let by_place = traffic::by_place(all_to_all, node, traffic::block(mesh, adaptive_r));
         let adaptive_r = if by_place { adaptive_r } else { mesh.expert_tp };
@@ -279,12 +310,12 @@ impl<'q> Simulator<'q> {
             ))
         };
         let mut ranks = self.ranks.borrow_mut();
-        let kind = (mesh, all_to_all, adaptive_r, shadows);
-        Rc::clone(ranks.entry(kind).or_insert_with(made))
+        let key = RankWork { adaptive_r, ..work };
+        Rc::clone(ranks.entry(key).or_insert_with(made))
     }
 }
 
-/// What is routed, but for what a layer with a capacity drops.
+/// Returns the rows that experts accept: without those that a layer with a capacity drops.
 fn cost_of(scenario: &Scenario) -> Routing {
     let routing = scenario.routing.clone().limited(&scenario.spec);
     let factor = scenario

@@ -1,11 +1,10 @@
-//! A simulated step as a timeline for viewers of Chrome's trace format.
+//! Export of a simulated step to Chrome's trace format.
 
 use crate::Simulated;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// A lane for each stream of each rank; of ranks that do the same one is there. Times are
-/// microseconds.
+/// Returns a trace with a lane for each stream of each distinct rank. Times are in microseconds.
 pub fn chrome(timeline: &[Simulated]) -> Value {
     let lane = |stream: &str| u8::from(stream == "exchange");
     let lanes: BTreeSet<(usize, &str)> = timeline.iter().map(|e| (e.rank, e.stream)).collect();

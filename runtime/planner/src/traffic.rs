@@ -1,29 +1,30 @@
-//! Who sends how many rows to whom over which links: the messages of each all-to-all.
+//! The messages of each all-to-all algorithm: rows from each rank to each rank, by level of
+//! links.
 //!
-//! Everything is in rows of a mesh in which each row goes to every shard of its expert;
-//! other adaptive parallelism degree and widths of rows only scale it.
+//! All numbers are in rows of a mesh in which each row goes to every shard of its expert. Other
+//! parallelism degrees and row widths only scale them.
 
 use crate::Machine;
-use crate::exchange::{Load, MOST_LEVELS};
+use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::Routing;
 use moesaic_plan::{AllToAll, Parallel, Placement};
 
-/// What a rank does in one phase, in rows.
-pub(crate) type Rows = [Load; MOST_LEVELS];
+/// The loads of a rank in one phase by level, in rows.
+pub(crate) type LevelLoads = [LevelLoad; MOST_LEVELS];
 
-/// One phase of all ranks: in rows by level, and rows of passes over memory.
+/// One phase of all ranks: loads in rows by level, and rows of passes over memory.
 #[derive(Clone, Debug)]
-pub(crate) struct Step {
-    pub loads: Vec<Rows>,
-    /// Rows of a rank that a pass reads and writes, and how many passes.
+pub(crate) struct TrafficPhase {
+    pub loads: Vec<LevelLoads>,
+    /// The rows of each rank that a pass reads and writes; then the number of passes.
     pub copied: Vec<f64>,
     pub passes: f64,
 }
 
-impl Step {
-    /// Messages alone.
-    pub fn of(loads: Vec<Rows>) -> Step {
-        Step {
+impl TrafficPhase {
+    /// Returns a phase of messages alone.
+    pub fn of(loads: Vec<LevelLoads>) -> TrafficPhase {
+        TrafficPhase {
             copied: vec![0.0; loads.len()],
             loads,
             passes: 0.0,
@@ -31,17 +32,17 @@ impl Step {
     }
 }
 
-/// The phases that bring rows of one group to their experts.
+/// The phases that bring the rows of one group to their experts.
 #[derive(Clone, Debug)]
 pub(crate) struct Traffic {
-    pub steps: Vec<Step>,
-    /// Rows of a rank for itself.
+    pub steps: Vec<TrafficPhase>,
+    /// The rows that each rank keeps.
     pub own: Vec<f64>,
 }
 
-/// Ranks of one group, and the units that they lie in.
+/// The ranks of one group, and the units that they lie in.
 #[derive(Clone, Debug)]
-pub(crate) struct Group<'a> {
+pub(crate) struct MeshGroup<'a> {
     pub mesh: Parallel,
     pub start: usize,
     units: Vec<usize>,
@@ -50,19 +51,20 @@ pub(crate) struct Group<'a> {
     pub placement: &'a Placement,
     /// Whether all ranks send the same rows to the same groups.
     alike: bool,
-    /// Ranks in a row that have the same shard, of which a row has the one of its own place.
+    /// The length of a block: consecutive ranks with the same shard. A row uses the rank of its
+    /// own place in the block.
     block: usize,
 }
 
-impl<'a> Group<'a> {
+impl<'a> MeshGroup<'a> {
     pub fn new(
         machine: &Machine,
         mesh: Parallel,
         start: usize,
         routing: &'a Routing,
         placement: &'a Placement,
-    ) -> Group<'a> {
-        Group {
+    ) -> MeshGroup<'a> {
+        MeshGroup {
             mesh,
             start,
             units: machine.units(),
@@ -74,18 +76,19 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// The same where rows go to so many shards; 0, where they stay, is cost_of for all.
-    pub fn at_r(self, adaptive_r: usize) -> Group<'a> {
+    /// Sets the number of shards that rows go to; with 0, where rows stay, all shards are
+    /// assumed.
+    pub fn at_r(self, adaptive_r: usize) -> MeshGroup<'a> {
         let block = block(self.mesh, adaptive_r);
-        Group { block, ..self }
+        MeshGroup { block, ..self }
     }
 
     pub fn ranks(&self) -> usize {
         self.mesh.group()
     }
 
-    /// Whether two dimensions are there: nodes that are whole, several of them, of several
-    /// ranks.
+    /// Returns whether the group has whole nodes, several of them, each with several ranks, as
+    /// two-dimensional algorithms need.
     pub fn has_nodes(&self) -> bool {
         let node = self.units[0];
         let whole = self.ranks().is_multiple_of(node) && self.start.is_multiple_of(node);
@@ -96,7 +99,7 @@ impl<'a> Group<'a> {
         self.routing.tokens(self.start + rank)
     }
 
-    /// Rows of a rank's tokens by expert.
+    /// Returns the rows of a rank's tokens by expert.
     pub fn counts(&self, rank: usize) -> &[f64] {
         self.routing.rows(self.start + rank)
     }
@@ -105,7 +108,7 @@ impl<'a> Group<'a> {
         self.routing.rows(self.start + rank).iter().sum()
     }
 
-    /// Rows of a rank of the group for each rank of it.
+    /// Returns the rows of a rank for each rank of the group.
     fn rows_to(&self, from: usize) -> Vec<f64> {
         let rows = self.routing.rows(self.start + from);
         let of = |ep| -> f64 {
@@ -118,7 +121,7 @@ impl<'a> Group<'a> {
             .collect()
     }
 
-    /// Rows that arrive at a rank, by its experts.
+    /// Returns the rows that arrive at a rank, by its experts.
     pub fn arriving(&self, rank: usize) -> Vec<f64> {
         let ep = rank / self.mesh.expert_tp;
         let experts = self.placement.of(ep);
@@ -134,14 +137,13 @@ impl<'a> Group<'a> {
         sums
     }
 
-    /// The part of a rank's rows for an expert that goes to a group that has it.
+    /// Returns the part of a rank's rows for an expert that goes to one group that holds it.
     fn part(&self, from: usize, expert: usize, ep: usize) -> f64 {
         let near = from / self.mesh.expert_tp;
         self.placement.part((from, near), expert, ep)
     }
 
-    /// The replicas of an expert that a rank's group has and does not own, as the groups that
-    /// own them.
+    /// Returns the owners' groups of the replicas that a rank's group holds without owning them.
     fn copies(&self, ep: usize) -> impl Iterator<Item = usize> {
         let experts = self.placement.of(ep).into_owned().into_iter();
         experts
@@ -149,9 +151,9 @@ impl<'a> Group<'a> {
             .filter(move |owner| *owner != ep)
     }
 
-    /// What each rank moves where gradients of replicas are summed at their owners; an
-    /// expert's are one byte.
-    pub fn sums_of_replicas(&self) -> Vec<Rows> {
+    /// Returns the load of each rank where gradients of replicas are summed at their owners, with
+    /// an expert's gradients counted as one byte.
+    pub fn sums_of_replicas(&self) -> Vec<LevelLoads> {
         let mut step = self.nothing();
         let expert_tp = self.mesh.expert_tp;
         for ep in 0..self.mesh.ep {
@@ -168,18 +170,18 @@ impl<'a> Group<'a> {
         step.loads
     }
 
-    /// No message of any rank.
-    pub fn nothing(&self) -> Step {
-        Step::of(vec![Rows::default(); self.ranks()])
+    /// Returns a phase without messages.
+    pub fn nothing(&self) -> TrafficPhase {
+        TrafficPhase::of(vec![LevelLoads::default(); self.ranks()])
     }
 
-    /// A message more from one rank to another.
-    pub fn sends(&self, step: &mut Step, [from, to]: [usize; 2], bytes: f64) {
+    /// Adds a message from one rank to another.
+    pub fn sends(&self, step: &mut TrafficPhase, [from, to]: [usize; 2], bytes: f64) {
         let Some(level) = self.level(from, to) else {
             return;
         };
         let mut add = |rank: usize, sent: f64, received: f64| {
-            let load: &mut Load = &mut step.loads[rank][level];
+            let load: &mut LevelLoad = &mut step.loads[rank][level];
             load.messages += 1.0;
             load.peers += 1.0;
             load.sent += sent;
@@ -189,7 +191,7 @@ impl<'a> Group<'a> {
         add(to, 0.0, bytes);
     }
 
-    /// The ranks of a rank's unit of a level, of the group.
+    /// Returns the ranks of the group in a rank's unit at a level.
     fn unit(&self, rank: usize, level: usize) -> std::ops::Range<usize> {
         let unit = self.units[level];
         let place = self.start + rank;
@@ -199,7 +201,8 @@ impl<'a> Group<'a> {
         first.saturating_sub(self.start)..end
     }
 
-    /// The level over which two ranks of the group talk; none with oneself.
+    /// Returns the level over which two ranks of the group communicate; `None` for a rank with
+    /// itself.
     pub fn level(&self, a: usize, b: usize) -> Option<usize> {
         let (a, b) = (self.start + a, self.start + b);
         (a != b).then(|| {
@@ -219,12 +222,12 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Whether an all-to-all algorithm's messages are between ranks of equal place in their blocks.
+    /// Returns whether an algorithm's messages are between ranks of equal place in their blocks.
     fn is_by_place(&self, all_to_all: AllToAll) -> bool {
         !self.has_nodes() || by_place(all_to_all, self.units[0], self.block)
     }
 
-    /// Whether an all-to-all algorithm is one exchange of those.
+    /// Returns whether an algorithm is a single exchange of such messages.
     pub fn is_straight(&self, all_to_all: AllToAll) -> bool {
         self.is_by_place(all_to_all) && !(all_to_all == AllToAll::Dedup && self.has_nodes())
     }
@@ -247,8 +250,8 @@ impl<'a> Group<'a> {
         Traffic { steps, own }
     }
 
-    /// The way back: a rank is answered by the shard of its own number of each expert. Linear
-    /// messages, and rows of a rank for itself.
+    /// Returns the way back: the shard with a rank's own number answers for each expert, in
+    /// linear messages; and the rows that each rank answers itself.
     pub fn answers(&self) -> Traffic {
         let all = self.all();
         let mut step = all.linear(self.mesh.expert_tp, 1.0);
@@ -262,11 +265,11 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Of links that several ranks share each has an equal part of what all move.
-    pub fn share(&self, step: &mut Step) {
+    /// Spreads the loads over ranks that share a link: each has an equal part of their sum.
+    pub fn share(&self, step: &mut TrafficPhase) {
         for (level, &shared) in self.shared.iter().enumerate().filter(|(_, n)| **n > 1) {
             for ranks in step.loads.chunks_mut(shared) {
-                let mean = |of: fn(&Load) -> f64, ranks: &[Rows]| {
+                let mean = |of: fn(&LevelLoad) -> f64, ranks: &[LevelLoads]| {
                     ranks.iter().map(|rank| of(&rank[level])).sum::<f64>() / shared as f64
                 };
                 let (sent, received) = (mean(|l| l.sent, ranks), mean(|l| l.received, ranks));
@@ -278,9 +281,9 @@ impl<'a> Group<'a> {
     }
 }
 
-/// Rows from every rank to every rank; one row of the matrix where all are alike.
+/// The rows from every rank to every rank; a single row of the matrix where all ranks are alike.
 struct All<'a> {
-    group: &'a Group<'a>,
+    group: &'a MeshGroup<'a>,
     to: Vec<Vec<f64>>,
 }
 
@@ -296,7 +299,7 @@ impl All<'_> {
         }
     }
 
-    /// Sums over sources, of which equal ones are counted once.
+    /// Sums over sources, counting equal ones once.
     fn over(&self, sources: impl ExactSizeIterator<Item = usize>, to: usize) -> f64 {
         match self.to.len() {
             1 => sources.len() as f64 * self.to[0][to],
@@ -304,10 +307,12 @@ impl All<'_> {
         }
     }
 
-    /// One exchange of the ranks of each place of so many in a row, with `each` row for a rank
-    /// that often.
-    fn linear(&self, places: usize, each: f64) -> Step {
+    /// Returns one exchange between ranks of equal place in blocks of `places` ranks, with `each`
+    /// rows for every row of the matrix.
+    fn linear(&self, places: usize, each: f64) -> TrafficPhase {
         let one = self.to.len() == 1;
+        // Prefix sums make the rows to any range a difference of two numbers: with thousands of
+        // ranks, sums over each unit of each rank would dominate the search.
         let sums: Vec<Vec<f64>> = self.to.iter().map(|rows| running(rows, places)).collect();
         let sent = |rank: usize, range: &std::ops::Range<usize>| {
             let sums = &sums[if one { 0 } else { rank }];
@@ -318,7 +323,9 @@ impl All<'_> {
             each * (below(range.end) - below(range.start))
         };
         let load = |rank: usize| {
-            let mut loads = Rows::default();
+            let mut loads = LevelLoads::default();
+            // A level gets what its units have beyond the units inside, so subtract from level to
+            // level, beginning with the rank's own rows.
             let own = each * self.rows(rank, rank);
             let (mut peers, mut out, mut inward) = (1.0, own, own);
             for (level, load) in loads.iter_mut().enumerate().take(self.group.units.len()) {
@@ -326,9 +333,10 @@ impl All<'_> {
                 let alike = of_its_place(&unit, rank, places);
                 let received = each * self.over(alike.clone(), rank);
                 let here = (alike.len() as f64, sent(rank, &unit), received);
-                *load = Load {
+                *load = LevelLoad {
                     messages: here.0 - peers,
                     peers: here.0 - peers,
+                    // Rounding may leave tiny negative differences.
                     sent: (here.1 - out).max(0.0),
                     received: (here.2 - inward).max(0.0),
                 };
@@ -336,7 +344,7 @@ impl All<'_> {
             }
             loads
         };
-        Step::of((0..self.ranks()).map(load).collect())
+        TrafficPhase::of((0..self.ranks()).map(load).collect())
     }
 
     fn node(&self) -> usize {
@@ -347,11 +355,11 @@ impl All<'_> {
         self.ranks() / self.node()
     }
 
-    /// Messages between the ranks of a node, or between those of equal place: `bytes(from,
-    /// to)` rows for each pair.
-    fn between(&self, inside: bool, rows: impl Fn(usize, usize) -> f64) -> Step {
+    /// Returns the messages inside nodes, or between ranks of equal place on different nodes:
+    /// `rows(from, to)` rows for each pair.
+    fn between(&self, inside: bool, rows: impl Fn(usize, usize) -> f64) -> TrafficPhase {
         let (m, nodes) = (self.node(), self.nodes());
-        let mut loads = vec![Rows::default(); self.ranks()];
+        let mut loads = vec![LevelLoads::default(); self.ranks()];
         for from in 0..self.ranks() {
             let (v, l) = (from / m, from % m);
             let peers = if inside { m } else { nodes };
@@ -367,16 +375,16 @@ impl All<'_> {
                 loads[to][level].received += moved;
             }
         }
-        Step::of(loads)
+        TrafficPhase::of(loads)
     }
 
-    /// Rows that pass through each rank in a pass over memory.
-    fn passing(&self, step: &mut Step, passes: f64, rows: impl Fn(usize) -> f64) {
+    /// Records the rows of each rank in a pass over memory.
+    fn passing(&self, step: &mut TrafficPhase, passes: f64, rows: impl Fn(usize) -> f64) {
         step.passes = passes;
         step.copied = (0..self.ranks()).map(|rank| passes * rows(rank)).collect();
     }
 
-    /// All rows of a rank.
+    /// Returns all rows of each rank.
     fn all_of(&self) -> Vec<f64> {
         let sums: Vec<f64> = self.to.iter().map(|rows| rows.iter().sum()).collect();
         (0..self.ranks())
@@ -384,7 +392,8 @@ impl All<'_> {
             .collect()
     }
 
-    /// Rows of a source for ranks of one place, by place; for ranks of one node, by node.
+    /// Returns the rows of each source summed by a key of the destination, such as its place or
+    /// its node.
     fn by(&self, key: impl Fn(usize) -> usize, keys: usize) -> Vec<Vec<f64>> {
         let of = |rows: &Vec<f64>| {
             let mut sums = vec![0.0; keys];
@@ -396,7 +405,7 @@ impl All<'_> {
         self.to.iter().map(of).collect()
     }
 
-    fn intra_first(&self) -> Vec<Step> {
+    fn intra_first(&self) -> Vec<TrafficPhase> {
         let m = self.node();
         let by_place = self.by(|to| to % m, m);
         let of = |from: usize| &by_place[if by_place.len() == 1 { 0 } else { from }];
@@ -405,13 +414,13 @@ impl All<'_> {
             let v = from / m;
             self.over(v * m..(v + 1) * m, to)
         });
-        // Packed by place before, turned to nodes between.
+        // Packed by place before the first phase, transposed to nodes before the second.
         let all = self.all_of();
         self.passing(&mut inside, 2.0, |rank| all[rank]);
         vec![inside, network]
     }
 
-    fn inter_first(&self) -> Vec<Step> {
+    fn inter_first(&self) -> Vec<TrafficPhase> {
         let m = self.node();
         let by_node = self.by(|to| to / m, self.nodes());
         let of = |from: usize| &by_node[if by_node.len() == 1 { 0 } else { from }];
@@ -422,8 +431,8 @@ impl All<'_> {
         vec![network, inside]
     }
 
-    /// What ranks of equal place have brought to a node goes to its ranks.
-    fn spread(&self) -> Step {
+    /// Returns the phase in which rows that have crossed between nodes go on to their ranks.
+    fn spread(&self) -> TrafficPhase {
         let m = self.node();
         let one = self.to.len() == 1;
         self.between(true, |from, to| {
@@ -437,11 +446,13 @@ impl All<'_> {
         })
     }
 
-    /// One half of the bytes each of two ways: in each phase one is inside nodes and the
+    /// Sends half of the bytes in each order: in each phase one half is inside nodes and the
     /// other between them.
-    fn concurrent(&self) -> Vec<Step> {
+    fn concurrent(&self) -> Vec<TrafficPhase> {
         let (a, b) = (self.intra_first(), self.inter_first());
-        let both = |(a, b): (Step, Step)| Step {
+        // The first half is inside nodes while the second is between them; then they change
+        // places.
+        let both = |(a, b): (TrafficPhase, TrafficPhase)| TrafficPhase {
             loads: a
                 .loads
                 .iter()
@@ -459,8 +470,8 @@ impl All<'_> {
         a.into_iter().zip(b).map(both).collect()
     }
 
-    /// As [`All::inter_first`], and a token of a rank once to each node.
-    fn once(&self) -> Vec<Step> {
+    /// As [`All::inter_first`], with a token of a rank crossing once to each node.
+    fn once(&self) -> Vec<TrafficPhase> {
         let m = self.node();
         let routing = self.group.routing;
         let dedup_indices = |rank: usize| -> Vec<f64> {
@@ -471,6 +482,8 @@ impl All<'_> {
             };
             (0..self.nodes()).map(touched).collect()
         };
+        // A token counts once for each node that it touches, however many of its experts are
+        // there.
         let kept: Vec<Vec<f64>> = (0..self.to.len()).map(dedup_indices).collect();
         let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
         let mut network = self.between(false, |from, to| of(from)[to / m]);
@@ -478,13 +491,16 @@ impl All<'_> {
             .map(|rank| of(rank).iter().sum())
             .collect();
         self.passing(&mut network, 1.0, |rank| brought[rank]);
+        // With one rank of each place per node, a row that has crossed is already where it
+        // belongs.
         if self.group.is_by_place(AllToAll::Dedup) {
             return vec![network];
         }
         vec![network, self.spread()]
     }
 
-    /// Rows of a rank for the experts of a node, by expert: each shard's once.
+    /// Returns the rows of a rank for the experts of a node, by expert, counting the shards of an
+    /// expert on the node once.
     fn of_node(
         &self,
         rank: usize,
@@ -492,7 +508,7 @@ impl All<'_> {
     ) -> impl Iterator<Item = (usize, f64)> {
         let group = self.group;
         let expert_tp = group.mesh.expert_tp;
-        // A node may begin between the shards of an expert.
+        // A node boundary may lie between the shards of an expert.
         let first = node.start / expert_tp;
         let last = node.end.div_ceil(expert_tp);
         let rows = group.routing.rows(group.start + rank);
@@ -503,9 +519,9 @@ impl All<'_> {
     }
 }
 
-/// Half the bytes of both.
-fn halves(a: &Rows, b: &Rows) -> Rows {
-    std::array::from_fn(|level| Load {
+/// Returns half the bytes of both.
+fn halves(a: &LevelLoads, b: &LevelLoads) -> LevelLoads {
+    std::array::from_fn(|level| LevelLoad {
         messages: a[level].messages + b[level].messages,
         peers: a[level].peers.max(b[level].peers),
         sent: (a[level].sent + b[level].sent) / 2.0,
@@ -513,13 +529,15 @@ fn halves(a: &Rows, b: &Rows) -> Rows {
     })
 }
 
-/// Ranks in a row that have the same shard where rows go to so many.
+/// Returns the number of consecutive ranks with the same shard where rows go to `adaptive_r`
+/// shards.
 pub(crate) fn block(mesh: Parallel, adaptive_r: usize) -> usize {
     mesh.expert_tp.checked_div(adaptive_r).unwrap_or(1)
 }
 
-/// Whether an all-to-all algorithm's messages are between ranks of equal place in blocks of so many. In two
-/// dimensions rows are cost_of to be spread over a block, unless a node has one rank of each place.
+/// Returns whether an algorithm's messages are between ranks of equal place in blocks of `block`
+/// ranks. Two-dimensional algorithms are assumed to spread rows over a block, unless a node has
+/// one rank of each place.
 pub(crate) fn by_place(all_to_all: AllToAll, node: usize, block: usize) -> bool {
     match all_to_all {
         AllToAll::Linear => true,
@@ -528,7 +546,7 @@ pub(crate) fn by_place(all_to_all: AllToAll, node: usize, block: usize) -> bool 
     }
 }
 
-/// The ranks of a range that have a rank's place of so many in a row.
+/// Returns the ranks of a range that have a rank's place in blocks.
 fn of_its_place(
     range: &std::ops::Range<usize>,
     rank: usize,
@@ -538,8 +556,8 @@ fn of_its_place(
     (range.start + before..range.end).step_by(places)
 }
 
-/// `running(list, places)[i]`: the sum of the number of `i` and of those before it that are
-/// a multiple of `places` away.
+/// Returns prefix sums with stride: element `i` is the sum of `list[i]` and every earlier element
+/// whose distance is a multiple of `places`.
 fn running(list: &[f64], places: usize) -> Vec<f64> {
     let mut sums = list.to_vec();
     for i in places..sums.len() {
@@ -548,18 +566,18 @@ fn running(list: &[f64], places: usize) -> Vec<f64> {
     sums
 }
 
-/// Equal bytes from a rank to each of some ranks next to each other, by level.
+/// Returns the load of equal bytes from a rank to each of some consecutive ranks, by level.
 pub(crate) fn to_range(
     machine: &Machine,
     rank: usize,
     range: std::ops::Range<usize>,
     step: usize,
     bytes: f64,
-) -> Rows {
-    let mut loads = Rows::default();
+) -> LevelLoads {
+    let mut loads = LevelLoads::default();
     let units = machine.units();
     let count = |from: usize, to: usize| {
-        // Of range.start + i * step, those below a bound.
+        // Counts the ranks `range.start + i * step` below a bound.
         let below = |bound: usize| bound.saturating_sub(range.start).div_ceil(step);
         let last = range.end.min(to);
         below(last).saturating_sub(below(from.max(range.start))) as f64
@@ -568,7 +586,7 @@ pub(crate) fn to_range(
     for (load, unit) in loads.iter_mut().zip(&units) {
         let first = rank - rank % unit;
         let all = count(first, first.saturating_add(*unit));
-        *load = Load::even(all - inner, (all - inner) * bytes);
+        *load = LevelLoad::even(all - inner, (all - inner) * bytes);
         inner = all;
     }
     loads

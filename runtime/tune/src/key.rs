@@ -1,65 +1,66 @@
-//! What a choice is made for.
+//! The key of a choice.
 
 use serde::{Deserialize, Serialize};
 
-/// What a choice of strategy depends on. Choices for one key say nothing about others.
+/// The circumstances that a choice of strategy depends on. A choice for one key says nothing
+/// about another.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Key {
-    /// Devices and libraries: choices of one machine are not another's.
+    /// The devices and libraries: a choice on one machine does not apply to another.
     pub machine: String,
-    /// Layer, mesh, placement of experts and nodes: `MeshLayer::identity`.
+    /// The layer, mesh, placement of experts and nodes: `MeshLayer::identity`.
     pub layer: String,
-    /// Steps of training, or evaluations.
+    /// Whether calls train or evaluate.
     #[serde(default, skip_serializing_if = "Calls::train")]
     pub calls: Calls,
-    /// How many rows there are, roughly.
+    /// The approximate number of rows.
     pub rows: Rows,
 }
 
-/// What is timed.
+/// The kind of calls that are timed.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Calls {
-    /// Steps of training: a forward pass and a backward pass.
+    /// Training steps: a forward and a backward pass.
     #[default]
     Training,
-    /// Evaluations: a forward pass alone, which keeps nothing.
+    /// Evaluations: a forward pass alone, which saves nothing.
     Evaluation,
 }
 
 impl Calls {
-    /// Whether there is a backward pass.
+    /// Returns whether there is a backward pass.
     pub fn train(&self) -> bool {
         *self == Calls::Training
     }
 }
 
-/// How many rows there are, in steps within which a choice is thought to hold.
+/// The number of rows, in ranges within which a choice is assumed to hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rows {
-    /// Of layers that drop nothing: the power of two that holds the tokens of the rank with
-    /// the most.
+    /// For layers that drop nothing: the power of two that holds the tokens of the rank with the
+    /// most.
     Tokens(u32),
-    /// Of layers with a capacity, which calls may choose.
+    /// For layers with a capacity, which each call may choose.
     Capped {
         /// As [`Rows::Tokens`].
         tokens: u32,
-        /// Whole 128ths of the rows that an expert takes from a rank, as in Tutel's
+        /// The rows that an expert accepts from a rank, in whole units of 128, as in Tutel's
         /// dictionary.
         capacity: u64,
     },
 }
 
-/// Rows of a step of capacity.
+/// The rows per unit of capacity.
 const STEP: u64 = 128;
 
 impl Rows {
-    /// With so many tokens on the rank with the most, of which an expert takes so many rows at
-    /// most.
+    /// Returns the range for `most` tokens on the rank with the most, where an expert accepts at
+    /// most `capacity` rows.
     pub fn of(most: usize, capacity: Option<u64>) -> Rows {
         let tokens = most.max(1).next_power_of_two().ilog2();
         match capacity {
@@ -71,13 +72,13 @@ impl Rows {
         }
     }
 
-    /// As many tokens as there may be.
+    /// Returns the most tokens of the range.
     pub fn tokens(self) -> u64 {
         let (Rows::Tokens(power) | Rows::Capped { tokens: power, .. }) = self;
         1 << power
     }
 
-    /// The capacity in the middle of its step.
+    /// Returns the capacity in the middle of its range.
     pub(crate) fn middle(capacity: u64) -> u64 {
         capacity * STEP + STEP / 2
     }

@@ -1,4 +1,4 @@
-//! A layer that measures its own steps.
+//! A layer that times its own steps.
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{
@@ -9,56 +9,54 @@ use moesaic_tensor::Tensor;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Rows of every rank for every expert in a call, before a capacity drops any.
+/// The rows of every rank for every expert in a call, before a capacity drops any.
 pub type Loads = Vec<Vec<u64>>;
 
-/// What strategies are predicted to take for a key in a step with such loads; nothing, where
-/// nothing is predicted.
+/// A predictor: returns the predicted times of strategies for a key and the loads of a step;
+/// empty where it predicts nothing.
 pub type Predict = Box<dyn FnMut(&Key, &Loads) -> Vec<Prediction> + Send>;
 
-/// A rank's part of a layer whose ranks choose together how they carry out each step, and each
+/// A rank's part of a layer whose ranks choose together how to run each training step and each
 /// evaluation.
 ///
-/// Each of them is a real one, whatever is tried with it. Before it ranks tell each
-/// other how many tokens they have, and what the passes of the step before took: one exchange
-/// of three numbers. Evaluations have choices of their own, and, as steps of training, one for
-/// each power of two of tokens: few tokens at a time have another one than many. A call that
-/// needs no choice is one of [`AdaptiveLayer::layer`]: it has what was chosen last, and no
-/// exchange before it.
+/// Every trial is a real step. Before it, ranks exchange three numbers: their token counts, and
+/// the times of the previous step's passes. Evaluations have choices of their own. As for
+/// training steps there is one for each power of two of tokens, because few tokens need another
+/// strategy than many. For a call that needs no choice, use [`AdaptiveLayer::layer`]: it keeps
+/// the last choice and exchanges nothing beforehand.
 ///
-/// Where strategies are predicted, for a key that is new or whose steps have
-/// come to take another time, each rank all-to-all algorithms its tokens once more, and all tell each other
-/// their rows.
+/// Where strategies are predicted, for a key that is new or whose times have drifted, each rank
+/// routes its tokens once more, and the ranks exchange their rows.
 pub struct AdaptiveLayer {
     pub(crate) layer: MeshLayer,
     tuner: Tuner,
     machine: String,
     name: String,
     predict: Predict,
-    /// Steps of which ranks have not yet told each other what they took.
-    untold: Vec<Step>,
+    /// Steps whose times ranks have not exchanged yet.
+    pending: Vec<Step>,
 }
 
-/// A step, and what its passes took this rank.
+/// A step and the times of its passes on this rank.
 struct Step {
     chosen: Chosen,
     /// The forward pass, and the backward pass if there is one.
     passes: Vec<Pass>,
 }
 
-/// What was chosen for a call.
+/// The choice for a call.
 #[derive(Clone)]
 pub(crate) struct Chosen {
     key: Key,
     strategy: Strategy,
 }
 
-/// What a pass took.
+/// The time of a pass.
 #[derive(Clone)]
 pub(crate) enum Pass {
     /// Seconds, of a call that waits.
     Seconds(f64),
-    /// From one moment to the other, of a call that does not.
+    /// The interval between two moments, of a call that does not wait.
     Between(Arc<[Moment; 2]>),
 }
 
@@ -72,7 +70,7 @@ impl Pass {
 }
 
 impl Step {
-    /// When each pass ended, since the step began.
+    /// Returns the end of each pass, counted from the start of the step.
     fn ends(&self) -> Result<[f64; 2], EngineError> {
         let of = |pass: usize| self.passes.get(pass).map_or(Ok(0.0), Pass::seconds);
         let times = Times {
@@ -83,7 +81,7 @@ impl Step {
     }
 }
 
-/// What a forward pass of an [`AdaptiveLayer`] left for backward.
+/// The saved state of a forward pass of an [`AdaptiveLayer`], for backward.
 pub struct AdaptiveSaved {
     pub(crate) saved: MeshSaved,
     pub(crate) chosen: Chosen,
@@ -91,15 +89,15 @@ pub struct AdaptiveSaved {
 }
 
 impl AdaptiveSaved {
-    /// How this step is carried out.
+    /// Returns the strategy of this step.
     pub fn strategy(&self) -> Strategy {
         self.chosen.strategy
     }
 }
 
 impl AdaptiveLayer {
-    /// A layer with a tuner. `machine` says what devices and libraries ranks have, so that
-    /// choices of one machine are not taken on another. All ranks give the same.
+    /// Returns a layer with a tuner. `machine` names the ranks' devices and libraries, so that
+    /// choices of one machine are not used on another. All ranks pass the same.
     pub fn new(layer: MeshLayer, tuner: Tuner, machine: &str, predict: Predict) -> AdaptiveLayer {
         AdaptiveLayer {
             tuner,
@@ -107,31 +105,31 @@ impl AdaptiveLayer {
             name: layer.identity(),
             layer,
             predict,
-            untold: Vec::new(),
+            pending: Vec::new(),
         }
     }
 
-    /// The layer, for all that needs no choice.
+    /// Returns the layer, for calls that need no choice.
     pub fn layer(&self) -> &MeshLayer {
         &self.layer
     }
 
-    /// What was decided so far. It is told of a step when the next one begins.
+    /// Returns the tuner. It learns about a step when the next one begins.
     pub fn tuner(&self) -> &Tuner {
         &self.tuner
     }
 
-    /// What is kept, for [`write`](crate::write()).
+    /// Returns the kept choices, for [`write`](crate::write()).
     pub fn records(&self) -> Vec<Record> {
         self.tuner.records()
     }
 
-    /// The layer again, as it is now.
+    /// Returns the layer in its current state.
     pub fn into_layer(self) -> MeshLayer {
         self.layer
     }
 
-    /// As [`MeshLayer::forward_train`], with the strategy that the tuner chooses.
+    /// Runs [`MeshLayer::forward_train`] with the strategy that the tuner chooses.
     ///
     /// # Errors
     /// As [`MeshLayer::forward_train`].
@@ -153,7 +151,7 @@ impl AdaptiveLayer {
         Ok((output, saved))
     }
 
-    /// As [`MeshLayer::backward`], of a forward pass of this layer.
+    /// Runs [`MeshLayer::backward`] for a forward pass of this layer.
     ///
     /// # Errors
     /// As [`MeshLayer::backward`].
@@ -170,7 +168,7 @@ impl AdaptiveLayer {
         Ok(output)
     }
 
-    /// As [`MeshLayer::forward`], with the strategy that the tuner chooses for evaluations.
+    /// Runs [`MeshLayer::forward`] with the strategy that the tuner chooses for evaluations.
     ///
     /// # Errors
     /// As [`MeshLayer::forward`].
@@ -178,7 +176,7 @@ impl AdaptiveLayer {
         self.forward_with(input, &["y"])
     }
 
-    /// As [`MeshLayer::forward_with`], with the strategy that the tuner chooses for evaluations.
+    /// Runs [`MeshLayer::forward_with`] with the strategy that the tuner chooses for evaluations.
     ///
     /// # Errors
     /// As [`MeshLayer::forward_with`].
@@ -195,8 +193,8 @@ impl AdaptiveLayer {
         Ok(output)
     }
 
-    /// Chooses how a call with so many tokens is carried out, and has the layer do it so. `loads`
-    /// are asked for where strategies are predicted.
+    /// Chooses the strategy of a call with `tokens` tokens and sets it. `loads` is called where
+    /// strategies are predicted.
     pub(crate) fn choose(
         &mut self,
         (calls, tokens, factor): (Calls, usize, Option<f64>),
@@ -210,29 +208,31 @@ impl AdaptiveLayer {
             Loads::new()
         };
         let strategy = self.tuner.choose(&key, || (self.predict)(&key, &loads));
-        // Ranks that choose tell each other: an exchange more.
+        // Setting a strategy makes ranks compare it, which is an additional exchange, so it is
+        // skipped where nothing changes.
         if strategy != self.layer.strategy() {
             self.layer.set_strategy(strategy)?;
         }
         Ok(Chosen { key, strategy })
     }
 
-    /// Notes what the passes of a step took; ranks tell each other when the next one begins.
+    /// Records the times of a step's passes; ranks exchange them when the next step begins.
     pub(crate) fn took(&mut self, chosen: Chosen, passes: impl Into<Vec<Pass>>) {
         let passes = passes.into();
-        self.untold.push(Step { chosen, passes });
+        self.pending.push(Step { chosen, passes });
     }
 
-    /// The most tokens of any rank. The tuner learns when the last of all ended the last steps.
+    /// Returns the most tokens of any rank. The tuner learns when the last rank ended the
+    /// previous steps.
     fn agree(&mut self, tokens: usize) -> Result<usize, EngineError> {
         let mut own = vec![tokens as f64];
-        for step in &self.untold {
+        for step in &self.pending {
             own.extend(step.ends()?);
         }
         let ranks = self.layer.ranks();
-        let what = "tokens of a step, and what those before it took";
+        let what = "tokens of a step, and times of those before it";
         let largest = ranks.max_f64(&own, ProcessGroup::World, what)?;
-        for (step, last) in self.untold.drain(..).zip(largest[1..].as_chunks::<2>().0) {
+        for (step, last) in self.pending.drain(..).zip(largest[1..].as_chunks::<2>().0) {
             let times = Times::of_last(*last);
             let Chosen { key, strategy } = step.chosen;
             self.tuner.observe(&key, strategy, times);
@@ -253,7 +253,7 @@ impl AdaptiveLayer {
     }
 }
 
-/// What a pass took that has ended now.
+/// Returns the time of a pass that ends now.
 fn since(started: Instant) -> Pass {
     Pass::Seconds(started.elapsed().as_secs_f64())
 }

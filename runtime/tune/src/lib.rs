@@ -1,23 +1,21 @@
-//! Which [`Strategy`](moesaic_plan::Strategy) ranks carry out a layer with.
+//! The choice of a [`Strategy`](moesaic_plan::Strategy) for a layer over ranks.
 //!
-//! A strategy changes no result and moves no weight, so a layer can try some in its own
-//! training steps and evaluations, and keep what was fastest. What is right depends on how
-//! many rows there are, so there is a choice for each [`Key`]. The way to it is Tutel's
-//! search, or, where there are predictions, a few measurements of what is predicted to be
-//! fast:
+//! A strategy changes no result and moves no weight. So a layer can try several in its own
+//! training steps and evaluations, and keep the fastest. The best one depends on the number of
+//! rows, so there is a choice for each [`Key`]. The tuner finds it by Tutel's search or, where
+//! there are predictions, by measuring the few strategies that are predicted to be fast:
 //!
 //! ```text
 //! key unknown ──> candidates ──> each in some real steps ──> the fastest, kept
-//!                    ^                                            │
-//!                    └────────── times have drifted ──────────────┘
+//! ^                                            │
+//! └────────── times have drifted ──────────────┘
 //! ```
 //!
-//! [`Tuner`] decides: plain data in, plain data out, no clock and no ranks, so that all
-//! ranks that are told the same numbers decide alike. [`AdaptiveLayer`] measures, and
-//! tells all ranks the largest time of any. [`Planned`] predicts, by the planner.
+//! [`Tuner`] decides. It takes and returns plain data, without clock or ranks, so ranks that pass
+//! the same numbers decide alike. [`AdaptiveLayer`] measures, and gives every rank the largest
+//! time of all ranks. [`Planned`] predicts with the planner.
 //!
-//! As a crate of its own this is an internal part of `moesaic` and changes without
-//! notice.
+//! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
 mod key;
 mod layer;

@@ -1,31 +1,31 @@
-//! What strategies took.
+//! Measured times of strategies.
 
 use moesaic_plan::{MAX_CHUNKS, Strategy};
 use std::collections::BTreeMap;
 
-/// Seconds of the two passes of a step, of the rank that took longest.
+/// The seconds of both passes of a step, of the slowest rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
-    /// Of the forward pass.
+    /// The seconds of the forward pass.
     pub forward: f64,
-    /// Of the backward pass; 0 where there is none.
+    /// The seconds of the backward pass; 0 where there is none.
     pub backward: f64,
 }
 
 impl Times {
-    /// Of the step.
+    /// Returns the seconds of the step.
     pub fn sum(self) -> f64 {
         self.forward + self.backward
     }
 
-    /// When each pass ended, since the step began.
+    /// Returns the end of each pass, counted from the start of the step.
     pub fn ends(self) -> [f64; 2] {
         [self.forward, self.sum()]
     }
 
-    /// Of when the last rank ended each pass: the largest of [`Times::ends`]. Nobody waits
-    /// between the two: a rank that is done early with one takes longer for the other, so that
-    /// the longest of each are not one step.
+    /// Returns times from the largest [`Times::ends`] of all ranks. Ranks do not synchronize
+    /// between the passes: a rank that finishes one early needs longer for the other. So the
+    /// longest time of each pass would not add up to the step.
     pub fn of_last([forward, end]: [f64; 2]) -> Times {
         Times {
             forward,
@@ -34,12 +34,12 @@ impl Times {
     }
 }
 
-/// Times of steps by strategy.
+/// The times of steps, by strategy.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Measured(BTreeMap<Strategy, Samples>);
 
-/// What steps took, and how many there were: the first is not among the times, since it may
-/// have compiled or made room.
+/// The times of steps and their number. The first step's time is excluded, because it may have
+/// compiled kernels or allocated memory.
 #[derive(Clone, Debug, Default)]
 struct Samples {
     runs: usize,
@@ -52,7 +52,7 @@ impl Samples {
     }
 }
 
-/// The one in the middle, of at least so many.
+/// Returns the median of at least `least` values.
 pub(crate) fn median(seconds: impl Iterator<Item = f64>, least: usize) -> Option<f64> {
     let mut sorted: Vec<f64> = seconds.collect();
     if sorted.len() < least {
@@ -71,23 +71,23 @@ impl Measured {
         samples.runs += 1;
     }
 
-    /// How many strategies there were steps with.
+    /// Returns the number of strategies with steps.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there was a step with a strategy.
+    /// Returns whether a strategy has had a step.
     pub fn is_tried(&self, strategy: Strategy) -> bool {
         self.0.contains_key(&strategy)
     }
 
-    /// The median step of a strategy that was measured `wanted` times.
+    /// Returns the median step of a strategy that was measured `wanted` times.
     pub fn seconds(&self, strategy: Strategy, wanted: usize) -> Option<f64> {
         let samples = self.0.get(&strategy)?;
         samples.median(|times| times.sum(), wanted)
     }
 
-    /// The fastest that was measured so often, and its seconds.
+    /// Returns the fastest strategy that was measured `wanted` times, and its seconds.
     pub fn best(&self, wanted: usize) -> Option<(Strategy, f64)> {
         self.all(wanted).min_by(|a, b| a.1.total_cmp(&b.1))
     }
@@ -99,9 +99,9 @@ impl Measured {
         })
     }
 
-    /// The forward pass of one strategy with the backward pass of another that has the rest in
-    /// common, where both together look faster than all that was measured. They may take
-    /// longer: passes with other chunks launch more.
+    /// Returns the forward pass of one strategy combined with the backward pass of another that
+    /// agrees in the rest, if the sum is below every measurement. The combination may take
+    /// longer, because passes with different chunks launch more kernels.
     pub fn together(&self, wanted: usize) -> Option<Strategy> {
         let timed = self.0.iter().filter_map(|(strategy, samples)| {
             let forward = samples.median(|times| times.forward, wanted)?;
@@ -123,8 +123,8 @@ impl Measured {
         (seconds < best && self.seconds(both, wanted).is_none()).then_some(both)
     }
 
-    /// Those within a part of the best, the fastest `most` of them, of which each is measured
-    /// until it has so many times: the one with the fewest, if it has not.
+    /// Returns the next strategy to measure again: of the fastest `most` within the fraction
+    /// `near` of the best, the one with the fewest measurements, until each has `wanted`.
     pub fn closest(&self, wanted: usize, near: f64, most: usize) -> Option<Strategy> {
         let (_, best) = self.best(1)?;
         let mut near: Vec<(Strategy, f64)> = self
@@ -160,7 +160,7 @@ mod tests {
         let of = |forward, backward| Times { forward, backward }.ends();
         let (a, b) = (of(1.0, 3.0), of(2.0, 2.5));
         let last = Times::of_last([a[0].max(b[0]), a[1].max(b[1])]);
-        // The longest of each pass would make 5.
+        // The longest of each pass would add up to 5.
         assert_eq!((last.forward, last.sum()), (2.0, 4.5));
     }
 
@@ -182,7 +182,7 @@ mod tests {
         for _ in 0..2 {
             add(&mut measured, "overlap_degree=1", 4.0, 5.0);
             add(&mut measured, "overlap_degree=4", 3.0, 7.0);
-            // Another all-to-all's backward pass is not put to this forward pass.
+            // The backward pass of another algorithm is not combined with this forward pass.
             add(&mut measured, "all_to_all=2dh-inter-first", 8.5, 0.1);
         }
         assert_eq!(
@@ -190,7 +190,7 @@ mod tests {
             Some((strategy("all_to_all=2dh-inter-first"), 8.6))
         );
         assert_eq!(measured.together(1), Some(strategy("overlap_degree=4/1")));
-        // It takes what it takes.
+        // The measured combination counts, not the estimate.
         for _ in 0..2 {
             add(&mut measured, "overlap_degree=4/1", 3.9, 5.0);
         }

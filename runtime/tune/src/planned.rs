@@ -1,4 +1,4 @@
-//! Predictions of the planner.
+//! Predictions by the planner.
 
 use crate::{Calls, Key, Loads, Predict, Prediction, Rows};
 use moesaic_engine::MeshLayer;
@@ -6,19 +6,19 @@ use moesaic_plan::{CommDtype, Parallel, Strategy, most_rows};
 use moesaic_planner::{Machine, PlannerError, Routing, Scenario, Simulator, Space};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
-/// What the planner is told beside the layer: it simulates every step that a tuner could
+/// The inputs of the planner besides the layer. It simulates every strategy that a tuner could
 /// choose, on a model of the machine.
 #[derive(Clone, Debug)]
 pub struct Planned {
-    /// The machine, measured where it can be ([`moesaic_planner::Calibration`]). Ranks of a
-    /// node and the target are those of the layer.
+    /// The machine, calibrated where possible ([`moesaic_planner::Calibration`]). The ranks per
+    /// node and the target come from the layer.
     pub machine: Machine,
-    /// What rows may be between nodes. More than one changes results, by rounding.
+    /// The allowed types of rows between nodes. More than one changes results, by rounding.
     pub comm_dtypes: Vec<CommDtype>,
 }
 
 impl Planned {
-    /// Rows that stay as they are.
+    /// Returns inputs with uncast rows.
     pub fn of(machine: Machine) -> Planned {
         Planned {
             machine,
@@ -26,13 +26,14 @@ impl Planned {
         }
     }
 
-    /// Predictions for a layer: of all that its ranks can do ([`MeshLayer::check_strategy`]) and
-    /// its machine has the memory for, with the rows of the step that is about to begin; of more
-    /// than 64 ranks each is taken to have the mean. Experts are where the layer's placement has
-    /// them, and may have shadows where some have more rows than others. Forward and backward are
-    /// simulated apart, and the best of each together is one more; of an evaluation the forward
-    /// pass alone. Sums of gradients over ranks are
-    /// not in them, since no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
+    /// Returns a predictor for a layer. It covers every strategy that the ranks can run
+    /// ([`MeshLayer::check_strategy`]) and that fits in memory, with the rows of the step that is
+    /// about to begin; of more than 64 ranks, each is assumed to have the mean. Experts are where
+    /// the layer's placement has them, and may have shadows where some have more rows than
+    /// others. Forward and backward are simulated separately, and the combination of the best of
+    /// each is one more candidate; an evaluation has the forward pass alone. Sums of gradients
+    /// over ranks are excluded, because no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has
+    /// any.
     ///
     /// # Errors
     /// [`PlannerError`] where not even the default strategy can be simulated.
@@ -43,7 +44,7 @@ impl Planned {
             None => Calls::Evaluation,
         };
         forecast.of((calls, Rows::of(1, None)), &forecast.even())?;
-        // What was simulated for one number of tokens is for others, too.
+        // Simulations for one number of tokens share plans with those for others.
         Ok(Box::new(move |key: &Key, loads: &Loads| {
             forecast
                 .of((key.calls, key.rows), loads)
@@ -52,9 +53,9 @@ impl Planned {
     }
 }
 
-/// All that is simulated but the rows.
+/// The inputs of a simulation except the rows.
 struct Forecast {
-    question: Scenario,
+    scenario: Scenario,
     mesh: Parallel,
     strategies: Vec<Strategy>,
 }
@@ -78,7 +79,7 @@ impl Forecast {
         Forecast {
             mesh,
             strategies: all.filter(can).collect(),
-            question: Scenario {
+            scenario: Scenario {
                 spec: own.spec.clone(),
                 machine,
                 world: mesh.ranks(),
@@ -90,33 +91,33 @@ impl Forecast {
         }
     }
 
-    /// A token of each rank for every expert.
+    /// Returns one token of each rank for every expert.
     fn even(&self) -> Loads {
-        vec![vec![1; self.question.spec.shape.experts]; self.mesh.ranks()]
+        vec![vec![1; self.scenario.spec.shape.experts]; self.mesh.ranks()]
     }
 
-    /// With the loads of a step, under a key of these calls and rows.
+    /// Returns the predictions for the loads of a step under a key.
     fn of(
         &self,
         (calls, rows): (Calls, Rows),
         loads: &Loads,
     ) -> Result<Vec<Prediction>, PlannerError> {
-        let (shape, ranks) = (&self.question.spec.shape, self.mesh.ranks());
+        let (shape, ranks) = (&self.scenario.spec.shape, self.mesh.ranks());
         let mean = (ranks > MOST_APART).then(|| mean(loads, ranks));
         let loads = mean.as_ref().unwrap_or(loads);
         let routing = Routing::counted(ranks, shape.experts, shape.top_k, loads);
-        let mut question = Scenario {
+        let mut scenario = Scenario {
             routing: routing?,
-            training: self.question.training.filter(|_| calls.train()),
-            ..self.question.clone()
+            training: self.scenario.training.filter(|_| calls.train()),
+            ..self.scenario.clone()
         };
-        let hot = !question.routing.is_even();
-        set_capacity(&mut question.spec, (calls, rows));
-        let simulator = Simulator::new(&question);
+        let hot = !scenario.routing.is_even();
+        set_capacity(&mut scenario.spec, (calls, rows));
+        let simulator = Simulator::new(&scenario);
         simulator.predict(self.mesh, Strategy::default())?;
-        let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
+        let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
         let seconds = |strategy: Strategy| {
-            // What cannot be simulated is not predicted.
+            // A strategy that cannot be simulated gets no prediction.
             let found = simulator.predict(self.mesh, strategy).ok()?;
             let of = |name| found.passes.iter().find(|pass| pass.name == name);
             let seconds = |name| of(name).map_or(0.0, |pass| pass.seconds);
@@ -145,11 +146,11 @@ impl Forecast {
     }
 }
 
-/// Of how many ranks each is simulated with its own rows, at most; of more all have the mean: what
-/// a simulation of ranks that differ takes grows with the square of their number.
+/// The most ranks that are simulated with their own rows; of more, each gets the mean. The time
+/// to simulate distinct ranks grows with the square of their number.
 const MOST_APART: usize = 64;
 
-/// The mean of all ranks, for each.
+/// Returns the mean of all ranks, for each rank.
 fn mean(loads: &Loads, ranks: usize) -> Loads {
     let experts = loads.first().map_or(0, Vec::len);
     let of = |expert| {
@@ -159,7 +160,7 @@ fn mean(loads: &Loads, ranks: usize) -> Loads {
     vec![(0..experts).map(of).collect(); ranks]
 }
 
-/// A capacity of these rows, where the layer has another by itself: a call has chosen it.
+/// Sets the capacity of these rows, where a call has chosen another than the layer's own.
 fn set_capacity(spec: &mut LayerSpec, (calls, rows): (Calls, Rows)) {
     let Rows::Capped { capacity, .. } = rows else {
         return;
@@ -172,11 +173,11 @@ fn set_capacity(spec: &mut LayerSpec, (calls, rows): (Calls, Rows)) {
     }
 }
 
-/// A strategy, and seconds of its passes.
+/// A strategy and the seconds of its passes.
 type Timed = (Strategy, [f64; 2]);
 
-/// For strategies that have the same in common one with the best forward and the best backward
-/// pass.
+/// Returns, for each set of strategies that agree in everything else, the best forward pass
+/// combined with the best backward pass.
 fn mixed(timed: &[Timed], mesh: &Parallel) -> Vec<Strategy> {
     let alike = |a: &Timed, b: &Timed| a.0.shared() == b.0.shared();
     let mixed = timed.chunk_by(alike).filter_map(|same| {
@@ -188,7 +189,7 @@ fn mixed(timed: &[Timed], mesh: &Parallel) -> Vec<Strategy> {
     mixed.collect()
 }
 
-/// Ranks of a node, where all nodes have equally many, one node's after the other's.
+/// Returns the ranks per node, where all nodes have equally many consecutive ranks.
 fn per_node(hosts: &[String]) -> Option<usize> {
     let mut runs = hosts.chunk_by(|a, b| a == b).map(<[String]>::len);
     let first = runs.next()?;
@@ -248,7 +249,7 @@ mod tests {
             .map(Strategy::to_string)
             .collect();
         assert_eq!(found, ["overlap_degree=2/4"]);
-        // Pieces of both passes that do not fit each other stay apart.
+        // Chunks of both passes that do not fit each other are not combined.
         let apart = [
             of("overlap_degree=63", 1.0, 4.0),
             of("overlap_degree=64", 2.0, 3.0),

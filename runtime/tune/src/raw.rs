@@ -1,5 +1,5 @@
-//! Steps on device memory that someone else owns. They are timed on the device: the next step
-//! waits for the end of this one to learn what it took, and nothing else does.
+//! Steps on device memory that the caller owns. They are timed on the device: only the next step
+//! waits for the end of this one, to learn its time.
 
 use crate::layer::Pass;
 use crate::{AdaptiveLayer, AdaptiveSaved, Calls};
@@ -7,7 +7,7 @@ use moesaic_engine::{EngineError, MeshLayer, RawBackward, RawCall, RngKey};
 use std::sync::Arc;
 
 impl AdaptiveLayer {
-    /// As [`MeshLayer::forward_raw`], with the strategy that the tuner chooses for evaluations.
+    /// Runs [`MeshLayer::forward_raw`] with the strategy that the tuner chooses for evaluations.
     ///
     /// # Safety
     /// As [`MeshLayer::forward_raw`].
@@ -16,7 +16,7 @@ impl AdaptiveLayer {
     /// As [`MeshLayer::forward_raw`].
     pub unsafe fn forward_raw(&mut self, call: &RawCall<'_>) -> Result<(), EngineError> {
         let asked = (Calls::Evaluation, call.tokens, call.capacity_factor);
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller's contract is the same.
         let chosen = self.choose(asked, |layer| unsafe { layer.loads_raw(call, None) })?;
         // SAFETY: as above.
         let ((), pass) = timed(&self.layer, |layer| unsafe { layer.forward_raw(call) })?;
@@ -24,7 +24,7 @@ impl AdaptiveLayer {
         Ok(())
     }
 
-    /// As [`MeshLayer::forward_train_raw`], with the strategy that the tuner chooses.
+    /// Runs [`MeshLayer::forward_train_raw`] with the strategy that the tuner chooses.
     ///
     /// # Safety
     /// As [`MeshLayer::forward_train_raw`].
@@ -50,7 +50,7 @@ impl AdaptiveLayer {
         })
     }
 
-    /// As [`MeshLayer::backward_raw`], of a forward pass of this layer.
+    /// Runs [`MeshLayer::backward_raw`] for a forward pass of this layer.
     ///
     /// # Safety
     /// As [`MeshLayer::backward_raw`].
@@ -62,7 +62,7 @@ impl AdaptiveLayer {
         saved: &AdaptiveSaved,
         call: &RawBackward<'_>,
     ) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller's contract is the same.
         let back = |layer: &MeshLayer| unsafe { layer.backward_raw(&saved.saved, call) };
         let ((), pass) = timed(&self.layer, back)?;
         self.took(saved.chosen.clone(), [saved.forward.clone(), pass]);
@@ -70,7 +70,7 @@ impl AdaptiveLayer {
     }
 }
 
-/// A pass, and what it takes the device.
+/// Runs a pass and returns its time on the device.
 fn timed<T>(
     layer: &MeshLayer,
     pass: impl FnOnce(&MeshLayer) -> Result<T, EngineError>,

@@ -1,26 +1,26 @@
-//! Which strategies are tried, in which order.
+//! The strategies to try, in order.
 
 use crate::measured::Measured;
 use moesaic_plan::{AllToAll, Both, Parallel, Strategy};
 
-/// What a strategy is predicted to take.
+/// The predicted time of a strategy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Prediction {
-    /// Which.
+    /// The strategy.
     pub strategy: Strategy,
-    /// Of a step: both passes.
+    /// The seconds of a step: both passes.
     pub seconds: f64,
 }
 
-/// Predictions within this share of the best are measured,
+/// The distance from the best prediction, as a fraction, within which strategies are measured.
 const NEAR: f64 = 0.3;
-/// but not more of them than these. A sixth candidate is what they suggest.
+/// The most strategies on the shortlist. A sixth candidate follows from their measurements.
 const MOST: usize = 5;
 
-/// What is worth a measurement: what is done now, and the best predictions; the simplest of
-/// those first. Strategies that differ in chunks and wire alone are predicted too long or too
-/// short alike, so that of each kind the simplest of the best ([`Strategy::simplest`]) comes
-/// before others of any.
+/// Returns the strategies worth measuring: the current one and the best predictions, simple ones
+/// first. Prediction errors of strategies that differ only in chunks and comm dtype are
+/// correlated. So the simplest of the best of each kind ([`Strategy::simplest`]) comes before a
+/// second one of any kind.
 pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy> {
     let mut sorted: Vec<(Strategy, f64)> = predictions
         .iter()
@@ -50,10 +50,11 @@ pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy>
     std::iter::once(current).chain(others).take(MOST).collect()
 }
 
-/// Next to what is the fastest so far: the same with half or twice as many chunks, of those that
-/// are predicted the one that is predicted less, or the fewer where hardly more. Predictions
-/// have the best number of chunks wrong by one step more often than the rest.
-pub(crate) fn neighbour(
+/// Returns the strategy next to the fastest so far: with half or twice as many chunks, whichever
+/// is predicted to be faster, or the one with fewer chunks where that costs hardly more.
+/// Predictions are wrong about the best number of chunks, by one step, more often than about
+/// anything else.
+pub(crate) fn adjacent_degree(
     predictions: &[Prediction],
     fastest: Strategy,
     measured: impl Fn(Strategy) -> bool,
@@ -75,20 +76,20 @@ pub(crate) fn neighbour(
     Strategy::simplest(others.iter().map(|p| (p.strategy, p.seconds)))
 }
 
-/// All that Tutel's search chooses from.
+/// The strategies that Tutel's search chooses from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Space {
-    /// Numbers of ways, ascending.
+    /// The parallelism degrees, ascending.
     pub adaptive_r: Vec<usize>,
-    /// Numbers of chunks.
+    /// The overlap degrees.
     pub overlap_degrees: Vec<usize>,
-    /// Routes.
+    /// The all-to-all algorithms.
     pub algorithms: Vec<AllToAll>,
 }
 
 impl Space {
-    /// Tutel's: every adaptive parallelism degree that a mesh can have, 1, 2, 4 or 8 chunks, direct or in
-    /// two dimensions where ranks lie on several nodes.
+    /// Returns Tutel's space: every parallelism degree of a mesh, 1, 2, 4 or 8 chunks, linear
+    /// exchanges, and two-dimensional ones where ranks lie on several nodes.
     pub fn of(mesh: Parallel, per_node: usize) -> Space {
         let divisors = (1..=mesh.expert_tp).filter(|n| mesh.expert_tp.is_multiple_of(*n));
         let ranks = mesh.group();
@@ -104,9 +105,9 @@ impl Space {
         }
     }
 
-    /// What is measured next, if anything is left: a ternary search over adaptive parallelism degree,
-    /// each with all degrees and all-to-all algorithms, and both ends, since neither 0 nor all ways lie on
-    /// the curve of those between.
+    /// Returns the strategy to measure next, if any is left. It is a ternary search over the
+    /// parallelism degree, with all overlap degrees and algorithms for each. Both ends are
+    /// measured too, because neither 0 nor all shards lie on the curve of the degrees in between.
     pub(crate) fn next(&self, measured: &Measured, wanted: usize) -> Option<Strategy> {
         let inner = self.inner();
         let mut points: Vec<usize> = self.ends();
@@ -135,7 +136,7 @@ impl Space {
         }
     }
 
-    /// Numbers of ways between the ends.
+    /// Returns the parallelism degrees between the ends.
     fn inner(&self) -> &[usize] {
         let last = self.adaptive_r.len().saturating_sub(1);
         let first = usize::from(self.adaptive_r.first() == Some(&0)).min(last);
@@ -153,7 +154,7 @@ impl Space {
             .collect()
     }
 
-    /// All strategies with a adaptive parallelism degree.
+    /// Returns all strategies with one parallelism degree.
     fn at(&self, adaptive_r: usize) -> impl Iterator<Item = Strategy> {
         let algorithms = self.algorithms.iter().copied();
         let each = algorithms.flat_map(|all_to_all| {
@@ -196,7 +197,7 @@ mod tests {
         Space::of(mesh, 1)
     }
 
-    /// Runs the search over times that a function gives; how many strategies it tried.
+    /// Runs the search over the times of a function; returns the number of trials and the result.
     fn tried(space: &Space, seconds: impl Fn(Strategy) -> f64) -> (usize, Strategy) {
         let mut measured = Measured::default();
         let mut count = 0;
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_neighbours_the_one_with_fewer_pieces_is_tried_where_it_takes_hardly_more() {
+    fn of_two_adjacent_degrees_the_smaller_is_tried_where_it_takes_hardly_more() {
         let next = |seconds: [f64; 3], tried: &str| {
             let texts = ["default", "overlap_degree=2", "overlap_degree=4"];
             let predictions: Vec<Prediction> = (texts.iter().zip(seconds))
@@ -227,7 +228,7 @@ mod tests {
                 })
                 .collect();
             let fastest: Strategy = "overlap_degree=2".parse().unwrap();
-            neighbour(&predictions, fastest, |s| s.to_string() == tried)
+            adjacent_degree(&predictions, fastest, |s| s.to_string() == tried)
                 .map(|s: Strategy| s.to_string())
         };
         assert_eq!(next([1.01, 0.9, 1.0], "").as_deref(), Some("default"));
@@ -241,7 +242,7 @@ mod tests {
         );
     }
 
-    /// The curve of ways is r A + P / r between the ends, and less at both ends.
+    /// The curve over r is r A + P / r between the ends, and lower at both ends.
     #[test]
     fn the_best_is_found_with_few_trials() {
         for expert_tp in [1usize, 2, 6, 16, 64, 256, 1024, 2048] {
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn routes_in_two_dimensions_are_for_several_nodes() {
+    fn algorithms_in_two_dimensions_are_for_several_nodes() {
         let mesh = Parallel {
             ep: 16,
             ..Parallel::default()
@@ -312,7 +313,7 @@ mod tests {
         let list = shortlist(&all, strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), strategy(2)]);
         assert_eq!(shortlist(&[], strategy(2)), [strategy(2)]);
-        // Another all-to-all comes before a second number of chunks.
+        // Another algorithm comes before a second overlap degree.
         let once = Strategy {
             all_to_all: AllToAll::Dedup,
             ..strategy(1)
@@ -323,7 +324,7 @@ mod tests {
         };
         let list = shortlist(&[of(2, 1.1), of(3, 1.0), other], strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), once, strategy(2)]);
-        // So does one chunk before two that are predicted hardly less.
+        // So does one chunk before two that are predicted to be hardly faster.
         let twice = Prediction {
             strategy: Strategy {
                 overlap_degree: Both::same(2),
@@ -334,10 +335,10 @@ mod tests {
         let list = shortlist(&[of(2, 1.1), of(3, 1.0), other, twice], strategy(1));
         let wanted = [strategy(1), strategy(3), once, strategy(2), twice.strategy];
         assert_eq!(list, wanted);
-        let next = neighbour(&all, strategy(2), |s| s == strategy(1));
+        let next = adjacent_degree(&all, strategy(2), |s| s == strategy(1));
         assert_eq!(next, Some(strategy(4)));
-        assert_eq!(neighbour(&all, strategy(2), |_| true), None);
-        assert_eq!(neighbour(&all, strategy(3), |_| false), None);
+        assert_eq!(adjacent_degree(&all, strategy(2), |_| true), None);
+        assert_eq!(adjacent_degree(&all, strategy(3), |_| false), None);
         let many: Vec<Prediction> = (1..=20)
             .map(|overlap_degree| of(overlap_degree, 1.0))
             .collect();

@@ -1,23 +1,23 @@
-//! Choices in a file.
+//! The file of choices.
 
 use crate::Key;
 use moesaic_plan::Strategy;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// A choice that was kept.
+/// A kept choice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// For what.
+    /// The key.
     pub key: Key,
-    /// What.
+    /// The strategy.
     pub strategy: Strategy,
-    /// What a step took, where it was measured.
+    /// The measured seconds of a step, if any.
     pub seconds: Option<f64>,
 }
 
-/// The form of the file. Files of another one are refused.
+/// The version of the file format. Other versions are rejected.
 const VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
@@ -26,40 +26,40 @@ struct File {
     choices: Vec<Record>,
 }
 
-/// Why choices could not be read or written.
+/// An error of reading or writing choices.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoredError {
-    /// The system says no.
+    /// The system reports an error.
     #[error("{}: {error}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What it says.
+        /// The system's error.
         error: std::io::Error,
     },
-    /// The file is not one of choices.
+    /// The file does not hold choices.
     #[error("{}: not choices of strategies: {error}\ndelete it, and they are measured again", path.display())]
     Text {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The parse error.
         error: serde_json::Error,
     },
-    /// The file is of another version of this program.
+    /// The file is of another version.
     #[error("{}: version {found} of choices, this program has {VERSION}\ndelete it, and they are measured again", path.display())]
     Version {
         /// The file.
         path: PathBuf,
-        /// In it.
+        /// The version in the file.
         found: u32,
     },
 }
 
-/// Reads choices; none where there is no file.
+/// Reads choices; returns none where there is no file.
 ///
 /// # Errors
-/// [`StoredError`] for a file that is something else.
+/// [`StoredError`] for a file with other contents.
 pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
@@ -70,7 +70,7 @@ pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
         path: path.to_path_buf(),
         error,
     };
-    // Its version first: what else is there may have changed with it.
+    // Check the version first: with another version, everything else may have changed too.
     let value: serde_json::Value = serde_json::from_str(&text).map_err(wrong)?;
     let found = value.get("version").and_then(serde_json::Value::as_u64);
     match found {
@@ -84,10 +84,10 @@ pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
     }
 }
 
-/// Writes choices, all or nothing. One rank does it.
+/// Writes choices atomically. One rank does it.
 ///
 /// # Errors
-/// [`StoredError::Io`]; what was there before is then still there.
+/// [`StoredError::Io`]; the previous file is then unchanged.
 pub fn write(path: &Path, choices: Vec<Record>) -> Result<(), StoredError> {
     let file = File {
         version: VERSION,
@@ -100,10 +100,10 @@ pub fn write(path: &Path, choices: Vec<Record>) -> Result<(), StoredError> {
     let text = serde_json::to_string_pretty(&file).map_err(wrong)?;
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}", std::process::id()));
-    let beside = path.with_file_name(name);
-    let done = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path));
+    let temporary = path.with_file_name(name);
+    let done = std::fs::write(&temporary, text).and_then(|()| std::fs::rename(&temporary, path));
     done.map_err(|error| {
-        let _ = std::fs::remove_file(&beside);
+        let _ = std::fs::remove_file(&temporary);
         io(path, error)
     })
 }

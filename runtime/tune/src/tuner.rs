@@ -1,48 +1,50 @@
 //! The choice for each key.
 
 use crate::measured::{Measured, Times, median};
-use crate::search::{Prediction, Space, neighbour, shortlist};
+use crate::search::{Prediction, Space, adjacent_degree, shortlist};
 use crate::stored::Record;
 use crate::{Calls, Key};
 use moesaic_plan::Strategy;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
-/// How a choice is made.
+/// The method of choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// By measurement: predictions say what is worth it, and without any Tutel's search does.
+    /// Measure the strategies that predictions recommend; without predictions, run Tutel's
+    /// search.
     #[default]
     Measure,
-    /// By prediction alone: the same choice in every run.
+    /// Use predictions alone: the same choice in every run.
     Predict,
 }
 
-/// Strategies that took longer by no more than this part may as well be faster,
+/// The fraction by which a strategy may be slower and still be a finalist: measurements may be
+/// off that far.
 pub const CLOSE: f64 = 0.1;
-/// and so many of them are measured again.
+/// The number of finalists, which are measured again.
 const FINALISTS: usize = 3;
-/// Of what is predicted so many are measured at most.
+/// The most predicted strategies that are measured.
 const CANDIDATES: usize = 6;
 
-/// When a choice is made, and when it is made again.
+/// The rules for making a choice and for making it again.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// By what.
+    /// The method.
     pub mode: Mode,
-    /// Measurements of a strategy, of which the median counts. One step more comes before
-    /// them, since it may compile kernels.
+    /// The number of measurements of a strategy, of which the median counts. One more step
+    /// precedes them, because it may compile kernels.
     pub samples: usize,
-    /// Measurements of the last three, where they are within [`CLOSE`] of the fastest; they
-    /// are made in turns.
+    /// The number of measurements of each finalist within [`CLOSE`] of the fastest; finalists
+    /// take turns.
     pub finals: usize,
-    /// A choice that was kept is given up for one that is faster by this share. The first
-    /// choice for a key is the fastest.
+    /// The fraction by which another strategy must be faster to replace a kept one. The first
+    /// choice for a key is simply the fastest.
     pub hysteresis: f64,
-    /// Another choice is looked for when the median of the last steps differs by this share
-    /// from what was measured,
+    /// The fraction by which the median of the last steps must differ from the measured time to
+    /// start a new search.
     pub drift: f64,
-    /// with so many last steps.
+    /// The number of last steps.
     pub window: usize,
 }
 
@@ -59,34 +61,34 @@ impl Default for Options {
     }
 }
 
-/// Something that was decided.
+/// A decision.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Calls of [`Tuner::choose`] before it.
+    /// The calls of [`Tuner::choose`] before it.
     pub step: u64,
-    /// For what.
+    /// The key.
     pub key: Key,
-    /// What.
+    /// The decision.
     pub what: What,
 }
 
-/// What was decided.
+/// The content of a decision.
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
-    /// A strategy is tried.
+    /// The strategy is tried.
     Tried(Strategy),
-    /// A strategy is kept from now on.
+    /// The strategy is kept from now on.
     Kept {
-        /// Which.
+        /// The strategy.
         strategy: Strategy,
-        /// What a step takes; `None` where it was predicted and not measured.
+        /// The seconds of a step; `None` where they were predicted and not measured.
         seconds: Option<f64>,
     },
-    /// Steps take another time than they did, so strategies are tried again.
+    /// The times of steps have changed, so strategies are tried again.
     Drifted {
-        /// What a step took.
+        /// The former seconds of a step.
         was: f64,
-        /// What it takes.
+        /// The current seconds of a step.
         is: f64,
     },
 }
@@ -112,11 +114,11 @@ impl fmt::Display for Event {
     }
 }
 
-/// Where candidates come from.
+/// The source of candidates.
 #[derive(Clone, Debug)]
 enum Candidates {
-    /// Of predictions those that are worth it; and, when these are measured, one next to the
-    /// best, and the passes of two of them together, as far as there is room ([`CANDIDATES`]).
+    /// The shortlist of the predictions. Once these are measured, one strategy next to the best
+    /// and one combination of two strategies' passes follow, up to [`CANDIDATES`].
     Listed {
         list: Vec<Strategy>,
         predictions: Vec<Prediction>,
@@ -131,11 +133,11 @@ struct Entry {
     measured: Measured,
     current: Strategy,
     kept: Option<Kept>,
-    /// Whether something was kept before, so that `current` is more than a guess.
+    /// Whether a choice was kept before, so that `current` is more than a guess.
     chosen: bool,
-    /// The last one of which an event tells.
-    told: Option<Strategy>,
-    /// Whether steps have come to take another time since strategies were predicted.
+    /// The last strategy that an event has reported.
+    reported: Option<Strategy>,
+    /// Whether times have drifted since strategies were predicted.
     drifted: bool,
 }
 
@@ -145,8 +147,8 @@ struct Kept {
     recent: VecDeque<f64>,
 }
 
-/// Decides what strategy each step has. It is told what steps took; ranks whose tuners are
-/// made alike and are told the same decide the same.
+/// The decision on the strategy of each step, from the times of earlier steps. Tuners that are
+/// made alike and observe the same numbers decide alike, so ranks need no exchange to agree.
 #[derive(Clone, Debug)]
 pub struct Tuner {
     options: Options,
@@ -157,7 +159,7 @@ pub struct Tuner {
 }
 
 impl Tuner {
-    /// One that knows nothing yet. `space` is searched where nothing is predicted.
+    /// Returns a tuner without knowledge. It searches `space` where nothing is predicted.
     pub fn new(options: Options, space: Space) -> Tuner {
         Tuner {
             options,
@@ -168,18 +170,18 @@ impl Tuner {
         }
     }
 
-    /// What was decided, in order.
+    /// Returns the decisions in order.
     pub fn events(&self) -> &[Event] {
         &self.events
     }
 
-    /// Whether predictions are wanted before the next step: its key is new, or its steps have
-    /// come to take another time.
+    /// Returns whether it needs predictions for the next step: the key is new, or its times have
+    /// drifted.
     pub fn asks(&self, key: &Key) -> bool {
         self.entries.get(key).is_none_or(|entry| entry.drifted)
     }
 
-    /// The strategy of the next step. `predict` is asked where [`Tuner::asks`] says so.
+    /// Returns the strategy of the next step. It calls `predict` if [`Tuner::asks`] is true.
     pub fn choose(&mut self, key: &Key, predict: impl FnOnce() -> Vec<Prediction>) -> Strategy {
         if self.asks(key) {
             let entry = self.begin(key, predict());
@@ -196,7 +198,7 @@ impl Tuner {
         chosen
     }
 
-    /// What a step with a strategy took: the same numbers on all ranks.
+    /// Records the time of a step with a strategy; pass the same numbers on all ranks.
     pub fn observe(&mut self, key: &Key, strategy: Strategy, times: Times) {
         let Some(entry) = self.entries.get_mut(key) else {
             return;
@@ -209,7 +211,7 @@ impl Tuner {
         }));
     }
 
-    /// What is kept.
+    /// Returns the kept choices.
     pub fn records(&self) -> Vec<Record> {
         let record = |(key, entry): (&Key, &Entry)| {
             Some(Record {
@@ -221,8 +223,8 @@ impl Tuner {
         self.entries.iter().filter_map(record).collect()
     }
 
-    /// Keeps what was kept before, where nothing is known here. It is looked at again when
-    /// steps take another time.
+    /// Adopts earlier choices for keys that have none here. They are reconsidered when times
+    /// drift.
     pub fn recall(&mut self, records: impl IntoIterator<Item = Record>) {
         for record in records {
             let entry = Entry {
@@ -234,14 +236,14 @@ impl Tuner {
                     recent: VecDeque::new(),
                 }),
                 chosen: true,
-                told: None,
+                reported: None,
                 drifted: false,
             };
             self.entries.entry(record.key).or_insert(entry);
         }
     }
 
-    /// What the nearest key with fewer rows, or else more, has.
+    /// Returns the strategy of the nearest key with fewer rows, or else with more.
     fn current(&self, key: &Key) -> Strategy {
         let own = (&key.machine, &key.layer, key.calls);
         let alike = |other: &&Key| (&other.machine, &other.layer, other.calls) == own;
@@ -261,7 +263,7 @@ impl Tuner {
             current: before.map_or_else(|| self.current(key), |entry| entry.current),
             kept: None,
             chosen: before.is_some(),
-            told: None,
+            reported: None,
             drifted: false,
         };
         match (self.options.mode, best) {
@@ -286,18 +288,18 @@ impl Entry {
     fn choose(&mut self, space: &Space, options: &Options) -> (Strategy, Option<What>) {
         if self.kept.is_none() {
             if let Some(next) = self.next(space, options) {
-                let told = self.told.replace(next) == Some(next);
-                return (next, (!told).then_some(What::Tried(next)));
+                let reported = self.reported.replace(next) == Some(next);
+                return (next, (!reported).then_some(What::Tried(next)));
             }
             self.settle(options);
-            self.told = None; // also where what was tried last is kept
+            self.reported = None; // also where what was tried last is kept
         }
-        let told = self.told.replace(self.current) == Some(self.current);
+        let reported = self.reported.replace(self.current) == Some(self.current);
         let kept = What::Kept {
             strategy: self.current,
             seconds: self.kept.as_ref().and_then(|kept| kept.seconds),
         };
-        (self.current, (!told).then_some(kept))
+        (self.current, (!reported).then_some(kept))
     }
 
     fn next(&mut self, space: &Space, options: &Options) -> Option<Strategy> {
@@ -311,14 +313,18 @@ impl Entry {
                 next,
             } => {
                 let tried = |s: Strategy| self.measured.is_tried(s);
-                let room = |s: &Strategy| tried(*s) || self.measured.len() < CANDIDATES;
-                let mut beside = || {
+                let has_room = |s: &Strategy| tried(*s) || self.measured.len() < CANDIDATES;
+                let mut adjacent = || {
                     let (fastest, _) = self.measured.best(wanted)?;
-                    *next = next.or_else(|| neighbour(predictions, fastest, tried));
+                    *next = next.or_else(|| adjacent_degree(predictions, fastest, tried));
                     next.filter(missing)
                 };
                 let listed = list.iter().copied().find(missing);
-                let suggested = || beside().filter(room).or_else(|| together().filter(room));
+                let suggested = || {
+                    adjacent()
+                        .filter(has_room)
+                        .or_else(|| together().filter(has_room))
+                };
                 listed.or_else(suggested)
             }
             Candidates::Searched => space.next(&self.measured, wanted).or_else(together),
@@ -361,7 +367,8 @@ impl Entry {
         if (is - was).abs() <= options.drift * was {
             return None;
         }
-        // Nothing is kept until strategies are predicted again, however many steps are told of.
+        // Nothing is kept until strategies are predicted again, however many more steps are
+        // observed.
         self.kept = None;
         self.drifted = true;
         Some(What::Drifted { was, is })

@@ -36,7 +36,7 @@ fn predictions() -> Vec<Prediction> {
     ]
 }
 
-/// Steps of one key, each with what a function says it takes.
+/// Runs steps of one key, with times from a function.
 fn steps(
     tuner: &mut Tuner,
     key: &Key,
@@ -84,7 +84,7 @@ fn what_is_measured_beats_what_is_predicted() {
             1.0
         }
     };
-    // Three candidates, each four times, and none of it beside the steps of training.
+    // Three candidates, each four times, all of them real training steps.
     let all = steps(&mut tuner, &key, 14, seconds);
     assert_eq!(all[0], strategy("default"));
     assert_eq!(all[12..], [strategy("overlap_degree=4"); 2]);
@@ -110,14 +110,14 @@ fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
     assert_eq!(kept(&tuner), [strategy("overlap_degree=2")]);
     let finals: BTreeSet<&Strategy> = all[12..15].iter().collect();
     assert_eq!(finals.len(), 3);
-    // All is slower, and another one is best by as little.
+    // Everything is slower, and another strategy is best by as little.
     steps(&mut tuner, &key, 50, seconds("overlap_degree=4", 2.0));
     assert_eq!(kept(&tuner), [strategy("overlap_degree=2"); 2]);
 }
 
-/// What is predicted to be far behind is tried if the fastest is one step from it.
+/// A strategy with a poor prediction is tried if it is one step from the fastest.
 #[test]
-fn the_neighbour_of_the_fastest_is_tried() {
+fn the_degree_next_to_the_fastest_is_tried() {
     let mut tuner = Tuner::new(Options::default(), space());
     let key = key(Rows::Tokens(10));
     let predicted = || {
@@ -136,11 +136,11 @@ fn drift_is_noticed_and_a_spike_is_not() {
     let key = key(Rows::Tokens(10));
     let fast = |best: &'static str| move |s: Strategy| if s == strategy(best) { 0.5 } else { 1.0 };
     steps(&mut tuner, &key, 20, fast("overlap_degree=2"));
-    // A rank that was late once changes nothing.
+    // One late rank changes nothing.
     steps(&mut tuner, &key, 1, |_| 9.0);
     let after = steps(&mut tuner, &key, 8, fast("overlap_degree=2"));
     assert_eq!(after, [strategy("overlap_degree=2"); 8]);
-    // What was fast is slow now: the others are tried again.
+    // The fast strategy has become slow: the others are tried again.
     let all = steps(&mut tuner, &key, 30, fast("overlap_degree=4"));
     assert_eq!(all.last(), Some(&strategy("overlap_degree=4")));
     let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
@@ -151,7 +151,7 @@ fn drift_is_noticed_and_a_spike_is_not() {
     );
 }
 
-/// Other rows make other strategies worth it, and the one that was kept is among those tried.
+/// Other rows recommend other strategies; the kept one is among those tried.
 #[test]
 fn what_has_drifted_is_predicted_again() {
     let mut tuner = Tuner::new(Options::default(), space());
@@ -168,7 +168,7 @@ fn what_has_drifted_is_predicted_again() {
     while !tuner.asks(&key) {
         steps(&mut tuner, &key, 1, |_| 4.0);
     }
-    // More steps that ranks have not yet told each other of.
+    // More steps whose times ranks have not exchanged yet.
     let (events, kept) = (tuner.events().len(), strategy("overlap_degree=2"));
     for (forward, backward) in [(2.0, 2.0); 8] {
         tuner.observe(&key, kept, Times { forward, backward });
@@ -208,7 +208,7 @@ fn without_predictions_the_paper_s_search_decides() {
     assert_eq!(kept(&tuner), [strategy("r=2,overlap_degree=8")]);
 }
 
-/// No clock decides: two runs of a job are alike.
+/// No clock decides, so two runs of a job are alike.
 #[test]
 fn prediction_alone_measures_nothing() {
     let options = Options {
@@ -223,7 +223,7 @@ fn prediction_alone_measures_nothing() {
 }
 
 #[test]
-fn keys_are_apart_and_begin_with_what_their_neighbour_has() {
+fn keys_are_apart_and_begin_with_what_the_nearest_key_has() {
     let mut tuner = Tuner::new(Options::default(), space());
     let seconds = |s: Strategy| {
         if s == strategy("overlap_degree=4") {
@@ -263,14 +263,14 @@ fn what_was_kept_is_kept_by_the_next_run() {
         steps(&mut next, &key, 20, seconds),
         [strategy("overlap_degree=4"); 20]
     );
-    // On a machine that is slower now it is not believed for ever.
+    // A recalled choice is reconsidered on a machine that is slower now.
     steps(&mut next, &key, 9, |_| 2.0);
     let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
     assert!(next.events().iter().any(drifted));
 }
 
 #[test]
-fn ranks_that_are_told_the_same_decide_the_same() {
+fn tuners_that_observe_the_same_decide_the_same() {
     let run = || {
         let mut tuner = Tuner::new(Options::default(), space());
         let mut state = 1u64;

@@ -1,9 +1,10 @@
-//! A layer that chooses beside each static choice, on simulated steps. The tuner's predictions
-//! are those of a machine as it is published; steps are those of one that is slower and faster
-//! in places, so that what is predicted is wrong.
+//! An adaptive layer compared with every static choice, on simulated steps. The tuner's
+//! predictions use a published machine. The steps use a machine that is slower and faster in
+//! places, so predictions are wrong.
 //!
 //! ```sh
-//! cargo test --release -p moesaic-tune --test gains -- --nocapture   # the table of docs/SCALE.md
+//! cargo test --release -p moesaic-tune --test gains -- --nocapture   # the table of
+//! docs/SCALE.md
 //! ```
 
 use moesaic_plan::{Parallel, ShadowModel, Strategy, Training};
@@ -53,13 +54,13 @@ fn configs() -> Vec<Config> {
     list
 }
 
-/// A number from 0 to 1 for each seed.
+/// Returns a number from 0 to 1 for each seed.
 fn drawn(seed: usize) -> f64 {
     let mixed = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (mixed ^ mixed >> 31).wrapping_mul(0xbf58_476d_1ce4_e5b9) as f64 / u64::MAX as f64
 }
 
-/// The machine with every figure up to a third off, either way.
+/// Returns the machine with every figure changed by up to a third in either direction.
 fn other(mut machine: Machine, number: usize) -> Machine {
     let mut seed = 100 * number;
     let mut off = |value: &mut f64| {
@@ -85,7 +86,7 @@ impl Config {
         }
     }
 
-    fn question(&self, machine: Machine) -> Scenario {
+    fn scenario(&self, machine: Machine) -> Scenario {
         let (ep, [width, hidden]) = (self.mesh().ep, self.dims);
         let text = format!(
             "shape = {{ model_dim = {width}, hidden_dim = {hidden}, experts = {ep}, top_k = {} }}
@@ -104,10 +105,10 @@ impl Config {
         }
     }
 
-    /// Seconds of both passes by strategy.
+    /// Returns the seconds of both passes by strategy.
     fn times(&self, machine: Machine) -> Vec<(Strategy, Times)> {
-        let (question, mesh) = (self.question(machine), self.mesh());
-        let simulator = Simulator::new(&question);
+        let (scenario, mesh) = (self.scenario(machine), self.mesh());
+        let simulator = Simulator::new(&scenario);
         let space = moesaic_planner::Space::default();
         let all = space
             .strategies(mesh, simulator.has_nodes(mesh))
@@ -121,7 +122,7 @@ impl Config {
         .collect()
     }
 
-    /// What a tuner keeps, and how many steps it took.
+    /// Returns the kept strategy's seconds and the number of steps.
     fn chosen(&self, predicted: &[(Strategy, Times)], real: &[(Strategy, Times)]) -> (f64, usize) {
         let mut tuner = Tuner::new(Options::default(), Space::of(self.mesh(), 8));
         let key = Key {
@@ -148,7 +149,8 @@ impl Config {
     }
 }
 
-/// A pass depends on its own chunks alone, so that any two passes make a step.
+/// Returns the times of a strategy. A pass depends on its own chunks alone, so any two passes
+/// make a step.
 fn of(real: &[(Strategy, Times)], strategy: Strategy) -> Times {
     let with = |overlap_degree: usize| {
         let same = |s: &Strategy| {

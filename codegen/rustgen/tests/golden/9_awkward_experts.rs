@@ -379,7 +379,7 @@ impl<'a> Layer9AwkwardExpertsWeights<'a> {
     }
 }
 
-/// What a call of [`Layer9AwkwardExperts`] computes; `T` is its token count.
+/// The outputs of a call of [`Layer9AwkwardExperts`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsOutput {
@@ -387,7 +387,7 @@ pub struct Layer9AwkwardExpertsOutput {
     pub y: Vec<[::moesaic::half::f16; 7]>,
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 3]`.
     pub topk_ids: Vec<[i32; 3]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 3]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 3]`.
     pub topk_weights: Vec<[f32; 3]>,
     /// Router logits: `router.logits`, f32 `[T, 5]`.
     pub router_logits: Vec<[f32; 5]>,
@@ -395,14 +395,14 @@ pub struct Layer9AwkwardExpertsOutput {
     pub counts: [i64; 5],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
     pub offsets: [i64; 6],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 3]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 3]`.
     pub locations: Vec<[i32; 3]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
     pub slot_rows: Vec<[i32; 3]>,
     /// The assignment of each row: `row_slots`, i32 `[T*3]`.
     pub row_slots: Vec<i32>,
-    /// Most rows an expert may take in this call: `capacity`, i64 `[1]`.
+    /// The most rows that an expert accepts in this call: `capacity`, i64 `[1]`.
     pub capacity: i64,
     /// Assignments that were dropped: `overflow`, i64 `[1]`.
     pub overflow: i64,
@@ -449,13 +449,13 @@ impl Layer9AwkwardExpertsOutput {
     }
 }
 
-/// Where tokens of a call of [`Layer9AwkwardExperts`] go; `T` is its token count.
+/// The routing of a call of [`Layer9AwkwardExperts`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsRouting {
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 3]`.
     pub topk_ids: Vec<[i32; 3]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 3]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 3]`.
     pub topk_weights: Vec<[f32; 3]>,
     /// Router logits: `router.logits`, f32 `[T, 5]`.
     pub router_logits: Vec<[f32; 5]>,
@@ -463,14 +463,14 @@ pub struct Layer9AwkwardExpertsRouting {
     pub counts: [i64; 5],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
     pub offsets: [i64; 6],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 3]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 3]`.
     pub locations: Vec<[i32; 3]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
     pub slot_rows: Vec<[i32; 3]>,
     /// The assignment of each row: `row_slots`, i32 `[T*3]`.
     pub row_slots: Vec<i32>,
-    /// Most rows an expert may take in this call: `capacity`, i64 `[1]`.
+    /// The most rows that an expert accepts in this call: `capacity`, i64 `[1]`.
     pub capacity: i64,
     /// Assignments that were dropped: `overflow`, i64 `[1]`.
     pub overflow: i64,
@@ -566,7 +566,8 @@ impl ::moesaic::typed::RawArgs for Layer9AwkwardExpertsRawTraining {
 }
 
 /// Addresses of a backward pass of [`Layer9AwkwardExperts`] on device memory; `T` is the
-/// token count of its forward pass. What has none stays in the layer's memory.
+/// token count of its forward pass. Gradients without an address stay in the layer's
+/// memory.
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsRawBackward {
@@ -603,7 +604,7 @@ impl ::moesaic::typed::TypedLayer for Layer9AwkwardExperts {
     }
 }
 
-/// What a forward pass of [`Layer9AwkwardExperts`] in training gives.
+/// The results of a forward pass of [`Layer9AwkwardExperts`] in training.
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsTrained {
     /// The results of the call, as in evaluation.
@@ -612,8 +613,8 @@ pub struct Layer9AwkwardExpertsTrained {
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
-/// What a backward pass of [`Layer9AwkwardExperts`] returns; the gradients of weights stay
-/// with the layer.
+/// The results of a backward pass of [`Layer9AwkwardExperts`]; gradients of weights stay
+/// in the layer.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsInputGradients {
@@ -643,8 +644,8 @@ impl Layer9AwkwardExpertsInputGradients {
     }
 }
 
-/// Gradients of the weights of [`Layer9AwkwardExperts`], row major, as backward passes
-/// left them.
+/// Gradients of the weights of [`Layer9AwkwardExperts`], row major, as accumulated by
+/// backward passes.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Layer9AwkwardExpertsGradients {

@@ -231,7 +231,7 @@ impl<'a> Mixtral8x7bWeights<'a> {
     }
 }
 
-/// What a call of [`Mixtral8x7b`] computes; `T` is its token count.
+/// The outputs of a call of [`Mixtral8x7b`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bOutput {
@@ -239,7 +239,7 @@ pub struct Mixtral8x7bOutput {
     pub y: Vec<[::moesaic::half::bf16; 4096]>,
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 2]`.
     pub topk_ids: Vec<[i32; 2]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 2]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 2]`.
     pub topk_weights: Vec<[f32; 2]>,
     /// Router logits: `router.logits`, f32 `[T, 8]`.
     pub router_logits: Vec<[f32; 8]>,
@@ -247,8 +247,8 @@ pub struct Mixtral8x7bOutput {
     pub counts: [i64; 8],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
     pub offsets: [i64; 9],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 2]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 2]`.
     pub locations: Vec<[i32; 2]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
     pub slot_rows: Vec<[i32; 2]>,
@@ -293,13 +293,13 @@ impl Mixtral8x7bOutput {
     }
 }
 
-/// Where tokens of a call of [`Mixtral8x7b`] go; `T` is its token count.
+/// The routing of a call of [`Mixtral8x7b`]; `T` is its token count.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bRouting {
     /// The experts of each token, best first: `topk_ids`, i32 `[T, 2]`.
     pub topk_ids: Vec<[i32; 2]>,
-    /// The weight of each of them: `topk_weights`, f32 `[T, 2]`.
+    /// The weights of these experts: `topk_weights`, f32 `[T, 2]`.
     pub topk_weights: Vec<[f32; 2]>,
     /// Router logits: `router.logits`, f32 `[T, 8]`.
     pub router_logits: Vec<[f32; 8]>,
@@ -307,8 +307,8 @@ pub struct Mixtral8x7bRouting {
     pub counts: [i64; 8],
     /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
     pub offsets: [i64; 9],
-    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
-    /// 2]`.
+    /// The index of each assignment among the rows of its expert; -1 when dropped:
+    /// `locations`, i32 `[T, 2]`.
     pub locations: Vec<[i32; 2]>,
     /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
     pub slot_rows: Vec<[i32; 2]>,
@@ -398,7 +398,7 @@ impl ::moesaic::typed::RawArgs for Mixtral8x7bRawTraining {
 }
 
 /// Addresses of a backward pass of [`Mixtral8x7b`] on device memory; `T` is the token
-/// count of its forward pass. What has none stays in the layer's memory.
+/// count of its forward pass. Gradients without an address stay in the layer's memory.
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bRawBackward {
@@ -435,7 +435,7 @@ impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
     }
 }
 
-/// What a forward pass of [`Mixtral8x7b`] in training gives.
+/// The results of a forward pass of [`Mixtral8x7b`] in training.
 #[allow(dead_code)]
 pub struct Mixtral8x7bTrained {
     /// The results of the call, as in evaluation.
@@ -444,7 +444,7 @@ pub struct Mixtral8x7bTrained {
     pub saved: ::moesaic::mesh::AnySaved,
 }
 
-/// What a backward pass of [`Mixtral8x7b`] returns; the gradients of weights stay with the
+/// The results of a backward pass of [`Mixtral8x7b`]; gradients of weights stay in the
 /// layer.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
@@ -475,7 +475,8 @@ impl Mixtral8x7bInputGradients {
     }
 }
 
-/// Gradients of the weights of [`Mixtral8x7b`], row major, as backward passes left them.
+/// Gradients of the weights of [`Mixtral8x7b`], row major, as accumulated by backward
+/// passes.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(dead_code)]
 pub struct Mixtral8x7bGradients {

@@ -1,42 +1,42 @@
-//! Who drives what is in flight: calls alone, or a progress thread overlapped them.
+//! Progress of the operations in flight: from calls alone, or from a progress thread as well.
 
 use super::Core;
 use crate::progress_thread::{Bell, ProgressThread};
 use std::sync::{Arc, Weak};
 
 impl Core {
-    /// From now on a progress thread makes operations go on.
+    /// Hands progress to a progress thread from now on.
     pub fn drive_by(&mut self, progress_thread: Weak<ProgressThread>, bell: Arc<Bell>) {
         self.progress_thread = Some((progress_thread, bell));
     }
 
-    /// There is no progress thread any more, unless a new one has come meanwhile.
+    /// Forgets the progress thread that has ended, unless a new one has replaced it meanwhile.
     pub fn forget_progress_thread(&mut self) {
         self.progress_thread
             .take_if(|(progress_thread, _)| progress_thread.strong_count() == 0);
     }
 
-    /// The progress thread, if it lives.
+    /// Returns the progress thread, if it is alive.
     pub fn progress_thread(&self) -> Option<Arc<ProgressThread>> {
         self.progress_thread
             .as_ref()
             .and_then(|(progress_thread, _)| progress_thread.upgrade())
     }
 
-    /// Whether anything is in flight.
+    /// Returns whether any operation is in flight.
     pub fn is_busy(&self) -> bool {
         !self.operations.is_empty()
     }
 
-    /// Does what can be done in calls where nothing else does it.
+    /// Makes progress from a call, where no progress thread does it.
     pub(super) fn progress_unless_threaded(&mut self) {
         if self.progress_thread.is_none() {
             self.progress();
         }
     }
 
-    /// What a caller does who waits for one operation: all that can be done, or only its own
-    /// part where a progress thread does the rest. Whether anything was done.
+    /// Makes progress for a caller that waits for operation `id`: on everything, or on that
+    /// operation alone where a progress thread drives the rest. Returns whether anything moved.
     pub fn progress_for(&mut self, id: u64) -> bool {
         match self.progress_thread {
             None => self.progress(),
@@ -44,13 +44,12 @@ impl Core {
         }
     }
 
-    /// Does the next thing that can be done, of the operation that was begun first; whether
-    /// there was any.
+    /// Moves the oldest operation that can move by one message. Returns whether one did.
     pub fn nudge(&mut self) -> bool {
         self.one_message(|_| true)
     }
 
-    /// One part of an operation, of those wanted.
+    /// Moves one of the wanted operations by one message.
     fn one_message(&mut self, wanted: impl Fn(u64) -> bool) -> bool {
         if self.failure.is_some() {
             return false;

@@ -1,4 +1,4 @@
-//! How everything ends when one thing fails.
+//! Failure of a rank: the first error ends every operation in flight, on every rank.
 
 use super::Core;
 use crate::CollectiveError;
@@ -7,11 +7,11 @@ use crate::error::{At, Missing};
 use crate::operation::Operation;
 use std::time::{Duration, Instant};
 
-/// How long a rank that gives up tries to tell the others.
+/// The time for which a rank that gives up keeps trying to notify the others.
 const FAREWELL: Duration = Duration::from_millis(200);
 
 impl Core {
-    /// Ends everything if the operation is past its deadline.
+    /// Fails everything if the operation is past its deadline.
     pub fn expire(&mut self, id: u64) {
         let Some(operation) = self.operations.get(&id) else {
             return;
@@ -36,7 +36,8 @@ impl Core {
         self.fail(Some(id), error);
     }
 
-    /// Ends an operation that waits for a rank that is gone; false if there is none.
+    /// Fails everything if an operation waits for a rank that is gone. Returns false if none
+    /// does.
     pub(super) fn someone_left(&mut self) -> bool {
         let mut found = None;
         for (id, operation) in &self.operations {
@@ -54,7 +55,8 @@ impl Core {
         let Some((id, error)) = found else {
             return false;
         };
-        // What it posted before it went counts: a last look, now that it is known to be gone.
+        // Eager messages that the rank posted before it left still count, so poll once more now
+        // that it is known to be gone.
         match self.round() {
             Ok(true) => {}
             Ok(false) => self.fail(Some(id), error),
@@ -63,14 +65,16 @@ impl Core {
         true
     }
 
-    /// Ends everything; `error` is that of operation `culprit`. After the first failure only
-    /// what another thread has begun meanwhile is left to end.
+    /// Fails every operation in flight; `error` belongs to operation `culprit`. After the first
+    /// failure, only operations that another thread began meanwhile are left to end.
     pub(crate) fn fail(&mut self, culprit: Option<u64>, error: CollectiveError) {
+        // Only a rank's own first failure is sent. Forwarding the notices of others would bounce
+        // them back and forth.
         let first = self.failure.is_none();
         let gave_up =
             matches!(&error, CollectiveError::Peer { cause, .. } if cause.starts_with("gave up"));
         if first && !gave_up {
-            self.tell_others(&error);
+            self.notify_others(&error);
         }
         let released = self.transport.revoke();
         for (id, operation) in std::mem::take(&mut self.operations) {
@@ -87,7 +91,7 @@ impl Core {
         self.failure.get_or_insert(error);
     }
 
-    /// The others learn at once that this rank will do nothing more.
+    /// Notifies the other ranks that this rank has panicked and does nothing more.
     pub(super) fn panicked(&mut self) {
         let error = CollectiveError::Peer {
             at: self.nowhere(),
@@ -97,7 +101,7 @@ impl Core {
         self.fail(None, error);
     }
 
-    fn tell_others(&mut self, error: &CollectiveError) {
+    fn notify_others(&mut self, error: &CollectiveError) {
         let own = self.transport.rank();
         let message = EagerMessage::Failure {
             from: own as u32,
@@ -105,7 +109,7 @@ impl Core {
         };
         let message = message.encode();
         for rank in (0..self.transport.size()).filter(|rank| *rank != own) {
-            // Who cannot be told finds out at its own deadline.
+            // A rank that this message does not reach finds out at its own deadline.
             let _ = self.transport.send_eager(rank, &message);
         }
         let until = Instant::now() + FAREWELL;
@@ -115,7 +119,7 @@ impl Core {
         }
     }
 
-    pub(super) fn engine_error(&self, at: Box<At>, reason: String) -> CollectiveError {
+    pub(super) fn transport_error(&self, at: Box<At>, reason: String) -> CollectiveError {
         CollectiveError::Transport {
             at,
             transport: self.transport.name(),
@@ -123,21 +127,22 @@ impl Core {
         }
     }
 
-    /// Outside of any operation: the first one in flight, if there is one.
+    /// Returns the position of an error outside any operation: the oldest one in flight, if any.
     pub(super) fn nowhere(&self) -> Box<At> {
         let first = self.operations.values().next().map(Operation::at);
         first.unwrap_or_else(|| At::outside(self.transport.rank()))
     }
 }
 
-/// Memory that an transport may still touch is never given back.
+/// Ends an operation. Memory that the transport may still touch is leaked, never freed: MPI could
+/// write into a receive buffer long after this rank has given up.
 pub(super) fn end(operation: Operation, released: bool) {
     if !released {
         std::mem::forget(operation);
     }
 }
 
-/// The same failure, as that of another operation.
+/// Returns the same failure as an error of another operation.
 fn at_operation(error: &CollectiveError, operation: &Operation) -> CollectiveError {
     match error {
         CollectiveError::Peer { peer, cause, .. } => CollectiveError::Peer {

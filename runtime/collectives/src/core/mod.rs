@@ -1,4 +1,4 @@
-//! Everything that is in flight on a rank, over one transport.
+//! The progress engine of a rank: every operation in flight, of all groups, over one transport.
 
 mod driver;
 mod failure;
@@ -7,7 +7,7 @@ mod shared;
 pub(crate) use shared::Shared;
 
 use crate::CollectiveError;
-use crate::eager::{Body, EagerMessage, INLINE_BYTES, Key, Kind, PartSizes, Signature};
+use crate::eager::{Body, EagerMessage, INLINE_BYTES, Key, OpKind, PartSizes, Signature};
 use crate::error::At;
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
@@ -23,19 +23,19 @@ pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
 pub(crate) struct Core {
     transport: Box<dyn Transport>,
     operations: BTreeMap<u64, Operation>,
-    /// With when they came.
+    /// The results, each with the time at which it came.
     outcomes: HashMap<u64, (Outcome, Instant)>,
-    /// Eager messages of messages that no operation has taken yet.
+    /// Announcements that arrived before any operation asked for them.
     arrived: HashMap<Key, (Signature, PartSizes, Body)>,
-    /// The last operation of a group that a rank was heard of.
-    heard: HashMap<(u64, usize), (u64, Kind)>,
-    /// Operations that were started in each group.
+    /// The last operation that each rank announced in each group.
+    heard: HashMap<(u64, usize), (u64, OpKind)>,
+    /// The number of operations started in each group.
     started: HashMap<u64, u64>,
-    /// The next tag for rendezvous messages to each rank.
+    /// The next rendezvous tag for each rank.
     tags: Vec<u32>,
     next_id: u64,
     failure: Option<CollectiveError>,
-    /// A thread that drives what calls leave.
+    /// A thread that makes progress between calls.
     progress_thread: Option<(Weak<ProgressThread>, Arc<Bell>)>,
 }
 
@@ -60,7 +60,7 @@ impl Core {
         &mut *self.transport
     }
 
-    /// What failed before, as an error of a new operation.
+    /// Fails with the earlier failure, as the error of a new operation.
     pub fn usable(&self, operation: &str) -> Result<(), CollectiveError> {
         match &self.failure {
             None => Ok(()),
@@ -71,12 +71,12 @@ impl Core {
         }
     }
 
-    /// What failed before.
+    /// Returns the earlier failure.
     pub fn failure(&self) -> Option<&CollectiveError> {
         self.failure.as_ref()
     }
 
-    /// Begins an operation and returns its number.
+    /// Starts an operation and returns its number.
     pub fn start(&mut self, mut operation: Operation) -> Result<u64, CollectiveError> {
         self.progress_unless_threaded();
         self.usable(operation.signature.kind.name())?;
@@ -95,20 +95,20 @@ impl Core {
         Ok(id)
     }
 
-    /// An operation that is not finished.
+    /// Returns the name of an unfinished operation.
     pub fn in_flight(&self) -> Option<String> {
         let first = self.operations.values().next();
         first.map(|operation| operation.at().to_string())
     }
 
-    /// Whether all that is in flight will be asked for by nobody.
+    /// Returns whether operations are in flight and nobody waits for any of them.
     pub fn abandoned_only(&self) -> bool {
         let mut operations = self.operations.values();
         !self.operations.is_empty() && operations.all(|operation| operation.abandoned)
     }
 
-    /// Ends the transport in good order; no rank has anything in flight. Another thread may
-    /// have begun something in a group that was split off: that is an error, there too.
+    /// Closes the transport; no rank has anything in flight. If another thread has begun an
+    /// operation in a split-off group meanwhile, this call and that operation both fail.
     pub fn close(&mut self) -> Result<(), CollectiveError> {
         self.usable("finish")?;
         if let Some(busy) = self.in_flight() {
@@ -124,18 +124,18 @@ impl Core {
         self.transport.close().map_err(ended)
     }
 
-    /// As if something had failed before what is in flight was begun.
+    /// Pretends that something failed before the operations in flight began.
     #[cfg(test)]
     pub fn fail_before(&mut self, error: CollectiveError) {
         self.failure = Some(error);
     }
 
-    /// The outcome, if there is one.
+    /// Removes and returns the outcome, if there is one.
     pub fn take(&mut self, id: u64) -> Option<(Outcome, Instant)> {
         self.outcomes.remove(&id)
     }
 
-    /// Nobody will ask for it any more.
+    /// Marks an operation whose result nobody will ask for.
     pub fn abandon(&mut self, id: u64) {
         self.outcomes.remove(&id);
         if let Some(operation) = self.operations.get_mut(&id) {
@@ -143,7 +143,7 @@ impl Core {
         }
     }
 
-    /// Does what can be done now; whether anything was.
+    /// Makes all the progress that is possible now. Returns whether anything moved.
     pub fn progress(&mut self) -> bool {
         let mut anything = false;
         while self.failure.is_none() {
@@ -161,18 +161,20 @@ impl Core {
         self.drive_some(|_| true, false)
     }
 
-    /// Takes eager messages and drives the operations that are wanted, until the first that moves or
-    /// all of them; whether anything was done.
+    /// Receives eager messages, then drives the wanted operations: all of them, or until one
+    /// moves if `first` is set. Returns whether anything moved.
     fn drive_some(
         &mut self,
         wanted: impl Fn(u64) -> bool,
         first: bool,
     ) -> Result<bool, (Option<u64>, CollectiveError)> {
+        // Eager messages come first: a failure notice must end operations before they wait for a
+        // rank that has given up.
         let mut changed = false;
         while let Some(message) = self
             .transport
             .receive_eager()
-            .map_err(|reason| (None, self.engine_error(self.nowhere(), reason)))?
+            .map_err(|reason| (None, self.transport_error(self.nowhere(), reason)))?
         {
             changed = true;
             self.arrive(&message)?;
@@ -180,8 +182,11 @@ impl Core {
         let ids = self.operations.keys().copied();
         let ids: Vec<u64> = ids.filter(|id| wanted(*id)).collect();
         for id in ids {
+            // The operation leaves the map while it is driven, because driving borrows the rest
+            // of the core. `settle` puts it back unless it has ended.
             if let Some(mut operation) = self.operations.remove(&id) {
                 let moved = self.drive(&mut operation);
+                // A failure counts as progress, so that callers look at outcomes again.
                 let moves = *moved.as_ref().unwrap_or(&true);
                 changed |= moves;
                 self.settle(id, operation, moved.map(|_| ()));
@@ -196,7 +201,7 @@ impl Core {
         Ok(changed)
     }
 
-    /// Keeps, ends or fails an operation after a part of it.
+    /// Keeps, finishes or fails an operation after a step of it.
     fn settle(&mut self, id: u64, mut operation: Operation, done: Result<(), CollectiveError>) {
         let finished = operation.receiving.is_empty()
             && operation.sending.is_empty()
@@ -206,10 +211,13 @@ impl Core {
                 self.operations.insert(id, operation);
                 return;
             }
+            // Check for surplus messages before outputs are written back: an operation that
+            // another rank saw differently must not look successful.
             Ok(()) => self.leftover(&operation).and_then(|()| operation.finish()),
             Err(error) => Err(error),
         };
         match done {
+            // Nobody will ever take the outcome, so keeping it would leak it.
             Ok(()) if operation.abandoned => {}
             Ok(()) => {
                 let outcome = Ok(operation.into_outputs());
@@ -222,20 +230,21 @@ impl Core {
         }
     }
 
-    /// Takes what has come for an operation; goes on when the exchange is complete.
+    /// Receives what has arrived for an operation, and starts its next step when the exchange is
+    /// complete.
     fn drive(&mut self, operation: &mut Operation) -> Result<bool, CollectiveError> {
         let before = operation.sending.len() + operation.receiving.len();
         self.receive(operation)?;
         let mut failed = None;
-        operation.sending.retain(|(_, ticket)| {
-            let sent = self.transport.finished(*ticket);
+        operation.sending.retain(|(_, request)| {
+            let sent = self.transport.finished(*request);
             sent.map(|sent| !sent).unwrap_or_else(|reason| {
                 failed = Some(reason);
                 true
             })
         });
         if let Some(reason) = failed {
-            return Err(self.engine_error(operation.at(), reason));
+            return Err(self.transport_error(operation.at(), reason));
         }
         if operation.sending.is_empty() && operation.receiving.is_empty() {
             self.step(operation)?;
@@ -255,19 +264,22 @@ impl Core {
         Ok(())
     }
 
-    /// Whether all of it has come.
+    /// Returns whether the whole bundle has arrived.
     fn received(
         &mut self,
         operation: &Operation,
         incoming: &mut Incoming,
     ) -> Result<bool, CollectiveError> {
         let Incoming { bundle, rendezvous } = incoming;
-        let ticket = match *rendezvous {
-            Some(ticket) => ticket,
+        let request = match *rendezvous {
+            Some(request) => request,
             None => match self.arrived.remove(&operation.key(bundle.peer)) {
+                // Without an announcement the peer may simply be late, or it may never send.
                 None => return self.check_order(operation, bundle.peer).map(|()| false),
-                Some((_, pieces, body)) => {
-                    compare_pieces(operation, bundle, &pieces)?;
+                Some((_, sizes, body)) => {
+                    // Signatures were compared on arrival; sizes can only be compared here, where
+                    // the receiving bundle is known.
+                    compare_sizes(operation, bundle, &sizes)?;
                     let tag = match body {
                         Body::Inline(data) => {
                             spread(&data, &bundle.parts);
@@ -275,25 +287,27 @@ impl Core {
                         }
                         Body::Rendezvous { tag } => tag,
                     };
-                    // SAFETY: the memory is the operation's, which lives until this
-                    // has ended; see `end`.
+                    // SAFETY: the operation owns the memory and outlives the transfer; see `end`.
                     let begun = unsafe { self.transport.receive(bundle.peer, tag, &bundle.parts) };
                     let at = || operation.at();
-                    *rendezvous.insert(begun.map_err(|reason| self.engine_error(at(), reason))?)
+                    *rendezvous.insert(begun.map_err(|reason| self.transport_error(at(), reason))?)
                 }
             },
         };
-        let finished = self.transport.finished(ticket);
-        finished.map_err(|reason| self.engine_error(operation.at(), reason))
+        let finished = self.transport.finished(request);
+        finished.map_err(|reason| self.transport_error(operation.at(), reason))
     }
 
-    /// The first messages of an operation are posted when it starts, so a rank that is
-    /// further has called something that sends nothing here.
+    /// Detects a rank that skipped this operation. An operation posts its first messages when it
+    /// starts; so if `from` has announced a later operation, it called something else here and
+    /// will never send.
     fn check_order(&self, operation: &Operation, from: usize) -> Result<(), CollectiveError> {
         let heard = self.heard.get(&(operation.group.context, from));
         let Some((sequence, kind)) = heard else {
             return Ok(());
         };
+        // A later phase proves nothing: the peer may have finished this operation before this
+        // rank needed its messages, and those are still on their way in the sender's order.
         if operation.phase > 0 || *sequence <= operation.sequence {
             return Ok(());
         }
@@ -311,9 +325,10 @@ impl Core {
         match operation.advance()? {
             Advance::Finished => operation.phase = FINISHED,
             Advance::Exchange(messages, copies) => {
+                // Messages leave before the copies run, so that the copies overlap the transfers.
                 for message in messages {
                     self.send(operation, &message)
-                        .map_err(|reason| self.engine_error(operation.at(), reason))?;
+                        .map_err(|reason| self.transport_error(operation.at(), reason))?;
                 }
                 operation.copy(&copies)?;
             }
@@ -322,11 +337,13 @@ impl Core {
     }
 
     fn send(&mut self, operation: &mut Operation, bundle: &Bundle) -> Result<(), String> {
-        let inline = bundle.pieces.bytes <= INLINE_BYTES as u64;
+        let inline = bundle.sizes.bytes <= INLINE_BYTES as u64;
         let tag = self.tags[bundle.peer];
         let body = if inline {
             Body::Inline(gathered(&bundle.parts))
         } else {
+            // Tags wrap around. That is safe because two ranks never have as many messages in
+            // flight as there are tags.
             self.tags[bundle.peer] = if tag == self.transport.last_tag() {
                 0
             } else {
@@ -337,13 +354,14 @@ impl Core {
         let message = EagerMessage::Message {
             key: operation.key(self.transport.rank()),
             signature: operation.signature.clone(),
-            pieces: bundle.pieces,
+            sizes: bundle.sizes,
             body,
         };
+        // The announcement leaves before the rendezvous, because the receiver only posts its
+        // buffer once it has compared the announcement.
         self.transport.send_eager(bundle.peer, &message.encode())?;
         if !inline {
-            // SAFETY: the memory is the operation's, which lives until this has ended;
-            // see `end`.
+            // SAFETY: the operation owns the memory and outlives the transfer; see `end`.
             let begun = unsafe { self.transport.send(bundle.peer, tag, &bundle.parts) };
             operation.sending.push((bundle.peer, begun?));
         }
@@ -355,9 +373,9 @@ impl Core {
             Some(EagerMessage::Message {
                 key,
                 signature,
-                pieces,
+                sizes,
                 body,
-            }) => self.message_arrived(key, signature, pieces, body),
+            }) => self.message_arrived(key, signature, sizes, body),
             Some(EagerMessage::Failure { from, reason }) => Err((
                 None,
                 CollectiveError::Peer {
@@ -368,7 +386,7 @@ impl Core {
             )),
             None => {
                 let reason = "a message cannot be read: the ranks run different versions";
-                let error = self.engine_error(self.nowhere(), reason.to_string());
+                let error = self.transport_error(self.nowhere(), reason.to_string());
                 Err((None, error))
             }
         }
@@ -378,13 +396,14 @@ impl Core {
         &mut self,
         key: Key,
         signature: Signature,
-        pieces: PartSizes,
+        sizes: PartSizes,
         body: Body,
     ) -> Result<(), (Option<u64>, CollectiveError)> {
         let heard = self
             .heard
             .entry((key.context, key.from as usize))
             .or_insert((key.sequence, signature.kind));
+        // Phases of one operation may arrive out of order across operations, so keep the latest.
         if heard.0 <= key.sequence {
             *heard = (key.sequence, signature.kind);
         }
@@ -395,16 +414,17 @@ impl Core {
             Some((id, operation)) => {
                 compare(operation, key.from as usize, &signature).map_err(|e| (Some(*id), e))?;
             }
+            // This operation has already ended here, so the message can never be received.
             None if self.started.get(&key.context) > Some(&key.sequence) => {
                 return Err((None, self.surplus(&key, &signature)));
             }
             None => {}
         }
-        self.arrived.insert(key, (signature, pieces, body));
+        self.arrived.insert(key, (signature, sizes, body));
         Ok(())
     }
 
-    /// Eager messages that came before the operation was called here.
+    /// Compares announcements that arrived before this rank called the operation.
     fn early_mismatch(&self, operation: &Operation) -> Result<(), CollectiveError> {
         let same = |key: &Key| {
             key.context == operation.group.context && key.sequence == operation.sequence
@@ -414,7 +434,7 @@ impl Core {
             .try_for_each(|(key, (signature, ..))| compare(operation, key.from as usize, signature))
     }
 
-    /// Eager messages that nobody has asked for.
+    /// Fails if a rank announced a message that this operation did not receive.
     fn leftover(&self, operation: &Operation) -> Result<(), CollectiveError> {
         let left = self.arrived.iter().find(|(key, _)| {
             key.context == operation.group.context && key.sequence == operation.sequence
@@ -441,7 +461,7 @@ impl Core {
     }
 }
 
-/// The phase of an operation that has nothing left to do.
+/// The phase of an operation that has no step left.
 const FINISHED: u32 = u32::MAX;
 
 fn compare(operation: &Operation, from: usize, theirs: &Signature) -> Result<(), CollectiveError> {
@@ -457,12 +477,12 @@ fn compare(operation: &Operation, from: usize, theirs: &Signature) -> Result<(),
     }
 }
 
-fn compare_pieces(
+fn compare_sizes(
     operation: &Operation,
     ours: &Bundle,
     theirs: &PartSizes,
 ) -> Result<(), CollectiveError> {
-    match ours.pieces.difference(theirs) {
+    match ours.sizes.difference(theirs) {
         None => Ok(()),
         Some((what, here, there)) => Err(CollectiveError::Mismatch {
             at: operation.at(),
@@ -474,22 +494,22 @@ fn compare_pieces(
     }
 }
 
-/// The bytes of parts of an operation, one after the other.
+/// Concatenates the parts of an operation.
 fn gathered(parts: &[MemoryRange]) -> Vec<u8> {
     let mut data = Vec::with_capacity(MemoryRange::total(parts));
     for part in parts {
-        // SAFETY: the operation keeps so many bytes there.
+        // SAFETY: the operation keeps `part.bytes` bytes at this address.
         data.extend_from_slice(unsafe { std::slice::from_raw_parts(part.address, part.bytes) });
     }
     data
 }
 
-/// Puts as many bytes as they have into parts of an operation.
+/// Distributes `data` over parts of an operation.
 fn spread(data: &[u8], parts: &[MemoryRange]) {
     let mut data = data;
     for part in parts {
         let (own, rest) = data.split_at(part.bytes);
-        // SAFETY: the operation keeps so many bytes there.
+        // SAFETY: the operation keeps `part.bytes` bytes at this address.
         unsafe { std::ptr::copy(own.as_ptr(), part.address, own.len()) };
         data = rest;
     }

@@ -1,14 +1,14 @@
-//! A core between the threads that use it.
+//! The lock around a rank's core.
 
 use super::Core;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A core that a rank and its [`ProgressThread`](crate::ProgressThread) take turns with. Every call of an
-/// transport is made by whoever has it locked.
+/// A core that a rank and its [`ProgressThread`](crate::ProgressThread) use in turns. Only the
+/// thread that holds the lock calls the transport, because MPI allows one thread at a time.
 pub(crate) struct Shared {
     core: Mutex<Core>,
-    /// Callers that want it, before whom the progress thread stands back.
+    /// The number of callers that wait for the lock; the progress thread yields to them.
     wanted: AtomicUsize,
 }
 
@@ -20,7 +20,8 @@ impl Shared {
         }
     }
 
-    /// Waits for it. A panic in between has ended the core, which says so itself.
+    /// Locks the core. A poisoned lock is still usable: the thread that panicked has ended the
+    /// core, which reports that itself.
     pub fn lock(&self) -> MutexGuard<'_, Core> {
         self.wanted.fetch_add(1, Ordering::Relaxed);
         let core = self.core.lock().unwrap_or_else(PoisonError::into_inner);
@@ -28,7 +29,7 @@ impl Shared {
         core
     }
 
-    /// The same where nobody else wants it.
+    /// Locks the core unless a caller wants it.
     pub fn lock_unless_wanted(&self) -> Option<MutexGuard<'_, Core>> {
         if self.wanted.load(Ordering::Relaxed) > 0 {
             return None;

@@ -1,5 +1,5 @@
-//! Exchanges of all ranks at once that stay inside nodes, or all go between them: what a
-//! model of the machine's links is made of.
+//! Exchanges of all ranks at once, either inside nodes or between them. The planner fits its
+//! model of a machine's links to them.
 
 use super::{pattern, trouble};
 use crate::{Call, CollectiveError, Collectives, Element, NodeShape, Slice, Topology, Transfer};
@@ -7,16 +7,16 @@ use moesaic_target::Device;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is measured.
+/// The options of [`over_levels`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LevelOptions {
-    /// Bytes of the smallest messages. Each size after it is twice the one before.
+    /// The size of the smallest messages in bytes. Each further size doubles.
     pub smallest: usize,
-    /// Bytes of all messages of a rank in an exchange, at most.
+    /// The most bytes that a rank sends in one exchange, over all peers.
     pub largest: usize,
-    /// No larger messages are tried once an exchange takes as long as this.
+    /// The time after which no larger size is tried.
     pub patience: Duration,
-    /// Exchanges of each kind, after one that is not counted.
+    /// The number of timed exchanges of each kind, after one that is not timed.
     pub rounds: usize,
 }
 
@@ -31,31 +31,32 @@ impl Default for LevelOptions {
     }
 }
 
-/// An exchange that all ranks were in at once.
+/// An exchange with all ranks taking part at once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Exchanged {
-    /// Whether messages stayed inside nodes, or all went between them.
+    /// Whether messages stayed inside nodes or all crossed between nodes.
     pub same_node: bool,
-    /// Ranks to which each sends, and from which it gets.
+    /// The number of ranks that each rank sends to and receives from.
     pub peers: usize,
-    /// To each of them.
+    /// The bytes to each of them.
     pub bytes: usize,
-    /// Of the slowest rank: the lower quartile over rounds, since others may use the machine.
+    /// The time of the slowest rank: the lower quartile over rounds, because others may use the
+    /// machine.
     pub time: Duration,
-    /// The same where it follows another at once, as pieces of rows do: ranks do not wait for
-    /// each other before it. Of small ones alone.
+    /// The time per exchange in a back-to-back row, as overlapped chunks are sent: ranks do not
+    /// synchronize in between. Measured for short exchanges alone.
     pub again: Option<Duration>,
 }
 
-/// Exchanges that follow each other at once.
+/// The number of exchanges in a back-to-back row.
 const ROW: usize = 8;
 
-/// Measures exchanges inside nodes and between them, by number of peers and size. All ranks
-/// call it; it waits. The same on every rank.
+/// Measures exchanges inside nodes and between them, by number of peers and size. All ranks call
+/// it and get the same result; it waits.
 ///
 /// # Errors
-/// [`CollectiveError::Invalid`] where nodes have unequally many ranks, when data arrive
-/// changed or buffers cannot be had; else those of the operations.
+/// [`CollectiveError::Invalid`] where nodes have unequal numbers of ranks, when data arrive
+/// changed or buffers cannot be allocated; else the errors of the operations.
 pub fn over_levels(
     world: &mut dyn Collectives,
     device: &Arc<dyn Device>,
@@ -72,8 +73,8 @@ pub fn over_levels(
     for (same_node, peers) in kinds(shape) {
         let mut bytes = options.smallest.max(1);
         while bytes * peers <= options.largest {
-            let place = Place::new(shape, world.rank(), same_node, peers);
-            let mut gauge = Gauge::new(world, device, &place, bytes)?;
+            let own_peers = Peers::new(shape, world.rank(), same_node, peers);
+            let mut gauge = LevelProbe::new(world, device, &own_peers, bytes)?;
             let time = gauge.time(options.rounds, 1)?;
             let short = time < options.patience / ROW as u32;
             let again = short.then(|| gauge.time(options.rounds, ROW)).transpose()?;
@@ -93,7 +94,8 @@ pub fn over_levels(
     Ok(list)
 }
 
-/// Inside nodes and between them: one peer, those of equal place, all.
+/// Returns the patterns to measure, inside nodes and between them: one peer, all peers of equal
+/// local rank, all peers.
 fn kinds(shape: NodeShape) -> Vec<(bool, usize)> {
     let NodeShape { nodes, per_node } = shape;
     let between = [1, nodes - 1, (nodes - 1) * per_node];
@@ -113,17 +115,18 @@ fn kinds(shape: NodeShape) -> Vec<(bool, usize)> {
     list
 }
 
-/// Who a rank sends to, and who sends to it.
-struct Place {
+/// The peers of a rank in one pattern.
+struct Peers {
     to: Vec<usize>,
     from: Vec<usize>,
 }
 
-impl Place {
-    fn new(shape: NodeShape, rank: usize, same_node: bool, peers: usize) -> Place {
+impl Peers {
+    fn new(shape: NodeShape, rank: usize, same_node: bool, peers: usize) -> Peers {
         let (node, place) = shape.split(rank);
         let NodeShape { nodes, per_node } = shape;
-        // The i-th peer: forwards for those who get, backwards for those who send.
+        // The i-th peer counts forwards for receivers and backwards for senders, so that the two
+        // lists match across ranks.
         let peer = |i: usize, forwards: bool| {
             let step = |at: usize, by: usize, of: usize| {
                 if forwards {
@@ -135,35 +138,35 @@ impl Place {
             if same_node {
                 shape.rank(node, step(place, i + 1, per_node))
             } else {
-                let (far, overlapped) = (i % (nodes - 1) + 1, i / (nodes - 1));
-                shape.rank(step(node, far, nodes), step(place, overlapped, per_node))
+                let (far, beyond) = (i % (nodes - 1) + 1, i / (nodes - 1));
+                shape.rank(step(node, far, nodes), step(place, beyond, per_node))
             }
         };
-        Place {
+        Peers {
             to: (0..peers).map(|i| peer(i, true)).collect(),
             from: (0..peers).map(|i| peer(i, false)).collect(),
         }
     }
 }
 
-struct Gauge<'a> {
+struct LevelProbe<'a> {
     world: &'a mut dyn Collectives,
     device: &'a Arc<dyn Device>,
     sends: Vec<Transfer>,
     receives: Vec<Transfer>,
 }
 
-impl<'a> Gauge<'a> {
+impl<'a> LevelProbe<'a> {
     fn new(
         world: &'a mut dyn Collectives,
         device: &'a Arc<dyn Device>,
-        place: &Place,
+        own_peers: &Peers,
         bytes: usize,
-    ) -> Result<Gauge<'a>, CollectiveError> {
-        let own = vec![pattern(world.rank()); bytes * place.to.len()];
+    ) -> Result<LevelProbe<'a>, CollectiveError> {
+        let own = vec![pattern(world.rank()); bytes * own_peers.to.len()];
         let transfers = |peers: &[usize]| -> Result<Vec<Transfer>, CollectiveError> {
             let buffer = device.alloc(own.len()).map_err(trouble)?;
-            // Also what is received into, so that its pages are there.
+            // Upload to the receive buffer too, so that its pages exist before timing starts.
             device.upload(&own, &buffer, 0).map_err(trouble)?;
             let buffer = Arc::new(buffer);
             let each = peers.iter().enumerate().map(|(i, peer)| {
@@ -174,8 +177,8 @@ impl<'a> Gauge<'a> {
             });
             each.collect()
         };
-        let (sends, receives) = (transfers(&place.to)?, transfers(&place.from)?);
-        Ok(Gauge {
+        let (sends, receives) = (transfers(&own_peers.to)?, transfers(&own_peers.from)?);
+        Ok(LevelProbe {
             world,
             device,
             sends,
@@ -183,7 +186,7 @@ impl<'a> Gauge<'a> {
         })
     }
 
-    /// One exchange of `row` that follow each other at once.
+    /// Times `row` back-to-back exchanges.
     fn time(&mut self, rounds: usize, row: usize) -> Result<Duration, CollectiveError> {
         let call = Call::new("measure");
         let mut own = Vec::new();
@@ -233,13 +236,13 @@ impl<'a> Gauge<'a> {
 mod tests {
     use super::*;
 
-    /// Whoever is sent to gets it from there, and nobody is met on the wrong side of a node.
+    /// Every receiver lists the sender too, and no peer is on the wrong side of a node boundary.
     #[test]
     fn peers_are_of_the_kind_that_is_measured() {
         for (nodes, per_node) in [(1, 1), (1, 4), (4, 1), (2, 3), (4, 4)] {
             let shape = NodeShape { nodes, per_node };
             for (same_node, peers) in kinds(shape) {
-                let of = |rank| Place::new(shape, rank, same_node, peers);
+                let of = |rank| Peers::new(shape, rank, same_node, peers);
                 for rank in 0..shape.ranks() {
                     let mut to = of(rank).to;
                     for peer in &to {

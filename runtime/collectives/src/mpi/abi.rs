@@ -1,27 +1,27 @@
-//! The binary interfaces of MPI libraries, in so far as they differ.
+//! The binary interfaces of MPI libraries, where they differ.
 //!
-//! The interface of MPI 5 is the standard's own; Open MPI 4 and 5 and MPICH 3 and 4 (with
-//! Intel's library and others that descend from it) have theirs. No field of a status is
-//! read, so a status is only room for the largest.
+//! MPI 5 defines a standard ABI. Open MPI 4 and 5 have their own, and so do MPICH 3 and 4 with
+//! Intel MPI and other descendants. No field of a status is ever read, so one buffer of the
+//! largest size serves all.
 
 use super::table::{Calls, Integers, Pointers};
 use moesaic_dl::{DlError, Library};
 use std::ffi::{c_int, c_void};
 use std::path::Path;
 
-/// A communicator, a request, a type or an error handler: a pointer or an `int`.
+/// A communicator, request, datatype or error handler: a pointer or an `int`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle(pub usize);
 
-/// Room for a status of any library: the standard's has 32 bytes, and is the largest.
+/// A buffer for a status of any library; the standard's has 32 bytes and is the largest.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Default)]
 pub struct Status([u64; 8]);
 
-/// Numbers that a library gives to the things that are used here.
+/// The constants of a library that are used here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Abi {
-    /// In words: `the standard ABI of MPI 5`.
+    /// Its name: `the standard ABI of MPI 5`.
     pub name: &'static str,
     pub comm_world: Handle,
     pub byte: Handle,
@@ -41,10 +41,10 @@ const STANDARD: Abi = Abi {
     tag_ub: 501,
 };
 
-/// What Open MPI's is called.
+/// The name of Open MPI's interface.
 pub const OPEN_MPIS_ABI: &str = "Open MPI's ABI";
 
-/// `int` handles.
+/// Handles are `int`.
 const MPICH: Abi = Abi {
     name: "MPICH's ABI",
     comm_world: Handle(0x4400_0000),
@@ -70,10 +70,10 @@ fn open_mpi(library: &Library) -> Result<Abi, DlError> {
     })
 }
 
-/// The library's functions, and its numbers.
+/// Loads the library's functions and constants.
 ///
-/// A file of the name `libmpi_abi` has the standard interface, whatever else it has. Of
-/// others, Open MPI's objects tell them apart.
+/// A file named `libmpi_abi` has the standard interface, whatever other symbols it exports. Among
+/// the others, Open MPI is recognized by its exported objects.
 pub fn load(library: Library) -> Result<(Box<dyn Calls>, Abi), DlError> {
     let file = Path::new(library.name()).file_name().unwrap_or_default();
     if file.to_string_lossy().starts_with("libmpi_abi") {
@@ -83,7 +83,7 @@ pub fn load(library: Library) -> Result<(Box<dyn Calls>, Abi), DlError> {
     match open_mpi(&library) {
         // SAFETY: as above; Open MPI's handles are pointers, too.
         Ok(abi) => Ok((Box::new(unsafe { Pointers::load(library)? }), abi)),
-        // SAFETY: MPICH's handles are `int`, and what is no MPI lacks the functions.
+        // SAFETY: MPICH's handles are `int`; a library that is no MPI lacks the functions.
         Err(_) => Ok((Box::new(unsafe { Integers::load(library)? }), MPICH)),
     }
 }

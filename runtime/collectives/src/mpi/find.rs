@@ -1,4 +1,4 @@
-//! Which MPI library to open.
+//! The choice of the MPI library to open.
 
 use super::abi::OPEN_MPIS_ABI;
 use crate::CollectiveError;
@@ -11,7 +11,7 @@ const STANDARD: &str = "libmpi_abi.so.1";
 const MPICH: &str = "libmpi.so.12";
 const OPEN_MPI: &str = "libmpi.so.40";
 
-/// The first library of [`candidates`] that loads.
+/// Opens the first library of [`candidates`] that loads.
 pub fn open(given: Option<&Path>, installed: Option<&Path>) -> Result<Library, CollectiveError> {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
     let given = given.map(Path::to_path_buf);
@@ -29,9 +29,9 @@ pub fn setup(error: &DlError) -> CollectiveError {
     }
 }
 
-/// Whether Open MPI's `mpirun` has started this process for a library, named by path and
-/// version, that is another MPI's: such a library may end the process where it begins. The
-/// other way round it is a world of one, which is found when MPI has begun.
+/// Fails if Open MPI's `mpirun` has started this process and the library, given as path and
+/// version, is another MPI's. Such a library may end the process when it initializes. The
+/// opposite mismatch gives a world of one rank, which is detected after initialization.
 pub fn fits(
     launched: Option<&World>,
     interface: &str,
@@ -52,13 +52,13 @@ pub fn fits(
     })
 }
 
-/// Whether the process manager is Open MPI's own, or SLURM's of the kind that Open MPI speaks.
+/// Returns whether the process manager is Open MPI's own, or SLURM's PMIx, which Open MPI uses.
 fn prefers_open_mpi(variable: impl Fn(&str) -> Option<OsString>) -> bool {
     let set = |name: &str| variable(name).is_some();
     set("OMPI_COMM_WORLD_SIZE") || (set("PMIX_NAMESPACE") && !set("PMI_SIZE"))
 }
 
-/// A library that was asked for is the only one; else that of the launcher comes first.
+/// Returns the libraries to try: only the requested one, if any; else the launcher's first.
 fn candidates(given: Option<&Path>, installed: Option<&Path>, open_mpi: bool) -> Vec<OsString> {
     if let Some(path) = given {
         return vec![path.into()];

@@ -1,28 +1,36 @@
-//! The messages of a rendezvous message, which follow from its sizes alone: both sides have the same.
+//! The split of a rendezvous message into MPI messages. It depends on the sizes of the parts
+//! alone, so both sides split alike.
 //!
-//! Libraries send a small message at once, and ask before a large one whether it is waited for
-//! (Open MPI over TCP: 64 KiB with what it adds). The answer comes behind everything that the
-//! other rank sends, so that an exchange of messages somewhat larger takes a quarter longer
-//! than its bytes do. Rendezvous messages that are not much larger go at once, in several messages.
+//! MPI libraries send a small message eagerly, and ask the receiver before they send a large one
+//! (Open MPI over TCP: from 64 KiB with its own header). The receiver's answer queues behind
+//! everything that it is sending, so an exchange of messages slightly above that limit takes a
+//! quarter longer than its bytes need. Messages up to a few times the limit are therefore sent
+//! eagerly, in several MPI messages.
 
 use crate::transport::MemoryRange;
 
-/// Bytes of a message that libraries send at once.
+/// The largest MPI message that libraries send eagerly, in bytes.
 const AT_ONCE: usize = 60 << 10;
-/// Bytes of a rendezvous message that goes so. A rank that is late keeps it in the library's memory; and of
-/// a larger one the question is a small part.
+/// The largest rendezvous message that is split into eager MPI messages, in bytes. The library of
+/// a late receiver has to buffer it; and the larger a message, the less the receiver's answer
+/// matters.
 const KEPT: usize = 1 << 20;
-/// Bytes from which parts of a larger rendezvous message, on average, are messages of their own: libraries
-/// copy what lies apart through small buffers.
+/// The average part size, in bytes, from which the parts of a larger rendezvous message are MPI
+/// messages of their own. Below it they are one message of a derived datatype, which libraries
+/// copy through small buffers.
 const APART: usize = 64 << 10;
 
-/// The messages of a rendezvous message, each of the parts that it lists, at most `most` bytes.
+/// Returns the MPI messages of a rendezvous message, each as the ranges it covers, at most `most`
+/// bytes each.
 pub(super) fn messages(parts: &[MemoryRange], most: usize) -> Vec<Vec<MemoryRange>> {
     let total = MemoryRange::total(parts);
     if total <= KEPT {
+        // Equal messages instead of full ones and a rest, so that none is needlessly small. An
+        // empty rendezvous still is one message.
         let messages = total.div_ceil(AT_ONCE.min(most)).max(1);
         return in_equal(parts, total.div_ceil(messages).max(1));
     }
+    // Many small parts: one message of a derived datatype costs less than a message for each.
     if parts.len() > 1 && total / parts.len() < APART && total <= most {
         return vec![parts.to_vec()];
     }
@@ -32,21 +40,21 @@ pub(super) fn messages(parts: &[MemoryRange], most: usize) -> Vec<Vec<MemoryRang
         .collect()
 }
 
-/// Messages of so many bytes, and one of what is left.
+/// Returns messages of `bytes` bytes each, and one with the rest.
 fn in_equal(parts: &[MemoryRange], bytes: usize) -> Vec<Vec<MemoryRange>> {
-    let (mut list, mut message, mut room) = (Vec::new(), Vec::new(), bytes);
+    let (mut list, mut message, mut left) = (Vec::new(), Vec::new(), bytes);
     for part in parts {
         let mut offset = 0;
         while offset < part.bytes {
-            let taken = (part.bytes - offset).min(room);
+            let covered = (part.bytes - offset).min(left);
             message.push(MemoryRange {
                 address: part.address.wrapping_add(offset),
-                bytes: taken,
+                bytes: covered,
             });
-            (offset, room) = (offset + taken, room - taken);
-            if room == 0 {
+            (offset, left) = (offset + covered, left - covered);
+            if left == 0 {
                 list.push(std::mem::take(&mut message));
-                room = bytes;
+                left = bytes;
             }
         }
     }
@@ -56,7 +64,7 @@ fn in_equal(parts: &[MemoryRange], bytes: usize) -> Vec<Vec<MemoryRange>> {
     list
 }
 
-/// Those that follow each other as one.
+/// Merges adjacent ranges.
 pub(super) fn joined(parts: &[MemoryRange]) -> Vec<MemoryRange> {
     let mut list: Vec<MemoryRange> = Vec::new();
     for part in parts {
@@ -86,7 +94,7 @@ mod tests {
         list.iter().map(one).collect()
     }
 
-    fn cut(parts: &[MemoryRange], most: usize) -> Vec<Vec<(usize, usize)>> {
+    fn split(parts: &[MemoryRange], most: usize) -> Vec<Vec<(usize, usize)>> {
         messages(parts, most)
             .iter()
             .map(|list| read(list))
@@ -94,23 +102,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_at_once_is_cut_where_it_has_to_be() {
+    fn what_is_sent_at_once_is_split_where_it_has_to_be() {
         let small = [part(7, 4), part(90, 16), part(106, 5)];
-        assert_eq!(cut(&small, 1 << 30), [read(&small)]);
+        assert_eq!(split(&small, 1 << 30), [read(&small)]);
         assert_eq!(read(&joined(&small)), [(7, 4), (90, 21)]);
         assert_eq!(
-            cut(&small, 10),
+            split(&small, 10),
             [
                 vec![(7, 4), (90, 5)],
                 vec![(95, 9)],
                 vec![(104, 2), (106, 5)]
             ]
         );
-        assert_eq!(cut(&[part(8, AT_ONCE)], 1 << 30), [[(8, AT_ONCE)]]);
+        assert_eq!(split(&[part(8, AT_ONCE)], 1 << 30), [[(8, AT_ONCE)]]);
         let half = AT_ONCE / 2 + 1;
         let two = [vec![(0, half)], vec![(half, half - 1)]];
-        assert_eq!(cut(&[part(0, AT_ONCE + 1)], 1 << 30), two);
-        assert_eq!(cut(&[], 1 << 30), Vec::<Vec<_>>::new());
+        assert_eq!(split(&[part(0, AT_ONCE + 1)], 1 << 30), two);
+        assert_eq!(split(&[], 1 << 30), Vec::<Vec<_>>::new());
     }
 
     #[test]
@@ -121,12 +129,12 @@ mod tests {
             [(1 << 40, 2 * KEPT)],
             [((1 << 40) + 2 * KEPT, KEPT)],
         ];
-        assert_eq!(cut(&large, 2 * KEPT), expected);
+        assert_eq!(split(&large, 2 * KEPT), expected);
         let many: Vec<MemoryRange> = (0..40).map(|i| part(i << 20, KEPT / 32)).collect();
-        assert_eq!(cut(&many, 1 << 30), [read(&many)]);
+        assert_eq!(split(&many, 1 << 30), [read(&many)]);
     }
 
-    /// Both sides may have them anywhere.
+    /// The two sides may have different addresses.
     #[test]
     fn messages_follow_from_sizes() {
         for sizes in [vec![1, 70_000, 3, 65_536], vec![KEPT - 5, 5], vec![KEPT, 1]] {

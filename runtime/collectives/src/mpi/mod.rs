@@ -1,11 +1,9 @@
-//! Ranks that are processes under MPI: anybody's `mpirun` or `srun`.
+//! Ranks that are processes under MPI, started by any `mpirun` or `srun`.
 //!
-//! The library is opened when it is needed, by the standard ABI of MPI 5 or those of Open
-//! MPI and MPICH; nothing is needed at build time. Only messages between two ranks are
-//! used, none of which waits. The two calls that may wait by themselves are those that
-//! begin and end MPI, `MPI_Init_thread` and `MPI_Finalize`; the former is watched
-//! (`watch.rs`), the latter is called when a barrier with a deadline has shown that all
-//! ranks are there.
+//! The library is opened at run time, through the standard ABI of MPI 5 or those of Open MPI and
+//! MPICH; building needs no MPI. Only non-blocking point-to-point messages are used. Two calls
+//! may block: `MPI_Init_thread` and `MPI_Finalize`. A watchdog limits the first (`watch.rs`); the
+//! second is only called after a barrier with a deadline has shown that all ranks are there.
 
 mod abi;
 mod find;
@@ -21,15 +19,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How ranks under MPI begin.
+/// The options of [`start`].
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The library. `None`: `MOESAIC_MPI`, else that of the launcher, else any.
+    /// The library. `None` selects `MOESAIC_MPI`, else the launcher's library, else any.
     pub library: Option<PathBuf>,
-    /// A library that is tried after those of the machine.
+    /// A library to try after those of the machine.
     pub installed: Option<PathBuf>,
-    /// How long ranks may take to come together, and the deadline of operations. `None`:
-    /// `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`].
+    /// The time in which all ranks must have started, and the deadline of operations. `None`
+    /// selects `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`].
     pub deadline: Option<Duration>,
 }
 
@@ -42,7 +40,7 @@ impl Options {
     }
 }
 
-/// `MOESAIC_DEADLINE`; empty, as a script may leave it, is unset.
+/// Reads `MOESAIC_DEADLINE`; an empty value counts as unset, because scripts may leave one.
 pub(crate) fn deadline_of_environment() -> Result<Duration, CollectiveError> {
     let text = std::env::var("MOESAIC_DEADLINE").ok();
     seconds(text.as_deref().filter(|text| !text.is_empty()))
@@ -61,20 +59,20 @@ fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
         })
 }
 
-/// The ranks that the launcher has started, this process one of them. A process that was
-/// started without a launcher is a world of one.
+/// Joins the ranks that the launcher has started. A process that was started without a launcher
+/// is a world of one.
 ///
-/// It is called once per process, before other threads use MPI. A world that was not
-/// ended by [`Communicator::finish`] leaves MPI as it is, and the launcher may complain.
+/// Call it once per process, before other threads use MPI. A world that is not ended by
+/// [`Communicator::finish`] never finalizes MPI, and the launcher may complain.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] when no library is found, when it is not the launcher's, or
-/// when ranks do not come together in time.
+/// [`CollectiveError::Setup`] when no library is found, when it does not belong to the launcher,
+/// or when ranks do not start in time.
 ///
 /// # When a rank never comes
-/// `MPI_Init` waits for all processes of the launcher, and nothing can call it back. When it
-/// has not returned by the deadline (5 seconds at least), the process says so on standard
-/// error and ends with exit code [`NOT_TOGETHER`].
+/// `MPI_Init` waits for all processes of the launcher and cannot be cancelled. If it has not
+/// returned by the deadline (at least 5 seconds), the process reports that on standard error and
+/// ends with exit code [`NOT_TOGETHER`].
 pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator, CollectiveError> {
     let launched = World::from_environment()?;
     let deadline = options.deadline()?;
@@ -92,20 +90,20 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
     }
 }
 
-/// What a process exits with whose `MPI_Init` does not return in time: see [`start`].
+/// The exit code of a process whose `MPI_Init` does not return in time: see [`start`].
 pub const NOT_TOGETHER: i32 = watch::CODE;
 
-/// What a library calls itself, and which binary interface it has: `Open MPI v4.1.4, by
-/// Open MPI's ABI`. MPI is not initialised.
+/// Returns a library's version and binary interface: `Open MPI v4.1.4, by Open MPI's ABI`. MPI is
+/// not initialized.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] when it cannot be opened, or is no MPI.
-pub fn probe(options: &Options) -> Result<Found, CollectiveError> {
+/// [`CollectiveError::Setup`] when it cannot be opened or is no MPI.
+pub fn probe(options: &Options) -> Result<MpiLibrary, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
     let version =
         transport::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
-    Ok(Found {
+    Ok(MpiLibrary {
         version,
         interface: abi.name,
         library: calls.library().to_string(),
@@ -115,14 +113,14 @@ pub fn probe(options: &Options) -> Result<Found, CollectiveError> {
 
 /// An MPI library.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
-    /// What it calls itself: `Open MPI v4.1.4`.
+pub struct MpiLibrary {
+    /// Its own name and version: `Open MPI v4.1.4`.
     pub version: String,
     /// Its binary interface: `the standard ABI of MPI 5`.
     pub interface: &'static str,
-    /// The name or path it was opened by.
+    /// The name or path by which it was opened.
     pub library: String,
-    /// Whether a message may have more than 2^31 bytes; else larger ones go in parts.
+    /// Whether a message may have more than 2^31 bytes; else larger ones are split.
     pub large_messages: bool,
 }
 

@@ -1,12 +1,12 @@
-//! The functions of MPI that are used, for both sizes of handles.
+//! The MPI functions in use, for both sizes of handles.
 
 use super::abi::{Handle, Status};
 use std::ffi::{c_char, c_int, c_long, c_longlong, c_void};
 
-/// MPI's functions with handles of either size. All are unsafe as MPI documents them.
+/// MPI's functions, independent of the handle size. All are unsafe as MPI documents them.
 pub trait Calls: Send {
     fn library(&self) -> &str;
-    /// Whether messages may have more than 2^31 bytes.
+    /// Returns whether messages may have more than 2^31 bytes.
     fn large(&self) -> bool;
     unsafe fn initialized(&self, flag: *mut c_int) -> c_int;
     unsafe fn init_thread(&self, required: c_int, provided: *mut c_int) -> c_int;
@@ -30,8 +30,8 @@ pub trait Calls: Send {
     unsafe fn test(&self, request: &mut usize, flag: *mut c_int, status: *mut Status) -> c_int;
     unsafe fn get_count(&self, status: *const Status, kind: Handle, count: *mut c_int) -> c_int;
     unsafe fn cancel(&self, request: &mut usize) -> c_int;
-    /// A type of bytes at places, as many sizes as places; a size has 31 bits where
-    /// [`Calls::large`] says no.
+    /// Creates a datatype of byte ranges, one size for each place; sizes have 31 bits unless
+    /// [`Calls::large`] is true.
     unsafe fn type_hindexed(
         &self,
         sizes: &[usize],
@@ -43,10 +43,10 @@ pub trait Calls: Send {
     unsafe fn type_free(&self, kind: &mut usize) -> c_int;
 }
 
-/// Where a message goes to or comes from.
+/// The envelope of a message.
 #[derive(Clone, Copy, Debug)]
 pub struct Message {
-    /// How many of `kind`: bytes, or one type that lists parts.
+    /// The number of elements of `kind`: bytes, or one datatype that lists parts.
     pub bytes: usize,
     pub kind: Handle,
     pub peer: c_int,
@@ -91,7 +91,7 @@ macro_rules! functions {
                 }
             }
 
-            /// Calls `function` with room for a native handle, and keeps what it wrote.
+            /// Calls `function` with a native handle, and keeps what it wrote.
             fn with_native(handle: &mut usize, function: impl FnOnce(*mut Native) -> c_int) -> c_int {
                 let mut native = *handle as Native;
                 let code = function(&mut native);
@@ -99,7 +99,8 @@ macro_rules! functions {
                 code
             }
 
-            // SAFETY of all blocks here: the arguments are passed on, and the contract
+            // SAFETY of all blocks here: the arguments are passed on, and the contract of each
+            // function is the caller's.
             // of each function is the caller's.
             impl Calls for $Table {
                 fn library(&self) -> &str {
@@ -162,9 +163,9 @@ macro_rules! functions {
                 }
 
                 unsafe fn comm_idup(&self, comm: Handle, new: *mut usize, request: &mut usize) -> c_int {
-                    // MPI writes the communicator at any time until the request is done, so
-                    // it gets the caller's memory; machines here are little-endian, and an
-                    // `int` is the low half of the word.
+                    // MPI may write the communicator at any time until the request is done, so it
+                    // gets the caller's memory and not a temporary. Supported machines are
+                    // little-endian, so an `int` is the low half of the word.
                     with_native(request, |request| {
                         // SAFETY: see above.
                         unsafe { $Table::comm_idup(self, comm.0 as Native, new.cast(), request) }
@@ -251,7 +252,7 @@ macro_rules! functions {
 functions!(pointers, Pointers, usize);
 functions!(integers, Integers, c_int);
 
-/// The value of the attribute for the greatest tag is a pointer to an `int`.
+/// The value of the attribute with the greatest tag: a pointer to an `int`.
 pub type TagBound = *const c_int;
 
 // `MPI_Count` and `MPI_Aint` have 64 bits on every machine with 64-bit addresses.

@@ -1,4 +1,4 @@
-//! MPI as an transport: non-blocking messages between two ranks, and nothing else.
+//! MPI as a transport: non-blocking point-to-point messages and nothing else.
 
 use super::abi::{Abi, Handle, Status};
 use super::messages::{joined, messages};
@@ -9,16 +9,16 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::{Duration, Instant};
 
-/// The tag of eager messages; rendezvous messages have those after it.
+/// The tag of eager messages; rendezvous messages use the tags above it.
 const EAGER_TAG: c_int = 0;
-/// Bytes of one message where counts are `int`, and of the parts of a larger one.
+/// The most bytes of one message where counts are `int`; larger ones are split.
 const CHUNK: usize = 1 << 30;
-/// Rendezvous messages between two ranks at one time are fewer.
+/// The number of rendezvous tags; two ranks never have that many messages in flight.
 const MOST_TAGS: u32 = 1 << 20;
-/// How long the end waits for eager messages to leave.
+/// The time for which closing waits for eager messages to leave.
 const CLOSING: Duration = Duration::from_secs(10);
 
-/// A rank that is a process under MPI.
+/// The transport of a process under MPI.
 pub struct Mpi {
     calls: Box<dyn Calls>,
     abi: Abi,
@@ -27,21 +27,22 @@ pub struct Mpi {
     size: usize,
     last_tag: u32,
     version: String,
-    /// Whether this object has initialised MPI, and so ends it.
+    /// Whether this object has initialized MPI and so finalizes it.
     owner: bool,
-    /// Room for the next eager message, and its request. It is MPI's until the request is done.
+    /// The buffer of the next eager message, and its request. MPI owns the buffer until the
+    /// request is done.
     message: Box<[u8; MAX_EAGER_BYTES]>,
     awaited: usize,
-    /// Eager messages on their way.
+    /// Eager messages in flight.
     posted: Vec<(Box<[u8]>, usize)>,
-    /// Requests of rendezvous messages, those of one in the order of its parts.
+    /// Requests of rendezvous messages; those of one message are in the order of its parts.
     rendezvous: HashMap<u64, Vec<usize>>,
     next: u64,
     closed: bool,
 }
 
 impl Mpi {
-    /// Initialises MPI if nobody has, and takes a communicator of its own.
+    /// Initializes MPI unless that is done, and duplicates its world communicator.
     pub fn start(calls: Box<dyn Calls>, abi: Abi, deadline: Duration) -> Result<Mpi, String> {
         let mut mpi = Mpi {
             calls,
@@ -59,6 +60,7 @@ impl Mpi {
             next: 0,
             closed: true,
         };
+        // Allowed before initialization, and needed by every error after it.
         mpi.version = version(&*mpi.calls)?;
         mpi.initialize(deadline)?;
         let number = |function: &dyn Fn(*mut c_int) -> c_int| {
@@ -67,15 +69,17 @@ impl Mpi {
             mpi.check("MPI_Comm_rank or MPI_Comm_size", code)
                 .map(|()| value)
         };
-        // SAFETY: MPI is initialised; the pointers are to numbers of that size.
+        // SAFETY: MPI is initialized; the pointers are to numbers of that size.
         let rank = number(&|value| unsafe { mpi.calls.comm_rank(abi.comm_world, value) })?;
         // SAFETY: as above.
         let size = number(&|value| unsafe { mpi.calls.comm_size(abi.comm_world, value) })?;
         let last_tag = mpi.greatest_tag()?;
         (mpi.rank, mpi.size) = (rank as usize, size as usize);
+        // One tag less, because tag 0 belongs to eager messages.
         mpi.last_tag = (last_tag - 1).min(MOST_TAGS);
         mpi.comm = mpi.duplicate(deadline)?;
-        mpi.await_letter()?;
+        // A receive for eager messages is always posted, so that senders never wait for one.
+        mpi.await_eager()?;
         mpi.closed = false;
         Ok(mpi)
     }
@@ -86,13 +90,15 @@ impl Mpi {
         let code = unsafe { self.calls.initialized(&mut flag) };
         self.check("MPI_Initialized", code)?;
         let wanted = self.abi.thread_serialized;
+        // Another library may have initialized MPI; then it also finalizes it.
         self.owner = flag == 0;
         let code = if self.owner {
+            // Dropped at the end of the block, which disarms the watchdog.
             let _watched = Watch::begin(deadline, &self.version)?;
             // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
             unsafe { self.calls.init_thread(wanted, &mut provided) }
         } else {
-            // SAFETY: MPI is initialised.
+            // SAFETY: MPI is initialized.
             unsafe { self.calls.query_thread(&mut provided) }
         };
         self.check("MPI_Init_thread", code)?;
@@ -103,9 +109,10 @@ impl Mpi {
                 self.version
             ));
         }
+        // MPI's default handler ends the process on an error; errors must be returned instead.
         let (world, returns) = (self.abi.comm_world, self.abi.errors_return);
         if self.owner {
-            // SAFETY: MPI is initialised, and the handles are the library's own.
+            // SAFETY: MPI is initialized, and the handles are the library's own.
             let code = unsafe { self.calls.comm_set_errhandler(world, returns) };
             self.check("MPI_Comm_set_errhandler", code)?;
         }
@@ -129,15 +136,17 @@ impl Mpi {
         Ok(unsafe { *bound }.max(2) as u32)
     }
 
-    /// Others may use the world's communicator for messages of their own.
+    /// Duplicates the world communicator, because others may use it for messages of their own.
     fn duplicate(&self, deadline: Duration) -> Result<Handle, String> {
-        // What MPI writes later is never freed, since it may come after the deadline.
+        // Leaked on purpose: MPI may still write here after the deadline has passed.
         let cell = Box::leak(Box::new([0usize; 2]));
         let [comm, request] = cell;
         // SAFETY: both places live for the rest of the process.
         let code = unsafe { self.calls.comm_idup(self.abi.comm_world, comm, request) };
         self.check("MPI_Comm_idup", code)?;
         let start = Instant::now();
+        // The duplicate completes only when every rank has called it, so this is also the check
+        // that all ranks are there.
         while !self.done(request, &mut Status::default())? {
             if start.elapsed() > deadline {
                 return Err(format!(
@@ -161,7 +170,7 @@ impl Mpi {
         }
         let mut text = [0 as c_char; 8192];
         let mut length = 0;
-        // SAFETY: the room is larger than any library's longest message.
+        // SAFETY: the buffer is larger than any library's longest message.
         unsafe {
             self.calls
                 .error_string(code, text.as_mut_ptr(), &mut length)
@@ -189,15 +198,15 @@ impl Mpi {
         }
     }
 
-    fn await_letter(&mut self) -> Result<(), String> {
+    fn await_eager(&mut self) -> Result<(), String> {
         let message = self.message(self.abi.any_source, EAGER_TAG, MAX_EAGER_BYTES);
-        let room = self.message.as_mut_ptr().cast();
-        // SAFETY: the room is kept until the request is done, or for ever: see `drop`.
-        let code = unsafe { self.calls.irecv(room, message, &mut self.awaited) };
+        let buffer = self.message.as_mut_ptr().cast();
+        // SAFETY: the buffer is kept until the request is done, or forever: see `drop`.
+        let code = unsafe { self.calls.irecv(buffer, message, &mut self.awaited) };
         self.check("MPI_Irecv", code)
     }
 
-    /// Forgets eager messages that have left.
+    /// Removes eager messages that have left.
     fn sweep(&mut self) -> Result<(), String> {
         let mut index = 0;
         while index < self.posted.len() {
@@ -220,8 +229,8 @@ impl Mpi {
         }
     }
 
-    /// Begins the messages of a rendezvous message with `begin(address, message)`. How many there are
-    /// follows from its bytes alone, so that both sides have the same.
+    /// Begins the MPI messages of a rendezvous message with `begin(address, message)`. Their
+    /// number depends on sizes alone, so that both sides match.
     fn rendezvous(
         &mut self,
         peer: usize,
@@ -234,13 +243,14 @@ impl Mpi {
         for message in messages(parts, self.chunk()) {
             let mut request = 0;
             self.begin(peer, tag, &joined(&message), &begin, &mut request)?;
-            // Also after an error: MPI may touch memory of parts that were begun.
+            // The request is kept even after an error, because MPI may touch the memory of parts
+            // that were begun.
             self.rendezvous.entry(id).or_default().push(request);
         }
         Ok(Request(id))
     }
 
-    /// Begins one message of parts that do not follow each other.
+    /// Begins one message of separate ranges.
     fn begin(
         &self,
         peer: usize,
@@ -257,14 +267,15 @@ impl Mpi {
         let mut kind = self.layout(parts)?;
         (message.bytes, message.kind) = (1, Handle(kind));
         let begun = begin(self, address, message, request);
-        // SAFETY: made above; what is in flight keeps what it needs of it.
+        // SAFETY: made above; MPI keeps what messages in flight need of it.
         let code = unsafe { self.calls.type_free(&mut kind) };
         begun.and_then(|()| self.check("MPI_Type_free", code))
     }
 
-    /// A type that is all of these parts, from the address of the first.
+    /// Returns a datatype of all these ranges, relative to the first address.
     fn layout(&self, parts: &[MemoryRange]) -> Result<usize, String> {
         let origin = parts[0].address.addr();
+        // Displacements may be negative: parts need not ascend in memory.
         let place = |part: &MemoryRange| part.address.addr().wrapping_sub(origin) as isize;
         let places: Vec<isize> = parts.iter().map(place).collect();
         let sizes: Vec<usize> = parts.iter().map(|part| part.bytes).collect();
@@ -282,11 +293,11 @@ impl Mpi {
     }
 }
 
-/// What the library calls itself, its first line.
+/// Returns the first line of the library's own name and version.
 pub fn version(calls: &dyn Calls) -> Result<String, String> {
     let mut text = [0 as c_char; 8192 + 1];
     let mut length = 0;
-    // SAFETY: allowed at any time; the room is what the standard asks for at most.
+    // SAFETY: allowed at any time; the buffer has the standard's maximum size.
     let code = unsafe { calls.library_version(text.as_mut_ptr(), &mut length) };
     if code != 0 {
         return Err(format!("MPI_Get_library_version: error {code}"));
@@ -297,7 +308,8 @@ pub fn version(calls: &dyn Calls) -> Result<String, String> {
     Ok(short(&words.join(" ")))
 }
 
-/// `Open MPI v4.1.4`, `MPICH Version: 5.0.2`: what comes after is how it was built.
+/// Shortens a version to `Open MPI v4.1.4` or `MPICH Version: 5.0.2`; build details follow in the
+/// full text.
 fn short(words: &str) -> String {
     let end = words.find([',', ';']).unwrap_or(words.len());
     let end = words.find(" MPICH Release").unwrap_or(end).min(end);
@@ -326,7 +338,7 @@ impl Transport for Mpi {
         let bytes: Box<[u8]> = message.into();
         let message = self.message(to as c_int, EAGER_TAG, bytes.len());
         let mut request = 0;
-        // SAFETY: the eager message is kept until the request is done, or for ever: see `drop`.
+        // SAFETY: the eager message is kept until the request is done, or forever: see `drop`.
         let code = unsafe {
             self.calls
                 .isend(bytes.as_ptr().cast(), message, &mut request)
@@ -349,7 +361,7 @@ impl Transport for Mpi {
         let code = unsafe { self.calls.get_count(&status, self.abi.byte, &mut count) };
         self.check("MPI_Get_count", code)?;
         let message = self.message[..(count.max(0) as usize).min(MAX_EAGER_BYTES)].to_vec();
-        self.await_letter()?;
+        self.await_eager()?;
         Ok(Some(message))
     }
 
@@ -379,11 +391,12 @@ impl Transport for Mpi {
         })
     }
 
-    fn finished(&mut self, ticket: Request) -> Result<bool, String> {
-        let Some(mut requests) = self.rendezvous.remove(&ticket.0) else {
+    fn finished(&mut self, request: Request) -> Result<bool, String> {
+        let Some(mut requests) = self.rendezvous.remove(&request.0) else {
             return Ok(true);
         };
         let mut error = None;
+        // Tested from the end, so that finished requests can be popped.
         while let (Some(request), None) = (requests.last_mut(), &error) {
             let mut copy = *request;
             match self.done(&mut copy, &mut Status::default()) {
@@ -397,7 +410,7 @@ impl Transport for Mpi {
         }
         let finished = requests.is_empty();
         if !finished {
-            self.rendezvous.insert(ticket.0, requests);
+            self.rendezvous.insert(request.0, requests);
         }
         error.map_or(Ok(finished), Err)
     }
@@ -406,7 +419,8 @@ impl Transport for Mpi {
         None
     }
 
-    /// A send cannot be cancelled, and MPI may still read or write what was begun.
+    /// Returns whether nothing is in flight. MPI cannot cancel a send, and may still read or
+    /// write memory of messages in flight.
     fn revoke(&mut self) -> bool {
         self.rendezvous.is_empty()
     }
@@ -418,13 +432,15 @@ impl Transport for Mpi {
     fn close(&mut self) -> Result<(), String> {
         let until = Instant::now() + CLOSING;
         let late = || Instant::now() > until;
+        // Eager messages must leave before MPI is finalized, or receivers would wait for them
+        // forever.
         while !self.posted.is_empty() {
             self.sweep()?;
             if late() {
                 return Err("the last messages did not leave".to_string());
             }
         }
-        // SAFETY: the request is that of a receive which was not done.
+        // SAFETY: the request is that of a receive that is not done.
         let code = unsafe { self.calls.cancel(&mut self.awaited) };
         self.check("MPI_Cancel", code)?;
         let mut request = self.awaited;
@@ -435,7 +451,7 @@ impl Transport for Mpi {
         }
         self.closed = true;
         if self.owner {
-            // SAFETY: nothing is in flight, and this object has initialised MPI.
+            // SAFETY: nothing is in flight, and this object has initialized MPI.
             let code = unsafe { self.calls.finalize() };
             if code != 0 {
                 return Err(format!("MPI_Finalize: error {code}"));
@@ -446,8 +462,8 @@ impl Transport for Mpi {
 }
 
 impl Drop for Mpi {
-    /// Without an end in good order MPI is left as it is: it may still write eager messages, and
-    /// to finalize it could wait for ever.
+    /// Leaks MPI's buffers unless the transport was closed in good order: MPI may still write
+    /// eager messages, and finalizing could wait forever.
     fn drop(&mut self) {
         if !self.closed {
             std::mem::forget(std::mem::replace(

@@ -1,5 +1,5 @@
-//! A deadline for `MPI_Init`, which waits for every process of the launcher, and which
-//! nothing calls back.
+//! A deadline for `MPI_Init`, which waits for every process of the launcher and cannot be
+//! cancelled.
 
 use crate::topology::host_name;
 use crate::world::World;
@@ -8,25 +8,28 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
-/// What the process exits with: as for everything else that keeps ranks from beginning.
+/// The exit code: the same as for every other failure before ranks have begun.
 pub const CODE: i32 = 2;
-/// Libraries take a while to begin where ranks outnumber processors, whatever operations get.
+/// The shortest deadline: libraries need a while to start where ranks outnumber processors,
+/// however short the deadline of operations.
 const LEAST: Duration = Duration::from_secs(5);
-/// Launchers end the others when one ends: until then all that have come say so.
+/// The pause before exit. Launchers kill the other ranks as soon as one ends, and each rank
+/// should report first.
 const TOGETHER: Duration = Duration::from_secs(1);
 
 unsafe extern "C" {
-    /// C's: the process ends at once, and no library's last words are waited for.
+    /// C's `_exit`: ends the process at once, without the library's exit handlers, which could
+    /// wait forever.
     fn _exit(code: i32) -> !;
 }
 
-/// Ends the process unless it is dropped in time.
+/// A guard that ends the process unless it is dropped in time.
 pub struct Watch {
     _alive: Sender<()>,
 }
 
 impl Watch {
-    /// `version` is the library's.
+    /// Starts the watchdog; `version` is the library's.
     pub fn begin(deadline: Duration, version: &str) -> Result<Watch, String> {
         let limit = deadline.max(LEAST);
         let world = World::from_environment().ok().flatten();
@@ -40,10 +43,11 @@ impl Watch {
         let (alive, ended) = mpsc::channel::<()>();
         let watch = move || {
             if ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-                // One write: other ranks say the same at the same time.
+                // Written in one call, because other ranks write the same message at the same
+                // time.
                 let _ = std::io::stderr().write_all(words.as_bytes());
                 thread::sleep(TOGETHER);
-                // SAFETY: a number only.
+                // SAFETY: the argument is a number.
                 unsafe { _exit(CODE) }
             }
         };
@@ -83,7 +87,7 @@ mod tests {
         }
     }
 
-    /// The thread ends with what it watches over.
+    /// The thread ends with the guard.
     #[test]
     fn what_has_returned_is_left_alone() {
         drop(Watch::begin(Duration::ZERO, "").unwrap());

@@ -1,23 +1,23 @@
-//! What ranks tell each other of themselves before they can be a communicator.
+//! The cards by which ranks introduce themselves before they form a communicator.
 
 use super::find::setup;
 use super::table::ID_BYTES;
 use crate::CollectiveError;
 use moesaic_target::Device;
 
-/// The first line: cards of other versions are not read.
+/// The first line of a card; cards of other versions are rejected.
 const TITLE: &str = "moesaic nccl 1";
 
-/// One rank.
+/// The introduction of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Card {
     /// `NCCL 2.28.3`.
     pub library: String,
-    /// The host's name, and what tells it from another of the same name.
+    /// The host's name, with its boot id to distinguish hosts of equal name.
     pub host: String,
-    /// The device's place on the bus, if it has one.
+    /// The device's bus address, if it has one.
     pub bus: String,
-    /// What the ranks find each other by; of rank 0.
+    /// The communicator id; only rank 0 sends one.
     pub id: Vec<u8>,
 }
 
@@ -51,7 +51,7 @@ impl Card {
     }
 }
 
-/// Where this rank is: its host, and its device's place there.
+/// Returns this rank's host and its device's bus address.
 pub fn place(host: Option<&str>, device: &dyn Device) -> (String, String) {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let boot = boot.unwrap_or_default();
@@ -66,7 +66,7 @@ pub fn place(host: Option<&str>, device: &dyn Device) -> (String, String) {
     (host, bus.unwrap_or_default())
 }
 
-/// The id of rank 0, if these ranks can be a communicator.
+/// Checks that these ranks can form a communicator, and returns the id of rank 0.
 pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], CollectiveError> {
     let read = |(rank, card): (usize, &Vec<u8>)| {
         Card::decode(card).ok_or_else(|| {
@@ -94,7 +94,7 @@ pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], Collecti
     id.map_err(|_| setup("rank 0 has sent no id".to_string()))
 }
 
-/// A device has one rank.
+/// Checks that no two ranks share a device.
 fn apart(cards: &[Card]) -> Result<(), CollectiveError> {
     let mut seen = std::collections::HashMap::new();
     for (rank, card) in cards

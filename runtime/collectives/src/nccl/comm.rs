@@ -1,4 +1,4 @@
-//! One communicator of the library, and how it ends while it may be in use.
+//! A communicator of the library, and how to abort it while it may be in use.
 
 use super::find::Api;
 use super::table::{Code, Config, IN_PROGRESS, NO_COLOR, RawComm, SUCCESS, UniqueId};
@@ -7,16 +7,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long an abort waits for calls that are inside of the library.
+/// The time for which an abort waits for calls inside the library.
 const CALLS_END: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// A communicator. Calls go through [`Comm::enter`], so that nothing enters any more when
-/// it is being ended. There is no lock: a call that is stuck must not keep it from its end.
+/// A communicator. Calls go through [`Comm::enter`], which refuses once the communicator is being
+/// ended. Calls are counted, not locked, because an abort must not wait for a lock that a stuck
+/// call holds.
 pub struct Comm {
     pub api: Arc<Api>,
-    /// The library writes it at any time until the ranks have come together, so its memory
-    /// is never freed.
+    /// The library may write it at any time until the ranks have come together, so its memory is
+    /// never freed.
     raw: &'static AtomicPtr<c_void>,
     users: AtomicUsize,
     ended: AtomicBool,
@@ -34,7 +35,7 @@ impl Entered<'_> {
         &self.0.api
     }
 
-    /// What the library has found since: in progress, done or failed.
+    /// Returns the library's asynchronous state: in progress, done or failed.
     pub fn state(&self) -> Result<Code, String> {
         let mut state = SUCCESS;
         // SAFETY: the communicator is live, the pointer valid for a write.
@@ -46,12 +47,12 @@ impl Entered<'_> {
         }
     }
 
-    /// Whether what was begun has been handed over to the device.
+    /// Returns whether everything that was begun has been handed to the device.
     pub fn settled(&self) -> Result<bool, String> {
         Ok(self.state()? == SUCCESS)
     }
 
-    /// Calls that have not ended are no failures.
+    /// Checks a return code; a call in progress is no failure.
     pub fn check(&self, function: &str, code: Code) -> Result<(), String> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -82,7 +83,7 @@ impl Comm {
         }
     }
 
-    /// Begins to come together with the other ranks; the GPU is that of this thread.
+    /// Begins to join the other ranks, with the GPU of this thread.
     pub fn begin(api: &Arc<Api>, id: UniqueId, rank: usize, ranks: usize) -> Result<Comm, String> {
         let comm = Comm::new(api);
         let (raw, mut config) = (comm.raw.as_ptr(), Config::non_blocking());
@@ -94,14 +95,14 @@ impl Comm {
         comm.begun("ncclCommInitRankConfig", code)
     }
 
-    /// Begins a group of some ranks of this communicator, whose other ranks call it, too;
-    /// null for a rank without a colour.
+    /// Begins to split the communicator; its other ranks call it too. A rank without a colour
+    /// gets a null communicator.
     pub fn begin_split(&self, color: Option<u32>, key: usize) -> Result<Comm, String> {
         let entered = self.enter().ok_or("the communicator has ended")?;
         let new = Comm::new(&self.api);
         let color = color.map_or(NO_COLOR, |color| color as c_int & c_int::MAX);
-        // SAFETY: the communicator is live, and without a configuration the new one has
-        // this one's.
+        // SAFETY: the communicator is live; without a configuration the new one inherits this
+        // one's.
         let code = unsafe {
             let none = std::ptr::null_mut();
             let place = new.raw.as_ptr();
@@ -127,22 +128,24 @@ impl Comm {
         self.raw.load(Ordering::SeqCst).is_null()
     }
 
-    /// `None` once its end has begun.
+    /// Returns a permit; `None` once the communicator is being ended.
     pub fn enter(&self) -> Option<Entered<'_>> {
+        // Count first, then look at `ended`: in the other order an abort could see no users and
+        // free the communicator between the two.
         self.users.fetch_add(1, Ordering::SeqCst);
         let entered = Entered(self);
         (!self.ended.load(Ordering::SeqCst) && !self.is_null()).then_some(entered)
     }
 
-    /// Ends all that is in flight, also kernels that wait for other ranks. It may take as
-    /// long as the library likes, and belongs on a thread that nobody waits for.
+    /// Aborts everything in flight, including kernels that wait for other ranks. It may take any
+    /// length of time, so call it on a thread that nobody waits for.
     pub fn abort(&self) {
         if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {
             return;
         }
         if !self.unused_within(CALLS_END) {
-            // A call is stuck inside. A revoke ends it and frees nothing; where there is
-            // none, the library's abort is all that can end it.
+            // A call is stuck inside. `ncclCommRevoke` ends it and frees nothing; without it,
+            // only the library's abort can end the call.
             if let Some(revoke) = self.api.table.revoke {
                 // SAFETY: the communicator is live; 0 is the only flag.
                 unsafe { revoke(self.raw.load(Ordering::SeqCst), 0) };
@@ -154,7 +157,7 @@ impl Comm {
         unsafe { self.api.table.abort(raw) };
     }
 
-    /// Ends it in good order; nothing is in flight.
+    /// Destroys the communicator in good order; nothing is in flight.
     pub fn close(&self, until: Instant) -> Result<(), String> {
         let finalized = self.finalize(until);
         if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {
@@ -169,6 +172,7 @@ impl Comm {
         let code = unsafe {
             match failed {
                 Ok(()) => self.api.table.destroy(raw),
+                // `ncclCommDestroy` would wait for operations that never end.
                 Err(_) => self.api.table.abort(raw),
             }
         };

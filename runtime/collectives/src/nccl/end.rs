@@ -1,4 +1,4 @@
-//! The end of a world in good order.
+//! The orderly end of a world.
 
 use super::group::Nccl;
 use super::watch::Board;
@@ -7,8 +7,8 @@ use crate::api::{Call, Collectives};
 use std::time::Instant;
 
 impl Nccl {
-    /// Ends the world in good order, when all ranks have come to it and nothing is under
-    /// way. Groups that were split off can do nothing after it.
+    /// Closes the world once all ranks have called it and nothing is in flight. Groups that were
+    /// split off are unusable afterwards.
     ///
     /// # Errors
     /// As [`Communicator::finish`](crate::Communicator::finish).

@@ -1,4 +1,4 @@
-//! Which library to open.
+//! The choice of the NCCL or RCCL library to open.
 
 use super::table::{OLDEST, Table, Version};
 use crate::CollectiveError;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const NCCL: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 const RCCL: [&str; 2] = ["librccl.so.1", "librccl.so"];
 
-/// NCCL or RCCL, open and new enough.
+/// NCCL or RCCL, opened and checked for its version.
 pub struct Api {
     pub table: Table,
     pub version: Version,
@@ -18,7 +18,7 @@ pub struct Api {
 }
 
 impl Api {
-    /// The library for a device's target.
+    /// Opens the library for a device's target.
     pub fn open(given: Option<&Path>, target: Target) -> Result<Api, CollectiveError> {
         let variable = std::env::var_os("MOESAIC_NCCL").filter(|value| !value.is_empty());
         let variable = variable.map(PathBuf::from);
@@ -33,8 +33,8 @@ impl Api {
         };
         let missing = |error: DlError| setup(format!("{error}\n{}", advice(family)));
         let library = Library::open(family, &candidates).map_err(missing)?;
-        // SAFETY: the signatures are those of nccl.h since 2.18, which the tests compare
-        // with cudarc's; what is neither of the two libraries lacks the functions.
+        // SAFETY: the signatures are those of nccl.h since 2.18, and tests compare them with
+        // cudarc's. A file that is neither library lacks the functions.
         let table = unsafe { Table::load(library) }.map_err(missing)?;
         let mut version = Version(0);
         // SAFETY: the pointer is valid for a write.
@@ -53,7 +53,7 @@ impl Api {
         })
     }
 
-    /// For errors: `NCCL 2.28.3`.
+    /// Returns the name and version for errors: `NCCL 2.28.3`.
     pub fn name(&self) -> String {
         format!("{} {}", self.family, self.version)
     }

@@ -1,4 +1,4 @@
-//! Sums in the order of ranks, on a device.
+//! Reductions in rank order, on a device.
 
 use crate::{Element, Reduction, Slice, reduce};
 use moesaic_kernel::{
@@ -7,40 +7,41 @@ use moesaic_kernel::{
 use moesaic_target::{Arg, Artifact, Device, DeviceError, FunctionId, LaunchDims, Module};
 use std::sync::Arc;
 
-/// Rows of several ranks that become one.
+/// A reduction of rows, one per rank, to one row.
 pub struct Folding {
-    /// The type of their elements.
+    /// The element type.
     pub element: Element,
-    /// What becomes of them.
+    /// The operator.
     pub reduction: Reduction,
-    /// A row of each rank, in the order of ranks. May be written.
+    /// The rows in rank order. They may be overwritten.
     pub rows: Slice,
-    /// Bytes of a row.
+    /// The bytes of a row.
     pub row_bytes: usize,
-    /// Where the result goes.
+    /// The memory of the result.
     pub to: Slice,
 }
 
-/// Who folds rows. The result is the same bytes whoever does: `((x0 + x1) + x2) + ...`,
-/// in f32 for bf16 and f16, rounded once.
+/// An implementation of reductions. All give the same bytes: `((x0 + x1) + x2) + ...`, in f32 for
+/// bf16 and f16, rounded once.
 pub trait Fold: Send + Sync {
-    /// Folds rows in the order of the device's stream.
+    /// Folds rows, in the order of the device's stream.
     ///
     /// # Errors
     /// When the device fails.
     fn fold(&self, folding: &Folding) -> Result<(), DeviceError>;
 
-    /// Whether the host waits for rows of this type: such a fold cannot be part of a graph.
+    /// Returns whether the host waits for rows of this type; such a fold cannot be captured in a
+    /// graph.
     fn waits(&self, element: Element) -> bool;
 }
 
-/// Rows are brought to the host and folded there: right on every device, and slow.
+/// Folds on the host after a copy: correct for every device, and slow.
 pub struct OnHost {
     device: Arc<dyn Device>,
 }
 
 impl OnHost {
-    /// For rows of this device.
+    /// Returns a fold for rows of this device.
     pub fn new(device: &Arc<dyn Device>) -> OnHost {
         OnHost {
             device: Arc::clone(device),
@@ -69,14 +70,14 @@ impl Fold for OnHost {
     }
 }
 
-/// Rows are folded by a kernel of the device; those of bytes on the host.
+/// Folds by a kernel of the device; rows of bytes are folded on the host.
 pub struct Kernels {
     module: Arc<dyn Module>,
     functions: [FunctionId; 5],
     host: OnHost,
 }
 
-/// Types with a kernel.
+/// The types that have a kernel.
 const TYPES: [(Element, DType); 5] = [
     (Element::F32, DType::F32),
     (Element::Bf16, DType::Bf16),
@@ -102,7 +103,7 @@ const HIP: &str = "\
 ";
 
 impl Kernels {
-    /// The text to compile for a device of this target; `None` where there are no kernels.
+    /// Returns the source to compile for a target; `None` where there are no kernels.
     pub fn source(target: Target) -> Option<KernelSource> {
         let (language, head) = match target {
             Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => (Language::Cuda, CUDA),
@@ -120,7 +121,7 @@ impl Kernels {
         })
     }
 
-    /// Loads what [`Kernels::source`] was compiled to.
+    /// Loads the compiled [`Kernels::source`].
     ///
     /// # Errors
     /// As [`Device::load`].
@@ -129,7 +130,7 @@ impl Kernels {
         Kernels::of(device, device.load(artifact, &entries)?)
     }
 
-    /// Those of a module that was made from [`Kernels::source`].
+    /// Returns the kernels of a module that was made from [`Kernels::source`].
     ///
     /// # Errors
     /// As [`Module::function`].
@@ -192,8 +193,8 @@ impl Fold for Kernels {
             Arg::I64(ranks as i64),
             Arg::I64(folding.reduction as i64),
         ];
-        // SAFETY: the function is this module's and takes these; the ranges are in buffers
-        // that the operation keeps until the stream has come past it.
+        // SAFETY: the function belongs to this module and takes these arguments; the operation
+        // keeps the buffers until the stream has passed it.
         unsafe { self.module.run(self.functions[place], dims, &args) }
     }
 

@@ -1,31 +1,31 @@
-//! The operations of a group of ranks.
+//! The operations of a group of ranks with a GPU each.
 
+use super::Sums;
 use super::comm::Comm;
-use super::launch::{Launch, Places, done};
+use super::launch::{Launch, Operands, done};
 use super::table::{BYTE, kind_of, op_of};
-use super::watch::Work;
-use super::world::{OnStream, World, overhear, tell};
-use super::{Checks, Sums};
+use super::watch::DeviceOperation;
+use super::world::{OnStream, World, overhear, report_failure};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::checks::{self, Counted};
-use crate::communicator::{Communicator, Job};
-use crate::eager::{Kind, Signature};
+use crate::checks::{self, Counted, Parts};
+use crate::communicator::Communicator;
+use crate::eager::{OpKind, Signature};
 use crate::error::At;
 use crate::groups::numbers;
 use crate::handle::Handle;
 use crate::operation::{Group, Next};
-use crate::plan::{self, HopCounts, HopOrder, Plan, Schedule};
+use crate::plan::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
 use crate::{CollectiveError, Element, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Ranks with a GPU each, by NCCL or RCCL.
+/// A group of ranks with a GPU each, over NCCL or RCCL.
 pub struct Nccl {
     pub(super) world: Arc<World>,
     pub(super) comm: Arc<Comm>,
-    /// The same ranks by eager messages, where there is something that carries them.
+    /// The same ranks over eager messages, where a transport carries them.
     pub(super) control: Option<Communicator>,
     pub(super) group: Arc<Group>,
     pub(super) sequence: u64,
@@ -37,47 +37,54 @@ pub(super) type BegunHandle = Result<Handle, CollectiveError>;
 
 /// An operation before it is on the stream.
 pub(super) struct Task<'a> {
-    kind: Kind,
-    call: &'a Call,
+    pub(super) kind: OpKind,
+    pub(super) call: &'a Call,
     pub(super) signature: Signature,
-    /// What ranks tell each other of it; `None` is that they have come.
+    /// The plan by which ranks compare the operation; `None` compares only the signature.
     pub(super) agreement: Option<Plan>,
-    keep: Vec<Slice>,
-    /// Why the host has to wait in the middle of it, if it has to.
+    pub(super) keep: Vec<Slice>,
+    /// The reason why the host has to wait in the middle of the operation, if it has to.
     pub(super) waits: Option<&'static str>,
-    /// The stream that it is on, where that is not the device's own.
-    overlapped: Option<Arc<dyn StreamDevice>>,
+    /// The stream of the operation, where it is not the device's own.
+    pub(super) overlapped: Option<Arc<dyn StreamDevice>>,
 }
 
 impl Nccl {
-    /// The same group with another deadline for operations that name none.
+    /// Returns the same group with another default deadline.
     #[must_use]
     pub fn with_deadline(mut self, deadline: Duration) -> Nccl {
         self.control = self.control.map(|control| control.with_deadline(deadline));
         Nccl { deadline, ..self }
     }
 
-    /// The library, with its version.
+    /// Returns the library's name and version.
     pub fn transport(&self) -> String {
         self.world.api.name()
     }
 
-    /// The device whose buffers are exchanged.
+    /// Returns the device whose buffers are exchanged.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.world.device
     }
 
-    /// What was launched on the device's stream until now, such as a graph with operations
-    /// in it, which are not watched by themselves. All ranks call it.
+    /// Watches everything launched on the device's stream until now, such as a graph with
+    /// captured operations, which have no deadline by themselves. All ranks call it.
     ///
     /// # Errors
     /// As those of [`Collectives`].
     pub fn watch(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
-        let task = self.task(Kind::Graph, call);
+        let task = self.task(OpKind::Graph, call);
         self.start(task, |_| Ok(()))
     }
 
-    pub(super) fn task<'a>(&self, kind: Kind, call: &'a Call) -> Task<'a> {
+    pub(super) fn own_rank(&self) -> GroupRank {
+        GroupRank {
+            rank: self.group.rank,
+            size: self.group.members.len(),
+        }
+    }
+
+    pub(super) fn task<'a>(&self, kind: OpKind, call: &'a Call) -> Task<'a> {
         Task {
             kind,
             call,
@@ -89,27 +96,33 @@ impl Nccl {
         }
     }
 
-    fn data_task<'a>(&self, kind: Kind, call: &'a Call, data: &Slice, elements: usize) -> Task<'a> {
+    fn data_task<'a>(
+        &self,
+        kind: OpKind,
+        call: &'a Call,
+        data: &Slice,
+        elements: usize,
+    ) -> Task<'a> {
         let mut task = self.task(kind, call);
         task.signature.element = Some(data.element());
         task.signature.elements = elements as u64;
         task
     }
 
-    /// Errors of an earlier failure, on this rank or another.
-    pub(super) fn usable(&mut self, kind: Kind) -> Done {
+    /// Fails with an earlier failure of this rank or another.
+    pub(super) fn usable(&mut self, kind: OpKind) -> Done {
         let board = &self.world.board;
         let usable = board.usable(kind.name());
         let Some(control) = &self.control else {
             return usable;
         };
-        tell(board, Some(control.core()));
+        report_failure(board, Some(control.core()));
         usable?;
         overhear(board, control.core());
         board.usable(kind.name())
     }
 
-    fn at(&self, kind: Kind, call: &Call) -> Box<At> {
+    fn at(&self, kind: OpKind, call: &Call) -> Box<At> {
         Box::new(At {
             operation: kind.name(),
             sequence: self.sequence(),
@@ -119,8 +132,8 @@ impl Nccl {
         })
     }
 
-    /// Begins an operation: the agreement of ranks first, then what `launch` puts on the
-    /// stream. What fails from here on is the handle's to tell.
+    /// Starts an operation: first the comparison with other ranks, then what `launch` puts on the
+    /// stream. Later failures are reported by the handle.
     pub(super) fn start(
         &mut self,
         task: Task<'_>,
@@ -131,10 +144,13 @@ impl Nccl {
         let deadline = task.call.deadline.unwrap_or(self.deadline);
         let (kind, sequence) = (task.kind, self.sequence());
         let at = self.at(kind, task.call);
+        // The comparison starts before the launch, so that it runs while the operation is on the
+        // stream.
         let agreement = self.agree(&task)?;
+        // Counted even if the launch fails below, because the other ranks count this call too.
         self.sequence += 1;
         let board = Arc::clone(&self.world.board);
-        let id = board.begin(Work {
+        let id = board.begin(DeviceOperation {
             at: at.clone(),
             group: Arc::clone(&self.group),
             comm: Arc::clone(&self.comm),
@@ -156,7 +172,8 @@ impl Nccl {
             agreement,
             overlapped: None,
         };
-        // Nothing of a graph runs now, so that its ranks can wait for each other here.
+        // Nothing of a captured graph runs now, so its ranks can wait for each other here; during
+        // a replay nobody could compare them.
         let agreed = match (&capturing, work.agreement.take_if(|_| capturing.is_some())) {
             (Some(_), Some(agreement)) => agreement.wait(),
             _ => Ok(()),
@@ -168,6 +185,8 @@ impl Nccl {
                 work.overlapped = event.clone().filter(|_| task.overlapped.is_some());
                 board.launched(id, event);
             }
+            // A failed launch fails the world, not only this call: other ranks already wait for
+            // this one on their streams.
             Err(error) => board.fail(Some(id), error),
         }
         Ok(Handle::of(Box::new(work), kind.name(), sequence))
@@ -186,6 +205,8 @@ impl Nccl {
         let gpu = match overlapped {
             Some(stream) => stream,
             None => {
+                // An operation on the device's own stream must not run at the same time as one on
+                // the second stream. A captured graph cannot wait for an event outside of it.
                 if !capturing {
                     self.world.join().map_err(device)?;
                 }
@@ -194,7 +215,7 @@ impl Nccl {
         };
         let stream = gpu.native_stream().map_err(device)?;
         let Some(comm) = self.comm.enter() else {
-            // It was ended a moment ago, by a failure.
+            // A failure ended the communicator a moment ago.
             self.world.board.usable(at.operation)?;
             return Ok(None);
         };
@@ -211,35 +232,12 @@ impl Nccl {
         }
         let event = gpu.record().map_err(device)?;
         if overlapped.is_some() {
-            self.world.goes_on(&event);
+            self.world.set_overlap_end(&event);
         }
         Ok(Some(event))
     }
 
-    /// Ranks tell each other what they have called.
-    fn agree(&mut self, task: &Task<'_>) -> Result<Option<Handle>, CollectiveError> {
-        let (rank, size) = (self.group.rank, self.group.members.len());
-        let Some(control) = &mut self.control else {
-            return Ok(None);
-        };
-        if self.world.checks == Checks::Off {
-            return Ok(None);
-        }
-        let plan = task.agreement.clone();
-        let job = Job {
-            signature: task.signature.clone(),
-            inputs: Ok(Vec::new()),
-            outputs: Ok(Vec::new()),
-            plan: plan.unwrap_or_else(|| plan::agreement(plan::barrier(rank, size))),
-            next: None,
-        };
-        let started = control.start(task.kind, task.call, job);
-        started
-            .map(Some)
-            .inspect_err(|error| self.world.board.fail(None, error.clone()))
-    }
-
-    /// Begins what is all messages, copies and folds.
+    /// Starts an operation that is messages, copies and folds alone.
     pub(super) fn start_plan(
         &mut self,
         task: Task<'_>,
@@ -264,25 +262,27 @@ impl Nccl {
             return Err(checks::invalid(task.kind, reason));
         }
         let failed = |error: DeviceError| checks::invalid(task.kind, error.to_string());
+        // Folds would compete with the kernels that the operation overlaps, and a plan that
+        // continues needs the host, so neither is overlapped.
         let may = task.call.overlapped && next.is_none() && plan.only_moves();
         if may && self.world.device.capturing().is_none() {
             task.overlapped = Some(self.world.overlapped().map_err(failed)?);
         }
         let scratch = match task.overlapped {
-            Some(_) => self.world.scratch_beside(plan.scratch),
+            Some(_) => self.world.overlap_scratch(plan.scratch),
             None => self.world.scratch(plan.scratch),
         };
         let scratch = scratch.map_err(failed)?;
-        let mut places = Places {
+        let mut operands = Operands {
             inputs: own(inputs),
             outputs: own(outputs),
             scratch,
         };
-        task.keep = [own(inputs), own(outputs), vec![places.scratch.clone()]].concat();
-        self.start(task, move |launch| launch.plan(&plan, next, &mut places))
+        task.keep = [own(inputs), own(outputs), vec![operands.scratch.clone()]].concat();
+        self.start(task, move |launch| launch.plan(&plan, next, &mut operands))
     }
 
-    /// Whether a reduction is folded here, in the order of ranks.
+    /// Returns whether a reduction is folded here, in rank order.
     fn folds(&self, elements: usize) -> bool {
         self.world.sums == Sums::InOrder || elements == 0
     }
@@ -321,10 +321,10 @@ impl Collectives for Nccl {
         algorithm: Algorithm,
         call: &Call,
     ) -> BegunHandle {
-        let kind = Kind::AllToAll;
+        let kind = OpKind::AllToAll;
         let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, input.elements());
-        task.signature.ways = hops.as_ref().map_or(0, HopOrder::code);
+        task.signature.hop_code = hops.as_ref().map_or(0, HopOrder::code);
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
         match (hops, self.world.api.table.all_to_all()) {
             (None, Some(exchange)) if part > 0 => {
@@ -332,7 +332,7 @@ impl Collectives for Nccl {
                 let (from, to) = (input.address(), output.address());
                 self.start(task, |launch| {
                     launch.together(|_, comm, stream| {
-                        // SAFETY: the memory is kept until the stream has come past it.
+                        // SAFETY: the memory is kept until the stream has passed the operation.
                         let code = unsafe { exchange(from, to, part, BYTE, comm, stream) };
                         done("ncclAlltoAll", code)
                     })
@@ -358,20 +358,26 @@ impl Collectives for Nccl {
         algorithm: Algorithm,
         call: &Call,
     ) -> BegunHandle {
-        let kind = Kind::AllToAllByCounts;
+        let kind = OpKind::AllToAllByCounts;
         let rank = self.rank();
         let Counted {
             sends,
             receives,
             hops,
         } = checks::all_to_all_v(
-            (input, sends),
-            (output, receives),
+            Parts {
+                slice: input,
+                counts: sends,
+            },
+            Parts {
+                slice: output,
+                counts: receives,
+            },
             algorithm,
-            (rank, self.size()),
+            self.own_rank(),
         )?;
         let mut task = self.data_task(kind, call, input, 0);
-        task.signature.ways = hops.as_ref().map_or(0, HopOrder::code);
+        task.signature.hop_code = hops.as_ref().map_or(0, HopOrder::code);
         let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
             sizes.iter().copied().enumerate().collect()
         };
@@ -391,15 +397,16 @@ impl Collectives for Nccl {
     }
 
     fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> BegunHandle {
-        let kind = Kind::AllGather;
-        checks::all_gather(input, output, (self.rank(), self.size()))?;
+        let kind = OpKind::AllGather;
+        let own = self.own_rank();
+        checks::all_gather(input, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.keep = vec![input.clone(), output.clone()];
         let (from, to, bytes) = (input.address(), output.address(), input.bytes());
         self.start(task, |launch| match bytes {
             0 => Ok(()),
             _ => launch.together(|table, comm, stream| {
-                // SAFETY: the memory is kept until the stream has come past it.
+                // SAFETY: the memory is kept until the stream has passed the operation.
                 let code = unsafe { table.all_gather(from, to, bytes, BYTE, comm, stream) };
                 done("ncclAllGather", code)
             }),
@@ -417,7 +424,7 @@ impl Collectives for Nccl {
         self.reduce_scatter_v(input, &counts, output, reduction, call)
     }
 
-    /// Of unequal parts the library knows nothing: they are folded here.
+    /// NCCL has no reduce-scatter of unequal parts, so the rows are always folded here.
     fn reduce_scatter_v(
         &mut self,
         input: &Slice,
@@ -426,8 +433,8 @@ impl Collectives for Nccl {
         reduction: Reduction,
         call: &Call,
     ) -> BegunHandle {
-        let kind = Kind::ReduceScatter;
-        let own = (self.rank(), self.size());
+        let kind = OpKind::ReduceScatter;
+        let own = self.own_rank();
         let sizes = checks::reduce_scatter_v(input, counts, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
@@ -442,7 +449,7 @@ impl Collectives for Nccl {
         let (number, op) = (kind_of(element), op_of(reduction));
         self.start(task, |launch| {
             launch.together(|table, comm, stream| {
-                // SAFETY: the memory is kept until the stream has come past it.
+                // SAFETY: the memory is kept until the stream has passed the operation.
                 let code =
                     unsafe { table.reduce_scatter(from, to, count, number, op, comm, stream) };
                 done("ncclReduceScatter", code)
@@ -457,7 +464,7 @@ impl Collectives for Nccl {
         reduction: Reduction,
         call: &Call,
     ) -> BegunHandle {
-        let kind = Kind::AllReduce;
+        let kind = OpKind::AllReduce;
         checks::all_reduce(input, output)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
@@ -473,7 +480,7 @@ impl Collectives for Nccl {
         let (number, op) = (kind_of(element), op_of(reduction));
         self.start(task, |launch| {
             launch.together(|table, comm, stream| {
-                // SAFETY: the memory is kept until the stream has come past it.
+                // SAFETY: the memory is kept until the stream has passed the operation.
                 let code = unsafe { table.all_reduce(from, to, count, number, op, comm, stream) };
                 done("ncclAllReduce", code)
             })
@@ -481,7 +488,7 @@ impl Collectives for Nccl {
     }
 
     fn broadcast(&mut self, data: &Slice, root: usize, call: &Call) -> BegunHandle {
-        let kind = Kind::Broadcast;
+        let kind = OpKind::Broadcast;
         checks::broadcast(root, self.size())?;
         let mut task = self.data_task(kind, call, data, data.elements());
         task.signature.root = root as u32;
@@ -490,7 +497,7 @@ impl Collectives for Nccl {
         self.start(task, |launch| match bytes {
             0 => Ok(()),
             _ => launch.together(|table, comm, stream| {
-                // SAFETY: the memory is kept until the stream has come past it.
+                // SAFETY: the memory is kept until the stream has passed the operation.
                 let code = unsafe { table.broadcast(at, at, bytes, BYTE, root, comm, stream) };
                 done("ncclBroadcast", code)
             }),
@@ -498,9 +505,9 @@ impl Collectives for Nccl {
     }
 
     fn exchange(&mut self, sends: &[Transfer], receives: &[Transfer], call: &Call) -> BegunHandle {
-        let kind = Kind::Exchange;
+        let kind = OpKind::Exchange;
         let rank = self.rank();
-        checks::transfers(kind, rank, self.size(), sends, receives)?;
+        checks::transfers(kind, self.own_rank(), sends, receives)?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let mut task = self.task(kind, call);
@@ -512,11 +519,11 @@ impl Collectives for Nccl {
     fn exchange_counts(
         &mut self,
         algorithm: Algorithm,
-        pieces: usize,
+        blocks_per_peer: usize,
         units: &[u64],
         call: &Call,
     ) -> Result<HopCounts, CollectiveError> {
-        self.tell_ranks(algorithm, pieces, units, call)
+        self.count_exchange(algorithm, blocks_per_peer, units, call)
     }
 
     fn exchange_with(
@@ -530,7 +537,7 @@ impl Collectives for Nccl {
     }
 
     fn barrier(&mut self, call: &Call) -> BegunHandle {
-        let mut task = self.task(Kind::Barrier, call);
+        let mut task = self.task(OpKind::Barrier, call);
         task.keep = vec![self.world.token.clone()];
         let at = self.world.token.address();
         let (number, op) = (kind_of(Element::I32), op_of(Reduction::Max));

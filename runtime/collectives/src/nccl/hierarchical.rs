@@ -1,30 +1,30 @@
-//! Exchanges over other ranks.
+//! Exchanges over intermediate ranks.
 
 use super::group::{BegunHandle, Nccl};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::eager::Kind;
+use crate::eager::OpKind;
 use crate::plan::{self, HopCounts, Schedule};
 use crate::{CollectiveError, Slice, checks, hierarchical};
 
 impl Nccl {
-    /// [`Collectives::exchange_counts`].
-    /// By eager messages where something carries them, else on the stream, for which this waits.
-    pub(super) fn tell_ranks(
+    /// Implements [`Collectives::exchange_counts`]: over eager messages where a transport carries
+    /// them, else on the stream, for which the host waits.
+    pub(super) fn count_exchange(
         &mut self,
         algorithm: Algorithm,
-        pieces: usize,
+        blocks_per_peer: usize,
         units: &[u64],
         call: &Call,
     ) -> Result<HopCounts, CollectiveError> {
-        let kind = Kind::Agree;
-        if let Some(told) = self.by_control(1, |control| {
-            control.exchange_counts(algorithm, pieces, units, call)
+        let kind = OpKind::Agree;
+        if let Some(counts) = self.by_control(1, |control| {
+            control.exchange_counts(algorithm, blocks_per_peer, units, call)
         }) {
-            return told;
+            return counts;
         }
-        checks::units(kind, pieces, units.len(), self.size())?;
+        checks::units(kind, blocks_per_peer, units.len(), self.size())?;
         let exchange = hierarchical::CountExchange::new(algorithm, self.size(), kind)?;
-        let (plan, next) = exchange.plan(self.rank(), pieces, units);
+        let (plan, next) = exchange.plan(self.rank(), blocks_per_peer, units);
         let mut task = self.task(kind, call);
         task.waits = Some("the host has to know what it brings");
         self.start_plans(task, &[], &[], plan.packed(), Some(next))?
@@ -32,7 +32,7 @@ impl Nccl {
         exchange.result(kind)
     }
 
-    /// [`Collectives::exchange_with`].
+    /// Implements [`Collectives::exchange_with`].
     pub(super) fn exchange_over_ranks(
         &mut self,
         sends: &[Transfer],
@@ -40,9 +40,9 @@ impl Nccl {
         schedule: &dyn Schedule,
         call: &Call,
     ) -> BegunHandle {
-        let kind = Kind::Exchange;
-        let own = (self.rank(), self.size());
-        checks::transfers(kind, own.0, own.1, sends, receives)?;
+        let kind = OpKind::Exchange;
+        let own = self.own_rank();
+        checks::transfers(kind, own, sends, receives)?;
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
         let plan = plan
@@ -50,10 +50,11 @@ impl Nccl {
             .packed();
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);
-        task.signature.ways = schedule.code();
-        // What is sent on the way, too: some of what comes may be made of it there.
+        task.signature.hop_code = schedule.code();
+        // Compare every message of the plan, not only the caller's: a rank in between may compute
+        // what it sends from what it received, as a deduplicated combine does.
         let [to, from] = plan.traffic();
-        task.agreement = Some(plan::sizes(own.0, &to, &from));
+        task.agreement = Some(plan::sizes(own.rank, &to, &from));
         self.start_plan(task, &slices(sends), &slices(receives), plan)
     }
 }

@@ -1,4 +1,4 @@
-//! Operations on a stream: calls of the library, copies and folds, one after the other.
+//! Execution of plans on a stream: library calls, copies and folds, one after the other.
 
 use super::comm::{Comm, Entered};
 use super::fold::Folding;
@@ -6,7 +6,7 @@ use super::table::{BYTE, RawComm, RawStream, Table};
 use super::world::World;
 use crate::error::At;
 use crate::operation::{Next, Unequal};
-use crate::plan::{Copy, Message, Place, Plan, Span, Step};
+use crate::plan::{BufferRef, Copy, Expected, Message, Plan, Span, Step};
 use crate::{CollectiveError, Slice};
 use moesaic_target::{DeviceCopy, DeviceError, StreamDevice};
 use std::ffi::c_int;
@@ -14,19 +14,19 @@ use std::time::Duration;
 
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// An operation while it is put on the stream.
+/// An operation that is being put on the stream.
 pub struct Launch<'a> {
     pub world: &'a World,
     pub comm: Entered<'a>,
     pub gpu: &'a dyn StreamDevice,
     pub stream: RawStream,
     pub at: &'a At,
-    /// Ranks of the world, by rank in the group.
+    /// The ranks in the world, by rank in the group.
     pub members: &'a [usize],
 }
 
 /// The memory of an operation.
-pub struct Places {
+pub struct Operands {
     pub inputs: Vec<Slice>,
     pub outputs: Vec<Slice>,
     pub scratch: Slice,
@@ -35,8 +35,7 @@ pub struct Places {
 type Done = Result<(), CollectiveError>;
 
 impl Launch<'_> {
-    /// Calls of the library that begin together. The device gets them before this returns,
-    /// and has not run them.
+    /// Issues library calls as one group. On return they are on the stream and have not run.
     pub fn together(
         &self,
         calls: impl FnOnce(&Table, RawComm, RawStream) -> Result<(), (&'static str, c_int)>,
@@ -55,13 +54,13 @@ impl Launch<'_> {
         self.settle()
     }
 
-    /// Calls that do not wait may go on after their return; an event behind them, or
-    /// another call, may come only when they are on the stream.
+    /// Waits until the library's non-blocking calls are on the stream; only then may an event or
+    /// another call follow.
     fn settle(&self) -> Done {
         self.settled(&self.comm)
     }
 
-    /// Waits until a communicator is there and has done what it has begun.
+    /// Waits until a communicator exists and has done what it began.
     pub fn wait_for(&self, comm: &Comm) -> Done {
         loop {
             if let Some(entered) = comm.enter() {
@@ -76,7 +75,7 @@ impl Launch<'_> {
 
     fn settled(&self, comm: &Entered<'_>) -> Done {
         loop {
-            // First: a communicator that was ended must not be asked.
+            // Checked first, because a communicator that was ended must not be queried.
             if let Some(failure) = self.world.board.failure() {
                 return Err(failure);
             }
@@ -102,26 +101,26 @@ impl Launch<'_> {
         }
     }
 
-    /// Does what a plan says, and what follows from what its ranks have learnt.
-    pub fn plan(&self, plan: &Plan, next: Option<Next>, places: &mut Places) -> Done {
+    /// Executes a plan, then the plan that follows from what its exchanges brought.
+    pub fn plan(&self, plan: &Plan, next: Option<Next>, operands: &mut Operands) -> Done {
         for step in &plan.steps {
-            self.step(step, places)?;
+            self.step(step, operands)?;
         }
         let Some(next) = next else {
             return Ok(());
         };
-        let bytes = self.read(&places.scratch, plan.scratch)?;
+        let bytes = self.read(&operands.scratch, plan.scratch)?;
         let rest = next(&bytes).map_err(|unequal| self.unequal(&unequal))?;
-        places.scratch = self
+        operands.scratch = self
             .world
             .scratch(rest.scratch)
             .map_err(|e| self.device(e))?;
         rest.steps
             .iter()
-            .try_for_each(|step| self.step(step, places))
+            .try_for_each(|step| self.step(step, operands))
     }
 
-    fn step(&self, step: &Step, places: &Places) -> Done {
+    fn step(&self, step: &Step, operands: &Operands) -> Done {
         match step {
             Step::Exchange {
                 sends,
@@ -129,20 +128,20 @@ impl Launch<'_> {
                 copies,
                 ..
             } => {
-                self.copies(copies, places)?;
-                self.exchange(sends, receives, places)
+                self.copies(copies, operands)?;
+                self.exchange(sends, receives, operands)
             }
-            Step::Repack(copies) => self.copies(copies, places),
+            Step::Repack(copies) => self.copies(copies, operands),
             Step::Write(offset, numbers) => {
                 let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-                let scratch = &places.scratch;
+                let scratch = &operands.scratch;
                 let written =
                     self.world
                         .device
                         .upload(&bytes, scratch.buffer(), scratch.offset() + offset);
                 written.map_err(|error| self.device(error))
             }
-            Step::Check { what, numbers } => self.check(what, numbers, places),
+            Step::Check { what, numbers } => self.check(what, numbers, operands),
             Step::Reduce {
                 element,
                 reduction,
@@ -151,14 +150,14 @@ impl Launch<'_> {
                 to,
                 offset,
             } => {
-                let from = Span::new(Place::Scratch, rows.clone());
+                let from = Span::new(BufferRef::Scratch, rows.clone());
                 let to = Span::new(*to, *offset..offset + row_bytes);
                 let folding = Folding {
                     element: *element,
                     reduction: *reduction,
-                    rows: self.part(&from, places)?,
+                    rows: self.part(&from, operands)?,
                     row_bytes: *row_bytes,
-                    to: self.part(&to, places)?,
+                    to: self.part(&to, operands)?,
                 };
                 match row_bytes {
                     0 => Ok(()),
@@ -176,11 +175,12 @@ impl Launch<'_> {
         folded.map_err(|error| self.device(error))
     }
 
-    /// Messages of no bytes are left out, here and by the other rank.
-    fn exchange(&self, sends: &[Message], receives: &[Message], places: &Places) -> Done {
+    /// Sends and receives messages. Both sides leave out empty ones, which NCCL would still
+    /// launch.
+    fn exchange(&self, sends: &[Message], receives: &[Message], operands: &Operands) -> Done {
         let parts = |list: &[Message]| -> Result<Vec<(c_int, Slice)>, CollectiveError> {
             let list = list.iter().filter(|message| message.span.bytes > 0);
-            list.map(|message| Ok((message.peer as c_int, self.part(&message.span, places)?)))
+            list.map(|message| Ok((message.peer as c_int, self.part(&message.span, operands)?)))
                 .collect()
         };
         let (sends, receives) = (parts(sends)?, parts(receives)?);
@@ -189,7 +189,7 @@ impl Launch<'_> {
         }
         self.together(|table, comm, stream| {
             for (peer, part) in &sends {
-                // SAFETY: the memory is kept until the stream has come past it.
+                // SAFETY: the memory is kept until the stream has passed the operation.
                 let code =
                     unsafe { table.send(part.address(), part.bytes(), BYTE, *peer, comm, stream) };
                 done("ncclSend", code)?;
@@ -205,11 +205,11 @@ impl Launch<'_> {
         })
     }
 
-    fn copies(&self, copies: &[Copy], places: &Places) -> Done {
+    fn copies(&self, copies: &[Copy], operands: &Operands) -> Done {
         for copy in copies.iter().filter(|copy| copy.from.bytes > 0) {
-            let from = self.part(&copy.from, places)?;
+            let from = self.part(&copy.from, operands)?;
             let end = copy.offset + copy.from.bytes;
-            let to = self.part(&Span::new(copy.to, copy.offset..end), places)?;
+            let to = self.part(&Span::new(copy.to, copy.offset..end), operands)?;
             if from.address() == to.address() {
                 continue;
             }
@@ -225,12 +225,12 @@ impl Launch<'_> {
         Ok(())
     }
 
-    /// The bytes of a span.
-    fn part(&self, span: &Span, places: &Places) -> Result<Slice, CollectiveError> {
-        let slice = match span.place {
-            Place::Input(index) => places.inputs.get(index),
-            Place::Output(index) => places.outputs.get(index),
-            Place::Scratch => Some(&places.scratch),
+    /// Returns the memory of a span.
+    fn part(&self, span: &Span, operands: &Operands) -> Result<Slice, CollectiveError> {
+        let slice = match span.buffer {
+            BufferRef::Input(index) => operands.inputs.get(index),
+            BufferRef::Output(index) => operands.outputs.get(index),
+            BufferRef::Scratch => Some(&operands.scratch),
         };
         let part = slice.and_then(|slice| slice.part(span.offset, span.bytes));
         part.ok_or_else(|| CollectiveError::Invalid {
@@ -239,20 +239,19 @@ impl Launch<'_> {
         })
     }
 
-    fn check(&self, what: &'static str, numbers: &[(usize, u64, usize)], places: &Places) -> Done {
-        let end = numbers.iter().map(|(offset, ..)| offset + 8).max();
-        let bytes = self.read(&places.scratch, end.unwrap_or(0))?;
-        for (offset, ours, peer) in numbers {
-            let theirs = bytes[*offset..]
+    fn check(&self, what: &'static str, numbers: &[Expected], operands: &Operands) -> Done {
+        let end = numbers.iter().map(|number| number.offset + 8).max();
+        let bytes = self.read(&operands.scratch, end.unwrap_or(0))?;
+        for expected in numbers {
+            let theirs = bytes[expected.offset..]
                 .first_chunk()
                 .map(|n| u64::from_le_bytes(*n));
             let theirs = theirs.unwrap_or_default();
-            if theirs != *ours {
-                let (ours, peer) = (*ours, *peer);
+            if theirs != expected.value {
                 return Err(self.unequal(&Unequal {
                     what,
-                    peer,
-                    ours,
+                    peer: expected.peer,
+                    ours: expected.value,
                     theirs,
                 }));
             }
@@ -278,8 +277,8 @@ impl Launch<'_> {
         done.map(|()| read).map_err(|error| self.device(error))
     }
 
-    /// Waits until the stream has come here, or everything has failed: a wait of the
-    /// driver's would not end with the operation's deadline.
+    /// Waits until the stream has arrived here or the world has failed. It polls an event,
+    /// because a wait inside the driver would outlast the operation's deadline.
     fn catch_up(&self) -> Done {
         let event = self.gpu.record().map_err(|error| self.device(error))?;
         while !event.passed().map_err(|error| self.device(error))? {
@@ -292,7 +291,7 @@ impl Launch<'_> {
     }
 }
 
-/// What a call has returned, for [`Launch::together`].
+/// Converts a return code for [`Launch::together`].
 pub fn done(function: &'static str, code: c_int) -> Result<(), (&'static str, c_int)> {
     match code {
         0 => Ok(()),

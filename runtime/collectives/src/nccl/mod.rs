@@ -1,16 +1,15 @@
-//! Ranks with a GPU each, by NCCL or RCCL.
+//! Ranks with a GPU each, over NCCL or RCCL.
 //!
-//! The library is opened when it is needed; nothing is needed at build time. Operations
-//! are put on the stream of the rank's device: what was launched before is done before
-//! them, what is launched later sees their result, and the host waits for nothing unless
-//! it asks. So a layer may drop the handle and go on; it may also capture operations into
-//! a graph.
+//! The library is opened at run time; building needs none. Operations are put on the stream of
+//! the rank's device. They run after everything launched before them, later launches see their
+//! results, and the host waits only if you ask it to. So a layer may drop the handle and
+//! continue, and may capture operations in a graph.
 //!
-//! Data go by the library, and what ranks have to agree on by eager messages of another transport,
-//! MPI or threads, where there is one: which operation this is, its type and sizes. A rank
-//! that calls something else, or is late, is found and named by that. [`Checks::Off`]
-//! leaves it out.
+//! The library moves the data. Where there is another transport, MPI or threads, its eager
+//! messages compare each operation across ranks: its kind, type and sizes. They name a rank that
+//! calls something else or is late. [`Checks::Off`] leaves the comparison out.
 
+mod agree;
 mod card;
 mod comm;
 mod end;
@@ -38,53 +37,54 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use world::Parts;
 
-/// Whether ranks tell each other what they call.
+/// The comparison of operations across ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Checks {
-    /// In every operation, by eager messages on the host, while the data are on their way.
+    /// Compare every operation, by eager messages between hosts while data are in flight.
     #[default]
     Every,
-    /// Never: ranks that call different things end at their deadlines, or with wrong data.
+    /// Never compare: ranks that call different operations time out or get wrong data.
     Off,
 }
 
-/// In which order values of ranks are reduced.
+/// The order of sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sums {
-    /// That of ranks: the same bytes as with any other transport.
+    /// Rank order: the same bytes as with any other transport.
     #[default]
     InOrder,
-    /// The library's own: faster for large data; the same bytes in every run only for the
-    /// same library, machines and number of ranks. bf16 and f16 may be rounded at each step.
+    /// The library's own order, which is faster for large data. Bytes repeat only with the same
+    /// library, machines and number of ranks; bf16 and f16 may be rounded at every step.
     Library,
 }
 
-/// How ranks with GPUs begin.
+/// The options of [`start`] and [`over`].
 #[derive(Clone, Default)]
 pub struct Options {
-    /// The library. `None`: `MOESAIC_NCCL`, else by the loader's path.
+    /// The library. `None` selects `MOESAIC_NCCL`, else the loader's search path.
     pub library: Option<PathBuf>,
-    /// How long ranks may take to come together, and the deadline of operations. `None`:
-    /// `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`](crate::DEADLINE).
+    /// The time in which all ranks must have started, and the deadline of operations. `None`
+    /// selects `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`](crate::DEADLINE).
     pub deadline: Option<Duration>,
     /// Whether operations are compared.
     pub checks: Checks,
     /// The order of sums.
     pub sums: Sums,
-    /// Who folds rows on the device; `None` is the host.
+    /// The implementation of folds on the device; `None` folds on the host.
     pub fold: Option<Arc<dyn Fold>>,
-    /// Several ranks may have one device: for experiments; the library must be told, too.
+    /// Allow several ranks on one device, for experiments; the library has to allow it too.
     pub share_device: bool,
-    /// Another name for this host, to make several of one.
+    /// Another name for this host, to make several out of one.
     pub host: Option<String>,
-    /// Who this process is. `None`: what launchers' variables say, else alone.
+    /// The position of this process. `None` reads launchers' variables; without any the process
+    /// is alone.
     pub world: Option<World>,
-    /// Where ranks meet. `None`: what variables say.
+    /// The meeting point of ranks. `None` reads variables.
     pub meeting: Option<Meeting>,
-    /// An MPI to meet by that is tried after those of the machine.
+    /// An MPI for meeting, tried after those of the machine.
     pub installed_mpi: Option<PathBuf>,
-    /// What tells this job from others that meet at the same place. `None`: what launchers'
-    /// variables say.
+    /// The name that separates this job from others with the same meeting point. `None` reads
+    /// launchers' variables.
     pub job: Option<String>,
 }
 
@@ -97,12 +97,12 @@ impl Options {
     }
 }
 
-/// The ranks that a launcher has started, this process one of them. Waits until all have
-/// come. Under MPI its eager messages stay to compare operations; where ranks have met in a folder
-/// or at an address nothing does, as with [`Checks::Off`].
+/// Joins the ranks that a launcher has started, and waits until all have come. Under MPI, its
+/// eager messages stay in use to compare operations. Ranks that meet in a folder or at an address
+/// do not compare them, as with [`Checks::Off`].
 ///
 /// # Errors
-/// As [`over`], [`World::from_environment`], [`Meeting::from_variables`], and
+/// The errors of [`over`], [`World::from_environment`] and [`Meeting::from_variables`];
 /// [`CollectiveError::Setup`] for ranks that do not come in time.
 pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, CollectiveError> {
     let variable = |name: &str| std::env::var(name).ok();
@@ -148,12 +148,13 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
     }
 }
 
-/// A world of GPUs out of ranks that can already talk to each other. Waits.
+/// Makes a world of GPUs out of ranks that another transport already connects. Waits.
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] when there is no library or it is too old;
 /// [`CollectiveError::Disagreement`] when ranks have different ones;
-/// [`CollectiveError::SharedDevice`]; else as [`Collectives::gather_bytes`].
+/// [`CollectiveError::SharedDevice`] when two ranks share a device; else the errors of
+/// [`Collectives::gather_bytes`].
 pub fn over(
     mut control: Communicator,
     device: Arc<dyn Device>,
@@ -168,28 +169,28 @@ pub fn over(
     begin.join(&cards, deadline, Some(control))
 }
 
-/// A library that ranks can use.
+/// A usable library.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
-    /// What it is: `NCCL 2.28.3`.
+pub struct NcclLibrary {
+    /// Its name and version: `NCCL 2.28.3`.
     pub version: String,
-    /// The name or path it was opened by.
+    /// The name or path by which it was opened.
     pub library: String,
 }
 
-/// The library for devices of a target, without using one.
+/// Returns the library for devices of a target, without using a device.
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] when it cannot be opened, or is too old.
-pub fn probe(target: Target, options: &Options) -> Result<Found, CollectiveError> {
+pub fn probe(target: Target, options: &Options) -> Result<NcclLibrary, CollectiveError> {
     let api = find::Api::open(options.library.as_deref(), target)?;
-    Ok(Found {
+    Ok(NcclLibrary {
         version: api.name(),
         library: api.table.library().to_string(),
     })
 }
 
-/// A rank before there is a communicator.
+/// A rank before the communicator exists.
 struct Begin<'a> {
     rank: usize,
     size: usize,
@@ -215,7 +216,7 @@ impl Begin<'_> {
         })
     }
 
-    /// What this rank says of itself.
+    /// Returns this rank's introduction.
     fn card(&self) -> Result<Vec<u8>, CollectiveError> {
         let mut id = table::UniqueId([0; table::ID_BYTES]);
         if self.rank == 0 {
@@ -241,7 +242,7 @@ impl Begin<'_> {
         Ok(card.encode())
     }
 
-    /// Makes the communicator; all ranks do it.
+    /// Makes the communicator; all ranks call it.
     fn join(
         self,
         cards: &[Vec<u8>],
@@ -250,7 +251,7 @@ impl Begin<'_> {
     ) -> Result<Nccl, CollectiveError> {
         let id = card::check(cards, self.options.share_device)?;
         let setup = |error: moesaic_target::DeviceError| find::setup(error.to_string());
-        // The library takes the GPU that is this thread's.
+        // The library uses the GPU that is current on this thread.
         self.device
             .streams()
             .and_then(|gpu| gpu.native_stream())
@@ -299,7 +300,7 @@ impl Begin<'_> {
                     continue;
                 }
             };
-            // An abort takes as long as the library likes.
+            // Aborted on a thread of its own, because an abort may take any length of time.
             let own = Arc::clone(comm);
             let _ = std::thread::Builder::new().spawn(move || own.abort());
             let name = self.api.name();

@@ -3,30 +3,31 @@
 use super::group::Nccl;
 use crate::api::{Call, Collectives};
 use crate::communicator::Communicator;
-use crate::eager::Kind;
+use crate::eager::OpKind;
 use crate::operation::Group;
 use crate::{CollectiveError, Element, Slice, checks};
 use moesaic_target::DeviceError;
 use std::sync::Arc;
 
 /// A new group, as one of its ranks sees it.
-struct Part {
-    /// By rank in the world.
+struct NewGroup {
+    /// The members, by rank in the world.
     members: Vec<usize>,
     rank: usize,
-    /// The group by eager messages.
+    /// The same group over eager messages.
     control: Option<Communicator>,
 }
 
 impl Nccl {
-    /// What so many operations of the group give that carries what is small, if there is one.
+    /// Runs `count` operations of the group over the transport of small messages, if there is
+    /// one.
     pub(super) fn by_control<T>(
         &mut self,
         operations: u64,
         gather: impl FnOnce(&mut Communicator) -> Result<T, CollectiveError>,
     ) -> Option<Result<T, CollectiveError>> {
         self.control.as_ref()?;
-        if let Err(error) = self.usable(Kind::Agree) {
+        if let Err(error) = self.usable(OpKind::Agree) {
             return Some(Err(error));
         }
         self.sequence += operations;
@@ -34,17 +35,17 @@ impl Nccl {
         Some(gathered.inspect_err(|error| self.world.board.fail(None, error.clone())))
     }
 
-    /// Bytes of all ranks, as many of each, through the device: where nothing else carries
-    /// them.
+    /// Gathers equally many bytes of every rank through the device, where no other transport
+    /// carries them.
     pub(super) fn gather_equal(
         &mut self,
         own: &[u8],
         call: &Call,
     ) -> Result<Vec<u8>, CollectiveError> {
-        let failed = |error: DeviceError| checks::invalid(Kind::Agree, error.to_string());
+        let failed = |error: DeviceError| checks::invalid(OpKind::Agree, error.to_string());
         let device = Arc::clone(&self.world.device);
-        let room = |bytes| device.alloc(bytes).map(Arc::new).map_err(failed);
-        let (from, to) = (room(own.len())?, room(own.len() * self.size())?);
+        let allocate = |bytes| device.alloc(bytes).map(Arc::new).map_err(failed);
+        let (from, to) = (allocate(own.len())?, allocate(own.len() * self.size())?);
         device.upload(own, &from, 0).map_err(failed)?;
         let (from, to) = (
             Slice::whole(&from, Element::U8),
@@ -61,12 +62,12 @@ impl Nccl {
         color: Option<u32>,
         key: i64,
         call: &Call,
-    ) -> Result<Option<Part>, CollectiveError> {
+    ) -> Result<Option<NewGroup>, CollectiveError> {
         if let Some(control) = &mut self.control {
             self.sequence += 1;
             let group = control.split_off(color, key, call);
             let group = group.inspect_err(|error| self.world.board.fail(None, error.clone()))?;
-            return Ok(group.map(|group| Part {
+            return Ok(group.map(|group| NewGroup {
                 members: group.members().to_vec(),
                 rank: group.rank(),
                 control: Some(group),
@@ -81,7 +82,7 @@ impl Nccl {
         let place = chosen.iter().position(|rank| *rank == self.rank());
         let members = chosen.iter().map(|rank| self.group.members[*rank]);
         let members: Vec<usize> = members.collect();
-        Ok(color.and(place).map(|rank| Part {
+        Ok(color.and(place).map(|rank| NewGroup {
             members,
             rank,
             control: None,
@@ -94,19 +95,19 @@ impl Nccl {
         key: i64,
         call: &Call,
     ) -> Result<Option<Nccl>, CollectiveError> {
-        self.usable(Kind::Split)?;
+        self.usable(OpKind::Split)?;
         if let Some(graph) = self.world.device.capturing() {
             let reason = format!("it cannot be a part of graph `{graph}`");
-            return Err(checks::invalid(Kind::Split, reason));
+            return Err(checks::invalid(OpKind::Split, reason));
         }
         let found = self.members_of(color, key, call)?;
-        // A number that no other new group has, and that fits: its least member.
-        let least = |part: &Part| part.members.iter().min().map(|rank| *rank as u32);
+        // A colour that no other new group has and that fits the type: the group's least member.
+        let least = |group: &NewGroup| group.members.iter().min().map(|rank| *rank as u32);
         let number = found.as_ref().and_then(least);
         let place = found.as_ref().map_or(0, |part| part.rank);
         let mut made = None;
         let parent = Arc::clone(&self.comm);
-        let task = self.task(Kind::Split, call);
+        let task = self.task(OpKind::Split, call);
         let handle = self.start(task, |launch| {
             let comm = parent
                 .begin_split(number, place)

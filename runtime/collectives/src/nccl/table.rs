@@ -1,11 +1,11 @@
-//! The functions of NCCL and RCCL that are used. Both have the same ones by the same
-//! names, but for an all-to-all exchange.
+//! The functions of NCCL and RCCL in use. Both libraries export the same names, except for
+//! all-to-all.
 
 use crate::{Element, Reduction};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 
-/// What a function returns.
+/// A return code.
 pub type Code = c_int;
 
 pub const SUCCESS: Code = 0;
@@ -16,16 +16,16 @@ pub type RawComm = *mut c_void;
 /// A stream of the driver.
 pub type RawStream = *mut c_void;
 
-/// Bytes of an id.
+/// The bytes of an id.
 pub const ID_BYTES: usize = 128;
 
-/// What the ranks of a communicator find each other by. It is passed by value.
+/// The id by which the ranks of a communicator find each other. It is passed by value.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId(pub [u8; ID_BYTES]);
 
-/// How a communicator behaves. Libraries take as many bytes as `size` says and fill what
-/// comes after, so that the structure of the oldest one serves all.
+/// The configuration of a communicator. Libraries read as many bytes as `size` says and fill in
+/// the rest, so the oldest version's structure serves all.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Config {
@@ -38,16 +38,16 @@ pub struct Config {
     pub most_blocks: c_int,
     pub network: *const c_char,
     pub split_share: c_int,
-    /// Padding in the oldest structure, a number in later ones: not given in either.
+    /// Padding in the oldest structure, a field in later ones; unset in either.
     pub traffic_class: c_int,
 }
 
 const MAGIC: c_uint = 0xcafe_beef;
-/// A number that is not given.
+/// The value of an unset field.
 const UNDEFINED: c_int = c_int::MIN;
 
 impl Config {
-    /// Calls return at once.
+    /// Returns the configuration in which calls return at once.
     pub fn non_blocking() -> Config {
         Config {
             size: size_of::<Config>(),
@@ -64,16 +64,16 @@ impl Config {
     }
 }
 
-/// A version as the library counts: 21805 is 2.18.5.
+/// A version in the library's format: 21805 is 2.18.5.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version(pub c_int);
 
-/// The first with a configuration, non-blocking calls and splits.
+/// The first version with configurations, non-blocking calls and splits.
 pub const OLDEST: Version = Version(21800);
 
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Before 2.9 there was one digit less for the major version.
+        // Before 2.9, the minor version had one digit less.
         let (major, rest) = match self.0 {
             ..10000 => (self.0 / 1000, self.0 % 1000),
             _ => (self.0 / 10000, self.0 % 10000),
@@ -82,13 +82,13 @@ impl fmt::Display for Version {
     }
 }
 
-/// The colour of a rank that will be in no group.
+/// The colour of a rank that joins no group.
 pub const NO_COLOR: c_int = -1;
 
-/// Bytes, whatever they mean.
+/// The type of untyped bytes.
 pub const BYTE: c_int = 1;
 
-/// The library's number for a type.
+/// Returns the library's constant for a type.
 pub fn kind_of(element: Element) -> c_int {
     match element {
         Element::U8 => BYTE,
@@ -100,7 +100,7 @@ pub fn kind_of(element: Element) -> c_int {
     }
 }
 
-/// The library's number for a reduction.
+/// Returns the library's constant for a reduction.
 pub fn op_of(reduction: Reduction) -> c_int {
     match reduction {
         Reduction::Sum => 0,
@@ -110,7 +110,7 @@ pub fn op_of(reduction: Reduction) -> c_int {
 }
 
 moesaic_dl::dl_table! {
-    /// The functions by their names. Addresses are of device memory.
+    /// The functions by their names. Addresses are device memory.
     pub struct Table {
         version: fn(version: *mut c_int) -> Code = "ncclGetVersion";
         unique_id: fn(id: *mut UniqueId) -> Code = "ncclGetUniqueId";
@@ -140,16 +140,16 @@ moesaic_dl::dl_table! {
     }
 }
 
-/// The type of an exchange in one call.
+/// The type of the all-to-all function.
 pub type AllToAll = unsafe extern "C" fn(u64, u64, usize, c_int, RawComm, RawStream) -> Code;
 
 impl Table {
-    /// An exchange in one call, where the library has it: NCCL since 2.28, RCCL.
+    /// Returns the all-to-all function, where the library has one: NCCL since 2.28, RCCL.
     pub fn all_to_all(&self) -> Option<AllToAll> {
         self.all_to_all_nccl.or(self.all_to_all_rccl)
     }
 
-    /// The library's words for a code, and the last thing that went wrong.
+    /// Returns the library's text for a code, and its last error.
     ///
     /// # Safety
     /// `comm` is null or a communicator that is not destroyed.
@@ -158,13 +158,13 @@ impl Table {
             if words.is_null() {
                 return String::new();
             }
-            // SAFETY: the library's own strings, which end in a zero and stay.
+            // SAFETY: the library's own strings are zero-terminated and never freed.
             let text = unsafe { CStr::from_ptr(words) }.to_string_lossy();
             text.trim().to_string()
         };
         // SAFETY: any code is allowed.
         let words = text(unsafe { self.error_string(code) });
-        // SAFETY: null is allowed, and the rest is the caller's promise.
+        // SAFETY: null is allowed, and the rest is the caller's contract.
         match &*text(unsafe { self.last_error(comm) }) {
             "" => format!("{words} (code {code})"),
             last => format!("{words} (code {code}): {last}"),
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(Version(2804).to_string(), "2.8.4");
     }
 
-    /// cudarc's bindings are made from the headers of each version.
+    /// cudarc's bindings are generated from the headers of each version.
     #[test]
     fn structures_are_those_of_the_header() {
         type Theirs = sys::ncclConfig_t;
@@ -223,14 +223,14 @@ mod tests {
 
     #[test]
     fn numbers_are_those_of_the_header() {
-        use sys::ncclDataType_t as Kind;
+        use sys::ncclDataType_t as OpKind;
         for (element, kind) in [
-            (Element::F32, Kind::ncclFloat32),
-            (Element::Bf16, Kind::ncclBfloat16),
-            (Element::F16, Kind::ncclFloat16),
-            (Element::I32, Kind::ncclInt32),
-            (Element::I64, Kind::ncclInt64),
-            (Element::U8, Kind::ncclUint8),
+            (Element::F32, OpKind::ncclFloat32),
+            (Element::Bf16, OpKind::ncclBfloat16),
+            (Element::F16, OpKind::ncclFloat16),
+            (Element::I32, OpKind::ncclInt32),
+            (Element::I64, OpKind::ncclInt64),
+            (Element::U8, OpKind::ncclUint8),
         ] {
             assert_eq!(kind_of(element), kind as c_int, "{element}");
         }
@@ -245,8 +245,8 @@ mod tests {
         assert_eq!(IN_PROGRESS, sys::ncclResult_t::ncclInProgress as Code);
     }
 
-    /// That cudarc's functions take what ours take, by what the compiler makes of calls.
-    /// Never called.
+    /// A compile-time check that cudarc's functions take the arguments that ours take. Never
+    /// called.
     #[allow(dead_code)]
     unsafe fn signatures_are_those_of_the_header(comm: sys::ncclComm_t, stream: sys::cudaStream_t) {
         let (from, to) = (std::ptr::null::<c_void>(), std::ptr::null_mut::<c_void>());

@@ -1,9 +1,9 @@
-//! What is in flight on the device, and its end when it takes too long.
+//! The operations in flight on the device, and their end when one takes too long.
 //!
-//! Three threads share the work, so that none can hold up the end of another. The
-//! *prober* asks the driver and the library how far things are; a driver that is stuck
-//! holds it up. The *watchdog* knows the clock alone, and calls neither. The *undertaker*,
-//! started by a failure, ends the communicators, and nobody waits for it for long.
+//! Three threads share the work, so that none can block the others. The *prober* polls the driver
+//! and the library, and a stuck driver may block it. The *watchdog* reads only the clock and
+//! calls neither. After a failure, the *undertaker* aborts the communicators, and nobody waits
+//! for it for long.
 
 use super::comm::Comm;
 use crate::error::{At, Missing};
@@ -14,63 +14,65 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Between two looks of the prober.
+/// The time between two polls of the prober.
 const GLANCE: Duration = Duration::from_millis(2);
-/// How long the watchdog waits, past a deadline, for the prober's last looks.
+/// The time that the watchdog grants the prober past a deadline.
 const LAST_LOOK: Duration = Duration::from_secs(2);
-/// A little more than the ranks' own agreement gets, whose errors say more.
+/// The grace past the deadline. It exceeds the grace of the ranks' own comparison, whose errors
+/// say more.
 const SLACK: Duration = Duration::from_millis(300);
 
 /// An operation on the device.
-pub struct Work {
+pub struct DeviceOperation {
     pub at: Box<At>,
     pub group: Arc<Group>,
     pub comm: Arc<Comm>,
     pub started: Instant,
     pub deadline: Duration,
-    /// Where the stream has to come; `None` while it is being launched.
+    /// The event behind the operation; `None` while it is being launched.
     pub event: Option<Arc<dyn Event>>,
-    /// What the device may be using.
+    /// The memory that the device may be using.
     pub keep: Vec<Slice>,
-    /// All ranks have called it.
+    /// Whether all ranks have called it.
     pub agreed: bool,
     pub done: bool,
-    /// Nobody will ask how it ended.
+    /// Whether the caller has dropped the handle.
     pub abandoned: bool,
 }
 
 #[derive(Default)]
 struct State {
-    work: BTreeMap<u64, Work>,
+    work: BTreeMap<u64, DeviceOperation>,
     comms: Vec<Arc<Comm>>,
     next: u64,
-    /// Looks of the prober that are over.
+    /// The number of finished polls of the prober.
     looks: u64,
     failure: Option<CollectiveError>,
-    /// The operation that has failed, rather than another.
+    /// The operation that failed first.
     culprit: Option<u64>,
-    /// The undertaker has done all.
+    /// Whether the undertaker has finished.
     buried: bool,
     closed: bool,
 }
 
-/// The operations of a rank. Its lock is never held over a call of driver or library.
+/// The operations of a rank. Its lock is never held during a call of the driver or the library,
+/// because such a call may never return.
 #[derive(Default)]
 pub struct Board {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// How an operation stands.
+/// The progress of an operation.
 pub enum Standing {
-    /// The event it waits for.
+    /// In flight, with the event it waits for.
     Running(Option<Arc<dyn Event>>),
     Done,
     Failed(CollectiveError),
 }
 
 impl Board {
-    /// With its threads, which end when it is closed.
+    /// Returns a board with its threads, which end when it is closed.
     pub fn new() -> Result<Arc<Board>, CollectiveError> {
         let board = Arc::new(Board::default());
         board.spawn("nccl prober", Board::probe)?;
@@ -95,7 +97,7 @@ impl Board {
         self.lock().comms.push(Arc::clone(comm));
     }
 
-    /// All communicators; groups come before what they were split off.
+    /// Returns all communicators, groups before the communicator they were split off.
     pub fn comms(&self) -> Vec<Arc<Comm>> {
         self.lock().comms.iter().rev().cloned().collect()
     }
@@ -104,7 +106,7 @@ impl Board {
         self.lock().failure.clone()
     }
 
-    /// What failed before, as an error of a new operation.
+    /// Fails with the earlier failure, as the error of a new operation.
     pub fn usable(&self, operation: &str) -> Result<(), CollectiveError> {
         match self.failure() {
             None => Ok(()),
@@ -115,7 +117,7 @@ impl Board {
         }
     }
 
-    pub fn begin(&self, work: Work) -> u64 {
+    pub fn begin(&self, work: DeviceOperation) -> u64 {
         let mut state = self.lock();
         let id = state.next;
         state.next += 1;
@@ -124,9 +126,11 @@ impl Board {
         id
     }
 
-    /// It is on the stream; `None` where nothing runs, as while a graph is captured.
+    /// Records that an operation is on the stream; the event is `None` where nothing runs, as
+    /// during graph capture.
     pub fn launched(&self, id: u64, event: Option<Arc<dyn Event>>) {
         if let Some(work) = self.lock().work.get_mut(&id) {
+            // Without an event nothing runs, so there is nothing to wait for.
             work.done = event.is_none();
             work.event = event;
         }
@@ -136,12 +140,14 @@ impl Board {
     pub fn standing(&self, id: u64) -> Standing {
         let state = self.lock();
         match (state.work.get(&id), &state.failure) {
+            // An operation that had ended before the failure stays successful.
             (Some(work), _) if work.done => Standing::Done,
             (work, Some(failure)) => Standing::Failed(match (work, state.culprit == Some(id)) {
                 (Some(work), false) => at_work(failure, work),
                 _ => failure.clone(),
             }),
             (Some(work), None) => Standing::Running(work.event.clone()),
+            // Only finished operations are forgotten.
             (None, None) => Standing::Done,
         }
     }
@@ -152,14 +158,14 @@ impl Board {
         }
     }
 
-    /// All ranks have called it.
+    /// Records that all ranks have called an operation.
     pub fn agreed(&self, id: u64) {
         if let Some(work) = self.lock().work.get_mut(&id) {
             work.agreed = true;
         }
     }
 
-    /// Forgets what is over; what is not is forgotten when it is.
+    /// Forgets an operation: now if it is over, else when it is.
     pub fn leave(&self, id: u64) {
         let mut state = self.lock();
         let kept = state.failure.is_some() && !state.buried;
@@ -170,21 +176,21 @@ impl Board {
         }
     }
 
-    /// An operation that is not over.
+    /// Returns the name of an unfinished operation.
     pub fn in_flight(&self) -> Option<String> {
         let state = self.lock();
         let running = state.work.values().find(|work| !work.done);
         running.map(|work| work.at.to_string())
     }
 
-    /// Whether all that is in flight will be asked for by nobody.
+    /// Returns whether operations are in flight and nobody waits for any of them.
     pub fn abandoned_only(&self) -> bool {
         let state = self.lock();
         let mut running = state.work.values().filter(|work| !work.done).peekable();
         running.peek().is_some() && running.all(|work| work.abandoned)
     }
 
-    /// Ends everything; the first failure counts. `culprit` is the operation it is of.
+    /// Fails everything; only the first failure counts. `culprit` is the operation that failed.
     pub fn fail(&self, culprit: Option<u64>, error: CollectiveError) {
         let mut state = self.lock();
         if state.failure.is_none() {
@@ -195,7 +201,7 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// Ends the threads; `why` is what later calls hear.
+    /// Ends the threads; later calls fail with `why`.
     pub fn close(&self, why: Option<CollectiveError>) {
         let mut state = self.lock();
         if state.failure.is_none() {
@@ -206,12 +212,13 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// Whether it was closed.
+    /// Returns whether the board is closed.
     pub fn is_closed(&self) -> bool {
         self.lock().closed
     }
 
-    /// Whether the communicators have been ended after a failure, within that time.
+    /// Waits until the communicators have been aborted after a failure, at most for `time`;
+    /// returns whether they have.
     pub fn buried_within(&self, time: Duration) -> bool {
         let state = self.lock();
         let waited = self
@@ -220,13 +227,14 @@ impl Board {
         waited.unwrap_or_else(PoisonError::into_inner).0.buried
     }
 
-    /// The prober: looks at what has been launched until the board is closed.
+    /// Runs the prober: polls launched operations until the board is closed.
     fn probe(&self) {
         loop {
             let state = self.lock();
             if state.closed || state.failure.is_some() {
                 return;
             }
+            // Copy what to poll and release the lock: a stuck driver must not block the watchdog.
             let (events, comms) = running(&state);
             if events.is_empty() && comms.is_empty() {
                 drop(self.changed.wait(state));
@@ -251,6 +259,8 @@ impl Board {
         events: Vec<(u64, Arc<dyn Event>)>,
         comms: &[(u64, Arc<Comm>)],
     ) -> Result<(), (Option<u64>, CollectiveError)> {
+        // Library errors come first, because their text says more than the event of the kernel
+        // they stopped.
         for (id, comm) in comms {
             let state = comm.enter().map(|entered| entered.state());
             if let Some(Err(reason)) = state {
@@ -259,13 +269,15 @@ impl Board {
                     transport: comm.api.name(),
                     reason,
                 });
+                // An operation that was forgotten meanwhile has no one to report to.
                 return error.map_or(Ok(()), |error| Err((Some(*id), error)));
             }
         }
         for (id, event) in events {
             match event.passed() {
                 Ok(true) => self.done(id),
-                // Later ones of the stream have not passed either; of another they may.
+                // Later operations of this stream have not passed either, but operations of
+                // another stream may have.
                 Ok(false) => {}
                 Err(failed) => {
                     let reason = failed.to_string();
@@ -286,13 +298,16 @@ impl Board {
         state.work.get(&id).map(|work| error(work.at.clone()))
     }
 
-    /// The watchdog: ends what is past its deadline, and buries after any failure.
+    /// Runs the watchdog: fails operations past their deadline, and starts the undertaker after
+    /// any failure.
     fn guard(&self) {
         let mut state = self.lock();
         while !state.closed {
             if state.failure.is_some() {
                 let comms = state.comms.clone();
                 drop(state);
+                // The watchdog becomes the undertaker: after a failure no deadline matters any
+                // more.
                 return self.bury(comms);
             }
             let now = Instant::now();
@@ -310,14 +325,16 @@ impl Board {
         }
     }
 
-    /// The prober may have been held up by a busy machine: it gets one more whole look.
+    /// Grants the prober one more complete poll, because a busy machine may have delayed it.
     fn expire<'a>(&'a self, state: MutexGuard<'a, State>, id: u64) -> MutexGuard<'a, State> {
+        // Two, because the poll that is in progress may have begun before the operation ended.
         let looks = state.looks + 2;
         let waited = self.changed.wait_timeout_while(state, LAST_LOOK, |state| {
             let over = state.work.get(&id).is_none_or(|work| work.done);
             !over && state.looks < looks && state.failure.is_none() && !state.closed
         });
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        // Look again: the operation may have ended during the wait.
         let work = state.work.get(&id).filter(|work| !work.done);
         if let Some(error) = work.map(deadline_error)
             && state.failure.is_none()
@@ -328,9 +345,10 @@ impl Board {
         state
     }
 
-    /// The undertaker. The device may use the memory of what was in flight until the
-    /// library says otherwise, so it is let go of after that, or never.
+    /// Runs the undertaker. The device may use the memory of operations in flight until the
+    /// library confirms the abort, so that memory is released after that, or never.
     fn bury(&self, comms: Vec<Arc<Comm>>) {
+        // Groups before the communicator they were split off, which they depend on.
         for comm in comms.iter().rev() {
             comm.abort();
         }
@@ -346,12 +364,13 @@ impl Board {
 
 type Running = (Vec<(u64, Arc<dyn Event>)>, Vec<(u64, Arc<Comm>)>);
 
-/// What the prober has to look at: events, and each communicator once.
+/// Returns what the prober polls: events, and each communicator once.
 fn running(state: &State) -> Running {
     let running = || state.work.iter().filter(|(_, work)| !work.done);
-    let event = |(id, work): (&u64, &Work)| Some((*id, work.event.clone()?));
+    let event = |(id, work): (&u64, &DeviceOperation)| Some((*id, work.event.clone()?));
     let mut comms: Vec<(u64, Arc<Comm>)> = Vec::new();
     for (id, work) in running() {
+        // Operations share communicators, and each query is a library call.
         if !comms.iter().any(|(_, comm)| Arc::ptr_eq(comm, &work.comm)) {
             comms.push((*id, Arc::clone(&work.comm)));
         }
@@ -361,14 +380,15 @@ fn running(state: &State) -> Running {
 
 fn next_expiry(state: &State) -> Option<(u64, Instant)> {
     let running = state.work.iter().filter(|(_, work)| !work.done);
-    let expiry = |work: &Work| work.started + work.deadline + SLACK;
+    let expiry = |work: &DeviceOperation| work.started + work.deadline + SLACK;
     running
         .map(|(id, work)| (*id, expiry(work)))
         .min_by_key(|(_, expiry)| *expiry)
 }
 
-/// Who is late cannot be seen from here: all others are named.
-fn deadline_error(work: &Work) -> CollectiveError {
+/// Returns the deadline error. The device does not show which rank is late, so the error names
+/// all others.
+fn deadline_error(work: &DeviceOperation) -> CollectiveError {
     let here = format!("{} `{}`", work.at.sequence, work.at.operation);
     let others = work.group.members.iter().enumerate();
     let missing = others
@@ -384,8 +404,8 @@ fn deadline_error(work: &Work) -> CollectiveError {
     }
 }
 
-/// The same failure, as that of another operation.
-fn at_work(error: &CollectiveError, work: &Work) -> CollectiveError {
+/// Returns the same failure as an error of another operation.
+fn at_work(error: &CollectiveError, work: &DeviceOperation) -> CollectiveError {
     match error {
         CollectiveError::Peer { peer, cause, .. } => CollectiveError::Peer {
             at: work.at.clone(),

@@ -1,17 +1,17 @@
-//! What all groups of a rank share.
+//! The state that all groups of a rank share.
 
 use super::find::Api;
 use super::fold::Fold;
 use super::watch::{Board, Standing};
 use super::{Checks, Sums};
 use crate::core::{Outcome, Shared};
-use crate::handle::{Handle, Work, lock};
+use crate::handle::{Handle, InFlight, lock};
 use crate::{CollectiveError, Element, Slice};
 use moesaic_target::{Buffer, Device, DeviceError, Event, StreamDevice};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long a rank that gives up waits for the library to let go of its device.
+/// The time for which a rank that gives up waits for the library to release its device.
 const BURIAL: Duration = Duration::from_secs(2);
 
 pub struct World {
@@ -21,31 +21,33 @@ pub struct World {
     pub fold: Arc<dyn Fold>,
     pub sums: Sums,
     pub checks: Checks,
-    /// A number that a barrier moves.
+    /// A number for barriers to reduce.
     pub token: Slice,
     scratch: Mutex<Scratch>,
     overlapped: Mutex<Option<OverlapStream>>,
 }
 
-/// Another stream of the device. No operation of it runs at the same time as one of the
-/// device's own: each waits for those before it, so that the library never has two at once.
+/// A second stream of the device. Its operations never run at the same time as those of the
+/// device's own stream: each waits for those before it, because the library must not have two
+/// operations of a communicator at once.
 struct OverlapStream {
     stream: Arc<dyn StreamDevice>,
-    /// Behind the last operation, until the device's own stream waits for it.
+    /// The event behind the last operation, until the device's own stream waits for it.
     last: Option<Arc<dyn Event>>,
     scratch: Scratch,
 }
 
-/// Memory between the phases of operations. They are in the order of one stream, so that
-/// one buffer serves all.
+/// Memory between the phases of operations. Operations run in the order of one stream, so one
+/// buffer serves all.
 #[derive(Default)]
 struct Scratch {
     buffer: Option<Arc<Buffer>>,
-    /// Buffers that graphs use, which may be launched at any time.
+    /// Buffers that captured graphs use; a graph may be replayed at any time, so these are never
+    /// freed.
     captured: Vec<Arc<Buffer>>,
 }
 
-/// What a world begins with.
+/// The constituents of a world.
 pub struct Parts {
     pub api: Arc<Api>,
     pub device: Arc<dyn Device>,
@@ -72,7 +74,7 @@ impl World {
         })
     }
 
-    /// The other stream, behind all that the device's own has so far.
+    /// Returns the second stream, ordered behind everything that is on the device's own.
     pub fn overlapped(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
         let mut overlapped = self
             .overlapped
@@ -95,8 +97,8 @@ impl World {
         Ok(stream)
     }
 
-    /// The device's own stream goes on behind the other one until `last`.
-    pub fn goes_on(&self, last: &Arc<dyn Event>) {
+    /// Records `last` as the end of the second stream, for the device's own stream to wait for.
+    pub fn set_overlap_end(&self, last: &Arc<dyn Event>) {
         let mut overlapped = self
             .overlapped
             .lock()
@@ -106,7 +108,7 @@ impl World {
         }
     }
 
-    /// The device's own stream waits for all of the other one.
+    /// Makes the device's own stream wait for the second one.
     pub fn join(&self) -> Result<(), DeviceError> {
         let mut overlapped = self
             .overlapped
@@ -121,14 +123,15 @@ impl World {
         }
     }
 
-    /// Memory for an operation; while a graph is captured there must be enough from before.
+    /// Returns memory for an operation. While a graph is captured nothing may be allocated, so
+    /// earlier operations must have reserved enough.
     pub fn scratch(&self, bytes: usize) -> Result<Slice, DeviceError> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         self.enough(&mut scratch, bytes)
     }
 
-    /// The same for an operation of the other stream.
-    pub fn scratch_beside(&self, bytes: usize) -> Result<Slice, DeviceError> {
+    /// Returns memory for an operation of the second stream.
+    pub fn overlap_scratch(&self, bytes: usize) -> Result<Slice, DeviceError> {
         let mut overlapped = self
             .overlapped
             .lock()
@@ -158,7 +161,7 @@ impl World {
 }
 
 impl Drop for World {
-    /// A world that was not ended in good order may have kernels that wait for others.
+    /// Fails everything, because kernels may still wait for other ranks.
     fn drop(&mut self) {
         let ended = "the world was dropped without `finish`".to_string();
         let reason = CollectiveError::Setup { reason: ended };
@@ -170,23 +173,23 @@ impl Drop for World {
     }
 }
 
-/// An operation on the stream, and the ranks' agreement on it.
+/// An operation on the stream, and its comparison across ranks.
 pub struct OnStream {
     pub world: Arc<World>,
     pub id: u64,
-    /// What carries the agreement, and the agreement until it is reached.
+    /// The transport of the comparison, and the comparison until it is complete.
     pub control: Option<Arc<Shared>>,
     pub agreement: Option<Handle>,
-    /// Behind it on the other stream, where it is there.
+    /// The event behind the operation on the second stream, if it is there.
     pub overlapped: Option<Arc<dyn Event>>,
 }
 
 impl OnStream {
-    /// Whether anything was heard of the other ranks.
+    /// Checks for news of the other ranks. Returns whether there was any.
     fn listen(&mut self) -> Result<bool, CollectiveError> {
         let board = &self.world.board;
         let Some(agreement) = &mut self.agreement else {
-            // They agree; one may have failed since.
+            // The comparison is complete; a rank may still have failed since.
             if let Some(control) = &self.control {
                 overhear(board, control);
             }
@@ -209,12 +212,12 @@ impl OnStream {
         };
         match self.world.board.standing(self.id) {
             Standing::Failed(error) => {
-                tell(&self.world.board, self.control.as_ref());
+                report_failure(&self.world.board, self.control.as_ref());
                 (true, Some(Err(error)))
             }
             Standing::Done if self.agreement.is_none() => (true, Some(Ok(Vec::new()))),
             Standing::Running(Some(event)) => {
-                // An error of the device is the prober's to find and to tell.
+                // The prober finds and reports errors of the device.
                 if event.passed().unwrap_or(false) {
                     self.world.board.done(self.id);
                     moved = true;
@@ -226,7 +229,7 @@ impl OnStream {
     }
 }
 
-impl Work for OnStream {
+impl InFlight for OnStream {
     fn poll(&mut self) -> (bool, Option<Outcome>) {
         let (moved, outcome) = self.outcome();
         if outcome.is_some() {
@@ -257,9 +260,9 @@ impl Work for OnStream {
     }
 }
 
-/// The other ranks learn of a failure from a rank's own call: what carries eager messages is
-/// called by nobody else.
-pub fn tell(board: &Board, control: Option<&Arc<Shared>>) {
+/// Passes a failure on to the other ranks. Only a rank's own calls do this, because no other
+/// thread may call the transport of eager messages.
+pub fn report_failure(board: &Board, control: Option<&Arc<Shared>>) {
     if let (Some(failure), Some(control)) = (board.failure(), control) {
         let mut core = lock(control);
         if core.failure().is_none() {
@@ -268,7 +271,8 @@ pub fn tell(board: &Board, control: Option<&Arc<Shared>>) {
     }
 }
 
-/// What ended the eager messages, such as the failure of another rank, ends the rest.
+/// Fails the operations on the device when the transport of eager messages has failed, for
+/// example because another rank has.
 pub fn overhear(board: &Board, control: &Arc<Shared>) {
     let mut core = lock(control);
     core.progress();

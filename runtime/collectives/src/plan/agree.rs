@@ -1,10 +1,10 @@
-//! What ranks tell each other of an operation whose data go another way.
+//! Plans that compare an operation across ranks while its data take another path, such as NCCL.
 
-use super::{Message, Place, Plan, Span, Step};
+use super::{BufferRef, Expected, Message, Plan, Span, Step};
 
 const NUMBER: usize = 8;
 
-/// The same plan, by what it is for.
+/// Renames the exchanges of a plan for errors.
 pub fn agreement(mut plan: Plan) -> Plan {
     for step in &mut plan.steps {
         if let Step::Exchange { name, .. } = step {
@@ -14,8 +14,8 @@ pub fn agreement(mut plan: Plan) -> Plan {
     plan
 }
 
-/// Each message's size goes to its receiver, which compares it: ranks of the messages from
-/// here, with their bytes, and of those to here.
+/// Plans the check of an exchange: every rank sends the size of each message to its receiver,
+/// which compares it. Messages are given as peer and bytes.
 pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
     let others = |list: &[(usize, usize)]| -> Vec<(usize, u64)> {
         let others = list.iter().filter(|(peer, _)| *peer != rank);
@@ -25,7 +25,7 @@ pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)])
     let at = |index: usize| index * NUMBER;
     let message = |(index, peer): (usize, usize)| Message {
         peer,
-        span: Span::new(Place::Scratch, at(index)..at(index + 1)),
+        span: Span::new(BufferRef::Scratch, at(index)..at(index + 1)),
     };
     let peers = |list: &[(usize, u64)], from: usize| -> Vec<Message> {
         let numbered = list.iter().enumerate();
@@ -48,7 +48,11 @@ pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)])
             Step::Check {
                 what: "the number of bytes from there to here",
                 numbers: expected
-                    .map(|(i, (peer, bytes))| (at(sends.len() + i), *bytes, *peer))
+                    .map(|(i, (peer, bytes))| Expected {
+                        offset: at(sends.len() + i),
+                        value: *bytes,
+                        peer: *peer,
+                    })
                     .collect(),
             },
         ],

@@ -1,16 +1,20 @@
-//! The way back of the deduplicating exchange: what a node has for a token is summed
-//! there, and one row returns. It comes where the token's first row of that node is; the
-//! token's other rows of that node become zeros, so that all rows still add up.
+//! Deduplicated combine: the ranks of a node sum their expert outputs for each remote token, and
+//! one row per token and node crosses the network.
+//!
+//! The sum arrives in the place of the token's first row for that node. The token's other rows
+//! for that node become zeros, so the receiver can still add up all rows.
 
 use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
-use super::{Copy, HopSchedule, Message, Place, Plan, Schedule, Span, Step, offsets, others};
+use super::{
+    BufferRef, Copy, GroupRank, HopSchedule, Message, Plan, Schedule, Span, Step, offsets, others,
+};
 use crate::{Element, Reduction};
 use std::sync::Arc;
 
 impl DedupMap {
-    /// The exchange of answers in rows of so many bytes; `answers` says from which rank to
-    /// which there are any. DedupCombine are in the order of ranks, then of their pieces, in f32
-    /// where an element is smaller, each rounded dedup_dispatch.
+    /// Returns the combine of rows with `bytes` bytes; `answers(from, to)` says whether rank
+    /// `from` has rows for rank `to`. Sums are taken in rank order, then in block order. They are
+    /// taken in f32 where an element is smaller, and rounded once.
     pub fn summed(
         self: &Arc<DedupMap>,
         (element, bytes): (Element, usize),
@@ -32,7 +36,7 @@ impl DedupMap {
     }
 }
 
-/// Answers that are summed on their way.
+/// An exchange that sums rows inside a node before they cross to another.
 #[derive(Clone, Debug)]
 pub struct DedupCombine {
     dedup: Arc<DedupMap>,
@@ -43,47 +47,48 @@ pub struct DedupCombine {
 
 impl Schedule for DedupCombine {
     fn code(&self) -> u64 {
-        // As inside nodes first, with a number of ways that nothing else has.
+        // The code of the reversed schedule (inside nodes first), with an order count that no
+        // [`HopOrder`](super::HopOrder) uses.
         self.schedule.code() | 6 << 3
     }
 
     fn plan(
         &self,
-        rank: (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
-        self.schedule.check(rank, sends, receives)?;
+        self.schedule.check(own, sends, receives)?;
         let bytes = RowBytes::same(self.bytes);
-        let from = self.dedup.rows(sends, Place::Input, bytes);
-        let to = self.dedup.rows(receives, Place::Output, bytes);
-        Ok(Planning::new(self, from, to).plan())
+        let from = self.dedup.rows(sends, BufferRef::Input, bytes);
+        let to = self.dedup.rows(receives, BufferRef::Output, bytes);
+        Ok(CombinePlanning::new(self, from, to).plan())
     }
 }
 
-/// The first half of [`DedupCombine`]: rows of the own node, and what this rank's node has for the
-/// ranks of its place in others, summed and not sent. Their sums are outputs: for each such
-/// rank one of as many rows as [`IntraNodeCombine::tokens`].
+/// The first half of a [`DedupCombine`]: exchanges the rows of this node, and sums what this node
+/// has for the ranks of equal local rank on other nodes, without sending the sums. The sums are
+/// outputs: one for each such rank, of [`IntraNodeCombine::tokens`] rows.
 #[derive(Clone, Debug)]
 pub struct IntraNodeCombine(DedupCombine);
 
 impl DedupCombine {
-    /// DedupCombine that something else is done with before they cross to other nodes.
+    /// Returns the half inside nodes, for a caller that casts the sums before they cross.
     pub fn inside_nodes(self) -> IntraNodeCombine {
         IntraNodeCombine(self)
     }
 }
 
 impl IntraNodeCombine {
-    /// Of so many tokens this rank has a sum for the rank of its place in a node.
+    /// Returns the number of sums that this rank has for the rank of its local rank on a node.
     pub fn tokens(&self, node: usize) -> usize {
-        Planning::new(&self.0, Vec::new(), Vec::new()).heaps[node]
+        CombinePlanning::new(&self.0, Vec::new(), Vec::new()).nodes[node]
             .returned
             .len()
     }
 
-    /// Of the rows of this rank that a node answers, by rank of that node, then in their
-    /// order: which are the first of their token. A sum comes for each of these.
+    /// Returns, for each row of this rank that a node answers (by rank of that node, then in row
+    /// order), whether it is the first of its token. A sum arrives for each first row.
     pub fn firsts(&self, node: usize) -> Vec<bool> {
         let dedup = &self.0.dedup;
         let ranks = (0..dedup.shape().per_node).map(|place| dedup.shape().rank(node, place));
@@ -104,84 +109,87 @@ impl IntraNodeCombine {
 
 impl Schedule for IntraNodeCombine {
     fn code(&self) -> u64 {
-        // As inside nodes first, with a number of ways that nothing else has.
+        // The code of the reversed schedule, with another order count that no
+        // [`HopOrder`](super::HopOrder) uses.
         self.0.schedule.code() | 5 << 3
     }
 
     fn plan(
         &self,
-        rank: (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
         let DedupCombine { dedup, bytes, .. } = &self.0;
         let bytes = RowBytes::same(*bytes);
-        let from = dedup.rows(sends, Place::Input, bytes);
-        let to = dedup.rows(receives, Place::Output, bytes);
+        let from = dedup.rows(sends, BufferRef::Input, bytes);
+        let to = dedup.rows(receives, BufferRef::Output, bytes);
         let near = |peer: usize| !dedup.crosses(peer);
         let schedule = &self.0.schedule;
-        schedule.check_from(rank, sends, receives, &near)?;
-        let planning = Planning::new(&self.0, from, to);
+        schedule.check_from(own, sends, receives, &near)?;
+        let planning = CombinePlanning::new(&self.0, from, to);
         let shape = dedup.shape();
         for peer in (0..shape.ranks()).filter(|peer| dedup.crosses(*peer)) {
             let (node, place) = shape.split(peer);
-            let sums = if place == shape.split(rank.0).1 {
-                planning.heaps[node].returned.len()
+            let sums = if place == shape.split(own.rank).1 {
+                planning.nodes[node].returned.len()
             } else {
                 0
             };
-            let room = planning.to[peer].len();
-            if room != sums {
+            let outputs = planning.to[peer].len();
+            if outputs != sums {
                 return Err(format!(
-                    "room for {room} sums for rank {peer}, there are {sums}"
+                    "{outputs} outputs for sums for rank {peer}, there are {sums} sums"
                 ));
             }
         }
-        Ok(planning.inside_alone())
+        Ok(planning.plan_inside_nodes())
     }
 }
 
-/// The rows of one rank in another node that this node sums for it.
-struct Heap {
-    /// By rank of this node, where its rows go in scratch: those of a token in a row.
+/// The rows of one rank on another node that this rank sums for it.
+struct NodeSums {
+    /// The scratch rows by sending rank of this node. The rows of a token are adjacent, as a
+    /// reduction needs them.
     rows: Vec<Vec<Span>>,
-    /// All rows of each token that has several, and where their sum goes.
+    /// All rows of each token with several, and the place of their sum.
     sums: Vec<(Span, Span)>,
-    /// What returns, a row for each token.
+    /// The rows that return: one for each token.
     returned: Vec<Span>,
 }
 
-struct Planning<'a> {
+struct CombinePlanning<'a> {
     sums: &'a DedupCombine,
-    /// Rows by the rank that they go to.
+    /// The rows to each rank.
     from: Vec<Vec<Span>>,
-    /// Rows by the rank that they come from.
+    /// The rows from each rank.
     to: Vec<Vec<Span>>,
-    /// By node; of the own one nothing.
-    heaps: Vec<Heap>,
+    /// By node; empty for this node.
+    nodes: Vec<NodeSums>,
     /// A row of zeros in scratch.
     zeros: Span,
     scratch: usize,
 }
 
-impl Planning<'_> {
-    fn new(sums: &DedupCombine, from: Vec<Vec<Span>>, to: Vec<Vec<Span>>) -> Planning<'_> {
-        let zeros = Span::new(Place::Scratch, 0..sums.bytes);
-        let mut planning = Planning {
+impl CombinePlanning<'_> {
+    fn new(sums: &DedupCombine, from: Vec<Vec<Span>>, to: Vec<Vec<Span>>) -> CombinePlanning<'_> {
+        let zeros = Span::new(BufferRef::Scratch, 0..sums.bytes);
+        let mut planning = CombinePlanning {
             sums,
             from,
             to,
-            heaps: Vec::new(),
+            nodes: Vec::new(),
             zeros,
+            // The row of zeros lies first, padded because `Write` stores whole numbers.
             scratch: sums.bytes.next_multiple_of(16),
         };
         let nodes = sums.dedup.shape().nodes;
-        planning.heaps = (0..nodes).map(|node| planning.heap(node)).collect();
+        planning.nodes = (0..nodes).map(|node| planning.node_sums(node)).collect();
         planning
     }
 
-    /// A row of scratch that nobody else has.
-    fn room(&mut self, rows: usize) -> usize {
+    /// Reserves scratch for `rows` rows and returns its offset.
+    fn allocate(&mut self, rows: usize) -> usize {
         let first = self.scratch;
         self.scratch += rows * self.sums.bytes;
         first
@@ -189,10 +197,10 @@ impl Planning<'_> {
 
     fn row(&self, first: usize, row: usize) -> Span {
         let at = first + row * self.sums.bytes;
-        Span::new(Place::Scratch, at..at + self.sums.bytes)
+        Span::new(BufferRef::Scratch, at..at + self.sums.bytes)
     }
 
-    fn heap(&mut self, node: usize) -> Heap {
+    fn node_sums(&mut self, node: usize) -> NodeSums {
         let dedup = &self.sums.dedup;
         let own = dedup.shape().split(dedup.rank()).0;
         let per_node = if node == own {
@@ -200,7 +208,7 @@ impl Planning<'_> {
         } else {
             dedup.shape().per_node
         };
-        // Of each rank of this node its rows' numbers, where it answers.
+        // The row numbers of each rank of this node, if that rank answers.
         let answers = |place: usize| {
             let at = node * dedup.shape().per_node + place;
             self.sums
@@ -224,8 +232,8 @@ impl Planning<'_> {
         }
         let sizes: Vec<usize> = lists.iter().map(|list| list.len()).collect();
         let starts = offsets(&counts);
-        let first = self.room(numbers.len());
-        let totals = self.room(counts.len());
+        let first = self.allocate(numbers.len());
+        let totals = self.allocate(counts.len());
         let mut next = starts.clone();
         let placed: Vec<Span> = numbers
             .iter()
@@ -239,10 +247,11 @@ impl Planning<'_> {
             bytes: counts[token] * self.sums.bytes,
             ..self.row(first, starts[token])
         };
+        // A token with a single row needs no sum: its row returns directly from where it arrived.
         let several = |token: &usize| counts[*token] > 1;
         let tokens = 0..counts.len();
         let edges = offsets(&sizes);
-        Heap {
+        NodeSums {
             rows: edges
                 .windows(2)
                 .map(|edge| placed[edge[0]..edge[1]].to_vec())
@@ -263,6 +272,7 @@ impl Planning<'_> {
     }
 
     fn plan(&self) -> Plan {
+        // `Write` stores 64-bit numbers, so the row of zeros is rounded up to whole numbers.
         let zeros = vec![0; self.sums.bytes.div_ceil(8)];
         let mut steps = vec![Step::Write(self.zeros.offset, zeros), self.inside()];
         steps.extend(self.reduce());
@@ -274,8 +284,8 @@ impl Planning<'_> {
         }
     }
 
-    /// Without what crosses: sums are outputs.
-    fn inside_alone(&self) -> Plan {
+    /// Returns the plan without the crossing: sums are outputs.
+    fn plan_inside_nodes(&self) -> Plan {
         let dedup = &self.sums.dedup;
         let (node, place) = dedup.shape().split(dedup.rank());
         let mut steps = vec![self.inside()];
@@ -283,7 +293,7 @@ impl Planning<'_> {
         let others = others(node, dedup.shape().nodes);
         let sums = others.flat_map(|other| {
             let to = &self.to[dedup.shape().rank(other, place)];
-            copied(&self.heaps[other].returned, to)
+            copied(&self.nodes[other].returned, to)
         });
         steps.push(Step::Repack(sums.collect()));
         Plan {
@@ -292,20 +302,20 @@ impl Planning<'_> {
         }
     }
 
-    /// DedupCombine of the tokens that have several rows.
+    /// Returns the sums of tokens with several rows.
     fn reduce(&self) -> impl Iterator<Item = Step> {
-        let heaps = self.heaps.iter().flat_map(|heap| &heap.sums);
-        heaps.map(|(rows, sum)| Step::Reduce {
+        let nodes = self.nodes.iter().flat_map(|node| &node.sums);
+        nodes.map(|(rows, sum)| Step::Reduce {
             element: self.sums.element,
             reduction: Reduction::Sum,
             rows: rows.offset..rows.offset + rows.bytes,
             row_bytes: self.sums.bytes,
-            to: sum.place,
+            to: sum.buffer,
             offset: sum.offset,
         })
     }
 
-    /// Every answer to the rank of its receiver's place in this node, or to itself.
+    /// Sends every row to the rank of this node that has the receiver's local rank.
     fn inside(&self) -> Step {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
@@ -318,14 +328,14 @@ impl Planning<'_> {
             receives.extend(self.to[peer].iter().map(message));
             for other in others(node, shape.nodes) {
                 sends.extend(self.from[shape.rank(other, near)].iter().map(message));
-                receives.extend(self.heaps[other].rows[near].iter().map(message));
+                receives.extend(self.nodes[other].rows[near].iter().map(message));
             }
         }
         let own = dedup.rank();
         let mut copies = copied(&self.from[own], &self.to[own]);
         for other in others(node, shape.nodes) {
             let from = &self.from[shape.rank(other, place)];
-            copies.extend(copied(from, &self.heaps[other].rows[place]));
+            copies.extend(copied(from, &self.nodes[other].rows[place]));
         }
         Step::Exchange {
             phase: 0,
@@ -336,7 +346,7 @@ impl Planning<'_> {
         }
     }
 
-    /// DedupCombine between nodes, and the zeros that are written then.
+    /// Returns the exchange between nodes, and the rows that become zeros after it.
     fn between(&self) -> (Step, Vec<Copy>) {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
@@ -345,12 +355,12 @@ impl Planning<'_> {
         for other in others(node, shape.nodes) {
             let peer = shape.rank(other, place);
             let message = |span: &Span| Message { peer, span: *span };
-            sends.extend(self.heaps[other].returned.iter().map(message));
+            sends.extend(self.nodes[other].returned.iter().map(message));
             let (first, others) = self.firsts(other);
             receives.extend(first.iter().map(message));
             zeros.extend(others.iter().map(|row| Copy {
                 from: self.zeros,
-                to: row.place,
+                to: row.buffer,
                 offset: row.offset,
             }));
         }
@@ -364,7 +374,7 @@ impl Planning<'_> {
         (step, zeros)
     }
 
-    /// Of the rows that a node answers, the first of each token, and all others.
+    /// Returns the first row of each token that a node answers, and all other rows.
     fn firsts(&self, node: usize) -> (Vec<Span>, Vec<Span>) {
         let dedup = &self.sums.dedup;
         let ranks = (0..dedup.shape().per_node).map(|place| dedup.shape().rank(node, place));
@@ -394,7 +404,7 @@ fn copied(from: &[Span], to: &[Span]) -> Vec<Copy> {
     pairs
         .map(|(from, to)| Copy {
             from: *from,
-            to: to.place,
+            to: to.buffer,
             offset: to.offset,
         })
         .collect()

@@ -1,32 +1,36 @@
-//! The deduplicating exchange: rows of one token are equal, and cross to a node dedup_dispatch.
+//! Deduplicated dispatch: the rows of one token are equal, so each token crosses to a node once.
 //!
-//! A rank sends the first row of each token for a node to the rank of its own place there,
-//! which sends it on to every rank of that node that gets a row of the token. DedupDispatch for the
+//! A rank sends the first row of each token for a node to the rank with its own local rank there.
+//! That rank forwards it to every rank of the node that gets a row of the token. Rows for the own
+//! node go directly. The received rows equal those of an exchange without deduplication.
 //! own node go straight. What arrives is what arrives without.
 
 use super::{
-    Block, Copy, HopCounts, HopSchedule, Message, Place, Plan, Schedule, Span, Step, others,
+    Block, BufferRef, Copy, GroupRank, HopCounts, HopSchedule, Message, Plan, Schedule, Span, Step,
+    others,
 };
 use crate::NodeShape;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Which rows cross, for the rows of one rank and for those that others send through it.
+/// The rows that cross between nodes: those of this rank, and those that other ranks send through
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DedupMap {
     shape: NodeShape,
     rank: usize,
-    /// How many rows there are, told between nodes first.
+    /// The row counts, exchanged between nodes first.
     hop_counts: Arc<HopCounts>,
-    /// By node, of each row for it (by rank, then in the order of its pieces), the number of
-    /// the row that crosses for it. Those that cross are numbered as they first come.
+    /// By node, for each row to that node (by rank, then in block order), the number of the
+    /// crossing row that carries it. Crossing rows are numbered by first appearance.
     sent: Vec<Vec<u32>>,
-    /// The same of the rows that the rank of this place in each node has for this node.
+    /// The same for the rows that the rank of equal local rank on each node sends to this node.
     passed: Vec<Vec<u32>>,
 }
 
-/// Numbers of the rows that cross to a node, from the tokens of all rows for it.
+/// Returns, for the tokens of all rows to a node, the number of the crossing row that carries
+/// each.
 pub fn dedup_indices(tokens: impl IntoIterator<Item = u32>) -> Vec<u32> {
     let mut numbers = HashMap::new();
     let number = |token: u32| {
@@ -36,16 +40,17 @@ pub fn dedup_indices(tokens: impl IntoIterator<Item = u32>) -> Vec<u32> {
     tokens.into_iter().map(number).collect()
 }
 
-/// How many rows cross.
+/// Returns the number of rows that cross.
 fn crossed(numbers: &[u32]) -> usize {
     numbers.iter().max().map_or(0, |last| *last as usize + 1)
 }
 
 impl DedupMap {
-    /// From what was told; `sent` has [`dedup_indices`] of this rank's rows for each node, `passed`
-    /// what the ranks of this place in other nodes have told of theirs for this one. Numbers
-    /// for the own node mean nothing. `None` if there are not as many as rows were told, or
-    /// none that [`dedup_indices`] makes.
+    /// Checks and combines the exchanged counts and numbers. `sent` holds the [`dedup_indices`]
+    /// of this rank's rows for each node; `passed` holds those that ranks of equal local rank on
+    /// other nodes sent for this node. Entries for the own node are ignored. Returns `None` if a
+    /// list does not have as many numbers as rows were counted, or was not made by
+    /// [`dedup_indices`].
     pub fn new(
         shape: NodeShape,
         rank: usize,
@@ -61,6 +66,8 @@ impl DedupMap {
             passed,
         };
         let (own, _) = shape.split(rank);
+        // Numbers come from other ranks and index scratch memory below, so check that they are
+        // dense and in order of first appearance.
         let dense = |numbers: &[u32]| {
             let mut next = 0;
             numbers.iter().all(|number| {
@@ -74,31 +81,32 @@ impl DedupMap {
             sizes && dense(sent) && dense(passed)
         };
         let lists = dedup.sent.len() == shape.nodes && dedup.passed.len() == shape.nodes;
+        // Rows for the own node go directly, so their numbers are never used.
         let right = lists && (0..shape.nodes).filter(|node| *node != own).all(fits);
         right.then_some(dedup)
     }
 
-    /// DedupDispatch of this rank for a node.
+    /// Returns the rows that this rank sends to a node.
     fn rows_for(&self, node: usize) -> usize {
-        let each = self.shape.per_node * self.hop_counts.pieces();
+        let each = self.shape.per_node * self.hop_counts.blocks_per_peer();
         let all = &self.hop_counts.sent()[node * each..(node + 1) * each];
         all.iter().sum::<u64>() as usize
     }
 
-    /// DedupDispatch of the rank of this place in a node for this node.
+    /// Returns the rows that the rank of equal local rank on a node sends to this node.
     fn rows_from(&self, node: usize) -> usize {
         DedupMap::rows_through(&self.hop_counts, self.shape, node)
     }
 
-    /// DedupDispatch that the rank of this place in a node has for this node, of which it tells the
-    /// numbers.
+    /// Returns the rows that the rank of equal local rank on a node sends to this node: the
+    /// length of the list of numbers that this rank must receive from there.
     pub fn rows_through(hop_counts: &HopCounts, shape: NodeShape, node: usize) -> usize {
         let places = node * shape.per_node..(node + 1) * shape.per_node;
         let rows = places.flat_map(|place| hop_counts.passing(1, place));
         rows.sum::<u64>() as usize
     }
 
-    /// The nodes.
+    /// Returns the arrangement of ranks on nodes.
     pub fn shape(&self) -> NodeShape {
         self.shape
     }
@@ -111,17 +119,17 @@ impl DedupMap {
         &self.hop_counts
     }
 
-    /// Which rows cross where each travels in a part of its own ([`HopCounts::in_parts`]): a
-    /// token crosses dedup_dispatch in each of them.
+    /// Returns the map of each chunk where chunks are exchanged separately
+    /// ([`HopCounts::in_parts`]): a token crosses once per chunk.
     #[must_use]
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, Block) -> Range<usize>,
+        rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
     ) -> DedupMap {
         let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
         let first = |node: usize| node * per_node;
-        // What is at the places of a node after so many hops.
+        // The blocks at the places of a node after `hops` hops.
         let blocks = |node: usize, hops: usize| {
             let places = first(node)..first(node + 1);
             places.map(move |place| self.hop_counts.blocks(0, hops, place))
@@ -135,7 +143,7 @@ impl DedupMap {
                         &list[node],
                         blocks(node, hops),
                         numbers.clone(),
-                        cut,
+                        rows_of_chunk,
                     ))
                 }
             };
@@ -144,16 +152,16 @@ impl DedupMap {
         DedupMap {
             sent: nodes(&self.sent, 0),
             passed: nodes(&self.passed, 1),
-            hop_counts: Arc::new(self.hop_counts.in_parts(numbers.clone(), cut)),
+            hop_counts: Arc::new(self.hop_counts.in_parts(numbers.clone(), rows_of_chunk)),
             ..*self
         }
     }
 
-    /// DedupDispatch that are in messages of the peers, by peer.
+    /// Returns the rows inside the messages to or from each peer.
     pub(super) fn rows(
         &self,
         messages: &[(usize, usize)],
-        place: fn(usize) -> Place,
+        place: fn(usize) -> BufferRef,
         bytes: RowBytes,
     ) -> Vec<Vec<Span>> {
         let mut rows = vec![Vec::new(); self.shape.ranks()];
@@ -165,17 +173,17 @@ impl DedupMap {
         rows
     }
 
-    /// Numbers of the rows that a rank of another node gets from here.
+    /// Returns the numbers of the rows that a rank on another node gets from here.
     pub(super) fn numbers_for(&self, rank: usize) -> &[u32] {
         let (node, place) = self.shape.split(rank);
-        let pieces = self.hop_counts.pieces();
-        let sizes = self.hop_counts.sent()[node * self.shape.per_node * pieces..].chunks(pieces);
+        let blocks = self.hop_counts.blocks_per_peer();
+        let sizes = self.hop_counts.sent()[node * self.shape.per_node * blocks..].chunks(blocks);
         let rows = sizes.map(|own| own.iter().sum::<u64>() as usize);
         part(&self.sent[node], rows, place)
     }
 
-    /// Numbers of the rows that a place of this node gets from the rank of the own place in
-    /// another.
+    /// Returns the numbers of the rows that local rank `place` of this node gets from another
+    /// node through this rank.
     pub(super) fn numbers_from(&self, node: usize, place: usize) -> &[u32] {
         let first = node * self.shape.per_node;
         let rows = |place: usize| self.hop_counts.passing(1, first + place).sum::<u64>() as usize;
@@ -186,12 +194,12 @@ impl DedupMap {
         )
     }
 
-    /// Whether a rank is on another node.
+    /// Returns whether a rank is on another node.
     pub(super) fn crosses(&self, peer: usize) -> bool {
         self.shape.split(peer).0 != self.shape.split(self.rank).0
     }
 
-    /// The exchange of rows of so many bytes.
+    /// Returns the dispatch of rows of these sizes.
     pub fn of_rows(self: &Arc<DedupMap>, bytes: RowBytes) -> DedupDispatch {
         let node = |rank: usize| self.shape.split(rank).0;
         let size =
@@ -204,17 +212,17 @@ impl DedupMap {
     }
 }
 
-/// Bytes of a row, which may be packed for its way to another node.
+/// The bytes of a row, which may be cast to a smaller type where it crosses between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowBytes {
-    /// Of one that stays on its node.
+    /// The bytes of a row that stays on its node.
     pub near: usize,
-    /// Of one that goes to another.
+    /// The bytes of a row that crosses to another node.
     pub far: usize,
 }
 
 impl RowBytes {
-    /// Of rows that are the same everywhere.
+    /// Returns one size for all rows.
     pub fn same(bytes: usize) -> RowBytes {
         let (near, far) = (bytes, bytes);
         RowBytes { near, far }
@@ -225,38 +233,38 @@ impl RowBytes {
     }
 }
 
-/// What a list has of each row, of the rows of these parts alone, in their order. `blocks` has
-/// for each rank its pieces.
+/// Returns the entries of the rows in some chunks, in their order. `list` has one entry per row;
+/// `blocks` yields the blocks of each rank.
 fn parted(
     list: &[u32],
     blocks: impl Iterator<Item = impl Iterator<Item = Block>>,
     numbers: Range<usize>,
-    cut: &dyn Fn(usize, Block) -> Range<usize>,
+    rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
 ) -> Vec<u32> {
     let (mut some, mut rest) = (Vec::new(), list);
     for blocks in blocks {
-        let mut pieces = Vec::new();
+        let mut entries = Vec::new();
         for block in blocks {
-            let (piece, behind) = rest.split_at(block.units as usize);
-            pieces.push((piece, block));
+            let (own, behind) = rest.split_at(block.units as usize);
+            entries.push((own, block));
             rest = behind;
         }
         for number in numbers.clone() {
-            for (piece, block) in &pieces {
-                some.extend_from_slice(&piece[cut(number, *block)]);
+            for (own, block) in &entries {
+                some.extend_from_slice(&own[rows_of_chunk(number, *block)]);
             }
         }
     }
     some
 }
 
-/// The part of a place, of parts of these sizes.
+/// Returns the entries of one place, given the number of entries of every place.
 fn part(list: &[u32], mut sizes: impl Iterator<Item = usize>, place: usize) -> &[u32] {
     let first: usize = sizes.by_ref().take(place).sum();
     &list[first..first + sizes.next().unwrap_or(0)]
 }
 
-/// A deduplicating exchange of rows of some size.
+/// A deduplicated dispatch of rows of some size.
 #[derive(Clone, Debug)]
 pub struct DedupDispatch {
     dedup: Arc<DedupMap>,
@@ -266,44 +274,45 @@ pub struct DedupDispatch {
 
 impl Schedule for DedupDispatch {
     fn code(&self) -> u64 {
-        // As between nodes first, with a number of ways that nothing else has.
+        // The code of the schedule (between nodes first), with an order count that no
+        // [`HopOrder`](super::HopOrder) uses.
         self.schedule.code() | 7 << 3
     }
 
     fn plan(
         &self,
-        rank: (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
-        self.schedule.check(rank, sends, receives)?;
-        let planning = Planning {
+        self.schedule.check(own, sends, receives)?;
+        let planning = DispatchPlanning {
             dedup: &self.dedup,
             bytes: self.bytes.far,
-            from: self.dedup.rows(sends, Place::Input, self.bytes),
-            to: self.dedup.rows(receives, Place::Output, self.bytes),
+            from: self.dedup.rows(sends, BufferRef::Input, self.bytes),
+            to: self.dedup.rows(receives, BufferRef::Output, self.bytes),
         };
         Ok(planning.plan())
     }
 }
 
-struct Planning<'a> {
+struct DispatchPlanning<'a> {
     dedup: &'a DedupMap,
-    /// Of a row that crosses.
+    /// The bytes of a row that crosses.
     bytes: usize,
-    /// DedupDispatch by the rank that they go to.
+    /// The rows to each rank.
     from: Vec<Vec<Span>>,
-    /// DedupDispatch by the rank that they come from.
+    /// The rows from each rank.
     to: Vec<Vec<Span>>,
 }
 
-impl Planning<'_> {
+impl DispatchPlanning<'_> {
     fn plan(&self) -> Plan {
         let shape = self.dedup.shape;
         let (node, place) = shape.split(self.dedup.rank);
-        let (mut cross, mut spread) = (Parts::default(), Parts::default());
+        let (mut cross, mut spread) = (MessageLists::default(), MessageLists::default());
         let mut first = 0;
-        // In scratch lie the rows that have crossed, by node.
+        // The offset in scratch of the rows that arrive from each node.
         let arrived: Vec<usize> = (0..shape.nodes)
             .map(|from| {
                 let begin = first;
@@ -345,10 +354,10 @@ impl Planning<'_> {
 
     fn crossed(&self, first: usize, row: usize) -> Span {
         let at = first + row * self.bytes;
-        Span::new(Place::Scratch, at..at + self.bytes)
+        Span::new(BufferRef::Scratch, at..at + self.bytes)
     }
 
-    /// The first row of each token for a node.
+    /// Returns the first row of each token for a node.
     fn dedup_indices(&self, node: usize) -> impl Iterator<Item = Span> {
         let ranks =
             (0..self.dedup.shape.per_node).map(move |place| self.dedup.shape.rank(node, place));
@@ -362,7 +371,8 @@ impl Planning<'_> {
         })
     }
 
-    /// Where the rows are that came from a node and go to a place of this one.
+    /// Returns the scratch rows that arrived from a node and go on to local rank `place` of this
+    /// node.
     fn passing(&self, node: usize, place: usize, first: usize) -> impl Iterator<Item = Span> {
         let numbers = self.dedup.numbers_from(node, place);
         numbers
@@ -372,13 +382,13 @@ impl Planning<'_> {
 }
 
 #[derive(Default)]
-struct Parts {
+struct MessageLists {
     sends: Vec<Message>,
     receives: Vec<Message>,
     copies: Vec<Copy>,
 }
 
-impl Parts {
+impl MessageLists {
     fn send(&mut self, peer: usize, spans: impl Iterator<Item = Span>) {
         self.sends.extend(spans.map(|span| Message { peer, span }));
     }
@@ -391,7 +401,7 @@ impl Parts {
     fn copy(&mut self, from: impl Iterator<Item = Span>, to: &[Span]) {
         self.copies.extend(from.zip(to).map(|(from, to)| Copy {
             from,
-            to: to.place,
+            to: to.buffer,
             offset: to.offset,
         }));
     }

@@ -1,9 +1,9 @@
-//! Operations of one exchange: everybody sends to everybody at dedup_dispatch.
+//! Operations with one exchange, in which every rank sends to every other.
 
-use super::{Copy, Message, Place, Plan, Span, Step, offsets, others};
+use super::{BufferRef, Copy, Message, Plan, Span, Step, offsets, others};
 
-/// Part `q` of the input, `sends[q]` bytes, goes to rank `q`; what rank `p` sends here
-/// becomes part `p` of the output, `receives[p]` bytes. Parts lie in the order of ranks.
+/// Sends part `q` of the input, `sends[q]` bytes, to rank `q`; what rank `p` sends here becomes
+/// part `p` of the output, `receives[p]` bytes. Parts lie in rank order.
 pub fn all_to_all(rank: usize, sends: &[usize], receives: &[usize]) -> Plan {
     let (from, to) = (offsets(sends), offsets(receives));
     let part = |peer: usize, place, starts: &[usize]| Message {
@@ -16,24 +16,28 @@ pub fn all_to_all(rank: usize, sends: &[usize], receives: &[usize]) -> Plan {
         steps: vec![Step::Exchange {
             phase: 0,
             name: "exchange",
-            sends: peers().map(|p| part(p, Place::Input(0), &from)).collect(),
-            receives: peers().map(|p| part(p, Place::Output(0), &to)).collect(),
+            sends: peers()
+                .map(|p| part(p, BufferRef::Input(0), &from))
+                .collect(),
+            receives: peers()
+                .map(|p| part(p, BufferRef::Output(0), &to))
+                .collect(),
             copies: vec![Copy {
-                from: part(rank, Place::Input(0), &from).span,
-                to: Place::Output(0),
+                from: part(rank, BufferRef::Input(0), &from).span,
+                to: BufferRef::Output(0),
                 offset: to[rank],
             }],
         }],
     }
 }
 
-/// The input of rank `p`, `sizes[p]` bytes, becomes part `p` of everybody's output.
+/// Copies the input of rank `p`, `sizes[p]` bytes, into part `p` of every rank's output.
 pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
     let starts = offsets(sizes);
-    let own = Span::new(Place::Input(0), 0..sizes[rank]);
+    let own = Span::new(BufferRef::Input(0), 0..sizes[rank]);
     let part = |peer: usize| Message {
         peer,
-        span: Span::new(Place::Output(0), starts[peer]..starts[peer + 1]),
+        span: Span::new(BufferRef::Output(0), starts[peer]..starts[peer + 1]),
     };
     let send = |peer| Message { peer, span: own };
     Plan {
@@ -45,28 +49,29 @@ pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
             receives: others(rank, sizes.len()).map(part).collect(),
             copies: vec![Copy {
                 from: own,
-                to: Place::Output(0),
+                to: BufferRef::Output(0),
                 offset: starts[rank],
             }],
         }],
     }
 }
 
-/// Input `i` goes to rank `sends[i].0`, output `j` comes from rank `receives[j].0`, with
-/// so many bytes. Messages of one pair of ranks keep their order, also those to oneself.
+/// Sends input `i` to rank `sends[i].0` and receives output `j` from rank `receives[j].0`; the
+/// second numbers are bytes. Messages between two ranks keep their order, including those to
+/// oneself.
 pub fn exchange(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
-    let messages = |list: &[(usize, usize)], place: fn(usize) -> Place| -> Vec<Message> {
+    let messages = |list: &[(usize, usize)], place: fn(usize) -> BufferRef| -> Vec<Message> {
         let message = |(i, (peer, bytes)): (usize, &(usize, usize))| Message {
             peer: *peer,
             span: Span::new(place(i), 0..*bytes),
         };
         list.iter().enumerate().map(message).collect()
     };
-    let (to_self, sends) = split(rank, messages(sends, Place::Input));
-    let (from_self, receives) = split(rank, messages(receives, Place::Output));
+    let (to_self, sends) = split(rank, messages(sends, BufferRef::Input));
+    let (from_self, receives) = split(rank, messages(receives, BufferRef::Output));
     let copy = |(from, to): (&Message, &Message)| Copy {
         from: from.span,
-        to: to.span.place,
+        to: to.span.buffer,
         offset: 0,
     };
     Plan {

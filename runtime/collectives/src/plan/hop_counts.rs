@@ -1,38 +1,38 @@
-//! Ranks tell each other how much will pass through them.
+//! The count exchange: ranks learn the size of everything that passes through them.
 
-use super::{Copy, HopOrder, HopSchedule, Message, Place, Plan, Span, Step};
+use super::{BufferRef, Copy, HopOrder, HopSchedule, Message, Plan, Span, Step};
 use std::ops::Range;
 
 const NUMBER: usize = 8;
 
-/// How many units (rows, bytes) every piece has that a rank sends, passes on or gets. It
-/// serves any number of exchanges, there and back.
+/// The units (rows, bytes) of every block that a rank sends, forwards or receives. It serves any
+/// number of exchanges, in both directions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HopCounts {
     hops: HopOrder,
     rank: usize,
-    pieces: usize,
-    /// As [`HopSchedule::sizes`].
+    blocks_per_peer: usize,
+    /// In the layout of [`HopSchedule::sizes`].
     numbers: Vec<Vec<Vec<u64>>>,
 }
 
-/// One piece of an exchange.
+/// One block of an exchange: rows that go from one rank to another, such as those of one expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// The rank that has it.
+    /// The rank that sends it.
     pub from: usize,
-    /// The rank that gets it.
+    /// The rank that receives it.
     pub to: usize,
-    /// Which of the pieces between these two.
-    pub piece: usize,
-    /// Its units, as told.
+    /// Its index among the blocks between these two ranks.
+    pub index: usize,
+    /// Its units, as exchanged.
     pub units: u64,
 }
 
 impl HopCounts {
-    /// What [`count_hops`] has left in the scratch memory.
-    pub fn read(hops: HopOrder, rank: usize, pieces: usize, scratch: &[u8]) -> HopCounts {
-        let tables = Tables::new(&hops, pieces);
+    /// Reads the scratch memory that [`count_hops`] has filled.
+    pub fn read(hops: HopOrder, rank: usize, blocks_per_peer: usize, scratch: &[u8]) -> HopCounts {
+        let tables = Tables::new(&hops, blocks_per_peer);
         let table = |order: usize, stage: usize| {
             let bytes = &scratch[tables.of(order, stage)];
             let numbers = bytes.as_chunks::<NUMBER>().0.iter();
@@ -47,45 +47,45 @@ impl HopCounts {
             numbers: (0..hops.orders.len()).map(stages).collect(),
             hops,
             rank,
-            pieces,
+            blocks_per_peer,
         }
     }
 
-    /// Units of the pieces that come from each rank, rank after rank.
+    /// Returns the units of the blocks from each rank, rank after rank.
     pub fn received(&self) -> &[u64] {
         &self.numbers[0][self.hops.count()]
     }
 
-    /// Units of the pieces that go to each rank, rank after rank.
+    /// Returns the units of the blocks to each rank, rank after rank.
     pub fn sent(&self) -> &[u64] {
         &self.numbers[0][0]
     }
 
-    /// Pieces of a part.
-    pub fn pieces(&self) -> usize {
-        self.pieces
+    /// Returns the number of blocks from one rank to another.
+    pub fn blocks_per_peer(&self) -> usize {
+        self.blocks_per_peer
     }
 
-    /// Units of the pieces at a place, after so many hops of the first of the ways.
+    /// Returns the units of the blocks at a place, after `hops` hops of the first order.
     pub fn passing(&self, hops: usize, place: usize) -> impl Iterator<Item = u64> {
-        let pieces = place * self.pieces..(place + 1) * self.pieces;
-        self.numbers[0][hops][pieces].iter().copied()
+        let range = place * self.blocks_per_peer..(place + 1) * self.blocks_per_peer;
+        self.numbers[0][hops][range].iter().copied()
     }
 
-    /// What passes where every piece travels in parts: of each pair of ranks all pieces of
-    /// the first part, then those of the next. `cut` says which units a part of this number
-    /// has of a piece.
+    /// Returns the counts of an exchange of some chunks: for each pair of ranks, all blocks of
+    /// the first chunk, then those of the next. `rows_of_chunk` returns the units of a block that a chunk
+    /// covers.
     #[must_use]
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        cut: &dyn Fn(usize, Block) -> Range<usize>,
+        rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
     ) -> HopCounts {
         let pair = |blocks: Vec<Block>| -> Vec<u64> {
             let part = |number: usize| {
                 blocks
                     .iter()
-                    .map(move |block| cut(number, *block).len() as u64)
+                    .map(move |block| rows_of_chunk(number, *block).len() as u64)
             };
             numbers.clone().flat_map(part).collect()
         };
@@ -101,50 +101,51 @@ impl HopCounts {
         HopCounts {
             hops: self.hops.clone(),
             rank: self.rank,
-            pieces: self.pieces * numbers.len(),
+            blocks_per_peer: self.blocks_per_peer * numbers.len(),
             numbers: (0..self.numbers.len()).map(stages).collect(),
         }
     }
 
-    /// Places that have pieces after so many hops.
+    /// Returns the places that hold blocks after `hops` hops.
     fn places(&self, order: usize, hops: usize) -> Range<usize> {
-        0..self.numbers[order][hops].len() / self.pieces.max(1)
+        0..self.numbers[order][hops].len() / self.blocks_per_peer.max(1)
     }
 
-    /// The pieces at a place after so many hops of one of the ways.
+    /// Returns the blocks at a place after `hops` hops of one order.
     pub(super) fn blocks(
         &self,
         order: usize,
         hops: usize,
         place: usize,
     ) -> impl Iterator<Item = Block> + '_ {
+        // Places are relative to the holder; only the pair says whose block it is.
         let (from, to) = self.hops.pair(order, hops, self.rank, place);
-        let first = place * self.pieces;
-        let units = self.numbers[order][hops][first..first + self.pieces].iter();
-        units.enumerate().map(move |(piece, &units)| Block {
+        let first = place * self.blocks_per_peer;
+        let units = self.numbers[order][hops][first..first + self.blocks_per_peer].iter();
+        units.enumerate().map(move |(index, &units)| Block {
             from,
             to,
-            piece,
+            index,
             units,
         })
     }
 
-    /// An exchange in which a piece has so many bytes.
+    /// Returns the schedule in which each block has the given bytes.
     pub fn there(&self, bytes: &dyn Fn(Block) -> usize) -> HopSchedule {
         self.schedule(self.hops.clone(), false, bytes)
     }
 
-    /// An exchange in which every piece that was told of goes back where it came from, by
-    /// the same ranks, in so many bytes.
+    /// Returns the schedule that sends every block back to its sender through the same ranks,
+    /// with the given bytes.
     pub fn back(&self, bytes: &dyn Fn(Block) -> usize) -> HopSchedule {
-        let turned = |block: Block| {
+        let reversed_block = |block: Block| {
             bytes(Block {
                 from: block.to,
                 to: block.from,
                 ..block
             })
         };
-        self.schedule(self.hops.back(), true, &turned)
+        self.schedule(self.hops.back(), true, &reversed_block)
     }
 
     fn schedule(
@@ -163,6 +164,7 @@ impl HopCounts {
         let stages = |order: usize| {
             let tables = (0..=self.hops.count()).map(|stage| table(order, stage));
             let mut tables: Vec<Vec<usize>> = tables.collect();
+            // The way back starts where the way there ended.
             if reversed {
                 tables.reverse();
             }
@@ -172,13 +174,13 @@ impl HopCounts {
             sizes: (0..self.hops.orders.len()).map(stages).collect(),
             hops,
             rank: self.rank,
-            pieces: self.pieces,
+            blocks_per_peer: self.blocks_per_peer,
         }
     }
 }
 
-/// Where tables of numbers lie in the scratch memory: one for each order and number of hops,
-/// a row of pieces for each place.
+/// The layout of the count tables in scratch: one table for each order and number of hops, in it
+/// one row of blocks for each place.
 struct Tables {
     row: usize,
     table: usize,
@@ -186,8 +188,8 @@ struct Tables {
 }
 
 impl Tables {
-    fn new(hops: &HopOrder, pieces: usize) -> Tables {
-        let row = pieces * NUMBER;
+    fn new(hops: &HopOrder, blocks_per_peer: usize) -> Tables {
+        let row = blocks_per_peer * NUMBER;
         Tables {
             row,
             table: row * hops.levels.ranks(),
@@ -203,15 +205,18 @@ impl Tables {
     fn rows(&self, order: usize, stage: usize, places: &Range<usize>) -> Span {
         let first = self.of(order, stage).start;
         let [start, end] = [places.start, places.end].map(|place| first + place * self.row);
-        Span::new(Place::Scratch, start..end)
+        Span::new(BufferRef::Scratch, start..end)
     }
 }
 
-/// Every rank tells those on the way of its parts what these are: `units[q * pieces + i]` is
-/// piece `i` for rank `q`. The result is a [`HopCounts`] in scratch.
-pub fn count_hops(hops: &HopOrder, rank: usize, pieces: usize, units: &[u64]) -> Plan {
-    let tables = Tables::new(hops, pieces);
+/// Plans the count exchange: every rank sends the sizes of its blocks along the path of the
+/// blocks. `units[q * blocks_per_peer + i]` is block `i` for rank `q`. [`HopCounts::read`] reads the
+/// result from scratch.
+pub fn count_hops(hops: &HopOrder, rank: usize, blocks_per_peer: usize, units: &[u64]) -> Plan {
+    let tables = Tables::new(hops, blocks_per_peer);
     let orders = 0..hops.orders.len();
+    // Each order starts from the same counts but moves them along its own hops, so each has
+    // tables of its own.
     let write = |order| Step::Write(tables.of(order, 0).start, units.to_vec());
     let mut steps: Vec<Step> = orders.clone().map(write).collect();
     for hop in 0..hops.count() {
@@ -241,7 +246,7 @@ pub fn count_hops(hops: &HopOrder, rank: usize, pieces: usize, units: &[u64]) ->
     Plan { scratch, steps }
 }
 
-/// Numbers of what a hop leaves where it is.
+/// Returns the copies of the counts that a hop leaves on this rank.
 fn stay<'a>(
     hops: &'a HopOrder,
     tables: &'a Tables,
@@ -253,7 +258,7 @@ fn stay<'a>(
         let to = tables.rows(order, hop + 1, &places);
         Copy {
             from: tables.rows(order, hop, &places),
-            to: to.place,
+            to: to.buffer,
             offset: to.offset,
         }
     })

@@ -1,52 +1,52 @@
-//! Ways over other ranks: a rank is a number of several digits, and what goes from rank
-//! `p` to rank `q` gets the digits of `q` one after the other, in some order.
+//! Paths over intermediate ranks. A rank is a number with several digits; data from rank `p` to
+//! rank `q` replace the digits of `p` by those of `q` one at a time, in some order of levels.
 //!
-//! After some hops a rank `r` holds what goes from `p` to `q` if `q` has the digits of `r`
-//! at levels that are done, and `p` at all others. The digits that are left are a number
-//! again, the *place* of the pair at `r`: digits of `p` at levels that are done, of `q` at
-//! all others. So a rank holds as many pairs at any time as there are ranks. At first
-//! places are the ranks that parts go to; at last those they come from. A hop at a level
-//! takes place `f` of rank `r` to the place with the digit of `r`, of the rank with the
-//! digit of `f`.
+//! After some hops, rank `r` holds the data from `p` to `q` if `q` has the digits of `r` at
+//! finished levels, and `p` has them at all others. The remaining digits form a number too, the
+//! *place* of the pair at `r`: the digits of `p` at finished levels, of `q` at all others. So a
+//! rank holds as many pairs at any time as there are ranks. Before the first hop, places are
+//! destination ranks; after the last, source ranks. A hop at a level moves place `f` of rank `r`
+//! to the rank that has the digit of `f`, into the place that has the digit of `r`.
 
 use super::{offsets, others};
 use crate::{Levels, NodeShape};
 use std::ops::Range;
 
-/// In which order parts get the digits of their ranks. With several orders each part is cut
-/// into as many shares, one for each, which travel side by side.
+/// The order in which data take the digits of their destination. With several orders, every block
+/// is split into one share per order, and the shares move concurrently.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HopOrder {
-    /// The digits.
+    /// The digits of a rank.
     pub levels: Levels,
-    /// Of each share its levels, each dedup_dispatch.
+    /// The levels of each share in hop order; each level appears once.
     pub orders: Vec<Vec<usize>>,
 }
 
-/// Of a digit's number of values in [`HopOrder::code`]; the first level's follows from the ranks.
+/// The bits of a digit's radix in [`HopOrder::code`]. The first level's radix follows from the
+/// number of ranks.
 const RADIX_BITS: u64 = 18;
 
-/// Cuts are at multiples of so many bytes of a piece.
-const CUT: usize = 16;
+/// The granularity of shares in bytes, so that shares of a block stay aligned.
+const SHARE_ALIGNMENT: usize = 16;
 
 impl HopOrder {
-    /// Everything straight to where it goes.
+    /// Returns direct messages.
     pub fn direct(ranks: usize) -> Option<HopOrder> {
         let levels = Levels::new(&[ranks])?;
         Some(HopOrder::one(levels, vec![0]))
     }
 
-    /// Inside nodes first, then between nodes.
+    /// Returns hops inside nodes first, then between nodes.
     pub fn intra_first(shape: NodeShape) -> HopOrder {
         HopOrder::one(shape.into(), vec![1, 0])
     }
 
-    /// Between nodes first, then inside nodes.
+    /// Returns hops between nodes first, then inside nodes.
     pub fn inter_first(shape: NodeShape) -> HopOrder {
         HopOrder::one(shape.into(), vec![0, 1])
     }
 
-    /// One half each way, so that both kinds of links are busy all the time.
+    /// Returns one share in each order, so that both kinds of links are always busy.
     pub fn concurrent(shape: NodeShape) -> HopOrder {
         HopOrder {
             levels: shape.into(),
@@ -54,7 +54,7 @@ impl HopOrder {
         }
     }
 
-    /// The smallest groups first.
+    /// Returns hops in the smallest groups first.
     pub fn upwards(levels: Levels) -> HopOrder {
         HopOrder::one(levels, (0..levels.count()).rev().collect())
     }
@@ -66,7 +66,7 @@ impl HopOrder {
         }
     }
 
-    /// The same ways in the other direction.
+    /// Returns the reversed orders.
     #[must_use]
     pub fn back(&self) -> HopOrder {
         let orders = self.orders.iter();
@@ -78,9 +78,11 @@ impl HopOrder {
         }
     }
 
-    /// The ways as a number, of which [`HopOrder::words`] makes words; 0 is everything straight.
+    /// Returns the order as a number for [`HopOrder::words`]; 0 means direct messages.
     pub(crate) fn code(&self) -> u64 {
         let levels = &self.levels;
+        // Direct messages have code 0 whatever the number of ranks, since signatures of other
+        // operations hold 0 too.
         if levels.count() == 1 {
             return 0;
         }
@@ -88,15 +90,15 @@ impl HopOrder {
         let radices = radices
             .rev()
             .fold(0, |code, radix| code << RADIX_BITS | radix);
-        let (ways, first) = (self.orders.len() as u64, self.orders[0][0] as u64);
-        ((radices << 2 | first) << 3 | ways) << 3 | levels.count() as u64
+        let (orders, first) = (self.orders.len() as u64, self.orders[0][0] as u64);
+        ((radices << 2 | first) << 3 | orders) << 3 | levels.count() as u64
     }
 
-    /// What a [`HopOrder::code`] means.
+    /// Describes a [`HopOrder::code`].
     pub(crate) fn words(code: u64) -> String {
-        let (count, ways, first) = (code & 7, code >> 3 & 7, code >> 6 & 3);
+        let (count, orders, first) = (code & 7, code >> 3 & 7, code >> 6 & 3);
         let radix = |level: u64| code >> 8 >> (RADIX_BITS * (level - 1)) & ((1 << RADIX_BITS) - 1);
-        match (count, ways, first) {
+        match (count, orders, first) {
             (0, ..) => "direct".to_string(),
             (2, 1, 1) => format!("hierarchical with {} ranks per node", radix(1)),
             (2, 1, _) => format!(
@@ -104,7 +106,7 @@ impl HopOrder {
                 radix(1)
             ),
             (2, ..) => format!(
-                "hierarchical both ways at dedup_dispatch with {} ranks per node",
+                "hierarchical in both orders at once with {} ranks per node",
                 radix(1)
             ),
             _ => {
@@ -115,12 +117,12 @@ impl HopOrder {
         }
     }
 
-    /// How many hops a part takes at most.
+    /// Returns the number of hops, the most that any data take.
     pub fn count(&self) -> usize {
         self.levels.count()
     }
 
-    /// What a hop is called in errors.
+    /// Returns the name of a hop in errors.
     pub(super) fn name(&self, hop: usize) -> &'static str {
         let mut levels = self.orders.iter().map(|order| order[hop]);
         match (self.orders.len(), self.count(), levels.next()) {
@@ -135,7 +137,7 @@ impl HopOrder {
         }
     }
 
-    /// From where to where the pair at a place of a rank goes, after so many hops.
+    /// Returns source and destination of the pair at a place of a rank, after `hops` hops.
     pub fn pair(&self, order: usize, hops: usize, rank: usize, place: usize) -> (usize, usize) {
         let (mut from, mut to) = (rank, place);
         for &level in &self.orders[order][..hops] {
@@ -149,8 +151,8 @@ impl HopOrder {
         (from, to)
     }
 
-    /// The ranks that a rank exchanges with in a hop, each with the places that change hands:
-    /// the same numbers on both sides.
+    /// Returns the ranks that a rank exchanges with in a hop, each with the places that change
+    /// hands; both sides use the same place numbers.
     pub(super) fn peers(
         &self,
         order: usize,
@@ -165,27 +167,31 @@ impl HopOrder {
         })
     }
 
-    /// The places that a hop leaves where they are.
+    /// Returns the places that stay on their rank in a hop.
     pub(super) fn own(&self, order: usize, hop: usize, rank: usize) -> Vec<Range<usize>> {
         let level = self.orders[order][hop];
         places(&self.levels, level, self.levels.digit(rank, level))
     }
 
-    /// The bytes of a piece that take one of the ways. What needs one hop alone goes whole,
-    /// by the way that begins with it.
+    /// Returns the bytes of a block that take one order. A block that needs a single hop goes
+    /// whole, in the order that begins with that hop, because splitting it would only add
+    /// messages.
     pub(super) fn share(
         &self,
         order: usize,
         (from, to): (usize, usize),
         bytes: usize,
     ) -> Range<usize> {
-        let ways = self.orders.len();
-        if ways == 1 {
+        let orders = self.orders.len();
+        if orders == 1 {
             return 0..bytes;
         }
+        // Every byte must belong to exactly one order, so blocks that are not split go entirely
+        // to one.
         let whole = |own: bool| if own { 0..bytes } else { 0..0 };
         let differs =
             |level: &usize| self.levels.digit(from, *level) != self.levels.digit(to, *level);
+        // The hops that a block needs are the levels at which its two ranks differ.
         let differing: Vec<usize> = (0..self.count()).filter(differs).collect();
         match differing[..] {
             [] => whole(order == 0),
@@ -194,20 +200,20 @@ impl HopOrder {
                 whole(first.unwrap_or(0) == order)
             }
             _ => {
-                let cut = |way: usize| {
-                    if way == ways {
+                let start = |index: usize| {
+                    if index == orders {
                         bytes
                     } else {
-                        bytes * way / ways / CUT * CUT
+                        bytes * index / orders / SHARE_ALIGNMENT * SHARE_ALIGNMENT
                     }
                 };
-                cut(order)..cut(order + 1)
+                start(order)..start(order + 1)
             }
         }
     }
 }
 
-/// Numbers with a digit at a level, as ranges.
+/// Returns the numbers with this digit at a level, as ranges.
 fn places(levels: &Levels, level: usize, digit: usize) -> Vec<Range<usize>> {
     let stride = levels.stride(level);
     let each = stride * levels.radix(level);
@@ -218,49 +224,49 @@ fn places(levels: &Levels, level: usize, digit: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// How many bytes every piece has that a rank sends, passes on or gets.
+/// The bytes of every block that a rank sends, forwards or receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HopSchedule {
-    /// The ways.
+    /// The orders of hops.
     pub hops: HopOrder,
     /// This rank.
     pub rank: usize,
-    /// Pieces of a part.
-    pub pieces: usize,
-    /// By order, by the number of hops that were made, by place, by piece. Shares are not
-    /// cut yet.
+    /// The number of blocks from one rank to another.
+    pub blocks_per_peer: usize,
+    /// By order, number of hops made, place and block. Sizes are of whole blocks, before the
+    /// split into shares.
     pub sizes: Vec<Vec<Vec<usize>>>,
 }
 
 impl HopSchedule {
-    /// Parts of one piece each, all of one size.
+    /// Returns the schedule of one block per pair, all of one size.
     pub fn equal(hops: HopOrder, rank: usize, bytes: usize) -> HopSchedule {
         let places = vec![bytes; hops.levels.ranks()];
         let stages = vec![places; hops.count() + 1];
         HopSchedule {
             rank,
-            pieces: 1,
+            blocks_per_peer: 1,
             sizes: vec![stages; hops.orders.len()],
             hops,
         }
     }
 
-    /// Bytes of the pieces that go to a rank.
+    /// Returns the bytes of the blocks to a rank.
     pub fn sent(&self, peer: usize) -> &[usize] {
         self.of(0, 0, peer)
     }
 
-    /// Bytes of the pieces that come from a rank.
+    /// Returns the bytes of the blocks from a rank.
     pub fn received(&self, peer: usize) -> &[usize] {
         self.of(0, self.hops.count(), peer)
     }
 
-    /// Bytes of the pieces at a place after so many hops.
+    /// Returns the bytes of the blocks at a place after `hops` hops.
     pub(super) fn of(&self, order: usize, hops: usize, place: usize) -> &[usize] {
-        &self.sizes[order][hops][place * self.pieces..(place + 1) * self.pieces]
+        &self.sizes[order][hops][place * self.blocks_per_peer..(place + 1) * self.blocks_per_peer]
     }
 
-    /// Pieces of one size each, one after the other: where they begin, and their end.
+    /// Returns the offsets of consecutive blocks, and their end.
     pub fn starts(sizes: &[usize]) -> Vec<usize> {
         offsets(sizes)
     }

@@ -1,7 +1,8 @@
-//! Operations as data: which bytes go where, in which order.
+//! Operations as data.
 //!
-//! A plan is what one rank does in one operation. It follows from ranks, sizes and
-//! the shape of nodes alone; nothing in it names an transport or an address.
+//! A plan lists the steps of one rank in one operation. It depends on ranks, sizes and the shape
+//! of nodes alone, and names neither a transport nor an address. Tests execute the plans of all
+//! ranks in memory.
 
 mod agree;
 mod dedup_combine;
@@ -21,7 +22,7 @@ pub use dedup_dispatch::{DedupDispatch, DedupMap, RowBytes, dedup_indices};
 pub use exchange::{all_gather, all_to_all, exchange};
 pub use hop_counts::{Block, HopCounts, count_hops};
 pub use hop_order::{HopOrder, HopSchedule};
-pub use over_hops::{Endpoints, all_to_all_with, exchange_with, routed};
+pub use over_hops::{Endpoints, all_to_all_with, exchange_over_hops, exchange_with};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use schedule::Schedule;
 pub use trees::{barrier, broadcast};
@@ -29,132 +30,153 @@ pub use trees::{barrier, broadcast};
 use crate::{Element, Reduction};
 use std::ops::Range;
 
-/// One of the pieces of memory of an operation.
+/// One of the buffers of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// What the caller gives, by number; only read.
+pub enum BufferRef {
+    /// A buffer that the caller provides, by number; only read.
     Input(usize),
-    /// What the caller gets, by number.
+    /// A buffer that the caller receives, by number.
     Output(usize),
     /// The operation's own memory.
     Scratch,
 }
 
-/// Bytes in a row.
+/// A contiguous range of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Which memory.
-    pub place: Place,
-    /// The first byte in it.
+    /// The buffer.
+    pub buffer: BufferRef,
+    /// The offset of the first byte.
     pub offset: usize,
-    /// How many.
+    /// The length.
     pub bytes: usize,
 }
 
 impl Span {
-    /// Bytes `range` of `place`.
-    pub fn new(place: Place, range: Range<usize>) -> Span {
+    /// Returns bytes `range` of a buffer.
+    pub fn new(buffer: BufferRef, range: Range<usize>) -> Span {
         Span {
-            place,
+            buffer,
             offset: range.start,
             bytes: range.end - range.start,
         }
     }
 }
 
-/// Bytes to or from another rank.
+/// A rank together with the size of its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupRank {
+    /// The rank, from 0.
+    pub rank: usize,
+    /// The number of ranks in the group.
+    pub size: usize,
+}
+
+/// A message to or from another rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
     /// The other rank, in the group.
     pub peer: usize,
-    /// What is sent, or where it is received.
+    /// The memory that is sent or received into.
     pub span: Span,
 }
 
-/// Bytes that stay on this rank.
+/// A copy on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy {
-    /// Where they are.
+    /// The source.
     pub from: Span,
-    /// Where they go.
-    pub to: Place,
-    /// The first byte there.
+    /// The destination buffer.
+    pub to: BufferRef,
+    /// The offset of the first byte there.
     pub offset: usize,
 }
 
-/// One thing after the other.
+/// One step of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Messages that travel at dedup_dispatch. The next step begins when all have been sent
+    /// Messages that are in flight together. The next step begins when all of them have been sent
     /// and received.
     Exchange {
-        /// Its number, the same on the ranks that take part; ascending in a plan.
+        /// The number of the exchange, equal on the ranks that take part; ascending within a
+        /// plan.
         phase: u32,
-        /// What it is, for errors.
+        /// The name of the exchange in errors.
         name: &'static str,
-        /// Messages from here. Those to one rank are received in this order.
+        /// The messages from this rank. Those to one rank are received in this order.
         sends: Vec<Message>,
-        /// Messages to here.
+        /// The messages to this rank.
         receives: Vec<Message>,
-        /// What is copied meanwhile.
+        /// Copies to make while messages are in flight.
         copies: Vec<Copy>,
     },
     /// Copies on this rank, in any order.
     Repack(Vec<Copy>),
-    /// Writes 64-bit numbers into the scratch memory, from a byte on.
+    /// Writes 64-bit numbers into scratch, from a byte offset on.
     Write(usize, Vec<u64>),
-    /// Folds rows of the scratch memory, one of each rank in their order.
+    /// Folds rows in scratch, one per rank in rank order.
     Reduce {
-        /// What the rows are of.
+        /// The element type.
         element: Element,
-        /// How they are folded.
+        /// The operator.
         reduction: Reduction,
-        /// All rows.
+        /// The range of all rows.
         rows: Range<usize>,
-        /// Bytes of one.
+        /// The bytes of one row.
         row_bytes: usize,
-        /// Where the result goes.
-        to: Place,
-        /// The first byte there.
+        /// The destination buffer.
+        to: BufferRef,
+        /// The offset of the first byte there.
         offset: usize,
     },
-    /// Compares 64-bit numbers that came from other ranks with what they must be.
+    /// Compares 64-bit numbers from other ranks with the expected ones.
     Check {
-        /// What is compared: `bytes for this rank`.
+        /// The compared property: `bytes for this rank`.
         what: &'static str,
-        /// Where they are in the scratch memory, what they must be, and whose they are.
-        numbers: Vec<(usize, u64, usize)>,
+        /// The numbers to compare.
+        numbers: Vec<Expected>,
     },
 }
 
-/// What one rank does in one operation.
+/// A number that must arrive in scratch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expected {
+    /// The offset of its first byte in scratch.
+    pub offset: usize,
+    /// The value that it must have.
+    pub value: u64,
+    /// The rank that sends it, in the group.
+    pub peer: usize,
+}
+
+/// The steps of one rank in one operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Bytes of memory of its own.
+    /// The size of scratch in bytes.
     pub scratch: usize,
-    /// One after the other.
+    /// The steps, executed one after the other.
     pub steps: Vec<Step>,
 }
 
 impl Plan {
-    /// Messages that this rank sends.
+    /// Returns the number of messages that this rank sends.
     pub fn messages(&self) -> usize {
         self.sends().count()
     }
 
-    /// Bytes that this rank sends to others for which `counted` is true.
+    /// Returns the bytes that this rank sends to ranks for which `counted` is true.
     pub fn bytes_to(&self, counted: impl Fn(usize) -> bool) -> usize {
         let sends = self.sends().filter(|message| counted(message.peer));
         sends.map(|message| message.span.bytes).sum()
     }
 
-    /// Whether it only moves bytes.
+    /// Returns whether the plan only moves bytes.
     pub(crate) fn only_moves(&self) -> bool {
         let moves = |step: &Step| matches!(step, Step::Exchange { .. } | Step::Repack(_));
         self.steps.iter().all(moves)
     }
 
-    /// Messages from here and to here, by peer and bytes, in their order.
+    /// Returns peer and bytes of the messages from and to this rank, in order.
     pub(crate) fn traffic(&self) -> [Vec<(usize, usize)>; 2] {
         let steps = || {
             self.steps.iter().filter_map(|step| match step {
@@ -184,7 +206,7 @@ impl Plan {
     }
 }
 
-/// Where parts of these sizes begin when they lie one after the other, and their end.
+/// Returns the offsets of consecutive parts of these sizes, and their end.
 pub fn offsets(sizes: &[usize]) -> Vec<usize> {
     let mut list = Vec::with_capacity(sizes.len() + 1);
     list.push(0);
@@ -196,7 +218,8 @@ pub fn offsets(sizes: &[usize]) -> Vec<usize> {
     list
 }
 
-/// The other ranks, the next one first: no rank is everybody's first.
+/// Returns the other ranks, the next one first. Starting at a different rank everywhere keeps any
+/// single rank from being every rank's first receiver.
 pub(crate) fn others(rank: usize, size: usize) -> impl Iterator<Item = usize> {
     (1..size).map(move |distance| (rank + distance) % size)
 }

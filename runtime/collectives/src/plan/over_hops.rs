@@ -1,19 +1,19 @@
-//! An exchange over other ranks, with the result of the direct one. What only passes
-//! through lies in scratch; all else goes from the input, or to the output, itself.
+//! Exchanges over intermediate ranks, with the result of the direct exchange. Forwarded data lie
+//! in scratch; all other data move directly from the input or to the output.
 
-use super::{Copy, HopSchedule, Message, Place, Plan, Span, Step};
+use super::{BufferRef, Copy, HopSchedule, Message, Plan, Span, Step};
 
-/// Where the pieces of each part are. Each piece is a span of the size that the schedule
-/// says; a piece of no bytes may be anywhere.
+/// The memory of each part's blocks. Each block is a span of the schedule's size; an empty block
+/// may lie anywhere.
 pub struct Endpoints<'a> {
-    /// Those that go to a rank.
+    /// Returns the blocks to a rank.
     pub from: &'a dyn Fn(usize) -> Vec<Span>,
-    /// Those that come from a rank.
+    /// Returns the blocks from a rank.
     pub to: &'a dyn Fn(usize) -> Vec<Span>,
 }
 
-/// The exchange, whose phases have numbers from `phase` on.
-pub fn routed(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u32) -> Plan {
+/// Plans the exchange; its phases are numbered from `phase` on.
+pub fn exchange_over_hops(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u32) -> Plan {
     let mut scratch = 0;
     let hops = schedule.hops.count();
     let mut steps: Vec<Transfers> = (0..hops).map(|_| Transfers::default()).collect();
@@ -29,6 +29,7 @@ pub fn routed(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u32) -> Plan 
         for (hop, step) in steps.iter_mut().enumerate() {
             path.hop(hop, step);
         }
+        // Orders run at the same time, so each one's scratch lies behind that of the one before.
         scratch = path.scratch;
     }
     let exchange = |(hop, step): (usize, Transfers)| Step::Exchange {
@@ -44,7 +45,7 @@ pub fn routed(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u32) -> Plan 
     }
 }
 
-/// What happens in one hop, on all ways.
+/// The work of one hop, over all orders.
 #[derive(Default)]
 struct Transfers {
     sends: Vec<Message>,
@@ -52,36 +53,36 @@ struct Transfers {
     copies: Vec<Copy>,
 }
 
-/// One of the ways, as far as it was planned.
+/// One order, as far as it has been planned.
 struct Path<'a> {
     schedule: &'a HopSchedule,
     ends: &'a Endpoints<'a>,
     order: usize,
-    /// Bytes of it that are taken.
+    /// The scratch bytes in use.
     scratch: usize,
-    /// Where the pieces are that this rank holds, by place.
+    /// The memory of the blocks that this rank holds, by place.
     held: Vec<Vec<Span>>,
 }
 
 impl Path<'_> {
-    /// What this rank has before the first hop.
+    /// Takes up what this rank holds before the first hop.
     fn begin(&mut self, step: &mut Transfers) {
         let (rank, ranks) = (self.schedule.rank, self.schedule.hops.levels.ranks());
-        let own = |to: usize| self.cut((rank, to), (self.ends.from)(to));
+        let own = |to: usize| self.own_shares((rank, to), (self.ends.from)(to));
         self.held = (0..ranks).map(own).collect();
-        let to = self.cut((rank, rank), (self.ends.to)(rank));
+        let to = self.own_shares((rank, rank), (self.ends.to)(rank));
         let copies = self.held[rank].iter().zip(to).map(|(from, to)| Copy {
             from: *from,
-            to: to.place,
+            to: to.buffer,
             offset: to.offset,
         });
         step.copies.extend(copies);
     }
 
-    /// What of these pieces takes this path.
-    fn cut(&self, pair: (usize, usize), pieces: Vec<Span>) -> Vec<Span> {
+    /// Returns the shares of these blocks that take this order.
+    fn own_shares(&self, pair: (usize, usize), blocks: Vec<Span>) -> Vec<Span> {
         let hops = &self.schedule.hops;
-        let cut = |span: Span| {
+        let share = |span: Span| {
             let range = hops.share(self.order, pair, span.bytes);
             let (first, bytes) = (range.start, range.len());
             Span {
@@ -90,8 +91,8 @@ impl Path<'_> {
                 ..span
             }
         };
-        let pieces = pieces.into_iter().map(cut);
-        pieces.filter(|span| span.bytes > 0).collect()
+        let blocks = blocks.into_iter().map(share);
+        blocks.filter(|span| span.bytes > 0).collect()
     }
 
     fn hop(&mut self, hop: usize, step: &mut Transfers) {
@@ -99,6 +100,8 @@ impl Path<'_> {
         let mut changed = Vec::new();
         for (peer, places) in hops.peers(self.order, hop, rank) {
             let places: Vec<usize> = places.into_iter().flatten().collect();
+            // Collect what leaves before anything arrives: arriving blocks take over the same
+            // places.
             let leave = places.iter().flat_map(|place| &self.held[*place]);
             extend(&mut step.sends, peer, leave.copied());
             changed.push((peer, places));
@@ -108,7 +111,8 @@ impl Path<'_> {
             .flat_map(|(_, places)| places)
             .copied()
             .collect();
-        // In the order in which a later hop to a slower digit sends them on.
+        // A later hop over a slower digit sends places in ascending order; allocating scratch in
+        // that order keeps its messages contiguous.
         arriving.sort_unstable();
         for place in arriving {
             self.held[place] = self.arrive(hop + 1, place);
@@ -119,19 +123,20 @@ impl Path<'_> {
         }
     }
 
-    /// Where the pieces of a place go that have made so many hops.
+    /// Returns the destination of a place's blocks after `hops` hops.
     fn arrive(&mut self, hops: usize, place: usize) -> Vec<Span> {
         let schedule = self.schedule;
         let pair = schedule.hops.pair(self.order, hops, schedule.rank, place);
+        // Data for this rank go straight to the output, which saves a copy from scratch.
         if pair.1 == schedule.rank {
-            return self.cut(pair, (self.ends.to)(pair.0));
+            return self.own_shares(pair, (self.ends.to)(pair.0));
         }
         let mut spans = Vec::new();
         for &bytes in schedule.of(self.order, hops, place) {
             let bytes = schedule.hops.share(self.order, pair, bytes).len();
             if bytes > 0 {
                 spans.push(Span::new(
-                    Place::Scratch,
+                    BufferRef::Scratch,
                     self.scratch..self.scratch + bytes,
                 ));
                 self.scratch += bytes;
@@ -141,17 +146,18 @@ impl Path<'_> {
     }
 }
 
-/// Messages of these bytes, or one of none: every rank of a hop hears of every other.
+/// Adds messages of these spans, or one empty message: every rank of a hop hears from every
+/// other, so a missing rank is noticed.
 fn extend(list: &mut Vec<Message>, peer: usize, spans: impl Iterator<Item = Span>) {
     let before = list.len();
     list.extend(spans.map(|span| Message { peer, span }));
     if list.len() == before {
-        let span = Span::new(Place::Scratch, 0..0);
+        let span = Span::new(BufferRef::Scratch, 0..0);
         list.push(Message { peer, span });
     }
 }
 
-/// Parts of one piece each, one after the other in input 0 and in output 0.
+/// Plans an all-to-all of one block per pair; blocks are consecutive in input 0 and in output 0.
 pub fn all_to_all_with(
     schedule: &HopSchedule,
     sends: &[usize],
@@ -163,22 +169,22 @@ pub fn all_to_all_with(
         vec![Span::new(place, starts[peer]..starts[peer + 1])]
     };
     let ends = Endpoints {
-        from: &|peer| part(Place::Input(0), &from, peer),
-        to: &|peer| part(Place::Output(0), &to, peer),
+        from: &|peer| part(BufferRef::Input(0), &from, peer),
+        to: &|peer| part(BufferRef::Output(0), &to, peer),
     };
-    routed(schedule, &ends, phase)
+    exchange_over_hops(schedule, &ends, phase)
 }
 
-/// As [`exchange`](super::exchange): input `i` goes to rank `sends[i].0`, output `j` comes
-/// from rank `receives[j].0`. Of each pair of ranks they are the schedule's pieces that have
-/// bytes, in order.
+/// Plans an [`exchange`](super::exchange) over intermediate ranks: input `i` goes to rank
+/// `sends[i].0`, output `j` comes from rank `receives[j].0`. For each pair of ranks the messages
+/// are the schedule's blocks that are not empty, in order.
 pub fn exchange_with(
     schedule: &HopSchedule,
     sends: &[(usize, usize)],
     receives: &[(usize, usize)],
 ) -> Plan {
     let ranks = schedule.hops.levels.ranks();
-    let by_peer = |list: &[(usize, usize)], place: fn(usize) -> Place| {
+    let by_peer = |list: &[(usize, usize)], place: fn(usize) -> BufferRef| {
         let mut spans = vec![Vec::new(); ranks];
         for (i, (peer, bytes)) in list.iter().enumerate() {
             spans[*peer].push(Span::new(place(i), 0..*bytes));
@@ -186,12 +192,12 @@ pub fn exchange_with(
         spans
     };
     let (from, to) = (
-        by_peer(sends, Place::Input),
-        by_peer(receives, Place::Output),
+        by_peer(sends, BufferRef::Input),
+        by_peer(receives, BufferRef::Output),
     );
     let ends = Endpoints {
         from: &|peer| from[peer].clone(),
         to: &|peer| to[peer].clone(),
     };
-    routed(schedule, &ends, 0)
+    exchange_over_hops(schedule, &ends, 0)
 }

@@ -1,11 +1,11 @@
-//! One message where there are many.
+//! Plans with one message per peer and phase.
 
-use super::{Copy, Message, Place, Plan, Span, Step};
+use super::{BufferRef, Copy, Message, Plan, Span, Step};
 
 impl Plan {
-    /// The same plan with at most one message from one rank to another in a phase, for what
-    /// carries single messages alone: what lies apart is copied together before it is
-    /// sent, and apart after it has come. All ranks do so, or none.
+    /// Returns the same plan with at most one message to each rank in a phase, for executors that
+    /// send contiguous ranges alone. Separate spans are copied together before sending and apart
+    /// after receiving. All ranks must pack, or none.
     #[must_use]
     pub fn packed(self) -> Plan {
         let base = self.scratch;
@@ -23,7 +23,8 @@ impl Plan {
     }
 }
 
-/// The memory behind the plan's own, which every phase has for itself.
+/// The allocator of packed messages, in scratch behind the plan's own. Each phase reuses the same
+/// memory.
 struct Packing {
     base: usize,
     used: usize,
@@ -42,15 +43,16 @@ impl Packing {
         else {
             return vec![step];
         };
+        // A phase is complete before the next begins, so every phase may reuse the memory.
         self.used = self.base;
         let (sends, before) = self.together(&sends, |part, at| Copy {
             from: part,
-            to: Place::Scratch,
+            to: BufferRef::Scratch,
             offset: at,
         });
         let (receives, after) = self.together(&receives, |part, at| Copy {
-            from: Span::new(Place::Scratch, at..at + part.bytes),
-            to: part.place,
+            from: Span::new(BufferRef::Scratch, at..at + part.bytes),
+            to: part.buffer,
             offset: part.offset,
         });
         self.most = self.most.max(self.used);
@@ -66,25 +68,27 @@ impl Packing {
         steps.chain(repack(after)).collect()
     }
 
-    /// A message for each peer, in the order of peers, and the copies between its place in
-    /// scratch and where its parts are.
+    /// Returns one message per peer, in peer order, and the copies between it and its spans.
     fn together(
         &mut self,
         messages: &[Message],
         copy: impl Fn(Span, usize) -> Copy,
     ) -> (Vec<Message>, Vec<Copy>) {
         let mut messages = messages.to_vec();
+        // The sort is stable, so messages to one peer keep the order in which the receiver
+        // expects them.
         messages.sort_by_key(|message| message.peer);
         let (mut list, mut copies) = (Vec::new(), Vec::new());
         for parts in messages.chunk_by(|a, b| a.peer == b.peer) {
             let peer = parts[0].peer;
+            // Adjacent parts are sent from where they lie, without a copy.
             let span = joined(parts).unwrap_or_else(|| {
                 let first = self.used;
                 for part in parts {
                     copies.push(copy(part.span, self.used));
                     self.used += part.span.bytes;
                 }
-                Span::new(Place::Scratch, first..self.used)
+                Span::new(BufferRef::Scratch, first..self.used)
             });
             list.push(Message { peer, span });
         }
@@ -92,12 +96,12 @@ impl Packing {
     }
 }
 
-/// All of them, if they follow each other.
+/// Returns all spans as one, if they are consecutive.
 fn joined(parts: &[Message]) -> Option<Span> {
     let mut spans = parts.iter().map(|part| part.span);
     let first = spans.next()?;
     spans.try_fold(first, |all, next| {
-        let follows = next.place == all.place && next.offset == all.offset + all.bytes;
+        let follows = next.buffer == all.buffer && next.offset == all.offset + all.bytes;
         follows.then(|| Span {
             bytes: all.bytes + next.bytes,
             ..all

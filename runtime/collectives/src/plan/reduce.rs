@@ -1,13 +1,14 @@
-//! Reductions: parts come together on one rank each, which folds them in the order of
-//! ranks. So results are the same bytes for both forms and any timing.
+//! Reductions: each part is gathered on one rank, which folds the rows in rank order. So
+//! one-phase and two-phase reductions give the same bytes, whatever arrives first.
 
-use super::{Copy, Message, Place, Plan, Span, Step, offsets, others};
+use super::{BufferRef, Copy, Message, Plan, Span, Step, offsets, others};
 use crate::{Element, Reduction};
 
-/// Up to here everybody sends all to everybody: one phase instead of two.
+/// The largest all-reduce in which every rank sends its whole input to every other: one phase
+/// instead of two.
 pub const ONE_PHASE_BYTES: usize = 2048;
 
-/// Part `q` of everybody's input, `sizes[q]` bytes, is folded and becomes rank `q`'s output.
+/// Folds part `q` of all inputs, `sizes[q]` bytes, into rank `q`'s output.
 pub fn reduce_scatter(
     rank: usize,
     sizes: &[usize],
@@ -21,7 +22,7 @@ pub fn reduce_scatter(
     }
 }
 
-/// All inputs, `bytes` bytes each, are folded; everybody gets the result.
+/// Folds all inputs, `bytes` bytes each, into every rank's output.
 pub fn all_reduce(
     rank: usize,
     size: usize,
@@ -29,15 +30,18 @@ pub fn all_reduce(
     element: Element,
     reduction: Reduction,
 ) -> Plan {
+    // For small inputs, the second phase costs more latency than the additional bytes of the
+    // first.
     if bytes <= ONE_PHASE_BYTES || size == 1 {
         return all_to_everybody(rank, size, bytes, element, reduction);
     }
+    // Parts end at element boundaries, because each is folded by one rank alone.
     let sizes = even_parts(bytes / element.size(), size, element.size());
     let starts = offsets(&sizes);
     let (gather, fold) = scatter_steps(rank, &sizes, element, reduction, starts[rank]);
     let part = |peer: usize, of: usize| Message {
         peer,
-        span: Span::new(Place::Output(0), starts[of]..starts[of + 1]),
+        span: Span::new(BufferRef::Output(0), starts[of]..starts[of + 1]),
     };
     let spread = Step::Exchange {
         phase: 1,
@@ -52,14 +56,14 @@ pub fn all_reduce(
     }
 }
 
-/// Bytes of each rank's part of so many elements: sizes differ by one element at most.
+/// Returns the bytes of each rank's part; parts differ by one element at most.
 fn even_parts(elements: usize, size: usize, element_bytes: usize) -> Vec<usize> {
     let part = |rank| elements / size + usize::from(rank < elements % size);
     (0..size).map(|rank| part(rank) * element_bytes).collect()
 }
 
-/// Everybody's part for this rank comes to the scratch memory, a row of each rank; the
-/// result goes to byte `offset` of the output.
+/// Returns the steps that gather every rank's part for this rank in scratch, one row per rank,
+/// and fold them to byte `offset` of the output.
 fn scatter_steps(
     rank: usize,
     sizes: &[usize],
@@ -69,8 +73,8 @@ fn scatter_steps(
 ) -> (Step, Step) {
     let (size, row_bytes) = (sizes.len(), sizes[rank]);
     let starts = offsets(sizes);
-    let row = |peer: usize| Span::new(Place::Scratch, peer * row_bytes..(peer + 1) * row_bytes);
-    let part = |peer: usize| Span::new(Place::Input(0), starts[peer]..starts[peer + 1]);
+    let row = |peer: usize| Span::new(BufferRef::Scratch, peer * row_bytes..(peer + 1) * row_bytes);
+    let part = |peer: usize| Span::new(BufferRef::Input(0), starts[peer]..starts[peer + 1]);
     let message = |peer, span| Message { peer, span };
     let gather = Step::Exchange {
         phase: 0,
@@ -79,7 +83,7 @@ fn scatter_steps(
         receives: others(rank, size).map(|p| message(p, row(p))).collect(),
         copies: vec![Copy {
             from: part(rank),
-            to: Place::Scratch,
+            to: BufferRef::Scratch,
             offset: rank * row_bytes,
         }],
     };
@@ -88,7 +92,7 @@ fn scatter_steps(
         reduction,
         rows: 0..row_bytes * size,
         row_bytes,
-        to: Place::Output(0),
+        to: BufferRef::Output(0),
         offset,
     };
     (gather, fold)
@@ -101,8 +105,8 @@ fn all_to_everybody(
     element: Element,
     reduction: Reduction,
 ) -> Plan {
-    let own = Span::new(Place::Input(0), 0..bytes);
-    let row = |peer: usize| Span::new(Place::Scratch, peer * bytes..(peer + 1) * bytes);
+    let own = Span::new(BufferRef::Input(0), 0..bytes);
+    let row = |peer: usize| Span::new(BufferRef::Scratch, peer * bytes..(peer + 1) * bytes);
     let message = |peer, span| Message { peer, span };
     let gather = Step::Exchange {
         phase: 0,
@@ -111,7 +115,7 @@ fn all_to_everybody(
         receives: others(rank, size).map(|p| message(p, row(p))).collect(),
         copies: vec![Copy {
             from: own,
-            to: Place::Scratch,
+            to: BufferRef::Scratch,
             offset: rank * bytes,
         }],
     };
@@ -120,7 +124,7 @@ fn all_to_everybody(
         reduction,
         rows: 0..bytes * size,
         row_bytes: bytes,
-        to: Place::Output(0),
+        to: BufferRef::Output(0),
         offset: 0,
     };
     Plan {

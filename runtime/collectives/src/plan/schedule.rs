@@ -1,21 +1,22 @@
-//! What an exchange over other ranks may be.
+//! Exchanges over intermediate ranks that know the sizes in advance.
 
-use super::{HopSchedule, Plan, exchange_with};
+use super::{GroupRank, HopSchedule, Plan, exchange_with};
 use std::collections::HashMap;
 
-/// Ways of messages over other ranks that were told of them.
+/// A schedule of messages over intermediate ranks, made from exchanged counts.
 pub trait Schedule {
-    /// A number that is the same on all ranks of an exchange, and another for other ways.
+    /// Returns a number that is equal on all ranks of an exchange and different for every other
+    /// path.
     fn code(&self) -> u64;
 
-    /// What a rank of so many does, with messages by peer and bytes: input `i` goes to rank
-    /// `sends[i].0`, output `j` comes from rank `receives[j].0`.
+    /// Plans the exchange of a rank, Q are peer and
+    /// bytes: input `i` goes to rank `sends[i].0`, output `j` comes from rank `receives[j].0`.
     ///
     /// # Errors
-    /// Messages that ranks on the way were not told of.
+    /// A description of messages that differ from the exchanged counts.
     fn plan(
         &self,
-        rank: (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String>;
@@ -28,66 +29,69 @@ impl Schedule for HopSchedule {
 
     fn plan(
         &self,
-        rank: (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
-        self.check(rank, sends, receives)?;
+        self.check(own, sends, receives)?;
         Ok(exchange_with(self, sends, receives))
     }
 }
 
 impl HopSchedule {
-    /// Whether messages of a rank of so many are the pieces that have bytes.
+    /// Checks that the messages are the blocks of the schedule that are not empty.
     pub(super) fn check(
         &self,
-        rank: (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
     ) -> Result<(), String> {
-        self.check_from(rank, sends, receives, &|_| true)
+        self.check_from(own, sends, receives, &|_| true)
     }
 
-    /// The same of messages from some ranks alone.
+    /// Checks only the received messages from some ranks.
     pub(super) fn check_from(
         &self,
-        (rank, size): (usize, usize),
+        own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
         from: &dyn Fn(usize) -> bool,
     ) -> Result<(), String> {
         let ranks = self.hops.levels.ranks();
+        let GroupRank { rank, size } = own;
         if self.rank != rank || ranks != size {
-            let own = self.rank;
+            let counted = self.rank;
             return Err(format!(
-                "what was told is of rank {own} of {ranks}, this is rank {rank} of {size}"
+                "the counts are of rank {counted} of {ranks}, this is rank {rank} of {size}"
             ));
         }
-        same("to", sends, 0..size, &|peer| self.sent(peer))?;
+        compare_blocks("to", sends, 0..size, &|peer| self.sent(peer))?;
         let peers = (0..size).filter(|peer| from(*peer));
-        same("from", receives, peers, &|peer| self.received(peer))
+        compare_blocks("from", receives, peers, &|peer| self.received(peer))
     }
 }
 
-fn same<'j>(
-    way: &str,
+fn compare_blocks<'j>(
+    direction: &str,
     messages: &[(usize, usize)],
     mut peers: impl Iterator<Item = usize>,
-    told: &dyn Fn(usize) -> &'j [usize],
+    counted: &dyn Fn(usize) -> &'j [usize],
 ) -> Result<(), String> {
     let mut given: HashMap<usize, Vec<usize>> = HashMap::new();
+    // Empty blocks have no message, and callers may still pass empty messages, so both sides
+    // leave them out.
     for (peer, bytes) in messages.iter().filter(|(_, bytes)| *bytes > 0) {
         given.entry(*peer).or_default().push(*bytes);
     }
     let given = |peer: &usize| given.get(peer).map_or(&[][..], Vec::as_slice);
-    let told = |peer: usize| told(peer).iter().copied().filter(|bytes| *bytes > 0);
-    let other = peers.find(|peer| !told(*peer).eq(given(peer).iter().copied()));
+    let counted = |peer: usize| counted(peer).iter().copied().filter(|bytes| *bytes > 0);
+    let other = peers.find(|peer| !counted(*peer).eq(given(peer).iter().copied()));
     match other {
         None => Ok(()),
         Some(peer) => {
-            let (told, given) = (told(peer).collect::<Vec<_>>(), given(&peer));
+            let (counted, given) = (counted(peer).collect::<Vec<_>>(), given(&peer));
             Err(format!(
-                "messages {way} rank {peer} have {given:?} bytes, ranks were told of {told:?}"
+                "messages {direction} rank {peer} have {given:?} bytes, the exchanged counts say {counted:?}"
             ))
         }
     }

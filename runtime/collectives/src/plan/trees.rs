@@ -1,12 +1,13 @@
 //! Operations whose messages form trees.
 
-use super::{Message, Place, Plan, Span, Step};
+use super::{BufferRef, Message, Plan, Span, Step};
 
-/// The output of `root` goes to everybody else's, `bytes` bytes. In round `k` each of the
-/// first `2^k` ranks, counted from the root, sends to the one `2^k` further.
+/// Copies the output of `root`, `bytes` bytes, to every other rank's. In round `k` the first
+/// `2^k` ranks, counted from the root, each send to the rank `2^k` further on.
 pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
+    // Renumber the ranks so that the root is 0 and the tree is the same for every root.
     let place = (rank + size - root) % size;
-    let span = Span::new(Place::Output(0), 0..bytes);
+    let span = Span::new(BufferRef::Output(0), 0..bytes);
     let peer = |place: usize| (place + root) % size;
     let mut steps = Vec::new();
     for round in 0..rounds(size) {
@@ -29,10 +30,10 @@ pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
     Plan { scratch: 0, steps }
 }
 
-/// Nobody goes on before everybody has come. In round `k` each rank tells the one `2^k`
-/// further.
+/// Returns only after every rank has called it. In round `k` each rank signals the rank `2^k`
+/// further on (a dissemination barrier).
 pub fn barrier(rank: usize, size: usize) -> Plan {
-    let empty = Span::new(Place::Scratch, 0..0);
+    let empty = Span::new(BufferRef::Scratch, 0..0);
     let message = |peer| Message { peer, span: empty };
     let round = |round: u32| {
         let distance = 1 << round;
@@ -50,7 +51,7 @@ pub fn barrier(rank: usize, size: usize) -> Plan {
     }
 }
 
-/// The least number of doublings from 1 to `size`.
+/// Returns the number of doublings from 1 to at least `size`.
 fn rounds(size: usize) -> u32 {
     size.next_power_of_two().trailing_zeros()
 }

@@ -4,7 +4,7 @@ use super::{call, errors, run, says};
 use moesaic_collectives::{CollectiveError, Collectives, Communicator, with_heartbeat};
 use std::time::Duration;
 
-/// Work of a rank, with a deadline that is much shorter than the longest.
+/// Runs `work` with a deadline much shorter than the longest work.
 fn working(
     world: Communicator,
     work: impl FnOnce(usize) -> Result<usize, CollectiveError>,
@@ -12,7 +12,7 @@ fn working(
     let mut world = world.with_deadline(Duration::from_millis(800));
     let rank = world.rank();
     let done = with_heartbeat(&mut world, &call("kernels"), || work(rank));
-    // Only ranks that have failed leave without the others.
+    // Only failed ranks leave without the others.
     done.and_then(|done| world.finish(&call("end")).map(|()| done))
 }
 
@@ -64,7 +64,7 @@ fn a_rank_that_is_silent_while_others_work_is_late() {
             std::thread::sleep(Duration::from_millis(1200));
             working(world, Ok).map(drop)
         }
-        // A panic is told where there is nobody left to answer.
+        // A panic is reported even though no rank is left to answer.
         1 => working(world, |_| panic!("a bug in a compiler")).map(drop),
         _ => working(world, Ok).map(drop),
     });

@@ -1,7 +1,7 @@
-//! Plans of all ranks, carried out in memory: no transport, no device.
+//! An interpreter that executes the plans of all ranks in memory: no transport, no device.
 #![allow(dead_code)]
 
-use moesaic_collectives::plan::{Copy, Message, Place, Plan, Span, Step};
+use moesaic_collectives::plan::{BufferRef, Copy, Message, Plan, Span, Step};
 use std::collections::{HashMap, VecDeque};
 
 /// A rank's memory.
@@ -13,7 +13,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// With one input and one output.
+    /// Returns memory with one input and one output.
     pub fn new(input: Vec<u8>, output: Vec<u8>) -> Memory {
         Memory {
             inputs: vec![input],
@@ -22,19 +22,19 @@ impl Memory {
         }
     }
 
-    fn of(&mut self, place: Place) -> &mut Vec<u8> {
+    fn of(&mut self, place: BufferRef) -> &mut Vec<u8> {
         match place {
-            Place::Input(index) => &mut self.inputs[index],
-            Place::Output(index) => &mut self.outputs[index],
-            Place::Scratch => &mut self.scratch,
+            BufferRef::Input(index) => &mut self.inputs[index],
+            BufferRef::Output(index) => &mut self.outputs[index],
+            BufferRef::Scratch => &mut self.scratch,
         }
     }
 
     fn read(&mut self, span: &Span) -> Vec<u8> {
-        self.of(span.place)[span.offset..span.offset + span.bytes].to_vec()
+        self.of(span.buffer)[span.offset..span.offset + span.bytes].to_vec()
     }
 
-    fn write(&mut self, place: Place, offset: usize, bytes: &[u8]) {
+    fn write(&mut self, place: BufferRef, offset: usize, bytes: &[u8]) {
         self.of(place)[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
@@ -48,7 +48,7 @@ impl Memory {
 
 pub type Mail = HashMap<(u32, usize, usize), VecDeque<Vec<u8>>>;
 
-/// Runs all plans; ranks go on as far as they can, in turns.
+/// Executes all plans; the ranks take turns, each going as far as it can.
 pub fn replay(plans: &[Plan], memories: &mut [Memory]) {
     let mut mail = Mail::new();
     let mut at = vec![(0, false); plans.len()];
@@ -77,7 +77,7 @@ pub fn replay(plans: &[Plan], memories: &mut [Memory]) {
     );
 }
 
-/// What a rank sends, and what it gets: the other rank, and the bytes.
+/// The messages that a rank sends and receives: peer and bytes.
 pub type Ends = [Vec<(usize, Vec<u8>)>; 2];
 
 type Sizes<'a> = &'a [(usize, usize)];
@@ -88,8 +88,8 @@ fn sizes(list: &[(usize, Vec<u8>)]) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Carries out the plans that ranks make of the sizes of their messages. What is sent is left
-/// alone; what each rank has got is the result, with the plans.
+/// Executes the plans that ranks make from the sizes of their messages. It checks that inputs
+/// stay unchanged, and returns each rank's received messages together with the plans.
 pub fn carry(
     ends: &[Ends],
     plan: &dyn Fn(usize, Sizes<'_>, Sizes<'_>) -> Plan,
@@ -113,7 +113,7 @@ pub fn carry(
     (plans, memories.into_iter().map(|m| m.outputs).collect())
 }
 
-/// Whether every rank has got what it was to get.
+/// Returns whether every rank has received what it expects.
 pub fn delivered(ends: &[Ends], found: &[Vec<Vec<u8>>]) -> bool {
     let same = |([_, gets], found): (&Ends, &Vec<Vec<u8>>)| {
         let expected = gets.iter().map(|(_, data)| data);
@@ -122,7 +122,7 @@ pub fn delivered(ends: &[Ends], found: &[Vec<Vec<u8>>]) -> bool {
     ends.len() == found.len() && ends.iter().zip(found).all(same)
 }
 
-/// Whether the step is complete.
+/// Executes a step as far as possible; returns whether it is complete.
 pub fn advance(
     rank: usize,
     step: &Step,
@@ -158,13 +158,13 @@ pub fn advance(
                 let queue = mail.get_mut(&(*phase, *peer, rank)).unwrap();
                 let bytes = queue.pop_front().unwrap();
                 assert_eq!(bytes.len(), span.bytes, "from {peer} to {rank}");
-                memory.write(span.place, span.offset, &bytes);
+                memory.write(span.buffer, span.offset, &bytes);
             }
         }
         Step::Repack(copies) => memory.copy(copies),
         Step::Write(offset, numbers) => {
             let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-            memory.write(Place::Scratch, *offset, &bytes);
+            memory.write(BufferRef::Scratch, *offset, &bytes);
         }
         Step::Reduce {
             rows,
@@ -185,9 +185,15 @@ pub fn advance(
             memory.write(*to, *offset, &sums);
         }
         Step::Check { numbers, .. } => {
-            for (offset, expected, peer) in numbers {
-                let bytes = memory.scratch[*offset..offset + 8].try_into().unwrap();
-                assert_eq!(u64::from_le_bytes(bytes), *expected, "from {peer}");
+            for number in numbers {
+                let at = number.offset;
+                let bytes = memory.scratch[at..at + 8].try_into().unwrap();
+                assert_eq!(
+                    u64::from_le_bytes(bytes),
+                    number.value,
+                    "from {}",
+                    number.peer
+                );
             }
         }
     }

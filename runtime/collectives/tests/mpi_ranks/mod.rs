@@ -1,7 +1,7 @@
-//! What a rank does that a test has started.
+//! The ranks' side of the tests under MPI.
 
 use crate::nccl_fake::Lab;
-use crate::support::{call, every_operation, part, read, room, slice};
+use crate::support::{call, every_operation, part, read, slice, unset};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, agree,
     mpi,
@@ -32,14 +32,14 @@ fn a_rank() {
         return large(world);
     }
     let rank = world.rank();
-    // The world is dropped while a panic unwinds, as in a program that has no such net.
+    // The world is dropped while a panic unwinds, as in a program without `catch_unwind`.
     let body = std::panic::AssertUnwindSafe(move || failing(&case, &mut { world }));
     match std::panic::catch_unwind(body) {
         Ok(Err(error)) => println!("survivor {rank}: {error}"),
         Ok(Ok(())) => println!("rank {rank} has seen no error"),
         Err(_) => println!("rank {rank} has panicked"),
     }
-    // Long enough for everybody to say so before the launcher ends the job.
+    // Wait until every rank has printed its line, before the launcher ends the job.
     std::thread::sleep(Duration::from_secs(3));
     std::process::exit(1);
 }
@@ -67,8 +67,8 @@ fn short(label: &str) -> Call {
 fn dispatch(world: &mut Communicator, call: &Call) -> Result<(), CollectiveError> {
     let device = Arc::clone(world.device());
     let (from, to) = (
-        room(&device, Element::U8, 120_000),
-        room(&device, Element::U8, 120_000),
+        unset(&device, Element::U8, 120_000),
+        unset(&device, Element::U8, 120_000),
     );
     world
         .all_to_all(&from, &to, Algorithm::Direct, call)?
@@ -108,20 +108,20 @@ fn signal(name: &str, world: &mut Communicator) -> Result<(), CollectiveError> {
         .args([&format!("-{name}"), &own])
         .status();
     assert!(sent.unwrap().success());
-    // The signal is taken by another thread of this process; by then nothing may be sent.
+    // Another thread of this process may receive the signal; nothing may be sent until it has.
     std::thread::sleep(Duration::from_secs(4));
     dispatch(world, &short("dispatch"))
 }
 
-/// Rank 1 expects one element more than rank 0 sends. Rank 0 may have done its part when
-/// that is found, and learns of it in the next operation.
+/// Rank 1 expects one element more than rank 0 sends. Rank 0 may have done its part by then, and
+/// learns of the failure in the next operation.
 fn wrong_counts(world: &mut Communicator) -> Result<(), CollectiveError> {
     let device = Arc::clone(world.device());
     let counts = [100_000, 100_000];
     let receives = [100_000 + world.rank(), 100_000];
     let (from, to) = (
-        room(&device, Element::F32, 200_000),
-        room(&device, Element::F32, 200_001),
+        unset(&device, Element::F32, 200_000),
+        unset(&device, Element::F32, 200_001),
     );
     let direct = Algorithm::Direct;
     world
@@ -137,7 +137,7 @@ fn skipped(world: &mut Communicator) -> Result<(), CollectiveError> {
         }
         let device = Arc::clone(world.device());
         let own = slice(&device, Element::U8, &part(world.rank(), 0, 10));
-        let to = room(&device, Element::U8, 20);
+        let to = unset(&device, Element::U8, 20);
         world
             .all_gather(&own, &to, &short(&format!("step {step}")))?
             .wait()?;
@@ -145,7 +145,7 @@ fn skipped(world: &mut Communicator) -> Result<(), CollectiveError> {
     Ok(())
 }
 
-/// One message whose bytes do not fit in 31 bits.
+/// One message whose size does not fit in 31 bits.
 fn large(mut world: Communicator) {
     let device = Arc::clone(world.device());
     let bytes = 2_200_000_000;
@@ -172,8 +172,8 @@ fn large(mut world: Communicator) {
     world.finish(&call("finish")).unwrap();
 }
 
-/// What ranks say of their devices goes by MPI. The stand-in for NCCL joins threads, not
-/// processes: only a rank alone gets further.
+/// The ranks' introductions go over MPI. The stand-in for NCCL joins threads, not processes, so
+/// only a rank alone gets further.
 fn nccl_over_mpi() {
     let lab = Lab::new();
     let device = lab.device_at(0, "0000:17:00");

@@ -1,5 +1,4 @@
-//! A GPU whose streams are those of the stand-in for the library, and ranks that have one
-//! each.
+//! A GPU with the streams of the stand-in for NCCL, and ranks with one such GPU each.
 #![allow(dead_code)]
 
 use moesaic_collectives::nccl::{self, Fold, Folding, Nccl};
@@ -18,7 +17,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 type Run = extern "C" fn(*mut c_void);
 
 dl_table! {
-    /// What the stand-in has beyond the library.
+    /// The functions that the stand-in has beyond the library's.
     pub struct Stand {
         set: fn(name: *const c_char, value: c_long) = "fake_set";
         log: fn() -> *mut c_char = "fake_log";
@@ -37,14 +36,14 @@ dl_table! {
     }
 }
 
-/// A stand-in of a test's own.
+/// A stand-in for one test alone.
 pub struct Lab {
     _folder: tempfile::TempDir,
     pub library: PathBuf,
     stand: Arc<Stand>,
 }
 
-/// The two builds of the library: with an exchange in one call, and without.
+/// Returns one of two builds of the stand-in: with an all-to-all function, and without.
 fn built(without: bool) -> &'static PathBuf {
     static BUILT: [OnceLock<(tempfile::TempDir, PathBuf)>; 2] = [OnceLock::new(), OnceLock::new()];
     let build = || {
@@ -96,21 +95,21 @@ impl Lab {
         text.to_str().unwrap().to_string()
     }
 
-    /// Of a device the exchange of this number from now on ends when a kernel behind the one
-    /// before has begun, and that kernel when the exchange has ended; where they wait in vain,
-    /// that is told as what is illegal.
+    /// Makes exchange `exchange` of a device end only once a kernel behind the exchange before it
+    /// has begun, and that kernel end only once the exchange has ended. If they wait in vain,
+    /// that is reported as illegal.
     pub fn meet(&self, device: usize, exchange: i64) {
         // SAFETY: any number is allowed.
         unsafe { self.stand.meet(device as c_int, exchange) };
     }
 
-    /// Communicators that have not been ended.
+    /// Returns the number of communicators that were not ended.
     pub fn live(&self) -> i32 {
         // SAFETY: no arguments.
         unsafe { self.stand.live() }
     }
 
-    /// That nothing was done which NCCL forbids.
+    /// Asserts that nothing was done that NCCL forbids.
     #[track_caller]
     pub fn legal(&self) {
         let log = self.log();
@@ -143,7 +142,7 @@ impl Lab {
         })
     }
 
-    /// A device whose kernels are a CPU's, and run when its stream has come to them.
+    /// Returns a device whose kernels are those of a CPU and run when its stream reaches them.
     pub fn device_of(&self, number: usize, cpu: Arc<dyn Device>) -> Arc<Gpu> {
         let gpu = Arc::into_inner(self.device(number)).expect("nobody has it yet");
         Arc::new(Gpu {
@@ -160,7 +159,7 @@ impl Lab {
         }
     }
 
-    /// What every rank returned; `None` for those that panicked.
+    /// Returns the result of every rank; `None` for ranks that panicked.
     pub fn run<T: Send>(
         &self,
         ranks: usize,
@@ -174,7 +173,7 @@ impl Lab {
         })
     }
 
-    /// The same for ranks that begin by themselves, on these devices.
+    /// The same for ranks that start by themselves, on these devices.
     pub fn run_on<T: Send>(
         &self,
         gpus: &[Arc<Gpu>],
@@ -208,7 +207,7 @@ pub struct Gpu {
     capture: Mutex<Option<String>>,
     info: DeviceInfo,
     gpu_info: GpuInfo,
-    /// Whose kernels it runs.
+    /// The device whose kernels it runs.
     cpu: Option<Arc<dyn Device>>,
 }
 
@@ -244,7 +243,7 @@ fn address(ptr: Ptr) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(ptr.0 as usize)
 }
 
-/// Kernels of a CPU on the stream.
+/// Kernels of a CPU, run on the stream.
 struct Kernels {
     of_cpu: Arc<dyn Module>,
     device: usize,
@@ -280,7 +279,7 @@ impl Module for Kernels {
     }
 }
 
-/// Memory that is freed when the stream has come to it.
+/// Memory that is freed when the stream reaches it.
 struct Block {
     memory: Option<Vec<u64>>,
     stand: Arc<Stand>,

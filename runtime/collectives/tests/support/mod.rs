@@ -1,4 +1,4 @@
-//! What every transport must do, as ranks see it.
+//! The tests that every transport must pass, as ranks see it.
 #![allow(dead_code)]
 
 use moesaic_collectives::plan::Block;
@@ -14,7 +14,7 @@ pub fn call(label: &str) -> Call {
     Call::new(label).within(Duration::from_secs(20))
 }
 
-/// A buffer with these bytes.
+/// Returns a buffer with these bytes.
 pub fn filled(device: &Arc<dyn Device>, bytes: &[u8]) -> Arc<Buffer> {
     let buffer = device.alloc(bytes.len().max(1)).unwrap();
     device.upload(bytes, &buffer, 0).unwrap();
@@ -26,8 +26,8 @@ pub fn slice(device: &Arc<dyn Device>, element: Element, bytes: &[u8]) -> Slice 
     Slice::new(&buffer, element, 0, bytes.len() / element.size()).unwrap()
 }
 
-/// So many elements that are not zero.
-pub fn room(device: &Arc<dyn Device>, element: Element, elements: usize) -> Slice {
+/// Returns memory of nonzero elements.
+pub fn unset(device: &Arc<dyn Device>, element: Element, elements: usize) -> Slice {
     slice(device, element, &vec![0xAB; elements * element.size()])
 }
 
@@ -43,15 +43,14 @@ fn f32_bytes(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
     values.into_iter().flat_map(f32::to_ne_bytes).collect()
 }
 
-/// Bytes that name source, destination and place.
+/// Returns bytes that identify source, destination and offset.
 pub fn part(from: usize, to: usize, bytes: usize) -> Vec<u8> {
     (0..bytes)
         .map(|i| (from * 31 + to * 7 + i * 3 + i / 256) as u8)
         .collect()
 }
 
-/// Every operation once, with small and large messages, with sizes of zero, on any number
-/// of ranks.
+/// Runs every operation once, with small, large and empty messages, on any number of ranks.
 pub fn every_operation(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     for bytes in [0, 3, 4000, 100_000] {
         equal_exchange(world, device, bytes);
@@ -75,7 +74,7 @@ pub fn every_operation(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     world.barrier(&call("end")).unwrap().wait().unwrap();
 }
 
-/// Shapes that so many ranks can have.
+/// Returns the algorithms that this number of ranks allows.
 fn algorithms(ranks: usize) -> Vec<Algorithm> {
     let shapes = (1..=ranks).filter(|per_node| ranks.is_multiple_of(*per_node));
     let of_shape = |per_node: usize| {
@@ -99,7 +98,7 @@ fn equal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: 
     let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, rank, bytes)).collect();
     for algorithm in algorithms(ranks) {
         let from = slice(device, Element::U8, &input);
-        let to = room(device, Element::U8, ranks * bytes);
+        let to = unset(device, Element::U8, ranks * bytes);
         let handle = world.all_to_all(&from, &to, algorithm, &call("equal"));
         handle.unwrap().wait().unwrap();
         assert!(
@@ -110,19 +109,19 @@ fn equal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: 
     }
 }
 
-/// Pieces of rows go over other ranks, and come back by the same ranks.
+/// Blocks of rows go over intermediate ranks and return through the same ranks.
 fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: usize) {
-    const PIECES: usize = 2;
+    const BLOCKS: usize = 2;
     let (rank, ranks) = (world.rank(), world.size());
     // Rank 1 has no rows for anybody.
-    let rows = |from: usize, to: usize, piece: usize| match from {
+    let rows = |from: usize, to: usize, block: usize| match from {
         1 => 0,
-        _ => (from * 5 + to * 3 + piece) % 3,
+        _ => (from * 5 + to * 3 + block) % 3,
     };
-    let pairs = || (0..PIECES).flat_map(|i| (0..ranks).map(move |peer| (peer, i)));
-    let by_peer = (0..ranks).flat_map(|peer| (0..PIECES).map(move |i| (peer, i)));
+    let pairs = || (0..BLOCKS).flat_map(|i| (0..ranks).map(move |peer| (peer, i)));
+    let by_peer = (0..ranks).flat_map(|peer| (0..BLOCKS).map(move |i| (peer, i)));
     let units: Vec<u64> = by_peer.map(|(q, i)| rows(rank, q, i) as u64).collect();
-    let bytes = |from, to, piece| part(from + 17 * piece, to, rows(from, to, piece) * row);
+    let bytes = |from, to, block| part(from + 17 * block, to, rows(from, to, block) * row);
     let transfers = |gets: bool, filled: bool| -> Vec<Transfer> {
         let transfer = |(peer, i): (usize, usize)| {
             let data = if gets {
@@ -138,9 +137,9 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
     };
     for algorithm in algorithms(ranks) {
         let hop_counts = world
-            .exchange_counts(algorithm, PIECES, &units, &call("counts"))
+            .exchange_counts(algorithm, BLOCKS, &units, &call("counts"))
             .unwrap();
-        let expected = (0..ranks).flat_map(|p| (0..PIECES).map(move |i| rows(p, rank, i) as u64));
+        let expected = (0..ranks).flat_map(|p| (0..BLOCKS).map(move |i| rows(p, rank, i) as u64));
         assert!(
             hop_counts.received().iter().copied().eq(expected),
             "{algorithm:?}"
@@ -165,7 +164,7 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
 
 fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usize) {
     let (rank, ranks) = (world.rank(), world.size());
-    // Rank 1 sends nothing, and nothing goes from a rank to the one before it.
+    // Rank 1 sends nothing, and no rank sends to the one before it.
     let count = |from: usize, to: usize| {
         if from == 1 || (to + 1) % ranks == from {
             0
@@ -183,7 +182,7 @@ fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale
         .collect();
     for algorithm in algorithms(ranks) {
         let from = slice(device, Element::I32, &input);
-        let to = room(device, Element::I32, receives.iter().sum());
+        let to = unset(device, Element::I32, receives.iter().sum());
         let handle = world.all_to_all_v(&from, &sends, &to, &receives, algorithm, &call("counts"));
         handle.unwrap().wait().unwrap();
         assert!(
@@ -196,7 +195,7 @@ fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale
 fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, 0, bytes)).collect();
-    let to = room(device, Element::U8, ranks * bytes);
+    let to = unset(device, Element::U8, ranks * bytes);
     let from = slice(device, Element::U8, &part(rank, 0, bytes));
     world
         .all_gather(&from, &to, &call("gather"))
@@ -205,7 +204,7 @@ fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, b
         .unwrap();
     assert!(read(device, &to) == expected, "{bytes} bytes");
     // In place.
-    let place = room(device, Element::U8, ranks * bytes);
+    let place = unset(device, Element::U8, ranks * bytes);
     let own = Slice::new(place.buffer(), Element::U8, rank * bytes, bytes).unwrap();
     device
         .upload(&part(rank, 0, bytes), own.buffer(), own.offset())
@@ -228,7 +227,7 @@ fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, b
     }
 }
 
-/// As many numbers of each, and bytes of any sizes.
+/// Gathers equally many numbers of each rank, and bytes of any sizes.
 fn gather_to_hosts(world: &mut dyn Collectives, most: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let numbers = |rank: usize| (0..most as u64).map(|i| i << 40 | rank as u64).collect();
@@ -241,7 +240,7 @@ fn gather_to_hosts(world: &mut dyn Collectives, most: usize) {
     assert!(found == all, "at most {most} bytes");
 }
 
-/// Values whose sum depends on the order.
+/// Returns values whose sum depends on the order.
 fn value(rank: usize, i: usize) -> f32 {
     let sign = if (rank + i).is_multiple_of(2) {
         1.0
@@ -264,7 +263,7 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
         let total = |i: usize| (1..ranks).fold(value(0, i), |sum, p| join(sum, value(p, i)));
         let input = f32_bytes((0..elements).map(|i| value(rank, i)));
         let data = slice(device, Element::F32, &input);
-        let to = room(device, Element::F32, elements);
+        let to = unset(device, Element::F32, elements);
         let apart = world.all_reduce(&data, &to, reduction, &call("apart"));
         apart.unwrap().wait().unwrap();
         let expected = f32_bytes((0..elements).map(total));
@@ -292,7 +291,7 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
             Element::F32,
             &f32_bytes((0..all).map(|i| value(rank, i))),
         );
-        let to = room(device, Element::F32, counts[rank]);
+        let to = unset(device, Element::F32, counts[rank]);
         let call = call("scatter unequally");
         let scattered = world.reduce_scatter_v(&data, &counts, &to, reduction, &call);
         scattered.unwrap().wait().unwrap();
@@ -322,7 +321,7 @@ fn integers(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: usi
     );
 }
 
-/// Two messages to the next rank, one of them empty, and one to oneself.
+/// Sends two messages to the next rank, one of them empty, and one to oneself.
 fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let (next, last) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
@@ -334,15 +333,15 @@ fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
         .collect();
     let mut receives: Vec<Transfer> = lengths
         .iter()
-        .map(|n| transfer(last, room(device, Element::U8, *n)))
+        .map(|n| transfer(last, unset(device, Element::U8, *n)))
         .collect();
     sends.push(transfer(
         rank,
         slice(device, Element::F32, &part(rank, rank, 8)),
     ));
-    receives.push(transfer(rank, room(device, Element::F32, 2)));
+    receives.push(transfer(rank, unset(device, Element::F32, 2)));
     if ranks == 1 {
-        // All are to oneself, and keep their order.
+        // All are to oneself and keep their order.
         assert_eq!(next, rank);
     }
     world
@@ -359,9 +358,8 @@ fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     assert_eq!(read(device, &receives[3].slice), part(rank, rank, 8));
 }
 
-/// Operations that are in flight together, and finished in the other order.
-/// Rows of four experts in a row go to the next rank, where they lie apart and in another
-/// order, and come back.
+/// Rows of four experts lie in one range here; on the next rank they lie apart and in another
+/// order. They go there and return.
 fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usize) {
     let (rank, size) = (world.rank(), world.size());
     let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -378,8 +376,8 @@ fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usiz
     let apart = [7 * scale, 6 * scale, 0, 2 * scale];
     let own = slice(device, Element::U8, &part(rank, 0, total));
     let (theirs, back) = (
-        room(device, Element::U8, 10 * scale),
-        room(device, Element::U8, total),
+        unset(device, Element::U8, 10 * scale),
+        unset(device, Element::U8, total),
     );
     let (sends, receives) = (
         transfers(next, &own, row),
@@ -392,19 +390,20 @@ fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usiz
     let back_again = world.exchange(&receives, &answers, &call).unwrap();
     back_again.wait().unwrap();
     assert!(read(device, &back) == part(rank, 0, total), "{scale}");
-    // What lies between was left alone.
+    // The gap between them was left alone.
     let gap = Slice::new(theirs.buffer(), Element::U8, scale, scale).unwrap();
-    let whole = room(device, Element::U8, scale);
+    let whole = unset(device, Element::U8, scale);
     assert!(read(device, &gap) == read(device, &whole), "{scale}");
 }
 
+/// Several operations in flight together, finished in the other order.
 fn several_at_once(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let mut started = Vec::new();
     for round in 0..5 {
         let bytes = 1 + round * 3000;
         let from = slice(device, Element::U8, &part(rank, round, bytes));
-        let to = room(device, Element::U8, ranks * bytes);
+        let to = unset(device, Element::U8, ranks * bytes);
         let handle = world.all_gather(&from, &to, &call("together")).unwrap();
         assert_eq!(handle.sequence() + 1, world.sequence());
         started.push((handle, to, bytes, round));
@@ -416,7 +415,7 @@ fn several_at_once(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     }
 }
 
-/// Ranks of equal parity, in reverse; those of a group and of the world at the same time.
+/// Splits into ranks of equal parity, in reverse; groups and the world operate at the same time.
 fn groups(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let parity = (rank % 2) as u32;
@@ -429,8 +428,8 @@ fn groups(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     assert_eq!(members[group.rank()], rank);
     let own = slice(device, Element::U8, &part(rank, 3, 6000));
     let (inner, outer) = (
-        room(device, Element::U8, 6000 * members.len()),
-        room(device, Element::U8, 6000 * ranks),
+        unset(device, Element::U8, 6000 * members.len()),
+        unset(device, Element::U8, 6000 * ranks),
     );
     let one = group.all_gather(&own, &inner, &call("group")).unwrap();
     let two = world.all_gather(&own, &outer, &call("world")).unwrap();

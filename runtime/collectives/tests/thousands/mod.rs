@@ -1,6 +1,6 @@
-//! Every exchange with as many threads as are asked for.
+//! Every exchange on any number of threads.
 
-use crate::support::{part, read, room, slice};
+use crate::support::{part, read, slice, unset};
 use moesaic_collectives::plan::{self, DedupMap, RowBytes, Schedule};
 use moesaic_collectives::{
     Algorithm, Call, Collectives, Communicator, Element, Levels, NodeShape, Slice, Transfer,
@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// 64 threads, or `MOESAIC_RANKS=4096`, as nodes of 8.
+/// Returns 64 threads, or `MOESAIC_RANKS=4096`, as nodes of 8.
 fn asked() -> NodeShape {
     let asked = std::env::var("MOESAIC_RANKS").ok();
     let ranks = asked.map_or(64, |ranks| ranks.parse().expect("a number of ranks"));
@@ -55,7 +55,8 @@ fn by(shape: NodeShape, algorithm: Algorithm) {
     on_threads(shape.ranks(), &format!("{algorithm:?}"), &body);
 }
 
-/// It has to be right on all ranks. Prints how long it took, and how much memory the process had.
+/// Runs `body` on all ranks, where it must return true. Prints its time and the memory of the
+/// process.
 fn on_threads(ranks: usize, name: &str, body: &(dyn Fn(&mut Communicator) -> bool + Sync)) {
     let device: Arc<dyn Device> = Arc::new(CpuDevice::with_threads(1).unwrap());
     let start = Instant::now();
@@ -77,7 +78,7 @@ fn equal_parts(world: &mut Communicator, algorithm: Algorithm) -> bool {
     let (rank, ranks) = (world.rank(), world.size());
     let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, 3)).collect();
     let from = slice(&device, Element::U8, &input);
-    let to = room(&device, Element::U8, 3 * ranks);
+    let to = unset(&device, Element::U8, 3 * ranks);
     let begun = world.all_to_all(&from, &to, algorithm, &patient());
     begun.unwrap().wait().unwrap();
     let output = read(&device, &to);
@@ -87,8 +88,8 @@ fn equal_parts(world: &mut Communicator, algorithm: Algorithm) -> bool {
 const TOKENS: usize = 3;
 const ROW: usize = 5;
 
-/// Tokens of `p` that go to `q`: each to a rank of its own node, and to several of two others.
-/// Rank 1 has no tokens.
+/// Returns the tokens of `p` that go to `q`: each to a rank of its own node, and to several ranks
+/// of two other nodes. Rank 1 has no tokens.
 fn rows(shape: NodeShape, p: usize, q: usize) -> impl Iterator<Item = usize> {
     let ((node, place), (there, at)) = (shape.split(p), shape.split(q));
     let away = (there + shape.nodes - node) % shape.nodes;
@@ -100,7 +101,7 @@ fn rows(shape: NodeShape, p: usize, q: usize) -> impl Iterator<Item = usize> {
     (0..TOKENS).filter(move |t| p != 1 && goes(t))
 }
 
-/// Bytes in one buffer, as messages by rank.
+/// Returns messages by rank, all in one buffer.
 fn transfers(device: &Arc<dyn Device>, all: &[(usize, Vec<u8>)]) -> Vec<Transfer> {
     let bytes: Vec<u8> = all.iter().flat_map(|(_, data)| data).copied().collect();
     let whole = slice(device, Element::U8, &bytes);
@@ -113,8 +114,8 @@ fn transfers(device: &Arc<dyn Device>, all: &[(usize, Vec<u8>)]) -> Vec<Transfer
     all.iter().map(transfer).collect()
 }
 
-/// The same with nothing in it yet.
-fn rooms(device: &Arc<dyn Device>, all: &[(usize, Vec<u8>)]) -> Vec<Transfer> {
+/// Returns the same messages with unset memory to receive into.
+fn unset_messages(device: &Arc<dyn Device>, all: &[(usize, Vec<u8>)]) -> Vec<Transfer> {
     let empty = |(peer, data): &(usize, Vec<u8>)| (*peer, vec![0xAB; data.len()]);
     transfers(device, &all.iter().map(empty).collect::<Vec<_>>())
 }
@@ -124,8 +125,8 @@ fn got(device: &Arc<dyn Device>, transfers: &[Transfer]) -> Vec<Vec<u8>> {
     data.collect()
 }
 
-/// Rows of tokens there, of which one crosses for each token and node, and back, where nodes sum
-/// them.
+/// Dispatches rows of tokens, of which one crosses for each token and node, and returns them,
+/// summed by nodes.
 fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     let device = Arc::clone(world.device());
     let (rank, ranks) = (world.rank(), world.size());
@@ -136,25 +137,25 @@ fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
             .collect()
     };
     let (from, to) = ends(ranks, &data, rank);
-    let room = rooms(&device, &to);
+    let unset = unset_messages(&device, &to);
     let there = dedup.of_rows(RowBytes::same(ROW));
-    exchange(world, &transfers(&device, &from), &room, &there);
-    let came = got(&device, &room);
+    exchange(world, &transfers(&device, &from), &unset, &there);
+    let came = got(&device, &unset);
     let right = came.iter().eq(to.iter().map(|(_, data)| data));
-    // What comes back is of this rank's tokens.
+    // Data that return belong to this rank's tokens.
     let answer = |q: usize, p: usize| -> Vec<u8> {
         rows(shape, p, q)
             .flat_map(|t| part(q, p + 19 * t, ROW))
             .collect()
     };
     let (from, to) = ends(ranks, &answer, rank);
-    let room = rooms(&device, &to);
+    let unset = unset_messages(&device, &to);
     let back = dedup.summed((Element::U8, ROW), &|_, _| true);
-    exchange(world, &transfers(&device, &from), &room, &back);
+    exchange(world, &transfers(&device, &from), &unset, &back);
     let answers: Vec<Vec<u8>> = to.iter().map(|(_, data)| data.clone()).collect();
     let peers: Vec<usize> = to.iter().map(|(peer, _)| *peer).collect();
     let sums = |answers| sums(shape, rank, &peers, answers);
-    right && sums(&got(&device, &room)) == sums(&answers)
+    right && sums(&got(&device, &unset)) == sums(&answers)
 }
 
 fn exchange(world: &mut Communicator, from: &[Transfer], to: &[Transfer], by: &dyn Schedule) {
@@ -164,7 +165,7 @@ fn exchange(world: &mut Communicator, from: &[Transfer], to: &[Transfer], by: &d
 
 type Messages = Vec<(usize, Vec<u8>)>;
 
-/// What a rank sends and gets.
+/// Returns what a rank sends and receives.
 fn ends(ranks: usize, data: &dyn Fn(usize, usize) -> Vec<u8>, rank: usize) -> (Messages, Messages) {
     let some = |data: &dyn Fn(usize) -> Vec<u8>| -> Messages {
         let all = (0..ranks).map(|peer| (peer, data(peer)));
@@ -173,7 +174,7 @@ fn ends(ranks: usize, data: &dyn Fn(usize, usize) -> Vec<u8>, rank: usize) -> (M
     (some(&|q| data(rank, q)), some(&|p| data(p, rank)))
 }
 
-/// What nodes have for each token.
+/// Returns the sums of nodes for each token.
 fn sums(
     shape: NodeShape,
     rank: usize,
@@ -193,7 +194,7 @@ fn sums(
     sums
 }
 
-/// What ranks tell each other of rows: how many there are, and which are of one token.
+/// Exchanges the counts of rows and the numbers of those that share a token.
 fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
     let device = Arc::clone(world.device());
     let (rank, ranks) = (world.rank(), world.size());
@@ -215,14 +216,18 @@ fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
         all.filter(|(_, data)| !data.is_empty()).collect()
     };
     let numbers = |node: usize| sent[node].iter().flat_map(|n| n.to_le_bytes()).collect();
-    let told = |node: usize| vec![0xAB; 4 * DedupMap::rows_through(&hop_counts, shape, node)];
-    let (from, room) = (others(&numbers), rooms(&device, &others(&told)));
-    let begun = world.exchange(&transfers(&device, &from), &room, &patient());
+    let numbers_from =
+        |node: usize| vec![0xAB; 4 * DedupMap::rows_through(&hop_counts, shape, node)];
+    let (from, unset) = (
+        others(&numbers),
+        unset_messages(&device, &others(&numbers_from)),
+    );
+    let begun = world.exchange(&transfers(&device, &from), &unset, &patient());
     begun.unwrap().wait().unwrap();
     let mut passed = vec![Vec::new(); shape.nodes];
-    for (transfer, bytes) in room.iter().zip(got(&device, &room)) {
+    for (transfer, bytes) in unset.iter().zip(got(&device, &unset)) {
         let numbers = bytes.as_chunks::<4>().0.iter();
         passed[shape.split(transfer.peer).0] = numbers.map(|n| u32::from_le_bytes(*n)).collect();
     }
-    Arc::new(DedupMap::new(shape, rank, hop_counts, sent, passed).expect("numbers as told"))
+    Arc::new(DedupMap::new(shape, rank, hop_counts, sent, passed).expect("numbers as exchanged"))
 }

@@ -1,4 +1,4 @@
-//! The simulator against what the plan says of itself, and against other ways to ask.
+//! The simulator against the plan's own numbers and against independent calculations.
 
 use super::*;
 use crate::{AllToAllFactor, Bound, Routing, Space, published, search};
@@ -109,7 +109,7 @@ fn repeated_experts_cost_the_sums_of_their_gradients() {
             .find(|phase| phase.name == "gradients of experts");
         experts.map_or(0.0, |phase| phase.sent.iter().sum())
     };
-    // Eight experts of three matrices with gradients in f32, over eight groups.
+    // Eight experts with three matrices and f32 gradients, over eight groups.
     assert_eq!(sums(16, 1), 0.0);
     let weights = 3.0 * 256.0 * 512.0 * 4.0;
     let expected = 8.0 * weights * 2.0 * 7.0 / 8.0;
@@ -161,7 +161,7 @@ fn a_step_is_as_long_as_its_phases_where_nothing_overlaps() {
 }
 
 #[test]
-fn pieces_overlap_and_nothing_of_a_stream_does() {
+fn chunks_overlap_and_nothing_of_a_stream_does() {
     let scenario = scenario(16, 65536, true);
     let simulator = Simulator::new(&scenario);
     let whole = simulator
@@ -196,9 +196,9 @@ fn pieces_overlap_and_nothing_of_a_stream_does() {
     }
 }
 
-/// By ranks every message is in one chunk, by rows in each of them; bytes are the same.
+/// By peers every message is in one chunk, by rows in each of them; bytes are equal.
 #[test]
-fn pieces_by_ranks_have_no_more_messages_than_one() {
+fn chunks_by_ranks_have_no_more_messages_than_one() {
     let scenario = scenario(16, 1600, true);
     let simulator = Simulator::new(&scenario);
     let of = |text: &str| simulator.predict(mesh(16, 1, 1), strategy(text)).unwrap();
@@ -224,7 +224,7 @@ fn pieces_by_ranks_have_no_more_messages_than_one() {
     );
 }
 
-/// What is dropped is neither sent nor multiplied.
+/// Dropped rows are neither sent nor processed.
 #[test]
 fn a_hot_expert_takes_no_more_than_its_capacity() {
     let mut scenario = scenario(16, 65536, true);
@@ -256,7 +256,7 @@ fn skew_makes_the_rank_of_a_hot_expert_the_slowest() {
 }
 
 #[test]
-fn fewer_ways_send_fewer_rows_and_gather_weights() {
+fn fewer_shards_send_fewer_rows_and_gather_weights() {
     let scenario = scenario(16, 4096, false);
     let simulator = Simulator::new(&scenario);
     let found = |text: &str| simulator.predict(mesh(2, 8, 1), strategy(text)).unwrap();
@@ -268,7 +268,8 @@ fn fewer_ways_send_fewer_rows_and_gather_weights() {
         rows.map(|p| p.sent.iter().sum::<f64>()).sum::<f64>()
     };
     let (all, two, none) = (found("default"), found("r=2"), found("r=0"));
-    // What a rank sends is that for all shards less that for its own, half: 7.5 and 1.5 times.
+    // A rank sends the rows for all shards less those for its own; with half the shards, 1.5
+    // instead of 7.5 times.
     assert!((rows(&all) / rows(&two) - 5.0).abs() < 1e-6);
     assert_eq!(rows(&none), 0.0);
     assert!(all.memory.gathered == 0.0 && two.memory.gathered > 0.0);
@@ -280,10 +281,10 @@ fn fewer_ways_send_fewer_rows_and_gather_weights() {
     );
 }
 
-/// A node has all shards of an expert here, so it gets a token as often however many of them
-/// take its rows, and gives one sum back.
+/// Here a node has all shards of an expert, so it gets a token once however many shards take its
+/// rows, and returns one sum.
 #[test]
-fn what_crosses_once_does_so_at_any_number_of_ways() {
+fn what_crosses_once_does_so_at_any_adaptive_r() {
     let scenario = scenario(16, 4096, true);
     let simulator = Simulator::new(&scenario);
     let nodes = crate::expected_groups(16.0, 2, 4.0) * 3.0 / 4.0;
@@ -297,7 +298,7 @@ fn what_crosses_once_does_so_at_any_number_of_ways() {
         for (pass, name) in [(0, "rows"), (1, "dout"), (1, "drows")] {
             let phases = found.passes[pass].phases.iter();
             let sent: f64 = phases.filter(|p| p.name == name).map(|p| p.sent[1]).sum();
-            // Which rows are of one token goes with the rows.
+            // The indices of rows that share a token are sent along with the rows.
             let off = sent / expected - 1.0;
             assert!(
                 (0.0..0.04).contains(&off),
@@ -307,8 +308,8 @@ fn what_crosses_once_does_so_at_any_number_of_ways() {
     }
 }
 
-/// A token's experts are in `keep` groups at most, each of which is on one node here, on two or
-/// beside another.
+/// A token's experts are in at most `keep` groups, each of which is on one node, on two nodes, or
+/// shares a node with another.
 #[test]
 fn groups_limit_the_nodes_that_tokens_cross_to() {
     let sent = |groups: &str, per_node: usize, text: &str| {
@@ -341,7 +342,7 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
     for (groups, per_node, nodes) in [
         ("", 8, all(8.0)),
         (&*kept(8), 8, all(8.0)),
-        // Drawn tokens reach 3.98 and 2.00, as a test of `reach` says.
+        // Drawn tokens reach 3.98 and 2.00 nodes, as a test of `reach` shows.
         (&*kept(4), 8, 3.98),
         (&*kept(2), 8, 2.0),
         (&*kept(1), 8, 1.0),
@@ -349,7 +350,7 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
         (&*kept(1), 16, 1.0),
     ] {
         let found = sent(groups, per_node, "all_to_all=dedup");
-        // Which rows are of one token goes with the rows.
+        // The indices of rows that share a token are sent along with the rows.
         let off = found - nodes;
         assert!(
             (-0.01..0.07).contains(&off),
@@ -379,11 +380,11 @@ fn what_is_smaller_between_nodes_is_smaller_there_alone() {
         (fp8[1] / exact[1] - 264.0 / 512.0).abs() < 0.01,
         "{exact:?} {fp8:?}"
     );
-    assert_eq!(wire_free(), 1.0);
+    assert_eq!(cast_free(), 1.0);
 }
 
-fn wire_free() -> f64 {
-    crate::collective_ops::wire_part(CommDtype::Bf16, 512.0, 2)
+fn cast_free() -> f64 {
+    crate::collective_ops::comm_dtype_part(CommDtype::Bf16, 512.0, 2)
 }
 
 #[test]
@@ -411,7 +412,7 @@ fn the_best_that_is_found_is_the_best_of_all() {
     let scenario = scenario(16, 8192, true);
     let simulator = Simulator::new(&scenario);
     let ranked = search(&scenario, &Space::default()).unwrap();
-    // The simplest of those that are as good as equal comes before the fastest.
+    // The simplest of practically equal configurations comes before the fastest.
     let all = ranked.best.iter();
     let best = all.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).unwrap();
     let sorted = ranked.best[1..].windows(2);
@@ -451,12 +452,12 @@ fn a_hot_expert_has_a_shadow_and_its_rows_stay() {
     };
     assert_eq!(forward(&plain, "shadows"), 0.0);
     assert!(forward(&shadowed, "shadows") > 0.0);
-    // The expert's weights are 0.8 MB, its rows 100 MB: it pays.
+    // The expert's weights are 0.8 MB, its rows 100 MB: a shadow pays off.
     assert!(shadowed.seconds < plain.seconds, "{shadowed:?} {plain:?}");
     let bytes = |found: &Prediction| found.sent.iter().sum::<f64>();
     assert!(bytes(&shadowed) < bytes(&plain));
     assert!(shadowed.memory.bytes() != plain.memory.bytes());
-    // Products of shadows run while the first rows comm.
+    // GEMMs of shadows run while the first rows are in flight.
     let (_, timeline) = simulator
         .timeline(mesh, strategy("overlap_degree=4,shadows=4"))
         .unwrap();
@@ -464,7 +465,7 @@ fn a_hot_expert_has_a_shadow_and_its_rows_stay() {
     let all: Vec<&str> = timeline.iter().map(|event| &*event.name).collect();
     let loads = first("loads").unwrap_or_else(|| panic!("{all:?}"));
     assert!(loads.end > loads.start);
-    // With few rows weights are what moving, and a shadow does not pay.
+    // With few rows the weights dominate, and a shadow does not pay off.
     let scenario = hot(16, 1.5);
     let simulator = Simulator::new(&scenario);
     let of = |text: &str| simulator.predict(mesh, strategy(text)).unwrap();
@@ -486,9 +487,9 @@ fn a_search_looks_for_shadows_where_an_expert_is_hot() {
     assert_eq!(shadowed(&hot(16384, 0.0)), 0);
 }
 
-/// What both passes consist of is launched in both ([`Overlap::common`]).
+/// Chunks that both passes consist of are launched in both ([`Overlap::common`]).
 #[test]
-fn other_pieces_in_backward_are_launches_more_in_forward() {
+fn other_chunks_in_backward_are_launches_more_in_forward() {
     let scenario = scenario(8, 64, true);
     let simulator = Simulator::new(&scenario);
     let forward = |text: &str| {
@@ -497,16 +498,15 @@ fn other_pieces_in_backward_are_launches_more_in_forward() {
     };
     let launch = scenario.machine.launch();
     let (one, more) = (forward("default"), forward("overlap_degree=1/4"));
-    // Two products, three times more.
+    // Two GEMMs, launched three times more.
     assert!((more - one) >= 6.0 * launch, "{one} {more} {launch}");
     assert_eq!(forward("overlap_degree=4"), forward("overlap_degree=4/2"));
     assert!(forward("overlap_degree=4/3") > forward("overlap_degree=4"));
 }
 
-/// What steps by an all-to-all algorithm took longer than links say is on rows that go by it, and on nothing
-/// else.
+/// The factor of an algorithm applies to rows that use it and to nothing else.
 #[test]
-fn a_route_takes_as_much_longer_as_was_measured() {
+fn an_algorithm_takes_as_much_longer_as_was_measured() {
     let mut scenario = scenario(8, 2048, true);
     let seconds = |scenario: &Scenario, text: &str| {
         let found = Simulator::new(scenario).predict(mesh(8, 1, 1), strategy(text));
@@ -538,7 +538,7 @@ fn placed(scenario: Scenario, text: &str) -> Scenario {
     }
 }
 
-/// Replicas have less to multiply than one rank had, and gradients to sum.
+/// Replicas process fewer rows than the one owner did, and their gradients are summed.
 #[test]
 fn replicas_take_rows_of_a_hot_expert() {
     let mesh = mesh(16, 1, 1);

@@ -1,9 +1,10 @@
-//! Messages of all-to-all algorithms against every row followed from rank to rank.
+//! Messages of all-to-all algorithms against a simulation that follows every row from rank to
+//! rank.
 
 use super::*;
 use crate::published;
 
-/// The ranks that a row passes from one to another.
+/// Returns the hops of a row.
 fn hops(all_to_all: AllToAll, node: usize, from: usize, to: usize) -> Vec<(usize, usize)> {
     let via = match all_to_all {
         AllToAll::TwoDh => from / node * node + to % node,
@@ -15,7 +16,7 @@ fn hops(all_to_all: AllToAll, node: usize, from: usize, to: usize) -> Vec<(usize
 }
 
 fn followed(
-    group: &Group,
+    group: &MeshGroup,
     all_to_all: AllToAll,
     rows: impl Fn(usize, usize) -> f64,
 ) -> Vec<[f64; 4]> {
@@ -46,14 +47,14 @@ fn sums(traffic: &Traffic) -> Vec<[f64; 4]> {
     (0..traffic.own.len()).map(of).collect()
 }
 
-const ROUTES: [AllToAll; 4] = [
+const ALGORITHMS: [AllToAll; 4] = [
     AllToAll::Linear,
     AllToAll::TwoDh,
     AllToAll::TwoDhInterFirst,
     AllToAll::TwoDhConcurrent,
 ];
 
-/// Rows of each rank by expert: unequal ones, some ranks with none, and the same for all.
+/// Returns rows of each rank by expert: unequal ones with some ranks empty, and equal ones.
 fn counts(ranks: usize, experts: usize) -> [Vec<Vec<u64>>; 2] {
     let count = |rank: usize, e: usize| ((rank * 7 + e * 5) % 11 * (rank % 3)) as u64;
     let unequal: Vec<Vec<u64>> = (0..ranks)
@@ -78,8 +79,8 @@ fn every_row_takes_the_messages_that_are_counted() {
         for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
             for start in [0, mesh.group()] {
-                let group = Group::new(&machine, mesh, start, &routing, &placement);
-                for all_to_all in ROUTES {
+                let group = MeshGroup::new(&machine, mesh, start, &routing, &placement);
+                for all_to_all in ALGORITHMS {
                     if all_to_all != AllToAll::Linear && !group.has_nodes() {
                         continue;
                     }
@@ -111,8 +112,8 @@ fn every_row_takes_the_messages_that_are_counted() {
     }
 }
 
-/// A row for fewer shards than there are goes to those ranks of its expert's blocks that have
-/// the place of its own rank, and comes back from the shard of that rank's number.
+/// A row for fewer shards than exist goes to the ranks of its expert's blocks with its own rank's
+/// place, and returns from the shard with that rank's number.
 #[test]
 fn a_row_stays_with_ranks_of_its_place() {
     let experts = 9;
@@ -129,7 +130,7 @@ fn a_row_stays_with_ranks_of_its_place() {
         let placement = Placement::contiguous(ep, experts);
         for counts in &counts(mesh.ranks(), experts) {
             let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
-            let group = Group::new(&machine, mesh, 0, &routing, &placement).at_r(adaptive_r);
+            let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement).at_r(adaptive_r);
             let rows = |from: usize, to: usize| {
                 let own = mesh.experts(to / expert_tp, experts);
                 counts[from][own].iter().sum::<u64>() as f64
@@ -180,7 +181,7 @@ fn a_token_crosses_to_a_node_once() {
     };
     let routing = Routing::even(1000, 64, 8);
     let placement = Placement::contiguous(16, 64);
-    let group = Group::new(&machine, mesh, 0, &routing, &placement);
+    let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
     let once = sums(&group.traffic(AllToAll::Dedup));
     let each = 1000.0 * crate::expected_groups(64.0, 8, 4.0) / 4.0;
     assert!((once[0][1] - 3.0 * each).abs() < 1e-6);
@@ -199,7 +200,7 @@ fn links_that_are_shared_carry_what_all_send() {
         ..Parallel::default()
     };
     let placement = Placement::contiguous(mesh.ep, 4);
-    let group = Group::new(&machine, mesh, 0, &routing, &placement);
+    let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
     let step = &group.traffic(AllToAll::Linear).steps[0];
     let sent = |rank: usize| step.loads[rank][1].sent;
     assert_eq!([sent(0), sent(1), sent(2)], [4.5, 4.5, 0.0]);
@@ -224,8 +225,8 @@ fn ranges_are_counted_by_level() {
     }
 }
 
-/// Rows of experts that lie anywhere, some on several groups, against the rule by which ranks
-/// share them out.
+/// LevelLoads of experts at any place, some on several groups, follow the rule by which ranks share
+/// replicas.
 #[test]
 fn replicas_get_what_ranks_send_them() {
     let (experts, expert_tp) = (9, 2);
@@ -241,18 +242,18 @@ fn replicas_get_what_ranks_send_them() {
     ] {
         let placement: Placement = text.parse().unwrap();
         for counts in &counts(mesh.ranks(), experts) {
-            // Six of each row: what two or three replicas share evenly.
+            // Six of each row, which two or three replicas can share evenly.
             let counts: Vec<Vec<u64>> = (counts.iter())
                 .map(|rows| rows.iter().map(|n| 6 * n).collect())
                 .collect();
             let routing = Routing::counted(mesh.ranks(), experts, 2, &counts).unwrap();
-            let group = Group::new(&machine, mesh, 0, &routing, &placement);
+            let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
             let share = |from: usize, to: usize| {
                 let (source, ep) = ((from, from / expert_tp), to / expert_tp);
                 let of = |(e, n): (usize, &u64)| placement.share(source, e, *n as usize, ep).len();
                 counts[from].iter().enumerate().map(of).sum::<usize>() as f64
             };
-            for all_to_all in ROUTES
+            for all_to_all in ALGORITHMS
                 .into_iter()
                 .filter(|all_to_all| *all_to_all != AllToAll::TwoDhConcurrent)
             {
@@ -271,7 +272,7 @@ fn replicas_get_what_ranks_send_them() {
     }
 }
 
-/// A replica sends the gradient of its expert to the owner, shard by shard.
+/// A replica sends its expert's gradient to the owner, shard by shard.
 #[test]
 fn sums_of_replicas_go_to_owners() {
     let mesh = Parallel {
@@ -282,8 +283,8 @@ fn sums_of_replicas_go_to_owners() {
     let machine = published("h800").unwrap().with_per_node(2);
     let routing = Routing::even(8, 4, 1);
     let placement: Placement = "0-1 | 2,+0,+1 | 3,+0".parse().unwrap();
-    let group = Group::new(&machine, mesh, 0, &routing, &placement);
-    let moved = |rows: &Rows| {
+    let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
+    let moved = |rows: &LevelLoads| {
         rows.iter().fold((0.0, 0.0), |(sent, got), load| {
             (sent + load.sent, got + load.received)
         })

@@ -1,7 +1,7 @@
-//! Exchanges of libraries that have kernels of their own for them.
+//! Published exchanges of libraries with dedicated kernels.
 
 use super::{Check, Report, Role, Row, Table, errors, held_out, percent};
-use crate::exchange::{Load, Phase};
+use crate::exchange::{LevelLoad, Phase};
 use crate::fit::{Fit, Point, fit};
 use crate::{Machine, ReadError, expected_groups, published, read};
 use serde::Deserialize;
@@ -33,11 +33,11 @@ struct Set {
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Model {
-    /// Every copy goes to its rank.
+    /// Every copy goes directly to its rank.
     Direct,
-    /// A token goes to a node once, and there on; both at the same time.
+    /// A token crosses to a node once and is forwarded there, both at the same time.
     Once,
-    /// The same where the network alone bounds.
+    /// The same where only the network is the bottleneck.
     Network,
 }
 
@@ -52,7 +52,7 @@ struct Published {
 const PER_NODE: f64 = 8.0;
 
 impl Set {
-    /// Bytes of all copies, as sources count them.
+    /// Returns the bytes of all copies, as sources count them.
     fn logical(&self, ranks: usize) -> f64 {
         let copies = match self.model {
             Model::Direct => self.top_k as f64,
@@ -61,7 +61,7 @@ impl Set {
         self.tokens * copies * self.row_bytes
     }
 
-    /// Nodes that a token goes to.
+    /// Returns the nodes that a token reaches.
     fn nodes(&self, ranks: usize) -> f64 {
         let nodes = ranks as f64 / PER_NODE;
         match self.nodes_of_a_token {
@@ -70,7 +70,7 @@ impl Set {
         }
     }
 
-    /// Bytes inside the node and from it.
+    /// Returns the bytes inside the node and between nodes.
     fn bytes(&self, ranks: usize) -> (f64, f64) {
         let n = ranks as f64;
         let away = 1.0 - PER_NODE / n;
@@ -79,7 +79,7 @@ impl Set {
             Model::Direct => (0.0, token * self.top_k as f64 * away),
             Model::Network => (0.0, token * self.nodes(ranks) * away),
             Model::Once => {
-                // Of the nodes that it goes to every rank is as likely.
+                // A token's nodes are all equally likely.
                 let of_nodes = self.experts * self.nodes(ranks) / (n / PER_NODE);
                 let ranks_of_nodes = PER_NODE * self.nodes(ranks);
                 let copies = expected_groups(of_nodes, self.top_k, ranks_of_nodes);
@@ -94,12 +94,12 @@ impl Set {
             side_by_side: true,
             ..Phase::default()
         };
-        phase.loads[0] = Load::even(PER_NODE - 1.0, inside);
-        phase.loads[1] = Load::even(ranks as f64 - PER_NODE, outside);
+        phase.loads[0] = LevelLoad::even(PER_NODE - 1.0, inside);
+        phase.loads[1] = LevelLoad::even(ranks as f64 - PER_NODE, outside);
         phase
     }
 
-    /// Seconds of a published point.
+    /// Returns the seconds of a published point.
     fn seconds(&self, point: &Published) -> f64 {
         match &*self.unit {
             "us" => point.value * 1e-6,
@@ -107,13 +107,16 @@ impl Set {
         }
     }
 
-    /// The machine with the constants that were found.
+    /// Returns the machine with fitted constants.
     fn machine(&self, constants: &[f64]) -> Result<Machine, ReadError> {
         let mut machine = published("h800")?;
         for level in &mut machine.levels {
+            // Without per-message costs: the fit has two constants, and few points to find them.
             (level.alpha_us, level.half_size_kib, level.half_peers) = (0.0, 0.0, 0.0);
         }
         match self.model {
+            // Low-latency kernels are bound by a fixed time and the network; the others by two
+            // bandwidths.
             Model::Direct => machine.levels[1].alpha_us = constants[0] * 1e6,
             _ => machine.levels[0].bandwidth_gbs = 1e-9 / constants[0],
         }
@@ -182,6 +185,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         let claim = format!("{}: at most 10 % on what was held out", set.name);
         let check = Check::new(claim, worst <= 0.10, found_text);
         report.checks.push(check.known(set.known_miss.as_deref()));
+        // Known misses are listed by themselves and must not hide in an average.
         if set.known_miss.is_none() {
             all.extend(held_out(&rows).cloned());
         }

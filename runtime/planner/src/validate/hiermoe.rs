@@ -1,4 +1,4 @@
-//! Exchanges over PCIe and one NIC a node, in up to four dimensions.
+//! Published exchanges over PCIe and one NIC per node, in up to four dimensions.
 
 use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
 use crate::{ReadError, expected_groups, published, read};
@@ -29,7 +29,8 @@ impl Line {
 }
 
 impl Data {
-    /// An exchange of S bytes in dimensions, of tokens with `top_k` of `experts` experts.
+    /// Returns the time of a deduplicated exchange of `bytes` bytes in `dimensions` dimensions,
+    /// for tokens with `top_k` of `experts` experts.
     fn once(&self, dimensions: usize, bytes: f64, experts: f64, top_k: usize) -> f64 {
         let kept = |at: usize| expected_groups(experts, top_k, self.groups[at]) / top_k as f64;
         let down = (0..dimensions - 1).map(|at| self.inter[at].ms(bytes * kept(at)));

@@ -1,4 +1,4 @@
-//! Layers as other libraries run them: two exchanges and two products, in chunks.
+//! Layers as other libraries run them: two exchanges and two GEMMs, in chunks.
 
 use super::even_in;
 use crate::schedule::{Chunk, pipeline};
@@ -6,7 +6,7 @@ use crate::{Machine, PhaseTime};
 use moesaic_kernel::DType;
 use moesaic_plan::AllToAll;
 
-/// A layer of a library with slots of equal number for every expert, in f32.
+/// A layer of a library with equally many slots for every expert, in f32.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layer {
     pub ranks: usize,
@@ -14,14 +14,14 @@ pub(super) struct Layer {
     pub top_k: f64,
     pub width: f64,
     pub hidden: f64,
-    /// Of a rank; below one where several share an expert.
+    /// The experts of a rank; below one where several ranks share an expert.
     pub experts: f64,
-    /// Bytes of a number.
+    /// The bytes of an element.
     pub element: f64,
     pub dtype: DType,
 }
 
-/// Rows and columns of a tile of a library's products.
+/// The rows and columns of a tile of a library's GEMMs.
 const TILE: f64 = 128.0;
 
 impl Layer {
@@ -29,13 +29,13 @@ impl Layer {
         self.tokens * self.top_k
     }
 
-    /// Bytes that a rank sends in one exchange.
+    /// Returns the bytes that a rank sends in one exchange.
     pub fn bytes(&self) -> f64 {
         self.rows() * self.width * self.element
     }
 
-    /// Seconds of one exchange of a `overlap_degree`th of the rows. Pieces are sent from where they
-    /// lie: a message for each expert.
+    /// Returns the seconds of one exchange of a chunk with 1 / `overlap_degree` of the rows.
+    /// Chunks are sent from where their rows lie, with a message for each expert.
     pub fn exchange(&self, machine: &Machine, all_to_all: AllToAll, overlap_degree: usize) -> f64 {
         self.time(machine, all_to_all, overlap_degree).seconds
     }
@@ -49,8 +49,8 @@ impl Layer {
         even_in(machine, self.ranks, bytes, all_to_all, chunks).time
     }
 
-    /// Seconds of both products of a `overlap_degree`th of the rows, with `batch` rows of an expert
-    /// in one product.
+    /// Returns the seconds of both GEMMs of such a chunk, with `batch` rows of an expert in one
+    /// GEMM.
     pub fn products(
         &self,
         machine: &Machine,
@@ -60,6 +60,7 @@ impl Layer {
     ) -> f64 {
         let rows = self.rows() / overlap_degree as f64;
         let batch = batch.min(rows / self.experts.max(1.0)).max(1.0);
+        // Libraries pick smaller tiles for small batches, in powers of two.
         let tile = TILE.min(batch.log2().ceil().exp2().max(16.0));
         let all = machine.compute.multiprocessors as f64;
         let rate = machine.gemm_rate(self.dtype) / all;
@@ -73,7 +74,7 @@ impl Layer {
         product(self.width, self.hidden) + product(self.hidden, self.width)
     }
 
-    /// Seconds of a pass whose products take `times` those of forward.
+    /// Returns the seconds of a pass whose GEMMs take `times` those of forward.
     pub fn pass(
         &self,
         machine: &Machine,
@@ -92,8 +93,10 @@ impl Layer {
             product,
             hindered: fewer.max(slowed) + 2.0 * exchange.copies,
             back: exchange.seconds,
+            // Nothing of one exchange is assumed to hide behind another, because no publication
+            // says how much does.
             skipped: [0.0; 2],
-            beside: 0.0,
+            overlapped: 0.0,
         };
         let slowdown = machine.overlap.transfer_slowdown;
         let lines = pipeline(
@@ -105,7 +108,7 @@ impl Layer {
         lines[0].end() + self.around(machine)
     }
 
-    /// Seconds of dispatch and combine: rows read and written once each.
+    /// Returns the seconds of dispatch and combine, which each read and write rows once.
     pub fn around(&self, machine: &Machine) -> f64 {
         4.0 * self.bytes() / machine.memory_rate() + 4.0 * machine.launch()
     }

@@ -1,7 +1,7 @@
-//! Published measurements, and how far the model is from them.
+//! Published measurements compared with the model.
 //!
-//! Constants come from points whose role is `calibration`; errors that count are those of
-//! points that were held out. docs/SCALE.md has the table.
+//! Points with the role `calibration` give the constants; only the errors of held-out points
+//! count. docs/SCALE.md has the table.
 
 mod dedicated;
 mod hiermoe;
@@ -10,7 +10,7 @@ mod nccl;
 mod shapes;
 mod tutel;
 
-use crate::collective_ops::{Carried, OpCost};
+use crate::collective_ops::{ExchangedRows, OpCost};
 use crate::exchange::MOST_LEVELS;
 use crate::geometry;
 use crate::{Machine, Routing};
@@ -18,60 +18,60 @@ use moesaic_plan::{AllToAll, Parallel, Placement};
 use serde::Deserialize;
 use std::fmt::Write;
 
-/// What a point is for.
+/// The role of a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub enum Role {
-    /// Constants come from it.
+    /// The constants are fitted to it.
     #[serde(rename = "calibration")]
     Calibration,
-    /// No constant does.
+    /// No constant is fitted to it.
     #[serde(rename = "held out")]
     HeldOut,
 }
 
-/// A published number, and what the model says.
+/// A published number and the model's prediction.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// Of which.
+    /// The name of the point.
     pub point: String,
-    /// What it is for.
+    /// Its role.
     pub role: Role,
-    /// Published.
+    /// The published number.
     pub measured: f64,
-    /// By the model.
+    /// The model's number.
     pub predicted: f64,
 }
 
 impl Row {
-    /// The relative error, with its sign.
+    /// Returns the signed relative error.
     pub fn error(&self) -> f64 {
         self.predicted / self.measured - 1.0
     }
 }
 
-/// Numbers of one source.
+/// The numbers of one source.
 #[derive(Clone, Debug)]
 pub struct Table {
-    /// What it is.
+    /// The source.
     pub name: String,
-    /// Of its numbers: `us`, `GB/s`.
+    /// The unit of its numbers: `us`, `GB/s`.
     pub unit: String,
-    /// Constants that were found.
+    /// The fitted constants.
     pub constants: String,
     /// Its points.
     pub rows: Vec<Row>,
 }
 
-/// Something that is claimed of the model.
+/// A claim about the model.
 #[derive(Clone, Debug)]
 pub struct Check {
-    /// What is wanted.
+    /// The target.
     pub claim: String,
-    /// What is.
+    /// The result.
     pub found: String,
     /// Whether it holds.
     pub holds: bool,
-    /// Why it may not: a target that is missed, and known to be.
+    /// The reason of a known miss of the target.
     pub known_miss: Option<String>,
 }
 
@@ -91,19 +91,19 @@ impl Check {
     }
 }
 
-/// All of it.
+/// The complete comparison.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// Numbers beside numbers.
+    /// The published and predicted numbers.
     pub tables: Vec<Table>,
-    /// What is claimed.
+    /// The claims.
     pub checks: Vec<Check>,
 }
 
 /// Fits, predicts and checks all tables that ship.
 ///
 /// # Errors
-/// What a table cannot be read for.
+/// [`ReadError`](crate::ReadError) of a table that cannot be read.
 pub fn run() -> Result<Report, crate::ReadError> {
     let mut report = Report::default();
     dedicated::run(&mut report)?;
@@ -115,14 +115,14 @@ pub fn run() -> Result<Report, crate::ReadError> {
 }
 
 impl Report {
-    /// Whether everything holds that is not known to be missed.
+    /// Returns whether every claim holds that is not known to be missed.
     pub fn holds(&self) -> bool {
         self.checks
             .iter()
             .all(|check| check.holds || check.known_miss.is_some())
     }
 
-    /// For people.
+    /// Returns the comparison as text.
     pub fn text(&self) -> String {
         let mut text = String::new();
         for table in &self.tables {
@@ -159,7 +159,7 @@ impl Report {
     }
 }
 
-/// The mean and the largest of the size of errors.
+/// Returns the mean and the largest absolute error.
 fn errors<'r>(rows: impl IntoIterator<Item = &'r Row>) -> (f64, f64) {
     let errors: Vec<f64> = rows.into_iter().map(|row| row.error().abs()).collect();
     let mean = errors.iter().sum::<f64>() / errors.len().max(1) as f64;
@@ -174,12 +174,13 @@ fn percent(part: f64) -> String {
     format!("{:.1} %", 100.0 * part)
 }
 
-/// An exchange of `bytes` of every rank, an equal part to each, as an all-to-all algorithm's messages.
+/// Returns the cost of an exchange of `bytes` bytes of every rank, an equal part for each rank,
+/// by an algorithm's messages.
 fn even(machine: &Machine, ranks: usize, bytes: f64, all_to_all: AllToAll) -> OpCost {
     even_in(machine, ranks, bytes, all_to_all, 1.0)
 }
 
-/// The same where a message is cut into `chunks`.
+/// Returns the same cost where a message is split into `chunks`.
 fn even_in(
     machine: &Machine,
     ranks: usize,
@@ -200,14 +201,14 @@ fn even_in(
             phase.loads[level].messages *= chunks;
         }
     }
-    let carried = Carried {
+    let carried = ExchangedRows {
         row: bytes / ranks as f64,
         own: bytes / ranks as f64,
         peers: 1.0,
-        dedup_indices: bytes / ranks as f64,
-        comm_dtype: 1.0,
+        crossing: bytes / ranks as f64,
+        cast_ratio: 1.0,
         there: true,
-        once: true,
+        dedup: true,
         side_by_side: all_to_all == AllToAll::TwoDhConcurrent,
     };
     carried.cost_of(machine, &rank)
@@ -221,7 +222,7 @@ mod tests {
     fn what_is_claimed_of_the_model_holds() {
         let report = run().unwrap();
         assert!(report.holds(), "{}", report.text());
-        // A claim that has come true is one.
+        // A known miss that now holds must become an ordinary claim.
         let stale = |check: &&Check| check.holds && check.known_miss.is_some();
         let stale: Vec<_> = report.checks.iter().filter(stale).collect();
         assert!(stale.is_empty(), "no longer missed: {stale:?}");

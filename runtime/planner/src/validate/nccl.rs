@@ -1,4 +1,4 @@
-//! Linear exchanges of NCCL.
+//! Published linear exchanges of NCCL.
 
 use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
 use crate::fit::{Point, fit};
@@ -38,7 +38,7 @@ impl Published {
     }
 }
 
-/// The machine with other figures of its network.
+/// Returns the machine with other figures of its network.
 fn with(mut machine: Machine, constants: &[f64]) -> Machine {
     let level = &mut machine.levels[1];
     level.alpha_us = constants[0] * 1e6;
@@ -48,8 +48,8 @@ fn with(mut machine: Machine, constants: &[f64]) -> Machine {
     machine
 }
 
-/// Fixed time, half size, rate and half of peers of the network of a machine, from the
-/// calibration points of SimAI's table.
+/// Returns fixed time, half-bandwidth size, rate and half-bandwidth peers of a machine's network,
+/// fitted to the calibration points of SimAI's table.
 pub(super) fn network(data_machine: &Machine, points: &[(usize, f64, f64)]) -> Vec<f64> {
     let point = |&(nodes, mib, ms): &(usize, f64, f64)| Point {
         terms: vec![nodes as f64, mib],
@@ -64,13 +64,13 @@ pub(super) fn network(data_machine: &Machine, points: &[(usize, f64, f64)]) -> V
     fit(&[117e-6, 31.0, 48.5, 1.9], &points, model).constants
 }
 
-/// The linear exchange without its ranks' traffic, for fits: the same phase.
+/// Returns the seconds of the same phase as the linear exchange, in closed form for fits.
 fn closed(machine: &Machine, ranks: usize, bytes: f64) -> f64 {
-    use crate::exchange::{Load, Phase};
+    use crate::exchange::{LevelLoad, Phase};
     let (m, n) = (machine.per_node() as f64, ranks as f64);
     let mut phase = Phase::default();
-    phase.loads[0] = Load::even(m - 1.0, bytes * (m - 1.0) / n);
-    phase.loads[1] = Load::even(n - m, bytes * (n - m) / n);
+    phase.loads[0] = LevelLoad::even(m - 1.0, bytes * (m - 1.0) / n);
+    phase.loads[1] = LevelLoad::even(n - m, bytes * (n - m) / n);
     phase.own = 2.0 * bytes / n;
     machine.phase(&phase).seconds
 }

@@ -1,4 +1,4 @@
-//! Gains of which only the size can be compared: too little is published of what was run.
+//! Published gains that can only be compared in size, because too little is known about the runs.
 
 use super::layers::Layer;
 use super::{Check, Report};
@@ -11,8 +11,8 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     comet(report)
 }
 
-/// 16 V100 on two nodes with one 100 Gb/s NIC each. Layers are assumed: width 1024, hidden
-/// 4096, 8192 tokens, top-2.
+/// 16 V100 on two nodes with one 100 Gb/s NIC each. Assumed layer: width 1024, hidden 4096, 8192
+/// tokens, top-2.
 fn v100() -> Result<Machine, ReadError> {
     let mut machine = published("ndm-a100-v4")?;
     machine.levels[0].bandwidth_gbs = 120.0;
@@ -51,7 +51,7 @@ fn fastermoe(report: &mut Report) -> Result<(), ReadError> {
     Ok(())
 }
 
-/// The part of the exchanges that is hidden behind products.
+/// Returns the fraction of the exchanges that GEMMs hide.
 fn hidden(layer: &Layer, machine: &Machine, overlap_degree: usize) -> f64 {
     let apart = layer.pass(machine, AllToAll::Linear, 1, 1.0);
     let exchanges = 2.0 * layer.exchange(machine, AllToAll::Linear, 1);
@@ -59,8 +59,7 @@ fn hidden(layer: &Layer, machine: &Machine, overlap_degree: usize) -> f64 {
     (apart - together) / exchanges
 }
 
-/// Mixtral 8x7B's layer on one node, one of the models that it was measured with; 8192 tokens
-/// are assumed.
+/// The layer of Mixtral 8x7B, one of the measured models, on one node; 8192 tokens are assumed.
 fn comet(report: &mut Report) -> Result<(), ReadError> {
     let machine = published("h800")?;
     let layer = Layer {

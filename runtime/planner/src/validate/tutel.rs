@@ -1,4 +1,4 @@
-//! Tutel's tables.
+//! Tutel's published tables.
 
 use super::layers::Layer;
 use super::{Check, Report, Role, Row, Table, errors, percent};
@@ -80,7 +80,7 @@ const CHOICES: [(AllToAll, usize); 8] = [
     (AllToAll::TwoDh, 8),
 ];
 
-/// f32, as both the tables' readings say.
+/// f32, as the readings of both tables suggest.
 fn layer(ranks: usize, tokens: f64, widths: [f64; 2], experts: f64) -> Layer {
     Layer {
         ranks,
@@ -138,7 +138,8 @@ fn table2(report: &mut Report, data: &Table2, machine: &Machine) {
     });
 }
 
-/// Means over all layers by how much each choice takes longer than the best of each.
+/// Returns, for each choice, the mean over all layers of its time relative to the best choice of
+/// each layer.
 fn means(data: &Table6, machine: &Machine, ranks: usize) -> [f64; 8] {
     let mut sums = [0.0; 8];
     let mut layers = 0.0;
@@ -152,6 +153,8 @@ fn means(data: &Table6, machine: &Machine, ranks: usize) -> [f64; 8] {
                             + layer.pass(machine, all_to_all, overlap_degree, 2.0)
                     };
                     let times = CHOICES.map(time);
+                    // The table gives means of ratios, not ratios of means, so divide layer by
+                    // layer.
                     let best = times.iter().copied().fold(f64::INFINITY, f64::min);
                     sums.iter_mut()
                         .zip(times)
@@ -170,6 +173,7 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
     for point in &data.point {
         let predicted = means(data, machine, point.ranks);
         let measured = point.mean.map(|percent| percent / 100.0);
+        // Both means are excesses over the same best choice, which cancels out.
         let ratio = |means: &[f64; 8]| (1.0 + means[4]) / (1.0 + means[0]);
         rows.push(Row {
             point: format!("{} GPUs, 2DH to linear", point.ranks),
@@ -183,7 +187,7 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
                 .unwrap_or(0)
         };
         let (own, theirs) = (chosen(&predicted), least(&measured));
-        // Of means that are printed alike either is best.
+        // Where two means are printed alike, either counts as the best.
         let same = measured[own] == measured[theirs];
         near.push(predicted[theirs] - predicted[least(&predicted)]);
         right.push((
@@ -239,8 +243,8 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
     });
 }
 
-/// What the planner would take of choices that are behind the best of each layer by such parts:
-/// of those that are as good as equal the simplest.
+/// Returns the choice of the planner given the mean excess of each: the simplest of those that
+/// are practically as fast.
 fn chosen(means: &[f64; 8]) -> usize {
     let strategy = |(all_to_all, overlap_degree)| Strategy {
         all_to_all,
@@ -254,11 +258,11 @@ fn chosen(means: &[f64; 8]) -> usize {
     CHOICES.iter().position(is_it).unwrap_or(0)
 }
 
-/// A forward pass at each of Tutel's stages.
+/// Returns the seconds of a forward pass at each of Tutel's stages.
 fn forward(layer: &Layer, machine: &Machine) -> [f64; 5] {
     let all = machine.compute.multiprocessors as f64;
-    // One-hot matrices of tokens by slots, multiplied with the tokens, twice; their making
-    // and masks are a few passes over them.
+    // One-hot matrices of tokens by slots, multiplied with the tokens twice; making them and
+    // their masks takes a few passes over them.
     let slots = layer.tokens * layer.top_k;
     let rate = machine.gemm_rate(layer.dtype);
     let einsum = 2.0 * 2.0 * layer.tokens * slots * layer.width / rate;
@@ -302,7 +306,7 @@ fn stages(report: &mut Report, data: &Stages, machine: &Machine) {
         };
         let named: Vec<(usize, f64)> = (0..4).filter_map(|at| Some((at, theirs[at]?))).collect();
         let same: Vec<(usize, f64)> = named.iter().map(|(at, _)| (*at, own[*at])).collect();
-        // Those that are printed alike may be in either order.
+        // Those printed alike may be in either order.
         let (theirs_order, own_order) = (order(&named), order(&same));
         let value = |at: usize| theirs[at].unwrap_or(1.0);
         let holds = theirs_order

@@ -1,31 +1,31 @@
-//! Ranks meet in a folder that all of them see.
+//! Meeting of ranks in a folder that all of them see.
 //!
-//! Each rank leaves its card there. Rank 0 waits for all, and leaves them together; a rank
-//! that finds its own card of this run among them says so, and says it again when they
-//! change: an old card of another rank may have been among them. When all have seen the
-//! same, rank 0 says that it is done; each rank then takes its files away, and rank 0 the
-//! rest. So files that an earlier run with the same token has left are replaced, and never
+//! Each rank writes its card there. Rank 0 waits for all cards and writes them together. A rank
+//! that finds its own card of this run among them acknowledges that, and acknowledges again when
+//! the file changes, because an old card of another rank may have been among them. When all ranks
+//! have seen the same file, rank 0 marks it as done; each rank then removes its files, and rank 0
+//! the rest. So files that an earlier run left under the same token are replaced and never
 //! believed.
 
-use super::{Guest, cut, join};
+use super::{Guest, join, split};
 use crate::hash;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Everybody's card.
+/// Returns the cards of all ranks.
 pub fn gather(guest: &mut Guest, folder: &Path) -> Result<Vec<Vec<u8>>, String> {
-    let place = Place {
+    let meeting = MeetingFolder {
         folder: folder.to_path_buf(),
         token: guest.token,
     };
-    // The card of this run, and no other.
+    // The nonce marks the card of this run.
     let own = [&guest.nonce.to_le_bytes()[..], &guest.card].concat();
-    place.write(&card_of(guest.rank), &own)?;
+    meeting.write(&card_of(guest.rank), &own)?;
     let all = match guest.rank {
-        0 => receive_all(guest, &place),
-        _ => take_all(guest, &place, &own),
+        0 => collect_cards(guest, &meeting),
+        _ => receive_cards(guest, &meeting, &own),
     }?;
     let card = |card: Vec<u8>| card.get(8..).map(<[u8]>::to_vec);
     let cards: Option<Vec<Vec<u8>>> = all.into_iter().map(card).collect();
@@ -41,31 +41,34 @@ fn seen_by(rank: usize) -> String {
 }
 
 const ALL: &str = "all";
-/// What all have seen.
+/// The marker that all ranks have seen the cards.
 const DONE: &str = "done";
 
-/// Rank 0: until all have seen the cards that are there.
-fn receive_all(guest: &mut Guest, place: &Place) -> Result<Vec<Vec<u8>>, String> {
+/// Runs rank 0 until all ranks have seen the cards.
+fn collect_cards(guest: &mut Guest, meeting: &MeetingFolder) -> Result<Vec<Vec<u8>>, String> {
     let mut written = Vec::new();
     loop {
         let cards: Vec<Option<Vec<u8>>> = (0..guest.size)
-            .map(|rank| place.read(&card_of(rank)))
+            .map(|rank| meeting.read(&card_of(rank)))
             .collect();
         let whole: Option<Vec<Vec<u8>>> = cards.iter().cloned().collect();
         if let Some(cards) = &whole {
             let bytes = join(cards);
+            // Cards of an earlier run may have been replaced since the last look.
             if bytes != written {
-                place.write(ALL, &bytes)?;
+                meeting.write(ALL, &bytes)?;
                 written = bytes;
             }
         }
+        // Acknowledgements carry a hash of what was seen, so one of an older file does not count.
         let sign = hash::of(&[&written]).to_le_bytes();
-        let seen = |rank: usize| rank == 0 || place.read(&seen_by(rank)).is_some_and(|s| s == sign);
+        let seen =
+            |rank: usize| rank == 0 || meeting.read(&seen_by(rank)).is_some_and(|s| s == sign);
         if let Some(cards) = whole
             && (0..guest.size).all(seen)
         {
-            place.write(DONE, &sign)?;
-            wait_for_all(guest, place)?;
+            meeting.write(DONE, &sign)?;
+            wait_for_all(guest, meeting)?;
             return Ok(cards);
         }
         if guest.late() {
@@ -73,7 +76,7 @@ fn receive_all(guest: &mut Guest, place: &Place) -> Result<Vec<Vec<u8>>, String>
             return Err(format!(
                 "{missing} of {} did not come to `{}` within {:.1} s",
                 guest.size,
-                place.folder.display(),
+                meeting.folder.display(),
                 guest.waited()
             ));
         }
@@ -81,38 +84,45 @@ fn receive_all(guest: &mut Guest, place: &Place) -> Result<Vec<Vec<u8>>, String>
     }
 }
 
-/// Rank 0: until the others know that all have seen the same.
-fn wait_for_all(guest: &mut Guest, place: &Place) -> Result<(), String> {
-    let gone = |rank: usize| rank == 0 || place.read(&seen_by(rank)).is_none();
+/// Runs rank 0 until the others know that all have seen the same cards.
+fn wait_for_all(guest: &mut Guest, meeting: &MeetingFolder) -> Result<(), String> {
+    let gone = |rank: usize| rank == 0 || meeting.read(&seen_by(rank)).is_none();
     while !(0..guest.size).all(gone) {
         if guest.late() {
             let missing = guest.missing(gone);
             return Err(format!(
                 "{missing} of {} came to `{}` and did not go on within {:.1} s",
                 guest.size,
-                place.folder.display(),
+                meeting.folder.display(),
                 guest.waited()
             ));
         }
         guest.pause(PAUSE);
     }
-    place.clear(guest.size);
+    // Files are removed only now: a rank that still reads them would wait until its deadline.
+    meeting.clear(guest.size);
     Ok(())
 }
 
-fn take_all(guest: &mut Guest, place: &Place, own: &[u8]) -> Result<Vec<Vec<u8>>, String> {
+fn receive_cards(
+    guest: &mut Guest,
+    meeting: &MeetingFolder,
+    own: &[u8],
+) -> Result<Vec<Vec<u8>>, String> {
     let mut said = None;
     loop {
-        if let Some(bytes) = place.read(ALL)
-            && let Some(all) = cut(&bytes, guest.size)
+        if let Some(bytes) = meeting.read(ALL)
+            && let Some(all) = split(&bytes, guest.size)
+            // The nonce inside tells this run's card from one that an earlier run left.
             && all[guest.rank] == own
         {
             let sign = hash::of(&[&bytes]).to_le_bytes();
+            // Acknowledge each version of the file once.
             if said.replace(sign) != Some(sign) {
-                place.write(&seen_by(guest.rank), &sign)?;
+                meeting.write(&seen_by(guest.rank), &sign)?;
             }
-            if place.read(DONE).is_some_and(|done| done == sign) {
-                place.leave(guest.rank);
+            if meeting.read(DONE).is_some_and(|done| done == sign) {
+                meeting.leave(guest.rank);
                 return Ok(all);
             }
         }
@@ -121,7 +131,7 @@ fn take_all(guest: &mut Guest, place: &Place, own: &[u8]) -> Result<Vec<Vec<u8>>
                 "rank 0 has left nothing for rank {} in `{}` within {:.1} s; all ranks must see \
                  the same folder",
                 guest.rank,
-                place.folder.display(),
+                meeting.folder.display(),
                 guest.waited()
             ));
         }
@@ -130,20 +140,21 @@ fn take_all(guest: &mut Guest, place: &Place, own: &[u8]) -> Result<Vec<Vec<u8>>
 }
 
 /// The files of a job.
-struct Place {
+struct MeetingFolder {
     folder: PathBuf,
     token: u64,
 }
 
-impl Place {
+impl MeetingFolder {
     fn path(&self, name: &str) -> PathBuf {
         self.folder
             .join(format!("moesaic-{:016x}-{name}", self.token))
     }
 
-    /// The whole file at once, by its name.
+    /// Writes a file atomically, by renaming it into place.
     fn write(&self, name: &str, bytes: &[u8]) -> Result<(), String> {
         let path = self.path(name);
+        // Readers never see a half-written file, because rename is atomic within a folder.
         let new = self.path(&format!("{name}.new{}", std::process::id()));
         let words = |error: std::io::Error| format!("cannot write `{}`: {error}", path.display());
         std::fs::write(&new, bytes).map_err(words)?;
@@ -154,7 +165,8 @@ impl Place {
         std::fs::read(self.path(name)).ok()
     }
 
-    /// What cannot be removed does no harm, but that rank 0 waits for it.
+    /// Removes a rank's files. A file that cannot be removed does no harm, except that rank 0
+    /// waits for it.
     fn leave(&self, rank: usize) {
         let _ = std::fs::remove_file(self.path(&card_of(rank)));
         let _ = std::fs::remove_file(self.path(&seen_by(rank)));

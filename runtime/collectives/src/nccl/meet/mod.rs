@@ -1,5 +1,5 @@
-//! How ranks that no other transport connects learn of each other: everybody's card comes to
-//! everybody, by way of rank 0, once. Nothing goes on after that.
+//! The meeting of ranks that no other transport connects: rank 0 collects the card of every rank
+//! and sends all cards to everyone, once. Nothing stays open after that.
 
 mod file;
 mod tcp;
@@ -11,33 +11,33 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Where ranks meet.
+/// The meeting point of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meeting {
-    /// By MPI, which stays to compare operations.
+    /// MPI, which stays open to compare operations.
     Mpi,
-    /// In a folder that all ranks see.
+    /// A folder that all ranks see.
     Folder(PathBuf),
-    /// At rank 0's address and port; it listens there until all have come.
+    /// The address and port of rank 0, which listens there until all have come.
     Address(String, u16),
-    /// At a port of this machine, where all ranks are.
+    /// A port of this machine, where all ranks run.
     Loopback(u16),
-    /// One rank meets nobody.
+    /// No meeting: there is one rank.
     Alone,
 }
 
-/// The most bytes of a card.
+/// The largest card in bytes.
 const CARD_BYTES: usize = 1 << 16;
-/// More time for each rank: rank 0 answers one after the other.
+/// The additional time for each rank, because rank 0 answers one after the other.
 const PER_RANK: Duration = Duration::from_millis(20);
 
 impl Meeting {
-    /// What variables say: `MOESAIC_RENDEZVOUS`, a folder; else MPI under its launchers,
-    /// `srun --mpi=pmix` and `--mpi=pmi2` among them; else torchrun's `MASTER_ADDR` and
-    /// `MASTER_PORT`. Empty ones count as unset.
+    /// Reads variables: `MOESAIC_RENDEZVOUS`, a folder; else MPI under its launchers, including
+    /// `srun --mpi=pmix` and `--mpi=pmi2`; else torchrun's `MASTER_ADDR` and `MASTER_PORT`. Empty
+    /// values count as unset.
     ///
     /// # Errors
-    /// [`CollectiveError::Setup`] when nothing is said, or a port is no number.
+    /// [`CollectiveError::Setup`] when no variable is set, or a port is no number.
     pub fn from_variables(
         world: &World,
         variable: impl Fn(&str) -> Option<String>,
@@ -49,7 +49,7 @@ impl Meeting {
         if let Some(folder) = variable("MOESAIC_RENDEZVOUS") {
             return Ok(Meeting::Folder(folder.into()));
         }
-        // Also where torchrun's are set overlapped them.
+        // MPI wins even where torchrun's variables are set as well.
         let mpi = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
         if mpi.into_iter().any(|name| variable(name).is_some()) || world.is_task_of_pmix(variable) {
             return Ok(Meeting::Mpi);
@@ -67,9 +67,9 @@ impl Meeting {
         };
         let wrong = |_| setup(format!("MASTER_PORT is `{port}`; it must be a port"));
         let port: u16 = port.trim().parse().map_err(wrong)?;
-        // torchrun's own agent may be listening there; the next port is ours then.
-        let taken = variable("TORCHELASTIC_USE_AGENT_STORE");
-        let port = if taken.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
+        // torchrun's own agent may be listening at that port; the next one is ours then.
+        let agent_store = variable("TORCHELASTIC_USE_AGENT_STORE");
+        let port = if agent_store.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
             port.wrapping_add(1).max(1024)
         } else {
             port
@@ -83,7 +83,7 @@ impl Meeting {
     }
 }
 
-/// Variables that are the same for all ranks of a job, and differ between jobs.
+/// Variables that are equal on all ranks of a job and differ between jobs.
 const JOB: [&str; 10] = [
     "MOESAIC_JOB",
     "TORCHELASTIC_RUN_ID",
@@ -97,17 +97,17 @@ const JOB: [&str; 10] = [
     "PMI_JOBID",
 ];
 
-/// A number of this job, so that files and processes of others are not taken for ours. It
-/// keeps accidents away, not attackers.
+/// Returns a number of this job, so that files and processes of others are not mistaken for ours.
+/// It prevents accidents, not attacks.
 pub fn token(job: Option<&str>, size: usize, variable: impl Fn(&str) -> Option<String>) -> u64 {
-    /// Worlds of this process.
+    /// The number of worlds of this process.
     static WORLDS: AtomicU64 = AtomicU64::new(0);
     let mut parts = vec![size.to_string()];
     match job {
         Some(job) => parts.push(job.to_string()),
         None => {
             parts.extend(JOB.iter().filter_map(|name| variable(name)));
-            // All ranks begin their worlds in the same order.
+            // All ranks create their worlds in the same order, so the count matches across ranks.
             parts.push(WORLDS.fetch_add(1, Ordering::SeqCst).to_string());
         }
     }
@@ -115,14 +115,14 @@ pub fn token(job: Option<&str>, size: usize, variable: impl Fn(&str) -> Option<S
     hash::of(&parts)
 }
 
-/// A rank on its way to the others.
+/// A rank that is joining the others.
 pub struct Guest {
     pub rank: usize,
     pub size: usize,
     pub token: u64,
     pub card: Vec<u8>,
     pub until: Instant,
-    /// A number that no other rank has, also not this one in another run.
+    /// A number that no other rank has, nor this rank in another run.
     nonce: u64,
     start: Instant,
     random: u64,
@@ -149,7 +149,7 @@ impl Guest {
         }
     }
 
-    /// Everybody's card, in the order of ranks.
+    /// Returns the cards of all ranks in rank order.
     pub fn gather(mut self, meeting: &Meeting) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let gathered = match meeting {
             Meeting::Folder(folder) => file::gather(&mut self, folder),
@@ -168,7 +168,7 @@ impl Guest {
         self.start.elapsed().as_secs_f64()
     }
 
-    /// A pause between two tries, of 1 to 2 times so long: ranks must not come in step.
+    /// Pauses for 1 to 2 times `least`, at random, so that ranks do not retry in step.
     fn pause(&mut self, least: Duration) {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -177,7 +177,7 @@ impl Guest {
         std::thread::sleep(least.mul_f64(1.0 + part));
     }
 
-    /// For errors of rank 0.
+    /// Lists missing ranks for errors of rank 0.
     fn missing(&self, there: impl Fn(usize) -> bool) -> String {
         let missing: Vec<String> = (0..self.size)
             .filter(|rank| !there(*rank))
@@ -193,13 +193,13 @@ impl Guest {
     }
 }
 
-/// Parts, each after its length.
+/// Encodes parts, each behind its length.
 fn join(parts: &[Vec<u8>]) -> Vec<u8> {
     let one = |part: &Vec<u8>| [&(part.len() as u32).to_le_bytes()[..], part].concat();
     parts.iter().flat_map(one).collect()
 }
 
-fn cut(mut bytes: &[u8], parts: usize) -> Option<Vec<Vec<u8>>> {
+fn split(mut bytes: &[u8], parts: usize) -> Option<Vec<Vec<u8>>> {
     let mut list = Vec::new();
     for _ in 0..parts {
         let (length, rest) = bytes.split_first_chunk()?;
@@ -255,19 +255,19 @@ mod tests {
         assert!(port.contains("MASTER_PORT is `high`"), "{port}");
     }
 
-    /// Open MPI's variables are not there before `MPI_Init` when `srun` has started the ranks.
+    /// Open MPI's variables are not set before `MPI_Init` where `srun` has started the ranks.
     #[test]
     fn tasks_of_pmix_meet_by_mpi() {
         let task = "SLURM_PROCID=1 SLURM_NTASKS=16 SLURM_STEP_ID=0";
         let pmix = "PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.7.0 MASTER_ADDR=node7 MASTER_PORT=29500";
         assert_eq!(meeting(task, pmix), Ok(Meeting::Mpi));
-        // A wrapper may give each task torchrun's variables.
+        // A wrapper may set torchrun's variables for each task.
         let wrapped = format!("{task} RANK=1 WORLD_SIZE=16");
         assert_eq!(meeting(&wrapped, pmix), Ok(Meeting::Mpi));
         let address = Ok(Meeting::Address("node7".to_string(), 29500));
         let none = pmix.replace("PMIX_NAMESPACE", "OTHER");
         assert_eq!(meeting(task, &none), address);
-        // torchrun in a task: its ranks are not SLURM's.
+        // Ranks of a torchrun inside a task are not SLURM's tasks.
         let inside = "SLURM_PROCID=1 SLURM_NTASKS=2 RANK=8 WORLD_SIZE=16";
         assert_eq!(meeting(inside, pmix), address);
         let one = "SLURM_PROCID=1 SLURM_NTASKS=2 RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x";
@@ -297,12 +297,12 @@ mod tests {
                 let body = move || {
                     let deadline = Duration::from_secs(20);
                     let guest = Guest::new((rank, RANKS), 7, card(rank), deadline);
-                    // The host is late, and some of the others are.
+                    // The host is late, and so are some of the others.
                     std::thread::sleep(Duration::from_millis(match rank {
                         0 => 200,
                         _ => 3 * (rank as u64 % 100),
                     }));
-                    // A host that left before a rank had its answer would end that rank here.
+                    // A host that left before a rank had its answer would fail that rank here.
                     assert_eq!(guest.gather(meeting).unwrap(), *whole);
                 };
                 small.spawn_scoped(scope, body).unwrap();
@@ -321,9 +321,9 @@ mod tests {
     #[test]
     fn parts_read_back() {
         let parts = vec![vec![1, 2], vec![], vec![3]];
-        assert_eq!(cut(&join(&parts), 3), Some(parts.clone()));
-        assert_eq!(cut(&join(&parts), 2), None);
-        assert_eq!(cut(&join(&parts), 4), None);
-        assert_eq!(cut(&[255, 255, 255, 255], 1), None);
+        assert_eq!(split(&join(&parts), 3), Some(parts.clone()));
+        assert_eq!(split(&join(&parts), 2), None);
+        assert_eq!(split(&join(&parts), 4), None);
+        assert_eq!(split(&[255, 255, 255, 255], 1), None);
     }
 }

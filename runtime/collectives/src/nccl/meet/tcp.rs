@@ -1,7 +1,7 @@
-//! Ranks meet at rank 0's address: it takes a card from each, answers each once with all
-//! of them, and closes when every rank has said that it has them.
+//! Meeting of ranks at rank 0's address: it accepts a card from each rank, answers each once with
+//! all cards, and closes when every rank has confirmed them.
 
-use super::{CARD_BYTES, Guest, cut, join};
+use super::{CARD_BYTES, Guest, join, split};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
@@ -11,15 +11,15 @@ const MAGIC: &[u8; 8] = b"moesaic1";
 const HEAD: usize = 8 + 8 + 4 + 4 + 4;
 const THANKS: u8 = 0x6b;
 const GLANCE: Duration = Duration::from_millis(1);
-/// Between two tries to reach rank 0, at first and at most.
+/// The first and the longest pause between two attempts to reach rank 0.
 const SOON: Duration = Duration::from_millis(10);
 const LATER: Duration = Duration::from_millis(500);
-/// A try.
+/// The time limit of one attempt.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Strangers that are waited for at a time.
+/// The most unidentified connections that are kept open.
 const MOST_OPEN: usize = 256;
 
-/// Everybody's card.
+/// Returns the cards of all ranks.
 pub fn gather(guest: &mut Guest, host: &str, port: u16) -> Result<Vec<Vec<u8>>, String> {
     let addresses = (host, port).to_socket_addrs();
     let addresses = addresses.map_err(|error| format!("MASTER_ADDR `{host}`: {error}"))?;
@@ -30,7 +30,7 @@ pub fn gather(guest: &mut Guest, host: &str, port: u16) -> Result<Vec<Vec<u8>>, 
     }
 }
 
-/// Somebody who has come, perhaps a rank.
+/// A connection, perhaps of a rank.
 struct Visitor {
     stream: TcpStream,
     heard: Vec<u8>,
@@ -39,7 +39,7 @@ struct Visitor {
     thanked: bool,
 }
 
-/// Rank 0.
+/// Runs rank 0.
 fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, String> {
     let listener = listen(guest, addresses)?;
     let mut cards: Vec<Option<Vec<u8>>> = vec![None; guest.size];
@@ -49,6 +49,7 @@ fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, St
     let mut visitors: Vec<Visitor> = Vec::new();
     loop {
         while let Ok((stream, _)) = listener.accept() {
+            // A limit on connections keeps port scanners from exhausting file descriptors.
             if stream.set_nonblocking(true).is_ok() && visitors.len() < MOST_OPEN + guest.size {
                 visitors.push(Visitor {
                     stream,
@@ -59,6 +60,7 @@ fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, St
                 });
             }
         }
+        // One thread polls all connections, so no visitor can block the others.
         visitors.retain_mut(|visitor| visitor.listen(guest, &mut cards));
         if let Some(all) = cards.iter().cloned().collect::<Option<Vec<_>>>() {
             visitors.retain_mut(|visitor| visitor.serve(&all, &mut served));
@@ -79,7 +81,7 @@ fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, St
     }
 }
 
-/// At one address and no other.
+/// Listens at one of the addresses and no other.
 fn listen(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<TcpListener, String> {
     loop {
         match TcpListener::bind(addresses) {
@@ -87,7 +89,7 @@ fn listen(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<TcpListener, St
                 let free = listener.set_nonblocking(true);
                 return free.map(|()| listener).map_err(|error| error.to_string());
             }
-            // The last run's connections may be there for a while.
+            // Connections of the last run may linger for a while.
             Err(error) if error.kind() == ErrorKind::AddrInUse && !guest.late() => {
                 guest.pause(SOON);
             }
@@ -103,7 +105,7 @@ fn listen(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<TcpListener, St
 }
 
 impl Visitor {
-    /// Takes what has come; false for those that are no ranks of ours, or have gone.
+    /// Reads what has arrived; returns false for a connection that is closed or not of this job.
     fn listen(&mut self, guest: &Guest, cards: &mut [Option<Vec<u8>>]) -> bool {
         let (mut bytes, mut open) = ([0; 4096], true);
         loop {
@@ -117,6 +119,7 @@ impl Visitor {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return false,
             }
+            // No rank sends more than this, so stop reading from strangers.
             if self.heard.len() > HEAD + CARD_BYTES + 1 {
                 return false;
             }
@@ -128,6 +131,7 @@ impl Visitor {
         if !open {
             return false;
         }
+        // The header may arrive in pieces; a wrong first byte is enough to hang up.
         let Some(head) = self.heard.get(..HEAD) else {
             return self.heard.iter().zip(MAGIC).all(|(a, b)| a == b);
         };
@@ -143,7 +147,7 @@ impl Visitor {
         true
     }
 
-    /// Sends the cards; false when the rank has them.
+    /// Sends the cards; returns false once the rank has them.
     fn serve(&mut self, all: &[Vec<u8>], served: &mut [bool]) -> bool {
         let Some(rank) = self.rank else {
             return true;
@@ -155,7 +159,8 @@ impl Visitor {
         if self.answer.is_empty() {
             let all = join(all);
             self.answer = [&(all.len() as u32).to_le_bytes()[..], &all].concat();
-            // What is left to send; at the end one byte that is never sent.
+            // An extra last byte that is never sent keeps the answer non-empty until the rank
+            // confirms.
             self.answer.push(0);
         }
         while self.answer.len() > 1 {
@@ -164,7 +169,7 @@ impl Visitor {
                 Ok(count) if count > 0 => drop(self.answer.drain(..count)),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // It will come again, if it is there.
+                // A rank that is still there connects again.
                 _ => return false,
             }
         }
@@ -181,7 +186,7 @@ fn head(guest: &Guest) -> Vec<u8> {
     head
 }
 
-/// Rank and bytes of its card, if it is one of this job.
+/// Returns rank and card size, if the sender belongs to this job.
 fn read_head(head: &[u8], guest: &Guest) -> Option<(usize, usize)> {
     let (magic, rest) = head.split_at_checked(8)?;
     let (token, rest) = rest.split_first_chunk()?;
@@ -195,7 +200,7 @@ fn read_head(head: &[u8], guest: &Guest) -> Option<(usize, usize)> {
     (ours && fits).then_some((rank, bytes))
 }
 
-/// Every other rank: tries until it is answered.
+/// Runs every other rank: retries until rank 0 answers.
 fn ask(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, String> {
     let mut pause = SOON;
     loop {
@@ -216,6 +221,7 @@ fn ask(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, Stri
             ));
         }
         guest.pause(pause);
+        // Back off, because thousands of ranks may be waiting for a rank 0 that starts late.
         pause = (pause * 2).min(LATER);
     }
 }
@@ -228,17 +234,18 @@ fn visit(guest: &Guest, address: &SocketAddr) -> std::io::Result<Vec<Vec<u8>>> {
     wait_for(guest, &mut stream, &mut length)?;
     let length = u32::from_le_bytes(length) as usize;
     let damaged = || std::io::Error::new(ErrorKind::InvalidData, "the answer is damaged");
+    // Check before allocating: the peer may be another program.
     if length > guest.size * (CARD_BYTES + 4) {
         return Err(damaged());
     }
     let mut bytes = vec![0; length];
     wait_for(guest, &mut stream, &mut bytes)?;
-    let all = cut(&bytes, guest.size).ok_or_else(damaged)?;
+    let all = split(&bytes, guest.size).ok_or_else(damaged)?;
     stream.write_all(&[THANKS])?;
     Ok(all)
 }
 
-/// Reads so many bytes: rank 0 answers when the last rank has come.
+/// Reads exactly these bytes; rank 0 answers only after the last rank has come.
 fn wait_for(guest: &Guest, stream: &mut TcpStream, bytes: &mut [u8]) -> std::io::Result<()> {
     stream.set_read_timeout(Some(Duration::from_millis(100)))?;
     let mut read = 0;

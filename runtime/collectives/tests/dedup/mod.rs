@@ -1,22 +1,25 @@
-//! Rows of tokens, each for some experts of some ranks, cross to a node once: ranks get what
-//! they get straight, and back come sums of what comes back straight.
+//! Deduplicated dispatch and combine: rows of tokens for experts on several ranks cross to a node
+//! once. Ranks receive the same rows as directly, and the returned sums equal the sums of the
+//! rows that return directly.
 
 use crate::interpreter::{Ends, carry, delivered};
-use crate::{bytes, carried, shapes, told};
-use moesaic_collectives::plan::{self, Block, DedupMap, HopOrder, Plan, RowBytes, Schedule};
+use crate::{bytes, carried, hop_counts, shapes};
+use moesaic_collectives::plan::{
+    self, Block, DedupMap, GroupRank, HopOrder, Plan, RowBytes, Schedule,
+};
 use moesaic_collectives::{Element, NodeShape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What goes: of each piece one part, or whole pieces over one distance out of some.
+/// The rows to send: one chunk of each block, or only blocks over one distance.
 #[derive(Clone, Copy, Debug)]
 enum Part {
     Rows(usize, usize),
     Ranks(usize, usize),
 }
 
-/// Experts of a rank, bytes of a row, what goes, and whether as single messages.
+/// Experts of a rank, bytes of a row, rows to send, and whether plans are packed.
 const CASES: [(usize, usize, Part, bool); 5] = [
     (1, 5, Part::Rows(0, 1), false),
     (3, 3, Part::Rows(0, 1), true),
@@ -30,7 +33,7 @@ fn tokens_cross_to_a_node_once() {
     for (nodes, per_node) in shapes(32) {
         let shape = NodeShape { nodes, per_node };
         let ranks = shape.ranks();
-        // Every case on few ranks; on many one for each shape.
+        // All cases on few ranks; one case per shape on many.
         let some = CASES.iter().enumerate();
         let some = some.filter(|(at, _)| ranks <= 12 || (ranks + nodes) % CASES.len() == *at);
         for (_, &(experts, row, part, packed)) in some {
@@ -39,16 +42,16 @@ fn tokens_cross_to_a_node_once() {
     }
 }
 
-/// Of every rank the tokens that have rows. Rank 1 has none, and those of rank 2 all go to one
+/// The tokens that have rows, of every rank. Rank 1 has none, and all tokens of rank 2 go to one
 /// expert.
 #[derive(Debug)]
 struct Rows {
     shape: NodeShape,
     experts: usize,
-    /// Bytes of one.
+    /// The bytes of a row.
     row: usize,
     part: Part,
-    /// Tokens by source, rank and expert: all, and those that go.
+    /// Tokens by source, rank and expert: all of them, and those that are sent.
     whole: Vec<Vec<usize>>,
     goes: Vec<Vec<usize>>,
 }
@@ -72,14 +75,15 @@ impl Rows {
         for p in 0..ranks {
             for (q, e) in (0..ranks).flat_map(|q| (0..experts).map(move |e| (q, e))) {
                 let all: Vec<usize> = (0..tokens(p)).filter(|t| chosen(p, q, e, *t)).collect();
-                rows.goes.push(all[rows.cut(all.len(), p, q)].to_vec());
+                rows.goes
+                    .push(all[rows.chunk_rows(all.len(), p, q)].to_vec());
                 rows.whole.push(all);
             }
         }
         rows
     }
 
-    fn cut(&self, rows: usize, p: usize, q: usize) -> Range<usize> {
+    fn chunk_rows(&self, rows: usize, p: usize, q: usize) -> Range<usize> {
         let ranks = self.shape.ranks();
         match self.part {
             Part::Rows(number, of) => number * rows / of..(number + 1) * rows / of,
@@ -92,7 +96,7 @@ impl Rows {
         (p * self.shape.ranks() + q) * self.experts + e
     }
 
-    /// Tokens of `p` whose rows go to an expert of `q`.
+    /// Returns the tokens of `p` whose rows go to an expert of `q`.
     fn list(&self, p: usize, q: usize, e: usize) -> &[usize] {
         &self.goes[self.at(p, q, e)]
     }
@@ -101,20 +105,20 @@ impl Rows {
         self.shape.split(a).0 != self.shape.split(b).0
     }
 
-    /// Ranks and experts in the order of pieces.
+    /// Returns ranks and experts in block order.
     fn peers(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let experts = self.experts;
         (0..self.shape.ranks()).flat_map(move |peer| (0..experts).map(move |e| (peer, e)))
     }
 
-    /// What all ranks send and get, of the data from a rank to another for one expert.
+    /// Returns what all ranks send and receive, from the data between two ranks for one expert.
     fn ends(&self, data: &dyn Fn(usize, usize, usize) -> Vec<u8>) -> Vec<Ends> {
         let list = |rank: usize, gets: bool| {
-            let piece = |(peer, e): (usize, usize)| {
+            let block = |(peer, e): (usize, usize)| {
                 let (p, q) = if gets { (peer, rank) } else { (rank, peer) };
                 (peer, data(p, q, e))
             };
-            let all = self.peers().map(piece);
+            let all = self.peers().map(block);
             all.filter(|(_, data)| !data.is_empty()).collect()
         };
         (0..self.shape.ranks())
@@ -122,18 +126,19 @@ impl Rows {
             .collect()
     }
 
-    /// What each rank knows of the rows that cross.
-    fn fans(&self) -> Vec<Arc<DedupMap>> {
+    /// Returns each rank's map of the crossing rows.
+    fn dedup_maps(&self) -> Vec<Arc<DedupMap>> {
         let shape = self.shape;
         let whole = |p: usize, q: usize, e: usize| &self.whole[self.at(p, q, e)];
         let hops = HopOrder::inter_first(shape);
-        let passages = told(&hops, self.experts, &|p, q, e| whole(p, q, e).len());
+        let counts = hop_counts(&hops, self.experts, &|p, q, e| whole(p, q, e).len());
         let numbers = |p: usize, node: usize| {
             let there = self.peers().filter(|(q, _)| shape.split(*q).0 == node);
             let tokens = there.flat_map(|(q, e)| whole(p, q, e));
             plan::dedup_indices(tokens.map(|token| *token as u32))
         };
-        let cut = |_: usize, block: Block| self.cut(block.units as usize, block.from, block.to);
+        let chunk_rows =
+            |_: usize, block: Block| self.chunk_rows(block.units as usize, block.from, block.to);
         let dedup = |(rank, hop_counts)| {
             let (node, place) = shape.split(rank);
             let nodes = 0..shape.nodes;
@@ -141,21 +146,25 @@ impl Rows {
             let from = |other| numbers(shape.rank(other, place), node);
             let passed = nodes.map(from).collect();
             let dedup = DedupMap::new(shape, rank, Arc::new(hop_counts), sent, passed).unwrap();
-            Arc::new(dedup.in_parts(0..1, &cut))
+            Arc::new(dedup.in_parts(0..1, &chunk_rows))
         };
-        passages.into_iter().enumerate().map(dedup).collect()
+        counts.into_iter().enumerate().map(dedup).collect()
     }
 
     fn check(&self, packed: bool) {
-        let (fans, ranks) = (self.fans(), self.shape.ranks());
+        let (maps, ranks) = (self.dedup_maps(), self.shape.ranks());
         let data = |p: usize, q: usize, e: usize| -> Vec<u8> {
             let rows = self.list(p, q, e).iter();
             rows.flat_map(|t| bytes(p, *t, 3, self.row)).collect()
         };
         let ends = self.ends(&data);
         let once = |rank: usize, sends: &[_], gets: &[_]| {
-            let rows = fans[rank].of_rows(RowBytes::same(self.row));
-            carried(rows.plan((rank, ranks), sends, gets).unwrap(), packed)
+            let rows = maps[rank].of_rows(RowBytes::same(self.row));
+            carried(
+                rows.plan(GroupRank { rank, size: ranks }, sends, gets)
+                    .unwrap(),
+                packed,
+            )
         };
         let (plans, found) = carry(&ends, &once);
         let (_, straight) = carry(&ends, &plan::exchange);
@@ -164,13 +173,14 @@ impl Rows {
             let crossed = plan.bytes_to(|peer| self.far(peer, p));
             assert_eq!(crossed, self.crossings(p, &|_, _| true) * self.row);
         }
-        // Back: of the ranks of a parity those of the same alone, or all.
+        // On the way back: only ranks of the sender's parity answer, or all.
         for every in [1, 2] {
-            self.check_back(&fans, packed, &|from, to| from % every == to % every);
+            self.check_back(&maps, packed, &|from, to| from % every == to % every);
         }
     }
 
-    /// Tokens of a rank and other nodes that have a row, or an answer, of it.
+    /// Returns the number of tokens of a rank with a row, or an answer, on another node, counted
+    /// per node.
     fn crossings(&self, p: usize, answers: &dyn Fn(usize, usize) -> bool) -> usize {
         let there = self
             .peers()
@@ -184,7 +194,7 @@ impl Rows {
 
     fn check_back(
         &self,
-        fans: &[Arc<DedupMap>],
+        maps: &[Arc<DedupMap>],
         packed: bool,
         answers: &dyn Fn(usize, usize) -> bool,
     ) {
@@ -196,12 +206,16 @@ impl Rows {
         };
         let ends = self.ends(&answer);
         let once = |rank: usize, sends: &[_], gets: &[_]| -> Plan {
-            let sums = fans[rank].summed((Element::U8, self.row), &answers);
-            carried(sums.plan((rank, ranks), sends, gets).unwrap(), packed)
+            let sums = maps[rank].summed((Element::U8, self.row), &answers);
+            carried(
+                sums.plan(GroupRank { rank, size: ranks }, sends, gets)
+                    .unwrap(),
+                packed,
+            )
         };
         let (plans, found) = carry(&ends, &once);
         let (_, straight) = carry(&ends, &plan::exchange);
-        // A row returns for each token that a node has an answer for.
+        // One row returns for each token that a node has an answer for.
         let cross = |(q, plan): (usize, &Plan)| plan.bytes_to(|peer| self.far(peer, q));
         let crossed: usize = plans.iter().enumerate().map(cross).sum();
         let tokens: usize = (0..ranks).map(|p| self.crossings(p, answers)).sum();
@@ -213,7 +227,7 @@ impl Rows {
         }
     }
 
-    /// What each node has for a token of a rank adds up to this.
+    /// Returns the sums of each node for the tokens of a rank.
     fn sums(
         &self,
         p: usize,

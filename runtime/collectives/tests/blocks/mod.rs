@@ -1,18 +1,18 @@
-//! Rows for the experts of each rank, in as many parts as a degree says, go there and come back:
-//! each time from where they lie to where they belong.
+//! Rows for the experts of each rank, dispatched in chunks and returned: each time they must
+//! arrive in their own place.
 
 use crate::interpreter::{Ends, carry, delivered};
-use crate::{algorithms, bytes, carried, hops, shapes, size, told};
+use crate::{algorithms, bytes, carried, hop_counts, hops, shapes, size};
 use moesaic_collectives::Algorithm;
 use moesaic_collectives::plan::{self, Block, HopCounts};
 use std::ops::Range;
 
 const DEGREES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// Bytes of a row: no multiple of a word, and one byte.
+/// Bytes of a row: not a multiple of a word, and a single byte.
 const ROWS: [usize; 4] = [1, 3, 5, 67];
 
-/// All of these numbers of experts and parts, on few ranks.
+/// Every combination of these experts and chunks, on few ranks.
 #[test]
 fn rows_of_experts_go_in_parts_and_come_back() {
     for (nodes, per_node) in shapes(4) {
@@ -27,8 +27,8 @@ fn rows_of_experts_go_in_parts_and_come_back() {
     }
 }
 
-/// Some of them for every number of ranks and of ranks a node; on more than 16 ranks by half of
-/// the algorithms.
+/// Some combinations for every number of ranks and ranks per node; on more than 16 ranks with
+/// half of the algorithms.
 #[test]
 fn rows_drawn_on_any_nodes_go_in_parts_and_come_back() {
     for (nodes, per_node) in shapes(32) {
@@ -53,10 +53,10 @@ struct Drawn {
     ranks: usize,
     experts: usize,
     degree: usize,
-    /// Bytes of a row.
+    /// The bytes of a row.
     row: usize,
-    /// Which counts are zero overlapped a third of all: those of nobody, of the rows from one rank,
-    /// to one, or all.
+    /// The counts that are zero in addition to a third of all: none, those from one rank, those
+    /// to one rank, or all.
     empty: usize,
 }
 
@@ -72,37 +72,40 @@ impl Drawn {
         }
     }
 
-    /// Rows of a rank for an expert of another.
+    /// Returns the rows of a rank for an expert of another.
     fn rows(&self, p: usize, q: usize, e: usize) -> usize {
         let (last, none) = (self.ranks - 1, self.empty);
         let empty = (none == 1 && p == last) || (none == 2 && q == last) || none == 3;
         if empty { 0 } else { size(p, q, e) % 11 }
     }
 
-    /// Which of so many rows are in a part.
-    fn cut(&self, number: usize, rows: usize) -> Range<usize> {
+    /// Returns the rows of a block that a chunk covers.
+    fn chunk_rows(&self, number: usize, rows: usize) -> Range<usize> {
         number * rows / self.degree..(number + 1) * rows / self.degree
     }
 
     fn check(&self) {
-        let passages = told(&hops(self.algorithm), self.experts, &|p, q, e| {
+        let counts = hop_counts(&hops(self.algorithm), self.experts, &|p, q, e| {
             self.rows(p, q, e)
         });
-        // Parts one by one, on many ranks one of them, and two that are in flight at once.
+        // Chunks one by one (on many ranks one of them), and two that are in flight at once.
         let single = (0..self.degree).filter(|number| self.ranks <= 8 || number % 4 == 1);
         let single = single.map(|number| number..number + 1);
         for parts in single.chain(std::iter::once(0..self.degree.min(2))) {
-            let cut = |number: usize, block: Block| self.cut(number, block.units as usize);
-            let passages = passages.iter().map(|all| all.in_parts(parts.clone(), &cut));
-            let passages: Vec<HopCounts> = passages.collect();
+            let chunk_rows =
+                |number: usize, block: Block| self.chunk_rows(number, block.units as usize);
+            let counts = counts
+                .iter()
+                .map(|all| all.in_parts(parts.clone(), &chunk_rows));
+            let counts: Vec<HopCounts> = counts.collect();
             for back in [false, true] {
-                self.check_parts(&passages, &parts, back);
+                self.check_parts(&counts, &parts, back);
             }
         }
     }
 
-    fn check_parts(&self, passages: &[HopCounts], parts: &Range<usize>, back: bool) {
-        // Answers may be of another width.
+    fn check_parts(&self, counts: &[HopCounts], parts: &Range<usize>, back: bool) {
+        // Returned rows may have another width.
         let row = self.row + usize::from(back);
         let scale = |block: Block| block.units as usize * row;
         let ends: Vec<Ends> = (0..self.ranks)
@@ -110,9 +113,9 @@ impl Drawn {
             .collect();
         let plan = |rank: usize, sends: &[_], gets: &[_]| {
             let schedule = if back {
-                passages[rank].back(&scale)
+                counts[rank].back(&scale)
             } else {
-                passages[rank].there(&scale)
+                counts[rank].there(&scale)
             };
             let plan = plan::exchange_with(&schedule, sends, gets);
             carried(plan, self.degree.is_multiple_of(2))
@@ -123,7 +126,8 @@ impl Drawn {
         assert!(right, "{self:?}, parts {parts:?}, back: {back}");
     }
 
-    /// The messages for what a rank has for experts, or what comes to its own, part by part.
+    /// Returns the messages for a rank's rows to experts, or for the rows of its own experts,
+    /// chunk by chunk.
     fn messages(
         &self,
         rank: usize,
@@ -132,16 +136,16 @@ impl Drawn {
         row: usize,
     ) -> Vec<(usize, Vec<u8>)> {
         let experts = 0..self.experts;
-        let pieces = parts
+        let blocks = parts
             .clone()
             .flat_map(|n| experts.clone().map(move |e| (n, e)));
         let message = |(number, e): (usize, usize), peer: usize| {
             let (p, q) = if gets { (peer, rank) } else { (rank, peer) };
-            let rows = self.cut(number, self.rows(p, q, e));
+            let rows = self.chunk_rows(number, self.rows(p, q, e));
             let whole = bytes(p, q, e, self.rows(p, q, e) * row);
             (peer, whole[rows.start * row..rows.end * row].to_vec())
         };
-        let all = pieces.flat_map(|piece| (0..self.ranks).map(move |peer| message(piece, peer)));
+        let all = blocks.flat_map(|block| (0..self.ranks).map(move |peer| message(block, peer)));
         all.filter(|(_, data)| !data.is_empty()).collect()
     }
 }

@@ -1,27 +1,27 @@
-//! Exchanges over other ranks against the direct one: plans of all ranks, carried out in
+//! Exchanges over intermediate ranks against the direct exchange: plans of all ranks, executed in
 //! memory.
 
+mod blocks;
+mod dedup;
 mod interpreter;
-mod once;
-mod pieces;
 
 use interpreter::{Mail, Memory, advance, replay};
 use moesaic_collectives::plan::{self, HopCounts, HopOrder, HopSchedule, Plan, Step};
 use moesaic_collectives::{Algorithm, Levels, NodeShape};
 use std::time::Instant;
 
-/// A byte that names source, destination, piece and place.
-fn byte(from: usize, to: usize, piece: usize, at: usize) -> u8 {
-    (from * 31 + to * 7 + piece * 59 + at * 3 + at / 251) as u8
+/// Returns a byte that identifies source, destination, block and offset.
+fn byte(from: usize, to: usize, block: usize, at: usize) -> u8 {
+    (from * 31 + to * 7 + block * 59 + at * 3 + at / 251) as u8
 }
 
-fn bytes(from: usize, to: usize, piece: usize, count: usize) -> Vec<u8> {
-    (0..count).map(|at| byte(from, to, piece, at)).collect()
+fn bytes(from: usize, to: usize, block: usize, count: usize) -> Vec<u8> {
+    (0..count).map(|at| byte(from, to, block, at)).collect()
 }
 
-/// Bytes of a piece: awkward, and about a third are none.
-fn size(from: usize, to: usize, piece: usize) -> usize {
-    let mut mixed = (from * 1009 + to * 9176 + piece * 31 + 7) as u64;
+/// Returns the bytes of a block: awkward sizes, about a third of them zero.
+fn size(from: usize, to: usize, block: usize) -> usize {
+    let mut mixed = (from * 1009 + to * 9176 + block * 31 + 7) as u64;
     mixed = mixed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     match (mixed >> 40) % 3 {
         0 => 0,
@@ -48,7 +48,7 @@ fn algorithms(nodes: usize, per_node: usize) -> Vec<Algorithm> {
     list
 }
 
-/// Every number of ranks and of ranks a node up to these.
+/// Returns every number of ranks up to `most`, with every number of ranks per node.
 fn shapes(most: usize) -> impl Iterator<Item = (usize, usize)> {
     let divides = |ranks: usize| (1..=ranks).filter(move |m| ranks.is_multiple_of(*m));
     (1..=most).flat_map(move |ranks| divides(ranks).map(move |m| (ranks / m, m)))
@@ -58,7 +58,7 @@ fn hops(algorithm: Algorithm) -> HopOrder {
     algorithm.hops().unwrap()
 }
 
-/// Every second time as transports of single messages carry it.
+/// Packs a plan for executors of single messages, if asked to.
 fn carried(plan: Plan, packed: bool) -> Plan {
     let plan = if packed { plan.packed() } else { plan };
     for step in plan.steps.iter().filter(|_| packed) {
@@ -109,7 +109,7 @@ fn equal(algorithm: Algorithm, count: usize, packed: bool) {
 fn parts_of_one_size_arrive_as_directly() {
     for (nodes, per_node) in shapes(32) {
         for (i, algorithm) in algorithms(nodes, per_node).into_iter().enumerate() {
-            // Sizes that are no multiple of a word, too: nothing may be cut off.
+            // Sizes that are no multiple of a word too, so that no tail is lost.
             for count in [0, 1, 40, 67] {
                 equal(algorithm, count, (count + i) % 2 == 1);
             }
@@ -117,25 +117,25 @@ fn parts_of_one_size_arrive_as_directly() {
     }
 }
 
-/// Passages of all ranks, from counts by source, destination and piece.
-fn told(
+/// Returns the hop counts of all ranks, from counts by source, destination and block.
+fn hop_counts(
     hops: &HopOrder,
-    pieces: usize,
+    blocks: usize,
     units: &dyn Fn(usize, usize, usize) -> usize,
 ) -> Vec<HopCounts> {
     let ranks = hops.levels.ranks();
     let numbers = |p: usize| -> Vec<u64> {
-        let all = (0..ranks).flat_map(|q| (0..pieces).map(move |i| (q, i)));
+        let all = (0..ranks).flat_map(|q| (0..blocks).map(move |i| (q, i)));
         all.map(|(q, i)| units(p, q, i) as u64).collect()
     };
-    let plan = |rank: usize| plan::count_hops(hops, rank, pieces, &numbers(rank));
+    let plan = |rank: usize| plan::count_hops(hops, rank, blocks, &numbers(rank));
     let mut memories = vec![Memory::default(); ranks];
     replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
     let read = |(rank, memory): (usize, &Memory)| {
-        let hop_counts = HopCounts::read(hops.clone(), rank, pieces, &memory.scratch);
+        let hop_counts = HopCounts::read(hops.clone(), rank, blocks, &memory.scratch);
         for p in 0..ranks {
-            let own = &hop_counts.received()[p * pieces..(p + 1) * pieces];
-            let expected: Vec<u64> = (0..pieces).map(|i| units(p, rank, i) as u64).collect();
+            let own = &hop_counts.received()[p * blocks..(p + 1) * blocks];
+            let expected: Vec<u64> = (0..blocks).map(|i| units(p, rank, i) as u64).collect();
             assert_eq!(own, expected, "from {p} to {rank}");
         }
         hop_counts
@@ -149,7 +149,7 @@ fn parts_by_counts_arrive_as_directly() {
         for (i, algorithm) in algorithms(nodes, per_node).into_iter().enumerate() {
             let hops = hops(algorithm);
             let ranks = hops.levels.ranks();
-            let passages = told(&hops, 1, &|p, q, _| size(p, q, 0));
+            let counts = hop_counts(&hops, 1, &|p, q, _| size(p, q, 0));
             let sent = |p: usize| -> Vec<usize> { (0..ranks).map(|q| size(p, q, 0)).collect() };
             let got = |q: usize| -> Vec<usize> { (0..ranks).map(|p| size(p, q, 0)).collect() };
             let input = |p: usize| {
@@ -167,7 +167,7 @@ fn parts_by_counts_arrive_as_directly() {
                 .collect();
             let inputs = memories.clone();
             let plan = |rank: usize| {
-                let schedule = passages[rank].there(&|block| block.units as usize);
+                let schedule = counts[rank].there(&|block| block.units as usize);
                 let plan = plan::all_to_all_with(&schedule, &sent(rank), &got(rank), 2);
                 carried(plan, (nodes + i) % 2 == 1)
             };
@@ -186,7 +186,7 @@ fn parts_by_counts_arrive_as_directly() {
     }
 }
 
-/// Messages and bytes of a rank of 4 nodes of 8.
+/// Counts messages and bytes of a rank of 4 nodes of 8.
 #[test]
 fn few_large_messages_cross_between_nodes() {
     let shape = NodeShape {
@@ -223,7 +223,7 @@ fn few_large_messages_cross_between_nodes() {
     }
 }
 
-/// Of both halves each link carries about as much in either phase.
+/// Both halves keep each kind of link about equally busy in either phase.
 #[test]
 fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
     let shape = NodeShape {
@@ -246,7 +246,7 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
         _ => (0, 0),
     };
     let phases: Vec<(usize, usize)> = plan.steps.iter().map(sent).collect();
-    // Parts for the own node, and those for the rank's own place elsewhere, go in the first.
+    // Blocks for the own node, and those for the rank's own place elsewhere, go in the first hop.
     let halves = 3 * 7 * count / 2;
     assert_eq!(
         phases,
@@ -254,8 +254,8 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
     );
 }
 
-/// Runs exchanges of equal parts one phase after the other, with the plans of one rank at a
-/// time in memory.
+/// Runs exchanges of equal parts one phase after the other, with the plans of one rank at a time
+/// in memory.
 fn in_phases(algorithm: Algorithm, count: usize) {
     let hops = hops(algorithm);
     let ranks = hops.levels.ranks();
@@ -295,7 +295,7 @@ fn in_phases(algorithm: Algorithm, count: usize) {
     }
 }
 
-/// `MOESAIC_RANKS=2048` or more: that many ranks.
+/// Set `MOESAIC_RANKS` to 2048 or more for that many ranks.
 #[test]
 fn thousands_of_ranks_get_what_they_get_directly() {
     let asked = std::env::var("MOESAIC_RANKS").ok();
