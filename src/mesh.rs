@@ -209,14 +209,14 @@ pub use moesaic_engine::AnySaved;
 /// /// # Safety
 /// /// As [`MeshLayer::forward_raw`].
 /// unsafe fn timed(layer: &MeshLayer, call: &RawCall) -> Result<f64, EngineError> {
-///     let start = layer.moment()?;
+///     let start = layer.timestamp()?;
 ///     // SAFETY: what the caller vouches for is the same.
 ///     unsafe { layer.forward_raw(call)? };
-///     layer.moment()?.seconds_since(&start)
+///     layer.timestamp()?.seconds_since(&start)
 /// }
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Moment;
+pub use moesaic_engine::Timestamp;
 
 /// Which ranks of a mesh do something together, and who has the same of a parameter.
 ///

@@ -153,7 +153,7 @@ fn shards(plan: &RankPlan) -> String {
 fn adaptive_r(plan: &RankPlan) -> String {
     let by = plan.by();
     let (place, shards) = (by.place(plan.mesh.rank(plan.place)), by.mesh().expert_tp);
-    match by.count() {
+    match by.adaptive_r() {
         _ if by.is_owner_only() => String::new(),
         0 => "; rows stay, and weights of all experts are gathered".to_string(),
         adaptive_r => format!(

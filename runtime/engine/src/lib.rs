@@ -51,7 +51,7 @@ pub use error::EngineError;
 pub use jit::{EngineParts, Stats};
 pub use layer::Layer;
 pub use mesh::{
-    AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, Moment, ProcessGroup, Ranks, Shard, joined,
+    AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, ProcessGroup, Ranks, Shard, Timestamp, joined,
     joined_placed, part_of, part_of_placed, part_shape, part_shape_placed,
 };
 pub use multi_gate::{MultiGate, MultiSaved};

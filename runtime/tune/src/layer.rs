@@ -2,7 +2,7 @@
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{
-    Counters, EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup,
+    Counters, EngineError, Input, MeshLayer, MeshSaved, Timestamp, Output, ProcessGroup,
 };
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
@@ -59,7 +59,7 @@ pub(crate) enum Pass {
     /// Seconds, of a call that waits.
     Seconds(f64),
     /// From one moment to the other, of a call that does not.
-    Between(Arc<[Moment; 2]>),
+    Between(Arc<[Timestamp; 2]>),
 }
 
 impl Pass {
@@ -142,7 +142,7 @@ impl AdaptiveLayer {
         counters: Counters,
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let asked = (Calls::Training, input.tokens, input.capacity_factor);
-        let chosen = self.choose(asked, |layer| layer.loads(input, counters))?;
+        let chosen = self.choose(asked, |layer| layer.tokens_per_expert(input, counters))?;
         let started = Instant::now();
         let (output, saved) = self.layer.forward_train(input, names, counters)?;
         let saved = AdaptiveSaved {
@@ -188,7 +188,7 @@ impl AdaptiveLayer {
         names: &[&str],
     ) -> Result<Output, EngineError> {
         let asked = (Calls::Evaluation, input.tokens, input.capacity_factor);
-        let chosen = self.choose(asked, |layer| layer.evaluation_loads(input))?;
+        let chosen = self.choose(asked, |layer| layer.evaluation_tokens_per_expert(input))?;
         let started = Instant::now();
         let output = self.layer.forward_with(input, names)?;
         self.took(chosen, [since(started)]);

@@ -1,14 +1,14 @@
-//! How ranks carry out a pass of a layer: what may differ from call to call.
+//! The strategy of a pass: the choices that may differ from call to call.
 
 use super::{AdaptiveMesh, Overlap, OverlapBy, Parallel};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// How ranks carry out a pass. It may differ from call to call: no weight moves to another
-/// owner, and results are the same up to the rounding of sums and of [`CommDtype`].
+/// The strategy of a pass. You may change it from call to call: no weight moves to another owner,
+/// and results are the same up to the rounding of sums and of [`CommDtype`].
 ///
-/// As text, each part that is not the default:
+/// The text form lists each part that differs from the default:
 /// `r=2,overlap_degree=4/2,overlap_by=peers,all_to_all=2dh-inter-first,comm_dtype=bf16/none,shadows=2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -18,22 +18,22 @@ pub struct Strategy {
     /// and each rank gathers the weights of all experts. `None`: to all shards that the
     /// mesh has, so that no weight travels.
     pub adaptive_r: Option<usize>,
-    /// In how many chunks rows travel, so that one chunk is multiplied while the next one
-    /// is under way.
+    /// The number of chunks in which rows are exchanged, so that experts multiply one chunk while
+    /// the next is in flight.
     pub overlap_degree: Both<usize>,
     /// What makes a chunk.
     pub overlap_by: OverlapBy,
-    /// How rows go from rank to rank.
+    /// The all-to-all algorithm of rows.
     pub all_to_all: AllToAll,
-    /// What rows are while they are between nodes.
+    /// The dtype of rows between nodes.
     pub comm_dtype: Both<CommDtype>,
-    /// The most experts that every group of ranks has for one call: FasterMoE's shadows,
-    /// which a model chooses by the rows of all ranks ([`shadows`](crate::shadows)).
+    /// The most experts that every group of ranks holds for one call: FasterMoE's shadows, chosen
+    /// by a model from the rows of all ranks ([`shadows`](crate::shadows)).
     pub shadows: usize,
 }
 
 impl Default for Strategy {
-    /// All shards, one chunk, directly, as they are, no shadows.
+    /// Returns the default: all shards, one chunk, direct exchange, no cast, no shadows.
     fn default() -> Self {
         Strategy {
             adaptive_r: None,
@@ -46,18 +46,18 @@ impl Default for Strategy {
     }
 }
 
-/// One thing in forward, and one in backward.
+/// A value for forward and one for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Both<T> {
-    /// In forward.
+    /// The value for forward.
     pub forward: T,
-    /// In backward.
+    /// The value for backward.
     pub backward: T,
 }
 
 impl<T: Copy> Both<T> {
-    /// The same in both.
+    /// Returns the same value for both.
     pub fn same(value: T) -> Both<T> {
         Both {
             forward: value,
@@ -66,35 +66,36 @@ impl<T: Copy> Both<T> {
     }
 }
 
-/// How rows go from rank to rank. What arrives is the same, but for sums of
+/// The all-to-all algorithm of rows. What arrives is the same, except for the sums of
 /// [`AllToAll::Dedup`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum AllToAll {
-    /// Everybody sends to everybody.
+    /// Every rank sends to every rank directly.
     #[default]
     Linear,
-    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place. Rows
-    /// come back by the same ranks, so the other way round.
+    /// Two hops (2DH): inside nodes first, then between ranks with the same index in their nodes.
+    /// Rows come back over the same ranks in the opposite order.
     #[serde(rename = "2dh")]
     TwoDh,
-    /// In two dimensions: between ranks of equal place first, then inside nodes, and back.
+    /// Two hops: between ranks with the same index first, then inside nodes, and back.
     #[serde(rename = "2dh-inter-first")]
     TwoDhInterFirst,
-    /// One half of the bytes each of these ways, so that messages inside nodes and those
-    /// between nodes travel side by side.
+    /// Half of the bytes by each of the two, so that messages inside nodes and between nodes travel
+    /// at the same time.
     #[serde(rename = "2dh-concurrent")]
     TwoDhConcurrent,
-    /// A token crosses to a node once, whatever the number of its experts there, and comes
-    /// back as one partial sum: gradients of rows, and rows whose weights experts have
-    /// multiplied. Where `combine` does that, one row comes back for each expert.
+    /// Deduplicated dispatch: a token crosses to a node once, whatever the number of its experts
+    /// there, and comes back as one partial sum. This applies to gradients of rows and to rows that
+    /// experts have weighted; where `combine` applies the weights, one row comes back for each
+    /// expert.
     Dedup,
 }
 
 impl AllToAll {
-    /// How much there is to it: hops, of each way.
+    /// Returns the number of hops in one direction, a measure of complexity.
     fn hops(self) -> usize {
         match self {
             AllToAll::Linear => 1,
@@ -104,17 +105,17 @@ impl AllToAll {
     }
 }
 
-/// What rows are while they are between nodes.
+/// The dtype of rows between nodes.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum CommDtype {
-    /// What they are in memory.
+    /// No cast.
     #[default]
     #[serde(rename = "none")]
     Unchanged,
-    /// IEEE half precision; what is too large is the largest there is, and counted.
+    /// IEEE half precision; larger values saturate and are counted.
     F16,
     /// bfloat16.
     Bf16,
@@ -122,7 +123,7 @@ pub enum CommDtype {
     Fp8,
 }
 
-/// Words of text, and what they mean.
+/// The words of an option and their values.
 trait Words: Copy + PartialEq + 'static {
     const ALL: &'static [(&'static str, Self)];
 
@@ -288,45 +289,45 @@ impl FromStr for Strategy {
     }
 }
 
-/// A strategy that a mesh cannot have.
+/// A strategy that a mesh does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StrategyError {
-    /// A adaptive parallelism degree that shards do not divide into.
+    /// An adaptive parallelism degree that does not divide the shards.
     #[error(
         "rows cannot go to {adaptive_r} of {expert_tp} shards; 0, where rows stay and weights are \
          gathered, or a divisor of {expert_tp}"
     )]
     AdaptiveMesh {
-        /// As asked for.
+        /// The value that was asked for.
         adaptive_r: usize,
-        /// Of the mesh.
+        /// The mesh's number.
         expert_tp: usize,
     },
-    /// Weights as other ranks cannot gather them.
+    /// Weights are packed, so other ranks cannot gather them.
     #[error(
         "experts' weights are packed for a CPU, and other ranks cannot gather them so, as \
          `{strategy}` asks; make the layer on `Mesh::for_any_r`"
     )]
     Packed {
-        /// As asked for.
+        /// The value that was asked for.
         strategy: Strategy,
     },
-    /// Rows in no chunks, or in too many.
+    /// No chunks, or too many.
     #[error("rows cannot travel in {overlap_degree} chunks; from 1 to {MAX_CHUNKS}")]
     Degree {
-        /// As asked for.
+        /// The value that was asked for.
         overlap_degree: usize,
     },
-    /// A route that the nodes of a group do not allow.
+    /// The nodes of a group do not allow the all-to-all algorithm.
     #[error(
         "all_to_all={all_to_all} needs nodes with equally many ranks, one node's after the other's, but \
          {reason}; start ranks so, or take all_to_all=linear"
     )]
     Nodes {
-        /// As asked for.
+        /// The value that was asked for.
         all_to_all: AllToAll,
-        /// How ranks lie.
+        /// The nodes of the ranks.
         reason: String,
     },
     /// Shadows of experts that are in shards, or where rows stay.
@@ -336,9 +337,9 @@ pub enum StrategyError {
          take shadows=0"
     )]
     Shadows {
-        /// As asked for.
+        /// The value that was asked for.
         shadows: usize,
-        /// Of the mesh.
+        /// The mesh's number.
         expert_tp: usize,
         /// To how many of them rows go.
         adaptive_r: usize,
@@ -349,9 +350,9 @@ pub enum StrategyError {
          made of, and there may be {MAX_CHUNKS}; choose two of which one divides the other"
     )]
     Degrees {
-        /// As asked for.
+        /// The value that was asked for.
         forward: usize,
-        /// As asked for.
+        /// The value that was asked for.
         backward: usize,
         /// How many these are ([`Overlap::common`]).
         chunks: usize,

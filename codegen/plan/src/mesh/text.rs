@@ -1,4 +1,4 @@
-//! What a rank does, in lines for people.
+//! The steps of a rank as text.
 
 use super::data::NODES;
 use super::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
@@ -6,7 +6,8 @@ use crate::{LayerPlan, Step, TensorId};
 use std::fmt::Write;
 
 impl RankPlan {
-    /// The steps of every pass, a line each: whose kernel is launched, or what goes where.
+    /// Returns the steps of every pass, one line each: the kernel that is launched, or the
+    /// exchange.
     pub fn text(&self) -> String {
         let mut text = String::new();
         type Launched = fn(&LayerPlan) -> &[Step];
@@ -42,7 +43,7 @@ impl RankPlan {
         format!("{whose:<9}{}", self.part(part).symbol(step))
     }
 
-    /// An exchange, between the launches for the rows of it that go to other nodes.
+    /// Returns the line of an exchange, between the launches that cast its rows for other nodes.
     fn around(&self, exchange: &Exchange) -> Vec<String> {
         let line = self.exchange(exchange);
         let (Some(packed), Some(casts)) = (&exchange.packed, &self.comm_cast) else {

@@ -1,7 +1,7 @@
-//! Exchanges that are begun, and when they are waited for.
+//! Exchanges in flight, and when a call waits for them.
 
 use super::comm_cast::IncomingRows;
-use super::run::Run;
+use super::mesh_call::MeshCall;
 use crate::error::EngineError;
 use crate::trace::{Activity, Lane};
 use moesaic_collectives::{Handle, Slice, Transfer};
@@ -9,17 +9,17 @@ use moesaic_plan::{Exchange, PlanPart, TensorId};
 use std::ops::Range;
 use std::time::Instant;
 
-/// An exchange that was begun.
+/// An exchange that has started.
 pub(super) struct Request {
     pub handle: Handle,
-    /// Of what this rank sends.
+    /// The bytes that this rank sends.
     pub bytes: u64,
-    /// Rows that come packed.
+    /// Cast rows that arrive and have to be cast back.
     pub incoming: Option<IncomingRows>,
 }
 
 impl Request {
-    /// Of messages of this rank.
+    /// Makes the request of messages that this rank sends.
     pub fn sending(handle: Handle, sends: &[Transfer]) -> Request {
         Request {
             handle,
@@ -28,7 +28,7 @@ impl Request {
         }
     }
 
-    /// Of data of all ranks.
+    /// Makes the request of a collective over `data`.
     pub fn of(handle: Handle, data: &Slice) -> Request {
         Request {
             handle,
@@ -38,37 +38,37 @@ impl Request {
     }
 }
 
-/// Rows that an exchange writes.
+/// The rows that an exchange writes.
 #[derive(Clone, Debug)]
 pub(super) struct Written {
     pub part: PlanPart,
     pub tensor: TensorId,
-    /// Numbers of chunks of [`Rows`](super::rows::Rows).
+    /// The indices of chunks of [`Rows`](super::rows::Rows).
     pub chunks: Range<usize>,
 }
 
 impl Written {
-    /// Whether rows of any of these chunks are among them.
+    /// Returns whether the exchange writes rows of any of these chunks.
     pub fn shares(&self, chunks: &Range<usize>) -> bool {
         self.chunks.start < chunks.end && chunks.start < self.chunks.end
     }
 }
 
-/// What a recorder was told when an exchange began, if there is one.
+/// The activity that a recorder saw begin, and when.
 pub(super) type Recording = Option<(Activity, Instant)>;
 
-/// An exchange that is not waited for yet.
+/// An exchange that nobody has waited for yet.
 pub(super) struct InFlight {
     handle: Handle,
-    /// Of each tensor.
+    /// The rows that it writes, for each tensor.
     writes: Vec<Written>,
     recorded: Recording,
-    /// What is unpacked when it has ended.
+    /// The cast rows to cast back when the exchange has ended.
     incoming: Option<IncomingRows>,
 }
 
-impl Run<'_> {
-    /// Tells a recorder that an exchange begins, if there is one.
+impl MeshCall<'_> {
+    /// Reports the start of an exchange to the recorder, if there is one.
     pub(super) fn begins(&self, exchange: &Exchange) -> Recording {
         let recorder = self.recorder?;
         let activity = Activity {
@@ -81,9 +81,8 @@ impl Run<'_> {
         Some((activity, Instant::now()))
     }
 
-    /// Waits until launches that follow see the result, unless it is of a chunk: then until
-    /// something needs it. What is in the stream's order is waited for when the pass has been
-    /// launched.
+    /// Waits until launches that follow see the result. The exchange of a chunk is waited for only
+    /// when something needs its rows, and one in stream order only when the pass has been launched.
     pub(super) fn keep(
         &mut self,
         exchange: &Exchange,
@@ -106,6 +105,8 @@ impl Run<'_> {
             incoming,
         };
         if in_stream {
+            // In stream order the cast back is simply the next launch; waiting here would stall the
+            // host for nothing.
             self.unpack(in_flight.incoming.take())?;
         }
         if later {
@@ -116,7 +117,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Until launches that follow see the result, of an exchange that is not recorded.
+    /// Waits until launches that follow see the result of an exchange that is not recorded.
     pub(super) fn complete(&mut self, request: Request) -> Result<(), EngineError> {
         let handle = request.handle;
         if !handle.is_in_stream() {
@@ -131,8 +132,9 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for those that write what is needed; what is in the order of the device's stream
-    /// needs no waiting for, and for what is on another one that stream waits.
+    /// Waits for the exchanges that write what `needed` selects. An exchange in the order of the
+    /// device's stream needs no wait. For one on another stream the device's stream waits, and the
+    /// host does not.
     pub(super) fn wait_for(
         &mut self,
         needed: impl Fn(&Written) -> bool,
@@ -153,7 +155,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for all.
+    /// Waits for all exchanges in flight.
     pub(super) fn finish_all(&mut self) -> Result<(), EngineError> {
         let all = std::mem::take(&mut self.in_flight);
         all.into_iter().try_for_each(|one| self.wait(one))
@@ -165,7 +167,7 @@ impl Run<'_> {
         self.unpack(one.incoming)
     }
 
-    /// Tells the recorder that an exchange has ended.
+    /// Reports the end of an exchange to the recorder.
     pub(super) fn ended(&self, recorded: Recording, end: Instant) {
         if let (Some(recorder), Some((activity, begin))) = (self.recorder, recorded) {
             recorder.ended(&activity, begin, end);
