@@ -1,5 +1,5 @@
-//! Parts of strategies together, and with experts anywhere: what ranks get is what they get by
-//! each part alone.
+//! Strategies with several parts at once, and any placement: ranks compute what each part computes
+//! alone.
 
 use super::arranged::{Arranged, added_gradients, grid, near_everywhere, ranks};
 use super::case::{Case, floats, host};
@@ -33,7 +33,7 @@ fn biased() -> Case {
 }
 
 #[test]
-fn pieces_go_by_every_route() {
+fn chunks_go_by_every_all_to_all() {
     let engine = cpu();
     let case = biased();
     for (route, overlap_degree) in [
@@ -114,7 +114,7 @@ fn experts_out_of_order_have_any_strategy() {
 /// Gradients that add up to those of a pass at other ways: replicas whose owner has the sum
 /// keep their part, or have none.
 #[test]
-fn gradients_of_replicas_add_up_whatever_the_ways() {
+fn gradients_of_replicas_add_up_whatever_the_degree() {
     let case = biased();
     let (parallel, engine) = (mesh(2, 2, 1), cpu());
     let placement: Placement = "+4,0-2,+3 | 3-5,+0".parse().unwrap();
@@ -152,7 +152,7 @@ fn step(ranks: &Arranged<'_>, grid: Grid, case: &Case) -> Results {
 }
 
 /// Holds rows that are packed between nodes against rows that are not.
-fn check_wire(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) -> Results {
+fn check_cast(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) -> Results {
     let exact = Strategy {
         comm_dtype: Both::same(CommDtype::Unchanged),
         ..grid.strategy
@@ -189,7 +189,7 @@ fn rows_are_packed_whatever_else_is_chosen() {
     let engine = cpu();
     let text = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 3 }";
     let case = Case::random(&spec(text), 43, 8);
-    let on = |parallel, strategy: &str| check_wire(&engine, None, grid(parallel, strategy), &case);
+    let on = |parallel, strategy: &str| check_cast(&engine, None, grid(parallel, strategy), &case);
     let alone = on(mesh(4, 1, 1), "comm_dtype=fp8/bf16");
     for strategy in [
         "overlap_degree=4/2,comm_dtype=fp8/bf16",
@@ -222,7 +222,7 @@ fn rows_are_packed_whatever_else_is_chosen() {
         (mesh(2, 2, 1), "r=1,comm_dtype=fp8/bf16"),
     ] {
         let placement = scattered(parallel.ep, 8, 5, Split::Even);
-        check_wire(&engine, Some(&placement), grid(parallel, strategy), &case);
+        check_cast(&engine, Some(&placement), grid(parallel, strategy), &case);
     }
 }
 
@@ -237,7 +237,7 @@ fn outputs_are_summed_before_they_are_packed() {
         "all_to_all=dedup,comm_dtype=fp8",
         "overlap_degree=2,all_to_all=dedup,comm_dtype=bf16/fp8",
     ] {
-        check_wire(&engine, None, grid(mesh(4, 1, 1), strategy), &case);
+        check_cast(&engine, None, grid(mesh(4, 1, 1), strategy), &case);
     }
     for tokens in [0, 1] {
         let case = Case::random(&spec(text), tokens, 4);

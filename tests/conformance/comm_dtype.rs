@@ -1,5 +1,5 @@
-//! Rows that are packed for other nodes: threads that give themselves hosts, against the same
-//! ranks with rows as they are.
+//! Communication dtypes: threads that give themselves hosts, compared with the same ranks without
+//! casts.
 
 use super::case::{Case, floats, host, ints, longs};
 use super::layers::engine as cpu;
@@ -158,7 +158,7 @@ fn simulated_gpus_pack_rows() {
 
 /// By every route the same rows are rounded, once.
 #[test]
-fn routes_change_nothing() {
+fn all_to_all_algorithms_change_nothing() {
     let engine = cpu();
     let case = Case::random(&spec(LAYER), 43, 8);
     for (parallel, per_node) in [(mesh(4, 1, 1), 2), (mesh(3, 2, 1), 2), (mesh(2, 2, 2), 2)] {

@@ -137,7 +137,7 @@ impl<'a> Weight<'a> {
 
     /// Takes its rows, so many at a time or fewer, with the number of the first; in
     /// one piece whatever the source gives at a time, if they are all to be together.
-    fn each_piece(
+    fn each_chunk(
         &self,
         most: usize,
         mut take: impl FnMut(usize, &Tensor<'_>) -> Result<(), EngineError>,
@@ -206,7 +206,7 @@ impl Packing<'_> {
     fn upload(&self, weight: &Weight<'_>) -> Result<Buffer, EngineError> {
         let bytes = usize::try_from(weight.tensor.bytes(0)).unwrap_or(usize::MAX);
         let buffer = self.device.alloc(bytes.max(64))?;
-        weight.each_piece(self.most(weight), |first, piece| {
+        weight.each_chunk(self.most(weight), |first, piece| {
             let at = first * weight.row_bytes();
             let upload = |piece: &Tensor<'_>| self.device.upload(&piece.data, &buffer, at);
             if weight.tensor.name == TABLE {
@@ -235,7 +235,7 @@ impl Packing<'_> {
         } else {
             weight.count()
         };
-        weight.each_piece(most, |first, piece| self.pack(id, piece, first, held))
+        weight.each_chunk(most, |first, piece| self.pack(id, piece, first, held))
     }
 
     /// Rows of a piece.

@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_has_one_place_at_any_number_of_ways() {
+    fn every_rank_has_one_place_at_any_degree() {
         for mesh in meshes() {
             for adaptive_r in AdaptiveMesh::all(mesh) {
                 let by = AdaptiveMesh::new(mesh, adaptive_r).unwrap();

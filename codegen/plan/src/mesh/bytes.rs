@@ -199,7 +199,7 @@ mod tests {
     use moesaic_spec::LayerSpec;
 
     #[test]
-    fn tokens_go_to_the_other_slices_and_sums_come_back() {
+    fn tokens_go_to_the_other_shards_and_sums_come_back() {
         let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }
              shared = [{ hidden_dim = 6, gate = 'sigmoid', bias = true }]";
         let spec = LayerSpec::from_toml(text).unwrap();

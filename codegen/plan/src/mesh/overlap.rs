@@ -325,7 +325,7 @@ mod tests {
     /// Checks that every distance is in one chunk and that the chunks of both passes consist of
     /// common ones.
     #[test]
-    fn pieces_by_ranks_have_every_distance_once_and_nest() {
+    fn chunks_by_peers_have_every_distance_once_and_nest() {
         for (forward, backward) in [(1, 1), (1, 4), (2, 2), (2, 4), (3, 4), (8, 2), (5, 3)] {
             let degree = Both { forward, backward };
             let by = OverlapBy::Peers;

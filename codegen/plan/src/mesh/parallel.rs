@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_shared_experts_are_equal() {
+    fn shards_of_shared_experts_are_equal() {
         let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
              shared = [{ hidden_dim = 6 }, { hidden_dim = 8 }]";
         let spec = LayerSpec::from_toml(text).unwrap();

@@ -73,7 +73,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     let weights = named("row_weights").map(|_| ("row_weights", "topk_weights"));
     let sent: Vec<_> = [("rows", "rows")].into_iter().chain(weights).collect();
     if let Some(shadows) = &plan.shadows {
-        list.push(exchange("loads", CollectiveOp::TokensPerExpert));
+        list.push(exchange("tokens per expert", CollectiveOp::TokensPerExpert));
         list.extend(begin_shadows(
             plan,
             shadows,

@@ -13,10 +13,10 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Strategy {
-    /// To how many shards of its expert a row goes: the `r` of Tutel. Before a pass ranks
-    /// gather as many shards of the weights as make up a shard of that size. 0: rows stay,
-    /// and each rank gathers the weights of all experts. `None`: to all shards that the
-    /// mesh has, so that no weight travels.
+    /// The adaptive parallelism degree, Tutel's `r`: the number of shards of its expert that a row
+    /// goes to. Before a pass each rank gathers as many stored shards as make up one of these. 0:
+    /// rows stay, and each rank gathers the weights of all experts. `None`: rows go to all stored
+    /// shards, so no weight travels.
     pub adaptive_r: Option<usize>,
     /// The number of chunks in which rows are exchanged, so that experts multiply one chunk while
     /// the next is in flight.
@@ -269,7 +269,7 @@ impl FromStr for Strategy {
             let (name, value) = part.split_once('=').unwrap_or((part, ""));
             let (name, value) = (name.trim(), value.trim());
             if seen.contains(&name) {
-                return Err(format!("`{name}` is there twice"));
+                return Err(format!("`{name}` is given twice"));
             }
             seen.push(name);
             match name {
@@ -295,7 +295,7 @@ impl FromStr for Strategy {
 pub enum StrategyError {
     /// An adaptive parallelism degree that does not divide the shards.
     #[error(
-        "rows cannot go to {adaptive_r} of {expert_tp} shards; 0, where rows stay and weights are \
+        "rows cannot go to {adaptive_r} of {expert_tp} shards; take 0, where rows stay and weights are \
          gathered, or a divisor of {expert_tp}"
     )]
     AdaptiveMesh {
@@ -314,14 +314,14 @@ pub enum StrategyError {
         strategy: Strategy,
     },
     /// No chunks, or too many.
-    #[error("rows cannot travel in {overlap_degree} chunks; from 1 to {MAX_CHUNKS}")]
+    #[error("rows cannot travel in {overlap_degree} chunks; take 1 to {MAX_CHUNKS}")]
     Degree {
         /// The value that was asked for.
         overlap_degree: usize,
     },
     /// The nodes of a group do not allow the all-to-all algorithm.
     #[error(
-        "all_to_all={all_to_all} needs nodes with equally many ranks, one node's after the other's, but \
+        "all_to_all={all_to_all} needs the same number of consecutive ranks on each node, but \
          {reason}; start ranks so, or take all_to_all=linear"
     )]
     Nodes {
@@ -330,21 +330,21 @@ pub enum StrategyError {
         /// The nodes of the ranks.
         reason: String,
     },
-    /// Shadows of experts that are in shards, or where rows stay.
+    /// Shadows need whole experts that rows go to.
     #[error(
         "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} shards \
-         with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and leave out `adaptive_r`, or \
-         take shadows=0"
+         with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and \
+         leave out `r`, or take shadows=0"
     )]
     Shadows {
         /// The value that was asked for.
         shadows: usize,
         /// The mesh's number.
         expert_tp: usize,
-        /// To how many of them rows go.
+        /// The number of shards that rows go to.
         adaptive_r: usize,
     },
-    /// Pieces of forward and of backward that do not fit each other.
+    /// The chunks of forward and backward have too many common chunks.
     #[error(
         "{forward} chunks in forward and {backward} in backward are {chunks} chunks that both are \
          made of, and there may be {MAX_CHUNKS}; choose two of which one divides the other"
@@ -354,21 +354,21 @@ pub enum StrategyError {
         forward: usize,
         /// The value that was asked for.
         backward: usize,
-        /// How many these are ([`Overlap::common`]).
+        /// The number of common chunks ([`Overlap::common`]).
         chunks: usize,
     },
 }
 
-/// More chunks hardly help, as Tutel's authors report.
+/// The most chunks: more hardly help, as Tutel's authors report.
 pub const MAX_CHUNKS: usize = 64;
 
-/// Predictions that differ by no more than this are as good as equal.
+/// The relative difference below which two predictions count as equal.
 const ALIKE: f64 = 0.02;
 
 impl Strategy {
-    /// The simplest of those that take hardly longer than the fastest (2 %): rows in one hop
-    /// before two, and those before two ways at once; then fewer chunks. What a prediction
-    /// leaves out makes what is complicated slower. `timed`: strategies and what they take.
+    /// Returns the simplest of the strategies within 2 % of the fastest: one hop before two, two
+    /// before two at once; then fewer chunks. The costs that a prediction leaves out grow with
+    /// complexity. `timed` yields strategies with their seconds.
     pub fn simplest(timed: impl Iterator<Item = (Strategy, f64)> + Clone) -> Option<Strategy> {
         let least = timed.clone().map(|(_, seconds)| seconds);
         let least = least.fold(f64::INFINITY, f64::min);
@@ -379,7 +379,7 @@ impl Strategy {
         })
     }
 
-    /// What both passes have in common; chunks and wire are the default's.
+    /// Returns the parts that both passes share; chunks and communication dtype are the default's.
     #[must_use]
     pub fn shared(self) -> Strategy {
         let Strategy {
@@ -394,7 +394,8 @@ impl Strategy {
         }
     }
 
-    /// Forward as this one, backward as another that has the same in common.
+    /// Returns the strategy that is this one in forward and `other` in backward. The two must agree
+    /// in the parts that both passes share.
     #[must_use]
     pub fn with_backward_of(self, other: Strategy) -> Strategy {
         Strategy {
@@ -410,7 +411,7 @@ impl Strategy {
         }
     }
 
-    /// The chunks that rows travel in.
+    /// Returns the overlap of the exchanges.
     pub fn chunks(&self) -> Overlap {
         Overlap {
             degree: self.overlap_degree,
@@ -418,17 +419,17 @@ impl Strategy {
         }
     }
 
-    /// To how many shards of its expert a row goes in this mesh; 0: rows stay.
+    /// Returns the adaptive parallelism degree on a mesh; 0 means that rows stay.
     pub fn adaptive_r(&self, mesh: &Parallel) -> usize {
         self.adaptive_r.unwrap_or(mesh.expert_tp)
     }
 
-    /// Whether weights of experts travel: they must not be packed then.
+    /// Returns whether weights of experts travel; if so, they must not be packed.
     pub fn gathers(&self, mesh: &Parallel) -> bool {
         self.adaptive_r(mesh) != mesh.expert_tp || self.shadows > 0
     }
 
-    /// Whether ranks of a mesh can do so.
+    /// Checks that a mesh allows the strategy.
     ///
     /// # Errors
     /// [`StrategyError`] says what is possible.
@@ -515,7 +516,7 @@ mod tests {
             "overlap_by=tokens",
             "comm_dtype=f32",
             "overlap_degree=1/",
-            "r=2",
+            "adaptive_r=2",
             "r=1,r=2",
         ] {
             assert!(wrong.parse::<Strategy>().is_err(), "{wrong}");

@@ -433,7 +433,7 @@ mod tests {
 
     /// Checks any number of chunks, and exchanges that take several at once.
     #[test]
-    fn pieces_of_rows_are_all_rows_once_and_fit_their_peers() {
+    fn chunks_of_rows_are_all_rows_once_and_fit_their_peers() {
         for (mesh, placement) in meshes() {
             let counts = some_counts(mesh.group(), placement.experts());
             let whole = placed(mesh, &placement, &counts);

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_has_its_slices_of_its_experts() {
+    fn a_rank_has_its_shards_of_its_experts() {
         let second = place(1, 1);
         let up = read(&second, "experts.up.weight");
         assert_eq!(up, (vec![1, 2, 2], vec![20., 21., 22., 23.]));
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_has_its_slices_of_shared_experts_where_they_are_sliced() {
+    fn a_rank_has_its_shards_of_shared_experts_where_they_are_sharded() {
         let mut spec = spec();
         let shared = r#"[{"hidden_dim":6}]"#;
         spec.shared = serde_json::from_str(shared).unwrap();
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn one_slice_adds_the_last_bias() {
+    fn one_shard_adds_the_last_bias() {
         assert_eq!(read(&place(1, 0), "experts.down.bias").1, [4., 5.]);
         assert_eq!(read(&place(1, 1), "experts.down.bias").1, [0., 0.]);
     }

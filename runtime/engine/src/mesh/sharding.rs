@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_cut_the_hidden_dimension() {
+    fn shards_split_the_hidden_dimension() {
         let mesh = Parallel {
             expert_tp: 2,
             shared: SharedExperts::Sharded,

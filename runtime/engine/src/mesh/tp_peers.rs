@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_of_slices_lie_by_rank() {
+    fn tokens_of_shards_lie_by_rank() {
         let counts = vec![2, 0, 3];
         let at = |own| TpPeers::new(counts.clone(), own);
         let places = |chunks: Vec<RowRange>| -> Vec<_> {
