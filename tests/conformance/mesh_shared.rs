@@ -121,7 +121,7 @@ fn shards_that_are_not_equal_are_refused() {
     for error in errors {
         assert!(matches!(error, EngineError::Plan(_)), "{error}");
         let text = error.to_string();
-        let says = "4 slices of hidden_dim = 10 of shared expert 1 are not equal";
+        let says = "4 shards of hidden_dim = 10 of shared expert 1 are not equal";
         assert!(text.contains(says), "{text}");
     }
 }

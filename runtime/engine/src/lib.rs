@@ -9,8 +9,8 @@
 //!   every tensor gets an address, every step is launched
 //! ```
 //!
-//! The engine names no concrete target: it is handed a [`Device`], a
-//! [`Compiler`] or none, and a store or none.
+//! The engine knows no concrete target: you hand it a [`Device`], a [`Compiler`] or none, and a
+//! store or none.
 //!
 //! [`Device`]: moesaic_target::Device
 //! [`Compiler`]: moesaic_target::Compiler

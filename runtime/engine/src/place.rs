@@ -1,5 +1,5 @@
-//! Putting weights on the device, in the order the kernels read them: a piece at a
-//! time, so that memory holds a layer once.
+//! Upload of weights in the order that kernels read them, a few rows at a time, so that memory
+//! holds a layer once.
 
 use crate::call::shape_for;
 use crate::error::EngineError;
@@ -11,13 +11,13 @@ use moesaic_target::{Arg, Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource, check_kind};
 use std::ops::Range;
 
-/// Bytes of a weight that are read together: work for all threads, and little beside
-/// a layer.
-const PIECE: usize = 8 << 20;
+/// The bytes of a weight that are read at a time: enough work for all threads, and little compared
+/// with a layer.
+const READ_BYTES: usize = 8 << 20;
 
-/// The wanted weights of a plan on the device, packed ones among them. What is wrong
-/// with types and shapes is found before any is read. A piece of a weight is asked of
-/// its source when it is uploaded or packed, and let go of before the next.
+/// Puts the wanted weights of a plan on the device, packed ones among them. All dtypes and shapes
+/// are checked before any weight is read. Rows are read from the source when they are uploaded or
+/// packed, and freed before the next are read.
 pub(crate) fn placed(
     plan: &LayerPlan,
     modules: &Modules,
@@ -62,7 +62,7 @@ pub(crate) fn placed(
     Ok(held)
 }
 
-/// What was found, or one error for all that was not.
+/// Returns all results, or one error with everything that was wrong.
 fn all_or_every_error<T>(
     found: impl Iterator<Item = Result<T, EngineError>>,
 ) -> Result<Vec<T>, EngineError> {
@@ -80,7 +80,8 @@ fn all_or_every_error<T>(
     }
 }
 
-/// Weights stay where they are written first; ended when dropped, also by an error.
+/// A guard during which weights stay on the NUMA node that writes them first; it ends when dropped,
+/// also by an error.
 struct Placing<'a>(&'a dyn Device);
 
 impl<'a> Placing<'a> {
@@ -96,7 +97,7 @@ impl Drop for Placing<'_> {
     }
 }
 
-/// A weight of a plan in its source, which has one of this type and shape.
+/// A weight of a plan in a source that has one of this dtype and shape.
 struct Weight<'a> {
     source: &'a dyn WeightSource,
     tensor: &'a TensorPlan,
@@ -135,8 +136,8 @@ impl<'a> Weight<'a> {
         self.shape.iter().skip(1).product::<usize>() * self.tensor.dtype.size()
     }
 
-    /// Takes its rows, so many at a time or fewer, with the number of the first; in
-    /// one piece whatever the source gives at a time, if they are all to be together.
+    /// Passes its rows on in order, at most `most` at a time, with the index of the first; all at
+    /// once if they must stay together.
     fn each_chunk(
         &self,
         most: usize,
@@ -156,7 +157,7 @@ impl<'a> Weight<'a> {
         Ok(())
     }
 
-    /// At most these rows, at least one.
+    /// Reads at most these rows, at least one.
     fn rows(&self, rows: Range<usize>) -> Result<Tensor<'a>, EngineError> {
         let name = &self.tensor.name;
         let read = self.source.rows(name, rows.clone());
@@ -174,7 +175,7 @@ impl<'a> Weight<'a> {
         Ok(piece)
     }
 
-    /// All rows, of which these are the first.
+    /// Reads all rows; `first` are the first of them.
     fn joined(&self, first: Tensor<'_>) -> Result<Tensor<'static>, EngineError> {
         let mut whole = Tensor::zeros(self.tensor.dtype, &self.shape);
         let mut to = whole.data.to_mut();
@@ -194,7 +195,7 @@ impl<'a> Weight<'a> {
     }
 }
 
-/// What packs weights, and uploads those that are not packed.
+/// The packing of weights; uploads those that are not packed.
 pub(crate) struct Packing<'a> {
     pub plan: &'a LayerPlan,
     pub modules: &'a Modules,
@@ -202,7 +203,7 @@ pub(crate) struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// A weight in device memory.
+    /// Uploads a weight to device memory.
     fn upload(&self, weight: &Weight<'_>) -> Result<Buffer, EngineError> {
         let bytes = usize::try_from(weight.tensor.bytes(0)).unwrap_or(usize::MAX);
         let buffer = self.device.alloc(bytes.max(64))?;
@@ -219,7 +220,7 @@ impl Packing<'_> {
         Ok(buffer)
     }
 
-    /// Puts a weight into the packed tensors that are made of it.
+    /// Packs a weight into all packed tensors made of it.
     fn pack_all(
         &self,
         id: TensorId,
@@ -238,17 +239,17 @@ impl Packing<'_> {
         weight.each_chunk(most, |first, piece| self.pack(id, piece, first, held))
     }
 
-    /// Rows of a piece.
+    /// Returns the number of rows to read at a time.
     fn most(&self, weight: &Weight<'_>) -> usize {
         if self.device.places_whole() {
             weight.count()
         } else {
-            (PIECE / weight.row_bytes().max(1)).max(1)
+            (READ_BYTES / weight.row_bytes().max(1)).max(1)
         }
     }
 
-    /// Puts experts of a weight, from the first on, into the packed tensors that are
-    /// made of it; or all of it, with `first` 0.
+    /// Packs experts of a weight, from `first` on, into the packed tensors made of it; or all of
+    /// it, with `first` 0.
     pub(crate) fn pack(
         &self,
         weight: TensorId,
@@ -275,7 +276,7 @@ impl Packing<'_> {
             let to = Ptr(packed.ptr().0 + bytes * first as u64);
             self.launch(step, from, to, (some.len() < experts).then_some(some.len()))?;
         }
-        // The source goes now, and the kernels that read it must be done.
+        // The caller frees the source next, so the kernels that read it must have finished.
         Ok(self.device.synchronize()?)
     }
 

@@ -106,7 +106,7 @@ impl MeshLayer {
         run.routing = routing;
         let evaluation = &bound.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, Counters::default())?;
-        run.borrow_workspace(false)?;
+        run.take_gathered_workspace(false)?;
         run.run(evaluation, |part, rows| {
             let layer = part.layer;
             part.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
@@ -230,7 +230,7 @@ impl MeshLayer {
         run.idle_weights = Some(&bound.idle_weights);
         let forward = &bound.passes.forward;
         run.begin(Pass::Train, forward, given, counters)?;
-        run.borrow_workspace(false)?;
+        run.take_gathered_workspace(false)?;
         run.run(forward, |part, rows| {
             let layer = part.layer;
             part.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
@@ -407,7 +407,7 @@ impl<'l> MeshCall<'l> {
             let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
             self.take((tokens, tensors), inputs.as_slice(), ports)?;
         }
-        self.borrow_workspace(true)?;
+        self.take_gathered_workspace(true)?;
         self.reserve_shadows_backward(saved.shadow_weights.as_ref())?;
         self.tokens.back(&saved.tokens, accumulate)?;
         self.experts.back(&saved.experts, accumulate)?;

@@ -113,13 +113,13 @@ impl Groups {
         let rank = self.world.rank();
         let (mesh, RankCoords { dp, ep, .. }) = (by.mesh(), by.place(rank));
         let mut group = |name: &str, color: usize| {
-            let call = Call::new(&format!("{name} of {} adaptive_r", by.adaptive_r()));
+            let call = Call::new(&format!("{name} at r = {}", by.adaptive_r()));
             let group = self.world.split(Some(color as u32), rank as i64, &call)?;
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = AdaptiveGroups {
             ep: group("rows", dp)?,
-            expert_tp: group("slices", dp * mesh.ep + ep)?,
+            expert_tp: group("expert_tp", dp * mesh.ep + ep)?,
             gather: group("blocks", by.block(rank).start)?,
         };
         self.by_r.insert(by.adaptive_r(), groups);
@@ -177,11 +177,11 @@ impl Mesh {
             progress_thread: None,
             world: group("world", 0)?,
             ep: group("rows", dp)?,
-            expert_tp: group("slices", dp * parallel.ep + ep)?,
+            expert_tp: group("expert_tp", dp * parallel.ep + ep)?,
             expert_dp: group("replicas", ep * parallel.expert_tp + tp)?,
             ep_dp: match parallel.expert_tp {
                 1 => None,
-                _ => Some(group("same slices", tp)?),
+                _ => Some(group("ep_dp", tp)?),
             },
             by_r: BTreeMap::new(),
             workspaces: WorkspacePool::default(),

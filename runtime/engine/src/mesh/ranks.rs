@@ -234,12 +234,12 @@ impl Ranks {
         what: &str,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
-        let told: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
+        let sizes: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
         let mut groups = self.mesh.groups();
         let group = groups.process_group(in_group);
-        let told = group.gather_numbers(&told, &Call::new(what))?;
+        let sizes = group.gather_numbers(&sizes, &Call::new(what))?;
         let here = |to: &Vec<u64>| to.get(group.rank()).map_or(0, |size| *size as usize);
-        let receives: Vec<usize> = told.iter().map(here).collect();
+        let receives: Vec<usize> = sizes.iter().map(here).collect();
         let mut all = vec![0.0f32; receives.iter().sum()];
         let sent = parts.concat();
         let (from, to) = (

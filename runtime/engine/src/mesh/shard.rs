@@ -93,10 +93,10 @@ pub fn joined_placed<'t>(
     let dimension = share.hidden;
     // Shards of a tensor without a hidden dimension hold the same values or zeros, so the first
     // shard's count.
-    let slices = dimension.map_or(1, |_| mesh.expert_tp);
+    let shards = dimension.map_or(1, |_| mesh.expert_tp);
     let group = |ep: usize| {
         let of = |tp: usize| part(RankCoords { dp: 0, ep, tp });
-        let parts: Vec<Tensor<'_>> = (0..slices).map(of).collect();
+        let parts: Vec<Tensor<'_>> = (0..shards).map(of).collect();
         concat(&parts, dimension.unwrap_or(0))
     };
     if !share.counts_experts() {

@@ -58,7 +58,7 @@ struct Rows {
 impl MeshCall<'_> {
     /// Takes workspace for gathered weights of the expert part, if the call gathers any; with
     /// gradients for a backward pass.
-    pub fn borrow_workspace(&mut self, gradients: bool) -> Result<(), EngineError> {
+    pub fn take_gathered_workspace(&mut self, gradients: bool) -> Result<(), EngineError> {
         if !self.plan.by().is_owner_only() {
             let roles = &[Role::Weight, Role::WeightGradient][..1 + usize::from(gradients)];
             self.experts.borrowed = self.take_workspace(&self.plan.experts, roles)?;
