@@ -19,7 +19,7 @@ use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
 const TOKENS: usize = 21;
 const STEPS: u64 = 32;
 
-/// What a rank has learnt, and what was decided.
+/// The parameters that a rank has learnt, and its decisions.
 struct Learned {
     parameters: Tensors<'static>,
     events: Vec<Event>,
@@ -196,7 +196,7 @@ fn evaluations_are_tuned_apart_from_steps() {
     }
 }
 
-/// What an evaluation is predicted to take is its forward pass.
+/// Checks that the prediction of an evaluation is its forward pass alone.
 #[test]
 fn evaluations_are_predicted_without_a_pass_back() {
     let case = case();
@@ -309,7 +309,7 @@ fn the_planner_says_what_is_worth_a_measurement() {
     learned_alike(&ranks, &learned(&[default]));
 }
 
-/// What one run has found the next one does from its first step, if its layer is the same.
+/// Checks that a run starts with the choice of an earlier one, if its layer is the same.
 #[test]
 fn choices_in_a_file_are_those_of_a_layer() {
     let folder = tempfile::tempdir().unwrap();

@@ -136,7 +136,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
     (errors / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
-/// What a format does to a row, relative: docs/kernels/wire.md.
+/// The relative error of one rounding to a dtype: docs/kernels/wire.md.
 fn format_error(wire: CommDtype) -> f64 {
     match wire {
         CommDtype::Unchanged => 0.0,
@@ -302,7 +302,7 @@ fn simulated_gpus_have_everything_together() {
     }
 }
 
-/// What a backward pass of rows that another layer has packed cannot do.
+/// Checks the error of a backward pass whose rows another layer has cast.
 #[test]
 fn what_another_layer_has_packed_is_not_taken_as_exact() {
     let engine = cpu();
@@ -489,7 +489,7 @@ impl Drawn {
 /// Gradients are longer, and made so long.
 const MOST: f32 = 1e-3;
 
-/// The same on all ranks.
+/// All ranks draw the same numbers.
 fn strategy(parallel: Parallel, draw: &mut Counter, comm_dtypes: &[CommDtype]) -> Strategy {
     fn of<T: Copy>(draw: &mut Counter, all: &[T]) -> T {
         all[draw.between(0, all.len() - 1)]
@@ -562,7 +562,7 @@ fn strategies_drawn_anew_at_every_step_learn_the_same() {
     }
 }
 
-/// What rounding differs in grows from step to step.
+/// Differences by rounding grow from step to step.
 #[test]
 #[ignore = "a long run"]
 fn strategies_drawn_anew_at_forty_steps_learn_the_same() {

@@ -93,7 +93,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 
 const LAYER: &str = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 2 }";
 
-/// What each format does to a row, relative: docs/kernels/wire.md.
+/// The relative error of one rounding to each dtype: docs/kernels/wire.md.
 const ERRORS: [(&str, f64); 3] = [("f16", 2.1e-4), ("bf16", 1.7e-3), ("fp8", 2.6e-2)];
 
 #[test]
@@ -156,7 +156,7 @@ fn simulated_gpus_pack_rows() {
     }
 }
 
-/// By every route the same rows are rounded, once.
+/// Checks that every all-to-all algorithm rounds the same rows, once.
 #[test]
 fn all_to_all_algorithms_change_nothing() {
     let engine = cpu();

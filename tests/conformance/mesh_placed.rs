@@ -332,7 +332,7 @@ fn a_hot_experts_rows_get_balanced() {
     assert!(!shadowed.is_empty() && busiest(&found) < 500, "{found:?}");
 }
 
-/// What a rank reads: its experts, and no other.
+/// Checks that a rank reads its experts, and no other.
 #[test]
 fn a_rank_reads_its_placed_experts_alone() {
     let case = layer_of(24);

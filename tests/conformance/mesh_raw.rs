@@ -18,8 +18,8 @@ use std::collections::BTreeMap;
 /// Tensors by name, as bytes.
 type Bytes = BTreeMap<String, Vec<u8>>;
 
-/// What a rank's calls gave: of an evaluation, of routing, of a pass that trains, of the pass
-/// back; and gradients of weights, before and after ranks add them up.
+/// The results of a rank's calls: an evaluation, routing, a training pass, a backward pass; and
+/// gradients of weights before and after the reduction.
 #[derive(Debug, PartialEq)]
 struct Found {
     passes: [Bytes; 4],
@@ -35,16 +35,16 @@ impl Found {
     }
 }
 
-/// What is asked of a rank.
+/// The task of a rank.
 struct Asked<'a> {
     layer: &'a MeshLayer,
     input: Input<'static>,
     dy: Tensor<'static>,
-    /// What each pass of [`Found`] is asked for.
+    /// The outputs that each pass of [`Found`] reads.
     names: [Vec<String>; 4],
 }
 
-/// What gate and scan decide; exchanges move some of it.
+/// The outputs of gate and scan; exchanges move some of them.
 const DECIDED: [&str; 5] = ["topk_ids", "topk_weights", "counts", "offsets", "capacity"];
 
 impl<'a> Asked<'a> {
@@ -152,7 +152,7 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// What each pass of a layer is asked for.
+/// The outputs that each pass of a layer reads.
 fn asked(layer: &MeshLayer) -> [Vec<String>; 4] {
     let plan = &layer.plan().tokens;
     let wire = layer.strategy().comm_dtype;
@@ -322,7 +322,7 @@ fn on_simulated_gpus() {
     }
 }
 
-/// What one call keeps the other takes, in either order.
+/// Checks that a host call takes the state of a raw call, and the other way round.
 #[test]
 fn passes_of_both_kinds_go_together() {
     let engine = cpu();
@@ -471,7 +471,7 @@ fn ranks_choose_how_they_carry_out_calls_on_device_memory() {
     check_adaptive(&cpu(), mesh(2, 1, 1), &case, &two_strategies());
 }
 
-/// Of a tuner that tries two strategies, with the same bytes.
+/// Returns a tuner that tries two strategies with the same bytes.
 pub fn two_strategies() -> Tuner {
     let options = Options {
         samples: 1,

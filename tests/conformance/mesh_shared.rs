@@ -126,7 +126,7 @@ fn shards_that_are_not_equal_are_refused() {
     }
 }
 
-/// What was drawn, dropped and counted has nothing to do with shared experts.
+/// Checks that drawing, dropping and counting do not depend on shared experts.
 #[test]
 fn routing_is_the_same_with_shards_of_shared_experts() {
     let engine = cpu();

@@ -15,7 +15,7 @@ const DEADLINE: Duration = Duration::from_millis(1500);
 /// Longer than the deadline by more than another rank takes to compile.
 const SLOW: Duration = Duration::from_millis(2600);
 
-/// What the next compile does.
+/// The behaviour of the next compile.
 const QUICKLY: u8 = 0;
 const SLOWLY: u8 = 1;
 const NOT: u8 = 2;
@@ -78,7 +78,7 @@ impl Rank {
     }
 }
 
-/// What two ranks with a compiler each return.
+/// Returns the results of two ranks, each with a compiler.
 fn two<T: Send>(deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let inner = moesaic_rig::quick::cpu();
     let device = quick::open("cpu", poisoned()).unwrap().device().clone();

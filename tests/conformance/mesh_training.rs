@@ -33,7 +33,7 @@ fn grids() -> Vec<Parallel> {
     all.filter(|grid| (2..=8).contains(&grid.ranks())).collect()
 }
 
-/// What a rank has after its steps: its parameters, and the norms of gradients on the way.
+/// The parameters of a rank after its steps, and the norms of gradients on the way.
 pub type Learned = (Tensors<'static>, Vec<f64>);
 
 /// Three steps of an optimizer from a case's weights. The loss is `Σ y·dy` over the
@@ -189,8 +189,8 @@ fn every_grid_learns_what_one_rank_learns() {
     }
 }
 
-/// The same with slices of shared experts, whose gradients are of the tokens of ranks next to
-/// each other, and whose parts of the norm are counted once.
+/// Checks grids with sharded shared experts: their gradients cover the tokens of adjacent ranks,
+/// and their parts of the norm are counted once.
 #[test]
 fn every_grid_with_shards_of_shared_experts_learns_what_one_rank_learns() {
     let case = layer_of(24);

@@ -134,8 +134,8 @@ fn hollow(path: &Path, tensors: &[moesaic::spec::TensorSpec]) {
     file.set_len((bytes.len() + end) as u64).unwrap();
 }
 
-/// Of 3 GiB of experts, in one file or one for each tensor, a rank has a few MiB in
-/// memory afterwards: its own 768 KiB, and what the system puts beside them.
+/// Checks memory: with 3 GiB of experts, in one file or one for each tensor, a rank holds a few MiB
+/// afterwards: its own 768 KiB, and what the system adds.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_rank_reads_its_part_of_files() {

@@ -90,7 +90,7 @@ fn chunks_without_rows_change_nothing() {
     }
 }
 
-/// What runs out and who is first is decided before rows are cut.
+/// Checks that capacity and order are decided before rows are split.
 #[test]
 fn capacity_and_its_order_do_not_see_chunks() {
     let engine = cpu();
@@ -242,7 +242,7 @@ impl Transport for Slow {
     }
 }
 
-/// What is sent of a chunk, and what was launched for it.
+/// The bytes sent for a chunk, and its launches.
 fn of_chunk<'r>(recorded: &'r [Recorded], lane: Lane, name: &str, number: usize) -> &'r Recorded {
     let found = recorded.iter().find(|recorded| {
         let activity = &recorded.activity;

@@ -113,9 +113,9 @@ pub struct StepTime {
     pub time: Duration,
 }
 
-/// Where a training call stands, for random numbers: they depend on these, the
-/// token and the slot, and on nothing else, so that a rank that has tokens
-/// from `first_token` on draws what one process would.
+/// The position of a training call, for random numbers: these depend on the position, the token and
+/// the slot, and on nothing else. So a rank with the tokens from `first_token` on draws what one
+/// process would.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// The run.

@@ -172,8 +172,8 @@ fn gigabytes(bytes: u64) -> String {
 }
 
 impl EngineError {
-    /// The same error; of a kernel that is not cached, `precompile` is to be told these
-    /// options, too.
+    /// Returns the same error; that of a kernel that is not cached names further options for
+    /// `precompile`.
     #[doc(hidden)]
     #[must_use]
     pub fn needing(mut self, more: &str) -> EngineError {

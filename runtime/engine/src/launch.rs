@@ -237,7 +237,7 @@ impl BoundStep {
         Ok(())
     }
 
-    /// The same, which is recorded.
+    /// Launches with a recorder.
     fn launch_recorded(
         &self,
         call: (&Scalars, &Addresses),
@@ -290,7 +290,7 @@ pub(crate) struct Watch<'w> {
 pub(crate) struct Bound(Vec<Vec<BoundStep>>);
 
 impl Bound {
-    /// The same steps of every plan, whose kernels are at its number.
+    /// Binds the same steps of every plan, whose kernels have its index.
     ///
     /// # Errors
     /// As [`BoundStep::new`].

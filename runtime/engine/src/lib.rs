@@ -3,7 +3,7 @@
 //! ```text
 //! Engine::layer(spec, weights)
 //!   plan ─> emit ─> key ─> in memory? ─> in the store? ─> compile ─> load
-//!   weights ─> a piece at a time: checked, and put on the device
+//!   weights ─> a few rows at a time: checked, and put on the device
 //!   steps   ─> functions, tensors by number, scalars: bound once
 //! Layer::forward(input)
 //!   every tensor gets an address, every step is launched

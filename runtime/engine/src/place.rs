@@ -146,13 +146,13 @@ impl<'a> Weight<'a> {
         let mut first = 0;
         while first < self.count() {
             let rows = first..self.count().min(first + most);
-            let mut piece = self.rows(rows.clone())?;
-            if most >= self.count() && piece.shape != self.shape {
-                piece = self.joined(piece)?;
+            let mut read = self.rows(rows.clone())?;
+            if most >= self.count() && read.shape != self.shape {
+                read = self.joined(read)?;
             }
-            take(first, &piece)?;
-            piece.data.release();
-            first += piece.shape.first().copied().unwrap_or(1);
+            take(first, &read)?;
+            read.data.release();
+            first += read.shape.first().copied().unwrap_or(1);
         }
         Ok(())
     }
@@ -161,18 +161,18 @@ impl<'a> Weight<'a> {
     fn rows(&self, rows: Range<usize>) -> Result<Tensor<'a>, EngineError> {
         let name = &self.tensor.name;
         let read = self.source.rows(name, rows.clone());
-        let piece = read.map_err(|source| EngineError::Source {
+        let read = read.map_err(|source| EngineError::Source {
             name: name.clone(),
             source,
         })?;
         let mut shape = self.shape.clone();
         if let Some(count) = shape.first_mut() {
-            let given = piece.shape.first().copied().unwrap_or(0);
+            let given = read.shape.first().copied().unwrap_or(0);
             *count = given.clamp(1, rows.len());
         }
-        let checked = piece.check(self.tensor.dtype, &shape);
+        let checked = read.check(self.tensor.dtype, &shape);
         checked.map_err(|problem| self.problem(problem))?;
-        Ok(piece)
+        Ok(read)
     }
 
     /// Reads all rows; `first` are the first of them.
@@ -180,17 +180,17 @@ impl<'a> Weight<'a> {
         let mut whole = Tensor::zeros(self.tensor.dtype, &self.shape);
         let mut to = whole.data.to_mut();
         let mut next = 0;
-        let mut piece = first;
+        let mut read = first;
         loop {
-            let (own, rest) = to.split_at_mut(piece.data.len());
-            own.copy_from_slice(&piece.data);
-            piece.data.release();
-            next += piece.shape[0];
+            let (own, rest) = to.split_at_mut(read.data.len());
+            own.copy_from_slice(&read.data);
+            read.data.release();
+            next += read.shape[0];
             if next == self.count() {
                 return Ok(whole);
             }
             to = rest;
-            piece = self.rows(next..self.count())?;
+            read = self.rows(next..self.count())?;
         }
     }
 }
@@ -207,13 +207,13 @@ impl Packing<'_> {
     fn upload(&self, weight: &Weight<'_>) -> Result<Buffer, EngineError> {
         let bytes = usize::try_from(weight.tensor.bytes(0)).unwrap_or(usize::MAX);
         let buffer = self.device.alloc(bytes.max(64))?;
-        weight.each_chunk(self.most(weight), |first, piece| {
+        weight.each_chunk(self.most(weight), |first, read| {
             let at = first * weight.row_bytes();
-            let upload = |piece: &Tensor<'_>| self.device.upload(&piece.data, &buffer, at);
+            let upload = |read: &Tensor<'_>| self.device.upload(&read.data, &buffer, at);
             if weight.tensor.name == TABLE {
-                upload(&checked_table(&self.plan.spec, piece, first)?)?
+                upload(&checked_table(&self.plan.spec, read, first)?)?
             } else {
-                upload(piece)?
+                upload(read)?
             }
             Ok(())
         })?;
@@ -236,7 +236,7 @@ impl Packing<'_> {
         } else {
             weight.count()
         };
-        weight.each_chunk(most, |first, piece| self.pack(id, piece, first, held))
+        weight.each_chunk(most, |first, read| self.pack(id, read, first, held))
     }
 
     /// Returns the number of rows to read at a time.
@@ -253,22 +253,22 @@ impl Packing<'_> {
     pub(crate) fn pack(
         &self,
         weight: TensorId,
-        piece: &Tensor<'_>,
+        read: &Tensor<'_>,
         first: usize,
         held: &Buffers,
     ) -> Result<(), EngineError> {
         let staged;
-        let from = match self.where_it_is(piece) {
+        let from = match self.where_it_is(read) {
             Some(address) => address,
             None => {
-                staged = self.device.alloc(piece.data.len().max(64))?;
-                self.device.upload(&piece.data, &staged, 0)?;
+                staged = self.device.alloc(read.data.len().max(64))?;
+                self.device.upload(&read.data, &staged, 0)?;
                 staged.ptr()
             }
         };
         for step in self.steps(weight) {
             let experts = self.experts(step);
-            let some = first..experts.min(first + piece.shape[0]);
+            let some = first..experts.min(first + read.shape[0]);
             let packed = held
                 .get(step.tensors[1])
                 .expect("packed weights have memory");
@@ -280,11 +280,11 @@ impl Packing<'_> {
         Ok(self.device.synchronize()?)
     }
 
-    /// The address of a piece that kernels can read where it is: kernels take
+    /// The address of a read that kernels can read where it is: kernels take
     /// elements that lie as their type does.
-    fn where_it_is(&self, piece: &Tensor<'_>) -> Option<Ptr> {
-        let address = self.device.host_ptr(&piece.data)?;
-        let aligned = address.0.is_multiple_of(piece.dtype.size() as u64);
+    fn where_it_is(&self, read: &Tensor<'_>) -> Option<Ptr> {
+        let address = self.device.host_ptr(&read.data)?;
+        let aligned = address.0.is_multiple_of(read.dtype.size() as u64);
         aligned.then_some(address)
     }
 

@@ -76,7 +76,7 @@ impl MeshJob {
     /// Returns the job with every adaptive parallelism degree, and any of these communication
     /// dtypes.
     pub fn for_any_r(parallel: Parallel, comm_dtypes: &[Both<CommDtype>]) -> MeshJob {
-        let wires = [&[Both::same(CommDtype::Unchanged)], wires].concat();
+        let comm_dtypes = [&[Both::same(CommDtype::Unchanged)], comm_dtypes].concat();
         let strategy = |adaptive_r, comm_dtype: &Both<CommDtype>| Strategy {
             adaptive_r: Some(adaptive_r),
             comm_dtype: *comm_dtype,
@@ -84,7 +84,7 @@ impl MeshJob {
         };
         let all = AdaptiveMesh::all(parallel).into_iter();
         let strategies = all.flat_map(|adaptive_r| {
-            wires
+            comm_dtypes
                 .iter()
                 .map(move |comm_dtype| strategy(adaptive_r, comm_dtype))
         });

@@ -5,9 +5,9 @@
 //! slice of that layer's tensors, which the router's own launches read and write in place. Backward
 //! does the same in reverse.
 //!
-//! Where every token visits every expert whatever its router says (`top_k` is
-//! the number of experts, as in MMoE), evaluation goes further: experts see each
-//! token once, and each router only sums what they gave.
+//! If every token visits every expert whatever its router says (`top_k` is the number of experts,
+//! as in MMoE), evaluation saves more: experts see each token once, and each router only sums their
+//! outputs.
 
 use crate::call::{Counters, Input, Output};
 use crate::error::EngineError;

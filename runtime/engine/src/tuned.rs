@@ -40,7 +40,7 @@ impl Untuned {
         Untuned { plan, digest }
     }
 
-    /// The same layer with sizes of its own.
+    /// Returns the plan with other tile sizes.
     ///
     /// # Errors
     /// When it cannot be planned.

@@ -80,6 +80,7 @@ impl AdaptiveMesh {
     pub fn mesh(&self) -> Parallel {
         let Parallel { ep, dp, .. } = self.weights;
         let (ep, expert_tp, dp) = match self.adaptive_r {
+            // Rows stay, so every rank is a group of its own that holds all experts.
             0 => (1, 1, self.weights.ranks()),
             adaptive_r => (ep, adaptive_r, dp * self.width()),
         };

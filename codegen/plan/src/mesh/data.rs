@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// The plan of one rank: a layer plan for each part and the steps of each pass.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankPlan {
-    /// How ranks share the layer.
+    /// The mesh by which ranks share the layer.
     pub mesh: Parallel,
     /// The coordinates of this rank.
     pub place: RankCoords,

@@ -60,7 +60,7 @@ use crate::{LayerPlan, Placement, PlanError, PlanOptions};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
-/// How ranks share a layer: mesh, placement, adaptive parallelism degree, shadows and scope.
+/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows and scope.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'p> {
     mesh: Parallel,
@@ -149,6 +149,8 @@ pub fn plan_rank<'p>(
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
     let of_experts = PlanOptions {
+        // !by.is_owner_only(), || Gathered weights arrive in the layout in which their owners store
+        // them.
         unpacked: options.unpacked || !by.is_owner_only(),
         ..options.clone()
     };
@@ -264,6 +266,7 @@ fn plan_experts(
     own: &LayerSpec,
 ) -> LayerPlan {
     let mut builder = Builder::new(own, target, options);
+    // Other ranks cannot gather packed weights.
     builder.packs &= !options.unpacked;
     builder.part = Part::Experts {
         of: spec.shape.experts,
@@ -348,6 +351,7 @@ fn plan_tokens(
     for tensor in &mut builder.plan.tensors {
         // In one process the caller supplies these counts; here the ranks exchange them.
         if GLOBAL.contains(&&*tensor.name) {
+            // Ranks fill these tensors by an exchange, so a caller has nothing to supply.
             tensor.role = Role::Scratch;
         }
         // Every backward pass receives these tensors anew, so forward need not keep them.

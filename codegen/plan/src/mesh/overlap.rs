@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
 
-/// What makes a chunk.
+/// The rule by which rows are split into chunks.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -44,7 +44,7 @@ pub enum OverlapBy {
 pub struct Overlap {
     /// The number of chunks in each pass.
     pub degree: Both<usize>,
-    /// What makes a chunk, in both passes.
+    /// The rule by which rows are split, in both passes.
     pub by: OverlapBy,
 }
 
@@ -94,9 +94,9 @@ impl Distance {
 pub struct Chunk {
     /// The index of the chunk, from 0.
     pub number: usize,
-    /// How many chunks there are.
+    /// The number of chunks.
     pub of: usize,
-    /// What makes one.
+    /// The rule by which rows are split.
     pub by: OverlapBy,
 }
 
@@ -166,6 +166,8 @@ impl RankPlan {
         };
         let backwards = match by {
             OverlapBy::Rows => Order::Down,
+            // The first chunk by peers is the rank's own rows, which need no exchange, in either
+            // direction.
             OverlapBy::Peers => Order::Up,
         };
         let of = |steps: &[RankStep], of: usize, launched: usize, order: Order| {
@@ -281,6 +283,7 @@ fn in_chunks(
     for &number in &numbers {
         list.extend(exchange(&row_steps.sends, number));
     }
+    // Shadows have their rows already, so they fill the time in which the first chunk travels.
     list.extend(row_steps.meanwhile);
     // The answer of a chunk waits for the sum over its shards. Queueing that answer one chunk later
     // lets the sum run while the next chunk is multiplied.

@@ -80,6 +80,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
             (pass_of(shadows, trains), &sent),
         ));
     }
+    // After the choice of shadows, because rows of shadowed experts stay and are not counted.
     list.push(exchange("counts", CollectiveOp::RowCounts));
     list.extend(
         sent.iter()
@@ -152,6 +153,7 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
         };
         list.extend(begin_shadows(plan, shadows, (weights_of, sent)));
     }
+    // Backward needs no counts: forward's are kept.
     list.extend(dispatch(plan, "dout", "dout"));
     if let Some(shadows) = &plan.shadows {
         launch(&mut list, PlanPart::Shadows, 0..shadows.backward.len());

@@ -21,7 +21,7 @@ pub struct Strategy {
     /// The number of chunks in which rows are exchanged, so that experts multiply one chunk while
     /// the next is in flight.
     pub overlap_degree: Both<usize>,
-    /// What makes a chunk.
+    /// The rule by which rows are split into chunks.
     pub overlap_by: OverlapBy,
     /// The all-to-all algorithm of rows.
     pub all_to_all: AllToAll,

@@ -103,6 +103,7 @@ impl Balancer {
         let other = balanced(&self.average, &self.eplb, present)?;
         let worth = self.gain(present, &other) > self.options.gain;
         self.seen = if worth { self.seen + 1 } else { 0 };
+        // Loads fluctuate from step to step; a move pays only if the gain persists.
         Ok((self.seen >= self.options.patience.max(1) && worth).then_some(other))
     }
 

@@ -73,6 +73,7 @@ pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Replication, PlacementErr
     } else {
         (1, 1)
     };
+    // EPLB computes in f32; f64 would break ties differently and give another placement.
     let loads: Vec<f32> = loads.iter().map(|load| *load as f32).collect();
     let size = loads.len() / groups;
     let of_groups: Vec<f32> = loads.chunks(size).map(|group| group.iter().sum()).collect();
@@ -193,6 +194,7 @@ fn replicate(weights: &[f32], replicas: usize) -> (Vec<usize>, Vec<usize>) {
                 best
             }
         };
+        // `fold` with a strict comparison keeps the first of equal items, as EPLB's `argmax` does.
         let heaviest = (0..weights.len()).fold(0, heavier);
         items.push(heaviest);
         counts[heaviest] += 1;

@@ -90,7 +90,7 @@ pub enum PlacementError {
     /// An expert that no group has.
     #[error("expert {expert} is on no group; each of {experts} experts needs one")]
     Nowhere {
-        /// Which.
+        /// The id.
         expert: usize,
         /// The layer's number.
         experts: usize,
@@ -98,13 +98,13 @@ pub enum PlacementError {
     /// A group without experts.
     #[error("group {group} has no expert; give it one, if only a replica, or take a smaller `ep`")]
     EmptyGroup {
-        /// Which.
+        /// The id.
         group: usize,
     },
     /// The layer has no such expert.
     #[error("group {group} has expert {expert}, the layer has {experts}")]
     Unknown {
-        /// Which.
+        /// The id.
         expert: usize,
         /// The group that names it.
         group: usize,
@@ -114,15 +114,15 @@ pub enum PlacementError {
     /// An expert that a group has twice.
     #[error("group {group} has expert {expert} twice; replicas are on groups of their own")]
     Twice {
-        /// Which.
+        /// The id.
         expert: usize,
-        /// Where.
+        /// The group.
         group: usize,
     },
     /// An owner without its expert.
     #[error("group {group} owns expert {expert} and does not have it; {holders:?} do")]
     NotThere {
-        /// Which.
+        /// The id.
         expert: usize,
         /// The owner.
         group: usize,

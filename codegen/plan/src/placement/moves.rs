@@ -5,7 +5,7 @@ use super::{Placement, PlacementError};
 /// An expert that moves from group to group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Move {
-    /// Which.
+    /// The expert.
     pub expert: usize,
     /// Its present group, and its slot there.
     pub from: (usize, usize),
@@ -82,6 +82,7 @@ pub fn moves_from(held: &[Vec<usize>], to: &Placement) -> Moves {
     for group in 0..to.groups() {
         for (slot, &expert) in to.of(group).iter().enumerate() {
             let here = sources[expert].iter().find(|source| source.0 == group);
+            // `min_by_key` returns the first of equal ones, so all ranks pick the same sender.
             let least = sources[expert].iter().min_by_key(|source| sent[source.0]);
             match (here, least) {
                 (Some(&(group, from)), _) => moves.kept.push(Kept {

@@ -117,6 +117,7 @@ pub fn shadows(
     let of = |expert: usize| counts.iter().map(|rank| rank[expert]).sum::<usize>();
     let totals: Vec<usize> = (0..experts).map(of).collect();
     let mut order: Vec<usize> = (0..experts).collect();
+    // A stable sort: of equal experts the lower id comes first, on every rank.
     order.sort_by_key(|&expert| std::cmp::Reverse(totals[expert]));
     let rows_with = |chosen: usize| match model.form {
         ShadowForm::Released => totals[order[chosen]],

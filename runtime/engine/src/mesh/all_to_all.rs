@@ -52,6 +52,8 @@ impl Mesh {
         all_to_all: AllToAll,
         by: AdaptiveMesh,
     ) -> Result<RowSchedule, EngineError> {
+        // by.adaptive_r() == 0 { || At r = 0 rows stay, so nodes do not matter and any nodes are
+        // allowed.
         if all_to_all == AllToAll::Linear || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }

@@ -101,6 +101,8 @@ impl MeshLayer {
 
     pub(super) fn evaluate(&self, given: &CallArgs<'_>) -> Result<MeshCall<'_>, EngineError> {
         let bound = self.bound();
+        // Before the call takes the groups: global routing exchanges the router's inputs by itself
+        // and would wait for its own lock.
         let routing = self.global_routing(Pass::Evaluate, given, Counters::default())?;
         let mut run = self.call(bound, self.strategy.comm_dtype)?;
         run.routing = routing;
@@ -193,6 +195,7 @@ impl MeshLayer {
         let bound = self.bound();
         let segments = &bound.routing[usize::from(pass.trains())];
         let routing = self.global_routing(pass, given, counters)?;
+        // Routing moves no rows, so it needs no cast kernels.
         let mut run = self.call(bound, Both::same(CommDtype::Unchanged))?;
         run.routing = routing;
         run.begin(pass, segments, given, counters)?;
@@ -309,6 +312,7 @@ impl MeshLayer {
         run.own = Arc::clone(&saved.rows.own);
         run.routing = saved.routing.clone();
         run.begin_back(saved, dy, accumulate)?;
+        // Backward moves the same rows as forward, so it needs no count exchange.
         run.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
         Ok(run)
@@ -372,10 +376,14 @@ impl<'l> MeshCall<'l> {
             counters,
             capacity_factor: given.capacity_factor(),
         };
+        // Names of outputs and the caller's addresses are checked before this first exchange: a
+        // rank that fails alone must not leave the others waiting in it.
         let step_counts = self.step_counts(segments, tokens, &settings)?;
         let most = step_counts.map_or(tokens, |step_counts| step_counts.most);
         let before = step_counts.map_or(0, |step_counts| step_counts.before) as u64;
         let counters = Counters {
+            // Random numbers depend on a token's index in the whole batch, so every rank draws what
+            // one process would draw for its tokens.
             first_token: counters.first_token + before,
             ..counters
         };

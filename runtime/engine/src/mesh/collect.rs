@@ -30,6 +30,8 @@ impl Ranks {
             _ => None,
         };
         let failure = failure.map_or(String::new(), |error| error.to_string());
+        // All ranks wait for the first one's disk, which may take far longer than the deadline of
+        // an exchange.
         let call = Call::new("tensors of all are saved").within(PATIENCE);
         let all = self
             .mesh()

@@ -258,6 +258,8 @@ impl<'l> MeshCall<'l> {
         }
         let hosts = self.hosts();
         let is_remote = |from: usize, to: usize| hosts[from] != hosts[to];
+        // Intermediate ranks need the size of each row to pass it on: cast rows between nodes,
+        // uncast rows inside one.
         let far = packed.row_bytes;
         let path = (self.rows()).schedule(load, &chunks, (RowBytes { near, far }, &is_remote));
         let own = self.own_member();
@@ -325,6 +327,7 @@ impl<'l> MeshCall<'l> {
 /// same order.
 fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
     let mut all = [near, far].concat();
+    // A stable sort, so the ranges of one peer keep the order in which that peer lists them.
     all.sort_by_key(|transfer| transfer.peer);
     all
 }

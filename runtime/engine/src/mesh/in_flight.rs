@@ -55,21 +55,24 @@ impl Written {
 }
 
 /// The activity that a recorder saw begin, and when.
-pub(super) type Recording = Option<(Activity, Instant)>;
+pub(super) struct Recording {
+    activity: Activity,
+    begin: Instant,
+}
 
 /// An exchange that nobody has waited for yet.
 pub(super) struct InFlight {
     handle: Handle,
     /// The rows that it writes, for each tensor.
     writes: Vec<Written>,
-    recorded: Recording,
+    recorded: Option<Recording>,
     /// The cast rows to cast back when the exchange has ended.
     incoming: Option<IncomingRows>,
 }
 
 impl MeshCall<'_> {
     /// Reports the start of an exchange to the recorder, if there is one.
-    pub(super) fn begins(&self, exchange: &Exchange) -> Recording {
+    pub(super) fn begins(&self, exchange: &Exchange) -> Option<Recording> {
         let recorder = self.recorder?;
         let activity = Activity {
             lane: Lane::Exchange,
@@ -78,7 +81,8 @@ impl MeshCall<'_> {
             bytes: 0,
         };
         recorder.begins(&activity);
-        Some((activity, Instant::now()))
+        let begin = Instant::now();
+        Some(Recording { activity, begin })
     }
 
     /// Waits until launches that follow see the result. The exchange of a chunk is waited for only
@@ -88,14 +92,17 @@ impl MeshCall<'_> {
         exchange: &Exchange,
         request: Request,
         writes: Vec<Written>,
-        recorded: Recording,
+        recorded: Option<Recording>,
     ) -> Result<(), EngineError> {
         let Request {
             handle,
             bytes,
             incoming,
         } = request;
-        let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
+        let recorded = recorded.map(|mut recording| {
+            recording.activity.bytes = bytes;
+            recording
+        });
         let in_stream = handle.is_in_stream();
         let later = in_stream || handle.is_overlapped() || exchange.chunk.is_some();
         let mut in_flight = InFlight {
@@ -147,6 +154,8 @@ impl MeshCall<'_> {
                 continue;
             }
             let one = &mut self.in_flight[at];
+            // On a second stream only the device waits: `join` makes its own stream wait for the
+            // exchange. The handle stays in flight, because an error is only known at its end.
             one.handle.join()?;
             one.writes.clear();
             let incoming = one.incoming.take();
@@ -168,8 +177,8 @@ impl MeshCall<'_> {
     }
 
     /// Reports the end of an exchange to the recorder.
-    pub(super) fn ended(&self, recorded: Recording, end: Instant) {
-        if let (Some(recorder), Some((activity, begin))) = (self.recorder, recorded) {
+    pub(super) fn ended(&self, recorded: Option<Recording>, end: Instant) {
+        if let (Some(recorder), Some(Recording { activity, begin })) = (self.recorder, recorded) {
             recorder.ended(&activity, begin, end);
         }
     }

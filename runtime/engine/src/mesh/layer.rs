@@ -174,6 +174,8 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
     let placement = plan.placement().to_string();
     let (parallel, training) = (format!("{:?}", mesh.parallel()), format!("{training:?}"));
     let parts = plan.tokens.tensors.iter();
+    // Ranks may have different targets and so different tilings, but they exchange these partial
+    // sums, whose columns depend on the tiling.
     let parts = parts.filter(|tensor| tensor.name.ends_with("dweight_parts"));
     let parts: Vec<String> = parts.map(|tensor| format!("{:?}", tensor.shape)).collect();
     let parts = parts.join(", ");
@@ -258,6 +260,8 @@ impl MeshLayer {
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
+        // Ranks compare their choices before any of them changes: a mismatch must leave all layers
+        // as they were.
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let (by, row_schedule) = self.checked(strategy)?;
         let form = self.form(strategy);
@@ -320,6 +324,8 @@ impl MeshLayer {
         let key = (form, comm_dtype);
         if comm_dtype != Both::same(CommDtype::Unchanged) && !self.packings.contains_key(&key) {
             let call = Call::new("kernels of packed rows");
+            // Compiling may take longer than the deadline of an exchange; the heartbeat keeps ranks
+            // that are done from giving up on this one.
             let packing = self.mesh.with_heartbeat(&call, || {
                 Packing::new(&self.engine, &self.bound_plans[&form].plan, comm_dtype)
             })?;
@@ -374,6 +380,7 @@ impl MeshLayer {
             }
         })?;
         bound.record(self.recorder.as_ref());
+        // A collective call, so it comes after everything that can fail on one rank alone.
         self.mesh.groups().add(by)?;
         self.bound_plans.insert(form, bound);
         Ok(())

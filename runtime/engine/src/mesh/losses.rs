@@ -31,6 +31,8 @@ impl MeshCall<'_> {
         for tile in parts.chunks(width.max(1)) {
             sums.iter_mut().zip(tile).for_each(|(sum, n)| *sum += n);
         }
+        // The sum is exchanged in memory of its own, because a rank without tokens has no tile but
+        // must still take part.
         let workspace = Arc::new(device.alloc((4 * width).max(64))?);
         device.upload(cast_slice(&sums), &workspace, 0)?;
         let data = Slice::new(&workspace, Element::F32, 0, width)?;

@@ -50,7 +50,7 @@ pub(super) struct MeshCall<'l> {
     /// The layer with the weights that this rank owns; another one than the expert part's where
     /// weights are gathered.
     pub owned: &'l Layer,
-    /// Where experts may have shadows.
+    /// The shadow part, where experts may have shadows.
     pub shadows: Option<PartCall<'l>>,
     /// The model that chooses shadows.
     pub model: &'l ShadowModel,
@@ -136,6 +136,7 @@ impl MeshCall<'_> {
         bound: &Bound,
         chunk: Option<plan::Chunk>,
     ) -> Result<(), EngineError> {
+        // The shadow model often chooses none; its launches would only cost time.
         if part == plan::PlanPart::Shadows && self.own.shadowed.is_empty() {
             return Ok(());
         }
@@ -186,6 +187,8 @@ impl MeshCall<'_> {
     /// each rank carries all of them.
     fn exchange_together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
         let packed = |one: &Exchange| self.packed(&one.name).is_some();
+        // exchanges.iter().any(packed) { || A schedule with hops and a cast each handle rows of one
+        // size, and these exchanges have rows of different sizes.
         if self.rows().hop_counts.is_some() || exchanges.iter().any(packed) {
             return exchanges.iter().try_for_each(|one| self.exchange(one));
         }
@@ -491,6 +494,7 @@ impl MeshCall<'_> {
             first: 0,
             rows,
         };
+        // Only the first shard holds such a weight, a last bias; the others hold zeros.
         let sends: Vec<RowRange> = match self.mesh.place().tp {
             0 => (0..self.mesh.parallel().expert_tp).map(chunk).collect(),
             _ => Vec::new(),
@@ -502,6 +506,7 @@ impl MeshCall<'_> {
 
     /// Uploads the index of each row and the layout of the first chunk for the experts' kernels.
     fn upload_layout(&self, rows: &Rows) -> Result<(), EngineError> {
+        // The indices cost a pass over all rows, and an evaluation may lack the tensor.
         if self.experts.named("row_slots").is_some() {
             let slots = rows.numbers_in_chunks();
             self.experts.upload("row_slots", cast_slice(&slots))?;
@@ -557,6 +562,7 @@ impl MeshCall<'_> {
             });
             chunks.collect::<Vec<RowRange>>()
         };
+        // Shards hold the same values of what they do not split, so the first shard alone sends.
         let own = match place.tp {
             0 => runs(place.ep, false),
             _ => Vec::new(),

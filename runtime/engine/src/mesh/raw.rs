@@ -8,6 +8,7 @@
 use super::calls::{BackwardArgs, CallArgs, MeshSaved};
 use super::layer::MeshLayer;
 use super::mesh_call::MeshCall;
+use super::shadows::Bytes;
 use crate::call::{Counters, RawBackward, RawCall, input_error};
 use crate::error::EngineError;
 use crate::pass::Pass;
@@ -164,6 +165,8 @@ impl MeshCall<'_> {
         let mut taken = BTreeSet::new();
         // If the caller names a tensor twice, the first address counts.
         for (id, address) in found.into_iter().filter(|(id, _)| taken.insert(*id)) {
+            // An exchange may still access its buffer after the call has failed; the layer's memory
+            // lives long enough, the caller's may not.
             if self.exchanged.contains(&id) {
                 let bytes = layer.plan()[id].bytes(tokens as u64);
                 self.caller.tensors.push((id, theirs(address, bytes)));
@@ -245,7 +248,7 @@ impl MeshCall<'_> {
     ) -> Result<(), EngineError> {
         for first in (0..bytes).step_by(CHUNK_BYTES) {
             let bytes = CHUNK_BYTES.min(bytes - first);
-            self.copy_bytes((from, first), (to, first), bytes)?;
+            self.copy_bytes(Bytes::at(from, first), Bytes::at(to, first), bytes)?;
         }
         Ok(())
     }

@@ -122,6 +122,7 @@ impl MeshLayer {
         let before: usize = tokens[..self.mesh.rank()].iter().sum();
         let mut all = Input {
             tokens: tokens.iter().sum(),
+            // The capacity follows from the tokens of all ranks, as in one process.
             capacity_factor: input.capacity_factor,
             ..Input::default()
         };

@@ -76,7 +76,7 @@ pub(super) struct Rows {
     pub dedup: Option<Arc<DedupMap>>,
     /// The start of each chunk on the expert part, and the end of all.
     firsts: Vec<usize>,
-    /// What makes a chunk.
+    /// The rule by which rows are split into chunks.
     by: OverlapBy,
 }
 
@@ -132,6 +132,8 @@ impl Rows {
         self.by = by;
         self.firsts = vec![0; chunks + 1];
         for number in 0..chunks {
+            // Kernels address a chunk as if it were a whole tensor, so its first row must be
+            // aligned like one.
             let first = self.firsts[number].next_multiple_of(ALIGN);
             self.firsts[number] = first;
             self.firsts[number + 1] = first + self.rows_of(number);
@@ -267,6 +269,8 @@ impl Rows {
     }
 
     fn same_shard(&self, peer: usize) -> bool {
+        // After the all-reduce every shard has the sum. Peers of the same index answer each other,
+        // which spreads the answers evenly over shards.
         peer % self.mesh.expert_tp == self.place.tp
     }
 
@@ -284,6 +288,8 @@ impl Rows {
             let rows = self.part_of(number, share.len(), (from, peer));
             RowRange {
                 peer,
+                // A chunk is a part of the share that goes to this replica, not of all rows for the
+                // expert.
                 first: self.own.offsets[e] + share.start + rows.start,
                 rows: rows.len(),
             }
@@ -300,6 +306,8 @@ impl Rows {
             let offsets = self.expert_offsets(number);
             let chunk = |e: usize| {
                 let size = |peer: usize| self.received(number, peer, e);
+                // Rows of an expert are ordered by source rank, so that sums in GEMMs' gradients do
+                // not depend on arrival.
                 let before: usize = (0..peer).map(size).sum();
                 RowRange {
                     peer,

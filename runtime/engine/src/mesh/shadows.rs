@@ -22,7 +22,17 @@ use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::{Arc, Mutex};
 
 /// A buffer and a byte offset in it.
-type Bytes<'b> = (&'b Arc<Buffer>, usize);
+#[derive(Clone, Copy)]
+pub(super) struct Bytes<'b> {
+    buffer: &'b Arc<Buffer>,
+    offset: usize,
+}
+
+impl<'b> Bytes<'b> {
+    pub fn at(buffer: &'b Arc<Buffer>, offset: usize) -> Bytes<'b> {
+        Bytes { buffer, offset }
+    }
+}
 
 /// Weights of shadows that live from a training forward pass until its saved state is dropped.
 /// Their memory then serves the next such pass.
@@ -98,6 +108,8 @@ impl MeshCall<'_> {
         let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
             return Ok(());
         };
+        // Weights that stay for backward must outlive the call, so they cannot come from the
+        // workspace pool, which the next call uses.
         let Some(idle) = self.idle_weights.filter(|_| plan.keeps_shadow_weights()) else {
             let borrowed = self.take_workspace(of, &[Role::Weight])?;
             self.shadows.as_mut().expect(SHADOWED).borrowed = borrowed;
@@ -146,7 +158,11 @@ impl MeshCall<'_> {
         let row = self.plan.row_bytes(plan::PlanPart::Dispatch, from);
         let (from, to) = (self.tokens.buffer(from), self.shadow_part().buffer(to));
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
-            self.copy_bytes((from, here * row), (to, there * row), rows * row)
+            self.copy_bytes(
+                Bytes::at(from, here * row),
+                Bytes::at(to, there * row),
+                rows * row,
+            )
         })
     }
 
@@ -155,7 +171,11 @@ impl MeshCall<'_> {
         let row = self.plan.row_bytes(plan::PlanPart::Shadows, from);
         let (from, to) = (self.shadow_part().buffer(from), self.tokens.buffer(to));
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
-            self.copy_bytes((from, there * row), (to, here * row), rows * row)
+            self.copy_bytes(
+                Bytes::at(from, there * row),
+                Bytes::at(to, here * row),
+                rows * row,
+            )
         })
     }
 
@@ -183,12 +203,18 @@ impl MeshCall<'_> {
         let bytes = elements * dtype.size();
         let owners = self.owners();
         for (number, slot) in self.mine(&owners) {
-            self.copy_bytes((&own, slot * bytes), (&to, number * bytes), bytes)?;
+            self.copy_bytes(
+                Bytes::at(&own, slot * bytes),
+                Bytes::at(&to, number * bytes),
+                bytes,
+            )?;
         }
         for (number, [owner, _]) in owners.into_iter().enumerate() {
             let data = Slice::new(&to, dtype, number * elements, elements)?;
             let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
             let sent = group.broadcast(&data, owner, call)?;
+            // Broadcasts run in the same order on all ranks because every rank has the same list of
+            // shadows.
             self.complete(Request::of(sent, &data))?;
         }
         Ok(())
@@ -207,7 +233,11 @@ impl MeshCall<'_> {
             let owners = self.owners();
             clear(&*self.owned.device, gradient, owners.len() * bytes)?;
             for (number, slot) in self.mine(&owners) {
-                self.copy_bytes((own, slot * bytes), (gradient, number * bytes), bytes)?;
+                self.copy_bytes(
+                    Bytes::at(own, slot * bytes),
+                    Bytes::at(gradient, number * bytes),
+                    bytes,
+                )?;
             }
         }
         Ok(())
@@ -236,7 +266,11 @@ impl MeshCall<'_> {
         let own = self.own(to, self.owned.gradient_buffers()?)?;
         let bytes = elements * Element::F32.size();
         for (number, (_, slot)) in self.mine(&owners).enumerate() {
-            self.copy_bytes((&sums, number * bytes), (own, slot * bytes), bytes)?;
+            self.copy_bytes(
+                Bytes::at(&sums, number * bytes),
+                Bytes::at(own, slot * bytes),
+                bytes,
+            )?;
         }
         self.groups.workspaces.give([sums]);
         Ok(())
@@ -282,11 +316,11 @@ impl MeshCall<'_> {
         bytes: usize,
     ) -> Result<(), EngineError> {
         let copy = RowCopy {
-            from: from.0,
-            from_offset: from.1,
+            from: from.buffer,
+            from_offset: from.offset,
             from_stride: bytes,
-            to: to.0,
-            to_offset: to.1,
+            to: to.buffer,
+            to_offset: to.offset,
             to_stride: bytes,
             rows: 1,
             row_bytes: bytes,

@@ -1,4 +1,4 @@
-//! How ranks share a parameter, by its name.
+//! The sharing of parameters between ranks, by name.
 
 use super::ranks::ProcessGroup;
 use moesaic_plan::Parallel;

@@ -20,6 +20,8 @@ impl WorkspacePool {
     /// Takes the smallest free buffer of at least `bytes` bytes, or allocates one.
     pub fn take(&mut self, device: &dyn Device, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
         let fits = |buffer: &&Arc<Buffer>| buffer.bytes() >= bytes;
+        // Best fit: a small request must not take the buffer that the next large one needs, or the
+        // pool would grow.
         let least = self
             .0
             .iter()
@@ -32,6 +34,7 @@ impl WorkspacePool {
             .position(|buffer| Some(buffer.bytes()) == least);
         match at {
             Some(at) => Ok(self.0.swap_remove(at)),
+            // At least 64 bytes, so that no buffer is empty.
             None => Ok(Arc::new(device.alloc(bytes.max(64))?)),
         }
     }
@@ -181,6 +184,8 @@ impl MeshCall<'_> {
             self.copy(region, element, [(from, at), (to, spread(region))])?;
             first += region.elements();
         }
+        // The copies above are queued on the stream, so a later launch that gets this buffer runs
+        // after them.
         self.groups.workspaces.give([chunks]);
         Ok(())
     }
