@@ -5,8 +5,8 @@ use super::arranged::{Arranged, added_gradients, grid, near_everywhere, ranks};
 use super::case::{Case, floats, host};
 use super::layers::engine as cpu;
 use super::mesh::{
-    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec, specs,
-    trained,
+    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, sharded, shares, spec,
+    specs, trained,
 };
 use super::mesh_placed::scattered;
 use super::random::seeds;
@@ -103,7 +103,7 @@ fn experts_out_of_order_have_any_strategy() {
             "r=1,overlap_degree=2/1,all_to_all=dedup",
             Split::Near,
         ),
-        (sliced(2, 2, 1), "r=0,overlap_degree=2", Split::Even),
+        (sharded(2, 2, 1), "r=0,overlap_degree=2", Split::Even),
         (mesh(1, 4, 1), "r=2,overlap_degree=2", Split::Even),
     ] {
         let placement = scattered(parallel.ep, 6, 11, split);

@@ -147,7 +147,9 @@ impl<O: Optimizer> MeshOptimizer<O> {
 
     /// Which elements of a parameter are this rank's to move.
     fn part(&self, name: &str, elements: usize) -> Range<usize> {
-        let (rank, size) = self.ranks.rank_and_size(self.ranks.mesh().process_group(name));
+        let (rank, size) = self
+            .ranks
+            .rank_and_size(self.ranks.mesh().process_group(name));
         let each = elements.div_ceil(size);
         (rank * each).min(elements)..((rank + 1) * each).min(elements)
     }
@@ -159,7 +161,10 @@ impl<O: Optimizer> MeshOptimizer<O> {
         let mesh = self.ranks.mesh();
         for &among in owners(mesh) {
             let mut named = Vec::new();
-            for (name, part) in parts.iter().filter(|(name, _)| mesh.process_group(name) == among) {
+            for (name, part) in parts
+                .iter()
+                .filter(|(name, _)| mesh.process_group(name) == among)
+            {
                 if let Some(shape) = weight_of(name).and_then(|weight| self.shapes.get(weight)) {
                     named.push((name, shape, floats(name, part)?));
                 }

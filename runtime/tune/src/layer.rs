@@ -2,7 +2,7 @@
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{
-    Counters, EngineError, Input, MeshLayer, MeshSaved, Timestamp, Output, ProcessGroup,
+    Counters, EngineError, Input, MeshLayer, MeshSaved, Output, ProcessGroup, Timestamp,
 };
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;

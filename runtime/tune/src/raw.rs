@@ -17,7 +17,9 @@ impl AdaptiveLayer {
     pub unsafe fn forward_raw(&mut self, call: &RawCall<'_>) -> Result<(), EngineError> {
         let asked = (Calls::Evaluation, call.tokens, call.capacity_factor);
         // SAFETY: what the caller vouches for is the same.
-        let chosen = self.choose(asked, |layer| unsafe { layer.tokens_per_expert_raw(call, None) })?;
+        let chosen = self.choose(asked, |layer| unsafe {
+            layer.tokens_per_expert_raw(call, None)
+        })?;
         // SAFETY: as above.
         let ((), pass) = timed(&self.layer, |layer| unsafe { layer.forward_raw(call) })?;
         self.took(chosen, [pass]);
@@ -38,7 +40,8 @@ impl AdaptiveLayer {
     ) -> Result<AdaptiveSaved, EngineError> {
         let asked = (Calls::Training, call.tokens, call.capacity_factor);
         // SAFETY: what the caller vouches for is the same.
-        let loads = |layer: &MeshLayer| unsafe { layer.tokens_per_expert_raw(call, Some(counters)) };
+        let loads =
+            |layer: &MeshLayer| unsafe { layer.tokens_per_expert_raw(call, Some(counters)) };
         let chosen = self.choose(asked, loads)?;
         // SAFETY: as above.
         let train = |layer: &MeshLayer| unsafe { layer.forward_train_raw(call, counters) };

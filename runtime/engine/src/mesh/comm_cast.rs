@@ -2,8 +2,9 @@
 
 use super::all_to_all::Payload;
 use super::in_flight::Request;
-use super::mesh_call::{MeshCall, TensorRows, transfers};
+use super::mesh_call::{MeshCall, TensorRows};
 use super::rows::RowRange;
+use super::transfers::transfers;
 use crate::call::Counters;
 use crate::engine::Engine;
 use crate::error::EngineError;

@@ -11,18 +11,17 @@ use super::routing::Routing;
 use super::rows::{OwnRows, RowRange, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
 use super::tp_peers::TpPeers;
+use super::transfers::{element, transfers};
 use crate::error::EngineError;
 use crate::launch::Bound;
 use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{RowBytes, Schedule};
-use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
-use moesaic_kernel::DType;
+use moesaic_collectives::{Call, Reduction, Slice, Transfer};
 use moesaic_plan::{self as plan, Exchange, Parallel, RankCoords, RankPlan, ShadowModel};
 use moesaic_plan::{CollectiveOp, TensorId};
 use moesaic_spec::WeightSite;
-use moesaic_target::Buffer;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
@@ -573,32 +572,5 @@ impl MeshCall<'_> {
         let sends = self.transfers(plan::PlanPart::Experts, from, &sends)?;
         let receives = self.transfers(plan::PlanPart::Dispatch, to, &receives)?;
         self.send(GroupId::Ep(self.plan.adaptive_r), &sends, &receives, call)
-    }
-}
-
-/// Returns transfers of ranges of a buffer's rows, of `bytes` bytes each.
-pub(super) fn transfers(
-    buffer: &Arc<Buffer>,
-    bytes: usize,
-    chunks: &[RowRange],
-) -> Result<Vec<Transfer>, EngineError> {
-    let transfer = |chunk: &RowRange| {
-        let (first, size) = (chunk.first * bytes, chunk.rows * bytes);
-        Ok(Transfer {
-            peer: chunk.peer,
-            slice: Slice::new(buffer, Element::U8, first, size)?,
-        })
-    };
-    chunks.iter().map(transfer).collect()
-}
-
-/// Returns the element type of collectives for a dtype.
-pub(super) fn element(dtype: DType) -> Element {
-    match dtype {
-        DType::F32 => Element::F32,
-        DType::F16 => Element::F16,
-        DType::Bf16 => Element::Bf16,
-        DType::I32 => Element::I32,
-        DType::I64 => Element::I64,
     }
 }

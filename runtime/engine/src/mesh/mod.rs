@@ -33,6 +33,7 @@ mod sharding;
 mod sums;
 mod timestamp;
 mod tp_peers;
+mod transfers;
 mod weights;
 mod workspace_pool;
 

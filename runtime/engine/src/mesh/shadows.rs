@@ -6,10 +6,11 @@
 
 use super::groups::GroupId;
 use super::in_flight::Request;
-use super::mesh_call::{MeshCall, element};
+use super::mesh_call::MeshCall;
 use super::passes::SHADOWED;
 use super::plan_part::PartCall;
 use super::rows::row_tiles;
+use super::transfers::element;
 use super::workspace_pool::clear;
 use crate::error::EngineError;
 use crate::memory::Buffers;

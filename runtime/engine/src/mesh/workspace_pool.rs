@@ -3,7 +3,8 @@
 
 use super::groups::GroupId;
 use super::in_flight::Request;
-use super::mesh_call::{MeshCall, element};
+use super::mesh_call::MeshCall;
+use super::transfers::element;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
