@@ -415,7 +415,7 @@ impl Drawn {
     }
 
     /// Losses of the steps of a run whose strategies are drawn from `comm_dtypes`; without any, of one
-    /// whose rows go to one slice of each expert and in one chunk.
+    /// whose rows go to one shard of each expert and in one chunk.
     fn learned(&self, seed: u64, comm_dtypes: &[CommDtype]) -> Vec<f64> {
         let engine = cpu();
         let ranks = Arranged {
