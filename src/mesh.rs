@@ -210,14 +210,14 @@ pub use moesaic_engine::AnySaved;
 /// /// # Safety
 /// /// As [`MeshLayer::forward_raw`].
 /// unsafe fn timed(layer: &MeshLayer, call: &RawCall) -> Result<f64, EngineError> {
-///     let start = layer.moment()?;
+///     let start = layer.timestamp()?;
 ///     // SAFETY: what the caller vouches for is the same.
 ///     unsafe { layer.forward_raw(call)? };
-///     layer.moment()?.seconds_since(&start)
+///     layer.timestamp()?.seconds_since(&start)
 /// }
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Moment;
+pub use moesaic_engine::Timestamp;
 
 /// A process group of a mesh, named by what its ranks share or replicate.
 ///

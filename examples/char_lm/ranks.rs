@@ -112,7 +112,7 @@ impl RankLearner {
 
     /// Returns this rank's sequences.
     fn part(&self, batch: &Batch) -> Batch {
-        let (rank, size) = self.ranks.among(ProcessGroup::World);
+        let (rank, size) = self.ranks.rank_and_size(ProcessGroup::World);
         let sequences = batch.tokens.len() / self.context;
         let edge = |rank: usize| rank * sequences / size;
         batch.part(edge(rank)..edge(rank + 1), self.context)

@@ -1,4 +1,4 @@
-//! Ranks that choose together how they carry out each step learn what others learn.
+//! Ranks that tune their strategy together learn the same parameters as with one strategy.
 
 use super::case::{Case, host};
 use super::layers::engine as cpu;
@@ -112,8 +112,8 @@ fn a_layer_that_tries_strategies_learns_the_same() {
     };
     let fixed = learned(&[default]);
     let searched = learned(&[]);
-    // All ways, and all numbers of chunks of each, by all ranks at the same steps; then two
-    // passes together that were the fastest apart, if they were.
+    // All degrees, and all numbers of chunks of each, by all ranks at the same steps; then the
+    // fastest forward with the fastest backward pass, if these differ.
     let events = &searched[0].events;
     let mut all = tried(events);
     all.retain(|strategy| strategy.overlap_degree.forward == strategy.overlap_degree.backward);

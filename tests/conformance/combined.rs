@@ -1,12 +1,12 @@
-//! Parts of strategies together, and with experts anywhere: what ranks get is what they get by
-//! each part alone.
+//! Strategies with several parts at once, and any placement: ranks compute what each part computes
+//! alone.
 
 use super::arranged::{Arranged, added_gradients, grid, near_everywhere, ranks};
 use super::case::{Case, floats, host};
 use super::layers::engine as cpu;
 use super::mesh::{
-    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec, specs,
-    trained,
+    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, sharded, shares, spec,
+    specs, trained,
 };
 use super::mesh_placed::scattered;
 use super::random::seeds;
@@ -33,7 +33,7 @@ fn biased() -> Case {
 }
 
 #[test]
-fn pieces_go_by_every_route() {
+fn chunks_go_by_every_all_to_all() {
     let engine = cpu();
     let case = biased();
     for (route, overlap_degree) in [
@@ -103,7 +103,7 @@ fn experts_out_of_order_have_any_strategy() {
             "r=1,overlap_degree=2/1,all_to_all=dedup",
             Split::Near,
         ),
-        (sliced(2, 2, 1), "r=0,overlap_degree=2", Split::Even),
+        (sharded(2, 2, 1), "r=0,overlap_degree=2", Split::Even),
         (mesh(1, 4, 1), "r=2,overlap_degree=2", Split::Even),
     ] {
         let placement = scattered(parallel.ep, 6, 11, split);
@@ -114,7 +114,7 @@ fn experts_out_of_order_have_any_strategy() {
 /// Gradients that add up to those of a pass at other ways: replicas whose owner has the sum
 /// keep their part, or have none.
 #[test]
-fn gradients_of_replicas_add_up_whatever_the_ways() {
+fn gradients_of_replicas_add_up_whatever_the_degree() {
     let case = biased();
     let (parallel, engine) = (mesh(2, 2, 1), cpu());
     let placement: Placement = "+4,0-2,+3 | 3-5,+0".parse().unwrap();
@@ -136,7 +136,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
     (errors / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
-/// Returns the relative error of a row in a format: docs/kernels/wire.md.
+/// Returns the relative error of a row in a format: docs/kernels/comm_cast.md.
 fn format_error(wire: CommDtype) -> f64 {
     match wire {
         CommDtype::Unchanged => 0.0,
@@ -152,7 +152,7 @@ fn step(ranks: &Arranged<'_>, grid: Grid, case: &Case) -> Results {
 }
 
 /// Holds rows that are packed between nodes against rows that are not.
-fn check_wire(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) -> Results {
+fn check_cast(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) -> Results {
     let exact = Strategy {
         comm_dtype: Both::same(CommDtype::Unchanged),
         ..grid.strategy
@@ -189,7 +189,7 @@ fn rows_are_packed_whatever_else_is_chosen() {
     let engine = cpu();
     let text = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 3 }";
     let case = Case::random(&spec(text), 43, 8);
-    let on = |parallel, strategy: &str| check_wire(&engine, None, grid(parallel, strategy), &case);
+    let on = |parallel, strategy: &str| check_cast(&engine, None, grid(parallel, strategy), &case);
     let alone = on(mesh(4, 1, 1), "comm_dtype=fp8/bf16");
     for strategy in [
         "overlap_degree=4/2,comm_dtype=fp8/bf16",
@@ -222,7 +222,7 @@ fn rows_are_packed_whatever_else_is_chosen() {
         (mesh(2, 2, 1), "r=1,comm_dtype=fp8/bf16"),
     ] {
         let placement = scattered(parallel.ep, 8, 5, Split::Even);
-        check_wire(&engine, Some(&placement), grid(parallel, strategy), &case);
+        check_cast(&engine, Some(&placement), grid(parallel, strategy), &case);
     }
 }
 
@@ -237,7 +237,7 @@ fn outputs_are_summed_before_they_are_packed() {
         "all_to_all=dedup,comm_dtype=fp8",
         "overlap_degree=2,all_to_all=dedup,comm_dtype=bf16/fp8",
     ] {
-        check_wire(&engine, None, grid(mesh(4, 1, 1), strategy), &case);
+        check_cast(&engine, None, grid(mesh(4, 1, 1), strategy), &case);
     }
     for tokens in [0, 1] {
         let case = Case::random(&spec(text), tokens, 4);
@@ -415,7 +415,7 @@ impl Drawn {
     }
 
     /// Losses of the steps of a run whose strategies are drawn from `comm_dtypes`; without any, of one
-    /// whose rows go to one slice of each expert and in one chunk.
+    /// whose rows go to one shard of each expert and in one chunk.
     fn learned(&self, seed: u64, comm_dtypes: &[CommDtype]) -> Vec<f64> {
         let engine = cpu();
         let ranks = Arranged {

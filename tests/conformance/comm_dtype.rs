@@ -1,5 +1,5 @@
-//! Rows that are packed for other nodes: threads that give themselves hosts, against the same
-//! ranks with rows as they are.
+//! Communication dtypes: threads that give themselves hosts, compared with the same ranks without
+//! casts.
 
 use super::case::{Case, floats, host, ints, longs};
 use super::layers::engine as cpu;
@@ -93,7 +93,7 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 
 const LAYER: &str = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 2 }";
 
-/// The relative error of a row in each format: docs/kernels/wire.md.
+/// The relative error of a row in each format: docs/kernels/comm_cast.md.
 const ERRORS: [(&str, f64); 3] = [("f16", 2.1e-4), ("bf16", 1.7e-3), ("fp8", 2.6e-2)];
 
 #[test]
@@ -158,7 +158,7 @@ fn simulated_gpus_pack_rows() {
 
 /// Every route rounds the same rows, once.
 #[test]
-fn routes_change_nothing() {
+fn all_to_all_algorithms_change_nothing() {
     let engine = cpu();
     let case = Case::random(&spec(LAYER), 43, 8);
     for (parallel, per_node) in [(mesh(4, 1, 1), 2), (mesh(3, 2, 1), 2), (mesh(2, 2, 2), 2)] {

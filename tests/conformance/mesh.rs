@@ -1,5 +1,4 @@
-//! Layers over ranks: what ranks get together is what one process gets for the tokens
-//! of all.
+//! Layers over ranks: across all ranks, results equal those of one process.
 
 use super::case::{Case, floats, host, ints, longs};
 use super::cases::tiny;
@@ -28,8 +27,8 @@ pub const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
     }
 }
 
-/// The same with slices of shared experts.
-pub const fn sliced(ep: usize, shards: usize, dp: usize) -> Parallel {
+/// The same grid with sharded shared experts.
+pub const fn sharded(ep: usize, shards: usize, dp: usize) -> Parallel {
     Parallel {
         ep,
         expert_tp: shards,
@@ -38,7 +37,7 @@ pub const fn sliced(ep: usize, shards: usize, dp: usize) -> Parallel {
     }
 }
 
-/// A mesh, and how its ranks carry out calls.
+/// A mesh and the strategy of its ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     pub parallel: Parallel,
@@ -103,7 +102,7 @@ pub fn on_ranks<T: Send>(
     on_nodes(engine, parallel, parallel.ranks(), body)
 }
 
-/// The same with so many ranks of each node.
+/// Runs `body` with a number of ranks on each node.
 pub fn on_nodes<T: Send>(
     engine: &Engine,
     parallel: Parallel,
@@ -129,7 +128,7 @@ pub fn on_nodes<T: Send>(
     ranks.into_iter().map(unwound).collect()
 }
 
-/// Who the ranks of a test are.
+/// The ranks of a test.
 pub trait Ranks {
     /// Runs `body` on every rank of a mesh.
     fn each<T: Send>(
@@ -138,7 +137,7 @@ pub trait Ranks {
         body: impl Fn(&Engine, &Mesh) -> T + Sync,
     ) -> Vec<T>;
 
-    /// Where their experts are, if not in order.
+    /// The placement of experts, if not contiguous.
     fn placement(&self) -> Option<&Placement> {
         None
     }
@@ -149,7 +148,7 @@ pub trait Ranks {
     }
 }
 
-/// Threads that share an engine.
+/// Ranks as threads that share an engine.
 impl Ranks for Engine {
     fn each<T: Send>(
         &self,
@@ -160,7 +159,7 @@ impl Ranks for Engine {
     }
 }
 
-/// Unequal shares of tokens; the second rank of three or more has none.
+/// Splits tokens into unequal shares; the second rank of three or more has none.
 pub fn shares(tokens: usize, ranks: usize) -> Vec<Range<usize>> {
     let weight = |rank: usize| match rank {
         1 if ranks > 2 => 0,
@@ -204,7 +203,7 @@ pub fn layer_on(
     layer.unwrap_or_else(|e| panic!("{} on {:?}: {e}", case.describe(), mesh.parallel()))
 }
 
-/// The bytes of `y` of all ranks, one after the other.
+/// Returns the bytes of `y` of all ranks, in rank order.
 pub fn evaluated(ranks: &impl Ranks, grid: impl Into<Grid>, case: &Case) -> Vec<u8> {
     let grid = grid.into().on(ranks);
     let parallel = grid.parallel;
@@ -276,7 +275,7 @@ pub fn trained(
     results
 }
 
-/// The same of one process, whose group is itself.
+/// Returns the same of one process, whose group is itself.
 fn trained_alone(engine: &Engine, case: &Case, names: &[&str], dy: &[f64]) -> Results {
     let layer = case.training_layer(engine, Recompute::None);
     let mut input = case.input();
@@ -354,12 +353,12 @@ fn dropless_outputs_of_ranks_are_the_bytes_of_one_process() {
     }
 }
 
-/// Holds everything that ranks give against one process.
+/// Compares everything that ranks compute with one process.
 pub fn compare(engine: &Engine, grid: impl Into<Grid>, case: &Case, recompute: Recompute) {
     compare_on(engine, engine, grid, case, recompute);
 }
 
-/// The same of any ranks.
+/// Compares any ranks with one process.
 pub fn compare_on(
     engine: &Engine,
     ranks: &impl Ranks,
@@ -571,7 +570,7 @@ fn a_rank_that_cannot_take_part_ends_the_others() {
 }
 
 #[test]
-fn ranks_that_make_other_layers_are_told_which() {
+fn ranks_that_make_other_layers_learn_which_differ() {
     let engine = cpu();
     let [one, other] = [&specs()[0], &specs()[3]].map(|spec| Case::random(spec, 4, 0));
     let errors = on_ranks(&engine, mesh(2, 1, 1), |mesh| {

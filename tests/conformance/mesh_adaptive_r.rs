@@ -1,10 +1,10 @@
-//! Rows to fewer slices than weights have: whatever the adaptive parallelism degree, ranks get what one
-//! process gets, and gradients land where the weights are.
+//! Adaptive parallelism: at any degree ranks compute the results of one process, and gradients land
+//! where the weights are.
 
 use super::case::{Case, floats, host, longs};
 use super::layers::engine as cpu;
 use super::mesh::{
-    Grid, Results, compare, evaluated, layer_on, mesh, on_ranks, part, shares, sliced, spec,
+    Grid, Results, compare, evaluated, layer_on, mesh, on_ranks, part, sharded, shares, spec,
     trained,
 };
 use super::random::seeds;
@@ -32,7 +32,8 @@ pub fn at_r(parallel: Parallel, adaptive_r: usize) -> Grid {
     }
 }
 
-/// Every adaptive parallelism degree of a mesh but that of its slices, which other tests have.
+/// Returns every adaptive parallelism degree of a mesh but its number of shards, which other tests
+/// cover.
 fn others(parallel: Parallel) -> Vec<usize> {
     let mut all = AdaptiveMesh::all(parallel);
     all.retain(|adaptive_r| *adaptive_r != parallel.expert_tp);
@@ -97,7 +98,7 @@ fn rows_that_meet_whole_experts_have_the_bytes_of_one_process() {
 }
 
 #[test]
-fn gradients_do_not_depend_on_ways() {
+fn gradients_do_not_depend_on_degree() {
     let engine = cpu();
     for (seed, text) in LAYERS.iter().enumerate() {
         let case = Case::random(&spec(text), 41, seed as u64);
@@ -120,22 +121,22 @@ fn ranks_without_tokens_gather_weights() {
     }
 }
 
-/// Slices of shared experts stay as they are.
+/// Checks that sharded shared experts do not depend on the degree.
 #[test]
-fn slices_of_shared_experts_do_not_follow_ways() {
+fn shards_of_shared_experts_do_not_follow_degree() {
     let engine = cpu();
     let case = Case::random(&spec(LAYERS[1]), 29, 8);
     for (parallel, adaptive_r) in [
-        (sliced(2, 2, 2), 1),
-        (sliced(1, 4, 1), 2),
-        (sliced(2, 2, 1), 0),
+        (sharded(2, 2, 2), 1),
+        (sharded(1, 4, 1), 2),
+        (sharded(2, 2, 1), 0),
     ] {
         compare(&engine, at_r(parallel, adaptive_r), &case, Recompute::None);
     }
 }
 
 #[test]
-fn random_layers_do_not_depend_on_ways() {
+fn random_layers_do_not_depend_on_degree() {
     let engine = cpu();
     for seed in seeds(910..914) {
         let spec = super::mesh::of_tokens_alone(seed);
@@ -152,7 +153,7 @@ fn random_layers_do_not_depend_on_ways() {
 }
 
 #[test]
-fn capacities_do_not_depend_on_ways() {
+fn capacities_do_not_depend_on_degree() {
     let engine = cpu();
     let parallel = mesh(2, 2, 1);
     let base = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }";
@@ -196,8 +197,8 @@ fn weights_are_gathered_on_simulated_gpus() {
     }
 }
 
-/// Gradients of the rank's own weights after two passes whose gradients add up, each with ways
-/// of its own.
+/// Returns gradients of the rank's own weights after two passes that accumulate, each at another
+/// degree.
 fn added(parallel: Parallel, case: &Case, adaptive_r: [usize; 2]) -> Vec<Tensors<'static>> {
     let engine = cpu();
     let shares = shares(case.input.tokens, parallel.ranks());
@@ -212,7 +213,7 @@ fn added(parallel: Parallel, case: &Case, adaptive_r: [usize; 2]) -> Vec<Tensors
             let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
             saved.push(call.unwrap().1);
         }
-        // Back as forward went, whatever has been chosen since.
+        // Backward uses forward's strategy, whatever is set by then.
         for (pass, saved) in saved.iter().enumerate() {
             let dy = &case.dy(pass as u64)[tokens.start * width..tokens.end * width];
             let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
@@ -224,7 +225,7 @@ fn added(parallel: Parallel, case: &Case, adaptive_r: [usize; 2]) -> Vec<Tensors
 }
 
 #[test]
-fn gradients_add_up_whatever_the_ways_of_each_pass() {
+fn gradients_add_up_whatever_the_degree_of_each_pass() {
     let case = Case::random(&spec(LAYERS[1]), 37, 3);
     for parallel in [mesh(2, 2, 1), mesh(1, 4, 2)] {
         let want = added(parallel, &case, [parallel.expert_tp; 2]);
@@ -264,7 +265,7 @@ fn learning() -> Case {
     Case::random(&spec(text), TOKENS, 11)
 }
 
-/// Parameters after three steps, each with ways of its own.
+/// Returns parameters after three steps, each at another degree.
 fn learned(mesh: &Mesh, case: &Case, adaptive_r: &[usize]) -> (Tensors<'static>, Vec<f64>) {
     let engine = cpu();
     let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
@@ -297,7 +298,7 @@ fn learned(mesh: &Mesh, case: &Case, adaptive_r: &[usize]) -> (Tensors<'static>,
     (parameters, norms)
 }
 
-/// Holds what ranks have learned against one rank.
+/// Compares what ranks have learned with one rank.
 fn check(
     parallel: Parallel,
     case: &Case,
@@ -328,7 +329,7 @@ fn check(
 }
 
 #[test]
-fn ranks_learn_the_same_whatever_the_ways() {
+fn ranks_learn_the_same_whatever_the_degree() {
     let case = learning();
     let want = on_ranks(&cpu(), mesh(1, 1, 1), |mesh| learned(mesh, &case, &[1])).remove(0);
     let start = masters(&case.host_weights());
@@ -347,7 +348,7 @@ fn ranks_learn_the_same_whatever_the_ways() {
 }
 
 #[test]
-fn a_switch_leaves_nothing_of_the_other_ways() {
+fn a_switch_leaves_nothing_of_the_other_degree() {
     let engine = cpu();
     let case = Case::random(&spec(LAYERS[0]), 23, 1);
     let parallel = mesh(1, 4, 1);
@@ -402,7 +403,7 @@ fn wrong_choices_say_what_is_possible() {
 }
 
 #[test]
-fn what_is_computed_again_is_the_same_at_any_ways() {
+fn recomputation_is_the_same_at_any_degree() {
     let engine = cpu();
     let case = Case::random(&spec(LAYERS[2]), 23, 5);
     let dy = case.dy(3);

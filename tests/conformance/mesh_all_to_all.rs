@@ -1,4 +1,4 @@
-//! Rows that go over other ranks: what arrives is the same.
+//! All-to-all algorithms: what arrives is the same.
 
 use super::arranged::Arranged;
 use super::case::{Case, host};
@@ -20,7 +20,7 @@ const ROUTES: [&str; 4] = [
     "all_to_all=dedup",
 ];
 
-/// Threads that say that they are on several nodes.
+/// Ranks as threads that give themselves hosts.
 fn by<'a>(engine: &'a Engine, per_node: usize, strategy: &str) -> Arranged<'a> {
     Arranged {
         engine,
@@ -30,7 +30,7 @@ fn by<'a>(engine: &'a Engine, per_node: usize, strategy: &str) -> Arranged<'a> {
     }
 }
 
-/// Everything that ranks give in training and evaluation, to the bit.
+/// Returns everything that ranks compute in training and evaluation, as bits.
 fn compare(engine: &Engine, parallel: Parallel, per_node: usize, case: &Case) {
     let (dy, training) = (
         case.dy(7),
@@ -84,7 +84,7 @@ fn all() -> bool {
 }
 
 #[test]
-fn every_route_gives_the_bits_of_the_direct_one() {
+fn every_all_to_all_gives_the_bits_of_linear() {
     let engine = cpu();
     let specs = specs();
     let few = [1, 3];
@@ -118,7 +118,7 @@ fn tokens_may_be_none_or_one() {
 }
 
 #[test]
-fn routes_run_on_simulated_gpus() {
+fn all_to_all_algorithms_run_on_simulated_gpus() {
     let case = Case::random(&specs()[0], 9, 1);
     for target in ["sim:sm_80", "sim:gfx942"] {
         let engine = open(target);
@@ -131,7 +131,7 @@ fn routes_run_on_simulated_gpus() {
 }
 
 #[test]
-fn nodes_that_a_route_cannot_have_are_said() {
+fn nodes_that_an_algorithm_cannot_use_are_refused() {
     let engine = cpu();
     let case = Case::random(&specs()[0], 4, 1);
     let device = |_| Ok(engine.device().clone());
@@ -153,15 +153,15 @@ fn nodes_that_a_route_cannot_have_are_said() {
     for errors in errors.unwrap() {
         let [nodes, once] = errors.unwrap();
         assert!(once.contains("all_to_all=dedup needs nodes"), "{once}");
-        let said = "all_to_all=2dh-inter-first needs nodes with equally many ranks, one node's after the \
-                    other's, but ranks lie on a (3), b (1)";
+        let said = "all_to_all=2dh-inter-first needs the same number of consecutive ranks on each \
+                    node, but ranks lie on a (3), b (1)";
         assert!(nodes.contains(said), "{nodes}");
     }
 }
 
-/// Rows of each half of an expert's owners travel by themselves, over two nodes.
+/// Each half of an expert's owners exchanges its rows by itself, over two nodes.
 #[test]
-fn rows_go_by_routes_at_other_ways() {
+fn all_to_all_algorithms_run_at_other_degrees() {
     let engine = cpu();
     let case = Case::random(&specs()[0], 31, 3);
     let grid = at_r(mesh(2, 4, 1), 2);

@@ -1,10 +1,10 @@
-//! Layers whose experts are anywhere, some on several ranks: what ranks get together is what
-//! one process gets, and replicas stay equal.
+//! Placements: with experts anywhere, some replicated, ranks compute the results of one process,
+//! and replicas stay equal.
 
 use super::arranged::Arranged;
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced};
+use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, sharded, shares};
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
 use super::trained::RNG_KEY;
@@ -105,7 +105,7 @@ fn replicas_learn_the_same() {
     for (parallel, split) in [
         (mesh(3, 1, 1), Split::Even),
         (mesh(2, 1, 2), Split::Near),
-        (sliced(2, 2, 1), Split::Even),
+        (sharded(2, 2, 1), Split::Even),
     ] {
         let placement = scattered(parallel.ep, 8, 5, split);
         assert!(!placement.replicated().is_empty());

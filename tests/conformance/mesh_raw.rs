@@ -3,7 +3,7 @@
 use super::arranged::{grid, near_everywhere, ranks};
 use super::case::{Case, host};
 use super::layers::engine as cpu;
-use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, shares, sliced, spec};
+use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, sharded, shares, spec};
 use super::mesh_placed::scattered;
 use super::simulated::open;
 use super::trained::RNG_KEY;
@@ -254,8 +254,8 @@ fn calls_on_device_memory_are_calls_on_host_memory() {
         mesh(3, 1, 1),
         mesh(2, 2, 1),
         mesh(2, 1, 2),
-        sliced(1, 2, 1),
-        sliced(2, 2, 1),
+        sharded(1, 2, 1),
+        sharded(2, 2, 1),
     ] {
         check(&engine, parallel, &case);
     }
@@ -263,7 +263,7 @@ fn calls_on_device_memory_are_calls_on_host_memory() {
     for tokens in [2, 0] {
         let case = Case::random(&spec(ALL), tokens, 3);
         check(&engine, mesh(3, 1, 1), &case);
-        check(&engine, sliced(1, 2, 1), &case);
+        check(&engine, sharded(1, 2, 1), &case);
     }
 }
 
@@ -299,7 +299,7 @@ fn whatever_the_strategy_is() {
         (mesh(4, 1, 1), "overlap_degree=2,all_to_all=dedup,shadows=1"),
         (mesh(2, 2, 1), "r=1"),
         (mesh(2, 2, 1), "r=0"),
-        (sliced(2, 2, 1), "r=1,overlap_degree=3/2"),
+        (sharded(2, 2, 1), "r=1,overlap_degree=3/2"),
         (
             mesh(4, 1, 1),
             "overlap_degree=2/3,all_to_all=2dh-concurrent,comm_dtype=f16",
@@ -319,7 +319,7 @@ fn on_simulated_gpus() {
         let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }
              shared = [{ hidden_dim = 8, gate = 'sigmoid' }]";
         let case = Case::random(&spec(text), 19, 6);
-        check(&open(target), sliced(1, 2, 1), &case);
+        check(&open(target), sharded(1, 2, 1), &case);
     }
 }
 
@@ -328,7 +328,7 @@ fn on_simulated_gpus() {
 fn passes_of_both_kinds_go_together() {
     let engine = cpu();
     let case = Case::random(&spec(PLAIN), 41, 2);
-    on_ranks(&engine, sliced(1, 2, 1), |mesh| {
+    on_ranks(&engine, sharded(1, 2, 1), |mesh| {
         let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
         let asked = Asked::new(&layer, &case);
         let train = || layer.forward_train(&asked.input, &["y"], RNG_KEY);

@@ -1,5 +1,4 @@
-//! Experts that all ranks have for one call: what ranks get is what one process gets, whichever
-//! experts have shadows.
+//! Shadows: ranks compute the results of one process, whichever experts have shadows.
 
 use super::arranged::{added_gradients, grid, near_everywhere, ranks};
 use super::case::{Case, host};
@@ -209,8 +208,11 @@ fn shadows_that_cannot_be_are_refused() {
         });
         errors[0].clone()
     };
-    let sliced = refused(mesh(1, 2, 1), "shadows=2");
-    assert!(sliced.contains("shadows=2 needs whole experts"), "{sliced}");
+    let sharded = refused(mesh(1, 2, 1), "shadows=2");
+    assert!(
+        sharded.contains("shadows=2 needs whole experts"),
+        "{sharded}"
+    );
     let stays = refused(mesh(2, 1, 1), "r=0,shadows=2");
     assert!(stays.contains("rows to 0 of them"), "{stays}");
     let packed = refused(mesh(2, 1, 1), "shadows=2");

@@ -1,10 +1,10 @@
-//! Layers over ranks with slices of shared experts: what ranks get together is what one
-//! process gets, up to the rounding of sums of parts.
+//! Layers over ranks with sharded shared experts: results equal those of one process, up to the
+//! rounding of partial sums.
 
 use super::case::{Case, floats, longs};
 use super::layers::engine as cpu;
 use super::mesh::{
-    compare, evaluated, layer_on, mesh, of_tokens_alone, on_ranks, part, shares, sliced, spec,
+    compare, evaluated, layer_on, mesh, of_tokens_alone, on_ranks, part, sharded, shares, spec,
     trained,
 };
 use super::random::seeds;
@@ -43,15 +43,15 @@ fn specs() -> Vec<LayerSpec> {
 }
 
 const MESHES: [Parallel; 5] = [
-    sliced(1, 2, 1),
-    sliced(2, 2, 1),
-    sliced(1, 3, 1),
-    sliced(1, 4, 1),
-    sliced(2, 2, 2),
+    sharded(1, 2, 1),
+    sharded(2, 2, 1),
+    sharded(1, 3, 1),
+    sharded(1, 4, 1),
+    sharded(2, 2, 2),
 ];
 
 #[test]
-fn slices_of_shared_experts_give_what_one_process_gives() {
+fn shards_of_shared_experts_give_what_one_process_gives() {
     let engine = cpu();
     for (seed, spec) in specs().iter().enumerate() {
         let case = Case::random(spec, 41, seed as u64);
@@ -63,72 +63,72 @@ fn slices_of_shared_experts_give_what_one_process_gives() {
 
 /// Two tokens on four ranks, and none.
 #[test]
-fn ranks_without_tokens_have_slices_of_shared_experts() {
+fn ranks_without_tokens_have_shards_of_shared_experts() {
     let engine = cpu();
     for tokens in [2, 0] {
         let case = Case::random(&specs()[1], tokens, 4);
-        for parallel in [sliced(1, 4, 1), sliced(2, 2, 1)] {
+        for parallel in [sharded(1, 4, 1), sharded(2, 2, 1)] {
             compare(&engine, parallel, &case, Recompute::None);
         }
     }
 }
 
 #[test]
-fn slices_compute_the_same_again() {
+fn shards_compute_the_same_again() {
     let engine = cpu();
     let case = Case::random(&specs()[1], 23, 5);
     let dy = case.dy(3);
     let all = [Recompute::None, Recompute::Hidden, Recompute::All].map(|recompute| {
         let training = Training { recompute };
-        trained(&engine, sliced(2, 2, 1), &case, training, &["y"], &dy)
+        trained(&engine, sharded(2, 2, 1), &case, training, &["y"], &dy)
     });
     assert!(all[0] == all[1] && all[0] == all[2]);
 }
 
 #[test]
-fn slices_give_the_same_bytes_in_every_run() {
+fn shards_give_the_same_bytes_in_every_run() {
     let engine = cpu();
     let case = Case::random(&specs()[2], 37, 8);
-    for parallel in [sliced(2, 2, 1), sliced(1, 3, 1)] {
+    for parallel in [sharded(2, 2, 1), sharded(1, 3, 1)] {
         let [one, two] = [0; 2].map(|_| evaluated(&engine, parallel, &case));
         assert!(one == two, "{parallel:?}");
     }
 }
 
-/// One slice is the whole.
+/// Checks that one shard is the whole expert.
 #[test]
-fn one_slice_of_shared_experts_is_the_whole() {
+fn one_shard_of_shared_experts_is_the_whole() {
     let engine = cpu();
     let case = Case::random(&specs()[1], 17, 2);
     let whole = evaluated(&engine, mesh(2, 1, 1), &case);
-    assert!(whole == evaluated(&engine, sliced(2, 1, 1), &case));
-    on_ranks(&engine, sliced(2, 1, 1), |mesh| {
+    assert!(whole == evaluated(&engine, sharded(2, 1, 1), &case));
+    on_ranks(&engine, sharded(2, 1, 1), |mesh| {
         let layer = layer_on(&engine, mesh, &case, None);
         assert!(layer.shared().is_none());
     });
 }
 
 #[test]
-fn slices_that_are_not_equal_are_refused() {
+fn shards_that_are_not_equal_are_refused() {
     let engine = cpu();
     let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
          shared = [{ hidden_dim = 12 }, { hidden_dim = 10 }]";
     let case = Case::random(&spec(text), 4, 0);
-    let errors = on_ranks(&engine, sliced(1, 4, 1), |mesh| {
+    let errors = on_ranks(&engine, sharded(1, 4, 1), |mesh| {
         let made = engine.mesh_layer(mesh, &case.spec, &case.host_weights(), None);
         made.err().expect("10 has no 4 equal parts")
     });
     for error in errors {
         assert!(matches!(error, EngineError::Plan(_)), "{error}");
         let text = error.to_string();
-        let says = "4 slices of hidden_dim = 10 of shared expert 1 are not equal";
+        let says = "4 shards of hidden_dim = 10 of shared expert 1 are not equal";
         assert!(text.contains(says), "{text}");
     }
 }
 
 /// Shared experts do not change what is drawn, dropped and counted.
 #[test]
-fn routing_is_the_same_with_slices_of_shared_experts() {
+fn routing_is_the_same_with_shards_of_shared_experts() {
     let engine = cpu();
     for text in [
         "shape = { model_dim = 17, hidden_dim = 8, experts = 6, top_k = 2 }
@@ -140,7 +140,7 @@ fn routing_is_the_same_with_slices_of_shared_experts() {
          shared = [{ hidden_dim = 6 }]",
     ] {
         let case = Case::random(&spec(text), 45, 9);
-        compare(&engine, sliced(2, 2, 1), &case, Recompute::None);
+        compare(&engine, sharded(2, 2, 1), &case, Recompute::None);
     }
     let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }
          capacity = { mode = 'factor', factor = 0.75 }
@@ -148,7 +148,7 @@ fn routing_is_the_same_with_slices_of_shared_experts() {
     let case = Case::random(&spec(text), 40, 4);
     let shares = shares(40, 4);
     let names = ["y", "capacity", "counts"];
-    let [whole, parts] = [mesh(2, 2, 1), sliced(2, 2, 1)].map(|parallel| {
+    let [whole, parts] = [mesh(2, 2, 1), sharded(2, 2, 1)].map(|parallel| {
         on_ranks(&engine, parallel, |mesh| {
             let layer = layer_on(&engine, mesh, &case, None);
             let own = part(&case, &shares[mesh.rank()]);
@@ -167,7 +167,7 @@ fn routing_is_the_same_with_slices_of_shared_experts() {
 
 /// Widths of experts and shared ones of a random layer, doubled.
 #[test]
-fn random_layers_have_slices_of_shared_experts() {
+fn random_layers_have_shards_of_shared_experts() {
     let engine = cpu();
     let mut done = 0;
     for seed in seeds(800..830) {
@@ -181,30 +181,30 @@ fn random_layers_have_slices_of_shared_experts() {
         }
         let case = Case::random(&spec, [29, 2, 11, 0][done % 4], seed);
         let ep = 1 + done % spec.shape.experts.min(2);
-        compare(&engine, sliced(ep, 2, 1), &case, Recompute::None);
+        compare(&engine, sharded(ep, 2, 1), &case, Recompute::None);
         done += 1;
     }
     assert!(done > 2, "{done} layers");
 }
 
 #[test]
-fn slices_of_shared_experts_run_on_simulated_gpus() {
+fn shards_of_shared_experts_run_on_simulated_gpus() {
     let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }
          shared = [{ hidden_dim = 16, gate = 'sigmoid', bias = true }]";
     let case = Case::random(&spec(text), 19, 6);
     for target in ["sim:sm_90a", "sim:gfx942"] {
-        compare(&open(target), sliced(1, 2, 1), &case, Recompute::None);
+        compare(&open(target), sharded(1, 2, 1), &case, Recompute::None);
     }
 }
 
-/// Parts of weights that were cut beforehand make the same layer.
+/// Checks that parts of weights that were split beforehand make the same layer.
 #[test]
-fn a_layer_is_made_of_a_ranks_slices() {
+fn a_layer_is_made_of_a_ranks_shards() {
     let engine = cpu();
     let case = Case::random(&specs()[1], 21, 12);
     let shares = shares(21, 4);
     let whole = case.host_weights();
-    on_ranks(&engine, sliced(2, 2, 1), |mesh| {
+    on_ranks(&engine, sharded(2, 2, 1), |mesh| {
         let training = Some(Training::default());
         let layer = layer_on(&engine, mesh, &case, training);
         let own = layer.weights_of(&whole).unwrap();

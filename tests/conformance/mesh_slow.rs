@@ -1,4 +1,4 @@
-//! Ranks of which one takes long to compile: the others wait, whatever their deadline is.
+//! One rank compiles for long: the others wait, whatever their deadline is.
 
 use super::layers::poisoned;
 use super::mesh::{layer_on, mesh, part, spec};

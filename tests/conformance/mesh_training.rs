@@ -1,8 +1,8 @@
-//! Optimizer steps over ranks: what every grid learns is what one process learns.
+//! Optimizer steps over ranks: every grid learns what one process learns.
 
 use super::case::{Case, host};
 use super::layers::engine as cpu;
-use super::mesh::{layer_on, mesh, on_ranks, part, shares, sliced, spec};
+use super::mesh::{layer_on, mesh, on_ranks, part, sharded, shares, spec};
 use super::trained::RNG_KEY;
 use moesaic::engine::joined;
 use moesaic::mesh::ProcessGroup;
@@ -190,10 +190,10 @@ fn every_grid_learns_what_one_rank_learns() {
     }
 }
 
-/// The same with slices of shared experts, whose gradients are of the tokens of ranks next to
-/// each other, and whose parts of the norm are counted once.
+/// Checks grids with sharded shared experts: their gradients cover the tokens of adjacent ranks,
+/// and their parts of the norm are counted once.
 #[test]
-fn every_grid_with_slices_of_shared_experts_learns_what_one_rank_learns() {
+fn every_grid_with_shards_of_shared_experts_learns_what_one_rank_learns() {
     let case = layer_of(24);
     let want = alone(&case);
     let slices = [2, 4, 8];
@@ -205,7 +205,7 @@ fn every_grid_with_slices_of_shared_experts_learns_what_one_rank_learns() {
         ..
     } in grids.filter(|grid| slices.contains(&grid.expert_tp))
     {
-        check(sliced(ep, shards, dp), &case, &want);
+        check(sharded(ep, shards, dp), &case, &want);
     }
 }
 
@@ -213,7 +213,7 @@ fn every_grid_with_slices_of_shared_experts_learns_what_one_rank_learns() {
 fn ranks_learn_the_same_bits_again() {
     let case = layer_of(24);
     let want = alone(&case);
-    for grid in [mesh(2, 2, 2), sliced(2, 2, 2)] {
+    for grid in [mesh(2, 2, 2), sharded(2, 2, 2)] {
         let first = check(grid, &case, &want);
         assert!(first == check(grid, &case, &want));
     }
@@ -292,7 +292,7 @@ fn ranks_hand_out_parts_of_any_sizes() {
 
 /// Compared in the message that says how many tokens each rank has.
 #[test]
-fn ranks_that_call_with_other_settings_are_told_which() {
+fn ranks_that_call_with_other_settings_learn_which_differ() {
     let engine = cpu();
     let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }\n\
                 router = { noise = 1.0 }\n\

@@ -1,8 +1,8 @@
-//! Weights of ranks: each reads its own, and what all hold is saved as one process has it.
+//! Weights over ranks: each rank reads its own, and the saved whole is that of one process.
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{layer_on, mesh, on_ranks, sliced, spec};
+use super::mesh::{layer_on, mesh, on_ranks, sharded, spec};
 use moesaic::engine::{Shard, part_of};
 use moesaic::kernel::DType;
 use moesaic::plan::RankCoords;
@@ -45,8 +45,8 @@ const MESHES: [Parallel; 6] = [
     mesh(3, 1, 1),
     mesh(2, 2, 2),
     mesh(1, 4, 1),
-    sliced(2, 2, 2),
-    sliced(1, 4, 1),
+    sharded(2, 2, 2),
+    sharded(1, 4, 1),
 ];
 
 #[test]
@@ -74,7 +74,7 @@ fn a_rank_asks_for_its_own_experts() {
                 let found = experts(name);
                 assert!(own.clone().eq(found), "{parallel:?}: {name}");
             }
-            // Of sliced shared experts the rows of its slice, of whole ones all.
+            // Of sharded shared experts the rows of its slice, of whole ones all.
             let part = |width: usize| {
                 if parallel.shards_shared() {
                     parallel.hidden(mesh.place().tp, width)

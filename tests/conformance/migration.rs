@@ -300,7 +300,7 @@ fn what_others_have_is_not_read_and_other_steps_are_refused() {
             .tensors
             .iter()
             .map(|(name, tensor)| {
-                let of_experts = mesh.among(name) == ProcessGroup::ExpertDp;
+                let of_experts = mesh.process_group(name) == ProcessGroup::ExpertDp;
                 let own = if of_experts {
                     tensor.rows(0..2).unwrap()
                 } else {

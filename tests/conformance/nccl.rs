@@ -6,7 +6,9 @@
 mod nccl_fake;
 
 use super::case::Case;
-use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh::{
+    Grid, Ranks, compare_on, evaluated, layer_on, mesh, part, sharded, shares, spec,
+};
 use super::mesh_adaptive_r::at_r;
 use super::mesh_raw;
 use moesaic::collectives::{Call, Collectives};
@@ -60,8 +62,8 @@ fn layers_over_nccl_are_those_over_threads() {
         mesh(2, 1, 1),
         mesh(2, 2, 1),
         mesh(2, 1, 2),
-        sliced(1, 2, 1),
-        sliced(2, 2, 1),
+        sharded(1, 2, 1),
+        sharded(2, 2, 1),
     ] {
         let gpus = Gpus(Lab::new());
         let (found, want) = (
@@ -81,7 +83,7 @@ fn calls_on_device_memory_go_over_nccl() {
         (mesh(2, 1, 1), "default"),
         (mesh(3, 1, 1), "overlap_degree=2"),
         (mesh(2, 2, 1), "r=1"),
-        (sliced(2, 2, 1), "overlap_degree=2/1"),
+        (sharded(2, 2, 1), "overlap_degree=2/1"),
     ] {
         let strategy = strategy.parse().unwrap();
         let grid = Grid { parallel, strategy };
@@ -98,7 +100,7 @@ const PIECES: &str = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, to
 
 /// On a stream of their own, which the stand-in never finds at work beside another exchange.
 #[test]
-fn pieces_go_over_nccl_too() {
+fn chunks_go_over_nccl_too() {
     let engine = cpu();
     let case = Case::random(&spec(PIECES), 41, 2);
     for (parallel, strategy) in [
@@ -118,7 +120,7 @@ fn pieces_go_over_nccl_too() {
 /// The second chunk comes while products of the first run: each ends only when the other is
 /// there, which one stream could not do.
 #[test]
-fn a_piece_travels_on_a_stream_beside_products() {
+fn a_chunk_travels_on_a_stream_while_experts_multiply() {
     let kernels = cpu();
     let case = Case::random(&spec(PIECES), 41, 2);
     let parallel = mesh(2, 1, 1);

@@ -1,9 +1,9 @@
-//! Rows that travel in chunks: the same results, and exchanges beside products.
+//! Overlap: rows in chunks give the same results, and exchanges run while experts multiply.
 
 use super::case::Case;
 use super::layers::engine as cpu;
 use super::mesh::{
-    Grid, compare, evaluated, layer_on, mesh, part, shares, sliced, spec, specs, trained,
+    Grid, compare, evaluated, layer_on, mesh, part, sharded, shares, spec, specs, trained,
 };
 use super::simulated::open;
 use moesaic::collectives::transport::{MemoryRange, Request, Transport};
@@ -26,7 +26,7 @@ fn cut(parallel: Parallel, degree: &str) -> Grid {
 }
 
 #[test]
-fn outputs_in_pieces_are_the_bytes_of_one_process() {
+fn outputs_in_chunks_are_the_bytes_of_one_process() {
     let engine = cpu();
     for (seed, spec) in specs().iter().enumerate() {
         let case = Case::random(spec, 41, seed as u64);
@@ -46,7 +46,7 @@ fn outputs_in_pieces_are_the_bytes_of_one_process() {
 }
 
 #[test]
-fn gradients_in_pieces_are_those_of_one_process() {
+fn gradients_in_chunks_are_those_of_one_process() {
     let engine = cpu();
     let by_rows = ["2", "4/2", "1/3", "3/1", "2/3"];
     let by_ranks = [
@@ -67,7 +67,7 @@ fn gradients_in_pieces_are_those_of_one_process() {
 
 /// Fewer rows than chunks, ranks without tokens, nothing at all, and all to one expert.
 #[test]
-fn pieces_without_rows_change_nothing() {
+fn chunks_without_rows_change_nothing() {
     let engine = cpu();
     let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 5, top_k = 1 }
          router = { bias = true }
@@ -81,7 +81,7 @@ fn pieces_without_rows_change_nothing() {
         }
         for (parallel, degree) in [
             (mesh(3, 1, 1), "8"),
-            (sliced(1, 2, 1), "4/8"),
+            (sharded(1, 2, 1), "4/8"),
             (mesh(3, 1, 1), "5/4,overlap_by=peers"),
         ] {
             let recompute = Recompute::None;
@@ -92,7 +92,7 @@ fn pieces_without_rows_change_nothing() {
 
 /// Capacity and its order are decided before rows are divided into chunks.
 #[test]
-fn capacity_and_its_order_do_not_see_pieces() {
+fn capacity_and_its_order_do_not_see_chunks() {
     let engine = cpu();
     let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }
          capacity = { mode = 'factor', factor = 0.6, order = 'batch-prioritized' }";
@@ -102,7 +102,7 @@ fn capacity_and_its_order_do_not_see_pieces() {
 }
 
 #[test]
-fn gradients_in_pieces_are_the_same_bytes_in_every_run() {
+fn gradients_in_chunks_are_the_same_bytes_in_every_run() {
     let engine = cpu();
     let case = Case::random(&specs()[0], 41, 0);
     let dy = case.dy(5);
@@ -114,7 +114,7 @@ fn gradients_in_pieces_are_the_same_bytes_in_every_run() {
 }
 
 #[test]
-fn simulated_gpus_have_rows_in_pieces() {
+fn simulated_gpus_have_rows_in_chunks() {
     let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }";
     let case = Case::random(&spec(text), 19, 6);
     for target in ["sim:sm_90a", "sim:gfx942"] {
@@ -253,7 +253,7 @@ fn of_chunk<'r>(recorded: &'r [Recorded], lane: Lane, name: &str, number: usize)
 }
 
 #[test]
-fn the_second_piece_travels_while_the_first_is_multiplied() {
+fn the_second_chunk_travels_while_the_first_is_multiplied() {
     let engine = cpu();
     let text = "shape = { model_dim = 64, hidden_dim = 32, experts = 4, top_k = 2 }";
     let case = Case::random(&spec(text), 512, 3);

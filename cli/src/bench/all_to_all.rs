@@ -80,7 +80,7 @@ impl Steps {
             Ok(Timed {
                 tokens: *tokens,
                 seconds: by_strategy(&mut layer, &strategies, &input, world)?,
-                counts: layer.loads(&input, RngKey::default())?,
+                counts: layer.tokens_per_expert(&input, RngKey::default())?,
             })
         });
         Ok(Some(Steps {

@@ -135,7 +135,7 @@ fn experts(plan: &RankPlan) -> String {
     }
 }
 
-/// What is said of sliced shared experts.
+/// Describes sharded shared experts.
 fn shards(plan: &RankPlan) -> String {
     let Some(sharded) = &plan.shared else {
         return String::new();
@@ -149,15 +149,15 @@ fn shards(plan: &RankPlan) -> String {
     format!("; shards of shared experts, of width {widths}")
 }
 
-/// What is said of weights that are gathered.
+/// Describes gathered weights.
 fn adaptive_r(plan: &RankPlan) -> String {
     let by = plan.by();
     let (place, shards) = (by.place(plan.mesh.rank(plan.place)), by.mesh().expert_tp);
-    match by.count() {
+    match by.adaptive_r() {
         _ if by.is_owner_only() => String::new(),
         0 => "; rows stay, and weights of all experts are gathered".to_string(),
         adaptive_r => format!(
-            "; rows go {adaptive_r} adaptive_r, and shard {} of {shards} is gathered from {} ranks",
+            "; rows go to {adaptive_r} shards, and shard {} of {shards} is gathered from {} ranks",
             place.tp,
             by.owners()
         ),

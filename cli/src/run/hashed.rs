@@ -55,7 +55,7 @@ impl<'w> Hashed<'w> {
         let slice = mesh.place().tp;
         let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let line = |((name, row), hasher): (&(String, usize), &Hasher)| {
-            let what = match mesh.among(name) {
+            let what = match mesh.process_group(name) {
                 ProcessGroup::World => format!("`{name}`"),
                 ProcessGroup::ExpertDp => match experts.get(*row) {
                     Some(expert) => format!("`{name}` of expert {expert}, shard {slice}"),

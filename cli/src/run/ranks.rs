@@ -497,7 +497,7 @@ fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> T
         "capacity" => first(),
         _ if name.starts_with("loss.") => loss(job, parts),
         _ => match name.strip_prefix("grad.") {
-            Some(weight) if mesh.among(weight) != ProcessGroup::World => {
+            Some(weight) if mesh.process_group(weight) != ProcessGroup::World => {
                 joined_placed(weight, placed, |place| parts[placed.0.rank(place)].lend())
             }
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),

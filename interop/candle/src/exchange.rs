@@ -49,7 +49,7 @@ impl Exchange {
         values: &[f32],
         rows: usize,
     ) -> Result<(Vec<f32>, usize)> {
-        let (_, size) = ranks.among(among);
+        let (_, size) = ranks.rank_and_size(among);
         let cut = !matches!(
             self,
             Exchange::Gather | Exchange::Sum | Exchange::SumGradients

@@ -313,7 +313,7 @@ impl MoeLayer {
             .weights()
             .chain(decided.map(|(name, tensor)| (*name, tensor)));
         let learns = |(name, tensor): &(&str, &Tensor)| {
-            let plan = layer.side_of(name).plan();
+            let plan = layer.weight_layer(name).plan();
             tensor.track_op() && plan.tensor(&format!("grad.{name}")).is_some()
         };
         let tied: Vec<(&str, &Tensor)> = all.filter(learns).collect();

@@ -1,4 +1,4 @@
-//! What a call takes and gives.
+//! Inputs and outputs of calls.
 
 use crate::error::EngineError;
 use moesaic_plan::TensorPlan;
@@ -56,14 +56,14 @@ impl<'a> Input<'a> {
     }
 }
 
-/// What a call gave, in host memory.
+/// The outputs of a call, in host memory.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
     pub(crate) tensors: Tensors<'static>,
 }
 
 impl Output {
-    /// The tensor of this name, if it was asked for.
+    /// Returns the tensor of this name, if the call asked for it.
     pub fn get(&self, name: &str) -> Option<&Tensor<'static>> {
         self.tensors.get(name)
     }
@@ -73,7 +73,7 @@ impl Output {
         &self.tensors["y"]
     }
 
-    /// Every tensor that was asked for, by name.
+    /// Returns every tensor that the call asked for, by name.
     pub fn into_tensors(self) -> Tensors<'static> {
         self.tensors
     }
@@ -84,10 +84,9 @@ impl Output {
 pub struct RawCall<'a> {
     /// Tokens of this call.
     pub tokens: usize,
-    /// Where input tensors lie and output tensors go, by name: `x` and `y`
-    /// at least. Outputs that are not named stay in the layer's memory. With
-    /// an external router and `renormalize_after_drop` the layer rescales
-    /// `topk_weights` where they lie.
+    /// The addresses of input and output tensors by name: `x` and `y` at least. Outputs that you do
+    /// not name stay in the layer's memory. With an external router and `renormalize_after_drop`
+    /// the layer rescales `topk_weights` in place.
     pub tensors: &'a [(&'a str, Ptr)],
     /// As [`Input::capacity_factor`].
     pub capacity_factor: Option<f64>,
@@ -96,14 +95,14 @@ pub struct RawCall<'a> {
 /// A backward pass on device memory that someone else owns.
 #[derive(Clone, Debug)]
 pub struct RawBackward<'a> {
-    /// Where `dy` lies and results go, by name: `dx`, `grad.topk_weights`,
-    /// `grad.<weight>`. Results that are not named stay in the layer's memory.
+    /// The addresses of `dy` and of results by name: `dx`, `grad.topk_weights`, `grad.<weight>`.
+    /// Results that you do not name stay in the layer's memory.
     pub tensors: &'a [(&'a str, Ptr)],
-    /// Weight gradients are added to instead of overwritten.
+    /// Whether the pass adds to weight gradients instead of overwriting them.
     pub accumulate: bool,
 }
 
-/// How long one step took.
+/// The time of one step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepTime {
     /// The kernel's name.
@@ -114,9 +113,9 @@ pub struct StepTime {
     pub time: Duration,
 }
 
-/// The key of all random numbers of a training call. A number depends on this key, the
-/// token and the slot, and on nothing else, so a rank that holds the tokens from
-/// `first_token` on draws what one process would.
+/// The position of a training call, for random numbers: these depend on the position, the token and
+/// the slot, and on nothing else. So a rank with the tokens from `first_token` on draws what one
+/// process would.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RngKey {
     /// The seed of the run.

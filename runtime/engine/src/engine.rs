@@ -1,4 +1,4 @@
-//! A device with a compiler and a store: what layers are made with.
+//! The engine: a device with a compiler and a store, which makes layers.
 
 use crate::error::EngineError;
 use crate::jit::{EngineParts, Jit, Stats};
@@ -33,19 +33,19 @@ pub struct Engine {
 pub struct LoadedKernel {
     /// Its text, entries and launch geometry.
     pub source: KernelSource,
-    /// What launches its entries.
+    /// The module that launches its entries.
     pub module: Arc<dyn Module>,
 }
 
 impl Engine {
-    /// An engine for the device's own target.
+    /// Makes an engine for the device's own target.
     pub fn new(parts: EngineParts) -> Engine {
         let target = parts.device.info().target;
         Engine::for_target(parts, target)
     }
 
-    /// An engine that generates for `target`, which the device must be able
-    /// to run: an AVX-512 machine runs `cpu:avx2` too.
+    /// Makes an engine that generates for `target`, which the device must be able to run: an
+    /// AVX-512 machine runs `cpu:avx2` too.
     pub fn for_target(parts: EngineParts, target: Target) -> Engine {
         let device = parts.device.clone();
         let caches = match target.hardware() {
@@ -61,32 +61,32 @@ impl Engine {
         }
     }
 
-    /// The target kernels are generated for.
+    /// Returns the target of the kernels.
     pub fn target(&self) -> Target {
         self.target
     }
 
-    /// The device layers run on.
+    /// Returns the description of the device.
     pub fn device_info(&self) -> &DeviceInfo {
         self.device.info()
     }
 
-    /// The device itself, for memory that raw calls use.
+    /// Returns the device, for memory that raw calls use.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
-    /// The caches that plans for a CPU follow.
+    /// Returns the cache sizes that plans for a CPU use.
     pub fn caches(&self) -> CacheClass {
         self.caches
     }
 
-    /// Where kernels came from, so far.
+    /// Returns the sources of the kernels so far.
     pub fn stats(&self) -> Stats {
         self.jit.stats()
     }
 
-    /// The machine, as tunings name it.
+    /// Returns the machine, as tunings name it.
     pub fn machine(&self) -> TunedMachine {
         let info = self.device.info();
         TunedMachine {
@@ -95,8 +95,8 @@ impl Engine {
         }
     }
 
-    /// The plans of a layer on this engine's target: without a tuning, and with
-    /// those that the store has of it for this machine.
+    /// Returns the plans of a layer on this engine's target: without a tuning, and with the store's
+    /// tunings for this machine.
     ///
     /// # Errors
     /// [`EngineError::Spec`] and [`EngineError::Plan`].
@@ -133,12 +133,12 @@ impl Engine {
         }
     }
 
-    /// Whether the kernels of these plans can be had.
+    /// Returns whether the engine can get the kernels of these plans.
     pub(crate) fn may_load(&self, texts: &Texts) -> bool {
         self.jit.may_load(texts.each.iter().flatten())
     }
 
-    /// What plans follow without a tuning.
+    /// Returns the plan options without a tuning.
     pub(crate) fn plan_options(&self, training: Option<Training>) -> PlanOptions {
         PlanOptions {
             training,
@@ -147,8 +147,7 @@ impl Engine {
         }
     }
 
-    /// Whether a layer could take that many tokens in one call now, weights
-    /// aside.
+    /// Checks that a layer could take that many tokens in one call now, weights aside.
     ///
     /// # Errors
     /// [`EngineError::Input`] when a call never can, [`EngineError::NoRoom`]
@@ -159,8 +158,8 @@ impl Engine {
         check_size(&tilings, tensors.iter(), &*self.device, 0, tokens)
     }
 
-    /// Makes a layer: plans it, gets its kernels, puts its weights on the
-    /// device. Weights are copied; the caller may let go of them.
+    /// Makes a layer: plans it, gets its kernels, and copies its weights to the device, so you may
+    /// free them afterwards.
     ///
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
@@ -172,7 +171,7 @@ impl Engine {
         self.layer_of(&self.texts(spec, None)?, weights)
     }
 
-    /// The layer of these plans.
+    /// Makes the layer of these plans.
     pub(crate) fn layer_of(
         &self,
         texts: &Texts,
@@ -181,7 +180,7 @@ impl Engine {
         self.layer_with(texts, weights, HashMap::new())
     }
 
-    /// The layer of these plans; weights that are in `shared` lie there.
+    /// Makes the layer of these plans; weights in `shared` are used in place.
     pub(crate) fn layer_with(
         &self,
         texts: &Texts,
@@ -192,13 +191,13 @@ impl Engine {
         Layer::new(tilings, modules, self.device.clone(), weights, shared)
     }
 
-    /// The layer of these plans, whose calls are lent weights.
+    /// Makes the layer of these plans without weights; each call brings them from a workspace.
     pub(crate) fn borrowing_layer(&self, texts: &Texts) -> Result<Layer, EngineError> {
         let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
         Layer::borrowing(tilings, modules, self.device.clone())
     }
 
-    /// The kernels of each plan, loaded.
+    /// Loads the kernels of each plan.
     pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Modules>, EngineError> {
         let sources: Vec<&KernelSource> = texts.each.iter().flatten().map(|s| &**s).collect();
         let training = texts.tilings.first().training.map_or("", option_of);
@@ -210,8 +209,8 @@ impl Engine {
         Ok(own.collect())
     }
 
-    /// A loaded module per source. An error names the caches that a kernel is for,
-    /// if those are not what is assumed.
+    /// Loads a module per source. The error of a CPU kernel names the caches that it was made for,
+    /// if these are not the default.
     pub(crate) fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
         let assumed = self.caches == CacheClass::default();
         let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
@@ -247,7 +246,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The kernels of a layer without a tuning, loaded, to be launched one by one.
+    /// Loads the kernels of a layer without a tuning, to be launched one by one.
     ///
     /// # Errors
     /// As [`Engine::layer`].
@@ -261,7 +260,7 @@ impl Engine {
     }
 }
 
-/// What `precompile` has to be told for kernels of training.
+/// Returns the option with which `precompile` compiles kernels of training.
 fn option_of(training: Training) -> &'static str {
     match training.recompute {
         Recompute::None => " --training",

@@ -1,4 +1,4 @@
-//! What can go wrong between a spec and its result.
+//! Errors of the engine, from a spec to its results.
 
 use moesaic_collectives::CollectiveError;
 use moesaic_emit::EmitError;
@@ -33,7 +33,7 @@ pub enum EngineError {
         kernel: String,
         /// The target.
         target: String,
-        /// What else the command needs.
+        /// Further options of the command.
         options: String,
     },
     /// The device failed.
@@ -47,7 +47,7 @@ pub enum EngineError {
     Weight {
         /// The canonical name.
         name: String,
-        /// What was found and what is expected.
+        /// The value found and the value expected.
         problem: String,
     },
     /// Several weights are missing or not as the spec says.
@@ -61,7 +61,7 @@ pub enum EngineError {
         /// The source's reason.
         source: SourceError,
     },
-    /// What ranks hold together cannot be saved.
+    /// The tensors of all ranks cannot be saved.
     #[error("the tensors of all ranks cannot be saved: {0}")]
     Save(String),
     /// An input is missing or not as the spec says.
@@ -69,7 +69,7 @@ pub enum EngineError {
     Input {
         /// The tensor's name.
         name: String,
-        /// What was found and what is expected.
+        /// The value found and the value expected.
         problem: String,
     },
     /// An address of a raw call at which kernels cannot access their tensor.
@@ -80,9 +80,9 @@ pub enum EngineError {
     Misaligned {
         /// The tensor's name.
         name: String,
-        /// Where it lies.
+        /// The address.
         address: u64,
-        /// What the address has to be a multiple of.
+        /// The alignment that kernels need.
         alignment: u64,
     },
     /// A call is too large for the memory of the device.
@@ -109,13 +109,13 @@ pub enum EngineError {
          make it without the mesh, or call `forward` and `forward_train` on all ranks"
     )]
     OverRanks {
-        /// What was asked.
+        /// The thing that was asked for.
         asked: &'static str,
     },
     /// Something was asked of a layer of one process that only one over ranks can do.
     #[error("the layer is of one process, {asked} is for a layer over ranks\nmake it with a mesh")]
     NotOverRanks {
-        /// What was asked.
+        /// The thing that was asked for.
         asked: &'static str,
     },
     /// A plan and its kernels do not fit: a defect of the planner.
@@ -123,10 +123,10 @@ pub enum EngineError {
     Unbound {
         /// The entry.
         symbol: String,
-        /// What is not known of it.
+        /// The reason.
         problem: String,
     },
-    /// What was kept belongs to another layer or plan.
+    /// The saved state belongs to another layer or plan.
     #[error(
         "the saved state is of another layer; backward takes what its own `forward_train` gave"
     )]
@@ -134,23 +134,23 @@ pub enum EngineError {
     /// A call's capacity factor cannot be.
     #[error("capacity factor {factor:?}: {problem}")]
     Capacity {
-        /// What was asked.
+        /// The thing that was asked for.
         factor: f64,
-        /// Why not, and what is possible.
+        /// The reason, and what is possible.
         problem: String,
     },
     /// An evaluation was asked for what only training computes.
     #[error("`{name}` is what training computes; ask `forward_train` for it")]
     TrainingOutput {
-        /// What was asked.
+        /// The thing that was asked for.
         name: String,
     },
     /// A tensor the layer does not have was asked for.
     #[error("the layer has no output `{name}`; it has: {known}")]
     NoOutput {
-        /// What was asked.
+        /// The thing that was asked for.
         name: String,
-        /// What there is.
+        /// The names that exist.
         known: String,
     },
 }
@@ -172,8 +172,8 @@ fn gigabytes(bytes: u64) -> String {
 }
 
 impl EngineError {
-    /// The same error; of a kernel that is not cached, `precompile` is to be told these
-    /// options, too.
+    /// Returns the same error; that of a kernel that is not cached names further options for
+    /// `precompile`.
     #[doc(hidden)]
     #[must_use]
     pub fn needing(mut self, more: &str) -> EngineError {

@@ -30,9 +30,8 @@ impl Layer {
         self.pass(Pass::Evaluate, input, names, RngKey::default())
     }
 
-    /// Decides where tokens go as [`Layer::forward_with`] does, and nothing
-    /// else: `topk_ids`, `topk_weights`, `counts`, `locations`, `offsets`, and
-    /// with a capacity `capacity` and `overflow`.
+    /// Routes tokens as [`Layer::forward_with`] does, and stops there: `topk_ids`, `topk_weights`,
+    /// `counts`, `locations`, `offsets`, and with a capacity `capacity` and `overflow`.
     ///
     /// # Errors
     /// As [`Layer::forward_with`].
@@ -74,7 +73,7 @@ impl Layer {
     /// [`EngineError::Misaligned`] when kernels cannot use one; otherwise as
     /// [`Layer::forward`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe { self.pass_raw(Pass::Evaluate, call, RngKey::default()) }
     }
 
@@ -87,7 +86,7 @@ impl Layer {
     /// # Errors
     /// As [`Layer::forward_raw`].
     pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe { self.pass_raw(Pass::Route, call, RngKey::default()) }
     }
 
@@ -114,7 +113,7 @@ impl Layer {
         self.run(self.bound(pass), &scalars, addresses, None)
     }
 
-    /// Where the tensors of a call lie that keeps nothing.
+    /// Sets the addresses of a call that keeps nothing.
     pub(crate) fn lay_passing(&self, workspaces: &mut Workspaces) {
         let Workspaces {
             every,

@@ -1,4 +1,4 @@
-//! What a call gives and asks for: checked, and copied from and to host memory.
+//! The host side of a call: inputs are checked and copied from, and outputs to, host memory.
 
 use crate::call::{Input, Output, RngKey, input_error, shape_for};
 use crate::error::EngineError;
@@ -10,7 +10,7 @@ use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
 
 impl Layer {
-    /// What a caller gives to a pass.
+    /// Returns the inputs of a pass.
     pub(crate) fn inputs(&self, pass: Pass) -> &[TensorId] {
         &self.ports[pass as usize].inputs
     }
@@ -56,8 +56,8 @@ impl Layer {
         self.scalars_among(pass, rng_key, (tokens, tokens), capacity_factor)
     }
 
-    /// The same on one of several ranks, where some rank has `most` tokens: the capacity
-    /// of all is that of this one.
+    /// Returns the scalars on one of several ranks, where some rank has `most` tokens: all ranks
+    /// use that rank's capacity.
     pub(crate) fn scalars_among(
         &self,
         pass: Pass,
@@ -138,8 +138,8 @@ impl Layer {
         Ok(host)
     }
 
-    /// What a caller gives, as the spec wants it. Ids index device memory: of them it
-    /// is a copy, and that is checked, since a caller's file may change meanwhile.
+    /// Checks an input against the spec. Ids index device memory, so they are copied before the
+    /// check: a caller's file may change meanwhile.
     pub(crate) fn checked_input<'i>(
         &self,
         input: &'i Input<'_>,

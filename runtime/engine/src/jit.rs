@@ -11,25 +11,25 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// What an engine is made of.
+/// The parts of an engine.
 pub struct EngineParts {
-    /// Where layers run.
+    /// The device on which layers run.
     pub device: Arc<dyn Device>,
-    /// What compiles kernels; `None` runs from the store alone.
+    /// The compiler; `None` runs from the store alone.
     pub compiler: Option<Arc<dyn Compiler>>,
-    /// Where compiled kernels are kept; `None` compiles in every process.
+    /// The store of compiled kernels; `None` compiles in every process.
     pub store: Option<Arc<Store>>,
-    /// A kernel that is not in the store is an error instead of a compile.
+    /// Whether a kernel that is not in the store is an error instead of a compile.
     pub strict: bool,
-    /// Layers are made with the tunings of this machine that the store has.
+    /// Whether layers use the store's tunings for this machine.
     pub tuned: bool,
     /// The caches that plans for a CPU follow; `None` is the device's.
     pub caches: Option<CpuCaches>,
-    /// What is asked of the compiler.
+    /// The options of the compiler.
     pub options: CompileOptions,
 }
 
-/// Where the kernels of an engine came from, so far.
+/// The sources of an engine's kernels so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Kernels compiled.
@@ -40,7 +40,7 @@ pub struct Stats {
     pub in_memory: u64,
 }
 
-/// A place for one module. Whoever holds its lock is the one that makes it.
+/// The slot of one module. The holder of its lock makes the module.
 type Slot = Arc<Mutex<Option<Arc<dyn Module>>>>;
 
 /// The kernels of an engine.
@@ -48,7 +48,7 @@ pub(crate) struct Jit {
     target: Target,
     device: Arc<dyn Device>,
     builder: Builder,
-    /// Nothing is compiled: the engine says so, its store, or the lack of a compiler.
+    /// Whether nothing is compiled, because of the engine, its store, or the lack of a compiler.
     strict: bool,
     slots: Mutex<HashMap<KernelKey, Slot>>,
     in_memory: AtomicU64,
@@ -111,8 +111,8 @@ impl Jit {
         self.builder.store.as_deref()
     }
 
-    /// Whether modules of these can be had: always, unless nothing may be
-    /// compiled, or nothing is there that could.
+    /// Returns whether the engine can get these modules: always, unless it may not compile and one
+    /// is neither loaded nor stored.
     pub fn may_load<'s>(&self, mut sources: impl Iterator<Item = &'s Arc<KernelSource>>) -> bool {
         if !self.strict {
             return true;
@@ -345,7 +345,8 @@ mod tests {
         "cuda:sm_80".parse().unwrap()
     }
 
-    /// What asks no compiler, and with `compiler` has one.
+    /// Returns the parts of an engine that captures; with `compiler` it has one that must not be
+    /// asked.
     fn parts(compiler: bool) -> EngineParts {
         let info = DeviceInfo {
             name: String::new(),
@@ -377,8 +378,7 @@ mod tests {
         }
     }
 
-    /// A tuning whose kernels are not there is no reason to fail, whatever keeps them
-    /// from being compiled.
+    /// Checks that a tuning without kernels is no error, whatever keeps them from being compiled.
     #[test]
     fn strict_engines_say_what_they_may_load() {
         let strict = Arc::new(Store::open("/no/such/cache").strict());

@@ -27,7 +27,7 @@ enum Scalar {
 }
 
 impl Scalar {
-    /// The value behind a parameter of this name.
+    /// Returns the scalar of a parameter name.
     fn named(name: &str) -> Option<Scalar> {
         Some(match name {
             "tokens" => Scalar::Tokens,
@@ -66,12 +66,12 @@ impl Scalars {
         self.tokens as usize
     }
 
-    /// Weight gradients are added to instead of overwritten.
+    /// Sets whether weight gradients are added to instead of overwritten.
     pub fn accumulating(self, accumulate: bool) -> Scalars {
         Scalars { accumulate, ..self }
     }
 
-    /// Those of some of the rows, of which others were before if this one `adds` to
+    /// Returns the scalars for some of the rows; `adds` if other rows have already written
     /// gradients of weights.
     pub fn of_chunk(self, tokens: usize, adds: bool) -> Scalars {
         Scalars {
@@ -95,7 +95,7 @@ impl Scalars {
     }
 }
 
-/// What is behind a parameter.
+/// The value of a parameter.
 enum BoundArg {
     Scalar(Scalar),
     Tensor(TensorId),
@@ -237,7 +237,7 @@ impl BoundStep {
         Ok(())
     }
 
-    /// The same, which is recorded.
+    /// Launches with a recorder.
     fn launch_recorded(
         &self,
         call: (&Scalars, &Addresses),
@@ -278,7 +278,7 @@ fn is_nowhere(arg: &Arg) -> bool {
     matches!(arg, Arg::Ptr(Ptr(0)) | Arg::TensorMap { base: Ptr(0), .. })
 }
 
-/// Who is told of launches, and what is said of them.
+/// The recorder of launches and the chunk that they belong to.
 #[derive(Clone, Copy)]
 pub(crate) struct Watch<'w> {
     pub recorder: &'w dyn Recorder,
@@ -290,7 +290,7 @@ pub(crate) struct Watch<'w> {
 pub(crate) struct Bound(Vec<Vec<BoundStep>>);
 
 impl Bound {
-    /// The same steps of every plan, whose kernels are at its number.
+    /// Binds the same steps of every plan, whose kernels have its index.
     ///
     /// # Errors
     /// As [`BoundStep::new`].
@@ -340,7 +340,7 @@ impl Bound {
 }
 
 thread_local! {
-    /// Room for the arguments of a launch, kept from call to call.
+    /// Scratch for the arguments of a launch, kept from call to call.
     static ARGS: Cell<Vec<Arg>> = const { Cell::new(Vec::new()) };
 }
 

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// A layer that can run. Calls from several threads take turns.
 pub struct Layer {
     pub(crate) tilings: Tilings,
-    /// For each plan of the tilings.
+    /// The loaded kernels of each plan.
     modules: Vec<Modules>,
     pub(crate) weights: Buffers,
     pub(crate) device: Arc<dyn Device>,
@@ -29,7 +29,7 @@ pub struct Layer {
     /// Layers that share memory take turns with each other, too.
     turn: Arc<Mutex<()>>,
     workspaces: Mutex<Workspaces>,
-    /// What each pass takes and gives.
+    /// The inputs and outputs of each pass.
     pub(crate) ports: [Ports; 4],
     /// The steps of each pass.
     passes: Vec<Bound>,
@@ -38,13 +38,13 @@ pub struct Layer {
     every: Vec<TensorId>,
     /// The tensors that a training call leaves for backward.
     pub(crate) saved: Vec<TensorId>,
-    /// Those of them that other calls need for themselves.
+    /// The tensors among these that other calls need for themselves.
     passing: Vec<TensorId>,
-    /// What backward adds up, `grad.<weight>`; made when first needed.
+    /// The gradients that backward sums, `grad.<weight>`; allocated when first needed.
     pub(crate) gradients: OnceLock<Buffers>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
     pub(crate) idle: Arc<Mutex<Vec<Kept>>>,
-    /// Who is told of launches.
+    /// The recorder of launches.
     recorder: Option<Arc<dyn Recorder>>,
 }
 
@@ -68,7 +68,7 @@ impl Layer {
         Layer::holding(tilings, modules, device, held)
     }
 
-    /// A layer whose calls are lent weights, and room for their gradients.
+    /// Makes a layer whose calls bring weights from a workspace, and memory for their gradients.
     pub(crate) fn borrowing(
         tilings: Tilings,
         modules: Vec<Modules>,
@@ -79,7 +79,7 @@ impl Layer {
         Ok(Layer { gradients, ..layer })
     }
 
-    /// A layer with weights where they lie.
+    /// Makes a layer over weights that exist already.
     fn holding(
         tilings: Tilings,
         modules: Vec<Modules>,
@@ -111,18 +111,18 @@ impl Layer {
         })
     }
 
-    /// What calls take turns by.
+    /// Returns the lock by which calls take turns.
     pub(crate) fn turn(&self) -> &Arc<Mutex<()>> {
         &self.turn
     }
 
-    /// The layer, whose calls never run beside those of others with this lock.
+    /// Returns the layer with the lock of another: calls of the two never run at the same time.
     pub(crate) fn taking_turns(self, turn: &Arc<Mutex<()>>) -> Layer {
         let turn = Arc::clone(turn);
         Layer { turn, ..self }
     }
 
-    /// The number of the tensor of this name.
+    /// Returns the id of the tensor of this name.
     pub(crate) fn id(&self, name: &str) -> Option<TensorId> {
         let plan = self.plan();
         let found = self
@@ -141,9 +141,9 @@ impl Layer {
         Bound::new(&self.tilings, &self.modules, steps)
     }
 
-    /// Where the tensors of a call lie: what the layer holds, and what is in
-    /// these workspaces. A graph that is captured has these addresses for good, so it
-    /// keeps what lies there: a larger call takes other memory, and the layer may go.
+    /// Sets the addresses of a call: the layer's own tensors, and those in these workspaces. A
+    /// captured graph keeps its addresses for good, so it keeps this memory alive: a larger call
+    /// gets other memory, and the layer may be dropped.
     pub(crate) fn lay<const N: usize>(&self, addresses: &mut Addresses, memory: [&Workspace; N]) {
         addresses.clear(self.plan().tensors.len());
         let captured = self.captured();
@@ -157,7 +157,7 @@ impl Layer {
         }
     }
 
-    /// Whether launches become part of a graph.
+    /// Returns whether launches become part of a graph.
     pub(crate) fn captured(&self) -> bool {
         self.device.capturing().is_some()
     }
@@ -173,7 +173,7 @@ impl Layer {
         self.run_chunk(steps, scalars, addresses, times, None)
     }
 
-    /// The same of some of the rows, which traces name.
+    /// Launches steps for some of the rows, which traces name.
     pub(crate) fn run_chunk(
         &self,
         steps: &Bound,
@@ -187,20 +187,19 @@ impl Layer {
             tilings: &self.tilings,
             chunk,
         });
-        // Forward and backward of a call have one tiling: one lists row tiles, and
-        // the other walks them.
+        // Forward and backward of a call must use one tiling: forward lists row tiles and backward
+        // reads the list.
         let index = self.tilings.index(scalars.tokens());
         steps.run(index, &*self.device, scalars, addresses, times, watch)
     }
 
-    /// Tells a recorder of every launch from now on, or nobody. On a GPU each launch is then
-    /// waited for: times are right, and what would have run side by side does not.
+    /// Sets the recorder of every launch; `None` removes it. With a recorder each launch on a GPU
+    /// is waited for: times are right, and launches that would overlap do not.
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         self.recorder = recorder;
     }
 
-    /// Replaces a weight, when no call is under way. What was launched before sees
-    /// the old one.
+    /// Replaces a weight, when no call is in flight. Earlier launches see the old values.
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
@@ -243,9 +242,8 @@ impl Layer {
         packing.pack(id, tensor, 0, &self.weights)
     }
 
-    /// The address of a weight on the device, for an optimizer that runs there.
-    /// `None` when the layer keeps it only as its kernels read it, which a
-    /// training layer never does.
+    /// Returns the address of a weight on the device, for an optimizer that runs there. `None` if
+    /// the layer only has it packed, which a training layer never does.
     pub fn weight_ptr(&self, name: &str) -> Option<Ptr> {
         self.weights.get(self.id(name)?).map(Buffer::ptr)
     }
@@ -262,12 +260,12 @@ impl Layer {
         self.tilings.first()
     }
 
-    /// Its plans by the number of tokens of a call.
+    /// Returns its plans by the number of tokens of a call.
     pub fn tilings(&self) -> &Tilings {
         &self.tilings
     }
 
-    /// Bytes of device memory its intermediates hold at present.
+    /// Returns the bytes of device memory that its intermediates use now.
     pub fn workspace_bytes(&self) -> u64 {
         self.lock_workspaces().bytes()
     }
@@ -282,7 +280,7 @@ impl Layer {
         }
     }
 
-    /// Makes room for a call of so many tokens that keeps nothing.
+    /// Reserves memory for a call that keeps nothing.
     pub(crate) fn reserve(
         &self,
         workspaces: &mut Workspaces,
@@ -298,7 +296,7 @@ impl Layer {
         Ok(passing.reserve(tensors, &self.tilings, &*self.device, tokens)?)
     }
 
-    /// Makes room for what no call keeps.
+    /// Reserves memory for the tensors that no call keeps.
     pub(crate) fn reserve_every(
         &self,
         every: &mut Workspace,
@@ -308,7 +306,7 @@ impl Layer {
         Ok(every.reserve(tensors, &self.tilings, &*self.device, tokens as u64)?)
     }
 
-    /// Makes room for a training call of so many tokens, but for what it keeps.
+    /// Reserves memory for a training call, apart from the tensors that it keeps.
     pub(crate) fn reserve_training(
         &self,
         every: &mut Workspace,
@@ -321,21 +319,20 @@ impl Layer {
         Ok(())
     }
 
-    /// Whether a call can be that large, with memory for the tensors that no call
-    /// keeps and for `others`; `held` bytes are given back first.
+    /// Checks that a call can be that large, with memory for the tensors that no call keeps and for
+    /// `others`; `held` bytes are freed first.
     fn check_size(&self, held: u64, others: &[TensorId], tokens: usize) -> Result<(), EngineError> {
         let tensors = self.every.iter().chain(others);
         check_size(&self.tilings, tensors, &*self.device, held, tokens)
     }
 
-    /// The most tokens of one call: assignments are counted in 31 bits.
+    /// Returns the most tokens of one call: assignments are counted in 31 bits.
     pub fn max_tokens(&self) -> usize {
         most_tokens(self.plan())
     }
 }
 
-/// A layer's workspaces during a call, which runs beside no other that uses the
-/// same memory.
+/// A layer's workspaces during a call; no other call that uses the same memory runs meanwhile.
 pub(crate) struct Turn<'a> {
     workspaces: MutexGuard<'a, Workspaces>,
     _turn: MutexGuard<'a, ()>,
@@ -363,8 +360,8 @@ fn most_tokens(plan: &LayerPlan) -> usize {
     i32::MAX as usize / plan.spec.shape.top_k
 }
 
-/// Whether a call can be that large, with memory for these tensors, where `held`
-/// bytes are given back first.
+/// Checks that a call can be that large, with memory for these tensors; `held` bytes are freed
+/// first.
 pub(crate) fn check_size<'a>(
     tilings: &Tilings,
     tensors: impl Iterator<Item = &'a TensorId>,
@@ -388,14 +385,14 @@ pub(crate) fn check_size<'a>(
     }
 }
 
-/// Nothing can be timed on inputs that no call had.
+/// Returns the error of timing without the inputs of a call.
 pub(crate) fn untimed(tokens: usize, call: &str) -> EngineError {
     let problem = format!("has fewer than {tokens} tokens so far; run {call} on them first");
     input_error("x", problem)
 }
 
-/// Whether every weight that a call reads has memory. Gradients get theirs before
-/// the first backward pass, all other tensors before each call.
+/// Checks that every weight that a call reads has memory. Gradients get theirs before the first
+/// backward pass, all other tensors before each call.
 fn check_held(plan: &LayerPlan, held: &Buffers) -> Result<(), EngineError> {
     let called = plan.all_steps().chain(&plan.evaluation);
     for tensor in tensors(called) {

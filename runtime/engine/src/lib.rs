@@ -3,14 +3,14 @@
 //! ```text
 //! Engine::layer(spec, weights)
 //!   plan ─> emit ─> key ─> in memory? ─> in the store? ─> compile ─> load
-//!   weights ─> a piece at a time: checked, and put on the device
+//!   weights ─> a few rows at a time: checked, and put on the device
 //!   steps   ─> functions, tensors by number, scalars: bound once
 //! Layer::forward(input)
 //!   every tensor gets an address, every step is launched
 //! ```
 //!
-//! The engine names no concrete target: it is handed a [`Device`], a
-//! [`Compiler`] or none, and a store or none.
+//! The engine knows no concrete target: you hand it a [`Device`], a [`Compiler`] or none, and a
+//! store or none.
 //!
 //! [`Device`]: moesaic_target::Device
 //! [`Compiler`]: moesaic_target::Compiler
@@ -51,7 +51,7 @@ pub use error::EngineError;
 pub use jit::{EngineParts, Stats};
 pub use layer::Layer;
 pub use mesh::{
-    AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, Moment, ProcessGroup, Ranks, Shard, joined,
+    AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, ProcessGroup, Ranks, Shard, Timestamp, joined,
     joined_placed, part_of, part_of_placed, part_shape, part_shape_placed,
 };
 pub use multi_gate::{MultiGate, MultiSaved};

@@ -1,22 +1,22 @@
-//! Where the tensors of a layer lie.
+//! Device memory of a layer's tensors.
 
 use moesaic_plan::{LayerPlan, Role, TensorId, Tilings};
 use moesaic_target::{Buffer, Device, DeviceError, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Device memory of tensors of one plan. What other ranks are sent from or into it
-/// keeps a buffer until it is done.
+/// Device memory of the tensors of one plan. An exchange keeps the buffers that it accesses alive
+/// until it ends.
 #[derive(Clone, Default)]
 pub(crate) struct Buffers(Vec<(TensorId, Arc<Buffer>)>);
 
 impl Buffers {
-    /// The buffer of a tensor, if it is here.
+    /// Returns the buffer of a tensor, if it is here.
     pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
         self.handle(tensor).map(|buffer| &**buffer)
     }
 
-    /// The buffer of a tensor, if it is here, to be kept.
+    /// Returns a shared handle to the buffer of a tensor, if it is here.
     pub fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
         let found = self.0.iter().find(|(held, _)| *held == tensor);
         found.map(|(_, buffer)| buffer)
@@ -72,12 +72,12 @@ impl Addresses {
         self.0[tensor.0] = address;
     }
 
-    /// Those of another call.
+    /// Copies the addresses of another call.
     pub fn copy(&mut self, other: &Addresses) {
         self.0.clone_from(&other.0);
     }
 
-    /// A tensor begins so many bytes later, if it has memory.
+    /// Moves a tensor's address by some bytes, if it has memory.
     pub fn shift(&mut self, tensor: TensorId, bytes: u64) {
         let Ptr(address) = &mut self.0[tensor.0];
         if *address > 0 {
@@ -85,14 +85,15 @@ impl Addresses {
         }
     }
 
-    /// Tensors that have memory are there.
+    /// Sets the addresses of tensors to their buffers.
     pub fn lay(&mut self, buffers: &Buffers) {
         for (tensor, buffer) in buffers.iter() {
             self.set(tensor, buffer.ptr());
         }
     }
 
-    /// Tensors lie where a caller has them; of two addresses of one the first counts.
+    /// Sets the addresses of tensors to a caller's; if a tensor is there twice, the first address
+    /// counts.
     pub fn give(&mut self, given: &[(TensorId, Ptr)]) {
         for &(tensor, address) in given.iter().rev() {
             self.set(tensor, address);
@@ -169,16 +170,16 @@ impl Workspace {
     }
 }
 
-/// Device memory of a layer's calls, which nothing is left in.
+/// Device memory of a layer's calls; nothing in it outlives a call.
 #[derive(Default)]
 pub(crate) struct Workspaces {
-    /// What no call keeps for backward.
+    /// The tensors that no call keeps for backward.
     pub every: Workspace,
-    /// What training keeps, for calls that keep nothing.
+    /// The tensors that training keeps, for calls that keep nothing.
     pub passing: Workspace,
-    /// Room for the addresses of a call.
+    /// Scratch for the addresses of a call.
     pub addresses: Addresses,
-    /// Room for what a raw call gives.
+    /// Scratch for the addresses that a raw call gives.
     pub given: Vec<(TensorId, Ptr)>,
 }
 
@@ -200,11 +201,11 @@ impl Workspaces {
     }
 }
 
-/// What a training call leaves for backward.
+/// The tensors that a training call keeps for backward.
 #[derive(Default)]
 pub(crate) struct Kept {
     pub workspace: Workspace,
-    /// Tensors that lie where a raw call had them.
+    /// Tensors at addresses that a raw call gave.
     pub given: Vec<(TensorId, Ptr)>,
 }
 
@@ -216,12 +217,12 @@ pub(crate) fn passing_tensors(plan: &LayerPlan) -> Vec<TensorId> {
     passing.collect()
 }
 
-/// Whether a layer has memory for such a tensor as long as it lives.
+/// Returns whether a layer holds a tensor of this role as long as it lives.
 pub(crate) fn outlives_calls(role: Role) -> bool {
     matches!(role, Role::Weight | Role::Packed | Role::WeightGradient)
 }
 
-/// Bytes that a call of `tokens` tokens needs for tensors.
+/// Returns the bytes that a call of `tokens` tokens needs for tensors.
 pub(crate) fn needed<'a>(
     tilings: &Tilings,
     tensors: impl Iterator<Item = &'a TensorId>,

@@ -17,20 +17,20 @@ use std::sync::{Mutex, PoisonError};
 /// holds weights and gradients of experts for all. With `top_k` as large as the
 /// number of experts it is the published MMoE.
 ///
-/// A call runs all of them in one pass over the experts, whose weights are read
-/// once. Where experts have a capacity, which is that of each layer, or where
-/// routing is `external`, it runs them one by one. So does an engine that compiles
-/// nothing and does not have the kernels for it ([`Job::multi_gate`](crate::Job::multi_gate)),
-/// with a warning; [`MultiGate::in_one_pass`] says which it is.
+/// A call runs all of them in one pass over the experts and reads their weights once. If experts
+/// have a capacity, which is that of each layer, or if routing is `external`, it runs them one by
+/// one. So does an engine that compiles nothing and lacks the kernels
+/// ([`Job::multi_gate`](crate::Job::multi_gate)), with a warning. [`MultiGate::in_one_pass`] tells
+/// you which it is.
 pub struct MultiGate {
     layers: Vec<Layer>,
     stack: Option<Stack>,
-    /// One backward pass at a time, which may be a call of each layer.
+    /// A lock for one backward pass at a time; a pass may be several calls, one of each layer.
     backward: Mutex<()>,
 }
 
-/// What a forward pass of a [`MultiGate`] left for backward. It can be put
-/// together from what its layers left when they ran by themselves, in order.
+/// The state that a forward pass of a [`MultiGate`] keeps for backward. You can also put it
+/// together from the states of its layers, in order, if they ran by themselves.
 pub struct MultiSaved(Kept);
 
 enum Kept {
@@ -75,7 +75,7 @@ impl Engine {
         let stack = match (stacked(spec), &*layers) {
             (Some(experts), [first, _, ..]) => {
                 let texts = self.texts(&experts, training)?;
-                // Its kernels are not those of the spec: a pack may lack them.
+                // The spec of the stack differs from the layer's, so a pack may lack its kernels.
                 if self.may_load(&texts) {
                     Some(Stack::new(first, layer(&texts, &Tensors::new())?)?)
                 } else {
@@ -94,13 +94,13 @@ impl Engine {
 }
 
 impl MultiGate {
-    /// The layers, one per router. A layer's own `router.` weights and gradients
-    /// are its own; those of experts are every layer's, so their calls take turns.
+    /// Returns the layers, one per router. A layer's `router.` weights and gradients are its own;
+    /// those of experts belong to all layers, so their calls take turns.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
 
-    /// Whether a call runs all layers in one pass over the experts, or one by one.
+    /// Returns whether a call runs all layers in one pass over the experts.
     pub fn in_one_pass(&self) -> bool {
         self.stack.is_some()
     }
@@ -179,7 +179,8 @@ impl MultiGate {
         let calls = self.layers.iter().zip(saved).zip(dy).enumerate();
         calls
             .map(|(index, ((layer, saved), dy))| {
-                // The first overwrites what all share, the others add to it.
+                // All layers share the gradients of experts: the first pass overwrites them, the
+                // others add.
                 if index > 0 && !accumulate {
                     layer.zero_gradients_of(is_own)?;
                 }
@@ -189,7 +190,7 @@ impl MultiGate {
     }
 }
 
-/// Says why calls take longer than they might.
+/// Warns that calls run layer by layer, and why.
 fn one_by_one(layer: &str) {
     tracing::warn!(
         layer,
@@ -198,7 +199,7 @@ fn one_by_one(layer: &str) {
     );
 }
 
-/// Whether a tensor is one router's.
+/// Returns whether a tensor belongs to one router.
 fn is_own(name: &str) -> bool {
     name.trim_start_matches("grad.").starts_with("router.")
 }

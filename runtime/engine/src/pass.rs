@@ -4,7 +4,7 @@
 use moesaic_plan::{LayerPlan, Role, Step, TensorId};
 use std::collections::BTreeSet;
 
-/// What a call does of a forward pass, and how.
+/// A forward pass of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pass {
     /// All of it; draws nothing and keeps nothing.
@@ -17,7 +17,7 @@ pub(crate) enum Pass {
     RouteTrain,
 }
 
-/// What a pass has to do with its caller.
+/// The tensors that a pass exchanges with its caller.
 pub(crate) struct Ports {
     pub inputs: Vec<TensorId>,
     pub outputs: Vec<TensorId>,
@@ -27,7 +27,7 @@ impl Pass {
     /// Each at its number.
     pub const ALL: [Pass; 4] = [Pass::Evaluate, Pass::Train, Pass::Route, Pass::RouteTrain];
 
-    /// Whether random numbers are drawn.
+    /// Returns whether the pass draws random numbers.
     pub fn trains(self) -> bool {
         matches!(self, Pass::Train | Pass::RouteTrain)
     }
@@ -47,8 +47,7 @@ impl Pass {
             named.extend(tensors(&plan.backward));
         }
         let inputs = of_role(plan, &named, &[Role::Input]);
-        // A routing call gives the weights of the caller's own decision, too,
-        // if it is asked for them.
+        // A routing call also returns the weights of the caller's own decision, if asked for them.
         named.extend(plan.id("topk_weights"));
         let outputs = of_role(plan, &named, &[Role::Input, Role::Output]);
         Ports { inputs, outputs }

@@ -1,5 +1,5 @@
-//! Putting weights on the device, in the order the kernels read them: a piece at a
-//! time, so that memory holds a layer once.
+//! Upload of weights in the order that kernels read them, a few rows at a time, so that memory
+//! holds a layer once.
 
 use crate::call::shape_for;
 use crate::error::EngineError;
@@ -11,13 +11,13 @@ use moesaic_target::{Arg, Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, TensorKind, WeightSource, check_kind};
 use std::ops::Range;
 
-/// Bytes of a weight that are read together: work for all threads, and little beside
-/// a layer.
-const PIECE: usize = 8 << 20;
+/// The bytes of a weight that are read at a time: enough work for all threads, and little compared
+/// with a layer.
+const READ_BYTES: usize = 8 << 20;
 
-/// The wanted weights of a plan on the device, packed ones among them. What is wrong
-/// with types and shapes is found before any is read. A piece of a weight is asked of
-/// its source when it is uploaded or packed, and let go of before the next.
+/// Puts the wanted weights of a plan on the device, packed ones among them. All dtypes and shapes
+/// are checked before any weight is read. Rows are read from the source when they are uploaded or
+/// packed, and freed before the next are read.
 pub(crate) fn placed(
     plan: &LayerPlan,
     modules: &Modules,
@@ -62,7 +62,7 @@ pub(crate) fn placed(
     Ok(held)
 }
 
-/// What was found, or one error for all that was not.
+/// Returns all results, or one error with everything that was wrong.
 fn all_or_every_error<T>(
     found: impl Iterator<Item = Result<T, EngineError>>,
 ) -> Result<Vec<T>, EngineError> {
@@ -80,7 +80,8 @@ fn all_or_every_error<T>(
     }
 }
 
-/// Weights stay where they are written first; ended when dropped, also by an error.
+/// A guard during which weights stay on the NUMA node that writes them first; it ends when dropped,
+/// also by an error.
 struct Placing<'a>(&'a dyn Device);
 
 impl<'a> Placing<'a> {
@@ -96,7 +97,7 @@ impl Drop for Placing<'_> {
     }
 }
 
-/// A weight of a plan in its source, which has one of this type and shape.
+/// A weight of a plan in a source that has one of this dtype and shape.
 struct Weight<'a> {
     source: &'a dyn WeightSource,
     tensor: &'a TensorPlan,
@@ -139,9 +140,9 @@ impl<'a> Weight<'a> {
         self.shape.iter().skip(1).product::<usize>() * self.tensor.dtype.size()
     }
 
-    /// Takes its rows, so many at a time or fewer, with the number of the first; in
-    /// one piece whatever the source gives at a time, if they are all to be together.
-    fn each_piece(
+    /// Passes its rows on in order, at most `most` at a time, with the index of the first; all at
+    /// once if they must stay together.
+    fn each_chunk(
         &self,
         most: usize,
         mut take: impl FnMut(usize, &Tensor<'_>) -> Result<(), EngineError>,
@@ -149,56 +150,56 @@ impl<'a> Weight<'a> {
         let mut first = 0;
         while first < self.count() {
             let rows = first..self.count().min(first + most);
-            let mut piece = self.rows(rows.clone())?;
-            if most >= self.count() && piece.shape != self.shape {
-                piece = self.joined(piece)?;
+            let mut read = self.rows(rows.clone())?;
+            if most >= self.count() && read.shape != self.shape {
+                read = self.joined(read)?;
             }
-            take(first, &piece)?;
-            piece.data.release();
-            first += piece.shape.first().copied().unwrap_or(1);
+            take(first, &read)?;
+            read.data.release();
+            first += read.shape.first().copied().unwrap_or(1);
         }
         Ok(())
     }
 
-    /// At most these rows, at least one.
+    /// Reads at most these rows, at least one.
     fn rows(&self, rows: Range<usize>) -> Result<Tensor<'a>, EngineError> {
         let name = &self.tensor.name;
         let read = self.source.rows(name, rows.clone());
-        let piece = read.map_err(|source| EngineError::Source {
+        let read = read.map_err(|source| EngineError::Source {
             name: name.clone(),
             source,
         })?;
         let mut shape = self.shape.clone();
         if let Some(count) = shape.first_mut() {
-            let given = piece.shape.first().copied().unwrap_or(0);
+            let given = read.shape.first().copied().unwrap_or(0);
             *count = given.clamp(1, rows.len());
         }
-        let checked = piece.check(self.tensor.dtype, &shape);
+        let checked = read.check(self.tensor.dtype, &shape);
         checked.map_err(|problem| self.problem(problem))?;
-        Ok(piece)
+        Ok(read)
     }
 
-    /// All rows, of which these are the first.
+    /// Reads all rows; `first` are the first of them.
     fn joined(&self, first: Tensor<'_>) -> Result<Tensor<'static>, EngineError> {
         let mut whole = Tensor::zeros(self.tensor.dtype, &self.shape);
         let mut to = whole.data.to_mut();
         let mut next = 0;
-        let mut piece = first;
+        let mut read = first;
         loop {
-            let (own, rest) = to.split_at_mut(piece.data.len());
-            own.copy_from_slice(&piece.data);
-            piece.data.release();
-            next += piece.shape[0];
+            let (own, rest) = to.split_at_mut(read.data.len());
+            own.copy_from_slice(&read.data);
+            read.data.release();
+            next += read.shape[0];
             if next == self.count() {
                 return Ok(whole);
             }
             to = rest;
-            piece = self.rows(next..self.count())?;
+            read = self.rows(next..self.count())?;
         }
     }
 }
 
-/// What packs weights, and uploads those that are not packed.
+/// The packing of weights; uploads those that are not packed.
 pub(crate) struct Packing<'a> {
     pub plan: &'a LayerPlan,
     pub modules: &'a Modules,
@@ -206,24 +207,24 @@ pub(crate) struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// A weight in device memory.
+    /// Uploads a weight to device memory.
     fn upload(&self, weight: &Weight<'_>) -> Result<Buffer, EngineError> {
         let bytes = usize::try_from(weight.tensor.bytes(0)).unwrap_or(usize::MAX);
         let buffer = self.device.alloc(bytes.max(64))?;
-        weight.each_piece(self.most(weight), |first, piece| {
+        weight.each_chunk(self.most(weight), |first, read| {
             let at = first * weight.row_bytes();
-            let upload = |piece: &Tensor<'_>| self.device.upload(&piece.data, &buffer, at);
+            let upload = |read: &Tensor<'_>| self.device.upload(&read.data, &buffer, at);
             if weight.tensor.name == TABLE {
-                upload(&checked_table(&self.plan.spec, piece, first)?)?
+                upload(&checked_table(&self.plan.spec, read, first)?)?
             } else {
-                upload(piece)?
+                upload(read)?
             }
             Ok(())
         })?;
         Ok(buffer)
     }
 
-    /// Puts a weight into the packed tensors that are made of it.
+    /// Packs a weight into all packed tensors made of it.
     fn pack_all(
         &self,
         id: TensorId,
@@ -239,39 +240,39 @@ impl Packing<'_> {
         } else {
             weight.count()
         };
-        weight.each_piece(most, |first, piece| self.pack(id, piece, first, held))
+        weight.each_chunk(most, |first, read| self.pack(id, read, first, held))
     }
 
-    /// Rows of a piece.
+    /// Returns the number of rows to read at a time.
     fn most(&self, weight: &Weight<'_>) -> usize {
         if self.device.places_whole() {
             weight.count()
         } else {
-            (PIECE / weight.row_bytes().max(1)).max(1)
+            (READ_BYTES / weight.row_bytes().max(1)).max(1)
         }
     }
 
-    /// Puts experts of a weight, from the first on, into the packed tensors that are
-    /// made of it; or all of it, with `first` 0.
+    /// Packs experts of a weight, from `first` on, into the packed tensors made of it; or all of
+    /// it, with `first` 0.
     pub(crate) fn pack(
         &self,
         weight: TensorId,
-        piece: &Tensor<'_>,
+        read: &Tensor<'_>,
         first: usize,
         held: &Buffers,
     ) -> Result<(), EngineError> {
         let staged;
-        let from = match self.where_it_is(piece) {
+        let from = match self.where_it_is(read) {
             Some(address) => address,
             None => {
-                staged = self.device.alloc(piece.data.len().max(64))?;
-                self.device.upload(&piece.data, &staged, 0)?;
+                staged = self.device.alloc(read.data.len().max(64))?;
+                self.device.upload(&read.data, &staged, 0)?;
                 staged.ptr()
             }
         };
         for step in self.steps(weight) {
             let experts = self.experts(step);
-            let some = first..experts.min(first + piece.shape[0]);
+            let some = first..experts.min(first + read.shape[0]);
             let packed = held
                 .get(step.tensors[1])
                 .expect("packed weights have memory");
@@ -279,15 +280,15 @@ impl Packing<'_> {
             let to = Ptr(packed.ptr().0 + bytes * first as u64);
             self.launch(step, from, to, (some.len() < experts).then_some(some.len()))?;
         }
-        // The source goes now, and the kernels that read it must be done.
+        // The caller frees the source next, so the kernels that read it must have finished.
         Ok(self.device.synchronize()?)
     }
 
-    /// The address of a piece that kernels can read where it is: kernels take
+    /// The address of a read that kernels can read where it is: kernels take
     /// elements that lie as their type does.
-    fn where_it_is(&self, piece: &Tensor<'_>) -> Option<Ptr> {
-        let address = self.device.host_ptr(&piece.data)?;
-        let aligned = address.0.is_multiple_of(piece.dtype.size() as u64);
+    fn where_it_is(&self, read: &Tensor<'_>) -> Option<Ptr> {
+        let address = self.device.host_ptr(&read.data)?;
+        let aligned = address.0.is_multiple_of(read.dtype.size() as u64);
         aligned.then_some(address)
     }
 

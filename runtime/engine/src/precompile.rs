@@ -1,5 +1,5 @@
-//! Filling a store for targets that need not be present: what a cluster's
-//! login node does.
+//! Precompilation: filling a store for targets that need not be present, as on a cluster's login
+//! node.
 
 use crate::error::EngineError;
 use crate::jit::Builder;
@@ -24,18 +24,18 @@ pub struct Job {
     pub spec: LayerSpec,
     /// The target.
     pub target: Target,
-    /// What its plan follows: training or inference, sizes, caches.
+    /// The options of its plan: training or inference, sizes, caches.
     pub options: PlanOptions,
-    /// Who shares it: the kernels of all ranks instead of one process's.
+    /// The ranks that share it: compiles the kernels of all ranks instead of one process's.
     pub mesh: Option<MeshJob>,
     /// A compiler for it.
     pub compiler: Arc<dyn Compiler>,
 }
 
 impl Job {
-    /// The job of the kernels by which a [`MultiGate`](crate::MultiGate) of the layer runs all
-    /// its routers in one pass over the experts: beside those of the layer itself, which each
-    /// router has. `None` where it runs them one by one, and over ranks, where there is none.
+    /// Returns the job for the kernels with which a [`MultiGate`](crate::MultiGate) of the layer
+    /// runs all routers in one pass over the experts, in addition to the layer's own kernels.
+    /// `None` if it runs them one by one, and over ranks.
     pub fn multi_gate(&self) -> Option<Job> {
         let experts = stacked(&self.spec).filter(|_| self.mesh.is_none())?;
         Some(Job {
@@ -48,22 +48,21 @@ impl Job {
     }
 }
 
-/// Ranks that share a layer, and what they may do.
+/// The ranks that share a layer, and their strategies.
 #[derive(Clone, Debug)]
 pub struct MeshJob {
-    /// How they share it.
+    /// The mesh.
     pub parallel: Parallel,
-    /// Where experts are: in order if nothing is said, else as each of these says. Of where they
-    /// are, kernels depend on how many a rank has alone, so one placement stands for all that
-    /// give ranks as many.
+    /// The placements of experts; empty means contiguous. Kernels only depend on the number of
+    /// experts that a rank has, so one placement stands for all with the same numbers.
     pub placements: Vec<Placement>,
-    /// What they may do beside the default. On a CPU a layer that does not train may have
-    /// other adaptive parallelism degree with [`PlanOptions::unpacked`].
+    /// The strategies in addition to the default. On a CPU a layer for inference may use other
+    /// adaptive parallelism degrees with [`PlanOptions::unpacked`].
     pub strategies: Vec<Strategy>,
 }
 
 impl From<Parallel> for MeshJob {
-    /// The default alone.
+    /// Returns the job with the default strategy alone.
     fn from(parallel: Parallel) -> MeshJob {
         MeshJob {
             parallel,
@@ -74,9 +73,10 @@ impl From<Parallel> for MeshJob {
 }
 
 impl MeshJob {
-    /// Any adaptive parallelism degree, with any of these formats between nodes.
-    pub fn for_any_r(parallel: Parallel, wires: &[Both<CommDtype>]) -> MeshJob {
-        let wires = [&[Both::same(CommDtype::Unchanged)], wires].concat();
+    /// Returns the job with every adaptive parallelism degree, and any of these communication
+    /// dtypes.
+    pub fn for_any_r(parallel: Parallel, comm_dtypes: &[Both<CommDtype>]) -> MeshJob {
+        let comm_dtypes = [&[Both::same(CommDtype::Unchanged)], comm_dtypes].concat();
         let strategy = |adaptive_r, comm_dtype: &Both<CommDtype>| Strategy {
             adaptive_r: Some(adaptive_r),
             comm_dtype: *comm_dtype,
@@ -84,7 +84,7 @@ impl MeshJob {
         };
         let all = AdaptiveMesh::all(parallel).into_iter();
         let strategies = all.flat_map(|adaptive_r| {
-            wires
+            comm_dtypes
                 .iter()
                 .map(move |comm_dtype| strategy(adaptive_r, comm_dtype))
         });
@@ -95,7 +95,7 @@ impl MeshJob {
     }
 }
 
-/// What happened to one kernel.
+/// The result of one kernel.
 #[derive(Debug)]
 pub struct Row {
     /// The layer's name.
@@ -106,27 +106,27 @@ pub struct Row {
     pub target: Target,
     /// The kernel's key in the store.
     pub key: KernelKey,
-    /// How it went.
+    /// The outcome.
     pub outcome: Outcome,
 }
 
-/// How one kernel went.
+/// The outcome of one kernel.
 #[derive(Debug)]
 pub enum Outcome {
-    /// It was in the store already.
+    /// The kernel was in the store already.
     Hit(Report, u64),
-    /// It was compiled; the report, and the bytes of the binary.
+    /// The kernel was compiled; the report, and the bytes of the binary.
     Compiled(Report, u64),
-    /// It could not be compiled.
+    /// The kernel could not be compiled.
     Failed(EngineError),
 }
 
 /// Progress of [`precompile`].
 #[derive(Debug)]
 pub enum Event<'a> {
-    /// So many kernels are to be looked at.
+    /// The number of kernels to process.
     Start(usize),
-    /// One is done.
+    /// One kernel is done.
     Done(&'a Row),
 }
 
@@ -188,7 +188,7 @@ pub fn precompile_on(
     ))
 }
 
-/// These kernels, from the store or compiled into it, on all cores.
+/// Returns kernels from the store, or compiles them into it, on all cores.
 pub fn compile_all(
     sources: &[&KernelSource],
     compiler: &Arc<dyn Compiler>,
@@ -202,7 +202,7 @@ pub fn compile_all(
     })
 }
 
-/// The kernels of a job; some more than once.
+/// Returns the kernels of a job; some more than once.
 fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
     match &job.mesh {
         None => Ok(emit_layer(&plan(&job.spec, job.target, &job.options)?)?),
@@ -214,7 +214,7 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
     let (spec, mesh) = (&job.spec, ranks.parallel);
     mesh.check(spec).map_err(PlanError::from)?;
     let strategies = [&[Strategy::default()], &*ranks.strategies].concat();
-    // Pieces and routes have the kernels that there are.
+    // Overlap and all-to-all algorithms need no kernels of their own.
     let kernels: BTreeSet<_> = (strategies.iter())
         .map(|strategy| {
             strategy.check(&mesh).map_err(PlanError::from)?;
@@ -239,13 +239,13 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
             }
         }
     }
-    // Ranks with GPUs add up by a kernel.
+    // Ranks with GPUs sum with a kernel of their own.
     all.extend(Kernels::source(job.target));
     Ok(all)
 }
 
-/// For each number of experts that a rank may have, a placement and one of its groups that has
-/// so many: ranks differ in nothing else, since shards are equal.
+/// Returns, for each number of experts that a rank may have, a placement and one of its groups with
+/// that number. Ranks differ in nothing else, because shards are equal.
 fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, EngineError> {
     let (mesh, experts) = (ranks.parallel, spec.shape.experts);
     let in_order = [Placement::contiguous(mesh.ep, experts)];

@@ -1,4 +1,4 @@
-//! The launches of one router beside a stack of experts.
+//! The launches of one router of a stack of experts.
 
 use crate::call::{Input, Output, RngKey};
 use crate::error::EngineError;
@@ -9,22 +9,22 @@ use crate::pass::{Pass, tensors};
 use moesaic_plan::{Step, TensorId};
 use moesaic_target::{Buffer, Ptr};
 
-/// Where a tensor lies: memory, and its first byte there.
+/// A tensor's memory and its first byte there.
 pub(crate) type Place<'a> = Option<(&'a Buffer, usize)>;
 
-/// Launches of a router, and where the tensors lie that they name. Routers have
-/// one plan, so that these are for each.
+/// The launches of a router, and the memory of the tensors that they name. All routers have one
+/// plan, so these serve each of them.
 pub(crate) struct RouterSteps {
     pub bound: Bound,
     /// Tensors in memory of the router's own.
     pub own: Vec<TensorId>,
-    /// Tensors that lie in the stack, and which those are there.
+    /// Tensors in the stack's memory, with their ids there.
     stacked: Vec<(TensorId, TensorId)>,
 }
 
 impl RouterSteps {
-    /// Of `steps`, which need memory for what they and `others` name, unless the
-    /// stack has it, as `there` says.
+    /// Binds `steps`. They need memory for the tensors that they and `others` name, unless the
+    /// stack has it, as `there` returns.
     pub fn new(
         [router, experts]: [&Layer; 2],
         steps: &[Step],
@@ -48,13 +48,13 @@ impl RouterSteps {
         })
     }
 
-    /// Where a tensor is in the stack.
+    /// Returns the id of a tensor in the stack.
     pub fn stacked(&self, tensor: TensorId) -> Option<TensorId> {
         let found = self.stacked.iter().find(|(own, _)| *own == tensor);
         found.map(|(_, there)| *there)
     }
 
-    /// Makes room for the router's own tensors.
+    /// Reserves memory for the router's own tensors.
     pub fn reserve(
         &self,
         own: &mut Workspace,
@@ -66,7 +66,7 @@ impl RouterSteps {
     }
 }
 
-/// One router's decision: its launches, and what is read of them.
+/// Runs one router's launches and reads back their results.
 pub(crate) fn decide<'b>(
     router: &Layer,
     steps: &RouterSteps,
@@ -96,7 +96,7 @@ pub(crate) fn decide<'b>(
     Ok((output, scalars))
 }
 
-/// Where the tensors of a router lie in a call.
+/// Returns the addresses of a router's tensors in a call.
 pub(crate) fn addresses<'b>(router: &Layer, place: impl Fn(TensorId) -> Place<'b>) -> Addresses {
     let mut addresses = Addresses::default();
     router.lay(&mut addresses, []);

@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct Shared {
     weights: HashMap<String, Arc<Buffer>>,
     gradients: HashMap<String, Arc<Buffer>>,
-    /// What layers on this memory take turns with.
+    /// The lock by which layers on this memory take turns.
     pub turn: Arc<Mutex<()>>,
 }
 
 impl Shared {
-    /// Those of a plan whose names are `common`.
+    /// Allocates the tensors of a plan whose names are `common`.
     pub fn new(
         plan: &LayerPlan,
         modules: &Modules,

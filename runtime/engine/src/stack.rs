@@ -1,13 +1,13 @@
 //! Experts behind several routers, in one pass over their weights.
 //!
-//! Each router decides by itself. Then the tokens of all are one call of a layer
-//! that is told where tokens go: token `t` of router `g` is its token `g · stride + t`,
-//! and what that layer has of a router's tokens is a slice, which the router's
-//! own launches write and read in place. Backward goes the same way back.
+//! Each router decides by itself. Then the tokens of all routers are one call of a layer with
+//! external routing: token `t` of router `g` is its token `g · stride + t`. A router's tokens are a
+//! slice of that layer's tensors, which the router's own launches read and write in place. Backward
+//! does the same in reverse.
 //!
-//! Where every token visits every expert whatever its router says (`top_k` is
-//! the number of experts, as in MMoE), evaluation goes further: experts see each
-//! token once, and each router only sums what they gave.
+//! If every token visits every expert whatever its router says (`top_k` is the number of experts,
+//! as in MMoE), evaluation saves more: experts see each token once, and each router only sums their
+//! outputs.
 
 use crate::call::{Input, Output, RngKey};
 use crate::error::EngineError;
@@ -24,10 +24,10 @@ use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
 use std::sync::{Mutex, MutexGuard};
 
-/// What a router has in the stack before the experts run.
+/// The tensors of a router in the stack before the experts run.
 const DECIDED: [&str; 3] = ["x", "topk_ids", "topk_weights"];
 
-/// What else it has there on the way back, beside tensors of shared experts.
+/// The further tensors of a router in the stack on the way back, besides those of shared experts.
 const BACK: [&str; 6] = [
     "slot_rows",
     "grad.topk_weights",
@@ -56,7 +56,7 @@ pub(crate) struct Stack {
     returning: Mutex<Workspace>,
 }
 
-/// What one forward pass left for backward.
+/// The state that one forward pass keeps for backward.
 pub(crate) struct StackSaved {
     tokens: usize,
     experts: Saved,
@@ -64,7 +64,7 @@ pub(crate) struct StackSaved {
 }
 
 impl Stack {
-    /// Of layers like `router`, and of the layer of [`moesaic_plan::stacked`] over
+    /// Makes a stack of layers like `router`, and of the layer of [`moesaic_plan::stacked`] over
     /// the same experts.
     ///
     /// # Errors
@@ -349,8 +349,8 @@ impl Stack {
         Some((find(id)?, first))
     }
 
-    /// Where a router's tensor lies: in the stack, from its first token on, or in
-    /// memory of its own.
+    /// Returns the place of a router's tensor: in the stack, from its first token on, or in memory
+    /// of its own.
     fn place<'f: 'b, 'b>(
         &self,
         steps: &RouterSteps,
@@ -386,12 +386,12 @@ impl Stack {
     }
 }
 
-/// Whether experts that see every token have it for all routers.
+/// Returns whether experts that see every token compute a tensor for all routers at once.
 fn gives_each(name: &str) -> bool {
     ["x", "out"].contains(&name) || name.starts_with("shared.")
 }
 
-/// Whether a tensor of the way back is the stack's.
+/// Returns whether a tensor of the way back is the stack's.
 fn of_experts(name: &str) -> bool {
     DECIDED.contains(&name) || BACK.contains(&name) || name.starts_with("shared.")
 }
@@ -412,8 +412,8 @@ fn padded<'a>(parts: impl Iterator<Item = &'a [u8]>, bytes: usize) -> Vec<u8> {
     all
 }
 
-/// Whether every expert sees every token whatever the router says, and what it
-/// gives does not depend on that either.
+/// Returns whether every expert sees every token whatever the router says, with outputs that do not
+/// depend on the router either.
 fn sees_all(spec: &LayerSpec) -> bool {
     let router = &spec.router;
     spec.shape.top_k == spec.routed_experts()

@@ -1,7 +1,7 @@
-//! What a routing record says: how full experts are and what was dropped.
+//! Statistics of routing: expert load and dropped slots.
 
-/// Choices and places of a call, on the host. All but `experts` are rows of
-/// `top_k` slots per token.
+/// The choices and locations of a call, on the host. All fields but `experts` are rows of `top_k`
+/// slots per token.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'a> {
     /// Experts that were scored, identity experts included.
@@ -21,7 +21,7 @@ pub struct Record<'a> {
 /// Statistics of a [`Record`]. Loads count choices before dropping.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Statistics {
-    /// Choices of each expert `[E]`.
+    /// The number of choices of each expert `[E]`.
     pub loads: Vec<u64>,
     /// Choices that were dropped, by slot `[K]`.
     pub dropped: Vec<u64>,
@@ -41,7 +41,7 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// Of a record. An id that is no expert counts as masked.
+    /// Computes the statistics of a record. An id that is no expert counts as masked.
     pub fn of(record: &Record<'_>) -> Statistics {
         let mut found = Statistics {
             loads: vec![0; record.experts],
@@ -92,25 +92,24 @@ impl Statistics {
         self.peak = self.loads.iter().copied().max().unwrap_or(0) as f64 / mean;
     }
 
-    /// All choices.
+    /// Returns the number of choices.
     pub fn total(&self) -> u64 {
         self.loads.iter().sum()
     }
 
-    /// All dropped choices: the overflow of a bounded capacity.
+    /// Returns the number of dropped choices: the overflow of a bounded capacity.
     pub fn overflow(&self) -> u64 {
         self.dropped.iter().sum()
     }
 
-    /// Experts that nobody chose.
+    /// Returns the number of experts that no token chose.
     pub fn idle(&self) -> usize {
         self.loads.iter().filter(|&&n| n == 0).count()
     }
 
-    /// A line per expert with its load as a bar, at most `width` columns wide
-    /// and at most `lines` lines; `blocks` draws eighths of a column with
-    /// Unicode's block elements, otherwise `#`. When there are more experts
-    /// than lines, a line stands for adjacent ones and shows their mean.
+    /// Draws a line per expert with its load as a bar, at most `width` columns wide and `lines`
+    /// lines high; `blocks` draws eighths of a column with Unicode's block elements, otherwise `#`.
+    /// If there are more experts than lines, a line shows the mean of adjacent experts.
     pub fn chart(&self, width: usize, lines: usize, blocks: bool) -> String {
         let group = self.loads.len().div_ceil(lines.max(1)).max(1);
         let bars: Vec<(String, f64)> = self
@@ -148,7 +147,7 @@ impl Statistics {
     }
 }
 
-/// A bar of this many columns.
+/// Draws a bar of this many columns.
 fn bar(length: f64, blocks: bool) -> String {
     let whole = length.floor() as usize;
     if !blocks {
@@ -159,7 +158,7 @@ fn bar(length: f64, blocks: bool) -> String {
     "█".repeat(whole) + rest
 }
 
-/// The mean over tokens of their largest weight over the sum of their weights.
+/// Returns the mean over tokens of their largest weight divided by the sum of their weights.
 fn confidence(record: &Record<'_>) -> f64 {
     let k = record.top_k.max(1);
     let rows = record.weights.chunks(k).zip(record.ids.chunks(k));

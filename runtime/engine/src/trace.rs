@@ -1,21 +1,21 @@
-//! When launches ran and exchanges were under way.
+//! Traces: when launches ran and exchanges were in flight.
 
 use moesaic_plan::Chunk;
 use serde_json::{Value, json};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// What does things one after the other.
+/// A lane of a trace: activities that run one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Lane {
     /// Launches.
     Compute,
-    /// What ranks do together.
+    /// Exchanges between ranks.
     Exchange,
 }
 
 impl Lane {
-    /// Its name in a trace.
+    /// Returns the name of the lane in a trace.
     pub fn name(self) -> &'static str {
         match self {
             Lane::Compute => "compute",
@@ -24,47 +24,47 @@ impl Lane {
     }
 }
 
-/// Something that begins and ends.
+/// An activity that begins and ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Activity {
-    /// Where.
+    /// The lane.
     pub lane: Lane,
-    /// An entry's symbol, or an exchange's name.
+    /// The symbol of a kernel entry, or the name of an exchange.
     pub name: String,
-    /// Of which rows, where they come in chunks.
+    /// The chunk of rows, where rows come in chunks.
     pub chunk: Option<Chunk>,
-    /// Of a launch those of the tensors that it names; of an exchange those that this rank
-    /// sends, to itself too, where they are rows.
+    /// For a launch the bytes of the tensors that it names; for an exchange the bytes that this
+    /// rank sends, to itself too if they are rows.
     pub bytes: u64,
 }
 
-/// Is told what a layer does, in the order in which it is begun, by the thread that makes
-/// the call. It may take its time, which the call then takes, too.
+/// A recorder of a layer's activities. The thread that makes the call reports each in the order in
+/// which it begins, and waits for the recorder.
 pub trait Recorder: Send + Sync {
-    /// It begins now.
+    /// Reports that an activity begins now.
     fn begins(&self, activity: &Activity) {
         let _ = activity;
     }
 
-    /// It was between these. Of an exchange this may come long after its end.
+    /// Reports the interval of an activity. For an exchange the report may come long after its end.
     fn ended(&self, activity: &Activity, begin: Instant, end: Instant);
 }
 
-/// Something that has ended.
+/// An activity that has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recorded {
-    /// What.
+    /// The activity.
     pub activity: Activity,
-    /// When it began.
+    /// The beginning.
     pub begin: Instant,
-    /// When it ended.
+    /// The end.
     pub end: Instant,
 }
 
 /// A recorder that keeps all, for Chrome's trace viewer and Perfetto.
 #[derive(Debug)]
 pub struct Trace {
-    /// The same moment by two clocks: that of processes is not steady, and that of one
+    /// One moment on two clocks: the system clock is not steady, and the monotonic clock of one
     /// process means nothing to others.
     origin: (Instant, SystemTime),
     recorded: Mutex<Vec<Recorded>>,
@@ -91,7 +91,7 @@ impl Recorder for Trace {
 }
 
 impl Trace {
-    /// What has ended until now, in the order in which that was noticed.
+    /// Returns the activities that have ended, in the order in which that was noticed.
     pub fn recorded(&self) -> Vec<Recorded> {
         self.lock().clone()
     }
@@ -100,9 +100,9 @@ impl Trace {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The events of a rank, as entries of `traceEvents`: launches one after the other,
-    /// exchanges as events that may overlap. Times are microseconds since 1970, so that those
-    /// of several processes of a machine go together.
+    /// Returns the events of a rank as entries of `traceEvents`: launches one after the other,
+    /// exchanges as events that may overlap. Times are microseconds since 1970, so you can merge
+    /// traces of several processes on one machine.
     pub fn events(&self, rank: usize) -> Vec<Value> {
         let named = |what: &str, lane: usize, name: &str| json!({ "ph": "M", "name": what, "pid": rank, "tid": lane, "args": { "name": name } });
         let mut events = vec![named("process_name", 0, &format!("rank {rank}"))];
@@ -155,7 +155,7 @@ impl Trace {
     }
 }
 
-/// Events of one or more ranks as a trace file.
+/// Returns the events of one or more ranks as a trace file.
 pub fn chrome_trace(events: Vec<Value>) -> Value {
     let starts = events.iter().filter_map(|event| event["ts"].as_f64());
     let first = starts.fold(f64::INFINITY, f64::min);

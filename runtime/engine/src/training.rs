@@ -14,13 +14,12 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What one forward pass left for backward: inputs, the routing record and, as
-/// the plan says, the pre-activations. Any number can be alive at a time;
-/// dropping one gives its memory to the next call, or, if it was part of a call that
-/// a graph captured, to that graph alone.
+/// The state that one forward pass keeps for backward: inputs, the routing record and, as the plan
+/// says, the pre-activations. Any number may be alive at a time. Dropping one gives its memory to
+/// the next call, or, if a graph captured the call, to that graph alone.
 pub struct Saved {
     tokens: usize,
-    /// Those of the call: backward may route again.
+    /// The scalars of the call, because backward may route again.
     scalars: Scalars,
     pub(crate) kept: Kept,
     /// A graph has its addresses, and may be launched at any time.
@@ -95,9 +94,9 @@ impl Layer {
         Ok((output, saved))
     }
 
-    /// Decides where tokens go as [`Layer::forward_train`] does with the same
-    /// RNG key, and nothing else: see [`Layer::route`]. What a loss of kind
-    /// `global` counts over ranks and micro-batches comes from here.
+    /// Routes tokens as [`Layer::forward_train`] does with the same rng_key, and stops there: see
+    /// [`Layer::route`]. Use it for the counts that a loss of kind `global` takes over ranks and
+    /// micro-batches.
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
@@ -218,7 +217,7 @@ impl Layer {
         self.run(&self.backward, &scalars, addresses, None)
     }
 
-    /// Where the tensors of a training call lie, forward and backward.
+    /// Sets the addresses of a training call, forward and backward.
     pub(crate) fn lay_saved(&self, workspaces: &mut Workspaces, saved: &Saved) {
         let Workspaces {
             every, addresses, ..
@@ -309,7 +308,7 @@ impl Layer {
         tensors.map(|tensor| tensor.name.as_str()).collect()
     }
 
-    /// Bytes that a forward pass of so many tokens keeps for backward.
+    /// Returns the bytes that a forward pass of `tokens` tokens keeps for backward.
     pub fn saved_bytes(&self, tokens: usize) -> u64 {
         let saved = self.saved.iter();
         saved.map(|&id| self.tilings.bytes(id, tokens as u64)).sum()
@@ -342,7 +341,7 @@ impl Layer {
         Ok(times)
     }
 
-    /// Room for what a call keeps: that of a call that is over, or new.
+    /// Returns memory for the tensors that a call keeps: that of a finished call, or new.
     pub(crate) fn saved(&self, tokens: usize, scalars: Scalars) -> Result<Saved, EngineError> {
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
         let holds = |kept: &Kept| kept.workspace.holds(tokens as u64);

@@ -6,16 +6,15 @@ use moesaic_emit::emit;
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
 use std::sync::OnceLock;
 
-/// A layer on a target, as tunings know it: by what its kernels are made from
-/// without a tuning. Another spec, other tilings and other templates make
-/// another layer, and the tuning of the former is not found for it.
+/// A layer on a target, identified by the inputs of its kernels without a tuning. Another spec,
+/// other tilings or other templates make another layer, which does not find this one's tunings.
 pub struct Untuned {
     /// The plan without a tuning.
     pub plan: LayerPlan,
     digest: String,
 }
 
-/// What measuring found for one number of tokens.
+/// The result of measuring one number of tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     /// The number of tokens.
@@ -30,7 +29,7 @@ pub struct Measured {
 pub struct TunedPlans {
     /// The plan without sizes of the tuning, and that of each bucket.
     pub tilings: Tilings,
-    /// What was kept.
+    /// The stored tuning.
     pub tuned: Tuned,
 }
 
@@ -41,7 +40,7 @@ impl Untuned {
         Untuned { plan, digest }
     }
 
-    /// The same layer with sizes of its own.
+    /// Returns the plan with other tile sizes.
     ///
     /// # Errors
     /// When it cannot be planned.
@@ -56,7 +55,7 @@ impl Untuned {
         Ok(plan(spec, *target, &options)?)
     }
 
-    /// What is to be kept of measurements.
+    /// Returns the tuning to store, from measurements.
     ///
     /// # Errors
     /// When a plan of it cannot be made or emitted.
@@ -84,13 +83,13 @@ impl Untuned {
         })
     }
 
-    /// The tuning that was kept for a machine.
+    /// Returns the tuning stored for a machine.
     pub fn on(&self, store: &Store, machine: &TunedMachine) -> Option<TunedPlans> {
         let tuned = store.tuned(self.plan.target, &self.digest, machine)?;
         self.fitting(tuned)
     }
 
-    /// The tunings that were kept for any machine.
+    /// Returns the tunings stored for any machine.
     pub fn everywhere(&self, store: &Store) -> Vec<TunedPlans> {
         let all = store.tunings_of(self.plan.target, &self.digest).into_iter();
         all.filter_map(|tuned| self.fitting(tuned)).collect()
@@ -128,8 +127,8 @@ impl Untuned {
         }
     }
 
-    /// Hashes of the kernels that are not as without a tuning: a pack has a
-    /// tuning if it has these.
+    /// Returns hashes of the kernels that differ from those without a tuning: a pack has a tuning
+    /// if it has these.
     fn changed(&self, plan: &LayerPlan) -> Result<Vec<String>, EngineError> {
         let pairs = plan.kernels.iter().zip(&self.plan.kernels);
         let changed = pairs.filter(|(tuned, plain)| tuned != plain);

@@ -1,4 +1,4 @@
-//! Experts that are the caller's code, between moesaic's routing and combine.
+//! User experts: code of the caller between moesaic's routing and combine.
 
 use crate::call::{Input, Output, RngKey, shape_for};
 use crate::engine::Engine;
@@ -28,15 +28,15 @@ pub trait UserExpert: Send {
     fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]);
 }
 
-/// What backward of an expert gets.
+/// The inputs of an expert's backward.
 pub struct ExpertBackward<'a> {
     /// `[n, model_dim]`, as forward had them.
     pub rows: &'a [f32],
-    /// What forward left.
+    /// The values that forward saved.
     pub saved: &'a [f32],
     /// The gradient of `out [n, output_dim]`, the weight of each row included.
     pub dout: &'a [f32],
-    /// Gradients of parameters are added to instead of overwritten.
+    /// Whether gradients of parameters are added to instead of overwritten.
     pub accumulate: bool,
 }
 
@@ -66,17 +66,17 @@ impl Around {
     }
 }
 
-/// What a forward pass of a [`UserLayer`] left for backward.
+/// The state that a forward pass of a [`UserLayer`] keeps for backward.
 pub struct UserSaved {
     saved: Saved,
     routed: Routed,
-    /// Of the experts, by id.
+    /// The saved values of the experts, by id.
     own: Vec<Vec<f32>>,
 }
 
 /// Rows of all experts, in host memory.
 struct Routed {
-    /// Where each expert's rows begin, and the number of all `[E + 1]`.
+    /// The first row of each expert, and the number of all `[E + 1]`.
     offsets: Vec<usize>,
     /// `[R, d]`.
     rows: Vec<f32>,
@@ -189,7 +189,7 @@ impl UserLayer {
         Ok((output, saved))
     }
 
-    /// The steps of a pass around the experts, and what those left, if it trains.
+    /// Runs the steps of a pass around the experts; returns the saved values if it trains.
     fn run<'b>(
         &self,
         steps: &Around,
@@ -240,7 +240,7 @@ impl UserLayer {
         layer.read(&layer.input_gradients(), tokens, find)
     }
 
-    /// What dispatch wrote, and the factors that combine will use.
+    /// Downloads the rows that dispatch wrote and the factors that combine will use.
     fn routed<'b>(
         &self,
         tokens: usize,
@@ -265,7 +265,7 @@ impl UserLayer {
         })
     }
 
-    /// Each expert on its rows, in the order of ids.
+    /// Runs each expert on its rows, in the order of ids.
     fn run_experts(&self, routed: &mut Routed, keep: bool) -> Vec<Vec<f32>> {
         let spec = self.layer.spec();
         let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
@@ -281,8 +281,8 @@ impl UserLayer {
         own
     }
 
-    /// The gradient of a row's weight is `<dout, out>`: one column of the parts
-    /// that are summed later, the others zero.
+    /// Uploads gradients of row weights, `<dout, out>` of each row: one column of the partial sums,
+    /// the others zero.
     fn upload_weight_gradients<'b>(
         &self,
         routed: &Routed,
@@ -303,7 +303,7 @@ impl UserLayer {
         self.upload("dweight_parts", &values, find)
     }
 
-    /// The first rows of a tensor, as f32.
+    /// Downloads the first rows of a tensor as f32.
     fn download<'b>(
         &self,
         name: &str,
@@ -319,7 +319,7 @@ impl UserLayer {
         Ok(host.to_f32())
     }
 
-    /// Elements of a tensor as they are.
+    /// Downloads elements of a tensor as they are.
     fn read_raw<'b, E: Element>(
         &self,
         name: &str,
@@ -334,7 +334,7 @@ impl UserLayer {
         Ok(values)
     }
 
-    /// Rows from the first on, rounded to the tensor's type.
+    /// Uploads the first rows of a tensor, rounded to its dtype.
     fn upload<'b>(
         &self,
         name: &str,
@@ -352,7 +352,7 @@ impl UserLayer {
     }
 }
 
-/// Backward of each expert on its rows; the gradient of all rows.
+/// Runs backward of each expert on its rows; returns the gradient of all rows.
 fn run_backward(
     experts: &mut [Box<dyn UserExpert>],
     saved: &UserSaved,

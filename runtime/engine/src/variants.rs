@@ -1,5 +1,5 @@
-//! Layers that differ in their tiles alone, over the same memory: what a tuner
-//! measures beside each other.
+//! Variants of a layer: the same layer in several tilings over the same memory, for a tuner to
+//! compare.
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -71,7 +71,7 @@ impl Variants<'_> {
     }
 }
 
-/// Whether weights lie in memory alike.
+/// Returns whether two plans have the same weight layout.
 fn same_memory(a: &LayerPlan, b: &LayerPlan) -> bool {
     let held = |plan: &LayerPlan| {
         let mut tensors = plan.tensors.clone();

@@ -153,8 +153,9 @@ impl<O: Optimizer> MeshOptimizer<O> {
 
     /// Returns the elements of a parameter that this rank updates.
     fn part(&self, name: &str, elements: usize) -> Range<usize> {
-        let (rank, size) = self.ranks.among(self.ranks.mesh().among(name));
-        // Equal parts, except that the last ones may be short or empty.
+        let (rank, size) = self
+            .ranks
+            .rank_and_size(self.ranks.mesh().process_group(name));
         let each = elements.div_ceil(size);
         (rank * each).min(elements)..((rank + 1) * each).min(elements)
     }
@@ -166,12 +167,15 @@ impl<O: Optimizer> MeshOptimizer<O> {
         let mesh = self.ranks.mesh();
         for &among in owners(mesh) {
             let mut named = Vec::new();
-            for (name, part) in parts.iter().filter(|(name, _)| mesh.among(name) == among) {
+            for (name, part) in parts
+                .iter()
+                .filter(|(name, _)| mesh.process_group(name) == among)
+            {
                 if let Some(shape) = weight_of(name).and_then(|weight| self.shapes.get(weight)) {
                     named.push((name, shape, floats(name, part)?));
                 }
             }
-            let (_, size) = self.ranks.among(among);
+            let (_, size) = self.ranks.rank_and_size(among);
             let each = |shape: &[usize]| shape.iter().product::<usize>().div_ceil(size);
             let mut own = Vec::new();
             for (_, shape, part) in &named {
@@ -270,7 +274,7 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
         let mut all = Vec::new();
         for (name, gradient) in gradients
             .iter()
-            .filter(|(name, _)| mesh.among(name) == among)
+            .filter(|(name, _)| mesh.process_group(name) == among)
         {
             all.extend_from_slice(&floats(name, gradient)?);
         }
@@ -278,7 +282,7 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
         let mut rest = &all[..];
         for (_, gradient) in gradients
             .iter_mut()
-            .filter(|(name, _)| mesh.among(name) == among)
+            .filter(|(name, _)| mesh.process_group(name) == among)
         {
             let values = floats_mut(gradient);
             let (own, behind) = rest.split_at(values.len());
@@ -288,7 +292,7 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
     }
     let of_experts = gradients
         .iter_mut()
-        .filter(|(name, _)| mesh.among(name) == ProcessGroup::ExpertDp);
+        .filter(|(name, _)| mesh.process_group(name) == ProcessGroup::ExpertDp);
     let mut parts: Vec<&mut [f32]> = of_experts.map(|(_, tensor)| floats_mut(tensor)).collect();
     Ok(ranks.sum_replicas(&mut parts, "gradients of replicas")?)
 }
@@ -309,7 +313,7 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
         let counted = mesh.counted(name, rows).into_iter();
         let counted = counted.flat_map(|rows| &values[rows.start * row..rows.end * row]);
         let squares = counted.map(|g| f64::from(*g) * f64::from(*g));
-        *sums.entry(mesh.among(name)).or_insert(0.0) += squares.sum::<f64>();
+        *sums.entry(mesh.process_group(name)).or_insert(0.0) += squares.sum::<f64>();
     }
     let mut all = 0.0;
     for among in owners(mesh) {
@@ -336,7 +340,7 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
         let mut all = Vec::new();
         for (_, tensor) in parameters
             .iter()
-            .filter(|(name, _)| mesh.among(name) == among)
+            .filter(|(name, _)| mesh.process_group(name) == among)
         {
             all.extend_from_slice(&tensor.data);
         }
@@ -344,7 +348,7 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
         let mut rest = &all[..];
         for (_, tensor) in parameters
             .iter_mut()
-            .filter(|(name, _)| mesh.among(name) == among)
+            .filter(|(name, _)| mesh.process_group(name) == among)
         {
             let (own, behind) = rest.split_at(tensor.data.len());
             tensor.data.to_mut().copy_from_slice(own);
@@ -353,7 +357,7 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
     }
     let of_experts = parameters
         .iter_mut()
-        .filter(|(name, _)| mesh.among(name) == ProcessGroup::ExpertDp);
+        .filter(|(name, _)| mesh.process_group(name) == ProcessGroup::ExpertDp);
     let mut parts: Vec<&mut [u8]> = of_experts.map(|(_, tensor)| tensor.data.to_mut()).collect();
     Ok(ranks.broadcast_replicas(&mut parts, "parameters of replicas")?)
 }
@@ -390,7 +394,7 @@ pub fn update_mesh<O: Optimizer>(
     let names: Vec<String> = gradients.keys().cloned().collect();
     let norm = optimizer.step(parameters, gradients, scaling)?;
     for name in names {
-        let weight = layer.side_of(&name).plan().tensor(&name);
+        let weight = layer.weight_layer(&name).plan().tensor(&name);
         let dtype = weight.map_or(DType::F32, |tensor| tensor.dtype);
         let values = floats(&name, &parameters[&name])?;
         let rounded = Tensor::rounded(dtype, &parameters[&name].shape, &values);

@@ -162,7 +162,7 @@ pub fn resume(
     let missing = plan.missing.iter().filter(|(group, _)| *group == own);
     let slots: Vec<usize> = missing.map(|(_, slot)| *slot).collect();
     for (name, tensor) in whole.iter_mut() {
-        if mesh.among(name) != ProcessGroup::ExpertDp || slots.is_empty() {
+        if mesh.process_group(name) != ProcessGroup::ExpertDp || slots.is_empty() {
             continue;
         }
         let part = mesh.part(checkpoint, name)?;
@@ -191,7 +191,7 @@ pub fn both(
     let mut tensors = Tensors::new();
     for (name, own) in before.tensors {
         let mut whole = own.clone().into_static();
-        if mesh.among(name) == ProcessGroup::ExpertDp {
+        if mesh.process_group(name) == ProcessGroup::ExpertDp {
             let missing = || TrainError::tensor(name, "is missing after experts have moved");
             let other = after.tensors.get(name).ok_or_else(missing)?;
             whole.shape[0] += other.shape.first().copied().unwrap_or(0);
@@ -207,7 +207,7 @@ pub fn both(
 fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(), TrainError> {
     let mut parts = tensors
         .iter()
-        .filter(|(name, _)| mesh.among(name) == ProcessGroup::ExpertDp);
+        .filter(|(name, _)| mesh.process_group(name) == ProcessGroup::ExpertDp);
     match parts.find(|(_, tensor)| tensor.shape.first() != Some(&held.len())) {
         None => Ok(()),
         Some((name, tensor)) => {
@@ -228,7 +228,7 @@ fn moved(
     let (experts, tensors) = (held.experts, held.tensors);
     let (mesh, place) = (ranks.mesh().parallel(), ranks.mesh().place());
     let peer = |group: usize| group * mesh.expert_tp + place.tp;
-    let of_experts = |name: &str| ranks.mesh().among(name) == ProcessGroup::ExpertDp;
+    let of_experts = |name: &str| ranks.mesh().process_group(name) == ProcessGroup::ExpertDp;
     let parts = || tensors.iter().filter(|(name, _)| of_experts(name));
     check_parts(ranks.mesh(), experts, tensors)?;
     let row = |slot: usize| {
@@ -286,7 +286,7 @@ fn check_step(
     let mut differs = String::new();
     let everywhere = tensors
         .iter()
-        .filter(|(name, _)| mesh.among(name) == ProcessGroup::World);
+        .filter(|(name, _)| mesh.process_group(name) == ProcessGroup::World);
     for (name, tensor) in everywhere {
         if mesh.part(checkpoint, name)?.data != tensor.data && differs.is_empty() {
             differs = name.clone();
@@ -315,7 +315,7 @@ fn experts_of(
     held: usize,
     checkpoint: &dyn WeightSource,
 ) -> Result<usize, TrainError> {
-    let of_experts = |name: &&String| mesh.among(name) == ProcessGroup::ExpertDp;
+    let of_experts = |name: &&String| mesh.process_group(name) == ProcessGroup::ExpertDp;
     let described = tensors.keys().find(of_experts);
     let described = described.and_then(|name| checkpoint.describe(name));
     let found = described.and_then(|(_, shape)| shape.first().copied());

@@ -2,7 +2,7 @@
 
 use crate::{Calls, Key, Prediction, Record, Rows, Times, Tuner};
 use moesaic_engine::{
-    EngineError, Input, MeshLayer, MeshSaved, Moment, Output, ProcessGroup, RngKey,
+    EngineError, Input, MeshLayer, MeshSaved, Output, ProcessGroup, RngKey, Timestamp,
 };
 use moesaic_plan::{Strategy, most_rows};
 use moesaic_tensor::Tensor;
@@ -56,8 +56,8 @@ pub(crate) struct Chosen {
 pub(crate) enum Pass {
     /// Seconds, of a call that waits.
     Seconds(f64),
-    /// The interval between two moments, of a call that does not wait.
-    Between(Arc<[Moment; 2]>),
+    /// From one moment to the other, of a call that does not.
+    Between(Arc<[Timestamp; 2]>),
 }
 
 impl Pass {
@@ -140,7 +140,7 @@ impl AdaptiveLayer {
         rng_key: RngKey,
     ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let asked = (Calls::Training, input.tokens, input.capacity_factor);
-        let chosen = self.choose(asked, |layer| layer.loads(input, rng_key))?;
+        let chosen = self.choose(asked, |layer| layer.tokens_per_expert(input, rng_key))?;
         let started = Instant::now();
         let (output, saved) = self.layer.forward_train(input, names, rng_key)?;
         let saved = AdaptiveSaved {
@@ -186,7 +186,7 @@ impl AdaptiveLayer {
         names: &[&str],
     ) -> Result<Output, EngineError> {
         let asked = (Calls::Evaluation, input.tokens, input.capacity_factor);
-        let chosen = self.choose(asked, |layer| layer.evaluation_loads(input))?;
+        let chosen = self.choose(asked, |layer| layer.evaluation_tokens_per_expert(input))?;
         let started = Instant::now();
         let output = self.layer.forward_with(input, names)?;
         self.took(chosen, [since(started)]);

@@ -16,8 +16,10 @@ impl AdaptiveLayer {
     /// As [`MeshLayer::forward_raw`].
     pub unsafe fn forward_raw(&mut self, call: &RawCall<'_>) -> Result<(), EngineError> {
         let asked = (Calls::Evaluation, call.tokens, call.capacity_factor);
-        // SAFETY: the caller's contract is the same.
-        let chosen = self.choose(asked, |layer| unsafe { layer.loads_raw(call, None) })?;
+        // SAFETY: what the caller vouches for is the same.
+        let chosen = self.choose(asked, |layer| unsafe {
+            layer.tokens_per_expert_raw(call, None)
+        })?;
         // SAFETY: as above.
         let ((), pass) = timed(&self.layer, |layer| unsafe { layer.forward_raw(call) })?;
         self.took(chosen, [pass]);
@@ -38,7 +40,7 @@ impl AdaptiveLayer {
     ) -> Result<AdaptiveSaved, EngineError> {
         let asked = (Calls::Training, call.tokens, call.capacity_factor);
         // SAFETY: what the caller vouches for is the same.
-        let loads = |layer: &MeshLayer| unsafe { layer.loads_raw(call, Some(rng_key)) };
+        let loads = |layer: &MeshLayer| unsafe { layer.tokens_per_expert_raw(call, Some(rng_key)) };
         let chosen = self.choose(asked, loads)?;
         // SAFETY: as above.
         let train = |layer: &MeshLayer| unsafe { layer.forward_train_raw(call, rng_key) };
@@ -75,8 +77,8 @@ fn timed<T>(
     layer: &MeshLayer,
     pass: impl FnOnce(&MeshLayer) -> Result<T, EngineError>,
 ) -> Result<(T, Pass), EngineError> {
-    let start = layer.moment()?;
+    let start = layer.timestamp()?;
     let result = pass(layer)?;
-    let moments = [start, layer.moment()?];
+    let moments = [start, layer.timestamp()?];
     Ok((result, Pass::Between(Arc::new(moments))))
 }

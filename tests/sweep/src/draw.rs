@@ -42,6 +42,7 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
         weights: dtype,
         activations: dtype,
         tf32: wide.precision.tf32 && dtype == DType::F32,
+        experts: None,
     };
     (spec.experts.activation, spec.experts.alpha) = (Activation::Gelu, 1.0);
     spec.router.weight_on = WeightSite::Activation;

@@ -1,18 +1,18 @@
-//! Rows that go to fewer shards than weights have: adaptive parallelism, whose degree is the
-//! `r` of Tutel (Hwang et al., MLSys 2023, section 3.1).
+//! Adaptive parallelism: rows that go to fewer shards of an expert than its weights are stored in.
+//! The degree is the `r` of Tutel (Hwang et al., MLSys 2023, section 3.1).
 //!
-//! Weights stay where their owners have them. At `r` ways an expert's `s` owners are `r`
-//! blocks of `s / r` ranks in a row. Each block gathers one `r`th of the expert, so that
-//! every rank of it can do what the others can, and takes the rows of its own part of all
-//! ranks: place `j` in a block is one more `dp` coordinate. So rows travel in a mesh of
-//! `ep`, `r` and `dp * s / r`, with the same ranks in another order. At r = 0 a block is
-//! all ranks that hold the experts once, each gathers all of them, and rows stay.
+//! Weights stay with their owners. At degree `r` the `s` owners of an expert form `r` blocks of `s
+//! / r` consecutive ranks. Each block gathers one `r`th of the expert, so all of its ranks can
+//! multiply with the same weights, and each rank of the block takes a share of the rows: its index
+//! `j` in the block becomes one more `dp` coordinate. Rows are therefore exchanged in a mesh of
+//! `ep`, `r` and `dp * s / r`, which has the same ranks in another order. At `r = 0` a block is all
+//! ranks that hold the experts once; each rank gathers all experts, and rows stay on their rank.
 
 use super::{Parallel, RankCoords, RankPlan, SharedExperts, StrategyError};
 use crate::{Placement, TensorId};
 use std::ops::Range;
 
-/// To how many shards of its expert a row goes, in a mesh by which weights are shared.
+/// A mesh in which weights are stored, together with the adaptive parallelism degree of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdaptiveMesh {
     pub(super) weights: Parallel,
@@ -37,7 +37,7 @@ impl AdaptiveMesh {
         }
     }
 
-    /// The same, if at most so many experts may have shadows at it.
+    /// Returns `self` if experts may have up to `shadows` shadows at this degree.
     ///
     /// # Errors
     /// [`StrategyError::Shadows`] where experts are in shards, or rows stay.
@@ -54,32 +54,33 @@ impl AdaptiveMesh {
         }
     }
 
-    /// All that a mesh can have, ascending.
+    /// Returns every degree that a mesh allows, ascending.
     pub fn all(weights: Parallel) -> Vec<usize> {
         let divides = |adaptive_r: &usize| weights.expert_tp.is_multiple_of(*adaptive_r);
         let divisors = (1..=weights.expert_tp).filter(divides);
         [0].into_iter().chain(divisors).collect()
     }
 
-    /// To how many shards; 0 where rows stay.
-    pub fn count(&self) -> usize {
+    /// Returns the number of shards that a row goes to; 0 where rows stay.
+    pub fn adaptive_r(&self) -> usize {
         self.adaptive_r
     }
 
-    /// Whether every rank multiplies with what it owns, and no weight travels.
+    /// Returns whether every rank multiplies with the weights that it owns, so no weight travels.
     pub fn is_owner_only(&self) -> bool {
         self.adaptive_r == self.weights.expert_tp
     }
 
-    /// Slices of an owner in one that a rank multiplies with.
+    /// Returns the number of stored shards that make up one shard to multiply with.
     pub fn width(&self) -> usize {
         self.weights.expert_tp / self.adaptive_r.max(1)
     }
 
-    /// The mesh that rows travel in.
+    /// Returns the mesh in which rows are exchanged.
     pub fn mesh(&self) -> Parallel {
         let Parallel { ep, dp, .. } = self.weights;
         let (ep, expert_tp, dp) = match self.adaptive_r {
+            // Rows stay, so every rank is a group of its own that holds all experts.
             0 => (1, 1, self.weights.ranks()),
             adaptive_r => (ep, adaptive_r, dp * self.width()),
         };
@@ -91,7 +92,7 @@ impl AdaptiveMesh {
         }
     }
 
-    /// Where a rank is in that mesh.
+    /// Returns the coordinates of a rank in that mesh.
     pub fn place(&self, rank: usize) -> RankCoords {
         if self.adaptive_r == 0 {
             let (ep, tp) = (0, 0);
@@ -106,7 +107,7 @@ impl AdaptiveMesh {
         }
     }
 
-    /// The rank at a place of that mesh.
+    /// Returns the rank at some coordinates of that mesh: the inverse of [`AdaptiveMesh::place`].
     pub fn rank(&self, place: RankCoords) -> usize {
         if self.adaptive_r == 0 {
             return place.dp;
@@ -116,7 +117,7 @@ impl AdaptiveMesh {
         (dp / width * ep + place.ep) * expert_tp + tp * width + dp % width
     }
 
-    /// How many ranks own what one multiplies with.
+    /// Returns the number of ranks that own the weights one rank multiplies with.
     pub fn owners(&self) -> usize {
         match self.adaptive_r {
             0 => self.weights.group(),
@@ -124,7 +125,7 @@ impl AdaptiveMesh {
         }
     }
 
-    /// The ranks that gather each other's weights: those of a rank's block.
+    /// Returns the block of a rank: the ranks that gather each other's weights.
     pub fn block(&self, rank: usize) -> Range<usize> {
         let size = self.owners();
         let first = rank / size * size;
@@ -132,33 +133,33 @@ impl AdaptiveMesh {
     }
 }
 
-/// Where in a tensor of a rank's expert part a part of one owner lies: rows of elements in a
-/// row, so many elements from one row to the next. The owner has them without gaps.
+/// The region that one owner contributes to a tensor of the expert part: `rows` rows of `row`
+/// elements, `stride` elements from one row to the next. The owner stores the region without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardRegion {
-    /// Which rank of the block.
+    /// The owner's index in the block.
     pub owner: usize,
-    /// Where the owner's own tensor has them.
+    /// The first element of the region in the owner's own tensor.
     pub own: usize,
-    /// Where the first row begins.
+    /// The first element of the region in the gathered tensor.
     pub first: usize,
-    /// How many there are.
+    /// The number of rows.
     pub rows: usize,
-    /// Elements of one.
+    /// Elements of one row.
     pub row: usize,
-    /// Elements from one row's start to the next one's.
+    /// Elements from the start of one row to the start of the next.
     pub stride: usize,
 }
 
 impl ShardRegion {
-    /// All elements.
+    /// Returns the number of elements in the region.
     pub fn elements(&self) -> usize {
         self.rows * self.row
     }
 }
 
 impl RankPlan {
-    /// How rows travel.
+    /// Returns the mesh and degree by which rows are exchanged.
     pub fn by(&self) -> AdaptiveMesh {
         let (weights, adaptive_r) = (self.mesh, self.adaptive_r);
         AdaptiveMesh {
@@ -167,8 +168,8 @@ impl RankPlan {
         }
     }
 
-    /// Which groups of the mesh that rows travel in multiply with which experts: where rows
-    /// stay, each with all of them in order.
+    /// Returns the placement of experts on the mesh in which rows are exchanged. Where rows stay,
+    /// every group has all experts in order.
     pub fn row_placement(&self) -> Placement {
         match self.adaptive_r {
             0 => Placement::contiguous(1, self.tokens.spec.shape.experts),
@@ -176,17 +177,18 @@ impl RankPlan {
         }
     }
 
-    /// The experts that this rank multiplies with: its own, or those of all ranks.
+    /// Returns the experts that this rank multiplies with: its own, or those of all ranks.
     pub fn experts_here(&self) -> Vec<usize> {
         let place = self.by().place(self.mesh.rank(self.place));
         self.row_placement().of(place.ep).into_owned()
     }
 
-    /// The parts of a weight of the expert part, or of its gradient, that the ranks of this
-    /// one's block own, in the order of ranks; shards cut it along dimension `cut`, if they
-    /// do. What they do not cut, the last bias, the first of them owns alone; of an expert with
-    /// replicas the owner's is a part, where those are gathered that are on several groups.
-    pub fn regions(&self, tensor: TensorId, cut: Option<usize>) -> Vec<ShardRegion> {
+    /// Returns the regions of a weight of the expert part, or of its gradient, that the ranks of
+    /// this rank's block own, in the order of ranks. `dim` is the dimension that shards split.
+    /// Where `dim` is `None` (the last bias) the first owner holds the whole tensor. Where the
+    /// block spans several groups and an expert has replicas, only the region of the expert's owner
+    /// is listed.
+    pub fn regions(&self, tensor: TensorId, dim: Option<usize>) -> Vec<ShardRegion> {
         let shape = &self.experts[tensor].shape;
         let shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
         let by = self.by();
@@ -195,21 +197,22 @@ impl RankPlan {
         let owners = block.clone().map(|rank| (rank - block.start, rank));
         let regions = |(owner, rank): (usize, usize)| {
             let shard = rank % self.mesh.expert_tp % by.width();
-            let owns = cut.is_some() || shard == 0;
+            // shard == 0; || A tensor that shards do not split (the last bias) must be gathered
+            // from one owner only: the other shards hold zeros.
+            let owns = dim.is_some() || shard == 0;
             let runs = owns.then(|| self.runs(&placement, rank));
             let runs = runs.into_iter().flatten();
-            let region = |run| self.region(&shape, cut, (owner, shard), run);
+            let region = |run| self.region(&shape, dim, (owner, shard), run);
             runs.map(region).collect::<Vec<_>>()
         };
         owners.flat_map(regions).collect()
     }
 
-    /// Experts of a rank of the block that others gather, in a row on both parts: the first
-    /// one's number there, here, and how many.
+    /// Returns the consecutive experts of a rank of the block that other ranks gather.
     fn runs(&self, placement: &Placement, rank: usize) -> Vec<[usize; 3]> {
         let ep = rank / self.mesh.expert_tp % self.mesh.ep;
         if self.adaptive_r > 0 {
-            // The ranks of a block have the same experts.
+            // All ranks of a block hold the same experts, so one run has all of them.
             return vec![[0, 0, placement.count(ep)]];
         }
         let experts = placement.of(ep);
@@ -225,16 +228,16 @@ impl RankPlan {
     fn region(
         &self,
         shape: &[usize],
-        cut: Option<usize>,
+        dim: Option<usize>,
         (owner, shard): (usize, usize),
         [slot, here, experts]: [usize; 3],
     ) -> ShardRegion {
         let width = self.by().width();
-        let (before, behind) = shape.split_at(cut.unwrap_or(1));
+        let (before, behind) = shape.split_at(dim.unwrap_or(1));
         let each = before[1..].iter().product::<usize>();
         let rows = experts * each;
         let stride: usize = behind.iter().product();
-        let row = cut.map_or(stride, |_| stride / width);
+        let row = dim.map_or(stride, |_| stride / width);
         let first = here * shape[1..].iter().product::<usize>() + shard * row;
         let region = ShardRegion {
             owner,
@@ -244,6 +247,8 @@ impl RankPlan {
             row,
             stride,
         };
+        // Whole rows are contiguous in the gathered tensor, too, so they are one long row: one
+        // message and one copy instead of one for each row.
         if row == stride {
             ShardRegion {
                 rows: 1,
@@ -257,9 +262,9 @@ impl RankPlan {
     }
 }
 
-/// The dimension of a weight of experts, by its name, along which shards cut it: the hidden
-/// one. `None` for the last bias, which the first shard has.
-pub(super) fn cut_of(name: &str) -> Option<usize> {
+/// Returns the dimension that shards split, by the name of an expert's weight: the hidden
+/// dimension. `None` for the last bias, which the first shard holds alone.
+pub(super) fn shard_dim(name: &str) -> Option<usize> {
     match name.rsplit_once("experts.")?.1 {
         "gate.weight" | "up.weight" | "gate.bias" | "up.bias" => Some(1),
         "down.weight" => Some(2),
@@ -293,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_has_one_place_at_any_number_of_ways() {
+    fn every_rank_has_one_place_at_any_degree() {
         for mesh in meshes() {
             for adaptive_r in AdaptiveMesh::all(mesh) {
                 let by = AdaptiveMesh::new(mesh, adaptive_r).unwrap();
@@ -302,7 +307,7 @@ mod tests {
                     let place = by.place(rank);
                     assert_eq!(by.rank(place), rank, "{mesh:?}, {adaptive_r} adaptive_r");
                     assert!(!by.is_owner_only() || mesh.place(rank) == Ok(place));
-                    // Of a block each does the same for other tokens.
+                    // Each rank of a block multiplies with the same weights for other tokens.
                     let block = by.block(rank);
                     assert!(block.contains(&rank));
                     let kept = |rank: usize| (by.place(rank).ep, by.place(rank).tp);
@@ -317,8 +322,8 @@ mod tests {
         }
     }
 
-    /// Brute force: each element of what a rank multiplies with is the owner's of the same
-    /// element of the whole.
+    /// Checks element by element: each element that a rank multiplies with is its owner's copy of
+    /// the same element of the whole tensor.
     #[test]
     fn strips_are_what_owners_have() {
         let text =
@@ -342,20 +347,20 @@ mod tests {
                 let plan = plan_rank(&spec, target, &options, sharing, rank).unwrap();
                 for (at, tensor) in plan.experts.tensors.iter().enumerate() {
                     if matches!(tensor.role, Role::Weight | Role::WeightGradient) {
-                        check(&plan, TensorId(at), cut_of(&tensor.name));
+                        check(&plan, TensorId(at), shard_dim(&tensor.name));
                     }
                 }
             }
         }
     }
 
-    fn check(plan: &RankPlan, tensor: TensorId, cut: Option<usize>) {
+    fn check(plan: &RankPlan, tensor: TensorId, dim: Option<usize>) {
         let (by, mesh) = (plan.by(), plan.mesh);
         let rank = mesh.rank(plan.place);
         let shape = &plan.experts[tensor].shape;
         let mut shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
         shape.resize(3, 1);
-        let hidden = |shard: usize, mesh: Parallel| match cut {
+        let hidden = |shard: usize, mesh: Parallel| match dim {
             Some(_) => mesh.hidden(shard, 24),
             None => 0..shape[1],
         };
@@ -363,8 +368,8 @@ mod tests {
             let (row, inner) = (shape[1] * shape[2], shape[2]);
             [index / row, index % row / inner, index % inner]
         };
-        // The number of an element in the whole tensor, and how a part of it is laid out.
-        let whole = |[e, a, b]: [usize; 3], experts: &[usize], first: usize| match cut {
+        // Returns the index of an element in the whole tensor, given how a part of it is laid out.
+        let whole = |[e, a, b]: [usize; 3], experts: &[usize], first: usize| match dim {
             Some(1) => [experts[e], first + a, b],
             Some(2) => [experts[e], a, first + b],
             _ => [experts[e], a, b],
@@ -372,20 +377,20 @@ mod tests {
         let (placement, all) = (plan.placement(), plan.experts_here());
         let here = hidden(by.place(rank).tp, by.mesh()).start;
         let mut covered = vec![0; shape.iter().product()];
-        for region in plan.regions(tensor, cut) {
+        for region in plan.regions(tensor, dim) {
             let owner = mesh.place(by.block(rank).start + region.owner).unwrap();
             let experts = placement.of(owner.ep);
             let mut own = shape.clone();
             own[0] = experts.len();
-            if let Some(cut) = cut {
-                own[cut] = 24 / mesh.expert_tp;
+            if let Some(dim) = dim {
+                own[dim] = 24 / mesh.expert_tp;
             }
-            let theirs = cut.map_or(0, |_| hidden(owner.tp, mesh).start);
+            let theirs = dim.map_or(0, |_| hidden(owner.tp, mesh).start);
             for index in 0..region.elements() {
                 let at = region.first + index / region.row * region.stride + index % region.row;
                 covered[at] += 1;
                 let from = whole(coordinates(region.own + index, &own), &experts, theirs);
-                let first = cut.map_or(0, |_| here);
+                let first = dim.map_or(0, |_| here);
                 let to = whole(coordinates(at, &shape), &all, first);
                 assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);
             }

@@ -1,24 +1,25 @@
-//! What a rank sends, where every expert gets equally many rows.
+//! Bytes that a rank sends under an even load: every expert gets equally many rows.
 
 use super::{CollectiveOp, Distance, Exchange, PlanPart, RankPlan, RankStep, ShardRegion};
 use crate::TensorId;
 
-/// Bytes that a rank sends in an exchange, by how far they go.
+/// Bytes that a rank sends in an exchange, by distance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sent {
-    /// To itself: a copy.
+    /// Bytes that a rank copies to itself.
     pub here: u64,
-    /// To other ranks of its node.
+    /// Bytes to other ranks of the same node.
     pub node: u64,
-    /// To other nodes.
+    /// Bytes to other nodes.
     pub network: u64,
 }
 
 impl RankPlan {
-    /// What this rank sends in an exchange when each rank has `tokens` tokens and every
-    /// expert equally many rows, its replicas equally many of them, with `per_node` ranks on a
-    /// node, one node's after the other's. Sums count what their shortest form sends: each
-    /// part but one's own to its owner and, if all get it, the result back.
+    /// Returns the bytes that this rank sends in an exchange when each rank has `tokens` tokens and
+    /// every expert gets equally many rows, spread evenly over its replicas. `per_node` consecutive
+    /// ranks share a node. A reduction counts the bytes of its shortest form: every rank sends each
+    /// foreign part to the part's owner and, where all ranks get the result, the owner sends it
+    /// back.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
         let (group, among) = (self.members(), self.sharing_rows());
         let own = self.mesh.rank(self.place);
@@ -30,7 +31,7 @@ impl RankPlan {
         let ep = |rank: usize| self.by().place(rank).ep;
         let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
         let row = |part, id| self.row_bytes(part, id) as u64;
-        // A row of tokens, which may be packed for other nodes.
+        // Only rows of tokens have another size between nodes, where the exchange packs them.
         let row_to = |rank: usize, part, id| match &exchange.packed {
             Some(packed) if self.distance(rank, per_node) > 1 => packed.row_bytes as u64,
             _ => row(part, id),
@@ -44,7 +45,8 @@ impl RankPlan {
                 chunk.rows(part(to) as usize, distance).len() as u64
             }
         };
-        // Rows between this rank and the experts of another, and the other way.
+        // The distance of a chunk counts from the sender for dispatch and from the expert for
+        // combine, so both directions need their own count.
         let to = |rank: usize| of_chunk(ep(own), ep(rank));
         let from = |rank: usize| of_chunk(ep(rank), ep(own));
         let shards: Vec<usize> = (0..self.mesh.expert_tp).map(|s| self.shard(s)).collect();
@@ -73,7 +75,7 @@ impl RankPlan {
             }
             CollectiveOp::RowCounts => each(&group, &|rank| 8 * owned(rank)),
             CollectiveOp::TokensPerExpert => each(&group, &|_| 8 * experts as u64),
-            // Where every expert gets equally many rows, none has shadows.
+            // An even load has no hot expert, so the shadow model chooses none.
             CollectiveOp::KeepShadowRows { .. }
             | CollectiveOp::ReturnShadowRows { .. }
             | CollectiveOp::BroadcastShadowWeight { .. }
@@ -111,7 +113,7 @@ impl RankPlan {
             CollectiveOp::AllReduceSum { from, .. } => {
                 summed(&world, self.tokens[from].bytes(tokens))
             }
-            // Each rank has gathered the inputs of all before.
+            // Every rank gathered the router's inputs before the pass.
             CollectiveOp::GlobalRouting => Sent::default(),
             CollectiveOp::ReduceLossParts { tensor } => {
                 summed(&world, row(PlanPart::Dispatch, tensor))
@@ -119,17 +121,17 @@ impl RankPlan {
             CollectiveOp::AllReduceMax { tensor } => {
                 summed(&world, self.tokens[tensor].bytes(tokens))
             }
-            CollectiveOp::AllGatherWeight { weight, cut } => {
-                let bytes = self.region_bytes(weight, cut, own - block[0]);
+            CollectiveOp::AllGatherWeight { weight, dim } => {
+                let bytes = self.region_bytes(weight, dim, own - block[0]);
                 Sent {
                     here: 0,
                     ..each(&block, &|_| bytes)
                 }
             }
-            CollectiveOp::ReduceScatterGradient { gradient, cut } => Sent {
+            CollectiveOp::ReduceScatterGradient { gradient, dim } => Sent {
                 here: 0,
                 ..each(&block, &|rank| {
-                    self.region_bytes(gradient, cut, rank - block[0])
+                    self.region_bytes(gradient, dim, rank - block[0])
                 })
             },
             CollectiveOp::AllGatherExperts { from, .. } if self.by().place(own).tp == 0 => {
@@ -139,7 +141,7 @@ impl RankPlan {
         }
     }
 
-    /// All of a pass.
+    /// Returns the bytes of all exchanges of a pass.
     pub fn bytes_of(&self, steps: &[RankStep], tokens: u64, per_node: usize) -> Sent {
         let mut all = Sent::default();
         for exchange in steps.iter().filter_map(RankStep::exchange) {
@@ -151,34 +153,34 @@ impl RankPlan {
         all
     }
 
-    /// The ranks that rows are exchanged among, in the world.
+    /// Returns the ranks that exchange rows with this rank, by their numbers in the world.
     fn members(&self) -> Vec<usize> {
         let (by, own) = (self.by(), self.mesh.rank(self.place));
         let same = |rank: &usize| by.place(*rank).dp == by.place(own).dp;
         (0..self.mesh.ranks()).filter(same).collect()
     }
 
-    /// Those of them with other shards of the same experts.
+    /// Returns the members that hold a shard of the same experts.
     fn sharing_rows(&self) -> Vec<usize> {
         let (by, own) = (self.by(), self.mesh.rank(self.place));
         let same = |rank: &usize| by.place(*rank).ep == by.place(own).ep;
         self.members().into_iter().filter(same).collect()
     }
 
-    /// Bytes of a tensor of the expert part that a rank of the block owns.
-    fn region_bytes(&self, tensor: TensorId, cut: Option<usize>, owner: usize) -> u64 {
-        let regions = self.regions(tensor, cut);
+    /// Returns the bytes of a tensor of the expert part that one rank of the block owns.
+    fn region_bytes(&self, tensor: TensorId, dim: Option<usize>, owner: usize) -> u64 {
+        let regions = self.regions(tensor, dim);
         let own = regions.iter().filter(|region| region.owner == owner);
         let elements: usize = own.map(ShardRegion::elements).sum();
         (elements * self.experts[tensor].dtype.size()) as u64
     }
 
-    /// The rank with another shard of the same experts.
+    /// Returns the rank that holds another shard of the same experts.
     fn shard(&self, tp: usize) -> usize {
         self.mesh.rank(super::RankCoords { tp, ..self.place })
     }
 
-    /// 0 for this rank, 1 for its node, 2 for others.
+    /// Returns 0 for this rank, 1 for its node, 2 for other nodes.
     fn distance(&self, rank: usize, per_node: usize) -> usize {
         let own = self.mesh.rank(self.place);
         match rank {
@@ -197,7 +199,7 @@ mod tests {
     use moesaic_spec::LayerSpec;
 
     #[test]
-    fn tokens_go_to_the_other_slices_and_sums_come_back() {
+    fn tokens_go_to_the_other_shards_and_sums_come_back() {
         let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }
              shared = [{ hidden_dim = 6, gate = 'sigmoid', bias = true }]";
         let spec = LayerSpec::from_toml(text).unwrap();
@@ -227,7 +229,7 @@ mod tests {
         assert_eq!(sent(3, "x"), of(3200, 3200));
         assert_eq!(sent(3, "shared.0.weight"), of(400, 400));
         assert_eq!(sent(3, "tokens of shards"), of(8, 8));
-        // Of a sum the other's rows alone.
+        // A sum sends the other rank's rows alone.
         assert_eq!(sent(3, "shared.0.out"), of(0, 3200));
         assert_eq!(sent(3, "shared.0.down.bias"), Sent::default());
         assert_eq!(sent(2, "shared.0.down.bias"), of(32, 32));

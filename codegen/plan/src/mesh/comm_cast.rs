@@ -1,14 +1,14 @@
-//! Rows that are rounded for the way to other nodes.
+//! Casts of rows to [`CommDtype`] between nodes.
 //!
 //! ```text
 //! comm_cast_pack    rows of this rank that go to other nodes    rows to bytes
 //! exchange     those, and as they are the rows that stay on the node
-//! comm_cast_unpack  rows that came from other nodes             bytes to rows
+//! comm_cast_unpack  rows received from other nodes             bytes to rows
 //! ```
 //!
-//! Rows of tokens are packed, and rows of gradients, each forward and backward by itself.
-//! Weights of rows and the parts of their gradients are few and travel as they are. Sums are
-//! always of rows, never of what is on the wire.
+//! Rows of tokens and rows of gradients are cast, with a dtype for forward and one for backward.
+//! Weights of rows and the parts of their gradients are few, so they travel as they are. Sums are
+//! always made of rows in their own dtype, never of cast ones.
 
 use super::{Both, CollectiveOp, CommDtype, Exchange, PlanPart, RankPlan, RankStep};
 use crate::ops::CommCastDesc;
@@ -18,48 +18,50 @@ use moesaic_kernel::DType::{self, I32, I64};
 use moesaic_kernel::Size;
 use serde::{Deserialize, Serialize};
 
-/// The number of values of a call that were too large for the wire, of those that this rank
-/// packed: `[1]`, i64.
+/// The output with the number of values, of all that this rank cast in a call, that were too large
+/// for the dtype: `[1]`, i64.
 pub const SATURATED: &str = "wire.saturated";
 
-/// The exchanges that move rows of tokens or of their gradients, and not a few numbers of each.
+/// The exchanges that move rows of tokens or of their gradients; all other exchanges move a few
+/// numbers for each row.
 const OF_TOKENS: [&str; 4] = ["rows", "out", "dout", "drows"];
 
-/// How rows of an exchange are between nodes.
+/// The cast of an exchange's rows between nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packed {
-    /// What they are.
+    /// The dtype of the rows between nodes.
     pub comm_dtype: CommDtype,
-    /// Bytes of one.
+    /// Bytes of one cast row.
     pub row_bytes: usize,
-    /// The steps of [`RankPlan::comm_cast`] before the exchange. `tokens` are the rows of this
-    /// rank that go to other nodes.
+    /// The steps of [`RankPlan::comm_cast`] that run before the exchange; their `tokens` are the
+    /// rows that this rank sends to other nodes.
     pub pack: Vec<usize>,
-    /// The one after it. `tokens` are the rows that came from other nodes.
+    /// The step that runs after the exchange; its `tokens` are the rows received from other nodes.
     pub unpack: usize,
-    /// The rows, wherever they are: of [`RankPlan::comm_cast`], which has no memory for it.
+    /// The rows in their own dtype: a tensor of [`RankPlan::comm_cast`] for which the caller of the
+    /// step supplies the address.
     pub rows: TensorId,
-    /// What goes.
+    /// The rows that are sent.
     pub sent: Lane,
-    /// What came.
-    pub came: Lane,
+    /// The rows that are received.
+    pub received: Lane,
 }
 
-/// Rows on the wire, of [`RankPlan::comm_cast`].
+/// Cast rows, as tensors of [`RankPlan::comm_cast`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lane {
-    /// Their bytes.
+    /// The bytes of the rows.
     pub bytes: TensorId,
-    /// Which row each is.
+    /// The index of each row in the tensor of uncast rows.
     pub places: TensorId,
 }
 
 impl RankPlan {
-    /// The same passes with rows that are packed where they go to other nodes; where rows are
-    /// of that type anyway, they stay as they are.
+    /// Returns the same passes with rows cast to `comm_dtype` where they go to other nodes. Rows
+    /// that have the dtype already stay as they are.
     #[must_use]
     pub fn in_comm_dtype(&self, comm_dtype: Both<CommDtype>) -> RankPlan {
-        let mut between = Between::of(self);
+        let mut between = CastPlan::of(self);
         let mut pass = |steps: &[RankStep], comm_dtype| {
             let steps = steps.iter().map(|step| match step {
                 RankStep::Exchange(exchange) => RankStep::Exchange(Exchange {
@@ -83,15 +85,15 @@ impl RankPlan {
     }
 }
 
-/// What is written down of the kernels between nodes.
-struct Between {
+/// The cast kernels, as they are collected.
+struct CastPlan {
     plan: LayerPlan,
     known: Vec<(CommCastDesc, Packed)>,
 }
 
-impl Between {
-    fn of(plan: &RankPlan) -> Between {
-        Between {
+impl CastPlan {
+    fn of(plan: &RankPlan) -> CastPlan {
+        CastPlan {
             plan: LayerPlan {
                 kernels: Vec::new(),
                 tensors: Vec::new(),
@@ -106,7 +108,7 @@ impl Between {
         }
     }
 
-    /// How rows of an exchange travel; `None`: as they are.
+    /// Returns the cast of an exchange's rows; `None` where they travel as they are.
     fn packed(
         &mut self,
         plan: &RankPlan,
@@ -141,7 +143,7 @@ impl Between {
         })
     }
 
-    /// A kernel for rows of a kind, named after the exchange that has them first.
+    /// Adds the kernel for one kind of rows, named after the first exchange that uses it.
     fn add(&mut self, name: &str, desc: CommCastDesc) -> Packed {
         let machine = Machine::of(self.plan.target, self.plan.caches);
         let config = desc.tiling(machine);
@@ -163,7 +165,7 @@ impl Between {
             ),
             places: self.tensor(name, places, I32, &[Size::Tokens], Role::Input),
         };
-        let (sent, came) = (lane("sent", "sent_places"), lane("came", "came_places"));
+        let (sent, received) = (lane("sent", "sent_places"), lane("received", "came_places"));
         let kernel = self.plan.kernels.len();
         let entries = desc.entries(&config).into_iter();
         let entries = entries.map(|entry| machine.overlapping(entry)).collect();
@@ -188,16 +190,16 @@ impl Between {
             comm_dtype: desc.comm_dtype,
             row_bytes: desc.row_bytes(),
             pack: steps,
-            unpack: self.step(kernel, last, vec![came.bytes, came.places, rows]),
+            unpack: self.step(kernel, last, vec![received.bytes, received.places, rows]),
             rows,
             sent,
-            came,
+            received,
         };
         self.known.push((desc, packed.clone()));
         packed
     }
 
-    /// A tensor by the name of its exchange and its own; the one that is there.
+    /// Returns the tensor of an exchange, adding it if this is its first use.
     fn tensor(
         &mut self,
         of: &str,
@@ -249,7 +251,7 @@ mod tests {
         plan_rank(&spec, "cuda:sm_90a".parse().unwrap(), &options, mesh, 1).unwrap()
     }
 
-    /// The lines between launches of other parts.
+    /// Returns the exchange lines of the plan's text, without launches of other parts.
     fn exchanged(plan: &RankPlan) -> Vec<String> {
         let text = plan.text();
         let lines = text.lines().map(str::trim);

@@ -1,44 +1,45 @@
-//! What one rank does, as data.
+//! The plan of one rank, as data.
 
 use super::{Chunk, Packed, Parallel, RankCoords, TokenScope};
 use crate::{LayerPlan, Placement, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
-/// What one rank does in each pass.
+/// The plan of one rank: a layer plan for each part and the steps of each pass.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankPlan {
-    /// How ranks share the layer.
+    /// The mesh by which ranks share the layer.
     pub mesh: Parallel,
-    /// Which of them this is.
+    /// The coordinates of this rank.
     pub place: RankCoords,
-    /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
+    /// The experts of each group; `None` means contiguous ranges, as in [`Parallel::experts`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Placement>,
-    /// To how many shards of its expert a row goes; 0 where rows stay. Fewer than weights
-    /// have: the expert part has weights that are gathered ([`CollectiveOp::AllGatherWeight`]).
+    /// The adaptive parallelism degree: the number of shards of its expert that a row goes to; 0
+    /// where rows stay. If it is less than the number of shards that weights are stored in, the
+    /// expert part multiplies with gathered weights ([`CollectiveOp::AllGatherWeight`]).
     pub adaptive_r: usize,
-    /// What is done with this rank's tokens.
+    /// The dispatch part: the layer without its experts, for this rank's tokens.
     pub tokens: LayerPlan,
-    /// What this rank's experts do with the rows that arrive. Its tokens are rows.
+    /// The expert part: this rank's experts, for the rows that arrive. Its tokens are rows.
     pub experts: LayerPlan,
-    /// What this rank does with rows of experts that have shadows in a call, with as many
-    /// experts as there may be. Its tokens are rows that stay. `None` where there are none.
+    /// The shadow part: up to as many shadowed experts as the strategy allows, for rows that stay
+    /// on this rank. Its tokens are those rows. `None` where there are no shadows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shadows: Option<LayerPlan>,
-    /// What this rank's shards of shared experts do with the tokens of all ranks that have
-    /// shards of the same experts; `None` where shared experts are whole.
+    /// The shared-expert part: this rank's shards of shared experts, for the tokens of all ranks
+    /// that hold shards of the same experts. `None` where shared experts are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared: Option<LayerPlan>,
-    /// Whose tokens losses, capacities and selections look at.
+    /// The tokens that losses, capacities and selections look at.
     #[serde(default, skip_serializing_if = "TokenScope::is_rank")]
     pub scope: TokenScope,
-    /// What is done with rows that go to other nodes or come from there, where they are packed
-    /// for that ([`RankPlan::in_comm_dtype`]). Its tokens are such rows.
+    /// The kernels that cast rows for other nodes and back ([`RankPlan::in_comm_dtype`]). Its
+    /// tokens are such rows. `None` where rows travel as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_cast: Option<LayerPlan>,
-    /// The steps of a forward pass: of one that trains, where there is a backward pass.
+    /// The steps of a forward pass; of a training one if the plan has a backward pass.
     pub steps: Vec<RankStep>,
-    /// The steps of an evaluation, where `steps` trains.
+    /// The steps of an evaluation, if `steps` trains.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub evaluation: Vec<RankStep>,
     /// The steps of a backward pass.
@@ -46,7 +47,7 @@ pub struct RankPlan {
     pub backward: Vec<RankStep>,
 }
 
-/// Whose tensors and kernels.
+/// A part of a rank's plan: the layer plan that a tensor or kernel belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PlanPart {
@@ -60,11 +61,11 @@ pub enum PlanPart {
     Shared,
 }
 
-/// What launches of [`RankPlan::comm_cast`] are called.
+/// The name of [`RankPlan::comm_cast`] in texts and traces.
 pub(super) const NODES: &str = "nodes";
 
 impl PlanPart {
-    /// What it is called.
+    /// Returns the name of the part.
     pub fn name(self) -> &'static str {
         match self {
             PlanPart::Dispatch => "dispatch",
@@ -75,26 +76,26 @@ impl PlanPart {
     }
 }
 
-/// One thing that a rank does.
+/// One step of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RankStep {
-    /// A step of the pass of the same name of a part's plan, by its number.
+    /// A launch: a step of the same pass of a part's plan.
     Launch {
-        /// Whose.
+        /// The part whose plan has the step.
         part: PlanPart,
-        /// Which.
+        /// The index of the step in the part's pass.
         step: usize,
-        /// For which rows, where they come in chunks.
+        /// The chunk of rows, where rows come in chunks.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         chunk: Option<Chunk>,
     },
-    /// Something that all ranks do together.
+    /// An exchange between ranks.
     Exchange(Exchange),
 }
 
 impl RankStep {
-    /// What ranks do together, if that is what it is.
+    /// Returns the exchange, if the step is one.
     pub fn exchange(&self) -> Option<&Exchange> {
         match self {
             RankStep::Exchange(exchange) => Some(exchange),
@@ -102,32 +103,32 @@ impl RankStep {
         }
     }
 
-    /// Whether both are exchanges that [go together](Exchange::goes_with).
+    /// Returns whether both steps are exchanges that [go together](Exchange::goes_with).
     pub fn goes_with(&self, other: &RankStep) -> bool {
         let both = self.exchange().zip(other.exchange());
         both.is_some_and(|(one, other)| one.goes_with(other))
     }
 }
 
-/// What ranks do together. Sizes follow from counts: see [`RankPlan::bytes`].
+/// One exchange between ranks. Its sizes follow from counts: see [`RankPlan::bytes`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exchange {
-    /// What it is called in errors and traces: `rows`.
+    /// The name in errors and traces, such as `rows`.
     pub name: String,
-    /// What goes where.
+    /// The operation.
     #[serde(flatten)]
     pub op: CollectiveOp,
-    /// How rows are between nodes, where they are not as in memory.
+    /// The cast of rows between nodes; `None` where they travel as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
-    /// Which rows, where they travel in chunks.
+    /// The chunk of rows, where rows come in chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chunk: Option<Chunk>,
 }
 
 impl Exchange {
-    /// Whether it moves rows of the same tokens between the same ranks as another, so that
-    /// both can be one operation.
+    /// Returns whether this exchange moves rows of the same tokens between the same ranks as
+    /// `other`, so that both can be one operation.
     pub fn goes_with(&self, other: &Exchange) -> bool {
         let alike = match self.op {
             CollectiveOp::Dispatch { .. } => matches!(other.op, CollectiveOp::Dispatch { .. }),
@@ -138,152 +139,154 @@ impl Exchange {
     }
 }
 
-/// What goes where. Tensors are of the part that the name says.
+/// A collective operation of a rank's pass. The operation's name says which part each tensor
+/// belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum CollectiveOp {
-    /// Every rank learns how many tokens each has, before anything else: for the capacity,
-    /// which is that of the rank with the most, and for the number of its first token.
+    /// Every rank learns how many tokens each rank has, before anything else. The capacity of all
+    /// ranks is that of the rank with the most tokens, and the number of a rank's first token is
+    /// the sum of the counts before it.
     TokenCounts,
-    /// Every rank of a group learns how many rows each has for every expert; which experts
-    /// have shadows in this call follows from that.
+    /// Every rank of a group learns how many rows each rank has for every expert. The choice of
+    /// shadowed experts follows from these counts.
     TokensPerExpert,
-    /// Every rank of a group learns how many rows it gets for each of its experts from
-    /// each rank; `offsets` and `row_tiles` of the expert part follow from that.
+    /// Every rank of a group learns how many rows it gets for each of its experts from each rank;
+    /// `offsets` and `row_tiles` of the expert part follow from these counts.
     RowCounts,
-    /// Rows go to the ranks of their experts, every shard of one.
+    /// Rows go to the ranks of their experts, to every shard of an expert.
     Dispatch {
-        /// Of the dispatch part, by expert.
+        /// Rows of the dispatch part, by expert.
         from: TensorId,
-        /// Of the expert part, by expert, then by rank.
+        /// Rows of the expert part, by expert, then by rank.
         to: TensorId,
     },
-    /// Rows go back to the ranks they came from.
+    /// Rows go back to the ranks they received from.
     Combine {
-        /// Of the expert part, by expert, then by rank.
+        /// Rows of the expert part, by expert, then by rank.
         from: TensorId,
-        /// Of the dispatch part, by expert.
+        /// Rows of the dispatch part, by expert.
         to: TensorId,
     },
-    /// Rows of experts with shadows stay: they become those of the shadow part.
+    /// Rows of shadowed experts stay on this rank: they are copied to the shadow part.
     KeepShadowRows {
-        /// Of the dispatch part, by expert.
+        /// Rows of the dispatch part, by expert.
         from: TensorId,
-        /// Of the shadow part, by expert.
+        /// Rows of the shadow part, by expert.
         to: TensorId,
     },
-    /// And back.
+    /// Rows of the shadow part are copied back to the dispatch part.
     ReturnShadowRows {
-        /// Of the shadow part, by expert.
+        /// Rows of the shadow part, by expert.
         from: TensorId,
-        /// Of the dispatch part, by expert.
+        /// Rows of the dispatch part, by expert.
         to: TensorId,
     },
-    /// A weight of each expert with shadows goes from its owner to all groups.
+    /// A weight of each shadowed expert goes from its owner to all groups.
     BroadcastShadowWeight {
-        /// Of the expert part.
+        /// A tensor of the expert part.
         from: TensorId,
-        /// Of the shadow part.
+        /// A tensor of the shadow part.
         to: TensorId,
     },
-    /// Gradients of a weight of shadows are summed over the groups; the owner has the sum.
+    /// Gradients of a shadowed weight are summed over the groups; the owner gets the sum.
     ReduceShadowGradient {
-        /// Of the shadow part.
+        /// A tensor of the shadow part.
         from: TensorId,
-        /// Of the expert part.
+        /// A tensor of the expert part.
         to: TensorId,
     },
     /// A tensor of the expert part is summed over the shards of the experts.
     AllReduceTp {
-        /// Of the expert part; each shard has the sum afterwards.
+        /// A tensor of the expert part; each shard has the sum afterwards.
         tensor: TensorId,
     },
-    /// Ranks with shards of the same experts learn how many tokens each has.
+    /// TP peers, which hold shards of the same experts, learn how many tokens each has.
     TpTokenCounts,
-    /// Rows of this rank's tokens go to every rank with shards of the same experts.
+    /// Rows of this rank's tokens go to all TP peers.
     AllGatherTp {
-        /// Of the dispatch part, by token.
+        /// Rows of the dispatch part, by token.
         from: TensorId,
-        /// Of the shared-expert part, by rank, then by token.
+        /// Rows of the shared-expert part, by rank, then by token.
         to: TensorId,
     },
-    /// A tensor of the shared-expert part is summed over the shards; each rank gets the
-    /// rows of its own tokens.
+    /// A tensor of the shared-expert part is summed over the shards; each rank gets the rows of its
+    /// own tokens.
     ReduceScatterTp {
-        /// Of the shared-expert part, by rank, then by token.
+        /// Rows of the shared-expert part, by rank, then by token.
         from: TensorId,
-        /// Of the dispatch part, by token.
+        /// Rows of the dispatch part, by token.
         to: TensorId,
     },
-    /// A weight of shared experts that the first shard has becomes that of all shards.
+    /// A weight of shared experts that the first shard holds goes to all shards.
     BroadcastTp {
-        /// Of the shared-expert part.
+        /// A tensor of the shared-expert part.
         from: TensorId,
-        /// Of the dispatch part.
+        /// A tensor of the dispatch part.
         to: TensorId,
     },
     /// A tensor of the dispatch part is summed over all ranks.
     AllReduceSum {
-        /// Of the dispatch part.
+        /// A tensor of the dispatch part.
         from: TensorId,
-        /// Of the dispatch part.
+        /// A tensor of the dispatch part.
         to: TensorId,
     },
-    /// The tokens of all ranks that have an expert are counted.
+    /// The tokens of all ranks that have at least one expert are counted.
     CountLiveTokens {
-        /// Of the dispatch part: `topk_ids`.
+        /// `topk_ids` of the dispatch part.
         ids: TensorId,
-        /// Of the dispatch part: their number.
+        /// The count, on the dispatch part.
         to: TensorId,
     },
-    /// The largest of all ranks.
+    /// Every rank gets the maximum over all ranks.
     AllReduceMax {
-        /// Of the dispatch part; every rank has it afterwards.
+        /// A tensor of the dispatch part; every rank has the maximum afterwards.
         tensor: TensorId,
     },
-    /// Where the assignments of this rank's tokens go becomes what routing the tokens of all
-    /// ranks has decided, where a call needs that.
+    /// The slots of this rank's tokens are placed as routing the tokens of all ranks together
+    /// decided, where a call needs that.
     GlobalRouting,
-    /// What each tile of this rank's tokens adds to losses becomes the sum over all tiles of
-    /// all ranks, in the first tile; the others have zeros.
+    /// The loss terms of each tile of this rank's tokens are summed over all tiles of all ranks.
+    /// The sum goes to the first tile; the other tiles get zeros.
     ReduceLossParts {
-        /// Of the dispatch part, a row for each tile.
+        /// A tensor of the dispatch part with a row for each tile.
         tensor: TensorId,
     },
-    /// The parts of a weight that the ranks of a block own become the weight of the experts'
-    /// side of each.
+    /// The ranks of a block gather the parts of a weight that each owns: an all-gather into the
+    /// weight of the expert part.
     AllGatherWeight {
-        /// Of the expert part.
+        /// A tensor of the expert part.
         weight: TensorId,
-        /// The dimension along which shards cut it.
-        cut: Option<usize>,
+        /// The dimension that shards split; `None` if they do not split it.
+        dim: Option<usize>,
     },
-    /// Gradients of a weight of the expert part are summed over the ranks of a block; each
+    /// Gradients of a weight of the expert part are summed over the ranks of a block; each rank
     /// gets the part that it owns.
     ReduceScatterGradient {
-        /// Of the expert part.
+        /// A tensor of the expert part.
         gradient: TensorId,
-        /// The dimension along which shards cut it.
-        cut: Option<usize>,
+        /// The dimension that shards split; `None` if they do not split it.
+        dim: Option<usize>,
     },
-    /// Weights of each group's experts, of the first shard, become those of all.
+    /// Weights of the experts of each group, as its first shard holds them, go to all ranks.
     AllGatherExperts {
-        /// Of the expert part.
+        /// A tensor of the expert part.
         from: TensorId,
-        /// Of the dispatch part.
+        /// A tensor of the dispatch part.
         to: TensorId,
     },
 }
 
 impl RankPlan {
-    /// Whether weights of shadows stay from a forward pass to its backward pass: none is sent
-    /// in that.
+    /// Returns whether weights of shadows stay from a forward pass to its backward pass, which then
+    /// sends none.
     pub fn keeps_shadow_weights(&self) -> bool {
         let mut exchanges = self.backward.iter().filter_map(RankStep::exchange);
         !exchanges.any(|exchange| matches!(exchange.op, CollectiveOp::BroadcastShadowWeight { .. }))
     }
 
-    /// The steps of a pass that draws nothing and keeps nothing.
+    /// Returns the steps of a pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[RankStep] {
         match self.tokens.training {
             Some(_) => &self.evaluation,
@@ -291,9 +294,9 @@ impl RankPlan {
         }
     }
 
-    /// Those of a forward pass that decide where tokens go: what ranks have to know of
-    /// each other for that, and gate and scan of this rank's tokens. `of` are the steps of
-    /// the same pass of [`RankPlan::tokens`].
+    /// Returns the steps of a forward pass that route tokens: the exchanges that routing depends
+    /// on, and gate and scan of this rank's tokens. `of` are the steps of the same pass of
+    /// [`RankPlan::tokens`].
     pub fn routing_of(&self, steps: &[RankStep], of: &[Step]) -> Vec<RankStep> {
         let scanned = self.tokens.routing_of(of).len();
         let decides = |step: &&RankStep| match step {
@@ -310,11 +313,11 @@ impl RankPlan {
         steps.iter().filter(decides).cloned().collect()
     }
 
-    /// The plan of a part.
+    /// Returns the plan of a part.
     ///
     /// # Panics
-    /// For shared experts when they are whole, and for shadows where there are none: no step
-    /// names these parts.
+    /// Panics for shared experts that are whole and for shadows that the plan does not have: no
+    /// step names these parts.
     pub fn part(&self, part: PlanPart) -> &LayerPlan {
         match part {
             PlanPart::Dispatch => &self.tokens,
@@ -330,12 +333,12 @@ impl RankPlan {
         }
     }
 
-    /// The parts that there are.
+    /// Returns the plan of every part that exists.
     pub fn parts(&self) -> impl Iterator<Item = &LayerPlan> {
         self.named_parts().map(|(_, part)| part)
     }
 
-    /// The parts that there are, with what [`RankPlan::text`] calls them.
+    /// Returns every part that exists with its name in [`RankPlan::text`].
     pub fn named_parts(&self) -> impl Iterator<Item = (&'static str, &LayerPlan)> {
         let named = |part: PlanPart, plan| (part.name(), plan);
         [
@@ -349,7 +352,7 @@ impl RankPlan {
         .flatten()
     }
 
-    /// Bytes of one row of a tensor.
+    /// Returns the bytes of one row of a tensor.
     pub fn row_bytes(&self, part: PlanPart, tensor: TensorId) -> usize {
         let tensor = &self.part(part)[tensor];
         let width: u64 = tensor
@@ -361,13 +364,13 @@ impl RankPlan {
         width as usize * tensor.dtype.size()
     }
 
-    /// Which groups own which experts.
+    /// Returns the placement of experts on groups.
     pub fn placement(&self) -> Placement {
         let contiguous = || Placement::contiguous(self.mesh.ep, self.tokens.spec.shape.experts);
         self.placement.clone().unwrap_or_else(contiguous)
     }
 
-    /// The experts that this rank has, in the order in which it has them.
+    /// Returns the experts that this rank holds, in the order in which it holds them.
     pub fn own_experts(&self) -> Vec<usize> {
         self.placement().of(self.place.ep).into_owned()
     }

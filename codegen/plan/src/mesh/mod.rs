@@ -1,5 +1,5 @@
-//! A layer whose experts live on many ranks: what one rank does, launches and exchanges
-//! in one list.
+//! A layer whose experts live on many ranks: one rank's launches and exchanges in one list of
+//! steps.
 //!
 //! ```text
 //! dispatch part   gate ─ scan ─ dispatch ─┐                     ┌─ combine
@@ -7,16 +7,15 @@
 //! expert part                          └─ up ─ down ─────────┘
 //! ```
 //!
-//! Each rank has both parts: its own tokens, and its own experts. The dispatch part is the
-//! layer without its experts, planned for the tokens of this rank; the expert part is
-//! their products alone, planned for the rows that arrive, as if each were a token with
-//! one expert. Rows lie by expert, then by the rank they come from, so that a product is
-//! one for each expert whatever the number of ranks. Backward goes the same way with the
-//! counts that forward kept.
+//! Each rank has both parts: its own tokens and its own experts. The dispatch part is the layer
+//! without its experts, planned for this rank's tokens. The expert part is the experts' GEMMs
+//! alone, planned for the rows that arrive, as if each row were a token with one expert. Rows are
+//! ordered by expert, then by source rank, so there is one GEMM for each expert whatever the number
+//! of ranks. Backward uses the same parts with the counts that forward kept.
 //!
-//! Shared experts are on the dispatch part, whole, or on a third one, sharded as the routed
-//! experts are ([`SharedExperts`]): ranks with shards of the same experts gather their
-//! tokens, each multiplies them all with its shard, and sums come back to their tokens.
+//! Shared experts belong to the dispatch part, whole, or to a third part, sharded as the routed
+//! experts are ([`SharedExperts`]): TP peers gather their tokens, each multiplies all of them with
+//! its shard, and a reduce-scatter returns the sums to the tokens' ranks.
 //!
 //! ```text
 //! dispatch part     x ─┐             ┌─ combine
@@ -24,8 +23,8 @@
 //! shared experts      └─ up ─ down ─┘
 //! ```
 //!
-//! Experts that get most of the rows may have shadows for one call ([`Strategy::shadows`]):
-//! their weights go to all groups, their rows stay, and their gradients come back.
+//! Hot experts may have shadows for one call ([`Strategy::shadows`]): their weights go to all
+//! groups, their rows stay, and their gradients are summed at the owner.
 //!
 //! ```text
 //! dispatch part   rows of a shadowed expert ─┐             ┌─ combine
@@ -33,8 +32,8 @@
 //! shadow part                             └─ up ─ down ─┘
 //! ```
 //!
-//! Semantics do not depend on the mesh: what ranks compute is what one process computes
-//! of the tokens of all, rank after rank.
+//! The mesh does not change semantics: across all ranks, results equal those of one process that is
+//! given every rank's tokens in rank order.
 
 mod adaptive;
 mod bytes;
@@ -61,7 +60,7 @@ use crate::{LayerPlan, Placement, PlanError, PlanOptions};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
-/// How ranks share a layer, and to how many shards of their experts rows go.
+/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows and scope.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'p> {
     mesh: Parallel,
@@ -72,7 +71,7 @@ pub struct Sharing<'p> {
 }
 
 impl From<Parallel> for Sharing<'_> {
-    /// Experts in order, rows to all shards of them.
+    /// Returns the default: contiguous experts, rows to all of their shards, no shadows.
     fn from(mesh: Parallel) -> Self {
         Sharing {
             mesh,
@@ -85,14 +84,14 @@ impl From<Parallel> for Sharing<'_> {
 }
 
 impl<'p> Sharing<'p> {
-    /// The same with rows to so many shards ([`AdaptiveMesh`]). Weights that are gathered are not
-    /// packed.
+    /// Sets the adaptive parallelism degree ([`AdaptiveMesh`]). A plan does not pack weights that
+    /// ranks gather.
     #[must_use]
     pub fn at_r(self, adaptive_r: usize) -> Sharing<'p> {
         Sharing { adaptive_r, ..self }
     }
 
-    /// The same with experts where a placement says; `None`: in order.
+    /// Sets the placement of experts; `None` means contiguous ranges.
     #[must_use]
     pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
         let Sharing {
@@ -111,26 +110,26 @@ impl<'p> Sharing<'p> {
         }
     }
 
-    /// The same where losses, capacities and selections look at these tokens.
+    /// Sets the tokens that losses, capacities and selections look at.
     #[must_use]
     pub fn over(self, scope: TokenScope) -> Sharing<'p> {
         Sharing { scope, ..self }
     }
 
-    /// The same with at most so many experts that every group has for one call
-    /// ([`Strategy::shadows`]). Weights of shadows are not packed.
+    /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]). A plan
+    /// does not pack weights of shadows.
     #[must_use]
     pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
         Sharing { shadows, ..self }
     }
 }
 
-/// Plans what `rank` does. The spec must be valid.
+/// Plans the steps of `rank`. The spec must be valid.
 ///
 /// # Errors
-/// [`PlanError::Mesh`] for a mesh that the layer cannot have; [`PlanError::Strategy`] for a
-/// adaptive parallelism degree, or shadows, that the mesh cannot have; [`PlanError::Placement`] for a placement of other
-/// experts or groups.
+/// [`PlanError::Mesh`] for a mesh that the layer cannot have; [`PlanError::Strategy`] for an
+/// adaptive parallelism degree, or shadows, that the mesh cannot have; [`PlanError::Placement`] for
+/// a placement of other experts or groups.
 pub fn plan_rank<'p>(
     spec: &LayerSpec,
     target: Target,
@@ -152,6 +151,8 @@ pub fn plan_rank<'p>(
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
     let of_experts = PlanOptions {
+        // !by.is_owner_only(), || Gathered weights arrive in the layout in which their owners store
+        // them.
         unpacked: options.unpacked || !by.is_owner_only(),
         ..options.clone()
     };
@@ -159,18 +160,19 @@ pub fn plan_rank<'p>(
         None => experts_of(spec, by.mesh(), by.place(rank)),
         Some(placement) => {
             let experts = placement.count(place.ep);
-            of_so_many(spec, by.mesh(), by.place(rank), experts)
+            expert_layer(spec, by.mesh(), by.place(rank), experts)
         }
     };
     let experts = plan_experts(spec, target, &of_experts, &own);
-    // The last expert never has one, and where every rank has all nobody needs one.
+    // The shadow model never chooses the last expert, and with one group every rank has all experts
+    // anyway.
     let most = shadows.min(spec.shape.experts - 1) * usize::from(mesh.ep > 1);
     let shadows = (most > 0).then(|| {
         let options = PlanOptions {
             unpacked: true,
             ..options.clone()
         };
-        let shadowed = of_so_many(spec, by.mesh(), by.place(rank), most);
+        let shadowed = expert_layer(spec, by.mesh(), by.place(rank), most);
         plan_experts(spec, target, &options, &shadowed)
     });
     let sharded = mesh.shards_shared() && !spec.shared.is_empty();
@@ -217,7 +219,7 @@ fn whole_codes(
     })
 }
 
-/// A placement that the mesh can have, if it is not that of experts in order.
+/// Returns the placement if it is not the contiguous one, once it is known to fit the mesh.
 fn out_of_order(
     placement: Option<&Placement>,
     mesh: Parallel,
@@ -229,14 +231,14 @@ fn out_of_order(
     Ok(placement.filter(|placement| !placement.is_contiguous()))
 }
 
-/// The routed experts of a rank as a layer of their own: a row is a token whose one
-/// expert is known.
+/// Returns the routed experts of a rank as a layer of its own, in which a row is a token with one
+/// known expert.
 pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: RankCoords) -> LayerSpec {
     let experts = mesh.experts(place.ep, spec.shape.experts).len();
-    of_so_many(spec, mesh, place, experts)
+    expert_layer(spec, mesh, place, experts)
 }
 
-fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usize) -> LayerSpec {
+fn expert_layer(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usize) -> LayerSpec {
     LayerSpec {
         shape: Shape {
             model_dim: spec.expert_input_dim(),
@@ -256,7 +258,7 @@ fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usiz
     }
 }
 
-/// The shards of a layer's shared experts as a layer of their own.
+/// Returns the shards of a layer's shared experts as a layer of its own.
 pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
     let sharded = |shared: &SharedExpert| SharedExpert {
         hidden_dim: shared.hidden_dim / mesh.expert_tp,
@@ -279,7 +281,7 @@ pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
     }
 }
 
-/// The tensors that come from other ranks, or go there.
+/// The tensors of the expert part that arrive from other ranks or are uploaded for them.
 const RECEIVED: [&str; 5] = ["rows", "offsets", "row_tiles", "row_slots", "topk_weights"];
 
 fn plan_experts(
@@ -289,6 +291,7 @@ fn plan_experts(
     own: &LayerSpec,
 ) -> LayerPlan {
     let mut builder = Builder::new(own, target, options);
+    // Other ranks cannot gather packed weights.
     builder.packs &= !options.unpacked;
     builder.part = Part::Experts {
         of: spec.shape.experts,
@@ -311,7 +314,7 @@ fn plan_experts(
     builder.finish()
 }
 
-/// The part of a tensor's name behind the number of its shared expert: `up.weight` of
+/// Returns the part of a tensor's name behind the index of its shared expert: `up.weight` of
 /// `shared.0.up.weight`.
 fn shared_part(name: &str) -> Option<&str> {
     let (number, part) = name.strip_prefix("shared.")?.split_once('.')?;
@@ -338,7 +341,8 @@ fn plan_shared(
     builder.finish()
 }
 
-/// Columns of the parts of each weight's gradient that shards of shared experts leave.
+/// Returns, for each shared expert, the columns of the partial gradient of its weight that its
+/// shards produce.
 fn shared_columns(shared: &LayerPlan) -> Vec<usize> {
     let names = (0..shared.spec.shared.len()).map(|i| format!("shared.{i}.dweight_parts"));
     let parts = names.map(|name| shared.tensor(&name));
@@ -347,10 +351,10 @@ fn shared_columns(shared: &LayerPlan) -> Vec<usize> {
         .collect()
 }
 
-/// What comes back from experts in a backward pass.
+/// The gradients that come back from experts in a backward pass.
 const BROUGHT_BACK: [&str; 2] = ["drows", "dweight_parts"];
 
-/// Numbers of all ranks' tokens.
+/// The tensors with counts over all ranks.
 const GLOBAL: [&str; 2] = ["global_counts", "global_tokens"];
 
 fn plan_tokens(
@@ -370,11 +374,12 @@ fn plan_tokens(
         .map_or(Recompute::None, |training| training.recompute);
     let places = builder.around_experts(recompute);
     for tensor in &mut builder.plan.tensors {
-        // What a caller has counted for one process ranks count themselves.
+        // In one process the caller supplies these counts; here the ranks exchange them.
         if GLOBAL.contains(&&*tensor.name) {
+            // Ranks fill these tensors by an exchange, so a caller has nothing to supply.
             tensor.role = Role::Scratch;
         }
-        // They are brought at every backward pass, so that forward need not keep them.
+        // Every backward pass receives these tensors anew, so forward need not keep them.
         let sharded = shared.is_some();
         let name = shared_part(&tensor.name).filter(|_| sharded);
         if BROUGHT_BACK.contains(&name.unwrap_or(&tensor.name)) {

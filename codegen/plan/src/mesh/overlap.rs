@@ -1,54 +1,56 @@
-//! Passes whose rows travel in chunks, so that one is multiplied while others are under way.
+//! Overlap: passes whose rows are exchanged in chunks, so that the experts multiply one chunk while
+//! others are in flight.
 //!
 //! ```text
 //! exchanges   to experts 0, 1, .. d-1         answers 0      1           d-1
 //! launches                   experts 0     1         ..           d-1
 //! ```
 //!
-//! A chunk has a part of the rows of every rank for every expert, or all rows of some ranks
-//! ([`OverlapBy`]), so that routing and capacity are as without chunks. Exchanges are queued as
-//! soon as their rows exist, the order that ends first: all rows to experts, then the answer
-//! of each chunk behind its products. Shadows, whose rows stay, are multiplied first.
-//! Backward walks the chunks from the last to the first, whose rows were used last; where
-//! the first are a rank's own rows, which wait for nobody, it begins with them, too.
+//! A chunk is a part of every rank's rows for every expert, or all rows between some ranks
+//! ([`OverlapBy`]). Routing and capacity come before and do not depend on chunks. Every exchange is
+//! queued as soon as its rows exist, because that order ends first: all chunks to experts, then the
+//! answer of each chunk behind its GEMMs. Shadows, whose rows stay, are multiplied first. Backward
+//! goes from the last chunk to the first, because forward used the last one's rows most recently.
+//! With [`OverlapBy::Peers`] backward starts with the first chunk, too: its rows are the rank's own
+//! and wait for nobody.
 //!
-//! Rows lie at their experts by chunk, then by expert, then by rank. Backward reads them
-//! where forward has put them, so that with other numbers of chunks in both, products are
-//! launched for the chunks that both consist of ([`Overlap::common`]).
+//! On the expert part rows are ordered by chunk, then by expert, then by rank. Backward reads rows
+//! where forward put them. Where the two degrees differ, GEMMs are therefore launched for the
+//! common chunks, of which the chunks of both passes consist ([`Overlap::common`]).
 
 use super::{Both, CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
 
-/// What makes a chunk.
+/// The rule by which rows are split into chunks.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum OverlapBy {
-    /// An equal part of the rows that each rank has for each expert: as many messages in
-    /// every chunk as there are without chunks.
+    /// An equal part of the rows that each rank has for each expert. Every chunk takes as many
+    /// messages as an exchange without chunks.
     #[default]
     Rows,
-    /// All rows between ranks of some distances: first those that a rank has for itself,
-    /// then those for the next ranks, as in FasterMoE's schedule. Every message is in one
-    /// chunk.
+    /// All rows between ranks at some distances: first the rows that a rank has for its own
+    /// experts, then those for the next groups of ranks, as in FasterMoE's smart schedule. Every
+    /// message belongs to one chunk.
     Peers,
 }
 
-/// In how many chunks rows travel, and what makes one.
+/// The overlap of a pass: how many chunks, and what makes one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overlap {
-    /// How many in each pass.
+    /// The number of chunks in each pass.
     pub degree: Both<usize>,
-    /// Of both passes.
+    /// The rule by which rows are split, in both passes.
     pub by: OverlapBy,
 }
 
 impl Overlap {
-    /// The least number of chunks of which both a chunk in forward and one in backward
-    /// consist.
+    /// Returns the least number of chunks that evenly divides into the chunks of both forward and
+    /// backward.
     pub fn common(self) -> usize {
         let Both { forward, backward } = self.degree;
         match self.by {
@@ -60,7 +62,7 @@ impl Overlap {
     }
 }
 
-/// The least common multiple.
+/// Returns the least common multiple.
 fn multiple(of: usize, and: usize) -> usize {
     let (mut a, mut b) = (of, and);
     while b > 0 {
@@ -69,38 +71,38 @@ fn multiple(of: usize, and: usize) -> usize {
     of / a.max(1) * and
 }
 
-/// How far it is from a rank to an expert: groups of ranks (`ep` of the mesh) that lie
-/// between them, counted upwards and around.
+/// The distance from a rank to an expert: the number of `ep` groups from one to the other, counted
+/// upwards and around.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Distance {
-    /// 0 is the rank's own group.
+    /// The number of groups in between; 0 is the rank's own group.
     pub steps: usize,
-    /// How many groups there are.
+    /// The number of groups.
     pub groups: usize,
 }
 
 impl Distance {
-    /// From one group to another.
+    /// Returns the distance from one group to another.
     pub fn between(from: usize, to: usize, groups: usize) -> Distance {
         let steps = (to + groups - from) % groups;
         Distance { steps, groups }
     }
 }
 
-/// A part of the rows that ranks have for experts.
+/// One chunk of an exchange's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Chunk {
-    /// From 0.
+    /// The index of the chunk, from 0.
     pub number: usize,
-    /// How many chunks there are.
+    /// The number of chunks.
     pub of: usize,
-    /// What makes one.
+    /// The rule by which rows are split.
     pub by: OverlapBy,
 }
 
 impl Chunk {
-    /// Its part of the `n` rows that a rank has for an expert at a distance. By
-    /// [`OverlapBy::Rows`] these are `[number * n / of, (number + 1) * n / of)`.
+    /// Returns this chunk's range of the `n` rows that a rank has for an expert at a distance. With
+    /// [`OverlapBy::Rows`] the range is `[number * n / of, (number + 1) * n / of)`.
     pub fn rows(&self, n: usize, distance: Distance) -> Range<usize> {
         match self.by {
             OverlapBy::Rows => self.part(n),
@@ -109,14 +111,15 @@ impl Chunk {
         }
     }
 
-    /// The distances whose rows it has by [`OverlapBy::Peers`], of so many groups: 0 alone is the
-    /// first chunk, and the others have equally many as nearly as can be.
+    /// Returns the distances whose rows this chunk has with [`OverlapBy::Peers`], among `groups`
+    /// groups. The first chunk has distance 0 alone; the others share the rest as evenly as
+    /// possible.
     pub fn distances(&self, groups: usize) -> Range<usize> {
         self.behind_first(groups)
     }
 
-    /// The numbers of the chunks that it consists of, where there are `units` in all:
-    /// [`Overlap::common`] of its own number and another.
+    /// Returns the indices of the common chunks that this chunk consists of, among `units` in all
+    /// ([`Overlap::common`]).
     pub fn units(&self, units: usize) -> Range<usize> {
         match self.by {
             OverlapBy::Rows => self.part(units),
@@ -129,7 +132,8 @@ impl Chunk {
         edge(self.number)..edge(self.number + 1)
     }
 
-    /// The first of `n` is a chunk, and the others are cut into the chunks that are left.
+    /// Returns this chunk's range of `n` items when the first chunk takes the first item alone and
+    /// the others split the rest.
     fn behind_first(&self, n: usize) -> Range<usize> {
         match (self.number, self.of) {
             (_, 1) => 0..n,
@@ -149,17 +153,21 @@ impl fmt::Display for Chunk {
 }
 
 impl RankPlan {
-    /// The same passes with rows that travel in chunks; with one chunk the plan itself.
+    /// Returns the same passes with rows in chunks; with one chunk the plan itself.
     #[must_use]
     pub fn in_chunks(&self, chunks: Overlap) -> RankPlan {
         let Overlap { degree, by } = chunks;
         let (forward, backward, common) = (degree.forward, degree.backward, chunks.common());
+        // Forward lays rows out for backward as well, so a pass that trains launches for the common
+        // chunks. An evaluation has no backward pass to agree with.
         let launched = match self.tokens.training {
             Some(_) => common,
             None => forward, // there is no backward pass
         };
         let backwards = match by {
             OverlapBy::Rows => Order::Down,
+            // The first chunk by peers is the rank's own rows, which need no exchange, in either
+            // direction.
             OverlapBy::Peers => Order::Up,
         };
         let of = |steps: &[RankStep], of: usize, launched: usize, order: Order| {
@@ -173,7 +181,7 @@ impl RankPlan {
         }
     }
 
-    /// The number of chunks for which a pass launches the experts' products.
+    /// Returns the number of chunks for which a pass launches the experts' GEMMs.
     pub fn launched_chunks(steps: &[RankStep]) -> usize {
         let launched = |step: &RankStep| match step {
             RankStep::Launch {
@@ -187,55 +195,55 @@ impl RankPlan {
     }
 }
 
-/// What is done with rows at their experts, and how they come and go.
+/// The steps of a pass that depend on a chunk of rows: sends, GEMMs, sums, answers.
 #[derive(Default)]
-struct Travel {
+struct RowSteps {
     sends: Vec<Exchange>,
-    /// What is done while rows travel: products of shadows.
+    /// Steps that run while rows are in flight: those of shadows.
     meanwhile: Vec<RankStep>,
     launches: Vec<usize>,
-    /// Sums over shards.
+    /// Sums over expert tensor-parallel shards.
     sums: Vec<Exchange>,
     answers: Vec<Exchange>,
-    /// Where the first of it is in the list of steps.
+    /// The index in the remaining steps where these steps go.
     first: usize,
 }
 
-impl Travel {
-    /// Takes it out of a pass; the steps that are left.
-    fn of(steps: &[RankStep]) -> (Travel, Vec<RankStep>) {
-        let (mut travel, mut left) = (Travel::default(), Vec::new());
-        travel.first = usize::MAX;
+impl RowSteps {
+    /// Splits a pass into its row steps and the remaining steps.
+    fn of(steps: &[RankStep]) -> (RowSteps, Vec<RankStep>) {
+        let (mut row_steps, mut left) = (RowSteps::default(), Vec::new());
+        row_steps.first = usize::MAX;
         for step in steps {
             match step {
                 RankStep::Launch {
                     part: PlanPart::Experts,
                     step,
                     ..
-                } => travel.launches.push(*step),
+                } => row_steps.launches.push(*step),
                 RankStep::Launch {
                     part: PlanPart::Shadows,
                     ..
-                } => travel.meanwhile.push(step.clone()),
+                } => row_steps.meanwhile.push(step.clone()),
                 RankStep::Exchange(exchange) => match exchange.op {
-                    CollectiveOp::ReturnShadowRows { .. } => travel.meanwhile.push(step.clone()),
+                    CollectiveOp::ReturnShadowRows { .. } => row_steps.meanwhile.push(step.clone()),
                     CollectiveOp::Dispatch { .. } => {
-                        travel.first = travel.first.min(left.len());
-                        travel.sends.push(exchange.clone());
+                        row_steps.first = row_steps.first.min(left.len());
+                        row_steps.sends.push(exchange.clone());
                     }
-                    CollectiveOp::AllReduceTp { .. } => travel.sums.push(exchange.clone()),
-                    CollectiveOp::Combine { .. } => travel.answers.push(exchange.clone()),
+                    CollectiveOp::AllReduceTp { .. } => row_steps.sums.push(exchange.clone()),
+                    CollectiveOp::Combine { .. } => row_steps.answers.push(exchange.clone()),
                     _ => left.push(step.clone()),
                 },
                 RankStep::Launch { .. } => left.push(step.clone()),
             }
         }
-        travel.first = travel.first.min(left.len());
-        (travel, left)
+        row_steps.first = row_steps.first.min(left.len());
+        (row_steps, left)
     }
 }
 
-/// From which end chunks are walked.
+/// The order in which a pass goes through its chunks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     Up,
@@ -251,7 +259,7 @@ impl Order {
     }
 }
 
-/// A pass whose exchanges are in `of` chunks, and whose products are launched for `launched`.
+/// Returns a pass whose exchanges have `of` chunks and whose GEMMs are launched for `launched`.
 fn in_chunks(
     steps: &[RankStep],
     (of, launched): (usize, usize),
@@ -261,9 +269,9 @@ fn in_chunks(
     if launched == 1 || steps.is_empty() {
         return steps.to_vec();
     }
-    let (travel, mut list) = Travel::of(steps);
+    let (row_steps, mut list) = RowSteps::of(steps);
     let numbers = order.walk(0..of);
-    let after = list.split_off(travel.first);
+    let after = list.split_off(row_steps.first);
     let exchange = |exchanges: &[Exchange], number: usize| -> Vec<RankStep> {
         let of_chunk = |exchange: &Exchange| Exchange {
             chunk: (of > 1).then_some(chunk(number, of)),
@@ -273,33 +281,35 @@ fn in_chunks(
         exchanges.map(RankStep::Exchange).collect()
     };
     for &number in &numbers {
-        list.extend(exchange(&travel.sends, number));
+        list.extend(exchange(&row_steps.sends, number));
     }
-    list.extend(travel.meanwhile);
-    // What shards have to sum is answered one chunk later, while the next is multiplied.
+    // Shadows have their rows already, so they fill the time in which the first chunk travels.
+    list.extend(row_steps.meanwhile);
+    // The answer of a chunk waits for the sum over its shards. Queueing that answer one chunk later
+    // lets the sum run while the next chunk is multiplied.
     let mut summed = None;
     for &number in &numbers {
         let units = order.walk(chunk(number, of).units(launched));
         let units = units.into_iter().map(|number| chunk(number, launched));
-        list.extend(launches(&travel.launches, units));
+        list.extend(launches(&row_steps.launches, units));
         if let Some(before) = summed.take() {
-            list.extend(exchange(&travel.answers, before));
+            list.extend(exchange(&row_steps.answers, before));
         }
-        list.extend(exchange(&travel.sums, number));
-        if travel.sums.is_empty() {
-            list.extend(exchange(&travel.answers, number))
+        list.extend(exchange(&row_steps.sums, number));
+        if row_steps.sums.is_empty() {
+            list.extend(exchange(&row_steps.answers, number))
         } else {
             summed = Some(number)
         }
     }
     if let Some(last) = summed {
-        list.extend(exchange(&travel.answers, last));
+        list.extend(exchange(&row_steps.answers, last));
     }
     list.extend(after);
     list
 }
 
-/// The products of some chunks.
+/// Returns the GEMM launches of some chunks.
 fn launches(steps: &[usize], chunks: impl Iterator<Item = Chunk>) -> Vec<RankStep> {
     let launch = |chunk: Chunk| {
         steps.iter().map(move |&step| RankStep::Launch {
@@ -315,9 +325,10 @@ fn launches(steps: &[usize], chunks: impl Iterator<Item = Chunk>) -> Vec<RankSte
 mod tests {
     use super::*;
 
-    /// Every distance is in one chunk, and chunks of both passes are made of common ones.
+    /// Checks that every distance is in one chunk and that the chunks of both passes consist of
+    /// common ones.
     #[test]
-    fn pieces_by_ranks_have_every_distance_once_and_nest() {
+    fn chunks_by_peers_have_every_distance_once_and_nest() {
         for (forward, backward) in [(1, 1), (1, 4), (2, 2), (2, 4), (3, 4), (8, 2), (5, 3)] {
             let degree = Both { forward, backward };
             let by = OverlapBy::Peers;

@@ -1,28 +1,27 @@
-//! How the ranks of a job share a layer.
+//! The mesh: how the ranks of a job share a layer.
 
 use moesaic_spec::LayerSpec;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// How ranks share a layer: `dp` groups that each hold all experts once, in each of them
-/// `ep` groups with some of the experts, and of each expert `expert_tp` shards along its
-/// hidden width. Tokens are everybody's own.
+/// A mesh of ranks: `dp` groups that each hold all experts once; in each of them `ep` groups with
+/// some of the experts; and of each expert `expert_tp` shards along its hidden width. Every rank
+/// has tokens of its own.
 ///
-/// A rank's number is `(dp * EP + ep) * SHARDS + tp`, so that the shards of an expert
-/// are next to each other.
+/// A rank's number is `(dp * EP + ep) * EXPERT_TP + tp`, so the shards of an expert are on
+/// consecutive ranks.
 ///
-/// Shared experts are whole on every rank, or cut as the others are
-/// ([`SharedExperts`]).
+/// Shared experts are whole on every rank or sharded like the routed ones ([`SharedExperts`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Parallel {
-    /// Groups of ranks that share the experts.
+    /// The number of groups that share the experts.
     pub ep: usize,
-    /// Slices of an expert.
+    /// The number of tensor-parallel shards of an expert.
     pub expert_tp: usize,
-    /// Groups that hold all experts.
+    /// The number of groups that hold all experts.
     pub dp: usize,
-    /// What ranks have of shared experts.
+    /// The part of shared experts that each rank holds.
     #[serde(skip_serializing_if = "SharedExperts::are_whole")]
     pub shared: SharedExperts,
 }
@@ -39,16 +38,15 @@ impl Default for Parallel {
     }
 }
 
-/// What ranks have of shared experts.
+/// The part of shared experts that each rank holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SharedExperts {
-    /// All of them, and each rank does them for its own tokens.
+    /// Whole shared experts; each rank runs them for its own tokens.
     #[default]
     Whole,
-    /// As many shards of each as experts have (`expert_tp`), along its hidden width: the ranks
-    /// with shards of the same experts do them together, for the tokens of all of them. With
-    /// one shard that is the whole.
+    /// `expert_tp` shards of each along its hidden width; TP peers run them together, for the
+    /// tokens of all of them. With one shard this equals [`SharedExperts::Whole`].
     Sharded,
 }
 
@@ -58,14 +56,14 @@ impl SharedExperts {
     }
 }
 
-/// Where a rank is in a mesh.
+/// The coordinates of a rank in a mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RankCoords {
-    /// Which group that holds all experts.
+    /// The index of the group that holds all experts.
     pub dp: usize,
-    /// Which of the groups that share the experts.
+    /// The index among the groups that share the experts.
     pub ep: usize,
-    /// Which shard of them.
+    /// The index of the expert tensor-parallel shard.
     pub tp: usize,
 }
 
@@ -78,11 +76,11 @@ pub enum MeshError {
         "a mesh of ep = {ep}, expert_tp = {expert_tp}, dp = {dp} has no ranks; each is at least 1"
     )]
     Empty {
-        /// As asked for.
+        /// The number that was asked for.
         ep: usize,
-        /// As asked for.
+        /// The number that was asked for.
         expert_tp: usize,
-        /// As asked for.
+        /// The number that was asked for.
         dp: usize,
     },
     /// A group would have no expert.
@@ -91,28 +89,28 @@ pub enum MeshError {
          with more ranks, cut experts into shards (`expert_tp`) or repeat them (`dp`)"
     )]
     TooManyGroups {
-        /// As asked for.
+        /// The number that was asked for.
         ep: usize,
-        /// Of the layer.
+        /// The layer's number.
         experts: usize,
     },
-    /// Slices would not be equal.
+    /// Shards would not be equal.
     #[error("{expert_tp} shards of hidden_dim = {hidden} are not equal; take a divisor of it")]
     Uneven {
-        /// As asked for.
+        /// The number that was asked for.
         expert_tp: usize,
-        /// Of the layer.
+        /// The layer's number.
         hidden: usize,
     },
-    /// Slices of a shared expert would not be equal.
+    /// Shards of a shared expert would not be equal.
     #[error(
         "{expert_tp} shards of hidden_dim = {hidden} of shared expert {index} are not equal; take \
          a divisor of it, or leave shared experts whole"
     )]
     UnevenShared {
-        /// As asked for.
+        /// The number that was asked for.
         expert_tp: usize,
-        /// Which shared expert.
+        /// The index of the shared expert.
         index: usize,
         /// Its hidden width.
         hidden: usize,
@@ -128,29 +126,29 @@ pub enum MeshError {
         /// As asked for.
         what: String,
     },
-    /// A rank that the mesh has not.
+    /// The mesh has no such rank.
     #[error("rank {rank} is not in a mesh of {ranks} ranks")]
     NoRank {
-        /// As asked for.
+        /// The number that was asked for.
         rank: usize,
-        /// Of the mesh.
+        /// The mesh's number.
         ranks: usize,
     },
-    /// A job of another size.
+    /// The job has another number of ranks than the mesh.
     #[error("the mesh is for {wanted} ranks (ep {} x expert_tp {} x dp {}), there are {ranks}", mesh.ep, mesh.expert_tp, mesh.dp)]
     OtherSize {
         /// The mesh.
         mesh: Parallel,
-        /// Its ranks.
+        /// The ranks of the mesh.
         wanted: usize,
-        /// Those there are.
+        /// The ranks of the job.
         ranks: usize,
     },
 }
 
 impl Parallel {
-    /// The mesh that `ranks` ranks have where nothing else is said: as many groups share
-    /// the experts as can, then experts are sharded, then repeated.
+    /// Returns the default mesh of `ranks` ranks: as many groups share the experts as possible,
+    /// then experts are sharded, then replicated.
     pub fn of(ranks: usize, spec: &LayerSpec) -> Parallel {
         let largest = |of: usize, fits: &dyn Fn(usize) -> bool| {
             let divisors = (1..=of).rev().filter(|n| of.is_multiple_of(*n));
@@ -168,23 +166,22 @@ impl Parallel {
         }
     }
 
-    /// All ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.ep * self.expert_tp * self.dp
     }
 
-    /// Ranks of a group that holds all experts once: those between which rows are
-    /// exchanged.
+    /// Returns the number of ranks in a group that holds all experts once; these exchange rows.
     pub fn group(&self) -> usize {
         self.ep * self.expert_tp
     }
 
-    /// Whether a rank has a part of each shared expert alone.
+    /// Returns whether each rank holds only a shard of each shared expert.
     pub fn shards_shared(&self) -> bool {
         self.shared == SharedExperts::Sharded && self.expert_tp > 1
     }
 
-    /// Whether a layer can be shared so.
+    /// Checks that a layer can be shared on this mesh.
     ///
     /// # Errors
     /// [`MeshError`] says what is possible.
@@ -217,7 +214,7 @@ impl Parallel {
         }
     }
 
-    /// Where a rank is.
+    /// Returns the coordinates of a rank.
     ///
     /// # Errors
     /// [`MeshError::NoRank`].
@@ -233,19 +230,20 @@ impl Parallel {
         })
     }
 
-    /// The rank at a place.
+    /// Returns the rank at some coordinates.
     pub fn rank(&self, place: RankCoords) -> usize {
         (place.dp * self.ep + place.ep) * self.expert_tp + place.tp
     }
 
-    /// The experts of a group: as equally many as can be, the first groups one more.
+    /// Returns the experts of a group. Groups get equally many, the first ones one more where the
+    /// division leaves a remainder.
     pub fn experts(&self, ep: usize, experts: usize) -> Range<usize> {
         let (each, more) = (experts / self.ep, experts % self.ep);
         let first = ep * each + ep.min(more);
         first..first + each + usize::from(ep < more)
     }
 
-    /// The hidden units of a shard.
+    /// Returns the hidden units of a shard.
     pub fn hidden(&self, tp: usize, hidden: usize) -> Range<usize> {
         let each = hidden / self.expert_tp;
         tp * each..(tp + 1) * each
@@ -325,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_shared_experts_are_equal() {
+    fn shards_of_shared_experts_are_equal() {
         let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
              shared = [{ hidden_dim = 6 }, { hidden_dim = 8 }]";
         let spec = LayerSpec::from_toml(text).unwrap();

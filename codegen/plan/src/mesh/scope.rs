@@ -1,4 +1,4 @@
-//! Whose tokens the rules of a layer look at, over ranks.
+//! The tokens that the rules of a layer look at, across ranks.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenScope {
-    /// Those of the rank itself, as Tutel, FastMoE and DeepSpeed do.
+    /// The tokens of the rank itself, as in Tutel, FastMoE and DeepSpeed.
     #[default]
     Rank,
-    /// Those of all ranks, as one process has them: ranks sum what losses are made of, and
-    /// where a capacity or a selection needs it, each routes the tokens of all.
+    /// The tokens of all ranks, as in one process. Ranks sum the terms of losses, and where a
+    /// capacity or a selection needs it, each rank routes the tokens of all.
     World,
 }
 

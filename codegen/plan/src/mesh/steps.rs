@@ -1,6 +1,6 @@
-//! Launches of both parts and what ranks do together, in one order.
+//! The order of steps: launches of all parts and exchanges in one list.
 
-use super::adaptive::cut_of;
+use super::adaptive::shard_dim;
 use super::{
     BROUGHT_BACK, CollectiveOp, Exchange, PlanPart, RankPlan, RankStep, TokenScope, shared_part,
 };
@@ -9,7 +9,7 @@ use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::ops::Range;
 
-/// The plan with its steps.
+/// Returns the plan with its steps.
 pub(super) fn in_order(mut plan: RankPlan, places: &Places) -> RankPlan {
     let trains = plan.tokens.training.is_some();
     plan.steps = forward(&plan, trains, places.forward);
@@ -27,7 +27,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         id.filter(|id| steps.iter().any(|step| step.tensors().contains(id)))
     };
     let mut list = Vec::new();
-    if tokens_matter(&plan.tokens.spec, trains) {
+    if needs_token_counts(&plan.tokens.spec, trains) {
         list.push(exchange("tokens", CollectiveOp::TokenCounts));
     }
     let scanned = plan.tokens.routing_of(steps).len();
@@ -73,13 +73,18 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     let weights = named("row_weights").map(|_| ("row_weights", "topk_weights"));
     let sent: Vec<_> = [("rows", "rows")].into_iter().chain(weights).collect();
     if let Some(shadows) = &plan.shadows {
-        list.push(exchange("loads", CollectiveOp::TokensPerExpert));
-        list.extend(of_shadows(plan, shadows, (pass_of(shadows, trains), &sent)));
+        list.push(exchange("tokens per expert", CollectiveOp::TokensPerExpert));
+        list.extend(begin_shadows(
+            plan,
+            shadows,
+            (pass_of(shadows, trains), &sent),
+        ));
     }
+    // After the choice of shadows, because rows of shadowed experts stay and are not counted.
     list.push(exchange("counts", CollectiveOp::RowCounts));
     list.extend(
         sent.iter()
-            .filter_map(|(from, to)| to_experts(plan, from, to)),
+            .filter_map(|(from, to)| dispatch(plan, from, to)),
     );
     if let Some(shadows) = &plan.shadows {
         launch(
@@ -87,28 +92,28 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
             PlanPart::Shadows,
             0..pass_of(shadows, trains).len(),
         );
-        list.extend(from_shadows(plan, shadows, "out"));
+        list.extend(return_shadow_rows(plan, shadows, "out"));
     }
     launch(&mut list, PlanPart::Experts, 0..multiply.len());
-    list.extend(to_tokens(plan, &["out"]));
+    list.extend(combine(plan, &["out"]));
     if let Some(shared) = &plan.shared {
         list.push(exchange("tokens of shards", CollectiveOp::TpTokenCounts));
-        list.extend(to_slices(plan, shared, "x"));
+        list.extend(all_gather_tp(plan, shared, "x"));
         launch(
             &mut list,
             PlanPart::Shared,
             0..pass_of(shared, trains).len(),
         );
-        list.extend(from_slices(plan, shared, |part| part == "out"));
+        list.extend(reduce_scatter_tp(plan, shared, |part| part == "out"));
     }
     launch(&mut list, PlanPart::Dispatch, at..steps.len());
     list
 }
 
-/// What losses are made of, a row for each tile of tokens.
+/// The tensors that losses are made of, with a row for each tile of tokens.
 const LOSS_PARTS: [&str; 3] = ["loss_parts", "token_parts", "sequence_parts"];
 
-/// The step that makes losses of sums over tiles of tokens, if a pass has one.
+/// Returns the index of the step that turns sums over tiles into losses, if the pass has one.
 fn sums_losses(plan: &RankPlan, steps: &[Step]) -> Option<usize> {
     let slopes = plan.tokens.id("loss_slopes")?;
     steps
@@ -116,7 +121,7 @@ fn sums_losses(plan: &RankPlan, steps: &[Step]) -> Option<usize> {
         .position(|step| step.tensors().contains(&slopes))
 }
 
-/// The steps of a part in a forward pass.
+/// Returns the steps of a part in a forward pass.
 fn pass_of(part: &LayerPlan, trains: bool) -> &[Step] {
     if trains {
         &part.steps
@@ -139,27 +144,29 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     list.extend(gathered_weights(plan, &plan.experts.backward));
     if let Some(shadows) = &plan.shadows {
         let sent = &[("dout", "dout")];
-        // What is computed again instead of being kept is sent again, too.
+        // Weights of shadows are not kept where hidden values are recomputed: the recomputation
+        // needs them again, so they are sent again.
         let training = plan.tokens.training.unwrap_or_default();
         let weights_of = match training.recompute {
             Recompute::None => &[],
             Recompute::Hidden | Recompute::All => &shadows.backward[..],
         };
-        list.extend(of_shadows(plan, shadows, (weights_of, sent)));
+        list.extend(begin_shadows(plan, shadows, (weights_of, sent)));
     }
-    list.extend(to_experts(plan, "dout", "dout"));
+    // Backward needs no counts: forward's are kept.
+    list.extend(dispatch(plan, "dout", "dout"));
     if let Some(shadows) = &plan.shadows {
         launch(&mut list, PlanPart::Shadows, 0..shadows.backward.len());
         let back = BROUGHT_BACK.iter();
-        list.extend(back.filter_map(|name| from_shadows(plan, shadows, name)));
+        list.extend(back.filter_map(|name| return_shadow_rows(plan, shadows, name)));
     }
     launch(&mut list, PlanPart::Experts, 0..plan.experts.backward.len());
-    list.extend(to_tokens(plan, &["drows", "dweight_parts"]));
+    list.extend(combine(plan, &["drows", "dweight_parts"]));
     list.extend(scattered_gradients(plan));
     list.extend(
         plan.shadows
             .iter()
-            .flat_map(|shadows| sums_of_shadows(plan, shadows)),
+            .flat_map(|shadows| reduce_shadow_gradients(plan, shadows)),
     );
     let weights = plan.tokens.tensors.iter().enumerate();
     for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == Role::Weight) {
@@ -182,19 +189,19 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     list
 }
 
-/// Weights that steps of a pass multiply with, where ranks own less than that; and the last
-/// bias, which the dispatch part may ask for.
+/// Returns the all-gathers of the weights that a pass reads and its ranks own only in part, and of
+/// the last bias, which the dispatch part may read.
 fn gathered_weights(plan: &RankPlan, steps: &[Step]) -> Vec<RankStep> {
     let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
-    let op = |weight, cut: Option<usize>| {
-        let wanted = cut.is_none() || used(weight);
-        wanted.then_some(CollectiveOp::AllGatherWeight { weight, cut })
+    let op = |weight, dim: Option<usize>| {
+        let wanted = dim.is_none() || used(weight);
+        wanted.then_some(CollectiveOp::AllGatherWeight { weight, dim })
     };
     of_blocks(plan, Role::Weight, op)
 }
 
 fn scattered_gradients(plan: &RankPlan) -> Vec<RankStep> {
-    let op = |gradient, cut| Some(CollectiveOp::ReduceScatterGradient { gradient, cut });
+    let op = |gradient, dim| Some(CollectiveOp::ReduceScatterGradient { gradient, dim });
     of_blocks(plan, Role::WeightGradient, op)
 }
 
@@ -209,15 +216,15 @@ fn of_blocks(
     let tensors = plan.experts.tensors.iter().enumerate();
     let tensors = tensors.filter(|(_, tensor)| tensor.role == role);
     let step = |(at, tensor): (usize, &TensorPlan)| {
-        let op = op(TensorId(at), cut_of(&tensor.name))?;
+        let op = op(TensorId(at), shard_dim(&tensor.name))?;
         Some(exchange(&tensor.name, op))
     };
     tensors.filter_map(step).collect()
 }
 
-/// Weights that these steps of the shadow part multiply with, and rows, of experts with
-/// shadows; of each tensor that is sent the name on both parts.
-fn of_shadows(
+/// Returns the exchanges that bring shadowed experts their weights and rows. `sent` names each
+/// tensor on the dispatch part and on the shadow part.
+fn begin_shadows(
     plan: &RankPlan,
     shadows: &LayerPlan,
     (steps, sent): (&[Step], &[(&str, &str)]),
@@ -228,7 +235,7 @@ fn of_shadows(
     let weight = |(at, tensor): (usize, &TensorPlan)| {
         let (from, to) = (plan.experts.id(&tensor.name)?, TensorId(at));
         Some(exchange(
-            &of_shadow(&tensor.name),
+            &shadow_name(&tensor.name),
             CollectiveOp::BroadcastShadowWeight { from, to },
         ))
     };
@@ -237,48 +244,49 @@ fn of_shadows(
             from: plan.tokens.id(from)?,
             to: shadows.id(to)?,
         };
-        Some(exchange(&of_shadow(from), op))
+        Some(exchange(&shadow_name(from), op))
     };
     let weights = weights.filter_map(weight);
     weights.chain(sent.iter().filter_map(rows)).collect()
 }
 
-fn of_shadow(name: &str) -> String {
+fn shadow_name(name: &str) -> String {
     format!("{name} of shadows")
 }
 
-fn from_shadows(plan: &RankPlan, shadows: &LayerPlan, name: &str) -> Option<RankStep> {
+fn return_shadow_rows(plan: &RankPlan, shadows: &LayerPlan, name: &str) -> Option<RankStep> {
     let (from, to) = (shadows.id(name)?, plan.tokens.id(name)?);
     Some(exchange(
-        &of_shadow(name),
+        &shadow_name(name),
         CollectiveOp::ReturnShadowRows { from, to },
     ))
 }
 
-fn sums_of_shadows(plan: &RankPlan, shadows: &LayerPlan) -> Vec<RankStep> {
+fn reduce_shadow_gradients(plan: &RankPlan, shadows: &LayerPlan) -> Vec<RankStep> {
     let tensors = shadows.tensors.iter().enumerate();
     let gradients = tensors.filter(|(_, tensor)| tensor.role == Role::WeightGradient);
     let sum = |(at, tensor): (usize, &TensorPlan)| {
         let (from, to) = (TensorId(at), plan.experts.id(&tensor.name)?);
         Some(exchange(
-            &of_shadow(&tensor.name),
+            &shadow_name(&tensor.name),
             CollectiveOp::ReduceShadowGradient { from, to },
         ))
     };
     gradients.filter_map(sum).collect()
 }
 
-/// Rows of gradients go to the shards, and what those make of them comes back.
+/// Returns the steps of shared experts in backward: rows of gradients go to the TP peers, and the
+/// reduced results come back.
 fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
-    let mut list: Vec<RankStep> = to_slices(plan, shared, "dy").into_iter().collect();
+    let mut list: Vec<RankStep> = all_gather_tp(plan, shared, "dy").into_iter().collect();
     for tensor in &shared.tensors {
         if shared_part(&tensor.name) == Some("weight") {
-            list.extend(to_slices(plan, shared, &tensor.name));
+            list.extend(all_gather_tp(plan, shared, &tensor.name));
         }
     }
     launch(&mut list, PlanPart::Shared, 0..shared.backward.len());
     let comes_back = |part: &str| BROUGHT_BACK.contains(&part);
-    list.extend(from_slices(plan, shared, comes_back));
+    list.extend(reduce_scatter_tp(plan, shared, comes_back));
     let weights = shared.tensors.iter();
     let weights = weights.filter(|tensor| tensor.role == Role::Weight);
     list.extend(weights.filter_map(|tensor| {
@@ -291,8 +299,8 @@ fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
     list
 }
 
-/// Whether what a pass does depends on how many tokens other ranks have.
-fn tokens_matter(spec: &LayerSpec, trains: bool) -> bool {
+/// Returns whether a pass depends on how many tokens other ranks have.
+fn needs_token_counts(spec: &LayerSpec, trains: bool) -> bool {
     let by_factor = matches!(
         spec.capacity.mode,
         CapacityMode::Factor | CapacityMode::Bounded
@@ -301,7 +309,7 @@ fn tokens_matter(spec: &LayerSpec, trains: bool) -> bool {
     by_factor || random || (trains && spec.draws())
 }
 
-/// Whether the capacity is the largest number of rows that an expert has.
+/// Returns whether the capacity follows from the largest number of rows of an expert.
 fn counted_capacity(spec: &LayerSpec) -> bool {
     matches!(
         spec.capacity.mode,
@@ -323,18 +331,22 @@ fn exchange(name: &str, op: CollectiveOp) -> RankStep {
     })
 }
 
-fn to_experts(plan: &RankPlan, from: &str, to: &str) -> Option<RankStep> {
+fn dispatch(plan: &RankPlan, from: &str, to: &str) -> Option<RankStep> {
     let (name, from, to) = (from, plan.tokens.id(from)?, plan.experts.id(to)?);
     Some(exchange(name, CollectiveOp::Dispatch { from, to }))
 }
 
-fn to_slices(plan: &RankPlan, shared: &LayerPlan, name: &str) -> Option<RankStep> {
+fn all_gather_tp(plan: &RankPlan, shared: &LayerPlan, name: &str) -> Option<RankStep> {
     let (from, to) = (plan.tokens.id(name)?, shared.id(name)?);
     Some(exchange(name, CollectiveOp::AllGatherTp { from, to }))
 }
 
-/// What shards have of each shared expert's tensors of some kinds.
-fn from_slices(plan: &RankPlan, shared: &LayerPlan, of: impl Fn(&str) -> bool) -> Vec<RankStep> {
+/// Returns the reduce-scatters of some tensors of each shared expert.
+fn reduce_scatter_tp(
+    plan: &RankPlan,
+    shared: &LayerPlan,
+    of: impl Fn(&str) -> bool,
+) -> Vec<RankStep> {
     let tensors = shared.tensors.iter().enumerate();
     let wanted = tensors.filter(|(_, tensor)| shared_part(&tensor.name).is_some_and(&of));
     let step = |(from, tensor): (usize, &TensorPlan)| {
@@ -347,8 +359,9 @@ fn from_slices(plan: &RankPlan, shared: &LayerPlan, of: impl Fn(&str) -> bool) -
     wanted.filter_map(step).collect()
 }
 
-/// Back to the tokens, summed over shards first: each has only a part.
-fn to_tokens(plan: &RankPlan, names: &[&str]) -> Vec<RankStep> {
+/// Returns the exchanges that bring results back to the tokens. Each shard has only a partial sum,
+/// so an all-reduce comes first.
+fn combine(plan: &RankPlan, names: &[&str]) -> Vec<RankStep> {
     let (mut sums, mut back) = (Vec::new(), Vec::new());
     for name in names {
         let (Some(tensor), Some(to)) = (plan.experts.id(name), plan.tokens.id(name)) else {

@@ -1,39 +1,39 @@
-//! How ranks carry out a pass of a layer: what may differ from call to call.
+//! The strategy of a pass: the choices that may differ from call to call.
 
 use super::{AdaptiveMesh, Overlap, OverlapBy, Parallel};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// How ranks carry out a pass. It may differ from call to call: no weight moves to another
-/// owner, and results are the same up to the rounding of sums and of [`CommDtype`].
+/// The strategy of a pass. You may change it from call to call: no weight moves to another owner,
+/// and results are the same up to the rounding of sums and of [`CommDtype`].
 ///
-/// As text, each part that is not the default:
+/// The text form lists each part that differs from the default:
 /// `r=2,overlap_degree=4/2,overlap_by=peers,all_to_all=2dh-inter-first,comm_dtype=bf16/none,shadows=2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Strategy {
-    /// To how many shards of its expert a row goes: the `r` of Tutel. Before a pass ranks
-    /// gather as many shards of the weights as make up a shard of that size. 0: rows stay,
-    /// and each rank gathers the weights of all experts. `None`: to all shards that the
-    /// mesh has, so that no weight travels.
+    /// The adaptive parallelism degree, Tutel's `r`: the number of shards of its expert that a row
+    /// goes to. Before a pass each rank gathers as many stored shards as make up one of these. 0:
+    /// rows stay, and each rank gathers the weights of all experts. `None`: rows go to all stored
+    /// shards, so no weight travels.
     pub adaptive_r: Option<usize>,
-    /// In how many chunks rows travel, so that one chunk is multiplied while the next one
-    /// is under way.
+    /// The number of chunks in which rows are exchanged, so that experts multiply one chunk while
+    /// the next is in flight.
     pub overlap_degree: Both<usize>,
-    /// What makes a chunk.
+    /// The rule by which rows are split into chunks.
     pub overlap_by: OverlapBy,
-    /// How rows go from rank to rank.
+    /// The all-to-all algorithm of rows.
     pub all_to_all: AllToAll,
-    /// What rows are while they are between nodes.
+    /// The dtype of rows between nodes.
     pub comm_dtype: Both<CommDtype>,
-    /// The most experts that every group of ranks has for one call: FasterMoE's shadows,
-    /// which a model chooses by the rows of all ranks ([`shadows`](crate::shadows)).
+    /// The most experts that every group of ranks holds for one call: FasterMoE's shadows, chosen
+    /// by a model from the rows of all ranks ([`shadows`](crate::shadows)).
     pub shadows: usize,
 }
 
 impl Default for Strategy {
-    /// All shards, one chunk, directly, as they are, no shadows.
+    /// Returns the default: all shards, one chunk, direct exchange, no cast, no shadows.
     fn default() -> Self {
         Strategy {
             adaptive_r: None,
@@ -46,18 +46,18 @@ impl Default for Strategy {
     }
 }
 
-/// One thing in forward, and one in backward.
+/// A value for forward and one for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Both<T> {
-    /// In forward.
+    /// The value for forward.
     pub forward: T,
-    /// In backward.
+    /// The value for backward.
     pub backward: T,
 }
 
 impl<T: Copy> Both<T> {
-    /// The same in both.
+    /// Returns the same value for both.
     pub fn same(value: T) -> Both<T> {
         Both {
             forward: value,
@@ -66,35 +66,36 @@ impl<T: Copy> Both<T> {
     }
 }
 
-/// How rows go from rank to rank. What arrives is the same, but for sums of
+/// The all-to-all algorithm of rows. What arrives is the same, except for the sums of
 /// [`AllToAll::Dedup`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum AllToAll {
-    /// Everybody sends to everybody.
+    /// Every rank sends to every rank directly.
     #[default]
     Linear,
-    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place. Rows
-    /// come back by the same ranks, so the other way round.
+    /// Two hops (2DH): inside nodes first, then between ranks with the same index in their nodes.
+    /// Rows come back over the same ranks in the opposite order.
     #[serde(rename = "2dh")]
     TwoDh,
-    /// In two dimensions: between ranks of equal place first, then inside nodes, and back.
+    /// Two hops: between ranks with the same index first, then inside nodes, and back.
     #[serde(rename = "2dh-inter-first")]
     TwoDhInterFirst,
-    /// One half of the bytes each of these ways, so that messages inside nodes and those
-    /// between nodes travel side by side.
+    /// Half of the bytes by each of the two, so that messages inside nodes and between nodes travel
+    /// at the same time.
     #[serde(rename = "2dh-concurrent")]
     TwoDhConcurrent,
-    /// A token crosses to a node once, whatever the number of its experts there, and comes
-    /// back as one partial sum: gradients of rows, and rows whose weights experts have
-    /// multiplied. Where `combine` does that, one row comes back for each expert.
+    /// Deduplicated dispatch: a token crosses to a node once, whatever the number of its experts
+    /// there, and comes back as one partial sum. This applies to gradients of rows and to rows that
+    /// experts have weighted; where `combine` applies the weights, one row comes back for each
+    /// expert.
     Dedup,
 }
 
 impl AllToAll {
-    /// How much there is to it: hops, of each way.
+    /// Returns the number of hops in one direction, a measure of complexity.
     fn hops(self) -> usize {
         match self {
             AllToAll::Linear => 1,
@@ -104,17 +105,17 @@ impl AllToAll {
     }
 }
 
-/// What rows are while they are between nodes.
+/// The dtype of rows between nodes.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum CommDtype {
-    /// What they are in memory.
+    /// No cast.
     #[default]
     #[serde(rename = "none")]
     Unchanged,
-    /// IEEE half precision; what is too large is the largest there is, and counted.
+    /// IEEE half precision; larger values saturate and are counted.
     F16,
     /// bfloat16.
     Bf16,
@@ -122,7 +123,7 @@ pub enum CommDtype {
     Fp8,
 }
 
-/// Words of text, and what they mean.
+/// The words of an option and their values.
 trait Words: Copy + PartialEq + 'static {
     const ALL: &'static [(&'static str, Self)];
 
@@ -268,7 +269,7 @@ impl FromStr for Strategy {
             let (name, value) = part.split_once('=').unwrap_or((part, ""));
             let (name, value) = (name.trim(), value.trim());
             if seen.contains(&name) {
-                return Err(format!("`{name}` is there twice"));
+                return Err(format!("`{name}` is given twice"));
             }
             seen.push(name);
             match name {
@@ -288,86 +289,86 @@ impl FromStr for Strategy {
     }
 }
 
-/// A strategy that a mesh cannot have.
+/// A strategy that a mesh does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StrategyError {
-    /// A adaptive parallelism degree that shards do not divide into.
+    /// An adaptive parallelism degree that does not divide the shards.
     #[error(
-        "rows cannot go to {adaptive_r} of {expert_tp} shards; 0, where rows stay and weights are \
+        "rows cannot go to {adaptive_r} of {expert_tp} shards; take 0, where rows stay and weights are \
          gathered, or a divisor of {expert_tp}"
     )]
     AdaptiveMesh {
-        /// As asked for.
+        /// The value that was asked for.
         adaptive_r: usize,
-        /// Of the mesh.
+        /// The mesh's number.
         expert_tp: usize,
     },
-    /// Weights as other ranks cannot gather them.
+    /// Weights are packed, so other ranks cannot gather them.
     #[error(
         "experts' weights are packed for a CPU, and other ranks cannot gather them so, as \
          `{strategy}` asks; make the layer on `Mesh::for_any_r`"
     )]
     Packed {
-        /// As asked for.
+        /// The value that was asked for.
         strategy: Strategy,
     },
-    /// Rows in no chunks, or in too many.
-    #[error("rows cannot travel in {overlap_degree} chunks; from 1 to {MAX_CHUNKS}")]
+    /// No chunks, or too many.
+    #[error("rows cannot travel in {overlap_degree} chunks; take 1 to {MAX_CHUNKS}")]
     Degree {
-        /// As asked for.
+        /// The value that was asked for.
         overlap_degree: usize,
     },
-    /// A route that the nodes of a group do not allow.
+    /// The nodes of a group do not allow the all-to-all algorithm.
     #[error(
-        "all_to_all={all_to_all} needs nodes with equally many ranks, one node's after the other's, but \
+        "all_to_all={all_to_all} needs the same number of consecutive ranks on each node, but \
          {reason}; start ranks so, or take all_to_all=linear"
     )]
     Nodes {
-        /// As asked for.
+        /// The value that was asked for.
         all_to_all: AllToAll,
-        /// How ranks lie.
+        /// The nodes of the ranks.
         reason: String,
     },
-    /// Shadows of experts that are in shards, or where rows stay.
+    /// Shadows need whole experts that rows go to.
     #[error(
         "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} shards \
-         with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and leave out `adaptive_r`, or \
-         take shadows=0"
+         with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and \
+         leave out `r`, or take shadows=0"
     )]
     Shadows {
-        /// As asked for.
+        /// The value that was asked for.
         shadows: usize,
-        /// Of the mesh.
+        /// The mesh's number.
         expert_tp: usize,
-        /// To how many of them rows go.
+        /// The number of shards that rows go to.
         adaptive_r: usize,
     },
-    /// Pieces of forward and of backward that do not fit each other.
+    /// The chunks of forward and backward have too many common chunks.
     #[error(
         "{forward} chunks in forward and {backward} in backward are {chunks} chunks that both are \
          made of, and there may be {MAX_CHUNKS}; choose two of which one divides the other"
     )]
     Degrees {
-        /// As asked for.
+        /// The value that was asked for.
         forward: usize,
-        /// As asked for.
+        /// The value that was asked for.
         backward: usize,
-        /// How many these are ([`Overlap::common`]).
+        /// The number of common chunks ([`Overlap::common`]).
         chunks: usize,
     },
 }
 
-/// More chunks hardly help, as Tutel's authors report.
+/// The most chunks: more hardly help, as Tutel's authors report.
 pub const MAX_CHUNKS: usize = 64;
 
-/// Predictions that differ by no more than this are as good as equal.
+/// The relative difference below which two predictions count as equal.
 const ALIKE: f64 = 0.02;
 
 impl Strategy {
-    /// The simplest of those that take hardly longer than the fastest (2 %): rows in one hop
-    /// before two, and those before two ways at once; then fewer chunks. What a prediction
-    /// leaves out makes what is complicated slower. `timed`: strategies and what they take.
+    /// Returns the simplest of the strategies within 2 % of the fastest: one hop before two, two
+    /// before two at once; then fewer chunks. The costs that a prediction leaves out grow with
+    /// complexity. `timed` yields strategies with their seconds.
     pub fn simplest(timed: impl Iterator<Item = (Strategy, f64)> + Clone) -> Option<Strategy> {
         let least = timed.clone().map(|(_, seconds)| seconds);
         let least = least.fold(f64::INFINITY, f64::min);
@@ -378,7 +379,7 @@ impl Strategy {
         })
     }
 
-    /// What both passes have in common; chunks and wire are the default's.
+    /// Returns the parts that both passes share; chunks and communication dtype are the default's.
     #[must_use]
     pub fn shared(self) -> Strategy {
         let Strategy {
@@ -393,7 +394,8 @@ impl Strategy {
         }
     }
 
-    /// Forward as this one, backward as another that has the same in common.
+    /// Returns the strategy that is this one in forward and `other` in backward. The two must agree
+    /// in the parts that both passes share.
     #[must_use]
     pub fn with_backward_of(self, other: Strategy) -> Strategy {
         Strategy {
@@ -409,7 +411,7 @@ impl Strategy {
         }
     }
 
-    /// The chunks that rows travel in.
+    /// Returns the overlap of the exchanges.
     pub fn chunks(&self) -> Overlap {
         Overlap {
             degree: self.overlap_degree,
@@ -417,17 +419,17 @@ impl Strategy {
         }
     }
 
-    /// To how many shards of its expert a row goes in this mesh; 0: rows stay.
+    /// Returns the adaptive parallelism degree on a mesh; 0 means that rows stay.
     pub fn adaptive_r(&self, mesh: &Parallel) -> usize {
         self.adaptive_r.unwrap_or(mesh.expert_tp)
     }
 
-    /// Whether weights of experts travel: they must not be packed then.
+    /// Returns whether weights of experts travel; if so, they must not be packed.
     pub fn gathers(&self, mesh: &Parallel) -> bool {
         self.adaptive_r(mesh) != mesh.expert_tp || self.shadows > 0
     }
 
-    /// Whether ranks of a mesh can do so.
+    /// Checks that a mesh allows the strategy.
     ///
     /// # Errors
     /// [`StrategyError`] says what is possible.
@@ -514,7 +516,7 @@ mod tests {
             "overlap_by=tokens",
             "comm_dtype=f32",
             "overlap_degree=1/",
-            "r=2",
+            "adaptive_r=2",
             "r=1,r=2",
         ] {
             assert!(wrong.parse::<Strategy>().is_err(), "{wrong}");

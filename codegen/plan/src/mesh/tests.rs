@@ -15,8 +15,8 @@ fn planned(spec: &LayerSpec, target: &str, mesh: Parallel, rank: usize, trains: 
     plan_rank(spec, target, &options, mesh, rank).unwrap()
 }
 
-/// Shared experts of these layers have an even width.
-fn sliced_sample(seed: u64) -> (LayerSpec, Parallel) {
+/// A sample whose shared experts have an even width.
+fn sharded_sample(seed: u64) -> (LayerSpec, Parallel) {
     let mut spec = sample(seed);
     spec.shape.hidden_dim *= 2;
     for shared in &mut spec.shared {
@@ -54,9 +54,9 @@ fn a_rank_has_its_steps_in_this_order() {
     has_steps(text, SharedExperts::Whole, include_str!("steps.txt"));
 }
 
-/// Two chunks in forward and four in backward, of shards whose parts are summed.
+/// Checks the steps of two chunks in forward and four in backward, with sums over shards.
 #[test]
-fn pieces_have_their_steps_in_this_order() {
+fn chunks_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
          experts = { bias = true }";
     let mesh = Parallel {
@@ -72,7 +72,7 @@ fn pieces_have_their_steps_in_this_order() {
     assert!(text == expected, "the steps are now\n{text}");
 }
 
-/// Two chunks in forward, between whose sends and products shadows are multiplied.
+/// Checks the steps of two chunks in forward with shadows, which run between sends and GEMMs.
 #[test]
 fn shadows_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
@@ -121,8 +121,8 @@ fn shadows_have_their_steps_in_this_order() {
     );
 }
 
-/// Weights of shadows are sent once a step, or once more where backward computes again what
-/// forward had; forward has all that backward multiplies with.
+/// Checks that weights of shadows are sent once a step, or once more where backward recomputes, and
+/// that forward has every weight that backward reads.
 #[test]
 fn weights_of_shadows_stay_where_what_they_make_is_kept() {
     let sent = |steps: &[RankStep]| -> Vec<TensorId> {
@@ -156,9 +156,9 @@ fn weights_of_shadows_stay_where_what_they_make_is_kept() {
     }
 }
 
-/// What travels in chunks is what travels at once, of any numbers of chunks.
+/// Checks that chunks carry the same rows as one exchange, for any numbers of chunks.
 #[test]
-fn pieces_make_up_the_whole() {
+fn chunks_make_up_the_whole() {
     for seed in 0..60 {
         let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, seed % 3 > 0);
@@ -202,7 +202,7 @@ fn pieces_make_up_the_whole() {
     }
 }
 
-/// Rows are sent before their products are launched, and answered after.
+/// Checks that rows are sent before their GEMMs are launched, and answered after.
 fn check_order(list: &[RankStep], what: &str) {
     let units = RankPlan::launched_chunks(list);
     let (mut sent, mut multiplied) = (vec![0; units], vec![0; units]);
@@ -244,7 +244,7 @@ fn check_order(list: &[RankStep], what: &str) {
 }
 
 #[test]
-fn a_piece_has_its_part_of_any_number_of_rows() {
+fn a_chunk_has_its_part_of_any_number_of_rows() {
     for of in 1..9 {
         for n in 0..20 {
             let by = OverlapBy::Rows;
@@ -252,7 +252,7 @@ fn a_piece_has_its_part_of_any_number_of_rows() {
             let chunks = (0..of).map(|number| Chunk { number, of, by }.rows(n, somewhere));
             let rows: Vec<usize> = chunks.flatten().collect();
             assert!(rows.into_iter().eq(0..n), "{n} rows in {of}");
-            // Finer chunks are within coarser ones.
+            // Checks that finer chunks lie within coarser ones.
             let coarse = Chunk {
                 number: of - 1,
                 of,
@@ -269,8 +269,8 @@ fn a_piece_has_its_part_of_any_number_of_rows() {
     }
 }
 
-/// What an expert's products keep or read from launch to launch has a row for each row, so
-/// that a chunk has its own part of it; only where rows lie is told again for each chunk.
+/// Checks that tensors which GEMMs keep from launch to launch have a row for each row, so each
+/// chunk has its own part; only the layout is uploaded anew for each chunk.
 #[test]
 fn what_products_keep_has_a_row_for_each_row() {
     for seed in 0..120 {
@@ -297,7 +297,7 @@ fn what_products_keep_has_a_row_for_each_row() {
 }
 
 #[test]
-fn slices_of_shared_experts_have_their_steps_in_this_order() {
+fn shards_of_shared_experts_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
          experts = { bias = true }
          shared = [{ hidden_dim = 8, gate = 'sigmoid' }, { hidden_dim = 4 }]";
@@ -306,7 +306,7 @@ fn slices_of_shared_experts_have_their_steps_in_this_order() {
 }
 
 #[test]
-fn fewer_ways_have_their_steps_in_this_order() {
+fn smaller_degrees_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
          experts = { bias = true }";
     let mesh = Parallel {
@@ -331,9 +331,9 @@ fn fewer_ways_have_their_steps_in_this_order() {
     );
 }
 
-/// Every exchange moves rows of one size, between tensors that both parts have.
+/// Checks that every exchange moves rows of one size, between tensors that both parts have.
 #[test]
-fn both_sides_of_an_exchange_have_the_same_rows() {
+fn both_parts_of_an_exchange_have_the_same_rows() {
     for seed in 0..120 {
         let (spec, mesh) = layer(seed);
         for target in ["cpu:avx512", "cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"] {
@@ -361,9 +361,9 @@ fn both_sides_of_an_exchange_have_the_same_rows() {
     }
 }
 
-/// A rank's launches are all of those of its parts, each once and in order.
+/// Checks that a rank launches every step of its parts once, in order.
 #[test]
-fn every_launch_of_every_side_is_there_once() {
+fn every_launch_of_every_part_is_there_once() {
     for seed in 0..120 {
         let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
@@ -390,7 +390,7 @@ fn every_launch_of_every_side_is_there_once() {
     }
 }
 
-/// What one rank sends in a row another must expect, also where ranks have unequally many
+/// Checks that ranks expect what other ranks send, also where groups have different numbers of
 /// experts.
 #[test]
 fn ranks_agree_on_the_parts_of_a_gradient() {
@@ -415,11 +415,11 @@ fn ranks_agree_on_the_parts_of_a_gradient() {
     }
 }
 
-/// Weights of experts are on the expert part, of sharded shared experts on theirs, all
-/// others on the tokens'. What the first shard adds alone the dispatch part has, too, where
-/// it is weighted.
+/// Checks that expert weights are on the expert part, sharded shared experts on theirs, all others
+/// on the dispatch part. A weighted last bias, which the first shard adds, is on the dispatch part,
+/// too.
 #[test]
-fn every_weight_has_one_side() {
+fn every_weight_has_one_part() {
     for seed in 0..120 {
         let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
@@ -449,9 +449,9 @@ fn every_weight_has_one_side() {
     }
 }
 
-/// Tokens and gradients go to the shards, and outputs and gradients come back of each.
+/// Checks that tokens and gradients go to the TP peers, and outputs and gradients come back.
 #[test]
-fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
+fn every_pass_of_shards_of_shared_experts_has_its_exchanges() {
     for seed in (1..120).step_by(2) {
         let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
@@ -493,7 +493,7 @@ fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
     }
 }
 
-/// What comes from other ranks in a backward pass is not kept from forward to there.
+/// Checks that tensors which arrive in a backward pass are not kept from forward.
 #[test]
 fn forward_keeps_nothing_of_what_backward_is_brought() {
     for seed in 0..120 {
@@ -510,20 +510,20 @@ fn forward_keeps_nothing_of_what_backward_is_brought() {
     }
 }
 
-/// Some layers on meshes with whole shared experts, and some with shards of them.
+/// Samples layers on meshes with whole and with sharded shared experts.
 fn layer(seed: u64) -> (LayerSpec, Parallel) {
     if seed % 2 == 1 {
-        return sliced_sample(seed);
+        return sharded_sample(seed);
     }
     let spec = sample(seed);
     let mesh = Parallel::of(1 + seed as usize % 8, &spec);
     (spec, mesh)
 }
 
-/// What a rank sends in a forward pass at each adaptive parallelism degree, beside the table of
-/// docs/adaptive/ways.md.
+/// Checks the table of docs/adaptive/adaptive_r.md: the bytes that a rank sends in a forward pass
+/// at each degree.
 #[test]
-fn ways_send_what_their_table_says() {
+fn degrees_send_what_their_table_says() {
     let text = "shape = { model_dim = 16, hidden_dim = 48, experts = 4, top_k = 2 }";
     let (spec, tokens) = (spec(text), 96);
     let (rows, weights) = ((tokens * 2 * 16 * 4) as f64, (3 * 4 * 16 * 48 * 4) as f64);

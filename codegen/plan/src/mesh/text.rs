@@ -1,4 +1,4 @@
-//! What a rank does, in lines for people.
+//! The steps of a rank as text.
 
 use super::data::NODES;
 use super::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
@@ -6,7 +6,8 @@ use crate::{LayerPlan, Step, TensorId};
 use std::fmt::Write;
 
 impl RankPlan {
-    /// The steps of every pass, a line each: whose kernel is launched, or what goes where.
+    /// Returns the steps of every pass, one line each: the kernel that is launched, or the
+    /// exchange.
     pub fn text(&self) -> String {
         let mut text = String::new();
         type Launched = fn(&LayerPlan) -> &[Step];
@@ -26,7 +27,9 @@ impl RankPlan {
                         let launched = &launched(self.part(*part))[*step];
                         (vec![self.launch(*part, launched)], chunk)
                     }
-                    RankStep::Exchange(exchange) => (self.around(exchange), &exchange.chunk),
+                    RankStep::Exchange(exchange) => {
+                        (self.exchange_lines(exchange), &exchange.chunk)
+                    }
                 };
                 let chunk = chunk.map_or(String::new(), |chunk| format!(", chunk {chunk}"));
                 for line in lines {
@@ -38,12 +41,12 @@ impl RankPlan {
     }
 
     fn launch(&self, part: PlanPart, step: &Step) -> String {
-        let whose = part.name();
-        format!("{whose:<9}{}", self.part(part).symbol(step))
+        let name = part.name();
+        format!("{name:<9}{}", self.part(part).symbol(step))
     }
 
-    /// An exchange, between the launches for the rows of it that go to other nodes.
-    fn around(&self, exchange: &Exchange) -> Vec<String> {
+    /// Returns the line of an exchange, between the launches that cast its rows for other nodes.
+    fn exchange_lines(&self, exchange: &Exchange) -> Vec<String> {
         let line = self.exchange(exchange);
         let (Some(packed), Some(casts)) = (&exchange.packed, &self.comm_cast) else {
             return vec![line];
@@ -61,19 +64,17 @@ impl RankPlan {
         let shadows = PlanPart::Shadows;
         let name = |part: PlanPart, id: TensorId| &*self.part(part)[id].name;
         let row = |part: PlanPart, id| self.row_bytes(part, id);
-        let what = match exchange.op {
-            CollectiveOp::TokenCounts => {
-                "every rank's number of tokens to all: 8 bytes".to_string()
-            }
+        let text = match exchange.op {
+            CollectiveOp::TokenCounts => "token counts of all ranks: 8 bytes".to_string(),
             CollectiveOp::RowCounts => {
                 let experts = self.experts_here().len();
                 format!(
-                    "rows for each expert to its ranks: {} bytes from each",
+                    "row counts to the experts' ranks: {} bytes from each",
                     8 * experts
                 )
             }
             CollectiveOp::TokensPerExpert => format!(
-                "rows of all for every expert, and which have shadows: {} bytes from each",
+                "tokens per expert of all ranks, which choose shadows: {} bytes from each",
                 8 * self.tokens.spec.shape.experts
             ),
             CollectiveOp::KeepShadowRows { from, to } => format!(
@@ -118,9 +119,7 @@ impl RankPlan {
                 self.by().mesh().expert_tp,
                 row(experts, tensor)
             ),
-            CollectiveOp::TpTokenCounts => {
-                "each shard's number of tokens to the others: 8 bytes".to_string()
-            }
+            CollectiveOp::TpTokenCounts => "token counts of TP peers: 8 bytes".to_string(),
             CollectiveOp::AllGatherTp { from, to } => format!(
                 "{} to {} of shared experts: {} bytes a row{}",
                 name(tokens, from),
@@ -149,13 +148,11 @@ impl RankPlan {
             ),
             CollectiveOp::CountLiveTokens { ids, .. } => {
                 format!(
-                    "tokens of all ranks with an expert, by {}: 8 bytes",
+                    "tokens of all ranks with an expert, counted in {}: 8 bytes",
                     name(tokens, ids)
                 )
             }
-            CollectiveOp::GlobalRouting => {
-                "where tokens go, as routing those of all ranks says".to_string()
-            }
+            CollectiveOp::GlobalRouting => "routing of all ranks' tokens together".to_string(),
             CollectiveOp::ReduceLossParts { tensor } => format!(
                 "{} summed over tiles and ranks: {} bytes",
                 name(tokens, tensor),
@@ -163,7 +160,7 @@ impl RankPlan {
             ),
             CollectiveOp::AllReduceMax { tensor } => {
                 format!(
-                    "{} is the largest of all ranks: 8 bytes",
+                    "maximum of {} over all ranks: 8 bytes",
                     name(tokens, tensor)
                 )
             }
@@ -185,7 +182,7 @@ impl RankPlan {
                 self.tokens[to].bytes(0)
             ),
         };
-        format!("ranks    {what}")
+        format!("ranks    {text}")
     }
 
     fn block(&self) -> usize {

@@ -1,23 +1,23 @@
-//! When experts move: decided from counts, alike on every rank.
+//! The balancer: decides from counts when experts move, alike on every rank.
 
 use super::{Eplb, Placement, PlacementError, balanced};
 
-/// How easily experts move.
+/// The thresholds of the balancer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balancing {
-    /// What a step leaves of the average before it, from 0 to below 1.
+    /// The weight of the previous average at each step, from 0 to below 1.
     pub decay: f64,
-    /// By how much the busiest rank's load must fall: 0.1 is a tenth.
+    /// The fraction by which the busiest rank's load must fall: 0.1 is a tenth.
     pub gain: f64,
-    /// In how many proposals in a row it must, before experts move.
+    /// The number of consecutive proposals that must reach that gain before experts move.
     pub patience: usize,
-    /// Steps after a move, or from the start, in which none is proposed.
+    /// Steps without a proposal after a move or the start.
     pub rest: usize,
 }
 
 impl Default for Balancing {
-    /// Averages over about ten steps, moves for a tenth, seen three times, at most once in
-    /// fifty steps.
+    /// Returns the default: averages over about ten steps; moves for a gain of a tenth, seen three
+    /// times, at most once in fifty steps.
     fn default() -> Balancing {
         Balancing {
             decay: 0.9,
@@ -28,8 +28,8 @@ impl Default for Balancing {
     }
 }
 
-/// Follows the loads of a layer's experts and says when another placement is worth it. A
-/// function of what it was told, so that ranks that are told the same numbers decide alike.
+/// Tracks the loads of a layer's experts and proposes a better placement. Its decisions depend on
+/// the observed counts alone, so ranks that observe the same counts decide alike.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Balancer {
     options: Balancing,
@@ -42,7 +42,7 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// Of a layer of so many experts.
+    /// Makes a balancer for a layer with `experts` experts.
     pub fn new(experts: usize, eplb: Eplb, options: Balancing) -> Balancer {
         Balancer {
             options,
@@ -53,13 +53,12 @@ impl Balancer {
         }
     }
 
-    /// The share that each expert has of all rows, averaged over steps; zeros before the
-    /// first one.
+    /// Returns each expert's share of all rows, averaged over steps; zeros before the first step.
     pub fn average(&self) -> &[f64] {
         &self.average
     }
 
-    /// Takes in the rows of a step for each expert, of all ranks together.
+    /// Observes the rows of each expert in one step, summed over all ranks.
     ///
     /// # Errors
     /// [`PlacementError::Packing`] for another number of experts, or a negative count.
@@ -72,7 +71,7 @@ impl Balancer {
         self.since += 1;
         let all: i64 = counts.iter().sum();
         let keep = if self.average.iter().all(|share| *share == 0.0) {
-            0.0 // the first is no worse than any other
+            0.0 // no average yet: the first step counts in full
         } else {
             self.options.decay
         };
@@ -82,7 +81,7 @@ impl Balancer {
         Ok(())
     }
 
-    /// By how much another placement would lower the load of the busiest rank, from 0 on.
+    /// Returns the fraction by which another placement would lower the load of the busiest rank.
     pub fn gain(&self, present: &Placement, other: &Placement) -> f64 {
         let before = present.busiest(&self.average);
         if before > 0.0 {
@@ -92,8 +91,8 @@ impl Balancer {
         }
     }
 
-    /// Another placement, if it has been worth it for long enough. Who moves the experts
-    /// then says so: [`Balancer::moved`].
+    /// Proposes another placement, if it has been better for long enough. Call [`Balancer::moved`]
+    /// when the experts have moved.
     ///
     /// # Errors
     /// As [`rebalance`](super::rebalance).
@@ -104,10 +103,11 @@ impl Balancer {
         let other = balanced(&self.average, &self.eplb, present)?;
         let worth = self.gain(present, &other) > self.options.gain;
         self.seen = if worth { self.seen + 1 } else { 0 };
+        // Loads fluctuate from step to step; a move pays only if the gain persists.
         Ok((self.seen >= self.options.patience.max(1) && worth).then_some(other))
     }
 
-    /// Experts have moved, or could not: rests.
+    /// Records that experts have moved, or could not: no proposals for a while.
     pub fn moved(&mut self) {
         (self.since, self.seen) = (0, 0);
     }

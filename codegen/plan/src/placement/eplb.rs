@@ -1,16 +1,16 @@
-//! Packing of replicated experts to ranks by their loads, as DeepSeek's EPLB does it.
+//! Packing of replicated experts to ranks by load, as in DeepSeek's EPLB.
 //!
 //! 1. Groups of experts are packed to nodes.
 //! 2. Inside each node, the replicas that there are to give go one by one to the expert with
 //!    the largest load a replica.
 //! 3. Replicas are packed to the node's ranks.
 //!
-//! Where nodes do not divide the groups all is one node and one group. Loads are f32 as
-//! there, so that ties fall alike; a tie goes to the lower number.
+//! If the nodes do not divide the groups, all ranks count as one node and all experts as one group.
+//! Loads are f32 as in EPLB, so ties break alike; a tie goes to the lower index.
 
 use super::{Placement, PlacementError, Split};
 
-/// What there is to pack to.
+/// The sizes of a packing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Eplb {
     /// Replicas of all experts together, a multiple of `ranks`.
@@ -23,7 +23,7 @@ pub struct Eplb {
     pub ranks: usize,
 }
 
-/// What EPLB gives.
+/// The result of EPLB.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replication {
     /// The expert of each replica, equally many replicas a rank, rank after rank.
@@ -34,8 +34,8 @@ pub struct Replication {
 }
 
 impl Replication {
-    /// As a placement on `ranks` groups. Replicas that came to lie on one rank are one; the
-    /// owner is the first rank.
+    /// Returns the result as a placement on `ranks` groups. Several replicas on one rank become
+    /// one; the first rank with an expert owns it.
     ///
     /// # Errors
     /// [`PlacementError`] for a number of ranks that does not divide the replicas.
@@ -60,7 +60,7 @@ impl Replication {
     }
 }
 
-/// Packs experts of these loads.
+/// Packs experts by their loads.
 ///
 /// # Errors
 /// [`PlacementError::Packing`] for numbers that do not divide each other as they must, and
@@ -73,6 +73,7 @@ pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Replication, PlacementErr
     } else {
         (1, 1)
     };
+    // EPLB computes in f32; f64 would break ties differently and give another placement.
     let loads: Vec<f32> = loads.iter().map(|load| *load as f32).collect();
     let size = loads.len() / groups;
     let of_groups: Vec<f32> = loads.chunks(size).map(|group| group.iter().sum()).collect();
@@ -99,8 +100,8 @@ pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Replication, PlacementErr
     Ok(packed)
 }
 
-/// The better of EPLB's packing and the placement there is, by the load of the busiest
-/// rank; the present one where both are alike.
+/// Returns the better of EPLB's packing and the present placement, by the load of the busiest rank;
+/// of equal ones the present placement.
 ///
 /// # Errors
 /// As [`rebalance`].
@@ -158,29 +159,29 @@ fn packing(message: String) -> PlacementError {
     PlacementError::Packing(message)
 }
 
-/// Items in packs of equally many: the heaviest first, each to the lightest pack with room.
-/// One item a pack stays where it is.
+/// Packs items into packs of equal size: the heaviest item first, each to the lightest pack with
+/// free capacity. With one item a pack, item `i` goes to pack `i`.
 fn pack(weights: &[f32], packs: usize) -> Vec<Vec<usize>> {
-    let room = weights.len() / packs;
-    if room == 1 {
+    let capacity = weights.len() / packs;
+    if capacity == 1 {
         return (0..packs).map(|item| vec![item]).collect();
     }
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]));
-    let mut packed = vec![Vec::with_capacity(room); packs];
+    let mut packed = vec![Vec::with_capacity(capacity); packs];
     let mut sums = vec![0f32; packs];
     for item in order {
-        let with_room = (0..packs).filter(|&pack| packed[pack].len() < room);
-        let lightest = with_room.min_by(|&a, &b| sums[a].total_cmp(&sums[b]));
-        let pack = lightest.expect("there is room for as many as there are");
+        let open = (0..packs).filter(|&pack| packed[pack].len() < capacity);
+        let lightest = open.min_by(|&a, &b| sums[a].total_cmp(&sums[b]));
+        let pack = lightest.expect("the packs have capacity for all items");
         packed[pack].push(item);
         sums[pack] += weights[item];
     }
     packed
 }
 
-/// The item of each of `replicas` replicas, and how many each item has. One each, then one
-/// more for the heaviest a replica.
+/// Returns the item of each replica, and the number of replicas of each item. Each item gets one;
+/// every further replica goes to the item with the largest weight a replica.
 fn replicate(weights: &[f32], replicas: usize) -> (Vec<usize>, Vec<usize>) {
     let mut items: Vec<usize> = (0..weights.len()).collect();
     let mut counts = vec![1; weights.len()];
@@ -193,6 +194,7 @@ fn replicate(weights: &[f32], replicas: usize) -> (Vec<usize>, Vec<usize>) {
                 best
             }
         };
+        // `fold` with a strict comparison keeps the first of equal items, as EPLB's `argmax` does.
         let heaviest = (0..weights.len()).fold(0, heavier);
         items.push(heaviest);
         counts[heaviest] += 1;

@@ -1,11 +1,11 @@
-//! Which ranks have which experts, as data: any experts on any group, some on several.
+//! Placement of experts on ranks, as data: any experts on any group, some on several.
 //!
 //! ```text
 //! loads of experts ──eplb, Balancer──> Placement ──moves──> what travels between steps
 //! counts of a step ──shadow──────────> experts that every group has for this step
 //! ```
 //!
-//! All of it is pure and the same on every rank that is told the same numbers.
+//! All functions are pure, so ranks with the same numbers decide alike.
 
 mod balancer;
 mod eplb;
@@ -24,16 +24,16 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Which groups of ranks (`ep` of them) have which experts. An expert may be on several
-/// groups, its replicas; one of them is its owner, where gradients are summed and from
-/// which it is saved. Cheap to clone.
+/// The experts of each group of ranks (`ep` groups). An expert may be on several groups, as
+/// replicas; one of these is its owner, which sums the gradients and saves the expert. Cheap to
+/// clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub struct Placement(Form);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Form {
-    /// As equally many as can be, the first groups one more: [`Parallel::experts`].
+    /// Contiguous ranges, as equal as possible: [`Parallel::experts`].
     Contiguous {
         groups: usize,
         experts: usize,
@@ -43,31 +43,31 @@ enum Form {
 
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Lists {
-    /// Experts of each group, in the order in which it has them.
+    /// The experts of each group, in the order in which it holds them.
     groups: Vec<Vec<usize>>,
     /// The groups with each expert, ascending.
     holders: Vec<Vec<usize>>,
-    /// Which of them is the owner.
+    /// The owner among these groups, for each expert.
     owners: Vec<usize>,
     split: Split,
 }
 
-/// How the rows of a replicated expert are shared out. A rank decides it for its own rows,
-/// from its number and how many it has for the expert; nobody has to be asked.
+/// The rule that splits rows over the replicas of an expert. Each rank decides alone, from its
+/// index and its number of rows for the expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Split {
-    /// A rank's rows for the expert, in the order of its tokens, are cut into as many parts
-    /// as there are replicas, as equal as can be. Part `k` of rank `q` of a group goes to
-    /// replica `(k + q) mod r`, so that what is left over does not always go to the first.
+    /// A rank's rows for the expert, in the order of its tokens, are split into one part for each
+    /// replica, as equal as possible. Part `k` of rank `q` of a group goes to replica `(k + q) mod
+    /// r`, so that remainders do not always go to the first replica.
     #[default]
     Even,
-    /// Where the rank's own group has a replica, all rows stay there; else all go to
-    /// replica `q mod r`.
+    /// All rows stay where the rank's own group has a replica; otherwise all go to replica `q mod
+    /// r`.
     Near,
 }
 
-/// As it is written down.
+/// The serialized form.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Written {
@@ -83,58 +83,58 @@ fn is_even(split: &Split) -> bool {
     *split == Split::Even
 }
 
-/// A placement that is none.
+/// An invalid placement.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlacementError {
     /// An expert that no group has.
-    #[error("expert {expert} is on no group; each of {experts} has to be somewhere")]
+    #[error("expert {expert} is on no group; each of {experts} experts needs one")]
     Nowhere {
-        /// Which.
+        /// The id.
         expert: usize,
-        /// Of the layer.
+        /// The layer's number.
         experts: usize,
     },
     /// A group without experts.
     #[error("group {group} has no expert; give it one, if only a replica, or take a smaller `ep`")]
     EmptyGroup {
-        /// Which.
+        /// The id.
         group: usize,
     },
-    /// An expert that the layer has not.
+    /// The layer has no such expert.
     #[error("group {group} has expert {expert}, the layer has {experts}")]
     Unknown {
-        /// Which.
+        /// The id.
         expert: usize,
-        /// Where it is named.
+        /// The group that names it.
         group: usize,
-        /// Of the layer.
+        /// The layer's number.
         experts: usize,
     },
     /// An expert that a group has twice.
     #[error("group {group} has expert {expert} twice; replicas are on groups of their own")]
     Twice {
-        /// Which.
+        /// The id.
         expert: usize,
-        /// Where.
+        /// The group.
         group: usize,
     },
     /// An owner without its expert.
     #[error("group {group} owns expert {expert} and does not have it; {holders:?} do")]
     NotThere {
-        /// Which.
+        /// The id.
         expert: usize,
         /// The owner.
         group: usize,
-        /// Those that could be.
+        /// The groups that could own it.
         holders: Vec<usize>,
     },
-    /// A number of owners.
+    /// The number of owners differs from the number of experts.
     #[error("{owners} owners of {experts} experts; name one for each, or none at all")]
     Owners {
-        /// How many there are.
+        /// The number of owners.
         owners: usize,
-        /// Of the layer.
+        /// The layer's number.
         experts: usize,
     },
     /// A placement for other ranks, or of another layer.
@@ -143,31 +143,31 @@ pub enum PlacementError {
          on {wanted_groups} (`ep`)"
     )]
     OtherSize {
-        /// Of the placement.
+        /// The placement's number.
         experts: usize,
-        /// Of the placement.
+        /// The placement's number.
         groups: usize,
-        /// Of the layer.
+        /// The layer's number.
         wanted_experts: usize,
-        /// Of the mesh.
+        /// The mesh's number.
         wanted_groups: usize,
     },
-    /// Numbers that cannot be packed.
+    /// Experts cannot be packed with these numbers.
     #[error("{0}")]
     Packing(String),
-    /// Text that is no placement.
+    /// The text is not a placement.
     #[error("{0}")]
     Text(String),
 }
 
 impl Placement {
-    /// What a mesh has where nothing else is said.
+    /// Returns the default placement of a mesh: contiguous ranges.
     pub fn contiguous(groups: usize, experts: usize) -> Placement {
         Placement(Form::Contiguous { groups, experts })
     }
 
-    /// Experts of each group, in the order in which it has them. The owner of each expert
-    /// is the first group that has it, if `owners` are not named.
+    /// Makes a placement from the experts of each group, in the order in which it holds them.
+    /// Without `owners` the first group with an expert owns it.
     ///
     /// # Errors
     /// [`PlacementError`] says which expert or group is wrong.
@@ -198,7 +198,7 @@ impl Placement {
         }))))
     }
 
-    /// Experts of the layer.
+    /// Returns the number of experts of the layer.
     pub fn experts(&self) -> usize {
         match &self.0 {
             Form::Contiguous { experts, .. } => *experts,
@@ -206,7 +206,7 @@ impl Placement {
         }
     }
 
-    /// Groups of ranks: `ep` of the mesh.
+    /// Returns the number of groups of ranks: `ep` of the mesh.
     pub fn groups(&self) -> usize {
         match &self.0 {
             Form::Contiguous { groups, .. } => *groups,
@@ -214,7 +214,7 @@ impl Placement {
         }
     }
 
-    /// How rows of replicated experts are shared out.
+    /// Returns the rule that splits rows over replicas.
     pub fn split(&self) -> Split {
         match &self.0 {
             Form::Contiguous { .. } => Split::Even,
@@ -222,12 +222,12 @@ impl Placement {
         }
     }
 
-    /// Whether it is the one that a mesh has where nothing else is said.
+    /// Returns whether this is the default placement of a mesh.
     pub fn is_contiguous(&self) -> bool {
         matches!(self.0, Form::Contiguous { .. })
     }
 
-    /// The experts of a group, in the order in which it has them.
+    /// Returns the experts of a group, in the order in which it holds them.
     pub fn of(&self, group: usize) -> Cow<'_, [usize]> {
         match &self.0 {
             Form::Contiguous { .. } => self.range(group).collect(),
@@ -235,7 +235,7 @@ impl Placement {
         }
     }
 
-    /// How many that are.
+    /// Returns the number of experts of a group.
     pub fn count(&self, group: usize) -> usize {
         match &self.0 {
             Form::Contiguous { .. } => self.range(group).len(),
@@ -243,7 +243,7 @@ impl Placement {
         }
     }
 
-    /// Where among its experts a group has one.
+    /// Returns the slot of an expert among a group's experts.
     pub fn slot(&self, group: usize, expert: usize) -> Option<usize> {
         match &self.0 {
             Form::Contiguous { .. } => {
@@ -254,7 +254,7 @@ impl Placement {
         }
     }
 
-    /// The group that owns an expert.
+    /// Returns the group that owns an expert.
     pub fn owner(&self, expert: usize) -> usize {
         match &self.0 {
             Form::Contiguous { groups, experts } => owner_of(*groups, *experts, expert),
@@ -262,7 +262,7 @@ impl Placement {
         }
     }
 
-    /// The groups with an expert, ascending.
+    /// Returns the groups with an expert, ascending.
     pub fn holders(&self, expert: usize) -> Cow<'_, [usize]> {
         match &self.0 {
             Form::Contiguous { .. } => Cow::Owned(vec![self.owner(expert)]),
@@ -270,7 +270,7 @@ impl Placement {
         }
     }
 
-    /// The experts that several groups have.
+    /// Returns the experts with replicas.
     pub fn replicated(&self) -> Vec<usize> {
         match &self.0 {
             Form::Contiguous { .. } => Vec::new(),
@@ -282,7 +282,7 @@ impl Placement {
         }
     }
 
-    /// Whether a group owns what it has at a place.
+    /// Returns whether a group owns the expert in one of its slots.
     pub fn owns(&self, group: usize, slot: usize) -> bool {
         match &self.0 {
             Form::Contiguous { .. } => true,
@@ -290,8 +290,8 @@ impl Placement {
         }
     }
 
-    /// Which of a rank's `rows` for an expert go to a group. `source` is the rank's number
-    /// within its group of ranks that hold all experts, `near` its own `ep`.
+    /// Returns the range of a rank's `rows` for an expert that goes to a group. `source` is the
+    /// rank's index among the ranks that hold all experts, `near` its own `ep`.
     pub fn share(
         &self,
         (source, near): (usize, usize),
@@ -318,8 +318,8 @@ impl Placement {
         }
     }
 
-    /// The part of a rank's rows for an expert that goes to a group, were there many:
-    /// [`Placement::share`].
+    /// Returns the fraction of a rank's rows for an expert that goes to a group, in the limit of
+    /// many rows: [`Placement::share`].
     pub fn part(&self, from: (usize, usize), expert: usize, group: usize) -> f64 {
         let Form::Listed(lists) = &self.0 else {
             return f64::from(u8::from(self.owner(expert) == group));
@@ -332,14 +332,14 @@ impl Placement {
         }
     }
 
-    /// Whether ranks with the same rows send them to the same groups, in the same parts.
+    /// Returns whether ranks with the same rows send the same parts of them to the same groups.
     pub fn is_for_all(&self) -> bool {
         self.split() == Split::Even || self.replicated().is_empty()
     }
 
-    /// Rows that each group gets, from the rows of each rank of a group of ranks for each
-    /// expert: the rule of [`Placement::share`] summed up. `expert_tp` is the mesh's: as many
-    /// ranks after each other are of one group.
+    /// Returns the rows that each group gets, from the rows of each rank of a group of ranks for
+    /// each expert: the sum of [`Placement::share`]. `expert_tp` is the mesh's: that many
+    /// consecutive ranks are one group.
     pub fn received(&self, expert_tp: usize, counts: &[Vec<usize>]) -> Vec<usize> {
         let mut rows = vec![0; self.groups()];
         for (source, counts) in counts.iter().enumerate() {
@@ -353,7 +353,7 @@ impl Placement {
         rows
     }
 
-    /// Loads of groups when every expert's load is shared out evenly by its replicas.
+    /// Returns the load of each group when replicas share every expert's load evenly.
     pub fn loads(&self, loads: &[f64]) -> Vec<f64> {
         let mut sums = vec![0.0; self.groups()];
         for (expert, load) in loads.iter().enumerate() {
@@ -365,13 +365,13 @@ impl Placement {
         sums
     }
 
-    /// The load of the busiest group: [`Placement::loads`].
+    /// Returns the load of the busiest group: [`Placement::loads`].
     pub fn busiest(&self, loads: &[f64]) -> f64 {
         self.loads(loads).into_iter().fold(0.0, f64::max)
     }
 
-    /// The same with some experts on every group: behind its own ones, in ascending order,
-    /// for as long as a step. Rows of these stay where they are ([`Split::Near`]).
+    /// Returns the placement of one step with shadows: every group also holds these experts, after
+    /// its own ones and in ascending order. Their rows stay where they are ([`Split::Near`]).
     ///
     /// # Errors
     /// [`PlacementError::Unknown`].
@@ -390,7 +390,7 @@ impl Placement {
         Placement::new(experts, groups, Some(owners), Split::Near)
     }
 
-    /// The same on which rows of replicated experts are shared out in another way.
+    /// Returns the same placement with another rule of splitting rows.
     pub fn splitting(&self, split: Split) -> Placement {
         match &self.0 {
             Form::Contiguous { .. } => self.clone(),
@@ -403,7 +403,7 @@ impl Placement {
         }
     }
 
-    /// Whether a layer of so many experts can be placed so on a mesh.
+    /// Checks that a mesh can hold this placement of a layer with `experts` experts.
     ///
     /// # Errors
     /// [`PlacementError::OtherSize`].
@@ -419,7 +419,7 @@ impl Placement {
         }
     }
 
-    /// Of the contiguous form.
+    /// Returns the experts of a group in the contiguous form.
     fn range(&self, group: usize) -> Range<usize> {
         let mesh = Parallel {
             ep: self.groups(),
@@ -429,13 +429,14 @@ impl Placement {
     }
 }
 
-/// The replica that gets all rows of a rank, where rows stay near.
+/// Returns the replica that gets all rows of a rank with [`Split::Near`].
 fn nearest(holders: &[usize], (source, near): (usize, usize)) -> usize {
     let own = holders.binary_search(&near);
     own.unwrap_or(source % holders.len())
 }
 
-/// Part `part` of `parts` of some rows, the first ones with one more.
+/// Returns part `part` of `parts` of some rows; the first parts get one more where the division
+/// leaves a remainder.
 fn even(rows: usize, parts: usize, part: usize) -> Range<usize> {
     let mesh = Parallel {
         ep: parts,
@@ -444,7 +445,7 @@ fn even(rows: usize, parts: usize, part: usize) -> Range<usize> {
     mesh.experts(part, rows)
 }
 
-/// The inverse of [`Parallel::experts`].
+/// Returns the group of an expert: the inverse of [`Parallel::experts`].
 fn owner_of(groups: usize, experts: usize, expert: usize) -> usize {
     let (each, more) = (experts / groups, experts % groups);
     if expert < more * (each + 1) {

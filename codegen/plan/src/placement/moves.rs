@@ -1,53 +1,53 @@
-//! What travels when experts move: from what groups of ranks have to a placement.
+//! Moves of experts: the transfers from one placement to another.
 
 use super::{Placement, PlacementError};
 
-/// An expert that goes from group to group.
+/// An expert that moves from group to group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Move {
-    /// Which.
+    /// The expert.
     pub expert: usize,
-    /// The group that has it, and where among its experts.
+    /// Its present group, and its slot there.
     pub from: (usize, usize),
-    /// The group that gets it, and where among its experts then.
+    /// Its new group, and its slot there.
     pub to: (usize, usize),
 }
 
-/// An expert that a group has before and after.
+/// An expert that a group holds before and after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Kept {
     /// The group.
     pub group: usize,
-    /// Where among its experts before.
+    /// The slot before.
     pub from: usize,
-    /// Where after.
+    /// The slot after.
     pub to: usize,
 }
 
-/// All that it takes.
+/// All moves between two placements.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// In the order of the groups that get them, and of their experts.
+    /// The moves, ordered by receiving group and slot.
     pub moves: Vec<Move>,
-    /// What stays.
+    /// The experts that stay.
     pub kept: Vec<Kept>,
-    /// What nobody has: group and place of each expert that has to come from elsewhere.
+    /// The group and slot of each expert that no group holds.
     pub missing: Vec<(usize, usize)>,
 }
 
 impl Moves {
-    /// What a group sends.
+    /// Returns the moves that a group sends.
     pub fn sent(&self, group: usize) -> impl Iterator<Item = &Move> {
         self.moves.iter().filter(move |one| one.from.0 == group)
     }
 
-    /// What a group gets.
+    /// Returns the moves that a group receives.
     pub fn got(&self, group: usize) -> impl Iterator<Item = &Move> {
         self.moves.iter().filter(move |one| one.to.0 == group)
     }
 }
 
-/// From one placement to another on the same groups. Nothing is missing.
+/// Returns the moves from one placement to another on the same groups. Nothing is missing.
 ///
 /// # Errors
 /// [`PlacementError::OtherSize`].
@@ -65,9 +65,9 @@ pub fn moves(from: &Placement, to: &Placement) -> Result<Moves, PlacementError> 
     Ok(moves_from(&held, to))
 }
 
-/// From what groups have, in the order in which they have it, even where that is not all
-/// there is. Of several groups that have an expert the one sends it that has sent least so
-/// far, the first of these; what a group has itself stays.
+/// Returns the moves from the experts that groups hold, in slot order, even if some experts are
+/// missing. A group keeps what it already holds. Otherwise the holder that has sent least so far
+/// sends the expert; of equal ones the first.
 pub fn moves_from(held: &[Vec<usize>], to: &Placement) -> Moves {
     let mut moves = Moves::default();
     let mut sent = vec![0; held.len()];
@@ -82,6 +82,7 @@ pub fn moves_from(held: &[Vec<usize>], to: &Placement) -> Moves {
     for group in 0..to.groups() {
         for (slot, &expert) in to.of(group).iter().enumerate() {
             let here = sources[expert].iter().find(|source| source.0 == group);
+            // `min_by_key` returns the first of equal ones, so all ranks pick the same sender.
             let least = sources[expert].iter().min_by_key(|source| sent[source.0]);
             match (here, least) {
                 (Some(&(group, from)), _) => moves.kept.push(Kept {

@@ -1,8 +1,8 @@
-//! Which experts every group of ranks has for one step: FasterMoE's shadowing.
+//! The choice of shadows: experts that every group of ranks holds for one step, as in FasterMoE.
 //!
-//! A shadowed expert's weights are sent to all groups, its rows stay where they are, and its
-//! gradients come back. Latency is modelled from the rows of the busiest group. With `H` the
-//! width of tokens, `aH` that of experts, `P` operations and `W` elements a second:
+//! A shadowed expert's weights go to all groups, its rows stay, and its gradients are summed at the
+//! owner. The model predicts latency from the rows of the busiest group. Let `H` be the width of
+//! tokens, `aH` that of experts, `P` operations and `W` elements a second:
 //!
 //! ```text
 //! plain         L₀ = 12·B·a·H² / P + 4·B·H / W
@@ -10,15 +10,15 @@
 //!               L  = 12·B'·a·H² / P + 4·B'·H / W + r·2·a·H² / W      as released
 //! ```
 //!
-//! Three products of 4·a·H² operations a row, and four exchanges of its H elements. The paper
-//! (PPoPP 2022, sections 3 and 4) sends a shadow's weights and its gradients, the released
-//! policy counts one of them, and takes for `B` the rows of an expert instead of those of a
-//! group: as if each group had one expert.
+//! A step has three GEMM passes of 4·a·H² operations a row and four exchanges of a row's H
+//! elements. The paper (PPoPP 2022, sections 3 and 4) counts a shadow's weights and its gradients;
+//! the released policy counts one of the two, and takes for `B` the rows of an expert instead of a
+//! group's, as if each group had one expert.
 
 use super::Placement;
 use moesaic_spec::LayerSpec;
 
-/// What the model needs to know of layer and machine.
+/// The parameters of the shadow model: layer and machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ShadowModel {
     /// `H`: elements of a token.
@@ -29,24 +29,24 @@ pub struct ShadowModel {
     pub operations: f64,
     /// `W`: elements a second from rank to rank.
     pub elements: f64,
-    /// Which form of the model decides.
+    /// The form of the shadow model.
     pub form: ShadowForm,
     /// The most experts that are shadowed.
     pub most: usize,
 }
 
-/// Which form of the model decides.
+/// The form of the shadow model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ShadowForm {
-    /// The paper's, by rows of groups.
+    /// The form of the paper, by rows of groups.
     #[default]
     Paper,
-    /// That of FastMoE as it was released, by rows of experts.
+    /// The form of FastMoE as released, by rows of experts.
     Released,
 }
 
 impl ShadowModel {
-    /// The paper's form for a layer, with FastMoE's constants of a machine.
+    /// Returns the paper's form for a layer, with FastMoE's constants of a machine.
     pub fn of(spec: &LayerSpec) -> ShadowModel {
         let width = spec.expert_input_dim();
         ShadowModel {
@@ -56,7 +56,7 @@ impl ShadowModel {
         }
     }
 
-    /// FastMoE's constants: elements of 4 bytes over 50 Gb/s, 11.5 TFLOP/s, `a` of 2.
+    /// Returns FastMoE's constants: elements of 4 bytes over 50 Gb/s, 11.5 TFLOP/s, `a` of 2.
     pub fn fastmoe(width: usize) -> ShadowModel {
         ShadowModel {
             width: width as f64,
@@ -68,12 +68,12 @@ impl ShadowModel {
         }
     }
 
-    /// Seconds of a step whose busiest group, or expert, has so many rows.
+    /// Returns the seconds of a step whose busiest group, or expert, has `rows` rows.
     pub fn plain(&self, rows: f64) -> f64 {
         self.products(rows) + self.exchanges(rows)
     }
 
-    /// The same with so many shadowed experts.
+    /// Returns the seconds of a step with `shadows` shadowed experts.
     pub fn shadowed(&self, rows: f64, shadows: usize) -> f64 {
         let weights = 2.0 * self.ratio * self.width * self.width / self.elements;
         let sent = shadows as f64 * weights;
@@ -83,10 +83,10 @@ impl ShadowModel {
         }
     }
 
-    /// The paper's conditions for `shadows` experts, which take the rows of the busiest
-    /// group from `before` to `after`: rows before exceed `r·a·H`, or the saved operations
-    /// outweigh what is sent. They say the same as `shadowed(after) < plain(before)` where
-    /// rows do not become more.
+    /// Returns the paper's condition for `shadows` experts that take the rows of the busiest group
+    /// from `before` to `after`: either the rows before exceed `r·a·H`, or the saved operations
+    /// outweigh the exchanged weights. The condition equals `shadowed(after) < plain(before)` where
+    /// rows do not increase.
     pub fn worth(&self, before: f64, after: f64, shadows: usize) -> bool {
         let sent = shadows as f64 * self.ratio * self.width;
         let saved = 3.0 * (before - after) * self.ratio * self.width;
@@ -102,12 +102,11 @@ impl ShadowModel {
     }
 }
 
-/// The experts that all groups have for a step, hottest first: walks down the experts by
-/// their rows, the lower number first where they are alike, shadows each while the model
-/// says that the step gets shorter, and stops at the first that does not. `counts` are the
-/// rows of each rank of a group of ranks for each expert, gathered from all, so that every
-/// rank decides alike; `expert_tp` as in [`Placement::received`]. The last expert is never
-/// shadowed.
+/// Chooses the shadowed experts of a step, hottest first. Experts are tried by their rows,
+/// descending; of equal ones the lower id comes first. Each is shadowed while the model predicts a
+/// shorter step; the first that does not shorten the step ends the search. `counts` are the rows of
+/// each rank of a group for each expert, gathered from all, so that every rank decides alike;
+/// `expert_tp` as in [`Placement::received`]. The last expert is never shadowed.
 pub fn shadows(
     model: &ShadowModel,
     present: &Placement,
@@ -118,6 +117,7 @@ pub fn shadows(
     let of = |expert: usize| counts.iter().map(|rank| rank[expert]).sum::<usize>();
     let totals: Vec<usize> = (0..experts).map(of).collect();
     let mut order: Vec<usize> = (0..experts).collect();
+    // A stable sort: of equal experts the lower id comes first, on every rank.
     order.sort_by_key(|&expert| std::cmp::Reverse(totals[expert]));
     let rows_with = |chosen: usize| match model.form {
         ShadowForm::Released => totals[order[chosen]],
@@ -137,7 +137,7 @@ pub fn shadows(
     order
 }
 
-/// Rows of the busiest group when some experts are on all groups.
+/// Returns the rows of the busiest group when some experts are shadowed.
 fn busiest(
     present: &Placement,
     expert_tp: usize,

@@ -178,7 +178,7 @@ fn every_row_goes_to_one_replica() {
 fn rows_of_replicas_stay_near_or_are_equal() {
     let even = placed("0,+2 | 2,1");
     let counts = vec![vec![1, 1, 5], vec![2, 0, 5]];
-    // Of 5 rows 3 and 2, for the second rank 2 and 3.
+    // Five rows split into 3 and 2, for the second rank into 2 and 3.
     assert_eq!(even.received(1, &counts), [3 + 3 + 2, 2 + 3 + 1]);
     let near = even.splitting(Split::Near);
     assert_eq!(near.received(1, &counts), [3 + 5, 5 + 1]);
@@ -187,7 +187,7 @@ fn rows_of_replicas_stay_near_or_are_equal() {
     assert_eq!(far.share((3, 2), 2, 9, 1), 0..9, "3 mod 2");
 }
 
-/// `phy2log` of EPLB's README, for both of its layers.
+/// Compares with `phy2log` of EPLB's README, for both of its layers.
 #[test]
 fn the_example_of_eplb_comes_out() {
     let layers: [([i32; 12], [usize; 16], f64); 2] = [
@@ -306,7 +306,7 @@ fn the_papers_conditions_are_its_model() {
     assert!((300..2700).contains(&worth), "{worth}");
 }
 
-/// The released policy worked out by hand: seconds with FastMoE's constants.
+/// Compares with the released policy worked out by hand: seconds with FastMoE's constants.
 #[test]
 fn the_released_policy_stops_at_the_first_that_does_not_pay() {
     let present = Placement::contiguous(4, 4);
@@ -321,7 +321,7 @@ fn the_released_policy_stops_at_the_first_that_does_not_pay() {
     assert_eq!(chosen([100, 2000, 1500, 300]), [] as [usize; 0]);
     assert_eq!(chosen([100, 2000, 1400, 300]), [1, 2]);
     assert_eq!(chosen([100, 5000, 1400, 1300]), [1]);
-    // The second would not pay, the third would: it stops.
+    // The second shadow would not pay and the third would: the search stops at the second.
     assert_eq!(chosen([0, 5000, 1400, 1399]), [1]);
     assert_eq!(chosen([7, 7, 7, 7]), [] as [usize; 0]);
     let one = ShadowModel { most: 1, ..model };
@@ -429,10 +429,10 @@ fn a_balancer_waits_until_it_is_sure() {
             steps.push(step);
         }
     }
-    // Three steps of rest, the second proposal; then there is nothing left to win.
+    // Checks three steps of rest, a move at the second proposal, and none after it.
     assert_eq!(steps, [3]);
     assert!((present.busiest(balancer.average()) - 0.5).abs() < 0.05);
-    // A step without rows changes nothing, one of another layer is refused.
+    // Checks that a step without rows changes nothing and a step of another layer is refused.
     let before = balancer.average().to_vec();
     balancer.observe(&[0; 4]).unwrap();
     assert_eq!(balancer.average(), before);
@@ -440,7 +440,8 @@ fn a_balancer_waits_until_it_is_sure() {
     balancer.observe(&[-1, 1, 0, 0]).unwrap_err();
 }
 
-/// What is a little hot moves nothing, and a load that swings does not make experts swing.
+/// Checks that a slightly hot expert moves nothing, and that a load that swings does not make
+/// experts swing.
 #[test]
 fn a_balancer_is_not_moved_by_little() {
     let eplb = Eplb {

@@ -31,8 +31,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Reads what is written so. Groups are lines or between `|`, a `#` and what follows in its
-/// line are left aside.
+/// Reads that text. Groups are separated by `|` or lie on lines of their own; `#` starts a comment.
 impl FromStr for Placement {
     type Err = PlacementError;
 
@@ -88,7 +87,7 @@ fn group(words: &str) -> Result<Vec<Named>, PlacementError> {
     Ok(list)
 }
 
-/// More experts than anybody has: a slip must not ask for terabytes.
+/// A limit above any real number of experts, so that a typo cannot allocate terabytes.
 const MOST: usize = 1 << 20;
 
 fn number(text: &str) -> Result<usize, PlacementError> {
@@ -101,7 +100,7 @@ fn number(text: &str) -> Result<usize, PlacementError> {
     }
 }
 
-/// The group that names each expert without a `+`.
+/// Returns the group that names each expert without a `+`.
 fn owners(experts: usize, groups: &[Vec<Named>]) -> Result<Vec<usize>, PlacementError> {
     let mut owners = vec![None; experts];
     for (group, list) in groups.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Routes of rows over the nodes that ranks are on.
+//! All-to-all schedules of rows over the nodes of a mesh.
 
 use super::groups::Mesh;
 use super::rows::Rows;
@@ -15,42 +15,46 @@ use moesaic_target::{Buffer, Device};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How rows go among the ranks that exchange them.
+/// The schedule by which ranks exchange rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowSchedule {
-    /// From each rank to each.
+    /// From every rank directly to every rank.
     Direct,
-    /// By way of other ranks.
+    /// In several hops, over other ranks.
     OverNodes(Algorithm),
-    /// Once to each node, by way of the rank of the same place there, and back as one sum.
-    /// What differs from expert to expert goes group nodes first, each row of it.
+    /// Deduplicated: a token's row goes once to each node, to the rank with the same index there,
+    /// and comes back as one sum. Rows that differ from expert to expert go between nodes first,
+    /// every one of them.
     Dedup(NodeShape),
 }
 
-/// What rows of an exchange are.
+/// The content of an exchange's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Payload {
-    /// On their way to experts; all those of a token are equal.
+    /// Rows to experts; all rows of a token are equal.
     Tokens,
-    /// On their way to experts.
+    /// Rows to experts that differ from expert to expert.
     Rows,
-    /// On their way back.
+    /// Rows from experts.
     Answers,
-    /// On their way back; those of a token are added up, and nothing else is done with them.
+    /// Rows from experts that are only added up for each token.
     Addends(Element),
 }
 
 impl Mesh {
-    /// How rows go by a route at some adaptive parallelism degree; those that stay, straight.
+    /// Returns the schedule of an all-to-all algorithm at an adaptive parallelism degree. Where
+    /// rows stay, the schedule is direct.
     ///
     /// # Errors
-    /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
+    /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the algorithm needs it.
     pub(super) fn row_schedule(
         &self,
         all_to_all: AllToAll,
         by: AdaptiveMesh,
     ) -> Result<RowSchedule, EngineError> {
-        if all_to_all == AllToAll::Linear || by.count() == 0 {
+        // by.adaptive_r() == 0 { || At r = 0 rows stay, so nodes do not matter and any nodes are
+        // allowed.
+        if all_to_all == AllToAll::Linear || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }
         let shape = self.shape(by).map_err(|reason| {
@@ -66,7 +70,7 @@ impl Mesh {
         })
     }
 
-    /// The nodes of the ranks that exchange rows, or how these lie.
+    /// Returns the nodes of the ranks that exchange rows, or a text of how these ranks lie.
     fn shape(&self, by: AdaptiveMesh) -> Result<NodeShape, String> {
         let own = by.place(self.rank()).dp;
         let members = self.hosts().iter().enumerate();
@@ -76,7 +80,7 @@ impl Mesh {
     }
 }
 
-/// `2 of a, 1 of b, 1 of a`, the first few.
+/// Returns the first few runs of hosts, as in `a (2), b (1), a (1)`.
 fn runs(hosts: &[String]) -> String {
     const SHOWN: usize = 6;
     let runs = hosts.chunk_by(|a, b| a == b);
@@ -91,15 +95,17 @@ fn runs(hosts: &[String]) -> String {
 }
 
 impl Rows {
-    /// Ranks tell each other over the ways of an algorithm how many rows they have for the
-    /// experts of each, `sizes[q]` numbers of `counts` for rank `q`. Returns what the others
-    /// have for this rank, as many numbers of each, and what passes through it.
-    pub fn tell(
+    /// Exchanges row counts over the hops of an algorithm; `sizes[q]` numbers of `counts` are for
+    /// rank `q`. Returns the counts that the other ranks have for this rank, the same number from
+    /// each, and the counts of rows that pass through it.
+    pub fn exchange_counts(
         group: &mut dyn Collectives,
         algorithm: Algorithm,
         (counts, sizes): (&[i64], &[usize]),
         call: &Call,
     ) -> Result<(Vec<i64>, Arc<HopCounts>), EngineError> {
+        // Every rank sends the same number of counts to every rank: a rank that passes counts on
+        // does not know how many experts their receiver has.
         let chunks = sizes.iter().copied().max().unwrap_or(0).max(1);
         let mut units = vec![0; chunks * sizes.len()];
         let mut counts = counts.iter();
@@ -111,12 +117,12 @@ impl Rows {
         let hop_counts = group.exchange_counts(algorithm, chunks, &units, call)?;
         let own = sizes[group.rank()];
         let rows = hop_counts.received().chunks_exact(chunks);
-        let told = rows.flat_map(|row| row[..own].iter().map(|units| *units as i64));
-        Ok((told.collect(), Arc::new(hop_counts)))
+        let counted = rows.flat_map(|row| row[..own].iter().map(|units| *units as i64));
+        Ok((counted.collect(), Arc::new(hop_counts)))
     }
 
-    /// How rows of chunks go by way of other ranks; `None` where they go straight. `crosses`
-    /// says whether two ranks are on different nodes.
+    /// Returns the schedule of some chunks' rows; `None` where they travel directly. `crosses`
+    /// returns whether two ranks are on different nodes.
     pub fn schedule(
         &self,
         load: Payload,
@@ -145,7 +151,7 @@ impl Rows {
         })
     }
 
-    /// How answers of chunks are summed inside nodes, where each token crosses once.
+    /// Returns how answers of some chunks are summed inside nodes, with deduplicated dispatch.
     pub fn sums(&self, chunks: &Range<usize>, row: (Element, usize)) -> Option<DedupCombine> {
         let answers = |from, to| self.answers_to(from, to);
         Some(self.dedup_of(chunks)?.summed(row, &answers))
@@ -167,13 +173,13 @@ impl Rows {
         })
     }
 
-    /// What is in a chunk, as collectives ask for it.
+    /// Returns the units of a block that belong to a chunk.
     fn blocks_of_chunk(&self) -> impl Fn(usize, Block) -> Range<usize> {
         |number, block| self.part_of(number, block.units as usize, (block.from, block.to))
     }
 
-    /// Ranks of equal places tell each other which rows for each other's nodes are of one
-    /// token; `tokens` has that of each row of this rank.
+    /// Exchanges, between ranks of the same index in their nodes, which rows for the other's node
+    /// belong to one token; `tokens` has the token of each row of this rank.
     pub fn exchange_dedup_map(
         &mut self,
         group: &mut dyn Collectives,
@@ -194,14 +200,14 @@ impl Rows {
             plan::dedup_indices(rows.map(|row| tokens[row]))
         };
         let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();
-        let told = |other: usize| {
+        let counted = |other: usize| {
             if other == node {
                 0
             } else {
                 DedupMap::rows_through(&hop_counts, shape, other)
             }
         };
-        let sizes: Vec<usize> = (0..shape.nodes).map(told).collect();
+        let sizes: Vec<usize> = (0..shape.nodes).map(counted).collect();
         let own: Vec<&[u32]> = (0..shape.nodes)
             .map(|other| if other == node { &[][..] } else { &sent[other] })
             .collect();
@@ -235,14 +241,14 @@ impl Rows {
         let dedup = DedupMap::new(shape, group.rank(), hop_counts, sent, passed.collect());
         let dedup = dedup.ok_or_else(|| CollectiveError::Invalid {
             operation: call.label.clone(),
-            reason: "ranks have told of other tokens than of rows".to_string(),
+            reason: "ranks sent the tokens of other rows than they counted".to_string(),
         })?;
         self.dedup = Some(Arc::new(dedup));
         Ok(())
     }
 }
 
-/// Where parts of these sizes begin, and their end.
+/// Returns the start of each part, and the end of all.
 fn starts(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     plan::offsets(&sizes.collect::<Vec<_>>())
 }

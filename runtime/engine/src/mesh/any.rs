@@ -14,26 +14,26 @@ use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::sync::Arc;
 
-/// A layer of one process, or a rank's part of one over ranks: what has the same code for
-/// both is written against this. On a mesh every call is made by all ranks, in the same
-/// order, with the tokens of each; see [`MeshLayer`].
+/// A layer of one process, or one rank's part of a layer over ranks. Write code that serves both
+/// against this type. On a mesh all ranks make every call, in the same order, each with its own
+/// tokens; see [`MeshLayer`].
 pub enum AnyLayer {
-    /// All experts are here.
+    /// A layer of one process.
     One(Box<Layer>),
-    /// Experts are on the ranks of a mesh.
+    /// One rank's part of a layer over ranks.
     Mesh(Box<MeshLayer>),
 }
 
-/// What a forward pass of an [`AnyLayer`] left for backward.
+/// The state that a forward pass of an [`AnyLayer`] keeps for backward.
 pub enum AnySaved {
-    /// Of a layer of one process.
+    /// The state of a layer of one process.
     One(Saved),
-    /// Of a rank.
+    /// The state of one rank.
     Mesh(Box<MeshSaved>),
 }
 
 impl AnySaved {
-    /// Tokens of the call; on a mesh those of this rank.
+    /// Returns the tokens of the call; on a mesh those of this rank.
     pub fn tokens(&self) -> usize {
         match self {
             AnySaved::One(saved) => saved.tokens(),
@@ -55,8 +55,8 @@ impl From<MeshLayer> for AnyLayer {
 }
 
 impl Engine {
-    /// Makes a layer, or this rank's part of it if there is a mesh; one that can run
-    /// backward if there is `training`. `weights` are those of the whole layer.
+    /// Makes a layer, or this rank's part of it if there is a mesh; with `training` it can run
+    /// backward. `weights` are those of the whole layer.
     ///
     /// # Errors
     /// As [`Engine::layer`] and [`Engine::mesh_layer`].
@@ -76,7 +76,7 @@ impl Engine {
 }
 
 impl AnyLayer {
-    /// The layer, if it is of one process. `asked` is what it is wanted for, in the error.
+    /// Returns the layer, if it is of one process. `asked` names the purpose in the error.
     ///
     /// # Errors
     /// [`EngineError::OverRanks`].
@@ -87,7 +87,7 @@ impl AnyLayer {
         }
     }
 
-    /// The rank's part, if the layer is over ranks. `asked` is what it is wanted for.
+    /// Returns the rank's part, if the layer is over ranks. `asked` names the purpose in the error.
     ///
     /// # Errors
     /// [`EngineError::NotOverRanks`].
@@ -98,7 +98,7 @@ impl AnyLayer {
         }
     }
 
-    /// The mesh, if there is one.
+    /// Returns the mesh, if there is one.
     pub fn mesh(&self) -> Option<&Mesh> {
         match self {
             AnyLayer::One(_) => None,
@@ -106,13 +106,12 @@ impl AnyLayer {
         }
     }
 
-    /// The spec, of the whole layer.
+    /// Returns the spec of the whole layer.
     pub fn spec(&self) -> &LayerSpec {
         &self.plan().spec
     }
 
-    /// The plan that has the inputs and outputs of a call: on a mesh that of this rank's
-    /// tokens, without experts.
+    /// Returns the plan with the inputs and outputs of a call: on a mesh the dispatch part's.
     pub fn plan(&self) -> &LayerPlan {
         match self {
             AnyLayer::One(layer) => layer.plan(),
@@ -120,17 +119,17 @@ impl AnyLayer {
         }
     }
 
-    /// The layer that has a weight, and its gradient: on a mesh that of this rank's experts,
-    /// of its shards of shared ones, or of what every rank has.
-    pub fn side_of(&self, name: &str) -> &Layer {
+    /// Returns the layer that holds a weight and its gradient: on a mesh this rank's experts, its
+    /// shards of shared experts, or the part that every rank has.
+    pub fn weight_layer(&self, name: &str) -> &Layer {
         match self {
             AnyLayer::One(layer) => layer,
-            AnyLayer::Mesh(layer) => layer.side_of(name),
+            AnyLayer::Mesh(layer) => layer.weight_layer(name),
         }
     }
 
-    /// Tells a recorder of every launch, and on a mesh of every exchange, from now on, or
-    /// nobody; see [`Layer::record`].
+    /// Sets the recorder of every launch, and on a mesh of every exchange; `None` removes it. See
+    /// [`Layer::record`].
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         match self {
             AnyLayer::One(layer) => layer.record(recorder),
@@ -138,11 +137,11 @@ impl AnyLayer {
         }
     }
 
-    /// Chooses how ranks carry out calls from now on: [`MeshLayer::set_strategy`].
+    /// Sets the strategy of calls from now on: [`MeshLayer::set_strategy`].
     ///
     /// # Errors
     /// As [`MeshLayer::set_strategy`]; [`EngineError::NotOverRanks`] for a layer of one process,
-    /// which has nothing to choose: [`AnyLayer::mesh`] says whether there are ranks.
+    /// which has no strategy. [`AnyLayer::mesh`] tells the two apart.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         match self {
             AnyLayer::One(_) => Err(EngineError::NotOverRanks {
@@ -171,7 +170,7 @@ impl AnyLayer {
         }
     }
 
-    /// Decides where tokens go as [`AnyLayer::forward_with`] does, and nothing else.
+    /// Routes tokens as [`AnyLayer::forward_with`] does, and stops there.
     ///
     /// # Errors
     /// As [`Layer::route`] and [`MeshLayer::route`].
@@ -182,8 +181,7 @@ impl AnyLayer {
         }
     }
 
-    /// Decides where tokens go as [`AnyLayer::forward_train`] does with the same RNG key,
-    /// and nothing else.
+    /// Routes tokens as [`AnyLayer::forward_train`] does with the same rng_key, and stops there.
     ///
     /// # Errors
     /// As [`Layer::route_train`] and [`MeshLayer::route_train`].
@@ -199,7 +197,7 @@ impl AnyLayer {
         }
     }
 
-    /// Runs the layer forward as in training, reads back the named outputs, and keeps what
+    /// Runs a training forward pass, reads back the named outputs, and keeps the state that
     /// backward needs. On a mesh `rng_key.first_token` is that of the first rank.
     ///
     /// # Errors
@@ -249,7 +247,7 @@ impl AnyLayer {
     /// # Errors
     /// As [`Layer::forward_raw`] and [`MeshLayer::forward_raw`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe {
             match self {
                 AnyLayer::One(layer) => layer.forward_raw(call),
@@ -266,7 +264,7 @@ impl AnyLayer {
     /// # Errors
     /// As [`AnyLayer::forward_raw`].
     pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe {
             match self {
                 AnyLayer::One(layer) => layer.route_raw(call),
@@ -287,7 +285,7 @@ impl AnyLayer {
         call: &RawCall<'_>,
         rng_key: RngKey,
     ) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe {
             match self {
                 AnyLayer::One(layer) => layer.route_train_raw(call, rng_key),
@@ -308,7 +306,7 @@ impl AnyLayer {
         call: &RawCall<'_>,
         rng_key: RngKey,
     ) -> Result<AnySaved, EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe {
             Ok(match self {
                 AnyLayer::One(layer) => AnySaved::One(layer.forward_train_raw(call, rng_key)?),
@@ -331,7 +329,7 @@ impl AnyLayer {
         saved: &AnySaved,
         call: &RawBackward<'_>,
     ) -> Result<(), EngineError> {
-        // SAFETY: what the caller vouches for is the same.
+        // SAFETY: the caller makes the same guarantees.
         unsafe {
             match (self, saved) {
                 (AnyLayer::One(layer), AnySaved::One(saved)) => layer.backward_raw(saved, call),
@@ -341,8 +339,8 @@ impl AnyLayer {
         }
     }
 
-    /// Adds up gradients over the ranks that have the same weights, after any number of
-    /// backward passes that add; nothing where there are no ranks.
+    /// Sums gradients over the ranks that hold the same weights; does nothing without ranks. Call
+    /// it after any number of backward passes that accumulate.
     ///
     /// # Errors
     /// As [`MeshLayer::reduce_gradients`].
@@ -364,13 +362,13 @@ impl AnyLayer {
         }
     }
 
-    /// The gradient of a weight: on a mesh of this rank's part of it, and zeros where the
-    /// weight is another rank's to move.
+    /// Returns the gradient of a weight: on a mesh this rank's part of it, and zeros where another
+    /// rank updates the weight.
     ///
     /// # Errors
     /// As [`Layer::gradient`].
     pub fn gradient(&self, name: &str) -> Result<Tensor<'static>, EngineError> {
-        let gradient = self.side_of(name).gradient(name)?;
+        let gradient = self.weight_layer(name).gradient(name)?;
         Ok(if self.mesh().is_none_or(|mesh| mesh.holds(name)) {
             gradient
         } else {
@@ -378,7 +376,7 @@ impl AnyLayer {
         })
     }
 
-    /// The gradients of all weights that this rank moves, by the weights' names.
+    /// Returns the gradients of all weights that this rank updates, by the weights' names.
     ///
     /// # Errors
     /// As [`Layer::gradients`].
@@ -394,6 +392,6 @@ impl AnyLayer {
     /// # Errors
     /// As [`Layer::set_weight`].
     pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
-        self.side_of(name).set_weight(name, tensor)
+        self.weight_layer(name).set_weight(name, tensor)
     }
 }

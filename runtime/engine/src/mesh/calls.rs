@@ -1,17 +1,17 @@
 //! The passes of a rank's part of a layer.
 
+use super::bound_plan::{BoundPlan, PlanKey};
 use super::comm_cast::{CastCall, Packing, counted};
 use super::layer::MeshLayer;
+use super::mesh_call::MeshCall;
 use super::passes::{Passes, Segment};
 use super::plan_part::PartCall;
-use super::raw::Beside;
+use super::raw::CallerTensors;
 use super::routing::Routing;
 use super::rows::Rows;
-use super::run::Run;
 use super::settings::Settings;
 use super::shadows::ShadowWeights;
 use super::tp_peers::TpPeers;
-use super::view::{Form, View};
 use crate::call::{Input, Output, RawCall, RngKey};
 use crate::error::EngineError;
 use crate::pass::Pass;
@@ -22,71 +22,71 @@ use moesaic_target::Ptr;
 use moesaic_tensor::Tensor;
 use std::sync::Arc;
 
-/// What a forward pass of a [`MeshLayer`] left for backward on one rank.
+/// The state that a forward pass of a [`MeshLayer`] keeps for backward on one rank.
 pub struct MeshSaved {
-    /// What rows are group nodes.
+    /// The dtype of rows between nodes.
     comm_dtype: Both<CommDtype>,
-    /// Backward goes as forward did.
-    form: Form,
+    /// Backward uses forward's plan and passes, whatever strategy is set by then.
+    form: PlanKey,
     passes: Arc<Passes>,
     tokens: Saved,
     experts: Saved,
     rows: Rows,
-    /// What routing the tokens of all ranks had decided.
+    /// The decision of routing the tokens of all ranks together.
     routing: Option<Arc<Routing>>,
-    /// Where experts may have shadows.
+    /// The shadow part, where experts may have shadows.
     shadows: Option<Saved>,
-    /// Their weights, where they stay.
+    /// Weights of shadows, where they stay for backward.
     shadow_weights: Option<ShadowWeights>,
-    /// Where shared experts are sliced.
+    /// The shared-expert part, where shared experts are sharded.
     shared: Option<(Saved, TpPeers)>,
 }
 
 impl MeshSaved {
-    /// Tokens of the call, of this rank.
+    /// Returns the tokens of this rank in the call.
     pub fn tokens(&self) -> usize {
         self.tokens.tokens()
     }
 
-    /// Rows that this rank's experts got.
+    /// Returns the number of rows that this rank's experts got.
     pub fn rows(&self) -> usize {
         self.rows.arriving()
     }
 
-    /// Experts that had shadows in the call, by their owners.
+    /// Returns the experts that had shadows in the call, ordered by owner.
     pub fn shadowed(&self) -> &[usize] {
         &self.rows.own.shadowed
     }
 }
 
-/// What a call is given, and where its results go.
-pub(super) enum Given<'c> {
-    /// Host memory, and the names of what is read back.
+/// The arguments of a forward call and where its results go.
+pub(super) enum CallArgs<'c> {
+    /// Inputs in host memory, and the names of the outputs to read back.
     Host(&'c Input<'c>, &'c [&'c str]),
-    /// Device memory, for which the caller vouches.
+    /// Device memory that the caller guarantees.
     Raw(&'c RawCall<'c>),
 }
 
-impl Given<'_> {
+impl CallArgs<'_> {
     fn tokens(&self) -> usize {
         match self {
-            Given::Host(input, _) => input.tokens,
-            Given::Raw(call) => call.tokens,
+            CallArgs::Host(input, _) => input.tokens,
+            CallArgs::Raw(call) => call.tokens,
         }
     }
 
     fn capacity_factor(&self) -> Option<f64> {
         match self {
-            Given::Host(input, _) => input.capacity_factor,
-            Given::Raw(call) => call.capacity_factor,
+            CallArgs::Host(input, _) => input.capacity_factor,
+            CallArgs::Raw(call) => call.capacity_factor,
         }
     }
 }
 
-/// What a backward pass is given.
-pub(super) enum Dy<'c> {
+/// The arguments of a backward call.
+pub(super) enum BackwardArgs<'c> {
     Host(&'c Tensor<'c>),
-    /// Where it and results are, for which the caller vouches.
+    /// The addresses of `dy` and of results, which the caller guarantees.
     Raw(&'c [(&'c str, Ptr)]),
 }
 
@@ -96,17 +96,19 @@ impl MeshLayer {
     /// # Errors
     /// As [`Layer::forward_with`](crate::Layer::forward_with); [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.evaluate(&Given::Host(input, names))?.read(names)
+        self.evaluate(&CallArgs::Host(input, names))?.read(names)
     }
 
-    pub(super) fn evaluate(&self, given: &Given<'_>) -> Result<Run<'_>, EngineError> {
-        let view = self.view();
-        let routing = self.routing_of_all(Pass::Evaluate, given, RngKey::default())?;
-        let mut run = self.call(view, self.strategy.comm_dtype)?;
+    pub(super) fn evaluate(&self, given: &CallArgs<'_>) -> Result<MeshCall<'_>, EngineError> {
+        let bound = self.bound();
+        // Before the call takes the groups: global routing exchanges the router's inputs by itself
+        // and would wait for its own lock.
+        let routing = self.global_routing(Pass::Evaluate, given, RngKey::default())?;
+        let mut run = self.call(bound, self.strategy.comm_dtype)?;
         run.routing = routing;
-        let evaluation = &view.passes.evaluation;
+        let evaluation = &bound.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, RngKey::default())?;
-        run.borrow_workspace(false)?;
+        run.take_gathered_workspace(false)?;
         run.run(evaluation, |part, rows| {
             let layer = part.layer;
             part.pass(layer.scalars(Pass::Evaluate, RngKey::default(), rows, None)?)
@@ -122,19 +124,18 @@ impl MeshLayer {
         self.forward_with(input, &["y"])
     }
 
-    /// Decides where this rank's tokens go as [`MeshLayer::forward_with`] does, and
-    /// nothing else.
+    /// Routes this rank's tokens as [`MeshLayer::forward_with`] does, and stops there.
     ///
     /// # Errors
     /// As [`Layer::route`](crate::Layer::route); [`EngineError::Collective`].
     pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let given = Given::Host(input, names);
+        let given = CallArgs::Host(input, names);
         self.decide(Pass::Route, &given, RngKey::default())?
             .read(names)
     }
 
-    /// Decides where this rank's tokens go as [`MeshLayer::forward_train`] does with the
-    /// same RNG key, and nothing else.
+    /// Routes this rank's tokens as [`MeshLayer::forward_train`] does with the same rng_key, and
+    /// stops there.
     ///
     /// # Errors
     /// As [`Layer::route_train`](crate::Layer::route_train); [`EngineError::Collective`].
@@ -145,30 +146,38 @@ impl MeshLayer {
         rng_key: RngKey,
     ) -> Result<Output, EngineError> {
         self.tokens.check_training()?;
-        let given = Given::Host(input, names);
+        let given = CallArgs::Host(input, names);
         self.decide(Pass::RouteTrain, &given, rng_key)?.read(names)
     }
 
-    /// Rows that each rank's tokens have for each expert with weights, as
-    /// [`MeshLayer::forward_train`] would route them, before a capacity drops any: the same on
-    /// all ranks. Rows of experts without weights stay where they are, and do not count.
+    /// Returns the rows that each rank's tokens have for each expert with weights, the same on all
+    /// ranks, as [`MeshLayer::forward_train`] would route them and before a capacity drops any.
+    /// Experts without weights are left out, because their rows stay where they are.
     ///
     /// # Errors
     /// As [`MeshLayer::route_train`].
-    pub fn loads(&self, input: &Input<'_>, rng_key: RngKey) -> Result<Vec<Vec<u64>>, EngineError> {
-        self.loads_of(&self.route_train(input, &["counts"], rng_key)?)
+    pub fn tokens_per_expert(
+        &self,
+        input: &Input<'_>,
+        rng_key: RngKey,
+    ) -> Result<Vec<Vec<u64>>, EngineError> {
+        self.gather_counts(&self.route_train(input, &["counts"], rng_key)?)
     }
 
-    /// The same as [`MeshLayer::forward`] would route them.
+    /// Returns the same as [`MeshLayer::tokens_per_expert`], as [`MeshLayer::forward`] would route
+    /// the tokens.
     ///
     /// # Errors
     /// As [`MeshLayer::route`].
-    pub fn evaluation_loads(&self, input: &Input<'_>) -> Result<Vec<Vec<u64>>, EngineError> {
-        self.loads_of(&self.route(input, &["counts"])?)
+    pub fn evaluation_tokens_per_expert(
+        &self,
+        input: &Input<'_>,
+    ) -> Result<Vec<Vec<u64>>, EngineError> {
+        self.gather_counts(&self.route(input, &["counts"])?)
     }
 
-    /// Of every rank, from this one's `counts`.
-    pub(super) fn loads_of(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
+    /// Gathers every rank's `counts`; `output` has this rank's.
+    pub(super) fn gather_counts(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
         let travel = own.take(self.tokens.spec().shape.experts);
@@ -180,13 +189,14 @@ impl MeshLayer {
     pub(super) fn decide(
         &self,
         pass: Pass,
-        given: &Given<'_>,
+        given: &CallArgs<'_>,
         rng_key: RngKey,
-    ) -> Result<Run<'_>, EngineError> {
-        let view = self.view();
-        let segments = &view.routing[usize::from(pass.trains())];
-        let routing = self.routing_of_all(pass, given, rng_key)?;
-        let mut run = self.call(view, Both::same(CommDtype::Unchanged))?;
+    ) -> Result<MeshCall<'_>, EngineError> {
+        let bound = self.bound();
+        let segments = &bound.routing[usize::from(pass.trains())];
+        let routing = self.global_routing(pass, given, rng_key)?;
+        // Routing moves no rows, so it needs no cast kernels.
+        let mut run = self.call(bound, Both::same(CommDtype::Unchanged))?;
         run.routing = routing;
         run.begin(pass, segments, given, rng_key)?;
         run.run(segments, |_, _| Ok(()))?;
@@ -205,21 +215,25 @@ impl MeshLayer {
         names: &[&str],
         rng_key: RngKey,
     ) -> Result<(Output, MeshSaved), EngineError> {
-        let run = self.train(&Given::Host(input, names), rng_key)?;
+        let run = self.train(&CallArgs::Host(input, names), rng_key)?;
         let output = run.read(names)?;
         Ok((output, self.saved(run)))
     }
 
-    pub(super) fn train(&self, given: &Given<'_>, rng_key: RngKey) -> Result<Run<'_>, EngineError> {
+    pub(super) fn train(
+        &self,
+        given: &CallArgs<'_>,
+        rng_key: RngKey,
+    ) -> Result<MeshCall<'_>, EngineError> {
         self.tokens.check_training()?;
-        let view = self.view();
-        let routing = self.routing_of_all(Pass::Train, given, rng_key)?;
-        let mut run = self.call(view, self.strategy.comm_dtype)?;
+        let bound = self.bound();
+        let routing = self.global_routing(Pass::Train, given, rng_key)?;
+        let mut run = self.call(bound, self.strategy.comm_dtype)?;
         run.routing = routing;
-        run.idle_weights = Some(&view.idle_weights);
-        let forward = &view.passes.forward;
+        run.idle_weights = Some(&bound.idle_weights);
+        let forward = &bound.passes.forward;
         run.begin(Pass::Train, forward, given, rng_key)?;
-        run.borrow_workspace(false)?;
+        run.take_gathered_workspace(false)?;
         run.run(forward, |part, rows| {
             let layer = part.layer;
             part.train(layer.scalars(Pass::Train, RngKey::default(), rows, None)?)
@@ -227,9 +241,9 @@ impl MeshLayer {
         Ok(run)
     }
 
-    /// What a pass that trains keeps.
-    pub(super) fn saved(&self, run: Run<'_>) -> MeshSaved {
-        let Run {
+    /// Returns the state that a training pass keeps.
+    pub(super) fn saved(&self, run: MeshCall<'_>) -> MeshSaved {
+        let MeshCall {
             tokens,
             experts,
             shadows,
@@ -243,11 +257,11 @@ impl MeshLayer {
         let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
-        let view = self.view();
+        let bound = self.bound();
         MeshSaved {
             comm_dtype: self.strategy.comm_dtype,
-            form: view.form,
-            passes: Arc::clone(&view.passes),
+            form: bound.form,
+            passes: Arc::clone(&bound.passes),
             tokens,
             experts,
             rows,
@@ -258,12 +272,11 @@ impl MeshLayer {
         }
     }
 
-    /// Runs the layer backward from this rank's `dy`: returns `dx` and
-    /// `grad.topk_weights` of its tokens, and leaves gradients of weights in both parts.
-    /// Those of experts are whole but for other groups that hold the same; those of
-    /// [`MeshLayer::shared`] are of the tokens of ranks with shards of the same experts;
-    /// those of [`MeshLayer::replicated`] are of this rank's tokens alone:
-    /// [`MeshLayer::reduce_gradients`] adds up all.
+    /// Runs the layer backward from this rank's `dy`. Returns `dx` and `grad.topk_weights` of its
+    /// tokens and leaves gradients of weights in the parts. Gradients of experts are complete up to
+    /// other `dp` groups; those of [`MeshLayer::shared`] cover the tokens of its TP peers; those of
+    /// [`MeshLayer::replicated`] cover this rank's tokens alone. [`MeshLayer::reduce_gradients`]
+    /// sums all of them.
     ///
     /// # Errors
     /// As [`Layer::backward`](crate::Layer::backward); [`EngineError::Collective`].
@@ -273,7 +286,7 @@ impl MeshLayer {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let run = self.back(saved, &Dy::Host(dy), accumulate)?;
+        let run = self.back(saved, &BackwardArgs::Host(dy), accumulate)?;
         let mut names = self.tokens.input_gradients();
         if run.cast.as_ref().is_some_and(CastCall::counts_backward) {
             names.push(SATURATED);
@@ -284,40 +297,41 @@ impl MeshLayer {
     pub(super) fn back<'l>(
         &'l self,
         saved: &'l MeshSaved,
-        dy: &Dy<'_>,
+        dy: &BackwardArgs<'_>,
         accumulate: bool,
-    ) -> Result<Run<'l>, EngineError> {
-        let view = self
-            .views
+    ) -> Result<MeshCall<'l>, EngineError> {
+        let bound = self
+            .bound_plans
             .get(&saved.form)
             .ok_or(EngineError::ForeignSaved)?;
-        let packing = self.packing(view, saved.comm_dtype);
+        let packing = self.packing(bound, saved.comm_dtype);
         if packing.is_none() && saved.comm_dtype != Both::same(CommDtype::Unchanged) {
             return Err(EngineError::ForeignSaved);
         }
-        let mut run = self.call(view, saved.comm_dtype)?;
+        let mut run = self.call(bound, saved.comm_dtype)?;
         run.own = Arc::clone(&saved.rows.own);
         run.routing = saved.routing.clone();
         run.begin_back(saved, dy, accumulate)?;
+        // Backward moves the same rows as forward, so it needs no count exchange.
         run.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
         Ok(run)
     }
 
-    /// A call whose rows are so group nodes.
+    /// Begins a call with a dtype of rows between nodes.
     fn call<'l>(
         &'l self,
-        view: &'l View,
+        bound: &'l BoundPlan,
         comm_dtype: Both<CommDtype>,
-    ) -> Result<Run<'l>, EngineError> {
-        let parts = view.parts(self.held());
+    ) -> Result<MeshCall<'l>, EngineError> {
+        let parts = bound.parts(self.held());
         let groups = self.mesh.groups();
-        let cast = self.packing(view, comm_dtype).map(Packing::begin);
-        Ok(Run {
+        let cast = self.packing(bound, comm_dtype).map(Packing::begin);
+        Ok(MeshCall {
             cast: cast.transpose()?,
             mesh: &self.mesh,
-            plan: &view.plan,
-            label: &view.plan.tokens.spec.name,
+            plan: &bound.plan,
+            label: &bound.plan.tokens.spec.name,
             row_schedule: self.row_schedule,
             groups,
             tokens: PartCall::new(parts.tokens),
@@ -332,27 +346,27 @@ impl MeshLayer {
             own: Arc::default(),
             rows: None,
             tp_peers: None,
-            exchanged: &view.exchanged,
-            beside: Beside::default(),
+            exchanged: &bound.exchanged,
+            caller: CallerTensors::default(),
             in_flight: Vec::new(),
             recorder: self.recorder.as_deref(),
         })
     }
 }
 
-impl<'l> Run<'l> {
-    /// Puts the inputs of this rank's tokens where kernels read them.
+impl<'l> MeshCall<'l> {
+    /// Uploads the inputs of this rank's tokens.
     fn begin(
         &mut self,
         pass: Pass,
         segments: &[Segment],
-        given: &Given<'_>,
+        given: &CallArgs<'_>,
         rng_key: RngKey,
     ) -> Result<(), EngineError> {
         let (layer, tokens) = (self.tokens.layer, given.tokens());
         match given {
-            Given::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
-            Given::Raw(call) => {
+            CallArgs::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
+            CallArgs::Raw(call) => {
                 let ports = [Role::Input, Role::Output];
                 self.take((tokens, call.tensors), layer.inputs(pass), ports)?;
             }
@@ -362,10 +376,14 @@ impl<'l> Run<'l> {
             rng_key,
             capacity_factor: given.capacity_factor(),
         };
+        // Names of outputs and the caller's addresses are checked before this first exchange: a
+        // rank that fails alone must not leave the others waiting in it.
         let step_counts = self.step_counts(segments, tokens, &settings)?;
         let most = step_counts.map_or(tokens, |step_counts| step_counts.most);
         let before = step_counts.map_or(0, |step_counts| step_counts.before) as u64;
         let rng_key = RngKey {
+            // Random numbers depend on a token's index in the whole batch, so every rank draws what
+            // one process would draw for its tokens.
             first_token: rng_key.first_token + before,
             ..rng_key
         };
@@ -376,29 +394,29 @@ impl<'l> Run<'l> {
             _ => self.tokens.pass(scalars)?,
         }
         match given {
-            Given::Host(input, names) => {
+            CallArgs::Host(input, names) => {
                 let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
                 layer.stage(pass, input, &of_layer(names), buffer)
             }
-            Given::Raw(_) => self.bring(),
+            CallArgs::Raw(_) => self.copy_inputs(),
         }
     }
 
-    /// Makes room on all parts for a pass back, and puts `dy` where kernels read it.
+    /// Reserves memory on all parts for a backward pass and uploads `dy`.
     fn begin_back(
         &mut self,
         saved: &'l MeshSaved,
-        dy: &Dy<'_>,
+        dy: &BackwardArgs<'_>,
         accumulate: bool,
     ) -> Result<(), EngineError> {
         let (layer, tokens) = (self.tokens.layer, saved.tokens());
         layer.check_saved(&saved.tokens)?;
-        if let Dy::Raw(tensors) = dy {
+        if let BackwardArgs::Raw(tensors) = dy {
             let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
             self.take((tokens, tensors), inputs.as_slice(), ports)?;
         }
-        self.borrow_workspace(true)?;
-        self.lend_shadows_back(saved.shadow_weights.as_ref())?;
+        self.take_gathered_workspace(true)?;
+        self.reserve_shadows_backward(saved.shadow_weights.as_ref())?;
         self.tokens.back(&saved.tokens, accumulate)?;
         self.experts.back(&saved.experts, accumulate)?;
         if let (Some(part), Some(kept)) = (&mut self.shadows, &saved.shadows) {
@@ -411,12 +429,12 @@ impl<'l> Run<'l> {
             self.tp_peers = Some(tp_peers.clone());
         }
         match dy {
-            Dy::Host(dy) => {
+            BackwardArgs::Host(dy) => {
                 layer.check_dy(tokens, dy)?;
                 let staged = self.tokens.named("dy").expect("training plans have dy");
                 Ok(layer.device.upload(&dy.data, staged, 0)?)
             }
-            Dy::Raw(_) => self.bring(),
+            BackwardArgs::Raw(_) => self.copy_inputs(),
         }
     }
 
@@ -436,7 +454,8 @@ impl<'l> Run<'l> {
     }
 }
 
-/// The names of tensors of the layer; the other one is of ranks.
+/// Returns the names that are tensors of the layer. [`SATURATED`] is the one output that belongs to
+/// ranks.
 fn of_layer<'n>(names: &[&'n str]) -> Vec<&'n str> {
     let names = names.iter().copied();
     names.filter(|name| *name != SATURATED).collect()

@@ -1,4 +1,4 @@
-//! Tensors of all ranks, written by the first as those of one process.
+//! Saving: the first rank writes the tensors of all ranks as those of one process.
 
 use super::ranks::{ProcessGroup, Ranks};
 use super::shard;
@@ -10,26 +10,28 @@ use moesaic_tensor::{Described, SourceError, Tensor, Tensors, WeightSink};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Bytes of a chunk, of each shard; at least one expert.
-const PIECE: usize = 16 << 20;
+/// The bytes of a fetch from each shard; at least one expert.
+const CHUNK_BYTES: usize = 16 << 20;
 
-/// How long ranks wait that have nothing to write.
+/// The deadline of ranks that have nothing to write while the first rank writes.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
 impl Ranks {
-    /// Gives the sink of the first rank the tensors that all ranks hold, as one process
-    /// would have them, in the order of their names. Parts of other ranks are fetched a
-    /// chunk at a time. Sinks of other ranks are left alone.
+    /// Writes the tensors that all ranks hold to the first rank's sink, as one process would have
+    /// them, in the order of their names. The first rank fetches other ranks' parts a few experts
+    /// at a time, so it never holds a whole tensor. Other ranks' sinks are not used.
     ///
     /// # Errors
     /// [`EngineError::Save`] on all ranks when the sink fails; [`EngineError::Collective`].
     pub fn collect(&self, own: &Tensors<'_>, sink: &mut dyn WeightSink) -> Result<(), EngineError> {
-        // Replicas have the same.
+        // Other `dp` groups hold the same tensors, so the first one alone takes part.
         let failure = match self.mesh().place().dp {
             0 => self.gathered(own, sink)?.err(),
             _ => None,
         };
         let failure = failure.map_or(String::new(), |error| error.to_string());
+        // All ranks wait for the first one's disk, which may take far longer than the deadline of
+        // an exchange.
         let call = Call::new("tensors of all are saved").within(PATIENCE);
         let all = self
             .mesh()
@@ -44,7 +46,8 @@ impl Ranks {
         }
     }
 
-    /// The outer result is of the exchange, which goes on when the sink has failed.
+    /// Gathers and writes all tensors. The outer result is that of the exchanges, which continue
+    /// when the sink fails: other ranks would wait for them.
     fn gathered(
         &self,
         own: &Tensors<'_>,
@@ -80,7 +83,7 @@ impl Ranks {
         Ok(written)
     }
 
-    /// For each tensor how many experts of it each group of ranks has.
+    /// Returns for each tensor the number of its experts that each group of ranks holds.
     fn experts(&self, own: &Tensors<'_>) -> Result<Vec<Vec<usize>>, EngineError> {
         let mesh = self.mesh().parallel();
         let count = |(name, tensor): (&String, &Tensor<'_>)| {
@@ -113,7 +116,7 @@ impl Ranks {
         Ok(counts)
     }
 
-    /// Refuses tensors of other experts than those that are placed.
+    /// Refuses tensors with other experts than the placement's.
     fn check_placed(&self, own: &Tensors<'_>, counts: &[Vec<usize>]) -> Result<(), EngineError> {
         let (mesh, placement) = (self.mesh().parallel(), self.mesh().placement());
         let Some(placement) = placement else {
@@ -130,7 +133,7 @@ impl Ranks {
         }
     }
 
-    /// A tensor as one process has it.
+    /// Describes a tensor as one process has it.
     fn whole(&self, name: &str, tensor: &Tensor<'_>, counts: &[usize]) -> Described {
         let (mesh, placement) = (self.mesh().parallel(), self.mesh().placement());
         let (share, mut shape) = (Sharding::of(mesh, name), tensor.shape.clone());
@@ -147,7 +150,7 @@ impl Ranks {
         }
     }
 
-    /// A chunk of a tensor, put together on the first rank; nothing elsewhere.
+    /// Fetches some rows of a tensor and joins them on the first rank; other ranks get nothing.
     fn chunk(
         &self,
         name: &str,
@@ -158,7 +161,7 @@ impl Ranks {
         let WeightRange {
             ranks,
             rows,
-            beside,
+            concat_dim,
         } = chunk;
         let bytes = row_bytes(tensor) * rows.len();
         let at = rows.start * row_bytes(tensor);
@@ -181,7 +184,7 @@ impl Ranks {
         groups.ep.exchange(&sends, &receives, &call)?.wait()?;
         let mut all = vec![0; workspace];
         self.device().download(&buffer, 0, &mut all)?;
-        let Some(dimension) = beside.filter(|_| first) else {
+        let Some(dimension) = concat_dim.filter(|_| first) else {
             return Ok(all);
         };
         let mut shape = tensor.shape.clone();
@@ -194,27 +197,27 @@ impl Ranks {
                 data: part.into(),
             })
             .collect();
-        Ok(shard::beside(&parts, dimension).data.to_vec())
+        Ok(shard::concat(&parts, dimension).data.to_vec())
     }
 }
 
 /// Rows of a tensor that are fetched together.
 struct WeightRange {
-    /// The ranks of a group that have them.
+    /// The ranks of a group that hold the rows.
     ranks: Range<usize>,
-    /// Which rows of what each of these ranks has.
+    /// The rows within each of these ranks' part.
     rows: Range<usize>,
-    /// The dimension along which those of several ranks lie side by side.
-    beside: Option<usize>,
+    /// The dimension along which parts of several ranks are concatenated.
+    concat_dim: Option<usize>,
 }
 
-/// Bytes of a row: of an expert, or of a row of a shared one's matrix.
+/// Returns the bytes of a row: an expert, or a row of a shared expert's matrix.
 fn row_bytes(tensor: &Tensor<'_>) -> usize {
     tensor.data.len() / tensor.shape.first().copied().unwrap_or(1).max(1)
 }
 
-/// The chunks of a tensor in the order of the whole: a few experts of each group of ranks at
-/// a time, or rows of a shared one.
+/// Returns the fetches of a tensor in the order of the whole: a few experts of each group of ranks,
+/// or rows of a shared expert.
 fn chunks(
     (mesh, placement): (Parallel, Option<&Placement>),
     share: Sharding,
@@ -226,7 +229,7 @@ fn chunks(
         let first = ep * mesh.expert_tp;
         first..first + cut.map_or(1, |_| mesh.expert_tp)
     };
-    // Ranks with the next rows, and which of theirs those are.
+    // The ranks that hold the next rows, and those rows within their parts.
     let own_rows = tensor.shape.first().copied().unwrap_or(1);
     let holders: Vec<(Range<usize>, Range<usize>)> = match (share.hidden, placement) {
         (_, Some(placement)) if share.counts_experts() => {
@@ -244,20 +247,20 @@ fn chunks(
             .collect(),
         _ => vec![(slices_of(0), 0..own_rows)],
     };
-    let step = (PIECE / row_bytes(tensor).max(1)).max(1);
+    let step = (CHUNK_BYTES / row_bytes(tensor).max(1)).max(1);
     let of = |(ranks, rows): (Range<usize>, Range<usize>)| {
         let end = rows.end;
         rows.step_by(step).map(move |first| WeightRange {
             ranks: ranks.clone(),
             rows: first..end.min(first + step),
-            beside: cut.filter(|dimension| *dimension > 0),
+            concat_dim: cut.filter(|dimension| *dimension > 0),
         })
     };
     holders.into_iter().flat_map(of).collect()
 }
 
-/// The experts in the order of their numbers: the group that owns the next ones, and where
-/// among its experts they are.
+/// Returns runs of experts in the order of their ids: the group that owns a run, and its slots
+/// there.
 fn owned_runs(placement: &Placement) -> Vec<(usize, Range<usize>)> {
     let mut runs: Vec<(usize, Range<usize>)> = Vec::new();
     for expert in 0..placement.experts() {

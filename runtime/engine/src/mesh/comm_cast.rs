@@ -1,9 +1,10 @@
-//! Rows that are packed for the way to other nodes.
+//! Casts of rows to the communication dtype between nodes.
 
 use super::all_to_all::Payload;
 use super::in_flight::Request;
+use super::mesh_call::{MeshCall, TensorRows};
 use super::rows::RowRange;
-use super::run::{Moved, Run, transfers};
+use super::transfers::transfers;
 use crate::call::RngKey;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -21,21 +22,21 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The kernels that pack rows in one way, and their memory.
+/// The cast kernels of one pair of dtypes, and their memory.
 pub(super) struct Packing {
-    /// What a rank does with them.
+    /// The rank plan with casts in its exchanges.
     pub plan: RankPlan,
     comm_dtype: Both<CommDtype>,
-    /// The plan of the kernels alone; `None` where no row is packed.
+    /// The plan of the cast kernels; `None` where no row is cast.
     tilings: Option<Tilings>,
-    /// Each of its steps.
+    /// The bound steps of that plan.
     steps: Vec<Bound>,
     device: Arc<dyn Device>,
     saturated: Arc<Buffer>,
     workspaces: Mutex<Vec<CastWorkspace>>,
 }
 
-/// Memory of one exchange for its rows on the wire; as many as are in flight at once.
+/// The memory of one exchange for its cast rows. There are as many as exchanges in flight at once.
 #[derive(Default)]
 pub(super) struct CastWorkspace {
     workspace: Workspace,
@@ -72,19 +73,20 @@ impl Packing {
         })
     }
 
-    /// Begins a call: nothing is too large so far.
+    /// Begins a call and resets the count of saturated values.
     pub fn begin(&self) -> Result<CastCall<'_>, EngineError> {
         self.device
             .upload(&0i64.to_le_bytes(), &self.saturated, 0)?;
         let workspaces = self.workspaces.lock();
         Ok(CastCall {
             packing: self,
-            // A panic can only have left memory that the next exchange lays anew.
+            // A panic can only leave memory that the next exchange lays out anew, so the poison is
+            // ignored.
             workspaces: workspaces.unwrap_or_else(PoisonError::into_inner),
         })
     }
 
-    /// How the rows of an exchange are packed.
+    /// Returns the cast of an exchange's rows.
     pub fn packed(&self, name: &str) -> Option<&Packed> {
         let steps = self.plan.steps.iter();
         let mut steps = steps
@@ -96,37 +98,37 @@ impl Packing {
         })
     }
 
-    /// Where [`SATURATED`] of the call lies.
+    /// Returns the memory of the call's [`SATURATED`].
     pub fn saturated(&self) -> &Arc<Buffer> {
         &self.saturated
     }
 }
 
-/// The kernels and their memory in one call.
+/// The cast kernels and their memory in one call.
 pub(super) struct CastCall<'l> {
     pub packing: &'l Packing,
-    /// Those that no exchange has.
+    /// Workspaces that no exchange uses.
     workspaces: MutexGuard<'l, Vec<CastWorkspace>>,
 }
 
-/// Rows that come packed, and what they are unpacked to.
+/// Cast rows that arrive, and the tensor that they are cast back to.
 pub(super) struct IncomingRows {
     pub packed: Packed,
     pub part: PlanPart,
     pub tensor: TensorId,
-    /// Which row of the tensor each is.
+    /// The index in the tensor of each row.
     pub places: Vec<i32>,
-    /// Their memory.
+    /// The memory of the cast rows.
     pub workspace: CastWorkspace,
 }
 
 impl CastCall<'_> {
-    /// Whether a backward pass counts what is too large.
+    /// Returns whether a backward pass counts saturated values.
     pub fn counts_backward(&self) -> bool {
         self.packing.comm_dtype.backward == CommDtype::F16
     }
 
-    /// Memory for so many rows on the wire, which nothing in flight has.
+    /// Returns memory for cast rows that nothing in flight uses.
     pub fn workspace(&mut self, rows: usize) -> Result<CastWorkspace, EngineError> {
         let mut workspace = self.workspaces.pop().unwrap_or_default();
         let Some(tilings) = &self.packing.tilings else {
@@ -146,7 +148,7 @@ impl CastCall<'_> {
         Ok(workspace)
     }
 
-    /// Packs the rows of a tensor that go to other nodes.
+    /// Casts the rows of a tensor that go to other nodes.
     pub fn pack(
         &self,
         workspace: &mut CastWorkspace,
@@ -158,11 +160,11 @@ impl CastCall<'_> {
         self.launch(workspace, &packed.pack, list, (packed, rows))
     }
 
-    /// Makes rows of a tensor of those that came. What used their memory has been launched
-    /// then.
+    /// Casts arrived rows back into a tensor. Their memory is free afterwards, because everything
+    /// that uses it has been launched.
     fn unpack(&mut self, mut incoming: IncomingRows, rows: &Buffer) -> Result<(), EngineError> {
         let packed = &incoming.packed;
-        let list = (packed.came.places, &*incoming.places);
+        let list = (packed.received.places, &*incoming.places);
         self.launch(
             &mut incoming.workspace,
             &[packed.unpack],
@@ -204,7 +206,7 @@ impl CastCall<'_> {
         Ok(())
     }
 
-    /// [`SATURATED`] of the call.
+    /// Returns the call's [`SATURATED`].
     pub fn saturated(&self) -> Result<Tensor<'static>, EngineError> {
         let mut bytes = [0; 8];
         let packing = self.packing;
@@ -214,7 +216,7 @@ impl CastCall<'_> {
 }
 
 impl CastWorkspace {
-    /// Rows on the wire, of a tensor of the kernels' plan.
+    /// Returns transfers of cast rows, of a tensor of the kernels' plan.
     pub fn transfers(
         &self,
         tensor: TensorId,
@@ -229,38 +231,41 @@ impl CastWorkspace {
     }
 }
 
-impl<'l> Run<'l> {
-    /// How rows of an exchange are packed for other nodes, if they are.
+impl<'l> MeshCall<'l> {
+    /// Returns the cast of an exchange's rows, if it has one.
     pub(super) fn packed(&self, name: &str) -> Option<&'l Packed> {
         self.cast.as_ref()?.packing.packed(name)
     }
 
-    /// As [`Run::send_rows`], with rows for other nodes packed, and unpacked when they came.
+    /// As [`MeshCall::send_rows`], with rows for other nodes cast before the exchange and back
+    /// after it.
     pub(super) fn send_packed(
         &mut self,
         packed: &'l Packed,
         (load, chunks): (Payload, Range<usize>),
-        sent: Moved,
-        came: Moved,
+        sent: TensorRows,
+        received: TensorRows,
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let near = self.plan.row_bytes(sent.0, sent.1);
+        let near = self.plan.row_bytes(sent.part, sent.tensor);
         if let (Payload::Addends(element), Some(dedup)) = (load, &self.rows().dedup) {
             let shape = dedup.shape();
             let sums = self
                 .rows()
                 .sums(&chunks, (element, near))
                 .map(DedupCombine::inside_nodes);
-            let sums = sums.expect("rows have tokens where each crosses once");
-            return self.send_sums(packed, (&sums, shape), sent, came, call);
+            let sums = sums.expect("rows have tokens where each is_remote once");
+            return self.send_sums(packed, (&sums, shape), sent, received, call);
         }
         let hosts = self.hosts();
-        let crosses = |from: usize, to: usize| hosts[from] != hosts[to];
+        let is_remote = |from: usize, to: usize| hosts[from] != hosts[to];
+        // Intermediate ranks need the size of each row to pass it on: cast rows between nodes,
+        // uncast rows inside one.
         let far = packed.row_bytes;
-        let path = (self.rows()).schedule(load, &chunks, (RowBytes { near, far }, &crosses));
+        let path = (self.rows()).schedule(load, &chunks, (RowBytes { near, far }, &is_remote));
         let own = self.own_member();
-        let out = Crossing::of(&sent.2, |peer| crosses(own, peer));
-        let back = Crossing::of(&came.2, |peer| crosses(own, peer));
+        let out = NodeSplit::of(&sent.ranges, |peer| is_remote(own, peer));
+        let back = NodeSplit::of(&received.ranges, |peer| is_remote(own, peer));
         let rows = out.places.len().max(back.places.len());
         let cast = self.cast.as_mut().expect(MAY_CAST);
         let mut workspace = cast.workspace(rows)?;
@@ -268,20 +273,20 @@ impl<'l> Run<'l> {
         cast.pack(
             &mut workspace,
             packed,
-            self.part(sent.0).buffer(sent.1),
+            self.part(sent.part).buffer(sent.tensor),
             &out.places,
         )?;
-        let near = self.transfers(sent.0, sent.1, &out.near)?;
+        let near = self.transfers(sent.part, sent.tensor, &out.near)?;
         let far = workspace.transfers(packed.sent.bytes, packed.row_bytes, &out.far)?;
         let sends = by_peer(near, far);
-        let near = self.transfers(came.0, came.1, &back.near)?;
-        let far = workspace.transfers(packed.came.bytes, packed.row_bytes, &back.far)?;
+        let near = self.transfers(received.part, received.tensor, &back.near)?;
+        let far = workspace.transfers(packed.received.bytes, packed.row_bytes, &back.far)?;
         let receives = by_peer(near, far);
         let request = self.send_by(path, &sends, &receives, call)?;
         let incoming = IncomingRows {
             packed: packed.clone(),
-            part: came.0,
-            tensor: came.1,
+            part: received.part,
+            tensor: received.tensor,
             places: back.places,
             workspace,
         };
@@ -291,7 +296,7 @@ impl<'l> Run<'l> {
         })
     }
 
-    /// Unpacks rows that came, where they go.
+    /// Casts arrived rows back.
     pub(super) fn unpack(&mut self, incoming: Option<IncomingRows>) -> Result<(), EngineError> {
         let Some(incoming) = incoming else {
             return Ok(());
@@ -301,9 +306,9 @@ impl<'l> Run<'l> {
         cast.unpack(incoming, &rows)
     }
 
-    /// The hosts of the ranks that exchange rows, in their order.
+    /// Returns the hosts of the ranks that exchange rows, in their order.
     fn hosts(&self) -> Vec<&'l str> {
-        let (mesh, (travels, place)) = (self.mesh, self.travels());
+        let (mesh, (travels, place)) = (self.mesh, self.row_mesh());
         let host = |member: usize| {
             let (ep, tp) = (member / travels.expert_tp, member % travels.expert_tp);
             let rank = self.plan.by().rank(RankCoords { ep, tp, ..place });
@@ -312,63 +317,67 @@ impl<'l> Run<'l> {
         (0..travels.group()).map(host).collect()
     }
 
-    /// The number of this rank among them.
+    /// Returns this rank's index among them.
     pub(super) fn own_member(&self) -> usize {
-        let (travels, place) = self.travels();
+        let (travels, place) = self.row_mesh();
         place.ep * travels.expert_tp + place.tp
     }
 }
 
-/// The messages of both, those of a rank together.
+/// Returns the messages of both, ordered by peer. Sender and receiver must list messages in the
+/// same order.
 fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
     let mut all = [near, far].concat();
+    // A stable sort, so the ranges of one peer keep the order in which that peer lists them.
     all.sort_by_key(|transfer| transfer.peer);
     all
 }
 
-/// Why a tensor of the kernels has memory.
+/// The reason that a tensor of the cast kernels has memory.
 pub(super) const HAS_WORKSPACE: &str = "there is workspace for the rows of an exchange before it";
 
-/// Why there are kernels.
-pub(super) const MAY_CAST: &str = "rows are packed in a call that may";
+/// The reason that a call has cast kernels.
+pub(super) const MAY_CAST: &str = "rows are cast in a call with cast kernels";
 
-/// [`SATURATED`], a number.
+/// Returns [`SATURATED`] as a tensor.
 pub(super) fn counted(saturated: i64) -> Tensor<'static> {
     Tensor::owned(&[1], vec![saturated])
 }
 
-/// The chunks of an exchange: those on this node as they are, and those of other nodes in
-/// rows of the wire.
+/// The ranges of an exchange, split by node: ranges on this node as they are, ranges of other nodes
+/// in cast rows.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Crossing {
-    /// To ranks of this node, or from them.
+pub(super) struct NodeSplit {
+    /// Ranges to or from ranks of this node.
     pub near: Vec<RowRange>,
-    /// To others: their first row is one of the wire.
+    /// Ranges to or from other nodes; `first` counts cast rows.
     pub far: Vec<RowRange>,
-    /// Which row of the tensor each row of the wire is.
+    /// The index in the tensor of each cast row.
     pub places: Vec<i32>,
 }
 
-impl Crossing {
-    /// Rows that go to several ranks are on the wire once.
-    pub fn of(chunks: &[RowRange], is_far: impl Fn(usize) -> bool) -> Crossing {
-        let mut dedup_indices = Crossing::default();
+impl NodeSplit {
+    /// Splits ranges by node. Rows that go to several ranks are cast once.
+    pub fn of(chunks: &[RowRange], is_far: impl Fn(usize) -> bool) -> NodeSplit {
+        let mut split = NodeSplit::default();
         let mut known = BTreeMap::new();
         for chunk in chunks {
             if !is_far(chunk.peer) {
-                dedup_indices.near.push(*chunk);
+                split.near.push(*chunk);
                 continue;
             }
-            let places = &mut dedup_indices.places;
+            let places = &mut split.places;
+            // Every shard of an expert gets the same rows; casting a row once for all of them keeps
+            // the cast as cheap as without shards.
             let first = *known.entry((chunk.first, chunk.rows)).or_insert_with(|| {
                 let next = places.len();
                 let rows = chunk.first..chunk.first + chunk.rows;
                 places.extend(rows.map(|row| row as i32));
                 next
             });
-            dedup_indices.far.push(RowRange { first, ..*chunk });
+            split.far.push(RowRange { first, ..*chunk });
         }
-        dedup_indices
+        split
     }
 }
 
@@ -377,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_for_several_ranks_are_on_the_wire_once() {
+    fn rows_for_several_ranks_are_cast_once() {
         let chunk = |peer, first, rows| RowRange { peer, first, rows };
         let chunks = [
             chunk(0, 0, 2),
@@ -387,16 +396,16 @@ mod tests {
             chunk(3, 5, 3),
             chunk(3, 9, 1),
         ];
-        let dedup_indices = Crossing::of(&chunks, |peer| peer > 1);
-        assert_eq!(dedup_indices.near, chunks[..2]);
-        assert_eq!(dedup_indices.places, [5, 6, 7, 9]);
+        let split = NodeSplit::of(&chunks, |peer| peer > 1);
+        assert_eq!(split.near, chunks[..2]);
+        assert_eq!(split.places, [5, 6, 7, 9]);
         let far = [
             chunk(2, 0, 3),
             chunk(2, 3, 1),
             chunk(3, 0, 3),
             chunk(3, 3, 1),
         ];
-        assert_eq!(dedup_indices.far, far);
-        assert_eq!(Crossing::of(&chunks, |_| false).places, [0i32; 0]);
+        assert_eq!(split.far, far);
+        assert_eq!(NodeSplit::of(&chunks, |_| false).places, [0i32; 0]);
     }
 }

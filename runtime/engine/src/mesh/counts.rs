@@ -1,10 +1,10 @@
-//! What ranks tell each other of a call: tokens, and how many rows go where.
+//! Count exchange: ranks learn how many tokens each has and how many rows go where.
 
 use super::all_to_all::RowSchedule;
 use super::groups::GroupId;
+use super::mesh_call::MeshCall;
 use super::passes::Segment;
 use super::rows::{OwnRows, Rows};
-use super::run::Run;
 use super::settings::Settings;
 use super::tp_peers::TpPeers;
 use crate::error::EngineError;
@@ -14,17 +14,18 @@ use moesaic_plan::{CollectiveOp, Exchange, TensorId, TokenScope};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
-/// What every rank has in a call.
+/// Token counts over all ranks, as one rank needs them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepCounts {
-    /// Tokens of ranks before this one.
+    /// The tokens of all ranks before this one.
     pub before: usize,
-    /// Those that a capacity follows from: of the rank with the most, or of all ranks.
+    /// The tokens that a capacity is computed from: those of the rank with the most, or of all
+    /// ranks.
     pub most: usize,
 }
 
-impl Run<'_> {
-    /// What every rank has, if a pass asks; settings of the call are then compared, too.
+impl MeshCall<'_> {
+    /// Exchanges token counts, if the pass needs them, and compares the call's settings on the way.
     pub fn step_counts(
         &mut self,
         segments: &[Segment],
@@ -44,11 +45,11 @@ impl Run<'_> {
             return Ok(None);
         }
         let call = self.call("tokens");
-        let own = settings.with(tokens) as usize;
-        let told = self.each_has(own, GroupId::World, &call)?;
-        let (all, hashes): (Vec<usize>, Vec<u64>) = told
+        let own = settings.pack(tokens) as usize;
+        let counted = self.gather_count_of(own, GroupId::World, &call)?;
+        let (all, hashes): (Vec<usize>, Vec<u64>) = counted
             .into_iter()
-            .map(|told| Settings::parted(told as u64))
+            .map(|counted| Settings::split_word(counted as u64))
             .unzip();
         if hashes.iter().any(|hash| *hash != hashes[0]) {
             self.compare(settings, &call)?;
@@ -62,27 +63,27 @@ impl Run<'_> {
         }))
     }
 
-    /// The error that names which settings differ.
+    /// Returns the error that names the settings that differ.
     fn compare(&mut self, settings: &Settings, call: &Call) -> Result<(), EngineError> {
         let named = settings.named();
         let values: Vec<(&str, &str)> = named.iter().map(|(name, v)| (*name, &**v)).collect();
         Ok(agree(self.groups.group(GroupId::World), &values, call)?)
     }
 
-    /// A number of every rank of a group.
-    fn each_has(
+    /// Gathers one number from every rank of a group.
+    fn gather_count_of(
         &mut self,
         own: usize,
         group: GroupId,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
-        let all = self.each_tells(&[own as u64], group, call)?;
+        let all = self.gather_counts_of(&[own as u64], group, call)?;
         let number = |own: Vec<usize>| own.first().copied().unwrap_or(0);
         Ok(all.into_iter().map(number).collect())
     }
 
-    /// Numbers of every rank of a group.
-    pub fn each_tells(
+    /// Gathers numbers from every rank of a group.
+    pub fn gather_counts_of(
         &mut self,
         own: &[u64],
         group: GroupId,
@@ -95,13 +96,13 @@ impl Run<'_> {
             .collect())
     }
 
-    /// Everybody learns how many rows come from where.
+    /// Exchanges row counts: every rank learns how many rows arrive from where.
     pub fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = self.travels();
+        let (mesh, place) = self.row_mesh();
         self.count_own()?;
         let (placement, own) = (self.plan.row_placement(), Arc::clone(&self.own));
         let device = &*self.tokens.layer.device;
-        let (counts, sizes) = Rows::told((mesh, place), &placement, &own);
+        let (counts, sizes) = Rows::send_counts((mesh, place), &placement, &own);
         let algorithm = match self.row_schedule {
             RowSchedule::Direct => Algorithm::Direct,
             RowSchedule::OverNodes(algorithm) => algorithm,
@@ -110,28 +111,29 @@ impl Run<'_> {
         if self.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
             let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
-            let (told, hop_counts) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
-            let mut rows = Rows::new((mesh, place), placement, own, &told);
+            let (counted, hop_counts) =
+                Rows::exchange_counts(group, algorithm, (&counts, &sizes), &call)?;
+            let mut rows = Rows::new((mesh, place), placement, own, &counted);
             rows.hop_counts = Some(hop_counts);
             return self.exchange_dedup_map(rows);
         }
         let here = placement.count(place.ep);
-        let mut told = vec![0i64; here * mesh.group()];
+        let mut counted = vec![0i64; here * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
-        let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
+        let (input, output) = (buffer(counts.len())?, buffer(counted.len())?);
         device.upload(cast_slice(&counts), &input, 0)?;
         let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
-        let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
+        let (input, output) = (slice(&input, counts.len())?, slice(&output, counted.len())?);
         let receives = vec![here; mesh.group()];
         let call = self.call("counts");
         let rows = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
         rows.all_to_all_v(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
-        device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
-        Ok(Rows::new((mesh, place), placement, own, &told))
+        device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut counted))?;
+        Ok(Rows::new((mesh, place), placement, own, &counted))
     }
 
-    /// The scan has said where the rows of this rank's tokens lie.
+    /// Downloads where the rows of this rank's tokens begin, once the scan has run.
     pub fn count_own(&mut self) -> Result<(), EngineError> {
         if !self.own.offsets.is_empty() {
             return Ok(());
@@ -148,7 +150,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Where each token crosses to a node once, ranks learn which rows are of one token.
+    /// Exchanges which rows belong to one token, for deduplicated dispatch.
     fn exchange_dedup_map(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
         let RowSchedule::Dedup(shape) = self.row_schedule else {
             return Ok(rows);
@@ -165,14 +167,14 @@ impl Run<'_> {
         Ok(rows)
     }
 
-    /// Ranks with shards of the same experts learn how many tokens each has.
+    /// Exchanges token counts among TP peers.
     pub fn count_tp_peers(&mut self, exchange: &Exchange) -> Result<TpPeers, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, GroupId::SharedTp, &call)?;
+        let counts = self.gather_count_of(tokens, GroupId::SharedTp, &call)?;
         Ok(TpPeers::new(counts, self.mesh.place().tp))
     }
 
-    /// The tokens of all ranks with an expert.
+    /// Counts the tokens of all ranks that have an expert.
     pub fn count_live(
         &mut self,
         ids: TensorId,
@@ -189,7 +191,10 @@ impl Run<'_> {
         device.download(self.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, GroupId::World, call)?.iter().sum();
+        let all: usize = self
+            .gather_count_of(own, GroupId::World, call)?
+            .iter()
+            .sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Ranks with a GPU each.
+//! Ranks with one GPU each, over NCCL or RCCL.
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -8,9 +8,9 @@ use moesaic_target::DeviceError;
 use std::sync::{Arc, OnceLock};
 
 impl Engine {
-    /// The ranks that a launcher has request, this process one of them, with a GPU each,
-    /// over NCCL or RCCL. Waits until all have come. Sums of ranks are made by a kernel of
-    /// the device, if the options name nothing else.
+    /// Starts this process as one of the ranks that a launcher started, with one GPU each, over
+    /// NCCL or RCCL. Waits until all ranks have joined. A kernel of the device sums over ranks,
+    /// unless the options name something else.
     ///
     /// # Errors
     /// [`EngineError::Collective`] as [`nccl::start`]; those of a kernel that cannot be had.
@@ -20,8 +20,8 @@ impl Engine {
         })
     }
 
-    /// The same out of ranks that can already talk to each other: by MPI, or because they
-    /// are threads of one process.
+    /// Starts ranks that can already exchange messages: by MPI, or because they are threads of one
+    /// process.
     ///
     /// # Errors
     /// [`EngineError::Collective`] as [`nccl::over`]; those of a kernel that cannot be had.
@@ -35,8 +35,8 @@ impl Engine {
         })
     }
 
-    /// Starts ranks, and compiles the kernels that fold their rows when all have come: a rank
-    /// that compiled before would keep the others waiting where they meet.
+    /// Starts ranks and then compiles the kernels that sum their rows. A rank that compiled earlier
+    /// would keep the others waiting where they join.
     fn folding(
         &self,
         mut options: nccl::Options,
@@ -60,7 +60,7 @@ impl Engine {
     }
 }
 
-/// Kernels that are compiled after the ranks have met, and before anybody folds.
+/// Kernels that are compiled after the ranks have joined and before the first sum.
 #[derive(Default)]
 struct LateFold(OnceLock<Kernels>);
 

@@ -1,4 +1,4 @@
-//! The ranks that a rank has to do with.
+//! A mesh and its process groups.
 
 use super::workspace_pool::WorkspacePool;
 use crate::error::EngineError;
@@ -11,23 +11,23 @@ use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A rank's place in a mesh, and the groups of ranks that it exchanges with. Cheap to
-/// clone; clones share everything, and the layers of one mesh take turns.
+/// A rank's coordinates in a mesh, and the process groups in which it exchanges. Cheap to clone;
+/// clones share everything, and the layers of one mesh take turns.
 #[derive(Clone)]
 pub struct Mesh {
     parallel: Parallel,
     place: RankCoords,
-    /// `None`: as [`Parallel::experts`] says.
+    /// `None` means contiguous ranges, as in [`Parallel::experts`].
     placement: Option<Placement>,
     groups: Arc<Mutex<Groups>>,
-    /// Of every rank, by which routes find their nodes.
+    /// The host of every rank: ranks of one host are a node for all-to-all schedules.
     hosts: Arc<[String]>,
-    /// Whether layers keep experts' weights as other ranks can gather them.
+    /// Whether layers store experts' weights unpacked, so that other ranks can gather them.
     unpacked: bool,
     scope: TokenScope,
 }
 
-/// Which groups of a mesh have which of so many experts, if they can.
+/// Returns the placement of experts on the groups of a mesh, if one exists.
 pub(super) fn placement_of(
     mesh: Parallel,
     placement: Option<&Placement>,
@@ -39,48 +39,49 @@ pub(super) fn placement_of(
     }
 }
 
-/// Each is called by all of its ranks, in the same order.
+/// Process groups. All ranks of a group call its operations in the same order.
 pub(super) struct Groups {
-    /// What makes exchanges go on while this rank computes, once it is wanted. It ends before
-    /// the groups.
+    /// The thread that progresses exchanges while this rank computes, once a call wants one.
+    /// Declared first, so it is dropped before the groups that it drives.
     pub progress_thread: Option<Arc<ProgressThread>>,
-    /// Everybody.
+    /// All ranks.
     pub world: Box<dyn Collectives>,
-    /// Those that hold all experts once: rows are exchanged among them.
+    /// Ranks that hold all experts once; these exchange rows.
     pub ep: Box<dyn Collectives>,
-    /// Those with the shards of the same experts.
+    /// Ranks with the shards of the same experts.
     pub expert_tp: Box<dyn Collectives>,
-    /// Those with the same shards of the same experts.
+    /// Ranks with the same shards of the same experts.
     pub expert_dp: Box<dyn Collectives>,
-    /// Those with shards of the same number; where there is one shard, everybody.
+    /// Ranks with shards of the same index; where there is one shard, all ranks.
     pub ep_dp: Option<Box<dyn Collectives>>,
-    /// For each adaptive parallelism degree that was asked for, but that of shards.
+    /// The groups of each adaptive parallelism degree in use other than the number of stored
+    /// shards.
     by_r: BTreeMap<usize, AdaptiveGroups>,
-    /// Memory that calls borrow.
+    /// Memory that calls share.
     pub workspaces: WorkspacePool,
 }
 
-/// Groups of a adaptive parallelism degree.
+/// The process groups of one adaptive parallelism degree.
 struct AdaptiveGroups {
-    /// Rows are exchanged among them.
+    /// Ranks that exchange rows.
     ep: Box<dyn Collectives>,
-    /// Those of them with the shards of the same experts.
+    /// Ranks among these with the shards of the same experts.
     expert_tp: Box<dyn Collectives>,
-    /// Those that gather each other's weights.
+    /// Ranks that gather each other's weights.
     gather: Box<dyn Collectives>,
 }
 
-/// GroupId whom something of a pass goes.
+/// A process group of a pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum GroupId {
     World,
-    /// Those that rows are exchanged among at that degree.
+    /// Ranks that exchange rows at an adaptive parallelism degree.
     Ep(usize),
-    /// Those of them whose rows are summed.
+    /// Ranks among these whose rows are summed.
     ExpertTp(usize),
-    /// Those that gather each other's weights.
+    /// Ranks that gather each other's weights.
     GatherGroup(usize),
-    /// Those with shards of the same shared experts.
+    /// Ranks with shards of the same shared experts.
     SharedTp,
 }
 
@@ -98,34 +99,36 @@ impl Groups {
             (GroupId::ExpertTp(_), Some(groups)) => &mut *groups.expert_tp,
             (GroupId::GatherGroup(_), Some(groups)) => &mut *groups.gather,
             (GroupId::Ep(_), None) => &mut *self.ep,
-            // Without groups of their own ranks multiply with what they have.
+            // A degree without groups of its own equals the stored shards, whose groups serve for
+            // it.
             (_, _) => &mut *self.expert_tp,
         }
     }
 
-    /// Makes the groups of a adaptive parallelism degree, once. All ranks call it.
+    /// Makes the groups of an adaptive parallelism degree, once. All ranks call it.
     pub fn add(&mut self, by: AdaptiveMesh) -> Result<(), EngineError> {
-        if by.is_owner_only() || self.by_r.contains_key(&by.count()) {
+        if by.is_owner_only() || self.by_r.contains_key(&by.adaptive_r()) {
             return Ok(());
         }
         let rank = self.world.rank();
         let (mesh, RankCoords { dp, ep, .. }) = (by.mesh(), by.place(rank));
         let mut group = |name: &str, color: usize| {
-            let call = Call::new(&format!("{name} of {} adaptive_r", by.count()));
+            let call = Call::new(&format!("{name} at r = {}", by.adaptive_r()));
             let group = self.world.split(Some(color as u32), rank as i64, &call)?;
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = AdaptiveGroups {
             ep: group("rows", dp)?,
-            expert_tp: group("slices", dp * mesh.ep + ep)?,
+            expert_tp: group("expert_tp", dp * mesh.ep + ep)?,
             gather: group("blocks", by.block(rank).start)?,
         };
-        self.by_r.insert(by.count(), groups);
+        self.by_r.insert(by.adaptive_r(), groups);
         Ok(())
     }
 
-    /// From now on exchanges go on while this rank computes, where ranks have no streams.
-    pub fn help(&mut self) {
+    /// Starts the progress thread, so exchanges continue while this rank computes, where the device
+    /// has no streams.
+    pub fn start_progress_thread(&mut self) {
         if self.progress_thread.is_none() {
             self.progress_thread = self.ep.progress_thread();
         }
@@ -142,8 +145,8 @@ impl Mesh {
         Mesh::on_host(world, parallel, &host_name())
     }
 
-    /// As [`Mesh::new`], with another name for this rank's host: ranks of one name are a node
-    /// to routes.
+    /// As [`Mesh::new`], with another name for this rank's host: ranks with the same name count as
+    /// one node.
     ///
     /// # Errors
     /// As [`Mesh::new`].
@@ -174,11 +177,11 @@ impl Mesh {
             progress_thread: None,
             world: group("world", 0)?,
             ep: group("rows", dp)?,
-            expert_tp: group("slices", dp * parallel.ep + ep)?,
+            expert_tp: group("expert_tp", dp * parallel.ep + ep)?,
             expert_dp: group("replicas", ep * parallel.expert_tp + tp)?,
             ep_dp: match parallel.expert_tp {
                 1 => None,
-                _ => Some(group("same slices", tp)?),
+                _ => Some(group("ep_dp", tp)?),
             },
             by_r: BTreeMap::new(),
             workspaces: WorkspacePool::default(),
@@ -195,10 +198,10 @@ impl Mesh {
         })
     }
 
-    /// The same ranks where experts are placed otherwise. Layers that are made on it have
-    /// their experts so, and parts of tensors, sums and checkpoints follow ([`Mesh::part`],
-    /// [`Ranks`](crate::Ranks)). Layers with other placements take one each. All ranks place
-    /// alike.
+    /// Returns the same mesh with another placement of experts. Layers made on it place their
+    /// experts so, and parts of tensors, sums and checkpoints follow ([`Mesh::part`],
+    /// [`Ranks`](crate::Ranks)). Give each layer with another placement its own mesh. All ranks
+    /// pass the same placement.
     ///
     /// # Errors
     /// [`EngineError::Plan`] for a placement on another number of groups.
@@ -211,19 +214,19 @@ impl Mesh {
         })
     }
 
-    /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
+    /// Returns the placement; `None` means contiguous ranges, as in [`Parallel::experts`].
     pub fn placement(&self) -> Option<&Placement> {
         self.placement.as_ref()
     }
 
-    /// The same of a layer of so many experts; `None` if it cannot be placed so.
+    /// Returns the placement of `experts` experts; `None` if they cannot be placed on this mesh.
     pub fn placement_of(&self, experts: usize) -> Option<Placement> {
         placement_of(self.parallel, self.placement(), experts)
     }
 
-    /// The same mesh for layers that may go any adaptive parallelism degree
-    /// ([`Strategy`](moesaic_plan::Strategy)): a CPU has experts' weights packed otherwise,
-    /// where a layer does not train, and ranks cannot gather those.
+    /// Returns the same mesh for layers that may use any adaptive parallelism degree
+    /// ([`Strategy`](moesaic_plan::Strategy)). A layer for inference otherwise packs experts'
+    /// weights for a CPU, and ranks cannot gather packed weights.
     pub fn for_any_r(&self) -> Mesh {
         Mesh {
             unpacked: true,
@@ -231,8 +234,8 @@ impl Mesh {
         }
     }
 
-    /// The same mesh for layers whose losses, capacities, and selections over tokens look at
-    /// these tokens. All ranks choose alike.
+    /// Returns the same mesh with another scope of losses, capacities and selections over tokens.
+    /// All ranks pass the same scope.
     #[must_use]
     pub fn over(&self, scope: TokenScope) -> Mesh {
         Mesh {
@@ -241,38 +244,38 @@ impl Mesh {
         }
     }
 
-    /// Whose tokens losses, capacities, and selections over tokens look at.
+    /// Returns the tokens that losses, capacities and selections over tokens look at.
     pub fn scope(&self) -> TokenScope {
         self.scope
     }
 
-    /// Whether weights of experts stay as they are.
+    /// Returns whether layers store experts' weights unpacked.
     pub(super) fn keeps_unpacked(&self) -> bool {
         self.unpacked
     }
 
-    /// How ranks share layers.
+    /// Returns how ranks share layers.
     pub fn parallel(&self) -> Parallel {
         self.parallel
     }
 
-    /// Where this rank is.
+    /// Returns the coordinates of this rank.
     pub fn place(&self) -> RankCoords {
         self.place
     }
 
-    /// The number of this rank.
+    /// Returns the number of this rank.
     pub fn rank(&self) -> usize {
         self.parallel.rank(self.place)
     }
 
-    /// The hosts of all ranks.
+    /// Returns the hosts of all ranks.
     pub fn hosts(&self) -> &[String] {
         &self.hosts
     }
 
-    /// Bytes of every rank, of any sizes, in the order of ranks: on the first rank, `None` on
-    /// the others.
+    /// Collects bytes of every rank, of any sizes, in the order of ranks: `Some` on the first rank,
+    /// `None` on the others.
     ///
     /// # Errors
     /// [`EngineError::Collective`], [`EngineError::Device`] when memory runs out.
@@ -320,8 +323,8 @@ impl Mesh {
             .map(Some)
     }
 
-    /// Runs work of each rank's own time, such as compiling, at whose end all ranks meet. Ranks
-    /// that are done wait as long as the others are alive, whatever their deadline is.
+    /// Runs work that takes each rank its own time, such as compiling; all ranks meet at its end.
+    /// Ranks that are done wait as long as the others are alive, whatever the deadline.
     pub(super) fn with_heartbeat<T>(
         &self,
         call: &Call,
@@ -330,7 +333,8 @@ impl Mesh {
         with_heartbeat(&mut *self.groups().world, call, work)
     }
 
-    /// A panic in an exchange has ended the groups, which say so themselves.
+    /// A panic inside an exchange ends the groups, and their next operation reports that; so a
+    /// poisoned lock needs no error of its own.
     pub(super) fn groups(&self) -> MutexGuard<'_, Groups> {
         self.groups
             .lock()

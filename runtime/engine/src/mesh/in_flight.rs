@@ -1,7 +1,7 @@
-//! Exchanges that are begun, and when they are waited for.
+//! Exchanges in flight, and when a call waits for them.
 
 use super::comm_cast::IncomingRows;
-use super::run::Run;
+use super::mesh_call::MeshCall;
 use crate::error::EngineError;
 use crate::trace::{Activity, Lane};
 use moesaic_collectives::{Handle, Slice, Transfer};
@@ -9,17 +9,17 @@ use moesaic_plan::{Exchange, PlanPart, TensorId};
 use std::ops::Range;
 use std::time::Instant;
 
-/// An exchange that was begun.
+/// An exchange that has started.
 pub(super) struct Request {
     pub handle: Handle,
-    /// Of what this rank sends.
+    /// The bytes that this rank sends.
     pub bytes: u64,
-    /// Rows that come packed.
+    /// Cast rows that arrive and have to be cast back.
     pub incoming: Option<IncomingRows>,
 }
 
 impl Request {
-    /// Of messages of this rank.
+    /// Makes the request of messages that this rank sends.
     pub fn sending(handle: Handle, sends: &[Transfer]) -> Request {
         Request {
             handle,
@@ -28,7 +28,7 @@ impl Request {
         }
     }
 
-    /// Of data of all ranks.
+    /// Makes the request of a collective over `data`.
     pub fn of(handle: Handle, data: &Slice) -> Request {
         Request {
             handle,
@@ -38,38 +38,41 @@ impl Request {
     }
 }
 
-/// Rows that an exchange writes.
+/// The rows that an exchange writes.
 #[derive(Clone, Debug)]
 pub(super) struct Written {
     pub part: PlanPart,
     pub tensor: TensorId,
-    /// Numbers of chunks of [`Rows`](super::rows::Rows).
+    /// The indices of chunks of [`Rows`](super::rows::Rows).
     pub chunks: Range<usize>,
 }
 
 impl Written {
-    /// Whether rows of any of these chunks are among them.
+    /// Returns whether the exchange writes rows of any of these chunks.
     pub fn shares(&self, chunks: &Range<usize>) -> bool {
         self.chunks.start < chunks.end && chunks.start < self.chunks.end
     }
 }
 
-/// What a recorder was told when an exchange began, if there is one.
-pub(super) type Recording = Option<(Activity, Instant)>;
+/// The activity that a recorder saw begin, and when.
+pub(super) struct Recording {
+    activity: Activity,
+    begin: Instant,
+}
 
-/// An exchange that is not waited for yet.
+/// An exchange that nobody has waited for yet.
 pub(super) struct InFlight {
     handle: Handle,
-    /// Of each tensor.
+    /// The rows that it writes, for each tensor.
     writes: Vec<Written>,
-    recorded: Recording,
-    /// What is unpacked when it has ended.
+    recorded: Option<Recording>,
+    /// The cast rows to cast back when the exchange has ended.
     incoming: Option<IncomingRows>,
 }
 
-impl Run<'_> {
-    /// Tells a recorder that an exchange begins, if there is one.
-    pub(super) fn begins(&self, exchange: &Exchange) -> Recording {
+impl MeshCall<'_> {
+    /// Reports the start of an exchange to the recorder, if there is one.
+    pub(super) fn begins(&self, exchange: &Exchange) -> Option<Recording> {
         let recorder = self.recorder?;
         let activity = Activity {
             lane: Lane::Exchange,
@@ -78,25 +81,28 @@ impl Run<'_> {
             bytes: 0,
         };
         recorder.begins(&activity);
-        Some((activity, Instant::now()))
+        let begin = Instant::now();
+        Some(Recording { activity, begin })
     }
 
-    /// Waits until launches that follow see the result, unless it is of a chunk: then until
-    /// something needs it. What is in the stream's order is waited for when the pass has been
-    /// launched.
+    /// Waits until launches that follow see the result. The exchange of a chunk is waited for only
+    /// when something needs its rows, and one in stream order only when the pass has been launched.
     pub(super) fn keep(
         &mut self,
         exchange: &Exchange,
         request: Request,
         writes: Vec<Written>,
-        recorded: Recording,
+        recorded: Option<Recording>,
     ) -> Result<(), EngineError> {
         let Request {
             handle,
             bytes,
             incoming,
         } = request;
-        let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
+        let recorded = recorded.map(|mut recording| {
+            recording.activity.bytes = bytes;
+            recording
+        });
         let in_stream = handle.is_in_stream();
         let later = in_stream || handle.is_overlapped() || exchange.chunk.is_some();
         let mut in_flight = InFlight {
@@ -106,6 +112,8 @@ impl Run<'_> {
             incoming,
         };
         if in_stream {
+            // In stream order the cast back is simply the next launch; waiting here would stall the
+            // host for nothing.
             self.unpack(in_flight.incoming.take())?;
         }
         if later {
@@ -116,7 +124,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Until launches that follow see the result, of an exchange that is not recorded.
+    /// Waits until launches that follow see the result of an exchange that is not recorded.
     pub(super) fn complete(&mut self, request: Request) -> Result<(), EngineError> {
         let handle = request.handle;
         if !handle.is_in_stream() {
@@ -131,8 +139,9 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for those that write what is needed; what is in the order of the device's stream
-    /// needs no waiting for, and for what is on another one that stream waits.
+    /// Waits for the exchanges that write what `needed` selects. An exchange in the order of the
+    /// device's stream needs no wait. For one on another stream the device's stream waits, and the
+    /// host does not.
     pub(super) fn wait_for(
         &mut self,
         needed: impl Fn(&Written) -> bool,
@@ -145,6 +154,8 @@ impl Run<'_> {
                 continue;
             }
             let one = &mut self.in_flight[at];
+            // On a second stream only the device waits: `join` makes its own stream wait for the
+            // exchange. The handle stays in flight, because an error is only known at its end.
             one.handle.join()?;
             one.writes.clear();
             let incoming = one.incoming.take();
@@ -153,7 +164,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for all.
+    /// Waits for all exchanges in flight.
     pub(super) fn finish_all(&mut self) -> Result<(), EngineError> {
         let all = std::mem::take(&mut self.in_flight);
         all.into_iter().try_for_each(|one| self.wait(one))
@@ -165,9 +176,9 @@ impl Run<'_> {
         self.unpack(one.incoming)
     }
 
-    /// Tells the recorder that an exchange has ended.
-    pub(super) fn ended(&self, recorded: Recording, end: Instant) {
-        if let (Some(recorder), Some((activity, begin))) = (self.recorder, recorded) {
+    /// Reports the end of an exchange to the recorder.
+    pub(super) fn ended(&self, recorded: Option<Recording>, end: Instant) {
+        if let (Some(recorder), Some(Recording { activity, begin })) = (self.recorder, recorded) {
             recorder.ended(&activity, begin, end);
         }
     }

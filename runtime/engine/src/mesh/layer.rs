@@ -1,11 +1,11 @@
-//! What a rank runs of a layer.
+//! One rank's part of a layer over ranks.
 
 use super::all_to_all::RowSchedule;
+use super::bound_plan::{BoundPlan, PartLayers, PlanKey};
 use super::comm_cast::Packing;
 use super::groups::Mesh;
-use super::part::Around;
+use super::part::ReplicatedWeights;
 use super::shard::Shard;
-use super::view::{Form, PartLayers, View};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
@@ -23,39 +23,39 @@ use moesaic_tensor::WeightSource;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
-/// sliced its shards of them.
+/// One rank's part of a layer: its own tokens, its own experts, and its shards of shared experts
+/// where these are sharded.
 ///
-/// Every call is made by all ranks of the mesh, in the same order, also by those that
-/// have no tokens. What ranks get together is what one process gets for the tokens of
-/// all, rank after rank: dropless and with whole experts (`expert_tp = 1`) the same bytes.
-/// Whether losses, capacities, and selections over tokens look at a rank's own tokens or at
-/// those of all ranks is said by the mesh ([`Mesh::over`]). Where they look at a rank's own,
-/// capacities are agreed on: as if each rank had as many tokens as the rank with the most.
+/// All ranks of the mesh make every call, in the same order, also those that have no tokens. Across
+/// all ranks, results equal those of one process that is given every rank's tokens in rank order;
+/// dropless and with whole experts (`expert_tp = 1`) they are the same bytes. The mesh decides
+/// whether losses, capacities and selections over tokens look at a rank's own tokens or at those of
+/// all ranks ([`Mesh::over`]). With a rank's own tokens the capacity is common to all ranks: that
+/// of the rank with the most tokens.
 pub struct MeshLayer {
     engine: Engine,
     pub(super) mesh: Mesh,
     pub(super) tokens: Layer,
     pub(super) experts: Layer,
-    /// Where shared experts are sliced.
+    /// The shared-expert part, where shared experts are sharded.
     shared: Option<Layer>,
-    /// For each form that was chosen so far.
-    pub(super) views: BTreeMap<Form, View>,
+    /// The bound plan of every form that was chosen so far.
+    pub(super) bound_plans: BTreeMap<PlanKey, BoundPlan>,
     pub(super) strategy: Strategy,
-    /// What the route of the strategy is on these nodes.
+    /// The all-to-all schedule of the strategy on these nodes.
     pub(super) row_schedule: RowSchedule,
-    /// By what experts with shadows are chosen.
+    /// The model that chooses shadows.
     pub(super) shadow_model: ShadowModel,
-    /// For each form, and each choice so far of what rows are group nodes, but as they are.
-    packings: BTreeMap<(Form, Both<CommDtype>), Packing>,
-    /// Who is told of exchanges.
+    /// The casts of every form and every communication dtype that was chosen so far.
+    packings: BTreeMap<(PlanKey, Both<CommDtype>), Packing>,
+    /// The recorder of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
 }
 
 impl Engine {
-    /// Makes this rank's part of a layer. `weights` are those of the whole layer, of which
-    /// only this rank's experts are read, and what every rank has: router, shared experts,
-    /// of which a mesh may have shards, projections. All ranks of the mesh call it.
+    /// Makes this rank's part of a layer. All ranks of the mesh call it. `weights` are those of the
+    /// whole layer; the rank reads its own experts and what every rank holds: router, projections,
+    /// and shared experts or its shards of them.
     ///
     /// # Errors
     /// [`EngineError::Plan`] for a mesh that the layer cannot have;
@@ -73,8 +73,8 @@ impl Engine {
         self.mesh_layer_with(mesh, spec, (weights, &own), training)
     }
 
-    /// As [`Engine::mesh_layer`], from this rank's part of the weights, such as
-    /// [`Mesh::part`] gives: its own experts alone, by the same names.
+    /// As [`Engine::mesh_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
+    /// it: its own experts alone, by the same names.
     ///
     /// # Errors
     /// As [`Engine::mesh_layer`].
@@ -85,7 +85,7 @@ impl Engine {
         part: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
-        let around = Around {
+        let around = ReplicatedWeights {
             part,
             mesh: mesh.parallel(),
             experts: spec.shape.experts,
@@ -93,7 +93,8 @@ impl Engine {
         self.mesh_layer_with(mesh, spec, (&around, part), training)
     }
 
-    /// `weights` are those of the dispatch part, and those of this rank's experts and shards.
+    /// Makes the layer from the weights of the dispatch part and those of this rank's experts and
+    /// shards.
     fn mesh_layer_with(
         &self,
         mesh: &Mesh,
@@ -102,7 +103,7 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
         check_spec(spec)?;
-        let form = Form {
+        let form = PlanKey {
             adaptive_r: mesh.parallel().expert_tp,
             shadows: 0,
         };
@@ -126,7 +127,7 @@ impl Engine {
             shadows: None,
             shared: shared.as_ref(),
         };
-        let view = View::over(form, plan, parts)?;
+        let bound = BoundPlan::over(form, plan, parts)?;
         Ok(MeshLayer {
             engine: self.clone(),
             packings: BTreeMap::new(),
@@ -134,7 +135,7 @@ impl Engine {
             tokens,
             experts,
             shared,
-            views: BTreeMap::from([(form, view)]),
+            bound_plans: BTreeMap::from([(form, bound)]),
             shadow_model: ShadowModel::of(spec),
             strategy: Strategy::default(),
             row_schedule: RowSchedule::Direct,
@@ -142,13 +143,13 @@ impl Engine {
         })
     }
 
-    /// What a rank does in a form.
+    /// Returns the rank plan of a form.
     fn plan_of(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         training: Option<Training>,
-        form: Form,
+        form: PlanKey,
     ) -> Result<RankPlan, EngineError> {
         let options = PlanOptions {
             unpacked: mesh.keeps_unpacked(),
@@ -167,12 +168,14 @@ impl Engine {
     }
 }
 
-/// Whether all ranks make the same layer.
+/// Checks that all ranks make the same layer.
 fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Result<(), EngineError> {
     let spec = serde_json::to_string(&plan.tokens.spec).unwrap_or_default();
     let placement = plan.placement().to_string();
     let (parallel, training) = (format!("{:?}", mesh.parallel()), format!("{training:?}"));
     let parts = plan.tokens.tensors.iter();
+    // Ranks may have different targets and so different tilings, but they exchange these partial
+    // sums, whose columns depend on the tiling.
     let parts = parts.filter(|tensor| tensor.name.ends_with("dweight_parts"));
     let parts: Vec<String> = parts.map(|tensor| format!("{:?}", tensor.shape)).collect();
     let parts = parts.join(", ");
@@ -189,7 +192,7 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
     Ok(agree(&mut *mesh.groups().world, &values, &call)?)
 }
 
-/// What `precompile` has to be told for the kernels of a mesh's ranks.
+/// Returns the options with which `precompile` compiles the kernels of a mesh's ranks.
 fn options(mesh: &Mesh) -> String {
     let parallel = mesh.parallel();
     let named = [
@@ -215,17 +218,17 @@ fn options(mesh: &Mesh) -> String {
 }
 
 impl MeshLayer {
-    /// What this rank does, as the strategy is now but for chunks: [`RankPlan::in_chunks`] of
-    /// [`Strategy::chunks`] is what it does.
+    /// Returns the plan of this rank under the present strategy, without chunks. Apply
+    /// [`RankPlan::in_chunks`] with [`Strategy::chunks`] to get its exact steps.
     pub fn plan(&self) -> &RankPlan {
-        let view = self.view();
-        let packing = self.packing(view, self.strategy.comm_dtype);
-        packing.map_or(&view.plan, |packing| &packing.plan)
+        let bound = self.bound();
+        let packing = self.packing(bound, self.strategy.comm_dtype);
+        packing.map_or(&bound.plan, |packing| &packing.plan)
     }
 
-    /// What tells the layer from others whose steps may take another time, the same on all
-    /// ranks, whose targets may differ: its name, how many ranks there are, and a hash of spec,
-    /// training, mesh, placement of experts, and how many ranks each node has.
+    /// Returns a text that identifies layers whose steps may take different times: name, number of
+    /// ranks, and a hash of spec, training, mesh, placement and ranks on each node. It is the same
+    /// on all ranks, even if their targets differ.
     pub fn identity(&self) -> String {
         let (own, mesh) = (self.tokens.plan(), &self.mesh);
         let (parallel, placement) = (mesh.parallel(), mesh.placement());
@@ -236,46 +239,46 @@ impl MeshLayer {
         format!("{}, {} ranks, {hash}", own.spec.name, parallel.ranks())
     }
 
-    /// The mesh.
+    /// Returns the mesh.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// How ranks carry out calls from now on.
+    /// Returns the strategy of calls from now on.
     pub fn strategy(&self) -> Strategy {
         self.strategy
     }
 
-    /// Chooses how ranks carry out calls from now on; a backward pass goes as its forward
-    /// pass did. All ranks call it, and choose the same. What a adaptive parallelism degree needs is made
-    /// when it is first chosen, and kept: kernels, and groups of ranks, which all layers of
-    /// the mesh share.
+    /// Sets the strategy of calls from now on; a backward pass uses its forward pass's. All ranks
+    /// call it with the same strategy. The first use of an adaptive parallelism degree makes its
+    /// kernels and its process groups, which all layers of the mesh share; both are kept.
     ///
     /// # Errors
-    /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on, or
-    /// the layer, whose weights are packed: see [`Mesh::for_any_r`];
-    /// [`EngineError::Collective`], also when ranks choose differently; otherwise as
-    /// [`Engine::layer`], also for the kernels of rows that are packed group nodes.
+    /// [`EngineError::Plan`] for a strategy that the mesh, its nodes or the layer's packed weights
+    /// do not allow (see [`Mesh::for_any_r`]); [`EngineError::Collective`], also when ranks choose
+    /// differently; otherwise as [`Engine::layer`], also for the cast kernels.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
+        // Ranks compare their choices before any of them changes: a mismatch must leave all layers
+        // as they were.
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let (by, row_schedule) = self.checked(strategy)?;
         let form = self.form(strategy);
         let options = format!("{} --strategy {strategy}", options(&self.mesh));
         let needing = |error: EngineError| error.needing(&options);
-        if !self.views.contains_key(&form) {
+        if !self.bound_plans.contains_key(&form) {
             self.add(by, strategy).map_err(needing)?;
         }
         self.pack(form, strategy.comm_dtype).map_err(needing)?;
-        self.take_pieces(form, strategy.chunks())?;
+        self.bind_chunks(form, strategy.chunks())?;
         self.row_schedule = row_schedule;
         self.strategy = strategy;
         Ok(())
     }
 
-    /// Whether ranks can carry out calls so, by mesh, nodes and placement. Nobody is asked, and
-    /// nothing made: a layer whose weights are packed finds that out when it chooses.
+    /// Checks a strategy against mesh, nodes and placement. The check exchanges nothing and makes
+    /// nothing, so it does not notice packed weights.
     ///
     /// # Errors
     /// [`EngineError::Plan`], as [`MeshLayer::set_strategy`].
@@ -291,16 +294,15 @@ impl MeshLayer {
         Ok((by, self.mesh.row_schedule(strategy.all_to_all, by)?))
     }
 
-    fn form(&self, strategy: Strategy) -> Form {
-        Form {
+    fn form(&self, strategy: Strategy) -> PlanKey {
+        PlanKey {
             adaptive_r: strategy.adaptive_r(&self.mesh.parallel()),
             shadows: strategy.shadows,
         }
     }
 
-    /// Chooses by what model experts get shadows, from the next call on
-    /// ([`Strategy::shadows`]); before, by [`ShadowModel::of`] the layer. All ranks call it,
-    /// with the same model.
+    /// Sets the model that chooses shadows from the next call on ([`Strategy::shadows`]); the
+    /// default is [`ShadowModel::of`] the layer. All ranks call it with the same model.
     ///
     /// # Errors
     /// [`EngineError::Collective`], also when models differ.
@@ -312,44 +314,50 @@ impl MeshLayer {
         Ok(())
     }
 
-    /// By what model experts get shadows.
+    /// Returns the model that chooses shadows.
     pub fn shadow_model(&self) -> &ShadowModel {
         &self.shadow_model
     }
 
-    /// Makes what rows need that are so group nodes, in a form.
-    fn pack(&mut self, form: Form, comm_dtype: Both<CommDtype>) -> Result<(), EngineError> {
+    /// Makes the casts of a form, for one communication dtype.
+    fn pack(&mut self, form: PlanKey, comm_dtype: Both<CommDtype>) -> Result<(), EngineError> {
         let key = (form, comm_dtype);
         if comm_dtype != Both::same(CommDtype::Unchanged) && !self.packings.contains_key(&key) {
             let call = Call::new("kernels of packed rows");
+            // Compiling may take longer than the deadline of an exchange; the heartbeat keeps ranks
+            // that are done from giving up on this one.
             let packing = self.mesh.with_heartbeat(&call, || {
-                Packing::new(&self.engine, &self.views[&form].plan, comm_dtype)
+                Packing::new(&self.engine, &self.bound_plans[&form].plan, comm_dtype)
             })?;
             self.packings.insert(key, packing);
         }
         Ok(())
     }
 
-    /// What packs rows of a view; `None` where they stay as they are.
-    pub(super) fn packing(&self, view: &View, comm_dtype: Both<CommDtype>) -> Option<&Packing> {
-        self.packings.get(&(view.form, comm_dtype))
+    /// Returns the casts of a bound plan; `None` where rows travel as they are.
+    pub(super) fn packing(
+        &self,
+        bound: &BoundPlan,
+        comm_dtype: Both<CommDtype>,
+    ) -> Option<&Packing> {
+        self.packings.get(&(bound.form, comm_dtype))
     }
 
-    /// Binds the passes of a form for rows in chunks.
-    fn take_pieces(&mut self, form: Form, chunks: Overlap) -> Result<(), EngineError> {
+    /// Binds the passes of a form for an overlap.
+    fn bind_chunks(&mut self, form: PlanKey, chunks: Overlap) -> Result<(), EngineError> {
         let held = PartLayers {
             tokens: &self.tokens,
             experts: &self.experts,
             shadows: None,
             shared: self.shared.as_ref(),
         };
-        if let Some(view) = self.views.get_mut(&form) {
-            view.take_pieces(held, chunks)?;
+        if let Some(bound) = self.bound_plans.get_mut(&form) {
+            bound.bind_chunks(held, chunks)?;
         }
         Ok(())
     }
 
-    /// Makes what the form of a strategy needs. All ranks do it.
+    /// Makes the bound plan of a strategy. All ranks call it.
     fn add(&mut self, by: AdaptiveMesh, strategy: Strategy) -> Result<(), EngineError> {
         let held = self.experts.plan();
         let mut weights = held
@@ -364,37 +372,37 @@ impl MeshLayer {
         let plan = self.engine.plan_of(&self.mesh, spec, training, form)?;
         check_same(&self.mesh, &plan, training)?;
         let call = Call::new("kernels of a strategy");
-        let mut view = self.mesh.with_heartbeat(&call, || {
+        let mut bound = self.mesh.with_heartbeat(&call, || {
             if by.is_owner_only() {
-                View::shadowed(&self.engine, (form, plan), self.held())
+                BoundPlan::shadowed(&self.engine, (form, plan), self.held())
             } else {
-                View::beside(&self.engine, (form, plan), self.held())
+                BoundPlan::gathering(&self.engine, (form, plan), self.held())
             }
         })?;
-        view.record(self.recorder.as_ref());
+        bound.record(self.recorder.as_ref());
+        // A collective call, so it comes after everything that can fail on one rank alone.
         self.mesh.groups().add(by)?;
-        self.views.insert(form, view);
+        self.bound_plans.insert(form, bound);
         Ok(())
     }
 
-    /// Tells a recorder of every launch and exchange from now on, or nobody; see
-    /// [`Layer::record`].
+    /// Sets the recorder of every launch and exchange; `None` removes it. See [`Layer::record`].
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         let held = [&mut self.tokens, &mut self.experts];
         for part in held.into_iter().chain(&mut self.shared) {
             part.record(recorder.clone());
         }
-        for view in self.views.values_mut() {
-            view.record(recorder.as_ref());
+        for bound in self.bound_plans.values_mut() {
+            bound.record(recorder.as_ref());
         }
         self.recorder = recorder;
     }
 
-    pub(super) fn view(&self) -> &View {
-        &self.views[&self.form(self.strategy)]
+    pub(super) fn bound(&self) -> &BoundPlan {
+        &self.bound_plans[&self.form(self.strategy)]
     }
 
-    /// The layers that have weights.
+    /// Returns the layers that hold weights.
     pub(super) fn held(&self) -> PartLayers<'_> {
         PartLayers {
             tokens: &self.tokens,
@@ -404,36 +412,36 @@ impl MeshLayer {
         }
     }
 
-    /// The part that every rank has: weights and gradients of router, projections, and shared
-    /// experts that are whole.
+    /// Returns the part that every rank holds: weights and gradients of router, projections and
+    /// whole shared experts.
     pub fn replicated(&self) -> &Layer {
         &self.tokens
     }
 
-    /// The part that is this rank's: weights and gradients of its experts, `experts.` and
-    /// the rest of the name, in the order of [`RankPlan::own_experts`].
+    /// Returns the part that only this rank holds: weights and gradients of its experts, named
+    /// `experts.` and the rest, in the order of [`RankPlan::own_experts`].
     pub fn own(&self) -> &Layer {
         &self.experts
     }
 
-    /// This rank's shards of shared experts, by their names in the layer; `None` where
-    /// [`MeshLayer::replicated`] has them whole.
+    /// Returns this rank's shards of shared experts, by their names in the layer; `None` where
+    /// [`MeshLayer::replicated`] holds them whole.
     pub fn shared(&self) -> Option<&Layer> {
         self.shared.as_ref()
     }
 
-    /// All of these parts.
+    /// Returns all of these parts.
     pub fn parts(&self) -> impl Iterator<Item = &Layer> {
         [&self.tokens, &self.experts]
             .into_iter()
             .chain(&self.shared)
     }
 
-    /// Bytes of device memory that its intermediates hold at present, in all its forms,
-    /// and that weights which are gathered borrow, with all layers of the mesh.
+    /// Returns the bytes of device memory of the layer's intermediates, in all its bound plans, and
+    /// of the workspace pool, which all layers of the mesh share.
     pub fn workspace_bytes(&self) -> u64 {
-        let views = self.views.values();
-        let others = views.flat_map(View::own_layers);
+        let bound_plans = self.bound_plans.values();
+        let others = bound_plans.flat_map(BoundPlan::own_layers);
         let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
         held + self.mesh.groups().workspaces.bytes() as u64
     }

@@ -1,16 +1,16 @@
-//! What auxiliary losses are made of, over the tokens of all ranks.
+//! Terms of auxiliary losses, summed over the tokens of all ranks.
 
-use super::run::Run;
+use super::mesh_call::MeshCall;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Element, Reduction, Slice};
 use moesaic_plan::{PlanPart, TensorId};
 use std::sync::Arc;
 
-impl Run<'_> {
-    /// Sums a tensor with a row for each tile of tokens over tiles and ranks. The first tile
-    /// has the sum afterwards, and the others zeros, so that the kernel that sums over tiles
-    /// finds the sums of all ranks. A rank without tokens has no tile, and no loss.
+impl MeshCall<'_> {
+    /// Sums a tensor with a row for each tile of tokens over tiles and ranks. The sum goes to the
+    /// first tile and zeros to the others, so that the kernel that sums over tiles gets the sums of
+    /// all ranks. A rank without tokens has no tile, and no loss.
     pub(super) fn sum_loss_parts(
         &mut self,
         tensor: TensorId,
@@ -20,7 +20,7 @@ impl Run<'_> {
         let width = self.plan.row_bytes(PlanPart::Dispatch, tensor) / size_of::<f32>();
         let tokens = self.tokens.scalars().tokens() as u64;
         let plan = &self.plan.tokens[tensor];
-        // Some have a row more, which is no tile's.
+        // Some tensors have one extra row that belongs to no tile.
         let tiles = (plan.elements(tokens) - plan.elements(0)) as usize / width.max(1);
         let mut parts = vec![0.0f32; tiles * width];
         if !parts.is_empty() {
@@ -31,6 +31,8 @@ impl Run<'_> {
         for tile in parts.chunks(width.max(1)) {
             sums.iter_mut().zip(tile).for_each(|(sum, n)| *sum += n);
         }
+        // The sum is exchanged in memory of its own, because a rank without tokens has no tile but
+        // must still take part.
         let workspace = Arc::new(device.alloc((4 * width).max(64))?);
         device.upload(cast_slice(&sums), &workspace, 0)?;
         let data = Slice::new(&workspace, Element::F32, 0, width)?;

@@ -1,11 +1,12 @@
 //! Layers whose experts live on many ranks.
 //!
-//! [`Mesh`] is a rank's place among the others and the groups that it exchanges with,
-//! [`MeshLayer`] what a rank runs of a layer: the steps of a
-//! [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in one list.
+//! [`Mesh`] holds a rank's coordinates and its process groups. [`MeshLayer`] is one rank's part of
+//! a layer: it runs the steps of a [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in
+//! one list.
 
 mod all_to_all;
 mod any;
+mod bound_plan;
 mod calls;
 mod collect;
 mod comm_cast;
@@ -15,7 +16,7 @@ mod groups;
 mod in_flight;
 mod layer;
 mod losses;
-mod moment;
+mod mesh_call;
 mod part;
 mod passes;
 mod plan_part;
@@ -25,14 +26,14 @@ mod reduce;
 mod replicas;
 mod routing;
 mod rows;
-mod run;
 mod settings;
 mod shadows;
 mod shard;
 mod sharding;
 mod sums;
+mod timestamp;
 mod tp_peers;
-mod view;
+mod transfers;
 mod weights;
 mod workspace_pool;
 
@@ -40,7 +41,7 @@ pub use any::{AnyLayer, AnySaved};
 pub use calls::MeshSaved;
 pub use groups::Mesh;
 pub use layer::MeshLayer;
-pub use moment::Moment;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};
 pub use ranks::{ProcessGroup, Ranks};
 pub use shard::{Shard, joined, joined_placed};
+pub use timestamp::Timestamp;

@@ -1,9 +1,9 @@
-//! A rank's part of any tensors that are named as weights are: those of a model, their
-//! master copies, what an optimizer keeps beside them.
+//! One rank's part of any tensors that are named like weights: a model's, their master copies, the
+//! state of an optimizer.
 
 use super::groups::{Mesh, placement_of};
 use super::ranks::ProcessGroup;
-use super::shard::{beside, sharded};
+use super::shard::{concat, sharded};
 use super::sharding::Sharding;
 use crate::error::EngineError;
 use moesaic_kernel::DType;
@@ -12,19 +12,20 @@ use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
 impl Mesh {
-    /// Whether a parameter is this rank's to move. Of shards of an expert the first alone
-    /// adds the last bias; the others hold zeros, which have to stay.
+    /// Returns whether this rank updates a parameter. Only the first shard of an expert adds the
+    /// last bias; the other shards hold zeros that must stay zero.
     pub fn holds(&self, name: &str) -> bool {
         holds(self.parallel(), self.place(), name)
     }
 
-    /// Who has the same of a parameter: [`ProcessGroup::of`] on this mesh.
-    pub fn among(&self, name: &str) -> ProcessGroup {
+    /// Returns the group of ranks that hold the same values of a parameter: [`ProcessGroup::of`] on
+    /// this mesh.
+    pub fn process_group(&self, name: &str) -> ProcessGroup {
         ProcessGroup::of(self.parallel(), name)
     }
 
-    /// This rank's part of a tensor: of experts its own, of sliced shared experts its shards,
-    /// of all else everything. Only that is asked of the source.
+    /// Returns this rank's part of a tensor: its own experts, its shards of sharded shared experts,
+    /// and everything else whole. Only that part is read from the source.
     ///
     /// # Errors
     /// As [`part_of`].
@@ -37,9 +38,9 @@ impl Mesh {
         part_of_placed(placed, self.place(), source, name)
     }
 
-    /// Which rows of this rank's part of a tensor count where all ranks' parts are counted
-    /// once: all, but of experts with replicas those that it owns. `rows` is the part's
-    /// first dimension.
+    /// Returns the rows of this rank's part of a tensor to count where all ranks' parts are counted
+    /// once: all rows, or the owned ones of replicated experts. `rows` is the part's first
+    /// dimension.
     pub fn counted(&self, name: &str, rows: usize) -> Vec<Range<usize>> {
         let of_experts = Sharding::of(self.parallel(), name).counts_experts();
         let placement = self.placement().filter(|_| of_experts);
@@ -52,17 +53,17 @@ impl Mesh {
     }
 }
 
-/// A rank's part as the source of what every rank has. Weights of all experts and of whole
-/// shared ones, of which a backward pass wants a few, come from the other ranks then, and
-/// are zeros before.
-pub(super) struct Around<'a> {
+/// A rank's part of the weights, presented as a source of whole tensors. Weights of all experts and
+/// of whole shared experts, a few of which a backward pass needs, arrive from other ranks later and
+/// are zeros until then.
+pub(super) struct ReplicatedWeights<'a> {
     pub part: &'a dyn WeightSource,
     pub mesh: Parallel,
-    /// Of the whole layer.
+    /// The number of experts of the whole layer.
     pub experts: usize,
 }
 
-impl WeightSource for Around<'_> {
+impl WeightSource for ReplicatedWeights<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.part.describe(name)?;
         let of_experts = Sharding::of(self.mesh, name).counts_experts();
@@ -88,8 +89,8 @@ fn holds(mesh: Parallel, place: RankCoords, name: &str) -> bool {
     place.tp == 0 || !Sharding::of(mesh, name).once
 }
 
-/// The shape of what the rank at a place of a mesh has of a tensor of a shape; `None` if
-/// they cannot share it.
+/// Returns the shape of the part that the rank at some coordinates holds of a tensor; `None` if the
+/// ranks cannot share it.
 pub fn part_shape(
     mesh: Parallel,
     place: RankCoords,
@@ -99,7 +100,7 @@ pub fn part_shape(
     part_shape_placed((mesh, None), place, name, whole)
 }
 
-/// The same where experts are placed as the caller says; `None`: as [`part_shape`].
+/// As [`part_shape`], with a placement of experts; `None` means contiguous ranges.
 pub fn part_shape_placed(
     (mesh, placement): (Parallel, Option<&Placement>),
     place: RankCoords,
@@ -122,8 +123,8 @@ pub fn part_shape_placed(
     Some(shape)
 }
 
-/// What the rank at a place of a mesh has of a tensor of the whole, by the tensor's name:
-/// [`ProcessGroup::of`] says whose it is.
+/// Returns the part that the rank at some coordinates holds of a whole tensor, by the tensor's
+/// name: [`ProcessGroup::of`] returns the group that shares it.
 ///
 /// # Errors
 /// [`EngineError::Weight`] for a tensor that is not there, or whose sizes the mesh cannot
@@ -137,7 +138,7 @@ pub fn part_of(
     part_of_placed((mesh, None), place, source, name)
 }
 
-/// The same where experts are placed as the caller says; `None`: as [`part_of`].
+/// As [`part_of`], with a placement of experts; `None` means contiguous ranges.
 ///
 /// # Errors
 /// As [`part_of`].
@@ -177,14 +178,14 @@ pub fn part_of_placed(
     })
 }
 
-/// Numbers that follow each other together.
+/// Returns the runs of consecutive numbers.
 pub(super) fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
     let next = |a: &usize, b: &usize| a + 1 == *b;
     let runs = numbers.chunk_by(next);
     runs.map(|run| run[0]..run[0] + run.len()).collect()
 }
 
-/// Rows of a tensor, put together if they come in chunks.
+/// Reads rows of a tensor, joining them if they come in several runs.
 fn read(
     source: &dyn WeightSource,
     name: &str,
@@ -205,6 +206,6 @@ fn read(
     }
     Ok(match chunks.len() {
         1 => chunks.remove(0).into_static(),
-        _ => beside(&chunks, 0),
+        _ => concat(&chunks, 0),
     })
 }

@@ -1,4 +1,4 @@
-//! The passes of a rank with their launches bound, by the chunks that rows travel in.
+//! The passes of a rank with bound launches, for one overlap.
 
 use crate::error::EngineError;
 use crate::launch::Bound;
@@ -6,23 +6,23 @@ use moesaic_plan::{self as plan, Exchange, LayerPlan, Overlap, OverlapBy, RankSt
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Why there is a part of shared experts.
-pub(super) const SHARDED: &str = "steps of shared experts are of ranks with slices of them";
+/// The reason that a step of shared experts finds its part.
+pub(super) const SHARDED: &str = "steps of shared experts are of ranks with shards of them";
 
-/// Why there is a part of shadows.
+/// The reason that a step of shadows finds its part.
 pub(super) const SHADOWED: &str = "steps of shadows are of plans with shadows";
 
-/// Steps of a pass, launches bound.
+/// Consecutive steps of a pass, with launches bound.
 pub(super) enum Segment {
-    /// Of a part, for all rows or for a chunk of them.
+    /// Launches of a part, for all rows or for a chunk of them.
     Launches(plan::PlanPart, Arc<Bound>, Option<plan::Chunk>),
     Exchange(Exchange),
-    /// Rows of several tensors that [go together](Exchange::goes_with).
+    /// Exchanges of several tensors that [go together](Exchange::goes_with).
     Together(Vec<Exchange>),
 }
 
-/// The steps of a pass, launches of a part that follow each other together. The same
-/// launches for several chunks are bound once.
+/// Groups the steps of a pass: consecutive launches of a part become one segment. Equal launches
+/// for several chunks are bound once.
 pub(super) fn segments(
     steps: &[RankStep],
     bind: impl Fn(plan::PlanPart, &[usize]) -> Result<Bound, EngineError>,
@@ -57,7 +57,7 @@ pub(super) fn segments(
     parts.collect()
 }
 
-/// For how many chunks the experts' products are launched, and what makes one.
+/// Returns the number of chunks for which the experts' GEMMs are launched, and what makes one.
 pub(super) fn chunks(segments: &[Segment]) -> (usize, OverlapBy) {
     let of = |segment: &Segment| match segment {
         Segment::Launches(plan::PlanPart::Experts, _, chunk) => {
@@ -69,10 +69,10 @@ pub(super) fn chunks(segments: &[Segment]) -> (usize, OverlapBy) {
     found.unwrap_or((1, OverlapBy::default()))
 }
 
-/// Steps of passes of a part.
+/// Selects the steps of one pass of a layer plan.
 pub(super) type Launched = fn(&LayerPlan) -> &[Step];
 
-/// What a rank does in each pass.
+/// The bound steps of each pass.
 pub(super) struct Passes {
     pub chunks: Overlap,
     pub forward: Vec<Segment>,

@@ -1,4 +1,4 @@
-//! One side of a call: a layer, its memory, and its scalars.
+//! One part of a plan in a call: a layer, its memory and its scalars.
 
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
@@ -9,35 +9,36 @@ use moesaic_plan::{Chunk, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::sync::Arc;
 
-/// A side of one call. The layer takes no other call meanwhile.
+/// A part of a plan in one call. It holds the layer's lock, so no other call of the layer runs
+/// meanwhile.
 pub(super) struct PartCall<'l> {
     pub layer: &'l Layer,
     workspaces: Turn<'l>,
     kept: Kept<'l>,
     scalars: Option<Scalars>,
-    /// What the call has of the layer's weights and gradients, where it holds none itself.
+    /// Weights and gradients from the workspace pool, where the layer holds none itself.
     pub borrowed: Buffers,
     /// Weights of shadows that stay from forward to backward.
-    pub staying: Buffers,
-    /// Tensors that lie where a raw call has them, of which no exchange moves any.
+    pub kept_weights: Buffers,
+    /// Tensors in the caller's memory, in a raw call. Exchanges move none of them.
     pub given: Vec<(TensorId, Ptr)>,
-    /// Room for the addresses of some of the rows.
+    /// Scratch for the addresses of a chunk's rows.
     chunk: Addresses,
-    /// Whether gradients of weights of some of the rows are there.
+    /// Whether an earlier chunk has written gradients of weights.
     begun: bool,
 }
 
-/// Rows that are next to each other, of a chunk.
+/// The consecutive rows of a chunk.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub chunk: Chunk,
     /// The first row.
     pub first: usize,
-    /// How many.
+    /// The number of rows.
     pub rows: usize,
 }
 
-/// What a call keeps for backward, or has from forward.
+/// The tensors that a call keeps for backward, or has from forward.
 enum Kept<'l> {
     Nothing,
     Now(Saved),
@@ -52,14 +53,14 @@ impl<'l> PartCall<'l> {
             kept: Kept::Nothing,
             scalars: None,
             borrowed: Buffers::default(),
-            staying: Buffers::default(),
+            kept_weights: Buffers::default(),
             given: Vec::new(),
             chunk: Addresses::default(),
             begun: false,
         }
     }
 
-    /// Makes room for a pass that keeps nothing.
+    /// Reserves memory for a pass that keeps nothing.
     pub fn pass(&mut self, scalars: Scalars) -> Result<(), EngineError> {
         self.layer.reserve(&mut self.workspaces, scalars.tokens())?;
         self.scalars = Some(scalars);
@@ -69,7 +70,7 @@ impl<'l> PartCall<'l> {
         Ok(())
     }
 
-    /// Makes room for a pass that keeps what backward needs.
+    /// Reserves memory for a pass that keeps what backward needs.
     pub fn train(&mut self, scalars: Scalars) -> Result<(), EngineError> {
         let (layer, tokens) = (self.layer, scalars.tokens());
         layer.reserve_training(&mut self.workspaces.every, tokens)?;
@@ -77,12 +78,12 @@ impl<'l> PartCall<'l> {
         saved.kept.given.extend_from_slice(&self.given);
         layer.lay_saved(&mut self.workspaces, &saved);
         self.workspaces.addresses.lay(&self.borrowed);
-        self.workspaces.addresses.lay(&self.staying);
+        self.workspaces.addresses.lay(&self.kept_weights);
         (self.scalars, self.kept) = (Some(scalars), Kept::Now(saved));
         Ok(())
     }
 
-    /// Makes room for the pass back from what forward kept.
+    /// Reserves memory for a backward pass from the state that forward kept.
     pub fn back(&mut self, saved: &'l Saved, accumulate: bool) -> Result<(), EngineError> {
         let layer = self.layer;
         layer.check_saved(saved)?;
@@ -90,14 +91,14 @@ impl<'l> PartCall<'l> {
         layer.gradient_buffers()?;
         layer.lay_saved(&mut self.workspaces, saved);
         self.workspaces.addresses.lay(&self.borrowed);
-        self.workspaces.addresses.lay(&self.staying);
+        self.workspaces.addresses.lay(&self.kept_weights);
         self.workspaces.addresses.give(&self.given);
         self.scalars = Some(saved.scalars().accumulating(accumulate));
         self.kept = Kept::Before(saved);
         Ok(())
     }
 
-    /// What was kept.
+    /// Returns the state that the call kept.
     pub fn into_saved(self) -> Option<Saved> {
         match self.kept {
             Kept::Now(saved) => Some(saved),
@@ -105,7 +106,7 @@ impl<'l> PartCall<'l> {
         }
     }
 
-    /// The scalars, once there is room.
+    /// Returns the scalars, once memory is reserved.
     pub fn scalars(&self) -> &Scalars {
         self.scalars
             .as_ref()
@@ -118,9 +119,9 @@ impl<'l> PartCall<'l> {
         self.layer.run(steps, self.scalars(), addresses, None)
     }
 
-    /// The same for some of the rows alone, as if there were no others. What is no row lies
-    /// where it does for all: scratch, which launches use one after the other, weights, and
-    /// their gradients, to which every part but the first adds.
+    /// Launches steps for a chunk's rows alone, as if there were no others. Tensors without rows
+    /// keep their addresses: scratch, which launches use one after the other; weights; and their
+    /// gradients, to which every chunk but the first adds.
     pub fn run_part(&mut self, steps: &Bound, part: Part) -> Result<(), EngineError> {
         let scalars = self.scalars().of_chunk(part.rows, self.begun);
         let plan = self.layer.plan();
@@ -137,20 +138,20 @@ impl<'l> PartCall<'l> {
         Ok(())
     }
 
-    /// The memory of a tensor of the call: kept, passing, or a weight.
+    /// Returns the memory of a tensor: kept, passing, or a weight.
     pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
         let found = self.find(tensor);
         found.expect("tensors of a call have memory")
     }
 
-    /// The same by name, if the pass has such a tensor: an evaluation lacks what only
+    /// Returns the memory of a tensor by name, if the pass has it: an evaluation lacks what only
     /// training keeps.
     pub fn named(&self, name: &str) -> Option<&Arc<Buffer>> {
         self.find(self.layer.id(name)?)
     }
 
-    /// Uploads what kernels read of a tensor, if the pass has it.
-    pub fn tell(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
+    /// Uploads a tensor that kernels read, if the pass has it.
+    pub fn upload(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
         match self.named(name) {
             Some(buffer) => Ok(self.layer.device.upload(bytes, buffer, 0)?),
             None => Ok(()),
@@ -166,6 +167,6 @@ impl<'l> PartCall<'l> {
         kept.or_else(|| self.workspaces.every.buffers.handle(tensor))
             .or_else(|| self.layer.weights.handle(tensor))
             .or_else(|| self.borrowed.handle(tensor))
-            .or_else(|| self.staying.handle(tensor))
+            .or_else(|| self.kept_weights.handle(tensor))
     }
 }

@@ -1,4 +1,4 @@
-//! Host memory group the ranks of a mesh: what training sums, gathers and hands out.
+//! Exchanges of host memory between the ranks of a mesh: sums, gathers and broadcasts for training.
 
 use super::groups::{Groups, Mesh};
 use super::sharding::Sharding;
@@ -12,37 +12,35 @@ use moesaic_plan::Parallel;
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
-/// Which ranks of a mesh do something together.
+/// A process group of a mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ProcessGroup {
-    /// All. They have the same of what is no expert's: router, whole shared experts, and all
-    /// that a model has around its layers.
+    /// All ranks. They hold the same router, the same whole shared experts, and the same parameters
+    /// of a model around its layers.
     World,
-    /// Those that hold all experts once.
+    /// Ranks that hold all experts once.
     Ep,
-    /// Those with the shards of the same experts.
+    /// Ranks with the shards of the same experts.
     ExpertTp,
-    /// Those with the same shards of the same experts. They have the same weights of
-    /// experts.
+    /// Ranks with the same shards of the same experts, and so the same expert weights.
     ExpertDp,
-    /// Those with shards of the same number, of whatever experts. They have the same of
-    /// shared experts that are sliced.
+    /// Ranks with shards of the same index, whatever their experts. They hold the same shards of
+    /// shared experts.
     EpDp,
 }
 
 impl ProcessGroup {
-    /// Who has the same of a parameter on a mesh, by its name: `experts.` and what follows,
-    /// with anything in front, is of experts; `shared.0.` and what follows, but for its
-    /// `router.`, of shards of a shared expert where the mesh has such
-    /// ([`SharedExperts`](moesaic_plan::SharedExperts)); all else is everybody's.
+    /// Returns the group of ranks that hold the same values of a parameter, by its name. A name
+    /// with `experts.` in it belongs to experts; a name with `shared.0.` in it, apart from
+    /// `shared.0.router.`, belongs to a shard of a shared expert where the mesh shards these
+    /// ([`SharedExperts`](moesaic_plan::SharedExperts)); all ranks hold every other parameter.
     pub fn of(mesh: Parallel, name: &str) -> ProcessGroup {
         Sharding::of(mesh, name).among
     }
 }
 
-/// What a rank exchanges with others from its own memory. Every call is made by all
-/// ranks that it is among, in the same order and with the same words for `what` it is,
-/// which errors give back. Cheap to clone.
+/// A handle to exchange host memory with other ranks. All ranks of the group make every call, in
+/// the same order and with the same text for `what`, which errors repeat. Cheap to clone.
 #[derive(Clone)]
 pub struct Ranks {
     mesh: Mesh,
@@ -50,16 +48,16 @@ pub struct Ranks {
 }
 
 impl Engine {
-    /// The ranks of a mesh, to exchange what lies in host memory. It goes over this
-    /// engine's device, which has to be that of the mesh.
+    /// Returns a handle to exchange host memory between the ranks of a mesh. It uses this engine's
+    /// device, which must be the mesh's.
     pub fn ranks(&self, mesh: &Mesh) -> Ranks {
         Ranks::new(mesh, self.device())
     }
 }
 
 impl Groups {
-    pub fn among(&mut self, among: ProcessGroup) -> &mut dyn Collectives {
-        match among {
+    pub fn process_group(&mut self, in_group: ProcessGroup) -> &mut dyn Collectives {
+        match in_group {
             ProcessGroup::World => &mut *self.world,
             ProcessGroup::Ep => &mut *self.ep,
             ProcessGroup::ExpertTp => &mut *self.expert_tp,
@@ -77,30 +75,30 @@ impl Ranks {
         }
     }
 
-    /// Their mesh.
+    /// Returns the mesh.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// The ranks of a group that this one is in, and its own place among them.
-    pub fn among(&self, among: ProcessGroup) -> (usize, usize) {
+    /// Returns this rank's index in a group, and the size of the group.
+    pub fn rank_and_size(&self, in_group: ProcessGroup) -> (usize, usize) {
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
+        let group = groups.process_group(in_group);
         (group.rank(), group.size())
     }
 
-    /// Adds up what all have, in the order of ranks: the same bytes on each.
+    /// Sums the values of all ranks in rank order: every rank gets the same bytes.
     ///
     /// # Errors
     /// [`EngineError::Collective`], also for other numbers of values elsewhere.
     pub fn sum(
         &self,
         values: &mut [f32],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<(), EngineError> {
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
+        let group = groups.process_group(in_group);
         if group.size() == 1 {
             return Ok(());
         }
@@ -111,41 +109,41 @@ impl Ranks {
         Ok(self.device.download(&buffer, 0, cast_slice_mut(values))?)
     }
 
-    /// The same of a few numbers in double precision.
+    /// Sums a few numbers in double precision.
     ///
     /// # Errors
     /// As [`Ranks::sum`].
     pub fn sum_f64(
         &self,
         values: &[f64],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f64>, EngineError> {
-        self.fold_f64(values, among, what, (0.0, |sum, value| sum + value))
+        self.fold_f64(values, in_group, what, (0.0, |sum, value| sum + value))
     }
 
-    /// The largest of all ranks, of each number.
+    /// Returns the maximum over ranks of each number.
     ///
     /// # Errors
     /// As [`Ranks::sum`].
     pub fn max_f64(
         &self,
         values: &[f64],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f64>, EngineError> {
-        self.fold_f64(values, among, what, (f64::NEG_INFINITY, f64::max))
+        self.fold_f64(values, in_group, what, (f64::NEG_INFINITY, f64::max))
     }
 
-    /// What all have, folded in the order of ranks.
+    /// Folds the numbers of all ranks in rank order.
     fn fold_f64(
         &self,
         values: &[f64],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
         (first, fold): (f64, fn(f64, f64) -> f64),
     ) -> Result<Vec<f64>, EngineError> {
-        let all = self.gather_bytes(cast_slice(values), among, what)?;
+        let all = self.gather_bytes(cast_slice(values), in_group, what)?;
         let mut folded = vec![first; values.len()];
         for (rank, part) in all.iter().enumerate() {
             let (theirs, rest) = part.as_chunks::<8>();
@@ -163,18 +161,18 @@ impl Ranks {
         Ok(folded)
     }
 
-    /// The values of all, as many of each, in the order of ranks.
+    /// Gathers the values of all ranks, the same number from each, in rank order.
     ///
     /// # Errors
     /// As [`Ranks::sum`].
     pub fn gather(
         &self,
         own: &[f32],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f32>, EngineError> {
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
+        let group = groups.process_group(in_group);
         if group.size() == 1 {
             return Ok(own.to_vec());
         }
@@ -191,27 +189,27 @@ impl Ranks {
         Ok(all)
     }
 
-    /// This rank's part of values that all have, as equal as can be, in the order of
-    /// ranks; the inverse of [`Ranks::gather`] where they share evenly.
-    pub fn scattered<'v, T>(&self, values: &'v [T], among: ProcessGroup) -> &'v [T] {
-        let (rank, size) = self.among(among);
+    /// Returns this rank's part of values that all ranks have. Parts are as equal as possible, in
+    /// rank order. This is the inverse of [`Ranks::gather`] where the parts are equal.
+    pub fn scattered<'v, T>(&self, values: &'v [T], in_group: ProcessGroup) -> &'v [T] {
+        let (rank, size) = self.rank_and_size(in_group);
         let edge = |rank: usize| rank * values.len() / size;
         &values[edge(rank)..edge(rank + 1)]
     }
 
-    /// Part `q` of what all have, added up in the order of ranks, for rank `q`: as many
-    /// values everywhere, which the number of ranks divides.
+    /// Reduce-scatters values: rank `q` gets the sum, in rank order, of part `q`. All ranks pass
+    /// the same number of values, a multiple of the number of ranks.
     ///
     /// # Errors
     /// As [`Ranks::sum`].
     pub fn sum_scattered(
         &self,
         own: &[f32],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<f32>, EngineError> {
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
+        let group = groups.process_group(in_group);
         let mut part = vec![0.0f32; own.len() / group.size()];
         let from = self.buffer(cast_slice(own))?;
         let to = self.buffer(cast_slice(&part))?;
@@ -224,24 +222,24 @@ impl Ranks {
         Ok(part)
     }
 
-    /// Hands a part of any size to each: `parts[q]` to rank `q`. Returns what they have
-    /// for this one, in the order of ranks. Sizes are exchanged first.
+    /// Sends `parts[q]` to rank `q` and returns the parts for this rank, in rank order. Parts may
+    /// have any size; their sizes are exchanged first.
     ///
     /// # Errors
     /// As [`Ranks::sum`]; also when there is not a part for each.
     pub fn all_to_all(
         &self,
         parts: &[Vec<f32>],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
-        let told: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
+        let sizes: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
-        let told = group.gather_numbers(&told, &Call::new(what))?;
+        let group = groups.process_group(in_group);
+        let sizes = group.gather_numbers(&sizes, &Call::new(what))?;
         let here = |to: &Vec<u64>| to.get(group.rank()).map_or(0, |size| *size as usize);
-        let receives: Vec<usize> = told.iter().map(here).collect();
+        let receives: Vec<usize> = sizes.iter().map(here).collect();
         let mut all = vec![0.0f32; receives.iter().sum()];
         let sent = parts.concat();
         let (from, to) = (
@@ -260,9 +258,9 @@ impl Ranks {
         Ok(receives.into_iter().map(part).collect())
     }
 
-    /// Hands bytes to some of a group, and gets some: peers with bytes, and peers with the
-    /// number of bytes that they have for this rank, several of one in the same order on
-    /// both parts. Returns what arrives.
+    /// Sends bytes to some ranks of a group and receives from some: `(peer, bytes)` pairs to send,
+    /// and `(peer, length)` pairs to receive. Several messages between two ranks must have the same
+    /// order on both. Returns the received bytes.
     ///
     /// # Errors
     /// [`EngineError::Collective`], also where both parts expect other sizes.
@@ -270,7 +268,7 @@ impl Ranks {
         &self,
         sends: &[(usize, Vec<u8>)],
         receives: &[(usize, usize)],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<u8>>, EngineError> {
         let sent: Vec<&[u8]> = sends.iter().map(|(_, bytes)| &**bytes).collect();
@@ -280,7 +278,7 @@ impl Ranks {
         let sends = transfers(&from, sizes)?;
         let receives = transfers(&to, receives.iter().copied())?;
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
+        let group = groups.process_group(in_group);
         group
             .exchange(&sends, &receives, &Call::new(what))?
             .wait()?;
@@ -292,35 +290,35 @@ impl Ranks {
         receives.iter().map(arrived).collect()
     }
 
-    /// Bytes of all, of any sizes, in the order of ranks.
+    /// Gathers bytes of all ranks, of any sizes, in rank order.
     ///
     /// # Errors
     /// As [`Ranks::sum`].
     pub fn gather_bytes(
         &self,
         own: &[u8],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<u8>>, EngineError> {
         Ok(self
             .mesh
             .groups()
-            .among(among)
+            .process_group(in_group)
             .gather_bytes(own, &Call::new(what))?)
     }
 
-    /// What the first of them has becomes everybody's.
+    /// Broadcasts the values of the group's first rank.
     ///
     /// # Errors
     /// As [`Ranks::sum`].
     pub fn broadcast(
         &self,
         bytes: &mut [u8],
-        among: ProcessGroup,
+        in_group: ProcessGroup,
         what: &str,
     ) -> Result<(), EngineError> {
         let mut groups = self.mesh.groups();
-        let group = groups.among(among);
+        let group = groups.process_group(in_group);
         if group.size() == 1 {
             return Ok(());
         }
@@ -330,7 +328,7 @@ impl Ranks {
         Ok(self.device.download(&buffer, 0, bytes)?)
     }
 
-    /// Waits for all.
+    /// Waits until all ranks of the mesh have called it.
     ///
     /// # Errors
     /// [`EngineError::Collective`].
@@ -339,7 +337,7 @@ impl Ranks {
         Ok(groups.world.barrier(&Call::new(what))?.wait()?)
     }
 
-    /// Memory of the device with these bytes.
+    /// Uploads bytes into new device memory.
     pub(super) fn buffer(&self, bytes: &[u8]) -> Result<Arc<Buffer>, EngineError> {
         let buffer = Arc::new(self.device.alloc(bytes.len().max(4))?);
         self.device.upload(bytes, &buffer, 0)?;
@@ -351,7 +349,7 @@ impl Ranks {
     }
 }
 
-/// Bytes of a buffer, one peer's after the other's.
+/// Returns transfers of consecutive bytes of a buffer, peer after peer.
 fn transfers(
     buffer: &Arc<Buffer>,
     sizes: impl Iterator<Item = (usize, usize)>,

@@ -1,14 +1,14 @@
-//! Calls of a rank on device memory that someone else owns.
+//! Calls of a rank on device memory that the caller owns.
 //!
-//! Kernels use the caller's tensors where they lie. What ranks exchange lies in the layer's own
-//! memory: an exchange may still be in flight when a call has failed, and then keeps the memory
-//! that it uses, which it cannot with a caller's. So the few tensors of a call that exchanges
-//! move are copied on the device, in the order of its stream: `x` and `dy` where shared experts
-//! are sliced, and numbers such as `counts`.
+//! Kernels use the caller's tensors in place. Exchanges use the layer's own memory, because a
+//! failed exchange may still access its buffers long after the call has returned its error. So the
+//! few tensors that exchanges move are copied on the device, in stream order: `x` and `dy` where
+//! shared experts are sharded, and numbers such as `counts`.
 
-use super::calls::{Dy, Given, MeshSaved};
+use super::calls::{BackwardArgs, CallArgs, MeshSaved};
 use super::layer::MeshLayer;
-use super::run::Run;
+use super::mesh_call::MeshCall;
+use super::shadows::Bytes;
 use crate::call::{RawBackward, RawCall, RngKey, input_error};
 use crate::error::EngineError;
 use crate::pass::Pass;
@@ -18,9 +18,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl MeshLayer {
-    /// As [`MeshLayer::forward_with`], on device memory that the caller owns: this rank's tokens
-    /// are read and its results written there, in stream order. The host waits for what ranks
-    /// tell each other and for exchanges, not for the launches after them.
+    /// As [`MeshLayer::forward_with`], on device memory that the caller owns: kernels read this
+    /// rank's tokens and write its results there, in stream order. The host waits for count
+    /// exchanges and row exchanges, and does not wait for the launches after them.
     ///
     /// # Safety
     /// As [`Layer::forward_raw`](crate::Layer::forward_raw), also when the call fails.
@@ -29,7 +29,7 @@ impl MeshLayer {
     /// As [`Layer::forward_raw`](crate::Layer::forward_raw); [`EngineError::Input`] for a
     /// weight, which lies with its rank; [`EngineError::Collective`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        self.evaluate(&Given::Raw(call))?.hand_over()
+        self.evaluate(&CallArgs::Raw(call))?.copy_results()
     }
 
     /// As [`MeshLayer::route`], on device memory that the caller owns.
@@ -40,8 +40,8 @@ impl MeshLayer {
     /// # Errors
     /// As [`MeshLayer::forward_raw`].
     pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        let run = self.decide(Pass::Route, &Given::Raw(call), RngKey::default())?;
-        run.hand_over()
+        let run = self.decide(Pass::Route, &CallArgs::Raw(call), RngKey::default())?;
+        run.copy_results()
     }
 
     /// As [`MeshLayer::route_train`], on device memory that the caller owns.
@@ -57,19 +57,20 @@ impl MeshLayer {
         rng_key: RngKey,
     ) -> Result<(), EngineError> {
         self.tokens.check_training()?;
-        let run = self.decide(Pass::RouteTrain, &Given::Raw(call), rng_key)?;
-        run.hand_over()
+        let run = self.decide(Pass::RouteTrain, &CallArgs::Raw(call), rng_key)?;
+        run.copy_results()
     }
 
-    /// As [`MeshLayer::loads`] with the tokens of a call on device memory, or without an RNG key as
-    /// [`MeshLayer::evaluation_loads`]. Nothing is written there.
+    /// As [`MeshLayer::tokens_per_expert`] with the tokens of a call on device memory; without
+    /// rng_key as [`MeshLayer::evaluation_tokens_per_expert`]. Writes nothing to the caller's
+    /// memory.
     ///
     /// # Safety
     /// As [`MeshLayer::forward_raw`].
     ///
     /// # Errors
     /// As [`MeshLayer::route_raw`] and [`MeshLayer::route_train_raw`].
-    pub unsafe fn loads_raw(
+    pub unsafe fn tokens_per_expert_raw(
         &self,
         call: &RawCall<'_>,
         rng_key: Option<RngKey>,
@@ -90,10 +91,10 @@ impl MeshLayer {
             tensors: &tensors,
             ..*call
         };
-        let run = self.decide(pass, &Given::Raw(&call), rng_key.unwrap_or_default())?;
+        let run = self.decide(pass, &CallArgs::Raw(&call), rng_key.unwrap_or_default())?;
         let output = run.read(&["counts"])?;
         drop(run); // its groups are needed
-        self.loads_of(&output)
+        self.gather_counts(&output)
     }
 
     /// As [`MeshLayer::forward_train`], on device memory that the caller owns. Inputs stay where
@@ -110,15 +111,16 @@ impl MeshLayer {
         call: &RawCall<'_>,
         rng_key: RngKey,
     ) -> Result<MeshSaved, EngineError> {
-        let run = self.train(&Given::Raw(call), rng_key)?;
-        run.hand_over()?;
+        let run = self.train(&CallArgs::Raw(call), rng_key)?;
+        run.copy_results()?;
         Ok(self.saved(run))
     }
 
     /// As [`MeshLayer::backward`], on device memory that the caller owns: `dy`, `dx` and
-    /// `grad.topk_weights` of this rank's tokens. Gradients of weights stay in the layer's
-    /// memory, where [`MeshLayer::reduce_gradients`] adds them up;
-    /// [`Layer::gradient_ptr`](crate::Layer::gradient_ptr) of [`MeshLayer::side_of`] says where.
+    /// `grad.topk_weights` of this rank's tokens. Gradients of weights stay in the layer's memory,
+    /// where [`MeshLayer::reduce_gradients`] sums them;
+    /// [`Layer::gradient_ptr`](crate::Layer::gradient_ptr) of [`MeshLayer::weight_layer`] returns
+    /// the address.
     ///
     /// # Safety
     /// As [`Layer::backward_raw`](crate::Layer::backward_raw), also when the call fails.
@@ -131,23 +133,22 @@ impl MeshLayer {
         saved: &MeshSaved,
         call: &RawBackward<'_>,
     ) -> Result<(), EngineError> {
-        let run = self.back(saved, &Dy::Raw(call.tensors), call.accumulate)?;
-        run.hand_over()
+        let run = self.back(saved, &BackwardArgs::Raw(call.tensors), call.accumulate)?;
+        run.copy_results()
     }
 }
 
-/// What a raw call has of the dispatch part in memory that kernels do not use: tensors of the
-/// layer, each with the caller's memory for it.
+/// The caller's memory for tensors of the dispatch part that kernels use in the layer's memory.
 #[derive(Default)]
-pub(super) struct Beside {
+pub(super) struct CallerTensors {
     tensors: Vec<(TensorId, Arc<Buffer>)>,
-    /// Where [`SATURATED`] goes, which is no tensor of the layer.
+    /// The caller's memory for [`SATURATED`], which is no tensor of the layer.
     saturated: Option<Arc<Buffer>>,
 }
 
-impl Run<'_> {
-    /// Takes the tensors of these roles that a caller has for so many tokens, before there is
-    /// room for the call. All of `inputs` must be there.
+impl MeshCall<'_> {
+    /// Takes the caller's tensors of some roles, for `tokens` tokens, before memory is reserved.
+    /// All of `inputs` must be there.
     pub(super) fn take(
         &mut self,
         (tokens, tensors): (usize, &[(&str, Ptr)]),
@@ -162,25 +163,28 @@ impl Run<'_> {
         let mut found = Vec::new();
         layer.find_given((tokens, &ports), inputs, &mut found)?;
         let mut taken = BTreeSet::new();
-        // Of two addresses the first counts.
+        // If the caller names a tensor twice, the first address counts.
         for (id, address) in found.into_iter().filter(|(id, _)| taken.insert(*id)) {
+            // An exchange may still access its buffer after the call has failed; the layer's memory
+            // lives long enough, the caller's may not.
             if self.exchanged.contains(&id) {
                 let bytes = layer.plan()[id].bytes(tokens as u64);
-                self.beside.tensors.push((id, theirs(address, bytes)));
+                self.caller.tensors.push((id, theirs(address, bytes)));
             } else {
                 self.tokens.given.push((id, address));
             }
         }
         let count = tensors.iter().find(|(name, _)| *name == SATURATED);
-        self.beside.saturated = match count {
-            Some((name, Ptr(0))) => return Err(input_error(name, NOWHERE.to_string())),
+        self.caller.saturated = match count {
+            Some((name, Ptr(0))) => return Err(input_error(name, NULL_ADDRESS.to_string())),
             Some((_, address)) => Some(theirs(*address, COUNT_BYTES)),
             None => None,
         };
         Ok(())
     }
 
-    /// Weights and their gradients lie with their ranks, who add gradients up there.
+    /// Refuses weights and their gradients: they stay with their ranks, which sum gradients in
+    /// place.
     fn refuse_weights(&self, tensors: &[(&str, Ptr)]) -> Result<(), EngineError> {
         let is_weight = |name: &str| {
             let mut parts = self.plan.parts();
@@ -190,7 +194,7 @@ impl Run<'_> {
             let problem = match name.strip_prefix("grad.") {
                 Some(weight) if is_weight(weight) => {
                     "stays in the layer's memory on a mesh, where ranks add it up; leave it out, \
-                     and ask `gradient_ptr` of `side_of` where it lies"
+                     and ask `gradient_ptr` of `weight_layer` where it lies"
                 }
                 None if is_weight(name) => {
                     "stays in the layer's memory on a mesh; leave it out, and replace it by \
@@ -203,76 +207,80 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Copies inputs that exchanges move to the layer's own memory, once there is room.
-    pub(super) fn bring(&self) -> Result<(), EngineError> {
-        let inputs = self.beside([Role::Input, Role::OutputGradient]);
+    /// Copies inputs that exchanges move to the layer's memory, once it is reserved.
+    pub(super) fn copy_inputs(&self) -> Result<(), EngineError> {
+        let inputs = self.caller([Role::Input, Role::OutputGradient]);
         inputs
             .into_iter()
-            .try_for_each(|[own, theirs]| self.carry(theirs, own, theirs.bytes()))
+            .try_for_each(|[own, theirs]| self.copy_whole(theirs, own, theirs.bytes()))
     }
 
-    /// Copies results that exchanges move to the caller's memory, when the pass has been
-    /// launched.
-    pub(super) fn hand_over(&self) -> Result<(), EngineError> {
-        let results = self.beside([Role::Output, Role::InputGradient]);
+    /// Copies results that exchanges move to the caller's memory, once the pass is launched.
+    pub(super) fn copy_results(&self) -> Result<(), EngineError> {
+        let results = self.caller([Role::Output, Role::InputGradient]);
         results
             .into_iter()
-            .try_for_each(|[own, theirs]| self.carry(own, theirs, theirs.bytes()))?;
-        let Some(to) = &self.beside.saturated else {
+            .try_for_each(|[own, theirs]| self.copy_whole(own, theirs, theirs.bytes()))?;
+        let Some(to) = &self.caller.saturated else {
             return Ok(());
         };
         match &self.cast {
-            Some(cast) => self.carry(cast.packing.saturated(), to, to.bytes()),
+            Some(cast) => self.copy_whole(cast.packing.saturated(), to, to.bytes()),
             None => Ok(self.owned.device.upload(&0i64.to_le_bytes(), to, 0)?),
         }
     }
 
-    /// Tensors of these roles, the layer's memory and the caller's.
-    fn beside(&self, roles: [Role; 2]) -> Vec<[&Arc<Buffer>; 2]> {
+    /// Returns the tensors of some roles: the layer's memory and the caller's.
+    fn caller(&self, roles: [Role; 2]) -> Vec<[&Arc<Buffer>; 2]> {
         let plan = self.tokens.layer.plan();
-        let tensors = self.beside.tensors.iter();
+        let tensors = self.caller.tensors.iter();
         let tensors = tensors.filter(|(id, _)| roles.contains(&plan[*id].role));
         tensors
             .map(|(id, theirs)| [self.tokens.buffer(*id), theirs])
             .collect()
     }
 
-    fn carry(&self, from: &Arc<Buffer>, to: &Arc<Buffer>, bytes: usize) -> Result<(), EngineError> {
-        for first in (0..bytes).step_by(PIECE) {
-            let bytes = PIECE.min(bytes - first);
-            self.copy_bytes((from, first), (to, first), bytes)?;
+    fn copy_whole(
+        &self,
+        from: &Arc<Buffer>,
+        to: &Arc<Buffer>,
+        bytes: usize,
+    ) -> Result<(), EngineError> {
+        for first in (0..bytes).step_by(CHUNK_BYTES) {
+            let bytes = CHUNK_BYTES.min(bytes - first);
+            self.copy_bytes(Bytes::at(from, first), Bytes::at(to, first), bytes)?;
         }
         Ok(())
     }
 }
 
-/// Bytes of [`SATURATED`].
+/// The bytes of [`SATURATED`].
 const COUNT_BYTES: u64 = 8;
 
-/// Bytes that are copied at once: a GPU's copy of rows takes rows of less than 2 GiB.
-const PIECE: usize = 1 << 30;
+/// The bytes of one copy: a GPU's copy of rows takes rows of less than 2 GiB.
+const CHUNK_BYTES: usize = 1 << 30;
 
-/// What is wrong with address 0.
-const NOWHERE: &str = "lies at address 0, where no memory is";
+/// The error text of address 0.
+const NULL_ADDRESS: &str = "lies at address 0, where no memory is";
 
-/// A caller's memory, of which nothing is freed here.
+/// Wraps a caller's memory; dropping the buffer frees nothing.
 fn theirs(address: Ptr, bytes: u64) -> Arc<Buffer> {
     Arc::new(Buffer::new(address, bytes as usize, Box::new(())))
 }
 
-/// The tensors of the dispatch part that exchanges move, or the host reads for them.
+/// Returns the tensors of the dispatch part that exchanges move, or that the host reads for them.
 pub(super) fn exchanged(plan: &RankPlan) -> BTreeSet<TensorId> {
     let steps = plan.steps.iter().chain(&plan.evaluation);
     let exchanges = steps.chain(&plan.backward).filter_map(RankStep::exchange);
-    let moved = exchanges.flat_map(|exchange| of_tokens(&exchange.op));
+    let moved = exchanges.flat_map(|exchange| dispatch_tensors(&exchange.op));
     let read = ["offsets", "row_slots"];
     let read = read.into_iter().filter_map(|name| plan.tokens.id(name));
     moved.flatten().chain(read).collect()
 }
 
-/// Those of one exchange.
-fn of_tokens(way: &CollectiveOp) -> [Option<TensorId>; 2] {
-    match *way {
+/// Returns the tensors of the dispatch part of one exchange.
+fn dispatch_tensors(op: &CollectiveOp) -> [Option<TensorId>; 2] {
+    match *op {
         CollectiveOp::Dispatch { from, .. }
         | CollectiveOp::KeepShadowRows { from, .. }
         | CollectiveOp::AllGatherTp { from, .. } => [Some(from), None],

@@ -1,4 +1,4 @@
-//! Gradients of weights over the ranks that have the same.
+//! Reduction of weight gradients over the ranks that hold the same weights.
 
 use super::layer::MeshLayer;
 use super::ranks::ProcessGroup;
@@ -10,16 +10,16 @@ use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 use moesaic_plan::TensorId;
 
 impl MeshLayer {
-    /// Adds up the gradients of weights over the ranks that have the same weights: those
-    /// of experts over the groups that hold all experts, and over the groups of ranks with
-    /// replicas of an expert ([`Placement`](moesaic_plan::Placement)), those of shards of shared experts
-    /// over the shards of the same number, all others over all ranks. They are then those of
-    /// one process that had the tokens of all ranks, and the same bytes on every rank that
-    /// has them. After any number of backward passes that add.
+    /// Sums gradients over the ranks that hold the same weights. Gradients of experts are summed
+    /// over `dp` groups and over groups with replicas of an expert
+    /// ([`Placement`](moesaic_plan::Placement)), those of sharded shared experts over the shards of
+    /// the same index, all others over all ranks. The sums equal the gradients of one process that
+    /// has the tokens of all ranks, and are the same bytes on every rank that holds them. Call it
+    /// after any number of backward passes that accumulate.
     ///
-    /// Right for a loss that is a sum over tokens, as `dy` of a mean over all ranks' tokens is,
-    /// with auxiliary losses of [`TokenScope::World`](moesaic_plan::TokenScope). A loss that
-    /// is a mean over each rank's own tokens wants [`MeshLayer::average_gradients`].
+    /// Use it where the loss is a sum over tokens, as with `dy` of a mean over all ranks' tokens,
+    /// and auxiliary losses have [`TokenScope::World`](moesaic_plan::TokenScope). If the loss is a
+    /// mean over each rank's own tokens, use [`MeshLayer::average_gradients`].
     ///
     /// # Errors
     /// [`EngineError::NotTraining`], [`EngineError::Collective`].
@@ -29,18 +29,18 @@ impl MeshLayer {
         sum(self.replicated(), &mut *groups.world)?;
         sum(self.own(), &mut *groups.expert_dp)?;
         if let Some(shared) = self.shared() {
-            sum(shared, groups.among(ProcessGroup::EpDp))?;
+            sum(shared, groups.process_group(ProcessGroup::EpDp))?;
         }
         drop(groups);
         self.sum_replicas()
     }
 
-    /// As [`MeshLayer::reduce_gradients`], and divides all sums by the number of ranks, those of
-    /// experts too: the gradients of the mean over ranks of what each rank's loss is, as
-    /// data-parallel training has them. Right for losses that are means over a rank's own
-    /// tokens, auxiliary ones of [`TokenScope::Rank`](moesaic_plan::TokenScope) included;
-    /// those of [`TokenScope::World`](moesaic_plan::TokenScope) and the `global` loss become
-    /// one of so many parts. The division is by way of the host.
+    /// As [`MeshLayer::reduce_gradients`], then divides all sums by the number of ranks, those of
+    /// experts too: the gradients of the mean of all ranks' losses, as in data-parallel training.
+    /// Use it where losses are means over a rank's own tokens, auxiliary ones of
+    /// [`TokenScope::Rank`](moesaic_plan::TokenScope) included. Losses of
+    /// [`TokenScope::World`](moesaic_plan::TokenScope) and the `global` loss are divided by the
+    /// number of ranks, too. The division runs on the host.
     ///
     /// # Errors
     /// As [`MeshLayer::reduce_gradients`].
@@ -50,7 +50,7 @@ impl MeshLayer {
         self.parts().try_for_each(|part| divide(part, ranks))
     }
 
-    /// Of experts that several groups of ranks have, by way of the host.
+    /// Sums gradients of experts that several groups hold, through host memory.
     fn sum_replicas(&self) -> Result<(), EngineError> {
         let (own, experts) = (
             self.own(),
@@ -85,6 +85,7 @@ fn sum(layer: &Layer, group: &mut dyn Collectives) -> Result<(), EngineError> {
         let call = Call::new(&plan.name);
         handles.push(group.all_reduce(&data, &data, Reduction::Sum, &call)?);
     }
+    // All sums are queued before the first wait, so their messages overlap.
     for handle in handles {
         handle.wait()?;
     }

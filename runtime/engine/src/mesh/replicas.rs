@@ -1,5 +1,4 @@
-//! What the groups with replicas of an expert have to do with each other: gradients are
-//! summed by the owner, and what the owner has becomes everybody's.
+//! Replicas of experts: groups sum their gradients, and the owner's values go to all of them.
 
 use super::ranks::{ProcessGroup, Ranks};
 use crate::error::EngineError;
@@ -7,15 +6,15 @@ use bytemuck::cast_slice;
 use moesaic_plan::{Parallel, Placement};
 use moesaic_target::{Buffer, Device};
 
-/// What a rank has of its experts, by where they are among them: of one tensor or several.
+/// The values of a rank's experts by slot, in one tensor or several.
 pub(super) trait Slots {
-    /// All that belongs to an expert.
+    /// Reads all values of an expert.
     fn read(&self, slot: usize) -> Result<Vec<u8>, EngineError>;
-    /// Replaces it by as many bytes.
+    /// Replaces the values of an expert by as many bytes.
     fn write(&mut self, slot: usize, bytes: &[u8]) -> Result<(), EngineError>;
 }
 
-/// Tensors in host memory.
+/// Values in host memory.
 struct Host<'a, 't> {
     parts: &'a mut [&'t mut [u8]],
     experts: usize,
@@ -41,7 +40,7 @@ impl Slots for Host<'_, '_> {
     }
 }
 
-/// Tensors on a device, each with the bytes of an expert.
+/// Values on a device; each buffer with its bytes for one expert.
 pub(super) struct OnDevice<'a> {
     pub device: &'a dyn Device,
     pub parts: Vec<(&'a Buffer, usize)>,
@@ -69,7 +68,7 @@ impl Slots for OnDevice<'_> {
     }
 }
 
-/// A rank among those with replicas of its experts.
+/// One rank among the ranks with replicas of its experts.
 struct Replicas<'a> {
     ranks: &'a Ranks,
     placement: &'a Placement,
@@ -79,9 +78,9 @@ struct Replicas<'a> {
 }
 
 impl Ranks {
-    /// Adds up what the groups with replicas have of each expert, in the order of groups:
-    /// the same bytes on each of them. Parts are tensors whose first dimension counts this
-    /// rank's experts. Nothing happens where no expert has replicas.
+    /// Sums the replicas of each expert over groups, in group order: every group gets the same
+    /// bytes. The first dimension of each part counts this rank's experts. Does nothing without
+    /// replicas.
     ///
     /// # Errors
     /// [`EngineError::Collective`].
@@ -96,7 +95,7 @@ impl Ranks {
         }
     }
 
-    /// What the owner of each expert has becomes that of the groups with replicas.
+    /// Copies the owner's values of each expert to the groups with replicas.
     ///
     /// # Errors
     /// [`EngineError::Collective`].
@@ -111,7 +110,7 @@ impl Ranks {
         }
     }
 
-    /// The same of [`Ranks::sum_replicas`], wherever experts lie.
+    /// As [`Ranks::sum_replicas`], wherever the values are stored.
     pub(super) fn sum_slots(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
         match self.replicas() {
             None => Ok(()),
@@ -140,12 +139,12 @@ impl Replicas<'_> {
         }
     }
 
-    /// The rank of a group with the shard of this one.
+    /// Returns the rank of a group with this rank's shard.
     fn peer(&self, group: usize) -> usize {
         group * self.mesh.expert_tp + self.tp
     }
 
-    /// Replicated experts that this rank has: which, where, and whether it owns them.
+    /// Returns this rank's replicated experts: expert, slot, and whether this rank owns it.
     fn own(&self) -> Vec<(usize, usize, bool)> {
         let all = self.placement.replicated().into_iter();
         let own = all.filter_map(|expert| {
@@ -155,7 +154,7 @@ impl Replicas<'_> {
         own.collect()
     }
 
-    /// The groups beside this one that have an expert.
+    /// Returns the other groups that hold an expert.
     fn others(&self, expert: usize) -> Vec<usize> {
         let mut holders = self.placement.holders(expert).into_owned();
         holders.retain(|group| *group != self.ep);

@@ -1,13 +1,13 @@
-//! Routing of the tokens of all ranks, where rules of the layer look at them together
-//! ([`TokenScope::World`]).
+//! Global routing: routing the tokens of all ranks together, where the scope of a layer's rules is
+//! all ranks ([`TokenScope::World`]).
 //!
-//! Each rank gathers what the router reads of all ranks, routes it by the kernels of its own
-//! tokens' part, and takes its own tokens' rows of the result: any order of placement and
-//! any selection over tokens is then that of one process, to the bit.
+//! Each rank gathers the router's inputs from all ranks, routes them with the kernels of its
+//! dispatch part, and takes the rows of its own tokens from the result. Every order of placement
+//! and every selection over tokens therefore equals that of one process, to the bit.
 
-use super::calls::Given;
+use super::calls::CallArgs;
 use super::layer::MeshLayer;
-use super::run::Run;
+use super::mesh_call::MeshCall;
 use crate::call::{Input, Output, RngKey};
 use crate::error::EngineError;
 use crate::pass::Pass;
@@ -20,7 +20,7 @@ use moesaic_tensor::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What routing the tokens of all ranks has decided for those of this rank.
+/// The decision of global routing for this rank's tokens.
 pub(super) struct Routing {
     ids: Vec<i32>,
     weights: Vec<f32>,
@@ -28,7 +28,7 @@ pub(super) struct Routing {
     capacity: Option<i64>,
 }
 
-/// Where the rows of this rank's kept assignments lie.
+/// The layout of the rows of this rank's kept slots.
 struct Layout {
     counts: Vec<i64>,
     offsets: Vec<i64>,
@@ -37,7 +37,7 @@ struct Layout {
     dropped: i64,
 }
 
-/// Whether a pass decides by all tokens of the call what happens to one of them.
+/// Returns whether a pass needs all tokens of a call to route one of them.
 fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
     let selects = match spec.router.select {
         Select::ExpertChoice(_) => true,
@@ -48,12 +48,12 @@ fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
 }
 
 impl MeshLayer {
-    /// Routes the tokens of all ranks, if the mesh is for that and the call needs it: also
-    /// where `locations` are asked for, which count the rows of other ranks.
-    pub(super) fn routing_of_all(
+    /// Routes the tokens of all ranks, if the scope asks for it and the call needs it. A call that
+    /// asks for `locations` needs it, too, because these count the rows of other ranks.
+    pub(super) fn global_routing(
         &self,
         pass: Pass,
-        given: &Given<'_>,
+        given: &CallArgs<'_>,
         rng_key: RngKey,
     ) -> Result<Option<Arc<Routing>>, EngineError> {
         if self.mesh.scope() == TokenScope::Rank {
@@ -61,8 +61,8 @@ impl MeshLayer {
         }
         let needs = looks_at_all(self.tokens.spec(), pass.trains());
         let (input, names) = match given {
-            Given::Host(input, names) => (input, names),
-            Given::Raw(_) if needs => {
+            CallArgs::Host(input, names) => (input, names),
+            CallArgs::Raw(_) if needs => {
                 return Err(EngineError::Input {
                     name: "x".to_string(),
                     problem: "is in device memory, but this mesh routes the tokens of all ranks \
@@ -71,7 +71,7 @@ impl MeshLayer {
                         .to_string(),
                 });
             }
-            Given::Raw(_) => return Ok(None),
+            CallArgs::Raw(_) => return Ok(None),
         };
         if !needs && !names.contains(&"locations") {
             return Ok(None);
@@ -81,7 +81,7 @@ impl MeshLayer {
         } else {
             Pass::Route
         };
-        let (all, own) = self.inputs_of_all(route, input)?;
+        let (all, own) = self.gather_router_inputs(route, input)?;
         let limited = self.tokens.id("capacity").map(|_| "capacity");
         let names = ["topk_ids", "topk_weights", "locations"];
         let names: Vec<&str> = names.into_iter().chain(limited).collect();
@@ -93,8 +93,8 @@ impl MeshLayer {
         ))))
     }
 
-    /// What the router reads of the tokens of all ranks, and which of them are this rank's.
-    fn inputs_of_all(
+    /// Gathers the router's inputs of all ranks; also returns the range of this rank's tokens.
+    fn gather_router_inputs(
         &self,
         route: Pass,
         input: &Input<'_>,
@@ -103,7 +103,8 @@ impl MeshLayer {
             "inputs of the router of {}",
             self.tokens.spec().name
         ));
-        // Before the first exchange: the other ranks would wait in it.
+        // A missing input must fail before the first exchange; afterwards the other ranks would
+        // wait in it.
         let plan = self.tokens.plan();
         let ids = self.tokens.inputs(route).iter();
         let missing = ids
@@ -121,6 +122,7 @@ impl MeshLayer {
         let before: usize = tokens[..self.mesh.rank()].iter().sum();
         let mut all = Input {
             tokens: tokens.iter().sum(),
+            // The capacity follows from the tokens of all ranks, as in one process.
             capacity_factor: input.capacity_factor,
             ..Input::default()
         };
@@ -148,7 +150,7 @@ impl MeshLayer {
 }
 
 impl Routing {
-    /// Those of some tokens.
+    /// Takes the decision for a range of tokens.
     fn of(output: &Output, tokens: &Range<usize>, top_k: usize) -> Routing {
         let slots = tokens.start * top_k..tokens.end * top_k;
         let whole = |name: &str| {
@@ -165,7 +167,7 @@ impl Routing {
         }
     }
 
-    /// Rows by expert, and inside an expert in the order of all ranks' rows.
+    /// Returns the layout of rows by expert, and within an expert in the order of all ranks' rows.
     fn layout(&self, spec: &LayerSpec) -> Layout {
         let experts = spec.shape.experts;
         let mut counts = vec![0; spec.routed_experts()];
@@ -197,9 +199,9 @@ impl Routing {
         }
     }
 
-    /// What weights were divided by where those of kept assignments are renormalised. `weights`
-    /// and `sums` are as this rank's own scan left them: it drops fewer, so all that is kept
-    /// still has its weight.
+    /// Returns the sums that weights are divided by where those of kept slots are renormalised.
+    /// `weights` and `sums` come from this rank's own scan. That scan drops fewer slots than global
+    /// routing, so every kept slot still has its weight.
     fn kept_sums(&self, spec: &LayerSpec, weights: &[f32], sums: &[f32]) -> Vec<f32> {
         let (top_k, experts) = (spec.shape.top_k, spec.shape.experts as i32);
         let scale = spec.router.scale as f32;
@@ -214,9 +216,9 @@ impl Routing {
     }
 }
 
-impl Run<'_> {
-    /// Puts what routing all tokens has decided in the place of what this rank's scan has.
-    pub(super) fn place_as_of_all(&mut self) -> Result<(), EngineError> {
+impl MeshCall<'_> {
+    /// Replaces the result of this rank's scan by the decision of global routing.
+    pub(super) fn apply_global_routing(&mut self) -> Result<(), EngineError> {
         let Some(routing) = self.routing.clone() else {
             return Ok(());
         };
@@ -225,28 +227,28 @@ impl Run<'_> {
             let weights = self.floats("topk_weights", routing.weights.len())?;
             let sums = self.floats("kept_sums", self.tokens.scalars().tokens())?;
             let sums = routing.kept_sums(spec, &weights, &sums);
-            self.tell("kept_sums", cast_slice(&sums))?;
+            self.upload("kept_sums", cast_slice(&sums))?;
         }
         let layout = routing.layout(spec);
-        self.tell("topk_ids", cast_slice(&routing.ids))?;
-        self.tell("topk_weights", cast_slice(&routing.weights))?;
-        self.tell("locations", cast_slice(&routing.locations))?;
-        self.tell("counts", cast_slice(&layout.counts))?;
-        self.tell("offsets", cast_slice(&layout.offsets))?;
-        self.tell("slot_rows", cast_slice(&layout.slot_rows))?;
-        self.tell("row_slots", cast_slice(&layout.row_slots))?;
-        self.tell("overflow", &layout.dropped.to_le_bytes())?;
+        self.upload("topk_ids", cast_slice(&routing.ids))?;
+        self.upload("topk_weights", cast_slice(&routing.weights))?;
+        self.upload("locations", cast_slice(&routing.locations))?;
+        self.upload("counts", cast_slice(&layout.counts))?;
+        self.upload("offsets", cast_slice(&layout.offsets))?;
+        self.upload("slot_rows", cast_slice(&layout.slot_rows))?;
+        self.upload("row_slots", cast_slice(&layout.row_slots))?;
+        self.upload("overflow", &layout.dropped.to_le_bytes())?;
         match routing.capacity {
-            Some(rows) => self.tell("capacity", &rows.to_le_bytes()),
+            Some(rows) => self.upload("capacity", &rows.to_le_bytes()),
             None => Ok(()),
         }
     }
 
-    fn tell(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
+    fn upload(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.tokens.tell(name, bytes)
+        self.tokens.upload(name, bytes)
     }
 
     fn floats(&self, name: &str, count: usize) -> Result<Vec<f32>, EngineError> {

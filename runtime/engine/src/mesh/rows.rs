@@ -1,26 +1,26 @@
-//! Which rows go where in one call, from counts alone.
+//! The layout and the transfers of rows in one call, computed from counts alone.
 
 use moesaic_collectives::plan::{DedupMap, HopCounts};
 use moesaic_plan::{self as plan, Distance, OverlapBy, Parallel, Placement, RankCoords};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Rows of this rank's tokens, by expert.
+/// This rank's rows by expert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OwnRows {
-    /// Where the rows of each of all experts begin on the dispatch part, and their end.
+    /// The start of each expert's rows on the dispatch part, and the end of all.
     pub offsets: Vec<usize>,
-    /// Experts that have shadows in this call, in the order of theirs: rows stay.
+    /// The shadowed experts of this call, in the order of the shadow part; their rows stay.
     pub shadowed: Vec<usize>,
 }
 
 impl OwnRows {
-    /// How many there are for an expert.
+    /// Returns the number of rows for an expert.
     pub fn of(&self, expert: usize) -> usize {
         self.offsets[expert + 1] - self.offsets[expert]
     }
 
-    /// How many go to the ranks of an expert.
+    /// Returns the number of rows that go to an expert's ranks.
     fn sent(&self, expert: usize) -> usize {
         if self.shadowed.contains(&expert) {
             0
@@ -29,8 +29,8 @@ impl OwnRows {
         }
     }
 
-    /// Where the rows of each shadow begin on the shadow part, and their end, for `shadows`
-    /// of them; those that no expert has are empty.
+    /// Returns the start of each shadow's rows on the shadow part, and the end of all, for
+    /// `shadows` shadows. Unused shadows are empty.
     pub fn shadow_offsets(&self, shadows: usize) -> Vec<i64> {
         let mut list = vec![0; shadows + 1];
         for number in 0..shadows {
@@ -44,46 +44,46 @@ impl OwnRows {
     }
 }
 
-/// A chunk's first row is a multiple of this, so that what has two bytes a row begins there
-/// where a buffer could.
+/// Every chunk starts at a multiple of this many rows, so a tensor of two bytes a row starts there
+/// at an address that a buffer could have (64 bytes).
 const ALIGN: usize = 32;
 
-/// Rows in a row, from or to another rank of the group.
+/// A contiguous range of rows exchanged with one peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RowRange {
-    /// The other rank, within the group.
+    /// The peer's index in the group.
     pub peer: usize,
     /// The first row.
     pub first: usize,
-    /// How many, at least one.
+    /// The number of rows, at least one.
     pub rows: usize,
 }
 
-/// The rows of one call of one rank. They may come in chunks. At the experts they lie by
+/// The rows of one rank in one call, possibly in chunks. On the expert part rows are ordered by
 /// chunk, then by expert, then by rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
     mesh: Parallel,
     place: RankCoords,
     placement: Placement,
-    /// On the dispatch part.
+    /// This rank's rows on the dispatch part.
     pub own: Arc<OwnRows>,
-    /// Rows from each rank of the group for each expert of this rank.
+    /// The rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
-    /// What passes through this rank, where rows go by way of others.
+    /// The rows that pass through this rank, where the schedule has several hops.
     pub hop_counts: Option<Arc<HopCounts>>,
-    /// Which of them are of one token, where each crosses to a node once.
+    /// The rows that belong to one token, with deduplicated dispatch.
     pub dedup: Option<Arc<DedupMap>>,
-    /// Where each chunk begins at the experts, and the end of all.
+    /// The start of each chunk on the expert part, and the end of all.
     firsts: Vec<usize>,
-    /// What makes a chunk.
+    /// The rule by which rows are split into chunks.
     by: OverlapBy,
 }
 
 impl Rows {
-    /// What a rank tells the others: the rows that it has for the experts of each, rank
-    /// after rank. Slices of an expert get the same.
-    pub fn told(
+    /// Returns the counts that this rank sends: its rows for the experts of each rank, rank after
+    /// rank, and how many numbers each rank gets. All shards of an expert get the same.
+    pub fn send_counts(
         (mesh, place): (Parallel, RankCoords),
         placement: &Placement,
         own: &OwnRows,
@@ -103,19 +103,20 @@ impl Rows {
         (counts, sizes)
     }
 
-    /// From what the others have told, as many numbers as this rank has experts from each.
+    /// Makes the rows of a call from the counts that arrived: one number for each expert of this
+    /// rank, from each rank.
     pub fn new(
         (mesh, place): (Parallel, RankCoords),
         placement: Placement,
         own: Arc<OwnRows>,
-        told: &[i64],
+        counted: &[i64],
     ) -> Rows {
         let experts = placement.count(place.ep);
         let of_rank = |counts: &[i64]| counts.iter().map(|&count| count as usize).collect();
         let rows = Rows {
             mesh,
             place,
-            received: told.chunks_exact(experts).map(of_rank).collect(),
+            received: counted.chunks_exact(experts).map(of_rank).collect(),
             placement,
             own,
             hop_counts: None,
@@ -126,11 +127,13 @@ impl Rows {
         rows.in_chunks(1, OverlapBy::default())
     }
 
-    /// The same rows in so many chunks.
+    /// Returns the same rows in chunks.
     pub fn in_chunks(mut self, chunks: usize, by: OverlapBy) -> Rows {
         self.by = by;
         self.firsts = vec![0; chunks + 1];
         for number in 0..chunks {
+            // Kernels address a chunk as if it were a whole tensor, so its first row must be
+            // aligned like one.
             let first = self.firsts[number].next_multiple_of(ALIGN);
             self.firsts[number] = first;
             self.firsts[number + 1] = first + self.rows_of(number);
@@ -138,7 +141,7 @@ impl Rows {
         self
     }
 
-    /// The chunks.
+    /// Returns the number of chunks.
     pub fn chunks(&self) -> usize {
         self.firsts.len() - 1
     }
@@ -148,25 +151,26 @@ impl Rows {
         plan::Chunk { number, of, by }
     }
 
-    /// What is in a chunk of so many rows that a rank of the group has for an expert of another.
+    /// Returns the part of a chunk of `rows` rows that one rank of the group has for an expert of
+    /// another.
     pub fn part_of(&self, number: usize, rows: usize, (from, to): (usize, usize)) -> Range<usize> {
         let group = |rank: usize| rank / self.mesh.expert_tp;
         let distance = Distance::between(group(from), group(to), self.mesh.ep);
         self.chunk(number).rows(rows, distance)
     }
 
-    /// This rank's number in its group.
+    /// Returns this rank's index in its group.
     fn rank(&self) -> usize {
         self.place.ep * self.mesh.expert_tp + self.place.tp
     }
 
-    /// How many rows a chunk has of a rank for one of this rank's experts.
+    /// Returns the number of rows that a chunk has from a rank for one of this rank's experts.
     fn received(&self, number: usize, peer: usize, expert: usize) -> usize {
         let all = self.received[peer][expert];
         self.part_of(number, all, (peer, self.rank())).len()
     }
 
-    /// Rows of a chunk that arrive here.
+    /// Returns the number of a chunk's rows that arrive here.
     pub fn rows_of(&self, number: usize) -> usize {
         let of = |peer: usize| {
             let experts = 0..self.received[peer].len();
@@ -175,7 +179,7 @@ impl Rows {
         (0..self.received.len()).flat_map(of).sum()
     }
 
-    /// The number of each row at the experts within its chunk; 0 group chunks.
+    /// Returns the index of each row within its chunk; 0 for the padding between chunks.
     pub fn numbers_in_chunks(&self) -> Vec<i32> {
         let mut numbers = vec![0; self.workspace()];
         for chunk in 0..self.chunks() {
@@ -185,39 +189,40 @@ impl Rows {
         numbers
     }
 
-    /// Where a chunk begins at the experts.
+    /// Returns the first row of a chunk on the expert part.
     pub fn first_of(&self, number: usize) -> usize {
         self.firsts[number]
     }
 
-    /// The rows at the experts that chunks of these numbers have, and those group them.
+    /// Returns the range of rows on the expert part from the first of these chunks to the last,
+    /// padding included.
     pub fn span(&self, chunks: Range<usize>) -> Range<usize> {
         let last = chunks.end - 1;
         self.firsts[chunks.start]..self.firsts[last] + self.rows_of(last)
     }
 
-    /// Rows that there must be room for at the experts.
+    /// Returns the rows that the expert part needs memory for, padding included.
     pub fn workspace(&self) -> usize {
         self.firsts[self.chunks()]
     }
 
-    /// The numbers of chunks of these rows that make up a chunk of an exchange; all of them
-    /// where it has none.
+    /// Returns the chunks of these rows that make up a chunk of an exchange; all of them if it has
+    /// none.
     pub fn numbers(&self, chunk: Option<plan::Chunk>) -> Range<usize> {
         chunk.map_or(0..self.chunks(), |chunk| chunk.units(self.chunks()))
     }
 
-    /// Rows of this rank's tokens.
+    /// Returns the number of rows of this rank's tokens.
     pub fn of_tokens(&self) -> usize {
         self.own.offsets.last().copied().unwrap_or(0)
     }
 
-    /// Rows that arrive here.
+    /// Returns the number of rows that arrive here.
     pub fn arriving(&self) -> usize {
         self.received.iter().flatten().sum()
     }
 
-    /// Where the rows of each expert of this rank begin in a chunk, and their end.
+    /// Returns the start of each expert's rows in a chunk, and the end of all.
     pub fn expert_offsets(&self, chunk: usize) -> Vec<i64> {
         let mut list = vec![0];
         for expert in 0..self.received[0].len() {
@@ -228,34 +233,35 @@ impl Rows {
         list
     }
 
-    /// Where the row tiles of each expert of this rank begin in a chunk, and their end.
+    /// Returns the start of each expert's row tiles in a chunk, and the end of all.
     pub fn row_tiles(&self, chunk: usize, tile_rows: usize) -> Vec<i32> {
         row_tiles(&self.expert_offsets(chunk), tile_rows)
     }
 
-    /// What this rank's tokens send to every shard of their experts: chunks of the tokens'
-    /// side, an expert's rows each.
+    /// Returns the ranges that this rank sends to every shard of its tokens' experts: one range of
+    /// the dispatch part for each expert.
     pub fn sent(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = 0..self.mesh.group();
         let peers = peers.flat_map(|peer| self.of_owner(peer, chunks));
         peers.collect()
     }
 
-    /// What comes back from the shards that answer this rank: those with its own number.
+    /// Returns the ranges that this rank gets back, from the shards of its own index: every shard
+    /// has the sum, and one copy is enough.
     pub fn answered(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = (0..self.mesh.group()).filter(|peer| self.same_shard(*peer));
         let peers = peers.flat_map(|peer| self.of_owner(peer, chunks));
         peers.collect()
     }
 
-    /// What arrives here: chunks of the expert part, by expert, then by rank.
+    /// Returns the ranges that arrive here, on the expert part, by expert, then by rank.
     pub fn arrived(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = 0..self.mesh.group();
         let peers = peers.flat_map(|peer| self.of_source(peer, chunks));
         peers.collect()
     }
 
-    /// What this rank sends back: the rows of ranks whose shard has its number.
+    /// Returns the ranges that this rank sends back, to the ranks with its shard's index.
     pub fn answers(&self, chunks: &Range<usize>) -> Vec<RowRange> {
         let peers = (0..self.mesh.group()).filter(|peer| self.same_shard(*peer));
         let peers = peers.flat_map(|peer| self.of_source(peer, chunks));
@@ -263,15 +269,17 @@ impl Rows {
     }
 
     fn same_shard(&self, peer: usize) -> bool {
+        // After the all-reduce every shard has the sum. Peers of the same index answer each other,
+        // which spreads the answers evenly over shards.
         peer % self.mesh.expert_tp == self.place.tp
     }
 
-    /// Whether a rank with rows of another's tokens answers that one.
+    /// Returns whether a rank with rows of another rank's tokens answers that rank.
     pub fn answers_to(&self, from: usize, to: usize) -> bool {
         from % self.mesh.expert_tp == to % self.mesh.expert_tp
     }
 
-    /// The rows of this rank's tokens for the experts of a rank, by chunk.
+    /// Returns the rows of this rank's tokens for the experts of a rank, by chunk.
     fn of_owner(&self, peer: usize, chunks: &Range<usize>) -> Vec<RowRange> {
         let (ep, from, group) = (self.place.ep, self.rank(), peer / self.mesh.expert_tp);
         let experts = self.placement.of(group);
@@ -280,6 +288,8 @@ impl Rows {
             let rows = self.part_of(number, share.len(), (from, peer));
             RowRange {
                 peer,
+                // A chunk is a part of the share that goes to this replica, not of all rows for the
+                // expert.
                 first: self.own.offsets[e] + share.start + rows.start,
                 rows: rows.len(),
             }
@@ -290,12 +300,14 @@ impl Rows {
         chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 
-    /// The rows of a rank's tokens for this rank's experts, by chunk.
+    /// Returns the rows of a rank's tokens for this rank's experts, by chunk.
     fn of_source(&self, peer: usize, chunks: &Range<usize>) -> Vec<RowRange> {
         let of_chunk = |number: usize| {
             let offsets = self.expert_offsets(number);
             let chunk = |e: usize| {
                 let size = |peer: usize| self.received(number, peer, e);
+                // Rows of an expert are ordered by source rank, so that sums in GEMMs' gradients do
+                // not depend on arrival.
                 let before: usize = (0..peer).map(size).sum();
                 RowRange {
                     peer,
@@ -310,7 +322,7 @@ impl Rows {
     }
 }
 
-/// Where the row tiles of each expert begin, and their end.
+/// Returns the start of each expert's row tiles, and the end of all.
 pub(super) fn row_tiles(offsets: &[i64], tile_rows: usize) -> Vec<i32> {
     let mut list = vec![0];
     for edges in offsets.windows(2) {
@@ -324,7 +336,7 @@ pub(super) fn row_tiles(offsets: &[i64], tile_rows: usize) -> Vec<i32> {
 mod tests {
     use super::*;
 
-    /// The rows of every rank of a group, from counts `[rank][expert]`.
+    /// Returns the rows of every rank of a group, from counts `[rank][expert]`.
     fn group(mesh: Parallel, counts: &[Vec<usize>]) -> Vec<Rows> {
         placed(
             mesh,
@@ -337,7 +349,7 @@ mod tests {
         shadowed(mesh, placement, (counts, &[]))
     }
 
-    /// The same with experts that have shadows.
+    /// Returns the same with shadowed experts.
     fn shadowed(
         mesh: Parallel,
         placement: &Placement,
@@ -356,12 +368,12 @@ mod tests {
         };
         let all: Vec<Arc<OwnRows>> = counts.iter().map(offsets).collect();
         let at = |rank| (mesh, mesh.place(rank).unwrap());
-        let told = all.iter().enumerate();
-        let told = told.map(|(rank, own)| Rows::told(at(rank), placement, own));
-        let told: Vec<_> = told.collect();
+        let counted = all.iter().enumerate();
+        let counted = counted.map(|(rank, own)| Rows::send_counts(at(rank), placement, own));
+        let counted: Vec<_> = counted.collect();
         let rank = |rank: usize| {
             let mut heard = Vec::new();
-            for (counts, sizes) in &told {
+            for (counts, sizes) in &counted {
                 let first: usize = sizes[..rank].iter().sum();
                 heard.extend(&counts[first..first + sizes[rank]]);
             }
@@ -376,7 +388,7 @@ mod tests {
         (0..ranks).map(of_rank).collect()
     }
 
-    /// Meshes with placements, contiguous ones and others.
+    /// Returns meshes with contiguous and other placements.
     fn meshes() -> Vec<(Parallel, Placement)> {
         let mesh = |ep, expert_tp| Parallel {
             ep,
@@ -427,9 +439,9 @@ mod tests {
         }
     }
 
-    /// In any number of chunks, and for exchanges that take some of them together.
+    /// Checks any number of chunks, and exchanges that take several at once.
     #[test]
-    fn pieces_of_rows_are_all_rows_once_and_fit_their_peers() {
+    fn chunks_of_rows_are_all_rows_once_and_fit_their_peers() {
         for (mesh, placement) in meshes() {
             let counts = some_counts(mesh.group(), placement.experts());
             let whole = placed(mesh, &placement, &counts);

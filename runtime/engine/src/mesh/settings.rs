@@ -1,9 +1,9 @@
-//! What of a call has to be the same on all ranks, besides the layer.
+//! Per-call settings that must match on all ranks; checked together with the token counts.
 
 use crate::call::RngKey;
 
-/// Settings of a call. A hash of them travels in the upper half of the number of tokens, so
-/// that they cost no message and no byte.
+/// Settings of a call. Their hash travels in the upper half of the token count, so the check costs
+/// no message and no byte.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Settings {
     pub trains: bool,
@@ -14,18 +14,19 @@ pub(super) struct Settings {
 const HALF: u32 = 32;
 
 impl Settings {
-    /// What this rank tells: its tokens, of which calls have fewer than 2^31, and the hash.
-    pub fn with(&self, tokens: usize) -> u64 {
+    /// Returns the word that this rank sends: its tokens, fewer than 2^31 in any call, and the
+    /// hash.
+    pub fn pack(&self, tokens: usize) -> u64 {
         let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
         u64::from(self.hash()) << HALF | u64::from(tokens)
     }
 
-    /// The tokens of what a rank has told, and the hash.
-    pub fn parted(told: u64) -> (usize, u64) {
-        ((told & u64::from(u32::MAX)) as usize, told >> HALF)
+    /// Splits a rank's word into its tokens and its hash.
+    pub fn split_word(word: u64) -> (usize, u64) {
+        ((word & u64::from(u32::MAX)) as usize, word >> HALF)
     }
 
-    /// Where hashes differ: all of them, by name, to be compared.
+    /// Returns every setting by name. Ranks compare these when their hashes differ.
     pub fn named(&self) -> [(&'static str, String); 6] {
         let factor = self.capacity_factor.map(|factor| factor.to_string());
         [
@@ -41,7 +42,7 @@ impl Settings {
         ]
     }
 
-    /// FNV-1a, by numbers.
+    /// Returns a hash over whole numbers, mixed as in FNV-1a.
     fn hash(&self) -> u32 {
         let RngKey {
             seed,
@@ -49,7 +50,7 @@ impl Settings {
             layer,
             first_token,
         } = self.rng_key;
-        // A NaN, which is no factor, for the spec's own.
+        // No valid factor is NaN, so a NaN's bits stand for the spec's own factor.
         let factor = self.capacity_factor.map_or(u64::MAX, f64::to_bits);
         let numbers = [
             u64::from(self.trains),
@@ -95,9 +96,9 @@ mod tests {
         let mut hashes: Vec<u64> = Vec::new();
         for settings in all {
             for tokens in [0, 33, 1 << 30] {
-                assert_eq!(Settings::parted(settings.with(tokens)).0, tokens);
+                assert_eq!(Settings::split_word(settings.pack(tokens)).0, tokens);
             }
-            hashes.push(Settings::parted(settings.with(0)).1);
+            hashes.push(Settings::split_word(settings.pack(0)).1);
         }
         hashes.sort_unstable();
         hashes.dedup();

@@ -1,15 +1,16 @@
-//! Experts that every group of ranks has for one call: FasterMoE's shadows.
+//! Shadows: experts that every group of ranks holds for one call, as in FasterMoE.
 //!
-//! Rows of such an expert stay on their rank, its weights come from its owner, and its
-//! gradients go back there. Who has a shadow follows from the rows of all ranks, which
-//! every rank is told, so that all choose alike.
+//! Rows of a shadowed expert stay on their rank, its weights come from its owner, and its gradients
+//! are summed at the owner. The choice follows from the row counts of all ranks; every rank has the
+//! same counts, so all choose alike.
 
 use super::groups::GroupId;
 use super::in_flight::Request;
+use super::mesh_call::MeshCall;
 use super::passes::SHADOWED;
 use super::plan_part::PartCall;
 use super::rows::row_tiles;
-use super::run::{Run, element};
+use super::transfers::element;
 use super::workspace_pool::clear;
 use crate::error::EngineError;
 use crate::memory::Buffers;
@@ -21,17 +22,27 @@ use moesaic_plan::{
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::{Arc, Mutex};
 
-/// A part of a buffer, in bytes.
-type Bytes<'b> = (&'b Arc<Buffer>, usize);
+/// A buffer and a byte offset in it.
+#[derive(Clone, Copy)]
+pub(super) struct Bytes<'b> {
+    buffer: &'b Arc<Buffer>,
+    offset: usize,
+}
 
-/// Weights of shadows, from a forward pass that trains until what it saved is dropped; their
-/// memory is then for the next such pass.
+impl<'b> Bytes<'b> {
+    pub fn at(buffer: &'b Arc<Buffer>, offset: usize) -> Bytes<'b> {
+        Bytes { buffer, offset }
+    }
+}
+
+/// Weights of shadows that live from a training forward pass until its saved state is dropped.
+/// Their memory then serves the next such pass.
 pub(super) struct ShadowWeights {
     buffers: Buffers,
     idle: Arc<IdleWeights>,
 }
 
-/// Memory for weights of shadows that no call has.
+/// Memory for weights of shadows that no call uses now.
 pub(super) type IdleWeights = Mutex<Vec<Buffers>>;
 
 impl ShadowWeights {
@@ -67,50 +78,56 @@ fn memory_of_weights(of: &LayerPlan, device: &dyn Device) -> Result<Buffers, Eng
     Ok(buffers)
 }
 
-impl Run<'_> {
-    /// Chooses the experts with shadows and borrows memory for their weights; how many rows of
+impl MeshCall<'_> {
+    /// Chooses the shadowed experts and reserves memory for their weights; returns how many rows of
     /// this rank stay.
     pub fn choose_shadows(&mut self) -> Result<usize, EngineError> {
         self.count_own()?;
         let experts = self.plan.tokens.spec.shape.experts;
         let own = (0..experts).map(|expert| self.own.of(expert) as u64);
-        let (own, call) = (own.collect::<Vec<_>>(), self.call("loads"));
-        let counts = self.each_tells(&own, GroupId::Ep(self.plan.adaptive_r), &call)?;
+        let (own, call) = (own.collect::<Vec<_>>(), self.call("tokens per expert"));
+        let counts = self.gather_counts_of(&own, GroupId::Ep(self.plan.adaptive_r), &call)?;
         let placement = self.plan.placement();
         let model = ShadowModel {
             most: self.model.most.min(self.shadow_plan().spec.shape.experts),
             ..*self.model
         };
         let mut chosen = shadows(&model, &placement, self.plan.mesh.expert_tp, &counts);
-        // One owner's after the other's: their gradients are parts of a sum, rank after rank.
+        // Ordered by owner, because a reduce-scatter gives each rank one contiguous part of the
+        // gradients.
         chosen.sort_by_key(|&expert| (placement.owner(expert), expert));
         Arc::make_mut(&mut self.own).shadowed = chosen;
-        self.lend_shadows()?;
+        self.reserve_shadows()?;
         let stay = self.own.shadowed.iter().map(|&expert| self.own.of(expert));
         Ok(stay.sum())
     }
 
-    /// Memory for weights of shadows, if some expert has one: borrowed, or of their own where
-    /// they stay for backward.
-    fn lend_shadows(&mut self) -> Result<(), EngineError> {
+    /// Reserves memory for weights of shadows, if the call has any: from the pool, or memory of
+    /// their own where they stay for backward.
+    fn reserve_shadows(&mut self) -> Result<(), EngineError> {
         let plan = self.plan;
         let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
             return Ok(());
         };
+        // Weights that stay for backward must outlive the call, so they cannot come from the
+        // workspace pool, which the next call uses.
         let Some(idle) = self.idle_weights.filter(|_| plan.keeps_shadow_weights()) else {
             let borrowed = self.take_workspace(of, &[Role::Weight])?;
             self.shadows.as_mut().expect(SHADOWED).borrowed = borrowed;
             return Ok(());
         };
         let weights = ShadowWeights::take(of, idle, &*self.owned.device)?;
-        self.shadows.as_mut().expect(SHADOWED).staying = weights.buffers.clone();
+        self.shadows.as_mut().expect(SHADOWED).kept_weights = weights.buffers.clone();
         self.shadow_weights = Some(weights);
         Ok(())
     }
 
-    /// The same of a pass back: the weights that stayed, and memory for gradients, and for
-    /// weights that did not.
-    pub fn lend_shadows_back(&mut self, stayed: Option<&ShadowWeights>) -> Result<(), EngineError> {
+    /// Reserves memory of shadows for a backward pass: the weights that stayed, and workspace for
+    /// gradients and for weights that did not stay.
+    pub fn reserve_shadows_backward(
+        &mut self,
+        stayed: Option<&ShadowWeights>,
+    ) -> Result<(), EngineError> {
         let plan = self.plan;
         let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
             return Ok(());
@@ -120,43 +137,51 @@ impl Run<'_> {
         let borrowed = self.take_workspace(of, roles)?;
         let part = self.shadows.as_mut().expect(SHADOWED);
         part.borrowed = borrowed;
-        part.staying = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
+        part.kept_weights = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
         Ok(())
     }
 
-    /// Tells the kernels of shadows where rows of each lie.
-    pub fn lay_out_shadows(&self) -> Result<(), EngineError> {
+    /// Uploads the layout of each shadow's rows.
+    pub fn upload_shadow_layout(&self) -> Result<(), EngineError> {
         let (part, plan) = (self.shadow_part(), self.shadow_plan());
         let offsets = self.own.shadow_offsets(plan.spec.shape.experts);
         let rows: Vec<i32> = (0..offsets[offsets.len() - 1] as i32).collect();
-        part.tell("offsets", cast_slice(&offsets))?;
-        part.tell(
+        part.upload("offsets", cast_slice(&offsets))?;
+        part.upload(
             "row_tiles",
             cast_slice(&row_tiles(&offsets, plan.tile_rows())),
         )?;
-        part.tell("row_slots", cast_slice(&rows))
+        part.upload("row_slots", cast_slice(&rows))
     }
 
-    /// Rows of the dispatch part become those of shadows.
-    pub fn stay(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
+    /// Copies rows of the dispatch part to the shadow part.
+    pub fn keep_shadow_rows(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
         let row = self.plan.row_bytes(plan::PlanPart::Dispatch, from);
         let (from, to) = (self.tokens.buffer(from), self.shadow_part().buffer(to));
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
-            self.copy_bytes((from, here * row), (to, there * row), rows * row)
+            self.copy_bytes(
+                Bytes::at(from, here * row),
+                Bytes::at(to, there * row),
+                rows * row,
+            )
         })
     }
 
-    /// Rows of shadows become those of the dispatch part.
-    pub fn leave(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
+    /// Copies rows of the shadow part back to the dispatch part.
+    pub fn return_shadow_rows(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
         let row = self.plan.row_bytes(plan::PlanPart::Shadows, from);
         let (from, to) = (self.shadow_part().buffer(from), self.tokens.buffer(to));
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
-            self.copy_bytes((from, there * row), (to, here * row), rows * row)
+            self.copy_bytes(
+                Bytes::at(from, there * row),
+                Bytes::at(to, here * row),
+                rows * row,
+            )
         })
     }
 
-    /// Of each shadow the first row on the dispatch part, the first one on that of shadows, and
-    /// how many there are.
+    /// Returns for each shadow the first row on the dispatch part, the first row on the shadow
+    /// part, and the number of rows.
     fn rows_of_shadows(&self) -> impl Iterator<Item = [usize; 3]> {
         let own = &self.own;
         own.shadowed.iter().scan(0, |next, &expert| {
@@ -166,8 +191,8 @@ impl Run<'_> {
         })
     }
 
-    /// A weight of each expert with a shadow goes from its owner to all groups.
-    pub fn send_weight(
+    /// Broadcasts a weight of each shadowed expert from its owner to all groups.
+    pub fn broadcast_shadow_weight(
         &mut self,
         from: TensorId,
         to: TensorId,
@@ -179,19 +204,25 @@ impl Run<'_> {
         let bytes = elements * dtype.size();
         let owners = self.owners();
         for (number, slot) in self.mine(&owners) {
-            self.copy_bytes((&own, slot * bytes), (&to, number * bytes), bytes)?;
+            self.copy_bytes(
+                Bytes::at(&own, slot * bytes),
+                Bytes::at(&to, number * bytes),
+                bytes,
+            )?;
         }
         for (number, [owner, _]) in owners.into_iter().enumerate() {
             let data = Slice::new(&to, dtype, number * elements, elements)?;
             let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
             let sent = group.broadcast(&data, owner, call)?;
+            // Broadcasts run in the same order on all ranks because every rank has the same list of
+            // shadows.
             self.complete(Request::of(sent, &data))?;
         }
         Ok(())
     }
 
-    /// What gradients of shadows are before a pass back that adds to gradients: those that
-    /// their owners have, which the sums have then.
+    /// Initialises gradients of shadows before a backward pass that accumulates: the owner's
+    /// gradient goes in once, so that the sum contains it.
     pub fn begin_shadow_gradients(&mut self, accumulate: bool) -> Result<(), EngineError> {
         if !accumulate || self.own.shadowed.is_empty() {
             return Ok(());
@@ -203,14 +234,18 @@ impl Run<'_> {
             let owners = self.owners();
             clear(&*self.owned.device, gradient, owners.len() * bytes)?;
             for (number, slot) in self.mine(&owners) {
-                self.copy_bytes((own, slot * bytes), (gradient, number * bytes), bytes)?;
+                self.copy_bytes(
+                    Bytes::at(own, slot * bytes),
+                    Bytes::at(gradient, number * bytes),
+                    bytes,
+                )?;
             }
         }
         Ok(())
     }
 
-    /// Gradients of shadows are summed over the groups; the owner of each has the sum.
-    pub fn sum_gradient(
+    /// Reduces gradients of shadows over the groups; the owner of each gets the sum.
+    pub fn reduce_shadow_gradient(
         &mut self,
         from: TensorId,
         to: TensorId,
@@ -222,7 +257,7 @@ impl Run<'_> {
         owners
             .iter()
             .for_each(|[owner, _]| counts[*owner] += elements);
-        let sums = self.workspaces(counts[me] * Element::F32.size())?;
+        let sums = self.take_buffer(counts[me] * Element::F32.size())?;
         let from = Arc::clone(self.shadow_part().buffer(from));
         let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
         let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
@@ -232,13 +267,17 @@ impl Run<'_> {
         let own = self.own(to, self.owned.gradient_buffers()?)?;
         let bytes = elements * Element::F32.size();
         for (number, (_, slot)) in self.mine(&owners).enumerate() {
-            self.copy_bytes((&sums, number * bytes), (own, slot * bytes), bytes)?;
+            self.copy_bytes(
+                Bytes::at(&sums, number * bytes),
+                Bytes::at(own, slot * bytes),
+                bytes,
+            )?;
         }
         self.groups.workspaces.give([sums]);
         Ok(())
     }
 
-    /// Of each shadow the group that owns its expert, and which of its experts that is.
+    /// Returns for each shadow the group that owns its expert and the expert's slot there.
     fn owners(&self) -> Vec<[usize; 2]> {
         let placement = self.plan.placement();
         let of = |&expert: &usize| {
@@ -249,14 +288,14 @@ impl Run<'_> {
         self.own.shadowed.iter().map(of).collect()
     }
 
-    /// Of them those of this rank's experts: the number of the shadow, and which expert it is.
+    /// Returns the shadows of this rank's experts: the index of the shadow and the expert's slot.
     fn mine(&self, owners: &[[usize; 2]]) -> impl Iterator<Item = (usize, usize)> {
         let me = self.plan.place.ep;
         let all = owners.iter().enumerate();
         all.filter_map(move |(number, [owner, slot])| (*owner == me).then_some((number, *slot)))
     }
 
-    /// The type of a tensor of the expert part, and how many elements an expert has.
+    /// Returns the element type of a tensor of the expert part and the elements of one expert.
     fn of_expert(&self, tensor: TensorId) -> (Element, usize) {
         let tensor = &self.plan.experts[tensor];
         let each = tensor.shape[1..].iter().map(|size| size.eval(0) as usize);
@@ -278,11 +317,11 @@ impl Run<'_> {
         bytes: usize,
     ) -> Result<(), EngineError> {
         let copy = RowCopy {
-            from: from.0,
-            from_offset: from.1,
+            from: from.buffer,
+            from_offset: from.offset,
             from_stride: bytes,
-            to: to.0,
-            to_offset: to.1,
+            to: to.buffer,
+            to_offset: to.offset,
             to_stride: bytes,
             rows: 1,
             row_bytes: bytes,
@@ -291,7 +330,7 @@ impl Run<'_> {
     }
 }
 
-/// The gradients that a pass sums, and where the sums go.
+/// Returns the gradients that a pass reduces, and the tensors that receive the sums.
 fn shadow_gradients(steps: &[RankStep]) -> impl Iterator<Item = (TensorId, TensorId)> {
     let exchanges = steps.iter().filter_map(RankStep::exchange);
     exchanges.filter_map(|exchange| match exchange.op {

@@ -1,4 +1,4 @@
-//! A rank's own weights, out of those of all.
+//! One rank's weights, out of those of the whole layer.
 
 use super::groups::placement_of;
 use super::part::runs;
@@ -9,24 +9,24 @@ use moesaic_spec::LayerSpec;
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
-/// The weights of a rank's own experts, and of its shards of shared ones, as a source of its
-/// own: names and types are the layer's, counts and hidden widths those of the rank. Only
-/// what the rank holds is asked of the whole source.
+/// A weight source with the experts of one rank and its shards of shared ones. Names and dtypes are
+/// those of the whole layer, counts and hidden widths those of the rank. Only what the rank holds
+/// is read from the whole source.
 pub struct Shard<'a> {
     whole: &'a dyn WeightSource,
     mesh: Parallel,
     place: RankCoords,
     placement: Option<&'a Placement>,
-    /// Whole experts.
+    /// The number of experts of the whole layer.
     experts: usize,
-    /// The hidden width of whole experts.
+    /// The hidden width of a whole expert.
     hidden: usize,
-    /// Those of whole shared experts.
+    /// The hidden width of each whole shared expert.
     shared: Vec<usize>,
 }
 
 impl<'a> Shard<'a> {
-    /// What the rank at a place holds of `whole`.
+    /// Makes the source of the rank at some coordinates, out of `whole`.
     pub fn new(
         spec: &LayerSpec,
         mesh: Parallel,
@@ -44,19 +44,19 @@ impl<'a> Shard<'a> {
         }
     }
 
-    /// The same where experts are placed as the caller says.
+    /// Sets the placement of experts.
     pub fn placed(self, placement: Option<&'a Placement>) -> Shard<'a> {
         Shard { placement, ..self }
     }
 
-    /// The rank's experts.
+    /// Returns the rank's experts.
     fn own_experts(&self) -> Vec<usize> {
         let placement = placement_of(self.mesh, self.placement, self.experts);
         placement.map_or(Vec::new(), |all| all.of(self.place.ep).into_owned())
     }
 
-    /// How a weight is shared, with its dimension that is cut here and the whole's width
-    /// there.
+    /// Returns how ranks share a weight, and the dimension that is split here with the whole
+    /// tensor's width in it.
     fn share(&self, name: &str) -> (Sharding, Option<(usize, usize)>) {
         let share = Sharding::of(self.mesh, name);
         let width = match shared_part(name).filter(|_| !share.counts_experts()) {
@@ -67,14 +67,14 @@ impl<'a> Shard<'a> {
         (share, cut.filter(|_| self.mesh.expert_tp > 1))
     }
 
-    /// The rank's part of a hidden width.
+    /// Returns the rank's part of a hidden width.
     fn own(&self, width: usize) -> Range<usize> {
         self.mesh.hidden(self.place.tp, width)
     }
 }
 
-/// A weight of all experts, or of a shared one, or its gradient, from what each rank of a
-/// group has of it: the inverse of [`Shard`]. `part` gives that of the rank at a place.
+/// Joins a weight of all experts, or of a shared one, or its gradient, from the parts of a group's
+/// ranks: the inverse of [`Shard`]. `part` returns the part of the rank at some coordinates.
 pub fn joined<'t>(
     name: &str,
     mesh: Parallel,
@@ -83,7 +83,7 @@ pub fn joined<'t>(
     joined_placed(name, (mesh, None), part)
 }
 
-/// The same where experts are placed as the caller says: of replicas the owner's count.
+/// As [`joined`], with a placement of experts; of replicas the owner's part counts.
 pub fn joined_placed<'t>(
     name: &str,
     (mesh, placement): (Parallel, Option<&Placement>),
@@ -91,24 +91,25 @@ pub fn joined_placed<'t>(
 ) -> Tensor<'static> {
     let share = Sharding::of(mesh, name);
     let dimension = share.hidden;
-    // Of what shards do not cut each has the same, or zeros: the first counts.
-    let slices = dimension.map_or(1, |_| mesh.expert_tp);
+    // Shards of a tensor without a hidden dimension hold the same values or zeros, so the first
+    // shard's count.
+    let shards = dimension.map_or(1, |_| mesh.expert_tp);
     let group = |ep: usize| {
         let of = |tp: usize| part(RankCoords { dp: 0, ep, tp });
-        let parts: Vec<Tensor<'_>> = (0..slices).map(of).collect();
-        beside(&parts, dimension.unwrap_or(0))
+        let parts: Vec<Tensor<'_>> = (0..shards).map(of).collect();
+        concat(&parts, dimension.unwrap_or(0))
     };
     if !share.counts_experts() {
         return group(0);
     }
     let groups: Vec<Tensor<'_>> = (0..mesh.ep).map(group).collect();
     match placement {
-        None => beside(&groups, 0),
+        None => concat(&groups, 0),
         Some(placement) => in_order(&groups, placement),
     }
 }
 
-/// Experts in the order of their numbers, each from its owner.
+/// Joins experts in the order of their ids, each from its owner.
 fn in_order(groups: &[Tensor<'_>], placement: &Placement) -> Tensor<'static> {
     let experts = placement.experts();
     let mut shape = groups[0].shape.clone();
@@ -124,8 +125,8 @@ fn in_order(groups: &[Tensor<'_>], placement: &Placement) -> Tensor<'static> {
     whole
 }
 
-/// Tensors one after the other along a dimension.
-pub(super) fn beside(parts: &[Tensor<'_>], dimension: usize) -> Tensor<'static> {
+/// Concatenates tensors along a dimension.
+pub(super) fn concat(parts: &[Tensor<'_>], dimension: usize) -> Tensor<'static> {
     let mut shape = parts[0].shape.clone();
     shape[dimension] = parts.iter().map(|part| part.shape[dimension]).sum();
     let mut whole = Tensor::zeros(parts[0].dtype, &shape);
@@ -148,7 +149,8 @@ impl WeightSource for Shard<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.whole.describe(name)?;
         let (share, cut) = self.share(name);
-        // Of a shape that is not the layer's the layer says so itself.
+        // A tensor of another shape than the layer's is passed through: the layer reports it with
+        // its whole shape.
         let experts = shape.first_mut().filter(|_| share.counts_experts());
         if let Some(experts) = experts.filter(|experts| **experts == self.experts) {
             *experts = self.own_experts().len();
@@ -164,7 +166,7 @@ impl WeightSource for Shard<'_> {
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
         let (share, cut) = self.share(name);
         if share.once && self.place.tp > 0 {
-            // The first shard has it.
+            // The first shard holds the values; the others add zeros.
             let (dtype, mut shape) = self.describe(name).ok_or_else(|| gone(name))?;
             shape[0] = rows.len();
             return Ok(Tensor::zeros(dtype, &shape));
@@ -173,7 +175,7 @@ impl WeightSource for Shard<'_> {
             _ if share.counts_experts() => {
                 let own = self.own_experts();
                 let own = own.get(rows).unwrap_or_default();
-                // As many as lie behind each other: who asks asks again.
+                // A source may return fewer rows than asked for; the caller then asks for the rest.
                 runs(own).into_iter().next().ok_or_else(|| gone(name))?
             }
             Some((0, width)) => {
@@ -194,7 +196,7 @@ fn gone(name: &str) -> SourceError {
     format!("there is no tensor `{name}`").into()
 }
 
-/// A range of a dimension, copied.
+/// Copies a range of a dimension.
 pub(super) fn sharded(
     tensor: &Tensor<'_>,
     dimension: usize,
@@ -254,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_has_its_slices_of_its_experts() {
+    fn a_rank_has_its_shards_of_its_experts() {
         let second = place(1, 1);
         let up = read(&second, "experts.up.weight");
         assert_eq!(up, (vec![1, 2, 2], vec![20., 21., 22., 23.]));
@@ -291,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_has_its_slices_of_shared_experts_where_they_are_sliced() {
+    fn a_rank_has_its_shards_of_shared_experts_where_they_are_sharded() {
         let mut spec = spec();
         let shared = r#"[{"hidden_dim":6}]"#;
         spec.shared = serde_json::from_str(shared).unwrap();
@@ -347,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn one_slice_adds_the_last_bias() {
+    fn one_shard_adds_the_last_bias() {
         assert_eq!(read(&place(1, 0), "experts.down.bias").1, [4., 5.]);
         assert_eq!(read(&place(1, 1), "experts.down.bias").1, [0., 0.]);
     }

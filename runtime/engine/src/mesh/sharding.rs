@@ -1,21 +1,21 @@
-//! What ranks have of a parameter, by its name.
+//! The sharing of parameters between ranks, by name.
 
 use super::ranks::ProcessGroup;
 use moesaic_plan::Parallel;
 
-/// How ranks share a parameter.
+/// The way ranks share a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sharding {
-    /// Who has the same of it.
+    /// The group of ranks that hold the same values.
     pub among: ProcessGroup,
-    /// The dimension along which shards cut it, if they do.
+    /// The dimension that shards split, if any.
     pub hidden: Option<usize>,
-    /// The first shard alone adds it; the others hold zeros.
+    /// Whether only the first shard adds the parameter; the others hold zeros.
     pub once: bool,
 }
 
 impl Sharding {
-    /// Of a parameter of this name, with anything in front.
+    /// Returns how ranks share the parameter of a name, with any prefix.
     pub fn of(mesh: Parallel, name: &str) -> Sharding {
         if let Some(part) = expert_part(name) {
             return Sharding {
@@ -38,21 +38,21 @@ impl Sharding {
         }
     }
 
-    /// Whether the first dimension counts experts, of which ranks have some.
+    /// Returns whether the first dimension counts experts, of which each rank holds some.
     pub fn counts_experts(&self) -> bool {
         self.among == ProcessGroup::ExpertDp
     }
 
-    /// Whether all have all of it.
+    /// Returns whether every rank holds the whole parameter.
     pub fn is_everywhere(&self) -> bool {
         self.among == ProcessGroup::World
     }
 }
 
-/// What an expert adds behind its last product.
+/// The bias after an expert's last GEMM.
 const LAST_BIAS: &str = "down.bias";
 
-/// Which dimension of an expert's matrix or bias is the hidden one, if any is.
+/// Returns the hidden dimension of an expert's matrix or bias, if it has one.
 fn hidden_dimension(part: &str) -> Option<usize> {
     match part {
         "gate.weight" | "up.weight" | "gate.bias" | "up.bias" => Some(0),
@@ -61,15 +61,15 @@ fn hidden_dimension(part: &str) -> Option<usize> {
     }
 }
 
-/// `up.weight` of `block3.experts.up.weight`.
+/// Returns the name within an expert: `up.weight` of `block3.experts.up.weight`.
 fn expert_part(name: &str) -> Option<&str> {
     let behind = |at: usize| &name[at + ".experts.".len()..];
     let first = name.strip_prefix("experts.");
     first.or_else(|| name.find(".experts.").map(behind))
 }
 
-/// Number and part of a shared expert's own weight, not of its gate's: 0 and `up.weight` of
-/// `block3.shared.0.up.weight`.
+/// Returns the index of a shared expert and the name within it, for its own weights but not its
+/// gate's: 0 and `up.weight` of `block3.shared.0.up.weight`.
 pub(super) fn shared_part(name: &str) -> Option<(usize, &str)> {
     let places = name.match_indices("shared.").map(|(at, _)| at);
     let mut begins = places.filter(|&at| at == 0 || name.as_bytes()[at - 1] == b'.');
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_cut_the_hidden_dimension() {
+    fn shards_split_the_hidden_dimension() {
         let mesh = Parallel {
             expert_tp: 2,
             shared: SharedExperts::Sharded,

@@ -1,16 +1,18 @@
-//! Rows that a node sums for the tokens of others, packed when they are summed.
+//! Deduplicated combine with casts: a node sums rows for the tokens of other nodes, and the sums
+//! are cast.
 //!
 //! ```text
 //! exchange     inside nodes: answers to whoever sums them; each sum in f32, rounded once
 //! comm_cast_pack    sums to bytes
-//! exchange     group nodes: one row for each token and node
+//! exchange     between nodes: one row for each token and node
 //! comm_cast_unpack  to the token's first row of that node; zeros to its others
 //! ```
 
 use super::comm_cast::{IncomingRows, MAY_CAST};
 use super::in_flight::Request;
+use super::mesh_call::{MeshCall, TensorRows};
 use super::rows::RowRange;
-use super::run::{Moved, Run, transfers};
+use super::transfers::transfers;
 use crate::error::EngineError;
 use moesaic_collectives::plan::IntraNodeCombine;
 use moesaic_collectives::{Call, NodeShape};
@@ -18,22 +20,22 @@ use moesaic_plan::Packed;
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
-/// DedupCombine that go to other nodes, and those that come from there.
-struct Crossing {
-    /// For the rank of the own place in each other node, rows of this rank's sums.
+/// The sums that go to other nodes, and those that come from there.
+struct SumRows {
+    /// For the rank with this rank's index in each other node: rows of this rank's sums.
     sent: Vec<RowRange>,
-    /// From these ranks, rows of the wire.
-    came: Vec<RowRange>,
-    /// Which row of the tensor each row of the wire is: those of `came`, then those of tokens
-    /// whose sum comes in another row.
+    /// From these ranks: cast rows.
+    received: Vec<RowRange>,
+    /// The index in the tensor of each cast row: those of `received`, then those of tokens whose
+    /// sum arrives in another row.
     places: Vec<i32>,
 }
 
-impl Crossing {
-    /// `far` are the rows that other nodes answer, by rank.
-    fn new(sums: &IntraNodeCombine, shape: NodeShape, own: usize, far: &[RowRange]) -> Crossing {
+impl SumRows {
+    /// Splits sums by node; `far` are the rows that other nodes answer, by rank.
+    fn new(sums: &IntraNodeCombine, shape: NodeShape, own: usize, far: &[RowRange]) -> SumRows {
         let (node, place) = shape.split(own);
-        let (mut sent, mut came) = (Vec::new(), Vec::new());
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
         let (mut firsts, mut others) = (Vec::new(), Vec::new());
         for other in (0..shape.nodes).filter(|other| *other != node) {
             let peer = shape.rank(other, place);
@@ -49,63 +51,73 @@ impl Crossing {
                 list.push(row as i32);
             }
             let rows = firsts.len() - first;
-            came.push(RowRange { peer, first, rows });
+            received.push(RowRange { peer, first, rows });
         }
-        for chunks in [&mut sent, &mut came] {
+        for chunks in [&mut sent, &mut received] {
             chunks.retain(|chunk| chunk.rows > 0);
         }
         let places = [firsts, others].concat();
-        Crossing { sent, came, places }
+        SumRows {
+            sent,
+            received,
+            places,
+        }
     }
 }
 
-/// Rows of all of these, which lie one after the other.
+/// Returns the end of ranges that lie one after the other.
 fn end_of(chunks: &[RowRange]) -> usize {
     chunks.last().map_or(0, |last| last.first + last.rows)
 }
 
-impl<'l> Run<'l> {
-    /// As [`Run::send_packed`], of answers that are summed inside nodes. The first exchange is
-    /// waited for: what it brings is packed.
+impl<'l> MeshCall<'l> {
+    /// As [`MeshCall::send_packed`], for answers that are summed inside nodes. This waits for the
+    /// first exchange, because the rows that it brings are cast next.
     pub(super) fn send_sums(
         &mut self,
         packed: &'l Packed,
         (sums, shape): (&IntraNodeCombine, NodeShape),
-        sent: Moved,
-        came: Moved,
+        sent: TensorRows,
+        received: TensorRows,
         call: &Call,
     ) -> Result<Request, EngineError> {
         let own = self.own_member();
         let is_near = |chunk: &RowRange| shape.split(chunk.peer).0 == shape.split(own).0;
-        let (part, tensor) = (came.0, came.1);
-        let (near, far): (Vec<RowRange>, Vec<RowRange>) = came.2.into_iter().partition(is_near);
-        let dedup_indices = Crossing::new(sums, shape, own, &far);
+        let (part, tensor) = (received.part, received.tensor);
+        let (near, far): (Vec<RowRange>, Vec<RowRange>) =
+            received.ranges.into_iter().partition(is_near);
+        let split = SumRows::new(sums, shape, own, &far);
         let device = Arc::clone(&self.owned.device);
-        let bytes = self.plan.row_bytes(sent.0, sent.1);
-        let (gone, arrive) = (end_of(&dedup_indices.sent), end_of(&dedup_indices.came));
+        let bytes = self.plan.row_bytes(sent.part, sent.tensor);
+        let (gone, arrive) = (end_of(&split.sent), end_of(&split.received));
         let summed = self.groups.workspaces.take(&*device, gone * bytes)?;
-        let inside = [(sent.0, sent.1, sent.2), (part, tensor, near)];
-        let inside = self.sum_inside(sums, inside, (&summed, &dedup_indices.sent), call)?;
+        let received = TensorRows {
+            part,
+            tensor,
+            ranges: near,
+        };
+        let inside = self.sum_inside_node(sums, [sent, received], (&summed, &split.sent), call)?;
         let cast = self.cast.as_mut().expect(MAY_CAST);
-        let mut workspace = cast.workspace(gone.max(dedup_indices.places.len()))?;
+        let mut workspace = cast.workspace(gone.max(split.places.len()))?;
         let all: Vec<i32> = (0..gone as i32).collect();
         cast.pack(&mut workspace, packed, &summed, &all)?;
         self.groups.workspaces.give([summed]);
-        let zeros = vec![0; (dedup_indices.places.len() - arrive) * packed.row_bytes];
+        // `combine` adds all rows of a token. The sum arrives in the token's first row, so its
+        // other rows must be zeros: a cast row of zero bytes is zero in every dtype.
+        let zeros = vec![0; (split.places.len() - arrive) * packed.row_bytes];
         if !zeros.is_empty() {
             let behind = arrive * packed.row_bytes;
-            device.upload(&zeros, workspace.buffer(packed.came.bytes), behind)?;
+            device.upload(&zeros, workspace.buffer(packed.received.bytes), behind)?;
         }
-        let sends =
-            workspace.transfers(packed.sent.bytes, packed.row_bytes, &dedup_indices.sent)?;
+        let sends = workspace.transfers(packed.sent.bytes, packed.row_bytes, &split.sent)?;
         let receives =
-            workspace.transfers(packed.came.bytes, packed.row_bytes, &dedup_indices.came)?;
+            workspace.transfers(packed.received.bytes, packed.row_bytes, &split.received)?;
         let request = self.send_by(None, &sends, &receives, call)?;
         let incoming = IncomingRows {
             packed: packed.clone(),
             part,
             tensor,
-            places: dedup_indices.places,
+            places: split.places,
             workspace,
         };
         Ok(Request {
@@ -115,18 +127,17 @@ impl<'l> Run<'l> {
         })
     }
 
-    /// Answers inside nodes, and sums of those for other nodes; the bytes that this rank has
-    /// sent for that.
-    fn sum_inside(
+    /// Exchanges answers and sums inside the node; returns the bytes that this rank sent.
+    fn sum_inside_node(
         &mut self,
         sums: &IntraNodeCombine,
-        [sent, near]: [Moved; 2],
+        [sent, near]: [TensorRows; 2],
         (summed, rows): (&Arc<Buffer>, &[RowRange]),
         call: &Call,
     ) -> Result<u64, EngineError> {
-        let bytes = self.plan.row_bytes(sent.0, sent.1);
-        let sends = self.transfers(sent.0, sent.1, &sent.2)?;
-        let mut receives = self.transfers(near.0, near.1, &near.2)?;
+        let bytes = self.plan.row_bytes(sent.part, sent.tensor);
+        let sends = self.transfers(sent.part, sent.tensor, &sent.ranges)?;
+        let mut receives = self.transfers(near.part, near.tensor, &near.ranges)?;
         receives.extend(transfers(summed, bytes, rows)?);
         let request = self.send_by(Some(Box::new(sums.clone())), &sends, &receives, call)?;
         let sent = request.bytes;

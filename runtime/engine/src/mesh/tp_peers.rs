@@ -1,13 +1,13 @@
-//! Which tokens go where group ranks with shards of the same shared experts.
+//! Token counts of TP peers: ranks with shards of the same shared experts.
 
 use super::rows::RowRange;
 
-/// The tokens of the ranks with shards of the same experts, one rank's after the other's.
+/// The tokens of all TP peers, ordered by rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TpPeers {
-    /// Tokens of each.
+    /// The tokens of each peer.
     counts: Vec<usize>,
-    /// Which of them this is.
+    /// This rank's index among the peers.
     own: usize,
 }
 
@@ -16,12 +16,12 @@ impl TpPeers {
         TpPeers { counts, own }
     }
 
-    /// Tokens of all.
+    /// Returns the tokens of all peers.
     pub fn tokens(&self) -> usize {
         self.counts.iter().sum()
     }
 
-    /// What this rank sends to each: all of its rows.
+    /// Returns the ranges that this rank sends to each peer: all of its rows.
     pub fn sent(&self) -> Vec<RowRange> {
         let rows = self.counts[self.own];
         let chunk = |peer| RowRange {
@@ -33,7 +33,7 @@ impl TpPeers {
         chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 
-    /// Where the rows of each arrive.
+    /// Returns the ranges in which each peer's rows arrive.
     pub fn arrived(&self) -> Vec<RowRange> {
         let mut first = 0;
         let chunks = self.counts.iter().enumerate().map(|(peer, &rows)| {
@@ -47,12 +47,12 @@ impl TpPeers {
         chunks.filter(|chunk| chunk.rows > 0).collect()
     }
 
-    /// Elements of each one's rows, of so many in a row.
+    /// Returns the elements of each peer's rows, `width` to a row.
     pub fn elements(&self, width: usize) -> Vec<usize> {
         self.counts.iter().map(|rows| rows * width).collect()
     }
 
-    /// Elements of this rank's rows.
+    /// Returns the elements of this rank's rows.
     pub fn own_elements(&self, width: usize) -> usize {
         self.counts[self.own] * width
     }
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_of_slices_lie_by_rank() {
+    fn tokens_of_shards_lie_by_rank() {
         let counts = vec![2, 0, 3];
         let at = |own| TpPeers::new(counts.clone(), own);
         let places = |chunks: Vec<RowRange>| -> Vec<_> {

@@ -1,4 +1,4 @@
-//! Weights and gradients of a rank's part of a layer, both parts under one set of names.
+//! Weights and gradients of one rank's part of a layer, all parts under one set of names.
 
 use super::layer::MeshLayer;
 use super::ranks::{ProcessGroup, Ranks};
@@ -8,13 +8,13 @@ use moesaic_spec::canonical_tensors;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
 impl MeshLayer {
-    /// The ranks of this layer, to exchange what lies in host memory.
+    /// Returns a handle to exchange host memory between the ranks of this layer.
     pub fn ranks(&self) -> Ranks {
         Ranks::new(self.mesh(), &self.replicated().device)
     }
 
-    /// This rank's part of the weights of the whole layer: what is not of experts, its own
-    /// experts, and its shards of shared ones. Only that is read.
+    /// Returns this rank's part of a whole layer's weights: what every rank holds, its own experts,
+    /// and its shards of shared ones. Only these are read.
     ///
     /// # Errors
     /// As [`part_of`](crate::part_of).
@@ -28,14 +28,14 @@ impl MeshLayer {
         .collect()
     }
 
-    /// Gradients of the weights that this rank moves, by the weights' names, as the last
-    /// backward passes or [`MeshLayer::reduce_gradients`] left them.
+    /// Returns the gradients of the weights that this rank updates, by the weights' names, as the
+    /// last backward passes or [`MeshLayer::reduce_gradients`] left them.
     ///
     /// # Errors
     /// [`EngineError::NotTraining`].
     pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
         let mut all = self.replicated().gradients()?;
-        all.retain(|name, _| self.mesh().among(name) == ProcessGroup::World);
+        all.retain(|name, _| self.mesh().process_group(name) == ProcessGroup::World);
         all.extend(self.own().gradients()?);
         if let Some(shared) = self.shared() {
             all.extend(shared.gradients()?);
@@ -49,12 +49,12 @@ impl MeshLayer {
     /// # Errors
     /// As [`Layer::set_weight`].
     pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
-        self.side_of(name).set_weight(name, tensor)
+        self.weight_layer(name).set_weight(name, tensor)
     }
 
-    /// The side whose weight it is.
-    pub fn side_of(&self, name: &str) -> &Layer {
-        match self.mesh().among(name) {
+    /// Returns the part that holds a weight.
+    pub fn weight_layer(&self, name: &str) -> &Layer {
+        match self.mesh().process_group(name) {
             ProcessGroup::ExpertDp => self.own(),
             ProcessGroup::EpDp => self.shared().unwrap_or(self.replicated()),
             _ => self.replicated(),

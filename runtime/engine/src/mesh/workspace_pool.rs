@@ -1,9 +1,10 @@
-//! Weights that ranks gather of each other for one pass, and gradients that go back to their
-//! owners.
+//! The workspace pool of a mesh, and gathered weights: all-gathers before a pass, and
+//! reduce-scatters of gradients to their owners.
 
 use super::groups::GroupId;
 use super::in_flight::Request;
-use super::run::{Run, element};
+use super::mesh_call::MeshCall;
+use super::transfers::element;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
@@ -11,15 +12,17 @@ use moesaic_plan::{CollectiveOp, LayerPlan, RankStep, Role, ShardRegion, TensorI
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::Arc;
 
-/// Memory that the calls of all layers of a mesh borrow, one after the other: as much as the
-/// largest has needed.
+/// Workspaces that the calls of all layers of a mesh use one after the other. The pool grows to the
+/// largest need.
 #[derive(Default)]
 pub(super) struct WorkspacePool(Vec<Arc<Buffer>>);
 
 impl WorkspacePool {
-    /// The smallest buffer with so many bytes that is free, or a new one.
+    /// Takes the smallest free buffer of at least `bytes` bytes, or allocates one.
     pub fn take(&mut self, device: &dyn Device, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
         let fits = |buffer: &&Arc<Buffer>| buffer.bytes() >= bytes;
+        // Best fit: a small request must not take the buffer that the next large one needs, or the
+        // pool would grow.
         let least = self
             .0
             .iter()
@@ -32,32 +35,34 @@ impl WorkspacePool {
             .position(|buffer| Some(buffer.bytes()) == least);
         match at {
             Some(at) => Ok(self.0.swap_remove(at)),
+            // At least 64 bytes, so that no buffer is empty.
             None => Ok(Arc::new(device.alloc(bytes.max(64))?)),
         }
     }
 
-    /// What later launches of the same device may use.
+    /// Returns buffers to the pool. Later launches of the same device may use them at once, because
+    /// they run after those before.
     pub fn give(&mut self, buffers: impl IntoIterator<Item = Arc<Buffer>>) {
         self.0.extend(buffers);
     }
 
-    /// Bytes that are free.
+    /// Returns the free bytes.
     pub fn bytes(&self) -> usize {
         self.0.iter().map(|buffer| buffer.bytes()).sum()
     }
 }
 
-/// Elements in a row, from one to the next.
+/// The layout of a region's rows, in elements.
 #[derive(Clone, Copy)]
 struct Rows {
     first: usize,
     stride: usize,
 }
 
-impl Run<'_> {
-    /// Borrows memory for what the expert part has no weights of its own for, if the call
-    /// gathers them; with gradients for a pass back.
-    pub fn borrow_workspace(&mut self, gradients: bool) -> Result<(), EngineError> {
+impl MeshCall<'_> {
+    /// Takes workspace for gathered weights of the expert part, if the call gathers any; with
+    /// gradients for a backward pass.
+    pub fn take_gathered_workspace(&mut self, gradients: bool) -> Result<(), EngineError> {
         if !self.plan.by().is_owner_only() {
             let roles = &[Role::Weight, Role::WeightGradient][..1 + usize::from(gradients)];
             self.experts.borrowed = self.take_workspace(&self.plan.experts, roles)?;
@@ -65,7 +70,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Memory for the weights of a part, or their gradients, or both.
+    /// Takes workspace for a part's weights, its gradients, or both.
     pub fn take_workspace(
         &mut self,
         of: &LayerPlan,
@@ -74,13 +79,14 @@ impl Run<'_> {
         let mut borrowed = Buffers::default();
         for (at, tensor) in of.tensors.iter().enumerate() {
             if roles.contains(&tensor.role) {
-                borrowed.push(TensorId(at), self.workspaces(tensor.bytes(0) as usize)?);
+                borrowed.push(TensorId(at), self.take_buffer(tensor.bytes(0) as usize)?);
             }
         }
         Ok(borrowed)
     }
 
-    /// What was borrowed goes back: what uses it has been launched.
+    /// Returns the workspace of all parts to the pool, because everything that uses it has been
+    /// launched.
     pub fn return_workspace(&mut self) {
         for part in [&mut self.experts].into_iter().chain(&mut self.shadows) {
             let borrowed = std::mem::take(&mut part.borrowed);
@@ -89,20 +95,21 @@ impl Run<'_> {
         }
     }
 
-    /// The parts of a weight that the ranks of the block own become the whole.
+    /// All-gathers a weight from the ranks of the block.
     pub fn gather_weight(
         &mut self,
         weight: TensorId,
-        cut: Option<usize>,
+        dim: Option<usize>,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let regions = self.plan.regions(weight, cut);
+        let regions = self.plan.regions(weight, dim);
         let to = Arc::clone(self.experts.buffer(weight));
         let own = Arc::clone(self.own(weight, &self.owned.weights)?);
         let experts = self.plan.experts_here().len();
-        // Rows of whole experts go to where they belong, smaller ones in one chunk.
+        // Rows of whole experts are received in place. A region of many small rows travels as one
+        // message and is spread out by a copy.
         if regions.iter().any(|region| region.rows > experts) {
-            self.gather_pieces(weight, &regions, [&own, &to], call)
+            self.gather_and_spread(weight, &regions, [&own, &to], call)
         } else {
             self.gather_rows(weight, &regions, [&own, &to], call)
         }
@@ -125,7 +132,7 @@ impl Run<'_> {
                 .map(row)
                 .collect::<Result<Vec<_>, EngineError>>()
         };
-        let (me, size) = self.in_block();
+        let (me, size) = self.block_position();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for peer in 0..size {
             for mine in regions.iter().filter(|region| region.owner == me) {
@@ -140,7 +147,7 @@ impl Run<'_> {
         self.complete(exchange)
     }
 
-    fn gather_pieces(
+    fn gather_and_spread(
         &mut self,
         weight: TensorId,
         regions: &[ShardRegion],
@@ -148,10 +155,10 @@ impl Run<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let element = element(self.plan.experts[weight].dtype);
-        let (me, size) = self.in_block();
+        let (me, size) = self.block_position();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         let elements: usize = regions.iter().map(ShardRegion::elements).sum();
-        let chunks = self.workspaces(elements * element.size())?;
+        let chunks = self.take_buffer(elements * element.size())?;
         let mut first = 0;
         for region in regions {
             let slice = |buffer, first| Slice::new(buffer, element, first, region.elements());
@@ -178,19 +185,21 @@ impl Run<'_> {
             self.copy(region, element, [(from, at), (to, spread(region))])?;
             first += region.elements();
         }
+        // The copies above are queued on the stream, so a later launch that gets this buffer runs
+        // after them.
         self.groups.workspaces.give([chunks]);
         Ok(())
     }
 
-    /// Sums of the block's gradients become those of the ranks that own the weights.
+    /// Reduce-scatters a gradient over the block: each owner gets the sum of its region.
     pub fn scatter_gradient(
         &mut self,
         gradient: TensorId,
-        cut: Option<usize>,
+        dim: Option<usize>,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let regions = self.plan.regions(gradient, cut);
-        let (me, size) = self.in_block();
+        let regions = self.plan.regions(gradient, dim);
+        let (me, size) = self.block_position();
         let mut counts = vec![0; size];
         for region in &regions {
             counts[region.owner] += region.elements();
@@ -200,7 +209,7 @@ impl Run<'_> {
         let chunks = if in_order(&regions) {
             None
         } else {
-            Some(self.workspaces(elements * Element::F32.size())?)
+            Some(self.take_buffer(elements * Element::F32.size())?)
         };
         let mut first = 0;
         for region in regions.iter().filter(|_| chunks.is_some()) {
@@ -213,11 +222,12 @@ impl Run<'_> {
         let input = Slice::new(input, Element::F32, 0, elements)?;
         let own = Arc::clone(self.own(gradient, self.owned.gradient_buffers()?)?);
         let mine: Vec<&ShardRegion> = regions.iter().filter(|region| region.owner == me).collect();
-        // Replicas of other owners' experts lie group those of this rank.
+        // A replica that another group owns leaves a gap between this rank's regions, but the sum
+        // is contiguous; it has to be spread out afterwards.
         let sums = if without_gaps(&mine) {
             None
         } else {
-            Some(self.workspaces(counts[me] * Element::F32.size())?)
+            Some(self.take_buffer(counts[me] * Element::F32.size())?)
         };
         let output = sums.as_ref().unwrap_or(&own);
         let output = Slice::new(output, Element::F32, 0, counts[me])?;
@@ -240,23 +250,24 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The gradients that go back to their owners, and what cuts them.
+    /// Returns the gradients that are reduced to their owners, and the dimension that shards split.
     fn scattered(&self) -> impl Iterator<Item = (TensorId, Option<usize>)> {
         let exchanges = self.plan.backward.iter().filter_map(RankStep::exchange);
         exchanges.filter_map(|exchange| match exchange.op {
-            CollectiveOp::ReduceScatterGradient { gradient, cut } => Some((gradient, cut)),
+            CollectiveOp::ReduceScatterGradient { gradient, dim } => Some((gradient, dim)),
             _ => None,
         })
     }
 
-    /// What gradients are before a pass back whose sums over the block go to their owners:
-    /// those of this rank's weights if the pass adds to them, so that the sums have them, and
-    /// zero for all others'. A replica whose owner has the sum keeps what it has, or has none.
+    /// Initialises gradients before a backward pass that reduces them over the block. With
+    /// `accumulate`, this rank's own regions start with its gradient, so that the sum contains it
+    /// once, and all others start at zero. Without it, only replicas that another group owns are
+    /// cleared, because no sum overwrites them.
     pub fn begin_gradients(&mut self, accumulate: bool) -> Result<(), EngineError> {
         if self.plan.by().is_owner_only() {
             return Ok(());
         }
-        let me = self.in_block().0;
+        let me = self.block_position().0;
         let device = &*self.owned.device;
         if !accumulate && self.has_replicas_alone() {
             for (gradient, _) in self.scattered() {
@@ -267,12 +278,12 @@ impl Run<'_> {
         if !accumulate {
             return Ok(());
         }
-        for (gradient, cut) in self.scattered() {
+        for (gradient, dim) in self.scattered() {
             let to = Arc::clone(self.experts.buffer(gradient));
             let bytes = self.plan.experts[gradient].bytes(0) as usize;
             clear(device, &to, bytes)?;
             let own = self.own(gradient, self.owned.gradient_buffers()?)?;
-            let regions = self.plan.regions(gradient, cut);
+            let regions = self.plan.regions(gradient, dim);
             for region in regions.iter().filter(|region| region.owner == me) {
                 self.copy(
                     region,
@@ -284,14 +295,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Whether some of its experts' gradients go to other groups, which own those.
+    /// Returns whether another group owns, and sums the gradients of, some of this rank's experts.
     fn has_replicas_alone(&self) -> bool {
         let (placement, ep) = (self.plan.placement(), self.plan.place.ep);
         let mut slots = 0..placement.count(ep);
         self.plan.adaptive_r == 0 && slots.any(|slot| !placement.owns(ep, slot))
     }
 
-    /// This rank's part of a tensor of the expert part.
+    /// Returns the buffer with this rank's part of a tensor of the expert part.
     pub(super) fn own<'b>(
         &self,
         tensor: TensorId,
@@ -305,14 +316,14 @@ impl Run<'_> {
         })
     }
 
-    /// The place of this rank among those that gather each other's weights, and their number.
-    fn in_block(&self) -> (usize, usize) {
+    /// Returns this rank's index in its block, and the block's size.
+    fn block_position(&self) -> (usize, usize) {
         let rank = self.mesh.rank();
         let block = self.plan.by().block(rank);
         (rank - block.start, block.len())
     }
 
-    pub(super) fn workspaces(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
+    pub(super) fn take_buffer(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
         self.groups.workspaces.take(&*self.owned.device, bytes)
     }
 
@@ -337,19 +348,19 @@ impl Run<'_> {
     }
 }
 
-/// A region without gaps.
+/// Returns the layout of a region stored without gaps.
 fn packed(region: &ShardRegion, first: usize) -> Rows {
     let stride = region.row;
     Rows { first, stride }
 }
 
-/// A region in the whole.
+/// Returns the layout of a region in the gathered tensor.
 fn spread(region: &ShardRegion) -> Rows {
     let ShardRegion { first, stride, .. } = *region;
     Rows { first, stride }
 }
 
-/// Whether an owner has regions one after the other, from the start on.
+/// Returns whether an owner's regions are contiguous from its first element on.
 fn without_gaps(regions: &[&ShardRegion]) -> bool {
     let mut next = 0;
     regions.iter().all(|region| {
@@ -359,7 +370,7 @@ fn without_gaps(regions: &[&ShardRegion]) -> bool {
     })
 }
 
-/// Whether regions lie one after the other, from the start on.
+/// Returns whether regions are contiguous, in order, from the first element on.
 fn in_order(regions: &[ShardRegion]) -> bool {
     let mut next = 0;
     regions.iter().all(|region| {
@@ -369,13 +380,13 @@ fn in_order(regions: &[ShardRegion]) -> bool {
     })
 }
 
-/// Bytes of zeros that are uploaded together.
-const PIECE: usize = 1 << 20;
+/// The bytes of zeros of one upload.
+const CHUNK_BYTES: usize = 1 << 20;
 
 pub(super) fn clear(device: &dyn Device, buffer: &Buffer, bytes: usize) -> Result<(), EngineError> {
-    let zeros = vec![0; bytes.min(PIECE)];
-    for first in (0..bytes).step_by(PIECE) {
-        let some = &zeros[..PIECE.min(bytes - first)];
+    let zeros = vec![0; bytes.min(CHUNK_BYTES)];
+    for first in (0..bytes).step_by(CHUNK_BYTES) {
+        let some = &zeros[..CHUNK_BYTES.min(bytes - first)];
         device.upload(some, buffer, first)?;
     }
     Ok(())

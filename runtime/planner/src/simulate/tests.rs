@@ -463,7 +463,7 @@ fn a_hot_expert_has_a_shadow_and_its_rows_stay() {
         .unwrap();
     let first = |name: &str| timeline.iter().find(|event| event.name.contains(name));
     let all: Vec<&str> = timeline.iter().map(|event| &*event.name).collect();
-    let loads = first("loads").unwrap_or_else(|| panic!("{all:?}"));
+    let loads = first("tokens per expert").unwrap_or_else(|| panic!("{all:?}"));
     assert!(loads.end > loads.start);
     // With few rows the weights dominate, and a shadow does not pay off.
     let scenario = hot(16, 1.5);

@@ -160,7 +160,7 @@ fn agrees_as_mesh(value: &str, read: &str) -> Result<(), String> {
             .ok_or_else(|| format!("`{part}` was taken"))?;
         let (name, number) = (name.trim(), number.trim());
         let number = match (name, number) {
-            ("shared", "sliced") => "Sliced",
+            ("shared", "sharded") => "Sharded",
             ("shared", "whole") => "Whole",
             _ => number,
         };

@@ -1,4 +1,4 @@
-//! When a rank's device has come to a point of its work.
+//! Points in time of a rank's device.
 
 use super::layer::MeshLayer;
 use crate::error::EngineError;
@@ -6,26 +6,26 @@ use moesaic_target::Event;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A point group the launches of a rank's device: what a call on device memory takes is from
-/// one to the other, since the call itself does not wait.
-pub struct Moment(When);
+/// A point between two launches of a rank's device. A call on device memory does not wait for its
+/// launches, so only the time from one such point to the next says how long the call takes.
+pub struct Timestamp(When);
 
 enum When {
-    /// Of a device with streams.
+    /// An event in the stream of the device.
     Device(Arc<dyn Event>),
-    /// Of any other, which had finished then.
+    /// A host time; the device had finished its launches by then.
     Host(Instant),
 }
 
 impl MeshLayer {
-    /// This moment of the layer's device: when it has finished what was launched so far. Waits
-    /// for that where a device has no streams.
+    /// Records the point at which the device has finished the launches so far. A device without
+    /// streams is waited for.
     ///
     /// # Errors
     /// [`EngineError::Device`].
-    pub fn moment(&self) -> Result<Moment, EngineError> {
+    pub fn timestamp(&self) -> Result<Timestamp, EngineError> {
         let device = &*self.tokens.device;
-        Ok(Moment(match device.streams() {
+        Ok(Timestamp(match device.streams() {
             Ok(streams) => When::Device(streams.record()?),
             Err(_) => {
                 device.synchronize()?;
@@ -35,18 +35,18 @@ impl MeshLayer {
     }
 }
 
-impl Moment {
-    /// Seconds from an earlier moment of the same layer to this one; waits for both.
+impl Timestamp {
+    /// Returns the seconds from an earlier timestamp of the same layer to this one; waits for both.
     ///
     /// # Errors
     /// [`EngineError::Device`], also when a launch before one of them has failed.
-    pub fn seconds_since(&self, earlier: &Moment) -> Result<f64, EngineError> {
+    pub fn seconds_since(&self, earlier: &Timestamp) -> Result<f64, EngineError> {
         Ok(match (&self.0, &earlier.0) {
             (When::Device(end), When::Device(start)) => f64::from(end.elapsed_ms(&**start)?) / 1e3,
             (When::Host(end), When::Host(start)) => {
                 end.saturating_duration_since(*start).as_secs_f64()
             }
-            // Of two devices: nothing is known of it.
+            // Timestamps of two different devices cannot be compared.
             _ => 0.0,
         })
     }

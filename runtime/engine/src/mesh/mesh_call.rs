@@ -1,4 +1,4 @@
-//! A pass of one rank: launches of all parts, and exchanges group ranks.
+//! One call of one rank: launches of all parts, and exchanges between ranks.
 
 use super::all_to_all::{Payload, RowSchedule};
 use super::comm_cast::CastCall;
@@ -6,101 +6,108 @@ use super::groups::{GroupId, Groups, Mesh};
 use super::in_flight::{InFlight, Request, Written};
 use super::passes::{SHADOWED, SHARDED, Segment, chunks};
 use super::plan_part::{Part, PartCall};
-use super::raw::Beside;
+use super::raw::CallerTensors;
 use super::routing::Routing;
 use super::rows::{OwnRows, RowRange, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
 use super::tp_peers::TpPeers;
+use super::transfers::{element, transfers};
 use crate::error::EngineError;
 use crate::launch::Bound;
 use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{RowBytes, Schedule};
-use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
-use moesaic_kernel::DType;
+use moesaic_collectives::{Call, Reduction, Slice, Transfer};
 use moesaic_plan::{self as plan, Exchange, Parallel, RankCoords, RankPlan, ShadowModel};
 use moesaic_plan::{CollectiveOp, TensorId};
 use moesaic_spec::WeightSite;
-use moesaic_target::Buffer;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
-/// Rows of a tensor of a part that an exchange moves.
-pub(super) type Moved = (plan::PlanPart, TensorId, Vec<RowRange>);
+/// The rows of a part's tensor that an exchange sends or receives.
+pub(super) struct TensorRows {
+    pub part: plan::PlanPart,
+    pub tensor: TensorId,
+    pub ranges: Vec<RowRange>,
+}
 
-/// A call of one rank.
-pub(super) struct Run<'l> {
+/// A call of one rank. It holds the locks of the mesh's groups and of all parts until it is
+/// dropped.
+pub(super) struct MeshCall<'l> {
     pub mesh: &'l Mesh,
     pub plan: &'l RankPlan,
-    /// The name of the layer, in errors of exchanges.
+    /// The name of the layer, for errors of exchanges.
     pub label: &'l str,
-    /// How rows go to experts; those of a backward pass go as in forward.
+    /// The all-to-all schedule; backward uses forward's.
     pub row_schedule: RowSchedule,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: PartCall<'l>,
     pub experts: PartCall<'l>,
-    /// Those that the rank owns: where weights are gathered, not those of the expert part.
+    /// The layer with the weights that this rank owns; another one than the expert part's where
+    /// weights are gathered.
     pub owned: &'l Layer,
-    /// Where experts may have shadows.
+    /// The shadow part, where experts may have shadows.
     pub shadows: Option<PartCall<'l>>,
-    /// By what shadows are chosen.
+    /// The model that chooses shadows.
     pub model: &'l ShadowModel,
-    /// Where memory for their weights comes from in a pass that trains.
+    /// The memory for weights of shadows in a pass that trains.
     pub idle_weights: Option<&'l Arc<IdleWeights>>,
     /// Weights of shadows that stay for backward.
     pub shadow_weights: Option<ShadowWeights>,
-    /// Where shared experts are sliced.
+    /// The shared-expert part, where shared experts are sharded.
     pub shared: Option<PartCall<'l>>,
-    /// What routing the tokens of all ranks has decided, where the call needs that.
+    /// The decision of routing the tokens of all ranks together, where the call needs it.
     pub routing: Option<Arc<Routing>>,
-    /// Rows of this rank's tokens, once they are known.
+    /// Rows of this rank's tokens, known after the scan.
     pub own: Arc<OwnRows>,
     pub rows: Option<Rows>,
     pub tp_peers: Option<TpPeers>,
-    /// Tensors of the dispatch part that exchanges move.
+    /// The tensors of the dispatch part that exchanges move.
     pub exchanged: &'l BTreeSet<TensorId>,
-    /// What a raw call has of them.
-    pub beside: Beside,
-    /// Exchanges that are not waited for yet, in their order.
+    /// The caller's memory for these tensors, in a raw call.
+    pub caller: CallerTensors,
+    /// Exchanges that nobody has waited for yet, in their order.
     pub in_flight: Vec<InFlight>,
-    /// Where rows are packed for other nodes.
+    /// The cast kernels, where rows are cast for other nodes.
     pub cast: Option<CastCall<'l>>,
-    /// Who is told of exchanges.
+    /// The recorder of exchanges.
     pub recorder: Option<&'l dyn Recorder>,
 }
 
-impl Run<'_> {
-    /// Runs the steps of a pass; `arrive` makes room on a part for the rows that come there.
+impl MeshCall<'_> {
+    /// Runs the steps of a pass; `arrive` reserves memory on a part for the rows that arrive there.
     pub fn run(
         &mut self,
         segments: &[Segment],
         mut arrive: impl FnMut(&mut PartCall<'_>, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let (chunks, cut) = chunks(segments);
+        let (chunks, by) = chunks(segments);
         if chunks > 1 {
-            self.groups.help();
+            // Without a progress thread MPI moves data only inside calls, so chunks would not
+            // travel while the experts multiply.
+            self.groups.start_progress_thread();
         }
         for segment in segments {
             match segment {
                 Segment::Launches(part, bound, chunk) => self.launch(*part, bound, *chunk)?,
                 Segment::Exchange(exchange) => match exchange.op {
-                    CollectiveOp::TokenCounts => {} // when the call began
+                    CollectiveOp::TokenCounts => {} // exchanged when the call began
                     CollectiveOp::TokensPerExpert => {
                         let recorded = self.begins(exchange);
                         let rows = self.choose_shadows()?;
                         self.ended(recorded, Instant::now());
                         arrive(self.shadows.as_mut().expect(SHADOWED), rows)?;
-                        self.lay_out_shadows()?;
+                        self.upload_shadow_layout()?;
                     }
                     CollectiveOp::RowCounts => {
                         let recorded = self.begins(exchange);
-                        let rows = self.count()?.in_chunks(chunks, cut);
+                        let rows = self.count()?.in_chunks(chunks, by);
                         self.ended(recorded, Instant::now());
                         arrive(&mut self.experts, rows.workspace())?;
-                        self.lay_out(&rows)?;
+                        self.upload_layout(&rows)?;
                         self.rows = Some(rows);
                     }
                     CollectiveOp::TpTokenCounts => {
@@ -113,7 +120,7 @@ impl Run<'_> {
                     }
                     _ => self.exchange(exchange)?,
                 },
-                Segment::Together(exchanges) => self.together(exchanges)?,
+                Segment::Together(exchanges) => self.exchange_together(exchanges)?,
             }
         }
         self.finish_all()?;
@@ -121,13 +128,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Launches steps of a part when what they read has come.
+    /// Launches steps of a part, after waiting for the rows that they read.
     fn launch(
         &mut self,
         part: plan::PlanPart,
         bound: &Bound,
         chunk: Option<plan::Chunk>,
     ) -> Result<(), EngineError> {
+        // The shadow model often chooses none; its launches would only cost time.
         if part == plan::PlanPart::Shadows && self.own.shadowed.is_empty() {
             return Ok(());
         }
@@ -143,7 +151,9 @@ impl Run<'_> {
             first: rows.first_of(number),
             rows: rows.rows_of(number),
         };
-        self.lay_out_chunk(rows, number)?;
+        // The kernels read `offsets` and `row_tiles` from one buffer for all chunks. The upload is
+        // in stream order, so it cannot overtake the launch of the chunk before.
+        self.upload_chunk_layout(rows, number)?;
         self.experts.run_part(bound, part)
     }
 
@@ -160,7 +170,7 @@ impl Run<'_> {
         Call::new(&format!("{} of {}", name, self.label))
     }
 
-    /// Begins an exchange, and waits for it unless it is of a chunk.
+    /// Starts an exchange, and waits for it unless it moves a chunk.
     fn exchange(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
         let written = self.written(exchange).into_iter().collect();
         self.wait_for_sums(exchange)?;
@@ -172,10 +182,12 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Rows of several tensors: where they go straight and as they are, a rank sends another
-    /// all of them in one message.
-    fn together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
+    /// Exchanges the rows of several tensors. Where rows travel directly and uncast, one message to
+    /// each rank carries all of them.
+    fn exchange_together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
         let packed = |one: &Exchange| self.packed(&one.name).is_some();
+        // exchanges.iter().any(packed) { || A schedule with hops and a cast each handle rows of one
+        // size, and these exchanges have rows of different sizes.
         if self.rows().hop_counts.is_some() || exchanges.iter().any(packed) {
             return exchanges.iter().try_for_each(|one| self.exchange(one));
         }
@@ -183,11 +195,11 @@ impl Run<'_> {
         let (mut sends, mut receives, mut written) = (Vec::new(), Vec::new(), Vec::new());
         for exchange in exchanges {
             self.wait_for_sums(exchange)?;
-            let Some((_, sent, came)) = self.moved(exchange) else {
+            let Some((_, sent, received)) = self.row_transfer(exchange) else {
                 continue;
             };
-            sends.extend(self.transfers(sent.0, sent.1, &sent.2)?);
-            receives.extend(self.transfers(came.0, came.1, &came.2)?);
+            sends.extend(self.transfers(sent.part, sent.tensor, &sent.ranges)?);
+            receives.extend(self.transfers(received.part, received.tensor, &received.ranges)?);
             written.extend(self.written(exchange));
         }
         let names: Vec<&str> = exchanges.iter().map(|one| &*one.name).collect();
@@ -196,7 +208,7 @@ impl Run<'_> {
         self.keep(&exchanges[0], request, written, recorded)
     }
 
-    /// What goes back to the tokens is first summed over shards.
+    /// Waits for the sums over shards of rows that an exchange sends back to the tokens.
     fn wait_for_sums(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
         let CollectiveOp::Combine { from, .. } = exchange.op else {
             return Ok(());
@@ -213,30 +225,46 @@ impl Run<'_> {
         }
     }
 
-    /// What the rows of tokens that an exchange moves are, those that this rank sends, and those
-    /// that come.
-    fn moved(&self, exchange: &Exchange) -> Option<(Payload, Moved, Moved)> {
+    /// Returns what the rows of an exchange are, those that this rank sends and those that it
+    /// receives.
+    fn row_transfer(&self, exchange: &Exchange) -> Option<(Payload, TensorRows, TensorRows)> {
         let (tokens, experts) = (plan::PlanPart::Dispatch, plan::PlanPart::Experts);
         match exchange.op {
             CollectiveOp::Dispatch { from, to } => {
                 let rows = self.rows();
                 let chunks = rows.numbers(exchange.chunk);
-                let sent = (tokens, from, rows.sent(&chunks));
-                let arrived = (experts, to, rows.arrived(&chunks));
-                Some((self.load(from), sent, arrived))
+                let sent = TensorRows {
+                    part: tokens,
+                    tensor: from,
+                    ranges: rows.sent(&chunks),
+                };
+                let arrived = TensorRows {
+                    part: experts,
+                    tensor: to,
+                    ranges: rows.arrived(&chunks),
+                };
+                Some((self.dispatch_payload(from), sent, arrived))
             }
             CollectiveOp::Combine { from, to } => {
                 let rows = self.rows();
                 let chunks = rows.numbers(exchange.chunk);
-                let answers = (experts, from, rows.answers(&chunks));
-                let answered = (tokens, to, rows.answered(&chunks));
+                let answers = TensorRows {
+                    part: experts,
+                    tensor: from,
+                    ranges: rows.answers(&chunks),
+                };
+                let answered = TensorRows {
+                    part: tokens,
+                    tensor: to,
+                    ranges: rows.answered(&chunks),
+                };
                 Some((self.combine_payload(from), answers, answered))
             }
             _ => None,
         }
     }
 
-    /// What an exchange of rows writes.
+    /// Returns the rows that an exchange writes.
     fn written(&self, exchange: &Exchange) -> Option<Written> {
         let (part, tensor) = match exchange.op {
             CollectiveOp::Dispatch { to, .. } => (plan::PlanPart::Experts, to),
@@ -251,7 +279,7 @@ impl Run<'_> {
         })
     }
 
-    /// Begins an exchange; `None` if it is over then.
+    /// Starts an exchange; returns `None` if it has already ended.
     fn start(&mut self, exchange: &Exchange) -> Result<Option<Request>, EngineError> {
         let call = self.call_of(&exchange.name, exchange.chunk);
         let request = match exchange.op {
@@ -261,19 +289,19 @@ impl Run<'_> {
             | CollectiveOp::ReduceShadowGradient { .. }
                 if self.own.shadowed.is_empty() =>
             {
-                return Ok(None); // no expert has one in this call
+                return Ok(None); // no expert is shadowed in this call
             }
-            // Done when the call begins, or by [`Run::run`].
+            // The counts were exchanged when the call began or in [`MeshCall::run`].
             CollectiveOp::TokenCounts
             | CollectiveOp::TokensPerExpert
             | CollectiveOp::RowCounts
             | CollectiveOp::TpTokenCounts => return Ok(None),
             CollectiveOp::Dispatch { .. } | CollectiveOp::Combine { .. } => {
-                let Some((load, sent, came)) = self.moved(exchange) else {
+                let Some((load, sent, received)) = self.row_transfer(exchange) else {
                     return Ok(None);
                 };
                 let chunks = self.rows().numbers(exchange.chunk);
-                self.send_rows(&exchange.name, (load, chunks), sent, came, &call)
+                self.send_rows(&exchange.name, (load, chunks), sent, received, &call)
             }
             CollectiveOp::AllReduceTp { tensor } => {
                 let rows = self.rows();
@@ -282,8 +310,8 @@ impl Run<'_> {
                 let width = self.plan.row_bytes(plan::PlanPart::Experts, tensor) / element.size();
                 let buffer = self.experts.buffer(tensor);
                 let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
-                let slices = self.groups.group(GroupId::ExpertTp(self.plan.adaptive_r));
-                let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
+                let tp = self.groups.group(GroupId::ExpertTp(self.plan.adaptive_r));
+                let sum = tp.all_reduce(&data, &data, Reduction::Sum, &call)?;
                 Ok(Request::of(sum, &data))
             }
             CollectiveOp::AllGatherTp { from, to } => {
@@ -293,42 +321,44 @@ impl Run<'_> {
                 let receives = self.transfers(plan::PlanPart::Shared, to, &arrived)?;
                 self.send(GroupId::SharedTp, &sends, &receives, &call)
             }
-            CollectiveOp::ReduceScatterTp { from, to } => self.sum_to_tokens(from, to, &call),
-            CollectiveOp::BroadcastTp { from, to } => self.take_of_first(from, to, &call),
+            CollectiveOp::ReduceScatterTp { from, to } => self.reduce_scatter_tp(from, to, &call),
+            CollectiveOp::BroadcastTp { from, to } => self.broadcast_tp(from, to, &call),
             CollectiveOp::AllReduceSum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
             CollectiveOp::CountLiveTokens { ids, to } => {
                 return self.count_live(ids, to, &call).map(|()| None);
             }
-            CollectiveOp::GlobalRouting => return self.place_as_of_all().map(|()| None),
+            CollectiveOp::GlobalRouting => return self.apply_global_routing().map(|()| None),
             CollectiveOp::ReduceLossParts { tensor } => {
                 return self.sum_loss_parts(tensor, &call).map(|()| None);
             }
             CollectiveOp::AllReduceMax { tensor } => {
                 self.reduce(tensor, tensor, Reduction::Max, &call)
             }
-            CollectiveOp::AllGatherWeight { weight, cut } => {
-                return self.gather_weight(weight, cut, &call).map(|()| None);
+            CollectiveOp::AllGatherWeight { weight, dim } => {
+                return self.gather_weight(weight, dim, &call).map(|()| None);
             }
-            CollectiveOp::ReduceScatterGradient { gradient, cut } => {
-                return self.scatter_gradient(gradient, cut, &call).map(|()| None);
+            CollectiveOp::ReduceScatterGradient { gradient, dim } => {
+                return self.scatter_gradient(gradient, dim, &call).map(|()| None);
             }
-            CollectiveOp::AllGatherExperts { from, to } => self.gather(from, to, &call),
-            CollectiveOp::KeepShadowRows { from, to } => return self.stay(from, to).map(|()| None),
+            CollectiveOp::AllGatherExperts { from, to } => self.all_gather_experts(from, to, &call),
+            CollectiveOp::KeepShadowRows { from, to } => {
+                return self.keep_shadow_rows(from, to).map(|()| None);
+            }
             CollectiveOp::ReturnShadowRows { from, to } => {
-                return self.leave(from, to).map(|()| None);
+                return self.return_shadow_rows(from, to).map(|()| None);
             }
             CollectiveOp::BroadcastShadowWeight { from, to } => {
-                return self.send_weight(from, to, &call).map(|()| None);
+                return self.broadcast_shadow_weight(from, to, &call).map(|()| None);
             }
             CollectiveOp::ReduceShadowGradient { from, to } => {
-                return self.sum_gradient(from, to, &call).map(|()| None);
+                return self.reduce_shadow_gradient(from, to, &call).map(|()| None);
             }
         };
         request.map(Some)
     }
 
-    /// The mesh that rows travel in, and this rank's place there.
-    pub(super) fn travels(&self) -> (Parallel, RankCoords) {
+    /// Returns the mesh in which rows are exchanged and this rank's coordinates there.
+    pub(super) fn row_mesh(&self) -> (Parallel, RankCoords) {
         let by = self.plan.by();
         (by.mesh(), by.place(self.mesh.rank()))
     }
@@ -354,29 +384,29 @@ impl Run<'_> {
         Ok(Request::sending(handle, sends))
     }
 
-    /// Rows of tokens, straight or by way of other ranks. Where that was chosen, those for other
-    /// nodes are packed, and so all the way.
+    /// Exchanges rows of tokens by the schedule of the strategy. Where a cast was chosen, rows for
+    /// other nodes are cast once at their source and stay cast on every hop.
     fn send_rows(
         &mut self,
         name: &str,
         payload: (Payload, Range<usize>),
-        sent: Moved,
-        came: Moved,
+        sent: TensorRows,
+        received: TensorRows,
         call: &Call,
     ) -> Result<Request, EngineError> {
         if let Some(packed) = self.packed(name) {
-            return self.send_packed(packed, payload, sent, came, call);
+            return self.send_packed(packed, payload, sent, received, call);
         }
-        let bytes = RowBytes::same(self.plan.row_bytes(sent.0, sent.1));
+        let bytes = RowBytes::same(self.plan.row_bytes(sent.part, sent.tensor));
         let path = self
             .rows()
             .schedule(payload.0, &payload.1, (bytes, &|_, _| false));
-        let sends = self.transfers(sent.0, sent.1, &sent.2)?;
-        let receives = self.transfers(came.0, came.1, &came.2)?;
+        let sends = self.transfers(sent.part, sent.tensor, &sent.ranges)?;
+        let receives = self.transfers(received.part, received.tensor, &received.ranges)?;
         self.send_by(path, &sends, &receives, call)
     }
 
-    /// By a path, if there is one.
+    /// Exchanges by a schedule, or directly without one.
     pub(super) fn send_by(
         &mut self,
         path: Option<Box<dyn Schedule>>,
@@ -392,7 +422,7 @@ impl Run<'_> {
         Ok(Request::sending(handle, sends))
     }
 
-    /// Rows of a tensor as bytes: they are only moved.
+    /// Returns transfers of a tensor's rows as bytes, because an exchange only moves them.
     pub(super) fn transfers(
         &self,
         part: plan::PlanPart,
@@ -403,8 +433,9 @@ impl Run<'_> {
         transfers(self.part(part).buffer(tensor), bytes, chunks)
     }
 
-    /// Whether rows of a token are equal: `rows` are not where dispatch weights them.
-    fn load(&self, from: TensorId) -> Payload {
+    /// Returns whether all rows of a token are equal. Where dispatch applies the router's weights,
+    /// `rows` differ.
+    fn dispatch_payload(&self, from: TensorId) -> Payload {
         let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
         match self.plan.tokens[from].name.as_str() {
             "dout" => Payload::Tokens,
@@ -413,8 +444,8 @@ impl Run<'_> {
         }
     }
 
-    /// Whether what comes back is but added up. `combine` weights `out` where that was not
-    /// done before, and gradients of weights that were on inputs read `drows`.
+    /// Returns whether the rows that come back are only added up. `combine` weights `out` unless
+    /// experts did, and gradients of input weights read each row of `drows`.
     fn combine_payload(&self, from: TensorId) -> Payload {
         let tensor = &self.plan.experts[from];
         let weight_on = self.plan.tokens.spec.router.weight_on;
@@ -425,8 +456,8 @@ impl Run<'_> {
         }
     }
 
-    /// A tensor of all shards' tokens, whose sums over shards go to the tokens' ranks.
-    fn sum_to_tokens(
+    /// Reduce-scatters a tensor of all TP peers' tokens: each rank gets the sums of its own tokens.
+    fn reduce_scatter_tp(
         &mut self,
         from: TensorId,
         to: TensorId,
@@ -444,13 +475,13 @@ impl Run<'_> {
             counts.iter().sum(),
         )?;
         let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
-        let (slices, reduction) = (&mut self.groups.expert_tp, Reduction::Sum);
-        let sum = slices.reduce_scatter_v(&input, &counts, &output, reduction, call)?;
+        let (tp, reduction) = (&mut self.groups.expert_tp, Reduction::Sum);
+        let sum = tp.reduce_scatter_v(&input, &counts, &output, reduction, call)?;
         Ok(Request::of(sum, &input))
     }
 
-    /// A weight of the first shard becomes that of the dispatch part of all.
-    fn take_of_first(
+    /// Broadcasts a weight of the first shard into the dispatch part of all shards.
+    fn broadcast_tp(
         &mut self,
         from: TensorId,
         to: TensorId,
@@ -462,6 +493,7 @@ impl Run<'_> {
             first: 0,
             rows,
         };
+        // Only the first shard holds such a weight, a last bias; the others hold zeros.
         let sends: Vec<RowRange> = match self.mesh.place().tp {
             0 => (0..self.mesh.parallel().expert_tp).map(chunk).collect(),
             _ => Vec::new(),
@@ -471,24 +503,25 @@ impl Run<'_> {
         self.send(GroupId::SharedTp, &sends, &receives, call)
     }
 
-    /// Tells the experts' kernels which row is which, and where rows of the first chunk lie.
-    fn lay_out(&self, rows: &Rows) -> Result<(), EngineError> {
+    /// Uploads the index of each row and the layout of the first chunk for the experts' kernels.
+    fn upload_layout(&self, rows: &Rows) -> Result<(), EngineError> {
+        // The indices cost a pass over all rows, and an evaluation may lack the tensor.
         if self.experts.named("row_slots").is_some() {
             let slots = rows.numbers_in_chunks();
-            self.experts.tell("row_slots", cast_slice(&slots))?;
+            self.experts.upload("row_slots", cast_slice(&slots))?;
         }
-        self.lay_out_chunk(rows, 0)
+        self.upload_chunk_layout(rows, 0)
     }
 
-    /// Tells the experts' kernels where rows of a chunk lie, in the order of the stream.
-    fn lay_out_chunk(&self, rows: &Rows, chunk: usize) -> Result<(), EngineError> {
+    /// Uploads the layout of a chunk's rows for the experts' kernels, in stream order.
+    fn upload_chunk_layout(&self, rows: &Rows, chunk: usize) -> Result<(), EngineError> {
         let tiles = rows.row_tiles(chunk, self.plan.experts.tile_rows());
         let offsets = rows.expert_offsets(chunk);
-        self.experts.tell("offsets", cast_slice(&offsets))?;
-        self.experts.tell("row_tiles", cast_slice(&tiles))
+        self.experts.upload("offsets", cast_slice(&offsets))?;
+        self.experts.upload("row_tiles", cast_slice(&tiles))
     }
 
-    /// Numbers of the dispatch part, over all ranks.
+    /// Reduces a tensor of the dispatch part over all ranks.
     fn reduce(
         &mut self,
         from: TensorId,
@@ -506,16 +539,16 @@ impl Run<'_> {
         Ok(Request::of(sum, &input))
     }
 
-    /// Weights of the experts of all groups; those of the first shards count.
-    fn gather(
+    /// Gathers the weights of the experts of all groups, from the first shard of each.
+    fn all_gather_experts(
         &mut self,
         from: TensorId,
         to: TensorId,
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let (mesh, place) = self.travels();
+        let (mesh, place) = self.row_mesh();
         let placement = self.plan.row_placement();
-        // What a group owns, in rows of its own and in rows of the whole.
+        // The consecutive experts that a group owns, as rows of its own tensor or of the whole one.
         let runs = |ep: usize, of_whole: bool| {
             let (peer, experts) = (ep * mesh.expert_tp, placement.of(ep).into_owned());
             let owned = (0..experts.len()).filter(|&slot| placement.owns(ep, slot));
@@ -528,6 +561,7 @@ impl Run<'_> {
             });
             chunks.collect::<Vec<RowRange>>()
         };
+        // Shards hold the same values of what they do not split, so the first shard alone sends.
         let own = match place.tp {
             0 => runs(place.ep, false),
             _ => Vec::new(),
@@ -538,32 +572,5 @@ impl Run<'_> {
         let sends = self.transfers(plan::PlanPart::Experts, from, &sends)?;
         let receives = self.transfers(plan::PlanPart::Dispatch, to, &receives)?;
         self.send(GroupId::Ep(self.plan.adaptive_r), &sends, &receives, call)
-    }
-}
-
-/// Rows of so many bytes.
-pub(super) fn transfers(
-    buffer: &Arc<Buffer>,
-    bytes: usize,
-    chunks: &[RowRange],
-) -> Result<Vec<Transfer>, EngineError> {
-    let transfer = |chunk: &RowRange| {
-        let (first, size) = (chunk.first * bytes, chunk.rows * bytes);
-        Ok(Transfer {
-            peer: chunk.peer,
-            slice: Slice::new(buffer, Element::U8, first, size)?,
-        })
-    };
-    chunks.iter().map(transfer).collect()
-}
-
-/// As collectives call it.
-pub(super) fn element(dtype: DType) -> Element {
-    match dtype {
-        DType::F32 => Element::F32,
-        DType::F16 => Element::F16,
-        DType::Bf16 => Element::Bf16,
-        DType::I32 => Element::I32,
-        DType::I64 => Element::I64,
     }
 }

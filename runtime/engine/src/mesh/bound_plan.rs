@@ -1,4 +1,5 @@
-//! What a rank runs in a form: at a adaptive parallelism degree, with so many shadows.
+//! Bound plans: the launches and exchanges of a rank for one adaptive parallelism degree and one
+//! number of shadows.
 
 use super::passes::{Launched, Passes, SHADOWED, SHARDED, Segment, segments};
 use super::raw::exchanged;
@@ -14,35 +15,35 @@ use moesaic_tensor::Tensors;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// A plan and its steps, bound, over the layers of a rank's parts: those that hold its
-/// weights, but where a adaptive parallelism degree needs others.
-pub(super) struct View {
-    /// What of a strategy it is for.
-    pub form: Form,
+/// A rank plan with its steps bound to kernels. It runs on the layers that hold the rank's weights,
+/// except where the degree needs layers of its own.
+pub(super) struct BoundPlan {
+    /// The parts of the strategy that the plan is for.
+    pub form: PlanKey,
     pub plan: RankPlan,
-    /// Where what comes back of weights of rows has other sizes; weights and gradients are
-    /// the same.
+    /// The dispatch part, where gradients of row weights have another size than in the held layer.
+    /// Weights and gradients are the same memory.
     pub tokens: Option<Layer>,
-    /// Where weights are gathered.
+    /// The expert part, where weights are gathered.
     pub experts: Option<Layer>,
-    /// Where experts may have shadows.
+    /// The shadow part, where experts may have shadows.
     pub shadows: Option<Layer>,
-    /// Memory for weights of shadows that no call has.
+    /// Memory for weights of shadows that no call uses now.
     pub idle_weights: Arc<IdleWeights>,
-    /// Of the strategy that was chosen last.
+    /// The passes for the overlap that was chosen last.
     pub passes: Arc<Passes>,
-    /// Of an evaluation, and of a pass that trains.
+    /// The routing steps of an evaluation and of a training pass.
     pub routing: [Vec<Segment>; 2],
-    /// Tensors of the dispatch part that exchanges move.
+    /// The tensors of the dispatch part that exchanges move.
     pub exchanged: BTreeSet<TensorId>,
 }
 
-/// What of a strategy makes other kernels.
+/// The parts of a strategy that need kernels of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Form {
-    /// To how many shards of its expert a row goes.
+pub(super) struct PlanKey {
+    /// The adaptive parallelism degree.
     pub adaptive_r: usize,
-    /// The most experts with shadows, as asked for.
+    /// The most experts with shadows, as you asked for it.
     pub shadows: usize,
 }
 
@@ -51,20 +52,24 @@ pub(super) struct Form {
 pub(super) struct PartLayers<'l> {
     pub tokens: &'l Layer,
     pub experts: &'l Layer,
-    /// Where experts may have shadows.
+    /// The shadow part, where experts may have shadows.
     pub shadows: Option<&'l Layer>,
-    /// Where shared experts are sliced.
+    /// The shared-expert part, where shared experts are sharded.
     pub shared: Option<&'l Layer>,
 }
 
-impl View {
-    /// Over layers that have weights.
-    pub fn over(form: Form, plan: RankPlan, parts: PartLayers<'_>) -> Result<View, EngineError> {
+impl BoundPlan {
+    /// Binds a plan over layers that hold weights.
+    pub fn over(
+        form: PlanKey,
+        plan: RankPlan,
+        parts: PartLayers<'_>,
+    ) -> Result<BoundPlan, EngineError> {
         let routing = |steps: &[RankStep], of: Launched| {
             parts.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
         };
         let evaluation = plan.evaluation_steps();
-        Ok(View {
+        Ok(BoundPlan {
             form,
             routing: [
                 routing(evaluation, LayerPlan::evaluation_steps)?,
@@ -80,12 +85,12 @@ impl View {
         })
     }
 
-    /// Of a plan with shadows, whose other parts are those that hold weights.
+    /// Binds a plan with shadows: the shadow part is new, the other parts hold the weights.
     pub fn shadowed(
         engine: &Engine,
-        (form, plan): (Form, RankPlan),
+        (form, plan): (PlanKey, RankPlan),
         held: PartLayers<'_>,
-    ) -> Result<View, EngineError> {
+    ) -> Result<BoundPlan, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
         let shadows = plan.shadows.as_ref();
         let shadows = shadows.map(|plan| engine.borrowing_layer(&texts(plan)?));
@@ -94,19 +99,20 @@ impl View {
             shadows: shadows.as_ref(),
             ..held
         };
-        let view = View::over(form, plan, parts)?;
-        Ok(View { shadows, ..view })
+        let bound = BoundPlan::over(form, plan, parts)?;
+        Ok(BoundPlan { shadows, ..bound })
     }
 
-    /// Of a plan whose weights are gathered, beside layers that have what it needs.
-    pub fn beside(
+    /// Binds a plan whose expert part gathers its weights.
+    pub fn gathering(
         engine: &Engine,
-        (form, plan): (Form, RankPlan),
+        (form, plan): (PlanKey, RankPlan),
         held: PartLayers<'_>,
-    ) -> Result<View, EngineError> {
+    ) -> Result<BoundPlan, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
         let experts = engine.borrowing_layer(&texts(&plan.experts)?)?;
-        // Weights that are gathered must not change meanwhile.
+        // A call that gathers weights must not run while another call changes them, so both take
+        // the same lock.
         let experts = experts.taking_turns(held.experts.turn());
         let tokens = if plan.tokens == *held.tokens.plan() {
             None
@@ -118,16 +124,16 @@ impl View {
             experts: &experts,
             ..held
         };
-        let view = View::over(form, plan, parts)?;
-        Ok(View {
+        let bound = BoundPlan::over(form, plan, parts)?;
+        Ok(BoundPlan {
             tokens,
             experts: Some(experts),
-            ..view
+            ..bound
         })
     }
 
-    /// Binds its passes for rows in chunks.
-    pub fn take_pieces(
+    /// Binds the passes for an overlap.
+    pub fn bind_chunks(
         &mut self,
         held: PartLayers<'_>,
         chunks: Overlap,
@@ -139,14 +145,14 @@ impl View {
         Ok(())
     }
 
-    /// Tells a recorder of the launches of its own layers.
+    /// Sets the recorder of the launches of its own layers.
     pub fn record(&mut self, recorder: Option<&Arc<dyn Recorder>>) {
         for layer in self.own_layers_mut() {
             layer.record(recorder.cloned());
         }
     }
 
-    /// The layers that are its own.
+    /// Returns the layers that belong to this plan alone.
     pub fn own_layers(&self) -> impl Iterator<Item = &Layer> {
         let own = [&self.tokens, &self.experts, &self.shadows];
         own.into_iter().flatten()
@@ -157,7 +163,7 @@ impl View {
         own.into_iter().flatten()
     }
 
-    /// The layers that it runs on, out of those that hold weights.
+    /// Returns the layers that the plan runs on; `held` are those that hold weights.
     pub fn parts<'l>(&'l self, held: PartLayers<'l>) -> PartLayers<'l> {
         PartLayers {
             tokens: self.tokens.as_ref().unwrap_or(held.tokens),
@@ -178,7 +184,7 @@ impl PartLayers<'_> {
         }
     }
 
-    /// Steps of a pass; `of` has the steps of the same pass of a part.
+    /// Binds the steps of a pass; `of` returns the steps of the same pass of a part.
     fn bind(&self, steps: &[RankStep], of: Launched) -> Result<Vec<Segment>, EngineError> {
         segments(steps, |part, numbers| {
             let layer = self.get(part);
@@ -188,7 +194,7 @@ impl PartLayers<'_> {
         })
     }
 
-    /// The passes of a plan with rows in chunks.
+    /// Binds the passes of a plan with rows in chunks.
     fn passes(&self, plan: &RankPlan, chunks: Overlap) -> Result<Passes, EngineError> {
         let plan = plan.in_chunks(chunks);
         Ok(Passes {
@@ -200,7 +206,7 @@ impl PartLayers<'_> {
     }
 }
 
-/// A layer over the weights and gradients of another.
+/// Makes a layer over the weights and gradients of another.
 fn sharing(engine: &Engine, texts: &Texts, of: &Layer) -> Result<Layer, EngineError> {
     let named = |buffers: &crate::memory::Buffers, role: fn(Role) -> bool| {
         let tensors = of.plan().tensors.iter().filter(|tensor| role(tensor.role));

@@ -1,0 +1,35 @@
+//! Transfers of rows, and element types, as collectives take them.
+
+use super::rows::RowRange;
+use crate::error::EngineError;
+use moesaic_collectives::{Element, Slice, Transfer};
+use moesaic_kernel::DType;
+use moesaic_target::Buffer;
+use std::sync::Arc;
+
+/// Returns transfers of ranges of a buffer's rows, of `bytes` bytes each.
+pub(super) fn transfers(
+    buffer: &Arc<Buffer>,
+    bytes: usize,
+    chunks: &[RowRange],
+) -> Result<Vec<Transfer>, EngineError> {
+    let transfer = |chunk: &RowRange| {
+        let (first, size) = (chunk.first * bytes, chunk.rows * bytes);
+        Ok(Transfer {
+            peer: chunk.peer,
+            slice: Slice::new(buffer, Element::U8, first, size)?,
+        })
+    };
+    chunks.iter().map(transfer).collect()
+}
+
+/// Returns the element type of collectives for a dtype.
+pub(super) fn element(dtype: DType) -> Element {
+    match dtype {
+        DType::F32 => Element::F32,
+        DType::F16 => Element::F16,
+        DType::Bf16 => Element::Bf16,
+        DType::I32 => Element::I32,
+        DType::I64 => Element::I64,
+    }
+}
