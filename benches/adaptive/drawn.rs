@@ -54,7 +54,7 @@ impl Drawn {
             top_k: one(random, &[1, 2, 4]),
             mesh: Parallel {
                 ep: RANKS / expert_tp,
-                expert_tp: expert_tp,
+                expert_tp,
                 ..Parallel::default()
             },
             capacity: one(random, &[None, None, Some(1.0), Some(1.5)]),

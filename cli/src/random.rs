@@ -11,6 +11,7 @@ pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
     let tensors = canonical_tensors(spec).into_iter().enumerate();
     let one = |(i, tensor): (usize, moesaic::spec::TensorSpec)| {
         let made = match tensor.dtype {
+            DType::I32 if tensor.name.starts_with("experts.") => codes(&tensor.shape, i as u64),
             DType::I32 => table(&tensor.shape, spec),
             dtype => {
                 let fan_in = if tensor.shape.len() > 1 {
@@ -21,6 +22,8 @@ pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
                 let scale = match tensor.name.as_str() {
                     // A larger one would send all tokens to the same experts.
                     "router.select_bias" => 0.01,
+                    // Codes are tens, and of both signs.
+                    name if name.ends_with(".scale") => 1e-3,
                     _ => (3.0 / fan_in.max(1) as f32).sqrt(),
                 };
                 floats(dtype, &tensor.shape, scale, i as u64)
@@ -121,6 +124,18 @@ fn table(shape: &[usize], spec: &LayerSpec) -> Tensor<'static> {
         spec.routed_experts().max(1),
     );
     Tensor::owned(shape, (0..elements).map(|i| (i % experts) as i32).collect())
+}
+
+/// Codes of every kind but NaN: a bit of each byte is zero, which E4M3 has ones in.
+fn codes(shape: &[usize], seed: u64) -> Tensor<'static> {
+    let mut made = floats(DType::F32, shape, 1.0, seed).into_static();
+    for byte in made.data.to_mut().iter_mut() {
+        *byte &= 0xbf;
+    }
+    Tensor {
+        dtype: DType::I32,
+        ..made
+    }
 }
 
 /// Uniform values in `(-scale, scale)` in a float type.

@@ -20,62 +20,8 @@ INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
 
 // ==== prelude/cpu_vector.h ====
 
-// Vectors of 16 bytes: neon.
-enum { LANES = 4 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-// Vectors of 16 bytes: neonbf16.
-enum { LANES = 4 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-// Vectors of 16 bytes: portable.
-enum { LANES = 4 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
 // Vectors of 32 bytes: avx2.
 enum { LANES = 8 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-// Vectors of 64 bytes: amx.
-enum { LANES = 16 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-// Vectors of 64 bytes: avx512.
-enum { LANES = 16 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-// Vectors of 64 bytes: avx512bf16.
-enum { LANES = 16 };
 typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
 typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
 typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
@@ -140,10 +86,6 @@ INLINE vec at_least(vec v, vec limit)
     return v;
 }
 
-// A comparison with NaN is false, so both functions keep a NaN in `v`.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
-
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -153,27 +95,9 @@ INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
 // Returns the sum of all lanes, as a binary tree.
 INLINE f32 sum_lanes(vec v)
 {
-    v += SHUFFLE(v, v, 2, 3, 0, 1);
-    v += SHUFFLE(v, v, 1, 2, 3, 0);
-    return v[0];
-}
-
-// Returns the sum of all lanes, as a binary tree.
-INLINE f32 sum_lanes(vec v)
-{
     v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
     v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1);
     v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0);
-    return v[0];
-}
-
-// Returns the sum of all lanes, as a binary tree.
-INLINE f32 sum_lanes(vec v)
-{
-    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
-    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
-    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
     return v[0];
 }
 
@@ -205,26 +129,7 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 // The lanes of a vector, one by one.
 INLINE vec_i32 lane_numbers(void)
 {
-    return (vec_i32){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-}
-
-// The lanes of a vector, one by one.
-INLINE vec_i32 lane_numbers(void)
-{
     return (vec_i32){0, 1, 2, 3, 4, 5, 6, 7};
-}
-
-// The lanes of a vector, one by one.
-INLINE vec_i32 lane_numbers(void)
-{
-    return (vec_i32){0, 1, 2, 3};
-}
-
-INLINE f32 largest_lane(vec v)
-{
-    v = at_least(v, SHUFFLE(v, v, 2, 3, 0, 1));
-    v = at_least(v, SHUFFLE(v, v, 1, 2, 3, 0));
-    return v[0];
 }
 
 INLINE f32 largest_lane(vec v)
@@ -233,30 +138,6 @@ INLINE f32 largest_lane(vec v)
     v = at_least(v, SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1));
     v = at_least(v, SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0));
     return v[0];
-}
-
-// Writes the lanes where the mask is all ones side by side; the rest of a
-// vector's room is anything. Returns how many they are.
-typedef vec_i32 vec_i32_in_memory __attribute__((aligned(4)));
-INLINE int append_lanes(i32 *to, vec_i32 v, vec_i32 mask)
-{
-    vec_i32 packed;
-    u32 bits;
-    __asm__("vpmovd2m %2, %%k1\n\t"
-            "vpcompressd %3, %0 %{%%k1%}%{z%}\n\t"
-            "kmovw %%k1, %1"
-            : "=v"(packed), "=r"(bits) : "v"(mask), "v"(v) : "k1");
-    *(vec_i32_in_memory *)to = packed;
-    return __builtin_popcount(bits);
-}
-
-// A bit per lane: whether the mask is all ones there.
-INLINE u32 lane_bits(vec_i32 mask)
-{
-    u32 bits = 0;
-    for (int i = 0; i < LANES; i++)
-        bits |= (u32)(mask[i] & 1) << i;
-    return bits;
 }
 
 // A bit per lane: whether the mask is all ones there.
@@ -284,32 +165,6 @@ INLINE void sum_lanes_each(vec *v, int count)
     count /= 2;
 #pragma GCC unroll 16
     for (int i = 0; i < count; i++)
-        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-               + SHUFFLE(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    count /= 2;
-#pragma GCC unroll 16
-    for (int i = 0; i < count; i++)
-        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-               + SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    count /= 2;
-#pragma GCC unroll 16
-    for (int i = 0; i < count; i++)
-        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
-               + SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    count /= 2;
-#pragma GCC unroll 16
-    for (int i = 0; i < count; i++)
-        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-               + SHUFFLE(v[2 * i], v[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
-// The sums of the lanes of each of `count` vectors, in their order, LANES to a
-// vector: each is the binary tree of sum_lanes. `count` is a multiple of LANES.
-INLINE void sum_lanes_each(vec *v, int count)
-{
-    count /= 2;
-#pragma GCC unroll 16
-    for (int i = 0; i < count; i++)
         v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11)
                + SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
     count /= 2;
@@ -322,22 +177,6 @@ INLINE void sum_lanes_each(vec *v, int count)
     for (int i = 0; i < count; i++)
         v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14)
                + SHUFFLE(v[2 * i], v[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15);
-}
-
-// The sums of the lanes of each of `count` vectors, in their order, LANES to a
-// vector: each is the binary tree of sum_lanes. `count` is a multiple of LANES.
-INLINE void sum_lanes_each(vec *v, int count)
-{
-    count /= 2;
-#pragma GCC unroll 16
-    for (int i = 0; i < count; i++)
-        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 4, 5)
-               + SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 6, 7);
-    count /= 2;
-#pragma GCC unroll 16
-    for (int i = 0; i < count; i++)
-        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 2, 4, 6)
-               + SHUFFLE(v[2 * i], v[2 * i + 1], 1, 3, 5, 7);
 }
 
 // ==== prelude/cpu_stream.h ====
@@ -387,28 +226,7 @@ INLINE vec f32_of_bf16(vec_u16 v)
     return (vec)(wide << 16);
 }
 
-// bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
-
 // Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
-INLINE vec_u16 bf16_of_f32(vec v)
-{
-    vec_u16 narrow;
-    __asm__("bfcvtn %0.4h, %1.4s" : "=w"(narrow) : "w"(v));
-    return narrow;
-}
-
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
-INLINE vec_u16 bf16_of_f32(vec v)
-{
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
-}
-
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. The
-// instruction of AVX512-BF16 would make subnormals zero.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
     vec_u32 bits = (vec_u32)v;
@@ -443,26 +261,6 @@ INLINE void store_f16(f16 *to, vec v) { *(vec_u16_in_memory *)to = f16_of_f32(v)
 // ==== prelude/cpu_exp.h ====
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
-// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
-INLINE vec exp_f32(vec x)
-{
-    x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
-    const f32 to_integer = 0x1.8p23f; // adding it leaves no bits for a fraction
-    vec n = (x * 0x1.715476p0f + to_integer) - to_integer;
-    vec r = x - n * 0x1.62e4p-1f; // ln 2 in two parts; the first product is exact
-    r = r - n * 0x1.7f7d1cp-20f;
-    vec p = broadcast(1.0f / 5040);
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = (p * r) * r + r + 1.0f;
-    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
-    return p;
-}
-
-// e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
 // since one power of two cannot reach every result.
 INLINE vec exp_f32(vec x)
@@ -488,89 +286,11 @@ INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
 // ==== prelude/cpu_multiply.h ====
 
-// Operands of products. A word is four bf16 that are summed over, of a row or of a
-// column; a vector has the words of two. Two rows are multiplied by two columns at
-// once: sums are squares, a row's two before the next row's.
-enum { WORD = 4, STEP = 8, SPAN = 2 }; // elements per word, per vector; words per vector
-
-INLINE vec multiply_add(vec sums, vec rows, vec columns)
-{
-    __asm__("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums) : "w"(rows), "w"(columns));
-    return sums;
-}
-
-INLINE vec multiply_add(vec sum, vec a, vec b)
-{
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-    return sum;
-}
-
-typedef vec vec_pairs_in_memory __attribute__((aligned(2)));
-INLINE vec load_input(const bf16 *from) { return *(const vec_pairs_in_memory *)from; }
-INLINE vec load_weights(const bf16 *from) { return load_input(from); }
-
-INLINE vec load_part_input(const bf16 *from, i64 count)
-{
-    bf16 part[STEP] ALIGNED = {0};
-    for (i64 i = 0; i < count; i++)
-        part[i] = from[i];
-    return *(const vec *)part;
-}
-INLINE vec load_part_weights(const bf16 *from, i64 count) { return load_part_input(from, count); }
-
 INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
-
-// Turns two vectors of two words, as the rows of a matrix, into its columns.
-INLINE void transpose(vec v[SPAN])
-{
-    vec a = v[0], b = v[1];
-    v[0] = SHUFFLE(a, b, 0, 1, 4, 5);
-    v[1] = SHUFFLE(a, b, 2, 3, 6, 7);
-}
 
 // The same word in every lane.
 typedef i32 word_t __attribute__((may_alias));
 INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
-
-// Turns LANES vectors, as the rows of a matrix, into its columns. A round
-// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
-INLINE void transpose(vec v[LANES])
-{
-#pragma GCC unroll 4
-    for (int round = 1; round < LANES; round *= 2) {
-        vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            vec a = v[i], b = v[i + LANES / 2];
-            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] =
-                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            v[i] = next[i];
-    }
-}
-
-// Turns LANES vectors, as the rows of a matrix, into its columns. A round
-// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
-INLINE void transpose(vec v[LANES])
-{
-#pragma GCC unroll 4
-    for (int round = 1; round < LANES; round *= 2) {
-        vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            vec a = v[i], b = v[i + LANES / 2];
-            next[2 * i] = SHUFFLE(a, b, 0, 4, 1, 5);
-            next[2 * i + 1] =
-                SHUFFLE(a, b, 2, 6, 3, 7);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            v[i] = next[i];
-    }
-}
 
 // Turns LANES vectors, as the rows of a matrix, into its columns. A round
 // shuffles vector i with vector i + LANES / 2, as a deck of cards is.
@@ -591,56 +311,6 @@ INLINE void transpose(vec v[LANES])
             v[i] = next[i];
     }
 }
-
-// ==== prelude/cpu_tiles.h ====
-
-// AMX: eight tiles of 16 rows by 64 bytes. A product adds 16 x 16 f32 sums of
-// 32 bf16 products each: rows of the left tile are rows of input, a row of the
-// right tile has one pair of every column.
-enum { TILE = 16 }; // rows, and words of a row
-
-typedef struct {
-    unsigned char palette, start_row, reserved[14];
-    u16 row_bytes[16];
-    unsigned char rows[16];
-} tile_shapes_t;
-
-// Gives the thread eight whole tiles, until they are released.
-INLINE void tiles_begin(void)
-{
-    static const tile_shapes_t shapes = {
-        .palette = 1,
-        .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-        .rows = {16, 16, 16, 16, 16, 16, 16, 16},
-    };
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
-}
-INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
-
-// Tiles are named by number. A stride is the bytes from a row to the next. What is
-// streamed is not wanted again soon: it leaves the first-level cache to the rest.
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define TILE_LOAD(tile, from, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
-#define TILE_STREAM(tile, from, stride) \
-    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
-#define TILE_STORE(tile, to, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
-#define TILE_MULTIPLY(sums, left, right) \
-    __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
-
-// Tiles are named by number. A stride is the bytes from a row to the next. What is
-// streamed is not wanted again soon: it leaves the first-level cache to the rest.
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define TILE_LOAD(tile, from, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
-#define TILE_STREAM(tile, from, stride) \
-    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
-#define TILE_STORE(tile, to, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
-#define TILE_MULTIPLY(sums, left, right) \
-    __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
-// Stores of rows that are read much later.
 
 // ==== prelude/cpu_pack.h ====
 

@@ -102,8 +102,6 @@ DEVICE void await_launches()
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-DEVICE void await_launches() {}  // launches do not overlap
-
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }

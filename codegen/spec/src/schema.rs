@@ -134,7 +134,7 @@ mod reached;
 mod tests {
     use super::*;
     use crate::Select;
-    use crate::testing::sample;
+    use crate::testing::{quantized, sample};
     use serde::Deserialize;
     use serde::de::IntoDeserializer;
     use serde::de::value::{Error, StrDeserializer};
@@ -175,7 +175,9 @@ mod tests {
     #[test]
     fn required_keys_have_an_example() {
         let specs: Vec<toml::Table> = (0..400)
-            .map(|seed| toml::Table::try_from(sample(seed)).expect("a spec is a table"))
+            .map(sample)
+            .chain(quantized())
+            .map(|spec| toml::Table::try_from(spec).expect("a spec is a table"))
             .collect();
         for (path, key) in all() {
             let names: Vec<&str> = path.split('.').collect();

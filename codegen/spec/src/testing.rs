@@ -58,6 +58,17 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// Returns a layer of each weight format. [`sample`] has none, because only CPUs multiply codes,
+/// and nothing trains them.
+pub fn quantized() -> impl Iterator<Item = LayerSpec> {
+    let names = crate::WEIGHT_FORMAT_NAMES.iter().enumerate();
+    names.map(|(seed, name)| {
+        let mut spec = sample(seed as u64);
+        spec.precision.experts = crate::ExpertFormat::named(name);
+        spec
+    })
+}
+
 /// Returns a random valid spec, always the same for one seed.
 ///
 /// Widths are 1 to 97, experts 1 to 64, and `top_k` is anything from 1 to all of them. Together,

@@ -134,6 +134,7 @@ fn types(rng: &mut SampleRng) -> Precision {
         weights,
         activations: if mixed { weights } else { activations },
         tf32: pair == [DType::F32; 2] && rng.one_in(3),
+        experts: None,
     }
 }
 

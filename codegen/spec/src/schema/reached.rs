@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::LayerSpec;
-use crate::testing::sample;
+use crate::testing::{quantized, sample};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -95,7 +95,8 @@ fn seen_in(specs: impl Iterator<Item = LayerSpec>) -> Seen {
 
 #[test]
 fn samples_reach_every_key_and_every_word() {
-    let lacking = missing(&ROOT, "", &seen_in((0..SEEDS).map(sample)));
+    let samples = (0..SEEDS).map(sample).chain(quantized());
+    let lacking = missing(&ROOT, "", &seen_in(samples));
     assert!(lacking.is_empty(), "no sample has {lacking:#?}");
 }
 
