@@ -1,11 +1,11 @@
-"""How many loads from global memory NVIDIA's kernels have under way, by their machine code.
+"""How many loads from global memory NVIDIA's kernels have in flight, by their machine code.
 
     pip download nvidia-cuda-nvdisasm && unzip nvidia_cuda_nvdisasm*.whl
     MOESAIC_CACHE=STORE moesaic precompile --spec SPEC --target cuda:sm_90a
     python3 benches/machine_code.py nvidia/cu13/bin/nvdisasm STORE
 
-A load is under way until an instruction reads a register that it, or a later load, fills: counted along
-the text, as if no branch were taken. `alone` are loads that are waited for while no other is under way,
+A load is in flight until an instruction reads a register that it, or a later load, fills: counted along
+the text, as if no branch were taken. `alone` are loads that are waited for while no other is in flight,
 and `early` what touches global memory before a kernel has waited for the launches before it: there may be none.
 """
 
@@ -32,7 +32,7 @@ def registers(opcode, operands):
 
 
 def count(lines):
-    """Loads, the most of them under way, those that are waited for alone, and accesses that do not wait for
+    """Loads, the most of them in flight, those that are waited for alone, and accesses that do not wait for
     the launches before (`griddepcontrol.wait` is ACQBULK)."""
     loads = most = alone = early = 0
     waits = any("ACQBULK" in line for line in lines)
@@ -78,7 +78,7 @@ def main(nvdisasm, *stores):
             for name, part in functions(disassembled(nvdisasm, kernel)):
                 loads, most, alone, early = count(part.split("\n"))
                 if loads:
-                    print(f"{about:64} {name:28} loads {loads:3}, under way {most:2}, alone {alone:2}, early {early}")
+                    print(f"{about:64} {name:28} loads {loads:3}, in flight {most:2}, alone {alone:2}, early {early}")
 
 
 main(*sys.argv[1:])

@@ -132,7 +132,7 @@ pub use moesaic_plan::Balancing;
 ///
 /// let strategy = Strategy {
 ///     degree: Both { forward: 4, backward: 2 },
-///     wire: Both::same(CommDtype::Bf16),
+///     comm_dtype: Both::same(CommDtype::Bf16),
 ///     ..Strategy::default()
 /// };
 /// assert_eq!(strategy.to_string(), "overlap_degree=4/2,comm_dtype=bf16");
@@ -146,7 +146,7 @@ pub use moesaic_plan::Both;
 /// use moesaic::mesh::AllToAll;
 ///
 /// assert_eq!(AllToAll::default(), AllToAll::Linear);
-/// assert_eq!(AllToAll::TwoDhInterFirst.to_string(), "inter-first");
+/// assert_eq!(AllToAll::TwoDhInterFirst.to_string(), "2dh-inter-first");
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::AllToAll;

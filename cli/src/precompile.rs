@@ -66,7 +66,7 @@ pub struct PrecompileArgs {
     /// Those for every adaptive parallelism degree that rows can go, too, in layers that may change it
     #[arg(long, requires = "mesh")]
     adaptive_r: bool,
-    /// Those of ranks that carry out calls so, as in `run`, too: ways, wire and shadows have
+    /// Those of ranks that carry out calls so, as in `run`, too: r, comm_dtype and shadows have
     /// kernels of their own; may be given several times
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
     strategy: Vec<Strategy>,

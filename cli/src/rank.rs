@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 /// What `--mesh` takes beside it.
 #[derive(Args, Debug)]
 pub struct OneRankArgs {
-    /// How ranks carry out calls, as in `run`: ways, degree, cut, wire and shadows change
-    /// steps; ways, wire and shadows have kernels of their own
+    /// How ranks carry out calls, as in `run`: r, overlap_degree, overlap_by, comm_dtype and shadows change
+    /// steps; r, comm_dtype and shadows have kernels of their own
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh")]
     strategy: Strategy,
     /// Which rank

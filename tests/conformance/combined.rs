@@ -36,17 +36,17 @@ fn biased() -> Case {
 fn chunks_go_by_every_all_to_all() {
     let engine = cpu();
     let case = biased();
-    for (route, overlap_degree) in [
-        ("intra-first", "2"),
-        ("inter-first", "4/2"),
-        ("concurrent", "3/2"),
-        ("once", "3/1"),
-        ("once", "1/4"),
-        ("intra-first", "3,overlap_by=peers"),
-        ("concurrent", "2/4,overlap_by=peers"),
-        ("once", "2/3,overlap_by=peers"),
+    for (all_to_all, overlap_degree) in [
+        ("2dh", "2"),
+        ("2dh-inter-first", "4/2"),
+        ("2dh-concurrent", "3/2"),
+        ("dedup", "3/1"),
+        ("dedup", "1/4"),
+        ("2dh", "3,overlap_by=peers"),
+        ("2dh-concurrent", "2/4,overlap_by=peers"),
+        ("dedup", "2/3,overlap_by=peers"),
     ] {
-        let strategy = format!("overlap_degree={overlap_degree},all_to_all={route}");
+        let strategy = format!("overlap_degree={overlap_degree},all_to_all={all_to_all}");
         check(&engine, None, grid(mesh(4, 1, 1), &strategy), &case);
     }
     check(
@@ -137,8 +137,8 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 }
 
 /// Returns the relative error of a row in a format: docs/kernels/comm_cast.md.
-fn format_error(wire: CommDtype) -> f64 {
-    match wire {
+fn format_error(comm_dtype: CommDtype) -> f64 {
+    match comm_dtype {
         CommDtype::Unchanged => 0.0,
         CommDtype::F16 => 2.1e-4,
         CommDtype::Bf16 => 1.7e-3,

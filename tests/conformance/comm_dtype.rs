@@ -113,12 +113,12 @@ fn errors_are_those_of_the_format() {
             per_node,
         };
         let exact = nodes.trained(&case, "default");
-        for (wire, format) in ERRORS {
-            let packed = nodes.trained(&case, &format!("comm_dtype={wire}"));
+        for (comm_dtype, format) in ERRORS {
+            let packed = nodes.trained(&case, &format!("comm_dtype={comm_dtype}"));
             assert_eq!(packed.len(), exact.len());
             for (name, want) in &exact {
                 let error = error(&packed[name], want);
-                let what = format!("{name} of {wire} on {parallel:?}, {per_node} a node");
+                let what = format!("{name} of {comm_dtype} on {parallel:?}, {per_node} a node");
                 println!("{what}: {error:.1e}");
                 // Twice rounded on the way, and carried on by three products.
                 assert!(error < 2.0 * format, "{what}: {error:e}");
@@ -168,10 +168,12 @@ fn all_to_all_algorithms_change_nothing() {
             per_node,
         };
         let straight = nodes.trained(&case, "comm_dtype=fp8/f16");
-        for route in ["intra-first", "inter-first", "concurrent"] {
-            let same =
-                nodes.trained(&case, &format!("all_to_all={route},comm_dtype=fp8/f16")) == straight;
-            assert!(same, "{route} on {parallel:?}");
+        for all_to_all in ["2dh", "2dh-inter-first", "2dh-concurrent"] {
+            let same = nodes.trained(
+                &case,
+                &format!("all_to_all={all_to_all},comm_dtype=fp8/f16"),
+            ) == straight;
+            assert!(same, "{all_to_all} on {parallel:?}");
         }
     }
 }
@@ -182,7 +184,7 @@ fn rows_of_one_node_stay_as_they_are() {
     let mut layer = spec(LAYER);
     layer.precision.activations = DType::Bf16;
     let case = Case::random(&layer, 33, 5);
-    for (per_node, wire) in [(4, "fp8"), (1, "bf16"), (2, "exact")] {
+    for (per_node, comm_dtype) in [(4, "fp8"), (1, "bf16"), (2, "none")] {
         let nodes = Nodes {
             engine: &engine,
             parallel: mesh(4, 1, 1),
@@ -190,9 +192,9 @@ fn rows_of_one_node_stay_as_they_are() {
         };
         let exact = nodes.trained(&case, "default");
         assert_eq!(
-            nodes.trained(&case, &format!("comm_dtype={wire}")),
+            nodes.trained(&case, &format!("comm_dtype={comm_dtype}")),
             exact,
-            "{wire}"
+            "{comm_dtype}"
         );
     }
     // No tokens at all, and none of some ranks.
@@ -251,14 +253,14 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
         // The next call counts for itself, and other formats count nothing.
         let again = layer.forward_with(&input.input(), &[SATURATED]).unwrap();
         assert_eq!(longs(&again, SATURATED), [expected as i64]);
-        for wire in [CommDtype::Fp8, CommDtype::Bf16, CommDtype::Unchanged] {
+        for comm_dtype in [CommDtype::Fp8, CommDtype::Bf16, CommDtype::Unchanged] {
             let strategy = Strategy {
-                comm_dtype: Both::same(wire),
+                comm_dtype: Both::same(comm_dtype),
                 ..Strategy::default()
             };
             layer.set_strategy(strategy).unwrap();
             let output = layer.forward_with(&input.input(), &[SATURATED]).unwrap();
-            assert_eq!(longs(&output, SATURATED), [0], "{wire}");
+            assert_eq!(longs(&output, SATURATED), [0], "{comm_dtype}");
         }
         expected
     });

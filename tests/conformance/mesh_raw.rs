@@ -156,8 +156,9 @@ impl<'a> Asked<'a> {
 /// Returns the names that each pass of a layer is asked for.
 fn asked(layer: &MeshLayer) -> [Vec<String>; 4] {
     let plan = &layer.plan().tokens;
-    let wire = layer.strategy().comm_dtype;
-    let f16 = [wire.forward, wire.forward, wire.backward].map(|wire| wire == CommDtype::F16);
+    let comm_dtype = layer.strategy().comm_dtype;
+    let f16 = [comm_dtype.forward, comm_dtype.forward, comm_dtype.backward]
+        .map(|comm_dtype| comm_dtype == CommDtype::F16);
     let names = |names: &[&str], counts: bool| -> Vec<String> {
         let given = |name: &str| plan.tensor(name).is_none_or(|t| t.role == Role::Input);
         let there = names.iter().filter(|name| !given(name));
@@ -402,7 +403,7 @@ fn what_cannot_be_is_said_before_ranks_exchange() {
                 "input `x`: lies at address 0",
                 &multiple,
                 "input `experts.up.weight`: stays in the layer's memory on a mesh; leave it out",
-                "input `wire.saturated`: lies at address 0",
+                "input `comm_cast.saturated`: lies at address 0",
                 "input `dy`: has no address",
                 "input `grad.experts.up.weight`: stays in the layer's memory on a mesh, where",
                 "the saved state is of another layer",

@@ -124,7 +124,7 @@ const QUICK: [&str; 16] = [
 /// Tests among [`QUICK`] that take minutes: random layers of every option, and simulators.
 const SLOW: [&str; 2] = ["random_specs", "simulated"];
 
-/// Units first, which say most in least time. `moesaic-tests` has none, and is named all the
+/// Units first, which say most in little time. `moesaic-tests` has none, and is named all the
 /// same: cargo chooses features by the packages it is given, and with others it would build
 /// everything twice.
 fn quick() -> Result<(), String> {

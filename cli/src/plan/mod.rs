@@ -62,7 +62,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 10, conflicts_with = "strategy", value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
     /// What rows may be between nodes: exact, bf16, f16, fp8
-    #[arg(long, value_name = "W[,W]", value_delimiter = ',', default_value = "exact", conflicts_with = "strategy", value_parser = str::parse::<CommDtype>)]
+    #[arg(long, value_name = "D[,D]", value_delimiter = ',', default_value = "none", conflicts_with = "strategy", value_parser = str::parse::<CommDtype>)]
     comm_dtypes: Vec<CommDtype>,
     /// Measurements that replace figures of the machine
     #[arg(long, value_name = "FILE")]

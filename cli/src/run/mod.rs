@@ -99,7 +99,7 @@ pub struct RunArgs {
     /// Take experts and weights of every token from a routing record instead of the router
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
-    /// Also write when each launch ran and each exchange was under way, for
+    /// Also write when each launch ran and each exchange was in flight, for
     /// chrome://tracing and ui.perfetto.dev: a lane for launches and one for exchanges of each
     /// rank. On GPUs each launch is then waited for
     #[arg(long, value_name = "FILE")]

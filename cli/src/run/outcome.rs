@@ -15,6 +15,6 @@ pub struct Outcome {
     pub limited: bool,
     /// Bytes of device memory of intermediates.
     pub workspace: u64,
-    /// When launches ran and exchanges were under way, of all ranks; empty if nobody asked.
+    /// When launches ran and exchanges were in flight, of all ranks; empty if nobody asked.
     pub trace: Vec<Value>,
 }

@@ -32,7 +32,7 @@ impl Work {
         }
     }
 
-    /// Returns the least time in seconds on a machine of these rates, and whether arithmetic bounds
+    /// Returns the roofline in seconds on a machine of these rates, and whether arithmetic bounds
     /// it.
     pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> (f64, bool) {
         let (compute, memory) = (self.flops / flops_per_second, self.bytes / bytes_per_second);

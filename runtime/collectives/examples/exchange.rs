@@ -96,9 +96,9 @@ fn timed(
 fn algorithms(shape: NodeShape) -> Vec<(&'static str, Algorithm)> {
     let mut list = vec![
         ("direct", Algorithm::Direct),
-        ("intra-first", Algorithm::Hierarchical(shape)),
-        ("inter-first", Algorithm::InterFirst(shape)),
-        ("concurrent", Algorithm::Concurrent(shape)),
+        ("2dh", Algorithm::Hierarchical(shape)),
+        ("2dh-inter-first", Algorithm::InterFirst(shape)),
+        ("2dh-concurrent", Algorithm::Concurrent(shape)),
     ];
     let pods = Levels::new(&[2, shape.nodes / 2, shape.per_node]);
     if let Some(levels) = pods.filter(|_| shape.nodes >= 4 && shape.nodes.is_multiple_of(2)) {

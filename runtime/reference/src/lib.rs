@@ -17,6 +17,7 @@
 
 mod backward;
 mod choice;
+mod comm_cast;
 mod expert;
 mod expression;
 mod few;
@@ -30,10 +31,10 @@ pub mod rng;
 mod skew;
 mod stored;
 mod weights;
-mod wire;
 
 pub use backward::{Gradients, backward, router_backward};
 pub use choice::chosen_per_expert;
+pub use comm_cast::{CommDtype, of_e4m3, pack_row, to_e4m3, unpack_row};
 pub use expert::{activate, combine, expert_row, shared_row};
 pub use few::y_of_few;
 pub use gate::{Decision, Gate, decide, gate, router_input, select_row};
@@ -44,7 +45,6 @@ pub use place::{Placement, capacity_rows, demanded, kept, processing_order, rand
 pub use skew::Skew;
 pub use stored::numbers;
 pub use weights::{Random, Tensor, Weights};
-pub use wire::{CommDtype, of_e4m3, pack_row, to_e4m3, unpack_row};
 
 pub use gate::logits;
 

@@ -253,7 +253,7 @@ fn follow(
     (each, end): (Duration, Instant),
     tally: &mut Tally,
 ) -> Result<usize> {
-    let (mut at, mut under_way) = (first, false);
+    let (mut at, mut in_flight) = (first, false);
     loop {
         // A process that starts loads the driver, which takes its time.
         let why = match process.hear(each, end)? {
@@ -261,17 +261,17 @@ fn follow(
                 match Said::read(&line) {
                     Some(Said::Absent(why)) => return Err(Absent(why).into()),
                     Some(Said::Begun(_)) if Instant::now() > end => return Ok(at),
-                    Some(Said::Begun(item)) => (at, under_way) = (item, true),
+                    Some(Said::Begun(item)) => (at, in_flight) = (item, true),
                     Some(said) => {
                         tally.count(&items[at], &said);
-                        (at, under_way) = (at + 1, false);
+                        (at, in_flight) = (at + 1, false);
                     }
                     None => (),
                 }
                 continue;
             }
             Heard::Silence(time) => format!("no end after {} s", time.as_secs()),
-            Heard::End(..) if !under_way && (at > first || at == items.len()) => return Ok(at),
+            Heard::End(..) if !in_flight && (at > first || at == items.len()) => return Ok(at),
             // Also one that ends before its first item, which would end so again.
             Heard::End(why, _) => why,
         };

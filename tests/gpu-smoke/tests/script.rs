@@ -194,7 +194,7 @@ fn minutes_are_shared_and_what_finds_none_is_left_out() {
     assert!(text.contains("layers       left out "), "{text}");
 }
 
-/// Starts the script with a step that hangs, sends it signals once that is under way, the last
+/// Starts the script with a step that hangs, sends it signals once that runs, the last
 /// of which ends it; its exit code.
 fn signalled(smoke: &SmokeFolder, signals: &[&str]) -> Option<i32> {
     let steps = [(

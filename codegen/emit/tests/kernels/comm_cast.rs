@@ -30,8 +30,8 @@ fn kernel(desc: &CommCastDesc, target: Target) -> KernelPlan {
     }
 }
 
-fn twin(wire: CommDtype) -> moesaic_reference::CommDtype {
-    match wire {
+fn twin(comm_dtype: CommDtype) -> moesaic_reference::CommDtype {
+    match comm_dtype {
         CommDtype::F16 => moesaic_reference::CommDtype::F16,
         CommDtype::Bf16 => moesaic_reference::CommDtype::Bf16,
         CommDtype::Fp8 => moesaic_reference::CommDtype::Fp8,
@@ -155,8 +155,8 @@ impl Loaded {
         for (row, bytes) in self.read(&to, rows * size).chunks(size).enumerate() {
             let expected = match came(row) {
                 Some(i) => {
-                    let wire = twin(self.desc.comm_dtype);
-                    bytes_of(dtype, &unpack_row(wire, &expected[i].0, width, dtype))
+                    let comm_dtype = twin(self.desc.comm_dtype);
+                    bytes_of(dtype, &unpack_row(comm_dtype, &expected[i].0, width, dtype))
                 }
                 None => vec![0xaa; size],
             };
@@ -233,14 +233,14 @@ fn rows(dtype: DType, width: usize, count: usize) -> Vec<Vec<f32>> {
 fn run(target: &str, widths: &[usize], counts: &[usize]) {
     let target: Target = target.parse().unwrap();
     for (n, &width) in widths.iter().enumerate() {
-        for wire in FORMATS {
+        for comm_dtype in FORMATS {
             for (m, rows_type) in TYPES.into_iter().enumerate() {
                 // Every width with every format, every type with some width.
                 if widths.len() > 1 && (n + m) % TYPES.len() > 1 {
                     continue;
                 }
                 let desc = CommCastDesc {
-                    comm_dtype: wire,
+                    comm_dtype,
                     width,
                     rows: rows_type,
                 };
@@ -287,10 +287,10 @@ const COMPILED: [usize; 2] = [7168, 63];
 fn compiled(kept: &Kept, backend: &str, archs: &[&str]) {
     for arch in archs {
         let target: Target = format!("{backend}:{arch}").parse().unwrap();
-        for (wire, dtype) in FORMATS.into_iter().flat_map(|w| TYPES.map(|t| (w, t))) {
+        for (comm_dtype, dtype) in FORMATS.into_iter().flat_map(|w| TYPES.map(|t| (w, t))) {
             for width in COMPILED {
                 let desc = CommCastDesc {
-                    comm_dtype: wire,
+                    comm_dtype,
                     width,
                     rows: dtype,
                 };

@@ -114,8 +114,8 @@ fn between_nodes(spec: &LayerSpec, target: Target) -> LayerPlan {
         kernels: Vec::new(),
         ..ranks.tokens.clone()
     };
-    for wire in [CommDtype::F16, CommDtype::Bf16, CommDtype::Fp8] {
-        let wire = ranks.in_comm_dtype(Both::same(wire)).comm_cast;
+    for comm_dtype in [CommDtype::F16, CommDtype::Bf16, CommDtype::Fp8] {
+        let comm_dtype = ranks.in_comm_dtype(Both::same(comm_dtype)).comm_cast;
         all.kernels
             .extend(wire.into_iter().flat_map(|plan| plan.kernels));
     }

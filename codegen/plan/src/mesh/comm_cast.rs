@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 /// The output with the number of values, of all that this rank cast in a call, that were too large
 /// for the dtype: `[1]`, i64.
-pub const SATURATED: &str = "wire.saturated";
+pub const SATURATED: &str = "comm_cast.saturated";
 
 /// The exchanges that move rows of tokens or of their gradients; all other exchanges move a few
 /// numbers for each row.

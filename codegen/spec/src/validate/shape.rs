@@ -169,7 +169,7 @@ fn mixed(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         let help =
             "use the same 16-bit type for `weights` and `activations`, or \"f32\" for one of them";
         let problem = Problem::new("precision.weights", message)
-            .label("no matrix unit multiplies f16 by bf16")
+            .label("no tensor core multiplies f16 by bf16")
             .with("precision.activations", format!("{activations} here"));
         problems.push(problem.help(help));
     }

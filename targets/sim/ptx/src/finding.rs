@@ -92,7 +92,7 @@ impl FindingKind {
             FindingKind::PartialWarp => "partial warp",
             FindingKind::LaneMask => "wrong lane mask",
             FindingKind::Deadlock => "deadlock",
-            FindingKind::PendingAtExit => "exit with work under way",
+            FindingKind::PendingAtExit => "exit with work in flight",
             FindingKind::SharedSize => "shared memory size",
             FindingKind::Operand => "invalid operand",
             FindingKind::LaunchOrder => "order of launches",

@@ -40,7 +40,7 @@ impl Machine<'_> {
         let Some(job) = self.bulk.first() else {
             return Ok(());
         };
-        let text = "every thread of the block has ended, and a bulk copy is under way";
+        let text = "every thread of the block has ended, and a bulk copy is in flight";
         let mut fault = Fault::new(FindingKind::PendingAtExit, 0, text);
         fault.at = Some(FaultPlace {
             pc: job.pc,

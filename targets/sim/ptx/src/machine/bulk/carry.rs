@@ -79,12 +79,12 @@ impl Machine<'_> {
             fault.at = Some(place.clone());
             fault
         };
-        let under_way = self
+        let in_flight = self
             .phase_under_way(block, offset)
             .map_or(0, |own| own.step);
         // The phase at the issue must still be the current one. A phase that
         // went on means that the mbarrier completed without these bytes.
-        if under_way != phase {
+        if in_flight != phase {
             return Err(fault(format!(
                 "{bytes} bytes of a bulk copy arrive at the mbarrier at {offset:#x} after its \
                  phase is over: expect_tx announced too few bytes"

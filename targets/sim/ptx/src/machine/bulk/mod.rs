@@ -92,7 +92,7 @@ impl Bulks {
             Some(job) => {
                 let text = format!(
                     "a phase of the mbarrier at {offset:#x} is over while a bulk copy for it is \
-                     under way: expect_tx announced too few bytes"
+                     in flight: expect_tx announced too few bytes"
                 );
                 let mut fault = Fault::new(FindingKind::Mbarrier, 0, text);
                 fault.other = Some(job.pc);

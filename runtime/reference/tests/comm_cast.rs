@@ -80,11 +80,11 @@ const WIDTH: usize = 2048;
 
 /// Returns the relative L2 errors of all values and of the worst row, and the number of values too
 /// large.
-fn errors(wire: CommDtype, values: &[f32]) -> (f64, f64, u64) {
+fn errors(comm_dtype: CommDtype, values: &[f32]) -> (f64, f64, u64) {
     let (mut all, mut of_all, mut worst, mut over) = (0.0, 0.0, 0.0f64, 0);
     for row in values.chunks(WIDTH) {
-        let (bytes, saturated) = pack_row(wire, row);
-        let back = unpack_row(wire, &bytes, WIDTH, DType::F32);
+        let (bytes, saturated) = pack_row(comm_dtype, row);
+        let back = unpack_row(comm_dtype, &bytes, WIDTH, DType::F32);
         let square = |v: f32| f64::from(v) * f64::from(v);
         let error: f64 = row.iter().zip(&back).map(|(a, b)| square(a - b)).sum();
         let size: f64 = row.iter().map(|v| square(*v)).sum();
@@ -117,19 +117,21 @@ fn errors_are_the_published_ones() {
         (CommDtype::Bf16, [1.7e-3, 1.7e-3, 1.7e-3]),
         (CommDtype::Fp8, [2.6e-2, 1.4e-2, 2.6e-2]),
     ];
-    for (wire, published) in cases {
+    for (comm_dtype, published) in cases {
         for (values, published) in [&plain, &outliers, &scaled].into_iter().zip(published) {
-            let (error, worst, over) = errors(wire, values);
-            println!("{wire:?}: {error:.2e}, worst row {worst:.2e}, published {published:.1e}");
+            let (error, worst, over) = errors(comm_dtype, values);
+            println!(
+                "{comm_dtype:?}: {error:.2e}, worst row {worst:.2e}, published {published:.1e}"
+            );
             assert!(
                 near(error, published),
-                "{wire:?}: {error:e}, not {published:e}"
+                "{comm_dtype:?}: {error:e}, not {published:e}"
             );
             assert_eq!(over, 0);
         }
     }
     // Small rows vanish in f16 and in no other format.
-    let worst = |wire| errors(wire, &scaled).1;
+    let worst = |comm_dtype| errors(comm_dtype, &scaled).1;
     assert!(
         worst(CommDtype::F16) > 1e-2
             && worst(CommDtype::Bf16) < 1.9e-3
@@ -174,11 +176,11 @@ fn what_no_format_has_is_as_documented() {
     }
     // The largest values stay finite on the way back.
     for (value, dtype) in [(f32::MAX, DType::F32), (65_504.0, DType::F16)] {
-        for wire in [CommDtype::Bf16, CommDtype::Fp8] {
-            let back = unpack_row(wire, &pack_row(wire, &[value]).0, 1, dtype);
+        for comm_dtype in [CommDtype::Bf16, CommDtype::Fp8] {
+            let back = unpack_row(comm_dtype, &pack_row(comm_dtype, &[value]).0, 1, dtype);
             assert!(
                 back[0].is_finite() && back[0] > value * 0.99,
-                "{wire:?}: {}",
+                "{comm_dtype:?}: {}",
                 back[0]
             );
         }

@@ -29,10 +29,10 @@ const LARGEST_E4M3: f32 = 448.0;
 
 /// Packs a row, and counts the values too large for f16: those that round to infinity. Other
 /// formats count none.
-pub fn pack_row(wire: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
+pub fn pack_row(comm_dtype: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
     let mut bytes = Vec::new();
     let mut saturated = 0;
-    match wire {
+    match comm_dtype {
         CommDtype::F16 => {
             for &value in row {
                 saturated += u64::from(value.is_finite() && value.abs() >= 65_520.0);
@@ -61,9 +61,9 @@ pub fn pack_row(wire: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
 }
 
 /// Unpacks a row from `bytes`, with each value rounded to `dtype`.
-pub fn unpack_row(wire: CommDtype, bytes: &[u8], width: usize, dtype: DType) -> Vec<f32> {
+pub fn unpack_row(comm_dtype: CommDtype, bytes: &[u8], width: usize, dtype: DType) -> Vec<f32> {
     let half = |i: usize| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
-    let value = |i: usize| match wire {
+    let value = |i: usize| match comm_dtype {
         CommDtype::F16 => f16::from_bits(half(i)).to_f32(),
         CommDtype::Bf16 => bf16::from_bits(half(i)).to_f32(),
         CommDtype::Fp8 => {
