@@ -80,13 +80,15 @@ fn precompile_makes_a_pack_and_shows_a_table() {
 fn precompile_covers_the_layers_of_a_model() {
     let cache = scratch();
     let precompile = |model: &str, more: &[&str]| {
+        let file = std::path::PathBuf::from(model);
+        let model = match file.is_absolute() {
+            true => file,
+            false => repository(&format!("tests/oracle/{model}")),
+        };
         let mut call = command();
         call.args(["precompile", "--target", "cpu", "--json", "--cache"]);
         call.arg(cache.path()).arg("--hf");
-        finish(
-            call.arg(repository(&format!("tests/oracle/{model}")))
-                .args(more),
-        )
+        finish(call.arg(model).args(more))
     };
     let listed = |json: &serde_json::Value, key: &str| {
         let kernels = json["kernels"].as_array().unwrap().iter();

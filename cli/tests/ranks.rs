@@ -354,7 +354,7 @@ fn sources_of_ranks_can_be_read() {
     let files: BTreeSet<&str> = listed.lines().collect();
     let target = folder.join("cpu-portable");
     for name in [
-        "tokens/gate_topk.c",
+        "dispatch/gate_topk.c",
         "experts/grouped_gemm_up.c",
         "shared/grouped_gemm_up_shared_0.c",
         "nodes/comm_cast_rows_fp8.c",

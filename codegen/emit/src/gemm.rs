@@ -411,8 +411,15 @@ fn wgrad_formula(d: &GroupedGemmWgradDesc) -> &'static str {
 pub(crate) fn can_be(field: &str, text: &str) -> bool {
     let names = match field {
         "pass" => names(&[Pass::Forward, Pass::Dgrad, Pass::Wgrad]),
+        "codes.decode" => names(&[
+            Decode::Table,
+            Decode::Signed,
+            Decode::Unsigned,
+            Decode::E4m3,
+            Decode::E5m2,
+        ]),
         "stores" => names(&[Stores::Cached, Stores::Streamed, Stores::Runs]),
-        "left" | "right" => names(&[DType::F32, DType::F16, DType::Bf16]),
+        "left" | "right" | "codes.scale" => names(&[DType::F32, DType::F16, DType::Bf16]),
         _ => Vec::new(),
     };
     names.iter().any(|name| name == text)

@@ -227,7 +227,7 @@ fn memory_is_aligned_poisoned_and_finite() {
         let error = device.alloc(asked).unwrap_err().to_string();
         assert_eq!(
             error,
-            format!("out of device memory: {asked} bytes were asked for")
+            format!("out of device memory: {asked} bytes were requested")
         );
     }
 }
