@@ -4,7 +4,7 @@
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
 use moesaic_plan::{CodeBlock, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use moesaic_spec::{Activation, IQ4NL, WeightCode};
+use moesaic_spec::{Activation, WeightCode};
 use serde::Serialize;
 
 /// A GEMM of a layer.
@@ -45,8 +45,6 @@ pub(crate) struct CodesText {
     fill: u8,
     /// Elements of a column in a block.
     depth: usize,
-    /// Bytes of them.
-    column_bytes: usize,
     /// Rows of a matrix that share a scale.
     block_rows: usize,
     /// Columns of a matrix that share a scale.
@@ -96,7 +94,6 @@ impl CodesText {
         let table: Vec<f32> = (0..codes).map(|code_at| code.value(code_at)).collect();
         let [scale_rows, scale_columns] = format.scale_shape(size);
         let zero = code.zero();
-        debug_assert!(code != WeightCode::Iq4nl || IQ4NL.len() == 16);
         CodesText {
             format: format.0.name,
             bits: code.bits(),
@@ -110,7 +107,6 @@ impl CodesText {
                 zero
             },
             depth: block.depth,
-            column_bytes: block.column_bytes(),
             block_rows: format.block[0],
             block_columns: format.block_columns(d.inner),
             scale_columns,

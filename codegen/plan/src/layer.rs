@@ -36,7 +36,7 @@ pub fn plan(
     target: Target,
     options: &PlanOptions,
 ) -> Result<LayerPlan, PlanError> {
-    trains(spec, options)?;
+    check_trainable(spec, options)?;
     let mut builder = Builder::new(spec, target, options);
     builder.forward();
     if let Some(training) = options.training {
@@ -46,8 +46,8 @@ pub fn plan(
     Ok(builder.finish())
 }
 
-/// Whether the layer can be trained, if that is what the options say.
-pub(crate) fn trains(spec: &LayerSpec, options: &PlanOptions) -> Result<(), PlanError> {
+/// Refuses options that train a layer of codes.
+pub(crate) fn check_trainable(spec: &LayerSpec, options: &PlanOptions) -> Result<(), PlanError> {
     match (options.training, spec.precision.experts) {
         (Some(_), Some(format)) => Err(PlanError::QuantizedTraining {
             format: format.0.name,

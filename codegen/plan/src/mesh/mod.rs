@@ -145,8 +145,8 @@ pub fn plan_rank<'p>(
         scope,
     } = sharing.into();
     mesh.check(spec)?;
-    crate::layer::trains(spec, options)?;
-    whole_codes(spec, mesh, adaptive_r, shadows)?;
+    crate::layer::check_trainable(spec, options)?;
+    check_codes_stay(spec, mesh, adaptive_r, shadows)?;
     let place = mesh.place(rank)?;
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
@@ -196,9 +196,9 @@ pub fn plan_rank<'p>(
     Ok(steps::in_order(plan, &places))
 }
 
-/// Whether ranks that share a layer so never cut, gather or send codes: they have no kernels for
-/// parts of blocks.
-fn whole_codes(
+/// Refuses a mesh or strategy that would shard, gather or send codes, because there are no kernels
+/// for parts of blocks.
+fn check_codes_stay(
     spec: &LayerSpec,
     mesh: Parallel,
     adaptive_r: usize,
