@@ -41,7 +41,6 @@ pub use loss::*;
 pub use suggest::closest;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;
-#[doc(hidden)]
 pub use weight_format::{
-    ExpertFormat, IQ4NL, WEIGHT_FORMAT_NAMES, WEIGHT_FORMATS, WeightCode, WeightFormat,
+    ExpertFormat, WEIGHT_FORMAT_NAMES, WEIGHT_FORMATS, WeightCode, WeightFormat,
 };

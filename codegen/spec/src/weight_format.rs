@@ -47,11 +47,6 @@ pub enum WeightCode {
     Iq4nl,
 }
 
-/// The numbers of [`WeightCode::Iq4nl`], as GGUF's reference has them.
-pub const IQ4NL: [i8; 16] = [
-    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-];
-
 impl WeightCode {
     /// Bits of a code.
     pub fn bits(self) -> usize {
@@ -63,7 +58,7 @@ impl WeightCode {
 
     /// Returns the number that a code stands for.
     pub fn value(self, code: u8) -> f32 {
-        use crate::format::code;
+        use crate::format::{self, code};
         match self {
             WeightCode::E4m3 => code::E4M3[usize::from(code)],
             WeightCode::E5m2 => code::E5M2[usize::from(code)],
@@ -72,7 +67,7 @@ impl WeightCode {
             WeightCode::Int4 => f32::from(code & 15) - 8.0,
             WeightCode::Uint4 => f32::from(code & 15),
             WeightCode::E2m1 => code::E2M1[usize::from(code & 15)],
-            WeightCode::Iq4nl => f32::from(IQ4NL[usize::from(code & 15)]),
+            WeightCode::Iq4nl => f32::from(format::NONLINEAR[usize::from(code & 15)]),
         }
     }
 
@@ -85,7 +80,7 @@ impl WeightCode {
     }
 }
 
-const fn format(
+const fn row(
     name: &'static str,
     code: WeightCode,
     block: [usize; 2],
@@ -104,132 +99,28 @@ const fn format(
 }
 
 /// Every format. A new block-scaled format of these codes is a row here.
+#[rustfmt::skip] // a table
 pub static WEIGHT_FORMATS: [WeightFormat; 20] = [
-    format(
-        "fp8",
-        WeightCode::E4m3,
-        [128, 128],
-        F32,
-        false,
-        "DeepSeek-V3, Qwen3-FP8",
-    ),
-    format(
-        "fp8-row",
-        WeightCode::E4m3,
-        [1, 0],
-        F32,
-        false,
-        "compressed-tensors, per channel",
-    ),
-    format(
-        "mxfp8",
-        WeightCode::E4m3,
-        [1, 32],
-        Bf16,
-        false,
-        "OCP MX: MiniMax-M3",
-    ),
-    format(
-        "mxfp4",
-        WeightCode::E2m1,
-        [1, 32],
-        Bf16,
-        false,
-        "OCP MX: gpt-oss, DeepSeek-V4",
-    ),
-    format(
-        "nvfp4",
-        WeightCode::E2m1,
-        [1, 16],
-        F32,
-        false,
-        "NVIDIA modelopt",
-    ),
-    format("int8", WeightCode::Int8, [1, 0], F32, false, "per channel"),
-    format(
-        "int8-g32",
-        WeightCode::Int8,
-        [1, 32],
-        F32,
-        false,
-        "groups of 32",
-    ),
-    format(
-        "int8-g128",
-        WeightCode::Int8,
-        [1, 128],
-        F32,
-        false,
-        "groups of 128",
-    ),
-    format(
-        "int4-g32",
-        WeightCode::Int4,
-        [1, 32],
-        Bf16,
-        false,
-        "Kimi-K2-Thinking",
-    ),
-    format(
-        "int4-g64",
-        WeightCode::Int4,
-        [1, 64],
-        Bf16,
-        false,
-        "groups of 64",
-    ),
-    format(
-        "int4-g128",
-        WeightCode::Int4,
-        [1, 128],
-        Bf16,
-        false,
-        "compressed-tensors W4A16",
-    ),
-    format(
-        "uint4-g32",
-        WeightCode::Uint4,
-        [1, 32],
-        F16,
-        true,
-        "GPTQ, AWQ",
-    ),
-    format(
-        "uint4-g64",
-        WeightCode::Uint4,
-        [1, 64],
-        F16,
-        true,
-        "GPTQ, AWQ",
-    ),
-    format(
-        "uint4-g128",
-        WeightCode::Uint4,
-        [1, 128],
-        F16,
-        true,
-        "GPTQ, AWQ",
-    ),
-    format("q8_0", WeightCode::Int8, [1, 32], F16, false, "GGUF"),
-    format("q4_0", WeightCode::Int4, [1, 32], F16, false, "GGUF"),
-    format("q4_1", WeightCode::Uint4, [1, 32], F16, true, "GGUF"),
-    format(
-        "q4_k",
-        WeightCode::Uint4,
-        [1, 32],
-        F32,
-        true,
-        "GGUF, of 6-bit scales",
-    ),
-    format(
-        "q6_k",
-        WeightCode::Int8,
-        [1, 16],
-        F32,
-        false,
-        "GGUF, of 8-bit scales",
-    ),
-    format("iq4_nl", WeightCode::Iq4nl, [1, 32], F16, false, "GGUF"),
+    row("fp8", WeightCode::E4m3, [128, 128], F32, false, "DeepSeek-V3, Qwen3-FP8"),
+    row("fp8-row", WeightCode::E4m3, [1, 0], F32, false, "compressed-tensors, per channel"),
+    row("mxfp8", WeightCode::E4m3, [1, 32], Bf16, false, "OCP MX: MiniMax-M3"),
+    row("mxfp4", WeightCode::E2m1, [1, 32], Bf16, false, "OCP MX: gpt-oss, DeepSeek-V4"),
+    row("nvfp4", WeightCode::E2m1, [1, 16], F32, false, "NVIDIA modelopt"),
+    row("int8", WeightCode::Int8, [1, 0], F32, false, "per channel"),
+    row("int8-g32", WeightCode::Int8, [1, 32], F32, false, "groups of 32"),
+    row("int8-g128", WeightCode::Int8, [1, 128], F32, false, "groups of 128"),
+    row("int4-g32", WeightCode::Int4, [1, 32], Bf16, false, "Kimi-K2-Thinking"),
+    row("int4-g64", WeightCode::Int4, [1, 64], Bf16, false, "groups of 64"),
+    row("int4-g128", WeightCode::Int4, [1, 128], Bf16, false, "compressed-tensors W4A16"),
+    row("uint4-g32", WeightCode::Uint4, [1, 32], F16, true, "GPTQ, AWQ"),
+    row("uint4-g64", WeightCode::Uint4, [1, 64], F16, true, "GPTQ, AWQ"),
+    row("uint4-g128", WeightCode::Uint4, [1, 128], F16, true, "GPTQ, AWQ"),
+    row("q8_0", WeightCode::Int8, [1, 32], F16, false, "GGUF"),
+    row("q4_0", WeightCode::Int4, [1, 32], F16, false, "GGUF"),
+    row("q4_1", WeightCode::Uint4, [1, 32], F16, true, "GGUF"),
+    row("q4_k", WeightCode::Uint4, [1, 32], F32, true, "GGUF, of 6-bit scales"),
+    row("q6_k", WeightCode::Int8, [1, 16], F32, false, "GGUF, of 8-bit scales"),
+    row("iq4_nl", WeightCode::Iq4nl, [1, 32], F16, false, "GGUF"),
 ];
 
 /// The names of [`WEIGHT_FORMATS`], in its order.

@@ -255,7 +255,7 @@ fn q6_k(block: &[u8], into: &mut Unpacked) {
 }
 
 /// The values behind the codes of IQ4_NL and IQ4_XS.
-const NONLINEAR: [i8; 16] = [
+pub(crate) const NONLINEAR: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 

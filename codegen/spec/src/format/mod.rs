@@ -15,6 +15,7 @@ mod matrices;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use blocks::NONLINEAR;
 pub use blocks::{BLOCKS, Blocks, LARGEST, Unpacked};
 pub use matrices::{Matrices, Scales, Zeros};
 
