@@ -38,6 +38,7 @@ pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
 pub use limits::*;
 pub use loss::*;
+#[doc(hidden)]
 pub use suggest::closest;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;
