@@ -20,7 +20,7 @@ impl Layer {
         outputs.map(|&tensor| &self.plan()[tensor])
     }
 
-    /// Whether these can be read after a pass.
+    /// Refuses names of tensors that cannot be read after a pass.
     pub(crate) fn check_outputs(&self, pass: Pass, names: &[&str]) -> Result<(), EngineError> {
         for name in names {
             if self.outputs(pass).any(|tensor| tensor.name == *name) {

@@ -273,7 +273,7 @@ impl BoundStep {
     }
 }
 
-/// Whether it is an address at which there is no memory.
+/// Returns true for an address at which there is no memory.
 fn is_nowhere(arg: &Arg) -> bool {
     matches!(arg, Arg::Ptr(Ptr(0)) | Arg::TensorMap { base: Ptr(0), .. })
 }

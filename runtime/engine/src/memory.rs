@@ -144,7 +144,7 @@ impl Workspace {
         Ok(())
     }
 
-    /// Whether there is room for a call of `tokens` tokens.
+    /// Returns true if there is room for a call of `tokens` tokens.
     pub fn holds(&self, tokens: u64) -> bool {
         self.tokens.is_some_and(|have| have >= tokens)
     }
@@ -154,7 +154,7 @@ impl Workspace {
         self.staged = Some(tokens as u64);
     }
 
-    /// Whether inputs of so many tokens are here.
+    /// Returns true if the inputs of that many tokens are here.
     pub fn has_staged(&self, tokens: usize) -> bool {
         self.staged.is_some_and(|have| have >= tokens as u64)
     }
@@ -190,7 +190,7 @@ impl Workspaces {
         passing.or_else(|| self.every.get(tensor))
     }
 
-    /// Whether there is room for a call of `tokens` tokens that keeps nothing.
+    /// Returns true if there is room for a call of `tokens` tokens that keeps nothing.
     pub fn hold(&self, tokens: u64) -> bool {
         self.every.holds(tokens) && self.passing.holds(tokens)
     }

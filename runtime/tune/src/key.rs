@@ -11,7 +11,7 @@ pub struct Key {
     pub machine: String,
     /// The layer, mesh, placement of experts and nodes: `MeshLayer::identity`.
     pub layer: String,
-    /// Whether calls train or evaluate.
+    /// The kind of calls: training or evaluation.
     #[serde(default, skip_serializing_if = "Calls::train")]
     pub calls: Calls,
     /// The approximate number of rows.

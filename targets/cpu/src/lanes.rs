@@ -102,7 +102,7 @@ pub(crate) struct Lane {
     /// The end of the blocks that are left.
     end: AtomicI64,
     threads: i64,
-    /// Whether a thread of the lane has begun.
+    /// Set once a thread of the lane has begun.
     visited: AtomicBool,
 }
 

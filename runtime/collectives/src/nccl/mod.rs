@@ -66,7 +66,7 @@ pub struct Options {
     /// The time in which all ranks must have started, and the deadline of operations. `None`
     /// selects `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`](crate::DEADLINE).
     pub deadline: Option<Duration>,
-    /// Whether operations are compared.
+    /// The comparison of operations between ranks.
     pub checks: Checks,
     /// The order of sums.
     pub sums: Sums,

@@ -104,7 +104,7 @@ pub(crate) unsafe fn prepare(top: *mut u8, entry: extern "C" fn() -> !) -> Conte
     }
 }
 
-/// Whether fibers are written for this machine.
+/// True on machines that fibers are written for.
 pub(crate) const HERE: bool = cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
 
 /// Does nothing: no device opens where fibers are not written.
