@@ -17,7 +17,7 @@ struct Tool {
 /// Returns the disassembly of a binary.
 ///
 /// # Errors
-/// When no tool for the target is found or none can read the binary; the
+/// Fails if no tool for the target is found or none can read the binary; the
 /// message names each that was tried.
 pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
     if let Target::Sim(_) = target {

@@ -60,7 +60,7 @@ struct WholeArgs {
 struct AddArgs {
     #[command(flatten)]
     whole: WholeArgs,
-    /// The experts to copy, such as 0,3
+    /// Experts to copy, one for each new expert, such as 0,3
     #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
     copy: Vec<usize>,
     /// Let new experts add nothing until they have learned: their down projection is zero
@@ -70,8 +70,8 @@ struct AddArgs {
     /// copy
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_margin)]
     margin: Option<f32>,
-    /// Tokens per call for which a capacity by a factor stays the same; without a factor it is the
-    /// same for all
+    /// Tokens per call for which a capacity by a factor is kept; no single factor keeps it for
+    /// every number of tokens
     #[arg(long, value_name = "N")]
     tokens: Option<usize>,
     /// The new tensors; the new spec is written next to them as .toml
@@ -162,10 +162,10 @@ struct ImportArgs {
     /// Round weights that the layer's precision cannot hold exactly
     #[arg(long)]
     narrow: bool,
-    /// Let --narrow make values infinite that the precision has no room for
+    /// Let values become infinite that --narrow cannot represent
     #[arg(long, requires = "narrow")]
     allow_infinite: bool,
-    /// Ignore tensors of the layer that the spec has no use for
+    /// Ignore tensors of the layer that the spec does not use
     #[arg(long)]
     allow_extra: bool,
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 /// The signals that ask a process to end.
 const SIGNALS: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
-/// Whether one of the signals has arrived.
+/// A flag that is set once one of the signals has arrived.
 static ENDING: AtomicBool = AtomicBool::new(false);
 /// The write end of the pipe through which the handler passes the signal on.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
@@ -17,6 +17,7 @@ static PIPE: AtomicI32 = AtomicI32::new(-1);
 /// Handles a signal. The handler may have interrupted an allocation, so it does only what is
 /// async-signal-safe: it stores and writes.
 extern "C" fn heard(signal: libc::c_int) {
+    // The flag comes first: the byte may end the process before the next line runs.
     ENDING.store(true, Ordering::SeqCst);
     let byte = signal as u8;
     // SAFETY: one byte that lives here; the pipe is never closed.
@@ -75,6 +76,8 @@ fn listen(signal: libc::c_int) {
         return;
     }
     action.sa_sigaction = heard as extern "C" fn(libc::c_int) as libc::sighandler_t;
+    // System calls in flight go on until the signals thread ends the process, so that no other
+    // thread reports an interrupted call as a failure of its own.
     action.sa_flags = libc::SA_RESTART;
     // SAFETY: the handler is async-signal-safe.
     unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) };

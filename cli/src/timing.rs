@@ -26,7 +26,7 @@ impl Call {
     /// [`Layer::time_steps`] then repeats the same launches.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// Fails if a launch fails.
     pub fn run(&self, layer: &Layer) -> Result {
         match &self.dy {
             None => drop(layer.forward(&self.input)?),
@@ -44,7 +44,7 @@ impl Call {
 /// Returns the layer's output in the pass that is timed.
 ///
 /// # Errors
-/// When a launch fails.
+/// Fails if a launch fails.
 pub fn y(layer: &Layer, input: &Input<'_>) -> Result<Tensor<'static>> {
     let output = match layer.plan().training {
         None => layer.forward(input)?,

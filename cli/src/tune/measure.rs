@@ -51,7 +51,7 @@ impl Bench {
     /// these launches in `before`, and the comparison with each candidate.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// Fails if a launch fails.
     pub fn compare(&self, before: &Layer, others: &[Layer]) -> Result<(f64, Vec<Pairs>)> {
         let tokens = self.input.tokens;
         let differ = differing(before.plan(), others);
@@ -85,8 +85,10 @@ impl Bench {
         Ok((time, pairs))
     }
 
+    /// Checks that both layers give the same bytes.
+    ///
     /// # Errors
-    /// When the layers do not give the same bytes, which is a defect.
+    /// Fails if the bytes differ, which is a defect.
     pub fn same_results(&self, default: &Layer, tuned: &Layer) -> Result {
         let y = |layer: &Layer| timing::y(layer, &self.input);
         if y(default)? == y(tuned)? {

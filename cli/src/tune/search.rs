@@ -71,7 +71,7 @@ fn winner(candidates: &[Candidate]) -> Option<usize> {
 /// Tries every candidate of every size.
 ///
 /// # Errors
-/// When a layer cannot be made or run.
+/// Fails if a layer cannot be made or run.
 pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Result<Found> {
     let tokens = bench.input.tokens;
     let mut tuning = Tuning::default();
@@ -79,6 +79,7 @@ pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Re
     for choice in Tuning::choices(&variants.untuned().plan) {
         progress.next(format!("trying {} at T={tokens}", choice.knob.name()));
         let one = try_one(variants, bench, choice, &tuning)?;
+        // Later sizes are tried on top of this one, since they share caches with it.
         if let Some(winner) = one.winner {
             tuning = tuning.with(one.choice.knob, one.candidates[winner].size);
         }
