@@ -17,7 +17,8 @@ static PIPE: AtomicI32 = AtomicI32::new(-1);
 /// Handles a signal. The handler may have interrupted an allocation, so it does only what is
 /// async-signal-safe: it stores and writes.
 extern "C" fn heard(signal: libc::c_int) {
-    // The flag comes first: the byte may end the process before the next line runs.
+    // The flag comes first: once the byte is written, the clean-up makes the work of other
+    // threads fail, and the flag keeps them from reporting it.
     ENDING.store(true, Ordering::SeqCst);
     let byte = signal as u8;
     // SAFETY: one byte that lives here; the pipe is never closed.

@@ -34,8 +34,7 @@ impl<'w> Hashed<'w> {
         let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let rows = tensor.shape.first().copied().unwrap_or(1).max(1);
         if is_of_experts(name) {
-            // Each expert has a hash of its own, because ranks that share some experts may not
-            // share all.
+            // One hash per expert, because two ranks may have some experts in common and not all.
             let row = tensor.data.len() / rows;
             for (at, bytes) in tensor.data.chunks(row.max(1)).enumerate() {
                 let mut hasher = Hasher::new();
@@ -45,7 +44,7 @@ impl<'w> Hashed<'w> {
             return;
         }
         let key = (name.to_string(), 0);
-        // A tensor may be read more than once. Its first row starts the hash anew.
+        // The first row starts the hash anew, so that a tensor that is read twice hashes as one.
         if first == 0 {
             hashes.insert(key.clone(), Hasher::new());
         }

@@ -504,6 +504,8 @@ fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> T
             Some(weight) if mesh.process_group(weight) != ProcessGroup::World => {
                 joined_placed(weight, placed, |place| parts[placed.0.rank(place)].lend())
             }
+            // Every rank already has the sum over ranks of these gradients. The two others have
+            // a row for each token.
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),
             _ => beside(parts),
         },

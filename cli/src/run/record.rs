@@ -80,6 +80,8 @@ pub fn choices(path: &Path, spec: &LayerSpec, tokens: usize) -> Result<(Vec<i32>
     let (mut ids, locations) = (whole("topk_ids")?, whole("locations")?);
     let rows = spec.shape.experts as i32;
     for (id, location) in ids.iter_mut().zip(locations) {
+        // Identity and zero experts have larger ids. They have no rows, and so no location, but
+        // nothing of theirs is dropped.
         if *id < rows && location < 0 {
             *id = -1;
         }

@@ -79,7 +79,6 @@ pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Re
     for choice in Tuning::choices(&variants.untuned().plan) {
         progress.next(format!("trying {} at T={tokens}", choice.knob.name()));
         let one = try_one(variants, bench, choice, &tuning)?;
-        // Later sizes are tried on top of this one, since they share caches with it.
         if let Some(winner) = one.winner {
             tuning = tuning.with(one.choice.knob, one.candidates[winner].size);
         }
